@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
-from jchop._core.rounding.random_bits import random_bits, seed_words
+from jchop._core.rounding.random_bits import seed_words, stream_words
 
 COLUMNS = 1024
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -36,12 +36,12 @@ def index(shape: tuple[int, ...]) -> Array:
 
 
 def stream(key: Array, shape: tuple[int, ...]) -> Array:
-    return random_bits(seed_words(key), shape)
+    return stream_words(seed_words(key), shape)
 
 
 def stream_64(key: Array, shape: tuple[int, ...]) -> Array:
     """The stream at an offset that makes a high word of the index vary from element to element."""
-    return random_bits(seed_words(key), shape, 2**32 - 1000)
+    return stream_words(seed_words(key), shape, 2**32 - 1000)
 
 
 def mix3(key: Array, shape: tuple[int, ...]) -> Array:

@@ -27,10 +27,10 @@ import numpy as np
 
 import jchop as jc
 import jchop.math
-from jchop._files import write_atomically
+from jchop._common.files import write_atomically
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._kernels.scaled import quantize_scaled, round_scaled
-from jchop._products.codes import product_of_blocks_op
+from jchop._quantized.products.codes import product_of_blocks_op
 from jchop.formats import parse_format
 
 IMPLS = ("xla", "pallas")

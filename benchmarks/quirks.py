@@ -2,7 +2,7 @@
 
     python benchmarks/quirks.py
 
-prints, for each quirk of `jchop/_core/xla_cpu.py` that is marked `timed`, the time of a plain program divided by that
+prints, for each quirk of `jchop/_core/xla/cpu.py` that is marked `timed`, the time of a plain program divided by that
 of the program with the workaround: the median of interleaved pairs. A quotient near 1 means that the quirk is gone on
 this version of jaxlib, and its workaround may go.
 """
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.quotient import divisor_of
-from jchop._core.scaled.float_zero_points import _quotient
-from jchop._core.xla_cpu import QUIRKS
+from jchop._core.scaled.float_zero_points import _quotient_of_difference
+from jchop._core.xla.cpu import CPU_QUIRKS
 
 PAIRS = 5
 
@@ -57,7 +57,7 @@ def long_fusion_compiled_for_minutes() -> float:
 
     def compiling(stage: Callable[[Any], Any]) -> float:
         def quotient(x: jax.Array, y: jax.Array) -> Any:
-            value, some = _quotient(x, y, divisor, carrier, stage)
+            value, some = _quotient_of_difference(x, y, divisor, carrier, stage)
             return value.magnitude, value.rest, value.sticky, some
 
         lowered = jax.jit(quotient).lower(x, x)
@@ -70,6 +70,6 @@ def long_fusion_compiled_for_minutes() -> float:
 
 if __name__ == "__main__":
     print("jaxlib", importlib.metadata.version("jaxlib"))
-    for quirk in QUIRKS:
+    for quirk in CPU_QUIRKS:
         if quirk.benchmark_only:
             print(f"{quirk.name}: {globals()[quirk.name]():.2f} (seen on {', '.join(quirk.versions_with)})")

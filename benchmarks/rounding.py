@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.rounding.elements import round_elements
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.elements import round_to_spec
 
 FORMATS = ("binary16", "float8_e4m3fn", "float8_e5m2", "bfloat16")
 MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd")
@@ -59,7 +59,7 @@ def thread_copy(x: jax.Array) -> Case:
 
 def fed_by_jax_random(spec: str, key: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """The same rounding body, its words from `jax.random.bits`."""
-    return lambda x: round_elements(x, jc.parse(spec), CARRIERS["float32"], jax.random.bits(key, x.shape))
+    return lambda x: round_to_spec(x, jc.parse(spec), CARRIERS["float32"], jax.random.bits(key, x.shape))
 
 
 def pychop_cases(x: jax.Array, buffers: list[jax.Array]) -> dict[str, Case]:

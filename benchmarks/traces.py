@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-X = "round; stochastic; quantize; emulated matmul; NNX Linear qat; quantize_fn; adamw8bit init; adamw8bit update; load GPTQ"
-NAMES = tuple(X.split("; "))
+NAMES = (
+    *("round", "stochastic", "quantize", "emulated matmul", "NNX Linear qat", "quantize_fn"),
+    *("adamw8bit init", "adamw8bit update", "load GPTQ"),
+)
 
 
 def program(name: str) -> Callable[[], Any]:

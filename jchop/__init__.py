@@ -7,11 +7,13 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 from typing import TYPE_CHECKING
 
 from jchop import formats, storage
-from jchop._finfo import finfo
-from jchop._on_demand import on_demand
+from jchop._common.on_demand import on_demand
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
-from jchop.accumulation import MatmulSpec, Order
+from jchop._spec.accumulation import MatmulSpec, Order
+from jchop._spec.finfo import finfo
+from jchop._spec.spec import Gradient, Spec, parse
+from jchop._spec.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -62,8 +64,7 @@ from jchop.formats import (
     uint4,
     uint8,
 )
-from jchop.rounding import Overflow, Rounding
-from jchop.spec import Gradient, Spec, parse
+from jchop.formats.rounding import Overflow, Rounding
 from jchop.storage import (
     QArray,
     dequantize,
@@ -74,43 +75,42 @@ from jchop.storage import (
     save_safetensors,
     to_qwix,
 )
-from jchop.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jchop import math
-    from jchop._attention.attention import dot_product_attention
-    from jchop._attention.kv_cache import KVCache
-    from jchop._compare import Comparison, compare
     from jchop._emulate import Blame, SignificantDigits, blame, emulate, significant_digits
-    from jchop._probe import Probe, probe
-    from jchop._products.dots import dot, einsum, ragged_dot
-    from jchop._products.quantize_fn import quantize_fn
-    from jchop._products.rotation import Hadamard
-    from jchop._products.rule import Rule
-    from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
-    from jchop._products.scales.sites import Scales
-    from jchop._round_file import round_file
-    from jchop._tune import Tuning, tune
+    from jchop._insight.compare import Comparison, compare
+    from jchop._insight.probe import Probe, probe
+    from jchop._insight.tune import Tuning, tune
+    from jchop._quantized.products.qarray_products import dot, einsum, ragged_dot
+    from jchop._quantized.products.rotation import Hadamard
+    from jchop._quantized.products.rule import Rule
+    from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
+    from jchop._quantized.program.scale_slots import Scales
+    from jchop._quantized.quantize_fn import quantize_fn
+    from jchop._serving.attention import dot_product_attention
+    from jchop._serving.kv_cache import KVCache
+    from jchop.storage._round_file import round_file
 
 __getattr__, __dir__ = on_demand(
     __name__,
     ("compat", "distributed", "math", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch"),
     {
-        "jchop._attention.attention": ("dot_product_attention",),
-        "jchop._attention.kv_cache": ("KVCache",),
-        "jchop._compare": ("Comparison", "compare"),
+        "jchop._serving.attention": ("dot_product_attention",),
+        "jchop._serving.kv_cache": ("KVCache",),
+        "jchop._insight.compare": ("Comparison", "compare"),
         "jchop._emulate": ("Blame", "SignificantDigits", "blame", "emulate", "significant_digits"),
-        "jchop._probe": ("Probe", "probe"),
-        "jchop._products.dots": ("dot", "einsum", "ragged_dot"),
-        "jchop._products.quantize_fn": ("quantize_fn",),
-        "jchop._products.rotation": ("Hadamard",),
-        "jchop._products.rule": ("Rule",),
-        "jchop._products.scale_from": ("LSQ", "DelayedScaling", "MovingAverage"),
-        "jchop._products.scales.sites": ("Scales",),
-        "jchop._round_file": ("round_file",),
-        "jchop._tune": ("Tuning", "tune"),
+        "jchop._insight.probe": ("Probe", "probe"),
+        "jchop._quantized.products.qarray_products": ("dot", "einsum", "ragged_dot"),
+        "jchop._quantized.quantize_fn": ("quantize_fn",),
+        "jchop._quantized.products.rotation": ("Hadamard",),
+        "jchop._quantized.products.rule": ("Rule",),
+        "jchop._quantized.products.scale_from": ("LSQ", "DelayedScaling", "MovingAverage"),
+        "jchop._quantized.program.scale_slots": ("Scales",),
+        "jchop.storage._round_file": ("round_file",),
+        "jchop._insight.tune": ("Tuning", "tune"),
     },
 )
 

@@ -12,20 +12,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jchop._checks import close_to
 from jchop._cli._blame import add_blame
 from jchop._cli._checkpoint import add_convert
 from jchop._cli._compare import add_compare
-from jchop._cli._completion import add_completion, commands_of
+from jchop._cli._completion import add_completion, words_by_command
 from jchop._cli._doctor import add_doctor
 from jchop._cli._info import run_formats, run_info
-from jchop._cli._ptq import add_command
-from jchop._cli._quantize import add_commands
-from jchop._cli._round import CARRIERS, run_round
+from jchop._cli._ptq import add_ptq
+from jchop._cli._quantize import add_quantize_and_inspect
+from jchop._cli._round import CARRIER_NUMPY_DTYPES, run_round
 from jchop._cli._study import add_study
-from jchop._cli._text import printable, seed, strong
+from jchop._cli._text import bold, parse_seed, printable
 from jchop._cli._tune import add_tune
-from jchop.rounding import Overflow, Rounding
+from jchop._common.checks import close_names_hint
+from jchop.formats.rounding import Overflow, Rounding
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is None:
             raise ValueError("standard output is closed")
         try:
-            options = _parser().parse_args([_shield(argument) for argument in arguments])
+            options = _command_parser().parse_args([_shield_negative_number(argument) for argument in arguments])
             options.run(options)
         except SystemExit as stop:  # --help and --version
             if stop.code:
@@ -59,33 +59,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except BrokenPipeError:
-        _drop_output()  # its reader, such as head, has closed the pipe
+        _discard_stdout()  # its reader, such as head, has closed the pipe
         return 141  # 128 + SIGPIPE, as in the shell
     except KeyboardInterrupt:
-        _say("\njchop: interrupted")
+        _print_to_stderr("\njchop: interrupted")
         return 130
     except OSError as error:
-        _drop_output()
+        _discard_stdout()
         where = f"{error.filename}: " if error.filename else ""
-        _say(_error(f"{where}{error.strerror or error}"))
+        _print_to_stderr(_error_line(f"{where}{error.strerror or error}"))
     except MemoryError as error:
-        _say(_error(f"not enough memory. {error}"))
+        _print_to_stderr(_error_line(f"not enough memory. {error}"))
     except (ValueError, TypeError, OverflowError, RecursionError, ModuleNotFoundError) as error:
-        _say(_error(str(error)))
+        _print_to_stderr(_error_line(str(error)))
     return 2
 
 
-def _error(message: str) -> str:
-    return strong("jchop: error:", sys.stderr) + " " + printable(" ".join(message.split()))
+def _error_line(message: str) -> str:
+    return bold("jchop: error:", sys.stderr) + " " + printable(" ".join(message.split()))
 
 
-def _say(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     """A line on standard error, unless it is closed: then print would write to standard output."""
     if sys.stderr is not None:
         print(line, file=sys.stderr)
 
 
-def _drop_output() -> None:
+def _discard_stdout() -> None:
     """Discards buffered output for a standard output that cannot be written, so that it raises no error at exit."""
     try:
         sys.stdout.flush()
@@ -94,20 +94,20 @@ def _drop_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _shield(argument: str) -> str:
+def _shield_negative_number(argument: str) -> str:
     """Adds a space before a negative number: argparse would treat -1e9, -inf or -0x1p3 as an option."""
     return f" {argument}" if re.match(r"-(\.?[0-9]|inf|nan)", argument, re.IGNORECASE) else argument
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """A parser that raises exceptions for errors, so that all of them are reported in one place."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Arguments that no command knows are an error of the command before them."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            name = next(name for name in args if name in commands_of(self))
-            near = close_to(unknown[0].split("=")[0], filter(None, commands_of(self)[name]))
+            name = next(name for name in args if name in words_by_command(self))
+            near = close_names_hint(unknown[0].split("=")[0], filter(None, words_by_command(self)[name]))
             raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{near} (see {self.prog} {name} --help)")
         return options
 
@@ -120,17 +120,17 @@ class _Parser(argparse.ArgumentParser):
         if choice is None:
             return ""
         actions = (a for a in self._actions if choice[1] in (*a.option_strings, str(a.metavar), a.dest))
-        return close_to(choice[2], map(str, next((a.choices for a in actions), None) or ()))
+        return close_names_hint(choice[2], map(str, next((a.choices for a in actions), None) or ()))
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Writes help or version; argparse ignores an output that cannot be written."""
         print(message, end="", file=file)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _command_parser() -> argparse.ArgumentParser:
     description = "Rounds numbers, and the parameters of a neural network, to low-precision formats."
-    parser = _Parser(prog="jchop", description=description)
-    parser.add_argument("-V", "--version", action="version", version=f"jchop {_version()}")
+    parser = _CommandParser(prog="jchop", description=description)
+    parser.add_argument("-V", "--version", action="version", version=f"jchop {_jchop_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     plain = argparse.RawDescriptionHelpFormatter
 
@@ -161,10 +161,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounding", metavar="MODE", help=", ".join(mode.value for mode in Rounding))
     command.add_argument("--overflow", metavar="RULE", help=", ".join(rule.value for rule in Overflow))
     command.add_argument("--random-bits", metavar="N", type=int, help="random bits for each stochastic rounding")
-    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
+    command.add_argument("--seed", metavar="N", type=parse_seed, help="seed of random bits; stochastic modes need it")
     command.add_argument(
         "--carrier",
-        choices=CARRIERS,
+        choices=CARRIER_NUMPY_DTYPES,
         help="type of the numbers before and after; default float64, and for a .npy file its own type",
     )
     command.add_argument("--out", metavar="FILE.npy", type=Path, help="write the rounded array there")
@@ -172,9 +172,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_round)
 
-    add_commands(commands)
+    add_quantize_and_inspect(commands)
     add_convert(commands)
-    add_command(commands)
+    add_ptq(commands)
     add_compare(commands)
 
     add_blame(commands)
@@ -185,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
+def _jchop_version() -> str:
     try:
         return version("jchop")
     except PackageNotFoundError:

@@ -28,19 +28,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from jchop._bits import CARRIERS
-from jchop._checks import as_numpy, check_int
-from jchop._core.rounding.elements import round_elements
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import as_numpy, check_int
+from jchop._common.settings import always_jit
+from jchop._core.rounding.elements import round_to_spec
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled
+from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
-from jchop.spec import Spec
 
 __all__ = ["chop"]
 
 #: Significand bits t (including the leading one) and largest exponent emax of each format.
-FORMATS = {
+CHOP_FORMATS = {
     **dict.fromkeys(("q43", "fp8-e4m3"), (4, 7)),
     **dict.fromkeys(("q52", "fp8-e5m2"), (3, 15)),
     **dict.fromkeys(("b", "bfloat16", "bf16"), (8, 127)),
@@ -49,11 +49,11 @@ FORMATS = {
     **dict.fromkeys(("s", "single", "fp32"), (24, 127)),
     **dict.fromkeys(("d", "double", "fp64"), (53, 1023)),
 }
-_CUSTOM = ("c", "custom")
+_CUSTOM_NAMES = ("c", "custom")
 #: Formats without subnormal numbers by default.
-FLUSHED = ("b", "bfloat16")
+FORMATS_WITHOUT_SUBNORMALS = ("b", "bfloat16")
 #: Rounding and overflow of each number of ``round``.
-ROUNDS = {
+CHOP_ROUNDINGS = {
     1: ("nearest_even", "ieee"),
     2: ("up", "ieee"),
     3: ("down", "ieee"),
@@ -61,7 +61,7 @@ ROUNDS = {
     5: ("stochastic", "propagate"),
     6: ("stochastic_equal", "ieee"),
 }
-_NAMES = ("format", "subnormal", "round", "flip", "p", "explim", "params", "randfunc", "seed")
+_OPTION_NAMES = ("format", "subnormal", "round", "flip", "p", "explim", "params", "randfunc", "seed")
 _EXPONENT_BITS = {"float32": 8, "float64": 11}
 
 
@@ -105,15 +105,15 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
         >>> float(jchop.matlab.chop(1.1, {"format": "custom", "params": [3, 7]}, round=2))
         1.25
     """
-    settings = _options(options, more)
-    array = _numbers(x)
-    seed = _integer(settings, "seed", 0)
+    settings = _chop_options(options, more)
+    array = _float_array(x)
+    seed = _integer_option(settings, "seed", 0)
     key = None if seed is None else jax.random.key(seed)
     spec = chop_spec(
         settings.get("format", "h"),
-        _switch(settings, "subnormal", None),
-        _integer(settings, "round", 1, 6, default=1),
-        bool(_switch(settings, "explim", True)),
+        _switch_option(settings, "subnormal", None),
+        _integer_option(settings, "round", 1, 6, default=1),
+        bool(_switch_option(settings, "explim", True)),
         settings.get("params"),
         array.dtype.name,
     )
@@ -123,8 +123,8 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
             raise ValueError("round 5 and 6 draw random numbers: pass seed or randfunc")
         result = round_to_format(array, spec, key)
     else:
-        result = rounded_by(array, spec, randfunc)
-    if _switch(settings, "flip", False):
+        result = round_by_randfunc(array, spec, randfunc)
+    if _switch_option(settings, "flip", False):
         if key is None:
             raise ValueError("flip=1 flips bits at random: pass seed")
         result = flip_bits(result, Spec(spec.format), settings.get("p", 0.5), key)
@@ -134,30 +134,30 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
 
 def chop_spec(name: Any, subnormal: bool | None, mode: Any, explim: bool, params: Any, dtype: str) -> Spec:
     """The spec for options of *chop* and data of a dtype, which bounds the exponents if `explim` is False."""
-    if name in _CUSTOM:
-        bits, emax = _custom(params)
-    elif name in FORMATS:
-        bits, emax = FORMATS[name]
+    if name in _CUSTOM_NAMES:
+        bits, emax = _custom_params(params)
+    elif name in CHOP_FORMATS:
+        bits, emax = CHOP_FORMATS[name]
     else:
-        raise ValueError(f"format={name!r} must be one of {', '.join(map(repr, (*FORMATS, *_CUSTOM)))}")
+        raise ValueError(f"format={name!r} must be one of {', '.join(map(repr, (*CHOP_FORMATS, *_CUSTOM_NAMES)))}")
     if subnormal is None:
-        subnormal = name not in FLUSHED
-    rounding, overflow = ROUNDS[mode]
+        subnormal = name not in FORMATS_WITHOUT_SUBNORMALS
+    rounding, overflow = CHOP_ROUNDINGS[mode]
     if explim:
-        return Spec(float_format(bits, emax, subnormal), rounding, overflow)
+        return Spec(chop_float_format(bits, emax, subnormal), rounding, overflow)
     return Spec(FloatFormat(_EXPONENT_BITS.get(dtype, 8), bits - 1, subnormals=subnormal), rounding, overflow)
 
 
-def float_format(bits: int, emax: int, subnormals: bool = True) -> FloatFormat:
+def chop_float_format(bits: int, emax: int, subnormals: bool = True) -> FloatFormat:
     """The format of `bits` significand bits, including the leading one, with exponents from 1 - emax to emax."""
     return FloatFormat((2 * emax + 1).bit_length(), bits - 1, bias=emax, max_exponent=emax, subnormals=subnormals)
 
 
-def _custom(params: Any) -> tuple[int, int]:
+def _custom_params(params: Any) -> tuple[int, int]:
     values = [] if params is None else np.asarray(params, float).ravel().tolist()
     if len(values) != 2:
         raise ValueError(f"params={params!r} must be [t, emax], which format 'custom' needs")
-    bits, emax = (check_int(name, whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
+    bits, emax = (check_int(name, int_if_whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
     if bits > 53:
         raise ValueError(f"params=[{bits}, {emax}] must have t from 1 to 53")
     return bits, emax
@@ -166,7 +166,7 @@ def _custom(params: Any) -> tuple[int, int]:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def _options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+def _chop_options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
     """The given options by name, without empty ones."""
     if options is None:
         settings = {}
@@ -178,26 +178,26 @@ def _options(options: Any, more: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"options={options!r} must be a dict, or an object with attributes")
     settings |= more
     for name in settings:
-        if name not in _NAMES:
-            raise ValueError(f"option {name!r} is not known; allowed: {', '.join(_NAMES)}")
+        if name not in _OPTION_NAMES:
+            raise ValueError(f"option {name!r} is not known; allowed: {', '.join(_OPTION_NAMES)}")
     return {name: value for name, value in settings.items() if value is not None and np.size(value) and value != ""}
 
 
-def whole(value: Any) -> Any:
+def int_if_whole(value: Any) -> Any:
     """A float that is a whole number as an int, because MATLAB passes integers as floats."""
     return int(value) if isinstance(value, float | np.floating) and float(value).is_integer() else value
 
 
-def _integer(
+def _integer_option(
     settings: Mapping[str, Any], name: str, low: int, high: int | None = None, default: int | None = None
 ) -> Any:
-    return check_int(name, whole(settings[name]), low, high) if name in settings else default
+    return check_int(name, int_if_whole(settings[name]), low, high) if name in settings else default
 
 
-def _switch(settings: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+def _switch_option(settings: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
     if name not in settings:
         return default
-    value = whole(settings[name])
+    value = int_if_whole(settings[name])
     if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
         raise ValueError(f"{name}={settings[name]!r} must be 0 or 1")
     return bool(value)
@@ -206,14 +206,14 @@ def _switch(settings: Mapping[str, Any], name: str, default: bool | None) -> boo
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def _numbers(x: Any) -> np.ndarray:
+def _float_array(x: Any) -> np.ndarray:
     array = as_numpy("x", x)
     if array.dtype.name not in _EXPONENT_BITS:
         raise TypeError(f"x has dtype {array.dtype}, but must be of single or double precision")
     return array
 
 
-def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.ndarray:
+def round_by_randfunc(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.ndarray:
     """`x` rounded with the numbers of `randfunc` instead of random bits."""
     uniforms = as_numpy(f"randfunc({x.size})", randfunc(x.size)).astype(np.float64).ravel(order="F")
     if uniforms.size != x.size or not ((uniforms >= 0) & (uniforms < 1)).all():
@@ -222,9 +222,9 @@ def rounded_by(x: np.ndarray, spec: Spec, randfunc: Callable[[int], Any]) -> np.
     # The result is rounded away if word + floor(fraction 2^width) carries, so a smaller number becomes a larger word.
     words = ~np.ldexp(uniforms, width).astype(f"uint{width}")
     with jax.enable_x64(True):
-        return np.array(_round_with(x, words.reshape(x.shape, order="F"), spec))
+        return np.array(_round_with_word(x, words.reshape(x.shape, order="F"), spec))
 
 
-@partial(compiled, static_argnums=2)
-def _round_with(x: jax.Array, word: jax.Array, spec: Spec) -> jax.Array:
-    return round_elements(x, spec, CARRIERS[x.dtype.name], word)
+@partial(always_jit, static_argnums=2)
+def _round_with_word(x: jax.Array, word: jax.Array, spec: Spec) -> jax.Array:
+    return round_to_spec(x, spec, CARRIERS[x.dtype.name], word)

@@ -12,8 +12,8 @@ import oracle
 from oracle import CARRIERS, Special
 
 import jchop as jc
+from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-from jchop.spec import Spec
 
 
 def blocks(element: str, group: int, axis: int = -1, scale: Any = "e8m0fnu", rule: str = "floor", **more: Any) -> Spec:

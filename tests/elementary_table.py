@@ -13,7 +13,7 @@ import numpy as np
 import oracle_elementary as exact
 
 import jchop as jc
-from jchop._core.elementary.rounded import FUNCTIONS, elementary
+from jchop._core.elementary.evaluate import UNARY_FUNCTIONS, elementary_function
 
 #: By name: exponent and fraction bits.
 FORMATS = {"bfloat16": (8, 7), "binary16": (5, 10), "float8_e5m2": (5, 2), "float8_e4m3": (4, 3)}
@@ -53,7 +53,7 @@ def wrong(name: str, text: str, step: int = 1) -> dict[str, int]:
     @jax.jit
     def every_mode(x: jax.Array, word: jax.Array) -> list[jax.Array]:
         specs = [jc.parse(f"{text}:{mode}") for mode in exact.MODES]
-        return [elementary(x, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
+        return [elementary_function(x, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
 
     counts = {}
     for mode, row, got in zip(exact.MODES, rows, every_mode(x, word), strict=True):
@@ -67,7 +67,7 @@ def wrong(name: str, text: str, step: int = 1) -> dict[str, int]:
 def main() -> None:
     print("| function | " + " | ".join(FORMATS) + " |")
     print("|---|" + "---|" * len(FORMATS))
-    for name in FUNCTIONS:
+    for name in UNARY_FUNCTIONS:
         counts = [sum(wrong(name, text).values()) for text in FORMATS]
         print(f"| `{NAMES[name]}` | " + " | ".join(map(str, counts)) + " |")
         sys.stdout.flush()

@@ -21,7 +21,7 @@ import numpy as np
 
 import jchop as jc
 from jchop.__main__ import main
-from jchop.storage._stream import Rule, quantize_file
+from jchop.storage._quantize_file import TensorRule, quantize_file
 
 #: What takes the place of a value. Texts between @ are put into the JSON as they are.
 HOSTILE: list[Any] = [
@@ -175,7 +175,7 @@ def faults(path: Path, *, quantizing: bool) -> list[str]:
     calls = [lambda: jc.load_safetensors(path), lambda: jc.load_safetensors(path, nested=True), inspect]
     if quantizing:
         target = path.with_name("out.safetensors")
-        calls.append(lambda: quantize_file(path, target, [Rule(".*", jc.parse("bfloat16"))]))
+        calls.append(lambda: quantize_file(path, target, [TensorRule(".*", jc.parse("bfloat16"))]))
     found = []
     for call in calls:
         signal.signal(signal.SIGPROF, stop)

@@ -64,7 +64,7 @@ _CORE = tuple(
     )
 )
 #: Files that only make words.
-_WORDS = ("jchop/_text/", "jchop/_cli/_text.py", "jchop/_cli/_completion.py")
+_WORDS = ("jchop/_common/text/", "jchop/_cli/_text.py", "jchop/_cli/_completion.py")
 #: The mutants of the core, of all other packages together, and the least of one package.
 _OF_CORE, _OF_OTHERS, _LEAST = 80, 340, 12
 
@@ -118,7 +118,7 @@ def drawn(found: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 #: Faults put by hand: what they are, the file, what stands in it, and what the fault puts there.
 SOWN: dict[str, tuple[str, str, str]] = {
     "GPTQ: the errors of a block never leave it": (
-        "jchop/ptq/_sweep.py",
+        "jchop/ptq/_steps/sweep.py",
         "work = work - jnp.matmul(ahead.T, errors, precision=_PRECISION)",
         "pass",
     ),
@@ -128,12 +128,12 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "_stored(first, held, p, to_weight)",
     ),
     '`DelayedScaling(take="last")` takes the maximum': (
-        "jchop/_products/scales/formulas.py",
+        "jchop/_quantized/scales/formulas.py",
         'past = history[0] if how.take == "last" else history.max()',
         "past = history.max()",
     ),
     "`MovingAverage` has its two weights swapped": (
-        "jchop/_products/scales/formulas.py",
+        "jchop/_quantized/scales/formulas.py",
         "how.decay * known + (1 - how.decay) * found",
         "(1 - how.decay) * known + how.decay * found",
     ),
@@ -158,17 +158,17 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "drawn = fold(key, Phase.SUM, 0, axes.rank)\n        return",
     ),
     "SmoothQuant: inverted factors": (
-        "jchop/ptq/_maps/factors.py",
+        "jchop/ptq/_equalize/factors.py",
         "known[0] ** step.alpha / known[1] ** (1 - step.alpha)",
         "known[1] ** (1 - step.alpha) / known[0] ** step.alpha",
     ),
     "AWQ: losses are of weights whose factors are not divided out": (
-        "jchop/ptq/_maps/factors.py",
+        "jchop/ptq/_equalize/factors.py",
         ".astype(gram.dtype) / s[:, :, None]",
         ".astype(gram.dtype)",
     ),
     "LoRA: the factor of an adapter beside its layer is ignored": (
-        "jchop/nn/_lora_rule.py",
+        "jchop/nn/_shared/lora_rule.py",
         "(low @ b * rule.factor)",
         "(low @ b)",
     ),
@@ -178,17 +178,17 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "pass",
     ),
     "the packed cache of NNX writes every token at the first place": (
-        "jchop/nn/_cache.py",
+        "jchop/nn/_shared/cache.py",
         "layer.cache_index[...] = index + 1",
         "layer.cache_index[...] = index",
     ),
     "a paged `KVCache` writes at the position, not at the place in its page": (
-        "jchop/_attention/kv_cache.py",
+        "jchop/_serving/kv_cache.py",
         "slot, there = position % slots, there & (row != NO_PAGE)",
         "slot, there = position, there & (row != NO_PAGE)",
     ),
     "GPTQ checkpoints: scales are read without being transposed": (
-        "jchop/storage/_checkpoints/transposed.py",
+        "jchop/_checkpoints/gptq_awq.py",
         "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = from_words(zeros, bits, out)",
         "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = from_words(zeros, bits, out)",
     ),
@@ -198,7 +198,7 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "folded = (0, leaf.index,",
     ),
     "`blame`: the derivative of the output is that at the emulated result alone": (
-        "jchop/_emulate/_reports/blame.py",
+        "jchop/_insight/reports/blame.py",
         "mean = (x + y) / 2",
         "mean = x",
     ),

@@ -13,9 +13,17 @@ import pytest
 from each_case import each
 
 import jchop as jc
-from jchop._arguments import as_operands, carrier_of, checked_keys, own_results, run, run_numpy, stream_offset
-from jchop._core.rounding.stream_offset import AT_START
-from jchop.spec import parse
+from jchop._core.rounding.stream_offset import STREAM_START
+from jchop._round.arguments import (
+    as_operands,
+    carrier_of_dtype,
+    mark_results,
+    rounding_keys,
+    run_numpy,
+    run_on_operands,
+    stream_offset,
+)
+from jchop._spec.spec import parse
 
 KEY, OTHER = jax.random.split(jax.random.key(3))
 BOTH_DRAW = parse("e5m2:stochastic:gradient=[e5m2:stochastic]")
@@ -23,13 +31,13 @@ BOTH_DRAW = parse("e5m2:stochastic:gradient=[e5m2:stochastic]")
 
 @each("name", ["float16", "bfloat16", "float32", "float64"])
 def test_carriers(name: str) -> None:
-    assert carrier_of(jnp.dtype(name)).name == name
+    assert carrier_of_dtype(jnp.dtype(name)).name == name
 
 
 def test_complex_numbers_have_the_carrier_of_their_parts() -> None:
-    assert [carrier_of(np.dtype(name)).name for name in ("complex64", "complex128")] == ["float32", "float64"]
+    assert [carrier_of_dtype(np.dtype(name)).name for name in ("complex64", "complex128")] == ["float32", "float64"]
     with pytest.raises(TypeError, match=r"b has dtype complex64, .* allowed: float16, bfloat16, float32, float64\."):
-        carrier_of(np.dtype("complex64"), "b", complex_too=False)
+        carrier_of_dtype(np.dtype("complex64"), "b", complex_too=False)
 
 
 def test_numbers_take_the_dtype_beside_them() -> None:
@@ -41,21 +49,21 @@ def test_numbers_take_the_dtype_beside_them() -> None:
 
 
 def test_keys_that_nothing_draws_from_are_dropped() -> None:
-    assert checked_keys(parse("e5m2"), KEY, OTHER) == (None, None)
-    assert checked_keys(parse("e5m2:stochastic"), KEY, OTHER) == (KEY, None)
-    assert checked_keys(BOTH_DRAW, KEY, OTHER) == (KEY, OTHER)
+    assert rounding_keys(parse("e5m2"), KEY, OTHER) == (None, None)
+    assert rounding_keys(parse("e5m2:stochastic"), KEY, OTHER) == (KEY, None)
+    assert rounding_keys(BOTH_DRAW, KEY, OTHER) == (KEY, OTHER)
     with pytest.raises(ValueError, match=r"gradient_key=None, .* rounds cotangents stochastically"):
-        checked_keys(BOTH_DRAW, KEY)
+        rounding_keys(BOTH_DRAW, KEY)
 
 
 def test_equal_traced_keys_are_told_by_the_object() -> None:
-    jax.eval_shape(lambda a, b: checked_keys(BOTH_DRAW, a, b)[0], KEY, KEY)
+    jax.eval_shape(lambda a, b: rounding_keys(BOTH_DRAW, a, b)[0], KEY, KEY)
     with pytest.raises(ValueError, match="gradient_key is the same as key"):
-        jax.eval_shape(lambda a: checked_keys(BOTH_DRAW, a, a)[0], KEY)
+        jax.eval_shape(lambda a: rounding_keys(BOTH_DRAW, a, a)[0], KEY)
 
 
 def test_offsets_are_traced_and_their_high_words_static() -> None:
-    assert stream_offset(0, (4,)) == (AT_START, ())
+    assert stream_offset(0, (4,)) == (STREAM_START, ())
     place, (start,) = stream_offset((5 << 32) + 7, (4,))
     assert (place.base, int(start), start.dtype) == (5 << 32, 7, np.int32)
     assert [stream_offset((1 << 31) - i, (4,))[1][0].dtype for i in (0, 1)] == [np.uint32, np.int32]
@@ -71,14 +79,14 @@ def test_offsets_are_traced_and_their_high_words_static() -> None:
 
 def test_results_are_numpy_if_all_operands_are() -> None:
     wide = np.linspace(0, 1, 3)
-    result = run(lambda x, y, key: x + y, [wide, wide], None)
+    result = run_on_operands(lambda x, y, key: x + y, [wide, wide], None)
     assert type(result) is np.ndarray and result.dtype == np.float64
-    assert isinstance(run(lambda x, key: x[0], [wide], None), np.float64)
-    assert isinstance(run(lambda x, y, key: x + y, [jnp.ones(3), np.ones(3, np.float32)], None), jax.Array)
+    assert isinstance(run_on_operands(lambda x, key: x[0], [wide], None), np.float64)
+    assert isinstance(run_on_operands(lambda x, y, key: x + y, [jnp.ones(3), np.ones(3, np.float32)], None), jax.Array)
 
 
 def test_linear_functions_with_results_can_be_transposed() -> None:
-    (back,) = jax.linear_transpose(lambda x: own_results(2 * x), jnp.ones(3))(jnp.arange(3.0))
+    (back,) = jax.linear_transpose(lambda x: mark_results(2 * x), jnp.ones(3))(jnp.arange(3.0))
     np.testing.assert_array_equal(back, [0, 2, 4])
 
 

@@ -21,14 +21,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop._emulate._emulate import enter
-from jchop._emulate._reports.beside import Beside
-from jchop._emulate._reports.blame import BlameRow
-from jchop._emulate._reports.reference import Carrier
-from jchop._emulate._reports.shards import untyped
-from jchop._emulate._reports.tape import Tape
-from jchop._emulate._trace import trace
-from jchop._program.control import as_jax
+from jchop._emulate.emulate import round_on_entry
+from jchop._emulate.paired.paired_run import PairedRun
+from jchop._emulate.paired.reference import CarrierReference
+from jchop._emulate.paired.shards import with_vmap_collective
+from jchop._emulate.rules.trace import trace_program
+from jchop._insight.reports.blame import BlameRow
+from jchop._insight.reports.tape import Tape
+from jchop._program.control import as_jax_value
 
 further = Further()
 
@@ -829,7 +829,7 @@ def parts_of_programs_on_meshes_add_up(make: Callable[[], Any], spec: str, rest:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-class Replay(Beside):
+class Replay(PairedRun):
     """The program in the carrier; the errors that a tape recorded are added, and nothing is rounded."""
 
     def errors_of(self, tape: Tape) -> None:
@@ -850,7 +850,9 @@ class Replay(Beside):
     def _step(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
             return super()._step(step, seeds, args)
-        out = self.reference.bind(untyped(step, self.axes), [pair[0] for pair in args], self.axes, rounds=False)
+        out = self.reference.bind(
+            with_vmap_collective(step, self.axes), [pair[0] for pair in args], self.axes, rounds=False
+        )
         key = (id(step), self.turn)
         return [(x, x) for x in (self.added(key, out) if self.errors.get(key) else out)]
 
@@ -882,17 +884,17 @@ def test_recorded_errors_fed_back_give_the_emulated_result(name: str, spec: str)
         "tensor parallel": tensor_parallel,
     }[name]()
     low = jc.emulate(fun, spec)
-    program = trace(low.fun, low.settings, args, {})
-    values, constants, _ = enter(program, low.settings.spec, None)
+    program = trace_program(low.fun, low.settings, args, {})
+    values, constants, _ = round_on_entry(program, low.settings.spec, None)
     every = [*program.values, *program.plan.consts]
-    tape, replay = Tape(Carrier(), 1000), Replay(Carrier(), 1000)
+    tape, replay = Tape(CarrierReference(), 1000), Replay(CarrierReference(), 1000)
     pairs = [
-        tape.enter(str(i), x, as_jax(whole))
+        tape.enter(str(i), x, as_jax_value(whole))
         for i, (x, whole) in enumerate(zip([*values, *constants], every, strict=True))
     ]
     tape.run(program.plan, None, pairs[: len(values)], pairs[len(values) :])
     replay.errors_of(tape)
-    given = [as_jax(x) for x in every]
+    given = [as_jax_value(x) for x in every]
     given = [replay.added(str(i), [x])[0] if str(i) in replay.errors else x for i, x in enumerate(given)]
     twice = [(x, x) for x in given]
     out = replay.run(program.plan, None, twice[: len(values)], twice[len(values) :])

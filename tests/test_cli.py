@@ -305,7 +305,7 @@ def test_round_takes_a_file_in_pieces(
     np.save(tmp_path / "x.npy", x)
     argv = ("round", str(tmp_path / "x.npy"), "--to", "bf16", "--out", str(tmp_path / "y.npy"))
     if count < 1 << 24:
-        monkeypatch.setattr("jchop._cli._round._CHUNK", 512)
+        monkeypatch.setattr("jchop._cli._round._CHUNK_BYTES", 512)
         assert main(argv) == 0
         out, said = capsys.readouterr()
     else:
@@ -334,7 +334,7 @@ def test_a_summary_is_of_all_pieces(
     np.save(tmp_path / "x.npy", np.asfortranarray(x))
     argv = ("round", str(tmp_path / "x.npy"), "--to", "e4m3")
     whole = lines(capsys, *argv)
-    monkeypatch.setattr("jchop._cli._round._CHUNK", 512)
+    monkeypatch.setattr("jchop._cli._round._CHUNK_BYTES", 512)
     assert main(argv) == 0
     assert capsys.readouterr().out.splitlines() == whole
 
@@ -440,7 +440,7 @@ def test_other_faults_are_one_line(
     def broken(*_: object) -> None:
         raise fault
 
-    monkeypatch.setattr("jchop._cli._round._carried", broken)
+    monkeypatch.setattr("jchop._cli._round._round_to_carrier", broken)
     assert error(capsys, "round", "1", "--to", "e5m2") == said
 
 

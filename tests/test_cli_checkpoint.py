@@ -21,8 +21,8 @@ from test_cli import error
 from test_cli_quantize import ROOT, run
 
 import jchop as jc
+from jchop._checkpoints.load_save import convert_checkpoint
 from jchop.storage import load_checkpoint, save_checkpoint
-from jchop.storage._checkpoints.public import convert
 
 further = Further()
 
@@ -116,7 +116,7 @@ def test_a_killed_run_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path
     x = np.random.default_rng(0).standard_normal((6, 32, 64)).astype(np.float32)
     tree = {f"l{i}.weight": jc.quantize(part, "int4(group=32,scale=float16)") for i, part in enumerate(x)}
     save_checkpoint(tree, source := tmp_path / "in", "awq", shard_bytes=3000)
-    convert(source, whole := tmp_path / "whole", "gptq", shard_bytes=3000)
+    convert_checkpoint(source, whole := tmp_path / "whole", "gptq", shard_bytes=3000)
     target = tmp_path / "out"
 
     def kill(name: str, done: int, total: int) -> None:
@@ -124,13 +124,13 @@ def test_a_killed_run_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path
             raise Killed
 
     with pytest.raises(Killed):
-        convert(source, target, "gptq", shard_bytes=3000, progress=kill)
+        convert_checkpoint(source, target, "gptq", shard_bytes=3000, progress=kill)
     kept = {name: (target / name).stat().st_mtime_ns for name in contents(target) if name.endswith(".safetensors")}
     assert kept and ".jchop-unfinished.json" in contents(target)
     assert "has no model.safetensors" in error(capsys, "inspect", str(target))  # nothing that reads as a checkpoint
     with pytest.raises(ValueError, match="unfinished run of other arrays"):
-        convert(source, target, "awq", shard_bytes=3000)
-    assert convert(source, target, "gptq", shard_bytes=3000)
+        convert_checkpoint(source, target, "awq", shard_bytes=3000)
+    assert convert_checkpoint(source, target, "gptq", shard_bytes=3000)
     assert contents(target) == contents(whole)
     assert all((target / name).stat().st_mtime_ns == when for name, when in kept.items())
 
@@ -202,7 +202,7 @@ def a_folder_is_converted_in_little_memory_and_survives_kills(tmp_path: Path, la
     if not process:
         save_checkpoint(packed(32), tmp_path / "in", "awq", shard_bytes=1 << 20)
         tracemalloc.start()
-        convert(tmp_path / "in", tmp_path / "out", layout, shard_bytes=1 << 20)
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", layout, shard_bytes=1 << 20)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert sum(map(len, contents(tmp_path / "out").values())) > 32 << 20

@@ -14,9 +14,9 @@ import pytest
 from each_case import each
 
 import jchop as jc
-from jchop.__main__ import _parser, main
-from jchop._cli._completion import commands_of
-from jchop._cli._text import strong
+from jchop.__main__ import _command_parser, main
+from jchop._cli._completion import words_by_command
+from jchop._cli._text import bold
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> object:
@@ -25,12 +25,14 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> object:
 
 
 def test_every_command_has_json() -> None:
-    assert [name for name, options in commands_of(_parser()).items() if "--json" not in options] == ["completion"]
+    assert [name for name, options in words_by_command(_command_parser()).items() if "--json" not in options] == [
+        "completion"
+    ]
 
 
 def test_the_page_names_every_command() -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
-    assert [name for name in commands_of(_parser()) if f"`jchop {name}" not in page] == []
+    assert [name for name in words_by_command(_command_parser()) if f"`jchop {name}" not in page] == []
 
 
 def test_formats_and_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +155,7 @@ def test_the_other_shells_know_every_command(capsys: pytest.CaptureFixture[str])
     for shell in ("zsh", "fish"):
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
-        assert all(name in script for name in commands_of(_parser())) and "budget-seconds" in script
+        assert all(name in script for name in words_by_command(_command_parser())) and "budget-seconds" in script
 
 
 class Terminal(io.StringIO):
@@ -162,5 +164,5 @@ class Terminal(io.StringIO):
 
 
 def test_bold_letters_are_for_terminals() -> None:
-    assert strong("head", Terminal()) == "\x1b[1mhead\x1b[0m"
-    assert strong("head", io.StringIO()) == strong("head", None) == "head"
+    assert bold("head", Terminal()) == "\x1b[1mhead\x1b[0m"
+    assert bold("head", io.StringIO()) == bold("head", None) == "head"

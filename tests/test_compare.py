@@ -20,7 +20,7 @@ from test_cli import error, lines
 
 import jchop as jc
 from jchop.__main__ import main
-from jchop._compare import default_formats
+from jchop._insight.compare import default_formats
 
 further = Further()
 

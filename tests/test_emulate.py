@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jchop as jc
-from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.matmul.operations import fold_seeds, operation_words
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate._rules import make_settings
-from jchop._emulate._trace import trace
+from jchop._emulate.rules.rules import make_settings
+from jchop._emulate.rules.trace import trace_program
 
 further = Further()
 
@@ -47,12 +47,12 @@ def test_programs_in_every_mode(mode: str) -> None:
     seeds = seed_words(KEY)
     machine = oracle_program.Machine(
         oracle_matmul.How(oracle.ieee(5, 3), mode),
-        lambda seeds, shape, number: np.asarray(words(seeds, jnp.zeros(shape, jnp.float32), number)),
+        lambda seeds, shape, number: np.asarray(operation_words(seeds, jnp.zeros(shape, jnp.float32), number)),
         fold_seeds,
     )
     fun = lambda x, y: (straight(x, y), loops(x, y), sums(x, y))  # noqa: E731
     got = jax.jit(jc.emulate(fun, spec, accumulate=accumulate, key=KEY))(X, Y)
-    program = trace(fun, make_settings(spec, None, accumulate, "raise"), (X, Y), {})
+    program = trace_program(fun, make_settings(spec, None, accumulate, "raise"), (X, Y), {})
     entry = fold_seeds(seeds, 0)
     entered = [machine.rounded(oracle_program.values(v), v.shape, entry, i) for i, v in enumerate(program.values)]
     want = machine.run(program.plan, fold_seeds(seeds, 1), entered)

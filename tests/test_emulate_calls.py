@@ -34,9 +34,9 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop._emulate import _trace
-from jchop._program.captured import captured, same_objects
-from jchop._program.same import same_program
+from jchop._emulate.rules import trace
+from jchop._program.closures import reachable_objects, same_objects
+from jchop._program.jaxpr_equal import same_program
 
 further = Further()
 
@@ -281,7 +281,7 @@ def test_another_context_is_another_program() -> None:
 
 def test_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither arguments by the function, nor the function by JAX's caches; and no more programs than a bound."""
-    monkeypatch.setattr(_trace, "_MOST_TRACES", 3)
+    monkeypatch.setattr(trace, "_MOST_TRACES", 3)
     x = jnp.ones(7)
     given = weakref.ref(x)
 
@@ -385,14 +385,14 @@ def test_captured_objects() -> None:
         return functools.partial(lambda f, x: f(x), inner)
 
     made = make()
-    before = captured(made)
-    assert before is not None and same_objects(before, captured(made))
+    before = reachable_objects(made)
+    assert before is not None and same_objects(before, reachable_objects(made))
     shared = jnp.ones(2)
-    assert not same_objects(before, captured(made))
+    assert not same_objects(before, reachable_objects(made))
     holder = Holder()
-    assert captured(lambda x: x * holder.scale) is None
-    assert captured(holder.scaled) is None
-    assert captured(lambda x: jnp.sin(x) + jc.round_to_format(x, "e5m2")) is not None
+    assert reachable_objects(lambda x: x * holder.scale) is None
+    assert reachable_objects(holder.scaled) is None
+    assert reachable_objects(lambda x: jnp.sin(x) + jc.round_to_format(x, "e5m2")) is not None
 
 
 def gained(x: Any) -> Any:
@@ -407,7 +407,7 @@ def test_attributes_of_functions(owner: Any) -> None:
     assert float(low(2.0)) == 6
     owner.gain = 5.0
     assert float(low(2.0)) == 10
-    assert same_objects(captured(fun), captured(fun))
+    assert same_objects(reachable_objects(fun), reachable_objects(fun))
 
 
 class Mode(enum.Enum):
@@ -448,7 +448,7 @@ def test_values_of_members() -> None:
     assert float(low(2.0)) == 6
     Mode.ONE.value[0] = 5.0
     assert float(low(2.0)) == 10
-    first, again, second = (captured(lambda x, m=m: x * m.value) for m in (Plain.A, Plain.A, Plain.B))
+    first, again, second = (reachable_objects(lambda x, m=m: x * m.value) for m in (Plain.A, Plain.A, Plain.B))
     assert first is not None and again is not None and second is not None
     assert same_objects(first[1:], again[1:]) and not same_objects(first[1:], second[1:])
 
@@ -494,9 +494,9 @@ def test_modules_that_functions_read(package: dict[str, Any], monkeypatch: pytes
         exec(f"def fun(x):\n    {body}", names)
         low = jc.emulate(names["fun"], "e5m2")
         assert float(low(jnp.float32(2))) == 6, body
-        before = captured(names["fun"])
+        before = reachable_objects(names["fun"])
         # A module alone is not known.
-        assert same_objects(before, captured(names["fun"])) is ("get" not in body), body
+        assert same_objects(before, reachable_objects(names["fun"])) is ("get" not in body), body
         conf.gain = conf.part.gain = 5.0
         assert float(low(jnp.float32(2))) == 10, body
 
@@ -509,12 +509,12 @@ def test_modules_that_may_change_unseen(monkeypatch: pytest.MonkeyPatch) -> None
 
         return x * conf.computed
 
-    assert captured(lazy) is None
+    assert reachable_objects(lazy) is None
     modules(monkeypatch).__dict__["__getattr__"] = lambda name: 2.0
-    assert captured(lazy) is None
+    assert reachable_objects(lazy) is None
     names: dict[str, Any] = {"__name__": "conf.user", "__package__": "conf"}
     exec("def fun(x):\n    from ... import gain\n    return x * gain", names)
-    assert captured(names["fun"]) is None
+    assert reachable_objects(names["fun"]) is None
 
 
 class Answers:
@@ -546,7 +546,7 @@ def test_state_is_read_in_every_call() -> None:
         functools.partial(lambda answers, x: answers.scaled(x), Answers()),
         functools.partial(lambda kind, x: x * kind("1"), decimal.Decimal),
     ]
-    assert [place for place, fun in enumerate(of_state) if captured(fun) is not None] == []
+    assert [place for place, fun in enumerate(of_state) if reachable_objects(fun) is not None] == []
 
 
 def test_what_stays_known() -> None:
@@ -559,11 +559,11 @@ def test_what_stays_known() -> None:
             x = lax.fori_loop(0, 2, lambda i, c: c * math.pi, x)
         return functools.reduce(operator.mul, [np.sin(1.0), x, len([x])]) + jax.random.normal(key)
 
-    assert same_objects(captured(fun), captured(fun))
-    before = captured(READER)
-    assert same_objects(before, captured(READER))
+    assert same_objects(reachable_objects(fun), reachable_objects(fun))
+    before = reachable_objects(READER)
+    assert same_objects(before, reachable_objects(READER))
     NUMBERS[1] += 1.0
-    assert not same_objects(before, captured(READER))
+    assert not same_objects(before, reachable_objects(READER))
 
 
 @pytest.mark.parametrize(

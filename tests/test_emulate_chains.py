@@ -19,19 +19,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop._core.arithmetic.chain import chain_body, try_chain
-from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.matmul.chain import chain_body, try_chain
+from jchop._core.matmul.operations import fold_seeds, operation_words
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate import _chain
-from jchop._emulate._rules import make_settings
-from jchop._emulate._trace import trace
-from jchop._kernels.chain import LEAST_TRIED
+from jchop._emulate.rules import chain as chain_rules
+from jchop._emulate.rules.rules import make_settings
+from jchop._emulate.rules.trace import trace_program
+from jchop._kernels.chain import MIN_CHAIN_ELEMENTS_TO_TRY
 
 further = Further()
 
 #: Those that make chains under a format with the carrier's exponents.
 MODES = [mode for mode in (*oracle.DETERMINISTIC, *oracle.STOCHASTIC) if mode != "stochastic_c"]
-SHAPE = (128, LEAST_TRIED // 128)
+SHAPE = (128, MIN_CHAIN_ELEMENTS_TO_TRY // 128)
 
 
 def chain(x: Any, y: Any) -> Any:
@@ -44,18 +44,18 @@ def chain(x: Any, y: Any) -> Any:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains of any size, in programs that nobody else has compiled."""
-    monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
+    monkeypatch.setattr(chain_rules, "MIN_CHAIN_ELEMENTS_TO_TRY", 1)
 
 
 @pytest.fixture
 def never(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(_chain, "LEAST_TRIED", 1 << 40)
+    return lambda: monkeypatch.setattr(chain_rules, "MIN_CHAIN_ELEMENTS_TO_TRY", 1 << 40)
 
 
 def sizes_of(plan: Any) -> list[int | str]:
     """The lengths of chains, and the names of what stands alone."""
-    parts: Any = _chain.parts_of(plan, plan.steps)
-    return [len(part.steps) if isinstance(part, _chain.Chain) else part.name for part in parts]
+    parts: Any = chain_rules.with_chains(plan, plan.steps)
+    return [len(part.steps) if isinstance(part, chain_rules.Chain) else part.name for part in parts]
 
 
 def numbers(kind: str, seed: int = 0) -> np.ndarray:
@@ -93,10 +93,10 @@ def every_mode_against_exact_rationals(mode: str) -> None:
 def by_the_oracle(spec: jc.Spec, mode: str, x: np.ndarray, y: np.ndarray) -> Any:
     machine = oracle_program.Machine(
         oracle_matmul.How(oracle.ieee(8, 7), mode),
-        lambda seeds, shape, number: np.asarray(words(seeds, jnp.zeros(shape, jnp.float32), number)),
+        lambda seeds, shape, number: np.asarray(operation_words(seeds, jnp.zeros(shape, jnp.float32), number)),
         fold_seeds,
     )
-    program = trace(chain, make_settings(spec, None, None, "raise"), (x, y), {})
+    program = trace_program(chain, make_settings(spec, None, None, "raise"), (x, y), {})
     assert sizes_of(program.plan) == [12]
     entry = fold_seeds(seed_words(KEY), 0)
     entered = [machine.rounded(oracle_program.values(v), v.shape, entry, i) for i, v in enumerate(program.values)]
@@ -130,9 +130,13 @@ def test_a_chain_has_one_result() -> None:
         c = b + y
         return c, jnp.exp(b), y * y
 
-    program = trace(fun, make_settings("bfloat16", None, None, "raise"), (numbers("plain"), numbers("plain")), {})
+    program = trace_program(
+        fun, make_settings("bfloat16", None, None, "raise"), (numbers("plain"), numbers("plain")), {}
+    )
     assert sizes_of(program.plan) == [3, "exp", "mul", "mul", "sub", "add", "exp", "mul"]
-    vain = trace(lambda x: (x + 1e-30) * x - x, make_settings("bfloat16", None, None, "raise"), (numbers("plain"),), {})
+    vain = trace_program(
+        lambda x: (x + 1e-30) * x - x, make_settings("bfloat16", None, None, "raise"), (numbers("plain"),), {}
+    )
     assert sizes_of(vain.plan) == ["add", "mul", "sub"]
     x, y = numbers("plain", 1), numbers("plain", 2)
     low = lambda v: jc.round_to_format(v, "bfloat16")  # noqa: E731

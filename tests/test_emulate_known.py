@@ -1,4 +1,4 @@
-"""What is known of values before they are computed: `jchop._emulate._known`, by the values of small formats."""
+"""Facts of values before they are computed (`jchop._emulate.rules.value_facts`), by the values of small formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._emulate._known import common, holds_all, within
+from jchop._emulate.rules.value_facts import common_fact, holds_constant, is_exact_under
 
 TEXTS = [
     "e4m3",
@@ -46,21 +46,21 @@ def test_formats_within_formats() -> None:
     """Never where a value is missing, and always among floating-point formats that have all that they may have."""
     for small, large in itertools.product(TEXTS, TEXTS):
         subset = values_of(small) <= values_of(large)
-        found = within(jc.parse(small), jc.parse(large))
+        found = is_exact_under(jc.parse(small), jc.parse(large))
         assert subset or not found, (small, large)
         if small == large or (large in ("e4m3", "e5m2", "e5m3") and small.startswith(("e", "float8_e4", "float8_e5"))):
             assert found == subset, (small, large)
-    assert within(jc.parse("e4m2fnuz"), jc.parse("e5m3fnuz"))  # neither has -0
+    assert is_exact_under(jc.parse("e4m2fnuz"), jc.parse("e5m3fnuz"))  # neither has -0
     e5m2 = jc.parse("e5m2")
-    assert within(None, None) and within(e5m2, None) and not within(None, e5m2)
+    assert is_exact_under(None, None) and is_exact_under(e5m2, None) and not is_exact_under(None, e5m2)
     flushed = jc.parse("e5m2:flush")
-    assert not within(e5m2, flushed) and within(flushed, e5m2) and within(flushed, flushed)
+    assert not is_exact_under(e5m2, flushed) and is_exact_under(flushed, e5m2) and is_exact_under(flushed, flushed)
 
 
 def test_what_is_known_of_one_of_several() -> None:
     e4m2, e4m3, e5m2 = (jc.parse(text) for text in ("e4m2", "e4m3", "e5m2"))
-    assert common([e4m2, e4m3]) == common([e4m3, e4m2]) == e4m3
-    assert common([e4m3, e5m2]) is common([e4m3, None]) is None
+    assert common_fact([e4m2, e4m3]) == common_fact([e4m3, e4m2]) == e4m3
+    assert common_fact([e4m3, e5m2]) is common_fact([e4m3, None]) is None
 
 
 def test_constants_that_are_values() -> None:
@@ -70,20 +70,22 @@ def test_constants_that_are_values() -> None:
         between = [(a + b) / 2 for a, b in itertools.pairwise(finite)]
         others = [0.0, math.inf, -math.inf, finite[-1] * 2, finite[0] * 2, 2.0**-30, -finite[1]]
         for value in (*finite, *between, *others):
-            assert holds_all(spec, value) == (key(value) in values), (text, value)
-        assert holds_all(spec, math.nan) and holds_all(None, 0.1) and not holds_all(spec, [1.0, 1.0]), text
+            assert holds_constant(spec, value) == (key(value) in values), (text, value)
+        assert holds_constant(spec, math.nan) and holds_constant(None, 0.1) and not holds_constant(spec, [1.0, 1.0]), (
+            text
+        )
 
 
 def test_a_zero_with_a_sign() -> None:
     for text, held in (("e5m2", True), ("float8_e4m3fnuz", False), ("fixed3.5", False)):
-        assert holds_all(jc.parse(text), -0.0) is held
+        assert holds_constant(jc.parse(text), -0.0) is held
 
 
 def test_a_zero_with_a_sign_after_one_without() -> None:
     spec = jc.parse("fixed5.3")
-    assert holds_all(spec, 0.0) and not holds_all(spec, -0.0)
+    assert holds_constant(spec, 0.0) and not holds_constant(spec, -0.0)
 
 
 def test_constants_that_a_flush_leaves() -> None:
     spec = jc.parse("e4m3:flush")
-    assert holds_all(spec, 2.0**-6) and holds_all(spec, 0.0) and not holds_all(spec, 2.0**-7)
+    assert holds_constant(spec, 2.0**-6) and holds_constant(spec, 0.0) and not holds_constant(spec, 2.0**-7)

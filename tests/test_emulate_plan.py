@@ -14,10 +14,10 @@ from jax import lax
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._emulate._rules import make_settings
-from jchop._emulate._step import Step
-from jchop._emulate._trace import trace
-from jchop._program.step import Plan
+from jchop._emulate.rules.rules import make_settings
+from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.trace import trace_program
+from jchop._program.step import ProgramPlan
 
 SPEC, E5M2 = jc.parse("e5m10"), jc.parse("e5m2")
 X = np.ones(3, np.float32)
@@ -31,11 +31,11 @@ def plan_of(
     rules: Any = None,
     accumulate: MatmulSpec | None = None,
     unknown: str = "raise",
-) -> Plan:
-    return trace(fun, make_settings(spec, rules, accumulate, unknown), args, {}).plan
+) -> ProgramPlan:
+    return trace_program(fun, make_settings(spec, rules, accumulate, unknown), args, {}).plan
 
 
-def last(*args: Any, **options: Any) -> Step:
+def last(*args: Any, **options: Any) -> EmulatedStep:
     return plan_of(*args, **options).steps[-1]
 
 

@@ -20,11 +20,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop._core.arithmetic.operations import fold_seeds, words
+from jchop._core.matmul.operations import fold_seeds, operation_words
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate import _chain, _interpret
-from jchop._emulate._rules import make_settings
-from jchop._emulate._trace import trace
+from jchop._emulate.rules import chain, interpret
+from jchop._emulate.rules.rules import make_settings
+from jchop._emulate.rules.trace import trace_program
 from jchop._program.repeats import Turns, with_turns
 
 further = Further()
@@ -35,7 +35,7 @@ WEIGHTS = [np.float32(np.random.default_rng(i).normal(size=(4, 4)) / 3) for i in
 
 def loops_of(fun: Callable[..., Any], *args: Any, spec: str = "bfloat16") -> list[tuple[int, int]]:
     """The turns, and the steps of a turn, of the loops of a program."""
-    plan = trace(fun, make_settings(jc.Spec(spec), None, None, "raise"), args, {}).plan
+    plan = trace_program(fun, make_settings(jc.Spec(spec), None, None, "raise"), args, {}).plan
     return [(part.length, len(part.body.steps)) for part in with_turns(plan) if isinstance(part, Turns)]
 
 
@@ -56,7 +56,7 @@ def unrolled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], 
     def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             with monkeypatch.context() as patch:
-                patch.setattr(_interpret, "with_turns", lambda plan: list(plan.steps))
+                patch.setattr(interpret, "with_turns", lambda plan: list(plan.steps))
                 return fun(*args)
 
         return jax.jit(run)
@@ -245,7 +245,7 @@ def test_rules_tell_layers_apart() -> None:
         return x
 
     def lengths(rules: Any) -> list[int]:
-        plan = trace(named, make_settings(jc.Spec("bfloat16"), rules, None, "raise"), (X, WEIGHTS), {}).plan
+        plan = trace_program(named, make_settings(jc.Spec("bfloat16"), rules, None, "raise"), (X, WEIGHTS), {}).plan
         return [part.length for part in with_turns(plan) if isinstance(part, Turns)]
 
     assert lengths(None) == [24]
@@ -339,10 +339,10 @@ def against_exact_rationals() -> None:
     spec = jc.Spec("bfloat16", rounding=mode)
     machine = oracle_program.Machine(
         oracle_matmul.How(oracle_program.oracle.ieee(8, 7), mode),
-        lambda seeds, shape, number: np.asarray(words(seeds, jnp.zeros(shape, jnp.float32), number)),
+        lambda seeds, shape, number: np.asarray(operation_words(seeds, jnp.zeros(shape, jnp.float32), number)),
         fold_seeds,
     )
-    program = trace(steps, make_settings(spec, None, None, "raise"), (x, ys), {})
+    program = trace_program(steps, make_settings(spec, None, None, "raise"), (x, ys), {})
     assert any(isinstance(part, Turns) for part in with_turns(program.plan))
     entry = fold_seeds(seed_words(KEY), 0)
     entered = [machine.rounded(oracle_program.values(v), v.shape, entry, i) for i, v in enumerate(program.values)]
@@ -352,7 +352,7 @@ def against_exact_rationals() -> None:
 
 @further
 def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_chain, "LEAST_TRIED", 1)
+    monkeypatch.setattr(chain, "LEAST_TRIED", 1)
 
     def chained(x: Any, ys: Any) -> Any:
         for y in ys:
@@ -365,7 +365,7 @@ def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> No
     ys = list(np.linspace(0.5, 0.9, 6, dtype=np.float32))
     assert loops_of(chained, X, ys) == [(6, 20)]
     got = jax.jit(low)(X, ys)
-    monkeypatch.setattr(_chain, "LEAST_TRIED", 1 << 40)
+    monkeypatch.setattr(chain, "LEAST_TRIED", 1 << 40)
     assert_same(got, jc.emulate(chained, "bfloat16:stochastic", key=KEY)(X, ys))
 
 

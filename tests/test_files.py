@@ -13,7 +13,12 @@ from typing import IO
 import pytest
 from each_case import each
 
-from jchop._files import one_writer, open_regular, remove_parts, write_atomically
+from jchop._common.files import (
+    exclusive_folder,
+    open_regular_file,
+    remove_part_files,
+    write_atomically,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 posix = pytest.mark.skipif(os.name != "posix", reason="permissions, links and FIFOs of POSIX")
@@ -138,18 +143,18 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(fifo := tmp_path / "fifo")
     for path in (fifo, tmp_path, Path("/dev/null")):
         with pytest.raises(ValueError, match="not a regular file"):
-            open_regular(path)
+            open_regular_file(path)
     with pytest.raises(FileNotFoundError):
-        open_regular(tmp_path / "nothing")
+        open_regular_file(tmp_path / "nothing")
     (plain := tmp_path / "x").write_bytes(b"abc")
-    with open_regular(plain) as file:
+    with open_regular_file(plain) as file:
         assert file.read() == b"abc"
 
 
 KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
-from jchop._files import write_atomically
+from jchop._common.files import write_atomically
 target, contents = Path(sys.argv[1]), [bytes([i]) * 300_000 for i in (1, 2)]
 target.write_bytes(contents[0])
 draw, damaged, killed = random.Random(0), 0, 0
@@ -182,7 +187,7 @@ def test_unfinished_files_of_some_names_are_removed(tmp_path: Path) -> None:
     others = [f".other.json.{'0a' * 8}.part", ".config.json.12.part", "config.json", f"config.json.{'0a' * 8}.part"]
     for name in (*mine, *others):
         (tmp_path / name).touch()
-    remove_parts(tmp_path, [long, "config.json", "absent"])
+    remove_part_files(tmp_path, [long, "config.json", "absent"])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
 
 
@@ -195,22 +200,22 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     refused = []
 
     def second() -> None:
-        with pytest.raises(ValueError, match="b is being written by another call"), one_writer(folder):
+        with pytest.raises(ValueError, match="b is being written by another call"), exclusive_folder(folder):
             raise AssertionError
         refused.append(True)
 
-    with one_writer(folder):
+    with exclusive_folder(folder):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join()
         second()
-    with one_writer(folder):
+    with exclusive_folder(folder):
         assert len(refused) == 2
     assert not list(folder.iterdir())
-    with pytest.raises(KeyError), one_writer(tmp_path / "c/d"):
+    with pytest.raises(KeyError), exclusive_folder(tmp_path / "c/d"):
         raise KeyError
     assert not (tmp_path / "c").exists()
     (folder / ".jchop-lock").symlink_to(tmp_path / "else")
-    with pytest.raises(OSError), one_writer(folder):
+    with pytest.raises(OSError), exclusive_folder(folder):
         raise AssertionError
     assert not (tmp_path / "else").exists()

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jchop as jc
-from jchop.gradients import CustomJvp, on_cotangent
+from jchop._common.gradients import CustomJvp, on_cotangent
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 from each_case import each
 
-from jchop._paths import check_pattern, matches_path, names_last, nearest_paths, pattern_of
+from jchop._common.paths import (
+    check_path_pattern,
+    matches_path,
+    names_last_part,
+    nearest_paths_hint,
+    path_pattern,
+)
 
 
 @pytest.mark.smoke
@@ -43,9 +49,9 @@ def test_what_has_several_paths() -> None:
 
 
 def test_the_last_part() -> None:
-    assert names_last("mlp/kern*", "blocks/mlp/kernel") and names_last("a kernel", "mlp.kernel")
-    assert not names_last("mlp", "mlp/kernel") and not names_last("mlp/*", "mlp/kernel")
-    assert not names_last("!kernel", "mlp/kernel") and not names_last("/", "kernel")
+    assert names_last_part("mlp/kern*", "blocks/mlp/kernel") and names_last_part("a kernel", "mlp.kernel")
+    assert not names_last_part("mlp", "mlp/kernel") and not names_last_part("mlp/*", "mlp/kernel")
+    assert not names_last_part("!kernel", "mlp/kernel") and not names_last_part("/", "kernel")
 
 
 @each(
@@ -62,22 +68,22 @@ def test_the_last_part() -> None:
 )  # fmt: skip
 def test_what_is_no_pattern(pattern: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        check_pattern("path", pattern)
+        check_path_pattern("path", pattern)
 
 
 def test_the_nearest_paths_come_first() -> None:
     paths = ["head", "blocks/0/attention/query", "blocks/0/attention/key"]
-    assert nearest_paths(["atention/qery"], paths) == (
+    assert nearest_paths_hint(["atention/qery"], paths) == (
         "; the nearest paths are 'blocks/0/attention/query', 'blocks/0/attention/key'"
     )
-    assert nearest_paths(["zzz"], paths) == f"; the nearest paths are {', '.join(map(repr, paths))}"
-    assert nearest_paths(["a"], [""]) == ""
-    assert nearest_paths(["5.weight"], ["0", "1", "5"]) == "; the nearest paths are '5'"
-    assert nearest_paths(["a.0.mpl"], ["a", "a.1.mlp"]) == "; the nearest paths are 'a.1.mlp', 'a'"
-    assert nearest_paths(["head"], ["head", "head/kernel"]) == "; the nearest paths are 'head/kernel'"
+    assert nearest_paths_hint(["zzz"], paths) == f"; the nearest paths are {', '.join(map(repr, paths))}"
+    assert nearest_paths_hint(["a"], [""]) == ""
+    assert nearest_paths_hint(["5.weight"], ["0", "1", "5"]) == "; the nearest paths are '5'"
+    assert nearest_paths_hint(["a.0.mpl"], ["a", "a.1.mlp"]) == "; the nearest paths are 'a.1.mlp', 'a'"
+    assert nearest_paths_hint(["head"], ["head", "head/kernel"]) == "; the nearest paths are 'head/kernel'"
 
 
 @each("path", ["", "w", "a/b", "a b", "!c", "{d}/e", "f*?", "[g]", "h\\i", "j,k"])
 def test_the_pattern_of_a_path_matches_it_and_not_others(path: str) -> None:
-    pattern = check_pattern("path", pattern_of(path))
+    pattern = check_path_pattern("path", path_pattern(path))
     assert matches_path(pattern, path) and not matches_path(pattern, "other")

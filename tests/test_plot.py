@@ -14,9 +14,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 
 import jchop as jc
+from jchop._spec.spec import parse
 from jchop.formats import CATALOGUE, ElementFormat, parse_format
 from jchop.plot import Panel, heat_map, report, value_grid
-from jchop.spec import parse
 
 ROWS, COLUMNS = ("e4m3", "half"), ("nearest_even", "up", "toward_zero")
 VALUES = np.array([[90.0, 50.0, np.nan], [98.0, 97.5, 98.25]])

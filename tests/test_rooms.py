@@ -237,7 +237,9 @@ def defined_names(module: str) -> Iterator[str]:
     for node in tree_of(module).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         for target in targets:
             yield from (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
 

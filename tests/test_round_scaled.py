@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop.spec import Spec
+from jchop._spec.spec import Spec
 
 KEY = jax.random.key(3)
 TEXTS = ("mxfp4(group=8)", "int8(channel=0)", "nvfp4", "uint4(group=8,zero_point=integer)", "e4m3fn(group=(2,8))")

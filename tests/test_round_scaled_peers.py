@@ -17,10 +17,10 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._core.rounding.codes import unpack
+from jchop._core.rounding.codes import unpack_codes
 from jchop._kernels.scaled import dequantize_scaled, quantize_scaled
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import CodebookFormat
-from jchop.spec import Spec, as_spec
 
 further = Further()
 
@@ -75,7 +75,7 @@ def codes_of(text: str) -> tuple[np.ndarray, np.ndarray]:
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         codes, scale, zero = quantize_scaled(x, spec=spec)
         back = dequantize_scaled(codes, scale, zero, spec=spec, shape=x.shape, dtype="float32")
-        return unpack(codes, bits, x.shape[-1]), back
+        return unpack_codes(codes, bits, x.shape[-1]), back
 
     codes, back = map(np.asarray, run(weights()))
     if text.startswith("int"):

@@ -21,8 +21,8 @@ from further import Further
 from oracle import CARRIERS, DETERMINISTIC
 
 import jchop as jc
-from jchop import _bits
-from jchop._core.rounding.elements import round_elements
+from jchop._common import bit_ops
+from jchop._core.rounding.elements import round_to_spec
 
 further = Further()
 
@@ -81,10 +81,10 @@ SIZES = (2048, 1 << 16)  # of what JAX compiles its operations for
 
 def by_itself(x: np.ndarray, spec: jc.Spec, word: np.ndarray | None = None) -> np.ndarray:
     """The body of every implementation, operation by operation: no program is compiled for a spec, and few in all."""
-    carrier, size = _bits.CARRIERS[x.dtype.name], next(size for size in SIZES if size >= len(x))
-    with _bits.types_for(carrier.name):
+    carrier, size = bit_ops.CARRIERS[x.dtype.name], next(size for size in SIZES if size >= len(x))
+    with bit_ops.enable_x64_for(carrier.name):
         words = None if word is None else jnp.asarray(np.resize(word, size))
-        return np.asarray(round_elements(jnp.asarray(np.resize(x, size)), spec, carrier, words))[: len(x)]
+        return np.asarray(round_to_spec(jnp.asarray(np.resize(x, size)), spec, carrier, words))[: len(x)]
 
 
 def check(

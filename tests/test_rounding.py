@@ -10,7 +10,7 @@ from each_case import each
 
 import jchop as jc
 from jchop import Overflow, Rounding
-from jchop.rounding import ROUNDING_ALIASES, as_overflow, as_rounding
+from jchop.formats.rounding import ROUNDING_ALIASES, as_overflow, as_rounding
 
 DETERMINISTIC = ["nearest_even", "nearest_away", "nearest_zero", "up", "down", "toward_zero", "odd"]
 STOCHASTIC = ["stochastic", "stochastic_b", "stochastic_c", "stochastic_equal"]

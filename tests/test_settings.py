@@ -14,7 +14,7 @@ import pytest
 from jax.extend.backend import get_compile_options
 
 import jchop as jc
-from jchop import _settings
+from jchop._common import settings
 
 _FLAG = "--xla_cpu_enable_fast_math=true"
 _CASES: dict[str, Callable[[jax.Array], Any]] = {
@@ -37,13 +37,13 @@ def test_fast_math_of_xla_is_refused_where_a_function_is_traced(name: str, monke
         found.executable_build_options.debug_options.xla_cpu_enable_fast_math = True
         return found
 
-    monkeypatch.setattr(_settings, "get_compile_options", options)
-    _settings.has_fast_math.cache_clear()
+    monkeypatch.setattr(settings, "get_compile_options", options)
+    settings.has_fast_math.cache_clear()
     try:
         with pytest.raises(RuntimeError, match=f"XLA_FLAGS: {_FLAG} .*; leave the flag out"):
             jax.eval_shape(_CASES[name], jnp.ones((3, 16 * (5 + len(name)))))  # a shape that was not traced before
     finally:
-        _settings.has_fast_math.cache_clear()
+        settings.has_fast_math.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_fast_math_of_xla_is_refused_where_a_function_is_traced(name: str, monke
 )
 def test_the_flag_itself_is_seen(flag: str) -> None:
     if not flag:
-        assert not _settings.has_fast_math()
+        assert not settings.has_fast_math()
         return
     code = "import jax, jchop as jc; jax.jit(lambda x: jc.round_to_format(x, 'int8(group=2)'))(jax.numpy.ones(4))"
     environment = {**os.environ, "XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}

@@ -16,7 +16,7 @@ from further import Further
 
 import jchop as jc
 from jchop._emulate import Instability
-from jchop._emulate._reports.digits import student
+from jchop._insight.reports.digits import student_quantile
 
 further = Further()
 
@@ -134,7 +134,7 @@ def test_the_quantiles_are_those_of_the_table_of_student() -> None:
     """By the degrees of freedom and the confidence."""
     table = {(1, 0.95): 12.706, (2, 0.95): 4.303, (3, 0.9): 2.353, (3, 0.99): 5.841, (4, 0.95): 2.776}
     table[99, 0.95] = 1.984
-    assert {row: student(*row) for row in table} == pytest.approx(table, abs=5e-4)
+    assert {row: student_quantile(*row) for row in table} == pytest.approx(table, abs=5e-4)
 
 
 def test_digits_follow_the_number_of_samples_and_the_confidence() -> None:

@@ -19,11 +19,11 @@ from emulate_cases import X, Y, loops, straight, sums
 from further import Further
 
 import jchop as jc
-from jchop._tune._grid import is_traceable, round_to_row, row_of
-from jchop._tune._measure import make_problem
-from jchop._tune._search import Search
-from jchop._tune._tune import _checked_menu
-from jchop.spec import as_spec
+from jchop._insight.tune._format_rows import format_row, is_spec_traceable, round_to_row
+from jchop._insight.tune._measure import make_tuning_problem
+from jchop._insight.tune._search import AssignmentSearch
+from jchop._insight.tune._tune import _as_menu
+from jchop._spec.spec import as_spec
 
 further = Further()
 
@@ -45,7 +45,7 @@ def test_a_row_of_integers_rounds_as_the_oracle_does(text: str) -> None:
     x = np.concatenate([x, np.nextafter(x, 0), np.nextafter(x, np.inf), [np.inf, np.nan]])
     x = np.concatenate([x, -x])
     with jax.enable_x64(True):
-        found = np.asarray(round_to_row(jnp.asarray(x), jnp.asarray(row_of(spec))))
+        found = np.asarray(round_to_row(jnp.asarray(x), jnp.asarray(format_row(spec))))
     wanted = exact.rounded(x, oracle.describe(fmt), overflow=spec.overflow.value)
     same = (found.view(np.uint64) == wanted.view(np.uint64)) | (np.isnan(found) & np.isnan(wanted))
     assert not x[~same].size, x[~same]
@@ -54,8 +54,8 @@ def test_a_row_of_integers_rounds_as_the_oracle_does(text: str) -> None:
 def test_only_what_the_rows_can_say_is_traced() -> None:
     able = ("bfloat16", "e8m23", "e4m3fn", "e5m10:saturate")
     unable = ("e4m3fnuz", "e8m25", "e11m52", "bfloat16:up", "fixed4.4", "e5m2:flush", "e10m5")
-    assert all(is_traceable(as_spec(text)) for text in able) and is_traceable(None)
-    assert not any(is_traceable(as_spec(text)) for text in unable)
+    assert all(is_spec_traceable(as_spec(text)) for text in able) and is_spec_traceable(None)
+    assert not any(is_spec_traceable(as_spec(text)) for text in unable)
 
 
 def network(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -85,8 +85,8 @@ def functions(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def assert_same_bits(fun: Any, by: str, menu: list[Any], mixes: int) -> None:
-    levels = _checked_menu(menu)
-    problem, _ = make_problem(fun, [(X, Y)], [], levels, by, "relative", 1000)
+    levels = _as_menu(menu)
+    problem, _ = make_tuning_problem(fun, [(X, Y)], [], levels, by, "relative", 1000)
     assert problem.has_program
     draw = np.random.default_rng(0)
     for _ in range(mixes):
@@ -215,8 +215,8 @@ def compare_with_all(seed: int, sites: int, tolerances: tuple[float, ...]) -> li
     ratios = []
     with jax.enable_x64(True):
         inputs = [tuple(map(jnp.asarray, draw.uniform(0.5, 2.0, (2, 4)))) for _ in range(4)]
-        levels = _checked_menu(MENU)
-        problem, _ = make_problem(fun, inputs, [], levels, "scope", "relative", 10)
+        levels = _as_menu(MENU)
+        problem, _ = make_tuning_problem(fun, inputs, [], levels, "scope", "relative", 10)
         assert len(problem.sites) == sites and problem.has_program
         mixes = np.array(list(itertools.product(range(4), repeat=sites)), np.int32)
         run = jax.jit(jax.vmap(problem.run_of(problem.cases[0]), in_axes=(0, None, None)))
@@ -268,7 +268,7 @@ def found_by_the_search(seed: int) -> bool:
 
     tolerance = float(np.exp(draw.normal(-2, 2)))
     every = [a for a in itertools.product(range(3), repeat=6) if measure(a) <= tolerance]
-    found = Search(6, 3, measure, cost, tolerance, 10_000).run()
+    found = AssignmentSearch(6, 3, measure, cost, tolerance, 10_000).run()
     if not every:
         assert found is None, seed
         return False
@@ -282,7 +282,7 @@ def a_budget_ends_the_search_with_the_best_so_far() -> None:
     weights, levels = np.ones(6), np.array([1.0, 1e-1, 1e-3])
     calls: list[int] = []
     measure = error_of_weights(weights, levels)
-    search = Search(
+    search = AssignmentSearch(
         6, 3, measure, lambda a: float(sum(a)), 0.7, 9, progress=lambda done, most, best: calls.append(done)
     )
     found = search.run()

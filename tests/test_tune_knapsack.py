@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jchop._tune._knapsack import front_of, within
+from jchop._insight.tune._knapsack import choice_within_budget, knapsack_front
 
 
 def test_the_front_is_that_of_all_choices() -> None:
@@ -24,9 +24,9 @@ def compare_with_all(seed: int) -> None:
         (sum(costs[i][j] for i, j in enumerate(chosen)), sum(scores[i][j] for i, j in enumerate(chosen)))
         for chosen in itertools.product(range(options), repeat=groups)
     ]
-    front = front_of(costs, scores)
+    front = knapsack_front(costs, scores)
     for budget in range(max(cost for cost, _ in every) + 1):
-        found = within(front, budget)
+        found = choice_within_budget(front, budget)
         best = min((score for cost, score in every if cost <= budget), default=None)
         assert (found is None) == (best is None)
         if found is not None:

@@ -7,11 +7,21 @@ import io
 import json
 from pathlib import Path
 
-from jchop._cli._load import imports_from_here, load_arrays, load_function, order_of
-from jchop._cli._text import check_suffix, key_of, printable, seed
-from jchop._files import require_extra, write_atomically
-from jchop._text.html import image, page
-from jchop.spec import as_spec
+from jchop._cli._text import (
+    check_suffix,
+    key_of_seed_option,
+    parse_seed,
+    printable,
+)
+from jchop._cli._user_function import (
+    argument_order,
+    imports_from_here,
+    load_arrays,
+    load_function,
+)
+from jchop._common.files import require_extra, write_atomically
+from jchop._common.text.html import image, page
+from jchop._spec.spec import as_spec
 
 
 def run_blame(options: argparse.Namespace) -> None:
@@ -22,12 +32,12 @@ def run_blame(options: argparse.Namespace) -> None:
     from jchop._emulate import blame, emulate
 
     spec = as_spec(options.to, "--to")
-    key = key_of(options.seed, [spec])
+    key = key_of_seed_option(options.seed, [spec])
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
         output = None if options.output is None else load_function("--output", options.output)
         arrays = load_arrays("--data", options.data)
-        args = [arrays[name] for name in order_of(list(arrays), function, f"--data {options.data}")]
+        args = [arrays[name] for name in argument_order(list(arrays), function, f"--data {options.data}")]
         report = blame(emulate(function, spec), *args, output=output, key=key, max_turns=options.max_turns)
     pictures = (options.plot, options.html)
     if any(pictures) and not report.rows:
@@ -72,7 +82,7 @@ def add_blame(commands: argparse._SubParsersAction) -> None:
         metavar="MODULE:FUNCTION",
         help="a function of the result to a number; default: the number, or the norm of the error",
     )
-    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
+    command.add_argument("--seed", metavar="N", type=parse_seed, help="seed of random bits; stochastic modes need it")
     command.add_argument(
         "--max-turns",
         metavar="N",

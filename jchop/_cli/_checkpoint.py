@@ -13,15 +13,32 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jchop._bits import CARRIERS
-from jchop._cli._text import Percents, check_new, printable, records, table
-from jchop._paths import matches_path
+from jchop._checkpoints.checkpoint import (
+    LAYOUT_NAMES,
+    OWN_LAYOUT,
+    PLAIN_LAYOUT,
+    Checkpoint,
+    open_checkpoint,
+)
+from jchop._checkpoints.folder import SHARD_BYTES
+from jchop._checkpoints.load_save import convert_checkpoint
+from jchop._checkpoints.table import fields_beside_weights
+from jchop._cli._text import (
+    PercentProgress,
+    check_new_file,
+    printable,
+    rows_as_dicts,
+    text_table,
+)
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.paths import matches_path
 from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._checkpoints.folder import SHARD
-from jchop.storage._checkpoints.opened import NAMES, OWN, PLAIN, Checkpoint, open_checkpoint
-from jchop.storage._checkpoints.public import convert
-from jchop.storage._checkpoints.table import beside_weights
-from jchop.storage._stream import Rule, check_unused, fates_of, without
+from jchop.storage._quantize_file import (
+    TensorRule,
+    fates_of,
+    refuse_idle_rules,
+    tensor_rule_error,
+)
 
 
 def is_checkpoint(path: Path, layout: str) -> bool:
@@ -29,7 +46,7 @@ def is_checkpoint(path: Path, layout: str) -> bool:
     if path.is_dir():
         return True
     with open_checkpoint(path, layout) as source:
-        return source.layout not in (OWN, PLAIN)
+        return source.layout not in (OWN_LAYOUT, PLAIN_LAYOUT)
 
 
 def run_convert(options: argparse.Namespace) -> None:
@@ -37,29 +54,29 @@ def run_convert(options: argparse.Namespace) -> None:
     if options.shard is not None and one_file:
         raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
     if one_file and not options.target.is_dir():
-        check_new("OUT", options.target, options.force)
-    is_continuation = convert(
+        check_new_file("OUT", options.target, options.force)
+    is_continuation = convert_checkpoint(
         options.source,
         options.target,
         options.layout,
         read_as=options.source_layout,
         exact=not options.inexact,
-        shard_bytes=options.shard or SHARD,
-        progress=Percents("convert"),
+        shard_bytes=options.shard or SHARD_BYTES,
+        progress=PercentProgress("convert"),
     )
-    _say_kept(is_continuation)
-    _say_left(options.source, options.source_layout)
+    _note_continuation(is_continuation)
+    _note_missing_facts(options.source, options.source_layout)
     with open_checkpoint(options.target, options.layout) as checkpoint:
-        _show(checkpoint, options.target, options.json)
+        _print_checkpoint(checkpoint, options.target, options.json)
 
 
-def _show(checkpoint: Checkpoint, target: Path, as_json: bool) -> None:
-    print(contents(checkpoint, as_json))
+def _print_checkpoint(checkpoint: Checkpoint, target: Path, as_json: bool) -> None:
+    print(checkpoint_contents(checkpoint, as_json))
     if not as_json:
         print(f"\nwrote {printable(str(target))}")
 
 
-def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int | None, as_json: bool) -> None:
+def quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], seed: int | None, as_json: bool) -> None:
     """Quantizes the arrays of a folder by rules into a folder of jchop's own layout, array by array."""
     for rule in rules:
         if rule.spec.rounding.stochastic:
@@ -67,7 +84,7 @@ def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int
     if seed is not None:
         raise ValueError("--seed has no effect on a folder, whose rules round without draws")
     with open_checkpoint(source, "auto") as source_checkpoint:
-        rules_by_name = _chosen(source_checkpoint, rules)
+        rules_by_name = _rules_of_arrays(source_checkpoint, rules)
     notes: list[str] = []
 
     def change(name: str, value: QArray | np.ndarray) -> QArray | np.ndarray:
@@ -79,72 +96,76 @@ def quantize_folder(source: Path, target: Path, rules: Sequence[Rule], seed: int
                 qarray = quantize(value, rule.spec)
                 fates = fates_of(value, np.asarray(dequantize(qarray)))
         except (ValueError, TypeError) as error:
-            raise without(rule, name, value.shape, error) from None
+            raise tensor_rule_error(rule, name, value.shape, error) from None
         if fates:
-            notes.append(f"note: {name}: {counted(fates)}")
+            notes.append(f"note: {name}: {fates_text(fates)}")
         return qarray
 
     texts = repr([(rule.pattern, str(rule.spec)) for rule in rules])
-    _say_kept(convert(source, target, OWN, change=change, options=texts, progress=Percents("quantize")))
+    _note_continuation(
+        convert_checkpoint(
+            source, target, OWN_LAYOUT, change=change, options=texts, progress=PercentProgress("quantize")
+        )
+    )
     for note in notes if sys.stderr is not None else ():
         print(printable(note), file=sys.stderr)
-    with open_checkpoint(target, OWN) as target_checkpoint:
-        _show(target_checkpoint, target, as_json)
+    with open_checkpoint(target, OWN_LAYOUT) as target_checkpoint:
+        _print_checkpoint(target_checkpoint, target, as_json)
 
 
-def _chosen(checkpoint: Checkpoint, rules: Sequence[Rule]) -> dict[str, Rule]:
+def _rules_of_arrays(checkpoint: Checkpoint, rules: Sequence[TensorRule]) -> dict[str, TensorRule]:
     """The rule of each array that is quantized."""
-    rules_by_name: dict[str, Rule] = {}
+    rules_by_name: dict[str, TensorRule] = {}
     for name, item in checkpoint.items.items():
         rule = next((rule for rule in rules if matches_path(rule.pattern, name)), None)
         if rule is not None and not item.quantized and item.format in CARRIERS:
             rules_by_name[name] = rule
     unused_rules = [rule for rule in rules if rule not in rules_by_name.values()]
     packed_names = [name for name, item in checkpoint.items.items() if item.quantized]
-    check_unused(unused_rules, [name for name in checkpoint.items if name not in rules_by_name], packed_names)
+    refuse_idle_rules(unused_rules, [name for name in checkpoint.items if name not in rules_by_name], packed_names)
     return rules_by_name
 
 
-def contents(source: Checkpoint, as_json: bool) -> str:
+def checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
     """The arrays of a checkpoint: shape, format, bytes and bits of each, and sums by format; or all as JSON."""
     rows: list[tuple[str, ...]] = [("array", "shape", "format", "bytes", "bits")]
     totals: Counter[str] = Counter()
     for name, item in source.items.items():
         shape = " x ".join(map(str, item.shape)) or "scalar"
-        rows.append((name, shape, item.format, f"{item.nbytes:,}", bits_of(item.nbytes, item.shape)))
+        rows.append((name, shape, item.format, f"{item.nbytes:,}", element_bits_text(item.nbytes, item.shape)))
         totals[item.format] += item.nbytes
     if as_json:
-        report = {"layout": source.layout, "arrays": records(rows, "<<<>>"), "bytes": dict(totals.most_common())}
+        report = {"layout": source.layout, "arrays": rows_as_dicts(rows, "<<<>>"), "bytes": dict(totals.most_common())}
         return json.dumps(report, indent=1)
-    lines = [f"layout: {source.layout}", table(rows, "<<<>>"), ""]
+    lines = [f"layout: {source.layout}", text_table(rows, "<<<>>"), ""]
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
     return "\n".join(printable(line) if "\n" not in line else line for line in lines)
 
 
-def bits_of(nbytes: int, shape: Sequence[int]) -> str:
+def element_bits_text(nbytes: int, shape: Sequence[int]) -> str:
     """The bits of an element in a table; an array without elements has none."""
     return f"{8 * nbytes / math.prod(shape):.4g}" if math.prod(shape) else "-"
 
 
-def counted(fates: Counter[str]) -> str:
+def fates_text(fates: Counter[str]) -> str:
     """The counts of `fates_of` in a note."""
     return ", ".join(f"{count} {fate}" for fate, count in fates.items())
 
 
-def _say_kept(is_continuation: bool) -> None:
+def _note_continuation(is_continuation: bool) -> None:
     if is_continuation and sys.stderr is not None:
         print("an unfinished run was continued: its files were kept", file=sys.stderr)
 
 
-def _say_left(source: Path, layout: str) -> None:
+def _note_missing_facts(source: Path, layout: str) -> None:
     """Says which facts of a configuration are not in the new one."""
     with open_checkpoint(source, layout) as checkpoint:
-        missing = beside_weights(checkpoint.config)
+        missing = fields_beside_weights(checkpoint.config)
     if missing and sys.stderr is not None:
         print(f"note: the new configuration describes weights alone, without {', '.join(missing)}", file=sys.stderr)
 
 
-def _bytes(text: str) -> int:
+def _shard_bytes(text: str) -> int:
     """A number of mebibytes above zero, in bytes."""
     if not text.isdecimal() or not 0 < int(text) < 1 << 30:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer above 0")
@@ -167,8 +188,12 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     command.add_argument("target", metavar="OUT", type=Path, help="a new folder, or a .safetensors or .gguf file")
     command.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists")
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    command.add_argument("--layout", required=True, choices=NAMES, help="the layout of OUT")
-    command.add_argument("--from", dest="source_layout", default="auto", choices=("auto", *NAMES), help="that of IN")
+    command.add_argument("--layout", required=True, choices=LAYOUT_NAMES, help="the layout of OUT")
+    command.add_argument(
+        "--from", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES), help="that of IN"
+    )
     command.add_argument("--inexact", action="store_true", help="let numbers of NVFP4 differ in their last bit")
-    command.add_argument("--shard", metavar="MIB", type=_bytes, help="MiB of arrays in a file of a folder; default 256")
+    command.add_argument(
+        "--shard", metavar="MIB", type=_shard_bytes, help="MiB of arrays in a file of a folder; default 256"
+    )
     command.set_defaults(run=run_convert)

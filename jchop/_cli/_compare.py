@@ -12,15 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from jchop._bits import CARRIERS
-from jchop._cli._study import items
-from jchop._cli._text import check_suffix, key_of, printable, seed, terminal_bar
-from jchop._compare.compare import SCALES, Comparison, compare, default_formats
-from jchop._files import require_extra, write_atomically
-from jchop._paths import check_pattern, matches_path, nearest_paths
-from jchop.spec import as_spec
+from jchop._checkpoints.checkpoint import open_checkpoint
+from jchop._cli._study import split_items
+from jchop._cli._text import (
+    check_suffix,
+    key_of_seed_option,
+    parse_seed,
+    printable,
+    terminal_progress_bar,
+)
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.files import require_extra, write_atomically
+from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop._insight.compare.compare import (
+    COMPARISON_SCALES,
+    Comparison,
+    compare,
+    default_formats,
+)
+from jchop._spec.spec import as_spec
 from jchop.storage import QArray, dequantize
-from jchop.storage._checkpoints.opened import open_checkpoint
 from jchop.storage._files.npy import NpyFile
 
 
@@ -29,13 +40,13 @@ def run_compare(options: argparse.Namespace) -> None:
         check_suffix("--plot", options.plot, ".png")
         require_extra("--plot", "plot", ("matplotlib",))
     comparisons: dict[str, Comparison] = {}
-    formats = [as_spec(f, "--formats", scaled=True) for f in items(options.formats)] if options.formats else None
+    formats = [as_spec(f, "--formats", scaled=True) for f in split_items(options.formats)] if options.formats else None
     if formats == []:
         raise ValueError(f"--formats {' '.join(options.formats)!r} must name at least one format")
-    key = key_of(options.seed, formats or ())
-    for name, array in _tensors(options.file, options.tensor):
+    key = key_of_seed_option(options.seed, formats or ())
+    for name, array in _real_tensors(options.file, options.tensor):
         try:
-            comparisons[name] = _compared(
+            comparisons[name] = _compare_formats(
                 name, array, formats or default_formats(max(array.ndim, 1)), key, options.scale
             )
         except (ValueError, TypeError) as error:
@@ -57,9 +68,9 @@ def run_compare(options: argparse.Namespace) -> None:
             print(f"wrote {printable(str(options.plot))}")
 
 
-def _compared(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, scale: Any) -> Comparison:
+def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, scale: Any) -> Comparison:
     """The array in each format, with progress on a terminal: a first rounding in a format takes seconds to compile."""
-    bar = terminal_bar() or (lambda *step: None)
+    bar = terminal_progress_bar() or (lambda *step: None)
     parts = []
     for number, fmt in enumerate(formats, start=1):
         parts.append(compare(array, [fmt], key, scale=scale))
@@ -67,7 +78,7 @@ def _compared(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, sc
     return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
 
 
-def _tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]]:
+def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]]:
     """The array of a .npy file, or those of a safetensors file that match and are numbers, packed ones unpacked."""
     if path.suffix.lower() == ".npy":
         if pattern is not None:
@@ -77,7 +88,7 @@ def _tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]
         return
     if path.suffix.lower() != ".safetensors":
         raise ValueError(f"FILE {path} must end in .npy or .safetensors")
-    pattern = check_pattern("--tensor", "*" if pattern is None else pattern)
+    pattern = check_path_pattern("--tensor", "*" if pattern is None else pattern)
     with open_checkpoint(path, "auto") as file:
         numbers = [
             name
@@ -87,7 +98,7 @@ def _tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]
         ]
         matches = [name for name in numbers if matches_path(pattern, name)]
         if not matches:
-            near = nearest_paths([pattern], numbers)
+            near = nearest_paths_hint([pattern], numbers)
             raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{near}")
         others = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
         if others and sys.stderr is not None:
@@ -116,11 +127,11 @@ def add_compare(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--tensor", metavar="PATTERN", help="the tensors of a safetensors file; default all")
     command.add_argument(
         "--scale",
-        choices=SCALES,
+        choices=COMPARISON_SCALES,
         default="none",
         help="fit: numbers are multiplied by a power of two that fills the range of a plain format; default none",
     )
-    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
+    command.add_argument("--seed", metavar="N", type=parse_seed, help="seed of random bits; stochastic modes need it")
     command.add_argument("--json", action="store_true", help="print JSON in place of tables")
     command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw bits against ratio (needs matplotlib)")
     command.set_defaults(run=run_compare)

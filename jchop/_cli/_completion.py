@@ -6,25 +6,25 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from jchop._cli._ptq import NEAREST, STEPS
-from jchop._tune._metrics import METRICS
-from jchop._tune._sites import GRANULARITIES
+from jchop._cli._ptq import NEAREST_METHOD, PTQ_STEPS
+from jchop._insight.tune._metrics import ERROR_METRICS
+from jchop._insight.tune._sites import GRANULARITIES
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
-from jchop.rounding import Overflow, Rounding
+from jchop.formats.rounding import Overflow, Rounding
 
-_FORMATS = [*CATALOGUE, *ALIASES, *SCALED_CATALOGUE]
+_FORMAT_NAMES = [*CATALOGUE, *ALIASES, *SCALED_CATALOGUE]
 #: The words that arguments without choices take, by the argument's name.
-_WORDS = {
-    "format": _FORMATS,
-    "formats": _FORMATS,
-    "to": _FORMATS,
+_OPTION_WORDS = {
+    "format": _FORMAT_NAMES,
+    "formats": _FORMAT_NAMES,
+    "to": _FORMAT_NAMES,
     "rounding": [mode.value for mode in Rounding],
     "modes": [mode.value for mode in Rounding],
     "overflow": [rule.value for rule in Overflow],
-    "metric": [*METRICS],
+    "metric": [*ERROR_METRICS],
     "by": GRANULARITIES,
     "cost": ("bits", "bytes"),
-    "method": (NEAREST, *STEPS),
+    "method": (NEAREST_METHOD, *PTQ_STEPS),
 }
 
 
@@ -33,20 +33,20 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     return dict(choices[0]) if choices else {}
 
 
-def commands_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
+def words_by_command(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
     """By command: its long options, each with the words that it takes; "" holds those of its other arguments."""
     table: dict[str, dict[str, list[str]]] = {}
     for name, command in _subparsers(parser).items():
         options = table.setdefault(name, {})
         for action in command._actions:
-            words = [str(choice) for choice in action.choices or _WORDS.get(action.dest, ())]
+            words = [str(choice) for choice in action.choices or _OPTION_WORDS.get(action.dest, ())]
             for text in action.option_strings or [""]:
                 if not text or text.startswith("--"):
                     options[text] = options.get(text, []) + words
     return table
 
 
-def _bash(table: dict[str, dict[str, list[str]]]) -> str:
+def _bash_script(table: dict[str, dict[str, list[str]]]) -> str:
     cases = []
     for name, options in table.items():
         word_cases = [f"            {o}) words='{' '.join(words)}' ;;" for o, words in options.items() if o and words]
@@ -74,11 +74,11 @@ complete -o default -F _jchop jchop
 """
 
 
-def _zsh(table: dict[str, dict[str, list[str]]]) -> str:
-    return "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(table)
+def _zsh_script(table: dict[str, dict[str, list[str]]]) -> str:
+    return "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + _bash_script(table)
 
 
-def _fish(table: dict[str, dict[str, list[str]]]) -> str:
+def _fish_script(table: dict[str, dict[str, list[str]]]) -> str:
     lines = [f"complete -c jchop -n __fish_use_subcommand -f -a '{' '.join(table)}'"]
     for name, options in table.items():
         prefix = f"complete -c jchop -n '__fish_seen_subcommand_from {name}'"
@@ -90,7 +90,11 @@ def _fish(table: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_SHELLS: dict[str, Callable[[dict[str, dict[str, list[str]]]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+_SHELL_SCRIPTS: dict[str, Callable[[dict[str, dict[str, list[str]]]], str]] = {
+    "bash": _bash_script,
+    "zsh": _zsh_script,
+    "fish": _fish_script,
+}
 
 
 def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
@@ -104,5 +108,5 @@ def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
         '  eval "$(jchop completion zsh)"\n'
         "  jchop completion fish | source",
     )
-    command.add_argument("shell", choices=tuple(_SHELLS), help="the shell")
-    command.set_defaults(run=lambda options: print(_SHELLS[options.shell](commands_of(parser)), end=""))
+    command.add_argument("shell", choices=tuple(_SHELL_SCRIPTS), help="the shell")
+    command.set_defaults(run=lambda options: print(_SHELL_SCRIPTS[options.shell](words_by_command(parser)), end=""))

@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 
-from jchop._cli._text import table
-from jchop._files import INSTALL_EXTRA
+from jchop._cli._text import text_table
+from jchop._common.files import INSTALL_EXTRA
+from jchop._common.settings import has_fast_math
 from jchop._kernels.primitive import devices_at_hand
-from jchop._products.units import PLATFORMS
-from jchop._settings import has_fast_math
+from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM
 
 #: The extras that users install: the distributions that each brings, and what needs them.
-EXTRAS = {
+USER_EXTRAS = {
     "flax": (("flax",), "jchop.nn"),
     "equinox": (("flax", "equinox"), "jchop.nn of Equinox modules"),
     "optax": (("optax",), "jchop.optim"),
@@ -27,7 +27,7 @@ EXTRAS = {
     "dask": (("dask",), "round_to_format of dask arrays"),
     "study": (("flax", "optax", "matplotlib", "scikit-learn"), "jchop study without a function"),
 }
-_NEEDED = ("jchop", "jax", "jaxlib", "numpy")
+_CORE_DISTRIBUTIONS = ("jchop", "jax", "jaxlib", "numpy")
 
 
 def add_doctor(commands: Any) -> None:
@@ -39,31 +39,31 @@ def add_doctor(commands: Any) -> None:
 
 def run_doctor(options: argparse.Namespace) -> None:
     """Prints the `environment_facts`, as tables or as JSON."""
-    facts = findings()
+    facts = environment_facts()
     if options.json:
         print(json.dumps(facts, indent=2))
         return
-    print(table([*facts["versions"].items(), *facts["settings"].items()], "<<", rule=False))
+    print(text_table([*facts["versions"].items(), *facts["settings"].items()], "<<", rule=False))
     print()
     if "error" in facts:
         print(f"no devices: {facts['error']}")
     else:
         rows = [("device", "number", "jchop runs", "products of int8", "of float8", "of codes and floats")]
-        print(table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in facts["devices"])], "<><<<<"))
+        print(text_table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in facts["devices"])], "<><<<<"))
     print()
     rows = [("extra", "for", "installed", "to install")]
     for row in facts["extras"]:
         versions = ", ".join(f"{name} {v or 'missing'}" for name, v in row["installed"].items())
         rows.append((row["extra"], row["for"], versions, row["install"] or "-"))
-    print(table(rows, "<<<<"))
+    print(text_table(rows, "<<<<"))
 
 
-def findings() -> dict[str, Any]:
+def environment_facts() -> dict[str, Any]:
     """Versions, settings, devices and extras, as plain data."""
     facts: dict[str, Any] = {
         "versions": {
             "Python": platform.python_version(),
-            **{name: _version(name) or "(not installed)" for name in _NEEDED},
+            **{name: _distribution_version(name) or "(not installed)" for name in _CORE_DISTRIBUTIONS},
         },
         "settings": {
             "machine": f"{platform.system()} {platform.machine()}",
@@ -76,14 +76,18 @@ def findings() -> dict[str, Any]:
         facts["error"] = " ".join(str(error).split())
     else:
         facts["settings"]["fast math of XLA"] = "on: jchop refuses to compute" if has_fast_math() else "off"
-        facts["devices"] = [_device(*key, count) for key, count in devices.items()]
-    facts["extras"] = [_extra(*row) for row in EXTRAS.items()]
+        facts["devices"] = [_device_facts(*key, count) for key, count in devices.items()]
+    facts["extras"] = [_extra_facts(*row) for row in USER_EXTRAS.items()]
     return facts
 
 
-def _device(kind: str, where: str, kernels: bool, count: int) -> dict[str, Any]:
-    chip = where if where == "cpu" else next((name for name in PLATFORMS if name in _letters(kind)), None)
-    units = PLATFORMS.get(chip or "", {})
+def _device_facts(kind: str, where: str, kernels: bool, count: int) -> dict[str, Any]:
+    chip = (
+        where
+        if where == "cpu"
+        else next((name for name in OPERANDS_BY_PLATFORM if name in _platform_letters(kind)), None)
+    )
+    units = OPERANDS_BY_PLATFORM.get(chip or "", {})
     return {
         "device": f"{where}: {kind}" if kind != where else kind,
         "number": count,
@@ -94,18 +98,18 @@ def _device(kind: str, where: str, kernels: bool, count: int) -> dict[str, Any]:
     }
 
 
-def _letters(kind: str) -> str:
+def _platform_letters(kind: str) -> str:
     """The kind of a device as `OPERANDS_BY_PLATFORM` writes it: a TPU "v5 lite" is a v5e."""
     return kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
 
 
-def _extra(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
-    versions = {each: _version(each) for each in row[0]}
+def _extra_facts(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
+    versions = {each: _distribution_version(each) for each in row[0]}
     install = None if all(versions.values()) else INSTALL_EXTRA.format(extra=name)
     return {"extra": name, "for": row[1], "installed": versions, "install": install}
 
 
-def _version(name: str) -> str | None:
+def _distribution_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:

@@ -9,8 +9,19 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from jchop._cli._text import binary, check_suffix, fact, hexadecimal, plain, printable, short, table, whole, yes
-from jchop._files import require_extra, write_atomically
+from jchop._cli._text import (
+    binary_code,
+    check_suffix,
+    fact_text,
+    hexadecimal_code,
+    integer_digits,
+    json_value,
+    printable,
+    short_decimal,
+    text_table,
+    yes_or_no,
+)
+from jchop._common.files import require_extra, write_atomically
 from jchop.formats import (
     ALIASES,
     CATALOGUE,
@@ -38,9 +49,13 @@ def run_formats(options: argparse.Namespace) -> None:
         for name, fmt in CATALOGUE.items()
     ]
     if options.json:
-        print(json.dumps([dict(zip(head, map(plain, row), strict=True)) for row in rows], indent=1))
+        print(json.dumps([dict(zip(head, map(json_value, row), strict=True)) for row in rows], indent=1))
         return
-    print(table([head, *(tuple(_text(value, short) for value in row) for row in rows)], "<" + ">" * 12 + "<"))
+    print(
+        text_table(
+            [head, *(tuple(_cell_text(value, short_decimal) for value in row) for row in rows)], "<" + ">" * 12 + "<"
+        )
+    )
     print(
         "\nPatterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 "
         "takum_linear16 codebook(-1,0,0.5)"
@@ -61,38 +76,38 @@ def run_info(options: argparse.Namespace) -> None:
             picture = value_grid(fmt)
         except ValueError as error:
             raise ValueError(f"--plot: {error}") from None
-    head, codes = ("code", "binary", "value", "which"), _notable(fmt)
+    head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
     if options.json:
         report: dict[str, Any] = {"format": str(whole_format), "element": str(fmt)}
-        report |= {name: plain(value) for name, value in _facts(fmt).items()}
-        report |= _scaled_facts(whole_format) if isinstance(whole_format, ScaledFormat) else {}
-        report["codes"] = [dict(zip(head, map(plain, row), strict=True)) for row in codes]
+        report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
+        report |= _scaling_facts(whole_format) if isinstance(whole_format, ScaledFormat) else {}
+        report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
         print(json.dumps(report, indent=1))
-        _draw(options, picture)
+        _write_picture(options, picture)
         return
     if isinstance(whole_format, ScaledFormat):
-        facts = _scaled_facts(whole_format)
+        facts = _scaling_facts(whole_format)
         facts["bits per element"] = f"{facts['bits per element']:g}" + " in a large array" * (
             whole_format.bits == facts["bits per element"]
         )
-        print(f"{whole_format}\n\n{_listed(facts)}\n\nElements:")
+        print(f"{whole_format}\n\n{_facts_table(facts)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
-    print(_layout(fmt))
-    print(_listed(_facts(fmt)))
+    print(_code_layout(fmt))
+    print(_facts_table(_element_facts(fmt)))
     print()
-    print(table([head, *((code, bits, _value(value), which) for code, bits, value, which in codes)], "<<><"))
-    _draw(options, picture)
+    print(text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><"))
+    _write_picture(options, picture)
 
 
-def _draw(options: argparse.Namespace, picture: Any) -> None:
+def _write_picture(options: argparse.Namespace, picture: Any) -> None:
     if options.plot:
         write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
         if not options.json:
             print(f"\nwrote {printable(str(options.plot))}")
 
 
-def _layout(fmt: ElementFormat) -> str:
+def _code_layout(fmt: ElementFormat) -> str:
     """The fields of a code, highest bit first."""
     if isinstance(fmt, FloatFormat):
         fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.frac_bits)]
@@ -112,7 +127,7 @@ def _layout(fmt: ElementFormat) -> str:
     return "\n".join(["", edge, *("  | " + " | ".join(box[line] for box in boxes) + " |" for line in (0, 1)), edge, ""])
 
 
-def _facts(fmt: ElementFormat) -> dict[str, Any]:
+def _element_facts(fmt: ElementFormat) -> dict[str, Any]:
     numbers = ("max", "min", "smallest_normal", "smallest_subnormal", "smallest", "eps", "unit_roundoff")
     facts: dict[str, Any] = {"bits": fmt.bits, "precision": fmt.precision}
     if isinstance(fmt, FloatFormat):
@@ -121,18 +136,18 @@ def _facts(fmt: ElementFormat) -> dict[str, Any]:
     return facts | {"infinities": fmt.has_inf, "NaN": fmt.has_nan, "-0": fmt.has_negative_zero}
 
 
-def _listed(facts: dict[str, Any]) -> str:
-    return table([(f"  {name}", _text(value, fact)) for name, value in facts.items()], "<<", rule=False)
+def _facts_table(facts: dict[str, Any]) -> str:
+    return text_table([(f"  {name}", _cell_text(value, fact_text)) for name, value in facts.items()], "<<", rule=False)
 
 
-def _text(value: Any, number: Callable[[Any], str]) -> str:
+def _cell_text(value: Any, number: Callable[[Any], str]) -> str:
     """A cell of a table."""
     if isinstance(value, bool):
-        return yes(value)
+        return yes_or_no(value)
     return str(value) if isinstance(value, str | int) else number(value)
 
 
-def _scaled_facts(fmt: ScaledFormat) -> dict[str, Any]:
+def _scaling_facts(fmt: ScaledFormat) -> dict[str, Any]:
     """The grouping of a scaled format, and the choice and format of its scales."""
     group = f"{fmt.group} along axis {fmt.axis}" if fmt.group is not None else "the whole tensor"
     return {
@@ -145,11 +160,11 @@ def _scaled_facts(fmt: ScaledFormat) -> dict[str, Any]:
     }
 
 
-def _value(value: float | Fraction | None) -> str:
-    return short(value) if value is None else whole(value) or short(value)
+def _value_text(value: float | Fraction | None) -> str:
+    return short_decimal(value) if value is None else integer_digits(value) or short_decimal(value)
 
 
-def _notable(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
+def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
     """Notable codes with their values; codes that the format lacks are omitted."""
     candidates = {
         "zero": 0.0,
@@ -168,6 +183,6 @@ def _notable(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
         if code is not None:
             names.setdefault(code, []).append(name)
     return [
-        (hexadecimal(fmt, code), binary(fmt, code), fmt.value_of(code), ", ".join(which))
+        (hexadecimal_code(fmt, code), binary_code(fmt, code), fmt.value_of(code), ", ".join(which))
         for code, which in names.items()
     ]

@@ -11,48 +11,66 @@ from typing import Any
 
 import numpy as np
 
-from jchop._cli._load import load_arrays, load_function, order_of
 from jchop._cli._quantize import parse_rule
-from jchop._cli._text import check_folder, check_new, check_suffix, key_of, printable, seed
-from jchop._files import require_extra, write_atomically
+from jchop._cli._text import (
+    check_folder,
+    check_new_file,
+    check_suffix,
+    key_of_seed_option,
+    parse_seed,
+    printable,
+)
+from jchop._cli._user_function import argument_order, load_arrays, load_function
+from jchop._common.files import require_extra, write_atomically
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._nested import TREE
+from jchop.storage._tree_record import TREE_KEY
 
 #: The steps that ``--method`` may name.
-STEPS = ("smooth", "awq", "rotate", "correct_error", "sparse", "clip", "hqq", "gptq", "sign_round", "correct_biases")
-NEAREST = "nearest"
+PTQ_STEPS = (
+    "smooth",
+    "awq",
+    "rotate",
+    "correct_error",
+    "sparse",
+    "clip",
+    "hqq",
+    "gptq",
+    "sign_round",
+    "correct_biases",
+)
+NEAREST_METHOD = "nearest"
 
 
 def run_ptq(options: argparse.Namespace) -> None:
     from jchop import ptq
-    from jchop._products.quantize_fn import quantize_fn
-    from jchop._products.rule import Rule
-    from jchop.ptq._quantize import calibrated
-    from jchop.ptq._resume import discard
+    from jchop._quantized.products.rule import Rule
+    from jchop._quantized.quantize_fn import quantize_fn
+    from jchop.ptq._quantize import calibrate_params
+    from jchop.ptq._resume import discard_run
 
     check_suffix("--out", options.out, ".safetensors")
-    check_new("--out", options.out, options.force)
+    check_new_file("--out", options.out, options.force)
     if options.plot:
         check_suffix("--plot", options.plot, ".png")
         require_extra("--plot", "plot", ("matplotlib",))
     folder = options.resume or options.out.with_name(options.out.name + ".run")
     check_folder("--resume", folder)
     rules = [Rule(r.pattern, weight=r.spec, activation=options.activation) for r in map(parse_rule, options.rule)]
-    steps = _steps(options.method, ptq)
+    steps = _parse_steps(options.method, ptq)
     function = load_function("FUNCTION", options.function)
     specs = [spec for rule in rules for spec in (rule.weight, rule.activation) if spec is not None]
-    key = key_of(options.seed, specs)
-    params = _parameters(options.weights)
-    batches = _batches(options.data, function, options.batch)
+    key = key_of_seed_option(options.seed, specs)
+    params = _load_parameters(options.weights)
+    batches = _load_batches(options.data, function, options.batch)
     sequential = True if options.sequential else None
     quantized_function = quantize_fn(function, rules, key=key)
-    weights, report = calibrated(
+    weights, report = calibrate_params(
         quantized_function, params, batches, steps, sequential, key,
-        _tell_batch(len(batches)), folder, _tell_weight, options.memory,
+        _batch_progress(len(batches)), folder, _print_weight_progress, options.memory,
     )  # fmt: skip
     save_safetensors(options.out, weights)
-    discard(folder)
+    discard_run(folder)
     print(report.to_json(indent=1) if options.report == "json" else report)
     if options.plot:
         picture = report.plot()
@@ -65,19 +83,19 @@ def run_ptq(options: argparse.Namespace) -> None:
 # -- progress ----------------------------------------------------------------------------------------------------------
 
 
-def _tell_batch(count: int) -> Callable[[int], None]:
+def _batch_progress(count: int) -> Callable[[int], None]:
     def tell(step: int) -> None:
-        _say(f"data: batch {(step - 1) % count + 1} of {count}")
+        _print_progress(f"data: batch {(step - 1) % count + 1} of {count}")
 
     return tell
 
 
-def _tell_weight(row: Any, stage: int, total: int) -> None:
+def _print_weight_progress(row: Any, stage: int, total: int) -> None:
     decibels = "" if np.isnan(row.before) else f": {row.before:.2f} dB to nearest, {row.after:.2f} dB"
-    _say(f"stage {stage} of {total}: {row.path}{decibels}")
+    _print_progress(f"stage {stage} of {total}: {row.path}{decibels}")
 
 
-def _say(line: str) -> None:
+def _print_progress(line: str) -> None:
     if sys.stderr is not None:
         print(printable(line), file=sys.stderr, flush=True)
 
@@ -85,11 +103,13 @@ def _say(line: str) -> None:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _steps(text: str, ptq: Any) -> list[Any]:
+def _parse_steps(text: str, ptq: Any) -> list[Any]:
     """The steps of a text such as ``correct_error(0.5), gptq(order='plain')``."""
-    if text.strip() == NEAREST:
+    if text.strip() == NEAREST_METHOD:
         return []
-    wrong = f"--method {text!r} must be {NEAREST}, or steps of {', '.join(STEPS)}, as 'correct_error(0.5), gptq'"
+    wrong = (
+        f"--method {text!r} must be {NEAREST_METHOD}, or steps of {', '.join(PTQ_STEPS)}, as 'correct_error(0.5), gptq'"
+    )
     try:
         calls = ast.parse(f"[{text}]", mode="eval").body
     except (SyntaxError, ValueError):
@@ -97,7 +117,7 @@ def _steps(text: str, ptq: Any) -> list[Any]:
     steps = []
     for call in calls.elts if isinstance(calls, ast.List) else [calls]:
         name = call.func if isinstance(call, ast.Call) else call
-        if not (isinstance(name, ast.Name) and name.id in STEPS):
+        if not (isinstance(name, ast.Name) and name.id in PTQ_STEPS):
             raise ValueError(wrong)
         try:
             args = [ast.literal_eval(arg) for arg in call.args] if isinstance(call, ast.Call) else []
@@ -108,19 +128,19 @@ def _steps(text: str, ptq: Any) -> list[Any]:
     return steps
 
 
-def _parameters(path: Path) -> Any:
+def _load_parameters(path: Path) -> Any:
     """The pytree of a checkpoint: in its dicts and lists if the file has a record of them, else a dict by name."""
     with TensorFile(path) as file:
-        has_tree = TREE in file.metadata
+        has_tree = TREE_KEY in file.metadata
     return load_safetensors(path, nested=has_tree)
 
 
-def _batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[Any, ...]]:
+def _load_batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[Any, ...]]:
     """The arrays of a file as arguments after the parameters, cut along their first axis."""
     if size < 1:
         raise ValueError(f"--batch {size} must be at least 1")
     arrays = load_arrays("DATA", path)
-    order = order_of(list(arrays), function, f"DATA {path}", after=1)
+    order = argument_order(list(arrays), function, f"DATA {path}", after=1)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or () in lengths.values():
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
@@ -131,7 +151,7 @@ def _batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[
     return [tuple(arrays[name][at : at + size] for name in order) for at in range(0, count, size)]
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_ptq(commands: argparse._SubParsersAction) -> None:
     """The command, with its options."""
     command = commands.add_parser(
         "ptq",
@@ -159,11 +179,11 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--method",
         metavar="STEPS",
         default="gptq",
-        help=f"{NEAREST}, or steps in order: {', '.join(STEPS)}, also with arguments; default gptq",
+        help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, also with arguments; default gptq",
     )
     command.add_argument("--sequential", action="store_true", help="weight after weight, with inputs of rounded ones")
     command.add_argument("--batch", metavar="N", type=int, default=32, help="samples that are run at once; default 32")
-    command.add_argument("--seed", metavar="N", type=seed, help="seed of random bits; stochastic modes need it")
+    command.add_argument("--seed", metavar="N", type=parse_seed, help="seed of random bits; stochastic modes need it")
     command.add_argument("--out", metavar="OUT.safetensors", type=Path, required=True)
     command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     command.add_argument("--memory", metavar="SIZE", help="the most memory for statistics, as 4GiB; default no limit")

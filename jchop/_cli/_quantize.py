@@ -7,30 +7,46 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from jchop._cli._checkpoint import bits_of, contents, counted, is_checkpoint, quantize_folder
-from jchop._cli._text import Percents, check_new, check_suffix, key_of, printable, seed, show
-from jchop._paths import check_pattern
-from jchop.spec import as_spec
-from jchop.storage._checkpoints.opened import NAMES, open_checkpoint
+from jchop._checkpoints.checkpoint import LAYOUT_NAMES, open_checkpoint
+from jchop._cli._checkpoint import (
+    checkpoint_contents,
+    element_bits_text,
+    fates_text,
+    is_checkpoint,
+    quantize_folder,
+)
+from jchop._cli._text import (
+    PercentProgress,
+    check_new_file,
+    check_suffix,
+    key_of_seed_option,
+    parse_seed,
+    print_rows,
+    printable,
+)
+from jchop._common.paths import check_path_pattern
+from jchop._spec.spec import as_spec
 from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._save import described_in, part_names
-from jchop.storage._stream import Report, Rule, quantize_file
+from jchop.storage._quantize_file import TensorReport, TensorRule, quantize_file
+from jchop.storage._save import qarray_tensor_names, qarrays_in
 
-_SUFFIX = ".safetensors"
+_SAFETENSORS_SUFFIX = ".safetensors"
 
 
 def run_quantize(options: argparse.Namespace) -> None:
     rules = [parse_rule(text) for text in options.rule]
     if not options.source.is_dir():  # whose rules round without draws
-        key_of(options.seed, [rule.spec for rule in rules])
+        key_of_seed_option(options.seed, [rule.spec for rule in rules])
     if not options.target.is_dir():
-        check_new("OUT", options.target, options.force)
+        check_new_file("OUT", options.target, options.force)
     if options.source.is_dir():
         quantize_folder(options.source, options.target, rules, options.seed, options.json)
         return
-    check_suffix("OUT", options.target, _SUFFIX)
-    reports = quantize_file(options.source, options.target, rules, seed=options.seed, progress=Percents("quantize"))
-    show(_report(reports), "<<<<>>>><", options.json)
+    check_suffix("OUT", options.target, _SAFETENSORS_SUFFIX)
+    reports = quantize_file(
+        options.source, options.target, rules, seed=options.seed, progress=PercentProgress("quantize")
+    )
+    print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
     if not options.json:
         print(f"\nwrote {printable(str(options.target))}")
 
@@ -38,16 +54,16 @@ def run_quantize(options: argparse.Namespace) -> None:
 def run_inspect(options: argparse.Namespace) -> None:
     if is_checkpoint(options.file, options.layout):
         with open_checkpoint(options.file, options.layout) as source:
-            print(contents(source, options.json))
+            print(checkpoint_contents(source, options.json))
         return
     with TensorFile(options.file) as file:
-        show(_contents(file), "<<<>><", options.json)
+        print_rows(_contents_rows(file), "<<<>><", options.json)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> TensorRule:
     """``PATTERN=SPEC``, split at the first equals sign before a valid spec, since a name may contain some."""
     reason = ValueError("there is no equals sign")
     for position in (i for i, letter in enumerate(text) if letter == "="):
@@ -56,64 +72,73 @@ def parse_rule(text: str) -> Rule:
         except (ValueError, TypeError) as error:
             reason = reason if position > text.index("=") else error
             continue
-        return Rule(check_pattern(f"--rule {text!r}: pattern", text[:position], "'mlp.kernel'"), spec)
+        return TensorRule(check_path_pattern(f"--rule {text!r}: pattern", text[:position], "'mlp.kernel'"), spec)
     raise ValueError(f"--rule {text!r} must be PATTERN=SPEC, as 'kernel=int4(group=128)': {reason}")
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _report(reports: Sequence[Report]) -> list[tuple[str, ...]]:
+def _quantization_rows(reports: Sequence[TensorReport]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
     ]
     for report in reports:
         has_errors = not (report.copied or math.isnan(report.sqnr))
-        errors = (_decibels(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
+        errors = (_decibels_text(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
         sizes = (f"{report.before:,}", f"{report.after:,}")
         rows.append(
-            (report.name, _shape(report.shape), report.dtype, report.to, *sizes, *errors, counted(report.fates))
+            (report.name, _shape_text(report.shape), report.dtype, report.to, *sizes, *errors, fates_text(report.fates))
         )
     before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
-    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _share(after, before)))
+    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _percent_text(after, before)))
     return rows
 
 
-def _contents(file: TensorFile) -> list[tuple[str, ...]]:
-    fields_by_name = described_in(file)
-    owners = {part: name for name, fields in fields_by_name.items() for part in part_names(name, fields)}
+def _contents_rows(file: TensorFile) -> list[tuple[str, ...]]:
+    fields_by_name = qarrays_in(file)
+    owners = {part: name for name, fields in fields_by_name.items() for part in qarray_tensor_names(name, fields)}
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "bits", "stored as")]
     row_owners: set[str] = set()
     for name, entry in file.entries.items():
         owner = owners.get(name)
         if owner is None:
-            bits = bits_of(entry.nbytes, entry.shape)
-            rows.append((name, _shape(entry.shape), entry.dtype.name, f"{entry.nbytes:,}", bits, "-"))
+            bits = element_bits_text(entry.nbytes, entry.shape)
+            rows.append((name, _shape_text(entry.shape), entry.dtype.name, f"{entry.nbytes:,}", bits, "-"))
         elif owner not in row_owners:
             row_owners.add(owner)
             fields = fields_by_name[owner]
-            parts = [file.entries[part] for part in part_names(owner, fields)]
+            parts = [file.entries[part] for part in qarray_tensor_names(owner, fields)]
             shape = parts[0].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
             size = sum(part.nbytes for part in parts)
-            rows.append((owner, _shape(shape), fields["dtype"], f"{size:,}", bits_of(size, shape), fields["spec"]))
+            rows.append(
+                (
+                    owner,
+                    _shape_text(shape),
+                    fields["dtype"],
+                    f"{size:,}",
+                    element_bits_text(size, shape),
+                    fields["spec"],
+                )
+            )
     total = sum(entry.nbytes for entry in file.entries.values())
     rows.append(("all", "", "", f"{total:,}", "", f"{len(rows) - 1} arrays in {len(file.entries)} tensors"))
     return rows
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _decibels(value: float) -> str:
+def _decibels_text(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
 
 
-def _share(after: int, before: int) -> str:
+def _percent_text(after: int, before: int) -> str:
     return f"{100 * after / before:.1f} %" if before else ""
 
 
-def add_commands(commands: argparse._SubParsersAction) -> None:
+def add_quantize_and_inspect(commands: argparse._SubParsersAction) -> None:
     """The two commands, with their options."""
     plain = argparse.RawDescriptionHelpFormatter
     command = commands.add_parser(
@@ -134,13 +159,15 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         required=True,
         help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be repeated",
     )
-    command.add_argument("--seed", metavar="N", type=seed, help="seed of the random bits; stochastic modes need it")
+    command.add_argument(
+        "--seed", metavar="N", type=parse_seed, help="seed of the random bits; stochastic modes need it"
+    )
     command.add_argument("--force", action="store_true", help="replace OUT if it exists")
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_quantize)
 
     command = commands.add_parser("inspect", help="list the contents of a checkpoint: a file or a folder")
     command.add_argument("file", metavar="FILE", type=Path, help="a safetensors or GGUF file, or a folder of a model")
-    command.add_argument("--layout", default="auto", choices=("auto", *NAMES), help="its layout; default auto")
+    command.add_argument("--layout", default="auto", choices=("auto", *LAYOUT_NAMES), help="its layout; default auto")
     command.add_argument("--json", action="store_true", help="print JSON in place of the table")
     command.set_defaults(run=run_inspect)

@@ -19,25 +19,25 @@ import ml_dtypes
 import numpy as np
 
 from jchop._cli._text import (
-    Percents,
-    binary,
-    check_new,
+    PercentProgress,
+    binary_code,
+    check_new_file,
     check_suffix,
-    hexadecimal,
-    key_of,
-    plain,
+    hexadecimal_code,
+    integer_digits,
+    json_value,
+    key_of_seed_option,
     printable,
-    short,
-    shortest,
-    table,
-    whole,
+    short_decimal,
+    shortest_decimal,
+    text_table,
 )
-from jchop._files import write_atomically
+from jchop._common.files import write_atomically
+from jchop._spec.spec import Spec, parse
 from jchop.formats import ElementFormat
-from jchop.rounding import as_overflow, as_rounding
-from jchop.spec import Spec, parse
+from jchop.formats.rounding import as_overflow, as_rounding
 
-CARRIERS = {
+CARRIER_NUMPY_DTYPES = {
     "float64": np.dtype(np.float64),
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -45,28 +45,28 @@ CARRIERS = {
 }
 
 #: Bytes of a file that are rounded at once.
-_CHUNK = 1 << 22
+_CHUNK_BYTES = 1 << 22
 #: The most characters of a typed number, and its largest exponent of ten or two: these keep exact arithmetic fast.
-_DIGITS, _EXPONENT = 1000, 20_000
+_MAX_LENGTH, _MAX_EXPONENT = 1000, 20_000
 #: Formats of at most so many bits have two bits less than float64, at least, wherever they have numbers.
-_NARROW = 32
+_NARROW_BITS = 32
 
 
 def run_round(options: argparse.Namespace) -> None:
-    spec = _spec_of(options)
-    key = key_of(options.seed, [spec])
+    spec = _spec_of_options(options)
+    key = key_of_seed_option(options.seed, [spec])
     if options.out:
         check_suffix("--out", options.out, ".npy")
-        check_new("--out", options.out, options.force)
+        check_new_file("--out", options.out, options.force)
     if any(word.lower().endswith(".npy") for word in options.values):
-        _round_file(options, spec, key)
+        _round_npy_file(options, spec, key)
     else:
         _round_numbers(options, spec, key)
     if options.out and not options.json:
         print(f"wrote {printable(str(options.out))}")
 
 
-def _spec_of(options: argparse.Namespace) -> Spec:
+def _spec_of_options(options: argparse.Namespace) -> Spec:
     """The spec of --to, with the fields of further options."""
     parts = [options.to]
     if options.rounding is not None:
@@ -82,7 +82,7 @@ def _spec_of(options: argparse.Namespace) -> Spec:
         raise ValueError(f"--to {options.to!r} together with the other options: {error}") from None
 
 
-def _element(spec: Spec) -> ElementFormat | None:
+def _format_with_codes(spec: Spec) -> ElementFormat | None:
     """The format whose codes and extremes are shown; None for a scaled one, which has them only under a scale."""
     return spec.format if spec.scaled is None else None
 
@@ -91,7 +91,7 @@ def _element(spec: Spec) -> ElementFormat | None:
 
 
 @dataclass(frozen=True)
-class _Typed:
+class _TypedNumber:
     """The text of a number, and its value: a float if it is not finite."""
 
     word: str
@@ -101,17 +101,23 @@ class _Typed:
 def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     from jchop._round.round_to_format import round_to_format
 
-    numbers = [_typed(word.strip()) for word in _words(options.values)]
-    element = _element(spec)
-    is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW
-    values = _carried([number.exact for number in numbers], options.carrier or "float64", is_narrow)
+    numbers = [_parse_number(word.strip()) for word in _number_words(options.values)]
+    element = _format_with_codes(spec)
+    is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW_BITS
+    values = _round_to_carrier([number.exact for number in numbers], options.carrier or "float64", is_narrow)
     results = round_to_format(values, spec, key)
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
-    rows = _comparison(numbers, values, results, element)
+    rows = _comparison_rows(numbers, values, results, element)
     if options.json:
         entries = [
-            dict(zip(_HEAD, (_number(n.exact, text), plain(float(x)), code, bits, *map(_exact, errors)), strict=True))
+            dict(
+                zip(
+                    _ROUND_HEAD,
+                    (_json_number(n.exact, text), json_value(float(x)), code, bits, *map(_json_float, errors)),
+                    strict=True,
+                )
+            )
             for n, (text, x, code, bits, *errors) in zip(numbers, rows, strict=True)
         ]
         print(
@@ -120,13 +126,13 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         return
     print(f"to {spec}, carrier {values.dtype}")
     cells = [
-        (_brief(word), shortest(result), code or "-", bits or "-", *map(_decimal, errors))
+        (_clip_word(word), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
         for word, result, code, bits, *errors in rows
     ]
-    print(table([_HEAD, *cells], "<<<<>>"))
+    print(text_table([_ROUND_HEAD, *cells], "<<<<>>"))
 
 
-def _words(words: list[str]) -> list[str]:
+def _number_words(words: list[str]) -> list[str]:
     if words in ([], ["-"]):
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
@@ -136,43 +142,51 @@ def _words(words: list[str]) -> list[str]:
     return words
 
 
-def _typed(word: str) -> _Typed:
+def _parse_number(word: str) -> _TypedNumber:
     """The exact value of a decimal or hexadecimal number."""
     decimal = re.fullmatch(r"[+-]?(?=\.?[0-9])([0-9]*)\.?([0-9]*)(?:e([+-]?[0-9]+))?", word, re.IGNORECASE)
     hexa = re.fullmatch(r"([+-]?)0x(?=\.?[0-9a-f])([0-9a-f]*)\.?([0-9a-f]*)(?:p([+-]?[0-9]+))?", word, re.IGNORECASE)
     if re.fullmatch(r"[+-]?(inf|infinity|nan)", word, re.IGNORECASE):
-        return _Typed(word, float(word))
+        return _TypedNumber(word, float(word))
     if not (decimal or hexa):
-        raise _bad_number(word)
+        raise _bad_number_error(word)
     exponent = (decimal[3] if decimal else hexa[4] if hexa else None) or "0"
-    if len(word) > _DIGITS or len(exponent.lstrip("+-0")) > len(str(_EXPONENT)) or abs(int(exponent)) > _EXPONENT:
+    if (
+        len(word) > _MAX_LENGTH
+        or len(exponent.lstrip("+-0")) > len(str(_MAX_EXPONENT))
+        or abs(int(exponent)) > _MAX_EXPONENT
+    ):
         raise ValueError(
-            f"number {_brief(word)!r} is too long: {_DIGITS} characters, an exponent to {_EXPONENT} at most"
+            f"number {_clip_word(word)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
         )
     if hexa:
         scale = Fraction(2) ** (int(exponent) - 4 * len(hexa[3]))
         value = int(hexa[2] + hexa[3], 16) * scale * (-1 if hexa[1] == "-" else 1)
     else:
         value = Fraction(word)
-    return _Typed(word, -0.0 if value == 0 and word.startswith("-") else value)
+    return _TypedNumber(word, -0.0 if value == 0 and word.startswith("-") else value)
 
 
-def _bad_number(word: str) -> ValueError:
+def _bad_number_error(word: str) -> ValueError:
     """The error for a word that is not a number: perhaps a file of another kind."""
     path = Path(word)
     try:
         if path.is_dir():
             return ValueError(f"{word!r} is a folder; allowed are numbers, or one .npy file")
         if path.suffix.lower() == ".npz" and path.is_file():
-            return ValueError(f"{word!r} holds {_in_npz(path)}; allowed are numbers, or one .npy file of numpy.save")
+            return ValueError(
+                f"{word!r} holds {_arrays_in_npz(path)}; allowed are numbers, or one .npy file of numpy.save"
+            )
         if path.is_file():
             return ValueError(f"{word!r} is not a .npy file; numbers in a text file are read from standard input")
     except (OSError, ValueError):
         pass  # not the name of a file
-    return ValueError(f"bad number {_brief(word)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3")
+    return ValueError(
+        f"bad number {_clip_word(word)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
+    )
 
 
-def _in_npz(path: Path) -> str:
+def _arrays_in_npz(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as file:
             names = [name.removesuffix(".npy") for name in file.namelist()]
@@ -182,11 +196,11 @@ def _in_npz(path: Path) -> str:
     return f"{'the array' if len(names) == 1 else 'the arrays'} {', '.join(map(repr, names[:3]))}{more}"
 
 
-def _brief(word: str) -> str:
+def _clip_word(word: str) -> str:
     return word if len(word) <= 60 else f"{word[:60]}..."
 
 
-def _carried(exact: list[Fraction | float], carrier: str, for_narrow_format: bool) -> np.ndarray:
+def _round_to_carrier(exact: list[Fraction | float], carrier: str, for_narrow_format: bool) -> np.ndarray:
     """Numbers rounded once to the carrier, to nearest with ties to even.
 
     With `for_narrow_format`, which float64 alone may have, they are for a narrow format, whose rounding then is the
@@ -195,11 +209,11 @@ def _carried(exact: list[Fraction | float], carrier: str, for_narrow_format: boo
     from jchop._round.round_to_format import round_to_format
 
     rounds_again = carrier != "float64"
-    values = np.array([_float(value, odd=rounds_again or for_narrow_format) for value in exact], np.float64)
-    return round_to_format(values, carrier).astype(CARRIERS[carrier]) if rounds_again else values
+    values = np.array([_nearest_float(value, odd=rounds_again or for_narrow_format) for value in exact], np.float64)
+    return round_to_format(values, carrier).astype(CARRIER_NUMPY_DTYPES[carrier]) if rounds_again else values
 
 
-def _float(value: Fraction | float, *, odd: bool) -> float:
+def _nearest_float(value: Fraction | float, *, odd: bool) -> float:
     """The float nearest a number; with `odd` the neighbour whose last bit is 1, so that it may be rounded again."""
     if isinstance(value, float):
         return value
@@ -213,32 +227,32 @@ def _float(value: Fraction | float, *, odd: bool) -> float:
     return nearest
 
 
-_HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
+_ROUND_HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
 
 
-def _comparison(
-    numbers: list[_Typed], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
+def _comparison_rows(
+    numbers: list[_TypedNumber], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
 ) -> Iterator[tuple[Any, ...]]:
     """The cells of each number under `_ROUND_HEAD`; None for those that it lacks."""
     for number, value, result in zip(numbers, values, results, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
-        bits = (None, None) if fmt is None or code is None else (hexadecimal(fmt, code), binary(fmt, code))
-        yield (_as_typed(number, value), result, *bits, *_exact_errors(number.exact, float(result)))
+        bits = (None, None) if fmt is None or code is None else (hexadecimal_code(fmt, code), binary_code(fmt, code))
+        yield (_input_text(number, value), result, *bits, *_exact_errors(number.exact, float(result)))
 
 
-def _as_typed(number: _Typed, value: np.generic) -> str:
+def _input_text(number: _TypedNumber, value: np.generic) -> str:
     """The carrier's number if its shortest decimal equals the typed number; else the typed text."""
-    text = shortest(value)
+    text = shortest_decimal(value)
     if isinstance(number.exact, float):
         return text
     return text if np.isfinite(value) and Fraction(text) == number.exact else number.word
 
 
-def _number(exact: Fraction | float, text: str) -> Any:
+def _json_number(exact: Fraction | float, text: str) -> Any:
     """A typed number in JSON: a float64, or an integer of at most 64 bits; else its text."""
     if isinstance(exact, float):
-        return plain(exact)
-    nearest, digits = _float(exact, odd=False), whole(exact)
+        return json_value(exact)
+    nearest, digits = _nearest_float(exact, odd=False), integer_digits(exact)
     return nearest if nearest == exact else int(digits) if digits else text
 
 
@@ -254,22 +268,22 @@ def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | fl
     return absolute, absolute / abs(Fraction(exact)) if exact else math.inf
 
 
-def _decimal(value: Fraction | float) -> str:
+def _four_digits(value: Fraction | float) -> str:
     """Four digits of a number that may exceed every float."""
-    return _far(value, 4) if _is_far(value) else short(_float(value, odd=False))
+    return _decimal_text(value, 4) if _is_outside_float64(value) else short_decimal(_nearest_float(value, odd=False))
 
 
-def _exact(value: Fraction | float) -> Any:
+def _json_float(value: Fraction | float) -> Any:
     """A number in JSON: the nearest float64; a text of 17 digits if it lies outside of them."""
-    return _far(value, 17) if _is_far(value) else plain(_float(value, odd=False))
+    return _decimal_text(value, 17) if _is_outside_float64(value) else json_value(_nearest_float(value, odd=False))
 
 
-def _is_far(value: Fraction | float) -> TypeGuard[Fraction]:
+def _is_outside_float64(value: Fraction | float) -> TypeGuard[Fraction]:
     """Whether a number lies outside of the normal float64 numbers."""
-    return isinstance(value, Fraction) and not sys.float_info.min <= _float(value, odd=False) < math.inf
+    return isinstance(value, Fraction) and not sys.float_info.min <= _nearest_float(value, odd=False) < math.inf
 
 
-def _far(value: Fraction, digits: int) -> str:
+def _decimal_text(value: Fraction, digits: int) -> str:
     exact = Context(prec=30, Emin=-(10**6), Emax=10**6)
     quotient = exact.divide(exact.create_decimal(value.numerator), exact.create_decimal(value.denominator))
     return f"{quotient.normalize(Context(prec=digits, Emin=-(10**6), Emax=10**6)):g}"
@@ -278,19 +292,19 @@ def _far(value: Fraction, digits: int) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
+def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     if len(options.values) > 1:
         raise ValueError(f"a .npy file must be the only value; got {len(options.values)} values")
-    from jchop._round_file import Rounded
     from jchop.storage._files.npy import NpyFile
+    from jchop.storage._round_file import RoundedChunks
 
     path = Path(options.values[0])
-    with NpyFile(path, str(path), CARRIERS.get(options.carrier)) as file:
-        if file.dtype not in CARRIERS.values() and file.dtype.kind != "c":
+    with NpyFile(path, str(path), CARRIER_NUMPY_DTYPES.get(options.carrier)) as file:
+        if file.dtype not in CARRIER_NUMPY_DTYPES.values() and file.dtype.kind != "c":
             raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
-        summary = _Summary(_element(spec))
-        bar = Percents("round") if file.size * file.dtype.itemsize > _CHUNK else lambda *_: None
-        chunks = Rounded.of(file, spec, key, _CHUNK, lambda count, total: bar(path.name, count, total))
+        summary = _RoundingSummary(_format_with_codes(spec))
+        bar = PercentProgress("round") if file.size * file.dtype.itemsize > _CHUNK_BYTES else lambda *_: None
+        chunks = RoundedChunks.of(file, spec, key, _CHUNK_BYTES, lambda count, total: bar(path.name, count, total))
         if options.out:
             write_atomically(options.out, lambda out: chunks.write(out, summary.add_chunk))
         else:
@@ -305,7 +319,7 @@ def _round_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
 
 
 @dataclass
-class _Summary:
+class _RoundingSummary:
     """Statistics of an array that is rounded chunk by chunk; a complex number counts once, by either of its parts."""
 
     fmt: ElementFormat | None
@@ -323,20 +337,22 @@ class _Summary:
 
     def add_chunk(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
-        exact, result = (_real_parts(x).astype(np.float64) for x in (values, results))
+        exact, result = (_stack_real_parts(x).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
         stays, overflows = np.isfinite(result), finite & ~np.isfinite(result)
-        self.changes += _count((exact != result) & ~(nan & np.isnan(result)))
-        self.overflows += _count(overflows)
+        self.changes += _count_numbers((exact != result) & ~(nan & np.isnan(result)))
+        self.overflows += _count_numbers(overflows)
         if self.fmt is not None:
-            outside = finite & ((exact > _float(self.fmt.max, odd=False)) | (exact < _float(self.fmt.min, odd=False)))
-            self.saturations += _count(outside & ~overflows)
-        self.underflows += _count(finite & (exact != 0) & (result == 0))
-        self.infinities += _count(infinite)
-        self.infinities_to_nan += _count(infinite & np.isnan(result))
-        self.infinities_to_finite += _count(infinite & stays)
-        self.nans += _count(nan)
-        self.nans_to_finite += _count(nan & stays)
+            outside = finite & (
+                (exact > _nearest_float(self.fmt.max, odd=False)) | (exact < _nearest_float(self.fmt.min, odd=False))
+            )
+            self.saturations += _count_numbers(outside & ~overflows)
+        self.underflows += _count_numbers(finite & (exact != 0) & (result == 0))
+        self.infinities += _count_numbers(infinite)
+        self.infinities_to_nan += _count_numbers(infinite & np.isnan(result))
+        self.infinities_to_finite += _count_numbers(infinite & stays)
+        self.nans += _count_numbers(nan)
+        self.nans_to_finite += _count_numbers(nan & stays)
         exact, result = exact[finite & ~overflows], result[finite & ~overflows]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
@@ -366,8 +382,8 @@ class _Summary:
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),
             ("changed", str(self.changes)),
-            ("largest abs. error", short(self.absolute) + but),
-            ("largest rel. error", short(self.relative) + but),
+            ("largest abs. error", short_decimal(self.absolute) + but),
+            ("largest rel. error", short_decimal(self.relative) + but),
             ("finite overflows", f"{self.overflows} to inf or nan, {self.saturations} to a finite value"),
             ("underflows", f"{self.underflows} to zero"),
             (
@@ -376,14 +392,14 @@ class _Summary:
             ),
             ("nan in the input", f"{self.nans}, {self.nans_to_finite} to a finite value"),
         ]
-        return table([("  " + name, value) for name, value in rows], "<<", rule=False)
+        return text_table([("  " + name, value) for name, value in rows], "<<", rule=False)
 
 
-def _real_parts(array: np.ndarray) -> np.ndarray:
+def _stack_real_parts(array: np.ndarray) -> np.ndarray:
     """The numbers in a row; complex ones in two, of their parts."""
     flat = np.ravel(array)
     return np.stack([np.real(flat), np.imag(flat)] if flat.dtype.kind == "c" else [flat])
 
 
-def _count(parts: np.ndarray) -> int:
+def _count_numbers(parts: np.ndarray) -> int:
     return int(np.count_nonzero(parts.any(axis=0)))

@@ -7,11 +7,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jchop._checks import split_outside
-from jchop._cli._load import imports_from_here, load_arrays, load_function, order_of
-from jchop._cli._text import check_folder, printable, seed
-from jchop._files import require_extra
-from jchop.study._function import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
+from jchop._cli._text import check_folder, parse_seed, printable
+from jchop._cli._user_function import (
+    argument_order,
+    imports_from_here,
+    load_arrays,
+    load_function,
+)
+from jchop._common.checks import split_outside_brackets
+from jchop._common.files import require_extra
+from jchop.study._function_study import (
+    FUNCTION_FORMATS,
+    FUNCTION_MODES,
+    run_function,
+    save_function,
+)
 from jchop.study._progress import ProgressBar
 from jchop.study._run import DATASETS, FORMATS, MODES
 
@@ -19,7 +29,7 @@ from jchop.study._run import DATASETS, FORMATS, MODES
 def run_study(options: argparse.Namespace) -> None:
     check_folder("--out", options.out)
     if options.function is not None:
-        _run_function(options)
+        _run_function_study(options)
         return
     for option, value in (("--data", options.data), ("--budget-seconds", options.budget_seconds)):
         if value is not None:
@@ -29,23 +39,23 @@ def run_study(options: argparse.Namespace) -> None:
 
     result = study.run(
         options.dataset or "digits",
-        formats=items(options.formats or study.FORMATS),
-        modes=items(options.modes or study.MODES),
+        formats=split_items(options.formats or study.FORMATS),
+        modes=split_items(options.modes or study.MODES),
         seeds=10 if options.seeds is None else options.seeds,
         epochs=options.epochs,
         activations=options.activations,
         seed=options.seed,
-        progress=_bar(),
+        progress=_progress_bar(),
     )
     paths = study.save(result, options.out)
     if options.json:
         print(paths[1].read_text(encoding="utf-8"), end="")
         return
     print(study.table(result))
-    _tell(paths, result.seconds)
+    _print_files(paths, result.seconds)
 
 
-def _run_function(options: argparse.Namespace) -> None:
+def _run_function_study(options: argparse.Namespace) -> None:
     """The study of a function of the user."""
     require_extra("jchop study", "plot", ("matplotlib",))
     for option, is_set in (
@@ -62,33 +72,33 @@ def _run_function(options: argparse.Namespace) -> None:
         arrays = load_arrays("--data", options.data)
         result = run_function(
             function,
-            *(arrays[name] for name in order_of(list(arrays), function, f"--data {options.data}")),
-            formats=items(options.formats or FUNCTION_FORMATS),
-            modes=items(options.modes or FUNCTION_MODES),
+            *(arrays[name] for name in argument_order(list(arrays), function, f"--data {options.data}")),
+            formats=split_items(options.formats or FUNCTION_FORMATS),
+            modes=split_items(options.modes or FUNCTION_MODES),
             seeds=3 if options.seeds is None else options.seeds,
             seed=options.seed,
             budget_seconds=options.budget_seconds,
-            progress=_bar(),
+            progress=_progress_bar(),
         )
     paths = save_function(result, options.out)
     if options.json:
         print(result.to_json(indent=1))
         return
     print("\n".join(map(printable, str(result).splitlines())))
-    _tell(paths, result.seconds)
+    _print_files(paths, result.seconds)
 
 
-def _bar() -> ProgressBar | None:
+def _progress_bar() -> ProgressBar | None:
     return ProgressBar(sys.stderr) if sys.stderr is not None else None
 
 
-def _tell(paths: Sequence[Path], seconds: float) -> None:
+def _print_files(paths: Sequence[Path], seconds: float) -> None:
     print(f"\nFiles: {printable(', '.join(map(str, paths)))} ({seconds:.0f} s)")
 
 
-def items(words: Sequence[str]) -> list[str]:
+def split_items(words: Sequence[str]) -> list[str]:
     """Texts between commas and spaces outside of parentheses and brackets."""
-    return [item for item in split_outside(" ".join(words), ", \t\n\r") if item]
+    return [item for item in split_outside_brackets(" ".join(words), ", \t\n\r") if item]
 
 
 def add_study(commands: argparse._SubParsersAction) -> None:
@@ -119,7 +129,7 @@ def add_study(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--epochs", type=int, metavar="N", help="passes over the training data; default by data set")
     command.add_argument("--activations", action="store_true", help="round the activations, too")
     command.add_argument(
-        "--seed", type=seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
+        "--seed", type=parse_seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
     )
     command.add_argument(
         "--out",

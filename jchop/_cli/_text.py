@@ -20,22 +20,22 @@ from jchop.formats._base import Dyadic
 from jchop.study._progress import ProgressBar
 
 
-def show(rows: Sequence[Sequence[str]], align: str, as_json: bool) -> None:
+def print_rows(rows: Sequence[Sequence[str]], align: str, as_json: bool) -> None:
     """Prints a table; or its rows as JSON, by the names in its head."""
-    print(json.dumps(records(rows, align), indent=1) if as_json else table(rows, align))
+    print(json.dumps(rows_as_dicts(rows, align), indent=1) if as_json else text_table(rows, align))
 
 
-def records(rows: Sequence[Sequence[str]], align: str) -> list[dict[str, Any]]:
+def rows_as_dicts(rows: Sequence[Sequence[str]], align: str) -> list[dict[str, Any]]:
     """The rows of a table as dicts by its head: cells of columns aligned by > are numbers; "-" and "" are None.
 
     Example:
         >>> records([("name", "bytes"), ("7", "1,024"), ("b", "-")], "<>")
         [{'name': '7', 'bytes': 1024}, {'name': 'b', 'bytes': None}]
     """
-    return [dict(zip(rows[0], map(_cell, row, align), strict=True)) for row in rows[1:]]
+    return [dict(zip(rows[0], map(_json_cell, row, align), strict=True)) for row in rows[1:]]
 
 
-def _cell(text: str, side: str) -> Any:
+def _json_cell(text: str, side: str) -> Any:
     plain = text.replace(",", "")
     if side == ">" and re.fullmatch(r"-?\d+", plain):
         return int(plain)
@@ -44,12 +44,12 @@ def _cell(text: str, side: str) -> Any:
     return None if text in ("", "-") else text
 
 
-def strong(text: str, stream: Any) -> str:
+def bold(text: str, stream: Any) -> str:
     """The text in bold if the stream is a terminal."""
     return f"\x1b[1m{text}\x1b[0m" if stream is not None and stream.isatty() else text
 
 
-def table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
+def text_table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
     """A table with columns aligned by `align`, one of < and > for each, and a line under the first row.
 
     Cells may hold names from files, so they are made printable.
@@ -60,7 +60,7 @@ def table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> str:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
         for row in rows
     ]
-    return "\n".join([strong(lines[0], sys.stdout), "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
+    return "\n".join([bold(lines[0], sys.stdout), "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
 
 
 def printable(text: str) -> str:
@@ -68,7 +68,7 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-class Percents:
+class PercentProgress:
     """Shows progress in percent on standard error.
 
     Args:
@@ -87,42 +87,42 @@ class Percents:
         self._percent = max(now, self._percent)
 
 
-def terminal_bar() -> ProgressBar | None:
+def terminal_progress_bar() -> ProgressBar | None:
     """Progress on standard error, if that is a terminal."""
     return ProgressBar(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
 
 
-def short(value: float | Fraction | None) -> str:
+def short_decimal(value: float | Fraction | None) -> str:
     """At most four significant digits if the exact decimal is long."""
     if value is None:
         return "-"
     if isinstance(value, Fraction):
         return str(Dyadic(value))
-    exact = shortest(value)
+    exact = shortest_decimal(value)
     return exact if len(exact) <= 8 else f"{value:.4g}"
 
 
-def shortest(value: Any) -> str:
+def shortest_decimal(value: Any) -> str:
     """The shortest decimal that converts to the same number of its type."""
     text = str(value) if isinstance(value, np.generic) else repr(value)
     return text.removesuffix(".0")
 
 
-def whole(value: float | Fraction) -> str:
+def integer_digits(value: float | Fraction) -> str:
     """All digits of an integer of at most 64 bits; nothing for another value."""
     return str(int(value)) if abs(value) < 2**64 and value % 1 == 0 else ""
 
 
-def fact(value: float | Fraction | None) -> str:
+def fact_text(value: float | Fraction | None) -> str:
     if value is None:
         return "none"
-    exact = whole(value) or ("" if isinstance(value, Fraction) else shortest(value))
+    exact = integer_digits(value) or ("" if isinstance(value, Fraction) else shortest_decimal(value))
     if exact and value % 1 == 0 and (abs(value) < 1e6 or value % 2 == 1):
         return exact
     return f"{exact}  = {Dyadic(value)}" if exact else str(Dyadic(value))
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A value in the types of strict JSON; a text for NaN, infinities and fractions that are not exact in float64."""
     if isinstance(value, Fraction):
         return int(value) if value.denominator == 1 else str(Dyadic(value))
@@ -131,11 +131,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def yes(fact: bool) -> str:
+def yes_or_no(fact: bool) -> str:
     return "yes" if fact else "no"
 
 
-def binary(fmt: ElementFormat, code: int) -> str:
+def binary_code(fmt: ElementFormat, code: int) -> str:
     """The bits of a code, with spaces between fields."""
     digits = f"{code:0{fmt.bits}b}"
     if not isinstance(fmt, FloatFormat):
@@ -144,11 +144,11 @@ def binary(fmt: ElementFormat, code: int) -> str:
     return " ".join(filter(None, (digits[: fmt.signed], digits[fmt.signed : exponent], digits[exponent:])))
 
 
-def hexadecimal(fmt: ElementFormat, code: int) -> str:
+def hexadecimal_code(fmt: ElementFormat, code: int) -> str:
     return f"0x{code:0{-(-fmt.bits // 4)}x}"
 
 
-def seed(text: str) -> int:
+def parse_seed(text: str) -> int:
     """The seed of an option: an argument of `jax.random.key`, for every value of jax_enable_x64."""
     text = text.strip()  # a negative number comes with a space
     if not re.fullmatch(r"-?[0-9]{1,19}", text) or not -(2**63) <= int(text) < 2**63:
@@ -156,7 +156,7 @@ def seed(text: str) -> int:
     return int(text)
 
 
-def key_of(seed: int | None, specs: Iterable[Any]) -> Any:
+def key_of_seed_option(seed: int | None, specs: Iterable[Any]) -> Any:
     """The key of ``--seed``, or None without one.
 
     Raises:
@@ -180,7 +180,7 @@ def check_suffix(option: str, path: Path, suffix: str) -> None:
         raise ValueError(f"{option} {path}: there is no folder {path.parent}")
 
 
-def check_new(option: str, path: Path, force: bool) -> None:
+def check_new_file(option: str, path: Path, force: bool) -> None:
     """Refuses, before any work, to replace a file without ``--force``."""
     if path.exists() and not force:
         raise ValueError(f"{option} {path} exists; --force replaces it")

@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jchop._checks import split_outside
-from jchop._cli._load import imports_from_here, load_arrays, load_function, order_of
-from jchop._cli._text import check_suffix, printable, terminal_bar
-from jchop._files import require_extra, write_atomically
-from jchop._text.html import image, page
+from jchop._cli._text import check_suffix, printable, terminal_progress_bar
+from jchop._cli._user_function import (
+    argument_order,
+    imports_from_here,
+    load_arrays,
+    load_function,
+)
+from jchop._common.checks import split_outside_brackets
+from jchop._common.files import require_extra, write_atomically
+from jchop._common.text.html import image, page
 
 
 def run_tune(options: argparse.Namespace) -> None:
@@ -21,14 +26,14 @@ def run_tune(options: argparse.Namespace) -> None:
         if path is not None:
             check_suffix(option, path, suffix)
             require_extra(option, "plot", ("matplotlib",))
-    from jchop._tune import tune
+    from jchop._insight.tune import tune
 
-    menu: list[Any] = [item for item in split_outside(options.menu, ", \t") if item]
+    menu: list[Any] = [item for item in split_outside_brackets(options.menu, ", \t") if item]
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
         metric = options.metric if ":" not in options.metric else load_function("--metric", options.metric)
-        inputs = [_arguments("--data", path, function) for path in options.data]
-        extra_inputs = [_arguments("--held-out", path, function) for path in options.held_out]
+        inputs = [_load_arguments("--data", path, function) for path in options.data]
+        extra_inputs = [_load_arguments("--held-out", path, function) for path in options.held_out]
         tuning = tune(
             function,
             inputs,
@@ -41,7 +46,7 @@ def run_tune(options: argparse.Namespace) -> None:
             evaluations=options.evaluations,
             seconds=options.seconds,
             max_turns=options.max_turns,
-            progress=terminal_bar(),
+            progress=terminal_progress_bar(),
         )
     if options.json:
         print(json.dumps(tuning.as_dict(), indent=1, allow_nan=False))
@@ -62,9 +67,9 @@ def run_tune(options: argparse.Namespace) -> None:
                 print(f"wrote {printable(str(path))}")
 
 
-def _arguments(option: str, path: Path, function: Callable[..., Any]) -> tuple[Any, ...]:
+def _load_arguments(option: str, path: Path, function: Callable[..., Any]) -> tuple[Any, ...]:
     arrays = load_arrays(option, path)
-    return tuple(arrays[name] for name in order_of(list(arrays), function, f"{option} {path}"))
+    return tuple(arrays[name] for name in argument_order(list(arrays), function, f"{option} {path}"))
 
 
 def add_tune(commands: argparse._SubParsersAction) -> None:

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, cast, overload
 
-from jchop._emulate._emulate import Emulated
-from jchop._emulate._emulate import emulate as _emulate
-from jchop._emulate._reports.blame import Blame, BlameRow, blame
-from jchop._emulate._reports.digits import Instability, SignificantDigits, significant_digits
-from jchop._emulate._reports.report import (
+from jchop._emulate.emulate import EmulatedFunction
+from jchop._emulate.emulate import emulate as _emulate
+from jchop._insight.reports.blame import Blame, BlameRow, blame
+from jchop._insight.reports.digits import Instability, SignificantDigits, significant_digits
+from jchop._insight.reports.report import (
     Event,
     Report,
     ReportRow,
     report,
 )
+from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
-from jchop.spec import Spec
 
 __all__ = [
     "Blame",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class _Face(Protocol):
+class _EmulateFunction(Protocol):
     """`emulate`, with `report` as an attribute."""
 
     report: Callable[..., Report]
@@ -54,7 +54,7 @@ class _Face(Protocol):
         narrow: Literal["raise", "carrier"] = ...,
         max_turns: int | None = ...,
         stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
-    ) -> Emulated: ...
+    ) -> EmulatedFunction: ...
 
     @overload
     def __call__(
@@ -68,8 +68,8 @@ class _Face(Protocol):
         narrow: Literal["raise", "carrier"] = ...,
         max_turns: int | None = ...,
         stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
-    ) -> Callable[[Callable[..., Any]], Emulated]: ...
+    ) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
 
 
-emulate = cast(_Face, _emulate)
+emulate = cast(_EmulateFunction, _emulate)
 emulate.report = report

@@ -1,1 +1,1 @@
-"""Pallas kernels of the operations in `_linen_module_of`, and the choice between kernels and bodies."""
+"""Pallas kernels of the operations in `_core`, and the choice between kernels and bodies."""

@@ -7,24 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._core.arithmetic.chain import chain_body, try_chain
-from jchop._core.xla_cpu import branch
+from jchop._core.matmul.chain import chain_body, try_chain
+from jchop._core.xla.cpu import branch_in_functions
 from jchop._kernels.primitive import make_op
 
-__all__ = ["LEAST_TRIED", "chain_op"]
+__all__ = ["MIN_CHAIN_ELEMENTS_TO_TRY", "chain_op"]
 
 Array = jax.Array
 
 #: The fewest elements for a try; with fewer it would cost more than it saves.
-LEAST_TRIED = 1 << 14
+MIN_CHAIN_ELEMENTS_TO_TRY = 1 << 14
 
 #: Compiled apart, so that the test for NaN reads the result from memory and does not compute it again.
 _try_op = make_op("jchop_try_chain", try_chain, apart=True)
 
 
-def _tried(*arrays: Array, **static: Any) -> Array:
+def _try_chain_on_cpu(*arrays: Array, **static: Any) -> Array:
     out = _try_op(*arrays, **static)
-    return branch(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
+    return branch_in_functions(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
 
 
-chain_op = make_op("jchop_chain", chain_body, single_cpu=_tried)
+chain_op = make_op("jchop_chain", chain_body, single_cpu=_try_chain_on_cpu)

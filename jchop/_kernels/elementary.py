@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jchop._core.elementary.rounded import elementary, rounds
+from jchop._core.elementary.evaluate import elementary_function, supports_function
 from jchop._kernels.primitive import make_op
 
-__all__ = ["elementary_op", "rounds"]
+__all__ = ["elementary_op", "supports_function"]
 
 #: `_core.elementary.evaluate.elementary_function` as an operation: ``(x, *words, name=, spec=)``.
-elementary_op = make_op("jchop_elementary", elementary, like_first=True, apart=True)
+elementary_op = make_op("jchop_elementary", elementary_function, like_first=True, apart=True)

@@ -27,10 +27,10 @@ from jax.extend.core import Primitive
 from jax.extend.mlir import ir, passmanager
 from jax.interpreters import batching, mlir
 
-from jchop._bits import sharded_like
-from jchop._checks import check_choice
-from jchop._core.sizes import are_known
-from jchop._settings import compiled, own_settings
+from jchop._common.bit_ops import reshard_like
+from jchop._common.checks import check_choice
+from jchop._common.settings import always_jit, jax_default_settings
+from jchop._core.xla.sizes import are_static
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -48,27 +48,27 @@ Impl = Literal["auto", "xla", "pallas"]
 #: The values of `impl=`: the choice of this file, the portable body, or the kernel, with an error if it cannot run.
 IMPLEMENTATIONS = ("auto", "xla", "pallas")
 
-_Static = tuple[tuple[str, Hashable], ...]
-_Vmaps = tuple[tuple[int | None, ...], ...]
-_Shapes = tuple[tuple[int, ...], ...]
-_Reshaped = tuple[_Shapes, _Shapes]
+_StaticItems = tuple[tuple[str, Hashable], ...]
+_VmapAxes = tuple[tuple[int | None, ...], ...]
+_OpShapes = tuple[tuple[int, ...], ...]
+_OpReshapes = tuple[_OpShapes, _OpShapes]
 #: The shapes of arrays, and static keywords.
-Plain = tuple[_Shapes, dict[str, Hashable]]
+CanonicalForm = tuple[_OpShapes, dict[str, Hashable]]
 
 #: The least compute capability: older GPUs fail too late for another choice.
-_LEAST_CAPABILITY = 8.0
+_MIN_KERNEL_CAPABILITY = 8.0
 
 
-def _takes_all(*_: Any, **__: Any) -> None:
+def _refuse_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _always(*_: Any, **__: Any) -> bool:
+def _always_profitable(*_: Any, **__: Any) -> bool:
     return True
 
 
-def _any(*_: Any, **__: Any) -> float:
-    return _LEAST_CAPABILITY
+def _least_capability_of_kernels(*_: Any, **__: Any) -> float:
+    return _MIN_KERNEL_CAPABILITY
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Kernel:
     """
 
     run: Callable[..., Any]
-    refuse: Callable[..., str | None] = _takes_all
-    profitable: Callable[..., bool] = _always
-    capability: Callable[..., float] = _any
+    refuse: Callable[..., str | None] = _refuse_nothing
+    profitable: Callable[..., bool] = _always_profitable
+    capability: Callable[..., float] = _least_capability_of_kernels
     below: float = math.inf
 
 
 @dataclass(frozen=True)
-class _Op:
+class _OpDefinition:
     name: str
     body: Callable[..., Any]
     kernels: tuple[tuple[str, tuple[Kernel, ...]], ...]
@@ -125,7 +125,7 @@ def make_op(
     like_first: bool = False,
     single_cpu: Callable[..., Any] | None = None,
     apart: bool = False,
-    canonical: Callable[..., Plain | None] | None = None,
+    canonical: Callable[..., CanonicalForm | None] | None = None,
     stores: bool = False,
 ) -> Callable[..., Any]:
     """An operation with several implementations, as one JAX primitive.
@@ -167,17 +167,17 @@ def make_op(
         for platform, kernel in platform_kernels
         if kernel is not None
     )
-    op = _Op(name, body, kernels, single, like_first)
+    op = _OpDefinition(name, body, kernels, single, like_first)
     primitive = OpPrimitive(name, stores)
-    primitive.def_impl(partial(_eager, op, primitive))
-    primitive.def_abstract_eval(partial(_abstract, op))
+    primitive.def_impl(partial(_evaluate_op, op, primitive))
+    primitive.def_abstract_eval(partial(_result_avals, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
     if apart or single_cpu is not None or canonical is not None:
         lower = partial(_lower_single_cpu, op, single_cpu or body, apart, canonical)
         mlir.register_lowering(primitive, lower, platform="cpu")
     for platform, several in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, several), platform=platform)
-    batching.primitive_batchers[primitive] = partial(_batch, primitive)
+    batching.primitive_batchers[primitive] = partial(_batch_op, primitive)
 
     def run(*args: Any, impl: str = "auto", **static: Hashable) -> Any:
         check_choice("impl", impl, IMPLEMENTATIONS)
@@ -193,7 +193,9 @@ def make_op(
 
 
 @lru_cache(maxsize=4096)
-def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _Static) -> Callable[..., list]:
+def _results_under_vmaps(
+    op: _OpDefinition, fun: Callable[..., Any], wide: bool, vmaps: _VmapAxes, static: _StaticItems
+) -> Callable[..., list]:
     """`fun` under the vmaps, its results as a list. One object for equal arguments, so that JAX's caches find it."""
     function = partial(fun, **dict(static))
     for axes in vmaps:
@@ -201,110 +203,116 @@ def _flat(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _
 
     def flat(*args: Any) -> list:
         # A lowering may come after the context in which 64-bit data was traced.
-        with own_settings(), jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+        with jax_default_settings(), jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
             out = function(*args)
         if op.like_first and out.shape == args[0].shape:
-            out = sharded_like(out, args[0])
+            out = reshard_like(out, args[0])
         return [out] if op.single else list(out)
 
     flat.__name__ = flat.__qualname__ = op.name
     return flat
 
 
-@partial(compiled, static_argnums=(0, 1), static_argnames=("impl", "wide", "vmaps", "static"))
-def _eager(op: _Op, primitive: Primitive, *args: Any, impl: str, **params: Any) -> list:
+@partial(always_jit, static_argnums=(0, 1), static_argnames=("impl", "wide", "vmaps", "static"))
+def _evaluate_op(op: _OpDefinition, primitive: Primitive, *args: Any, impl: str, **params: Any) -> list:
     if any(isinstance(arg, jax.core.Tracer) for arg in args):
         return primitive.bind(*args, impl=impl, **params)
     # Under jax_debug_nans JAX calls this function again, to find the origin of a NaN; the primitive would come back
     # here.
-    return _flat(op, op.body, **params)(*args)
+    return _results_under_vmaps(op, op.body, **params)(*args)
 
 
-def _abstract(op: _Op, *avals: Any, impl: str, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
+def _result_avals(op: _OpDefinition, *avals: Any, impl: str, wide: bool, vmaps: _VmapAxes, static: _StaticItems) -> Any:
     x = avals[0]
-    if op.like_first and all(axes[0] is not None for axes in vmaps) and all(map(_is_plain, avals)):
+    if op.like_first and all(axes[0] is not None for axes in vmaps) and all(map(_is_shape_and_dtype, avals)):
         return [jax.core.ShapedArray(x.shape, x.dtype)]
     # From a trace of the body, so that the results have its shardings and varying axes.
-    return jax.make_jaxpr(_flat(op, op.body, wide, vmaps, static))(*avals).out_avals
+    return jax.make_jaxpr(_results_under_vmaps(op, op.body, wide, vmaps, static))(*avals).out_avals
 
 
-def _is_plain(aval: Any) -> bool:
+def _is_shape_and_dtype(aval: Any) -> bool:
     """Whether a type is only a shape and a dtype, without a sharding or varying axes."""
     return aval == jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
-def _lower_portable(op: _Op, ctx: Any, *args: Any, impl: str, wide: bool, vmaps: _Vmaps, static: _Static) -> Any:
+def _lower_portable(
+    op: _OpDefinition, ctx: Any, *args: Any, impl: str, wide: bool, vmaps: _VmapAxes, static: _StaticItems
+) -> Any:
     if impl == "pallas":
-        able = " and ".join(_PLATFORMS[platform] for platform, _ in op.kernels) or "no platform"
-        raise NotImplementedError(_cannot(op, f"it has a kernel for {able}, and this is lowered for {_platforms(ctx)}"))
-    return _lower(ctx, op, op.body, args, wide=wide, vmaps=vmaps, static=static)
+        able = " and ".join(_PLATFORM_NAMES[platform] for platform, _ in op.kernels) or "no platform"
+        raise NotImplementedError(
+            _no_kernel_message(op, f"it has a kernel for {able}, and this is lowered for {_lowering_platforms(ctx)}")
+        )
+    return _lower_call(ctx, op, op.body, args, wide=wide, vmaps=vmaps, static=static)
 
 
 def _lower_single_cpu(
-    op: _Op,
+    op: _OpDefinition,
     single_cpu: Callable[..., Any],
     apart: bool,
-    canonical: Callable[..., Plain | None] | None,
+    canonical: Callable[..., CanonicalForm | None] | None,
     ctx: Any,
     *args: Any,
     impl: str,
     **params: Any,
 ) -> Any:
-    if impl == "pallas" or not _one_device(ctx.module_context.axis_context):
+    if impl == "pallas" or not _is_for_one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     if params["vmaps"]:  # both sides of a branch would be computed
-        return _lower(ctx, op, op.body, args, apart, **params)
+        return _lower_call(ctx, op, op.body, args, apart, **params)
     shapes = tuple(aval.shape for aval in ctx.avals_in)
     form = None if canonical is None else canonical(*shapes, **dict(params["static"]))
     if form is None:
-        return _lower(ctx, op, single_cpu, args, apart, **params)
+        return _lower_call(ctx, op, single_cpu, args, apart, **params)
     shapes, static = form
     reshapes = shapes, tuple(aval.shape for aval in ctx.avals_out)
-    return _lower(ctx, op, single_cpu, args, apart, reshapes, **{**params, "static": tuple(sorted(static.items()))})
+    return _lower_call(
+        ctx, op, single_cpu, args, apart, reshapes, **{**params, "static": tuple(sorted(static.items()))}
+    )
 
 
 def _lower_kernel(
-    op: _Op,
+    op: _OpDefinition,
     platform: str,
     kernels: Sequence[Kernel],
     ctx: Any,
     *args: Any,
     impl: str,
     wide: bool,
-    vmaps: _Vmaps,
-    static: _Static,
+    vmaps: _VmapAxes,
+    static: _StaticItems,
 ) -> Any:
-    avals = _within(ctx.avals_in, vmaps)
+    avals = _innermost_avals(ctx.avals_in, vmaps)
     keywords = dict(static)
     fun = op.body
     reasons: list[str] = []
     for kernel in () if impl == "xla" else kernels:
         least = kernel.capability(*avals, **keywords)
-        why = _obstacle(ctx, platform, least, kernel.below) or kernel.refuse(*avals, **keywords)
+        why = _kernel_obstacle(ctx, platform, least, kernel.below) or kernel.refuse(*avals, **keywords)
         if why:
             reasons.append(why)
         elif impl == "pallas" or kernel.profitable(*avals, **keywords):
             fun = kernel.run
             break
     if impl == "pallas" and fun is op.body:
-        raise NotImplementedError(_cannot(op, reasons[-1]))
+        raise NotImplementedError(_no_kernel_message(op, reasons[-1]))
     with warnings.catch_warnings():  # known here, and users can do nothing about it
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return _lower(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
+        return _lower_call(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
 
 
-def _lower(
+def _lower_call(
     ctx: Any,
-    op: _Op,
+    op: _OpDefinition,
     fun: Callable[..., Any],
     args: tuple,
     apart: bool = False,
-    reshapes: _Reshaped | None = None,
+    reshapes: _OpReshapes | None = None,
     **params: Any,
 ) -> Any:
     module = ctx.module_context
     cache_size = len(module.cached_primitive_lowerings)
-    out = mlir.lower_fun(_called(op, fun, apart, reshapes, **params), multiple_results=True)(ctx, *args)
+    out = mlir.lower_fun(_op_call(op, fun, apart, reshapes, **params), multiple_results=True)(ctx, *args)
     new = len(module.cached_primitive_lowerings) > cache_size
     call = out[0].owner
     if call.name == "stablehlo.reshape":
@@ -312,13 +320,15 @@ def _lower(
     if new and "callee" in call.attributes:  # else a sharding constraint follows the call
         # JAX writes a constant and its broadcast for each use: half of the lines are repetitions.
         remove = passmanager.PassManager.parse("func.func(cse)", module.context)
-        for function in _functions_of(module.symbol_table, ir.FlatSymbolRefAttr(call.attributes["callee"]).value, {}):
-            _write_arrays(function.operation)
+        for function in _reachable_functions(
+            module.symbol_table, ir.FlatSymbolRefAttr(call.attributes["callee"]).value, {}
+        ):
+            _fold_broadcasts(function.operation)
             remove.run(function.operation)
     return out
 
 
-def _write_arrays(function: Any) -> None:
+def _fold_broadcasts(function: Any) -> None:
     """Writes a broadcast constant as a constant array, which is one operation and not two."""
     broadcasts = []
 
@@ -345,14 +355,14 @@ def _write_arrays(function: Any) -> None:
             operation.erase()
 
 
-def _functions_of(table: Any, name: str, functions: dict[str, Any]) -> Iterable[Any]:
+def _reachable_functions(table: Any, name: str, functions: dict[str, Any]) -> Iterable[Any]:
     """A function of a module, and the functions that it calls."""
     if name not in functions:
         functions[name] = table[name]
 
         def collect_calls(operation: Any) -> Any:
             if operation.name == "func.call":
-                _functions_of(table, ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, functions)
+                _reachable_functions(table, ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, functions)
             return ir.WalkResult.ADVANCE
 
         functions[name].operation.walk(collect_calls)
@@ -360,49 +370,51 @@ def _functions_of(table: Any, name: str, functions: dict[str, Any]) -> Iterable[
 
 
 @lru_cache(maxsize=4096)
-def _compiled(op: _Op, fun: Callable[..., Any], wide: bool, vmaps: _Vmaps, static: _Static) -> Callable[..., Any]:
+def _compile_op(
+    op: _OpDefinition, fun: Callable[..., Any], wide: bool, vmaps: _VmapAxes, static: _StaticItems
+) -> Callable[..., Any]:
     """`_results_under_vmaps`, compiled. One object for equal arguments: JAX lowers it once for each shape."""
-    return compiled(_flat(op, fun, wide, vmaps, static))
+    return always_jit(_results_under_vmaps(op, fun, wide, vmaps, static))
 
 
 @lru_cache(maxsize=4096)
-def _called(
-    op: _Op,
+def _op_call(
+    op: _OpDefinition,
     fun: Callable[..., Any],
     apart: bool,
-    reshapes: _Reshaped | None,
+    reshapes: _OpReshapes | None,
     wide: bool,
-    vmaps: _Vmaps,
-    static: _Static,
+    vmaps: _VmapAxes,
+    static: _StaticItems,
 ) -> Any:
     """`fun` as a call of a function that a program has once for each shape; with `apart`, XLA does not inline it.
 
     If there is `reshapes`, the arrays have these shapes in the function, and the results these shapes after it.
     """
-    function = _compiled(op, fun, wide, vmaps, static)
+    function = _compile_op(op, fun, wide, vmaps, static)
 
     def call(*args: Any) -> Any:
         # A lowering may come after the context in which 64-bit data was traced.
         with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
-            out: Any = function(*(args if reshapes is None else _in_shapes(args, reshapes[0])))
+            out: Any = function(*(args if reshapes is None else _reshape_to(args, reshapes[0])))
             out = set_xla_metadata(out, inlineable="false") if apart else out
-            return out if reshapes is None else _in_shapes(out, reshapes[1])
+            return out if reshapes is None else _reshape_to(out, reshapes[1])
 
     return call
 
 
-def _in_shapes(arrays: Iterable[Any], shapes: Iterable[tuple[int, ...]]) -> list[Any]:
+def _reshape_to(arrays: Iterable[Any], shapes: Iterable[tuple[int, ...]]) -> list[Any]:
     return [jax.lax.reshape(x, shape) if x.shape != shape else x for x, shape in zip(arrays, shapes, strict=True)]
 
 
-def _batch(primitive: Primitive, args: Any, dims: Any, *, vmaps: _Vmaps, **params: Any) -> tuple:
+def _batch_op(primitive: Primitive, args: Any, dims: Any, *, vmaps: _VmapAxes, **params: Any) -> tuple:
     args = [arg if dim is None else jax.numpy.moveaxis(arg, dim, 0) for arg, dim in zip(args, dims, strict=True)]
     axes = tuple(None if dim is None else 0 for dim in dims)
     out = primitive.bind(*args, vmaps=(*vmaps, axes), **params)
     return out, [0] * len(out)
 
 
-def _within(avals: Any, vmaps: _Vmaps) -> list[jax.ShapeDtypeStruct]:
+def _innermost_avals(avals: Any, vmaps: _VmapAxes) -> list[jax.ShapeDtypeStruct]:
     """The arguments of the innermost function, without the axes of vmaps."""
     vmap_counts = [sum(axes[i] is not None for axes in vmaps) for i in range(len(avals))]
     return [jax.ShapeDtypeStruct(aval.shape[n:], aval.dtype) for aval, n in zip(avals, vmap_counts, strict=True)]
@@ -410,25 +422,25 @@ def _within(avals: Any, vmaps: _Vmaps) -> list[jax.ShapeDtypeStruct]:
 
 # -- obstacles to a kernel ---------------------------------------------------------------------------------------------
 
-_PLATFORMS = {"tpu": "TPU", "cuda": "NVIDIA GPU"}
+_PLATFORM_NAMES = {"tpu": "TPU", "cuda": "NVIDIA GPU"}
 
 
-def _cannot(op: _Op, why: str) -> str:
+def _no_kernel_message(op: _OpDefinition, why: str) -> str:
     return f"impl='pallas' cannot be had for {op.name}: {why}. Use impl='auto' or impl='xla'"
 
 
-def _platforms(ctx: Any) -> str:
+def _lowering_platforms(ctx: Any) -> str:
     return ", ".join(ctx.platforms or ctx.module_context.platforms)
 
 
-def _obstacle(ctx: Any, platform: str, least: float, below: float) -> str | None:
+def _kernel_obstacle(ctx: Any, platform: str, least: float, below: float) -> str | None:
     """The reason why no kernel can be lowered in this context, or None.
 
     A GPU has a compute capability of at least `least`, and below `below`.
     """
-    if not all(are_known(aval.shape) for aval in ctx.avals_in):
+    if not all(are_static(aval.shape) for aval in ctx.avals_in):
         return "its shapes are symbolic, and a kernel is compiled for known ones"
-    if not _one_device(ctx.module_context.axis_context):
+    if not _is_for_one_device(ctx.module_context.axis_context):
         return (
             "the program is partitioned over several devices, and a kernel cannot be; call it inside jax.shard_map "
             "with every mesh axis manual"
@@ -444,7 +456,7 @@ def _obstacle(ctx: Any, platform: str, least: float, below: float) -> str | None
     return None
 
 
-def _one_device(axis_context: Any) -> bool:
+def _is_for_one_device(axis_context: Any) -> bool:
     """Whether the program is for one device, or every axis of its mesh is manual.
 
     JAX has no public names for the three kinds of context; their attributes tell them apart.
@@ -473,7 +485,7 @@ def devices_at_hand() -> dict[tuple[str, str, bool], int]:
     """
     counts: dict[tuple[str, str, bool], int] = {}
     for device in jax.devices():
-        capable = device.platform == "gpu" and (_capability_of(device) or 0) >= _LEAST_CAPABILITY
+        capable = device.platform == "gpu" and (_capability_of(device) or 0) >= _MIN_KERNEL_CAPABILITY
         key = device.device_kind, device.platform, device.platform == "tpu" or capable
         counts[key] = counts.get(key, 0) + 1
     return counts

@@ -7,21 +7,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.codebooks import refuse_table
-from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import SEEDS
-from jchop._core.rounding.stream_offset import AT_START, StreamOffset, words_like
+from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words_like
 from jchop._kernels.primitive import Kernel, make_op
+from jchop._spec.spec import Spec
 from jchop.formats import LogTakumFormat
-from jchop.spec import Spec
 
 __all__ = ["round_op", "round_with_hardware_bits_op"]
 
 Array = jax.Array
 
 
-def body(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
+def round_elements_body(
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START, tiling: Any = None
+) -> Array:
     """`x` rounded under `spec`.
 
     Args:
@@ -32,12 +34,12 @@ def body(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = A
         tiling: a tiling, used by kernels only.
     """
     del tiling
-    return round_elements(
+    return round_to_spec(
         x, spec, CARRIERS[x.dtype.name], words_like(x, seeds_and_starts, place) if seeds_and_starts else None
     )
 
 
-def chunk_arguments(seeds_and_starts: tuple[Array, ...], place: StreamOffset) -> tuple[Array, ...]:
+def kernel_seeds_and_start(seeds_and_starts: tuple[Array, ...], place: StreamOffset) -> tuple[Array, ...]:
     """Seeds and start for the kernels, if any: one array each, the start as low and high word."""
     if not seeds_and_starts:
         return ()
@@ -52,20 +54,24 @@ def chunk_arguments(seeds_and_starts: tuple[Array, ...], place: StreamOffset) ->
     return jnp.stack(seeds_and_starts[:SEEDS]), jnp.stack([total, high + base[1] + carry])
 
 
-def _tpu(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
+def _run_tpu_round(
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START, tiling: Any = None
+) -> Array:
     from jchop._kernels import round_tpu
 
-    return round_tpu.tpu_round_elements(x, *chunk_arguments(seeds_and_starts, place), spec=spec, tiling=tiling)
+    return round_tpu.tpu_round_elements(x, *kernel_seeds_and_start(seeds_and_starts, place), spec=spec, tiling=tiling)
 
 
-def _gpu(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None) -> Array:
+def _run_gpu_round(
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START, tiling: Any = None
+) -> Array:
     from jchop._kernels import round_gpu
 
-    return round_gpu.gpu_round_elements(x, *chunk_arguments(seeds_and_starts, place), spec=spec, tiling=tiling)
+    return round_gpu.gpu_round_elements(x, *kernel_seeds_and_start(seeds_and_starts, place), spec=spec, tiling=tiling)
 
 
-def _refuse(
-    x: jax.ShapeDtypeStruct, *seeds_and_starts: Any, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None
+def _refuse_round(
+    x: jax.ShapeDtypeStruct, *seeds_and_starts: Any, spec: Spec, place: StreamOffset = STREAM_START, tiling: Any = None
 ) -> str | None:
     if (reason := refuse_table(spec.format)) is not None:
         return reason
@@ -78,37 +84,39 @@ def _refuse(
     return None
 
 
-def _refuse_tpu(x: jax.ShapeDtypeStruct, *seeds_and_starts: Any, **static: Any) -> str | None:
-    if x.dtype.name in _NOT_ON_TPU:
+def _refuse_tpu_round(x: jax.ShapeDtypeStruct, *seeds_and_starts: Any, **static: Any) -> str | None:
+    if x.dtype.name in _ROUND_DTYPES_NOT_ON_TPU:
         return f"x has dtype {x.dtype.name}, which TPU kernels do not take"
-    return _refuse(x, *seeds_and_starts, **static)
+    return _refuse_round(x, *seeds_and_starts, **static)
 
 
 #: Dtypes that the TPU's vector unit does not have.
-_NOT_ON_TPU = {"float16", "float64"}
+_ROUND_DTYPES_NOT_ON_TPU = {"float16", "float64"}
 
 
-def _not_by_itself(*_: Any, **__: Any) -> bool:
+def _never_profitable(*_: Any, **__: Any) -> bool:
     """The kernel is never preferred: XLA also reads and writes each element once, and fuses with other operations."""
     return False
 
 
 round_op = make_op(
     "jchop_round",
-    body,
-    tpu=Kernel(_tpu, _refuse_tpu, _not_by_itself),
-    gpu=Kernel(_gpu, _refuse, _not_by_itself),
+    round_elements_body,
+    tpu=Kernel(_run_tpu_round, _refuse_tpu_round, _never_profitable),
+    gpu=Kernel(_run_gpu_round, _refuse_round, _never_profitable),
     like_first=True,
 )
 
 
-def _hardware(
-    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, tiling: Any = None
+def _run_hardware_round(
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START, tiling: Any = None
 ) -> Array:
     from jchop._kernels import round_tpu
 
-    return round_tpu.round_with_hardware_bits(x, jnp.stack(seeds_and_starts[:SEEDS]), spec=spec, tiling=tiling)
+    return round_tpu.tpu_round_with_hardware_bits(x, jnp.stack(seeds_and_starts[:SEEDS]), spec=spec, tiling=tiling)
 
 
 #: Rounding with bits of the TPU's own generator; the body only defines the type of the result.
-round_with_hardware_bits_op = make_op("jchop_round_with_hardware_bits", body, tpu=Kernel(_hardware, _refuse_tpu))
+round_with_hardware_bits_op = make_op(
+    "jchop_round_with_hardware_bits", round_elements_body, tpu=Kernel(_run_hardware_round, _refuse_tpu_round)
+)

@@ -14,8 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._kernels.round_tile import RoundGpuTiling, Stream, of_whole, result_like, round_tile
-from jchop.spec import Spec
+from jchop._kernels.round_tile import (
+    KernelStream,
+    RoundGpuTiling,
+    elementwise_under_vmap,
+    result_like,
+    round_array_tile,
+)
+from jchop._spec.spec import Spec
 
 Array = jax.Array
 
@@ -39,13 +45,15 @@ def gpu_round_elements(
         tiling: the tiles, which do not change the result. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """
-    run = partial(_call, spec=spec, tiling=tiling, interpret=interpret)
+    run = partial(_call_gpu_round, spec=spec, tiling=tiling, interpret=interpret)
     if seeds is None:
-        return of_whole(run)(x)
+        return elementwise_under_vmap(run)(x)
     return run(x, seeds) if start is None else run(x, seeds, start)
 
 
-def _call(x: Array, *seeds_and_starts: Array, spec: Spec, tiling: RoundGpuTiling | None, interpret: Any) -> Array:
+def _call_gpu_round(
+    x: Array, *seeds_and_starts: Array, spec: Spec, tiling: RoundGpuTiling | None, interpret: Any
+) -> Array:
     if not x.size:
         return x
     tiling = tiling or RoundGpuTiling.for_size(x.size, x.dtype.itemsize)
@@ -53,7 +61,7 @@ def _call(x: Array, *seeds_and_starts: Array, spec: Spec, tiling: RoundGpuTiling
     with jax.enable_x64(x.dtype.itemsize == 8):
         flat = x.reshape(x.size)
         out = pl.pallas_call(
-            _Stretch(spec, tiling, x.size, x.dtype.itemsize).kernel,
+            _RoundGpuStretch(spec, tiling, x.size, x.dtype.itemsize).kernel,
             out_shape=result_like(flat, seeds_and_starts),
             grid=(pl.cdiv(x.size, tiling.block),),
             compiler_params=plt.CompilerParams(num_warps=tiling.num_warps),
@@ -64,11 +72,11 @@ def _call(x: Array, *seeds_and_starts: Array, spec: Spec, tiling: RoundGpuTiling
 
 
 #: Bytes of the longest loads and stores.
-_VECTOR = 16
+_VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _RoundGpuStretch:
     """The kernel of one stretch of a flat array, and its static data."""
 
     spec: Spec
@@ -83,8 +91,8 @@ class _Stretch:
         local = lax.iota(jnp.int32, block)
         index, rest = pl.ds(first, block), np.int32(self.size) - first
         tile = self._with_mask(rest, local, lambda mask: plt.load(x.at[index], mask=mask, other=0))
-        rounded_tile = round_tile(
-            tile, self.spec, Stream.read(stream_refs), first.astype(jnp.uint32), local.astype(jnp.uint32)
+        rounded_tile = round_array_tile(
+            tile, self.spec, KernelStream.read(stream_refs), first.astype(jnp.uint32), local.astype(jnp.uint32)
         )
         self._with_mask(rest, local, lambda mask: plt.store(out.at[index], rounded_tile, mask=mask))
 
@@ -94,7 +102,7 @@ class _Stretch:
         If the array ends within a vector, a mask of elements would prevent vector access in every program; so only the
         last program uses it.
         """
-        if self.size * self.itemsize % _VECTOR == 0:
+        if self.size * self.itemsize % _VECTOR_BYTES == 0:
             return access(local < rest)
         whole = rest >= self.tiling.block
         return lax.cond(whole, lambda: access(jnp.broadcast_to(whole, local.shape)), lambda: access(local < rest))

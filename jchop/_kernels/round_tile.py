@@ -10,28 +10,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._bits import CARRIERS
-from jchop._checks import check_int
-from jchop._core.rounding.elements import round_elements
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_int
+from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import SEEDS, random_words
-from jchop.spec import Spec
+from jchop._spec.spec import Spec
 
 __all__ = [
-    "LANES",
+    "ROUND_LANES",
+    "KernelStream",
     "RoundGpuTiling",
     "RoundTpuTiling",
-    "Stream",
-    "of_whole",
+    "elementwise_under_vmap",
     "register_rows",
     "result_like",
-    "round_tile",
+    "round_array_tile",
 ]
 
 Array = jax.Array
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
-LANES = 128  # of a TPU's vector register; it has 8 rows of them, 16 of 16-bit numbers
+ROUND_LANES = 128  # of a TPU's vector register; it has 8 rows of them, 16 of 16-bit numbers
 
 
 def register_rows(itemsize: int) -> int:
@@ -56,7 +56,7 @@ class RoundTpuTiling:
     chunk: int
 
     def __post_init__(self) -> None:
-        for name, unit in (("slabs", 1), ("chunk", 8), ("rows", self.chunk), ("columns", LANES)):
+        for name, unit in (("slabs", 1), ("chunk", 8), ("rows", self.chunk), ("columns", ROUND_LANES)):
             value = check_int(name, getattr(self, name), 1)
             if value % unit:
                 raise ValueError(f"{name}={value} must be a multiple of {unit}")
@@ -71,15 +71,15 @@ class RoundTpuTiling:
         """
         least = register_rows(itemsize)
         slabs, rows, columns = shape
-        area = min(max(math.prod(shape) // 8, _CHUNK), _BLOCK // itemsize)
-        wide = min(_up(columns, LANES), _CHUNK // least)
-        chunk = min(_CHUNK // wide // least * least, _up(rows, least))
-        tall = min(_up(rows, chunk), area // wide // chunk * chunk)
+        area = min(max(math.prod(shape) // 8, _CHUNK_ELEMENTS), _BLOCK_BYTES // itemsize)
+        wide = min(_next_round_multiple(columns, ROUND_LANES), _CHUNK_ELEMENTS // least)
+        chunk = min(_CHUNK_ELEMENTS // wide // least * least, _next_round_multiple(rows, least))
+        tall = min(_next_round_multiple(rows, chunk), area // wide // chunk * chunk)
         return cls(min(slabs, area // (tall * wide)), tall, wide, chunk)
 
 
-_CHUNK = 8 * 8 * LANES  # elements
-_BLOCK = 1 << 20  # bytes
+_CHUNK_ELEMENTS = 8 * 8 * ROUND_LANES  # elements
+_BLOCK_BYTES = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class RoundGpuTiling:
         With 8 KiB for each program, a thread has four vectors of 16 bytes in flight. A smaller array is spread over the
         multiprocessors, with at least one vector for each thread.
         """
-        block = 1 << max(size // _PROGRAMS, 1).bit_length()
+        block = 1 << max(size // _ROUND_PROGRAMS, 1).bit_length()
         return cls(min(max(block, 2048 // itemsize), 8192 // itemsize))
 
 
-_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
+_ROUND_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
 
 
-def _up(value: int, unit: int) -> int:
+def _next_round_multiple(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
@@ -124,7 +124,7 @@ def result_like(x: Array, words: Sequence[Array]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=like.manual_axis_type)
 
 
-def of_whole(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
+def elementwise_under_vmap(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """An elementwise function of one array; under vmap it gets the whole array."""
     call = jax.custom_batching.custom_vmap(fun)
     call.def_vmap(lambda size, batch_flags, x: (call(x), True))
@@ -135,7 +135,7 @@ def of_whole(fun: Callable[[Array], Array]) -> Callable[[Array], Array]:
 
 
 @dataclass(frozen=True)
-class Stream:
+class KernelStream:
     """The random stream, as scalars in a kernel.
 
     Args:
@@ -147,7 +147,7 @@ class Stream:
     start: tuple[Array, Array] | None = None
 
     @classmethod
-    def read(cls, refs: Sequence[Any]) -> Stream | None:
+    def read(cls, refs: Sequence[Any]) -> KernelStream | None:
         """The stream from references of the seeds, or of the seeds and the start; None without references."""
         if not refs:
             return None
@@ -171,7 +171,7 @@ class Stream:
         return low, high + (low < base).astype(jnp.uint32)
 
 
-def round_tile(x: Array, spec: Spec, stream: Stream | None, first: Array, local: Array) -> Array:
+def round_array_tile(x: Array, spec: Spec, stream: KernelStream | None, first: Array, local: Array) -> Array:
     """A tile, rounded; `first + local` are the C-order indexes of its elements in the array."""
     carrier = CARRIERS[x.dtype.name]
-    return round_elements(x, spec, carrier, stream and stream.words(first, local, carrier.work_width))
+    return round_to_spec(x, spec, carrier, stream and stream.words(first, local, carrier.work_width))

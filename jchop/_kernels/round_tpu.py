@@ -18,11 +18,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding import elements
 from jchop._core.rounding.random_bits import SEEDS, random_words
-from jchop._kernels.round_tile import LANES, RoundTpuTiling, Stream, of_whole, register_rows, result_like, round_tile
-from jchop.spec import Spec
+from jchop._kernels.round_tile import (
+    ROUND_LANES,
+    KernelStream,
+    RoundTpuTiling,
+    elementwise_under_vmap,
+    register_rows,
+    result_like,
+    round_array_tile,
+)
+from jchop._spec.spec import Spec
 
 Array = jax.Array
 
@@ -48,15 +56,15 @@ def tpu_round_elements(
     """
 
     def round_chunk(tile: Array, stream_refs: list[Any], first: Array, local: Array) -> Array:
-        return round_tile(tile, spec, Stream.read([ref.at[0] for ref in stream_refs]), first, local)
+        return round_array_tile(tile, spec, KernelStream.read([ref.at[0] for ref in stream_refs]), first, local)
 
-    run = _Elementwise(round_chunk, None, "round", tiling, interpret)
+    run = _ElementwiseKernel(round_chunk, None, "round", tiling, interpret)
     if seeds is None:
-        return of_whole(run)(x)
+        return elementwise_under_vmap(run)(x)
     return run(x, seeds) if start is None else run(x, seeds, start)
 
 
-def round_with_hardware_bits(
+def tpu_round_with_hardware_bits(
     x: Array, seeds: Array, *, spec: Spec, tiling: RoundTpuTiling | None = None, interpret: Any = False
 ) -> Array:
     """`x` rounded with random bits of the TPU's own generator; each block seeds it with words of the stream.
@@ -79,19 +87,19 @@ def round_with_hardware_bits(
 
     def round_chunk(tile: Array, stream_refs: list[Any], first: Array, local: Array) -> Array:
         word = lax.bitcast_convert_type(pltpu.prng_random_bits(tile.shape), jnp.uint32)
-        return elements.round_elements(tile, spec, carrier, word)
+        return elements.round_to_spec(tile, spec, carrier, word)
 
-    return _Elementwise(round_chunk, seed, "round_with_hardware_bits", tiling, interpret)(x, seeds)
+    return _ElementwiseKernel(round_chunk, seed, "round_with_hardware_bits", tiling, interpret)(x, seeds)
 
 
 # -- blocks and chunks -------------------------------------------------------------------------------------------------
 
-_Rounded = Callable[[Array, list[Any], Array, Array], Array]
-_Seed = Callable[[list[Any], Array], None]
+_RoundChunk = Callable[[Array, list[Any], Array, Array], Array]
+_SeedBlock = Callable[[list[Any], Array], None]
 
 
 @dataclass(frozen=True)
-class _Elementwise:
+class _ElementwiseKernel:
     """A function of every element of an array and of its place.
 
     Args:
@@ -102,8 +110,8 @@ class _Elementwise:
         interpret: as in `pallas_call`.
     """
 
-    round_chunk: _Rounded
-    seed: _Seed | None
+    round_chunk: _RoundChunk
+    seed: _SeedBlock | None
     name: str
     tiling: RoundTpuTiling | None
     interpret: Any
@@ -136,10 +144,10 @@ class _Elementwise:
 
     def _call(self, slabs: Array, *rows: Array) -> Array:
         itemsize = slabs.dtype.itemsize
-        shape = slabs.shape if slabs.ndim == 3 else (1, pl.cdiv(slabs.size, LANES), LANES)
+        shape = slabs.shape if slabs.ndim == 3 else (1, pl.cdiv(slabs.size, ROUND_LANES), ROUND_LANES)
         tiling = self.tiling or RoundTpuTiling.for_shape(shape, itemsize)
-        _check(tiling, itemsize, slabs.ndim)
-        blocks = _Blocks(tiling, shape, slabs.ndim == 1, self.round_chunk, self.seed)
+        _check_slab_tiling(tiling, itemsize, slabs.ndim)
+        blocks = _SlabBlocks(tiling, shape, slabs.ndim == 1, self.round_chunk, self.seed)
         block = pl.BlockSpec(blocks.shape, blocks.index)
         return pl.pallas_call(
             blocks.kernel,
@@ -172,15 +180,15 @@ def as_slabs(x: Array) -> Array:
     return x.reshape(math.prod(outer), rows, columns)
 
 
-def _check(tiling: RoundTpuTiling, itemsize: int, axes: int) -> None:
+def _check_slab_tiling(tiling: RoundTpuTiling, itemsize: int, axes: int) -> None:
     if tiling.chunk % register_rows(itemsize):
         raise ValueError(f"tiling: chunk={tiling.chunk} must be a multiple of {register_rows(itemsize)} for 16-bit x")
-    if axes == 1 and (tiling.slabs, tiling.columns) != (1, LANES):
-        raise ValueError(f"tiling={tiling}: an array of one axis has one slab of {LANES} columns")
+    if axes == 1 and (tiling.slabs, tiling.columns) != (1, ROUND_LANES):
+        raise ValueError(f"tiling={tiling}: an array of one axis has one slab of {ROUND_LANES} columns")
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _SlabBlocks:
     """The blocks of an array of shape `whole` = (slabs, rows, columns), and the kernel of one.
 
     An array of one axis is flat: its blocks have one axis, too, and become rows of 128 only in registers.
@@ -189,8 +197,8 @@ class _Blocks:
     tiling: RoundTpuTiling
     whole: tuple[int, ...]
     flat: bool
-    round_chunk: _Rounded
-    seed: _Seed | None
+    round_chunk: _RoundChunk
+    seed: _SeedBlock | None
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -214,7 +222,7 @@ class _Blocks:
             _, down, across = self.grid
             self.seed(stream_refs, ((block[0] * down + block[1]) * across + block[2]).astype(jnp.uint32))
         chunk, (_, rows, columns) = self.tiling.chunk, self.whole
-        local = _places((chunk, self.tiling.columns), columns)
+        local = _flat_indices_of_tile((chunk, self.tiling.columns), columns)
         corner = [number * size for number, size in zip(block, self.size, strict=True)]
         chunks = self.tiling.rows // chunk
 
@@ -232,11 +240,11 @@ class _Blocks:
         """The indexes of a chunk in the block."""
         chunk = self.tiling.chunk
         if self.flat:
-            return pl.ds(pl.multiple_of(row * LANES, chunk * LANES), chunk * LANES)
+            return pl.ds(pl.multiple_of(row * ROUND_LANES, chunk * ROUND_LANES), chunk * ROUND_LANES)
         return slab, pl.ds(pl.multiple_of(row, chunk), chunk), slice(None)
 
 
-def _places(shape: tuple[int, int], columns: int) -> Array:
+def _flat_indices_of_tile(shape: tuple[int, int], columns: int) -> Array:
     """The C-order index of each element of a tile, relative to the first, in an array of `columns` columns."""
     row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
     return row * jnp.uint32(columns) + column

@@ -14,40 +14,52 @@ import jax.numpy as jnp
 from jax import lax
 from jax.errors import InconclusiveDimensionOperation
 
-from jchop._bits import CARRIERS, cut_axes, fitting, gathered, is_sharded, types_for
+from jchop._common.bit_ops import (
+    CARRIERS,
+    axes_cut_by_sharding,
+    enable_x64_for,
+    fit_sharding,
+    gather_axes,
+    has_sharding,
+)
+from jchop._common.settings import always_jit
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
-from jchop._core.rounding.stream_offset import AT_START, StreamOffset
-from jchop._core.scaled.elements import widen
-from jchop._core.scaled.scales import Plan, make_plan, scale_dtype, tensor_scale
-from jchop._core.scaled.sparse import kept_of, without
+from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
+from jchop._core.scaled.elements import widen_16_bit
+from jchop._core.scaled.scales import (
+    ScaledPlan,
+    make_scaled_plan,
+    scale_dtype,
+    tensor_scale,
+)
+from jchop._core.scaled.sparse import drop_outside_mask, sparse_mask
 from jchop._core.scaled_bodies import (
-    Stored,
+    ScaleArrays,
     dequantize_body,
-    flat,
-    overflowed_body,
+    flatten_scales,
+    overflow_body,
     quantize_body,
     round_body,
-    unflat,
+    unflatten_scales,
 )
 from jchop._core.scaled_float32 import tiles
-from jchop._core.sizes import are_known
+from jchop._core.xla.sizes import are_static
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.round import chunk_arguments
-from jchop._kernels.scaled_tile import SUBLANES, WORDS, Problem
-from jchop._settings import compiled
+from jchop._kernels.round import kernel_seeds_and_start
+from jchop._kernels.scaled_tile import CODE_SUBLANES, KERNEL_WORD_COUNT, ScaledBlocksProblem
+from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-from jchop.spec import Spec
 
 __all__ = [
+    "code_and_scale_shapes",
     "dense_of",
     "dequantize_scaled",
     "fit_scaled",
-    "overflowed_scaled",
     "quantize_scaled",
-    "require_scaled",
+    "require_scaled_plan",
     "round_scaled",
-    "stored_shapes",
+    "scaled_overflow",
 ]
 
 Array = jax.Array
@@ -56,25 +68,25 @@ Array = jax.Array
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _run_tpu_round_blocks(x: Array, words: Array, *, plan: Plan) -> Array:
+def _run_tpu_round_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> Array:
     from jchop._kernels import scaled_tpu
 
     return scaled_tpu.tpu_round_blocks(x, words, plan=plan)
 
 
-def _run_gpu_round_blocks(x: Array, words: Array, *, plan: Plan) -> Array:
+def _run_gpu_round_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> Array:
     from jchop._kernels import scaled_gpu
 
     return scaled_gpu.gpu_round_blocks(x, words, plan=plan)
 
 
-def _run_tpu_quantize_blocks(x: Array, words: Array, *, plan: Plan) -> tuple[Array, Array]:
+def _run_tpu_quantize_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> tuple[Array, Array]:
     from jchop._kernels import scaled_tpu
 
     return scaled_tpu.tpu_quantize_blocks(x, words, plan=plan)
 
 
-def _run_gpu_quantize_blocks(x: Array, words: Array, *, plan: Plan) -> tuple[Array, Array]:
+def _run_gpu_quantize_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> tuple[Array, Array]:
     from jchop._kernels import scaled_gpu
 
     return scaled_gpu.gpu_quantize_blocks(x, words, plan=plan)
@@ -86,43 +98,43 @@ def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place:
     They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
     """
     scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
-    words = jnp.concatenate([scale, *chunk_arguments(tuple(seeds_and_starts), place)])
-    return jnp.pad(words, (0, WORDS - words.size))[None]
+    words = jnp.concatenate([scale, *kernel_seeds_and_start(tuple(seeds_and_starts), place)])
+    return jnp.pad(words, (0, KERNEL_WORD_COUNT - words.size))[None]
 
 
-def _tensor(x: Array, plan: Plan) -> Array | None:
+def _scale_of_tensor(x: Array, plan: ScaledPlan) -> Array | None:
     """The scale of the tensor, if the rule has one."""
-    return tensor_scale(widen(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+    return tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
 
 
-def _rounds(kernel: Callable[..., Array]) -> Callable[..., Array]:
+def _round_blocks_kernel(kernel: Callable[..., Array]) -> Callable[..., Array]:
     """A kernel with the arguments of `round_body`."""
 
-    def run(x: Array, *seeds_and_starts: Array, plan: Plan, place: StreamOffset = AT_START) -> Array:
-        return kernel(x, kernel_words(_tensor(x, plan), seeds_and_starts, place), plan=plan)
+    def run(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> Array:
+        return kernel(x, kernel_words(_scale_of_tensor(x, plan), seeds_and_starts, place), plan=plan)
 
     return run
 
 
-def _quantizes(kernel: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, ...]]:
+def _quantize_blocks_kernel(kernel: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, ...]]:
     """A kernel with the arguments of `quantize_body`."""
 
     def run(
         x: Array,
         *seeds_and_starts: Array,
-        plan: Plan,
+        plan: ScaledPlan,
         given: int = 0,
-        place: StreamOffset = AT_START,
+        place: StreamOffset = STREAM_START,
         as_dtype: Any = "uint8",
     ) -> tuple[Array, ...]:
-        tensor = _tensor(x, plan)
+        tensor = _scale_of_tensor(x, plan)
         codes, scales = kernel(x, kernel_words(tensor, seeds_and_starts, place), plan=plan)
         return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
 
     return run
 
 
-def refuse(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
+def refuse_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
     """The reason why no kernel takes blocks of these arguments, or None."""
     if (reason := refuse_table(plan.element.format)) is not None:
         return reason
@@ -133,60 +145,60 @@ def refuse(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> 
     return None
 
 
-def refuse_tpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
+def refuse_tpu_round_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
     """The reason why the TPU kernel for rounding does not take these arguments, or None."""
-    if why := refuse(x, plan=plan, place=place):
+    if why := refuse_blocks(x, plan=plan, place=place):
         return why
-    if x.dtype.name in _NOT_ON_TPU:
+    if x.dtype.name in _SCALED_DTYPES_NOT_ON_TPU:
         return f"x has dtype {x.dtype.name}, which TPU kernels do not take"
-    block = Problem.of(x, plan).block
-    if block % 8 or (block % SUBLANES and SUBLANES % block) or block > _MOST_TPU:
-        return f"group={block} is not 8, 16 or a multiple of 32 up to {_MOST_TPU}"
+    block = ScaledBlocksProblem.of(x, plan).block
+    if block % 8 or (block % CODE_SUBLANES and CODE_SUBLANES % block) or block > _LONGEST_TPU_BLOCK:
+        return f"group={block} is not 8, 16 or a multiple of 32 up to {_LONGEST_TPU_BLOCK}"
     return None
 
 
-def refuse_gpu(x: Any, *arrays: Any, plan: Plan, place: StreamOffset = AT_START) -> str | None:
+def refuse_gpu_round_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
     """The reason why the GPU kernel for rounding does not take these arguments, or None."""
-    if why := refuse(x, plan=plan, place=place):
+    if why := refuse_blocks(x, plan=plan, place=place):
         return why
-    problem = Problem.of(x, plan)
-    block, most = min(problem.block, problem.size), _MOST_GPU[problem.last]
+    problem = ScaledBlocksProblem.of(x, plan)
+    block, most = min(problem.block, problem.size), _LONGEST_GPU_BLOCKS[problem.last]
     return f"a group of {block} numbers is larger than {most}" if block > most else None
 
 
-def _refuse_codes(x: Any, plan: Plan, given: int, as_dtype: Any) -> str | None:
+def _refuse_block_codes(x: Any, plan: ScaledPlan, given: int, as_dtype: Any) -> str | None:
     if given or as_dtype is None:
         return "kernels fit scales and make codes, both"
-    problem = Problem.of(x, plan)
+    problem = ScaledBlocksProblem.of(x, plan)
     if problem.bits > 8:
         return f"element={plan.element} has codes of {problem.bits} bits, and they are stored in bytes"
     return problem.packs_in_view()
 
 
-def refuse_codes_tpu(
-    x: Any, *arrays: Any, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
+def refuse_tpu_quantize_blocks(
+    x: Any, *arrays: Any, plan: ScaledPlan, given: int = 0, place: StreamOffset = STREAM_START, as_dtype: Any = "uint8"
 ) -> str | None:
     """The reason why the TPU kernel for quantization does not take these arguments, or None."""
-    if why := refuse_tpu(x, plan=plan, place=place):
+    if why := refuse_tpu_round_blocks(x, plan=plan, place=place):
         return why
     dtype = scale_dtype(plan.scale)
-    if dtype.name in _NOT_ON_TPU:
+    if dtype.name in _SCALED_DTYPES_NOT_ON_TPU:
         return f"scale={plan.scale} has dtype {dtype.name}, which TPU kernels do not store"
-    return _refuse_codes(x, plan, given, as_dtype)
+    return _refuse_block_codes(x, plan, given, as_dtype)
 
 
-def refuse_codes_gpu(
-    x: Any, *arrays: Any, plan: Plan, given: int = 0, place: StreamOffset = AT_START, as_dtype: Any = "uint8"
+def refuse_gpu_quantize_blocks(
+    x: Any, *arrays: Any, plan: ScaledPlan, given: int = 0, place: StreamOffset = STREAM_START, as_dtype: Any = "uint8"
 ) -> str | None:
     """The reason why the GPU kernel for quantization does not take these arguments, or None."""
-    if why := refuse_gpu(x, plan=plan, place=place):
+    if why := refuse_gpu_round_blocks(x, plan=plan, place=place):
         return why
-    problem = Problem.of(x, plan)
+    problem = ScaledBlocksProblem.of(x, plan)
     if problem.bits in (5, 7):
         return f"codes of {problem.bits} bits have no kernel; 1, 2, 3, 4, 6 and 8 have"
     if problem.last and problem.block % problem.codes_of_whole_bytes:
         return f"a block of {problem.block} codes of {problem.bits} bits does not fill whole bytes"
-    return _refuse_codes(x, plan, given, as_dtype)
+    return _refuse_block_codes(x, plan, given, as_dtype)
 
 
 def blocks_only(refuses: Callable[..., str | None], rows: bool = False) -> Callable[..., str | None]:
@@ -195,7 +207,7 @@ def blocks_only(refuses: Callable[..., str | None], rows: bool = False) -> Calla
     If `rows`, groups may also be whole rows.
     """
 
-    def run(x: Any, *arrays: Any, plan: Plan, **static: Any) -> str | None:
+    def run(x: Any, *arrays: Any, plan: ScaledPlan, **static: Any) -> str | None:
         group, axis, shape = plan.fmt.group, plan.fmt.axis, tuple(x.shape)
         blocks = isinstance(group, int) and isinstance(axis, int) and 1 < group < shape[axis]
         whole = rows and len(shape) > 0 and plan.fmt.group_shape(shape) == (*(1,) * (len(shape) - 1), shape[-1])
@@ -208,25 +220,25 @@ def blocks_only(refuses: Callable[..., str | None], rows: bool = False) -> Calla
     return run
 
 
-def _round_pays_on_gpu(x: Any, *arrays: Any, plan: Plan, **static: Any) -> bool:
+def _round_pays_on_gpu(x: Any, *arrays: Any, plan: ScaledPlan, **static: Any) -> bool:
     """Of other scales the kernel's exact quotients take longer than XLA's (`docs/gpu.md`)."""
     return plan.is_power
 
 
-def _quantize_pays_on_gpu(x: Any, *arrays: Any, plan: Plan, **static: Any) -> bool:
-    return plan.is_power or tiles.has_short_way(plan)
+def _quantize_pays_on_gpu(x: Any, *arrays: Any, plan: ScaledPlan, **static: Any) -> bool:
+    return plan.is_power or tiles.supports_plain_tiles(plan)
 
 
 #: Dtypes that the TPU's vector unit does not have.
-_NOT_ON_TPU = {"float16", "float64"}
+_SCALED_DTYPES_NOT_ON_TPU = {"float16", "float64"}
 #: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one.
-_MOST_TPU = 1024
-_MOST_GPU = {True: 1 << 14, False: 256}
+_LONGEST_TPU_BLOCK = 1024
+_LONGEST_GPU_BLOCKS = {True: 1 << 14, False: 256}
 #: The most numbers whose rows become one row of blocks.
-_FEW = 1 << 16
+_MAX_ROW_OF_BLOCKS = 1 << 16
 
 
-def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | None:
+def _collapse_axes(plan: ScaledPlan, shape: Sequence[int]) -> tuple[tuple[int, ...], ScaledPlan] | None:
     """The shape and the plan with neighbouring axes joined that all lie within groups, or all between them.
 
     The numbers keep their places in C order, on which random words depend. None if nothing changes, or if a rule adds
@@ -234,7 +246,7 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     they have few numbers, for which a program compiles longer than it runs. Blocks of larger arrays stay parts of their
     axis: rows as short as a block take up to a quarter longer.
     """
-    if plan.of_scales is not None or not plan.rule.by_ends or not are_known(shape):
+    if plan.of_scales is not None or not plan.rule.by_ends or not are_static(shape):
         return None
     axes: list[tuple[int, int]] = []  # the length of each, and that of a group along it
     for length, size in zip(shape, plan.fmt.group_shape(shape), strict=True):
@@ -244,7 +256,7 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
         elif length > 1:
             axes.append((length, size))
     rows = isinstance(plan.fmt.group, int) and len(axes) == 2 and axes[0][1] == 1
-    if rows and axes[1][0] % axes[1][1] == 0 and math.prod(shape) <= _FEW:
+    if rows and axes[1][0] % axes[1][1] == 0 and math.prod(shape) <= _MAX_ROW_OF_BLOCKS:
         axes = [(axes[0][0] * axes[1][0], axes[1][1])]
     group_axes = tuple(axis for axis, (_, size) in enumerate(axes) if size > 1)
     if not group_axes:
@@ -254,35 +266,35 @@ def _plain(plan: Plan, shape: Sequence[int]) -> tuple[tuple[int, ...], Plan] | N
     return tuple(length for length, _ in axes), replace(plan, fmt=fmt)
 
 
-def _plain_round(
-    shape: tuple[int, ...], *seeds_and_starts: tuple[int, ...], plan: Plan, place: StreamOffset = AT_START
+def _collapse_round(
+    shape: tuple[int, ...], *seeds_and_starts: tuple[int, ...], plan: ScaledPlan, place: StreamOffset = STREAM_START
 ) -> Any:
     """The arguments of `round_body` with joined axes."""
-    form = _plain(plan, shape) if place.whole is None else None
+    form = _collapse_axes(plan, shape) if place.whole is None else None
     return None if form is None else ((form[0], *seeds_and_starts), {"plan": form[1], "place": place})
 
 
-def _plain_quantize(
+def _collapse_quantize(
     shape: tuple[int, ...],
     *arrays: tuple[int, ...],
-    plan: Plan,
+    plan: ScaledPlan,
     given: int = 0,
-    place: StreamOffset = AT_START,
+    place: StreamOffset = STREAM_START,
     as_dtype: Any = "uint8",
 ) -> Any:
     """The arguments of `quantize_body` with joined axes, if it fits scales and codes fill whole bytes."""
-    form = _plain(plan, shape) if place.whole is None and not given else None
+    form = _collapse_axes(plan, shape) if place.whole is None and not given else None
     if form is None or form[0][-1] * plan.fmt.bits % 8 or shape[-1] * plan.fmt.bits % 8:
         return None
     static = {"given": given, "place": place, "as_dtype": as_dtype}
     return (form[0], *arrays), {"plan": form[1], **static}
 
 
-def _plain_dequantize(
-    codes: tuple[int, ...], *scale_shapes: tuple[int, ...], plan: Plan, shape: tuple[int, ...]
+def _collapse_dequantize(
+    codes: tuple[int, ...], *scale_shapes: tuple[int, ...], plan: ScaledPlan, shape: tuple[int, ...]
 ) -> Any:
     """The arguments of `dequantize_body` with joined axes, if codes fill whole bytes."""
-    form, bits = _plain(plan, shape), plan.fmt.bits
+    form, bits = _collapse_axes(plan, shape), plan.fmt.bits
     if form is None or form[0][-1] * bits % 8 or shape[-1] * bits % 8:
         return None
     new_shape, new_plan = form
@@ -296,22 +308,28 @@ def _plain_dequantize(
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
-    tpu=Kernel(_rounds(_run_tpu_round_blocks), blocks_only(refuse_tpu)),
-    gpu=Kernel(_rounds(_run_gpu_round_blocks), blocks_only(refuse_gpu, rows=True), _round_pays_on_gpu),
+    tpu=Kernel(_round_blocks_kernel(_run_tpu_round_blocks), blocks_only(refuse_tpu_round_blocks)),
+    gpu=Kernel(
+        _round_blocks_kernel(_run_gpu_round_blocks), blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu
+    ),
     like_first=True,
     single_cpu=partial(round_body, may_branch=True),
     apart=True,
-    canonical=_plain_round,
+    canonical=_collapse_round,
 )
 #: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
-    tpu=Kernel(_quantizes(_run_tpu_quantize_blocks), blocks_only(refuse_codes_tpu)),
-    gpu=Kernel(_quantizes(_run_gpu_quantize_blocks), blocks_only(refuse_codes_gpu, rows=True), _quantize_pays_on_gpu),
+    tpu=Kernel(_quantize_blocks_kernel(_run_tpu_quantize_blocks), blocks_only(refuse_tpu_quantize_blocks)),
+    gpu=Kernel(
+        _quantize_blocks_kernel(_run_gpu_quantize_blocks),
+        blocks_only(refuse_gpu_quantize_blocks, rows=True),
+        _quantize_pays_on_gpu,
+    ),
     single=False,
     single_cpu=partial(quantize_body, may_branch=True),
-    canonical=_plain_quantize,
+    canonical=_collapse_quantize,
     stores=True,
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
@@ -319,20 +337,20 @@ dequantize_scaled_op = make_op(
     "jchop_dequantize_scaled",
     dequantize_body,
     single_cpu=partial(dequantize_body, may_branch=True),
-    canonical=_plain_dequantize,
+    canonical=_collapse_dequantize,
 )
 
 
 # -- static data -------------------------------------------------------------------------------------------------------
 
 
-def require_scaled(spec: Spec, shape: Sequence[int], dtype: str) -> Plan:
+def require_scaled_plan(spec: Spec, shape: Sequence[int], dtype: str) -> ScaledPlan:
     """The plan of a scaled format in an array of a carrier's dtype.
 
     Raises:
         ValueError: for an array without the axes of the format, or a carrier that is too narrow for it.
     """
-    fmt = _format(spec)
+    fmt = _require_scaled_format(spec)
     try:
         fmt.group_shape(shape)
     except InconclusiveDimensionOperation:
@@ -342,32 +360,32 @@ def require_scaled(spec: Spec, shape: Sequence[int], dtype: str) -> Plan:
         ) from None
     if isinstance(fmt.scale, ScaledFormat):
         fmt.scale.group_shape(shape)
-    return make_plan(replace(spec, format=fmt.dense), CARRIERS[dtype])
+    return make_scaled_plan(replace(spec, format=fmt.dense), CARRIERS[dtype])
 
 
 def dense_of(spec: Spec, x: Array) -> tuple[Spec, Array, Array | None]:
     """The spec without `sparse`, `x` without the numbers that it drops, and which are kept; None for all."""
-    fmt = _format(spec)
-    if fmt.sparse is None or _empty(x.shape):
+    fmt = _require_scaled_format(spec)
+    if fmt.sparse is None or _has_no_elements(x.shape):
         return spec if fmt.sparse is None else replace(spec, format=fmt.dense), x, None
-    mask = kept_of(x, fmt)
-    return replace(spec, format=fmt.dense), without(x, mask, fmt), mask
+    mask = sparse_mask(x, fmt)
+    return replace(spec, format=fmt.dense), drop_outside_mask(x, mask, fmt), mask
 
 
-def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
+def code_and_scale_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, ScaleArrays, Any]:
     """The results of `quantize_scaled` for an array of `shape`, as `jax.ShapeDtypeStruct`.
 
     The codes are those of all numbers; a format with `sparse` has the same scales and zero points.
     """
-    fmt, bits = _storable(spec), _format(spec).bits
+    fmt, bits = _require_byte_codes(spec), _require_scaled_format(spec).bits
     row = (*shape[:-1], packed_size(shape[-1] if shape else 1, bits))
     codes = jax.ShapeDtypeStruct(row, jnp.uint8)
     counts = fmt.scale_shape(shape)
     own = scale_dtype(fmt.scale_format)
     zero_point = jax.ShapeDtypeStruct(counts, own if fmt.zero_point == "float" else jnp.int32)
     if isinstance(fmt.scale, ScaledFormat):
-        codes_of_scales, *rest = stored_shapes(Spec(fmt.scale), counts)
-        scale: Stored = (codes_of_scales, *jax.tree.leaves(rest))
+        codes_of_scales, *rest = code_and_scale_shapes(Spec(fmt.scale), counts)
+        scale: ScaleArrays = (codes_of_scales, *jax.tree.leaves(rest))
     else:
         scale = jax.ShapeDtypeStruct(counts, own)
         if fmt.scale_rule.tensor_scale:
@@ -375,24 +393,24 @@ def stored_shapes(spec: Spec, shape: Sequence[int]) -> tuple[Any, Stored, Any]:
     return codes, scale, zero_point if fmt.zero_point else None
 
 
-def _format(spec: Spec) -> ScaledFormat:
+def _require_scaled_format(spec: Spec) -> ScaledFormat:
     if spec.scaled is None:
         raise ValueError(f"spec={str(spec)!r} is not scaled; a scaled format is needed, such as 'int8(group=128)'")
     return spec.scaled
 
 
-def _storable(spec: Spec) -> ScaledFormat:
-    fmt = _format(spec)
+def _require_byte_codes(spec: Spec) -> ScaledFormat:
+    fmt = _require_scaled_format(spec)
     if fmt.bits > 8:
         raise ValueError(f"spec={str(spec)!r} has codes of {fmt.bits} bits; at most 8 are stored")
     return fmt
 
 
-def _empty(shape: Sequence[int]) -> bool:
+def _has_no_elements(shape: Sequence[int]) -> bool:
     return 0 in shape
 
 
-def _zeros(shapes: Any) -> Any:
+def _zeros_of_shapes(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
@@ -400,7 +418,7 @@ def _zeros(shapes: Any) -> Any:
 
 
 def round_scaled(
-    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START, impl: str = "auto"
+    x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START, impl: str = "auto"
 ) -> Array:
     """`x` rounded to a scaled format: `dequantize_scaled` of `quantize_scaled`, bit for bit.
 
@@ -411,22 +429,22 @@ def round_scaled(
         place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
     """
-    if _empty(x.shape):
+    if _has_no_elements(x.shape):
         return x
     dense, number, mask = dense_of(spec, x)
-    plan = make_plan(dense, CARRIERS[x.dtype.name])
+    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
     run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
     result = _across_parts(run, plan.fmt, x, number, *seeds_and_starts)
     return result if mask is None else jnp.where(mask, result, 0)
 
 
-def overflowed_scaled(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
+def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START) -> Array:
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
-    if _empty(x.shape):
+    if _has_no_elements(x.shape):
         return jnp.zeros_like(x, bool)
     dense, number, mask = dense_of(spec, x)
-    plan = make_plan(dense, CARRIERS[x.dtype.name])
-    overflow = _across_parts(partial(overflowed_body, plan=plan, place=place), plan.fmt, x, number, *seeds_and_starts)
+    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
+    overflow = _across_parts(partial(overflow_body, plan=plan, place=place), plan.fmt, x, number, *seeds_and_starts)
     return overflow if mask is None else mask & overflow
 
 
@@ -434,12 +452,12 @@ def quantize_scaled(
     x: Array,
     *seeds_and_starts: Array,
     spec: Spec,
-    place: StreamOffset = AT_START,
-    scale: Stored = None,
+    place: StreamOffset = STREAM_START,
+    scale: ScaleArrays = None,
     zero_point: Array | None = None,
     impl: str = "auto",
     as_dtype: Any = "uint8",
-) -> tuple[Array, Stored, Array | None]:
+) -> tuple[Array, ScaleArrays, Array | None]:
     """`x` as codes, scales and zero points.
 
     Args:
@@ -463,21 +481,21 @@ def quantize_scaled(
     Raises:
         ValueError: for an array, a scale or a zero point that does not fit the format.
     """
-    fmt = _storable(spec)
-    plan = require_scaled(spec, x.shape, x.dtype.name)
-    fixed_scales = _given(spec, x.shape, scale, zero_point)
-    if _empty(x.shape):
-        codes, *rest = _zeros(stored_shapes(spec, x.shape))
+    fmt = _require_byte_codes(spec)
+    plan = require_scaled_plan(spec, x.shape, x.dtype.name)
+    fixed_scales = _check_scales(spec, x.shape, scale, zero_point)
+    if _has_no_elements(x.shape):
+        codes, *rest = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return codes.astype(as_dtype), *rest
-    with types_for(x.dtype):
-        codes, *rest = _quantize(
+    with enable_x64_for(x.dtype):
+        codes, *rest = _quantize_in_groups(
             x, fixed_scales, seeds_and_starts, plan=plan, place=place, impl=impl, as_dtype=as_dtype
         )
-        return codes, *unflat(rest, fmt)
+        return codes, *unflatten_scales(rest, fmt)
 
 
 def dequantize_scaled(
-    qvalue: Array, scale: Stored, zero_point: Array | None = None, *, spec: Spec, shape: Sequence[int], dtype: str
+    qvalue: Array, scale: ScaleArrays, zero_point: Array | None = None, *, spec: Spec, shape: Sequence[int], dtype: str
 ) -> Array:
     """The numbers of the results of `quantize_scaled`.
 
@@ -493,37 +511,39 @@ def dequantize_scaled(
         ValueError: for codes, scales or zero points of another shape or dtype.
     """
     shape = tuple(shape)
-    plan = require_scaled(spec, shape, dtype)
-    codes = stored_shapes(spec, shape)[0]
+    plan = require_scaled_plan(spec, shape, dtype)
+    codes = code_and_scale_shapes(spec, shape)[0]
     if qvalue.shape != codes.shape or qvalue.dtype != codes.dtype:
         raise ValueError(f"qvalue is {qvalue.dtype}{qvalue.shape}; for {spec} and {shape} it is uint8{codes.shape}")
-    all_scales = _given(spec, shape, scale, zero_point)
+    all_scales = _check_scales(spec, shape, scale, zero_point)
     if not all_scales:
         raise ValueError(f"scale=None: {spec} needs the scales that the array was quantized under")
-    with types_for(dtype):
-        if _empty(shape):
+    with enable_x64_for(dtype):
+        if _has_no_elements(shape):
             return jnp.zeros(shape, dtype)
-        return _dequantize(qvalue, all_scales, plan=plan, shape=shape)
+        return _dequantize_in_groups(qvalue, all_scales, plan=plan, shape=shape)
 
 
-def fit_scaled(x: Array, *, spec: Spec) -> tuple[Stored, Array | None]:
+def fit_scaled(x: Array, *, spec: Spec) -> tuple[ScaleArrays, Array | None]:
     """The scales and zero points of `quantize_scaled` for `x`, in their stored form."""
-    plan = require_scaled(spec, x.shape, x.dtype.name)
+    plan = require_scaled_plan(spec, x.shape, x.dtype.name)
     _, x, _ = dense_of(spec, x)
-    if _empty(x.shape):
-        _, scale, zero_point = _zeros(stored_shapes(spec, x.shape))
+    if _has_no_elements(x.shape):
+        _, scale, zero_point = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return scale, zero_point
-    with types_for(x.dtype):
-        return unflat(_quantize(x, (), (), plan=plan, place=AT_START, impl="auto", as_dtype=None), plan.fmt)
+    with enable_x64_for(x.dtype):
+        return unflatten_scales(
+            _quantize_in_groups(x, (), (), plan=plan, place=STREAM_START, impl="auto", as_dtype=None), plan.fmt
+        )
 
 
-def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | None) -> tuple[Array, ...]:
+def _check_scales(spec: Spec, shape: Sequence[int], scale: ScaleArrays, zero_point: Array | None) -> tuple[Array, ...]:
     """Scales and zero points, checked, as a tuple of arrays; empty if they will be fitted."""
     if scale is None:
         if zero_point is not None:
             raise ValueError("zero_point is given without scale; the two are fitted together")
         return ()
-    _, *structs = stored_shapes(spec, shape)
+    _, *structs = code_and_scale_shapes(spec, shape)
     names = ("scale", "zero_point")
     for name, value, struct in zip(names, (scale, zero_point), structs, strict=True):
         leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), value)
@@ -532,26 +552,33 @@ def _given(spec: Spec, shape: Sequence[int], scale: Stored, zero_point: Array | 
             raise ValueError(
                 f"{name} has shape and dtype {leaves}; for {spec} and {tuple(shape)} it is {expected_leaves}"
             )
-    return flat(scale, zero_point)
+    return flatten_scales(scale, zero_point)
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@partial(compiled, static_argnames=("plan", "place", "impl", "as_dtype"), inline=True)
-def _quantize(
-    x: Array, fixed_scales: tuple, seeds_and_starts: tuple, *, plan: Plan, place: StreamOffset, impl: str, as_dtype: Any
+@partial(always_jit, static_argnames=("plan", "place", "impl", "as_dtype"), inline=True)
+def _quantize_in_groups(
+    x: Array,
+    fixed_scales: tuple,
+    seeds_and_starts: tuple,
+    *,
+    plan: ScaledPlan,
+    place: StreamOffset,
+    impl: str,
+    as_dtype: Any,
 ) -> tuple:
     static = {"plan": plan, "given": len(fixed_scales), "place": place, "as_dtype": as_dtype}
-    codes, *scale_structs = stored_shapes(Spec(plan.fmt), x.shape)
-    like = (*([] if as_dtype is None else [codes]), *flat(*scale_structs))
+    codes, *scale_structs = code_and_scale_shapes(Spec(plan.fmt), x.shape)
+    like = (*([] if as_dtype is None else [codes]), *flatten_scales(*scale_structs))
     return _across_parts(
         partial(quantize_scaled_op, impl=impl, **static), plan.fmt, like, x, *fixed_scales, *seeds_and_starts
     )
 
 
-@partial(compiled, static_argnames=("plan", "shape"), inline=True)
-def _dequantize(codes: Array, all_scales: tuple, *, plan: Plan, shape: tuple[int, ...]) -> Array:
+@partial(always_jit, static_argnames=("plan", "shape"), inline=True)
+def _dequantize_in_groups(codes: Array, all_scales: tuple, *, plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
     like = jax.ShapeDtypeStruct(shape, plan.carrier.name)
     run = partial(dequantize_scaled_op, plan=plan, shape=shape)
     return _across_parts(run, plan.fmt, like, codes, *all_scales, bits=plan.fmt.bits)
@@ -576,31 +603,31 @@ def _across_parts(
         arrays: the other operands.
         bits: of a code.
     """
-    if not is_sharded(x):
+    if not has_sharding(x):
         return run(x, *arrays)
-    *units, last = _units(fmt, x.shape if bits == 8 else like.shape)
-    cut = cut_axes(x, [*units, last * bits // math.gcd(8, last * bits)])
+    *units, last = _group_units(fmt, x.shape if bits == 8 else like.shape)
+    cut = axes_cut_by_sharding(x, [*units, last * bits // math.gcd(8, last * bits)])
     if not cut:
         return run(x, *arrays)
-    whole = x if _by_ends(fmt) else gathered(x, cut)
-    where, then = (jax.tree.map(partial(_placed, part), like) for part in (whole, x))
+    whole = x if _depends_on_ends(fmt) else gather_axes(x, cut)
+    where, then = (jax.tree.map(partial(_sharding_like, part), like) for part in (whole, x))
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     # In two steps: a sharding of the results along gathered axes would spread to the sums.
     out = jax.sharding.auto_axes(run, axes=explicit, out_sharding=where)(whole, *arrays)
     return out if whole is x else jax.sharding.reshard(out, then)
 
 
-def _placed(x: Array, part: Any) -> Any:
-    return fitting(jax.typeof(x).sharding, part.shape)
+def _sharding_like(x: Array, part: Any) -> Any:
+    return fit_sharding(jax.typeof(x).sharding, part.shape)
 
 
-def _units(fmt: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _group_units(fmt: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The length along each axis that parts must be multiples of: of groups, and of groups of their scales."""
     if not isinstance(fmt, ScaledFormat):
         return (1,) * len(shape)
-    return tuple(map(operator.mul, fmt.group_shape(shape), _units(fmt.scale, fmt.scale_shape(shape))))
+    return tuple(map(operator.mul, fmt.group_shape(shape), _group_units(fmt.scale, fmt.scale_shape(shape))))
 
 
-def _by_ends(fmt: Any) -> bool:
+def _depends_on_ends(fmt: Any) -> bool:
     """Whether the scales of groups, and the scales of these, depend on nothing but ends."""
-    return not isinstance(fmt, ScaledFormat) or (fmt.scale_rule.by_ends and _by_ends(fmt.scale))
+    return not isinstance(fmt, ScaledFormat) or (fmt.scale_rule.by_ends and _depends_on_ends(fmt.scale))

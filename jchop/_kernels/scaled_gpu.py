@@ -17,18 +17,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._core.scaled.elements import widen
-from jchop._core.scaled.power_of_two_scales import quantize_tile, round_tile
-from jchop._core.scaled.scales import Plan, Scales, choose_scales, store_scales
+from jchop._core.scaled.elements import widen_16_bit
+from jchop._core.scaled.power_of_two_scales import quantize_tile_by_powers, round_tile_by_powers
+from jchop._core.scaled.scales import (
+    BlockScales,
+    ScaledPlan,
+    choose_scales,
+    store_scales,
+)
 from jchop._core.scaled_float32 import tiles
 from jchop._kernels.round_tile import result_like
-from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledGpuTiling, stream
+from jchop._kernels.scaled_tile import (
+    TENSOR_WORD,
+    ScaledBlocksProblem,
+    ScaledGpuTiling,
+    kernel_stream,
+)
 
 Array = jax.Array
 
 
 def gpu_round_blocks(
-    x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: ScaledPlan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> Array:
     """The result of `round_body`.
 
@@ -41,26 +51,26 @@ def gpu_round_blocks(
     """
     if not x.size:
         return x
-    tile = _Tile.of(x, plan, tiling)
+    tile = _ScaledGpuTile.of(x, plan, tiling)
     (result,) = tile.call(tile.round, x, words, [(x.shape, x.dtype)], interpret)
     return result
 
 
 def gpu_quantize_blocks(
-    x: Array, words: Array, *, plan: Plan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: ScaledPlan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
     """The codes and scales of `quantize_body`; arguments as for `gpu_round_blocks`."""
-    problem = Problem.of(x, plan)
+    problem = ScaledBlocksProblem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
-    tile = _Tile.of(x, plan, tiling)
+    tile = _ScaledGpuTile.of(x, plan, tiling)
     outputs = [(tile.codes_shape, tile.codes_dtype), (problem.scales_shape, problem.scale_dtype)]
     codes, scales = tile.call(tile.quantize, x, words, outputs, interpret)
     return lax.bitcast_convert_type(codes, jnp.uint8).reshape(problem.packed_shape), scales
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _ScaledGpuTile:
     """The kernels of one tile, and their static data.
 
     If the blocks are along the last axis, a tile has the shape (blocks, block), and may have blocks of several rows.
@@ -72,13 +82,13 @@ class _Tile:
         length: the numbers of each block in a part of a tile. Default None: whole blocks.
     """
 
-    problem: Problem
+    problem: ScaledBlocksProblem
     tiling: ScaledGpuTiling
     length: int | None = None
 
     @classmethod
-    def of(cls, x: Array, plan: Plan, tiling: ScaledGpuTiling | None) -> _Tile:
-        problem = Problem.of(x, plan)
+    def of(cls, x: Array, plan: ScaledPlan, tiling: ScaledGpuTiling | None) -> _ScaledGpuTile:
+        problem = ScaledBlocksProblem.of(x, plan)
         tiling = tiling or ScaledGpuTiling.for_shape(problem)
         if misfit := tiling.misfit(problem):
             raise ValueError(f"tiling={tiling}: {misfit}")
@@ -110,7 +120,8 @@ class _Tile:
             flat = pl.pallas_call(
                 kernel,
                 out_shape=tuple(
-                    jax.ShapeDtypeStruct((_size(shape),), dtype, manual_axis_type=varying) for shape, dtype in outputs
+                    jax.ShapeDtypeStruct((_count_elements(shape),), dtype, manual_axis_type=varying)
+                    for shape, dtype in outputs
                 ),
                 grid=(outer * self.tiles[0] * self.tiles[1],),
                 compiler_params=plt.CompilerParams(num_warps=self.tiling.num_warps),
@@ -121,25 +132,25 @@ class _Tile:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, words: Any, x: Any, out: Any) -> None:
-        place = _Place.of(self, pl.program_id(0))
+        place = _ScaledTileIndices.of(self, pl.program_id(0))
         values, word = self._load(words, x, place)
-        result = round_tile(values, self.axis, self.problem.plan, word, self._tensor(words))
+        result = round_tile_by_powers(values, self.axis, self.problem.plan, word, self._tensor(words))
         plt.store(out.at[place.element], result, mask=place.valid)
 
     def quantize(self, words: Any, x: Any, codes: Any, scales: Any) -> None:
         plan, program = self.problem.plan, pl.program_id(0)  # which a branch cannot ask for if it is interpreted
-        place = _Place.of(self, program)
+        place = _ScaledTileIndices.of(self, program)
         values, word = self._load(words, x, place)
-        if not tiles.has_short_way(plan):
-            tile_codes, tile_scales = quantize_tile(values, self.axis, plan, word, self._tensor(words))
+        if not tiles.supports_plain_tiles(plan):
+            tile_codes, tile_scales = quantize_tile_by_powers(values, self.axis, plan, word, self._tensor(words))
             plt.store(scales.at[place.block], tile_scales, mask=place.block_valid)
             return self._store(codes, tile_codes, place)
         tensor = self._tensor(words)
-        quick_scales, largest, is_plain = tiles.short_scales(values, self.axis, plan, tensor)
+        quick_scales, largest, is_plain = tiles.plain_tile_scales(values, self.axis, plan, tensor)
 
         def short() -> None:
             plt.store(scales.at[place.block], store_scales(quick_scales, plan), mask=place.block_valid)
-            self._store(codes, tiles.short_codes_of(values, quick_scales, largest, plan), place)
+            self._store(codes, tiles.encode_plain_tile(values, quick_scales, largest, plan), place)
 
         def general() -> None:
             general_scales = choose_scales(values, self.axis, plan, tensor)
@@ -148,7 +159,7 @@ class _Tile:
 
         lax.cond(is_plain, short, general)
 
-    def _quantize_by_parts(self, words: Any, x: Any, codes: Any, scales: Scales, program: Array) -> None:
+    def _quantize_by_parts(self, words: Any, x: Any, codes: Any, scales: BlockScales, program: Array) -> None:
         """The general way, four numbers for each thread at a time: all together would need twice the registers."""
         least = self.codes_per_store if self.problem.last else 1
         length = max(128 * self.tiling.num_warps // self.shape[1 - self.axis], least)
@@ -156,28 +167,28 @@ class _Tile:
         part = replace(self, length=length)
 
         def quantize_part(number: Array, carry: None) -> None:
-            place = _Place.of(part, program, number * np.int32(length))
-            part._store(codes, tiles.codes_of(part._load(words, x, place)[0], scales, self.problem.plan), place)
+            place = _ScaledTileIndices.of(part, program, number * np.int32(length))
+            part._store(codes, tiles.encode_tile(part._load(words, x, place)[0], scales, self.problem.plan), place)
             return carry
 
         lax.fori_loop(np.int32(0), np.int32(self.shape[self.axis] // length), quantize_part, None)
 
-    def _store(self, out: Any, codes: Array, place: _Place) -> None:
+    def _store(self, out: Any, codes: Array, place: _ScaledTileIndices) -> None:
         if self.codes_per_store == 1:
             plt.store(out.at[place.element], codes, mask=place.valid)
         else:
             self._pack_and_store(out, codes, place)
 
-    def _load(self, words: Any, x: Any, place: _Place) -> tuple[Array, Array | None]:
+    def _load(self, words: Any, x: Any, place: _ScaledTileIndices) -> tuple[Array, Array | None]:
         plan = self.problem.plan
-        values = widen(plt.load(x.at[place.element], mask=place.valid, other=0), plan.carrier)
+        values = widen_16_bit(plt.load(x.at[place.element], mask=place.valid, other=0), plan.carrier)
         if not plan.element.rounding.stochastic:
             return values, None
         index = place.element.astype(jnp.uint32)
-        return values, stream(words).words(jnp.uint32(0), index, plan.compute.work_width)
+        return values, kernel_stream(words).words(jnp.uint32(0), index, plan.compute.work_width)
 
     def _tensor(self, words: Any) -> Array | None:
-        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
+        return words[0, TENSOR_WORD].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
 
     # -- packing -------------------------------------------------------------------------------------------------------
     @property
@@ -210,9 +221,9 @@ class _Tile:
     @property
     def codes_shape(self) -> tuple[int, ...]:
         *lead, row = self.problem.packed_shape
-        return (*lead, row) if not self.stores_words else (_size((*lead, row)) // 4,)
+        return (*lead, row) if not self.stores_words else (_count_elements((*lead, row)) // 4,)
 
-    def _pack_and_store(self, out: Any, codes: Array, place: _Place) -> None:
+    def _pack_and_store(self, out: Any, codes: Array, place: _ScaledTileIndices) -> None:
         """Stores several codes together, summed into one word."""
         bits, together = self.problem.bits, self.codes_per_store
         wide = jnp.where(place.valid, codes.astype(jnp.int32), 0)
@@ -226,20 +237,20 @@ class _Tile:
             plt.store(out.at[offset + i], part.astype(self.codes_dtype), mask=place.byte_rows & (i < remaining))
 
 
-def _size(shape: tuple[int, ...]) -> int:
+def _count_elements(shape: tuple[int, ...]) -> int:
     size = 1
     for length in shape:
         size *= length
     return size
 
 
-def _divide(index: Array, count: int) -> tuple[Array, Array]:
+def _divmod_int32(index: Array, count: int) -> tuple[Array, Array]:
     """Quotient and remainder of nonnegative numbers, int32 also under 64-bit types."""
     return lax.div(index, np.int32(count)), lax.rem(index, np.int32(count))
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ScaledTileIndices:
     """The indexes of the elements and blocks of a tile, or of a part of it, in the arrays, and whether they exist."""
 
     element: Array  # flat index
@@ -252,18 +263,18 @@ class _Place:
     begin: Any  # the index in a block of the first element
 
     @classmethod
-    def of(cls, tile: _Tile, program: Array, begin: Any = 0) -> _Place:
+    def of(cls, tile: _ScaledGpuTile, program: Array, begin: Any = 0) -> _ScaledTileIndices:
         return (cls._along_last if tile.problem.last else cls._along_middle)(tile, program, begin)
 
     @classmethod
-    def _along_last(cls, tile: _Tile, program: Array, begin: Any) -> _Place:
+    def _along_last(cls, tile: _ScaledGpuTile, program: Array, begin: Any) -> _ScaledTileIndices:
         problem, shape = tile.problem, tile.shape
         rows = (shape[0], 1)
         block = program * shape[0] + lax.broadcasted_iota(jnp.int32, rows, 0)
         lane = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
         exists = block < problem.outer * problem.blocks
         if problem.size % problem.block:
-            row, within = _divide(block, problem.blocks)
+            row, within = _divmod_int32(block, problem.blocks)
             column = within * problem.block
             valid = exists & (lane < jnp.minimum(problem.block, problem.size - column))
         else:  # rows follow each other without a gap
@@ -272,11 +283,11 @@ class _Place:
         return cls(row * problem.size + column + lane, valid, block, exists, row, exists, column, begin)
 
     @classmethod
-    def _along_middle(cls, tile: _Tile, program: Array, begin: Any) -> _Place:
+    def _along_middle(cls, tile: _ScaledGpuTile, program: Array, begin: Any) -> _ScaledTileIndices:
         problem, shape = tile.problem, tile.shape
         along, across = tile.tiles
-        lead, tile_across = _divide(program, across)
-        outer, block = _divide(lead, along)
+        lead, tile_across = _divmod_int32(program, across)
+        outer, block = _divmod_int32(lead, along)
         first = tile_across * shape[1]
         lane = first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
         inside = begin + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
@@ -287,7 +298,7 @@ class _Place:
         scale = (outer * problem.blocks + block) * problem.inner + lane
         return cls(row * problem.inner + lane, rows & columns, scale, columns, row, rows, first, 0)
 
-    def units(self, tile: _Tile, shape: tuple[int, ...], count: int) -> tuple[Array, Array]:
+    def units(self, tile: _ScaledGpuTile, shape: tuple[int, ...], count: int) -> tuple[Array, Array]:
         """The place of the words or bytes of groups of codes: the flat index of the first, and their number.
 
         Args:
@@ -298,7 +309,7 @@ class _Place:
         problem, size = tile.problem, tile.codes_dtype.itemsize
         first = lax.div(jnp.int32(self.begin), np.int32(tile.codes_per_store)) * count
         group = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * count
-        begin = _divide(self.column, tile.codes_per_store)[0] * count
+        begin = _divmod_int32(self.column, tile.codes_per_store)[0] * count
         row = tile.row_bytes // size
         remaining = row - begin - group
         if problem.last:

@@ -8,18 +8,26 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jchop._checks import check_int
+from jchop._common.checks import check_int
 from jchop._core.rounding.random_bits import SEEDS
-from jchop._core.scaled.scales import Plan, scale_dtype
-from jchop._kernels.round_tile import Stream
+from jchop._core.scaled.scales import ScaledPlan, scale_dtype
+from jchop._kernels.round_tile import KernelStream
 
-__all__ = ["SUBLANES", "TENSOR", "WORDS", "Problem", "ScaledGpuTiling", "ScaledTpuTiling", "stream"]
+__all__ = [
+    "CODE_SUBLANES",
+    "KERNEL_WORD_COUNT",
+    "TENSOR_WORD",
+    "ScaledBlocksProblem",
+    "ScaledGpuTiling",
+    "ScaledTpuTiling",
+    "kernel_stream",
+]
 
 # -- the problem of a kernel -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Problem:
+class ScaledBlocksProblem:
     """An array as (outer, size, inner), with its blocks along the middle; inner is 1 if that is the last axis.
 
     Args:
@@ -27,11 +35,11 @@ class Problem:
         shape: the shape of the array.
     """
 
-    plan: Plan
+    plan: ScaledPlan
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Any, plan: Plan) -> Problem:
+    def of(cls, x: Any, plan: ScaledPlan) -> ScaledBlocksProblem:
         """The problem of an array, or of its shape and dtype."""
         return cls(plan, tuple(x.shape))
 
@@ -110,7 +118,7 @@ class Problem:
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
-_LANES, SUBLANES = 128, 32
+_SCALED_LANES, CODE_SUBLANES = 128, 32
 
 
 @dataclass(frozen=True)
@@ -136,35 +144,38 @@ class ScaledTpuTiling:
     def __post_init__(self) -> None:
         check_int("blocks", self.blocks, 1)
         check_int("lanes", self.lanes, 1)
-        if self.lanes % _LANES:
-            raise ValueError(f"lanes={self.lanes} must be a multiple of {_LANES}")
+        if self.lanes % _SCALED_LANES:
+            raise ValueError(f"lanes={self.lanes} must be a multiple of {_SCALED_LANES}")
 
     @classmethod
-    def for_shape(cls, problem: Problem) -> ScaledTpuTiling:
+    def for_shape(cls, problem: ScaledBlocksProblem) -> ScaledTpuTiling:
         """The heuristic: about a MiB of the array."""
-        lanes = _LANES if problem.last else _LANES * problem.codes_of_whole_bytes
+        lanes = _SCALED_LANES if problem.last else _SCALED_LANES * problem.codes_of_whole_bytes
         unit = cls(1, lanes).unit(problem)
         return cls(unit * max(1, cls._TILE // (problem.block * lanes * 4 * unit)), lanes)
 
-    def step(self, problem: Problem) -> int:
+    def step(self, problem: ScaledBlocksProblem) -> int:
         """The number of blocks in one iteration of the tile's loop: whole tiles of codes, several if they are small."""
-        whole = _LANES * problem.codes_of_whole_bytes if problem.last else SUBLANES
+        whole = _SCALED_LANES * problem.codes_of_whole_bytes if problem.last else CODE_SUBLANES
         count = math.lcm(problem.block, whole) // problem.block
         while 2 * count * problem.block * self.lanes <= self._STEP:
             count *= 2
         return count
 
-    def scale_dtype(self, problem: Problem) -> jnp.dtype:
+    def scale_dtype(self, problem: ScaledBlocksProblem) -> jnp.dtype:
         """The dtype in which the kernel stores scales."""
         return problem.scale_dtype if problem.block <= self._LONG else jnp.dtype(jnp.int32)
 
-    def unit(self, problem: Problem) -> int:
+    def unit(self, problem: ScaledBlocksProblem) -> int:
         """The unit of `blocks`: a multiple of an iteration, and of a tile of the scales."""
-        return math.lcm(self.step(problem), SUBLANES // self.scale_dtype(problem).itemsize)
+        return math.lcm(self.step(problem), CODE_SUBLANES // self.scale_dtype(problem).itemsize)
 
-    def misfit(self, problem: Problem) -> str | None:
+    def misfit(self, problem: ScaledBlocksProblem) -> str | None:
         """Why the tiles do not fit a problem, or None."""
-        lanes, unit = _LANES if problem.last else _LANES * problem.codes_of_whole_bytes, self.unit(problem)
+        lanes, unit = (
+            _SCALED_LANES if problem.last else _SCALED_LANES * problem.codes_of_whole_bytes,
+            self.unit(problem),
+        )
         if self.lanes % lanes:
             return f"lanes={self.lanes} is no multiple of {lanes}"
         return f"blocks={self.blocks} is no multiple of {unit}" if self.blocks % unit else None
@@ -191,7 +202,7 @@ class ScaledGpuTiling:
                 raise ValueError(f"{name}={value} must be a power of two")
 
     @classmethod
-    def for_shape(cls, problem: Problem) -> ScaledGpuTiling:
+    def for_shape(cls, problem: ScaledBlocksProblem) -> ScaledGpuTiling:
         """The heuristic.
 
         Along rows, a tile has 2048 elements, 16 for each thread, so that one or a few threads reduce a block. Down
@@ -203,15 +214,15 @@ class ScaledGpuTiling:
         if problem.last:
             blocks = max((2048 >> (half + (problem.codes_of_whole_bytes == 8))) // padded_block, 1)
             return cls(blocks, 1, max(padded_block // 1024, 4))
-        columns, is_stochastic = max(_power(problem.inner), 16), problem.plan.element.rounding.stochastic
+        columns, is_stochastic = max(_power_of_two_length(problem.inner), 16), problem.plan.element.rounding.stochastic
         return cls(1, max(min((4096 >> (half + is_stochastic)) // padded_block, 128, columns), 16), 4)
 
     @staticmethod
-    def padded_length(problem: Problem) -> int:
+    def padded_length(problem: ScaledBlocksProblem) -> int:
         """A block's length in a tile, a power of two."""
-        return _power(min(problem.block, problem.size))
+        return _power_of_two_length(min(problem.block, problem.size))
 
-    def misfit(self, problem: Problem) -> str | None:
+    def misfit(self, problem: ScaledBlocksProblem) -> str | None:
         """Why the tiles do not fit a problem, or None."""
         name, value = ("lanes", self.lanes) if problem.last else ("blocks", self.blocks)
         if value != 1:
@@ -221,7 +232,7 @@ class ScaledGpuTiling:
         return None
 
 
-def _power(count: int) -> int:
+def _power_of_two_length(count: int) -> int:
     """The least power of two that is at least `count`."""
     return 1 << max(count - 1, 0).bit_length()
 
@@ -230,10 +241,12 @@ def _power(count: int) -> int:
 
 #: The places of the words that a kernel gets beside the array: the tensor's scale, six seeds, and the low and the high
 #: word of the first element's index in the random stream.
-TENSOR, _SEED, _START = 0, 1, 1 + SEEDS
-WORDS = _START + 2
+TENSOR_WORD, _SEED_WORD, _START_WORD = 0, 1, 1 + SEEDS
+KERNEL_WORD_COUNT = _START_WORD + 2
 
 
-def stream(words: Any) -> Stream:
+def kernel_stream(words: Any) -> KernelStream:
     """The random stream of the words of a kernel."""
-    return Stream([words[0, _SEED + i] for i in range(SEEDS)], (words[0, _START], words[0, _START + 1]))
+    return KernelStream(
+        [words[0, _SEED_WORD + i] for i in range(SEEDS)], (words[0, _START_WORD], words[0, _START_WORD + 1])
+    )

@@ -23,19 +23,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jchop._core.scaled.elements import widen
-from jchop._core.scaled.power_of_two_scales import quantize_tile, round_tile
-from jchop._core.scaled.scales import Plan
+from jchop._core.scaled.elements import widen_16_bit
+from jchop._core.scaled.power_of_two_scales import quantize_tile_by_powers, round_tile_by_powers
+from jchop._core.scaled.scales import ScaledPlan
 from jchop._kernels.round_tile import result_like
-from jchop._kernels.scaled_tile import TENSOR, Problem, ScaledTpuTiling, stream
+from jchop._kernels.scaled_tile import (
+    TENSOR_WORD,
+    ScaledBlocksProblem,
+    ScaledTpuTiling,
+    kernel_stream,
+)
 
 Array = jax.Array
 #: The indexes of a tile's first element in the array: outer, along the blocks' axis, and across.
-_Origin = tuple[Array, Array, Array]
+_TileOrigin = tuple[Array, Array, Array]
 
 
 def tpu_round_blocks(
-    x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: ScaledPlan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> Array:
     """The result of `round_body`.
 
@@ -48,41 +53,41 @@ def tpu_round_blocks(
     """
     if not x.size:
         return x
-    tile = _Tile.of(x, plan, tiling)
+    tile = _ScaledTpuTile.of(x, plan, tiling)
     (result,) = tile.call(tile.round, x, words, [(tile.view, x.dtype, tile.x_spec)], [], interpret)
     return result.reshape(x.shape)
 
 
 def tpu_quantize_blocks(
-    x: Array, words: Array, *, plan: Plan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
+    x: Array, words: Array, *, plan: ScaledPlan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
     """The codes and scales of `quantize_body`; arguments as for `tpu_round_blocks`."""
-    problem = Problem.of(x, plan)
+    problem = ScaledBlocksProblem.of(x, plan)
     if not x.size:
         return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
-    tile = _Tile.of(x, plan, tiling)
+    tile = _ScaledTpuTile.of(x, plan, tiling)
     outputs = [
         (tile.packed_view, jnp.dtype(jnp.uint8), tile.codes_spec),
         (tile.scales_view, tile.tiling.scale_dtype(problem), tile.scales_spec),
     ]
     scratch = [pltpu.VMEM((tile.tiling.blocks, tile.tiling.lanes), jnp.int32)]
     codes, scales = tile.call(tile.quantize, x, words, outputs, scratch, interpret)
-    scales = _as_stored(_as_integers(scales), problem.scale_dtype)
+    scales = _scales_of_integers(_integers_of_scales(scales), problem.scale_dtype)
     if problem.last:
         scales = scales.T
     return codes.reshape(problem.packed_shape), scales.reshape(problem.scales_shape)
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _ScaledTpuTile:
     """The kernels of one tile, and their static data."""
 
-    problem: Problem
+    problem: ScaledBlocksProblem
     tiling: ScaledTpuTiling
 
     @classmethod
-    def of(cls, x: Array, plan: Plan, tiling: ScaledTpuTiling | None) -> _Tile:
-        problem = Problem.of(x, plan)
+    def of(cls, x: Array, plan: ScaledPlan, tiling: ScaledTpuTiling | None) -> _ScaledTpuTile:
+        problem = ScaledBlocksProblem.of(x, plan)
         tiling = tiling or ScaledTpuTiling.for_shape(problem)
         if misfit := tiling.misfit(problem):
             raise ValueError(f"tiling={tiling}: {misfit}")
@@ -162,29 +167,29 @@ class _Tile:
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, words: Any, x: Any, out: Any) -> None:
-        def round_strip(i: Array, origin: _Origin) -> None:
+        def round_strip(i: Array, origin: _TileOrigin) -> None:
             values, word, _ = self._load(words, x, i, origin)
-            result = round_tile(values, 1, self.problem.plan, word, self._tensor(words))
+            result = round_tile_by_powers(values, 1, self.problem.plan, word, self._tensor(words))
             result = result.reshape(self.strip, self.tiling.lanes)
             out[self._place(i, self.strip)] = result.T if self.problem.last else result
 
         self._loop(round_strip)
 
     def quantize(self, words: Any, x: Any, codes: Any, scales: Any, scale_scratch: Any) -> None:
-        def quantize_strip(i: Array, origin: _Origin) -> None:
+        def quantize_strip(i: Array, origin: _TileOrigin) -> None:
             values, word, valid = self._load(words, x, i, origin)
-            strip_codes, strip_scales = quantize_tile(values, 1, self.problem.plan, word, self._tensor(words))
+            strip_codes, strip_scales = quantize_tile_by_powers(values, 1, self.problem.plan, word, self._tensor(words))
             strip_codes = strip_codes.astype(jnp.int32).reshape(self.strip, self.tiling.lanes)
             if valid is not None:
                 strip_codes = jnp.where(valid, strip_codes, 0)
             length = self._packed_length(self.strip) if self.problem.last else self.strip
             codes[self._place(i, length)] = self._pack(strip_codes).astype(jnp.uint8)
-            strip_scales = _as_integers(strip_scales)
+            strip_scales = _integers_of_scales(strip_scales)
             for k in range(self.step):  # a single row may be stored anywhere
                 scale_scratch[pl.ds(i * self.step + k, 1), :] = strip_scales[k]
 
         self._loop(quantize_strip)
-        scales[...] = _as_stored(scale_scratch[...], scales.dtype)
+        scales[...] = _scales_of_integers(scale_scratch[...], scales.dtype)
 
     @cached_property
     def step(self) -> int:
@@ -196,7 +201,7 @@ class _Tile:
         """Elements of one iteration along the blocks' axis."""
         return self.step * self.problem.block
 
-    def _loop(self, body: Callable[[Array, _Origin], None]) -> None:
+    def _loop(self, body: Callable[[Array, _TileOrigin], None]) -> None:
         """Calls body(number, origin of the tile). In interpret mode the body of a loop may not ask for the origin."""
         origin = pl.program_id(0), pl.program_id(1) * self.length, pl.program_id(2) * self.tiling.lanes
         lax.fori_loop(0, self.tiling.blocks // self.step, lambda i, _: body(i, origin), None)
@@ -206,10 +211,10 @@ class _Tile:
         part, whole = pl.ds(pl.multiple_of(i * length, length), length), slice(None)
         return (whole, part) if self.problem.last else (part, whole)
 
-    def _load(self, words: Any, x: Any, i: Array, origin: _Origin) -> tuple[Array, Array | None, Array | None]:
+    def _load(self, words: Any, x: Any, i: Array, origin: _TileOrigin) -> tuple[Array, Array | None, Array | None]:
         """The blocks of an iteration (step, block, lanes), random words, and a mask of packed codes (None: all)."""
         problem, lanes = self.problem, self.tiling.lanes
-        values = widen(x[self._place(i, self.strip)], problem.plan.carrier)
+        values = widen_16_bit(x[self._place(i, self.strip)], problem.plan.carrier)
         values = values.T if problem.last else values
         along = lax.broadcasted_iota(jnp.int32, values.shape, 0) + (origin[1] + i * self.strip)
         across = lax.broadcasted_iota(jnp.int32, values.shape, 1) + origin[2]
@@ -231,10 +236,10 @@ class _Tile:
             flat = across * problem.size + along
         else:
             flat = (outer * problem.size + along) * problem.inner + across
-        return stream(words).words(jnp.uint32(0), flat.astype(jnp.uint32), 32)
+        return kernel_stream(words).words(jnp.uint32(0), flat.astype(jnp.uint32), 32)
 
     def _tensor(self, words: Any) -> Array | None:
-        return words[0, TENSOR].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
+        return words[0, TENSOR_WORD].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
 
     # -- packing -------------------------------------------------------------------------------------------------------
     @cached_property
@@ -268,14 +273,14 @@ class _Tile:
         )
 
 
-def _as_integers(scales: Array) -> Array:
+def _integers_of_scales(scales: Array) -> Array:
     """Stored scales as their bits in int32."""
     if jnp.issubdtype(scales.dtype, jnp.floating):
         scales = lax.bitcast_convert_type(scales, jnp.dtype(f"uint{8 * scales.dtype.itemsize}"))
     return scales.astype(jnp.int32)
 
 
-def _as_stored(bits: Array, dtype: jnp.dtype) -> Array:
+def _scales_of_integers(bits: Array, dtype: jnp.dtype) -> Array:
     """The inverse of `_integers_of_scales`."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return bits.astype(dtype)

@@ -12,8 +12,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
+from jchop._common.gradients import moved_by, with_rule
 from jchop._program.step import is_reference
-from jchop.gradients import moved_by, with_rule
 
 __all__ = ["bind", "constant_of", "straight_through", "with_derivative_of"]
 
@@ -71,10 +71,10 @@ def _tangents(run: Callable[..., Any], plain: Callable[..., Any], primals: Any, 
     args, extra = primals
     out = with_derivative_of(plain, run, args, extra)  # so that second derivatives come out too
     if all(isinstance(t, SymbolicZero) for t in tangents[0]):
-        return out, jax.tree.map(_no_tangent, out)
+        return out, jax.tree.map(_zero_tangent, out)
     return out, moved_by(plain, args, tangents[0])
 
 
-def _no_tangent(x: Array) -> Any:
+def _zero_tangent(x: Array) -> Any:
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     return jnp.zeros_like(x) if inexact else np.zeros(x.shape, jax.dtypes.float0)

@@ -15,10 +15,19 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jchop._program.opened import has_batches, program_of
-from jchop._program.step import BATCHED_CALLS, CALLS, HIGH_CALLS, Plan, carry_count, is_own, jaxpr_of, scope_of
+from jchop._program.implementations import has_batch_rule, implementation_of
+from jchop._program.step import (
+    BATCHED_CALLS,
+    CALLS,
+    HIGH_CALLS,
+    ProgramPlan,
+    carry_count,
+    is_own_scope,
+    jaxpr_of,
+    scope_of,
+)
 
-__all__ = ["Planner", "taken_by_others"]
+__all__ = ["Planner", "variables_outside_jchop"]
 
 
 class Planner:
@@ -27,7 +36,9 @@ class Planner:
     def __init__(self) -> None:
         self._implementation_programs: dict[int, Any] = {}
 
-    def plan(self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None) -> Plan:
+    def plan(
+        self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None
+    ) -> ProgramPlan:
         """The plan of a jaxpr, from the facts about its arguments (`known`) and constants."""
         jaxpr, consts = jaxpr_of(closed)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants or (None,) * len(jaxpr.constvars), strict=True))
@@ -36,11 +47,11 @@ class Planner:
         for eqn in jaxpr.eqns:
             step = self.step(eqn, env, scope_of(scope, eqn.source_info.name_stack), number)
             if step.kind == "control":
-                step = _CONTROL.get(step.name, Planner._plan_implementation)(self, step)
+                step = _CONTROL_PLANS.get(step.name, Planner._plan_implementation)(self, step)
             number += len(step.inner) + 1 if step.inner else self.draws(step)
             env.update(zip(eqn.outvars, step.out, strict=True))
             steps.append(step)
-        return Plan(jaxpr, consts, tuple(steps), tuple(self.read(v, env) for v in jaxpr.outvars))
+        return ProgramPlan(jaxpr, consts, tuple(steps), tuple(self.read(v, env) for v in jaxpr.outvars))
 
     # -- the table's part ----------------------------------------------------------------------------------------------
 
@@ -60,7 +71,7 @@ class Planner:
         """The facts that hold for every one of several values."""
         raise NotImplementedError
 
-    def later(self, program: Any, facts: Sequence[Any], scope: str) -> Plan:
+    def later(self, program: Any, facts: Sequence[Any], scope: str) -> ProgramPlan:
         """The plan of a program that is traced in a run, after the plan of the whole."""
         raise NotImplementedError
 
@@ -75,7 +86,7 @@ class Planner:
     def implementation(self, eqn: Any) -> Any:
         """The program of a primitive of another package; None if there is none. It is traced once."""
         if id(eqn) not in self._implementation_programs:
-            self._implementation_programs[id(eqn)] = (eqn, program_of(eqn))  # keeps the equation and its id
+            self._implementation_programs[id(eqn)] = (eqn, implementation_of(eqn))  # keeps the equation and its id
         return self._implementation_programs[id(eqn)][1]
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
@@ -99,7 +110,7 @@ class Planner:
 
     def _plan_implementation(self, step: Any) -> Any:
         inner = self.plan(self.implementation(step.eqn), step.known, step.scope)
-        keeps = step.name in BATCHED_CALLS or has_batches(step.eqn.primitive, inner)
+        keeps = step.name in BATCHED_CALLS or has_batch_rule(step.eqn.primitive, inner)
         later = partial(self.later, facts=step.known, scope=step.scope) if keeps else None
         return replace(step, inner=(inner,), out=inner.out, later=later)
 
@@ -142,7 +153,7 @@ class Planner:
         return tuple(self.common(pair) for pair in zip(before, after, strict=True))
 
 
-_CONTROL = {
+_CONTROL_PLANS = {
     **dict.fromkeys(CALLS, Planner._call),
     **dict.fromkeys(HIGH_CALLS, Planner._high_call),
     "custom_linear_solve": Planner._solve,
@@ -152,8 +163,8 @@ _CONTROL = {
 }
 
 
-def taken_by_others(jaxpr: Any) -> set[Any]:
+def variables_outside_jchop(jaxpr: Any) -> set[Any]:
     """The results of a program, and the operands of equations outside of jchop's public functions."""
-    others = (eqn for eqn in jaxpr.eqns if not is_own(scope_of("", eqn.source_info.name_stack)))
+    others = (eqn for eqn in jaxpr.eqns if not is_own_scope(scope_of("", eqn.source_info.name_stack)))
     operands = (v for eqn in others for v in eqn.invars)
     return {v for v in (*operands, *jaxpr.outvars) if not isinstance(v, Literal)}

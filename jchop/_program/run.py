@@ -9,11 +9,16 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jchop._program.bind import constant_of
-from jchop._program.control import RUNS, Bound, Interpret, run_opened
-from jchop._program.step import PLAIN_CALLS, Plan
-from jchop._program.stopped import COMPARISONS
+from jchop._program.control import (
+    CONTROL_RULES,
+    Interpret,
+    LoopLimit,
+    run_implementation,
+)
+from jchop._program.loop_limits import COMPARISONS
+from jchop._program.step import PLAIN_CALLS, ProgramPlan
 
-__all__ = ["Runner", "interpret", "watch"]
+__all__ = ["Runner", "interpret", "watch_condition"]
 
 
 class Runner:
@@ -22,7 +27,7 @@ class Runner:
     #: The most turns of a `while` loop, which then ends with a warning; None for any number.
     max_turns: int | None = None
 
-    def parts(self, plan: Plan) -> Iterable[Any]:
+    def parts(self, plan: ProgramPlan) -> Iterable[Any]:
         """The parts to run, in order: single steps, or groups of steps. Each has `eqn`, `operands` and `results`."""
         return plan.steps
 
@@ -44,21 +49,21 @@ class Runner:
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of a step that holds programs."""
 
-        def inner(plan: Plan, seeds: Any, args: Sequence[Any]) -> list[Any]:
+        def inner(plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
             return interpret(self, plan, seeds, args)
 
         return self.enter(step, seeds, args, inner)
 
     def enter(self, step: Any, seeds: Any, args: list[Any], inner: Interpret) -> list[Any]:
         """The results of a step that holds programs, which `inner` carries out."""
-        run = RUNS.get(step.name, run_opened)
+        run = CONTROL_RULES.get(step.name, run_implementation)
         if step.name == "while" and self.max_turns is not None:
-            run = partial(run, limit=Bound(self.max_turns, partial(watch, self)))
+            run = partial(run, limit=LoopLimit(self.max_turns, partial(watch_condition, self)))
         return run(step, seeds, args, inner)
 
 
 def interpret(
-    runner: Runner, plan: Plan, seeds: Any, args: Sequence[Any], constants: Sequence[Any] | None = None
+    runner: Runner, plan: ProgramPlan, seeds: Any, args: Sequence[Any], constants: Sequence[Any] | None = None
 ) -> list[Any]:
     """The results of a planned program.
 
@@ -84,7 +89,7 @@ def interpret(
     return [runner.finish(read(v), seeds) for v in plan.jaxpr.outvars]
 
 
-class _Watching(Runner):
+class _ComparisonRecorder(Runner):
     """Another runner, which also records its comparisons, except within loops and branches."""
 
     def __init__(self, runner: Runner) -> None:
@@ -102,8 +107,10 @@ class _Watching(Runner):
         return (super() if step.name in PLAIN_CALLS else self.runner).control(step, seeds, args)
 
 
-def watch(runner: Runner, plan: Plan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
+def watch_condition(
+    runner: Runner, plan: ProgramPlan, seeds: Any, args: Sequence[Any]
+) -> tuple[list[tuple[Any, list[Any]]], Any]:
     """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""
-    watching = _Watching(runner)
+    watching = _ComparisonRecorder(runner)
     (result,) = interpret(watching, plan, seeds, args)
     return watching.comparisons, result

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jchop._arguments import OWN_RESULT, OWN_SCOPE
-from jchop._program.source import source_of
+from jchop._program.source import source_line_of
+from jchop._round.arguments import JCHOP_RESULT, JCHOP_SCOPE
 
 __all__ = [
     "BATCHED_CALLS",
@@ -20,12 +20,12 @@ __all__ = [
     "HIGH_CALLS",
     "PLAIN_CALLS",
     "REMAT_CALLS",
-    "Plan",
-    "Step",
+    "ProgramPlan",
+    "ProgramStep",
     "carry_count",
     "count_equations",
-    "is_own",
     "is_own_result",
+    "is_own_scope",
     "is_reference",
     "jaxpr_of",
     "programs_of",
@@ -46,7 +46,7 @@ CONTROL = frozenset((*CALLS, "custom_linear_solve", "scan", "while", "cond"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ProgramStep:
     """One equation and its treatment.
 
     Args:
@@ -66,8 +66,8 @@ class Step:
     number: int
     known: tuple[Any, ...] = ()
     out: tuple[Any, ...] = ()
-    inner: tuple[Plan, ...] = ()
-    later: Callable[[Any], Plan] | None = None
+    inner: tuple[ProgramPlan, ...] = ()
+    later: Callable[[Any], ProgramPlan] | None = None
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Step:
     @property
     def place(self) -> str:
         """The file and line that it comes from; its scope if JAX knows none; else "no source"."""
-        return source_of(self.eqn.source_info) or self.scope or "no source"
+        return source_line_of(self.eqn.source_info) or self.scope or "no source"
 
     @property
     def operands(self) -> Sequence[Any]:
@@ -100,7 +100,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProgramPlan:
     """The steps of a jaxpr."""
 
     jaxpr: Any
@@ -142,12 +142,12 @@ def carry_count(params: dict[str, Any]) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-_WRAPPED = re.compile(r"\w+\(|\)")
+_TRANSFORM_MARKS = re.compile(r"\w+\(|\)")
 
 
 def scope_of(outer: str, name_stack: Any, name: str | None = None) -> str:
     """The path of scopes of an equation without the marks of transformations: ``vmap(jvp(f))/g`` becomes ``f/g``."""
-    parts = [outer, _WRAPPED.sub("", str(name_stack)), name or ""]
+    parts = [outer, _TRANSFORM_MARKS.sub("", str(name_stack)), name or ""]
     return "/".join(part for part in parts if part)
 
 
@@ -158,9 +158,9 @@ def is_reference(x: Any) -> bool:
 
 def is_own_result(eqn: Any, scope: str) -> bool:
     """Whether an equation marks the result of a public function of jchop that no other public function calls."""
-    return eqn.primitive.name == OWN_RESULT and scope.split("/").count(OWN_SCOPE) == 1
+    return eqn.primitive.name == JCHOP_RESULT and scope.split("/").count(JCHOP_SCOPE) == 1
 
 
-def is_own(scope: str) -> bool:
+def is_own_scope(scope: str) -> bool:
     """Whether an equation of this scope is part of a public function of jchop, which defines its own arithmetic."""
-    return OWN_SCOPE in scope.split("/")
+    return JCHOP_SCOPE in scope.split("/")

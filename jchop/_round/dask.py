@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checks import as_numpy
+from jchop._common.checks import as_numpy
 from jchop.formats import ScaledFormat
 
-__all__ = ["is_dask", "round_blocks"]
+__all__ = ["is_dask", "round_dask_blocks"]
 
 
 def is_dask(x: object) -> bool:
@@ -25,7 +25,9 @@ def is_dask(x: object) -> bool:
     return module is not None and isinstance(x, module.Array)
 
 
-def round_blocks(x: Any, rounder: Callable[..., Any], scaled_format: ScaledFormat | None, key: jax.Array | None) -> Any:
+def round_dask_blocks(
+    x: Any, rounder: Callable[..., Any], scaled_format: ScaledFormat | None, key: jax.Array | None
+) -> Any:
     """The dask array of the rounded blocks of `x`.
 
     The random bits of an element depend on its index in the whole array, so the blocks do not change the result.
@@ -44,14 +46,14 @@ def round_blocks(x: Any, rounder: Callable[..., Any], scaled_format: ScaledForma
             "x has chunks of unknown size, so the index of its elements is unknown; x.compute_chunk_sizes()"
         )
     if scaled_format is not None:
-        _check_groups(scaled_format, x)
+        _check_chunk_groups(scaled_format, x)
     # A key is passed as its words: dask hashes the contents of a graph, and sends them to other processes.
     words = None if key is None else (np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
     meta = np.empty((0,) * x.ndim, x.dtype)
-    return x.map_blocks(partial(_round_block, rounder, words), dtype=x.dtype, meta=meta)
+    return x.map_blocks(partial(_round_dask_block, rounder, words), dtype=x.dtype, meta=meta)
 
 
-def _round_block(
+def _round_dask_block(
     rounder: Callable[..., Any],
     words: tuple[np.ndarray, str] | None,
     block: Any,
@@ -66,7 +68,7 @@ def _round_block(
     return rounder(block, key=key, offset=(starts, tuple(map(int, info["shape"]))))
 
 
-def _check_groups(fmt: ScaledFormat, x: Any) -> None:
+def _check_chunk_groups(fmt: ScaledFormat, x: Any) -> None:
     """Refuse chunks that end within a group."""
     several = [axis for axis, sizes in enumerate(x.chunks) if len(sizes) > 1]
     for axis in several:

@@ -11,26 +11,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop import _bits
-from jchop._arguments import OWN_SCOPE, carrier_of, check_key, own_results, run_numpy
-from jchop._bits import CARRIERS, Carrier, types_for
-from jchop._checks import check_choice
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
+from jchop._common.checks import check_choice
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit
 from jchop._core.rounding.codes import decode_elements, encode_elements
-from jchop._core.rounding.random_bits import random_bits, seed_words
-from jchop._core.scaled.elements import narrow, widen
+from jchop._core.rounding.random_bits import seed_words, stream_words
+from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
+from jchop._round.arguments import (
+    JCHOP_SCOPE,
+    carrier_of_dtype,
+    check_key,
+    mark_results,
+    run_numpy,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, TaperedFormat, UniformFormat
-from jchop.gradients import CustomJvp
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
 
 #: Numbers folded into the key for the words of the flips; the key itself is for the rounding.
-_WHETHER, _WHICH = 1, 2
-_WHERE = ("significand", "code")
+_FLIP_STREAM, _BIT_STREAM = 1, 2
+_FLIP_CHOICES = ("significand", "code")
 #: The widest codes of a format that is not a float.
-_WIDEST = 16
+_WIDEST_FLIP_CODE = 16
 
 
 def flip_bits(
@@ -76,29 +82,31 @@ def flip_bits(
         [1.0, 1.5, 1.0, 1.0, 1.5, 1.0]
     """
     spec = as_spec(spec)
-    check_choice("where", where, _WHERE)
-    count = _flippable(spec.format, where)
-    last = _last_word(p)
+    check_choice("where", where, _FLIP_CHOICES)
+    count = _count_flip_bits(spec.format, where)
+    last = _last_flip_word(p)
     if key is None:
         raise ValueError("key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
     check_key("key", key)
     rounded_x = round_to_format(x, spec, key)
-    _require_codes(spec.format, carrier_of(rounded_x.dtype, complex_too=False))
+    _require_flip_codes(spec.format, carrier_of_dtype(rounded_x.dtype, complex_too=False))
     if last is None:
         return rounded_x
     ends = np.array([last >> 32, last & 0xFFFF_FFFF], np.uint32)
-    flip = partial(_flip, fmt=spec.format, where=where, count=count)
-    with types_for(rounded_x.dtype), jax.named_scope(OWN_SCOPE):
+    flip = partial(_flip_random_bits, fmt=spec.format, where=where, count=count)
+    with enable_x64_for(rounded_x.dtype), jax.named_scope(JCHOP_SCOPE):
         if isinstance(rounded_x, Array):
-            return own_results(flip(rounded_x, key, ends))
+            return mark_results(flip(rounded_x, key, ends))
         result = run_numpy(lambda: flip(np.asarray(rounded_x), key, ends))
     return result if isinstance(x, np.ndarray) else result[()]
 
 
-def _flippable(fmt: ElementFormat, where: str) -> int:
+def _count_flip_bits(fmt: ElementFormat, where: str) -> int:
     """The number of low bits of a code that may flip."""
-    if not isinstance(fmt, FloatFormat) and fmt.bits > _WIDEST:
-        raise ValueError(f"spec={str(fmt)!r} has codes of {fmt.bits} bits; bits flip in codes of at most {_WIDEST}")
+    if not isinstance(fmt, FloatFormat) and fmt.bits > _WIDEST_FLIP_CODE:
+        raise ValueError(
+            f"spec={str(fmt)!r} has codes of {fmt.bits} bits; bits flip in codes of at most {_WIDEST_FLIP_CODE}"
+        )
     if where == "code":
         return fmt.bits
     if isinstance(fmt, FloatFormat):
@@ -110,7 +118,7 @@ def _flippable(fmt: ElementFormat, where: str) -> int:
     return count
 
 
-def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
+def _require_flip_codes(fmt: ElementFormat, carrier: Carrier) -> None:
     """Refuse a carrier that lacks values of `fmt`, because a flip may return any of them."""
     if isinstance(fmt, FloatFormat):
         short = fmt.frac_bits > carrier.fraction
@@ -130,7 +138,7 @@ def _require_codes(fmt: ElementFormat, carrier: Carrier) -> None:
         )
 
 
-def _last_word(p: float) -> int | None:
+def _last_flip_word(p: float) -> int | None:
     """The largest 64-bit word for which an element is flipped; None if there is none."""
     if isinstance(p, bool) or not isinstance(p, int | float | np.integer | np.floating):
         raise TypeError(f"p={p!r} must be a number from 0 to 1")
@@ -139,36 +147,36 @@ def _last_word(p: float) -> int | None:
     return math.ceil(Fraction(float(p)) * 2**64) - 1 if p else None
 
 
-@partial(compiled, static_argnames=("fmt", "where", "count"))
-def _flip(x: Array, key: Array, ends: Array, *, fmt: ElementFormat, where: str, count: int) -> Array:
-    whether, which = (seed_words(jax.random.fold_in(key, number)) for number in (_WHETHER, _WHICH))
-    high, low = random_bits(whether, x.shape, width=64)
+@partial(always_jit, static_argnames=("fmt", "where", "count"))
+def _flip_random_bits(x: Array, key: Array, ends: Array, *, fmt: ElementFormat, where: str, count: int) -> Array:
+    whether, which = (seed_words(jax.random.fold_in(key, number)) for number in (_FLIP_STREAM, _BIT_STREAM))
+    high, low = stream_words(whether, x.shape, width=64)
     hit = (high < ends[0]) | ((high == ends[0]) & (low <= ends[1]))
-    word = random_bits(which, x.shape)
+    word = stream_words(which, x.shape)
     bit = ((word >> np.uint32(8)) * np.uint32(count)) >> np.uint32(24)
-    return _pass_tangents(x, hit, bit, fmt, where)
+    return _flip_with_tangents(x, hit, bit, fmt, where)
 
 
 @partial(CustomJvp, nondiff_argnums=(3, 4))
-def _pass_tangents(x: Array, hit: Array, bit: Array, fmt: ElementFormat, where: str) -> Array:
+def _flip_with_tangents(x: Array, hit: Array, bit: Array, fmt: ElementFormat, where: str) -> Array:
     carrier = CARRIERS[x.dtype.name]
     compute = CARRIERS["float64" if carrier.width == 64 else "float32"]
-    codes = encode_elements(widen(x, carrier), fmt, compute)
+    codes = encode_elements(widen_16_bit(x, carrier), fmt, compute)
     one = jnp.ones_like(codes)
-    new_values = narrow(decode_elements(codes ^ (one << bit.astype(codes.dtype)), fmt, compute), carrier)
+    new_values = narrow_16_bit(decode_elements(codes ^ (one << bit.astype(codes.dtype)), fmt, compute), carrier)
     hit = hit & _may_flip(x, fmt, where)
     return jnp.where(hit, new_values, x)
 
 
-@_pass_tangents.defjvp
-def _jvp(fmt: ElementFormat, where: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _pass_tangents(*primals, fmt, where), tangents[0]
+@_flip_with_tangents.defjvp
+def _flip_jvp(fmt: ElementFormat, where: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _flip_with_tangents(*primals, fmt, where), tangents[0]
 
 
 def _may_flip(x: Array, fmt: ElementFormat, where: str) -> Array:
     """Which elements of `x` have a code with bits that may flip; tested on bits, as subnormals may be read as zero."""
     carrier = CARRIERS[x.dtype.name]
-    _, magnitude = _bits.split(x, carrier)
+    _, magnitude = bit_ops.split_sign(x, carrier)
     may = magnitude < carrier.inf
     if where == "code":
         return may | ((magnitude == carrier.inf) & fmt.has_inf) | ((magnitude > carrier.inf) & fmt.has_nan)

@@ -12,21 +12,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import Keys, as_array, carrier_of, check_key, checked_keys, run_numpy, stream_offset
-from jchop._bits import Carrier, types_for
-from jchop._checks import check_choice, check_int
-from jchop._core.rounding.elements import overflowed
+from jchop._common.bit_ops import Carrier, enable_x64_for
+from jchop._common.checks import check_choice, check_int
+from jchop._common.gradients import CustomJvp, on_cotangent
+from jchop._common.settings import always_jit
+from jchop._core.rounding.elements import overflow_mask
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import SEEDS, seed_words
-from jchop._core.rounding.stream_offset import AT_START, StreamOffset, draw, words_like
+from jchop._core.rounding.stream_offset import (
+    STREAM_START,
+    StreamOffset,
+    draw_words,
+    words_like,
+)
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
-from jchop._kernels.scaled import overflowed_scaled, require_scaled, round_scaled
-from jchop._round.dask import is_dask, round_blocks
-from jchop._settings import compiled
+from jchop._kernels.scaled import require_scaled_plan, round_scaled, scaled_overflow
+from jchop._round.arguments import (
+    Keys,
+    as_array,
+    carrier_of_dtype,
+    check_key,
+    rounding_keys,
+    run_numpy,
+    stream_offset,
+)
+from jchop._round.dask import is_dask, round_dask_blocks
+from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.gradients import CustomJvp, on_cotangent
-from jchop.spec import Gradient, Spec, as_spec
 
 Array = jax.Array
 
@@ -92,7 +105,7 @@ def round_to_format(
         >>> jc.round_to_format(jnp.float32(1.001), spec, jax.random.key(0)).dtype
         dtype('float32')
     """
-    options = _how(as_spec(spec, scaled=True), impl, generator, offset)
+    options = _round_options(as_spec(spec, scaled=True), impl, generator, offset)
     if isinstance(x, Array):
         return _round_array(x, options, key, offset, gradient_key)
     if is_dask(x):
@@ -133,14 +146,14 @@ def random_bits(key: Array, shape: Any, *, width: int = 32, offset: Any = 0) -> 
         raise TypeError(f"shape={shape!r} must be a tuple of integers >= 0")
     shape = tuple(check_int(f"shape={shape!r}: length", size, 0) for size in shape)
     place, starts = stream_offset(offset, shape)
-    return draw(seed_words(key), shape, place, starts, width)
+    return draw_words(seed_words(key), shape, place, starts, width)
 
 
 # -- static arguments --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _How:
+class _RoundOptions:
     """The static arguments of one rounding, without its place in the random stream."""
 
     spec: Spec
@@ -148,11 +161,11 @@ class _How:
     hardware: bool  # random bits of the device's own generator
 
 
-def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
+def _round_options(spec: Spec, impl: str, generator: str, offset: Any) -> _RoundOptions:
     check_choice("impl", impl, IMPLEMENTATIONS)
     check_choice("generator", generator, ("counter", "hardware"))
     if generator == "counter":
-        return _How(spec, impl, False)
+        return _RoundOptions(spec, impl, False)
     for wrong, what in (
         (not spec.rounding.stochastic, f"has no effect under rounding={spec.rounding.value!r}"),
         (spec.gradient.clipped, "cannot tell the backward pass what overflowed (gradient='clipped')"),
@@ -162,27 +175,27 @@ def _how(spec: Spec, impl: str, generator: str, offset: Any) -> _How:
     ):
         if wrong:
             raise ValueError(f"generator='hardware' {what}; use generator='counter'")
-    return _How(spec, "pallas", True)
+    return _RoundOptions(spec, "pallas", True)
 
 
 # -- by kind of input --------------------------------------------------------------------------------------------------
 
 
 def _round_array(
-    x: Array | np.ndarray, options: _How, key: Array | None, offset: Any, gradient_key: Array | None
+    x: Array | np.ndarray, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None
 ) -> Array:
     spec = options.spec
-    carrier = carrier_of(x.dtype)
-    _require(spec, x, carrier)
+    carrier = carrier_of_dtype(x.dtype)
+    _require_results_fit(spec, x, carrier)
     if spec.gradient.round is not None:
-        _require(spec.gradient.round, x, carrier)
-    keys = checked_keys(spec, key, gradient_key)
+        _require_results_fit(spec.gradient.round, x, carrier)
+    keys = rounding_keys(spec, key, gradient_key)
     place, starts = stream_offset(offset, x.shape, 2 if x.dtype.kind == "c" else 1)
-    with types_for(carrier.name):
-        return _round(x, keys, starts, options=options, place=place)
+    with enable_x64_for(carrier.name):
+        return _round_with_keys(x, keys, starts, options=options, place=place)
 
 
-def _round_numpy(x: Any, options: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
     array = as_array("x", x)
     result = run_numpy(
         lambda: _round_array(array, options, key, offset, gradient_key),
@@ -193,71 +206,80 @@ def _round_numpy(x: Any, options: _How, key: Array | None, offset: Any, gradient
     return result if isinstance(x, np.ndarray) else result[()]
 
 
-def _round_dask(x: Any, options: _How, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_dask(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
     if options.hardware or not (type(offset) is int and offset == 0):
         raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
-    _require(options.spec, x, carrier_of(x.dtype))
-    rounder = partial(_round_block, replace(options, spec=replace(options.spec, gradient=Gradient())))
-    return round_blocks(x, rounder, options.spec.scaled, checked_keys(options.spec, key, gradient_key)[0])
+    _require_results_fit(options.spec, x, carrier_of_dtype(x.dtype))
+    rounder = partial(_round_numpy_block, replace(options, spec=replace(options.spec, gradient=Gradient())))
+    return round_dask_blocks(x, rounder, options.spec.scaled, rounding_keys(options.spec, key, gradient_key)[0])
 
 
-def _round_block(options: _How, block: np.ndarray, key: Array | None = None, offset: Any = 0) -> np.ndarray:
+def _round_numpy_block(
+    options: _RoundOptions, block: np.ndarray, key: Array | None = None, offset: Any = 0
+) -> np.ndarray:
     return _round_numpy(block, options, key, offset, None)
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(compiled, static_argnames=("options", "place"), inline=True)
-def _round(x: Array | np.ndarray, keys: Keys, starts: tuple, *, options: _How, place: StreamOffset) -> Array:
+@partial(always_jit, static_argnames=("options", "place"), inline=True)
+def _round_with_keys(
+    x: Array | np.ndarray, keys: Keys, starts: tuple, *, options: _RoundOptions, place: StreamOffset
+) -> Array:
     seeds = tuple(None if key is None else seed_words(key) for key in keys)
-    return _with_gradient(options, place, jnp.asarray(x), seeds, starts)
+    return _round_with_gradient(options, place, jnp.asarray(x), seeds, starts)
 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1))
-def _with_gradient(options: _How, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
+def _round_with_gradient(options: _RoundOptions, place: StreamOffset, x: Array, seeds: tuple, starts: tuple) -> Array:
     op = round_with_hardware_bits_op if options.hardware else round_op if options.spec.scaled is None else round_scaled
     op = partial(op, impl=options.impl)
-    return _joined(_forward(op, x, seeds[0], options.spec, place, starts), x.dtype)
+    return _from_real_view(_apply_to_real_view(op, x, seeds[0], options.spec, place, starts), x.dtype)
 
 
-@_with_gradient.defjvp
-def _jvp(options: _How, place: StreamOffset, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+@_round_with_gradient.defjvp
+def _round_jvp(options: _RoundOptions, place: StreamOffset, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     x, seeds, starts = primals
     tangent = tangents[0]
     gradient = options.spec.gradient
     if gradient.clipped:
-        beyond = _forward(
-            _overflowed if options.spec.scaled is None else overflowed_scaled, x, seeds[0], options.spec, place, starts
+        beyond = _apply_to_real_view(
+            _element_overflow if options.spec.scaled is None else scaled_overflow,
+            x,
+            seeds[0],
+            options.spec,
+            place,
+            starts,
         )
-        tangent = _joined(jnp.where(beyond, 0, _parts(tangent)), tangent.dtype)
+        tangent = _from_real_view(jnp.where(beyond, 0, _real_view(tangent)), tangent.dtype)
     if gradient.round is not None:
-        rule = _RoundCotangent(_How(gradient.round, options.impl, False), place, seeds[1] is not None)
+        rule = _RoundCotangent(_RoundOptions(gradient.round, options.impl, False), place, seeds[1] is not None)
         tangent = on_cotangent(rule, tangent, *(seeds[1] or ()), *starts)
-    return _with_gradient(options, place, x, seeds, starts), tangent
+    return _round_with_gradient(options, place, x, seeds, starts), tangent
 
 
 @dataclass(frozen=True)
 class _RoundCotangent:
     """Rounds a cotangent; the residuals are its seeds, if it draws, and the traced starts."""
 
-    options: _How
+    options: _RoundOptions
     place: StreamOffset
     draws: bool
 
     def __call__(self, cotangent: Array, *residuals: Array) -> Array:
         seeds, starts = (residuals[:SEEDS], residuals[SEEDS:]) if self.draws else (None, residuals)
-        return _rounded(self.options, self.place, cotangent, (seeds, None), starts)
+        return _compiled_round(self.options, self.place, cotangent, (seeds, None), starts)
 
 
-_rounded = compiled(_with_gradient, static_argnums=(0, 1), inline=True)
+_compiled_round = always_jit(_round_with_gradient, static_argnums=(0, 1), inline=True)
 
 
-def _forward(
+def _apply_to_real_view(
     op: Callable[..., Array], x: Array, seeds: tuple | None, spec: Spec, place: StreamOffset, starts: tuple
 ) -> Array:
     """`op` of the real numbers of `x`; complex numbers have two parts, along a last axis, each with a separate word."""
-    parts = _parts(x)
+    parts = _real_view(x)
     if seeds is None:
         return op(parts, spec=spec)
     if jnp.iscomplexobj(x):
@@ -269,18 +291,18 @@ def _forward(
     return op(parts, *seeds, *starts, spec=spec, place=place)
 
 
-def _overflowed(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = AT_START) -> Array:
-    return overflowed(
-        x, spec, carrier_of(x.dtype), words_like(x, seeds_and_starts, place) if seeds_and_starts else None
+def _element_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START) -> Array:
+    return overflow_mask(
+        x, spec, carrier_of_dtype(x.dtype), words_like(x, seeds_and_starts, place) if seeds_and_starts else None
     )
 
 
-def _parts(x: Array) -> Array:
+def _real_view(x: Array) -> Array:
     """The real numbers of an array: itself, or real and imaginary parts along a new last axis."""
     return jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
 
 
-def _joined(parts: Array, dtype: Any) -> Array:
+def _from_real_view(parts: Array, dtype: Any) -> Array:
     """The inverse of `_real_view`."""
     return lax.complex(parts[..., 0], parts[..., 1]) if jnp.issubdtype(dtype, jnp.complexfloating) else parts
 
@@ -288,11 +310,11 @@ def _joined(parts: Array, dtype: Any) -> Array:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _require(spec: Spec, x: Array | np.ndarray, carrier: Carrier) -> None:
+def _require_results_fit(spec: Spec, x: Array | np.ndarray, carrier: Carrier) -> None:
     """Refuse an array that cannot hold the results of `spec`."""
     if spec.scaled is None:
         require_carrier(spec, carrier)
         return
     if np.dtype(x.dtype).kind == "c":
         raise TypeError(f"x has dtype {x.dtype}; a scaled format, as spec={str(spec)!r}, takes real numbers")
-    require_scaled(spec, x.shape, carrier.name)
+    require_scaled_plan(spec, x.shape, carrier.name)

@@ -20,17 +20,17 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jchop._checks import as_numpy, check_choice, check_int
+from jchop._common.checks import as_numpy, check_choice, check_int
+from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat, ScaledFormat
-from jchop.spec import Spec
 from jchop.storage import QArray, fit_scale
 from jchop.storage import dequantize as _dequantize
 from jchop.storage import quantize as _quantize
 
 __all__ = ["ReduceOp", "RoundMode", "compute_quant_params", "dequantize", "quantize"]
 
-_CODES = ("uint8", "uint4", "uint2")
-_FLOATS = ("float32", "bfloat16")
+_CODE_DTYPES = ("uint8", "uint4", "uint2")
+_FLOAT_NAMES = ("float32", "bfloat16")
 
 
 class RoundMode(enum.Enum):
@@ -63,10 +63,10 @@ def compute_quant_params(array: np.ndarray, quant_dtype: str = "uint8") -> tuple
         >>> piquant.compute_quant_params(np.array([-1.0, 0.5, 2.0], np.float32), "uint2")
         (1.0, 1)
     """
-    vector = _vector("array", array)
+    vector = _as_vector("array", array)
     if not vector.size:
         raise ValueError("array is empty, so it has no range, and no scale follows from it")
-    scale, zero_point = fit_scale(vector, _format(quant_dtype))
+    scale, zero_point = fit_scale(vector, _code_format(quant_dtype))
     return float(np.asarray(scale).item()), int(np.asarray(zero_point).item())
 
 
@@ -99,11 +99,13 @@ def quantize(
         >>> bin(codes[0])
         '0b111000'
     """
-    vector = _vector("array", array)
+    vector = _as_vector("array", array)
     if not isinstance(round_mode, RoundMode):
         raise TypeError(f"round_mode={round_mode!r} must be a RoundMode")
-    parts = _parameters(scale, zero_point)
-    codes = _quantize(vector, Spec(_format(quant_dtype), round_mode.value), key, scale=parts[0], zero_point=parts[1])
+    parts = _scale_parameters(scale, zero_point)
+    codes = _quantize(
+        vector, Spec(_code_format(quant_dtype), round_mode.value), key, scale=parts[0], zero_point=parts[1]
+    )
     return codes.qvalue.reshape(array.shape) if quant_dtype == "uint8" else codes.qvalue
 
 
@@ -140,7 +142,7 @@ def dequantize(
         >>> piquant.dequantize(codes, scale=0.5, zero_point=1, reduce_op=piquant.ReduceOp.ADD, out=total).tolist()
         [0.5, 2.0]
     """
-    fmt = _format(quant_dtype)
+    fmt = _code_format(quant_dtype)
     if not isinstance(reduce_op, ReduceOp):
         raise TypeError(f"reduce_op={reduce_op!r} must be a ReduceOp")
     if shape is None:
@@ -152,35 +154,35 @@ def dequantize(
     if out is None:
         if reduce_op is ReduceOp.ADD:
             raise ValueError("out=None, but ReduceOp.ADD adds to it")
-        out = np.empty(shape, _float("dequant_dtype", dequant_dtype))
-    elif out.shape != tuple(shape) or out.dtype != _float("dequant_dtype", dequant_dtype):
+        out = np.empty(shape, _float_dtype("dequant_dtype", dequant_dtype))
+    elif out.shape != tuple(shape) or out.dtype != _float_dtype("dequant_dtype", dequant_dtype):
         raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}, but the result {shape} and {dequant_dtype}")
-    qarray = QArray(codes.reshape(-1), *_parameters(scale, zero_point), Spec(fmt), int(np.prod(shape)), out.dtype)
+    qarray = QArray(codes.reshape(-1), *_scale_parameters(scale, zero_point), Spec(fmt), int(np.prod(shape)), out.dtype)
     add_to = out.reshape(-1) if reduce_op is ReduceOp.ADD else None
     out[...] = np.asarray(_dequantize(qarray, add_to=add_to)).reshape(shape)
     return out
 
 
-def _format(quant_dtype: str) -> ScaledFormat:
+def _code_format(quant_dtype: str) -> ScaledFormat:
     name = quant_dtype if isinstance(quant_dtype, str) else np.dtype(quant_dtype).name
-    element = IntegerFormat(int(check_choice("quant_dtype", name, _CODES).removeprefix("uint")), signed=False)
+    element = IntegerFormat(int(check_choice("quant_dtype", name, _CODE_DTYPES).removeprefix("uint")), signed=False)
     return ScaledFormat(element, zero_point="integer")
 
 
-def _float(name: str, dtype: Any) -> np.dtype:
+def _float_dtype(name: str, dtype: Any) -> np.dtype:
     numpy_dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    check_choice(name, numpy_dtype.name, _FLOATS)
+    check_choice(name, numpy_dtype.name, _FLOAT_NAMES)
     return numpy_dtype
 
 
-def _vector(name: str, array: np.ndarray) -> np.ndarray:
+def _as_vector(name: str, array: np.ndarray) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name}={array!r} must be a NumPy array")
-    _float(f"{name}.dtype", array.dtype)
+    _float_dtype(f"{name}.dtype", array.dtype)
     return np.ascontiguousarray(as_numpy(name, array)).reshape(-1)
 
 
-def _parameters(scale: float, zero_point: int) -> tuple[np.ndarray, np.ndarray]:
+def _scale_parameters(scale: float, zero_point: int) -> tuple[np.ndarray, np.ndarray]:
     if not (np.isfinite(scale) and scale > 0):
         raise ValueError(f"scale={scale!r} must be a positive number")
     return np.array([scale], np.float32), np.array([check_int("zero_point", zero_point, 0, 255)], np.int32)

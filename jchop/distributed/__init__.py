@@ -2,10 +2,10 @@
 
 from jchop.distributed._algorithms import Hierarchical, hierarchical
 from jchop.distributed._collectives import all_gather, all_to_all, ppermute, psum, psum_scatter
+from jchop.distributed._diloco import DilocoState, diloco
 from jchop.distributed._feedback import FeedbackState, psum_with_feedback
-from jchop.distributed._outer import DilocoState, diloco
-from jchop.distributed._sharded import sharded_psum
-from jchop.distributed._shared import quantize_parts
+from jchop.distributed._quantize_parts import quantize_parts
+from jchop.distributed._sharded_psum import sharded_psum
 from jchop.distributed._unshard import unshard
 
 __all__ = [

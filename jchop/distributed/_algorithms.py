@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jchop.distributed._axes import Axes
+from jchop.distributed._axes import RankAxes
 
 #: Every rank sends its piece of each other rank's sum once, in codes; the sums are quantized once more.
 TWO_SHOT = "two_shot"
@@ -57,7 +57,7 @@ def hierarchical(inner: Any, outer: Any) -> Hierarchical:
     return Hierarchical(inner, outer)
 
 
-def stages_of(algorithm: Any, axes: Axes) -> tuple[Axes, ...] | None:
+def stages_of(algorithm: Any, axes: RankAxes) -> tuple[RankAxes, ...] | None:
     """The axes of each exchange of a sum; None for the ring.
 
     Raises:
@@ -70,7 +70,7 @@ def stages_of(algorithm: Any, axes: Axes) -> tuple[Axes, ...] | None:
                 f"axis_name=({algorithm.outer!r}, {algorithm.inner!r})"
             )
         sizes = dict(zip(axes.names, axes.sizes, strict=True))
-        return tuple(Axes((name,), (sizes[name],)) for name in (algorithm.inner, algorithm.outer))
+        return tuple(RankAxes((name,), (sizes[name],)) for name in (algorithm.inner, algorithm.outer))
     if algorithm == TWO_SHOT:
         return (axes,)
     if algorithm == RING:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._bits import varying
+from jchop._common.bit_ops import varying_axes
 
 Array = jax.Array
 #: The name of a mesh axis, or several names, of which the last varies fastest between ranks.
@@ -17,7 +17,7 @@ AxisName = Any
 
 
 @dataclass(frozen=True)
-class Axes:
+class RankAxes:
     """Mesh axes that a collective runs over.
 
     Args:
@@ -47,7 +47,7 @@ class Axes:
         return lax.axis_index(self.name)
 
 
-def as_axes(axis_name: AxisName) -> Axes:
+def as_rank_axes(axis_name: AxisName) -> RankAxes:
     """The axes of a name or of several names.
 
     Raises:
@@ -67,17 +67,17 @@ def as_axes(axis_name: AxisName) -> Axes:
                 f"axis_name={axis_name!r}: {name!r} is not an axis here; axes of the mesh: {mesh_text}. Call it inside "
                 "jax.shard_map over the axis, or use jchop.distributed.sharded_psum"
             ) from None
-    return Axes(names, tuple(sizes))
+    return RankAxes(names, tuple(sizes))
 
 
-def _is_taken_apart(axes: Axes) -> bool:
+def _needs_single_axes(axes: RankAxes) -> bool:
     """Whether some of several axes are those of `jax.vmap`, whose collectives take one axis at a time."""
     return len(axes.names) > 1 and not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
-def all_gather(x: Array, axes: Axes, axis: int = 0, *, tiled: bool = False, to: str = "varying") -> Array:
+def all_gather_over(x: Array, axes: RankAxes, axis: int = 0, *, tiled: bool = False, to: str = "varying") -> Array:
     """`jax.lax.all_gather` over all axes."""
-    if not _is_taken_apart(axes):
+    if not _needs_single_axes(axes):
         return lax.all_gather(x, axes.name, axis=axis, tiled=tiled, to=to)
     x = x if tiled else lax.expand_dims(x, [axis])
     for name in reversed(axes.names):
@@ -85,31 +85,31 @@ def all_gather(x: Array, axes: Axes, axis: int = 0, *, tiled: bool = False, to: 
     return x
 
 
-def psum_scatter(x: Array, axes: Axes, axis: int, tiled: bool) -> Array:
+def psum_scatter_over(x: Array, axes: RankAxes, axis: int, tiled: bool) -> Array:
     """`jax.lax.psum_scatter` over all axes."""
-    if not _is_taken_apart(axes):
+    if not _needs_single_axes(axes):
         return lax.psum_scatter(x, axes.name, scatter_dimension=axis, tiled=tiled)
     for name in axes.names:
         x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
     return x if tiled else lax.squeeze(x, [axis])
 
 
-def ppermute(x: Array, axes: Axes, perm: tuple[tuple[int, int], ...]) -> Array:
+def ppermute_over(x: Array, axes: RankAxes, perm: tuple[tuple[int, int], ...]) -> Array:
     """`jax.lax.ppermute` over all axes. In `jax.vmap` it takes one axis, and pairs with every rank."""
     in_vmap = not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
     if not in_vmap or (len(axes.names) == 1 and len(perm) == axes.size):
         return lax.ppermute(x, axes.name, perm)
     sources = {target: source for source, target in perm}
     of_rank = jnp.asarray([sources.get(rank, axes.size) for rank in range(axes.size)])[axes.rank]
-    return all_gather(x, axes).at[of_rank].get(mode="fill", fill_value=0)
+    return all_gather_over(x, axes).at[of_rank].get(mode="fill", fill_value=0)
 
 
-def axes_are_tracked(axes: Axes) -> bool:
+def types_track_axes(axes: RankAxes) -> bool:
     """Whether types say along which axes a value differs: inside `jax.shard_map` unless ``check_vma=False``."""
-    return set(axes.names) <= set(varying(axes.rank))
+    return set(axes.names) <= set(varying_axes(axes.rank))
 
 
-def vary(x: Array, axes: Axes) -> Array:
+def vary_over(x: Array, axes: RankAxes) -> Array:
     """`x`, with a type that differs between the ranks of `axes`."""
-    missing = tuple(name for name in axes.names if name not in varying(x))
-    return lax.pcast(x, missing, to="varying") if missing and axes_are_tracked(axes) else x
+    missing = tuple(name for name in axes.names if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing and types_track_axes(axes) else x

@@ -8,23 +8,30 @@ from typing import Any
 
 import jax
 
-from jchop._arguments import checked_key
-from jchop._bits import varying
-from jchop._checks import check_bool, check_int
-from jchop._settings import own_settings
-from jchop.accumulation import MatmulSpec
+from jchop._common.bit_ops import varying_axes
+from jchop._common.checks import check_bool, check_int
+from jchop._common.settings import jax_default_settings
+from jchop._round.arguments import rounding_key
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec, as_spec
 from jchop.distributed._algorithms import TWO_SHOT, Algorithm, stages_of
-from jchop.distributed._axes import AxisName, as_axes, vary
-from jchop.distributed._messages import as_accumulate
-from jchop.distributed._moves import exchanged, gathered, move_linearly, permuted, scattered, sum_everywhere
-from jchop.distributed._pieces import check_whole_groups, is_flat
+from jchop.distributed._axes import AxisName, as_rank_axes, vary_over
+from jchop.distributed._buckets import map_buckets, map_leaves
+from jchop.distributed._differentiable import (
+    exchange_pieces,
+    gather_pieces,
+    move_linearly,
+    permute_array,
+    scatter_piece,
+    sum_everywhere,
+)
+from jchop.distributed._messages import sum_arithmetic
+from jchop.distributed._pieces import check_whole_groups, quantizes_vectors
 from jchop.distributed._reduce import Wire
-from jchop.distributed._trees import each, in_buckets
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
-_Spec = Spec | ElementFormat | ScaledFormat | str
+_WireSpec = Spec | ElementFormat | ScaledFormat | str
 _Accumulate = MatmulSpec | Spec | ElementFormat | str | None
 
 #: Leaves with fewer elements share messages.
@@ -34,7 +41,7 @@ BUCKET = 1 << 16
 def psum(
     x: Any,
     axis_name: AxisName,
-    spec: _Spec,
+    spec: _WireSpec,
     key: Array | None = None,
     *,
     algorithm: Algorithm = TWO_SHOT,
@@ -89,17 +96,20 @@ def psum(
         [1.0, 0.0, 0.0, 127.0]
     """
     check_int("bucket", bucket, 0)
-    wire, key = checked(axis_name, spec, key, algorithm, accumulate, x)
-    with own_settings():
-        return in_buckets(
-            x, key, lambda v, k: sum_everywhere(wire, vary(v, wire.axes), k), bucket if is_flat(wire.spec) else None
+    wire, key = check_collective(axis_name, spec, key, algorithm, accumulate, x)
+    with jax_default_settings():
+        return map_buckets(
+            x,
+            key,
+            lambda v, k: sum_everywhere(wire, vary_over(v, wire.axes), k),
+            bucket if quantizes_vectors(wire.spec) else None,
         )
 
 
 def psum_scatter(
     x: Any,
     axis_name: AxisName,
-    spec: _Spec,
+    spec: _WireSpec,
     key: Array | None = None,
     *,
     scatter_dimension: int = 0,
@@ -137,22 +147,26 @@ def psum_scatter(
         >>> jax.vmap(lambda x: jc.distributed.psum_scatter(x, "i", "bfloat16", tiled=True), axis_name="i")(x).tolist()
         [[2.0, 3.0], [5.0, 9.0]]
     """
-    wire, key = checked(axis_name, spec, key, algorithm, accumulate, x)
+    wire, key = check_collective(axis_name, spec, key, algorithm, accumulate, x)
     check_bool("tiled", tiled)
 
     def scatter_leaf(v: Array, k: Array | None) -> Array:
-        axis = _axis("scatter_dimension", scatter_dimension, v.ndim)
-        part = _check_parts(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
+        axis = _collective_axis("scatter_dimension", scatter_dimension, v.ndim)
+        part = _check_piece_shape(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
         return move_linearly(
-            partial(scattered, axis, tiled, part), partial(gathered, axis, tiled), wire, vary(v, wire.axes), k
+            partial(scatter_piece, axis, tiled, part),
+            partial(gather_pieces, axis, tiled),
+            wire,
+            vary_over(v, wire.axes),
+            k,
         )
 
-    with own_settings():
-        return each(x, key, scatter_leaf)
+    with jax_default_settings():
+        return map_leaves(x, key, scatter_leaf)
 
 
 def all_gather(
-    x: Any, axis_name: AxisName, spec: _Spec, key: Array | None = None, *, axis: int = 0, tiled: bool = False
+    x: Any, axis_name: AxisName, spec: _WireSpec, key: Array | None = None, *, axis: int = 0, tiled: bool = False
 ) -> Any:
     """The arrays of all ranks, joined on every rank, with codes on the wire.
 
@@ -182,24 +196,24 @@ def all_gather(
         >>> jax.vmap(lambda x: jc.distributed.all_gather(x, "i", "e4m3", tiled=True), axis_name="i")(x)[0].tolist()
         [1.0, 2.25, 4.0, 8.0]
     """
-    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = check_collective(axis_name, spec, key, TWO_SHOT, None, x)
     check_bool("tiled", tiled)
 
     def gather_leaf(v: Array, k: Array | None) -> Array:
-        at = _axis("axis", axis, v.ndim + (not tiled))
+        at = _collective_axis("axis", axis, v.ndim + (not tiled))
         if tiled:
             check_whole_groups(wire.spec, v.shape, at, wire.axes.size, f"axis={axis}")
-        back = partial(scattered, at, tiled, v.shape)
-        return move_linearly(partial(gathered, at, tiled), back, wire, vary(v, wire.axes), k)
+        back = partial(scatter_piece, at, tiled, v.shape)
+        return move_linearly(partial(gather_pieces, at, tiled), back, wire, vary_over(v, wire.axes), k)
 
-    with own_settings():
-        return each(x, key, gather_leaf)
+    with jax_default_settings():
+        return map_leaves(x, key, gather_leaf)
 
 
 def all_to_all(
     x: Any,
     axis_name: AxisName,
-    spec: _Spec,
+    spec: _WireSpec,
     key: Array | None = None,
     *,
     split_axis: int = 0,
@@ -233,21 +247,24 @@ def all_to_all(
         >>> jax.vmap(lambda x: jc.distributed.all_to_all(x, "i", "e4m3"), axis_name="i")(x).tolist()
         [[1.0, 4.0], [2.25, 8.0]]
     """
-    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = check_collective(axis_name, spec, key, TWO_SHOT, None, x)
     check_bool("tiled", tiled)
 
     def exchange_leaf(v: Array, k: Array | None) -> Array:
-        split, concat = _axis("split_axis", split_axis, v.ndim), _axis("concat_axis", concat_axis, v.ndim)
-        _check_parts(wire, v.shape, split, tiled, f"split_axis={split_axis}")
-        forward, back = partial(exchanged, split, concat, tiled), partial(exchanged, concat, split, tiled)
-        return move_linearly(forward, back, wire, vary(v, wire.axes), k)
+        split, concat = (
+            _collective_axis("split_axis", split_axis, v.ndim),
+            _collective_axis("concat_axis", concat_axis, v.ndim),
+        )
+        _check_piece_shape(wire, v.shape, split, tiled, f"split_axis={split_axis}")
+        forward, back = partial(exchange_pieces, split, concat, tiled), partial(exchange_pieces, concat, split, tiled)
+        return move_linearly(forward, back, wire, vary_over(v, wire.axes), k)
 
-    with own_settings():
-        return each(x, key, exchange_leaf)
+    with jax_default_settings():
+        return map_leaves(x, key, exchange_leaf)
 
 
 def ppermute(
-    x: Any, axis_name: AxisName, spec: _Spec, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
+    x: Any, axis_name: AxisName, spec: _WireSpec, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
 ) -> Any:
     """The array of another rank, with codes on the wire; zeros on a rank that none sends to.
 
@@ -274,22 +291,24 @@ def ppermute(
         >>> jax.vmap(shift, axis_name="i")(x).tolist()
         [8.0, 1.0, 2.0]
     """
-    wire, key = checked(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = check_collective(axis_name, spec, key, TWO_SHOT, None, x)
     pairs = _check_perm(perm, wire.axes.size)
     back = tuple((target, source) for source, target in pairs)
 
     def permute_leaf(v: Array, k: Array | None) -> Array:
-        return move_linearly(partial(permuted, pairs), partial(permuted, back), wire, vary(v, wire.axes), k)
+        return move_linearly(
+            partial(permute_array, pairs), partial(permute_array, back), wire, vary_over(v, wire.axes), k
+        )
 
-    with own_settings():
-        return each(x, key, permute_leaf)
+    with jax_default_settings():
+        return map_leaves(x, key, permute_leaf)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def checked(
-    axis_name: AxisName, spec: _Spec, key: Any, algorithm: Algorithm, accumulate: _Accumulate, x: Any
+def check_collective(
+    axis_name: AxisName, spec: _WireSpec, key: Any, algorithm: Algorithm, accumulate: _Accumulate, x: Any
 ) -> tuple[Wire, Array | None]:
     """The static arguments of a collective, and its key if something draws."""
     spec = as_spec(spec, scaled=True)
@@ -298,28 +317,28 @@ def checked(
                          "straight-through, or a spec")  # fmt: skip
     if spec.scaled is not None and spec.scaled.sparse is not None:
         raise ValueError(f"spec={str(spec)!r} drops numbers, and messages hold codes of all; leave sparse out")
-    axes = as_axes(axis_name)
+    axes = as_rank_axes(axis_name)
     stages_of(algorithm, axes)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")}
-    sums = as_accumulate(accumulate, dtypes)
+    sums = sum_arithmetic(accumulate, dtypes)
     backward = spec.gradient.round
     drawing = next((s for s in (spec, backward) if s is not None and s.rounding.stochastic), None)
     if drawing is None and sums is not None and sums.stochastic:
         drawing = sums  # type: ignore[assignment]
-    key = checked_key(key, drawing is not None, drawing)
-    if key is not None and (moving := set(axes.names) & set(varying(key))):
+    key = rounding_key(key, drawing is not None, drawing)
+    if key is not None and (moving := set(axes.names) & set(varying_axes(key))):
         raise ValueError(f"key differs along {sorted(map(str, moving))}; pass the same key on every rank: the number "
                          "of the rank is folded in")  # fmt: skip
     return Wire(axes, spec, algorithm, sums), key
 
 
-def _axis(name: str, axis: int, ndim: int) -> int:
+def _collective_axis(name: str, axis: int, ndim: int) -> int:
     if ndim == 0:
         raise ValueError(f"{name}={axis!r}: x has no axes")
     return check_int(name, axis, -ndim, ndim - 1) % ndim
 
 
-def _check_parts(wire: Wire, shape: tuple[int, ...], axis: int, tiled: bool, name: str) -> tuple[int, ...]:
+def _check_piece_shape(wire: Wire, shape: tuple[int, ...], axis: int, tiled: bool, name: str) -> tuple[int, ...]:
     """The shape of a piece along an axis, of which each rank must get the same."""
     count = wire.axes.size
     if shape[axis] % count if tiled else shape[axis] != count:

@@ -9,20 +9,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._arguments import checked_key
-from jchop._checks import check_int
-from jchop._core.arithmetic.operations import operation_carrier
-from jchop._settings import own_settings, split
-from jchop.accumulation import MatmulSpec
+from jchop._common.checks import check_int
+from jchop._common.settings import jax_default_settings, split_prng_key
+from jchop._core.matmul.operations import operation_carrier
+from jchop._round.arguments import rounding_key
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec, as_spec
 from jchop.distributed._algorithms import TWO_SHOT
-from jchop.distributed._axes import Axes, AxisName, vary
-from jchop.distributed._collectives import BUCKET, checked
-from jchop.distributed._messages import Phase, encode, fold, move, numbers, sum_in_order
-from jchop.distributed._pieces import Cut, is_flat, plan_cut
-from jchop.distributed._reduce import Wire, encode_total, gather_codes
-from jchop.distributed._trees import in_buckets
+from jchop.distributed._axes import AxisName, RankAxes, vary_over
+from jchop.distributed._buckets import map_buckets
+from jchop.distributed._collectives import BUCKET, check_collective
+from jchop.distributed._messages import (
+    Phase,
+    decode_messages,
+    encode_messages,
+    fold_in_numbers,
+    move_leaves,
+    sum_in_rank_order,
+)
+from jchop.distributed._pieces import PieceCut, plan_piece_cut, quantizes_vectors
+from jchop.distributed._reduce import Wire, encode_piece, gather_codes
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
 
@@ -92,10 +99,10 @@ def psum_with_feedback(
     """
     spec = as_spec(spec, scaled=True)
     check_int("bucket", bucket, 0)
-    size = bucket if is_flat(spec) else None
+    size = bucket if quantizes_vectors(spec) else None
 
     def wire_and_key(x: Any, key: Array | None) -> tuple[Wire, Array | None]:
-        return checked(axis_name, spec, key, TWO_SHOT, accumulate, x)
+        return check_collective(axis_name, spec, key, TWO_SHOT, accumulate, x)
 
     def init(params: Any) -> FeedbackState:
         wire, start = wire_and_key(params, key)
@@ -103,13 +110,13 @@ def psum_with_feedback(
         sum_errors: list[Array] = []
 
         def zeros(v: Array, _: Array | None) -> Array:
-            pieces = _cut(v, wire).pieces(v)
-            send_errors.append(vary(jnp.zeros(pieces.shape, operation_carrier(v.dtype).name), wire.axes))
-            sum_errors.append(vary(jnp.zeros(pieces.shape[1:], operation_carrier(v.dtype).name), wire.axes))
+            pieces = _feedback_cut(v, wire).pieces(v)
+            send_errors.append(vary_over(jnp.zeros(pieces.shape, operation_carrier(v.dtype).name), wire.axes))
+            sum_errors.append(vary_over(jnp.zeros(pieces.shape[1:], operation_carrier(v.dtype).name), wire.axes))
             return v
 
-        with own_settings():
-            in_buckets(params, None, zeros, size)
+        with jax_default_settings():
+            map_buckets(params, None, zeros, size)
         return FeedbackState(tuple(send_errors), tuple(sum_errors), start)
 
     def update(updates: Any, state: FeedbackState, params: Any = None, **extra: Any) -> tuple[Any, FeedbackState]:
@@ -119,43 +126,47 @@ def psum_with_feedback(
         new_errors: list[tuple[Array, Array]] = []
 
         def step(v: Array, k: Array | None) -> Array:
-            result, *new = _step(wire, v, k, *next(errors))
+            result, *new = _feedback_step(wire, v, k, *next(errors))
             new_errors.append((new[0], new[1]))
             return result
 
-        with own_settings():
-            following, own = (None, None) if step_key is None else split(step_key)
-            results = in_buckets(updates, own, step, size)
+        with jax_default_settings():
+            following, own = (None, None) if step_key is None else split_prng_key(step_key)
+            results = map_buckets(updates, own, step, size)
             send_errors, sum_errors = zip(*new_errors, strict=True) if new_errors else ((), ())
             new, old = (send_errors, sum_errors), (state.sent, state.total)
-            sound = _all_finite(wire.axes, new)
+            sound = _all_ranks_finite(wire.axes, new)
             send_errors, sum_errors = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, old)
             results = jax.tree.map(lambda y: jnp.where(sound, y, jnp.nan) if jnp.size(y) else y, results)
         return results, FeedbackState(send_errors, sum_errors, following)
 
-    checked_key(key, spec.rounding.stochastic, spec)
+    rounding_key(key, spec.rounding.stochastic, spec)
     return Transformation(init, update)
 
 
-def _all_finite(axes: Axes, errors: Any) -> Array:
+def _all_ranks_finite(axes: RankAxes, errors: Any) -> Array:
     """Whether all new errors are finite on every rank: those of numbers that are not, or of sums, are not."""
     finite = [jnp.isfinite(error).all() for error in jax.tree.leaves(errors)]
     return lax.pmin(jnp.stack(finite).all().astype(jnp.int32), axes.name) > 0 if finite else jnp.asarray(True)
 
 
-def _cut(v: Array, wire: Wire) -> Cut:
-    return plan_cut(v.shape, wire.spec, wire.axes.size)
+def _feedback_cut(v: Array, wire: Wire) -> PieceCut:
+    return plan_piece_cut(v.shape, wire.spec, wire.axes.size)
 
 
-def _step(wire: Wire, v: Array, key: Array | None, send_error: Array, sum_error: Array) -> tuple[Array, Array, Array]:
+def _feedback_step(
+    wire: Wire, v: Array, key: Array | None, send_error: Array, sum_error: Array
+) -> tuple[Array, Array, Array]:
     """The sum over ranks, and the new errors of the pieces sent and of the sum owned."""
-    axes, cut = wire.axes, _cut(v, wire)
-    pieces = cut.pieces(vary(v, axes)).astype(send_error.dtype) + send_error
-    q = encode(pieces, wire.spec, fold(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size))
-    error = pieces - numbers(q, pieces.dtype)
-    messages = numbers(move(q, lambda leaf: lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)), pieces.dtype)
-    sum_key = fold(key, Phase.SUM, 0, axes.rank)
-    piece_sum = sum_in_order(messages[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
-    q = encode_total(wire, piece_sum, key)
-    own = piece_sum - numbers(q, piece_sum.dtype)
-    return cut.join(numbers(gather_codes(wire, q, to="invarying"), v.dtype)), error, own
+    axes, cut = wire.axes, _feedback_cut(v, wire)
+    pieces = cut.pieces(vary_over(v, axes)).astype(send_error.dtype) + send_error
+    q = encode_messages(pieces, wire.spec, fold_in_numbers(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size))
+    error = pieces - decode_messages(q, pieces.dtype)
+    messages = decode_messages(
+        move_leaves(q, lambda leaf: lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)), pieces.dtype
+    )
+    sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)
+    piece_sum = sum_in_rank_order(messages[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
+    q = encode_piece(wire, piece_sum, key)
+    own = piece_sum - decode_messages(q, piece_sum.dtype)
+    return cut.join(decode_messages(gather_codes(wire, q, to="invarying"), v.dtype)), error, own

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._core.arithmetic.operations import check_matmul, draws, operation_carrier
-from jchop._core.arithmetic.sums import sum_along
+from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws
+from jchop._core.matmul.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products.matmul import matmul_op
 from jchop._round.round_to_format import round_to_format
-from jchop.accumulation import MatmulSpec
-from jchop.spec import Spec
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
 from jchop.storage import QArray, dequantize, quantize
 
 Array = jax.Array
-_MOST_NUMBERS = 1 << 32
+_MAX_MESSAGE_DRAWS = 1 << 32
 
 
 class Phase(enum.IntEnum):
@@ -33,7 +33,7 @@ class Phase(enum.IntEnum):
     BACKWARD = 3
 
 
-def fold(key: Array | None, *numbers: Any) -> Array | None:
+def fold_in_numbers(key: Array | None, *numbers: Any) -> Array | None:
     """The key with numbers folded in, one after the other."""
     for number in numbers:
         key = None if key is None else jax.random.fold_in(key, number)
@@ -43,7 +43,7 @@ def fold(key: Array | None, *numbers: Any) -> Array | None:
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-def encode(messages: Array, spec: Spec, key: Array | None, places: Any) -> QArray:
+def encode_messages(messages: Array, spec: Spec, key: Array | None, places: Any) -> QArray:
     """Each of the arrays along the first axis, quantized by itself.
 
     Element j of the message with place p draws the word at index ``p size + j``.
@@ -54,7 +54,7 @@ def encode(messages: Array, spec: Spec, key: Array | None, places: Any) -> QArra
         key: the key, if `spec` draws.
         places: k integers: the number of each message among all messages of the collective.
     """
-    if not draws(spec):
+    if not spec_draws(spec):
         return jax.vmap(lambda message: quantize(message, spec))(messages)
     size = math.prod(messages.shape[1:])
     starts = jnp.asarray(places, jnp.uint32) * jnp.uint32(size)
@@ -63,27 +63,27 @@ def encode(messages: Array, spec: Spec, key: Array | None, places: Any) -> QArra
 
 def check_places(spec: Spec, count: int, size: int) -> None:
     """Refuses random words beyond index 2^32, for which starts would need 64 bits."""
-    if draws(spec) and count * size >= _MOST_NUMBERS:
+    if spec_draws(spec) and count * size >= _MAX_MESSAGE_DRAWS:
         raise ValueError(f"x has {count * size} numbers on the wire, and a stochastic spec draws for fewer than 2^32; "
                          "pass a part of x at a time")  # fmt: skip
 
 
-def move(q: Any, function: Callable[[Array], Array]) -> Any:
+def move_leaves(q: Any, function: Callable[[Array], Array]) -> Any:
     """The leaves of a QArray, or of another tree, each moved in the same way.
 
     Short floats move as integers of the same bits: XLA's CPU backend would move them as float32.
     """
-    return jax.tree.map(lambda leaf: _as_bits(leaf, function), q)
+    return jax.tree.map(lambda leaf: _move_as_bits(leaf, function), q)
 
 
-def _as_bits(leaf: Array, function: Callable[[Array], Array]) -> Array:
+def _move_as_bits(leaf: Array, function: Callable[[Array], Array]) -> Array:
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 2:
         return function(leaf)
     bits = lax.bitcast_convert_type(leaf, jnp.dtype(f"u{leaf.dtype.itemsize}"))
     return lax.bitcast_convert_type(function(bits), leaf.dtype)
 
 
-def numbers(q: QArray, dtype: Any) -> Array:
+def decode_messages(q: QArray, dtype: Any) -> Array:
     """The numbers of messages that arrived. The barrier keeps products with scales out of the sums that follow."""
     return lax.optimization_barrier(dequantize(q, dtype))
 
@@ -91,7 +91,7 @@ def numbers(q: QArray, dtype: Any) -> Array:
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-def as_accumulate(value: Any, dtypes: Any) -> MatmulSpec | None:
+def sum_arithmetic(value: Any, dtypes: Any) -> MatmulSpec | None:
     """The arithmetic of sums over ranks: None for the carrier.
 
     Raises:
@@ -107,7 +107,7 @@ def as_accumulate(value: Any, dtypes: Any) -> MatmulSpec | None:
     return spec
 
 
-def sum_in_order(messages: Array, accumulate: MatmulSpec | None, key: Array | None, places: Array) -> Array:
+def sum_in_rank_order(messages: Array, accumulate: MatmulSpec | None, key: Array | None, places: Array) -> Array:
     """The sum over the first axis, rank 0 first.
 
     Args:
@@ -120,10 +120,10 @@ def sum_in_order(messages: Array, accumulate: MatmulSpec | None, key: Array | No
         return lax.scan(lambda c, x: (c + x, None), messages[0], messages[1:])[0]
 
     def sum_rows(rows: Array, place: Array) -> Array:
-        own = fold(key, place)
+        own = fold_in_numbers(key, place)
         if accumulate.operands is not None:
-            rows = round_to_format(rows, accumulate.operands, fold(own, 0))
-        sum_key = fold(own, 1) if draws(accumulate.accumulate) else None
+            rows = round_to_format(rows, accumulate.operands, fold_in_numbers(own, 0))
+        sum_key = fold_in_numbers(own, 1) if spec_draws(accumulate.accumulate) else None
         seeds = None if sum_key is None else jnp.stack([*seed_words(sum_key)] * 2)
         return sum_along(rows, 0, accumulate, seeds, matmul=matmul_op)
 

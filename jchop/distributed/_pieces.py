@@ -10,14 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-from jchop.spec import Spec
-from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of
+from jchop.storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    axis_groupings,
+)
 
 Array = jax.Array
 
 
-def is_flat(spec: Spec) -> bool:
+def quantizes_vectors(spec: Spec) -> bool:
     """Whether a spec quantizes vectors: each number by itself, in blocks of the last axis, or all under one scale."""
     fmt = spec.scaled
     if fmt is None:
@@ -29,7 +34,7 @@ def is_flat(spec: Spec) -> bool:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PieceCut:
     """The cut of arrays into one piece for each rank.
 
     Args:
@@ -59,7 +64,7 @@ class Cut:
         return jax.lax.slice_in_dim(whole, 0, self.shape[self.axis], axis=self.axis)
 
 
-def plan_cut(shape: Sequence[int], spec: Spec, count: int) -> Cut:
+def plan_piece_cut(shape: Sequence[int], spec: Spec, count: int) -> PieceCut:
     """The cut of an array between groups.
 
     A piece of a vector holds whole groups, if it holds more than one. Another array is cut between groups, along the
@@ -69,19 +74,21 @@ def plan_cut(shape: Sequence[int], spec: Spec, count: int) -> Cut:
         ValueError: for a format that has an axis that the array lacks, or groups that span every axis.
     """
     shape = tuple(shape)
-    kinds = (OWN,) * len(shape) if spec.scaled is None else kinds_of(spec.scaled, len(shape))
-    if is_flat(spec):
+    kinds = (OWN_SCALE,) * len(shape) if spec.scaled is None else axis_groupings(spec.scaled, len(shape))
+    if quantizes_vectors(spec):
         axis = len(shape) - 1
-        return Cut(count, shape, axis, _length(shape[axis], kinds[axis], count))
-    lengths = {axis: _length(n, kinds[axis], count, 0) for axis, n in enumerate(shape) if kinds[axis] != WHOLE}
+        return PieceCut(count, shape, axis, _piece_length(shape[axis], kinds[axis], count))
+    lengths = {
+        axis: _piece_length(n, kinds[axis], count, 0) for axis, n in enumerate(shape) if kinds[axis] != WHOLE_AXIS
+    }
     if not lengths:
         raise ValueError(f"spec={str(spec)!r} has groups that span every axis of x, of shape {shape}, so it cannot be "
                          "cut into pieces; use a format whose groups are blocks or all numbers")  # fmt: skip
     axis = min(lengths, key=lambda axis: lengths[axis] * count / max(shape[axis], 1))
-    return Cut(count, shape, axis, lengths[axis])
+    return PieceCut(count, shape, axis, lengths[axis])
 
 
-def _length(n: int, kind: Kind, count: int, most_cut: int = 1) -> int:
+def _piece_length(n: int, kind: AxisGrouping, count: int, most_cut: int = 1) -> int:
     """The least length of `count` equal pieces of an axis of length n, of whole groups if of more than `most_cut`."""
     length = -(-n // count)
     return -(-length // kind) * kind if isinstance(kind, int) and length > kind * most_cut else length
@@ -103,7 +110,7 @@ def check_whole_groups(spec: Spec, shape: Sequence[int], axis: int, count: int, 
     unit = 1
     while formats:
         fmt = formats.pop()
-        kind = kinds_of(fmt, len(shape))[axis]
+        kind = axis_groupings(fmt, len(shape))[axis]
         unit *= kind if isinstance(kind, int) else 1
         formats += [fmt.scale] if isinstance(fmt.scale, ScaledFormat) else []
     if shape[axis] % unit:

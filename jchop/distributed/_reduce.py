@@ -9,12 +9,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._core.arithmetic.operations import operation_carrier
-from jchop.accumulation import MatmulSpec
+from jchop._core.matmul.operations import operation_carrier
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
 from jchop.distributed._algorithms import Algorithm, stages_of
-from jchop.distributed._axes import Axes, all_gather, axes_are_tracked, ppermute
-from jchop.distributed._messages import Phase, check_places, encode, fold, move, numbers, sum_in_order
-from jchop.spec import Spec
+from jchop.distributed._axes import (
+    RankAxes,
+    all_gather_over,
+    ppermute_over,
+    types_track_axes,
+)
+from jchop.distributed._messages import (
+    Phase,
+    check_places,
+    decode_messages,
+    encode_messages,
+    fold_in_numbers,
+    move_leaves,
+    sum_in_rank_order,
+)
 from jchop.storage import QArray
 
 Array = jax.Array
@@ -31,7 +44,7 @@ class Wire:
         accumulate: the arithmetic of sums; None for the carrier.
     """
 
-    axes: Axes
+    axes: RankAxes
     spec: Spec
     algorithm: Algorithm
     accumulate: MatmulSpec | None
@@ -47,16 +60,16 @@ def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
     """
     check_places(wire.spec, pieces.shape[0], pieces[0].size)
     stages = stages_of(wire.algorithm, wire.axes)
-    return _ring(wire, pieces, key) if stages is None else _exchange(wire, stages, pieces, key)
+    return _ring_sum(wire, pieces, key) if stages is None else _exchange_and_sum(wire, stages, pieces, key)
 
 
-def _exchange(wire: Wire, stages: tuple[Axes, ...], pieces: Array, key: Array | None) -> Array:
+def _exchange_and_sum(wire: Wire, stages: tuple[RankAxes, ...], pieces: Array, key: Array | None) -> Array:
     """Exchanges of codes along one stage after the other, each followed by a sum of what arrived."""
     axes, shape = wire.axes, pieces.shape[1:]
     wide = operation_carrier(pieces.dtype).name
     # One axis of pieces for each stage that is left, in the order of the mesh axes.
     remaining_axes = (
-        [axes] if len(stages) == 1 else [Axes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
+        [axes] if len(stages) == 1 else [RankAxes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
     )
     places = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in remaining_axes])
     values = pieces.reshape(*places.shape, *shape)
@@ -65,16 +78,21 @@ def _exchange(wire: Wire, stages: tuple[Axes, ...], pieces: Array, key: Array | 
         remaining_axes.pop(at)
         values, places = jnp.moveaxis(values, at, 0), jnp.moveaxis(places, at, 0)
         rest = places.shape[1:]
-        q = encode(values.reshape(-1, *shape), wire.spec, fold(key, Phase.SEND, number, axes.rank), places.reshape(-1))
-        q = move(q, lambda leaf, name=stage.name: lax.all_to_all(leaf, name, 0, 0, tiled=True))
-        messages = numbers(q, wide).reshape(stage.size, -1, *shape)
+        q = encode_messages(
+            values.reshape(-1, *shape),
+            wire.spec,
+            fold_in_numbers(key, Phase.SEND, number, axes.rank),
+            places.reshape(-1),
+        )
+        q = move_leaves(q, lambda leaf, name=stage.name: lax.all_to_all(leaf, name, 0, 0, tiled=True))
+        messages = decode_messages(q, wide).reshape(stage.size, -1, *shape)
         places = lax.dynamic_index_in_dim(places, stage.rank, 0, keepdims=False)
-        sum_key = fold(key, Phase.SUM, number, axes.rank)
-        values = sum_in_order(messages, wire.accumulate, sum_key, places.reshape(-1)).reshape(*rest, *shape)
+        sum_key = fold_in_numbers(key, Phase.SUM, number, axes.rank)
+        values = sum_in_rank_order(messages, wire.accumulate, sum_key, places.reshape(-1)).reshape(*rest, *shape)
     return values
 
 
-def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
+def _ring_sum(wire: Wire, pieces: Array, key: Array | None) -> Array:
     """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p adds last."""
     axes, count = wire.axes, wire.axes.size
     wide = operation_carrier(pieces.dtype).name
@@ -85,18 +103,20 @@ def _ring(wire: Wire, pieces: Array, key: Array | None) -> Array:
 
     def hop(partial_sum: Array, step: Array) -> tuple[Array, None]:
         send_place = (axes.rank + 2 * count - step - 1) % count
-        q = encode(partial_sum[None], wire.spec, fold(key, Phase.SEND, step, axes.rank), send_place[None])
-        q = move(q, lambda leaf: ppermute(leaf, axes, following))
+        q = encode_messages(
+            partial_sum[None], wire.spec, fold_in_numbers(key, Phase.SEND, step, axes.rank), send_place[None]
+        )
+        q = move_leaves(q, lambda leaf: ppermute_over(leaf, axes, following))
         place = (axes.rank + 2 * count - step - 2) % count
-        messages = jnp.stack([numbers(q, wide)[0], own(place)])[:, None]
-        sum_key = fold(key, Phase.SUM, step, axes.rank)
-        return sum_in_order(messages, wire.accumulate, sum_key, place[None])[0], None
+        messages = jnp.stack([decode_messages(q, wide)[0], own(place)])[:, None]
+        sum_key = fold_in_numbers(key, Phase.SUM, step, axes.rank)
+        return sum_in_rank_order(messages, wire.accumulate, sum_key, place[None])[0], None
 
     first = own((axes.rank + count - 1) % count)
     return lax.scan(hop, first, jnp.arange(count - 1, dtype=jnp.int32))[0]
 
 
-def gather(wire: Wire, piece: Array, key: Array | None, dtype: Any, *, to: str) -> Array:
+def gather_numbers(wire: Wire, piece: Array, key: Array | None, dtype: Any, *, to: str) -> Array:
     """The pieces of all ranks, along a new first axis. Each rank decodes the same codes, so all get the same bits.
 
     Args:
@@ -106,47 +126,52 @@ def gather(wire: Wire, piece: Array, key: Array | None, dtype: Any, *, to: str) 
         dtype: of the result.
         to: ``"varying"`` or ``"invarying"``: the type of the result along the axes, as in `jax.lax.all_gather`.
     """
-    return numbers(gather_codes(wire, encode_total(wire, piece, key), to=to), dtype)
+    return decode_messages(gather_codes(wire, encode_piece(wire, piece, key), to=to), dtype)
 
 
-def encode_total(wire: Wire, piece: Array, key: Array | None) -> QArray:
+def encode_piece(wire: Wire, piece: Array, key: Array | None) -> QArray:
     """The codes of this rank's piece, before they are gathered."""
     check_places(wire.spec, wire.axes.size, piece.size)
-    return move(encode(piece[None], wire.spec, fold(key, Phase.GATHER), wire.axes.rank[None]), lambda leaf: leaf[0])
+    return move_leaves(
+        encode_messages(piece[None], wire.spec, fold_in_numbers(key, Phase.GATHER), wire.axes.rank[None]),
+        lambda leaf: leaf[0],
+    )
 
 
 def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:
     """The codes of all ranks, along a new first axis."""
     axes = wire.axes
     stages = stages_of(wire.algorithm, axes) or (axes,)
-    to = to if axes_are_tracked(axes) else "varying"
+    to = to if types_track_axes(axes) else "varying"
     for stage in reversed(stages):
-        q = move(q, lambda leaf, over=stage: all_gather(leaf, over, to=to))
+        q = move_leaves(q, lambda leaf, over=stage: all_gather_over(leaf, over, to=to))
     if len(stages) > 1:
-        order = [stages.index(Axes((n,), (s,))) for n, s in zip(axes.names, axes.sizes, strict=True)]
-        q = move(q, lambda leaf: _flat(leaf, order))
+        order = [stages.index(RankAxes((n,), (s,))) for n, s in zip(axes.names, axes.sizes, strict=True)]
+        q = move_leaves(q, lambda leaf: _join_stage_axes(leaf, order))
     return q
 
 
-def _flat(leaf: Array, order: list[int]) -> Array:
+def _join_stage_axes(leaf: Array, order: list[int]) -> Array:
     """Leading axes in another order, joined."""
     transposed_leaf = leaf.transpose(*order, *range(len(order), leaf.ndim))
     return transposed_leaf.reshape(-1, *leaf.shape[len(order) :])
 
 
-def exchange(wire: Wire, pieces: Array, key: Array | None) -> Array:
+def exchange_numbers(wire: Wire, pieces: Array, key: Array | None) -> Array:
     """(ranks, ...): the pieces that every rank sent to this one; piece p of `pieces` is sent to rank p."""
     check_places(wire.spec, pieces.shape[0], pieces[0].size)
-    q = encode(pieces, wire.spec, fold(key, Phase.SEND, 0, wire.axes.rank), jnp.arange(wire.axes.size))
-    q = move(q, lambda leaf: lax.all_to_all(leaf, wire.axes.name, 0, 0, tiled=True))
-    return numbers(q, pieces.dtype)
+    q = encode_messages(
+        pieces, wire.spec, fold_in_numbers(key, Phase.SEND, 0, wire.axes.rank), jnp.arange(wire.axes.size)
+    )
+    q = move_leaves(q, lambda leaf: lax.all_to_all(leaf, wire.axes.name, 0, 0, tiled=True))
+    return decode_messages(q, pieces.dtype)
 
 
-def permute(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int], ...]) -> Array:
+def permute_numbers(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int], ...]) -> Array:
     """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
     check_places(wire.spec, wire.axes.size, x.size)
-    q = encode(x[None], wire.spec, fold(key, Phase.SEND, 0), wire.axes.rank[None])
-    message = numbers(move(q, lambda leaf: ppermute(leaf, wire.axes, perm)), x.dtype)[0]
+    q = encode_messages(x[None], wire.spec, fold_in_numbers(key, Phase.SEND, 0), wire.axes.rank[None])
+    message = decode_messages(move_leaves(q, lambda leaf: ppermute_over(leaf, wire.axes, perm)), x.dtype)[0]
     targets = {target for _, target in perm}
     if len(targets) == wire.axes.size:
         return message

@@ -10,15 +10,20 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jchop._checks import check_int
+from jchop._common.checks import check_int
 from jchop._core.rounding.codes import packed_size
-from jchop._core.xla_cpu import compute_after, entry_of
-from jchop.distributed._axes import Axes, AxisName, all_gather, as_axes
-from jchop.distributed._messages import move
+from jchop._core.xla.cpu import compute_after, loop_entry
+from jchop.distributed._axes import (
+    AxisName,
+    RankAxes,
+    all_gather_over,
+    as_rank_axes,
+)
+from jchop.distributed._messages import move_leaves
 from jchop.formats import ScaledFormat
 from jchop.storage import QArray
-from jchop.storage._codes import is_packed
-from jchop.storage._layout import WHOLE, kinds_of
+from jchop.storage._axis_groupings import WHOLE_AXIS, axis_groupings
+from jchop.storage._codes import packs_codes
 from jchop.storage._sharding import group_length
 
 Array = jax.Array
@@ -72,10 +77,10 @@ def unshard(
             raise TypeError(f"after={after!r} must be an array of real numbers")
         tree = compute_after(tree, after)
     if entry is not None:
-        tree = _entry(tree, entry)
+        tree = _take_layer(tree, entry)
     if axis_name is not None:
-        axes = as_axes(axis_name)
-        return jax.tree.map(lambda leaf: _gathered(leaf, axes, axis), tree, is_leaf=_is_stored)
+        axes = as_rank_axes(axis_name)
+        return jax.tree.map(lambda leaf: _gather_leaf(leaf, axes, axis), tree, is_leaf=_is_unshard_leaf)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("axis_name=None, and there is no mesh: call it under jax.set_mesh(mesh)")
@@ -87,10 +92,10 @@ def unshard(
         leaf = lax.optimization_barrier(leaf)  # short floats are integers here, and have to be when they move
         return jax.reshard(leaf, P()) if explicit else lax.with_sharding_constraint(leaf, NamedSharding(mesh, P()))
 
-    return jax.tree.map(lambda leaf: move(leaf, whole), tree, is_leaf=_is_stored)
+    return jax.tree.map(lambda leaf: move_leaves(leaf, whole), tree, is_leaf=_is_unshard_leaf)
 
 
-def _entry(tree: Any, entry: Any) -> Any:
+def _take_layer(tree: Any, entry: Any) -> Any:
     leaves = jax.tree.leaves_with_path(tree)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
     length, *others = {shape[:1] for shape in shapes.values()} or {(1,)}
@@ -103,22 +108,22 @@ def _entry(tree: Any, entry: Any) -> Any:
         index = entry
     else:
         index = jnp.int32(check_int("entry", entry, 0, length[0] - 1))
-    return jax.tree.map(lambda leaf: entry_of(leaf, index), tree)
+    return jax.tree.map(lambda leaf: loop_entry(leaf, index), tree)
 
 
-def _is_stored(leaf: Any) -> bool:
+def _is_unshard_leaf(leaf: Any) -> bool:
     return isinstance(leaf, QArray)
 
 
-def _gathered(leaf: Any, axes: Axes, axis: int) -> Any:
+def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
     at = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
     if not isinstance(leaf, QArray):
-        return all_gather(leaf, axes, at, tiled=True)
+        return all_gather_over(leaf, axes, at, tiled=True)
     size, length, unit, fmt = leaf.length, leaf.shape[at], group_length(leaf, at), leaf.spec.scaled
     if at == leaf.ndim - 1:
         element, ranks = leaf.spec.element, axes.size
         rows, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)
-        whole_width = packed_size(length, bits) if is_packed(element) or leaf.places is not None else length
+        whole_width = packed_size(length, bits) if packs_codes(element) or leaf.places is not None else length
         if (
             rows.shape[-1] != whole_width
         ):  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
@@ -131,15 +136,15 @@ def _gathered(leaf: Any, axes: Axes, axis: int) -> Any:
         raise ValueError(f"axis={axis}: parts of length {length} cut groups of {unit} of {str(leaf.spec)!r}")
 
     def of(part: Array) -> Array:
-        return all_gather(part, axes, at, tiled=True)
+        return all_gather_over(part, axes, at, tiled=True)
 
     scale, zero_point = leaf.scale, leaf.zero_point
     formats = [] if fmt is None else [fmt, fmt.scale]
-    kinds = [kinds_of(each, leaf.ndim)[at] for each in formats if isinstance(each, ScaledFormat)]
-    if WHOLE in kinds[1:]:
+    kinds = [axis_groupings(each, leaf.ndim)[at] for each in formats if isinstance(each, ScaledFormat)]
+    if WHOLE_AXIS in kinds[1:]:
         raise ValueError(f"axis={axis}: scales of {str(leaf.spec)!r} share a scale along it; gather another axis")
-    if fmt is not None and kinds[0] != WHOLE:  # a scale of the tensor is on every device
-        scale = (move(scale[0], of), scale[1]) if fmt.scale_rule.tensor_scale else move(scale, of)
-        zero_point = move(zero_point, of)
+    if fmt is not None and kinds[0] != WHOLE_AXIS:  # a scale of the tensor is on every device
+        scale = (move_leaves(scale[0], of), scale[1]) if fmt.scale_rule.tensor_scale else move_leaves(scale, of)
+        zero_point = move_leaves(zero_point, of)
     places = None if leaf.places is None else of(leaf.places)
-    return QArray(move(leaf.qvalue, of), scale, zero_point, leaf.spec, size, leaf.dtype, places)
+    return QArray(move_leaves(leaf.qvalue, of), scale, zero_point, leaf.spec, size, leaf.dtype, places)

@@ -26,7 +26,9 @@ from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._log_takum import LogTakumFormat
-from jchop.formats._scaled import (
+from jchop.formats._tapered import HiFloat8Format, PositFormat, StringFormat, TakumFormat, TaperedFormat
+from jchop.formats.scaled.scale_rules import SCALE_RULES
+from jchop.formats.scaled.scaled import (
     SCALED_CATALOGUE,
     ScaledFormat,
     bfp,
@@ -52,8 +54,6 @@ from jchop.formats._scaled import (
     uint4,
     uint8,
 )
-from jchop.formats._tapered import HiFloat8Format, PositFormat, StringFormat, TakumFormat, TaperedFormat
-from jchop.formats.scale_rules import SCALE_RULES
 
 __all__ = [
     "ALIASES",

@@ -10,8 +10,8 @@ from typing import Self
 
 import numpy as np
 
-from jchop._checks import as_numpy
-from jchop.formats._facts import html_of
+from jchop._common.checks import as_numpy
+from jchop.formats._facts import format_html
 
 #: A value of a format: a float if binary64 holds it exactly, else a Fraction.
 Number = float | Fraction
@@ -44,7 +44,7 @@ class Dyadic(Fraction):
         return self.numerator >> zeros, zeros - (self.denominator.bit_length() - 1)
 
 
-def number(value: Fraction) -> Number:
+def exact_number(value: Fraction) -> Number:
     """`value` as a float if that is exact, else as a fraction."""
     try:
         result = float(value)
@@ -110,7 +110,7 @@ class ElementFormat(abc.ABC):
         return self.name or self.text
 
     def _repr_html_(self) -> str:
-        return html_of(self)
+        return format_html(self)
 
     def named(self, name: str) -> Self:
         """A copy that prints as `name`, which must be a name of the text grammar."""
@@ -221,7 +221,7 @@ class ElementFormat(abc.ABC):
             raise ValueError(f"codes must lie in [0, 2^{self.bits}) for {self}; got {array.min()} to {array.max()}")
         if self.bits <= _MAX_TABLE_BITS:
             return np.asarray(_decode_table(self)[array.astype(np.int64)])
-        return _exact_array([_known(self.value_of(int(code))) for code in array.ravel()]).reshape(array.shape)
+        return _exact_array([_value_or_nan(self.value_of(int(code))) for code in array.ravel()]).reshape(array.shape)
 
     def encode(self, values: object) -> np.ndarray:
         """The bit patterns of values of F, as unsigned integers of the smallest sufficient width.
@@ -253,7 +253,7 @@ class ElementFormat(abc.ABC):
         return codes
 
 
-def _known(value: Number | None) -> Number:
+def _value_or_nan(value: Number | None) -> Number:
     return float("nan") if value is None else value
 
 
@@ -267,6 +267,6 @@ def _exact_array(values: list[Number]) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _decode_table(fmt: ElementFormat) -> np.ndarray:
-    table = _exact_array([_known(fmt.value_of(code)) for code in range(1 << fmt.bits)])
+    table = _exact_array([_value_or_nan(fmt.value_of(code)) for code in range(1 << fmt.bits)])
     table.setflags(write=False)
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jchop._checks import check_bool, check_int
+from jchop._common.checks import check_bool, check_int
 from jchop.formats._float import FloatFormat
 
 #: IEEE 754-2019 binary16.

@@ -6,8 +6,8 @@ import abc
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jchop._checks import check_bool, check_int
-from jchop.formats._base import ElementFormat, Number, number
+from jchop._common.checks import check_bool, check_int
+from jchop.formats._base import ElementFormat, Number, exact_number
 
 
 class UniformFormat(ElementFormat):
@@ -34,22 +34,22 @@ class UniformFormat(ElementFormat):
     @property
     def max(self) -> Number:
         """Largest value."""
-        return number(self.max_code * self.quantum)
+        return exact_number(self.max_code * self.quantum)
 
     @property
     def min(self) -> Number:
         """Smallest (most negative) value."""
-        return number(self.min_code * self.quantum)
+        return exact_number(self.min_code * self.quantum)
 
     @property
     def smallest(self) -> Number:
         """Smallest positive value, the quantum."""
-        return number(self.quantum)
+        return exact_number(self.quantum)
 
     def value_of(self, code: int) -> Number | None:
         """The exact value of one two's complement code; None for an unused code."""
         count = code - (1 << self.bits) if self.signed and code >> (self.bits - 1) else code
-        return number(count * self.quantum) if count >= self.min_code else None
+        return exact_number(count * self.quantum) if count >= self.min_code else None
 
     def code_of(self, value: Number) -> int | None:
         """The two's complement code of one exact value; None if it is not in F."""

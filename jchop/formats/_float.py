@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
-from jchop._checks import check_bool, check_choice, check_int
-from jchop.formats._base import ElementFormat, Number, floor_log2, number
+from jchop._common.checks import check_bool, check_choice, check_int
+from jchop.formats._base import (
+    ElementFormat,
+    Number,
+    exact_number,
+    floor_log2,
+)
 
 NAN_CODES = ("ieee", "top", "negative_zero", "none")
 
@@ -186,30 +191,30 @@ class FloatFormat(ElementFormat):
     @property
     def max(self) -> Number:
         """Largest finite value."""
-        return number(self.exact_max)
+        return exact_number(self.exact_max)
 
     @property
     def min(self) -> Number:
         """Smallest finite value: -max, or for unsigned F 0, or without a zero the smallest value."""
         if self.signed:
-            return number(-self.exact_max)
-        return 0.0 if self.zero else number(self.exact_smallest)
+            return exact_number(-self.exact_max)
+        return 0.0 if self.zero else exact_number(self.exact_smallest)
 
     @property
     def smallest(self) -> Number:
         """Smallest positive value, subnormal or not."""
-        return number(self.exact_smallest)
+        return exact_number(self.exact_smallest)
 
     @property
     def smallest_normal(self) -> Number:
         """Smallest positive value of full precision, 2^emin."""
-        return number(Fraction(2) ** self.emin)
+        return exact_number(Fraction(2) ** self.emin)
 
     @property
     def smallest_subnormal(self) -> Number | None:
         """Smallest positive subnormal value, 2^(emin - m); None if F has none."""
         has = self.subnormals and self.zero and self.frac_bits
-        return number(Fraction(2) ** (self.emin - self.frac_bits)) if has else None
+        return exact_number(Fraction(2) ** (self.emin - self.frac_bits)) if has else None
 
     @property
     def eps(self) -> Number:
@@ -249,7 +254,7 @@ class FloatFormat(ElementFormat):
             return sign * 0.0
         if magnitude < self._first_code:
             return None
-        return number(sign * self._magnitude(magnitude))
+        return exact_number(sign * self._magnitude(magnitude))
 
     def code_of(self, value: Number) -> int | None:
         """The code of one exact value; None if it is not in F."""
@@ -279,7 +284,11 @@ class FloatFormat(ElementFormat):
     def text(self) -> str:
         """The format in the text grammar, as ``e4m3(bias=11,infinities=false,nans=negative_zero)``."""
         stem = f"e{self.exp_bits}m{self.frac_bits}"
-        rest = {name: getattr(self, name) for name, default in _OPTIONS.items() if getattr(self, name) != default}
+        rest = {
+            name: getattr(self, name)
+            for name, default in _FLOAT_TEXT_DEFAULTS.items()
+            if getattr(self, name) != default
+        }
         if self.bias != self.default_bias(self.exp_bits):
             rest = {"bias": self.bias} | rest
         options = ",".join(f"{name}={str(value).lower()}" for name, value in rest.items())
@@ -287,7 +296,7 @@ class FloatFormat(ElementFormat):
 
 
 #: The options of the text grammar beside the bias, with their defaults.
-_OPTIONS = {
+_FLOAT_TEXT_DEFAULTS = {
     "subnormals": True,
     "infinities": True,
     "nans": "ieee",

@@ -11,15 +11,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from jchop._checks import check_int
+from jchop._common.checks import check_int
 from jchop.formats._tapered import StringFormat, takum_fields
 
 #: Decimal digits of powers, and the bits of their fixed-point form: of powers of integers, and from 1 to e^(1/2).
-_DIGITS, UNIT, _PART_BITS = 120, 512, 256
+_DECIMAL_DIGITS, POWER_BITS, _FRACTION_POWER_BITS = 120, 512, 256
 #: The widest strings whose values are in tables.
-TABULATED = 16
+LOG_TAKUM_TABLE_BITS = 16
 #: Powers are known to this many bits, which decide every comparison with a binary64 number.
-_KNOWN_BITS = 200
+_POWER_ACCURACY_BITS = 200
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class LogTakumFormat(StringFormat):
 
     def magnitude_of(self, code: int) -> Fraction:
         """The binary64 number of a positive code, 1 to 2^(n-1) - 1."""
-        if self.bits > TABULATED:
-            return Fraction(_nearest(*_scaled_power(self.bits, code)))
+        if self.bits > LOG_TAKUM_TABLE_BITS:
+            return Fraction(_power_to_float64(*_log_takum_power(self.bits, code)))
         return Fraction(float(log_takum_levels(self.bits)[code - 1]))
 
     def fraction_bits(self, exponent: int) -> int:
@@ -77,45 +77,49 @@ class LogTakumFormat(StringFormat):
 @lru_cache(maxsize=16)
 def log_takum_levels(bits: int) -> np.ndarray:
     """The binary64 numbers nearest to the values of the codes 1, 2, ... of a width, ascending."""
-    levels = np.array([_nearest(*_scaled_power(bits, code)) for code in range(1, 1 << (bits - 1))])
+    levels = np.array([_power_to_float64(*_log_takum_power(bits, code)) for code in range(1, 1 << (bits - 1))])
     levels.setflags(write=False)
     return levels
 
 
 @lru_cache(maxsize=16)
-def log_takum_firsts(bits: int) -> np.ndarray:
+def log_takum_thresholds(bits: int) -> np.ndarray:
     """The smallest binary64 numbers above the points between the codes 1 and 2, 2 and 3, ... of a width."""
-    firsts = np.array([_above(*_scaled_power(bits + 1, 2 * code + 1)) for code in range(1, (1 << (bits - 1)) - 1)])
+    firsts = np.array(
+        [_float64_above(*_log_takum_power(bits + 1, 2 * code + 1)) for code in range(1, (1 << (bits - 1)) - 1)]
+    )
     firsts.setflags(write=False)
     return firsts
 
 
-def power(l: Fraction) -> int:  # noqa: E741
+def sqrt_e_power(l: Fraction) -> int:  # noqa: E741
     """floor(e^(l/2) 2^UNIT), or one less."""
-    return _power(l, UNIT)
+    return _fixed_point_power(l, POWER_BITS)
 
 
-def _scaled_power(bits: int, code: int) -> tuple[int, int]:
+def _log_takum_power(bits: int, code: int) -> tuple[int, int]:
     """e^(l/2) of a positive code as an integer and its unit, 2^-unit."""
     whole, part = takum_fields(f"{code:0{bits - 1}b}")
-    return _power(Fraction(whole), UNIT) * _power(part, _PART_BITS), UNIT + _PART_BITS
+    return _fixed_point_power(Fraction(whole), POWER_BITS) * _fixed_point_power(
+        part, _FRACTION_POWER_BITS
+    ), POWER_BITS + _FRACTION_POWER_BITS
 
 
 @lru_cache(maxsize=1 << 14)
-def _power(l: Fraction, unit: int) -> int:  # noqa: E741
+def _fixed_point_power(l: Fraction, unit: int) -> int:  # noqa: E741
     """floor(e^(l/2) 2^unit), or one less: `decimal` rounds e^x correctly."""
-    with decimal.localcontext(decimal.Context(prec=_DIGITS + unit // 3)):
+    with decimal.localcontext(decimal.Context(prec=_DECIMAL_DIGITS + unit // 3)):
         exponent = decimal.Decimal(l.numerator) / (2 * l.denominator)
         return int(exponent.exp() * (1 << unit))
 
 
-def _nearest(power: int, unit: int) -> float:
-    ends = {float(power - (power >> _KNOWN_BITS)), float(power + (power >> _KNOWN_BITS))}
+def _power_to_float64(power: int, unit: int) -> float:
+    ends = {float(power - (power >> _POWER_ACCURACY_BITS)), float(power + (power >> _POWER_ACCURACY_BITS))}
     assert len(ends) == 1, "a power lies too close to the middle of two binary64 numbers"
     return math.ldexp(float(power), -unit)
 
 
-def _above(power: int, unit: int) -> float:
+def _float64_above(power: int, unit: int) -> float:
     nearest = float(power)
-    assert abs(int(nearest) - power) > power >> _KNOWN_BITS, "a power lies too close to a binary64 number"
+    assert abs(int(nearest) - power) > power >> _POWER_ACCURACY_BITS, "a power lies too close to a binary64 number"
     return math.ldexp(nearest if nearest > power else math.nextafter(nearest, math.inf), -unit)

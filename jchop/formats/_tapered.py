@@ -9,8 +9,13 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
-from jchop._checks import check_int
-from jchop.formats._base import ElementFormat, Number, floor_log2, number
+from jchop._common.checks import check_int
+from jchop.formats._base import (
+    ElementFormat,
+    Number,
+    exact_number,
+    floor_log2,
+)
 
 
 class TaperedFormat(ElementFormat):
@@ -82,12 +87,12 @@ class StringFormat(TaperedFormat):
     @cached_property
     def max(self) -> Number:
         """Largest finite value."""
-        return number(self.magnitude_of(self.max_code))
+        return exact_number(self.magnitude_of(self.max_code))
 
     @cached_property
     def smallest(self) -> Number:
         """Smallest positive value."""
-        return number(self.magnitude_of(1))
+        return exact_number(self.magnitude_of(1))
 
     @property
     def saturates(self) -> bool:
@@ -99,8 +104,10 @@ class StringFormat(TaperedFormat):
         if code == 0:
             return 0.0
         if code > self.max_code:
-            return float("nan") if code == self.max_code + 1 else number(-self.magnitude_of((1 << self.bits) - code))
-        return number(self.magnitude_of(code))
+            return (
+                float("nan") if code == self.max_code + 1 else exact_number(-self.magnitude_of((1 << self.bits) - code))
+            )
+        return exact_number(self.magnitude_of(code))
 
     def code_of(self, value: Number) -> int | None:
         """The code of one exact value; None if it is not in F."""

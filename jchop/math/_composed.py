@@ -8,20 +8,29 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import Array, SpecLike, as_array, as_operands, carrier_of, checked_key, is_whole, run
-from jchop._bits import CARRIERS
-from jchop._checks import check_bool, check_int
-from jchop._core.arithmetic.operations import check_operation, widened
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_bool, check_int
+from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.arithmetic.ranges import carrier_range, range_of
+from jchop._core.matmul.operations import check_operation, widen_operand
 from jchop._core.rounding.grid import require_carrier
-from jchop._kernels.settled import settled
+from jchop._kernels.materialize import materialize
+from jchop._round.arguments import (
+    Array,
+    SpecLike,
+    as_array,
+    as_operands,
+    carrier_of_dtype,
+    is_integer_or_bool,
+    rounding_key,
+    run_on_operands,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.math._extrema import in_order
-from jchop.math._family import as_dtype, check_backward, exactly
+from jchop._spec.spec import Spec, as_spec
+from jchop.math._extrema import sort_keys
 from jchop.math._parts import check_axis
-from jchop.math._sums import anything
-from jchop.spec import Spec, as_spec
+from jchop.math._row import as_dtype, check_cotangent_rounding, exact_operation
+from jchop.math._sums import carrier_range_pair
 
 __all__ = ["cross", "interp", "linspace", "where"]
 
@@ -47,17 +56,17 @@ def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = No
         >>> jc.math.where([True, False], [1.1, 1.1], 0.3, "e5m2").tolist()
         [1.0, 0.3125]
     """
-    spec, arrays = _arguments(("x", "y"), (x, y), spec)
+    spec, arrays = _spec_and_operands(("x", "y"), (x, y), spec)
     mask = as_array("condition", condition)
-    if not is_whole(mask.dtype):
+    if not is_integer_or_bool(mask.dtype):
         raise TypeError(f"condition has dtype {mask.dtype}; allowed: booleans and integers, such as condition != 0")
-    key = checked_key(key, spec.rounding.stochastic, spec)
-    return run(partial(_where, spec), (*arrays, mask), key)
+    key = rounding_key(key, spec.rounding.stochastic, spec)
+    return run_on_operands(partial(_traced_where, spec), (*arrays, mask), key)
 
 
-@partial(compiled, static_argnums=0, inline=True)
-def _where(spec: Spec, x: Array, y: Array, condition: Array, key: Array | None) -> Array:
-    x, y = _rounded(spec, (x, y), _keys(key, 2))
+@partial(always_jit, static_argnums=0, inline=True)
+def _traced_where(spec: Spec, x: Array, y: Array, condition: Array, key: Array | None) -> Array:
+    x, y = _round_operands(spec, (x, y), _split_into_keys(key, 2))
     return jnp.where(jnp.asarray(condition) != 0, x, y)
 
 
@@ -100,7 +109,7 @@ def cross(
         >>> jc.math.cross([1.0, 2.0, 3.0], [1.25, 1.0, -1.0], "e5m2").tolist()
         [-5.0, 5.0, -1.5]
     """
-    spec, (x, y) = _arguments(("a", "b"), (a, b), spec)
+    spec, (x, y) = _spec_and_operands(("a", "b"), (a, b), spec)
     if axis is not None:
         axisa = axisb = axisc = axis
     places = check_axis(axisa, x.ndim, "axisa"), check_axis(axisb, y.ndim, "axisb")
@@ -114,20 +123,25 @@ def cross(
         raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they do not broadcast") from None
     flat = lengths == (2, 2)
     last = -1 if flat else check_axis(axisc, len(outer) + 1, "axisc")
-    key = checked_key(key, spec.rounding.stochastic, spec)
-    return run(partial(_cross, spec, places, last, flat), (x, y), key)
+    key = rounding_key(key, spec.rounding.stochastic, spec)
+    return run_on_operands(partial(_traced_cross, spec, places, last, flat), (x, y), key)
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
-def _cross(spec: Spec, places: tuple[int, int], last: int, flat: bool, a: Array, b: Array, key: Array | None) -> Array:
-    keys = _keys(key, 5)
-    x, y = (jnp.moveaxis(widened(v), place, -1) for v, place in zip(_rounded(spec, (a, b), keys), places, strict=True))
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _traced_cross(
+    spec: Spec, places: tuple[int, int], last: int, flat: bool, a: Array, b: Array, key: Array | None
+) -> Array:
+    keys = _split_into_keys(key, 5)
+    x, y = (
+        jnp.moveaxis(widen_operand(v), place, -1)
+        for v, place in zip(_round_operands(spec, (a, b), keys), places, strict=True)
+    )
     if not flat:
         x, y = (jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 3 - v.shape[-1])]) for v in (x, y))
     i, j = (np.array([0]), np.array([1])) if flat else (np.array([1, 2, 0]), np.array([2, 0, 1]))
-    left = exactly("mul", (x[..., i], y[..., j]), spec, keys[2])
-    right = exactly("mul", (x[..., j], y[..., i]), spec, keys[3])
-    result = as_dtype(exactly("sub", (left, right), spec, keys[4]), a.dtype)
+    left = exact_operation("mul", (x[..., i], y[..., j]), spec, keys[2])
+    right = exact_operation("mul", (x[..., j], y[..., i]), spec, keys[3])
+    result = as_dtype(exact_operation("sub", (left, right), spec, keys[4]), a.dtype)
     return result[..., 0] if flat else jnp.moveaxis(result, -1, last)
 
 
@@ -167,30 +181,34 @@ def linspace(
         >>> jc.math.linspace(0.0, 1.0, "e5m2", num=4).tolist()
         [0.0, 0.3125, 0.625, 1.0]
     """
-    spec, arrays = _arguments(("start", "stop"), (start, stop), spec)
+    spec, arrays = _spec_and_operands(("start", "stop"), (start, stop), spec)
     check_bool("endpoint", endpoint)
     width = 4 if arrays[0].dtype.itemsize <= 4 else 8
     most = 2 << CARRIERS[f"float{8 * width}"].fraction
     num = check_int("num", num, 0, most)
     axis = check_axis(axis, len(np.broadcast_shapes(*(array.shape for array in arrays))) + 1)
-    key = checked_key(key, spec.rounding.stochastic, spec)
-    return run(partial(_linspace, spec, num, endpoint, axis), arrays, key)
+    key = rounding_key(key, spec.rounding.stochastic, spec)
+    return run_on_operands(partial(_traced_linspace, spec, num, endpoint, axis), arrays, key)
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
-def _linspace(spec: Spec, num: int, endpoint: bool, axis: int, a: Array, b: Array, key: Array | None) -> Array:
-    keys = _keys(key, 6)
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _traced_linspace(spec: Spec, num: int, endpoint: bool, axis: int, a: Array, b: Array, key: Array | None) -> Array:
+    keys = _split_into_keys(key, 6)
     # Quirk `long_fusion_compiled_for_minutes`: each of these is read by several operations.
-    start, stop = jnp.broadcast_arrays(*(widened(settled(end)) for end in _rounded(spec, (a, b), keys)))
+    start, stop = jnp.broadcast_arrays(
+        *(widen_operand(materialize(end)) for end in _round_operands(spec, (a, b), keys))
+    )
     carrier = CARRIERS[start.dtype.name]
     intervals = num - 1 if endpoint else num
     if intervals > 0:
-        span = settled(exactly("sub", (stop, start), spec, keys[2]))
-        step = settled(exactly("div", (span, jnp.full_like(span, intervals)), spec, keys[3], anything(span)))
+        span = materialize(exact_operation("sub", (stop, start), spec, keys[2]))
+        step = materialize(
+            exact_operation("div", (span, jnp.full_like(span, intervals)), spec, keys[3], carrier_range_pair(span))
+        )
         i = jnp.arange(num, dtype=start.dtype).reshape(-1, *(1,) * start.ndim)
         whole, own = carrier_range(carrier), range_of(spec, carrier)
-        steps = exactly("mul", (i, step[None]), spec, keys[4], (whole, own))
-        result = exactly("add", (start[None], steps), spec, keys[5])
+        steps = exact_operation("mul", (i, step[None]), spec, keys[4], (whole, own))
+        result = exact_operation("add", (start[None], steps), spec, keys[5])
         result = jnp.concatenate([result[:-1], stop[None]]) if endpoint else result
     else:
         result = jnp.broadcast_to(start, (num, *start.shape))
@@ -230,37 +248,39 @@ def interp(
     """
     operands = {"x": x, "xp": xp, "fp": fp, "left": left, "right": right}
     names = [name for name, value in operands.items() if value is not None or name in ("x", "xp", "fp")]
-    spec, arrays = _arguments(names, [operands[name] for name in names], spec)
+    spec, arrays = _spec_and_operands(names, [operands[name] for name in names], spec)
     nodes, values = arrays[1].shape, arrays[2].shape
     if len(nodes) != 1 or not nodes[0] or nodes != values:
         raise ValueError(f"xp has shape {nodes} and fp has shape {values}; both must be (n,), n >= 1")
     for name, array in zip(names[3:], arrays[3:], strict=True):
         if array.shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
-    key = checked_key(key, spec.rounding.stochastic, spec)
-    return run(partial(_interp, spec, tuple(names)), arrays, key)
+    key = rounding_key(key, spec.rounding.stochastic, spec)
+    return run_on_operands(partial(_traced_interp, spec, tuple(names)), arrays, key)
 
 
-@partial(compiled, static_argnums=(0, 1), inline=True)
-def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array:
+@partial(always_jit, static_argnums=(0, 1), inline=True)
+def _traced_interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array:
     *operands, key = operands_and_key
     parts: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
-    keys: dict[str, Array | None] = dict(zip(parts, _keys(key, len(parts)), strict=True))
-    arrays = _rounded(spec, operands, [keys[name] for name in names])
-    by_name = {name: widened(value) for name, value in zip(names, arrays, strict=True)}
+    keys: dict[str, Array | None] = dict(zip(parts, _split_into_keys(key, len(parts)), strict=True))
+    arrays = _round_operands(spec, operands, [keys[name] for name in names])
+    by_name = {name: widen_operand(value) for name, value in zip(names, arrays, strict=True)}
     x, xp, fp = by_name["x"], by_name["xp"], by_name["fp"]
-    order, nodes = in_order(x, zeros_equal=True), in_order(xp, zeros_equal=True)
+    order, nodes = sort_keys(x, zeros_equal=True), sort_keys(xp, zeros_equal=True)
     # Places among the nodes are found by bits, since a device may read subnormal numbers as zero.
     # Quirk `long_fusion_compiled_for_minutes`: the search is read by every operand of the quotient.
-    i = settled(jnp.clip(jnp.searchsorted(nodes, order, side="right") - 1, 0, xp.shape[0] - 1))
+    i = materialize(jnp.clip(jnp.searchsorted(nodes, order, side="right") - 1, 0, xp.shape[0] - 1))
     following = jnp.minimum(i + 1, xp.shape[0] - 1)
     is_node = (order == nodes[i]) | (following == i)
-    d = exactly("sub", (x, xp[i]), spec, keys["d"])
-    h = exactly("sub", (xp[following], xp[i]), spec, keys["h"])
-    e = exactly("sub", (fp[following], fp[i]), spec, keys["e"])
-    slope = exactly("div", (jnp.where(is_node, 0, d), jnp.where(is_node, 1, h)), spec, keys["div"], anything(x))
-    change = exactly("mul", (slope, e), spec, keys["mul"])
-    result = jnp.where(is_node, fp[i], exactly("add", (fp[i], change), spec, keys["add"]))
+    d = exact_operation("sub", (x, xp[i]), spec, keys["d"])
+    h = exact_operation("sub", (xp[following], xp[i]), spec, keys["h"])
+    e = exact_operation("sub", (fp[following], fp[i]), spec, keys["e"])
+    slope = exact_operation(
+        "div", (jnp.where(is_node, 0, d), jnp.where(is_node, 1, h)), spec, keys["div"], carrier_range_pair(x)
+    )
+    change = exact_operation("mul", (slope, e), spec, keys["mul"])
+    result = jnp.where(is_node, fp[i], exact_operation("add", (fp[i], change), spec, keys["add"]))
     result = jnp.where(order < nodes[0], by_name.get("left", fp[0]), result)
     result = jnp.where(order > nodes[-1], by_name.get("right", fp[-1]), result)
     return as_dtype(jnp.where(jnp.isnan(x), x, result), operands[0].dtype)
@@ -269,17 +289,17 @@ def _interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _arguments(names: Any, values: Any, spec: SpecLike) -> tuple[Spec, list[Any]]:
+def _spec_and_operands(names: Any, values: Any, spec: SpecLike) -> tuple[Spec, list[Any]]:
     spec, arrays = as_spec(spec), as_operands(names, values)
-    require_carrier(spec, carrier_of(arrays[0].dtype))
+    require_carrier(spec, carrier_of_dtype(arrays[0].dtype))
     check_operation(spec, arrays[0].dtype)
-    check_backward(spec)
+    check_cotangent_rounding(spec)
     return spec, arrays
 
 
-def _keys(key: Array | None, count: int) -> list[Array | None]:
-    return [None] * count if key is None else list(split(key, count))
+def _split_into_keys(key: Array | None, count: int) -> list[Array | None]:
+    return [None] * count if key is None else list(split_prng_key(key, count))
 
 
-def _rounded(spec: Spec, operands: Any, keys: Any) -> list[Array]:
+def _round_operands(spec: Spec, operands: Any, keys: Any) -> list[Array]:
     return [round_to_format(jnp.asarray(x), spec, key) for x, key in zip(operands, keys, strict=False)]

@@ -12,17 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
-from jchop._bits import in_auto_mesh
-from jchop._checks import check_bool, check_int
-from jchop._core.arithmetic.operations import check_matmul, check_operation, widened
+from jchop._common.bit_ops import in_auto_mesh
+from jchop._common.checks import check_bool, check_int
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import check_matmul, check_operation, widen_operand
 from jchop._core.rounding.grid import require_carrier
+from jchop._round.arguments import (
+    Array,
+    SpecLike,
+    as_operands,
+    carrier_of_dtype,
+    rounding_key,
+    run_on_operands,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
-from jchop.math._family import as_dtype, check_backward, exactly
+from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop._spec.spec import Spec, as_spec
 from jchop.math._matmul import matmul, product_of_matrices
-from jchop.spec import Spec, as_spec
+from jchop.math._row import as_dtype, check_cotangent_rounding, exact_operation
 
 __all__ = ["axpy", "conv", "dot"]
 
@@ -98,10 +105,10 @@ def conv(
     """
     mspec = as_matmul_spec(spec)
     arrays = as_operands(("x", "kernel"), (x, kernel))
-    window = _window(arrays[0].shape, arrays[1].shape, stride, padding, dilation)
+    window = _conv_window(arrays[0].shape, arrays[1].shape, stride, padding, dilation)
     check_matmul(mspec, arrays[0].dtype)
-    key = checked_key(key, mspec.stochastic, mspec)
-    return run(partial(_conv, mspec, window), arrays, key)
+    key = rounding_key(key, mspec.stochastic, mspec)
+    return run_on_operands(partial(_traced_conv, mspec, window), arrays, key)
 
 
 def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fused: bool = False) -> Any:
@@ -130,40 +137,44 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
     spec = as_spec(spec)
     check_bool("fused", fused)
     arrays = as_operands("axy", (a, x, y))
-    require_carrier(spec, carrier_of(arrays[0].dtype))
+    require_carrier(spec, carrier_of_dtype(arrays[0].dtype))
     check_operation(spec, arrays[0].dtype)
-    check_backward(spec)
-    return run(partial(_axpy, spec, fused), arrays, checked_key(key, spec.rounding.stochastic, spec))
+    check_cotangent_rounding(spec)
+    return run_on_operands(
+        partial(_traced_axpy, spec, fused), arrays, rounding_key(key, spec.rounding.stochastic, spec)
+    )
 
 
-@partial(compiled, static_argnums=(0, 1), inline=True)
-def _axpy(spec: Spec, fused: bool, a: Array, x: Array, y: Array, key: Array | None) -> Array:
-    keys = (None,) * 5 if key is None else tuple(split(key, 5))
+@partial(always_jit, static_argnums=(0, 1), inline=True)
+def _traced_axpy(spec: Spec, fused: bool, a: Array, x: Array, y: Array, key: Array | None) -> Array:
+    keys = (None,) * 5 if key is None else tuple(split_prng_key(key, 5))
     dtype = a.dtype
-    a, x, y = (widened(round_to_format(jnp.asarray(v), spec, k)) for v, k in zip((a, x, y), keys[:3], strict=True))
+    a, x, y = (
+        widen_operand(round_to_format(jnp.asarray(v), spec, k)) for v, k in zip((a, x, y), keys[:3], strict=True)
+    )
     if fused:
-        return as_dtype(exactly("fma", (a, x, y), spec, keys[4]), dtype)
-    return as_dtype(exactly("add", (exactly("mul", (a, x), spec, keys[3]), y), spec, keys[4]), dtype)
+        return as_dtype(exact_operation("fma", (a, x, y), spec, keys[4]), dtype)
+    return as_dtype(exact_operation("add", (exact_operation("mul", (a, x), spec, keys[3]), y), spec, keys[4]), dtype)
 
 
-def _operands(spec: MatmulSpec, keys: Sequence[Array | None], *arrays: Any) -> list[Array]:
-    wide = (widened(jnp.asarray(array)) for array in arrays)
+def _round_conv_operands(spec: MatmulSpec, keys: Sequence[Array | None], *arrays: Any) -> list[Array]:
+    wide = (widen_operand(jnp.asarray(array)) for array in arrays)
     rounding = spec.operands
     return [v if rounding is None else round_to_format(v, rounding, k) for v, k in zip(wide, keys, strict=False)]
 
 
-def _split(key: Array | None) -> tuple[Array | None, ...]:
-    return (None,) * 4 if key is None else tuple(split(key, 4))
+def _split_conv_key(key: Array | None) -> tuple[Array | None, ...]:
+    return (None,) * 4 if key is None else tuple(split_prng_key(key, 4))
 
 
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
-_Sizes = tuple[int, ...]
+_AxisSizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Window:
+class _ConvWindow:
     """Static parameters of a convolution, each with one entry for each spatial axis."""
 
     stride: tuple[int, ...]
@@ -171,30 +182,30 @@ class _Window:
     dilation: tuple[int, ...]
 
 
-def _window(x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> _Window:
+def _conv_window(x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> _ConvWindow:
     if len(x) < 3 or len(x) != len(kernel) or x[1] != kernel[1]:
         raise ValueError(
             f"x has shape {x} and kernel has shape {kernel}: they must be (n, c, *space) and (m, c, *window) with as "
             "many axes and the same c"
         )
     axes = len(x) - 2
-    strides, dilations = _each("stride", stride, axes), _each("dilation", dilation, axes)
+    strides, dilations = _per_spatial_axis("stride", stride, axes), _per_spatial_axis("dilation", dilation, axes)
     spans = [(size - 1) * step + 1 for size, step in zip(kernel[2:], dilations, strict=True)]
-    pads = _padding(padding, x[2:], spans, strides)
+    pads = _conv_padding(padding, x[2:], spans, strides)
     for size, span, pad in zip(x[2:], spans, pads, strict=True):
         if size + pad[0] + pad[1] < span or span < 1:
             raise ValueError(f"x has shape {x}, too small for a kernel of shape {kernel} with padding={padding!r}")
-    return _Window(strides, pads, dilations)
+    return _ConvWindow(strides, pads, dilations)
 
 
-def _each(name: str, value: Any, axes: int) -> tuple[int, ...]:
+def _per_spatial_axis(name: str, value: Any, axes: int) -> tuple[int, ...]:
     values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
     if len(values) != axes:
         raise ValueError(f"{name}={value!r} must be one integer, or one for each of {axes} axes")
     return tuple(check_int(name, v, 1) for v in values)
 
 
-def _padding(
+def _conv_padding(
     padding: Any, sizes: Sequence[int], spans: list[int], strides: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
     if padding == "VALID":
@@ -213,18 +224,18 @@ def _padding(
     return tuple((check_int("padding", low, 0), check_int("padding", high, 0)) for low, high in pairs)
 
 
-@partial(compiled, static_argnums=(0, 1), inline=True)
-def _conv(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | None) -> Array:
+@partial(always_jit, static_argnums=(0, 1), inline=True)
+def _traced_conv(spec: MatmulSpec, window: _ConvWindow, x: Any, kernel: Any, key: Array | None) -> Array:
     def like(x: Array, kernel: Array, key: Array | None) -> Array:
         return lax.conv_general_dilated(x, kernel, window.stride, window.padding, rhs_dilation=window.dilation)
 
     along = range(1 - x.ndim, 0)
-    return in_auto_mesh(partial(_of_windows, spec, window), x, kernel, key, along=(along, along, ()), like=like)
+    return in_auto_mesh(partial(_conv_as_matmul, spec, window), x, kernel, key, along=(along, along, ()), like=like)
 
 
-def _of_windows(spec: MatmulSpec, window: _Window, x: Any, kernel: Any, key: Array | None) -> Array:
-    keys = _split(key)
-    a, w = _operands(spec, keys, x, kernel)
+def _conv_as_matmul(spec: MatmulSpec, window: _ConvWindow, x: Any, kernel: Any, key: Array | None) -> Array:
+    keys = _split_conv_key(key)
+    a, w = _round_conv_operands(spec, keys, x, kernel)
     a = jnp.pad(a, ((0, 0), (0, 0), *window.padding))
     axes, space = len(window.stride), []
     for i, (size, step, gap) in enumerate(zip(w.shape[2:], window.stride, window.dilation, strict=True)):

@@ -8,22 +8,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._arguments import Array, SpecLike, as_operands
-from jchop._bits import CARRIERS
-from jchop._checks import check_int
-from jchop._core.arithmetic.operations import operation, operation_carrier
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_int
 from jchop._core.arithmetic.ranges import carrier_range
+from jchop._core.matmul.operations import operation_carrier, round_operation
+from jchop._round.arguments import Array, SpecLike, as_operands
+from jchop._spec.spec import Spec
 from jchop.formats import binary32, binary64
+from jchop.formats.rounding import Rounding
 from jchop.math import _elementwise
-from jchop.math._family import Row, call
-from jchop.rounding import Rounding
-from jchop.spec import Spec
+from jchop.math._row import MathRow, call_row
 
 __all__ = ["round"]
 
 #: The largest power of ten that a carrier holds.
-_MOST = {"float32": 10, "float64": 22}
-_OWN = {"float32": binary32, "float64": binary64}
+_MOST_DECIMALS = {"float32": 10, "float64": 22}
+_DECIMAL_FORMATS = {"float32": binary32, "float64": binary64}
 
 
 def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0) -> Any:
@@ -56,26 +56,30 @@ def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0
         (2.0, 0.2001953125)
     """
     (array,) = as_operands("x", (x,))
-    most = _MOST[operation_carrier(array.dtype).name] if array.dtype.name in CARRIERS else 0
+    most = _MOST_DECIMALS[operation_carrier(array.dtype).name] if array.dtype.name in CARRIERS else 0
     decimals = check_int("decimals", decimals, -most, most)
-    row = Row("round", ("x",), jnp.round, "", exact=_Multiple(decimals)) if decimals else _elementwise.round.row
-    return call(row, (array,), spec, key)
+    row = (
+        MathRow("round", ("x",), jnp.round, "", exact=_DecimalMultiple(decimals))
+        if decimals
+        else _elementwise.round_to_integer.row
+    )
+    return call_row(row, (array,), spec, key)
 
 
 @dataclass(frozen=True)
-class _Multiple:
+class _DecimalMultiple:
     """The nearest multiple of 10^-decimals, rounded once."""
 
     decimals: int
 
     def __call__(self, operands: tuple[Array, ...], spec: Spec, word: Array | None) -> Array:
         (x,) = operands
-        result = (_fraction if self.decimals > 0 else _whole)(x, abs(self.decimals), spec, word)
+        result = (_round_to_decimals if self.decimals > 0 else _round_to_tens)(x, abs(self.decimals), spec, word)
         integer = self.decimals > 0 and jnp.abs(x) >= 2.0 ** CARRIERS[x.dtype.name].fraction
         return jnp.where(~jnp.isfinite(x) | integer, x, result)
 
 
-def _fraction(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
+def _round_to_decimals(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
     """The multiple for a positive number of decimals, if x may have a fraction.
 
     With h + l the exact product of x and the power of ten, the multiple is the integer next to it: a number of the
@@ -83,21 +87,21 @@ def _fraction(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
     two places of the carrier, and the difference, rounded to odd, is added to x.
     """
     carrier, ten = CARRIERS[x.dtype.name], jnp.full_like(x, 10.0**decimals)
-    own = Spec(_OWN[carrier.name])
+    own = Spec(_DECIMAL_FORMATS[carrier.name])
     high = x * ten
-    low = _anything("fma", (x, ten, -high), own)
+    low = _decimal_operation("fma", (x, ten, -high), own)
     near = jnp.round(high)
     beside = high - near
     integer = near + ((beside == 0.5) & (low > 0)).astype(x.dtype) - ((beside == -0.5) & (low < 0)).astype(x.dtype)
     integer = jnp.where(integer == 0, jnp.copysign(integer, x), integer)
-    few = _anything("div", (integer, ten), spec, word)
+    few = _decimal_operation("div", (integer, ten), spec, word)
     odd = Spec(own.format, rounding=Rounding.ODD)
-    difference = _anything("div", (jnp.round(low) - low, ten), odd)
-    many = _anything("add", (x, difference), spec, word)
+    difference = _decimal_operation("div", (jnp.round(low) - low, ten), odd)
+    many = _decimal_operation("add", (x, difference), spec, word)
     return jnp.where(jnp.abs(high) < 2.0**carrier.fraction, few, many)
 
 
-def _whole(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
+def _round_to_tens(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
     """The multiple for a negative number of decimals: x plus its exact distance to the multiple of 10^zeros."""
     ten = jnp.full_like(x, 10.0**zeros)
     rest = lax.rem(x, ten)
@@ -105,12 +109,12 @@ def _whole(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
     odd = jnp.abs(lax.rem(x, 2 * ten)) >= ten
     away = (past > ten / 2) | ((past == ten / 2) & odd)
     distance = jnp.where(away, jnp.copysign(ten - past, x), -rest)
-    total = _anything("add", (x, distance), spec, word)
+    total = _decimal_operation("add", (x, distance), spec, word)
     nothing = ~away & (jnp.abs(x) < ten)
-    return jnp.where(nothing, _anything("mul", (jnp.zeros_like(x), x), spec, word), total)
+    return jnp.where(nothing, _decimal_operation("mul", (jnp.zeros_like(x), x), spec, word), total)
 
 
-def _anything(name: str, operands: tuple[Array, ...], spec: Spec, word: Array | None = None) -> Array:
+def _decimal_operation(name: str, operands: tuple[Array, ...], spec: Spec, word: Array | None = None) -> Array:
     """An operation on arbitrary values of the carrier."""
     whole = carrier_range(CARRIERS[operands[0].dtype.name])
-    return operation(name, operands, spec, word, ranges=[whole] * len(operands))
+    return round_operation(name, operands, spec, word, ranges=[whole] * len(operands))

@@ -11,16 +11,22 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import Array, SpecLike, as_operands, checked_key, run
-from jchop._bits import in_auto_mesh
-from jchop._checks import check_int
-from jchop._core.arithmetic.operations import check_matmul
-from jchop._settings import compiled, own_settings, split
-from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop._common.bit_ops import in_auto_mesh
+from jchop._common.checks import check_int
+from jchop._common.settings import always_jit, jax_default_settings, split_prng_key
+from jchop._core.matmul.operations import check_matmul
+from jchop._round.arguments import (
+    Array,
+    SpecLike,
+    as_operands,
+    rounding_key,
+    run_on_operands,
+)
+from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._elementwise import multiply
 from jchop.math._matmul import matmul, product_of_matrices
-from jchop.math._parts import check_axis, fold
-from jchop.math._sums import rounded_operand
+from jchop.math._parts import check_axis, fold_key
+from jchop.math._sums import round_operand
 from jchop.math._sums import sum as _sum
 
 __all__ = ["einsum", "inner", "outer", "tensordot", "trace", "vdot"]
@@ -71,10 +77,10 @@ def einsum(
         16.0
     """
     arrays = as_operands([f"operands[{i}]" for i in range(len(operands))], operands) if operands else []
-    terms, result = _parse(subscripts, [array.shape for array in arrays])
+    terms, result = _parse_subscripts(subscripts, [array.shape for array in arrays])
     if len(arrays) == 1:
-        return _of_one(arrays[0], terms[0], result, spec, key)
-    return _contracted(tuple(terms), result, arrays, spec, key, _path(subscripts, arrays, optimize))
+        return _einsum_of_one(arrays[0], terms[0], result, spec, key)
+    return _run_einsum(tuple(terms), result, arrays, spec, key, _contraction_path(subscripts, arrays, optimize))
 
 
 def tensordot(
@@ -109,13 +115,13 @@ def tensordot(
         [[8.0], [8.0]]
     """
     x, y = as_operands("ab", (a, b))
-    left, right = _pairs(axes, x.shape, y.shape)
+    left, right = _tensordot_axes(axes, x.shape, y.shape)
     letters = iter(string.ascii_letters)
     names = [next(letters) for _ in range(x.ndim)]
     others = [names[left[right.index(axis)]] if axis in right else next(letters) for axis in range(y.ndim)]
     result = [name for axis, name in enumerate(names) if axis not in left]
     result += [name for axis, name in enumerate(others) if axis not in right]
-    return _contracted(("".join(names), "".join(others)), "".join(result), [x, y], spec, key, ((0, 1),))
+    return _run_einsum(("".join(names), "".join(others)), "".join(result), [x, y], spec, key, ((0, 1),))
 
 
 def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
@@ -228,13 +234,13 @@ def trace(
     first, second = check_axis(axis1, array.ndim, "axis1"), check_axis(axis2, array.ndim, "axis2")
     if first == second:
         raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
-    return _sum(_diagonal(array, first, second, check_int("offset", offset)), spec, key, axis=-1)
+    return _sum(_diagonal_of_axes(array, first, second, check_int("offset", offset)), spec, key, axis=-1)
 
 
 # -- subscripts --------------------------------------------------------------------------------------------------------
 
 
-def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], str]:
+def _parse_subscripts(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], str]:
     """The indices of each operand, and of the result."""
     if not isinstance(subscripts, str):
         raise TypeError(f"subscripts={subscripts!r} must be text such as 'ij,jk->ik'")
@@ -260,7 +266,7 @@ def _parse(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[list[str], s
     return terms, result
 
 
-def _pairs(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """The summed axes of both arrays, in the order of the first array's axes."""
     wrong = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
     if isinstance(axes, int):
@@ -280,16 +286,16 @@ def _pairs(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[li
     return [one for one, _ in pairs], [other for _, other in pairs]
 
 
-_Path = tuple[tuple[int, ...], ...]
+_ContractionPath = tuple[tuple[int, ...], ...]
 
 
-def _path(subscripts: str, arrays: list[Any], optimize: Any) -> _Path:
+def _contraction_path(subscripts: str, arrays: list[Any], optimize: Any) -> _ContractionPath:
     """The indices of each pair among the remaining arrays, to which the pair's result is appended."""
     if optimize is False or len(arrays) == 2:
         return ((0, 1), *((n, 0) for n in range(len(arrays) - 2, 0, -1)))
     if optimize is True or isinstance(optimize, str):
         shapes = [np.broadcast_to(np.float32(0), array.shape) for array in arrays]
-        with own_settings():
+        with jax_default_settings():
             steps = jnp.einsum_path(subscripts, *shapes, optimize=optimize)[0]
     else:
         steps = optimize
@@ -308,13 +314,13 @@ def _path(subscripts: str, arrays: list[Any], optimize: Any) -> _Path:
 # -- contraction -------------------------------------------------------------------------------------------------------
 
 
-def _module(x: Any) -> Any:
+def _array_module(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 
-def _diagonal(x: Any, first: int, second: int, offset: int = 0) -> Any:
+def _diagonal_of_axes(x: Any, first: int, second: int, offset: int = 0) -> Any:
     """The diagonal of two axes of an array, as its last axis."""
-    diagonal = partial(_module(x).diagonal, offset=offset, axis1=first, axis2=second)
+    diagonal = partial(_array_module(x).diagonal, offset=offset, axis1=first, axis2=second)
     others = [axis for axis in range(x.ndim) if axis not in (first, second)]
 
     def like(x: Array) -> Array:
@@ -323,34 +329,36 @@ def _diagonal(x: Any, first: int, second: int, offset: int = 0) -> Any:
     return in_auto_mesh(diagonal, x, along=((first - x.ndim, second - x.ndim),), like=like)
 
 
-def _diagonals(x: Any, term: str) -> tuple[Any, str]:
+def _take_diagonals(x: Any, term: str) -> tuple[Any, str]:
     """`x` without repeated indices."""
     for letter in dict.fromkeys(term):
         while term.count(letter) > 1:
             first = term.index(letter)
             second = term.index(letter, first + 1)
-            x = _diagonal(x, first, second)
+            x = _diagonal_of_axes(x, first, second)
             term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
     return x, term
 
 
-def _of_one(x: Any, term: str, result: str, spec: SumSpecLike, key: Array | None) -> Any:
-    x, term = _diagonals(x, term)
+def _einsum_of_one(x: Any, term: str, result: str, spec: SumSpecLike, key: Array | None) -> Any:
+    x, term = _take_diagonals(x, term)
     missing = [letter for letter in term if letter not in result]
     order = [term.index(letter) for letter in (*result, *missing)]
     return _sum(x.transpose(order), spec, key, axis=tuple(range(len(result), len(term))))
 
 
-def _contracted(
-    terms: tuple[str, ...], result: str, arrays: list[Any], spec: SumSpecLike, key: Array | None, path: _Path
+def _run_einsum(
+    terms: tuple[str, ...], result: str, arrays: list[Any], spec: SumSpecLike, key: Array | None, path: _ContractionPath
 ) -> Any:
     mspec = as_matmul_spec(spec)
     check_matmul(mspec, arrays[0].dtype)
-    key = checked_key(key, mspec.stochastic, mspec)
-    return run(partial(_of_several, mspec, terms, result, path), arrays, key)
+    key = rounding_key(key, mspec.stochastic, mspec)
+    return run_on_operands(partial(_traced_einsum, mspec, terms, result, path), arrays, key)
 
 
-def _steps(terms: tuple[str, ...], result: str, path: _Path) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
+def _contraction_steps(
+    terms: tuple[str, ...], result: str, path: _ContractionPath
+) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
     """For each contraction: the places of the pair, the subscripts of both arrays, and the subscripts of the result."""
     remaining = list(terms)
     for number, (i, j) in enumerate(path):
@@ -363,29 +371,35 @@ def _steps(terms: tuple[str, ...], result: str, path: _Path) -> Iterator[tuple[t
         yield (i, j), pair, output
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
-def _of_several(spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _Path, *arrays_and_key: Any) -> Array:
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _traced_einsum(
+    spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _ContractionPath, *arrays_and_key: Any
+) -> Array:
     def like(*arrays_and_key: Any) -> Array:
         return jnp.einsum(f"{','.join(terms)}->{result}", *arrays_and_key[:-1])
 
     along = [[i - len(term) for i, letter in enumerate(term) if letter not in result] for term in (*terms, "")]
-    return in_auto_mesh(partial(_in_pairs, spec, terms, result, path), *arrays_and_key, along=along, like=like)
+    return in_auto_mesh(partial(_contract_in_pairs, spec, terms, result, path), *arrays_and_key, along=along, like=like)
 
 
-def _in_pairs(spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _Path, *arrays_and_key: Any) -> Array:
+def _contract_in_pairs(
+    spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _ContractionPath, *arrays_and_key: Any
+) -> Array:
     *remaining, key = arrays_and_key
-    for number, ((i, j), pair, output) in enumerate(_steps(terms, result, path)):
-        pair_key = key if len(path) == 1 else fold(key, number)
+    for number, ((i, j), pair, output) in enumerate(_contraction_steps(terms, result, path)):
+        pair_key = key if len(path) == 1 else fold_key(key, number)
         a, b = remaining[i], remaining[j]
         remaining = [array for place, array in enumerate(remaining) if place not in (i, j)]
-        remaining.append(_of_two(spec, pair, output, jnp.asarray(a), jnp.asarray(b), pair_key))
+        remaining.append(_contract_pair(spec, pair, output, jnp.asarray(a), jnp.asarray(b), pair_key))
     return remaining[0]
 
 
-def _of_two(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Array, b: Array, key: Array | None) -> Array:
-    keys = (None,) * 4 if key is None else tuple(split(key, 4))
+def _contract_pair(
+    spec: MatmulSpec, terms: tuple[str, str], result: str, a: Array, b: Array, key: Array | None
+) -> Array:
+    keys = (None,) * 4 if key is None else tuple(split_prng_key(key, 4))
     (x, left), (y, right) = (
-        _diagonals(rounded_operand(v, spec, k), term) for v, k, term in zip((a, b), keys, terms, strict=False)
+        _take_diagonals(round_operand(v, spec, k), term) for v, k, term in zip((a, b), keys, terms, strict=False)
     )
     sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
     contracting = [letter for letter in dict.fromkeys(left + right) if letter not in result]
@@ -393,14 +407,14 @@ def _of_two(spec: MatmulSpec, terms: tuple[str, str], result: str, a: Array, b: 
     rows = [letter for letter in result if letter in left and letter not in right]
     columns = [letter for letter in result if letter in right and letter not in left]
     length = [math.prod(sizes[letter] for letter in part) for part in (batch, rows, contracting, columns)]
-    x3 = _arranged(x, left, [*batch, *rows, *contracting], sizes).reshape(length[0], length[1], length[2])
-    y3 = _arranged(y, right, [*batch, *contracting, *columns], sizes).reshape(length[0], length[2], length[3])
+    x3 = _arrange_axes(x, left, [*batch, *rows, *contracting], sizes).reshape(length[0], length[1], length[2])
+    y3 = _arrange_axes(y, right, [*batch, *contracting, *columns], sizes).reshape(length[0], length[2], length[3])
     out = product_of_matrices(x3, y3, spec, a.dtype, keys)
     axes = [*batch, *rows, *columns]
     return out.reshape([sizes[letter] for letter in axes]).transpose([axes.index(letter) for letter in result])
 
 
-def _arranged(x: Array, term: str, axes: list[str], sizes: dict[str, int]) -> Array:
+def _arrange_axes(x: Array, term: str, axes: list[str], sizes: dict[str, int]) -> Array:
     """`x` with the axes `axes`, broadcast along missing ones."""
     x = x.transpose([term.index(letter) for letter in axes if letter in term])
     x = jnp.expand_dims(x, [i for i, letter in enumerate(axes) if letter not in term])

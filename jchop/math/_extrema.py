@@ -9,18 +9,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop import _bits
-from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
-from jchop._bits import CARRIERS
-from jchop._checks import check_bool
-from jchop._core.arithmetic.operations import draws
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_bool
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import spec_draws
 from jchop._core.rounding.grid import require_carrier
+from jchop._round.arguments import (
+    Array,
+    SpecLike,
+    as_operands,
+    carrier_of_dtype,
+    rounding_key,
+    run_on_operands,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.gradients import CustomJvp
-from jchop.math._family import check_backward
-from jchop.math._parts import Axes, Axis, as_axes, as_initial, as_mask, as_rows, check_axis, mask_rows
-from jchop.spec import Spec, as_spec
+from jchop._spec.spec import Spec, as_spec
+from jchop.math._parts import (
+    AxisArgument,
+    AxisIndices,
+    as_axis_indices,
+    as_mask_operands,
+    as_reduction_operands,
+    as_rows,
+    check_axis,
+    mask_rows,
+)
+from jchop.math._row import check_cotangent_rounding
 
 __all__ = ["argmax", "argmin", "max", "min"]
 
@@ -30,7 +46,7 @@ def max(
     spec: SpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,
@@ -63,7 +79,7 @@ def max(
         >>> float(jc.math.max([1.0, 1.3, -2.0], "e5m2"))
         1.25
     """
-    return _extremum("max", x, spec, key, axis, keepdims, where, initial)
+    return _run_extremum("max", x, spec, key, axis, keepdims, where, initial)
 
 
 def min(
@@ -71,7 +87,7 @@ def min(
     spec: SpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,
@@ -98,7 +114,7 @@ def min(
         >>> float(jc.math.min([1.0, 1.3, -2.3], "e5m2"))
         -2.5
     """
-    return _extremum("min", x, spec, key, axis, keepdims, where, initial)
+    return _run_extremum("min", x, spec, key, axis, keepdims, where, initial)
 
 
 def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
@@ -124,7 +140,7 @@ def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
         >>> int(jc.math.argmax([2.9, 3.0, 3.1], "e5m2"))
         0
     """
-    return _place("max", x, spec, key, axis, keepdims)
+    return _run_arg_extremum("max", x, spec, key, axis, keepdims)
 
 
 def argmin(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
@@ -148,42 +164,46 @@ def argmin(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
         >>> int(jc.math.argmin([3.1, 3.0, 2.9], "e5m2"))
         0
     """
-    return _place("min", x, spec, key, axis, keepdims)
+    return _run_arg_extremum("min", x, spec, key, axis, keepdims)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-def _extremum(kind: str, x: Any, spec: SpecLike, key: Any, axis: Axis, keepdims: bool, where: Any, initial: Any) -> Any:
+def _run_extremum(
+    kind: str, x: Any, spec: SpecLike, key: Any, axis: AxisArgument, keepdims: bool, where: Any, initial: Any
+) -> Any:
     check_bool("keepdims", keepdims)
-    arrays = as_initial(x, initial)
-    spec, axes = _checked(arrays[0], spec), as_axes(axis, arrays[0].ndim)
-    mask = as_mask(where, arrays[0].shape)
+    arrays = as_reduction_operands(x, initial)
+    spec, axes = _check_extremum_spec(arrays[0], spec), as_axis_indices(axis, arrays[0].ndim)
+    mask = as_mask_operands(where, arrays[0].shape)
     if initial is None:
         if mask:
             raise ValueError("where without initial: a group without elements would have no result; pass initial")
-        _check_length(arrays[0].shape, axes)
-    function = partial(_chosen, kind, spec, axes, keepdims, len(arrays) > 1)
-    return run(function, (*arrays, *mask), checked_key(key, draws(spec), spec))
+        _check_nonempty_axes(arrays[0].shape, axes)
+    function = partial(_traced_extremum, kind, spec, axes, keepdims, len(arrays) > 1)
+    return run_on_operands(function, (*arrays, *mask), rounding_key(key, spec_draws(spec), spec))
 
 
-def _place(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None, keepdims: bool) -> Any:
+def _run_arg_extremum(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None, keepdims: bool) -> Any:
     check_bool("keepdims", keepdims)
     (array,) = as_operands("x", (x,))
-    spec = _checked(array, spec)
-    axes = as_axes(axis if axis is None else check_axis(axis, array.ndim), array.ndim)
-    _check_length(array.shape, axes)
-    return run(partial(_placed, kind, spec, axes, keepdims), (array,), checked_key(key, draws(spec), spec))
+    spec = _check_extremum_spec(array, spec)
+    axes = as_axis_indices(axis if axis is None else check_axis(axis, array.ndim), array.ndim)
+    _check_nonempty_axes(array.shape, axes)
+    return run_on_operands(
+        partial(_traced_arg_extremum, kind, spec, axes, keepdims), (array,), rounding_key(key, spec_draws(spec), spec)
+    )
 
 
-def _checked(array: Any, spec: SpecLike) -> Spec:
+def _check_extremum_spec(array: Any, spec: SpecLike) -> Spec:
     spec = as_spec(spec)
-    require_carrier(spec, carrier_of(array.dtype))
-    check_backward(spec)
+    require_carrier(spec, carrier_of_dtype(array.dtype))
+    check_cotangent_rounding(spec)
     return spec
 
 
-def _check_length(shape: tuple[int, ...], axes: Axes) -> None:
+def _check_nonempty_axes(shape: tuple[int, ...], axes: AxisIndices) -> None:
     if any(not shape[axis] for axis in axes):
         raise ValueError(f"x has shape {shape}, so there are no elements to choose from")
 
@@ -191,11 +211,13 @@ def _check_length(shape: tuple[int, ...], axes: Axes) -> None:
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3, 4), inline=True)
-def _chosen(kind: str, spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
+@partial(always_jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _traced_extremum(
+    kind: str, spec: Spec, axes: AxisIndices, keepdims: bool, starts: bool, *operands_and_key: Any
+) -> Array:
     """The operands are x, the initial value if `starts`, and the mask if there is one."""
     x, *more, key = operands_and_key
-    keys = (None, None) if key is None else tuple(split(key))
+    keys = (None, None) if key is None else tuple(split_prng_key(key))
     x = jnp.asarray(x)
     rows, outer = as_rows(round_to_format(x, spec, keys[0]), axes)
     if starts:
@@ -203,15 +225,17 @@ def _chosen(kind: str, spec: Spec, axes: Axes, keepdims: bool, starts: bool, *op
         mask = mask_rows(more[1] if len(more) > 1 else None, x, axes)
         rows = rows if mask is None else jnp.where(mask, rows, first)
         rows = jnp.concatenate([first, rows], 1)
-    result = extremum(kind, rows).reshape(outer)
+    result = row_extremum(kind, rows).reshape(outer)
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
-def _placed(kind: str, spec: Spec, axes: Axes, keepdims: bool, x: Array, key: Array | None) -> Array:
-    values = round_to_format(jnp.asarray(x), spec, None if key is None else split(key)[0])
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _traced_arg_extremum(
+    kind: str, spec: Spec, axes: AxisIndices, keepdims: bool, x: Array, key: Array | None
+) -> Array:
+    values = round_to_format(jnp.asarray(x), spec, None if key is None else split_prng_key(key)[0])
     rows, outer = as_rows(lax.stop_gradient(values), axes)
-    order = in_order(rows, zeros_equal=True)
+    order = sort_keys(rows, zeros_equal=True)
     nan = jnp.isnan(rows)
     if kind == "max":
         places = jnp.argmax(jnp.where(nan, jnp.iinfo(order.dtype).max, order), 1)
@@ -221,27 +245,27 @@ def _placed(kind: str, spec: Spec, axes: Axes, keepdims: bool, x: Array, key: Ar
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
-def in_order(x: Array, *, zeros_equal: bool = False) -> Array:
+def sort_keys(x: Array, *, zeros_equal: bool = False) -> Array:
     """Integers in the order of the values of a carrier; -0 is next below +0, or equal."""
-    sign, magnitude = _bits.split(x, CARRIERS[x.dtype.name])
-    return _bits.ordered(sign, magnitude) if zeros_equal else jnp.where(sign != 0, ~magnitude, magnitude)
+    sign, magnitude = bit_ops.split_sign(x, CARRIERS[x.dtype.name])
+    return bit_ops.ordered_integers(sign, magnitude) if zeros_equal else jnp.where(sign != 0, ~magnitude, magnitude)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
-def extremum(kind: str, rows: Array) -> Array:
+def row_extremum(kind: str, rows: Array) -> Array:
     """The largest or the smallest element of each row, by bits; NaN if one is."""
     carrier = CARRIERS[rows.dtype.name]
-    order = in_order(rows)
+    order = sort_keys(rows)
     best = (jnp.max if kind == "max" else jnp.min)(order, 1)
     negative = best < 0
-    value = _bits.join(
+    value = bit_ops.join_sign(
         jnp.where(negative, carrier.sign_bit, 0).astype(best.dtype), jnp.where(negative, ~best, best), carrier
     )
     return jnp.where(jnp.isnan(rows).any(1), jnp.asarray(jnp.nan, rows.dtype), value)
 
 
-@extremum.defjvp
-def _extremum_jvp(kind: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+@row_extremum.defjvp
+def _row_extremum_jvp(kind: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """The derivative, as in `jax.numpy`: elements that are equal to the result share it."""
     smooth = partial(jnp.max if kind == "max" else jnp.min, axis=1)
-    return extremum(kind, *primals), jax.jvp(smooth, primals, tangents)[1]
+    return row_extremum(kind, *primals), jax.jvp(smooth, primals, tangents)[1]

@@ -13,23 +13,23 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jchop._arguments import as_operands, checked_key, run
-from jchop._bits import CARRIERS, in_auto_mesh
-from jchop._checks import check_choice
-from jchop._core.arithmetic.basic import carrier_range, multiply
-from jchop._core.arithmetic.matmul import Plan
-from jchop._core.arithmetic.operations import check_matmul, operation_carrier
+from jchop._common.bit_ops import CARRIERS, in_auto_mesh
+from jchop._common.checks import check_choice
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.arithmetic.basic import carrier_range, multiply_and_round
+from jchop._core.matmul.matmul import MatmulPlan
+from jchop._core.matmul.operations import check_matmul, operation_carrier
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.products.matmul import matmul_op
+from jchop._round.arguments import as_operands, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
-from jchop.gradients import CustomJvp
-from jchop.spec import Spec
+from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop._spec.spec import Spec
 from jchop.storage import quantize
-from jchop.storage._codes import decode_plain
+from jchop.storage._codes import decode_unscaled
 
 Array = jax.Array
 
@@ -91,35 +91,37 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
     x, y = as_operands("ab", (a, b))
     carrier = operation_carrier(x.dtype)
     check_matmul(spec, x.dtype, allow_scales=True)
-    check_shapes(x.shape, y.shape)
-    key = checked_key(key, spec.stochastic, spec)
+    check_matmul_shapes(x.shape, y.shape)
+    key = rounding_key(key, spec.stochastic, spec)
     if key is not None:
-        _check_counts(x, y, Plan(spec, carrier, x.shape[-1]))
-    return run(partial(_matmul, spec=spec, impl=impl), (x, y), key)
+        _check_random_stream_size(x, y, MatmulPlan(spec, carrier, x.shape[-1]))
+    return run_on_operands(partial(_traced_matmul, spec=spec, impl=impl), (x, y), key)
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(compiled, static_argnames=("spec", "impl"), inline=True)
-def _matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+@partial(always_jit, static_argnames=("spec", "impl"), inline=True)
+def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
     return in_auto_mesh(
-        partial(_of_any_shape, spec=spec, impl=impl),
+        partial(_matmul_of_any_shape, spec=spec, impl=impl),
         *(a, b, key),
         along=((-1,), (-2 if b.ndim > 1 else -1,), ()),
         like=lambda a, b, key: jnp.matmul(a, b),
     )
 
 
-def _of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
-    keys = None if key is None else split(key, 4)
+def _matmul_of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+    keys = None if key is None else split_prng_key(key, 4)
     x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
-    seeds = None if keys is None else _seeds(keys, spec)
-    left, right = (_operand(v, i, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((x, y)))
+    seeds = None if keys is None else _matmul_seeds(keys, spec)
+    left, right = (
+        _matmul_operand(v, i, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((x, y))
+    )
 
     def product(left: Sequence[Array], right: Sequence[Array]) -> Array:
         scaled_parts = tuple(v for pair in zip(left[1:], right[1:], strict=True) for v in pair)
-        return _product(spec, impl, a.dtype, left[0], right[0], seeds, scaled_parts)
+        return _batch_product(spec, impl, a.dtype, left[0], right[0], seeds, scaled_parts)
 
     if y.ndim == 2:  # one matrix for all rows of x
         # In two steps: explicit shardings support no other reshape.
@@ -127,22 +129,22 @@ def _of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, im
         out = jnp.squeeze(product(rows, [v[None] for v in right]), 0)
     else:
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        out = product([_one_batch(v, batch) for v in left], [_one_batch(v, batch) for v in right])
-    return out.reshape(_shape(a, b))
+        out = product([_as_one_batch(v, batch) for v in left], [_as_one_batch(v, batch) for v in right])
+    return out.reshape(_matmul_shape(a, b))
 
 
-def _shape(a: Any, b: Any) -> tuple[int, ...]:
+def _matmul_shape(a: Any, b: Any) -> tuple[int, ...]:
     """The shape of the product."""
     return (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *a.shape[:-1][-1:], *b.shape[1:][-1:])
 
 
-def _seeds(keys: Array, spec: MatmulSpec) -> Array | None:
+def _matmul_seeds(keys: Array, spec: MatmulSpec) -> Array | None:
     """The seeds of products and sums, if either is stochastic."""
     draws = any(rounding is not None and rounding.rounding.stochastic for rounding in (spec.product, spec.accumulate))
     return jnp.stack([*seed_words(keys[2]), *seed_words(keys[3])]) if draws else None
 
 
-def _operand(x: Array, side: int, spec: Spec | None, key: Array | None) -> tuple[Array, ...]:
+def _matmul_operand(x: Array, side: int, spec: Spec | None, key: Array | None) -> tuple[Array, ...]:
     """The rounded numbers; of a scaled format also the elements, the scales of groups, and a scale of each row.
 
     The groups lie along the summed axis. Derivatives use the numbers alone.
@@ -152,7 +154,7 @@ def _operand(x: Array, side: int, spec: Spec | None, key: Array | None) -> tuple
         return (wide if spec is None else round_to_format(wide, spec, key),)
     rows = wide if side == 0 else wide.swapaxes(-1, -2)
     qarray = quantize(rows, spec)
-    elements = decode_plain(qarray.qvalue, spec.scaled.element, rows.shape[-1], CARRIERS["float32"])
+    elements = decode_unscaled(qarray.qvalue, spec.scaled.element, rows.shape[-1], CARRIERS["float32"])
     scales, *whole = qarray.scale if isinstance(qarray.scale, tuple) else (qarray.scale,)
     if not jnp.issubdtype(scales.dtype, jnp.floating):
         scales = decode_elements(scales, spec.scaled.scale_format, CARRIERS["float32"])
@@ -161,19 +163,21 @@ def _operand(x: Array, side: int, spec: Spec | None, key: Array | None) -> tuple
     return tuple(v if side == 0 else v.swapaxes(-1, -2) for v in parts)
 
 
-def _one_batch(x: Array, batch: tuple[int, ...]) -> Array:
+def _as_one_batch(x: Array, batch: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(x, batch + x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:])
 
 
 def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: Any) -> Array:
     """The product of rounded arrays of a wide dtype, (batch, m, k) and (batch, k, n), with the keys of `matmul`."""
     if keys[2] is not None:
-        _check_counts(x, y, Plan(spec, operation_carrier(x.dtype), x.shape[-1]))
-    return _product(spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _seeds(keys, spec), ())
+        _check_random_stream_size(x, y, MatmulPlan(spec, operation_carrier(x.dtype), x.shape[-1]))
+    return _batch_product(
+        spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _matmul_seeds(keys, spec), ()
+    )
 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1, 2))
-def _product(
+def _batch_product(
     spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None, scaled_parts: tuple[Array, ...]
 ) -> Array:
     """The product of rounded arrays of shapes (batch, m, k) and (batch, k, n).
@@ -184,35 +188,35 @@ def _product(
     a, b, *scales = scaled_parts[:4] or (x, y)
     result = matmul_op(a, b, *scales, *(() if seeds is None else (seeds,)), impl=impl, spec=spec)
     if scaled_parts[4:]:
-        result = _times(result, _times(scaled_parts[4], scaled_parts[5]))
-    return to_dtype(result, spec, dtype)
+        result = _multiply_scales(result, _multiply_scales(scaled_parts[4], scaled_parts[5]))
+    return round_to_dtype(result, spec, dtype)
 
 
-def _times(x: Array, y: Array) -> Array:
+def _multiply_scales(x: Array, y: Array) -> Array:
     """The float32 product, to nearest."""
     carrier = CARRIERS["float32"]
     full_range = carrier_range(carrier)
     x, y = jnp.broadcast_arrays(x, y)
-    return multiply(x, y, None, carrier, None, full_range, full_range)
+    return multiply_and_round(x, y, None, carrier, None, full_range, full_range)
 
 
-def to_dtype(result: Array, spec: MatmulSpec, dtype: Any) -> Array:
+def round_to_dtype(result: Array, spec: MatmulSpec, dtype: Any) -> Array:
     """A result cast to a 16-bit dtype, rounded to it if the sums are the carrier's."""
     if result.dtype == dtype:
         return result
     if spec.accumulate is None:
-        result = round_to_format(result, _OF_DTYPE[dtype.name])
+        result = round_to_format(result, _FORMAT_OF_SHORT_DTYPE[dtype.name])
     return result.astype(dtype)
 
 
-_OF_DTYPE = {"float16": "binary16", "bfloat16": "bfloat16"}
+_FORMAT_OF_SHORT_DTYPE = {"float16": "binary16", "bfloat16": "bfloat16"}
 
 
-@partial(_product.defjvp, symbolic_zeros=True)
-def _jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
+@partial(_batch_product.defjvp, symbolic_zeros=True)
+def _batch_product_jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
     x, y = primals[:2]
     dx, dy = tangents[:2]
-    out = _product(spec, impl, dtype, *primals)
+    out = _batch_product(spec, impl, dtype, *primals)
     exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     terms = [
         exact(left, right)
@@ -225,7 +229,7 @@ def _jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, tangents: tupl
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+def check_matmul_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     for name, shape in (("a", a), ("b", b)):
         if not shape:
             raise ValueError(f"{name} is a scalar; a matrix product needs at least one axis")
@@ -240,10 +244,10 @@ def check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
         raise ValueError(f"a has shape {a} and b has shape {b}: their leading axes do not broadcast") from None
 
 
-def _check_counts(a: Any, b: Any, plan: Plan) -> None:
+def _check_random_stream_size(a: Any, b: Any, plan: MatmulPlan) -> None:
     """Steps and output elements are numbered in 32 bits each."""
     if not plan.draws:
         return
-    for what, count in (("elements in the product", math.prod(_shape(a, b))), ("steps of a sum", 2 * plan.k)):
+    for what, count in (("elements in the product", math.prod(_matmul_shape(a, b))), ("steps of a sum", 2 * plan.k)):
         if count > 1 << 32:
             raise ValueError(f"{count} {what} are more than the 2^32 that random bits are drawn for; use smaller parts")

@@ -11,26 +11,26 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jchop import _bits
-from jchop._arguments import as_operands, run
-from jchop._bits import CARRIERS
-from jchop._checks import as_numpy
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import as_numpy
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit
 from jchop._core.elementary import pairs
-from jchop._core.elementary.pairs import Pair
-from jchop._core.xla_gpu import in_whole_words
+from jchop._core.elementary.pairs import FloatPair
+from jchop._core.xla.gpu import pad_to_whole_words
 from jchop._kernels.primitive import by_platform
-from jchop._settings import compiled
-from jchop.gradients import CustomJvp
-from jchop.math._matmul import check_shapes
+from jchop._round.arguments import as_operands, run_on_operands
+from jchop.math._matmul import check_matmul_shapes
 
 Array = jax.Array
 
 #: Bits of a slice. A digit is an integer from -127 to 127, and from -64 to 64 in all slices but the first.
-_BITS = 7
+_SLICE_BITS = 7
 #: The most slices, and the largest number of products of two digits whose sum int32 holds for sure.
-_MOST, _EXACT = 9, 1 << 17
+_MOST_SLICES, _EXACT_TERMS = 9, 1 << 17
 #: The error of s slices is below this times 2^(-7 s).
-_FACTOR = 4.2
+_ERROR_FACTOR = 4.2
 
 
 def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
@@ -77,24 +77,24 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
         >>> float(high) + float(low) == float(third) ** 2 * (1 + 2.0**-26)
         True
     """
-    count = slices_for(tolerance)
+    count = slice_count(tolerance)
     if isinstance(a, tuple) != isinstance(b, tuple):
         raise TypeError("a and b must be of one kind: two float64 arrays, or two pairs (high, low) of float32 arrays")
     if isinstance(a, tuple):
-        x, y = _pair("a", a), _pair("b", b)
-        check_shapes(x[0].shape, y[0].shape)
-        return run(partial(_of_pairs, count=count), (*x, *y), None)
+        x, y = _as_float32_pair("a", a), _as_float32_pair("b", b)
+        check_matmul_shapes(x[0].shape, y[0].shape)
+        return run_on_operands(partial(_product_of_pairs, count=count), (*x, *y), None)
     x, y = as_operands("ab", (a, b))
     if x.dtype.name != "float64":
         raise TypeError(
             f"a and b have dtype {x.dtype} and must be float64 (with jax_enable_x64), or pairs (high, low) of float32 "
             "arrays, as in (x, zeros)"
         )
-    check_shapes(x.shape, y.shape)
-    return run(partial(_of_arrays, count=count), (x, y), None)
+    check_matmul_shapes(x.shape, y.shape)
+    return run_on_operands(partial(_product_of_arrays, count=count), (x, y), None)
 
 
-def slices_for(tolerance: float) -> int:
+def slice_count(tolerance: float) -> int:
     """The least number of slices s with 4.2 2^(-7 s) <= tolerance.
 
     Raises:
@@ -102,13 +102,17 @@ def slices_for(tolerance: float) -> int:
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float | np.integer | np.floating):
         raise TypeError(f"tolerance={tolerance!r} must be a number")
-    count = next((s for s in range(1, _MOST + 1) if _FACTOR * 2.0 ** (-_BITS * s) <= tolerance), None)
+    count = next(
+        (s for s in range(1, _MOST_SLICES + 1) if _ERROR_FACTOR * 2.0 ** (-_SLICE_BITS * s) <= tolerance), None
+    )
     if count is None or not tolerance <= 1:
-        raise ValueError(f"tolerance={tolerance!r} must be from {_FACTOR * 2.0 ** (-_BITS * _MOST):.2g} to 1")
+        raise ValueError(
+            f"tolerance={tolerance!r} must be from {_ERROR_FACTOR * 2.0 ** (-_SLICE_BITS * _MOST_SLICES):.2g} to 1"
+        )
     return count
 
 
-def _pair(name: str, value: tuple) -> tuple[Any, Any]:
+def _as_float32_pair(name: str, value: tuple) -> tuple[Any, Any]:
     """The parts of a pair, float32 arrays of one shape."""
     if len(value) != 2:
         raise TypeError(f"{name} has {len(value)} parts; a pair (high, low) has two")
@@ -127,34 +131,34 @@ def _pair(name: str, value: tuple) -> tuple[Any, Any]:
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@partial(compiled, static_argnames=("count",), inline=True)
-def _of_arrays(a: Array, b: Array, key: None, *, count: int) -> Array:
-    return _product((jnp.asarray(a),), (jnp.asarray(b),), count)[0]
+@partial(always_jit, static_argnames=("count",), inline=True)
+def _product_of_arrays(a: Array, b: Array, key: None, *, count: int) -> Array:
+    return _product_by_slices((jnp.asarray(a),), (jnp.asarray(b),), count)[0]
 
 
-@partial(compiled, static_argnames=("count",), inline=True)
-def _of_pairs(a: Array, a_low: Array, b: Array, b_low: Array, key: None, *, count: int) -> tuple[Array, ...]:
-    return _product((jnp.asarray(a), jnp.asarray(a_low)), (jnp.asarray(b), jnp.asarray(b_low)), count)
+@partial(always_jit, static_argnames=("count",), inline=True)
+def _product_of_pairs(a: Array, a_low: Array, b: Array, b_low: Array, key: None, *, count: int) -> tuple[Array, ...]:
+    return _product_by_slices((jnp.asarray(a), jnp.asarray(a_low)), (jnp.asarray(b), jnp.asarray(b_low)), count)
 
 
 @partial(CustomJvp, nondiff_argnums=(2,))
-def _product(a: tuple[Array, ...], b: tuple[Array, ...], count: int) -> tuple[Array, ...]:
+def _product_by_slices(a: tuple[Array, ...], b: tuple[Array, ...], count: int) -> tuple[Array, ...]:
     """The product of numbers given as sums of one or two arrays, as such a sum."""
     shape = jax.eval_shape(jnp.matmul, a[0], b[0]).shape
     a = tuple(part[None] if part.ndim == 1 else part for part in a)
     b = tuple(part[:, None] if part.ndim == 1 else part for part in b)
-    (left, left_exponent), (right, right_exponent) = _sliced(a, -1, count), _sliced(b, -2, count)
-    total = _sum_of_products(left, right, count, pair=len(a) == 2)
-    total = tuple(_scaled(part, left_exponent + right_exponent) for part in total)
+    (left, left_exponent), (right, right_exponent) = _slice_digits(a, -1, count), _slice_digits(b, -2, count)
+    total = _sum_of_slice_products(left, right, count, pair=len(a) == 2)
+    total = tuple(_times_power_of_two(part, left_exponent + right_exponent) for part in total)
     finite = jnp.isfinite(a[0]).all() & jnp.isfinite(b[0]).all()
-    total = lax.cond(finite, lambda *_: total, lambda x, y: _with_special(total, x, y), a[0], b[0])
+    total = lax.cond(finite, lambda *_: total, lambda x, y: _with_infinities_and_nan(total, x, y), a[0], b[0])
     return tuple(part.reshape(shape) for part in total)
 
 
-@partial(_product.defjvp, symbolic_zeros=True)
-def _jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+@partial(_product_by_slices.defjvp, symbolic_zeros=True)
+def _product_by_slices_jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     (a, b), (da, db) = primals, tangents
-    out = _product(a, b, count)
+    out = _product_by_slices(a, b, count)
     exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     terms = [exact(d, b[0]) for d in da if not isinstance(d, SymbolicZero)]
     terms += [exact(a[0], d) for d in db if not isinstance(d, SymbolicZero)]
@@ -162,9 +166,9 @@ def _jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...]
     return out, (tangent, *(jnp.zeros_like(part) for part in out[1:]))
 
 
-def _with_special(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, ...]:
+def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, ...]:
     """The results, with the infinities and NaN that those of the factors give: terms are counted, by integers too."""
-    (a_sign, a_inf, a_nan, a_zero), (b_sign, b_inf, b_nan, b_zero) = map(_kinds, (a, b))
+    (a_sign, a_inf, a_nan, a_zero), (b_sign, b_inf, b_nan, b_zero) = map(_sign_inf_nan_zero, (a, b))
     finite = a_sign * (1 - abs(a_inf))  # so that inf times inf is one term
     none, one = jnp.zeros_like(a_sign), jnp.ones_like(a_sign)
     left = [(a_inf, finite, none, none), (abs(a_inf), abs(finite), none, none), (a_nan, one, abs(a_inf), a_zero)]
@@ -172,7 +176,7 @@ def _with_special(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, 
     right = [(b_sign, b_inf, none, none), (abs(b_sign), abs(b_inf), none, none), (one, b_nan, b_zero, abs(b_inf))]
     columns = jnp.stack([jnp.concatenate(parts, -1) for parts in left], -3)
     rows = jnp.stack([jnp.concatenate(parts, -2) for parts in right], -3)
-    counts = _products(columns, rows)
+    counts = _int8_matmul(columns, rows)
     # The infinite terms, of which those of unlike signs cancel; their number; the number of terms that are NaN.
     infinite, terms, nothing = (counts[..., i, :, :] for i in range(3))
     special = jnp.where(infinite < 0, -jnp.inf, jnp.inf).astype(total[0].dtype)
@@ -181,36 +185,38 @@ def _with_special(total: tuple[Array, ...], a: Array, b: Array) -> tuple[Array, 
     return (jnp.where(keep, total[0], special), *(jnp.where(keep, part, 0) for part in total[1:]))
 
 
-def _kinds(x: Array) -> tuple[Array, ...]:
+def _sign_inf_nan_zero(x: Array) -> tuple[Array, ...]:
     """As int8: signs, 0 for NaN; signs of infinities alone; 1 for NaN; 1 for zero."""
     sign = jnp.where(jnp.isnan(x), 0, jnp.sign(x)).astype(jnp.int8)
     return sign, sign * jnp.isinf(x), jnp.isnan(x).astype(jnp.int8), (x == 0).astype(jnp.int8)
 
 
-def _sliced(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, Array]:
+def _slice_digits(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, Array]:
     """The digits of x 2^(7 - e) in base 128, the first before the point, on a new first axis; and e.
 
     There is one e for each row (axis -1) or column (axis -2).
     """
     carrier = CARRIERS[x[0].dtype.name]
     x = tuple(jnp.where(jnp.isfinite(part), part, 0) for part in x)
-    magnitude = _bits.split(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
+    magnitude = bit_ops.split_sign(x[0], carrier)[1].max(axis, keepdims=True, initial=0)
     # The least e with |x| < (1 - 2^-8) 2^e, so that no first digit is 128.
-    upper = magnitude + (1 << (carrier.fraction - _BITS))
+    upper = magnitude + (1 << (carrier.fraction - _SLICE_BITS))
     exponent = jnp.where(magnitude == 0, 0, (upper >> carrier.fraction) - carrier.bias + 1).astype(jnp.int32)
 
     def cut(rest: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], Array]:
         digit = jnp.round(rest[0])
         high = rest[0] - digit
-        rest = tuple(pairs.exact_sum(high, rest[1])) if rest[1:] else (high,)
-        return tuple(part * (1 << _BITS) for part in rest), digit.astype(jnp.int8)
+        rest = tuple(pairs.two_sum(high, rest[1])) if rest[1:] else (high,)
+        return tuple(part * (1 << _SLICE_BITS) for part in rest), digit.astype(jnp.int8)
 
     # A loop, because XLA would compute the digits before a digit anew for each use.
-    _, digits = lax.scan(cut, tuple(_scaled(part, _BITS - exponent) for part in x), None, length=count)
+    _, digits = lax.scan(
+        cut, tuple(_times_power_of_two(part, _SLICE_BITS - exponent) for part in x), None, length=count
+    )
     return digits, exponent
 
 
-def _scaled(x: Array, exponent: Array) -> Array:
+def _times_power_of_two(x: Array, exponent: Array) -> Array:
     """The numbers x 2^exponent, by two factors, since one may be beyond the range of a carrier."""
     carrier = CARRIERS[x.dtype.name]
     half = exponent >> 1
@@ -220,7 +226,7 @@ def _scaled(x: Array, exponent: Array) -> Array:
     return x
 
 
-def _sum_of_products(left: Array, right: Array, count: int, pair: bool) -> tuple[Array, ...]:
+def _sum_of_slice_products(left: Array, right: Array, count: int, pair: bool) -> tuple[Array, ...]:
     """The sum of the products of slices whose numbers add up to at most `count`, the smallest first.
 
     It is a loop with one product, since XLA compiles each product of integers for a CPU in a tenth of a second.
@@ -228,39 +234,41 @@ def _sum_of_products(left: Array, right: Array, count: int, pair: bool) -> tuple
     of_pairs = [(i, j) for i in range(count) for j in range(count) if i + j <= count]
     order = np.array(sorted(of_pairs, key=sum, reverse=True), np.int32)
     dtype = np.float32 if pair else np.float64
-    units = (2.0 ** (-_BITS * (order.sum(1) + 2))).astype(dtype)
+    units = (2.0 ** (-_SLICE_BITS * (order.sum(1) + 2))).astype(dtype)
     shape = jax.eval_shape(jnp.matmul, left[0], right[0]).shape
     zero = jnp.zeros(shape, dtype)
 
     def add(total: tuple[Array, ...], step: tuple[Array, Array]) -> tuple[tuple[Array, ...], None]:
         (i, j), unit = step
         a, b = (lax.dynamic_index_in_dim(v, n, keepdims=False) for v, n in ((left, i), (right, j)))
-        for start in range(0, max(a.shape[-1], 1), _EXACT):
-            stop = start + _EXACT
-            whole = _products(a[..., start:stop], b[..., start:stop, :])
-            total = _added(total, _as_numbers(whole, unit, pair))
+        for start in range(0, max(a.shape[-1], 1), _EXACT_TERMS):
+            stop = start + _EXACT_TERMS
+            whole = _int8_matmul(a[..., start:stop], b[..., start:stop, :])
+            total = _add_float_sums(total, _as_float_sum(whole, unit, pair))
         return total, None
 
     return lax.scan(add, (zero, zero) if pair else (zero,), (jnp.asarray(order), jnp.asarray(units)))[0]
 
 
-def _products(a: Array, b: Array) -> Array:
+def _int8_matmul(a: Array, b: Array) -> Array:
     """The product of matrices of int8, exact in int32."""
 
     def multiply_int8(a: Array, b: Array) -> Array:
         return jnp.matmul(a, b, preferred_element_type=jnp.int32)
 
-    return by_platform(lambda a, b: multiply_int8(in_whole_words(a), in_whole_words(b, -2)), a, b, cpu=multiply_int8)
+    return by_platform(
+        lambda a, b: multiply_int8(pad_to_whole_words(a), pad_to_whole_words(b, -2)), a, b, cpu=multiply_int8
+    )
 
 
-def _as_numbers(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:
+def _as_float_sum(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:
     """Integers of 32 bits times a power of two, exactly: float64, or a sum of two float32 numbers."""
     if not pair:
         return (whole.astype(jnp.float64) * unit,)
     high = whole >> 12
     parts = high.astype(jnp.float32) * (unit * 4096), (whole & 4095).astype(jnp.float32) * unit
-    return tuple(pairs.exact_sum(*parts))
+    return tuple(pairs.two_sum(*parts))
 
 
-def _added(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(pairs.add(Pair(*a), Pair(*b))) if a[1:] else (a[0] + b[0],)
+def _add_float_sums(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(pairs.add_pairs(FloatPair(*a), FloatPair(*b))) if a[1:] else (a[0] + b[0],)

@@ -11,28 +11,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import Array, SpecLike, as_array, as_operands, carrier_of, checked_key, run
-from jchop._bits import in_auto_mesh
-from jchop._checks import check_int
-from jchop._core.arithmetic.operations import check_operation, widened, words
+from jchop._common.bit_ops import in_auto_mesh
+from jchop._common.checks import check_int
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import check_operation, operation_words, widen_operand
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
+from jchop._round.arguments import (
+    Array,
+    SpecLike,
+    as_array,
+    as_operands,
+    carrier_of_dtype,
+    rounding_key,
+    run_on_operands,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.gradients import CustomJvp
+from jchop._spec.spec import Spec, as_spec
 from jchop.math import _carrier, _exact
-from jchop.math._family import Row, as_dtype, call, check_backward, exactly
-from jchop.spec import Spec, as_spec
+from jchop.math._row import (
+    MathRow,
+    as_dtype,
+    call_row,
+    check_cotangent_rounding,
+    exact_operation,
+)
 
 __all__ = ["diff", "frexp", "ldexp", "modf"]
 
 #: Axes; None means all.
-Axis = int | Sequence[int] | None
+AxisArgument = int | Sequence[int] | None
 #: The same, counted from 0.
-Axes = tuple[int, ...]
+AxisIndices = tuple[int, ...]
 
-_FREXP = Row("frexp", ("x",), _carrier.frexp, "x = m 2^e", carrier_is_exact=True)
-_MODF = Row("modf", ("x",), _carrier.modf, "x = f + i", carrier_is_exact=True)
+_FREXP_ROW = MathRow("frexp", ("x",), _carrier.carrier_frexp, "x = m 2^e", carrier_is_exact=True)
+_MODF_ROW = MathRow("modf", ("x",), _carrier.carrier_modf, "x = f + i", carrier_is_exact=True)
 
 
 def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -58,7 +72,7 @@ def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
         >>> float(significand), int(exponent)
         (0.75, 4)
     """
-    return call(_FREXP, (x,), spec, key)
+    return call_row(_FREXP_ROW, (x,), spec, key)
 
 
 def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -84,7 +98,7 @@ def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
         >>> float(fraction), float(whole)
         (-0.0, -3.0)
     """
-    return call(_MODF, (x,), spec, key)
+    return call_row(_MODF_ROW, (x,), spec, key)
 
 
 def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -111,34 +125,36 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
     (array,), exponent = as_operands("x", (x,)), as_array("n", n)
     if not jnp.issubdtype(exponent.dtype, jnp.integer):
         raise TypeError(f"n has dtype {exponent.dtype}; allowed: integers")
-    require_carrier(spec, carrier_of(array.dtype))
+    require_carrier(spec, carrier_of_dtype(array.dtype))
     check_operation(spec, array.dtype)
-    check_backward(spec)
+    check_cotangent_rounding(spec)
     if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words
         exponent = np.clip(exponent, -(1 << 30), 1 << 30).astype(np.int32)
-    return run(partial(_ldexp, spec), (array, exponent), checked_key(key, spec.rounding.stochastic, spec))
+    return run_on_operands(
+        partial(_traced_ldexp, spec), (array, exponent), rounding_key(key, spec.rounding.stochastic, spec)
+    )
 
 
-@partial(compiled, static_argnums=0, inline=True)
-def _ldexp(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
-    keys = [None] * 2 if key is None else list(split(key))
-    values = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
-    return as_dtype(_scaled(spec, *jnp.broadcast_arrays(values, n), keys[1]), x.dtype)
+@partial(always_jit, static_argnums=0, inline=True)
+def _traced_ldexp(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
+    keys = [None] * 2 if key is None else list(split_prng_key(key))
+    values = widen_operand(round_to_format(jnp.asarray(x), spec, keys[0]))
+    return as_dtype(_ldexp_op(spec, *jnp.broadcast_arrays(values, n), keys[1]), x.dtype)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
-def _scaled(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
-    return _exact.ldexp(x, n, spec, None if key is None else words(seed_words(key), x))
+def _ldexp_op(spec: Spec, x: Array, n: Array, key: Array | None) -> Array:
+    return _exact.exact_ldexp(x, n, spec, None if key is None else operation_words(seed_words(key), x))
 
 
-@_scaled.defjvp
-def _scaled_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+@_ldexp_op.defjvp
+def _ldexp_op_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     x, n, key = primals
 
     def smooth(x: Array) -> Array:
         return round_to_format(jnp.ldexp(x, n), spec, key)
 
-    return _scaled(spec, *primals), jax.jvp(smooth, (x,), tangents[:1])[1]
+    return _ldexp_op(spec, *primals), jax.jvp(smooth, (x,), tangents[:1])[1]
 
 
 def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: int = -1) -> Any:
@@ -165,19 +181,19 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
     spec = as_spec(spec)
     (array,), n = as_operands("x", (x,)), check_int("n", n, 0)
     axis = check_axis(axis, array.ndim)
-    require_carrier(spec, carrier_of(array.dtype))
+    require_carrier(spec, carrier_of_dtype(array.dtype))
     check_operation(spec, array.dtype)
-    check_backward(spec)
-    key = checked_key(key, spec.rounding.stochastic, spec)
-    return run(partial(_diff, spec, n, axis), (array,), key)
+    check_cotangent_rounding(spec)
+    key = rounding_key(key, spec.rounding.stochastic, spec)
+    return run_on_operands(partial(_traced_diff, spec, n, axis), (array,), key)
 
 
-@partial(compiled, static_argnums=(0, 1, 2), inline=True)
-def _diff(spec: Spec, n: int, axis: int, x: Array, key: Array | None) -> Array:
-    keys = [None] * (n + 1) if key is None else list(split(key, n + 1))
-    d = jnp.moveaxis(widened(round_to_format(jnp.asarray(x), spec, keys[0])), axis, 0)
+@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
+def _traced_diff(spec: Spec, n: int, axis: int, x: Array, key: Array | None) -> Array:
+    keys = [None] * (n + 1) if key is None else list(split_prng_key(key, n + 1))
+    d = jnp.moveaxis(widen_operand(round_to_format(jnp.asarray(x), spec, keys[0])), axis, 0)
     for each in keys[1:]:
-        d = exactly("sub", (d[1:], d[:-1]), spec, each)
+        d = exact_operation("sub", (d[1:], d[:-1]), spec, each)
     return as_dtype(jnp.moveaxis(d, 0, axis), x.dtype)
 
 
@@ -188,7 +204,7 @@ def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:
     return check_int(name, axis, -ndim, ndim - 1) % ndim
 
 
-def as_axes(axis: Any, ndim: int) -> Axes:
+def as_axis_indices(axis: Any, ndim: int) -> AxisIndices:
     """The axes as nonnegative integers, in order; None means all."""
     if axis is None:
         return tuple(range(ndim))
@@ -198,7 +214,7 @@ def as_axes(axis: Any, ndim: int) -> Axes:
     return tuple(sorted(axes))
 
 
-def as_mask(where: Any, shape: tuple[int, ...]) -> tuple[Array | np.ndarray, ...]:
+def as_mask_operands(where: Any, shape: tuple[int, ...]) -> tuple[Array | np.ndarray, ...]:
     """The argument `where` as an operand, which must broadcast to `shape`; nothing for None."""
     if where is None:
         return ()
@@ -214,7 +230,7 @@ def as_mask(where: Any, shape: tuple[int, ...]) -> tuple[Array | np.ndarray, ...
     return (mask,)
 
 
-def as_initial(x: Any, initial: Any) -> list[Array | np.ndarray]:
+def as_reduction_operands(x: Any, initial: Any) -> list[Array | np.ndarray]:
     """`x`, and `initial` if it is given, of one dtype."""
     if initial is None:
         return as_operands("x", (x,))
@@ -224,26 +240,26 @@ def as_initial(x: Any, initial: Any) -> list[Array | np.ndarray]:
     return arrays
 
 
-def as_rows(x: Array, axes: Axes) -> tuple[Array, tuple[int, ...]]:
+def as_rows(x: Array, axes: AxisIndices) -> tuple[Array, tuple[int, ...]]:
     """A matrix with the elements of `axes` in each row, in C order, and the shape of the other axes."""
     others = [a for a in range(x.ndim) if a not in axes]
     outer = tuple(x.shape[a] for a in others)
     return jnp.transpose(x, (*others, *axes)).reshape(math.prod(outer), math.prod(x.shape[a] for a in axes)), outer
 
 
-def from_rows(rows: Array, axes: Axes, shape: tuple[int, ...]) -> Array:
+def from_rows(rows: Array, axes: AxisIndices, shape: tuple[int, ...]) -> Array:
     """The inverse of `as_rows`: an array of `shape`."""
     order = [*(a for a in range(len(shape)) if a not in axes), *axes]
     return jnp.transpose(rows.reshape([shape[a] for a in order]), [order.index(a) for a in range(len(shape))])
 
 
-def mask_rows(mask: Array | None, x: Array, axes: Axes) -> Array | None:
+def mask_rows(mask: Array | None, x: Array, axes: AxisIndices) -> Array | None:
     """The mask of each row of `as_rows`."""
     return None if mask is None else as_rows(jnp.broadcast_to(mask, x.shape), axes)[0]
 
 
-def reduced_in_auto_mesh(
-    function: Callable[..., Array], axes: Axes, keepdims: bool | None, x: Array, *more: Any
+def reduce_in_auto_mesh(
+    function: Callable[..., Array], axes: AxisIndices, keepdims: bool | None, x: Array, *more: Any
 ) -> Array:
     """`in_auto_mesh` of a function of `x`, masks and a key that sums along `axes`; `keepdims` is None if these stay."""
     along = [axis - jnp.ndim(x) for axis in axes]
@@ -251,6 +267,6 @@ def reduced_in_auto_mesh(
     return in_auto_mesh(function, x, *more, along=[along] * (1 + len(more)), like=like)
 
 
-def fold(key: Array | None, number: int) -> Array | None:
+def fold_key(key: Array | None, number: int) -> Array | None:
     """A separate key, `jax.random.fold_in` of a key; None for None."""
     return None if key is None else jax.random.fold_in(key, number)

@@ -8,30 +8,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._arguments import Array, SpecLike, as_operands, carrier_of, checked_key, run
-from jchop._bits import in_auto_mesh
-from jchop._checks import check_bool
-from jchop._core.arithmetic.operations import check_operation, draws, widened
-from jchop._core.arithmetic.sums import cumulative, product_along
+from jchop._common.bit_ops import in_auto_mesh
+from jchop._common.checks import check_bool
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
+from jchop._core.matmul.sums import cumulative_along, product_along
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
+from jchop._round.arguments import (
+    Array,
+    SpecLike,
+    as_operands,
+    carrier_of_dtype,
+    rounding_key,
+    run_on_operands,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.gradients import CustomJvp
-from jchop.math._family import check_backward
+from jchop._spec.spec import Spec, as_spec
 from jchop.math._parts import (
-    Axes,
-    Axis,
-    as_axes,
-    as_initial,
-    as_mask,
+    AxisArgument,
+    AxisIndices,
+    as_axis_indices,
+    as_mask_operands,
+    as_reduction_operands,
     as_rows,
     check_axis,
-    fold,
+    fold_key,
     mask_rows,
-    reduced_in_auto_mesh,
+    reduce_in_auto_mesh,
 )
-from jchop.spec import Spec, as_spec
+from jchop.math._row import check_cotangent_rounding
 
 __all__ = ["cumprod", "cumsum", "prod"]
 
@@ -41,7 +48,7 @@ def prod(
     spec: SpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,
@@ -72,13 +79,13 @@ def prod(
         24.0
     """
     check_bool("keepdims", keepdims)
-    spec, arrays = as_spec(spec), as_initial(x, initial)
+    spec, arrays = as_spec(spec), as_reduction_operands(x, initial)
     array = arrays[0]
-    _check(spec, array)
-    axes = as_axes(axis, array.ndim)
-    mask = as_mask(where, array.shape)
-    key = checked_key(key, draws(spec), spec)
-    return run(partial(_reduce, spec, axes, keepdims, len(arrays) > 1), (*arrays, *mask), key)
+    _check_running_spec(spec, array)
+    axes = as_axis_indices(axis, array.ndim)
+    mask = as_mask_operands(where, array.shape)
+    key = rounding_key(key, spec_draws(spec), spec)
+    return run_on_operands(partial(_traced_prod, spec, axes, keepdims, len(arrays) > 1), (*arrays, *mask), key)
 
 
 def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
@@ -102,7 +109,7 @@ def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
         >>> jc.math.cumsum([1.0, 0.25, 0.125, 4.0], "e5m2").tolist()
         [1.0, 1.25, 1.5, 6.0]
     """
-    return _stepped("sum", x, spec, key, axis)
+    return _run_cumulative("sum", x, spec, key, axis)
 
 
 def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
@@ -125,82 +132,86 @@ def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | Non
         >>> jc.math.cumprod([3.0, 3.0, 3.0], "e5m2").tolist()
         [3.0, 8.0, 24.0]
     """
-    return _stepped("prod", x, spec, key, axis)
+    return _run_cumulative("prod", x, spec, key, axis)
 
 
 # -- implementation ----------------------------------------------------------------------------------------------------
 
 
-def _check(spec: Spec, array: Any) -> None:
-    require_carrier(spec, carrier_of(array.dtype))
+def _check_running_spec(spec: Spec, array: Any) -> None:
+    require_carrier(spec, carrier_of_dtype(array.dtype))
     check_operation(spec, array.dtype)
-    check_backward(spec)
+    check_cotangent_rounding(spec)
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
-def _reduce(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
-    function = partial(_products, spec, axes, keepdims, starts)
-    return reduced_in_auto_mesh(function, axes, keepdims, *operands_and_key)
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _traced_prod(spec: Spec, axes: AxisIndices, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
+    function = partial(_prod_along_axes, spec, axes, keepdims, starts)
+    return reduce_in_auto_mesh(function, axes, keepdims, *operands_and_key)
 
 
-def _products(spec: Spec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
+def _prod_along_axes(spec: Spec, axes: AxisIndices, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
     """The operands are x, the initial value if `starts`, and the mask if there is one."""
     x, *more, key = operands_and_key
-    keys = (None, None) if key is None else tuple(split(key))
+    keys = (None, None) if key is None else tuple(split_prng_key(key))
     x = jnp.asarray(x)
-    rows, outer = as_rows(widened(round_to_format(x, spec, keys[0])), axes)
+    rows, outer = as_rows(widen_operand(round_to_format(x, spec, keys[0])), axes)
     mask = mask_rows(more[-1] if len(more) > starts else None, x, axes)
     if starts:
-        first = widened(round_to_format(jnp.asarray(more[0]), spec, fold(keys[0], 0)))
+        first = widen_operand(round_to_format(jnp.asarray(more[0]), spec, fold_key(keys[0], 0)))
         rows = jnp.concatenate([jnp.broadcast_to(first, (rows.shape[0], 1)), rows], 1)
         mask = None if mask is None else jnp.pad(mask, ((0, 0), (1, 0)), constant_values=True)
-    result = _prod(spec, rows, mask, keys[1]).reshape(outer)
+    result = _row_products(spec, rows, mask, keys[1]).reshape(outer)
     return (jnp.expand_dims(result, axes) if keepdims else result).astype(x.dtype)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
-def _prod(spec: Spec, rows: Array, mask: Array | None, key: Array | None) -> Array:
+def _row_products(spec: Spec, rows: Array, mask: Array | None, key: Array | None) -> Array:
     return product_along(rows, 1, spec, None if key is None else seed_words(key), mask)
 
 
-@_prod.defjvp
-def _prod_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+@_row_products.defjvp
+def _row_products_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     rows, mask, _ = primals
 
     def smooth(rows: Array) -> Array:
         return jnp.prod(rows if mask is None else jnp.where(mask, rows, 1), axis=1)
 
-    return _prod(spec, *primals), jax.jvp(smooth, (rows,), tangents[:1])[1]
+    return _row_products(spec, *primals), jax.jvp(smooth, (rows,), tangents[:1])[1]
 
 
-def _stepped(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None) -> Any:
+def _run_cumulative(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None) -> Any:
     spec = as_spec(spec)
     (array,) = as_operands("x", (x,))
-    _check(spec, array)
+    _check_running_spec(spec, array)
     axes = None if axis is None else (check_axis(axis, array.ndim),)
-    return run(partial(_steps, kind, spec, axes), (array,), checked_key(key, draws(spec), spec))
+    return run_on_operands(
+        partial(_traced_cumulative, kind, spec, axes), (array,), rounding_key(key, spec_draws(spec), spec)
+    )
 
 
-@partial(compiled, static_argnums=(0, 1, 2), inline=True)
-def _steps(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
+@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
+def _traced_cumulative(kind: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
     along = [i - x.ndim for i in (range(x.ndim) if axes is None else axes)], ()
     like = None if axes is not None else lambda x, key: x.ravel()
-    return in_auto_mesh(partial(_stepped_in_order, kind, spec, axes), x, key, along=along, like=like)
+    return in_auto_mesh(partial(_cumulative_along_axes, kind, spec, axes), x, key, along=along, like=like)
 
 
-def _stepped_in_order(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
-    keys = (None, None) if key is None else tuple(split(key))
-    values = widened(round_to_format(jnp.asarray(x), spec, keys[0]))
-    return _cumulative(kind, spec, axes, values, keys[1]).astype(x.dtype)
+def _cumulative_along_axes(kind: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
+    keys = (None, None) if key is None else tuple(split_prng_key(key))
+    values = widen_operand(round_to_format(jnp.asarray(x), spec, keys[0]))
+    return _cumulative_op(kind, spec, axes, values, keys[1]).astype(x.dtype)
 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1, 2))
-def _cumulative(kind: str, spec: Spec, axes: Axes | None, x: Array, key: Array | None) -> Array:
+def _cumulative_op(kind: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
     flat, axis = (x.ravel(), 0) if axes is None else (x, axes[0])
-    return cumulative(kind, flat, axis, spec, None if key is None else seed_words(key))
+    return cumulative_along(kind, flat, axis, spec, None if key is None else seed_words(key))
 
 
-@_cumulative.defjvp
-def _cumulative_jvp(kind: str, spec: Spec, axes: Axes | None, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+@_cumulative_op.defjvp
+def _cumulative_op_jvp(
+    kind: str, spec: Spec, axes: AxisIndices | None, primals: tuple, tangents: tuple
+) -> tuple[Array, Array]:
     smooth = partial({"sum": jnp.cumsum, "prod": jnp.cumprod}[kind], axis=None if axes is None else axes[0])
-    return _cumulative(kind, spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]
+    return _cumulative_op(kind, spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]

@@ -9,32 +9,42 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._arguments import Array, as_operands, checked_key, run
-from jchop._checks import check_bool
-from jchop._core.arithmetic.operations import check_matmul, check_operation, draws
-from jchop._settings import compiled, split
-from jchop.accumulation import MatmulSpec, SumSpecLike
+from jchop._common.checks import check_bool
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import check_matmul, check_operation, spec_draws
+from jchop._round.arguments import (
+    Array,
+    as_operands,
+    rounding_key,
+    run_on_operands,
+)
+from jchop._spec.accumulation import MatmulSpec, SumSpecLike
 from jchop.math import _elementwise
-from jchop.math._extrema import extremum
-from jchop.math._family import evaluated, exactly
-from jchop.math._matmul import to_dtype
+from jchop.math._extrema import row_extremum
+from jchop.math._matmul import round_to_dtype
 from jchop.math._parts import (
-    Axes,
-    Axis,
-    as_axes,
-    as_mask,
+    AxisArgument,
+    AxisIndices,
+    as_axis_indices,
+    as_mask_operands,
     as_rows,
-    fold,
+    fold_key,
     from_rows,
     mask_rows,
-    reduced_in_auto_mesh,
+    reduce_in_auto_mesh,
 )
-from jchop.math._sums import anything, as_sum_spec, rounded_operand, row_sums
+from jchop.math._row import evaluate_function, exact_operation
+from jchop.math._sums import (
+    as_sum_spec,
+    carrier_range_pair,
+    round_operand,
+    row_sums,
+)
 
 __all__ = ["logsumexp", "softmax"]
 
 
-def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis = -1, where: Any = None) -> Any:
+def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
     """e^x / Σ e^x along an axis, as `jax.nn.softmax`, every operation rounded.
 
     With m the largest element, which is exact: d_k = x_k - m and e_k = e^(d_k) are rounded to ``spec.operands``, e_k as
@@ -63,7 +73,7 @@ def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: Axis =
         >>> jc.math.softmax([1.0, 2.0, 3.0], "e5m2").tolist()
         [0.078125, 0.25, 0.625]
     """
-    return _reduced(_softmax, x, spec, key, axis, where)
+    return _run_softmax(_row_softmax, x, spec, key, axis, where)
 
 
 def logsumexp(
@@ -71,7 +81,7 @@ def logsumexp(
     spec: SumSpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     keepdims: bool = False,
     where: Any = None,
 ) -> Any:
@@ -105,79 +115,87 @@ def logsumexp(
         3.40625
     """
     check_bool("keepdims", keepdims)
-    return _reduced(_logsumexp, x, spec, key, axis, where, keepdims)
+    return _run_softmax(_row_logsumexp, x, spec, key, axis, where, keepdims)
 
 
-def _reduced(
-    function: Callable[..., Array], x: Any, spec: SumSpecLike, key: Any, axis: Axis, where: Any, keepdims: bool = False
+def _run_softmax(
+    function: Callable[..., Array],
+    x: Any,
+    spec: SumSpecLike,
+    key: Any,
+    axis: AxisArgument,
+    where: Any,
+    keepdims: bool = False,
 ) -> Any:
     mspec = as_sum_spec(spec)
     (array,) = as_operands("x", (x,))
     check_matmul(mspec, array.dtype)
     check_operation(mspec.operands, array.dtype, "operands")
     check_operation(mspec.accumulate, array.dtype, "accumulate")
-    axes, mask = as_axes(axis, array.ndim), as_mask(where, array.shape)
-    key = checked_key(key, mspec.stochastic, mspec)
-    return run(partial(_reduce, function, mspec, axes, keepdims), (array, *mask), key)
+    axes, mask = as_axis_indices(axis, array.ndim), as_mask_operands(where, array.shape)
+    key = rounding_key(key, mspec.stochastic, mspec)
+    return run_on_operands(partial(_traced_softmax, function, mspec, axes, keepdims), (array, *mask), key)
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3), inline=True)
-def _reduce(
-    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, *operands_and_key: Any
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _traced_softmax(
+    function: Callable[..., Array], spec: MatmulSpec, axes: AxisIndices, keepdims: bool, *operands_and_key: Any
 ) -> Array:
-    in_rows = partial(_over_rows, function, spec, axes, keepdims)
-    return reduced_in_auto_mesh(in_rows, axes, None if function is _softmax else keepdims, *operands_and_key)
+    in_rows = partial(_softmax_along_axes, function, spec, axes, keepdims)
+    return reduce_in_auto_mesh(in_rows, axes, None if function is _row_softmax else keepdims, *operands_and_key)
 
 
-def _over_rows(
-    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, *operands_and_key: Any
+def _softmax_along_axes(
+    function: Callable[..., Array], spec: MatmulSpec, axes: AxisIndices, keepdims: bool, *operands_and_key: Any
 ) -> Array:
     """`function` of rows, which gives a number for each row or for each element; the operands are x and the mask."""
     x, *masks, key = operands_and_key
-    keys = (None,) * 4 if key is None else tuple(split(key, 4))
+    keys = (None,) * 4 if key is None else tuple(split_prng_key(key, 4))
     x = jnp.asarray(x)
-    rows, outer = as_rows(rounded_operand(x, spec, keys[0]), axes)
+    rows, outer = as_rows(round_operand(x, spec, keys[0]), axes)
     mask = mask_rows(masks[0] if masks else None, x, axes)
-    result = to_dtype(function(rows, spec, keys, mask), spec, x.dtype)
+    result = round_to_dtype(function(rows, spec, keys, mask), spec, x.dtype)
     if result.ndim == 2:
         return from_rows(result, axes, x.shape)
     return jnp.expand_dims(result.reshape(outer), axes) if keepdims else result.reshape(outer)
 
 
-_Keys = tuple[Array | None, ...]
+_SoftmaxKeys = tuple[Array | None, ...]
 
 
-def _exponentials(rows: Array, shift: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
+def _row_exponentials(rows: Array, shift: Array, spec: MatmulSpec, keys: _SoftmaxKeys, mask: Array | None) -> Array:
     """e^(x - m), or +0 if the mask is False."""
-    stochastic = draws(spec.operands)
+    stochastic = spec_draws(spec.operands)
     shift = jnp.broadcast_to(shift[:, None], rows.shape)
     if mask is not None:
         rows = jnp.where(mask, rows, shift)
-    d = exactly("sub", (rows, shift), spec.operands, keys[1] if stochastic else None)
-    e = evaluated(_elementwise.exp, d, spec.operands, keys[2] if stochastic else None)
+    d = exact_operation("sub", (rows, shift), spec.operands, keys[1] if stochastic else None)
+    e = evaluate_function(_elementwise.exp, d, spec.operands, keys[2] if stochastic else None)
     return e if mask is None else jnp.where(mask, e, 0)
 
 
-def _largest(rows: Array, mask: Array | None) -> Array:
+def _row_maximum(rows: Array, mask: Array | None) -> Array:
     """The largest element of each row, -inf for none, as a constant."""
     rows = rows if mask is None else jnp.where(mask, rows, -jnp.inf)
     lowest = jnp.full((rows.shape[0], 1), -jnp.inf, rows.dtype)
-    return lax.stop_gradient(extremum("max", jnp.concatenate([lowest, rows], 1)))
+    return lax.stop_gradient(row_extremum("max", jnp.concatenate([lowest, rows], 1)))
 
 
-def _own(spec: MatmulSpec, key: Array | None, number: int) -> Array | None:
-    return fold(key, number) if draws(spec.accumulate) else None
+def _accumulate_key(spec: MatmulSpec, key: Array | None, number: int) -> Array | None:
+    return fold_key(key, number) if spec_draws(spec.accumulate) else None
 
 
-def _softmax(rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
-    e = _exponentials(rows, _largest(rows, mask), spec, keys, mask)
+def _row_softmax(rows: Array, spec: MatmulSpec, keys: _SoftmaxKeys, mask: Array | None) -> Array:
+    e = _row_exponentials(rows, _row_maximum(rows, mask), spec, keys, mask)
     total = jnp.broadcast_to(row_sums(e, spec, keys)[:, None], e.shape)
-    return exactly("div", (e, total), spec.accumulate, _own(spec, keys[3], 0), anything(e))
+    return exact_operation("div", (e, total), spec.accumulate, _accumulate_key(spec, keys[3], 0), carrier_range_pair(e))
 
 
-def _logsumexp(rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
-    largest = _largest(rows, mask)
+def _row_logsumexp(rows: Array, spec: MatmulSpec, keys: _SoftmaxKeys, mask: Array | None) -> Array:
+    largest = _row_maximum(rows, mask)
     m = jnp.where(jnp.isfinite(largest), largest, 0)
-    total = row_sums(_exponentials(rows, m, spec, keys, mask), spec, keys)
-    log = evaluated(_elementwise.log, total, spec.accumulate, _own(spec, keys[3], 0))
-    return exactly("add", (log, m), spec.accumulate, _own(spec, keys[3], 1), anything(rows))
+    total = row_sums(_row_exponentials(rows, m, spec, keys, mask), spec, keys)
+    log = evaluate_function(_elementwise.log, total, spec.accumulate, _accumulate_key(spec, keys[3], 0))
+    return exact_operation(
+        "add", (log, m), spec.accumulate, _accumulate_key(spec, keys[3], 1), carrier_range_pair(rows)
+    )

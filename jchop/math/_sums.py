@@ -9,32 +9,42 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jchop._arguments import Array, as_array, checked_key, run
-from jchop._bits import CARRIERS
-from jchop._checks import check_bool, check_int
-from jchop._core.arithmetic.operations import check_matmul, check_operation, draws, widened
-from jchop._core.arithmetic.ranges import Range, carrier_range
-from jchop._core.arithmetic.sums import sum_along
-from jchop._core.rounding.random_bits import seed_words
-from jchop._kernels.products.matmul import matmul_op
-from jchop._kernels.settled import settled
-from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
-from jchop.gradients import CustomJvp
-from jchop.math._family import exactly
-from jchop.math._matmul import product_of_matrices, to_dtype
-from jchop.math._parts import (
-    Axes,
-    Axis,
-    as_axes,
-    as_initial,
-    as_mask,
-    as_rows,
-    fold,
-    mask_rows,
-    reduced_in_auto_mesh,
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_bool, check_int
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range
+from jchop._core.matmul.operations import (
+    check_matmul,
+    check_operation,
+    spec_draws,
+    widen_operand,
 )
+from jchop._core.matmul.sums import sum_along
+from jchop._core.rounding.random_bits import seed_words
+from jchop._kernels.materialize import materialize
+from jchop._kernels.products.matmul import matmul_op
+from jchop._round.arguments import (
+    Array,
+    as_array,
+    rounding_key,
+    run_on_operands,
+)
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop.math._matmul import product_of_matrices, round_to_dtype
+from jchop.math._parts import (
+    AxisArgument,
+    AxisIndices,
+    as_axis_indices,
+    as_mask_operands,
+    as_reduction_operands,
+    as_rows,
+    fold_key,
+    mask_rows,
+    reduce_in_auto_mesh,
+)
+from jchop.math._row import exact_operation
 
 __all__ = ["mean", "norm", "std", "sum", "var"]
 
@@ -46,7 +56,7 @@ def sum(
     spec: SumSpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     keepdims: bool = False,
     where: Any = None,
     initial: Any = None,
@@ -81,7 +91,7 @@ def sum(
         >>> float(jc.math.sum(jnp.ones(100), jc.MatmulSpec(accumulate="e5m2", order="pairwise")))
         96.0
     """
-    return _reduced(_sum, x, as_sum_spec(spec), key, axis, keepdims, where, initial)
+    return _run_reduction(_row_sum, x, as_sum_spec(spec), key, axis, keepdims, where, initial)
 
 
 def mean(
@@ -89,7 +99,7 @@ def mean(
     spec: SumSpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     keepdims: bool = False,
     where: Any = None,
 ) -> Any:
@@ -116,7 +126,7 @@ def mean(
         >>> float(jc.math.mean([1.0, 2.0, 4.0], "bfloat16"))
         2.328125
     """
-    return _reduced(_mean, x, as_sum_spec(spec), key, axis, keepdims, where)
+    return _run_reduction(_row_mean, x, as_sum_spec(spec), key, axis, keepdims, where)
 
 
 def var(
@@ -124,7 +134,7 @@ def var(
     spec: SumSpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     ddof: int = 0,
     keepdims: bool = False,
     where: Any = None,
@@ -158,7 +168,9 @@ def var(
         >>> float(jc.math.var([1.0, 2.0, 4.0], "bfloat16"))
         1.5625
     """
-    return _reduced(partial(_var, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims, where)
+    return _run_reduction(
+        partial(_row_variance, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims, where
+    )
 
 
 def std(
@@ -166,7 +178,7 @@ def std(
     spec: SumSpecLike,
     key: Array | None = None,
     *,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     ddof: int = 0,
     keepdims: bool = False,
     where: Any = None,
@@ -193,7 +205,9 @@ def std(
         >>> float(jc.math.std([1.0, 2.0, 4.0], "bfloat16"))
         1.25
     """
-    return _reduced(partial(_std, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims, where)
+    return _run_reduction(
+        partial(_row_deviation, check_int("ddof", ddof)), x, as_matmul_spec(spec), key, axis, keepdims, where
+    )
 
 
 def norm(
@@ -202,7 +216,7 @@ def norm(
     key: Array | None = None,
     *,
     ord: float | None = None,
-    axis: Axis = None,
+    axis: AxisArgument = None,
     keepdims: bool = False,
 ) -> Any:
     """A norm of vectors: ``√(Σ x_k²)``, ``Σ |x_k|`` or ``max |x_k|``, every operation rounded, without scaling.
@@ -229,13 +243,13 @@ def norm(
         >>> float(jc.math.norm([3.0, 4.0], "e5m2")), float(jc.math.norm([3.0, 4.0], "e5m2", ord=1))
         (5.0, 7.0)
     """
-    if ord not in _NORMS:
+    if ord not in _VECTOR_NORMS:
         raise ValueError(f"ord={ord!r} must be one of None, 1, 2, inf")
     several = axis is None or isinstance(axis, Sequence)
     if ord is not None and several and as_array("x", x).ndim > 1:
         raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; pass one axis, or ord=None")
     mspec = as_sum_spec(spec) if ord == 1 else as_matmul_spec(spec)
-    return _reduced(_NORMS[ord], x, mspec, key, axis, keepdims)
+    return _run_reduction(_VECTOR_NORMS[ord], x, mspec, key, axis, keepdims)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -251,98 +265,108 @@ def as_sum_spec(value: Any) -> MatmulSpec:
     return value
 
 
-def _reduced(
+def _run_reduction(
     function: Callable[..., Array],
     x: Any,
     spec: MatmulSpec,
     key: Any,
-    axis: Axis,
+    axis: AxisArgument,
     keepdims: bool,
     where: Any = None,
     initial: Any = None,
 ) -> Any:
     check_bool("keepdims", keepdims)
-    arrays = as_initial(x, initial)
+    arrays = as_reduction_operands(x, initial)
     array = arrays[0]
     check_matmul(spec, array.dtype)
-    if function is not _sum:  # quotients and roots are rounded as sums are
+    if function is not _row_sum:  # quotients and roots are rounded as sums are
         check_operation(spec.accumulate, array.dtype, "accumulate")
-    mask = as_mask(where, array.shape)
-    key = checked_key(key, spec.stochastic, spec)
-    reduction = partial(_reduce, function, spec, as_axes(axis, array.ndim), keepdims, len(arrays) > 1)
-    return run(reduction, (*arrays, *mask), key)
+    mask = as_mask_operands(where, array.shape)
+    key = rounding_key(key, spec.stochastic, spec)
+    reduction = partial(_traced_reduction, function, spec, as_axis_indices(axis, array.ndim), keepdims, len(arrays) > 1)
+    return run_on_operands(reduction, (*arrays, *mask), key)
 
 
-@partial(compiled, static_argnums=(0, 1, 2, 3, 4), inline=True)
-def _reduce(
-    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any
+@partial(always_jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _traced_reduction(
+    function: Callable[..., Array],
+    spec: MatmulSpec,
+    axes: AxisIndices,
+    keepdims: bool,
+    starts: bool,
+    *operands_and_key: Any,
 ) -> Array:
-    in_rows = partial(_over_rows, function, spec, axes, keepdims, starts)
-    return reduced_in_auto_mesh(in_rows, axes, keepdims, *operands_and_key)
+    in_rows = partial(_reduce_rows, function, spec, axes, keepdims, starts)
+    return reduce_in_auto_mesh(in_rows, axes, keepdims, *operands_and_key)
 
 
-def _over_rows(
-    function: Callable[..., Array], spec: MatmulSpec, axes: Axes, keepdims: bool, starts: bool, *operands_and_key: Any
+def _reduce_rows(
+    function: Callable[..., Array],
+    spec: MatmulSpec,
+    axes: AxisIndices,
+    keepdims: bool,
+    starts: bool,
+    *operands_and_key: Any,
 ) -> Array:
     """`function` of rows, a matrix of float32 or float64, in C order of the reduced axes.
 
     The operands are x, the initial value if `starts`, and the mask if there is one.
     """
     x, *more, key = operands_and_key
-    keys = (None,) * 4 if key is None else tuple(split(key, 4))
+    keys = (None,) * 4 if key is None else tuple(split_prng_key(key, 4))
     x = jnp.asarray(x)
-    rows, outer = as_rows(rounded_operand(x, spec, keys[0]), axes)
+    rows, outer = as_rows(round_operand(x, spec, keys[0]), axes)
     mask = mask_rows(more[-1] if len(more) > starts else None, x, axes)
     if mask is not None:
         rows = jnp.where(mask, rows, 0)
     if starts:
-        first = rounded_operand(jnp.asarray(more[0]), spec, fold(keys[0], 0))
+        first = round_operand(jnp.asarray(more[0]), spec, fold_key(keys[0], 0))
         rows = jnp.concatenate([jnp.broadcast_to(first, (rows.shape[0], 1)), rows], 1)
-    result = to_dtype(function(rows, spec, keys, mask), spec, x.dtype).reshape(outer)
+    result = round_to_dtype(function(rows, spec, keys, mask), spec, x.dtype).reshape(outer)
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
-def rounded_operand(x: Array, spec: MatmulSpec, key: Array | None) -> Array:
+def round_operand(x: Array, spec: MatmulSpec, key: Array | None) -> Array:
     """An operand in a wide dtype, rounded."""
-    wide = widened(x)
+    wide = widen_operand(x)
     return wide if spec.operands is None else round_to_format(wide, spec.operands, key)
 
 
-_Keys = tuple[Array | None, ...]
+_SumKeys = tuple[Array | None, ...]
 
 
-def row_sums(rows: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+def row_sums(rows: Array, spec: MatmulSpec, keys: _SumKeys) -> Array:
     """The sum of each row, drawn from the last key."""
-    return _row_sums(spec, rows, keys[3] if draws(spec.accumulate) else None)
+    return _row_sums_op(spec, rows, keys[3] if spec_draws(spec.accumulate) else None)
 
 
-def _sum(rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
+def _row_sum(rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: Array | None) -> Array:
     return row_sums(rows, spec, keys)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
-def _row_sums(spec: MatmulSpec, rows: Array, key: Array | None) -> Array:
+def _row_sums_op(spec: MatmulSpec, rows: Array, key: Array | None) -> Array:
     seeds = None if key is None else jnp.stack([*seed_words(key)] * 2)
     return sum_along(rows, 1, spec, seeds, matmul=matmul_op)
 
 
-@_row_sums.defjvp
-def _row_sums_jvp(spec: MatmulSpec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _row_sums(spec, *primals), jnp.sum(tangents[0], 1)
+@_row_sums_op.defjvp
+def _row_sums_op_jvp(spec: MatmulSpec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _row_sums_op(spec, *primals), jnp.sum(tangents[0], 1)
 
 
-def _mean(rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
-    return _divided(row_sums(rows, spec, keys), _count(rows, mask), spec, keys)
+def _row_mean(rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: Array | None) -> Array:
+    return _divide_by_row_count(row_sums(rows, spec, keys), _row_counts(rows, mask), spec, keys)
 
 
-def _count(rows: Array, mask: Array | None) -> int | Array:
+def _row_counts(rows: Array, mask: Array | None) -> int | Array:
     """The number of elements in each row."""
     if mask is not None and rows.shape[1] > 2 << CARRIERS[rows.dtype.name].fraction:
         raise ValueError(f"{rows.shape[1]} elements may be more than {rows.dtype} counts exactly; cast x to float64")
     return rows.shape[1] if mask is None else jnp.sum(mask, 1, dtype=jnp.int32)
 
 
-def _divided(total: Array, count: int | Array, spec: MatmulSpec, keys: _Keys) -> Array:
+def _divide_by_row_count(total: Array, count: int | Array, spec: MatmulSpec, keys: _SumKeys) -> Array:
     """A(total / count), the count an integer that is not rounded."""
     carrier = CARRIERS[total.dtype.name]
     if isinstance(count, int):
@@ -350,59 +374,65 @@ def _divided(total: Array, count: int | Array, spec: MatmulSpec, keys: _Keys) ->
         if abs(count).bit_length() > n and count % (1 << (abs(count).bit_length() - n)):
             raise ValueError(f"the number of elements, {count}, is not held by {total.dtype}; cast x to float64")
     whole = jnp.broadcast_to(jnp.asarray(count, total.dtype), total.shape)
-    key = fold(keys[3], 0) if draws(spec.accumulate) else None
-    return exactly("div", (total, whole), spec.accumulate, key, anything(total))
+    key = fold_key(keys[3], 0) if spec_draws(spec.accumulate) else None
+    return exact_operation("div", (total, whole), spec.accumulate, key, carrier_range_pair(total))
 
 
-def anything(x: Array) -> tuple[Range, Range]:
+def carrier_range_pair(x: Array) -> tuple[ValueRange, ValueRange]:
     """The ranges of two operands that hold any number of the dtype."""
     whole = carrier_range(CARRIERS[x.dtype.name])
     return whole, whole
 
 
-def _var(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
-    n, count = rows.shape[1], _count(rows, mask)
+def _row_variance(ddof: int, rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: Array | None) -> Array:
+    n, count = rows.shape[1], _row_counts(rows, mask)
     if ddof >= max(n, 1):
         raise ValueError(f"ddof={ddof} must be less than the number of elements, {n}")
     # Quirk `long_fusion_compiled_for_minutes` of `_core/xla_cpu.py`: each difference would repeat the mean of its row.
-    centre = settled(_mean(rows, spec, (keys[0], None, None, fold(keys[3], 1)), mask))
-    key = keys[1] if draws(spec.operands) else None
-    d = exactly("sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, anything(rows))
+    centre = materialize(_row_mean(rows, spec, (keys[0], None, None, fold_key(keys[3], 1)), mask))
+    key = keys[1] if spec_draws(spec.operands) else None
+    d = exact_operation(
+        "sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, carrier_range_pair(rows)
+    )
     if mask is None:
-        return _divided(_squares(d, spec, keys), count - ddof, spec, keys)
-    total = _divided(_squares(jnp.where(mask, d, 0), spec, keys), jnp.maximum(count - ddof, 1), spec, keys)
+        return _divide_by_row_count(_row_squares(d, spec, keys), count - ddof, spec, keys)
+    total = _divide_by_row_count(
+        _row_squares(jnp.where(mask, d, 0), spec, keys), jnp.maximum(count - ddof, 1), spec, keys
+    )
     return jnp.where(count > ddof, total, jnp.nan)
 
 
-def _squares(d: Array, spec: MatmulSpec, keys: _Keys) -> Array:
+def _row_squares(d: Array, spec: MatmulSpec, keys: _SumKeys) -> Array:
     """The sum of the squares of each row."""
     return product_of_matrices(d[:, None, :], d[:, :, None], spec, d.dtype, keys)[:, 0, 0]
 
 
-def _root(total: Array, spec: MatmulSpec, keys: _Keys) -> Array:
-    return exactly("sqrt", (total,), spec.accumulate, fold(keys[3], 2) if draws(spec.accumulate) else None)
+def _root_of_total(total: Array, spec: MatmulSpec, keys: _SumKeys) -> Array:
+    return exact_operation(
+        "sqrt", (total,), spec.accumulate, fold_key(keys[3], 2) if spec_draws(spec.accumulate) else None
+    )
 
 
-def _std(ddof: int, rows: Array, spec: MatmulSpec, keys: _Keys, mask: Array | None) -> Array:
-    return _root(_var(ddof, rows, spec, keys, mask), spec, keys)
+def _row_deviation(ddof: int, rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: Array | None) -> Array:
+    return _root_of_total(_row_variance(ddof, rows, spec, keys, mask), spec, keys)
 
 
-def _euclidean(rows: Array, spec: MatmulSpec, keys: _Keys, mask: None) -> Array:
-    return _root(_squares(rows, spec, keys), spec, keys)
+def _euclidean_norm(rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: None) -> Array:
+    return _root_of_total(_row_squares(rows, spec, keys), spec, keys)
 
 
-def _absolute(rows: Array, spec: MatmulSpec, keys: _Keys, mask: None) -> Array:
+def _absolute_norm(rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: None) -> Array:
     return row_sums(jnp.abs(rows), spec, keys)
 
 
-def _largest(rows: Array, spec: MatmulSpec, keys: _Keys, mask: None) -> Array:
+def _maximum_norm(rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: None) -> Array:
     # The maximum of all may lose a NaN: `maximum_loses_nan` in `_core/xla_cpu.py`.
     return jnp.where(jnp.isnan(rows).any(1), jnp.nan, jnp.max(jnp.abs(rows), 1, initial=0))
 
 
-_NORMS: dict[float | None, Callable[..., Array]] = {
-    None: _euclidean,
-    1: _absolute,
-    2: _euclidean,
-    math.inf: _largest,
+_VECTOR_NORMS: dict[float | None, Callable[..., Array]] = {
+    None: _euclidean_norm,
+    1: _absolute_norm,
+    2: _euclidean_norm,
+    math.inf: _maximum_norm,
 }

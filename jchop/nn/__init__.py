@@ -2,23 +2,23 @@
 
 # ruff: noqa: E402
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.nn", "flax", ("flax",))
 
-from jchop._attention.attention import dot_product_attention
-from jchop._attention.kv_cache import KVCache
-from jchop._products.adapters import AdaptedParam
-from jchop._products.rule import Rule
-from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._checkpoints.models import load_checkpoint, save_checkpoint
+from jchop._insight.models.sensitivity import Sensitivity, SensitivityRow, sensitivity
+from jchop._insight.models.tune import LayerTuning, TunedLayer, tune
+from jchop._quantized.products.rule import Rule
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.program.adapters import AdaptedParam
+from jchop._serving.attention import dot_product_attention
+from jchop._serving.kv_cache import KVCache
 from jchop.nn import linen
 from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
 from jchop.nn._folding import Folded, fold_batch_norms
 from jchop.nn._lora_files import load_lora, save_lora
-from jchop.nn._lora_rule import LoraRule
-from jchop.nn._nnx.checkpoints import load_checkpoint, save_checkpoint
-from jchop.nn._nnx.data import quantize_with_data
 from jchop.nn._nnx.layers import (
     BatchNorm,
     Conv,
@@ -40,17 +40,17 @@ from jchop.nn._nnx.layers import (
     SimpleCell,
 )
 from jchop.nn._nnx.lora import Adapted, add_lora, merge_lora, split_lora
-from jchop.nn._nnx.surgery import quantize
+from jchop.nn._nnx.quantize import quantize
 from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._params import quantize_params
 from jchop.nn._recipes import keep_wide, recipe
 from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
-from jchop.nn._scale_state import ActivationRange, AmaxHistory, LearnedScale
-from jchop.nn._sensitivity import Sensitivity, SensitivityRow, sensitivity
 from jchop.nn._shard import shard
+from jchop.nn._shared.lora_rule import LoraRule
+from jchop.nn._shared.scale_state import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._trees.lora import lora_mask
-from jchop.nn._tune import LayerTuning, TunedLayer, tune
+from jchop.ptq._nnx_models import quantize_with_data
 
 __all__ = [
     "LSQ",

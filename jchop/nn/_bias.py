@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._checks import brief
-from jchop._products.traced.call import numbered
-from jchop.nn._calibrate import check_calls
-from jchop.nn._folding import give_bias
-from jchop.nn._nnx.layers import CLASSES, layers_of
-from jchop.nn._nnx.programs import is_program
+from jchop._common.checks import short_repr
+from jchop._quantized.program.call import enumerate_batches
+from jchop.nn._calibrate import check_run_arguments
+from jchop.nn._folding import set_layer_bias
+from jchop.nn._nnx.layers import QUANTIZED_CLASSES, nnx_layers
+from jchop.nn._nnx.programs import is_nnx_program
 from jchop.nn._nnx.variables import QuantizedParam
 
 Array = jax.Array
@@ -25,8 +25,8 @@ T = TypeVar("T", bound=nnx.Module)
 __all__ = ["correct_biases"]
 
 #: Layers with one bias for each channel, the last axis of their results.
-_CORRECTED = (nnx.Linear, nnx.Conv, nnx.ConvTranspose)
-_QUANTIZED = tuple(CLASSES[base] for base in _CORRECTED)
+_BIAS_LAYERS = (nnx.Linear, nnx.Conv, nnx.ConvTranspose)
+_QUANTIZED_BIAS_LAYERS = tuple(QUANTIZED_CLASSES[base] for base in _BIAS_LAYERS)
 
 
 def correct_biases(
@@ -75,18 +75,18 @@ def correct_biases(
     """
     for name, value in (("model", model), ("quantized", quantized)):
         if not isinstance(value, nnx.Module):
-            raise TypeError(f"{name}={brief(value)} must be a module of Flax NNX")
-    if is_program(quantized):
+            raise TypeError(f"{name}={short_repr(value)} must be a module of Flax NNX")
+    if is_nnx_program(quantized):
         raise NotImplementedError(
             "quantized is a program, in which biases have no layers: correct a model that jchop.nn.quantize made "
             "without inputs, of layers of Flax alone, and quantize its program after that"
         )
-    check_calls(batches, run, progress)
-    data = [batch for _, batch in numbered(batches)]
+    check_run_arguments(batches, run, progress)
+    data = [batch for _, batch in enumerate_batches(batches)]
     call = (lambda model, batch: model(batch)) if run is None else run
-    result: Any = _copy(quantized)
-    layers = {path: layer for path, layer, _ in layers_of(result) if isinstance(layer, _QUANTIZED)}
-    of_exact = {path: layer for path, layer, _ in layers_of(model) if path in layers}
+    result: Any = _copy_model(quantized)
+    layers = {path: layer for path, layer, _ in nnx_layers(result) if isinstance(layer, _QUANTIZED_BIAS_LAYERS)}
+    of_exact = {path: layer for path, layer, _ in nnx_layers(model) if path in layers}
     if not layers or of_exact.keys() != layers.keys():
         raise ValueError(
             f"quantized has the quantized layers {sorted(layers)}, and model {sorted(of_exact)}; they must be the same "
@@ -100,22 +100,22 @@ def correct_biases(
             )
         if isinstance(layer.bias, QuantizedParam):
             raise NotImplementedError(f"{type(layer).__name__} at {path!r} has a packed bias; correct before packing")
-    exact_means = _means(model, of_exact, data, call)
+    exact_means = _output_means(model, of_exact, data, call)
     for number, path in enumerate(exact_means, start=1):
         layer = layers[path]
-        mean = _means(result, {path: layer}, data, call)[path]
+        mean = _output_means(result, {path: layer}, data, call)[path]
         shift = jnp.asarray(exact_means[path] - mean, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
-        give_bias(layer, shift if layer.bias is None else layer.bias[...] + shift)
+        set_layer_bias(layer, shift if layer.bias is None else layer.bias[...] + shift)
         if progress is not None:
             progress(number)
     return result
 
 
-def _copy(model: Any) -> Any:
+def _copy_model(model: Any) -> Any:
     return nnx.merge(*nnx.split(model), copy=True)
 
 
-class _Mean:
+class _OutputMean:
     """Sums the outputs of a layer for each channel, in place of the rounding of its result."""
 
     def __init__(self, path: str, then: Any, order: list[str]) -> None:
@@ -134,14 +134,16 @@ class _Mean:
         return y
 
 
-def _means(model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[Any, Any], Any]) -> dict[str, Any]:
+def _output_means(
+    model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[Any, Any], Any]
+) -> dict[str, Any]:
     """The mean output of each layer over data, in the order of the calls; the model is not changed."""
-    model, order = _copy(model), []
+    model, order = _copy_model(model), []
     recorders = {}
-    for path, layer, _ in layers_of(model):
+    for path, layer, _ in nnx_layers(model):
         if path in layers:
-            recorders[path] = _Mean(path, getattr(layer, "output", None), order)
-            layer.__class__ = CLASSES.get(type(layer), type(layer))
+            recorders[path] = _OutputMean(path, getattr(layer, "output", None), order)
+            layer.__class__ = QUANTIZED_CLASSES.get(type(layer), type(layer))
             layer.output = nnx.static(recorders[path])
     for batch in data:
         _ = call(model, batch)

@@ -8,21 +8,21 @@ from typing import Any, Literal, TypeVar
 
 from flax import nnx
 
-from jchop._checks import brief
-from jchop._products.rule import StreamOffset
-from jchop._products.scale_from import is_tensor_scaled
-from jchop._products.scales.observers import Observer, check_seen, observer_of
-from jchop._products.traced.call import numbered
-from jchop.nn._nnx.hooks import Product, site_in
-from jchop.nn._nnx.layers import layers_of
-from jchop.nn._nnx.programs import calibrate_program, is_program
-from jchop.nn._scale_state import PastMagnitudes
-from jchop.nn._trees.modules import calibrate_module, is_module
-from jchop.spec import Gradient
+from jchop._common.checks import short_repr
+from jchop._quantized.products.rule import Location
+from jchop._quantized.products.scale_from import has_tensor_scale
+from jchop._quantized.program.call import enumerate_batches
+from jchop._quantized.scales.observers import RangeObserver, check_calibration_data, range_observer_for
+from jchop._spec.spec import Gradient
+from jchop.nn._nnx.layers import nnx_layers
+from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
+from jchop.nn._nnx.rounding_modules import RoundedProduct, rounding_module_in
+from jchop.nn._shared.scale_state import PastMagnitudes
+from jchop.nn._trees.equinox_modules import calibrate_equinox_module, is_equinox_module
 
 T = TypeVar("T")
 
-__all__ = ["calibrate", "check_calls"]
+__all__ = ["calibrate", "check_run_arguments"]
 
 
 def calibrate(
@@ -70,27 +70,29 @@ def calibrate(
         >>> static.dot_general.range[...].tolist()
         [-1.0, 2.0]
     """
-    if not (is_module(model) or isinstance(model, nnx.Module)):
-        raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox that jchop.nn.quantize returned")
-    check_calls(batches, run, progress)
-    if is_module(model):
-        return calibrate_module(model, batches, method, combine, run, progress)
-    make = observer_of(method, combine)
+    if not (is_equinox_module(model) or isinstance(model, nnx.Module)):
+        raise TypeError(
+            f"model={short_repr(model)} must be a module of Flax NNX or Equinox that jchop.nn.quantize returned"
+        )
+    check_run_arguments(batches, run, progress)
+    if is_equinox_module(model):
+        return calibrate_equinox_module(model, batches, method, combine, run, progress)
+    make = range_observer_for(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     finish = None
-    if is_program(result):
+    if is_nnx_program(result):
         finish = calibrate_program(result, method, combine)
-    products = [] if finish is not None else [*_sites_of(result)]
+    products = [] if finish is not None else [*_products_to_calibrate(result)]
     if not products and finish is None:
         raise ValueError(
             "model has no layer whose activation has one scale for the whole array, such as 'int8', "
             "without a gradient of its own, backward roundings or a history"
         )
-    observers: list[Observer] = [make(product.how.left) for product in products]
+    observers: list[RangeObserver] = [make(product.how.left) for product in products]
     for product, observer in zip(products, observers, strict=True):
         product.range = nnx.data(None)
-        product.observe = nnx.static(partial(_see, observer, product.how.place))
-    for count, batch in numbered(batches):
+        product.observe = nnx.static(partial(_observe_input, observer, product.how.place))
+    for count, batch in enumerate_batches(batches):
         _ = result(batch) if run is None else run(result, batch)
         if progress is not None:
             progress(count)
@@ -104,7 +106,7 @@ def calibrate(
     return result
 
 
-def check_calls(batches: Any, run: Any, progress: Any) -> None:
+def check_run_arguments(batches: Any, run: Any, progress: Any) -> None:
     """Refuse arguments with which no model can be run."""
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches={batches!r} must be inputs of the model, one after the other, as in a list")
@@ -113,17 +115,17 @@ def check_calls(batches: Any, run: Any, progress: Any) -> None:
             raise TypeError(f"{name}={value!r} must be a function, or None")
 
 
-def _see(observer: Observer, place: StreamOffset, x: Any) -> None:
+def _observe_input(observer: RangeObserver, place: Location, x: Any) -> None:
     """Note an input of a layer that has a range."""
-    check_seen(x, str(place))
+    check_calibration_data(x, str(place))
     observer.see(x)
 
 
-def _sites_of(model: Any) -> Iterator[Any]:
+def _products_to_calibrate(model: Any) -> Iterator[Any]:
     """The products whose range is to be found; a static one becomes a part of the model, of its own."""
-    for _, layer, kind in layers_of(model):
-        product = None if kind is None or kind.product is None else site_in(layer, kind.product[0])
-        if kind is None or kind.product is None or not isinstance(product, Product) or not _concerned(product):
+    for _, layer, kind in nnx_layers(model):
+        product = None if kind is None or kind.product is None else rounding_module_in(layer, kind.product[0])
+        if kind is None or kind.product is None or not isinstance(product, RoundedProduct) or not _needs_range(product):
             continue
         if product is not getattr(layer, kind.product[0]):
             product = nnx.clone(product)
@@ -131,12 +133,12 @@ def _sites_of(model: Any) -> Iterator[Any]:
         yield product
 
 
-def _concerned(product: Product) -> bool:
+def _needs_range(product: RoundedProduct) -> bool:
     if not product.calibrates or isinstance(product.left, PastMagnitudes):
         return False
     roundings = product.how
     return (
-        is_tensor_scaled(roundings.left)
+        has_tensor_scale(roundings.left)
         and roundings.keeps_left
         and roundings.left is not None
         and roundings.left.gradient == Gradient()

@@ -10,8 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop._checks import brief
-from jchop.nn._nnx.modules import Keys, Placed, modules_of, path_of
+from jchop._common.checks import short_repr
+from jchop.nn._nnx.modules import (
+    Keys,
+    ModuleEntry,
+    keys_as_path,
+    module_entries,
+)
 
 Array = jax.Array
 T = TypeVar("T", bound=nnx.Module)
@@ -34,7 +39,7 @@ class Folded(nnx.Module):
 
 
 #: The axis of output channels of the kernel.
-_CHANNELS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
+_KERNEL_CHANNEL_AXIS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
     {
         nnx.Linear: lambda layer: -1,
         nnx.Conv: lambda layer: -1,
@@ -78,11 +83,11 @@ def fold_batch_norms(model: T, pairs: Mapping[str, str]) -> T:
         True
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={brief(model)} must be a module of Flax NNX")
+        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX")
     if not isinstance(pairs, Mapping):
         raise TypeError(f"pairs={pairs!r} must map the path of a layer to that of the batch norm behind it")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    modules = {path_of(keys): (keys, entry) for entry in modules_of(result) for keys in entry.keys}
+    modules = {keys_as_path(keys): (keys, entry) for entry in module_entries(result) for keys in entry.keys}
     pair_paths = [*pairs, *pairs.values()]
     for path in pair_paths:
         if path not in modules:
@@ -90,17 +95,17 @@ def fold_batch_norms(model: T, pairs: Mapping[str, str]) -> T:
         if pair_paths.count(path) > 1:
             raise ValueError(f"pairs has {path!r} {pair_paths.count(path)} times")
     for layer, norm in pairs.items():
-        _check_alone(pairs, layer, modules)
-        _fold(layer, modules[layer][1].module, norm, modules[norm][1].module)
+        _check_single_place(pairs, layer, modules)
+        _fold_norm(layer, modules[layer][1].module, norm, modules[norm][1].module)
         *parent, last = modules[norm][0]
-        _put(modules, parent, last)
+        _replace_norm(modules, parent, last)
     return result
 
 
-def _check_alone(pairs: Mapping[str, str], path: str, modules: Mapping[str, tuple[Keys, Placed]]) -> None:
+def _check_single_place(pairs: Mapping[str, str], path: str, modules: Mapping[str, tuple[Keys, ModuleEntry]]) -> None:
     """Refuse a layer that stands twice in `pairs`, or in several places of which some have no norm behind it."""
     entry = modules[path][1]
-    holders = [modules.get(path_of(keys[:-1]), (keys, None))[1] for keys in entry.keys]
+    holders = [modules.get(keys_as_path(keys[:-1]), (keys, None))[1] for keys in entry.keys]
     places = {(id(holder), keys[-1:]) for holder, keys in zip(holders, entry.keys, strict=True)}
     if len(places) > 1 or sum(modules[layer][1] is entry for layer in pairs) > 1:
         raise ValueError(
@@ -109,27 +114,27 @@ def _check_alone(pairs: Mapping[str, str], path: str, modules: Mapping[str, tupl
         )
 
 
-def _put(modules: Mapping[str, Any], parent: list[Any], last: Any) -> None:
-    holder = modules[path_of(parent)][1].module if path_of(parent) in modules else None
+def _replace_norm(modules: Mapping[str, Any], parent: list[Any], last: Any) -> None:
+    holder = modules[keys_as_path(parent)][1].module if keys_as_path(parent) in modules else None
     if holder is None:
-        raise NotImplementedError(f"the batch norm at {path_of([*parent, last])!r} is held by no module")
+        raise NotImplementedError(f"the batch norm at {keys_as_path([*parent, last])!r} is held by no module")
     if isinstance(last, int):
         holder[last] = Folded()
     else:
         setattr(holder, last, Folded())
 
 
-def _fold(path: str, layer: Any, norm_path: str, norm: Any) -> None:
+def _fold_norm(path: str, layer: Any, norm_path: str, norm: Any) -> None:
     what = f"{type(layer).__name__} at {path!r}"
-    if type(layer) not in _CHANNELS:
-        class_names = ", ".join(kind.__name__ for kind in _CHANNELS)
+    if type(layer) not in _KERNEL_CHANNEL_AXIS:
+        class_names = ", ".join(kind.__name__ for kind in _KERNEL_CHANNEL_AXIS)
         raise NotImplementedError(
             f"{what} takes no batch norm in; that can be a {class_names} that is not quantized yet"
         )
     if type(norm) is not nnx.BatchNorm:
         raise NotImplementedError(f"{type(norm).__name__} at {norm_path!r} must be a BatchNorm that is not quantized")
     kernel = layer.kernel[...]
-    axis = _CHANNELS[type(layer)](layer)
+    axis = _KERNEL_CHANNEL_AXIS[type(layer)](layer)
     if norm.axis != -1 or norm.num_features != kernel.shape[axis]:
         raise ValueError(
             f"the BatchNorm at {norm_path!r} has axis={norm.axis} and num_features={norm.num_features}; behind {what} "
@@ -142,10 +147,10 @@ def _fold(path: str, layer: Any, norm_path: str, norm: Any) -> None:
     bias = bias if norm.bias is None else bias + norm.bias[...].astype(jnp.float32)
     gain_of_axis = gain.reshape([-1 if i == axis % kernel.ndim else 1 for i in range(kernel.ndim)])
     layer.kernel[...] = (kernel.astype(jnp.float32) * gain_of_axis).astype(kernel.dtype)
-    give_bias(layer, bias.astype(kernel.dtype))
+    set_layer_bias(layer, bias.astype(kernel.dtype))
 
 
-def give_bias(layer: Any, value: Array) -> None:
+def set_layer_bias(layer: Any, value: Array) -> None:
     """Give a layer a bias, in place of the one that it has or has not."""
     if layer.bias is None:
         layer.use_bias = True

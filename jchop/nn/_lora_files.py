@@ -17,41 +17,53 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop._checks import brief
-from jchop._files import new_file, one_writer, open_regular
-from jchop.nn._lora_rule import LoraRule
-from jchop.nn._nnx.classes import Inputs
-from jchop.nn._nnx.layers import placed_layers
-from jchop.nn._nnx.lora import Adapted, adaptable, is_linear, put, split_lora, weight_of
-from jchop.nn._nnx.programs import adapted_params, is_program, put_params, rules_of
-from jchop.nn._trees.lora import load_to_tree, with_loaded
-from jchop.nn._trees.modules import is_module
+from jchop._common.checks import short_repr
+from jchop._common.files import atomic_file, exclusive_folder, open_regular_file
+from jchop.nn._nnx.layers import layer_entries
+from jchop.nn._nnx.lora import (
+    Adapted,
+    is_linear_layer,
+    linear_weight,
+    nnx_adapter_targets,
+    replace_with_adapters,
+    split_lora,
+)
+from jchop.nn._nnx.programs import (
+    is_nnx_program,
+    params_with_adapters,
+    program_rules,
+    set_program_params,
+)
+from jchop.nn._shared.lora_rule import LoraRule
+from jchop.nn._shared.program_classes import ExampleInputs
+from jchop.nn._trees.equinox_modules import is_equinox_module
+from jchop.nn._trees.lora import load_lora_to_tree, tree_with_file_adapters
 from jchop.storage import load_safetensors, save_safetensors
-from jchop.storage._files.json import document, shown
+from jchop.storage._files.json import json_object, short_text
 
 __all__ = ["load_lora", "read_adapters", "save_lora", "write_adapters"]
 
-_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_FRONT, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_PEFT_TENSORS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PEFT_PREFIX, _LORA_A_SUFFIX, _LORA_B_SUFFIX = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 #: The longest configuration, in bytes.
-_LONGEST = 1 << 20
+_MAX_PEFT_CONFIG_BYTES = 1 << 20
 #: Fields that are read, and fields that leave the result as it is; all others must be off.
-_READ = (
+_PEFT_FIELDS = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora", "init_lora_weights",
 )  # fmt: skip
-_NEUTRAL = (
+_PEFT_NEUTRAL_FIELDS = (
     "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
     "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_config",
     "megatron_core", "runtime_config",
 )  # fmt: skip
 #: The first values of adapters that leave the weights of the base as they are.
-_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
-_WAY_OUT = "merge the adapters in PEFT (merge_and_unload), and load the weights"
+_PEFT_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
+_PEFT_MERGE_ADVICE = "merge the adapters in PEFT (merge_and_unload), and load the weights"
 #: What makes a regular expression match in several ways; escapes and sets of characters are read over.
-_MARKS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[:=!]?)?|\)[*+{]?|[|?*+{]", re.DOTALL)
+_REGEX_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[:=!]?)?|\)[*+{]?|[|?*+{]", re.DOTALL)
 #: The most steps of all patterns of a file.
-_MOST_STEPS = 1 << 27
+_MAX_MATCH_STEPS = 1 << 27
 
 
 def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
@@ -94,7 +106,10 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
                 "not; save split_lora(model)[1] with jchop.save_safetensors"
             )
         name = path.replace("/", ".")
-        tensors |= {f"{_FRONT}{name}{_A}": adapter["lora_a"].T, f"{_FRONT}{name}{_B}": adapter["lora_b"].T}
+        tensors |= {
+            f"{_PEFT_PREFIX}{name}{_LORA_A_SUFFIX}": adapter["lora_a"].T,
+            f"{_PEFT_PREFIX}{name}{_LORA_B_SUFFIX}": adapter["lora_b"].T,
+        }
         rules[name] = adapter["rule"]
     rates = {rule.dropout for rule in rules.values()}
     if len(rates) > 1:
@@ -110,12 +125,12 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
     text = json.dumps(config, indent=2) + "\n"
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    lock = one_writer(target) if jax.process_count() == 1 else nullcontext()  # several processes write one file
-    with lock, new_file(target / _CONFIG) as file:
+    lock = exclusive_folder(target) if jax.process_count() == 1 else nullcontext()  # several processes write one file
+    with lock, atomic_file(target / _PEFT_CONFIG) as file:
         file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())  # both files are whole before one of them has its name
-        save_safetensors(target / _TENSORS, tensors, metadata={"format": "pt"})
+        save_safetensors(target / _PEFT_TENSORS, tensors, metadata={"format": "pt"})
 
 
 def load_lora(
@@ -123,7 +138,7 @@ def load_lora(
     model: Any,
     *,
     rngs: nnx.Rngs | None = None,
-    inputs: Inputs | None = None,
+    inputs: ExampleInputs | None = None,
     fun: Any = None,
 ) -> Any:
     """A copy of a model with the adapters of a folder of `save_lora` or PEFT: LoRA and rank-stabilized LoRA.
@@ -154,24 +169,28 @@ def load_lora(
         TypeError: model=None must be a module of Flax NNX or Equinox; parameters need fun=
     """
     if not isinstance(model, nnx.Module):
-        if fun is None and not is_module(model):
-            raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
-        return load_to_tree(folder, model, inputs, fun, read_adapters)
+        if fun is None and not is_equinox_module(model):
+            raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
+        return load_lora_to_tree(folder, model, inputs, fun, read_adapters)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if inputs is not None or is_program(result):
-        params = with_loaded(folder, adapted_params(result), adaptable(result, inputs), read_adapters)
-        put_params(result, params, rules_of(result), rngs)
+    if inputs is not None or is_nnx_program(result):
+        params = tree_with_file_adapters(
+            folder, params_with_adapters(result), nnx_adapter_targets(result, inputs), read_adapters
+        )
+        set_program_params(result, params, program_rules(result), rngs)
         return result
-    layers = {path: entry.module for entry, _ in placed_layers(result) for path in entry.paths}
-    linear = {path: layer for path, layer in layers.items() if is_linear(layer)}
+    layers = {path: entry.module for entry, _ in layer_entries(result) for path in entry.paths}
+    linear = {path: layer for path, layer in layers.items() if is_linear_layer(layer)}
     adapters: dict[int, Adapted] = {}
-    for path, (a, b, rule) in read_adapters(folder, linear, lambda path: weight_of(linear[path]).shape[-2:]).items():
-        if weight_of(linear[path]).ndim > 2:
+    for path, (a, b, rule) in read_adapters(
+        folder, linear, lambda path: linear_weight(linear[path]).shape[-2:]
+    ).items():
+        if linear_weight(linear[path]).ndim > 2:
             raise ValueError(f"{folder}: the layer {path!r} is a stack, which a file of PEFT has not")
         rule = rule if rngs is not None else replace(rule, dropout=0.0)
         dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
         adapters[id(linear[path])] = Adapted(linear[path], a, b, rule, dropout)
-    return put(result, adapters)
+    return replace_with_adapters(result, adapters)
 
 
 def read_adapters(
@@ -185,68 +204,74 @@ def read_adapters(
         shape_of: the shape of the weight of such a layer, of axes of inputs and then of outputs.
     """
     source = Path(folder)
-    config, tensors = _config(source / _CONFIG), load_safetensors(source / _TENSORS)
+    config, tensors = _read_peft_config(source / _PEFT_CONFIG), load_safetensors(source / _PEFT_TENSORS)
     path_by_name = {path.replace("/", "."): path for path in paths}
     arrays = {}
-    for name in sorted({name.removeprefix(_FRONT).removesuffix(_A).removesuffix(_B) for name in tensors}):
-        a, b = (tensors.get(f"{_FRONT}{name}{end}") for end in (_A, _B))
+    for name in sorted(
+        {name.removeprefix(_PEFT_PREFIX).removesuffix(_LORA_A_SUFFIX).removesuffix(_LORA_B_SUFFIX) for name in tensors}
+    ):
+        a, b = (tensors.get(f"{_PEFT_PREFIX}{name}{end}") for end in (_LORA_A_SUFFIX, _LORA_B_SUFFIX))
         if a is None or b is None or name not in path_by_name:
-            raise ValueError(f"{source / _TENSORS}: {shown(name)} has no A and B, or is no linear layer of the model")
+            raise ValueError(
+                f"{source / _PEFT_TENSORS}: {short_text(name)} has no A and B, or is no linear layer of the model"
+            )
         arrays[name] = jnp.asarray(a).T, jnp.asarray(b).T
-        _check_shapes(source, name, shape_of(path_by_name[name]), *arrays[name])
+        _check_adapter_shapes(source, name, shape_of(path_by_name[name]), *arrays[name])
     try:
-        return {path_by_name[name]: (*arrays[name], rule) for name, rule in _rules(config, arrays).items()}
+        return {path_by_name[name]: (*arrays[name], rule) for name, rule in _peft_rules(config, arrays).items()}
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise ValueError(f"{source / _CONFIG}: {error}") from None
+        raise ValueError(f"{source / _PEFT_CONFIG}: {error}") from None
 
 
-def _check_shapes(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any) -> None:
+def _check_adapter_shapes(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any) -> None:
     sides = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or (a.shape[0], b.shape[1]) not in sides:
         raise ValueError(
-            f"{source / _TENSORS}: A and B of {shown(name)} have shapes {list(a.shape)} and {list(b.shape)} "
+            f"{source / _PEFT_TENSORS}: A and B of {short_text(name)} have shapes {list(a.shape)} and {list(b.shape)} "
             f"(transposed), and its weight {list(shape)}"
         )
 
 
-def _rules(config: dict[str, Any], adapters: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, LoraRule]:
+def _peft_rules(config: dict[str, Any], adapters: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, LoraRule]:
     """The rules of adapters by name; fields that a configuration has not are as PEFT has them."""
     ranks, alphas = (
-        _by_pattern(field, config.get(field) or {}, config.get(whole, 8), list(adapters))
+        _values_by_pattern(field, config.get(field) or {}, config.get(whole, 8), list(adapters))
         for field, whole in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
     )
     rules = {}
     for (name, (a, _)), rank, alpha in zip(adapters.items(), ranks, alphas, strict=True):
         if rank != a.shape[1]:
-            raise ValueError(f"the rank of {shown(name)} is {shown(rank)}, and A of it has {a.shape[1]}")
+            raise ValueError(f"the rank of {short_text(name)} is {short_text(rank)}, and A of it has {a.shape[1]}")
         if alpha is None:
-            raise ValueError(f"alpha of {shown(name)} is null, and must be a number")
+            raise ValueError(f"alpha of {short_text(name)} is null, and must be a number")
         if config.get("use_rslora"):
             alpha = alpha * math.sqrt(rank)
         rules[name] = LoraRule(name or "*", rank, alpha, config.get("lora_dropout") or 0.0)
     return rules
 
 
-def _by_pattern(field: str, patterns: Any, value: Any, names: Sequence[str]) -> list[Any]:
+def _values_by_pattern(field: str, patterns: Any, value: Any, names: Sequence[str]) -> list[Any]:
     """The value of the first pattern that matches each name, as PEFT matches them; `value` if none does."""
     if not isinstance(patterns, dict):
-        raise ValueError(f"{field}={shown(patterns)} is no object")
+        raise ValueError(f"{field}={short_text(patterns)} is no object")
     longest, steps, keys = max(map(len, names), default=0), 0, []
     for key, pattern_value in patterns.items():
-        steps += len(names) * (16 + _ways(key, longest)) + 64 * (256 + len(key))
-        if steps > _MOST_STEPS:
-            raise ValueError(f"{field} takes too long to match, at {shown(key)}: use whole paths as keys")
+        steps += len(names) * (16 + _max_match_ways(key, longest)) + 64 * (256 + len(key))
+        if steps > _MAX_MATCH_STEPS:
+            raise ValueError(f"{field} takes too long to match, at {short_text(key)}: use whole paths as keys")
         try:
             keys.append((re.compile(rf"(.*\.)?({key})$"), pattern_value))
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"{field} has the key {shown(key)}, which is no regular expression: {error}") from None
+            raise ValueError(
+                f"{field} has the key {short_text(key)}, which is no regular expression: {error}"
+            ) from None
     return [next((pattern_value for key, pattern_value in keys if key.match(name)), value) for name in names]
 
 
-def _ways(key: str, longest: int) -> int:
+def _max_match_ways(key: str, longest: int) -> int:
     """A bound of the ways in which a pattern can match a text; groups that repeat have no bound of use."""
     ways, branches = longest + 1, [1]
-    for mark in _MARKS.findall(key):
+    for mark in _REGEX_TOKENS.findall(key):
         if mark[0] in "\\[":
             continue
         factor = 1
@@ -257,25 +282,30 @@ def _ways(key: str, longest: int) -> int:
         elif mark == ")" and len(branches) > 1:
             factor = branches.pop()
         else:
-            factor = 2 if mark == "?" else longest + 1 if mark in "*+{" else _MOST_STEPS
-        ways = min(ways * factor, _MOST_STEPS)
+            factor = 2 if mark == "?" else longest + 1 if mark in "*+{" else _MAX_MATCH_STEPS
+        ways = min(ways * factor, _MAX_MATCH_STEPS)
     return ways * branches[0]
 
 
-def _config(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
-        data = file.read(_LONGEST)
+def _read_peft_config(path: Path) -> dict[str, Any]:
+    with open_regular_file(path) as file:
+        data = file.read(_MAX_PEFT_CONFIG_BYTES)
     try:
-        config = document(data.decode("utf-8"))
+        config = json_object(data.decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not a configuration: {error}") from None
-    switches = {key: value for key, value in config.items() if value and value != "none" and key not in _READ}
-    if other := sorted(switches.keys() - set(_NEUTRAL)):
-        raise ValueError(f"{path} is not of plain LoRA: {other[0]}={shown(switches[other[0]])}; {_WAY_OUT}")
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path} is not of plain LoRA: peft_type={shown(config.get('peft_type'))}; {_WAY_OUT}")
-    if str(init := config.get("init_lora_weights")).lower() not in _PLAIN_INITS:
+    switches = {key: value for key, value in config.items() if value and value != "none" and key not in _PEFT_FIELDS}
+    if other := sorted(switches.keys() - set(_PEFT_NEUTRAL_FIELDS)):
         raise ValueError(
-            f"{path} has init_lora_weights={shown(init)}, which changes the base or is not known; {_WAY_OUT}"
+            f"{path} is not of plain LoRA: {other[0]}={short_text(switches[other[0]])}; {_PEFT_MERGE_ADVICE}"
+        )
+    if config.get("peft_type") != "LORA":
+        raise ValueError(
+            f"{path} is not of plain LoRA: peft_type={short_text(config.get('peft_type'))}; {_PEFT_MERGE_ADVICE}"
+        )
+    if str(init := config.get("init_lora_weights")).lower() not in _PEFT_PLAIN_INITS:
+        raise ValueError(
+            f"{path} has init_lora_weights={short_text(init)}, which changes the base or is not known; "
+            f"{_PEFT_MERGE_ADVICE}"
         )
     return config

@@ -8,10 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._paths import nearest_paths
-from jchop._products.layout import check_finite
-from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules, rule_of
-from jchop._settings import split
+from jchop._common.paths import nearest_paths_hint
+from jchop._common.settings import split_prng_key
+from jchop._quantized.products.operand_layout import check_finite
+from jchop._quantized.products.rule import (
+    ROUNDING_FIELDS,
+    Location,
+    Rule,
+    as_rule_tuple,
+    rule_index,
+)
 from jchop.storage import quantize
 
 Array = jax.Array
@@ -48,34 +54,34 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
         >>> packed["dense"]["kernel"].nbytes, jc.storage.dequantize_params(packed)["dense"]["kernel"].shape
         (320, (64, 8))
     """
-    all_rules = as_rules(rules)
+    all_rules = as_rule_tuple(rules)
     for rule in all_rules:
-        wrong = [name for name in FIELDS if name != "weight" and getattr(rule, name) is not None]
+        wrong = [name for name in ROUNDING_FIELDS if name != "weight" and getattr(rule, name) is not None]
         wrong += [name for name in ("layer", "operation") if getattr(rule, name) is not None]
         if wrong:
             raise ValueError(f"{rule}: parameters have a weight alone, and {', '.join(wrong)} has no effect on them")
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     if key is not None and not (isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         raise TypeError(f"key={key!r} must be a typed key, as jax.random.key(0) gives")
-    keys = [None] * len(leaves) if key is None else list(split(key, len(leaves)))
+    keys = [None] * len(leaves) if key is None else list(split_prng_key(key, len(leaves)))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    numbers = [rule_of(path, all_rules) for path in paths]
+    numbers = [rule_index(path, all_rules) for path in paths]
     idle = [rule for number, rule in enumerate(all_rules) if number not in numbers]
     if idle:
         raise ValueError(
             f"{', '.join(map(str, idle))} matches no leaf, or only such as an earlier rule matches"
-            f"{nearest_paths([rule.path for rule in idle], paths)}"
+            f"{nearest_paths_hint([rule.path for rule in idle], paths)}"
         )
     return jax.tree.unflatten(
         tree,
         [
-            leaf if number is None else _quantized(path, leaf, all_rules[number], key)
+            leaf if number is None else _quantize_leaf(path, leaf, all_rules[number], key)
             for path, number, (_, leaf), key in zip(paths, numbers, leaves, keys, strict=True)
         ],
     )
 
 
-def _quantized(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
+def _quantize_leaf(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
     if rule.weight is None:
         return leaf
     try:
@@ -83,5 +89,5 @@ def _quantized(path: str, leaf: Any, rule: Rule, key: Array | None) -> Any:
         qarray = quantize(array, rule.weight, key)
     except (TypeError, ValueError) as error:
         raise type(error)(f"the leaf {path!r}, by {rule}: {error}") from None
-    check_finite(array, f"weight of the {StreamOffset('leaf', path, rule)}")
+    check_finite(array, f"weight of the {Location('leaf', path, rule)}")
     return qarray

@@ -13,20 +13,20 @@ import numpy as np
 from flax import nnx
 from flax.nnx.tracers import TraceState
 
-from jchop._decibels import decibels
-from jchop._products.rule import Rule
-from jchop.nn._nnx.attach import laid_and_rounded, layout_of
-from jchop.nn._nnx.kinds import Kind
-from jchop.nn._nnx.layers import layers_of
-from jchop.nn._nnx.surgery import quantize
+from jchop._common.decibels import decibels
+from jchop._quantized.products.rule import Rule
+from jchop.nn._nnx.attach import exact_and_rounded_param, param_layout
+from jchop.nn._nnx.layer_kinds import NnxKind
+from jchop.nn._nnx.layers import nnx_layers
+from jchop.nn._nnx.quantize import quantize
 
-__all__ = ["Call", "Ratios", "calls_of", "ratios_of", "weight_ratio", "weights_of"]
+__all__ = ["LayerCall", "LayerRatios", "layer_ratios", "record_layer_calls", "weight_names", "weight_ratio"]
 
 Array = jax.Array
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer.
 
     Args:
@@ -49,7 +49,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Ratios:
+class LayerRatios:
     """10 log10(Σ x² / Σ (x - z)²) in dB of the tensors x of a layer and the rounded ones z; infinite if z is exact.
 
     It is nan of inputs and results if `record_layer_calls` does not give the calls of the layer.
@@ -65,25 +65,25 @@ class Ratios:
     results: float
 
 
-def weights_of(module: Any, kind: Kind) -> list[str]:
+def weight_names(module: Any, kind: NnxKind) -> list[str]:
     """The names of the parameters with the role of weights."""
     return [name for name, role in kind.parameters.items() if role == "weight" and getattr(module, name) is not None]
 
 
-def weight_ratio(module: Any, kind: Kind, rule: Rule | None) -> float:
+def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:
     """The signal-to-noise ratio of the weights of a layer."""
     power = noise = 0.0
-    for name in weights_of(module, kind):
+    for name in weight_names(module, kind):
         spec = None if rule is None else kind.spec(rule, name)
         if spec is not None:
-            exact, low = (np.asarray(x, np.float64) for x in laid_and_rounded(module, kind, name, spec))
+            exact, low = (np.asarray(x, np.float64) for x in exact_and_rounded_param(module, kind, name, spec))
             power, noise = power + float(np.sum(exact**2)), noise + float(np.sum((low - exact) ** 2))
     return decibels(power, noise)
 
 
-def calls_of(
+def record_layer_calls(
     model: nnx.Module, run: Callable[[Any], Any], paths: Iterable[str], probes: Sequence[Array] | None = None
-) -> tuple[Any, list[Call], set[str]]:
+) -> tuple[Any, list[LayerCall], set[str]]:
     """What `run` gives for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
 
     Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
@@ -95,31 +95,31 @@ def calls_of(
         probes: an array for each call, which is added to its result.
     """
     copy = nnx.merge(*nnx.split(model), copy=True)
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
     opaque_paths: set[str] = set()
     path_set, here = set(paths), TraceState()
 
-    def note(call: Call, stack: bool) -> Any:
+    def note(call: LayerCall, stack: bool) -> Any:
         if stack or not here.is_valid():
             opaque_paths.add(call.path)
             return call.result
         calls.append(call)
         return call.result if probes is None else call.result + probes[len(calls) - 1]
 
-    for path, module, kind in list(layers_of(copy)):
+    for path, module, kind in list(nnx_layers(copy)):
         if path in path_set:
-            stack = kind is not None and any(layout_of(module, kind, name)[1] for name in weights_of(module, kind))
-            _watch(module, path, partial(note, stack=stack))
+            stack = kind is not None and any(param_layout(module, kind, name)[1] for name in weight_names(module, kind))
+            _record_calls_of(module, path, partial(note, stack=stack))
     return run(copy), calls, opaque_paths
 
 
-def _watch(module: Any, path: str, note: Callable[[Call], Any]) -> None:
+def _record_calls_of(module: Any, path: str, note: Callable[[LayerCall], Any]) -> None:
     """Has a layer note its calls, and return what `note` gives."""
     base = type(module)
 
     def record_method(method: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return note(Call(path, method, args, kwargs, getattr(base, method)(self, *args, **kwargs)))
+            return note(LayerCall(path, method, args, kwargs, getattr(base, method)(self, *args, **kwargs)))
 
         return call
 
@@ -127,9 +127,9 @@ def _watch(module: Any, path: str, note: Callable[[Call], Any]) -> None:
     module.__class__ = type(base.__name__, (base,), methods)
 
 
-def ratios_of(
+def layer_ratios(
     model: nnx.Module, rules: Sequence[Rule], layer_rules: dict[str, Rule], batches: Iterable[Any]
-) -> dict[str, Ratios]:
+) -> dict[str, LayerRatios]:
     """The ratios of layers, by path.
 
     Args:
@@ -145,32 +145,32 @@ def ratios_of(
         Rule(rule.path, layer=rule.layer, operation=rule.operation, activation=rule.activation) for rule in rules
     ]
     under, inside = (
-        {path: module for path, module, _ in layers_of(quantize(model, each))} for each in (rules, inputs_only)
+        {path: module for path, module, _ in nnx_layers(quantize(model, each))} for each in (rules, inputs_only)
     )
     sums = {path: np.zeros(3) for path in layer_rules}
     unknown: set[str] = set()
     count = 0
     for batch in batches:
         count += 1
-        _, calls, opaque_paths = calls_of(model, lambda copy, batch=batch: copy(batch), layer_rules)
+        _, calls, opaque_paths = record_layer_calls(model, lambda copy, batch=batch: copy(batch), layer_rules)
         for call in calls:
-            errors = [_squares(call.of(low), call.result) for low in (inside, under)]
-            sums[call.path] += (_squares(call.result, None), *errors)
+            errors = [_sum_squares_of_leaves(call.of(low), call.result) for low in (inside, under)]
+            sums[call.path] += (_sum_squares_of_leaves(call.result, None), *errors)
         unknown |= opaque_paths
     if not count:
         raise ValueError("batches: there must be at least one")
-    layers = {path: (module, kind) for path, module, kind in layers_of(model)}
+    layers = {path: (module, kind) for path, module, kind in nnx_layers(model)}
     ratios = {}
     for path, (power, of_inputs, of_results) in sums.items():
         module, kind = layers[path]
         assert kind is not None
         has_calls = power and path not in unknown
         results = (decibels(power, of_inputs), decibels(power, of_results)) if has_calls else (math.nan, math.nan)
-        ratios[path] = Ratios(weight_ratio(module, kind, layer_rules[path]), *results)
+        ratios[path] = LayerRatios(weight_ratio(module, kind, layer_rules[path]), *results)
     return ratios
 
 
-def _squares(tree: Any, other: Any) -> float:
+def _sum_squares_of_leaves(tree: Any, other: Any) -> float:
     """The sum of the squares of all numbers of a result, or of its differences from another one."""
     leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
     others = [0.0] * len(leaves) if other is None else [np.asarray(x, np.float64) for x in jax.tree.leaves(other)]

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jchop._checks import check_choice, check_int
-from jchop._products.rotation import Hadamard
-from jchop._products.rule import Rule
-from jchop._products.scale_from import DelayedScaling
-from jchop.accumulation import MatmulSpec
+from jchop._common.checks import check_choice, check_int
+from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.rule import Rule
+from jchop._quantized.products.scale_from import DelayedScaling
+from jchop._spec.accumulation import MatmulSpec
 
 __all__ = ["RECIPES", "keep_wide", "recipe"]
 
-_ROW = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
-_MX = "mxfp8_e4m3(rule=rceil)"
-_MX4_DRAWN = "mxfp4(rule=floor_unclipped):stochastic"
-_BACKWARD_MX4 = dict.fromkeys(("input_gradient", "weight_gradient"), _MX4_DRAWN)
+_FLOAT8_ROWS = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
+_MXFP8 = "mxfp8_e4m3(rule=rceil)"
+_MXFP4_STOCHASTIC = "mxfp4(rule=floor_unclipped):stochastic"
+_MXFP4_BACKWARD = dict.fromkeys(("input_gradient", "weight_gradient"), _MXFP4_STOCHASTIC)
 
 
-def _all(forward: str, gradient: str | None = None, **more: Any) -> Mapping[str, Any]:
+def _recipe_fields(forward: str, gradient: str | None = None, **more: Any) -> Mapping[str, Any]:
     return MappingProxyType(
         {"weight": forward, "activation": forward, "gradient": forward if gradient is None else gradient, **more}
     )
@@ -31,35 +31,44 @@ RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # torchao.float8: one scale for each tensor; or for each row of each operand, powers of two; the third keeps
         # the product of the weights' gradient in high precision.
-        "float8_tensorwise": _all("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)"),
-        "float8_rowwise": _all(_ROW),
-        "float8_rowwise_with_gw_hp": _all(_ROW, weight_gradient="binary32"),
+        "float8_tensorwise": _recipe_fields("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)"),
+        "float8_rowwise": _recipe_fields(_FLOAT8_ROWS),
+        "float8_rowwise_with_gw_hp": _recipe_fields(_FLOAT8_ROWS, weight_gradient="binary32"),
         # NVIDIA's Transformer Engine: tensors, under the scales of the last 1024 steps; gradients under their own.
-        "float8_delayed": _all("float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)", scale_from=DelayedScaling()),
+        "float8_delayed": _recipe_fields(
+            "float8_e4m3fn(group=tensor)", "float8_e5m2(group=tensor)", scale_from=DelayedScaling()
+        ),
         # OCP Microscaling: blocks of 32 along the sum of each of the three products, scales rounded up.
-        "mxfp8": _all(_MX),
+        "mxfp8": _recipe_fields(_MXFP8),
         # NVIDIA, arXiv 2509.25149: two-level scales, weights in tiles, gradients rounded stochastically, and a rotation
         # of the operands of dw.
-        "nvfp4": _all("nvfp4", "nvfp4:stochastic", weight="nvfp4(group=(16,16))", rotation=Hadamard()),
+        "nvfp4": _recipe_fields("nvfp4", "nvfp4:stochastic", weight="nvfp4(group=(16,16))", rotation=Hadamard()),
         # Tseng et al., arXiv 2502.20586, algorithms 2 and 3: both operands of both backward products are rotated, and
         # rounded stochastically under scales that clip nothing.
-        "mxfp4": _all("mxfp4(rule=rceil)", _MX4_DRAWN, **_BACKWARD_MX4, rotation=Hadamard(64, products="both")),
+        "mxfp4": _recipe_fields(
+            "mxfp4(rule=rceil)", _MXFP4_STOCHASTIC, **_MXFP4_BACKWARD, rotation=Hadamard(64, products="both")
+        ),
         # Castro et al., arXiv 2505.14669, algorithm 1: the same backward, and forward operands rotated too, clipped
         # where normal numbers lose least; no gradient where they are clipped.
-        "mxfp4_quartet": _all(
-            "mxfp4(rule=quest):gradient=clipped", _MX4_DRAWN, **_BACKWARD_MX4, rotation=Hadamard(32, products="all")
+        "mxfp4_quartet": _recipe_fields(
+            "mxfp4(rule=quest):gradient=clipped",
+            _MXFP4_STOCHASTIC,
+            **_MXFP4_BACKWARD,
+            rotation=Hadamard(32, products="all"),
         ),
         # DeepSeek-V3, arXiv 2412.19437, section 3.3: rows of 128, tiles of 128 x 128, sums of 128 products, added in
         # float32.
-        "deepseek_fp8": _all("float8_e4m3fn(group=128)", weight="float8_e4m3fn(group=(128,128))", product="codes"),
+        "deepseek_fp8": _recipe_fields(
+            "float8_e4m3fn(group=128)", weight="float8_e4m3fn(group=(128,128))", product="codes"
+        ),
         # torchao's int8_mixed_precision_training: three products of int8 codes, a scale for each row of each operand;
         # and the same with every operand rounded stochastically, so that each gradient is right on average.
-        "int8": _all("int8(group=all)", product="codes"),
-        "int8_stochastic": _all("int8(group=all):stochastic", product="codes"),
+        "int8": _recipe_fields("int8(group=all)", product="codes"),
+        "int8_stochastic": _recipe_fields("int8(group=all):stochastic", product="codes"),
         # Wang et al., NeurIPS 2018: e5m2 operands, sums in e6m9, in chunks of 64.
-        "ibm_fp8": _all("float8_e5m2", matmul=MatmulSpec(accumulate="e6m9", order="blocked(64)")),
+        "ibm_fp8": _recipe_fields("float8_e5m2", matmul=MatmulSpec(accumulate="e6m9", order="blocked(64)")),
         # Sun et al., NeurIPS 2019: e4m3 of bias 11 forward, e5m2 backward.
-        "ibm_hybrid_fp8": _all("e4m3(bias=11)", "float8_e5m2"),
+        "ibm_hybrid_fp8": _recipe_fields("e4m3(bias=11)", "float8_e5m2"),
         # Wu et al., ICLR 2018, equations 6 and 10: ternary weights, all else in 8 bits; errors under a power of two.
         "wage": MappingProxyType(
             {

@@ -10,26 +10,31 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop._checks import brief, check_choice
-from jchop._decibels import shown
-from jchop._products.rule import FIELDS, Rule, StreamOffset, as_rules
-from jchop._products.traced.report import ProgramReport
-from jchop._products.units import PLATFORMS, operands_on
-from jchop._text import Part, Tables
-from jchop.nn._nnx.attach import check_parameters, packed_shape
-from jchop.nn._nnx.classes import Inputs
-from jchop.nn._nnx.hooks import Convolution
-from jchop.nn._nnx.layers import Decided, decided_layers, own_parameters
+from jchop._common.checks import check_choice, short_repr
+from jchop._common.decibels import format_decibels
+from jchop._common.text import TableOrLine, Tables
+from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
+from jchop._quantized.products.rule import (
+    ROUNDING_FIELDS,
+    Location,
+    Rule,
+    as_rule_tuple,
+)
+from jchop._quantized.program.report import ProgramReport
+from jchop.nn._nnx.attach import check_param_axes, packed_param_shape
+from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules
 from jchop.nn._nnx.programs import report_program
+from jchop.nn._nnx.rounding_modules import RoundedConvolution
 from jchop.nn._nnx.variables import QuantizedParam
-from jchop.nn._ratios import Ratios, ratios_of
-from jchop.nn._trees.modules import is_module, report_module
+from jchop.nn._ratios import LayerRatios, layer_ratios
+from jchop.nn._shared.program_classes import ExampleInputs
+from jchop.nn._trees.equinox_modules import is_equinox_module, report_equinox_module
 from jchop.storage import QArray
 
-__all__ = ["LayerRow", "ModelReport", "Wide", "bytes_of", "report", "why_wide"]
+__all__ = ["LayerRow", "ModelReport", "WideParam", "bytes_of_tree", "report", "why_wide"]
 
 #: A parameter that stays in full precision: its path, its shape, and the reason.
-Wide = tuple[str, tuple[int, ...], str]
+WideParam = tuple[str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class LayerRow:
     bytes_after: int
     supported: bool = True
     also: tuple[str, ...] = ()
-    wide: tuple[Wide, ...] = ()
+    wide: tuple[WideParam, ...] = ()
     operands: str = ""
     stored: tuple[tuple[str, str], ...] = ()
     weight_snr: float | None = None
@@ -93,7 +98,7 @@ class ModelReport(Tables):
         return sum(row.bytes_after for row in self.rows)
 
     @property
-    def wide(self) -> tuple[Wide, ...]:
+    def wide(self) -> tuple[WideParam, ...]:
         """The path, the shape and the reason of each parameter that stays in full precision."""
         return tuple(wide for row in self.rows for wide in row.wide)
 
@@ -105,17 +110,17 @@ class ModelReport(Tables):
     def _has_ratios(self) -> bool:
         return any(row.output_snr is not None for row in self.rows)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[TableOrLine]:
         more = ("weights dB", "inputs dB", "results dB") if self._has_ratios else ()
         head = ("path", "layer", "rounds", "bytes", "packed", *more)
         body = [
             (
                 ", ".join([row.path or "(the model)", *row.also]),
                 row.layer,
-                _described(row),
+                _describe_roundings(row),
                 str(row.bytes_before),
                 str(row.bytes_after),
-                *(_ratios(row) if more else ()),
+                *(_ratio_cells(row) if more else ()),
             )
             for row in self.rows
         ]
@@ -125,12 +130,12 @@ class ModelReport(Tables):
         return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
 
 
-def _ratios(row: LayerRow) -> list[str]:
+def _ratio_cells(row: LayerRow) -> list[str]:
     ratios = (row.weight_snr, row.activation_snr, row.output_snr)
-    return ["" if ratio is None else shown(ratio) for ratio in ratios]
+    return ["" if ratio is None else format_decibels(ratio) for ratio in ratios]
 
 
-def _described(row: LayerRow) -> str:
+def _describe_roundings(row: LayerRow) -> str:
     if not row.supported:
         return "cannot be quantized" if row.rule else "nothing, and cannot be quantized"
     packed_text = ", ".join(f"{name} is {spec}" for name, spec in row.stored)
@@ -162,7 +167,7 @@ def report(
     model: Any,
     rules: Rule | Iterable[Rule] | None = None,
     *,
-    inputs: Inputs | None = None,
+    inputs: ExampleInputs | None = None,
     platform: str | None = None,
     batches: Iterable[Any] | None = None,
 ) -> ModelReport | ProgramReport | dict[str, ProgramReport]:
@@ -205,15 +210,15 @@ def report(
         stays wide: layers/1/bias (4,): no rule matches
         stays wide: layers/1/scale (4,): no rule matches
     """
-    all_rules = () if rules is None else as_rules(rules)
-    program = is_module(model)
+    all_rules = () if rules is None else as_rule_tuple(rules)
+    program = is_equinox_module(model)
     if not program and not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model={brief(model)} must be a module of Flax NNX or Equinox; one of Linen has "
+            f"model={short_repr(model)} must be a module of Flax NNX or Equinox; one of Linen has "
             "jchop.nn.linen.Quantized.report"
         )
     if platform is not None:
-        check_choice("platform", platform, tuple(PLATFORMS))
+        check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
     if batches is not None:
         wrongs = (("inputs", inputs is not None), ("no rules", not all_rules), ("no layers of Flax NNX", program))
         for name, wrong in wrongs:
@@ -224,11 +229,11 @@ def report(
     if inputs is not None or program:
         if not all_rules:
             raise ValueError("rules=None: a report of a program needs rules")
-        of_program: Any = report_module if program else report_program
+        of_program: Any = report_equinox_module if program else report_program
         reports = of_program(model, all_rules, inputs, platform)
         return reports if isinstance(inputs, Mapping) else reports["__call__"]
-    decisions = decided_layers(model, all_rules)
-    rows = [_row(one, bool(all_rules), platform) for one in decisions]
+    decisions = nnx_layer_rules(model, all_rules)
+    rows = [_nnx_layer_row(one, bool(all_rules), platform) for one in decisions]
     if batches is None:
         return ModelReport(tuple(rows))
     layer_rules = {
@@ -236,11 +241,11 @@ def report(
         for row, one in zip(rows, decisions, strict=True)
         if row.specs and one.effective_rule is not None
     }
-    ratios = ratios_of(model, all_rules, layer_rules, batches)
-    return ModelReport(tuple(_measured(row, ratios[row.path]) if row.path in ratios else row for row in rows))
+    ratios = layer_ratios(model, all_rules, layer_rules, batches)
+    return ModelReport(tuple(_row_with_ratios(row, ratios[row.path]) if row.path in ratios else row for row in rows))
 
 
-def _measured(row: LayerRow, ratios: Ratios) -> LayerRow:
+def _row_with_ratios(row: LayerRow, ratios: LayerRatios) -> LayerRow:
     return replace(row, weight_snr=ratios.weights, activation_snr=ratios.inputs, output_snr=ratios.results)
 
 
@@ -267,15 +272,15 @@ def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None,
     return None if getattr(own, role) is not None else f"{rule} leaves norms, since it decides other layers, too"
 
 
-def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
+def _nnx_layer_row(one: NnxLayerRule, under_rules: bool, platform: str | None) -> LayerRow:
     entry, kind, _, matching_rule, rule = one
     (path, *also), layer = entry.paths, entry.module
     name, rule_text, own = (
         type(layer).__name__,
         "" if matching_rule is None else str(matching_rule),
-        own_parameters(entry),
+        entry_parameters(entry),
     )
-    before = sum(map(bytes_of, own.values()))
+    before = sum(map(bytes_of_tree, own.values()))
     wide = []
     for key, value in own.items() if under_rules else ():
         why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
@@ -287,20 +292,20 @@ def _row(one: Decided, under_rules: bool, platform: str | None) -> LayerRow:
     if kind is None or rule is None:
         return LayerRow(path, name, rule_text, (), before, before, kind is not None, **more)
     fields = kind.fields(layer)
-    specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
-    check_parameters(layer, kind, StreamOffset(name, path, rule))
+    specs = tuple((f, str(getattr(rule, f))) for f in ROUNDING_FIELDS if f in fields and getattr(rule, f) is not None)
+    check_param_axes(layer, kind, Location(name, path, rule))
     after = before
     for parameter in kind.parameters:
         value, spec = getattr(layer, parameter), kind.spec(rule, parameter)
         if isinstance(value, nnx.Param) and spec is not None:
-            after += bytes_of(packed_shape(layer, kind, parameter, spec)) - bytes_of(value)
+            after += bytes_of_tree(packed_param_shape(layer, kind, parameter, spec)) - bytes_of_tree(value)
     if platform is not None and kind.product is not None and not isinstance(layer, nnx.Embed):
         carrier = jnp.dtype(getattr(layer, "dtype", None) or getattr(layer, "param_dtype", "float32")).name
-        matrices = kind.product[1] is not Convolution
-        more["operands"] = operands_on(platform, rule, carrier, bool(kind.parameters), matrices)
+        matrices = kind.product[1] is not RoundedConvolution
+        more["operands"] = operand_types_on(platform, rule, carrier, bool(kind.parameters), matrices)
     return LayerRow(path, name, rule_text, specs, before, after, **more)
 
 
-def bytes_of(tree: Any) -> int:
+def bytes_of_tree(tree: Any) -> int:
     """The bytes of all arrays of a tree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jchop._checks import brief
-from jchop._products.layout import Layout
+from jchop._common.checks import short_repr
+from jchop._quantized.products.operand_layout import OperandLayout
 from jchop.nn._linen.quantized import Packed
-from jchop.nn._trees.modules import arrays_of, is_array, is_module
+from jchop.nn._trees.equinox_modules import is_array_leaf, is_equinox_module, module_arrays
 from jchop.storage import QArray, load_safetensors, save_safetensors
-from jchop.storage._files.json import read_object, shown, small
+from jchop.storage._files.json import read_object, short_text, small_value
 from jchop.storage._files.safetensors import TensorFile, are_counts
 
 __all__ = ["load", "save"]
 
 #: The metadata key for the layouts of packed parameters of a Linen module: JSON, which maps the name of each to the
 #: kept axes, the contracted ones, and its shape.
-PACKED = "jchop.packed"
+LAYOUTS_METADATA_KEY = "jchop.packed"
 
 
 def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -57,20 +57,22 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     """
     if isinstance(model, nnx.Module):
         model = nnx.to_pure_dict(nnx.state(model))
-    elif is_module(model):
-        model = arrays_of(model)
+    elif is_equinox_module(model):
+        model = module_arrays(model)
     elif not isinstance(model, Mapping):
-        raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
-    if metadata is not None and PACKED in metadata:
-        raise ValueError(f"metadata has an entry {PACKED!r}, which is jchop's own")
+        raise TypeError(
+            f"model={short_repr(model)} must be a module of Flax NNX or Equinox, or variables of a Linen module"
+        )
+    if metadata is not None and LAYOUTS_METADATA_KEY in metadata:
+        raise ValueError(f"metadata has an entry {LAYOUTS_METADATA_KEY!r}, which is jchop's own")
     layouts = {
-        _name(keys): {"kept": leaf.layout.free, "summed": leaf.layout.contracting, "shape": leaf.shape}
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_stored)[0]
+        _tensor_name(keys): {"kept": leaf.layout.free, "summed": leaf.layout.contracting, "shape": leaf.shape}
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_packed_leaf)[0]
         if isinstance(leaf, Packed)
     }
     if layouts:
-        metadata = {**(metadata or {}), PACKED: json.dumps(layouts)}
-    save_safetensors(path, _plain(model), metadata=metadata)
+        metadata = {**(metadata or {}), LAYOUTS_METADATA_KEY: json.dumps(layouts)}
+    save_safetensors(path, _storable_tree(model), metadata=metadata)
 
 
 def load(path: str | os.PathLike[str], like: Any = None) -> Any:
@@ -102,66 +104,68 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         >>> bool((loaded(jnp.ones((1, 8))) == model(jnp.ones((1, 8)))).all()), loaded.kernel[...].nbytes
         (True, 32)
     """
-    if like is not None and not isinstance(like, nnx.Module | Mapping) and not is_module(like):
-        raise TypeError(f"like={brief(like)} must be a module of Flax NNX or Equinox, or variables of a Linen module")
+    if like is not None and not isinstance(like, nnx.Module | Mapping) and not is_equinox_module(like):
+        raise TypeError(
+            f"like={short_repr(like)} must be a module of Flax NNX or Equinox, or variables of a Linen module"
+        )
     if isinstance(like, nnx.Module):
         graph, state = nnx.split(nnx.merge(*nnx.split(like), copy=True))  # with variables of its own
         like_tree = nnx.to_pure_dict(state)
-        file_tree = load_safetensors(path, like=_plain(like_tree))
-        nnx.replace_by_pure_dict(state, jax.tree.map(_as_in, like_tree, file_tree, is_leaf=_is_stored))
+        file_tree = load_safetensors(path, like=_storable_tree(like_tree))
+        nnx.replace_by_pure_dict(state, jax.tree.map(_restore_leaf, like_tree, file_tree, is_leaf=_is_packed_leaf))
         return nnx.merge(graph, state)
-    if is_module(like):
-        like_tree = arrays_of(like)
-        file_tree = load_safetensors(path, like=_plain(like_tree))
-        model_tree = jax.tree.map(_as_in, like_tree, file_tree, is_leaf=_is_stored)
+    if is_equinox_module(like):
+        like_tree = module_arrays(like)
+        file_tree = load_safetensors(path, like=_storable_tree(like_tree))
+        model_tree = jax.tree.map(_restore_leaf, like_tree, file_tree, is_leaf=_is_packed_leaf)
         arrays = iter(jax.tree.leaves(model_tree))
-        return jax.tree.map(lambda leaf: next(arrays) if is_array(leaf) else leaf, like)
+        return jax.tree.map(lambda leaf: next(arrays) if is_array_leaf(leaf) else leaf, like)
     if like is not None:
-        file_tree = load_safetensors(path, like=_plain(like))
-        return jax.tree.map(_as_in, like, file_tree, is_leaf=_is_stored)
+        file_tree = load_safetensors(path, like=_storable_tree(like))
+        return jax.tree.map(_restore_leaf, like, file_tree, is_leaf=_is_packed_leaf)
     with TensorFile(path) as file:
-        layouts_text = file.metadata.get(PACKED, "{}")
+        layouts_text = file.metadata.get(LAYOUTS_METADATA_KEY, "{}")
     file_tree = load_safetensors(path, nested=True)
     try:
-        layouts = read_object(layouts_text, lambda _: small)
-        path_leaves, tree = jax.tree_util.tree_flatten_with_path(file_tree, is_leaf=_is_stored)
-        leaves = {_name(keys): leaf for keys, leaf in path_leaves}
+        layouts = read_object(layouts_text, lambda _: small_value)
+        path_leaves, tree = jax.tree_util.tree_flatten_with_path(file_tree, is_leaf=_is_packed_leaf)
+        leaves = {_tensor_name(keys): leaf for keys, leaf in path_leaves}
         if unknown := set(layouts) - set(leaves):
-            raise ValueError(f"there is no array {shown(min(unknown))}")
-        leaves |= {name: _packed(leaves[name], fields) for name, fields in layouts.items()}
+            raise ValueError(f"there is no array {short_text(min(unknown))}")
+        leaves |= {name: _restore_packed_param(leaves[name], fields) for name, fields in layouts.items()}
     except ValueError as error:
-        raise ValueError(f"{path}: bad metadata {PACKED!r} ({error})") from None
+        raise ValueError(f"{path}: bad metadata {LAYOUTS_METADATA_KEY!r} ({error})") from None
     return jax.tree.unflatten(tree, leaves.values())
 
 
 # -- leaves that a file cannot hold as they are ------------------------------------------------------------------------
 
 
-def _plain(tree: Any) -> Any:
+def _storable_tree(tree: Any) -> Any:
     """A tree of arrays and QArrays: packed parameters without their layout, typed keys as integers."""
-    return jax.tree.map(_plain_leaf, tree, is_leaf=_is_stored)
+    return jax.tree.map(_storable_leaf, tree, is_leaf=_is_packed_leaf)
 
 
-def _plain_leaf(leaf: Any) -> Any:
+def _storable_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Packed):
         return leaf.stored
-    if _is_key(leaf):
+    if _is_typed_key(leaf):
         return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
     return leaf
 
 
-def _as_in(like: Any, leaf: Any) -> Any:
+def _restore_leaf(like: Any, leaf: Any) -> Any:
     """A leaf that `_storable_leaf` gave, as it is in a tree like the one given to that."""
     if isinstance(like, Packed):
         return replace(like, stored=leaf)
-    if _is_key(like):
+    if _is_typed_key(like):
         kinds: list[Any] = []
         jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
         return jax.random.wrap_key_data(leaf, impl=kinds[0])
     return leaf
 
 
-def _packed(array: Any, fields: Any) -> Packed:
+def _restore_packed_param(array: Any, fields: Any) -> Packed:
     """A packed parameter, laid out as a file says.
 
     Raises:
@@ -169,7 +173,9 @@ def _packed(array: Any, fields: Any) -> Packed:
     """
     names = {"kept", "summed", "shape"}
     if not isinstance(fields, dict) or set(fields) != names or not all(map(are_counts, fields.values())):
-        raise ValueError(f"{shown(fields)} must be an object of {', '.join(sorted(names))}: lists of integers >= 0")
+        raise ValueError(
+            f"{short_text(fields)} must be an object of {', '.join(sorted(names))}: lists of integers >= 0"
+        )
     free_axes, sum_axes, shape = (tuple(fields[name]) for name in ("kept", "summed", "shape"))
     axes = len(free_axes) + len(sum_axes)
     if sorted(free_axes + sum_axes) != list(range(axes)) or axes > len(shape):
@@ -178,22 +184,22 @@ def _packed(array: Any, fields: Any) -> Packed:
     codes_shape = (*stack, *(own[axis] for axis in free_axes), math.prod(own[axis] for axis in sum_axes))
     if not isinstance(array, QArray) or array.shape != codes_shape:
         raise ValueError(
-            f"{_described(array)} is stored, and {shown(fields)} needs a QArray of shape {list(codes_shape)}"
+            f"{_describe_array(array)} is stored, and {short_text(fields)} needs a QArray of shape {list(codes_shape)}"
         )
-    return Packed(array, Layout(free_axes, sum_axes), shape)
+    return Packed(array, OperandLayout(free_axes, sum_axes), shape)
 
 
-def _described(array: Any) -> str:
+def _describe_array(array: Any) -> str:
     return f"{type(array).__name__} of shape {list(array.shape)}"
 
 
-def _name(keys: Any) -> str:
+def _tensor_name(keys: Any) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator=".")
 
 
-def _is_stored(leaf: Any) -> bool:
+def _is_packed_leaf(leaf: Any) -> bool:
     return isinstance(leaf, Packed | QArray)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_typed_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

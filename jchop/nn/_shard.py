@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jchop._paths import check_pattern, matches_path, nearest_paths
+from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop.storage import QArray, shardings
-from jchop.storage._sharding import check_groups_uncut
+from jchop.storage._sharding import check_group_sharding
 
 __all__ = ["shard"]
 
@@ -44,21 +44,21 @@ def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
         >>> [tuple(part.sharding.spec) for part in (placed["kernel"].qvalue, placed["kernel"].scale)]
         [('fsdp', None), ('fsdp', None)]
     """
-    _check(mesh, rules)
+    _check_partition_rules(mesh, rules)
     if isinstance(model, nnx.Module):
         graph, state = nnx.split(model)
-        arrays = _placed(nnx.to_pure_dict(state), mesh, rules)
+        arrays = _shard_tree(nnx.to_pure_dict(state), mesh, rules)
         _, fresh = nnx.split(nnx.merge(graph, state, copy=True))
         nnx.replace_by_pure_dict(fresh, arrays)
         return nnx.merge(graph, fresh)
-    return _placed(model, mesh, rules)
+    return _shard_tree(model, mesh, rules)
 
 
-def _check(mesh: Any, rules: Any) -> None:
+def _check_partition_rules(mesh: Any, rules: Any) -> None:
     if not isinstance(rules, Mapping) or not all(isinstance(spec, PartitionSpec) for spec in rules.values()):
         raise TypeError(f"rules={rules!r} must map patterns to jax.sharding.PartitionSpec")
     for pattern, spec in rules.items():
-        check_pattern("rules", pattern)
+        check_path_pattern("rules", pattern)
         for entry in spec:
             for axis in entry if isinstance(entry, tuple) else (entry,):
                 if axis is not None and axis not in mesh.axis_names:
@@ -66,28 +66,28 @@ def _check(mesh: Any, rules: Any) -> None:
                                      f"{mesh.axis_names}")  # fmt: skip
 
 
-def _placed(tree: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
+def _shard_tree(tree: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, QArray))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     patterns = [next((pattern for pattern in rules if matches_path(pattern, path)), None) for path in paths]
     if idle := [pattern for pattern in rules if pattern not in patterns]:
         raise ValueError(f"rules: {', '.join(map(repr, idle))} matches no array, or only such as an earlier pattern "
-                         f"matches{nearest_paths(idle, paths)}")  # fmt: skip
+                         f"matches{nearest_paths_hint(idle, paths)}")  # fmt: skip
     specs = [PartitionSpec() if pattern is None else rules[pattern] for pattern in patterns]
     return structure.unflatten(
         [
-            _put(path, leaf, NamedSharding(mesh, spec))
+            _shard_leaf(path, leaf, NamedSharding(mesh, spec))
             for path, (_, leaf), spec in zip(paths, leaves, specs, strict=True)
         ]
     )
 
 
-def _put(path: str, leaf: Any, sharding: NamedSharding) -> Any:
+def _shard_leaf(path: str, leaf: Any, sharding: NamedSharding) -> Any:
     ndim = len(getattr(leaf, "shape", ()))
     if len(sharding.spec) > ndim:
         raise ValueError(f"{path}: {sharding.spec} names {len(sharding.spec)} axes, and the array has {ndim}")
     if isinstance(leaf, QArray):
-        check_groups_uncut(leaf, sharding, path)
+        check_group_sharding(leaf, sharding, path)
         return jax.device_put(leaf, shardings(leaf, sharding))
     try:
         return jax.device_put(leaf, sharding)

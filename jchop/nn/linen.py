@@ -7,9 +7,9 @@ from typing import Literal, overload
 
 from flax import linen as nn
 
-from jchop._checks import brief, check_bool
-from jchop._products.quantize_fn import check_fields
-from jchop._products.rule import Rule, as_rules
+from jchop._common.checks import check_bool, short_repr
+from jchop._quantized.products.rule import Rule, as_rule_tuple
+from jchop._quantized.quantize_fn import check_rule_fields
 from jchop.nn._linen.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
 from jchop.nn._linen.programs import Program
 from jchop.nn._linen.quantized import Packed, Quantized
@@ -66,11 +66,11 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
         >>> dense.apply(variables, jnp.ones((1, 4))).shape
         (1, 2)
     """
-    all_rules = as_rules(rules)
+    all_rules = as_rule_tuple(rules)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={brief(module)} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
+        raise TypeError(f"module={short_repr(module)} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
     check_bool("program", program)
     if not program:
         return Quantized(module, all_rules)
-    check_fields(all_rules)
+    check_rule_fields(all_rules)
     return Program(module, all_rules)

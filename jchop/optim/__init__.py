@@ -4,14 +4,13 @@ Each transformation is a `GradientTransformationExtraArgs` that chains with Opta
 states. Keys are part of states, and are split each step. Needs Optax (`pip install ".[optax]"`).
 """
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.optim", "optax", ("optax",))
 
 from jchop.optim._average import AverageState, average_params, averaged_params  # noqa: E402
 from jchop.optim._compensation import CompensationState, ErrorFeedbackState, compensate, error_feedback  # noqa: E402
 from jchop.optim._low_precision import LowPrecisionState, low_precision  # noqa: E402
-from jchop.optim._named import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
 from jchop.optim._nonfinite import (  # noqa: E402
     LossScaleState,
     SkipState,
@@ -19,6 +18,14 @@ from jchop.optim._nonfinite import (  # noqa: E402
     loss_scale,
     scale_gradients,
     skip_nonfinite,
+)
+from jchop.optim._optimizers import (  # noqa: E402
+    adam8bit,
+    adamw4bit,
+    adamw8bit,
+    adamw_fp8,
+    lion8bit,
+    sgd8bit,
 )
 from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
 from jchop.optim._quantized_params import apply_updates  # noqa: E402

@@ -12,26 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jchop._bits import CARRIERS
-from jchop._checks import check_int
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_int
 
 
-class Range(NamedTuple):
+class NumberRange(NamedTuple):
     """The allowed numbers of an argument: a text for messages, and the test."""
 
     text: str
     test: Callable[[float], bool]
 
 
-FROM_ZERO = Range("a finite number >= 0", lambda v: 0 <= v < math.inf)
-ABOVE_ZERO = Range("a finite number above 0", lambda v: 0 < v < math.inf)
-BELOW_ONE = Range("a number >= 0 and below 1", lambda v: 0 <= v < 1)
+FROM_ZERO = NumberRange("a finite number >= 0", lambda v: 0 <= v < math.inf)
+ABOVE_ZERO = NumberRange("a finite number above 0", lambda v: 0 < v < math.inf)
+BELOW_ONE = NumberRange("a number >= 0 and below 1", lambda v: 0 <= v < 1)
 #: Normal numbers of float32: no device reads them as zero, and none becomes infinite.
-NORMAL = Range("a number from 2^-126 to 2^127 (normal in float32)", lambda v: 2.0**-126 <= v <= 2.0**127)
-GROWS = Range("a finite number larger than 1 (in float32)", lambda v: v <= 2.0**127 and bool(np.float32(v) > 1))
+NORMAL_FLOAT32 = NumberRange("a number from 2^-126 to 2^127 (normal in float32)", lambda v: 2.0**-126 <= v <= 2.0**127)
+ABOVE_ONE = NumberRange(
+    "a finite number larger than 1 (in float32)", lambda v: v <= 2.0**127 and bool(np.float32(v) > 1)
+)
 
 
-def check_number(name: str, value: Any, limits: Range, *, schedule: bool = False) -> Any:
+def check_number(name: str, value: Any, limits: NumberRange, *, schedule: bool = False) -> Any:
     """`value`, checked to be one real number of a range. If it is traced, only dtype and shape are checked.
 
     Args:
@@ -49,7 +51,7 @@ def check_number(name: str, value: Any, limits: Range, *, schedule: bool = False
     real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not real or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name}={value!r} must be {limits.text}{' or a schedule' if schedule else ''}")
-    if not is_traced(value) and not limits.test(float(value)):
+    if not is_tracer(value) and not limits.test(float(value)):
         raise ValueError(f"{name}={value!r} must be {limits.text}")
     return value
 
@@ -59,20 +61,20 @@ def check_count(name: str, value: Any, low: int) -> Any:
 
     If it is traced, only dtype and shape are checked.
     """
-    if not is_traced(value):
+    if not is_tracer(value):
         return check_int(name, value, low, (1 << 31) - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
         raise TypeError(f"{name}={value!r} must be an integer >= {low}")
     return value
 
 
-def check_size(name: str, value: Any, default: int) -> int:
+def check_static_size(name: str, value: Any, default: int) -> int:
     """`value`, checked to be an integer >= 1; `default` for None. It shapes the program, so it cannot be traced.
 
     Raises:
         TypeError, ValueError: for anything else.
     """
-    if is_traced(value):
+    if is_tracer(value):
         raise TypeError(
             f"{name}={value!r} is traced, and must be an integer >= 1 that is known beforehand: say "
             f"static_args={name!r} to optax.inject_hyperparams"
@@ -80,7 +82,7 @@ def check_size(name: str, value: Any, default: int) -> int:
     return default if value is None else check_int(name, value, 1)
 
 
-def check_dtype(name: str, value: Any) -> Any:
+def check_carrier_dtype(name: str, value: Any) -> Any:
     """`value` as the dtype of a carrier, or None."""
     if value is None:
         return None
@@ -104,6 +106,6 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def is_traced(value: Any) -> bool:
+def is_tracer(value: Any) -> bool:
     """Whether an array is traced, so that it has no value yet."""
     return isinstance(value, jax.core.Tracer)

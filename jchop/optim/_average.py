@@ -8,22 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._arguments import check_count
 from jchop.optim._leaves import (
     NO_PARAMS,
-    first_key,
-    map_drawing,
+    first_state_key,
+    make_transformation,
+    map_with_keys,
+    only_state,
     require_shapes,
     round_leaf,
     sum_dtype,
-    the_state,
-    transformation,
 )
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
-_Spec = Spec | ElementFormat | ScaledFormat | str
+_AverageSpec = Spec | ElementFormat | ScaledFormat | str
 
 
 class AverageState(NamedTuple):
@@ -40,7 +40,7 @@ class AverageState(NamedTuple):
 
 
 def average_params(
-    start: int = 0, every: int = 1, *, spec: _Spec | None = None, key: Array | None = None
+    start: int = 0, every: int = 1, *, spec: _AverageSpec | None = None, key: Array | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the average of the parameters after each update: the very last link of a chain.
 
@@ -78,7 +78,7 @@ def average_params(
     check_count("start", start, 0)
     check_count("every", every, 1)
     of = None if spec is None else as_spec(spec, scaled=True)
-    first = first_key(of, key)
+    first = first_state_key(of, key)
 
     def init(params: Any) -> AverageState:
         none = jnp.zeros([], jnp.int32)
@@ -97,10 +97,10 @@ def average_params(
             return jnp.where(due, mean if of is None else round_leaf(key, mean, of), average)
 
         after = optax.apply_updates(params, updates)
-        following, average = map_drawing(leaf, state.key, state.average, after)
+        following, average = map_with_keys(leaf, state.key, state.average, after)
         return updates, AverageState(average, steps, count, following)
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
 def averaged_params(state: Any, params: Any) -> Any:
@@ -122,7 +122,7 @@ def averaged_params(state: Any, params: Any) -> Any:
         >>> jc.optim.averaged_params(tx.init(params), params).dtype
         dtype('float32')
     """
-    average_state = the_state(state, AverageState, "average_params")
+    average_state = only_state(state, AverageState, "average_params")
     require_shapes("params", params, "the average", average_state.average)
     return jax.tree.map(
         lambda a, p: jnp.where(average_state.taken > 0, a, p.astype(a.dtype)), average_state.average, params

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._kernels.scaled import stored_shapes
-from jchop.optim._leaves import is_float
-from jchop.optim._pack import codes_of, is_packed
+from jchop._kernels.scaled import code_and_scale_shapes
+from jchop.optim._leaves import is_float_leaf
+from jchop.optim._pack import is_packed_leaf, leaf_codes
 from jchop.storage import QArray
 
 Array = jax.Array
 
 #: The limit of elements of an array that is cut: its place in the stream of random words has 32 bits.
-_MOST = 1 << 32
+_MOST_CHUNK_ELEMENTS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,16 @@ class Chunks:
 
     def rest(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
         """Updates, state and parameters, with empty arrays for the leaves that are cut."""
-        return self._each(updates, state, params, lambda leaf, cut: _none_of(leaf) if cut else leaf)
+        return self._each(updates, state, params, lambda leaf, cut: _empty_like_leaf(leaf) if cut else leaf)
 
     def chunk(self, updates: Any, state: Any, params: Any, i: Array) -> tuple[Any, Any, Any]:
         """Chunk i of the leaves that are cut, and empty arrays for others. State without a leaf of updates stays."""
-        return self._each(updates, state, params, lambda leaf, cut: self._part(leaf, i) if cut else _none_of(leaf))
+        return self._each(
+            updates, state, params, lambda leaf, cut: self._part(leaf, i) if cut else _empty_like_leaf(leaf)
+        )
 
     def _each(self, updates: Any, state: Any, params: Any, change: Callable[[Any, bool], Any]) -> tuple[Any, Any, Any]:
-        leaves, structure = jax.tree.flatten(state, is_leaf=is_packed)
+        leaves, structure = jax.tree.flatten(state, is_leaf=is_packed_leaf)
         leaves_and_owners = zip(leaves, self.owners, self.state_is_cut, strict=True)
         state = structure.unflatten(
             [leaf if owner is None else change(leaf, cut) for leaf, owner, cut in leaves_and_owners]
@@ -71,15 +73,18 @@ class Chunks:
 
     def _part(self, leaf: Any, i: Array) -> Any:
         if isinstance(leaf, QArray):
-            return replace(jax.tree.map(lambda x: self._part(x, i), leaf), length=_chunk_size(leaf, self.count))
-        return _number(lax.dynamic_index_in_dim(_folded(_word(leaf), self.count), i, 0, keepdims=False), leaf.dtype)
+            return replace(jax.tree.map(lambda x: self._part(x, i), leaf), length=_chunk_length(leaf, self.count))
+        return _words_as_floats(
+            lax.dynamic_index_in_dim(_fold_into_chunks(_short_floats_as_words(leaf), self.count), i, 0, keepdims=False),
+            leaf.dtype,
+        )
 
     def start(self, leaf: Any, i: Array) -> Array:
         """The index of the first element of chunk i in a leaf of the state."""
         return i.astype(jnp.uint32) * jnp.uint32(math.prod(leaf.shape) // self.count)
 
 
-def chunks_of(updates: Any, state: Any, count: int) -> Chunks | None:
+def plan_chunks(updates: Any, state: Any, count: int) -> Chunks | None:
     """The leaves that can be cut into `count` chunks; None if there are none.
 
     The leaves of the state that belong to a leaf of the updates have its shape, and a path that ends with its path. The
@@ -94,18 +99,18 @@ def chunks_of(updates: Any, state: Any, count: int) -> Chunks | None:
     update_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
     state_leaves = [
         (tuple(map(str, path)), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_packed)[0]
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_packed_leaf)[0]
     ]
-    owners = [_owner(path, leaf, update_leaves) for path, leaf in state_leaves]
+    owners = [_owner_index(path, leaf, update_leaves) for path, leaf in state_leaves]
     cut = []
     for place, (_, update) in enumerate(update_leaves):
         own = [leaf for owner, (_, leaf) in zip(owners, state_leaves, strict=True) if owner == place]
-        is_divisible = is_float(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
-        cut.append(is_divisible and any(map(is_packed, own)))
+        is_divisible = is_float_leaf(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
+        cut.append(is_divisible and any(map(is_packed_leaf, own)))
     return Chunks(count, tuple(cut), tuple(owners)) if any(cut) else None
 
 
-def _owner(path: tuple[str, ...], leaf: Any, update_leaves: list[tuple[tuple[str, ...], Any]]) -> int | None:
+def _owner_index(path: tuple[str, ...], leaf: Any, update_leaves: list[tuple[tuple[str, ...], Any]]) -> int | None:
     """The index of the leaf of the updates for a leaf of the state; of several, the one with the longest path."""
     fitting = [
         (len(name), place)
@@ -117,15 +122,15 @@ def _owner(path: tuple[str, ...], leaf: Any, update_leaves: list[tuple[tuple[str
 
 def _is_divisible(leaf: Any, count: int) -> bool:
     shape = tuple(leaf.shape)
-    if not shape or not shape[0] or shape[0] % count or math.prod(shape) >= _MOST:
+    if not shape or not shape[0] or shape[0] % count or math.prod(shape) >= _MOST_CHUNK_ELEMENTS:
         return False
-    if not is_packed(leaf):
+    if not is_packed_leaf(leaf):
         return True
     if not isinstance(leaf, QArray):
         return False
     if leaf.spec.scaled is None:
         return len(shape) > 1
-    chunk_parts = jax.tree.leaves(stored_shapes(leaf.spec, (shape[0] // count, *shape[1:]))[1:])
+    chunk_parts = jax.tree.leaves(code_and_scale_shapes(leaf.spec, (shape[0] // count, *shape[1:]))[1:])
     parts = jax.tree.leaves((leaf.scale, leaf.zero_point))
     return leaf.qvalue.shape[0] % count == 0 and [part.shape for part in chunk_parts] == [
         (part.shape[0] // count, *part.shape[1:]) if part.shape and part.shape[0] % count == 0 else None
@@ -133,35 +138,35 @@ def _is_divisible(leaf: Any, count: int) -> bool:
     ]
 
 
-def _chunk_size(leaf: QArray, count: int) -> int | None:
+def _chunk_length(leaf: QArray, count: int) -> int | None:
     """The length of the last axis of a chunk."""
     return leaf.length // count if leaf.ndim == 1 and leaf.length is not None else leaf.length
 
 
-def _none_of(leaf: Any) -> Any:
+def _empty_like_leaf(leaf: Any) -> Any:
     """An empty array with the axes of a leaf, and one axis at least."""
-    return jnp.zeros((0, *tuple(leaf.shape)[1:]), (codes_of(leaf) if is_packed(leaf) else leaf).dtype)
+    return jnp.zeros((0, *tuple(leaf.shape)[1:]), (leaf_codes(leaf) if is_packed_leaf(leaf) else leaf).dtype)
 
 
-def _word(x: Array) -> Array:
+def _short_floats_as_words(x: Array) -> Array:
     """The bits of short floats, because of the quirk `short_floats_converted_whole` (`_core/xla_cpu.py`)."""
-    short = is_float(x) and x.dtype.itemsize < 4
+    short = is_float_leaf(x) and x.dtype.itemsize < 4
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if short else x
 
 
-def _number(x: Array, dtype: Any) -> Array:
+def _words_as_floats(x: Array, dtype: Any) -> Array:
     """The inverse of `_short_floats_as_words`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def _folded(x: Array, count: int) -> Array:
+def _fold_into_chunks(x: Array, count: int) -> Array:
     return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
-def collect(step_of_chunk: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple[Any, Any, Array]:
+def loop_over_chunks(step_of_chunk: Callable[[Array], tuple[Any, Any, Array]], count: int) -> tuple[Any, Any, Array]:
     """The results of `step_of_chunk` for each chunk, joined along the first axis; and whether all chunks are sound.
 
     Args:
@@ -171,31 +176,31 @@ def collect(step_of_chunk: Callable[[Array], tuple[Any, Any, Array]], count: int
         count: of chunks.
     """
     first = jax.eval_shape(step_of_chunk, jax.ShapeDtypeStruct((), jnp.int32))
-    words = jax.eval_shape(lambda parts: jax.tree.map(_word, parts), first[:2])
-    early, late = (jax.tree.map(lambda x: _zeros(count * x.shape[0], x), part) for part in words)
-    pending = jax.tree.map(lambda x: _zeros(x.shape[0], x), words[1])
+    words = jax.eval_shape(lambda parts: jax.tree.map(_short_floats_as_words, parts), first[:2])
+    early, late = (jax.tree.map(lambda x: _zero_rows(count * x.shape[0], x), part) for part in words)
+    pending = jax.tree.map(lambda x: _zero_rows(x.shape[0], x), words[1])
 
     def body(i: Array, carry: Any) -> Any:
         early, late, pending, sound = carry
-        late = _put(late, pending, jnp.maximum(i - 1, 0))
+        late = _write_chunk(late, pending, jnp.maximum(i - 1, 0))
         now, pending, is_sound = step_of_chunk(i)
-        now, pending = jax.tree.map(_word, (now, pending))
-        return _put(early, now, i), late, pending, sound & is_sound
+        now, pending = jax.tree.map(_short_floats_as_words, (now, pending))
+        return _write_chunk(early, now, i), late, pending, sound & is_sound
 
     early, late, pending, sound = lax.fori_loop(0, count, body, (early, late, pending, jnp.asarray(True)))
-    late = _put(late, pending, jnp.asarray(count - 1))
-    return *jax.tree.map(lambda x, like: _number(x, like.dtype), (early, late), first[:2]), sound
+    late = _write_chunk(late, pending, jnp.asarray(count - 1))
+    return *jax.tree.map(lambda x, like: _words_as_floats(x, like.dtype), (early, late), first[:2]), sound
 
 
-def _zeros(rows: int, like: Any) -> Array:
+def _zero_rows(rows: int, like: Any) -> Array:
     return jnp.zeros((rows, *like.shape[1:]), like.dtype)
 
 
-def _put(whole: Any, parts: Any, i: Array) -> Any:
+def _write_chunk(whole: Any, parts: Any, i: Array) -> Any:
     return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * part.shape[0], 0), whole, parts)
 
 
-def joined(whole: list[Any], cut: list[Any], is_cut: tuple[bool, ...]) -> list[Any]:
+def merge_leaves(whole: list[Any], cut: list[Any], is_cut: tuple[bool, ...]) -> list[Any]:
     """Leaves in order: the next leaf of `cut` if `is_cut`, else the leaf of `whole`."""
     rest = iter(cut)
     return [next(rest) if chunk else leaf for leaf, chunk in zip(whole, is_cut, strict=True)]

@@ -8,24 +8,24 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import (
     NO_PARAMS,
     finite_or,
-    first_key,
-    landing,
-    map_drawing,
-    require_held,
+    first_state_key,
+    make_transformation,
+    map_with_keys,
+    require_representable,
     round_leaf,
+    rounded_sum_like,
     split_key,
     sum_dtype,
-    sum_rounded_like,
-    transformation,
+    update_to_target,
 )
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
-_Spec = Spec | ElementFormat | ScaledFormat | str
+_FeedbackSpec = Spec | ElementFormat | ScaledFormat | str
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -35,7 +35,7 @@ class ErrorFeedbackState(NamedTuple):
     key: Array | None
 
 
-def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
+def error_feedback(spec: _FeedbackSpec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
     """Updates rounded to `spec`, after the previous rounding errors are added.
 
     With the error e of the step before: c = u + e, q = round(c), and the new error is c - q. Over many steps the sum of
@@ -66,7 +66,7 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
         [0.0, 1.0, 0.0, 0.0]
     """
     spec = as_spec(spec, scaled=True)
-    start = first_key(spec, key)
+    start = first_state_key(spec, key)
 
     def init(params: Any) -> ErrorFeedbackState:
         return ErrorFeedbackState(jax.tree.map(lambda p: jnp.zeros_like(p, sum_dtype(p)), params), start)
@@ -75,11 +75,11 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
         del params, extra
 
         def leaf(key: Array | None, u: Any, c: Array) -> Array:
-            require_held("spec", spec, "updates", u)
+            require_representable("spec", spec, "updates", u)
             return round_leaf(key, c, spec)
 
         sums = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
-        following, outputs = map_drawing(leaf, state.key, updates, sums)
+        following, outputs = map_with_keys(leaf, state.key, updates, sums)
         # The barrier keeps the compiler from contracting a product in `q` with the subtraction.
         error = jax.tree.map(
             lambda c, q, e: finite_or(c - jax.lax.optimization_barrier(q), e), sums, outputs, state.error
@@ -87,7 +87,7 @@ def error_feedback(spec: _Spec, key: Array | None = None) -> optax.GradientTrans
         outputs = jax.tree.map(lambda q, u: q.astype(u.dtype), outputs, updates)
         return outputs, ErrorFeedbackState(error, following)
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
 class CompensationState(NamedTuple):
@@ -98,7 +98,7 @@ class CompensationState(NamedTuple):
 
 
 def compensate(
-    spec: _Spec, key: Array | None = None, *, compensation: _Spec | None = None
+    spec: _FeedbackSpec, key: Array | None = None, *, compensation: _FeedbackSpec | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Parameters rounded to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
 
@@ -133,7 +133,7 @@ def compensate(
     """
     spec = as_spec(spec, scaled=True)
     rest = None if compensation is None else as_spec(compensation, "compensation", scaled=True)
-    draws = [first_key(each, key) for each in (spec, rest)]
+    draws = [first_state_key(each, key) for each in (spec, rest)]
     start = next((key for key in draws if key is not None), None)
 
     def init(params: Any) -> CompensationState:
@@ -148,15 +148,15 @@ def compensate(
             _, (target_key, error_key) = split_key(key, 2)
             wide = sum_dtype(p, u)
             change = u.astype(wide) + error.astype(wide)
-            target = sum_rounded_like(target_key, p, change, spec)
+            target = rounded_sum_like(target_key, p, change, spec)
             new_error = change - (jax.lax.optimization_barrier(target).astype(wide) - p.astype(wide))
             if rest is not None:
-                require_held("compensation", rest, "params", error)
+                require_representable("compensation", rest, "params", error)
                 new_error = round_leaf(error_key, new_error, rest)
-            return landing(p, target), finite_or(new_error.astype(error.dtype), error)
+            return update_to_target(p, target), finite_or(new_error.astype(error.dtype), error)
 
-        following, pairs = map_drawing(leaf, state.key, updates, params, state.lost)
+        following, pairs = map_with_keys(leaf, state.key, updates, params, state.lost)
         outputs, errors = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)
         return outputs, CompensationState(errors, following)
 
-    return transformation(init, update)
+    return make_transformation(init, update)

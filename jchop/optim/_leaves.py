@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
 
-from jchop._arguments import checked_keys
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.operations import operation, words
-from jchop._core.arithmetic.ranges import carrier_range, range_of, supports
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.arithmetic.ranges import carrier_range, range_of, supports_operation
+from jchop._core.matmul.operations import operation_words, round_operation
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.xla_cpu import materialize_per_group
+from jchop._core.xla.cpu import materialize_per_group
+from jchop._round.arguments import rounding_keys
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.spec import Spec
+from jchop._spec.spec import Spec
 from jchop.storage import QArray
-from jchop.storage._array import Rearranged
+from jchop.storage._array import PackedParam
 
 Array = jax.Array
 
@@ -30,7 +30,7 @@ Array = jax.Array
 NO_PARAMS = "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
 
 
-def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
+def make_transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
     """The pair as an Optax transformation, whose state begins from numbers: packed parameters are refused.
 
     A state that is a dict has lost its class, as in a checkpoint of orbax that was restored without a target.
@@ -58,23 +58,23 @@ def transformation(init: Callable[..., Any], update: Callable[..., Any]) -> opta
 
 def holds_codes(leaf: Any) -> bool:
     """Whether a parameter is packed; not if its parts are placeholders, as beside adapters that train alone."""
-    return isinstance(leaf, QArray | Rearranged) and bool(jax.tree.leaves(leaf))
+    return isinstance(leaf, QArray | PackedParam) and bool(jax.tree.leaves(leaf))
 
 
-def first_key(spec: Spec | None, key: Array | None) -> Array | None:
+def first_state_key(spec: Spec | None, key: Array | None) -> Array | None:
     """The first key of a state: `key`, checked, if `spec` draws; else None."""
-    return None if spec is None else checked_keys(spec, key)[0]
+    return None if spec is None else rounding_keys(spec, key)[0]
 
 
 def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array | None]]:
     """The key of the next step, and `count` keys for this one; all None for None."""
     if key is None:
         return None, [None] * count
-    each = split(key, count + 1)
+    each = split_prng_key(key, count + 1)
     return each[0], [each[i + 1] for i in range(count)]
 
 
-def map_drawing(
+def map_with_keys(
     function: Callable[..., Any], key: Array | None, tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[Array | None, Any]:
     """The next step's key, and `function(key, leaf, ...)` for every leaf, each with a separate key.
@@ -105,7 +105,7 @@ def round_leaf(key: Array | None, x: Any, spec: Spec) -> Array:
     return round_to_format(jnp.asarray(x), spec, key)
 
 
-def sum_rounded(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
+def rounded_sum(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
     """The sum p + u rounded under `spec`, in the wider dtype of the two and float32.
 
     The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the dtype itself, the sum is
@@ -117,8 +117,8 @@ def sum_rounded(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
     if not _rounds_sums(spec, dtype.name):
         return round_to_format(p + u, spec, key)
     whole = carrier_range(CARRIERS[dtype.name])
-    word = None if key is None else words(seed_words(key), p)
-    return operation("add", [p, u], spec, word, ranges=(whole, whole))
+    word = None if key is None else operation_words(seed_words(key), p)
+    return round_operation("add", [p, u], spec, word, ranges=(whole, whole))
 
 
 def sum_dtype(*arrays: Any) -> jnp.dtype:
@@ -128,26 +128,26 @@ def sum_dtype(*arrays: Any) -> jnp.dtype:
 
 @lru_cache(maxsize=256)
 def _rounds_sums(spec: Spec, dtype: str) -> bool:
-    return spec.scaled is None and spec.overflow.value != "wrap" and supports(spec, CARRIERS[dtype])
+    return spec.scaled is None and spec.overflow.value != "wrap" and supports_operation(spec, CARRIERS[dtype])
 
 
-def widened(p: Any) -> Array:
+def in_sum_dtype(p: Any) -> Array:
     """A parameter in the dtype of its sums."""
     return jnp.asarray(p).astype(sum_dtype(p))
 
 
-def sum_rounded_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
+def rounded_sum_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
     """`rounded_sum` in the dtype of `p`.
 
     Raises:
         ValueError: if that dtype cannot hold the results.
     """
     p = jnp.asarray(p)
-    require_held("spec", spec, "params", p)
-    return sum_rounded(key, p, u, spec).astype(p.dtype)
+    require_representable("spec", spec, "params", p)
+    return rounded_sum(key, p, u, spec).astype(p.dtype)
 
 
-def require_held(name: str, spec: Spec, whose: str, x: Any) -> None:
+def require_representable(name: str, spec: Spec, whose: str, x: Any) -> None:
     """Refuses a spec whose results would be rounded once more, to the dtype of an array.
 
     Raises:
@@ -166,7 +166,7 @@ def require_held(name: str, spec: Spec, whose: str, x: Any) -> None:
             raise ValueError(f"{name}={str(spec)!r} has values that {whose} of dtype {carrier.name} cannot hold")
 
 
-def landing(p: Any, target: Array, dtype: Any = None) -> Array:
+def update_to_target(p: Any, target: Array, dtype: Any = None) -> Array:
     """The update u for which Optax's ``(p + u).astype(p.dtype)`` is `target`. `p.dtype` must hold the target.
 
     u is the difference t - p, rounded once. It is exact, and so is p + u, if t / 2 <= p <= 2 t (Sterbenz 1974). For `p`
@@ -192,7 +192,7 @@ def landing(p: Any, target: Array, dtype: Any = None) -> Array:
 
 def all_finite(tree: Any) -> Array:
     """Whether every floating-point number of a tree is finite; a bool scalar."""
-    return all_of(finite_leaves(tree))
+    return all_hold(finite_leaves(tree))
 
 
 def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
@@ -202,21 +202,21 @@ def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
         tree: a pytree of arrays.
         in_memory: whether its arrays are in memory already, and not computed here. It changes only the time.
     """
-    of_leaf = _without_rest if in_memory else _is_finite
-    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+    of_leaf = _is_stored_leaf_finite if in_memory else _is_leaf_finite
+    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float_leaf(leaf)]
 
 
-def all_of(conditions: Iterable[Array]) -> Array:
+def all_hold(conditions: Iterable[Array]) -> Array:
     """Whether all of some scalar conditions hold; a bool scalar.
 
     It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
     conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla_cpu.py`).
     """
     scalars = list(conditions)
-    return _conjunction(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]
+    return _all_scalars_true(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]
 
 
-def agreed(sound: Array, update: Callable[..., Any], *args: Any, **extra: Any) -> Array:
+def sound_on_all_ranks(sound: Array, update: Callable[..., Any], *args: Any, **extra: Any) -> Array:
     """Whether `sound` holds on every rank that exchanges numbers with this one in ``update(*given, **extra)``.
 
     Ranks that decide alone would have different parameters after a step that only some of them skip.
@@ -228,18 +228,18 @@ def agreed(sound: Array, update: Callable[..., Any], *args: Any, **extra: Any) -
     return jax.lax.pmin(sound.astype(jnp.int32), tuple(sorted(names, key=str))) > 0 if names else sound
 
 
-@compiled
-def _conjunction(*conditions: Array) -> Array:
+@always_jit
+def _all_scalars_true(*conditions: Array) -> Array:
     return materialize_per_group(reduce(and_, conditions))
 
 
-@compiled
-def _is_finite(leaf: Any) -> Array:
+@always_jit
+def _is_leaf_finite(leaf: Any) -> Array:
     return jnp.isfinite(leaf).all()
 
 
-@compiled
-def _without_rest(leaf: Any) -> Array:
+@always_jit
+def _is_stored_leaf_finite(leaf: Any) -> Array:
     """Whether all numbers of an array are finite: x - x is 0 for them and NaN for others, and NaN makes the sum NaN.
 
     The maximum is not used, because of the quirk `maximum_loses_nan` (`_core/xla_cpu.py`).
@@ -250,11 +250,11 @@ def _without_rest(leaf: Any) -> Array:
 def stays_finite(new: Any, old: Any) -> Array:
     """Whether every finite number of a state stays finite; states may hold infinities from the start. A bool scalar."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    return all_of(_keeps_finite(a, b) for a, b in pairs if is_float(a))
+    return all_hold(_is_leaf_as_finite(a, b) for a, b in pairs if is_float_leaf(a))
 
 
-@compiled
-def _keeps_finite(new: Any, old: Any) -> Array:
+@always_jit
+def _is_leaf_as_finite(new: Any, old: Any) -> Array:
     return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
 
 
@@ -263,15 +263,15 @@ def finite_or(new: Array, old: Array) -> Array:
     return jnp.where(jnp.isfinite(new), new, old)
 
 
-def select(condition: Array, new: Any, old: Any) -> Any:
+def select_tree(condition: Array, new: Any, old: Any) -> Any:
     """The tree `new` if `condition` holds, else `old`, of the same structure."""
-    return jax.tree.map(lambda a, b: _where(condition, a, b), new, old)
+    return jax.tree.map(lambda a, b: _select_leaf(condition, a, b), new, old)
 
 
-@compiled
-def _where(condition: Array, new: Any, old: Any) -> Array:
+@always_jit
+def _select_leaf(condition: Array, new: Any, old: Any) -> Array:
     """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla_cpu.py`)."""
-    if not (is_float(new) and new.dtype.itemsize == 1):
+    if not (is_float_leaf(new) and new.dtype.itemsize == 1):
         return jnp.where(condition, new, old)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))
     return jax.lax.bitcast_convert_type(jnp.where(condition, *bits), new.dtype)
@@ -294,15 +294,15 @@ def require_shapes(name: str, tree: Any, whose: str, like: Any) -> None:
 
 def zeros_unless(condition: Array, updates: Any) -> Any:
     """Updates if `condition` holds; else zeros, which do not change parameters."""
-    return jax.tree.map(lambda u: _or_zeros(condition, u), updates)
+    return jax.tree.map(lambda u: _leaf_or_zeros(condition, u), updates)
 
 
-@compiled
-def _or_zeros(condition: Array, update: Any) -> Array:
-    return _where(condition, update, jnp.zeros_like(update))
+@always_jit
+def _leaf_or_zeros(condition: Array, update: Any) -> Array:
+    return _select_leaf(condition, update, jnp.zeros_like(update))
 
 
-def is_float(leaf: Any) -> bool:
+def is_float_leaf(leaf: Any) -> bool:
     """Whether a leaf is an array of floating-point numbers, and not a typed key, integers or a placeholder."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
@@ -318,7 +318,7 @@ def find_states(state: Any, kind: type) -> list[Any]:
     return states
 
 
-def the_state(state: Any, kind: type, name: str) -> Any:
+def only_state(state: Any, kind: type, name: str) -> Any:
     """The one state of a kind.
 
     Raises:

@@ -8,25 +8,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._arguments import ABOVE_ZERO, as_transformation, check_number
 from jchop.optim._leaves import (
     NO_PARAMS,
-    first_key,
-    is_float,
-    landing,
-    map_drawing,
+    first_state_key,
+    in_sum_dtype,
+    is_float_leaf,
+    make_transformation,
+    map_with_keys,
     round_leaf,
+    rounded_sum_like,
     split_key,
-    sum_rounded_like,
-    transformation,
-    widened,
+    update_to_target,
 )
 from jchop.optim._pack import QuantizedState
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
-_Spec = Spec | ElementFormat | ScaledFormat | str
+_LowPrecisionSpec = Spec | ElementFormat | ScaledFormat | str
 
 
 class LowPrecisionState(NamedTuple):
@@ -40,10 +40,10 @@ class LowPrecisionState(NamedTuple):
 def low_precision(
     inner: optax.GradientTransformation,
     *,
-    weight: _Spec | None = None,
-    gradient: _Spec | None = None,
-    momentum: _Spec | None = None,
-    accumulator: _Spec | None = None,
+    weight: _LowPrecisionSpec | None = None,
+    gradient: _LowPrecisionSpec | None = None,
+    momentum: _LowPrecisionSpec | None = None,
+    accumulator: _LowPrecisionSpec | None = None,
     gradient_scale: Any = 1.0,
     key: Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -90,16 +90,16 @@ def low_precision(
     specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
     roundings = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
     start = next(
-        (drawing_key for spec in roundings.values() if (drawing_key := first_key(spec, key)) is not None), None
+        (drawing_key for spec in roundings.values() if (drawing_key := first_state_key(spec, key)) is not None), None
     )
     check_number("gradient_scale", gradient_scale, ABOVE_ZERO)
     inner = as_transformation(inner)
     to_gradient, to_accumulator, to_weight, to_momentum = roundings.values()
 
     def init(params: Any) -> LowPrecisionState:
-        master = None if to_accumulator is None else jax.tree.map(widened, params)
+        master = None if to_accumulator is None else jax.tree.map(in_sum_dtype, params)
         inner_state = inner.init(params if master is None else master)  # `update` gives it the accumulator, too
-        if to_momentum is not None and _has_packed(inner_state):
+        if to_momentum is not None and _has_packed_arrays(inner_state):
             raise ValueError(f"momentum={str(to_momentum)!r} rounds arrays, and inner packs its state: leave one out")
         return LowPrecisionState(inner_state, master, start)
 
@@ -111,43 +111,43 @@ def low_precision(
         """The new accumulator and parameter."""
         _, (first, second) = split_key(key, 2)
         if to_accumulator is None:
-            return base, (p + u).astype(p.dtype) if to_weight is None else sum_rounded_like(first, p, u, to_weight)
-        master = sum_rounded_like(first, base, u, to_accumulator)
-        return master, master.astype(p.dtype) if to_weight is None else _stored(second, master, p, to_weight)
+            return base, (p + u).astype(p.dtype) if to_weight is None else rounded_sum_like(first, p, u, to_weight)
+        master = rounded_sum_like(first, base, u, to_accumulator)
+        return master, master.astype(p.dtype) if to_weight is None else _master_as_param(second, master, p, to_weight)
 
     def update(updates: Any, state: LowPrecisionState, params: Any = None, **extra: Any) -> Any:
         if params is None:
             raise ValueError(NO_PARAMS)
         _, keys = split_key(state.key, 4)
-        _, gradients = map_drawing(rounded_gradient, keys[0], updates)
+        _, gradients = map_with_keys(rounded_gradient, keys[0], updates)
         base = params if state.accumulator is None else state.accumulator
         inner_updates, inner_state = inner.update(gradients, state.inner_state, base, **extra)
-        _, pairs = map_drawing(advance, keys[1], base, inner_updates, params)
+        _, pairs = map_with_keys(advance, keys[1], base, inner_updates, params)
         masters, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
         if to_momentum is not None:
-            inner_state = _rounded_moments(inner, keys[2], inner_state, params, to_momentum)
+            inner_state = _round_moments(inner, keys[2], inner_state, params, to_momentum)
         new_accumulator = None if state.accumulator is None else masters
-        return jax.tree.map(landing, params, targets), LowPrecisionState(inner_state, new_accumulator, keys[3])
+        return jax.tree.map(update_to_target, params, targets), LowPrecisionState(inner_state, new_accumulator, keys[3])
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
-def _has_packed(state: Any) -> bool:
+def _has_packed_arrays(state: Any) -> bool:
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QuantizedState))
     return any(isinstance(node, QuantizedState) and node.packing.entries for node in nodes)
 
 
-def _stored(key: Array | None, master: Array, p: Any, spec: Spec) -> Array:
+def _master_as_param(key: Array | None, master: Array, p: Any, spec: Spec) -> Array:
     """The accumulator as a parameter: rounded once, in the dtype of the parameter, which must hold it."""
-    return sum_rounded_like(key, jnp.zeros_like(p), master, spec)
+    return rounded_sum_like(key, jnp.zeros_like(p), master, spec)
 
 
-def _rounded_moments(inner: Any, key: Array | None, state: Any, params: Any, spec: Spec) -> Any:
+def _round_moments(inner: Any, key: Array | None, state: Any, params: Any, spec: Spec) -> Any:
     """The state of `inner` with every float array that mirrors a parameter rounded."""
     with_markers = optax.tree_map_params(
         inner, lambda leaf: _Moment(leaf), state, is_leaf=None, transform_non_params=lambda leaf: leaf
     )
-    _, moments = map_drawing(
+    _, moments = map_with_keys(
         lambda key, leaf: leaf if not isinstance(leaf, _Moment) else _round_moment(key, leaf.value, spec),
         key,
         with_markers,
@@ -164,4 +164,4 @@ class _Moment:
 
 
 def _round_moment(key: Array | None, value: Any, spec: Spec) -> Any:
-    return round_leaf(key, value, spec) if is_float(value) else value
+    return round_leaf(key, value, spec) if is_float_leaf(value) else value

@@ -8,17 +8,25 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jchop.optim._arguments import ABOVE_ZERO, GROWS, NORMAL, as_transformation, check_count, check_number, is_traced
+from jchop.optim._arguments import (
+    ABOVE_ONE,
+    ABOVE_ZERO,
+    NORMAL_FLOAT32,
+    as_transformation,
+    check_count,
+    check_number,
+    is_tracer,
+)
 from jchop.optim._leaves import (
-    agreed,
     all_finite,
-    is_float,
-    select,
+    in_sum_dtype,
+    is_float_leaf,
+    make_transformation,
+    only_state,
+    select_tree,
+    sound_on_all_ranks,
     stays_finite,
     sum_dtype,
-    the_state,
-    transformation,
-    widened,
     zeros_unless,
 )
 
@@ -56,7 +64,7 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
         following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
         return gradients, following
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
 class SkipState(NamedTuple):
@@ -94,14 +102,14 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     def update(updates: Any, state: SkipState, params: Any = None, **extra: Any) -> tuple[Any, SkipState]:
         inner_updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         sound = all_finite((updates, inner_updates)) & stays_finite(inner_state, state.inner_state)
-        sound = agreed(sound, inner.update, updates, state.inner_state, params, **extra)
-        new_state = SkipState(select(sound, inner_state, state.inner_state), counted(state.skipped, sound))
+        sound = sound_on_all_ranks(sound, inner.update, updates, state.inner_state, params, **extra)
+        new_state = SkipState(select_tree(sound, inner_state, state.inner_state), count_skips(state.skipped, sound))
         return zeros_unless(sound, inner_updates), new_state
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
-def counted(count: Array, sound: Array) -> Array:
+def count_skips(count: Array, sound: Array) -> Array:
     """The count of skipped steps after one more step."""
     return jnp.where(sound, count, optax.safe_increment(count))
 
@@ -164,15 +172,15 @@ def dynamic_loss_scale(
     check_count("growth_interval", growth_interval, 1)
     limits = {"smallest": smallest, "initial": initial, "largest": largest}
     for name, value in limits.items():
-        check_number(name, value, NORMAL)
-    if not any(map(is_traced, limits.values())) and not smallest <= initial <= largest:
+        check_number(name, value, NORMAL_FLOAT32)
+    if not any(map(is_tracer, limits.values())) and not smallest <= initial <= largest:
         raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} and largest={largest!r}")
-    check_number("factor", factor, GROWS)
+    check_number("factor", factor, ABOVE_ONE)
     inner = as_transformation(inner)
 
     def init(params: Any) -> LossScaleState:
         none = jnp.zeros([], jnp.int32)
-        inner_state = inner.init(jax.tree.map(lambda p: widened(p) if is_float(p) else p, params))
+        inner_state = inner.init(jax.tree.map(lambda p: in_sum_dtype(p) if is_float_leaf(p) else p, params))
         return LossScaleState(inner_state, jnp.asarray(initial, jnp.float32), none, none)
 
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
@@ -180,19 +188,19 @@ def dynamic_loss_scale(
         inner_updates, inner_state = inner.update(gradients, state.inner_state, params, **extra)
         usable = jnp.isfinite(state.scale) & (state.scale > 0)
         sound = usable & all_finite((updates, inner_updates)) & stays_finite(inner_state, state.inner_state)
-        sound = agreed(sound, inner.update, gradients, state.inner_state, params, **extra)
+        sound = sound_on_all_ranks(sound, inner.update, gradients, state.inner_state, params, **extra)
         steady = jnp.where(sound, state.steady + 1, 0)
         grows = steady >= growth_interval
         scale = jnp.where(sound, jnp.where(grows, state.scale * factor, state.scale), state.scale / factor)
         new_state = LossScaleState(
-            select(sound, inner_state, state.inner_state),
+            select_tree(sound, inner_state, state.inner_state),
             jnp.clip(jnp.where(usable, scale, initial), smallest, largest).astype(jnp.float32),
             jnp.where(grows, 0, steady),
-            counted(state.skipped, sound),
+            count_skips(state.skipped, sound),
         )
         return zeros_unless(sound, inner_updates), new_state
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
 def loss_scale(state: Any) -> Array:
@@ -210,4 +218,4 @@ def loss_scale(state: Any) -> Array:
         >>> float(jc.optim.loss_scale(tx.init(jnp.ones(1))))
         32768.0
     """
-    return the_state(state, LossScaleState, "dynamic_loss_scale").scale
+    return only_state(state, LossScaleState, "dynamic_loss_scale").scale

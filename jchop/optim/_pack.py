@@ -15,24 +15,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jchop._bits import entries_after_reshape, parts_of_axes, placed_like, reshape, sharded_like
+from jchop._common.bit_ops import (
+    entries_after_reshape,
+    parts_of_axes,
+    place_like,
+    reshape,
+    reshard_like,
+)
+from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop._common.text import TableOrLine, Tables
 from jchop._core.rounding.codes import packed_size
-from jchop._paths import check_pattern, matches_path, nearest_paths
-from jchop._text import Part, Tables
+from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.optim._leaves import is_float, path_text
-from jchop.spec import Gradient, Spec, as_spec
+from jchop.optim._leaves import is_float_leaf, path_text
 from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._codes import is_packed as codes_are_packed
-from jchop.storage._layout import from_end
+from jchop.storage._axis_groupings import axes_from_end
+from jchop.storage._codes import packs_codes as codes_are_packed
 
 Array = jax.Array
-_Spec = Spec | ElementFormat | ScaledFormat | str
+_StateSpec = Spec | ElementFormat | ScaledFormat | str
 #: Path patterns, each with the spec for the leaves that it matches; None leaves them unpacked.
-Rules = tuple[tuple[str, Spec | None], ...]
+StateRules = tuple[tuple[str, Spec | None], ...]
 
 #: The substitute for zero in a format without zero: far below any moment's square root, far above underflow.
-_NEXT_TO_ZERO = 2.0**-100
+_ZERO_SUBSTITUTE = 2.0**-100
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("rows",), meta_fields=("shape",))
@@ -49,42 +55,42 @@ class PackedRows:
     shape: tuple[int, ...]
 
 
-def is_packed(leaf: Any) -> bool:
+def is_packed_leaf(leaf: Any) -> bool:
     """Whether a leaf is a `QArray` or a `PackedRows`; not if it holds no arrays, as in a state beside adapters."""
     return isinstance(leaf, QArray | PackedRows) and bool(jax.tree.leaves(leaf))
 
 
-def codes_of(leaf: QArray | PackedRows) -> QArray:
+def leaf_codes(leaf: QArray | PackedRows) -> QArray:
     """The `QArray` of a packed leaf."""
     return leaf if isinstance(leaf, QArray) else leaf.rows
 
 
-def as_rules(value: Any) -> Rules:
+def as_state_rules(value: Any) -> StateRules:
     """Rules from one spec for all leaves, or from a mapping of path patterns to specs.
 
     Raises:
         TypeError, ValueError: for a key that is not a pattern, or a value that is not a spec.
     """
     if not isinstance(value, Mapping):
-        return (("*", _checked(as_spec(value, scaled=True))),)
+        return (("*", _check_state_spec(as_spec(value, scaled=True))),)
     if not value:
         raise ValueError("rules={} has no rule; give a spec, or a mapping of path patterns to specs")
     return tuple(
         (
-            check_pattern("rules: pattern", text, "'0/mu'"),
-            None if s is None else _checked(as_spec(s, text, scaled=True)),
+            check_path_pattern("rules: pattern", text, "'0/mu'"),
+            None if s is None else _check_state_spec(as_spec(s, text, scaled=True)),
         )
         for text, s in value.items()
     )
 
 
-def _checked(spec: Spec) -> Spec:
+def _check_state_spec(spec: Spec) -> Spec:
     if spec.scaled is not None and spec.scaled.sparse is not None:
         raise ValueError(f"rules: {str(spec)!r} drops numbers, which a state needs; leave sparse out")
     return spec
 
 
-def draws(rules: Rules) -> Spec | None:
+def stochastic_rule(rules: StateRules) -> Spec | None:
     """A stochastic spec among the rules, if there is one."""
     return next((spec for _, spec in rules if spec is not None and spec.rounding.stochastic), None)
 
@@ -92,7 +98,7 @@ def draws(rules: Rules) -> Spec | None:
 # -- packing -----------------------------------------------------------------------------------------------------------
 
 
-def plan(tree: Any, rules: Rules, min_size: int) -> Any:
+def plan_packing(tree: Any, rules: StateRules, min_size: int) -> Any:
     """A tree with the spec of each leaf that is packed or will be packed, and None for other leaves.
 
     The first rule whose pattern matches a leaf's path decides. Leaves that are not floating-point arrays, or have
@@ -101,7 +107,7 @@ def plan(tree: Any, rules: Rules, min_size: int) -> Any:
     Raises:
         ValueError: for a rule whose pattern matches no floating-point leaf.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed_leaf)
     without_match = {pattern for pattern, _ in rules}
     specs: list[Spec | None] = []
     for path, leaf in leaves:
@@ -110,58 +116,58 @@ def plan(tree: Any, rules: Rules, min_size: int) -> Any:
             continue
         matching = [(pattern, spec) for pattern, spec in rules if matches_path(pattern, path_text(path))]
         without_match -= {pattern for pattern, _ in matching}
-        large = is_packed(leaf) or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
+        large = is_packed_leaf(leaf) or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
         specs.append(matching[0][1] if matching and large else None)
     if without_match and any(_holds_floats(leaf) for _, leaf in leaves):
         names = [path_text(path) for path, leaf in leaves if _holds_floats(leaf)]
         raise ValueError(
             f"rules: {', '.join(map(repr, sorted(without_match)))} matches none of the state's arrays"
-            f"{nearest_paths(without_match, names)}"
+            f"{nearest_paths_hint(without_match, names)}"
         )
-    return jax.tree.unflatten(structure, [_Plan(spec) for spec in specs])
+    return jax.tree.unflatten(structure, [_LeafPlan(spec) for spec in specs])
 
 
 def _holds_floats(leaf: Any) -> bool:
-    return is_packed(leaf) or is_float(leaf)
+    return is_packed_leaf(leaf) or is_float_leaf(leaf)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LeafPlan:
     """The spec for a leaf. It is a leaf of a pytree; None alone would not be one."""
 
     spec: Spec | None
 
 
-def pack_as_planned(key: Array | None, leaf: Any, leaf_plan: _Plan) -> Any:
+def pack_by_plan(key: Array | None, leaf: Any, leaf_plan: _LeafPlan) -> Any:
     """A leaf packed as its plan says.
 
     Because of the barrier, the first state is packed at run time, not by the compiler
     (`known_results_computed_by_compiler` in `_core/xla_cpu.py`).
     """
-    return leaf if leaf_plan.spec is None else pack(key, jax.lax.optimization_barrier(leaf), leaf_plan.spec)
+    return leaf if leaf_plan.spec is None else pack_leaf(key, jax.lax.optimization_barrier(leaf), leaf_plan.spec)
 
 
-def repack(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
+def repack_leaf(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
     """A leaf packed like the old leaf, with its dtype; unchanged if the old leaf is not packed."""
-    if not is_packed(old):
+    if not is_packed_leaf(old):
         return leaf
-    new = jax.tree.leaves(pack(key, leaf, codes_of(old).spec, offset))
-    return jax.tree.unflatten(jax.tree.structure(old), map(sharded_like, new, jax.tree.leaves(old)))
+    new = jax.tree.leaves(pack_leaf(key, leaf, leaf_codes(old).spec, offset))
+    return jax.tree.unflatten(jax.tree.structure(old), map(reshard_like, new, jax.tree.leaves(old)))
 
 
-def pack(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | PackedRows:
+def pack_leaf(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArray | PackedRows:
     """An array packed; its last axes are joined if they are too short for the groups of the format.
 
     `offset` is the index of its first element in a larger array, for the random bits.
     """
-    rows = reshape(x, row_shape(x.shape, spec))
+    rows = reshape(x, packed_row_shape(x.shape, spec))
     if isinstance(spec.element, ElementFormat) and not _has_zero(spec.element):
-        rows = jnp.where(rows == 0, jnp.asarray(_NEXT_TO_ZERO, rows.dtype), rows)
+        rows = jnp.where(rows == 0, jnp.asarray(_ZERO_SUBSTITUTE, rows.dtype), rows)
     codes = quantize(rows, spec, key, offset=offset) if spec.rounding.stochastic else quantize(rows, spec)
     return codes if rows.shape == x.shape else PackedRows(codes, tuple(x.shape))
 
 
-def unpack(leaf: Any) -> Any:
+def unpack_leaf(leaf: Any) -> Any:
     """The numbers of a packed leaf; other leaves unchanged."""
     if isinstance(leaf, PackedRows):
         return reshape(dequantize(leaf.rows), leaf.shape)
@@ -170,10 +176,10 @@ def unpack(leaf: Any) -> Any:
 
 def unpack_tree(tree: Any) -> Any:
     """A tree with its packed leaves unpacked."""
-    return jax.tree.map(unpack, tree, is_leaf=is_packed)
+    return jax.tree.map(unpack_leaf, tree, is_leaf=is_packed_leaf)
 
 
-def row_shape(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+def packed_row_shape(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
     """The shape in which an array is packed: with a last axis of whole groups, or of four groups and more."""
     if not shape:
         return (1,)
@@ -238,24 +244,25 @@ class QuantizedState(NamedTuple):
         for (place, text, size, dtype, shape), scales in zip(self.packing.entries, self.scales, strict=True):
             array, leaf_spec = leaves[place], as_spec(text, scaled=True)
             if shape is not None:
-                rows = _codes_of_rows(shape, leaf_spec)
-                stack = array.ndim - len(_codes_of_array(shape, rows))  # axes that vmap added
-                array = _in_shape(array, (*array.shape[:stack], *rows))
+                rows = _row_codes_shape(shape, leaf_spec)
+                stack = array.ndim - len(_array_codes_shape(shape, rows))  # axes that vmap added
+                array = _reshape_or_struct(array, (*array.shape[:stack], *rows))
             codes = QArray(array, *scales, leaf_spec, size, np.dtype(dtype))
             leaves[place] = codes if shape is None else PackedRows(codes, shape)
         return jax.tree.unflatten(structure, leaves)
 
 
-def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any], like: Any) -> QuantizedState:
+def as_quantized_state(inner_state: Any, key: Any, skips: Mapping[str, Any], like: Any) -> QuantizedState:
     """The state whose `inner_state` is a tree with packed leaves; codes are sharded as the arrays of `like`."""
-    leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_packed)
+    leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_packed_leaf)
     entries, scales = [], []
-    for place, (leaf, own) in enumerate(zip(leaves, jax.tree.leaves(like, is_leaf=is_packed), strict=True)):
-        if is_packed(leaf):
-            codes, shape = codes_of(leaf), leaf.shape if isinstance(leaf, PackedRows) else None
+    for place, (leaf, own) in enumerate(zip(leaves, jax.tree.leaves(like, is_leaf=is_packed_leaf), strict=True)):
+        if is_packed_leaf(leaf):
+            codes, shape = leaf_codes(leaf), leaf.shape if isinstance(leaf, PackedRows) else None
             rows = codes.qvalue.shape
-            leaves[place] = placed_like(
-                codes.qvalue if shape is None else _in_shape(codes.qvalue, _codes_of_array(shape, rows)), own
+            leaves[place] = place_like(
+                codes.qvalue if shape is None else _reshape_or_struct(codes.qvalue, _array_codes_shape(shape, rows)),
+                own,
             )
             entries.append((place, str(codes.spec), codes.length, np.dtype(codes.dtype).name, shape))
             scales.append((codes.scale, codes.zero_point))
@@ -266,17 +273,17 @@ def bundle(inner_state: Any, key: Any, skips: Mapping[str, Any], like: Any) -> Q
 
 def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSharding:
     """The sharding of the rows of a packed leaf, from that of its array."""
-    spec = entries_after_reshape(tuple(sharding.spec), parts_of_axes(sharding), leaf.shape, codes_of(leaf).shape)
+    spec = entries_after_reshape(tuple(sharding.spec), parts_of_axes(sharding), leaf.shape, leaf_codes(leaf).shape)
     return sharding.update(spec=jax.P(*spec))
 
 
-def _codes_of_rows(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+def _row_codes_shape(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
     """The shape of the codes of an array's rows."""
-    *lead, last = row_shape(shape, spec)
+    *lead, last = packed_row_shape(shape, spec)
     return (*lead, packed_size(last, spec.element.bits) if codes_are_packed(spec.element) else last)
 
 
-def _codes_of_array(shape: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
+def _array_codes_shape(shape: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in which codes of rows are kept: that of the array, with fewer entries along the last axis that can."""
     size, count = math.prod(shape), math.prod(rows)
     for axis in reversed(range(len(shape))):
@@ -285,11 +292,11 @@ def _codes_of_array(shape: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int,
     return rows
 
 
-def _in_shape(x: Any, shape: tuple[int, ...]) -> Any:
+def _reshape_or_struct(x: Any, shape: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else reshape(x, shape)
 
 
-def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
+def require_plan(state: QuantizedState, rules: StateRules, min_size: int) -> None:
     """Refuses a state whose arrays are not packed as in `plan_packing`.
 
     Raises:
@@ -300,35 +307,35 @@ def require_plan(state: QuantizedState, rules: Rules, min_size: int) -> None:
             f"state.skips has the names {', '.join(state.skips)}: it is made of the states of several specs"
         )
     inner_state = state.inner_state
-    leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed_leaf)
     for (path, leaf), leaf_plan in zip(
-        leaves, structure.flatten_up_to(plan(inner_state, rules, min_size)), strict=True
+        leaves, structure.flatten_up_to(plan_packing(inner_state, rules, min_size)), strict=True
     ):
-        actual = codes_of(leaf).spec if is_packed(leaf) else None
-        target = None if leaf_plan.spec is None else _as_stored(leaf_plan.spec, leaf.shape)
+        actual = leaf_codes(leaf).spec if is_packed_leaf(leaf) else None
+        target = None if leaf_plan.spec is None else _spec_of_packed_leaf(leaf_plan.spec, leaf.shape)
         if actual != target:
-            texts = ["as it is" if spec is None else f"as {_shown(spec)}" for spec in (actual, target)]
+            texts = ["as it is" if spec is None else f"as {_short_spec_text(spec)}" for spec in (actual, target)]
             raise ValueError(
                 f"state keeps {path_text(path)} {texts[0]}, and this transformation keeps it {texts[1]}: the state "
                 "comes from a transformation with other rules"
             )
 
 
-def _as_stored(spec: Spec, shape: tuple[int, ...]) -> Spec:
+def _spec_of_packed_leaf(spec: Spec, shape: tuple[int, ...]) -> Spec:
     """The spec of the `QArray` if an array of that shape is packed under `spec`."""
     spec = replace(spec, gradient=Gradient())
     if spec.scaled is None:
         return spec
-    return replace(spec, format=from_end(spec.scaled, len(row_shape(shape, spec))))
+    return replace(spec, format=axes_from_end(spec.scaled, len(packed_row_shape(shape, spec))))
 
 
-def fingerprint(inner_state: Any) -> str:
+def packing_fingerprint(inner_state: Any) -> str:
     """A name for the specs, shapes and dtypes of a tree's packed leaves, in order: a word for each spec, and a hash.
 
     It does not depend on paths, which change with the versions of other programs.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(inner_state, is_leaf=is_packed) if is_packed(leaf)]
-    facts = [(str(codes_of(x).spec), tuple(x.shape), np.dtype(codes_of(x).dtype).name) for x in leaves]
+    leaves = [leaf for leaf in jax.tree.leaves(inner_state, is_leaf=is_packed_leaf) if is_packed_leaf(leaf)]
+    facts = [(str(leaf_codes(x).spec), tuple(x.shape), np.dtype(leaf_codes(x).dtype).name) for x in leaves]
     words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
     return "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
 
@@ -380,7 +387,7 @@ class StateReport(Tables):
         """The arrays that are not packed."""
         return tuple(row for row in self.rows if row.spec is None)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[TableOrLine]:
         cells = [(r.path, str(list(r.shape)), r.dtype, r.spec or "as it is", f"{r.nbytes:,}") for r in self.rows]
         cells = [("array", "shape", "dtype", "kept as", "bytes"), *cells]
         return [cells, f"{self.nbytes:,} bytes"]
@@ -403,12 +410,12 @@ def state_report(state: Any) -> StateReport:
         >>> [row.path for row in report.packed], report.nbytes
         (['inner_state.0.mu.w', 'inner_state.0.nu.w'], 35336)
     """
-    tree = jax.tree.map(_seen, state, is_leaf=lambda x: isinstance(x, QuantizedState))
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed)
-    return StateReport(tuple(_row(path_text(path), leaf) for path, leaf in leaves))
+    tree = jax.tree.map(_state_view, state, is_leaf=lambda x: isinstance(x, QuantizedState))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed_leaf)
+    return StateReport(tuple(_state_row(path_text(path), leaf) for path, leaf in leaves))
 
 
-class _Seen(NamedTuple):
+class _StateView(NamedTuple):
     """The parts of a `QuantizedState` in a report."""
 
     inner_state: Any
@@ -416,22 +423,22 @@ class _Seen(NamedTuple):
     skipped: Any
 
 
-def _seen(x: Any) -> Any:
-    return _Seen(x.inner_state, x.key, x.skipped) if isinstance(x, QuantizedState) else x
+def _state_view(x: Any) -> Any:
+    return _StateView(x.inner_state, x.key, x.skipped) if isinstance(x, QuantizedState) else x
 
 
-def _row(path: str, leaf: Any) -> StateRow:
-    if is_packed(leaf):
-        codes = codes_of(leaf)
+def _state_row(path: str, leaf: Any) -> StateRow:
+    if is_packed_leaf(leaf):
+        codes = leaf_codes(leaf)
         shape = leaf.shape
-        return StateRow(path, tuple(shape), np.dtype(codes.dtype).name, _shown(codes.spec), codes.nbytes)
+        return StateRow(path, tuple(shape), np.dtype(codes.dtype).name, _short_spec_text(codes.spec), codes.nbytes)
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)  # a Python number
     shape, dtype = tuple(leaf.shape), leaf.dtype
     size = dtype.itemsize if hasattr(dtype, "itemsize") else 0
     return StateRow(path, shape, str(dtype), None, math.prod(shape) * size)
 
 
-def _shown(spec: Spec) -> str:
+def _short_spec_text(spec: Spec) -> str:
     """The text of a spec; for a long codebook, only its size."""
     text = str(spec)
     return re.sub(r"codebook\([^()]*\)", f"codebook of {2**spec.element.bits} levels", text) if len(text) > 99 else text

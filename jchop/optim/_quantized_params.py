@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import optax
 
-from jchop._arguments import checked_keys
-from jchop.optim._leaves import holds_codes, map_drawing, require_shapes
+from jchop._round.arguments import rounding_keys
+from jchop.optim._leaves import holds_codes, map_with_keys, require_shapes
 from jchop.storage import QArray, dequantize
-from jchop.storage._array import Rearranged
+from jchop.storage._array import PackedParam
 from jchop.storage._quantize import requantize
 
 Array = jax.Array
@@ -55,9 +55,13 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
 
     require_shapes("updates", updates, "params", params)
     packed_leaves = [p for p in jax.tree.leaves(params, is_leaf=holds_codes) if holds_codes(p)]
-    keys = [drawing_key for p in packed_leaves if (drawing_key := checked_keys(_codes(p).spec, key)[0]) is not None]
-    return map_drawing(leaf, keys[0] if keys else None, params, updates, is_leaf=holds_codes)[1]
+    keys = [
+        drawing_key
+        for p in packed_leaves
+        if (drawing_key := rounding_keys(_qarray_of_param(p).spec, key)[0]) is not None
+    ]
+    return map_with_keys(leaf, keys[0] if keys else None, params, updates, is_leaf=holds_codes)[1]
 
 
-def _codes(leaf: QArray | Rearranged) -> QArray:
-    return leaf.stored if isinstance(leaf, Rearranged) else leaf
+def _qarray_of_param(leaf: QArray | PackedParam) -> QArray:
+    return leaf.stored if isinstance(leaf, PackedParam) else leaf

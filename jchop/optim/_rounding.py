@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.optim._arguments import ABOVE_ZERO, check_dtype, check_number
+from jchop.optim._arguments import ABOVE_ZERO, check_carrier_dtype, check_number
 from jchop.optim._leaves import (
     NO_PARAMS,
-    first_key,
-    landing,
-    map_drawing,
+    first_state_key,
+    make_transformation,
+    map_with_keys,
     round_leaf,
-    sum_rounded_like,
-    transformation,
+    rounded_sum_like,
+    update_to_target,
 )
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
-_Spec = Spec | ElementFormat | ScaledFormat | str
+_RoundSpec = Spec | ElementFormat | ScaledFormat | str
 
 
 class RoundState(NamedTuple):
@@ -31,7 +31,7 @@ class RoundState(NamedTuple):
 
 
 def round_gradients(
-    spec: _Spec, key: Array | None = None, *, scale: Any = 1.0
+    spec: _RoundSpec, key: Array | None = None, *, scale: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     """Gradients, multiplied by `scale`, rounded to `spec`: the first link of a chain.
 
@@ -56,10 +56,10 @@ def round_gradients(
         >>> tx.update(jnp.array([1.1, 3.3]), tx.init(params), params)[0].tolist()
         [-1.0, -3.5]
     """
-    return _round_passing(as_spec(spec, scaled=True), key, scale)
+    return _round_in_chain(as_spec(spec, scaled=True), key, scale)
 
 
-def round_updates(spec: _Spec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
+def round_updates(spec: _RoundSpec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
     """The updates at this place of a chain, rounded to `spec`.
 
     Args:
@@ -79,11 +79,11 @@ def round_updates(spec: _Spec, key: Array | None = None) -> optax.GradientTransf
         >>> tx.update(jnp.array([1.1, 3.3]), tx.init(params), params)[0].tolist()
         [-0.5625, -1.625]
     """
-    return _round_passing(as_spec(spec, scaled=True), key, 1.0)
+    return _round_in_chain(as_spec(spec, scaled=True), key, 1.0)
 
 
-def _round_passing(spec: Spec, key: Array | None, scale: Any) -> optax.GradientTransformationExtraArgs:
-    start = first_key(spec, key)
+def _round_in_chain(spec: Spec, key: Array | None, scale: Any) -> optax.GradientTransformationExtraArgs:
+    start = first_state_key(spec, key)
     check_number("scale", scale, ABOVE_ZERO)
     is_one = isinstance(scale, int | float) and scale == 1
 
@@ -93,15 +93,17 @@ def _round_passing(spec: Spec, key: Array | None, scale: Any) -> optax.GradientT
 
     def update(updates: Any, state: RoundState, params: Any = None, **extra: Any) -> tuple[Any, RoundState]:
         del params, extra
-        following, outputs = map_drawing(
+        following, outputs = map_with_keys(
             lambda key, u: round_leaf(key, u if is_one else (u * scale).astype(u.dtype), spec), state.key, updates
         )
         return outputs, RoundState(following)
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
-def round_params(spec: _Spec, key: Array | None = None, *, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
+def round_params(
+    spec: _RoundSpec, key: Array | None = None, *, dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """Updates u' for which `optax.apply_updates` gives p + u rounded to `spec`: the last link of a chain.
 
     The exact sum is rounded once (for a scaled format or a codebook: the sum in the dtype). With a stochastic spec,
@@ -138,8 +140,8 @@ def round_params(spec: _Spec, key: Array | None = None, *, dtype: Any = None) ->
         >>> params.dtype, round(float(1 - params.astype("float32").mean()), 5)
         (dtype(bfloat16), 0.0001)
     """
-    spec, dtype = as_spec(spec, scaled=True), check_dtype("dtype", dtype)
-    start = first_key(spec, key)
+    spec, dtype = as_spec(spec, scaled=True), check_carrier_dtype("dtype", dtype)
+    start = first_state_key(spec, key)
 
     def init(params: Any) -> RoundState:
         del params
@@ -151,9 +153,9 @@ def round_params(spec: _Spec, key: Array | None = None, *, dtype: Any = None) ->
             raise ValueError(NO_PARAMS)
 
         def leaf(key: Array | None, u: Any, p: Any) -> Array:
-            return landing(p, sum_rounded_like(key, p, u, spec), dtype)
+            return update_to_target(p, rounded_sum_like(key, p, u, spec), dtype)
 
-        following, outputs = map_drawing(leaf, state.key, updates, params)
+        following, outputs = map_with_keys(leaf, state.key, updates, params)
         return outputs, RoundState(following)
 
-    return transformation(init, update)
+    return make_transformation(init, update)

@@ -10,17 +10,24 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jchop.formats._grouping import axis_indexes
+from jchop.formats.scaled.grouping import axis_indexes
 from jchop.optim._arguments import BELOW_ONE, check_count, check_number
-from jchop.optim._leaves import NO_PARAMS, is_float, landing, require_shapes, sum_dtype, transformation
-from jchop.sparsity._masks import check_pattern, mask_of
+from jchop.optim._leaves import (
+    NO_PARAMS,
+    is_float_leaf,
+    make_transformation,
+    require_shapes,
+    sum_dtype,
+    update_to_target,
+)
+from jchop.sparsity._masks import check_sparsity_pattern, sparsity_mask
 
 Array = jax.Array
 
 
 #: Without decay the loss of a least squares problem grows beyond that of pruning once; 0.02 was better than 0.002,
 #: 0.1 and 0.5, under SGD and Adam.
-_DECAY = 0.02
+_DEFAULT_MASK_DECAY = 0.02
 
 
 class SparseState(NamedTuple):
@@ -79,16 +86,16 @@ def sparse_params(
         >>> optax.apply_updates(params, updates).ravel().tolist()
         [0.0, 0.0, 7.0, 8.0]
     """
-    pattern, axes = check_pattern(n, m, axis)
+    pattern, axes = check_sparsity_pattern(n, m, axis)
     check_count("start", start, 0)
     if every is not None:
         check_count("every", every, 1)
     if every is None and decay is not None:
         raise ValueError(f"decay={decay!r} is that of dense parameters, which are kept with every=; leave it out")
-    decay = check_number("decay", _DECAY if decay is None else decay, BELOW_ONE)
+    decay = check_number("decay", _DEFAULT_MASK_DECAY if decay is None else decay, BELOW_ONE)
 
     def is_prunable(p: Any) -> bool:
-        if jnp.ndim(p) < 2 or not is_float(p):
+        if jnp.ndim(p) < 2 or not is_float_leaf(p):
             return False
         axis_indexes("axis", axes[0] if len(axes) == 1 else axes, jnp.shape(p))
         return True
@@ -104,7 +111,7 @@ def sparse_params(
         del extra
         if params is None:
             raise ValueError(NO_PARAMS)
-        require_shapes("params", _shaped(params, is_prunable), "the masks", state.masks)
+        require_shapes("params", _mask_shapes(params, is_prunable), "the masks", state.masks)
         steps = jnp.asarray(optax.safe_increment(state.steps))
         due = steps == start + 1 if every is None else (steps > start) & ((steps - start - 1) % every == 0)
 
@@ -116,11 +123,11 @@ def sparse_params(
                 after: Any = optax.apply_updates(p, u)
             else:
                 after = dense * jnp.where(mask, 1, 1 - jnp.asarray(decay, dense.dtype)) + u.astype(dense.dtype)
-            mask = lax.cond(due, lambda: mask_of(after, pattern, axes), lambda: mask)
+            mask = lax.cond(due, lambda: sparsity_mask(after, pattern, axes), lambda: mask)
             if dense is None:
                 either = jnp.promote_types(p.dtype, u.dtype)
                 return jnp.where(mask, u.astype(either), -p.astype(either)), mask, None
-            return landing(p, jnp.where(mask, after, 0).astype(p.dtype)), mask, after
+            return update_to_target(p, jnp.where(mask, after, 0).astype(p.dtype)), mask, after
 
         leaves, structure = jax.tree.flatten(updates)
         others = [params, state.masks, *(() if state.dense is None else (state.dense,))]
@@ -128,9 +135,9 @@ def sparse_params(
         outputs, masks, dense = (structure.unflatten([one[i] for one in each]) for i in range(3))
         return outputs, SparseState(steps, masks, None if state.dense is None else dense)
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
-def _shaped(params: Any, is_prunable: Any) -> Any:
+def _mask_shapes(params: Any, is_prunable: Any) -> Any:
     """What has the shapes of the masks of parameters."""
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if is_prunable(p) else (), bool), params)

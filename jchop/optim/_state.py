@@ -14,47 +14,52 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jchop._bits import fitting, varying_like
-from jchop._checks import check_choice
-from jchop._settings import compiled
-from jchop.optim._arguments import as_transformation, check_size
-from jchop.optim._chunks import Chunks, chunks_of, collect, joined
+from jchop._common.bit_ops import fit_sharding, varying_like
+from jchop._common.checks import check_choice
+from jchop._common.settings import always_jit
+from jchop._spec.spec import Spec
+from jchop.optim._arguments import as_transformation, check_static_size
+from jchop.optim._chunks import (
+    Chunks,
+    loop_over_chunks,
+    merge_leaves,
+    plan_chunks,
+)
 from jchop.optim._leaves import (
-    agreed,
-    all_of,
+    all_hold,
     finite_leaves,
-    first_key,
-    is_float,
-    map_drawing,
-    select,
+    first_state_key,
+    is_float_leaf,
+    make_transformation,
+    map_with_keys,
+    select_tree,
+    sound_on_all_ranks,
     split_key,
     stays_finite,
-    transformation,
     zeros_unless,
 )
-from jchop.optim._nonfinite import counted
+from jchop.optim._nonfinite import count_skips
 from jchop.optim._pack import (
     QuantizedState,
-    as_rules,
-    bundle,
-    codes_of,
-    draws,
-    fingerprint,
-    is_packed,
-    pack_as_planned,
-    plan,
-    repack,
+    as_quantized_state,
+    as_state_rules,
+    is_packed_leaf,
+    leaf_codes,
+    pack_by_plan,
+    packing_fingerprint,
+    plan_packing,
+    repack_leaf,
     require_plan,
     rows_sharding,
+    stochastic_rule,
     unpack_tree,
 )
-from jchop.spec import Spec
 
 Array = jax.Array
 
 #: The default of the fewest elements of a packed array.
-MIN_SIZE = 4096
-_NONFINITE = ("skip", "propagate")
+MIN_PACKED_SIZE = 4096
+_NONFINITE_CHOICES = ("skip", "propagate")
 
 
 def quantize_state(
@@ -110,58 +115,64 @@ def quantize_state(
         >>> adam.mu["w"].qvalue.dtype, adam.nu["w"].qvalue.dtype, adam.mu["b"].dtype
         (dtype('uint8'), dtype(bfloat16), dtype('float32'))
     """
-    check_choice("nonfinite", nonfinite, _NONFINITE)
-    count = check_size("chunks", chunks, 1)
-    least = check_size("min_size", min_size, MIN_SIZE)
-    rules = as_rules(spec)
+    check_choice("nonfinite", nonfinite, _NONFINITE_CHOICES)
+    count = check_static_size("chunks", chunks, 1)
+    least = check_static_size("min_size", min_size, MIN_PACKED_SIZE)
+    rules = as_state_rules(spec)
     if nonfinite == "propagate":
-        rules = tuple((pattern, None if rule is None else _saying_nan(rule)) for pattern, rule in rules)
-    start = first_key(draws(rules), key)
+        rules = tuple((pattern, None if rule is None else _with_nan_groups(rule)) for pattern, rule in rules)
+    start = first_state_key(stochastic_rule(rules), key)
     inner = as_transformation(inner)
 
     def init(params: Any) -> QuantizedState:
         inner_state = inner.init(params)
-        following, packed_leaves = map_drawing(pack_as_planned, start, inner_state, plan(inner_state, rules, least))
-        return bundle(packed_leaves, following, {fingerprint(packed_leaves): jnp.zeros([], jnp.int32)}, inner_state)
+        following, packed_leaves = map_with_keys(
+            pack_by_plan, start, inner_state, plan_packing(inner_state, rules, least)
+        )
+        return as_quantized_state(
+            packed_leaves, following, {packing_fingerprint(packed_leaves): jnp.zeros([], jnp.int32)}, inner_state
+        )
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
         require_plan(state, rules, least)
-        old_leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=is_packed)
+        old_leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=is_packed_leaf)
         following, keys = split_key(state.key, len(old_leaves))
 
         def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, list[Any]]:
             inner_updates, new = inner.update(updates, unpack_tree(inner_state), params, **extra)
             return inner_updates, list(
-                map(_as_held, structure.flatten_up_to(inner_state), structure.flatten_up_to(new))
+                map(_in_old_dtype, structure.flatten_up_to(inner_state), structure.flatten_up_to(new))
             )
 
         leaves_out = nonfinite == "skip"
-        cuts = chunks_of(updates, state.inner_state, count) if count > 1 else None
+        cuts = plan_chunks(updates, state.inner_state, count) if count > 1 else None
         if cuts is None:
-            inner_updates, packed_leaves, sound = _step(advance, keys, (updates, state.inner_state, params), leaves_out)
+            inner_updates, packed_leaves, sound = _step_whole(
+                advance, keys, (updates, state.inner_state, params), leaves_out
+            )
         else:
             inner_updates, packed_leaves, sound = _step_in_chunks(
                 advance, keys, (updates, state.inner_state, params), leaves_out, cuts
             )
         if leaves_out:
-            sound = agreed(sound, advance, updates, state.inner_state, params)
-        skips = {name: counted(total, sound) for name, total in state.skips.items()} if leaves_out else state.skips
-        after = bundle(structure.unflatten(packed_leaves), following, skips, state.arrays)
+            sound = sound_on_all_ranks(sound, advance, updates, state.inner_state, params)
+        skips = {name: count_skips(total, sound) for name, total in state.skips.items()} if leaves_out else state.skips
+        after = as_quantized_state(structure.unflatten(packed_leaves), following, skips, state.arrays)
         if not leaves_out:
             return inner_updates, after
         # A choice between codes in the shape of their array keeps the sharding that the old ones have.
         codes, treedef = jax.tree.flatten((after.arrays, after.scales))
-        arrays, scales = treedef.unflatten(select(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
+        arrays, scales = treedef.unflatten(select_tree(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
         return zeros_unless(sound, inner_updates), after._replace(arrays=arrays, scales=scales)
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
-_Advance = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
+_StateAdvance = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
 
 
-def _step(
-    advance: _Advance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool
+def _step_whole(
+    advance: _StateAdvance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool
 ) -> tuple[Any, list[Any], Array]:
     """The updates, the packed leaves of the new state, and whether all numbers are sound.
 
@@ -172,36 +183,38 @@ def _step(
         skips: whether unsound steps are skipped, so that soundness is computed.
     """
     inner_updates, new = advance(*operands)
-    old_leaves = jax.tree.leaves(operands[1], is_leaf=is_packed)
+    old_leaves = jax.tree.leaves(operands[1], is_leaf=is_packed_leaf)
     if not skips:
-        return inner_updates, list(map(repack, keys, old_leaves, new)), jnp.asarray(True)
-    stays = list(map(_stays_finite, old_leaves, new))
+        return inner_updates, list(map(repack_leaf, keys, old_leaves, new)), jnp.asarray(True)
+    stays = list(map(_leaf_stays_finite, old_leaves, new))
     packed_leaves = list(map(_repack_if, keys, old_leaves, new, stays))
-    return inner_updates, packed_leaves, _is_sound(operands[0], inner_updates, stays)
+    return inner_updates, packed_leaves, _is_step_sound(operands[0], inner_updates, stays)
 
 
 def _step_in_chunks(
-    advance: _Advance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool, cuts: Chunks
+    advance: _StateAdvance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool, cuts: Chunks
 ) -> tuple[Any, list[Any], Array]:
     """`_step_whole` with the leaves that can be cut computed chunk by chunk."""
-    whole, packed_leaves, sound = _step(advance, keys, cuts.rest(*operands), skips)
-    leaves = jax.tree.leaves(operands[1], is_leaf=is_packed)
+    whole, packed_leaves, sound = _step_whole(advance, keys, cuts.rest(*operands), skips)
+    leaves = jax.tree.leaves(operands[1], is_leaf=is_packed_leaf)
 
     def step_of_chunk(i: Array) -> tuple[Any, Any, Array]:
         part = cuts.chunk(*operands, i)
         # The barrier keeps the compiler from fusing the computation of new moments with their uses.
         inner_updates, new = jax.lax.optimization_barrier(advance(*part))
-        old_leaves = jax.tree.leaves(part[1], is_leaf=is_packed)
+        old_leaves = jax.tree.leaves(part[1], is_leaf=is_packed_leaf)
         places = [place for place, is_cut in enumerate(cuts.state_is_cut) if is_cut]
-        codes = [repack(keys[place], old_leaves[place], new[place], cuts.start(leaves[place], i)) for place in places]
+        codes = [
+            repack_leaf(keys[place], old_leaves[place], new[place], cuts.start(leaves[place], i)) for place in places
+        ]
         inner_updates = [
             u for u, is_cut in zip(jax.tree.leaves(inner_updates), cuts.update_is_cut, strict=True) if is_cut
         ]
         is_sound = (
-            _is_sound(
+            _is_step_sound(
                 part[0],
                 inner_updates,
-                [_stays_finite(old_leaves[place], new[place]) for place in places],
+                [_leaf_stays_finite(old_leaves[place], new[place]) for place in places],
                 in_memory=True,
             )
             if skips
@@ -209,63 +222,63 @@ def _step_in_chunks(
         )
         return inner_updates, codes, jnp.asarray(is_sound)
 
-    inner_updates, codes, chunks_sound = collect(step_of_chunk, cuts.count)
+    inner_updates, codes, chunks_sound = loop_over_chunks(step_of_chunk, cuts.count)
     update_leaves, structure = jax.tree.flatten(whole)
-    whole = structure.unflatten(joined(update_leaves, inner_updates, cuts.update_is_cut))
+    whole = structure.unflatten(merge_leaves(update_leaves, inner_updates, cuts.update_is_cut))
     like = [leaf for leaf, is_cut in zip(leaves, cuts.state_is_cut, strict=True) if is_cut]
     codes = [
         jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) for old, new in zip(like, codes, strict=True)
     ]
-    return whole, joined(packed_leaves, codes, cuts.state_is_cut), sound & chunks_sound
+    return whole, merge_leaves(packed_leaves, codes, cuts.state_is_cut), sound & chunks_sound
 
 
-def _as_held(old: Any, new: Any) -> Any:
+def _in_old_dtype(old: Any, new: Any) -> Any:
     """A leaf of the new state in the dtype of the old one. A packed leaf is packed from the dtype that was computed."""
-    return jnp.asarray(new, old.dtype) if is_float(old) and not is_packed(old) else new
+    return jnp.asarray(new, old.dtype) if is_float_leaf(old) and not is_packed_leaf(old) else new
 
 
-def _is_sound(updates: Any, inner_updates: Any, stays: list[Array], in_memory: bool = False) -> Array:
-    return all_of([*finite_leaves(updates, in_memory=True), *finite_leaves(inner_updates, in_memory), *stays])
+def _is_step_sound(updates: Any, inner_updates: Any, stays: list[Array], in_memory: bool = False) -> Array:
+    return all_hold([*finite_leaves(updates, in_memory=True), *finite_leaves(inner_updates, in_memory), *stays])
 
 
-@compiled
-def _stays_finite(old: Any, new: Any) -> Array:
+@always_jit
+def _leaf_stays_finite(old: Any, new: Any) -> Array:
     """Whether finite numbers of a leaf stay finite. A packed leaf is unpacked only if the new one is not finite."""
-    if not is_packed(old):
+    if not is_packed_leaf(old):
         return stays_finite(new, old)
-    new = new.astype(codes_of(old).dtype)  # as the next step unpacks it
-    finite = all_of(finite_leaves(new, in_memory=True))
-    if not _may_hold_nan(codes_of(old).spec):
+    new = new.astype(leaf_codes(old).dtype)  # as the next step unpacks it
+    finite = all_hold(finite_leaves(new, in_memory=True))
+    if not _may_be_nonfinite(leaf_codes(old).spec):
         return finite
-    of_both = partial(_varying_as, new, old)
+    of_both = partial(_vary_like_both, new, old)
     return jax.lax.cond(finite, lambda: of_both(jnp.asarray(True)), lambda: stays_finite(new, unpack_tree(old)))
 
 
-@compiled
+@always_jit
 def _repack_if(key: Array | None, old: Any, new: Any, sound: Array) -> Any:
     """A leaf packed like the old leaf, if it is sound.
 
     The operands and results of a branch are computed once. Without the branch, the compiler computes the new numbers
     again for each use: the tests, the scales, the codes and the update.
     """
-    if not is_packed(old):
+    if not is_packed_leaf(old):
         return new
-    of_both = partial(_varying_as, new, old)
-    return jax.lax.cond(sound, lambda: of_both(repack(key, old, new)), lambda: of_both(old))
+    of_both = partial(_vary_like_both, new, old)
+    return jax.lax.cond(sound, lambda: of_both(repack_leaf(key, old, new)), lambda: of_both(old))
 
 
-def _may_hold_nan(spec: Spec) -> bool:
+def _may_be_nonfinite(spec: Spec) -> bool:
     """Whether packed numbers may be NaN or infinite; if not, those of a state are finite, and need not be unpacked."""
     element, fmt = spec.element, spec.scaled
     return element.has_nan or element.has_inf or (fmt is not None and fmt.nan_block)
 
 
-def _varying_as(new: Any, old: Any, tree: Any) -> Any:
+def _vary_like_both(new: Any, old: Any, tree: Any) -> Any:
     """A tree with the type that branches have in common: it varies over the axes of a mesh where either array does."""
     return jax.tree.map(lambda x: varying_like(x, *jax.tree.leaves((new, old))), tree)
 
 
-def _saying_nan(spec: Spec) -> Spec:
+def _with_nan_groups(spec: Spec) -> Spec:
     """`spec` with groups that become NaN as a whole.
 
     Raises:
@@ -321,18 +334,18 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
     def place_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = tuple(map(str, path))
-        owners = (p for name, p in param_leaves if _ends(keys, name) and tuple(leaf.shape) == tuple(p.shape))
+        owners = (p for name, p in param_leaves if _path_ends_with(keys, name) and tuple(leaf.shape) == tuple(p.shape))
         return next((owner.sharding for owner in owners), default)
 
     def of_state(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedState):
-            return fitting(place_of(path, leaf), leaf.shape)
-        inner, _ = jax.tree_util.tree_flatten_with_path(leaf.inner_state, is_leaf=is_packed)
+            return fit_sharding(place_of(path, leaf), leaf.shape)
+        inner, _ = jax.tree_util.tree_flatten_with_path(leaf.inner_state, is_leaf=is_packed_leaf)
         arrays, structure = jax.tree.flatten(leaf.arrays)
         places = [place_of(keys, array) for keys, array in inner]
-        of_arrays = list(map(_fitting_part, places, arrays))
+        of_arrays = list(map(_part_sharding, places, arrays))
         of_rows = [rows_sharding(inner[place][1], places[place]) for place, *_ in leaf.packing.entries]
-        of_scales = [jax.tree.map(partial(_fitting_part, at), s) for at, s in zip(of_rows, leaf.scales, strict=True)]
+        of_scales = [jax.tree.map(partial(_part_sharding, at), s) for at, s in zip(of_rows, leaf.scales, strict=True)]
         key, skips = jax.tree.map(lambda _: default, (leaf.key, leaf.skips))
         return QuantizedState(skips, structure.unflatten(of_arrays), tuple(of_scales), leaf.packing, key)
 
@@ -340,11 +353,11 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(of_state, state, is_leaf=lambda x: isinstance(x, QuantizedState))
 
 
-def _fitting_part(sharding: NamedSharding, part: Any) -> NamedSharding:
-    return fitting(sharding, part.shape)
+def _part_sharding(sharding: NamedSharding, part: Any) -> NamedSharding:
+    return fit_sharding(sharding, part.shape)
 
 
-def _ends(path: tuple[str, ...], name: tuple[str, ...]) -> bool:
+def _path_ends_with(path: tuple[str, ...], name: tuple[str, ...]) -> bool:
     return path[len(path) - len(name) :] == name
 
 
@@ -374,8 +387,8 @@ def offload_state(
         >>> state.inner_state[0].mu["w"].qvalue.sharding.memory_kind
         'pinned_host'
     """
-    check_choice("memory_kind", memory_kind, tuple(_MEMORIES))
-    least = check_size("min_size", min_size, MIN_SIZE)
+    check_choice("memory_kind", memory_kind, tuple(_MEMORY_SPACES))
+    least = check_static_size("min_size", min_size, MIN_PACKED_SIZE)
     inner = as_transformation(inner)
 
     def move(tree: Any, memory: Any) -> Any:
@@ -383,13 +396,13 @@ def offload_state(
         return jax.tree.map(lambda x, far: jax.device_put(x, memory) if far else x, tree, large)
 
     def init(params: Any) -> Any:
-        return move(inner.init(params), _MEMORIES[memory_kind])
+        return move(inner.init(params), _MEMORY_SPACES[memory_kind])
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        inner_updates, inner_state = inner.update(updates, move(state, _MEMORIES["device"]), params, **extra)
-        return inner_updates, move(inner_state, _MEMORIES[memory_kind])
+        inner_updates, inner_state = inner.update(updates, move(state, _MEMORY_SPACES["device"]), params, **extra)
+        return inner_updates, move(inner_state, _MEMORY_SPACES[memory_kind])
 
-    return transformation(init, update)
+    return make_transformation(init, update)
 
 
-_MEMORIES = {"pinned_host": jax.memory.Space.Host, "device": jax.memory.Space.Device}
+_MEMORY_SPACES = {"pinned_host": jax.memory.Space.Host, "device": jax.memory.Space.Device}

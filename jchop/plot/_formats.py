@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop._checks import as_numpy, check_int, listed
+from jchop._common.checks import as_iterable, as_numpy, check_int
 from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
-from jchop.plot._style import BARS, LOST, NORMAL, element_of, label_of, need_matplotlib, new_figure
-from jchop.spec import Spec, as_spec
+from jchop.plot._style import (
+    BAR_COLOURS,
+    BLUE,
+    RED,
+    element_format_of,
+    format_label,
+    need_matplotlib,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_VALUES, _MOST_BITS = 1 << 16, 8
+_MAX_POINTS, _MAX_HISTOGRAM_BITS = 1 << 16, 8
 
 
 def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title: str = "Values of formats") -> Figure:
@@ -39,17 +47,17 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
         5
     """
     need_matplotlib()
-    elements = [element_of(fmt) for fmt in listed(formats)]
+    elements = [element_format_of(fmt) for fmt in as_iterable(formats)]
     if not elements:
         raise ValueError("formats must name at least one format")
-    rows = [_positive(fmt) for fmt in elements]
+    rows = [_positive_values(fmt) for fmt in elements]
     figure = new_figure(10, 1.5 + 0.55 * len(rows), title, size=13)
     axes = figure.subplots()
     for place, values in enumerate(rows):
         width = float(np.clip(200 / len(values), 0.2, 1.6))
-        axes.vlines(values, place - 0.38, place + 0.38, color=BARS[place % len(BARS)], linewidth=width)
+        axes.vlines(values, place - 0.38, place + 0.38, color=BAR_COLOURS[place % len(BAR_COLOURS)], linewidth=width)
     axes.set_xscale("log", base=2)
-    axes.set_yticks(range(len(rows)), [f"{label_of(fmt)}\n{fmt.bits} bits" for fmt in elements], fontsize=9)
+    axes.set_yticks(range(len(rows)), [f"{format_label(fmt)}\n{fmt.bits} bits" for fmt in elements], fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("positive values (logarithmic, base 2)", fontsize=10)
@@ -57,7 +65,7 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
     return figure
 
 
-def _positive(fmt: ElementFormat) -> np.ndarray:
+def _positive_values(fmt: ElementFormat) -> np.ndarray:
     if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
         raise ValueError(f"formats: {fmt} has values beyond the range of binary64, which cannot be drawn")
     values = fmt.values()
@@ -99,7 +107,7 @@ def rounding_error(
         ['float8_e4m3fn', 'float8_e5m2', 'fixed4.4']
     """
     need_matplotlib()
-    spec_list = [as_spec(spec) for spec in listed(specs)]
+    spec_list = [as_spec(spec) for spec in as_iterable(specs)]
     if not spec_list:
         raise ValueError("specs must have at least one spec")
     if not (math.isfinite(start) and math.isfinite(stop) and start < stop):
@@ -107,13 +115,13 @@ def rounding_error(
     for spec in spec_list:
         if spec.rounding.stochastic:
             raise ValueError(f"specs: {spec} is stochastic; its error is no function of x")
-    count = check_int("points", points, 2, _MOST_VALUES)
+    count = check_int("points", points, 2, _MAX_POINTS)
     logarithmic = start > 0
     x = np.geomspace(start, stop, count) if logarithmic else np.linspace(start, stop, count)
     figure = new_figure(10, 4.2, title, size=13)
     axes = figure.subplots()
-    for spec, colour in zip(spec_list, (BARS[i % len(BARS)] for i in range(len(spec_list))), strict=True):
-        axes.plot(x, _error(x, spec, relative), color=colour, linewidth=1.0, label=str(spec))
+    for spec, colour in zip(spec_list, (BAR_COLOURS[i % len(BAR_COLOURS)] for i in range(len(spec_list))), strict=True):
+        axes.plot(x, _error_curve(x, spec, relative), color=colour, linewidth=1.0, label=str(spec))
     axes.axhline(0, color="#888888", linewidth=0.7)
     axes.set_xscale("log" if logarithmic else "linear")
     axes.set_xlabel("x", fontsize=10)
@@ -125,7 +133,7 @@ def rounding_error(
     return figure
 
 
-def _error(x: np.ndarray, spec: Spec, relative: bool) -> np.ndarray:
+def _error_curve(x: np.ndarray, spec: Spec, relative: bool) -> np.ndarray:
     """The errors; NaN where there is none to show."""
     error = np.asarray(round_to_format(x, spec)) - x
     error = np.where(np.isfinite(error), error, np.nan)
@@ -155,9 +163,9 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         'float4_e2m1fn: 4,000 numbers, 12 of 15 values in use'
     """
     need_matplotlib()
-    element = element_of(fmt)
-    if element.bits > _MOST_BITS:
-        raise ValueError(f"fmt={element} has {element.bits} bits; at most {_MOST_BITS} can be drawn")
+    element = element_format_of(fmt)
+    if element.bits > _MAX_HISTOGRAM_BITS:
+        raise ValueError(f"fmt={element} has {element.bits} bits; at most {_MAX_HISTOGRAM_BITS} can be drawn")
     numbers = as_numpy("x", x).astype(np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
     if not numbers.size:
@@ -167,10 +175,10 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
     results = np.asarray(round_to_format(numbers, Spec(element, overflow="saturate")))
     counts = np.bincount(np.searchsorted(values, results), minlength=values.size)
     values_in_use = np.count_nonzero(counts)
-    text = f"{label_of(element)}: {numbers.size:,} numbers, {values_in_use} of {values.size} values in use"
+    text = f"{format_label(element)}: {numbers.size:,} numbers, {values_in_use} of {values.size} values in use"
     figure = new_figure(10, 3.8, text if title is None else title, size=13)
     axes = figure.subplots()
-    colours = [LOST if i in (0, values.size - 1) else NORMAL for i in range(values.size)]
+    colours = [RED if i in (0, values.size - 1) else BLUE for i in range(values.size)]
     axes.bar(range(values.size), counts, 0.9, color=colours)
     ticks = np.unique(np.linspace(0, values.size - 1, min(values.size, 16)).round().astype(int))
     axes.set_xticks(ticks, [f"{values[i]:.3g}" for i in ticks], fontsize=9)

@@ -90,7 +90,7 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     values = np.asarray(panel.values, np.float64)
     spread = np.full(values.shape, np.nan) if panel.spread is None else np.asarray(panel.spread, np.float64)
     colours = colormaps["viridis_r" if panel.low_is_good else "viridis"].with_extremes(bad="#d9d9d9")
-    scale = _scale(panel, values)
+    scale = _colour_scale(panel, values)
     image = axes.imshow(np.ma.masked_invalid(values), cmap=colours, norm=scale, aspect="auto")
     axes.set_title(panel.title, fontsize=12, color=INK)
     axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=10)
@@ -114,7 +114,7 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     bar.ax.tick_params(labelsize=9)
 
 
-def _scale(panel: Panel, values: np.ndarray) -> Any:
+def _colour_scale(panel: Panel, values: np.ndarray) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
     finite = values[np.isfinite(values) & ((values > 0) | (not panel.log))]

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, draw_at_edge, need_matplotlib, new_figure
+from jchop.plot._style import (
+    BLUE,
+    INK,
+    RED,
+    draw_at_edge,
+    need_matplotlib,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +62,7 @@ def pareto(
     x, y = np.asarray(bits, np.float64), np.asarray(values, np.float64)
     inside = np.isfinite(y) & ((y > 0) | (not log))
     exact = ~inside & (y == (math.inf if higher_is_better else 0.0))
-    bottom, top = _room(y[inside], log)
+    bottom, top = _axis_ends(y[inside], log)
     good, bad = (top, bottom) if higher_is_better else (bottom, top)
     y = np.where(inside, y, np.where(exact, good, bad))
     figure = new_figure(10, max(4.2, 1.6 + 0.24 * len(names)), title, size=14)
@@ -65,14 +72,14 @@ def pareto(
     left, right = float(x.min()), float(x.max())
     span = (right - left) or 1.0
     axes.set_xlim(left - 0.06 * span, right + 0.1 * span)
-    front = _front(x, y if not higher_is_better else -y, inside | exact)
+    front = _pareto_front(x, y if not higher_is_better else -y, inside | exact)
     line = front[inside[front]]
-    axes.plot(x[line], y[line], color=NORMAL, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
+    axes.plot(x[line], y[line], color=BLUE, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
     best = np.isin(np.arange(len(x)), front)
-    for group, colour in ((best & inside, NORMAL), (~best & inside, "#888888")):
+    for group, colour in ((best & inside, BLUE), (~best & inside, "#888888")):
         axes.scatter(x[group], y[group], color=colour, s=36, zorder=2, clip_on=False)
-    draw_at_edge(axes, x[exact], good, "exact", NORMAL)
-    draw_at_edge(axes, x[~inside & ~exact], bad, "infinite or NaN", LOST)
+    draw_at_edge(axes, x[exact], good, "exact", BLUE)
+    draw_at_edge(axes, x[~inside & ~exact], bad, "infinite or NaN", RED)
     if not inside.any():  # nothing on the axis has a value
         axes.set_yticks([])
         axes.set_yticks([], minor=True)
@@ -86,7 +93,7 @@ def pareto(
     return figure
 
 
-def _room(values: np.ndarray, log: bool) -> tuple[float, float]:
+def _axis_ends(values: np.ndarray, log: bool) -> tuple[float, float]:
     """The ends of an axis with room around the values."""
     if not values.size:
         return (0.1, 10.0) if log else (0.0, 1.0)
@@ -97,7 +104,7 @@ def _room(values: np.ndarray, log: bool) -> tuple[float, float]:
     return low - edge, high + edge
 
 
-def _front(bits: np.ndarray, cost: np.ndarray, valid: np.ndarray) -> np.ndarray:
+def _pareto_front(bits: np.ndarray, cost: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """The indexes of the points that none with as few bits and as low a cost beats, by bits."""
     order = [i for i in np.lexsort((cost, bits)) if valid[i]]
     front, least = [], math.inf

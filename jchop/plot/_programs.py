@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, draw_bars, draw_legend, need_matplotlib, new_figure
+from jchop.plot._style import (
+    BLUE,
+    INK,
+    RED,
+    draw_bars,
+    draw_legend,
+    need_matplotlib,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,16 +65,16 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_errors(left, rows)
     _draw_losses(right, rows)
-    left.set_yticks(range(len(rows)), [_operation(row, _arithmetic(row)) for row in rows], fontsize=9)
+    left.set_yticks(range(len(rows)), [_operation_label(row, _arithmetic_label(row)) for row in rows], fontsize=9)
     left.set_ylim(len(rows) - 0.4, -0.6)
     return figure
 
 
-def _operation(row: ReportRow | BlameRow, spec: str) -> str:
+def _operation_label(row: ReportRow | BlameRow, spec: str) -> str:
     return "\n".join((f"{row.scope} {row.primitive}".strip(), spec, row.place))
 
 
-def _arithmetic(row: ReportRow) -> str:
+def _arithmetic_label(row: ReportRow) -> str:
     return row.spec + (f", sums {row.sums}" if row.sums else "")
 
 
@@ -80,7 +88,7 @@ def _draw_errors(axes: Axes, rows: Sequence[ReportRow]) -> None:
     empty_rows = [place for place, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
     if empty_rows:
         name = "no finite result to compare"
-        axes.barh(empty_rows, high - low, 0.76, low, color="white", edgecolor=LOST, hatch="///", label=name)
+        axes.barh(empty_rows, high - low, 0.76, low, color="white", edgecolor=RED, hatch="///", label=name)
     axes.set_xscale("log")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(low, high)
@@ -127,7 +135,7 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
     if not rows:
         raise ValueError("seen must have rows: a program without roundings has none")
     top_rows, others = rows[:most], rows[most:]
-    names = [_operation(row, row.spec) for row in top_rows] + ([f"{len(others)} more rows"] if others else [])
+    names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(others)} more rows"] if others else [])
     values = [row.contribution for row in top_rows] + (
         [math.fsum(row.contribution for row in others)] if others else []
     )
@@ -135,7 +143,7 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
     figure = new_figure(14 if turns else 9, 1.9 + 0.62 * len(names), title)
     panels = np.ravel(figure.subplots(1, 2 if turns else 1))
     axes = panels[0]
-    axes.barh(range(len(names)), values, 0.7, color=[LOST if value < 0 else NORMAL for value in values])
+    axes.barh(range(len(names)), values, 0.7, color=[RED if value < 0 else BLUE for value in values])
     for place, value in enumerate(values):
         axes.annotate(
             f"{value:.2g}", (value, place), (-4 if value < 0 else 4, 0), textcoords="offset points", fontsize=8,
@@ -148,11 +156,11 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
     axes.set_xlabel(f"contribution to the error, which is {seen.error:.3g}")
     axes.spines[["top", "right"]].set_visible(False)
     if turns:
-        _draw_turns(panels[1], turns)
+        _draw_iterations(panels[1], turns)
     return figure
 
 
-def _draw_turns(axes: Axes, rows: Sequence[BlameRow]) -> None:
+def _draw_iterations(axes: Axes, rows: Sequence[BlameRow]) -> None:
     for row in rows:
         axes.plot(np.arange(len(row.turns)), np.cumsum(row.turns), label=f"{row.scope} {row.primitive}".strip())
     axes.axhline(0, color=INK, linewidth=0.8)

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 from jchop.formats import CodebookFormat, ElementFormat, ScaledFormat, parse_format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NORMAL, SUBNORMAL, INK, LOST = "#31688e", "#d95f02", "#333333", "#b2182b"
-BARS = (NORMAL, SUBNORMAL, LOST, "#7b3294")
-_MOST_BITS = 16
+BLUE, ORANGE, INK, RED = "#31688e", "#d95f02", "#333333", "#b2182b"
+BAR_COLOURS = (BLUE, ORANGE, RED, "#7b3294")
+_MAX_PLOT_BITS = 16
 
 
 def need_matplotlib() -> None:
@@ -33,7 +33,7 @@ def new_figure(width: float, height: float, title: str, size: float = 15) -> Fig
     return figure
 
 
-def element_of(fmt: ElementFormat | str) -> ElementFormat:
+def element_format_of(fmt: ElementFormat | str) -> ElementFormat:
     """The element format that `fmt` is or names.
 
     Raises:
@@ -46,12 +46,14 @@ def element_of(fmt: ElementFormat | str) -> ElementFormat:
             f"its element {str(element.element)!r}" if isinstance(element, ScaledFormat) else "a format or its text"
         )
         raise TypeError(f"fmt={str(fmt)!r} has no values of its own to draw; pass {alternative}")
-    if element.bits > _MOST_BITS:
-        raise ValueError(f"fmt={element} has {element.bits} bits; formats of at most {_MOST_BITS} bits can be drawn")
+    if element.bits > _MAX_PLOT_BITS:
+        raise ValueError(
+            f"fmt={element} has {element.bits} bits; formats of at most {_MAX_PLOT_BITS} bits can be drawn"
+        )
     return element
 
 
-def label_of(fmt: ElementFormat) -> str:
+def format_label(fmt: ElementFormat) -> str:
     """The format's text; for a long codebook the number of its levels."""
     text = str(fmt)
     return f"codebook of {len(fmt.levels)} levels" if isinstance(fmt, CodebookFormat) and len(text) > 40 else text
@@ -77,7 +79,7 @@ def draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> 
         labels = [(place + shift, value) for place, value in enumerate(values) if value > 0]
         # Bars of length zero for the others: without any bar, the legend's colour would be Matplotlib's own.
         lengths = [max(value - low, 0.0) if value > 0 else 0.0 for value in values]
-        axes.barh(np.arange(len(values)) + shift, lengths, 0.95 * height, low, color=BARS[index], label=name)
+        axes.barh(np.arange(len(values)) + shift, lengths, 0.95 * height, low, color=BAR_COLOURS[index], label=name)
         for y, value in labels:
             axes.text(value, y, text(value), va="center", fontsize=8, color=INK)
 

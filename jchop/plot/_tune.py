@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.plot._style import INK, LOST, NORMAL, draw_at_edge, need_matplotlib, new_figure
+from jchop.plot._style import (
+    BLUE,
+    INK,
+    RED,
+    draw_at_edge,
+    need_matplotlib,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +45,7 @@ def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
     rows = seen.rows
     figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
     left, right = figure.subplots(1, 2)
-    left.barh(range(len(rows)), [row.bits for row in rows], 0.7, color=NORMAL)
+    left.barh(range(len(rows)), [row.bits for row in rows], 0.7, color=BLUE)
     for place, row in enumerate(rows):
         left.annotate(
             row.spec, (row.bits, place), (4, 0), textcoords="offset points", fontsize=8, va="center", color=INK
@@ -60,13 +67,13 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
     least = min((value for value in errors if value > 0), default=1.0) / 3
     axes.set_yscale("log")
     positive = error > 0
-    axes.step(cost[positive], error[positive], where="post", color=NORMAL, linewidth=1.2, label="best measured")
-    axes.scatter(cost[positive], error[positive], color=NORMAL, s=18)
-    axes.axhline(max(tuning.tolerance, least), color=LOST, linewidth=1.0, linestyle="--", label="tolerance")
+    axes.step(cost[positive], error[positive], where="post", color=BLUE, linewidth=1.2, label="best measured")
+    axes.scatter(cost[positive], error[positive], color=BLUE, s=18)
+    axes.axhline(max(tuning.tolerance, least), color=RED, linewidth=1.0, linestyle="--", label="tolerance")
     axes.scatter(
         [tuning.cost],
         [max(tuning.error, least)],
-        color=LOST,
+        color=RED,
         marker="*",
         s=140,
         zorder=3,
@@ -74,7 +81,7 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
         label="chosen",
     )
     axes.set_ylim(bottom=least)
-    draw_at_edge(axes, cost[~positive], least, "exact", NORMAL)
+    draw_at_edge(axes, cost[~positive], least, "exact", BLUE)
     axes.set_xlabel(f"cost ({tuning.cost_name})")
     axes.set_ylabel("largest error of the inputs")
     axes.grid(color="#e5e5e5", linewidth=0.7)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop.formats import ElementFormat, FloatFormat, StringFormat
-from jchop.plot._style import INK, NORMAL, SUBNORMAL, element_of, label_of, need_matplotlib, new_figure
+from jchop.plot._style import (
+    BLUE,
+    INK,
+    ORANGE,
+    element_format_of,
+    format_label,
+    need_matplotlib,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +46,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
     """
     need_matplotlib()
-    fmt = element_of(fmt)
+    fmt = element_format_of(fmt)
     if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
         raise ValueError(f"fmt={fmt} has values beyond the range of binary64, which cannot be drawn")
     values = fmt.values()
@@ -46,11 +54,11 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
     if not rows:
         raise ValueError(f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
     low, high = f"{float(fmt.min):.6g}", f"{float(fmt.max):.6g}"
-    title = f"{label_of(fmt)}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
+    title = f"{format_label(fmt)}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
     figure = new_figure(10, 4.8, title, size=13)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.1, 1.3))
     _draw_rug(upper, fmt, rows)
-    _draw_error(lower, fmt, max(rows.values(), key=len))
+    _draw_relative_error(lower, fmt, max(rows.values(), key=len))
     lower.set_xlabel("magnitude of the value (logarithmic, base 2)", fontsize=10)
     return figure
 
@@ -67,7 +75,7 @@ def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> No
     normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
     for height, row in enumerate(reversed(rows.values())):
         width = float(np.clip(300 / len(row), 0.2, 1.4))
-        for part, colour in ((row[row < normal], SUBNORMAL), (row[row >= normal], NORMAL)):
+        for part, colour in ((row[row < normal], ORANGE), (row[row >= normal], BLUE)):
             axes.vlines(part, height + 0.1, height + 0.9, color=colour, linewidth=width)
     axes.set_xscale("log", base=2)
     axes.set_yticks([height + 0.5 for height in range(len(rows))], list(reversed(rows)), fontsize=9)
@@ -102,7 +110,7 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
         level = level + 1 if close[index] else 0
         has_neighbour = close[index] or close[index - 1]
         axes.annotate(
-            f"{marks[places[index]]}\n{_label(places[index])}",
+            f"{marks[places[index]]}\n{_value_label(places[index])}",
             xy=(places[index], top * 0.92),
             xytext=(0, 12 + 36 * level),
             textcoords="offset points",
@@ -121,14 +129,14 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
         )
 
 
-def _label(value: float) -> str:
+def _value_label(value: float) -> str:
     """Short numbers in decimal, other powers of two as 2^k."""
     text = f"{value:.6g}"
     exponent = float(np.log2(value))
     return f"$2^{{{exponent:.0f}}}$" if len(text) > 6 and exponent.is_integer() else text
 
 
-def _cuts(fmt: ElementFormat, row: np.ndarray) -> np.ndarray:
+def _rounding_thresholds(fmt: ElementFormat, row: np.ndarray) -> np.ndarray:
     """The points between neighbours where the result of rounding to nearest changes."""
     if not isinstance(fmt, StringFormat):
         return row[:-1] + np.diff(row) / 2
@@ -136,19 +144,19 @@ def _cuts(fmt: ElementFormat, row: np.ndarray) -> np.ndarray:
     return np.array([float(wider.magnitude_of(2 * code + 1)) for code in range(1, fmt.max_code)])
 
 
-def _draw_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
+def _draw_relative_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     below, above = row[:-1], row[1:]
-    thresholds = _cuts(fmt, row)
+    thresholds = _rounding_thresholds(fmt, row)
     error = np.maximum(thresholds - below, above - thresholds) / thresholds
     normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
-    for part, colour, name in ((below < normal, SUBNORMAL, "subnormal"), (below >= normal, NORMAL, "normal")):
+    for part, colour, name in ((below < normal, ORANGE, "subnormal"), (below >= normal, BLUE, "normal")):
         if part.any():
             axes.hlines(error[part], below[part], above[part], color=colour, linewidth=1.6, label=name)
     if isinstance(fmt, FloatFormat):
         roundoff = float(fmt.eps) / 2
-        name = f"unit roundoff, {_label(roundoff)}"
+        name = f"unit roundoff, {_value_label(roundoff)}"
         axes.axhline(roundoff, color="#888888", linewidth=1.0, linestyle="--", label=name)
         axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=1.0, edgecolor="none")
     axes.set_yscale("log")

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._products.matrices import Laid, MatrixLayout
-from jchop._products.placement import stack_of
-from jchop._products.product import Conv, Dot
-from jchop._products.traced.origins import Axis, Origin, moved
-from jchop._program.step import Plan, carry_count
-from jchop._settings import compiled
-from jchop.ptq._sites import ENTERED, Sites
+from jchop._common.settings import always_jit
+from jchop._program.step import ProgramPlan, carry_count
+from jchop._quantized.products.product import ConvProduct, DotProduct
+from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
+from jchop._quantized.program.provenance import AxisFactors, ParamOrigin, move_origin
+from jchop._quantized.program.weight_layout import stack_ndim
+from jchop.ptq._data.sites import INLINE_CALLS, WeightSites
 
 Array = jax.Array
 
-__all__ = ["BiasSite", "averaged", "find_biases", "mean_errors"]
+__all__ = ["BiasSite", "bias_means", "find_biases", "mean_errors"]
 
 #: Sums, and the sign with which each operand enters.
-_SUMS = {"add": (1, 1), "add_any": (1, 1), "sub": (1, -1)}
+_SUM_SIGNS = {"add": (1, 1), "add_any": (1, 1), "sub": (1, -1)}
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class BiasSite:
     leaf: int
     sign: int
     shape: tuple[int, ...]
-    axes: tuple[tuple[Axis, Axis], ...]
+    axes: tuple[tuple[AxisFactors, AxisFactors], ...]
 
     def places(self, layout: MatrixLayout) -> np.ndarray:
         """Which of its numbers, counted as they lie, is added to each result of the matrices: (batch, kept)."""
         ndim = len(layout.shape)
-        index = [layout.results(_along(layout.shape, axis)) for axis in range(ndim)]
+        index = [layout.results(_axis_indexes(layout.shape, axis)) for axis in range(ndim)]
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         flat = np.zeros((layout.matrices[0], layout.matrices[2]), np.int64)
         for of_weight, own in self.axes:
@@ -62,19 +62,19 @@ class BiasSite:
         return flat
 
 
-def _along(shape: Sequence[int], axis: int) -> np.ndarray:
+def _axis_indexes(shape: Sequence[int], axis: int) -> np.ndarray:
     """The index along an axis, in a shape; no memory but that of the axis."""
     own = [n if i == axis else 1 for i, n in enumerate(shape)]
     return np.broadcast_to(np.arange(shape[axis]).reshape(own), shape)
 
 
-def find_biases(program: Any, sites: Sites) -> tuple[dict[int, BiasSite], dict[int, str]]:
+def find_biases(program: Any, sites: WeightSites) -> tuple[dict[int, BiasSite], dict[int, str]]:
     """The bias of each weight whose inputs are looked at, and of the other weights why there is none.
 
     A product is followed through whatever only moves its numbers, and through sums with data that nothing else takes,
     to the first sum with a parameter.
     """
-    search = _Search(sites)
+    search = _BiasSearch(sites)
     search.walk(program.plan, {}, {})
     biases: dict[int, BiasSite] = {}
     reasons: dict[int, str] = {}
@@ -87,7 +87,7 @@ def find_biases(program: Any, sites: Sites) -> tuple[dict[int, BiasSite], dict[i
         elif not sums:
             reasons[leaf] = "no bias is added to its product"
         else:
-            bias = _made(program, site.stack, site.turns, sums[0], search.loops)
+            bias = _bias_of_sum(program, site.stack, site.turns, sums[0], search.loops)
             if isinstance(bias, str):
                 reasons[leaf] = bias
             else:
@@ -96,17 +96,17 @@ def find_biases(program: Any, sites: Sites) -> tuple[dict[int, BiasSite], dict[i
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _BiasSum:
     """A sum of a product and a parameter."""
 
-    weight: Origin
-    bias: Origin
+    weight: ParamOrigin
+    bias: ParamOrigin
     sign: int
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Term:
+class _ProductTerm:
     """A product in a value, as the origin whose axes are parts of its weight's.
 
     Args:
@@ -115,29 +115,31 @@ class _Term:
         has_others: whether the value has other terms.
     """
 
-    weight: Origin
+    weight: ParamOrigin
     sign: int = 1
     has_others: bool = False
 
 
-_Terms = tuple[_Term, ...]
+_ProductTerms = tuple[_ProductTerm, ...]
 
 
-class _Search:
+class _BiasSearch:
     """Follows products through a program."""
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: WeightSites) -> None:
         self.sites = sites
-        self.sums: dict[int, list[_Sum]] = {}
+        self.sums: dict[int, list[_BiasSum]] = {}
         self.products: dict[int, int] = {}
         self.loops: dict[int, tuple[int, ...]] = {}  # the loops that run over each parameter
 
-    def walk(self, plan: Plan, env: dict[Any, _Terms], loops: Mapping[int, tuple[int, ...]]) -> list[_Terms]:
+    def walk(
+        self, plan: ProgramPlan, env: dict[Any, _ProductTerms], loops: Mapping[int, tuple[int, ...]]
+    ) -> list[_ProductTerms]:
         """What is known of the results of a program."""
         reads = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
         uses = Counter(v for v in reads if not hasattr(v, "val"))
 
-        def terms(v: Any) -> _Terms:
+        def terms(v: Any) -> _ProductTerms:
             """The products in a value; a sum that has several uses is not followed."""
             return () if hasattr(v, "val") else tuple(t for t in env.get(v, ()) if uses[v] == 1 or not t.has_others)
 
@@ -147,8 +149,12 @@ class _Search:
         return [terms(v) for v in plan.jaxpr.outvars]
 
     def _step(
-        self, step: Any, operand_terms: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
-    ) -> Sequence[_Terms]:
+        self,
+        step: Any,
+        operand_terms: list[_ProductTerms],
+        uses: Mapping[Any, int],
+        loops: Mapping[int, tuple[int, ...]],
+    ) -> Sequence[_ProductTerms]:
         if id(step) in self.sites.of_step:
             side, sites = self.sites.of_step[id(step)]
             for site in sites:
@@ -156,9 +162,15 @@ class _Search:
                 self.loops[site.leaf] = loops.get(site.leaf, ())
             if len(sites) != 1:
                 return []
-            return [(_Term(Origin(sites[0].leaf, _of_result(step.product, side, sites[0].view, step.eqn))),)]
+            return [
+                (
+                    _ProductTerm(
+                        ParamOrigin(sites[0].leaf, _axes_of_result(step.product, side, sites[0].view, step.eqn))
+                    ),
+                )
+            ]
         if step.kind == "control":
-            if step.name in ENTERED:
+            if step.name in INLINE_CALLS:
                 inner = step.inner[0]
                 return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)), loops)
             more = loops
@@ -169,19 +181,23 @@ class _Search:
             for inner in step.inner:
                 self.walk(inner, {}, more)
             return []
-        if step.name in _SUMS and any(operand_terms):
+        if step.name in _SUM_SIGNS and any(operand_terms):
             return self._sum(step, operand_terms, uses, loops)
         if operand_terms and operand_terms[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
-            out = [(t, moved(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
+            out = [(t, move_origin(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
             return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.is_intact)]
         return []
 
     def _sum(
-        self, step: Any, operand_terms: list[_Terms], uses: Mapping[Any, int], loops: Mapping[int, tuple[int, ...]]
-    ) -> Sequence[_Terms]:
+        self,
+        step: Any,
+        operand_terms: list[_ProductTerms],
+        uses: Mapping[Any, int],
+        loops: Mapping[int, tuple[int, ...]],
+    ) -> Sequence[_ProductTerms]:
         """The terms of a sum; none of one with a parameter, which is noted."""
-        shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUMS[step.name]
+        shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUM_SIGNS[step.name]
         parameter_origins = [fact.origins for fact in step.known if not fact.data and fact.origins]
         if not parameter_origins:
             every = zip(signs, step.eqn.invars, operand_terms, strict=True)
@@ -196,23 +212,25 @@ class _Search:
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
             (bias,) = parameter_origins[0]
             self.loops[bias.leaf] = loops.get(bias.leaf, ())
-            bias_sum = _Sum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
+            bias_sum = _BiasSum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
             self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return []
 
 
-def _of_result(product: Any, side: int, view: Laid, eqn: Any) -> tuple[Axis, ...]:
+def _axes_of_result(product: Any, side: int, view: MatrixView, eqn: Any) -> tuple[AxisFactors, ...]:
     """The parts of a weight's axes that the axes of a product are."""
     ndim = len(eqn.outvars[0].aval.shape)
-    if isinstance(product, Dot):
+    if isinstance(product, DotProduct):
         batch = len(product.batch[0])
         own, free = view.free[batch:], ((),) * (ndim - len(view.free))
         return (*view.free[:batch], *((*own, *free) if side == 0 else (*free, *own)))
-    last = product.numbers.out_spec[1] if isinstance(product, Conv) else ndim - 1
+    last = product.numbers.out_spec[1] if isinstance(product, ConvProduct) else ndim - 1
     return tuple(view.free[-1] if axis == last else () for axis in range(ndim))
 
 
-def _made(program: Any, stack: int, turns: int, bias_sum: _Sum, loops: Mapping[int, tuple[int, ...]]) -> BiasSite | str:
+def _bias_of_sum(
+    program: Any, stack: int, turns: int, bias_sum: _BiasSum, loops: Mapping[int, tuple[int, ...]]
+) -> BiasSite | str:
     """The bias of a sum, or why it is none."""
     leaf = bias_sum.bias.leaf
     path, shape = program.paths[leaf], program.shapes[leaf]
@@ -220,32 +238,32 @@ def _made(program: Any, stack: int, turns: int, bias_sum: _Sum, loops: Mapping[i
         return f"its bias {path!r} is computed with before it is added"
     if len(program.uses[leaf]) != 1:
         return f"its bias {path!r} is used elsewhere, too"
-    before = stack_of(shape, Laid(bias_sum.bias.axes, ()))
+    before = stack_ndim(shape, MatrixView(bias_sum.bias.axes, ()))
     if stack != turns or before != turns or loops[leaf] != loops[bias_sum.weight.leaf]:
         return f"its bias {path!r} is not that of each layer of the stack alone"
     axes = []
     bias_axes = bias_sum.bias.axes or ((),) * len(bias_sum.shape)  # a number without axes is not broadcast before a sum
     for size, of_weight, own in zip(bias_sum.shape, bias_sum.weight.axes, bias_axes, strict=True):
-        if own and (_size(of_weight) != size or _size(own) != size or not of_weight):
+        if own and (_axis_length(of_weight) != size or _axis_length(own) != size or not of_weight):
             return f"its bias {path!r} has an axis that the weight has not"
         if own:
-            axes.append((_within(of_weight, stack), _within(own, before)))
+            axes.append((_without_stack(of_weight, stack), _without_stack(own, before)))
     core = shape[before:]
-    if math.prod(_size(own) for _, own in axes) != math.prod(core):
+    if math.prod(_axis_length(own) for _, own in axes) != math.prod(core):
         return f"only a part of its bias {path!r} is added"
     return BiasSite(leaf, bias_sum.sign, tuple(core), tuple(axes))
 
 
-def _size(parts: Axis) -> int:
+def _axis_length(parts: AxisFactors) -> int:
     return math.prod(part.size for part in parts)
 
 
-def _within(parts: Axis, stack: int) -> Axis:
+def _without_stack(parts: AxisFactors, stack: int) -> AxisFactors:
     """Parts of a parameter without the axes of a stack in front."""
     return tuple(type(part)(part.axis - stack, part.size, part.inner) for part in parts)
 
 
-@partial(compiled, static_argnames=("layout",))
+@partial(always_jit, static_argnames=("layout",))
 def mean_errors(
     weight: Array, low: Array, mean: Array, shift: Array | None, *, layout: MatrixLayout
 ) -> tuple[Array, Array]:
@@ -267,7 +285,7 @@ def mean_errors(
     return own, own if shift is None else own + product(shift, full)
 
 
-def averaged(values: np.ndarray, counts: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
+def bias_means(values: np.ndarray, counts: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
     """The mean of the results to which each number of a bias is added; zero if it is added to none.
 
     Args:

@@ -12,28 +12,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import check_key, has_tracer
-from jchop._bits import types_for
-from jchop._products.layout import check_finite
-from jchop._products.placement import Placement
-from jchop._products.quantize_fn import QuantizedFunction, quantize_fn
-from jchop._products.rule import Rule
-from jchop._products.traced.analysis import Use
-from jchop._products.weights import is_packed, numbers_of
-from jchop.ptq._biases import BiasSite, averaged, find_biases, mean_errors
-from jchop.ptq._maps.mapping import Mapped, map_parameters
+from jchop._common.bit_ops import enable_x64_for
+from jchop._quantized.products.operand_layout import check_finite
+from jchop._quantized.products.rule import Rule
+from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
+from jchop._quantized.program.param_uses import ParamUse
+from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
+from jchop._round.arguments import check_key, has_tracer
+from jchop.ptq._biases import (
+    BiasSite,
+    bias_means,
+    find_biases,
+    mean_errors,
+)
+from jchop.ptq._data.input_sums import InputSums, pair_value
+from jchop.ptq._data.passes import (
+    BatchData,
+    check_batches,
+    check_memory,
+    memory_bytes,
+    split_stages,
+    turn_bytes,
+)
+from jchop.ptq._data.sites import Stage, WeightSite, WeightSites
+from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
 from jchop.ptq._report import PtqReport, WeightRow
-from jchop.ptq._resume import Journal, Kept, check_resume, fingerprint
-from jchop.ptq._round import Outcome, pruning_of, round_parameter
-from jchop.ptq._run import Data, as_bytes, check_batches, check_fits, parts_of, turn_bytes
-from jchop.ptq._sites import Site, Sites, Stage
-from jchop.ptq._steps import HalfQuadratic, Step, Steps, Sweep, as_steps, gptq
-from jchop.ptq._sums import Sums, value
-from jchop.storage._half_quadratic import check_moves_zero_points
+from jchop.ptq._resume import (
+    Journal,
+    StageRecord,
+    check_resume,
+    run_facts,
+)
+from jchop.ptq._steps.steps.round import RoundingOutcome, pruning_of, round_parameter
+from jchop.ptq._steps.steps.steps import (
+    CalibrationStep,
+    CalibrationSteps,
+    HalfQuadratic,
+    Sweep,
+    as_steps,
+    gptq,
+)
+from jchop.storage._half_quadratic import check_float_zero_points
 
 Array = jax.Array
 
-__all__ = ["calibrated", "quantize"]
+__all__ = ["calibrate_params", "quantize"]
 
 
 def quantize(
@@ -41,7 +65,7 @@ def quantize(
     rules: Rule | Iterable[Rule],
     params: Any,
     batches: Iterable[Any],
-    steps: Sequence[Step] | Step | None = None,
+    steps: Sequence[CalibrationStep] | CalibrationStep | None = None,
     *,
     sequential: bool | None = None,
     key: Array | None = None,
@@ -102,10 +126,10 @@ def quantize(
     if sequential is not None and not isinstance(sequential, bool):
         raise TypeError(f"sequential={sequential!r} must be True, False or None")
     low = quantize_fn(fun, rules, key=key)
-    return calibrated(low, params, batches, steps, sequential, key, progress, resume, memory=memory)
+    return calibrate_params(low, params, batches, steps, sequential, key, progress, resume, memory=memory)
 
 
-def calibrated(
+def calibrate_params(
     low: QuantizedFunction,
     params: Any,
     batches: Iterable[Any],
@@ -130,26 +154,26 @@ def calibrated(
         raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
     check_resume(resume)
-    most = as_bytes(memory)
+    most = memory_bytes(memory)
     check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None or most is not None)
     if key is not None:
         check_key("key", key)
     journal = None
     if resume is not None:
-        journal = Journal(resume, fingerprint(low, params, batches, plan, in_order, key, most))
-    data = Data(low, params, batches, key, progress)
+        journal = Journal(resume, run_facts(low, params, batches, plan, in_order, key, most))
+    data = BatchData(low, params, batches, key, progress)
     mapping_record = map_parameters(data, plan.mappings, most)
-    job = _Job(low, data, plan, key, mapping_record, journal, tell, most)
+    job = _CalibrationJob(low, data, plan, key, mapping_record, journal, tell, most)
     job.in_order() if in_order else job.at_once() if most is None else job.in_parts()
     return job.result()
 
 
-class _Job:
+class _CalibrationJob:
     """The state of a calibration: packed parameters, their numbers, and rows of the report."""
 
     def __init__(
-        self, low: QuantizedFunction, data: Data, steps: Steps, key: Array | None,
-        mapping_record: Mapped, journal: Journal | None = None,
+        self, low: QuantizedFunction, data: BatchData, steps: CalibrationSteps, key: Array | None,
+        mapping_record: MappingRecord, journal: Journal | None = None,
         tell: Callable[[WeightRow, int, int], object] | None = None,
         memory: int | None = None,
     ) -> None:  # fmt: skip
@@ -169,23 +193,23 @@ class _Job:
                 self.journal.keep_sums(sums)
         self.passes += 1
         self._start(last)
-        self._stages(self.stages, lambda stage: _turn(sums, stage))
+        self._stages(self.stages, lambda stage: _turn_sums(sums, stage))
 
     def in_parts(self) -> None:
         """As `at_once`, with the statistics of some weights at a time."""
         assert self.memory is not None
         self._start(self.data.first())
-        parts = parts_of(self.stages, self._sizes(False), self.memory, self.program.paths.__getitem__)
+        parts = split_stages(self.stages, self._sizes(False), self.memory, self.program.paths.__getitem__)
         part_of = {stage: part for part in parts for stage in part.stages}
         current: list[Any] = [None, {}]
 
-        def sums_of(stage: Stage) -> Mapping[int, Sums]:
+        def sums_of(stage: Stage) -> Mapping[int, InputSums]:
             part = part_of[stage]
             if current[0] is not part:
                 current[:] = None, {}
                 current[:] = part, self.data.sums(leaves=part.leaves, window=part.window)[0]
                 self.passes += 1
-            return _turn(current[1], stage, part.window)
+            return _turn_sums(current[1], stage, part.window)
 
         self._stages([stage for part in parts for stage in part.stages], sums_of)
 
@@ -196,12 +220,12 @@ class _Job:
         both = self.steps.correction is not None or self.steps.biases is not None
         trajectories = [full] if both else []
         if self.memory is not None:
-            check_fits(self.stages, self._sizes(both), self.memory, self.program.paths.__getitem__)
+            check_memory(self.stages, self._sizes(both), self.memory, self.program.paths.__getitem__)
 
-        def sums_of(stage: Stage) -> Mapping[int, Sums]:
+        def sums_of(stage: Stage) -> Mapping[int, InputSums]:
             window = (stage.turn[0], 1) if self.memory is not None and stage.turn else None
             sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves, window)
-            return _turn(sums, stage, window)
+            return _turn_sums(sums, stage, window)
 
         self.passes += len(self.stages)
         self._stages(self.stages, sums_of)
@@ -216,7 +240,7 @@ class _Job:
             sizes[leaf] = each, loops[0] if loops else 1
         return sizes
 
-    def _stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, Sums]]) -> None:
+    def _stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, InputSums]]) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
         for number, stage in enumerate(stages):
             record = None if self.journal is None else self.journal.stage(number)
@@ -225,7 +249,7 @@ class _Job:
                 self._restore_stage(record)
             else:
                 sums = sums_of(stage)
-                self.fresh = Kept([], [], {})
+                self.fresh = StageRecord([], [], {})
                 for leaf in stage.leaves:
                     self._round(leaf, stage.turn, sums.get(leaf))
                 if self.journal is not None:
@@ -234,7 +258,7 @@ class _Job:
                 for row in self.rows[before:]:
                     self.tell(row, number + 1, len(stages))
 
-    def _restore_stage(self, record: Kept) -> None:
+    def _restore_stage(self, record: StageRecord) -> None:
         """Take a stage from the folder of a run."""
         self.rows += record.rows
         for leaf, turn, parts in record.weights:
@@ -245,7 +269,7 @@ class _Job:
 
     def _keep(self, leaf: int, turn: tuple[int, ...], packed_weight: Any) -> None:
         """Take a rounded weight, or a layer of a stack of them."""
-        numbers = numbers_of(packed_weight)
+        numbers = unpack_param(packed_weight)
         if turn:
             self.low_leaves[leaf] = jax.tree.map(
                 lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed_weight
@@ -258,7 +282,7 @@ class _Job:
         """Take a corrected bias."""
         self.biases[leaf] = bias
         low_bias = self._pack_bias(leaf, bias)
-        self.numbers[leaf] = numbers_of(low_bias) if is_packed(low_bias) else low_bias
+        self.numbers[leaf] = unpack_param(low_bias) if is_packed_param(low_bias) else low_bias
 
     def result(self) -> tuple[Any, PtqReport]:
         """The packed parameters and the report."""
@@ -272,19 +296,19 @@ class _Job:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _start(self, trace: tuple[Any, Any, Sites]) -> None:
+    def _start(self, trace: tuple[Any, Any, WeightSites]) -> None:
         """Everything rounded by itself; weights that are calibrated still count in full precision."""
         self.program, self.call, self.sites = trace
         placements = self.program.placements
         weight_sites = {i: v for i, v in self.sites.by_leaf.items() if i in placements and self._in_first_product(i, v)}
         for i in weight_sites:
-            _check_spec(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
+            _check_step_formats(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
         packed_params = self.low.pack(self.params, *self.call_args(), key=self.key)
-        self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed)
+        self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed_param)
         packed_leaves = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
         self.weight_sites = weight_sites
         self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in self.weight_sites}
-        self.numbers = {i: numbers_of(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
+        self.numbers = {i: unpack_param(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
         self.numbers |= {
             i: self.program.placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in self.weight_sites
         }
@@ -293,14 +317,14 @@ class _Job:
             some for some in self.sites.other_layers(self.program, self.stages) if some[0] in weight_sites
         ]
         for leaf, place, _ in self.other_layers:
-            self.numbers[leaf] = self.numbers[leaf].at[place].set(numbers_of(packed_leaves[leaf])[place])
+            self.numbers[leaf] = self.numbers[leaf].at[place].set(unpack_param(packed_leaves[leaf])[place])
         several = (i for i in weight_sites if i in self.sites.others)
-        self.nearest = {i: numbers_of(packed_leaves[i]) for i in several if placements[i][0].rotation is None}
+        self.nearest = {i: unpack_param(packed_leaves[i]) for i in several if placements[i][0].rotation is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
-    def _in_first_product(self, leaf: int, site: Site) -> bool:
+    def _in_first_product(self, leaf: int, site: WeightSite) -> bool:
         return self.program.placements[leaf][1].view == site.view
 
     def call_args(self) -> tuple[Any, ...]:
@@ -308,42 +332,48 @@ class _Job:
         (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
         return tuple(args)
 
-    def _round(self, leaf: int, turn: tuple[int, ...], inputs: Sums | None) -> None:
+    def _round(self, leaf: int, turn: tuple[int, ...], inputs: InputSums | None) -> None:
         """Round a weight, or a layer of a stack of them."""
         site, (placement, _) = self.weight_sites[leaf], self.program.placements[leaf]
         if inputs is None:
             self.rows.append(self._row(leaf, note="no batch has its product"))
             return
-        count = value(inputs.count)
+        count = pair_value(inputs.count)
         has_input = bool((count > 0).any())
         missing = int((count == 0).sum())
         note = "" if site.turns == site.stack else "one statistic for the whole stack"
         if missing:
-            note = _NEVER if not has_input else f"no input reached {missing} of its {count.size} matrices"
+            note = _NO_INPUT if not has_input else f"no input reached {missing} of its {count.size} matrices"
         few = int(((count > 0) & (count < site.layout.matrices[1])).sum())
         limits = jnp.finfo(inputs.largest.dtype)
         least = float(np.sqrt(float(limits.tiny) / float(limits.eps)))
         if bool(((inputs.largest > 0).any(-1) & (inputs.largest < least).all(-1)).any()):
-            note = _joined(note, f"inputs below {least:.2g}: their squares underflow, and count as zero or lose digits")
+            note = _join_notes(
+                note, f"inputs below {least:.2g}: their squares underflow, and count as zero or lose digits"
+            )
         steps = self._steps_of(leaf)
         if steps != self.steps:
-            note = _joined(note, _SEVERAL.format(", ".join(dict.fromkeys(map(_named, self.sites.others[leaf])))))
+            note = _join_notes(
+                note, _SEVERAL_USES.format(", ".join(dict.fromkeys(map(_use_name, self.sites.others[leaf]))))
+            )
         if few and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
             some = "" if few == count.size else f" in {few} of its {count.size} matrices"
-            note = _joined(note, f"fewer rows than inputs{some}")
+            note = _join_notes(note, f"fewer rows than inputs{some}")
         shared_shape = self.call.values[leaf].shape[len(turn) : site.stack]
         for place in np.ndindex(*shared_shape):
             self._round_one(leaf, (*turn, *place), inputs, note, placement)
 
-    def _steps_of(self, leaf: int) -> Steps:
+    def _steps_of(self, leaf: int) -> CalibrationSteps:
         """The steps of a weight: those by inputs of its product would make its other uses worse."""
         return self.steps.without_data if leaf in self.sites.others else self.steps
 
-    def _round_one(self, leaf: int, turn: tuple[int, ...], inputs: Sums, note: str, placement: Placement) -> None:
-        rows = value(inputs.count)
+    def _round_one(
+        self, leaf: int, turn: tuple[int, ...], inputs: InputSums, note: str, placement: WeightLayout
+    ) -> None:
+        rows = pair_value(inputs.count)
         divisor = jnp.maximum(rows, 1)[:, None]
-        gram = value(inputs.gram) / divisor[..., None]
-        cross = None if inputs.cross is None else value(inputs.cross) / divisor[..., None]
+        gram = pair_value(inputs.gram) / divisor[..., None]
+        cross = None if inputs.cross is None else pair_value(inputs.cross) / divisor[..., None]
         weight = jnp.asarray(self.call.values[leaf])[turn]
         rounding_key = None
         if placement.spec.rounding.stochastic:
@@ -353,9 +383,9 @@ class _Job:
                 rounding_key = jax.random.fold_in(rounding_key, number)
         path = self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
-        layout, mean = self.weight_sites[leaf].layout, value(inputs.total) / divisor
-        shift = None if inputs.shift is None else value(inputs.shift) / divisor
-        with types_for(weight.dtype):
+        layout, mean = self.weight_sites[leaf].layout, pair_value(inputs.total) / divisor
+        shift = None if inputs.shift is None else pair_value(inputs.shift) / divisor
+        with enable_x64_for(weight.dtype):
             if placement.rotation is not None:  # the statistics are of inputs that are not rotated
                 both, one = placement.rotation.gram, placement.rotation.inputs
                 weight, gram, mean = placement.rotate(weight), both(gram), one(mean)
@@ -371,11 +401,11 @@ class _Job:
         self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.weight)))
         if self.steps.biases is not None:
             out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
-            note = _joined(note, why)
+            note = _join_notes(note, why)
         row = self._row(leaf, turn, out, rows, note)
         if self.steps.pruning is None and round(row.after, 2) < round(row.before, 2):  # as the report shows them
-            why = "worse than nearest" if self.steps.correction is None else _NOT_COUNTED
-            row = replace(row, note=_joined(row.note, why))
+            why = "worse than nearest" if self.steps.correction is None else _WORSE_WITHOUT_CORRECTION
+            row = replace(row, note=_join_notes(row.note, why))
         self.rows.append(self._with_mapping(leaf, turn, row))
 
     def _with_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
@@ -385,14 +415,14 @@ class _Job:
             [*self.mapping_record.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])]
         )
         return replace(
-            row, method=methods or row.method, before=_decibels(energy, before) if energy else row.before,
-            note=_joined(row.note, self.mapping_record.note(leaf, turn)),
+            row, method=methods or row.method, before=_snr_of(energy, before) if energy else row.before,
+            note=_join_notes(row.note, self.mapping_record.note(leaf, turn)),
         )  # fmt: skip
 
     def _correct_bias(
-        self, leaf: int, turn: tuple[int, ...], weight: Array, out: Outcome, mean: Array, shift: Array | None,
+        self, leaf: int, turn: tuple[int, ...], weight: Array, out: RoundingOutcome, mean: Array, shift: Array | None,
         rows: Array,
-    ) -> tuple[Outcome, str]:  # fmt: skip
+    ) -> tuple[RoundingOutcome, str]:  # fmt: skip
         """Put the mean error of a product into its bias: the errors after that, or why there is no such bias."""
         site = self.bias_of.get(leaf)
         if site is None:
@@ -401,7 +431,7 @@ class _Job:
         means = mean_errors(weight, out.numbers, mean, shift, layout=layout)
         own, whole = (np.asarray(v, np.float64) for v in means)
         places, counts = site.places(layout), np.asarray(rows, np.float64)
-        mean_error, mean_own = (averaged(v, counts, places, math.prod(site.shape)) for v in (whole, own))
+        mean_error, mean_own = (bias_means(v, counts, places, math.prod(site.shape)) for v in (whole, own))
         before = self.biases.get(site.leaf, jnp.asarray(self.call.values[site.leaf]))
         change = jnp.asarray(site.sign * mean_error.reshape(site.shape), before.dtype)
         self._keep_bias(site.leaf, before.at[turn].add(change) if turn else before + change)
@@ -422,12 +452,12 @@ class _Job:
         return entry[0].pack(bias, rounding_key)
 
     def _row(
-        self, leaf: int, turn: tuple[int, ...] = (), out: Outcome | None = None, rows: Array | None = None,
+        self, leaf: int, turn: tuple[int, ...] = (), out: RoundingOutcome | None = None, rows: Array | None = None,
         note: str = "",
     ) -> WeightRow:  # fmt: skip
         array = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
         spec, bits = (
-            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _size(array.shape)))
+            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _shape_size(array.shape)))
         )
         path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
         if out is None:
@@ -436,7 +466,7 @@ class _Job:
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
         return WeightRow(
-            path, shape, spec, bits, self._steps_of(leaf).names, _decibels(energy, before), _decibels(energy, after),
+            path, shape, spec, bits, self._steps_of(leaf).names, _snr_of(energy, before), _snr_of(energy, after),
             float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
             float(out.zeros), bias, note,
         )  # fmt: skip
@@ -448,7 +478,7 @@ class _Job:
         """Rows of other uses, of what is rounded by itself, and of weights that no rule rounds."""
         self._add_use_rows()
         for leaf, place, use in self.other_layers:
-            row = self._row(leaf, place, note=_BY_THEMSELVES.get(use, _NEVER))
+            row = self._row(leaf, place, note=_USES_WITHOUT_PRODUCT.get(use, _NO_INPUT))
             self.rows.append(self._with_mapping(leaf, place, row))
         for leaf in sorted(
             {*self.program.placements, *self.sites.by_leaf, *self.sites.reasons} - set(self.weight_sites)
@@ -459,7 +489,7 @@ class _Job:
             elif leaf in self.sites.reasons:
                 note = self.sites.reasons[leaf]
             else:
-                note = _BY_THEMSELVES.get(entry[1].kind, "its product is not in every batch")
+                note = _USES_WITHOUT_PRODUCT.get(entry[1].kind, "its product is not in every batch")
             self.rows.append(self._row(leaf, note=note))
 
     def _add_use_rows(self) -> None:
@@ -470,35 +500,39 @@ class _Job:
             errors = self.data.errors(others, [self.nearest, {leaf: self.numbers[leaf] for leaf in others}])
             self.passes += 1
         for leaf, place, use in ((leaf, place, use) for leaf, uses in others.items() for place, use in enumerate(uses)):
-            row = self._row(leaf, note=f"taken by {_named(use)}")
+            row = self._row(leaf, note=f"taken by {_use_name(use)}")
             squares = errors.get((leaf, place))
             if squares is None:
-                row = replace(row, note=_joined(row.note, "its errors are not measured"))
+                row = replace(row, note=_join_notes(row.note, "its errors are not measured"))
             else:
-                row = replace(row, before=_decibels(squares[0], squares[1]), after=_decibels(squares[0], squares[2]))
+                row = replace(row, before=_snr_of(squares[0], squares[1]), after=_snr_of(squares[0], squares[2]))
             self.rows.append(replace(row, method=self._steps_of(leaf).names))
 
 
-def _named(other: tuple[Any, int, Use]) -> str:
+def _use_name(other: tuple[Any, int, ParamUse]) -> str:
     """The name of a use."""
     use = other[2]
     return f"{use.primitive} at {use.source}" if use.source else use.primitive
 
 
-def _turn(sums: Mapping[int, Sums], stage: Stage, window: tuple[int, int] | None = None) -> dict[int, Sums]:
+def _turn_sums(
+    sums: Mapping[int, InputSums], stage: Stage, window: tuple[int, int] | None = None
+) -> dict[int, InputSums]:
     """The sums of one turn of the loops, of all turns or of those in a window of the outermost loop."""
     place = stage.turn if window is None else (stage.turn[0] - window[0], *stage.turn[1:])
     return {leaf: jax.tree.map(lambda v: v[place], sums[leaf]) for leaf in stage.leaves if leaf in sums}
 
 
-_SEVERAL = "no step by the inputs of one use, since it has others: {}"
-_NEVER = "no input reached it"
-_NOT_COUNTED = "worse than nearest, not counting the errors that correct_error makes up for"
+_SEVERAL_USES = "no step by the inputs of one use, since it has others: {}"
+_NO_INPUT = "no input reached it"
+_WORSE_WITHOUT_CORRECTION = "worse than nearest, not counting the errors that correct_error makes up for"
 #: Why a parameter without a product is rounded by itself.
-_BY_THEMSELVES = {"rows": "it is looked up", "sum": "it is added"}
+_USES_WITHOUT_PRODUCT = {"rows": "it is looked up", "sum": "it is added"}
 
 
-def _check_spec(steps: Steps, path: str, shape: Sequence[int], placement: Placement, use: Use) -> None:
+def _check_step_formats(
+    steps: CalibrationSteps, path: str, shape: Sequence[int], placement: WeightLayout, use: ParamUse
+) -> None:
     """Refuse to prune a weight whose format has no zero, and to search zero points that it has not."""
     spec, fmt = placement.spec, placement.spec.scaled
     pruning = pruning_of(steps, spec)
@@ -513,28 +547,28 @@ def _check_spec(steps: Steps, path: str, shape: Sequence[int], placement: Placem
                              "prunes; leave sparse_axis out, or pass steps=[]")  # fmt: skip
     if isinstance(steps.scales, HalfQuadratic):
         try:
-            check_moves_zero_points(spec)
+            check_float_zero_points(spec)
         except ValueError as error:
             raise ValueError(f"{steps.scales} of {path!r}: {error}") from None
 
 
-def _along_sum(shape: Sequence[int], placement: Placement, use: Use) -> bool:
+def _along_sum(shape: Sequence[int], placement: WeightLayout, use: ParamUse) -> bool:
     """Whether the numbers that a format with `sparse` counts together are those of consecutive inputs."""
     assert use.view is not None and placement.spec.scaled is not None
     last = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
     inner = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
-    return last is None or last.inner * _size(shape[last.axis + 1 :]) == _size(inner)
+    return last is None or last.inner * _shape_size(shape[last.axis + 1 :]) == _shape_size(inner)
 
 
-def _joined(*notes: str) -> str:
+def _join_notes(*notes: str) -> str:
     return "; ".join(text for text in notes if text)
 
 
-def _size(shape: Sequence[int]) -> int:
+def _shape_size(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _decibels(energy: float, error: float) -> float:
+def _snr_of(energy: float, error: float) -> float:
     """Signal-to-noise ratio; infinite without an error, NaN without a signal."""
     if energy <= 0:
         return math.nan

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from jchop._text import Part, Tables
+from jchop._common.text import TableOrLine, Tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,19 +91,19 @@ class PtqReport(Tables):
 
         return calibration(self, title=title)
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[TableOrLine]:
         head = ("weight", "shape", "bits", "method", "nearest dB", "SNR dB", "damping", "dead", "zeros", "bias", "note")
         rows = [
             (
                 row.path,
                 "×".join(map(str, row.shape)),
-                _number(row.bits, ".3g"),
+                _format_number(row.bits, ".3g"),
                 row.method,
-                _number(row.before, ".2f"),
-                _number(row.after, ".2f"),
+                _format_number(row.before, ".2f"),
+                _format_number(row.after, ".2f"),
                 f"{row.damping:g}" if row.tries else "",
                 str(row.dead) if row.rows else "",
-                _number(row.sparsity, ".0%"),
+                _format_number(row.sparsity, ".0%"),
                 row.bias,
                 row.note,
             )
@@ -112,5 +112,5 @@ class PtqReport(Tables):
         return [[head, *rows]]
 
 
-def _number(value: float, form: str) -> str:
+def _format_number(value: float, form: str) -> str:
     return "" if math.isnan(value) else format(value, form)

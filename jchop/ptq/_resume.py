@@ -16,28 +16,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._core.elementary.pairs import Pair
-from jchop._files import write_atomically
-from jchop._products.quantize_fn import QuantizedFunction
-from jchop._products.traced.call import arguments_of, numbered
+from jchop._common.files import write_atomically
+from jchop._core.elementary.pairs import FloatPair
+from jchop._quantized.program.call import batch_arguments, enumerate_batches
+from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop.ptq._data.input_sums import InputSums
 from jchop.ptq._report import WeightRow
-from jchop.ptq._sums import Sums
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.safetensors import TensorFile
 
 Array = jax.Array
 
-__all__ = ["Journal", "Kept", "Run", "check_resume", "discard", "fingerprint"]
+__all__ = ["Journal", "RunFacts", "StageRecord", "check_resume", "discard_run", "run_facts"]
 
-_RUN, _SUMS = "run.json", "sums.safetensors"
-_STAGE = "stage-{:05d}.safetensors"
-_OWN = re.compile(r"run\.json|sums\.safetensors|stage-\d+\.safetensors|\..*\.part")
-_PAIR: Any = Pair(0, 0)  # type: ignore[arg-type]
+_RUN_FILE, _SUMS_FILE = "run.json", "sums.safetensors"
+_STAGE_FILE = "stage-{:05d}.safetensors"
+_JOURNAL_FILES = re.compile(r"run\.json|sums\.safetensors|stage-\d+\.safetensors|\..*\.part")
+_PAIR_STRUCTURE: Any = FloatPair(0, 0)  # type: ignore[arg-type]
 #: The structure of sums over one trajectory.
-_PARTS = jax.tree.structure(Sums(_PAIR, None, _PAIR, None, _PAIR, _PAIR.hi, _PAIR))
+_SUMS_STRUCTURE = jax.tree.structure(
+    InputSums(_PAIR_STRUCTURE, None, _PAIR_STRUCTURE, None, _PAIR_STRUCTURE, _PAIR_STRUCTURE.hi, _PAIR_STRUCTURE)
+)
 
 
-class Run(NamedTuple):
+class RunFacts(NamedTuple):
     """What a run depends on.
 
     Args:
@@ -49,7 +51,7 @@ class Run(NamedTuple):
     last: Any
 
 
-class Kept(NamedTuple):
+class StageRecord(NamedTuple):
     """What one stage has changed.
 
     Args:
@@ -63,24 +65,24 @@ class Kept(NamedTuple):
     biases: dict[int, Any]
 
 
-def fingerprint(
+def run_facts(
     low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, in_order: bool, key: Array | None,
     memory: int | None = None,
-) -> Run:  # fmt: skip
+) -> RunFacts:  # fmt: skip
     """What a run depends on; runs once through the batches."""
     data, last, text = hashlib.sha256(), None, hashlib.sha256()
-    for number, batch in numbered(batches):
-        _update(data, batch)
+    for number, batch in enumerate_batches(batches):
+        _update_digest(data, batch)
         if number == 1:
-            program, _ = low.traced(params, *arguments_of(batch))
+            program, _ = low.traced(params, *batch_arguments(batch))
             text.update(re.sub(r"0x[0-9a-f]+", "", str(program.plan.jaxpr)).encode())
             for plan in (program.plan, *(plan for step in program.plan.walk() for plan in step.inner)):
-                _update(text, list(plan.consts))
+                _update_digest(text, list(plan.consts))
         last = batch
     weights = hashlib.sha256()
-    _update(weights, params)
+    _update_digest(weights, params)
     facts = {
-        "versions": f"jchop {_version()}, jax {jax.__version__}",
+        "versions": f"jchop {_run_version()}, jax {jax.__version__}",
         "rules": repr(low.rules),
         "steps": repr(steps),
         "sequential": str(in_order),
@@ -90,17 +92,17 @@ def fingerprint(
         "params": weights.hexdigest(),
         "batches": data.hexdigest(),
     }
-    return Run(facts, last)
+    return RunFacts(facts, last)
 
 
-def _version() -> str:
+def _run_version() -> str:
     try:
         return version("jchop")
     except PackageNotFoundError:
         return "(not installed)"
 
 
-def _update(digest: Any, tree: Any) -> None:
+def _update_digest(digest: Any, tree: Any) -> None:
     """Add a pytree to a digest: its structure, and the bytes of its arrays."""
     leaves, structure = jax.tree.flatten(tree)
     digest.update(re.sub(r"0x[0-9a-f]+", "", str(structure)).encode())
@@ -127,18 +129,18 @@ class Journal:
         OSError: if it cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], run: Run) -> None:
+    def __init__(self, folder: str | os.PathLike[str], run: RunFacts) -> None:
         self.folder, self.last = Path(folder), run.last
         self.folder.mkdir(exist_ok=True)
-        path = self.folder / _RUN
+        path = self.folder / _RUN_FILE
         names = sorted(p.name for p in self.folder.iterdir())
-        others = [name for name in names if not _OWN.fullmatch(name)]
+        others = [name for name in names if not _JOURNAL_FILES.fullmatch(name)]
         if others:
             raise ValueError(f"resume={str(folder)!r} has files of something else, such as {others[0]!r}")
         self._facts, self._files = run.facts, {}
         if not any(name.endswith(".safetensors") for name in names):  # nothing is done yet
             self._write()
-        before = _read(path)
+        before = _read_run_facts(path)
         self._files = before.pop("files")
         differences = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
         if len(differences) > 1 and "function" in differences:
@@ -152,36 +154,41 @@ class Journal:
     def _write(self) -> None:
         """Write what the run depends on, and the digests of its files."""
         text = json.dumps({**self._facts, "files": self._files}, indent=1)
-        write_atomically(self.folder / _RUN, lambda file: file.write(text.encode()))
+        write_atomically(self.folder / _RUN_FILE, lambda file: file.write(text.encode()))
 
     def _keep(self, name: str, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
         """Keep a file, whole or not at all, and then its digest."""
         save_safetensors(self.folder / name, arrays, metadata=metadata)
-        self._files[name] = _digest(self.folder / name)
+        self._files[name] = _file_digest(self.folder / name)
         self._write()
 
     def _has(self, name: str) -> bool:
         """Whether a file is there as it was written; one that is not, is written again."""
         path = self.folder / name
-        return name in self._files and path.is_file() and _digest(path) == self._files[name]
+        return name in self._files and path.is_file() and _file_digest(path) == self._files[name]
 
-    def sums(self) -> dict[int, Sums] | None:
+    def sums(self) -> dict[int, InputSums] | None:
         """The sums of a run that rounds all weights at once, if its pass is done."""
-        if not self._has(_SUMS):
+        if not self._has(_SUMS_FILE):
             return None
         parts: dict[int, dict[int, Any]] = {}  # by parameter, then by the place in its sums
-        for name, array in load_safetensors(self.folder / _SUMS).items():
+        for name, array in load_safetensors(self.folder / _SUMS_FILE).items():
             leaf, number = map(int, name.split("."))
             parts.setdefault(leaf, {})[number] = array
-        return {leaf: jax.tree.unflatten(_PARTS, [own[i] for i in sorted(own)]) for leaf, own in sorted(parts.items())}
+        return {
+            leaf: jax.tree.unflatten(_SUMS_STRUCTURE, [own[i] for i in sorted(own)])
+            for leaf, own in sorted(parts.items())
+        }
 
-    def keep_sums(self, sums: Mapping[int, Sums]) -> None:
+    def keep_sums(self, sums: Mapping[int, InputSums]) -> None:
         """Keep the sums of the pass over the data."""
-        self._keep(_SUMS, {f"{leaf}.{i}": part for leaf, own in sums.items() for i, part in _numbered_leaves(own)})
+        self._keep(
+            _SUMS_FILE, {f"{leaf}.{i}": part for leaf, own in sums.items() for i, part in _enumerate_leaves(own)}
+        )
 
-    def stage(self, number: int) -> Kept | None:
+    def stage(self, number: int) -> StageRecord | None:
         """What a stage has changed, if it is done."""
-        path = self.folder / _STAGE.format(number)
+        path = self.folder / _STAGE_FILE.format(number)
         if not self._has(path.name):
             return None
         with TensorFile(path) as file:
@@ -192,9 +199,9 @@ class Journal:
             (leaf, tuple(turn), [arrays[f"weight{i}.{j}"] for j in range(count)])
             for i, (leaf, turn, count) in enumerate(record["weights"])
         ]
-        return Kept(rows, weights, {leaf: arrays[f"bias{leaf}"] for leaf in record["biases"]})
+        return StageRecord(rows, weights, {leaf: arrays[f"bias{leaf}"] for leaf in record["biases"]})
 
-    def keep(self, number: int, record: Kept) -> None:
+    def keep(self, number: int, record: StageRecord) -> None:
         """Keep a stage, whole or not at all."""
         arrays: dict[str, Any] = {f"bias{leaf}": array for leaf, array in record.biases.items()}
         for i, (_, _, leaves) in enumerate(record.weights):
@@ -204,19 +211,19 @@ class Journal:
             "weights": [(leaf, turn, len(leaves)) for leaf, turn, leaves in record.weights],
             "biases": list(record.biases),
         }
-        self._keep(_STAGE.format(number), arrays, {"ptq": json.dumps(facts)})
+        self._keep(_STAGE_FILE.format(number), arrays, {"ptq": json.dumps(facts)})
 
 
-def _numbered_leaves(tree: Any) -> list[tuple[int, Any]]:
+def _enumerate_leaves(tree: Any) -> list[tuple[int, Any]]:
     return list(enumerate(map(jnp.asarray, jax.tree.leaves(tree))))
 
 
-def _digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_run_facts(path: Path) -> dict[str, Any]:
     """The facts of a run, and the digests of its files."""
     why = "it has no facts of a run and digests of its files"
     try:
@@ -228,10 +235,10 @@ def _read(path: Path) -> dict[str, Any]:
     return facts
 
 
-def discard(folder: Path) -> None:
+def discard_run(folder: Path) -> None:
     """Remove the files of a run, and the folder if there is nothing else in it."""
     for path in list(folder.iterdir()):
-        if _OWN.fullmatch(path.name):
+        if _JOURNAL_FILES.fullmatch(path.name):
             path.unlink()
     if not any(folder.iterdir()):
         folder.rmdir()

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import as_operands, run
-from jchop._checks import check_int
-from jchop._core.scaled.sparse import leading
-from jchop._settings import compiled
-from jchop.formats._grouping import axis_indexes
+from jchop._common.checks import check_int
+from jchop._common.settings import always_jit
+from jchop._core.scaled.sparse import largest_mask
+from jchop._round.arguments import as_operands, run_on_operands
+from jchop.formats.scaled.grouping import axis_indexes
 
 __all__ = ["mask"]
 
@@ -25,7 +25,7 @@ Array = jax.Array
 #: The largest side of tiles: there are 90 masks with 2 of 4, and 2040 with 2 of 5.
 _LARGEST_TILE = 4
 #: How many tiles are looked at in one turn, which bounds the memory for the energies of all masks.
-_TILES = 1 << 14
+_TILES_PER_STEP = 1 << 14
 
 
 def mask(x: Any, n: int, m: int, *, axis: int | Sequence[int] = -1) -> Any:
@@ -65,12 +65,12 @@ def mask(x: Any, n: int, m: int, *, axis: int | Sequence[int] = -1) -> Any:
         ([2, 2, 2, 2], [2, 2, 2, 2])
     """
     (x,) = as_operands(["x"], [x])
-    pattern, axes = check_pattern(n, m, axis)
+    pattern, axes = check_sparsity_pattern(n, m, axis)
     axis_indexes("axis", axes[0] if len(axes) == 1 else axes, x.shape)
-    return run(lambda x, _: mask_of(x, pattern, axes), [x], None)
+    return run_on_operands(lambda x, _: sparsity_mask(x, pattern, axes), [x], None)
 
 
-def check_pattern(n: object, m: object, axis: object = -1) -> tuple[tuple[int, int], tuple[int, ...]]:
+def check_sparsity_pattern(n: object, m: object, axis: object = -1) -> tuple[tuple[int, int], tuple[int, ...]]:
     """The numbers n and m, and one axis or two.
 
     Raises:
@@ -85,25 +85,25 @@ def check_pattern(n: object, m: object, axis: object = -1) -> tuple[tuple[int, i
     return (check_int("n", n, 1, most - 1), most), axis_tuple
 
 
-@partial(compiled, static_argnames=("pattern", "axes"))
-def mask_of(x: Array, pattern: tuple[int, int], axes: tuple[int, ...]) -> Array:
+@partial(always_jit, static_argnames=("pattern", "axes"))
+def sparsity_mask(x: Array, pattern: tuple[int, int], axes: tuple[int, ...]) -> Array:
     """`mask` of JAX arrays, whose arguments are checked."""
     n, m = pattern
     numbers = jnp.moveaxis(jnp.asarray(x), axes, range(len(axes)))
     sizes = jnp.where(jnp.isnan(numbers), jnp.inf, jnp.abs(numbers))
-    selection = leading((sizes,), n, m) if len(axes) == 1 else _tiles(sizes, n, m)
+    selection = largest_mask((sizes,), n, m) if len(axes) == 1 else _mask_tiles(sizes, n, m)
     return jnp.moveaxis(selection, range(len(axes)), axes)
 
 
 @lru_cache(maxsize=16)
-def patterns(n: int, m: int) -> np.ndarray:
+def tile_masks(n: int, m: int) -> np.ndarray:
     """All masks of m x m with n in each row and column, (count, m, m)."""
     rows = [row for row in itertools.product((False, True), repeat=m) if sum(row) == n]
     every = np.array(list(itertools.product(rows, repeat=m)))
     return every[(every.sum(1) == n).all(1)]
 
 
-def _tiles(x: Array, n: int, m: int) -> Array:
+def _mask_tiles(x: Array, n: int, m: int) -> Array:
     """The best mask of each tile of the first two axes; numbers are magnitudes."""
     padded_x = jnp.pad(x, [(0, -size % m if axis < 2 else 0) for axis, size in enumerate(x.shape)])
     down, along, *rest = padded_x.shape
@@ -111,7 +111,7 @@ def _tiles(x: Array, n: int, m: int) -> Array:
     blocks = jnp.moveaxis(blocks, (1, 3), (-2, -1))
     tiles = blocks.reshape(-1, m * m)
     tiles = tiles.astype(jnp.promote_types(tiles.dtype, jnp.float32))
-    all_masks = patterns(n, m).reshape(-1, m * m)
+    all_masks = tile_masks(n, m).reshape(-1, m * m)
 
     def best(tile: Array) -> Array:
         # Squares over the largest one neither overflow nor vanish; infinities count as 1, and all others as nothing.
@@ -122,6 +122,6 @@ def _tiles(x: Array, n: int, m: int) -> Array:
         square = (share * share).astype(tile.dtype)
         return jnp.argmax(jnp.matmul(all_masks.astype(tile.dtype), square, precision=lax.Precision.HIGHEST))
 
-    best_masks = lax.map(best, tiles, batch_size=min(_TILES, max(1, len(tiles))))
+    best_masks = lax.map(best, tiles, batch_size=min(_TILES_PER_STEP, max(1, len(tiles))))
     selection = jnp.asarray(all_masks)[best_masks].reshape(blocks.shape)
     return jnp.moveaxis(selection, (-2, -1), (1, 3)).reshape(padded_x.shape)[: x.shape[0], : x.shape[1]]

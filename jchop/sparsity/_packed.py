@@ -7,11 +7,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jchop._arguments import has_tracer
-from jchop._core.scaled.sparse import kept_of
-from jchop._settings import compiled
-from jchop.formats._grouping import axis_indexes
-from jchop.sparsity._masks import check_pattern
+from jchop._common.settings import always_jit
+from jchop._core.scaled.sparse import sparse_mask
+from jchop._round.arguments import has_tracer
+from jchop.formats.scaled.grouping import axis_indexes
+from jchop.sparsity._masks import check_sparsity_pattern
 from jchop.storage import QArray, dequantize
 from jchop.storage._array import check_qarray
 
@@ -50,7 +50,7 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
     check_qarray("q", q)
     if has_tracer(q):
         raise TypeError(f"q={q!r} is traced; it must be a QArray outside jit")
-    pattern, _ = check_pattern(n, m)
+    pattern, _ = check_sparsity_pattern(n, m)
     fmt, axis_index = q.spec.scaled, axis_indexes("axis", axis, q.shape)[0]
     if fmt is None or fmt.sparse is not None:
         raise ValueError(
@@ -64,7 +64,7 @@ def pack(q: QArray, n: int, m: int, *, axis: int = -2) -> QArray:
     if most > n:
         raise ValueError(f"q has {most} of {m} numbers along axis={axis} that are not zero; n={n} allows fewer")
     spec = replace(q.spec, format=fmt(sparse=pattern, sparse_axis=axis_index))
-    return q.thinned(_kept(jax.numpy.asarray(numbers), spec.scaled), spec, axis_index)
+    return q.thinned(_largest_of_groups(jax.numpy.asarray(numbers), spec.scaled), spec, axis_index)
 
 
-_kept = compiled(kept_of, static_argnums=1)
+_largest_of_groups = always_jit(sparse_mask, static_argnums=1)

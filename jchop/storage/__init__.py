@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jchop._on_demand import on_demand
+from jchop._common.on_demand import on_demand
 from jchop.storage._array import QArray
 from jchop.storage._half_quadratic import fit_half_quadratic
 from jchop.storage._quantize import dequantize, fit_scale, quantize
@@ -12,11 +12,9 @@ from jchop.storage._sharding import shardings
 from jchop.storage._tree import dequantize_params
 
 if TYPE_CHECKING:
-    from jchop.storage._checkpoints.public import load_checkpoint, save_checkpoint
+    from jchop._checkpoints.load_save import load_checkpoint, save_checkpoint
 
-__getattr__, __dir__ = on_demand(
-    __name__, (), {"jchop.storage._checkpoints.public": ("load_checkpoint", "save_checkpoint")}
-)
+__getattr__, __dir__ = on_demand(__name__, (), {"jchop._checkpoints.load_save": ("load_checkpoint", "save_checkpoint")})
 
 __all__ = [
     "QArray",

@@ -17,16 +17,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from jchop._bits import reshape
-from jchop._checks import check_int
-from jchop._core.scaled_bodies import flat, unflat
+from jchop._common.bit_ops import reshape
+from jchop._common.checks import check_int
+from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
+from jchop._spec.spec import Spec, parse
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.spec import Spec, parse
-from jchop.storage import _show
-from jchop.storage._codes import filled, gather, hold, is_packed, raw, spread, thinned
-from jchop.storage._decode import Form, Scale, batch_axes, decode, shape_of, spec_of_part
-from jchop.storage._index import Index, normalized, scale_entry
-from jchop.storage._layout import OWN, Kind, kinds_of, of_part, reshaped, scale_shape, with_kinds, with_sparse_axis
+from jchop.storage import _notebook
+from jchop.storage._axis_groupings import (
+    OWN_SCALE,
+    AxisGrouping,
+    axis_groupings,
+    format_of_part,
+    reshape_groupings,
+    scale_shape_of,
+    with_groupings,
+    with_sparse_axis,
+)
+from jchop.storage._codes import (
+    dense_codes,
+    load_codes,
+    pack_entries,
+    packs_codes,
+    sparse_codes,
+    store_codes,
+    unpack_entries,
+)
+from jchop.storage._decode import (
+    QArrayForm,
+    Scale,
+    batch_axes,
+    decode_qarray,
+    qarray_shape,
+    spec_of_part,
+)
+from jchop.storage._index import Index, normalize_index, scale_entry
 
 Array = jax.Array
 
@@ -91,7 +115,7 @@ class QArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
-        return shape_of(self.qvalue, self.length, self.places)
+        return qarray_shape(self.qvalue, self.length, self.places)
 
     @property
     def ndim(self) -> int:
@@ -127,21 +151,21 @@ class QArray:
             parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
             return f"QArray({parts}, {facts})"
         in_trace = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        if in_trace or self.size > _MOST_SHOWN:
+        if in_trace or self.size > _MOST_REPR_ELEMENTS:
             return f"QArray(shape={self.shape}, {facts})"
         with jax.enable_x64(True):
             values = np.asarray(self.__jax_array__())
         return f"QArray({np.array2string(values, separator=', ', prefix='QArray(')}, {facts})"
 
     def _repr_html_(self) -> str:
-        return _show.html_of(self, self._quantized_scale)
+        return _notebook.qarray_html(self, self._quantized_scale)
 
     def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
-        return _show.treescope_of(self, path)
+        return _notebook.qarray_treescope(self, path)
 
     def __jax_array__(self) -> Any:
         """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""
-        return decode(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
+        return decode_qarray(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The numbers, for functions of NumPy; without this method NumPy would make an array of QArrays."""
@@ -151,10 +175,12 @@ class QArray:
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """The numbers, also for functions of NumPy that would index or transpose a QArray, as `numpy.flip` does."""
-        if func in _SHAPES:
+        if func in _SHAPE_FUNCTIONS:
             return func._implementation(*args, **kwargs)
         args, kwargs = jax.tree.map(
-            lambda value: np.asarray(value) if _is_stored(value) else value, (args, kwargs), is_leaf=_is_stored
+            lambda value: np.asarray(value) if _is_qarray_leaf(value) else value,
+            (args, kwargs),
+            is_leaf=_is_qarray_leaf,
         )
         return func(*args, **kwargs)
 
@@ -172,14 +198,14 @@ class QArray:
 
     def astype(self, dtype: Any) -> Any:
         """The numbers in a carrier, as `jchop.dequantize` gives them."""
-        return decode(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
+        return decode_qarray(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __matmul__(self, other: Any) -> Any:
         return self.__jax_array__() @ other
 
-    def form(self, dtype: Any = None) -> Form:
+    def form(self, dtype: Any = None) -> QArrayForm:
         """The static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
-        return Form(
+        return QArrayForm(
             spec_of_part(self.spec, self.ndim), self.length, np.dtype(self.dtype if dtype is None else dtype).name
         )
 
@@ -201,7 +227,9 @@ class QArray:
             ValueError: if `axes` is not a permutation, or would move axes that vmap added before a tensor scale.
         """
         argument = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = list(range(self.ndim))[::-1] if not argument else [_axis(axis, self.ndim) for axis in argument]  # type: ignore[arg-type]
+        order = (
+            list(range(self.ndim))[::-1] if not argument else [_nonnegative_axis(axis, self.ndim) for axis in argument]
+        )  # type: ignore[arg-type]
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(f"axes={argument} must name each of the {self.ndim} axes once")
         if order == list(range(self.ndim)):
@@ -235,29 +263,31 @@ class QArray:
             ValueError: for another number of elements, or if a group would be split, or lie along several axes.
         """
         argument: Any = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        new = _complete(tuple(argument), self.shape)
+        new = _complete_shape(tuple(argument), self.shape)
         if new == self.shape:
             return self
         if self.places is not None:
             dense, mask, axis = self._whole()
-            units = [self._unit if i == axis else OWN for i in range(self.ndim)]
-            groupings = reshaped(units, self.shape, new)
+            units = [self._unit if i == axis else OWN_SCALE for i in range(self.ndim)]
+            groupings = reshape_groupings(units, self.shape, new)
             sparse_flags = [isinstance(v, int) for v in groupings or ()]
             if not any(sparse_flags):
                 raise ValueError(f"shape={new} would split groups of {self._unit} along axis {axis} of which "
                                  f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
             return dense.reshape(new).thinned(reshape(mask, new), self.spec, sparse_flags.index(True))
         kinds, lead = self._kinds()
-        core = reshaped(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
+        core = (
+            reshape_groupings(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
+        )
         if core is None or not new:
             raise ValueError(
                 f"shape={new} would split groups of {self.spec.format} in an array of shape {self.shape}, or leave "
                 "them along several axes; dequantize, reshape and quantize"
             )
-        scales = new[:lead] + scale_shape(core, new[lead:])
-        keeps_rows = new[-1:] == self.shape[-1:] or not is_packed(self._element)
+        scales = new[:lead] + scale_shape_of(core, new[lead:])
+        keeps_rows = new[-1:] == self.shape[-1:] or not packs_codes(self._element)
         if keeps_rows:
-            qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if is_packed(self._element) else new[-1]))
+            qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if packs_codes(self._element) else new[-1]))
         else:
             qvalue = self._codes(reshape(self._entries(), new))
         zero_point = None if self.zero_point is None else reshape(self.zero_point, scales)
@@ -279,7 +309,7 @@ class QArray:
                 clamped, as in JAX.
             ValueError: if a group would be cut.
         """
-        entries = normalized(index, self.shape)
+        entries = normalize_index(index, self.shape)
         kinds, lead = self._kinds()
         scales = tuple(
             scale_entry(axis, entry, kind, n)
@@ -287,7 +317,7 @@ class QArray:
         )
         if all(entry == slice(None) for entry in entries):
             return self
-        axes = [axis for axis, entry in enumerate(entries) for _ in range(_axes_left(entry))]
+        axes = [axis for axis, entry in enumerate(entries) for _ in range(_index_ndim(entry))]
         if self.places is not None:
             dense, which, axis = self._whole()
             scale_entry(axis, entries[axis], self._unit, self.shape[axis])
@@ -316,7 +346,7 @@ class QArray:
         assert self.spec.scaled is not None and spec.scaled is not None
         fmt = with_sparse_axis(self.spec.scaled(sparse=spec.scaled.sparse), axis - self.ndim)
         spec = replace(self.spec, format=fmt)
-        codes, places = thinned(self.qvalue, kept, spec)
+        codes, places = sparse_codes(self.qvalue, kept, spec)
         return replace(self, qvalue=codes, places=places, spec=spec)
 
     # -- internals -----------------------------------------------------------------------------------------------------
@@ -324,13 +354,13 @@ class QArray:
     def _element(self) -> Any:
         return self.spec.format if self.spec.scaled is None else self.spec.scaled.element
 
-    def _kinds(self) -> tuple[tuple[Kind, ...], int]:
+    def _kinds(self) -> tuple[tuple[AxisGrouping, ...], int]:
         """The grouping of each axis, and the number of leading axes that the tensor scale has, too."""
         fmt = spec_of_part(self.spec, self.ndim).scaled
         if fmt is None:
-            return (OWN,) * self.ndim, 0
+            return (OWN_SCALE,) * self.ndim, 0
         batch = batch_axes(self.spec, self.shape, self.scale)
-        return kinds_of(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
+        return axis_groupings(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
 
     @property
     def _unit(self) -> int:
@@ -340,16 +370,16 @@ class QArray:
     def _whole(self) -> tuple[QArray, Any, int]:
         """The array with codes of all numbers, which of them are kept, and the axis along which these are counted."""
         assert self.spec.scaled is not None and self.length is not None
-        codes, mask = filled(self.qvalue, self.places, self.length, self.spec)
+        codes, mask = dense_codes(self.qvalue, self.places, self.length, self.spec)
         spec = replace(self.spec, format=self.spec.scaled.dense)
         return replace(self, qvalue=codes, places=None, spec=spec), mask, self.spec.scaled.axis_of_sparse % self.ndim
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""
-        return spread(self.qvalue, self._element, 1 if self.length is None else self.length).reshape(self.shape)
+        return unpack_entries(self.qvalue, self._element, 1 if self.length is None else self.length).reshape(self.shape)
 
     def _codes(self, entries: Any) -> Any:
-        return gather(entries, self._element)
+        return pack_entries(entries, self._element)
 
     def _map_scale(self, whole: Any, inner: Any, tensor: Any = lambda part: part) -> Scale:
         """The scales after an operation: `whole` on an array, `inner` on a QArray, `tensor` on the tensor scale."""
@@ -364,13 +394,15 @@ class QArray:
 
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
-        shape = of_part(fmt, self.ndim).scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
+        shape = format_of_part(fmt, self.ndim).scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
         codes, *rest = self.scale
-        scale, zero_point = unflat(rest, inner)
+        scale, zero_point = unflatten_scales(rest, inner)
         size = shape[-1] if shape else None
-        return QArray(hold(codes, inner.element), scale, zero_point, Spec(inner), size, np.dtype(np.float32))
+        return QArray(store_codes(codes, inner.element), scale, zero_point, Spec(inner), size, np.dtype(np.float32))
 
-    def _with(self, qvalue: Any, size: int | None, kinds: Sequence[Kind], scale: Scale, zero_point: Any) -> QArray:
+    def _with(
+        self, qvalue: Any, size: int | None, kinds: Sequence[AxisGrouping], scale: Scale, zero_point: Any
+    ) -> QArray:
         """A QArray of other parts, grouped by `kinds`."""
         fmt = self.spec.scaled
         if fmt is None:
@@ -378,12 +410,12 @@ class QArray:
         if isinstance(scale, QArray):
             assert scale.spec.scaled is not None
             fmt = fmt(scale=scale.spec.scaled)
-            scale = (raw(scale.qvalue, scale._element), *flat(scale.scale, scale.zero_point))
-        spec = replace(self.spec, format=with_kinds(fmt, kinds))
+            scale = (load_codes(scale.qvalue, scale._element), *flatten_scales(scale.scale, scale.zero_point))
+        spec = replace(self.spec, format=with_groupings(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
 
 
-class Rearranged(ABC):
+class PackedParam(ABC):
     """A parameter that is stored as a QArray of another shape, and knows the way back.
 
     Attributes:
@@ -422,17 +454,17 @@ def check_qarray(
         TypeError: that has the value in one line, and of an array its dtype and shape.
     """
     if not isinstance(value, classes):
-        refuse_parts(name, value)
+        refuse_qarray_dicts(name, value)
         if hasattr(value, "dtype") and hasattr(value, "shape"):
             raise TypeError(f"{name} is {type(value).__name__} {value.dtype}{list(value.shape)}; it must be a {what}")
         raise TypeError(f"{name}={' '.join(repr(value).split()):.80} must be a {what}")
 
 
 #: Names of leaves that every QArray has.
-_PARTS = frozenset(("qvalue", "scale", "zero_point"))
+_QARRAY_LEAVES = frozenset(("qvalue", "scale", "zero_point"))
 
 
-def refuse_parts(name: str, tree: Any) -> None:
+def refuse_qarray_dicts(name: str, tree: Any) -> None:
     """Refuses the leaves of a QArray in a dict, as orbax restores one without a target: they have no spec.
 
     Raises:
@@ -440,7 +472,7 @@ def refuse_parts(name: str, tree: Any) -> None:
     """
 
     def are_parts(node: Any) -> bool:
-        return isinstance(node, dict) and node.keys() >= _PARTS
+        return isinstance(node, dict) and node.keys() >= _QARRAY_LEAVES
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=are_parts):
         if are_parts(leaf):
@@ -451,26 +483,26 @@ def refuse_parts(name: str, tree: Any) -> None:
             )
 
 
-def _is_stored(value: object) -> bool:
+def _is_qarray_leaf(value: object) -> bool:
     return isinstance(value, QArray)
 
 
 #: Functions of NumPy that need no numbers; within jit there are none for NumPy.
-_SHAPES = (np.shape, np.ndim, np.size, np.iscomplexobj, np.isrealobj)
+_SHAPE_FUNCTIONS = (np.shape, np.ndim, np.size, np.iscomplexobj, np.isrealobj)
 #: The most elements that `repr` dequantizes and shows.
-_MOST_SHOWN = 1000
+_MOST_REPR_ELEMENTS = 1000
 
 
-def _axes_left(entry: Index) -> int:
+def _index_ndim(entry: Index) -> int:
     """How many axes an index leaves of its axis."""
     return 1 if isinstance(entry, slice) else np.ndim(entry)
 
 
-def _axis(axis: int, ndim: int) -> int:
+def _nonnegative_axis(axis: int, ndim: int) -> int:
     return check_int("axes", axis, -ndim, ndim - 1) % ndim
 
 
-def _complete(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
+def _complete_shape(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
     """A shape with its -1, if any, replaced by a length."""
     new = tuple(check_int("shape", n, -1) for n in new)
     total, product = math.prod(old), math.prod(n for n in new if n != -1)
@@ -484,16 +516,19 @@ def _complete(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
 # -- jax.export --------------------------------------------------------------------------------------------------------
 
 
-def _to_bytes(static: tuple[Spec, int | None, np.dtype]) -> bytes:
+def _qarray_aux_to_bytes(static: tuple[Spec, int | None, np.dtype]) -> bytes:
     spec, size, dtype = static
     return json.dumps([str(spec), size, np.dtype(dtype).name]).encode()
 
 
-def _from_bytes(data: bytes) -> tuple[Spec, int | None, np.dtype]:
+def _qarray_aux_from_bytes(data: bytes) -> tuple[Spec, int | None, np.dtype]:
     text, size, dtype = json.loads(data)
     return parse(text), size, jnp.dtype(dtype)
 
 
 export.register_pytree_node_serialization(
-    QArray, serialized_name="jchop.QArray", serialize_auxdata=_to_bytes, deserialize_auxdata=_from_bytes
+    QArray,
+    serialized_name="jchop.QArray",
+    serialize_auxdata=_qarray_aux_to_bytes,
+    deserialize_auxdata=_qarray_aux_from_bytes,
 )

@@ -18,14 +18,19 @@ import numpy as np
 
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray
-from jchop.storage._layout import OWN, WHOLE, Kind, kinds_of
+from jchop.storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    axis_groupings,
+)
 
 #: This number of codes of any width fills whole bytes.
-_BYTES = 8
+_CODES_IN_WHOLE_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkCut:
     """The cut of an array.
 
     Args:
@@ -37,7 +42,7 @@ class Cut:
 
     axis: int | None
     step: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[AxisGrouping, ...]
     needs_extremes: bool
 
 
@@ -51,7 +56,7 @@ class Chunk:
     is_first_of_groups: bool
 
 
-def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chunk_bytes: int) -> Cut:
+def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chunk_bytes: int) -> ChunkCut:
     """The cut of an array into chunks of about `chunk_bytes` bytes at most, if its groups allow it.
 
     Args:
@@ -61,11 +66,11 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
         chunk_bytes: bytes.
     """
     if not shape:
-        return Cut(None, 1, (), False)
-    kinds = kinds_of(fmt, len(shape)) if fmt is not None else (OWN,) * len(shape)
-    units, indivisible = _units(kinds, fmt, len(shape))
-    if fmt is not None and fmt.sparse is not None and math.prod(shape) and _shares(kinds, fmt):
-        return Cut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
+        return ChunkCut(None, 1, (), False)
+    kinds = axis_groupings(fmt, len(shape)) if fmt is not None else (OWN_SCALE,) * len(shape)
+    units, indivisible = _cut_units(kinds, fmt, len(shape))
+    if fmt is not None and fmt.sparse is not None and math.prod(shape) and _may_share_scales(kinds, fmt):
+        return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
     for axis, size in enumerate(shape):
         inner = math.prod(shape[axis + 1 :]) * itemsize
         unit = units[axis]
@@ -79,36 +84,36 @@ def plan_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None, chun
     else:
         raise AssertionError("the last axis ends the search")
     parts = [*(n > 1 for n in shape[:axis]), step < shape[axis]]
-    share_scale = any(several and kinds[i] == WHOLE for i, several in enumerate(parts))
+    share_scale = any(several and kinds[i] == WHOLE_AXIS for i, several in enumerate(parts))
     of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
-    return Cut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
+    return ChunkCut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
 
 
-def _shares(kinds: Sequence[Kind], fmt: ScaledFormat) -> bool:
+def _may_share_scales(kinds: Sequence[AxisGrouping], fmt: ScaledFormat) -> bool:
     """Whether chunks may share a scale."""
-    return WHOLE in kinds or fmt.scale_rule.tensor_scale
+    return WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale
 
 
-def _units(kinds: Sequence[Kind], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
+def _cut_units(kinds: Sequence[AxisGrouping], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
     """For each axis the unit of its cuts, and whether it cannot be cut."""
     units = [kind if isinstance(kind, int) else 1 for kind in kinds]
     if fmt is not None and fmt.sparse is not None:
         units[fmt.axis_of_sparse] = math.lcm(units[fmt.axis_of_sparse], fmt.sparse[1])
     indivisible = [False] * ndim
     if fmt is not None and isinstance(fmt.scale, ScaledFormat):
-        indivisible, scale = [kind == WHOLE for kind in kinds], fmt.scale
+        indivisible, scale = [kind == WHOLE_AXIS for kind in kinds], fmt.scale
         while isinstance(scale, ScaledFormat):
-            inner = kinds_of(scale, ndim)
+            inner = axis_groupings(scale, ndim)
             units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
-            indivisible = [whole or kind == WHOLE for whole, kind in zip(indivisible, inner, strict=True)]
+            indivisible = [whole or kind == WHOLE_AXIS for whole, kind in zip(indivisible, inner, strict=True)]
             scale = scale.scale
     elif fmt is not None and (fmt.scale_rule.tensor_scale or not fmt.scale_rule.by_extremes):
-        indivisible = [kind == WHOLE for kind in kinds]
-    units[-1] *= _BYTES
+        indivisible = [kind == WHOLE_AXIS for kind in kinds]
+    units[-1] *= _CODES_IN_WHOLE_BYTES
     return units, indivisible
 
 
-def chunks(shape: Sequence[int], cut: Cut) -> Iterator[Chunk]:
+def chunks(shape: Sequence[int], cut: ChunkCut) -> Iterator[Chunk]:
     """The chunks of an array in C order."""
     if cut.axis is None:
         yield Chunk((), 0, (), True)
@@ -122,13 +127,13 @@ def chunks(shape: Sequence[int], cut: Cut) -> Iterator[Chunk]:
         for first in range(0, shape[axis], cut.step):
             length = min(cut.step, shape[axis] - first)
             begins = (*outer, first)
-            leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == WHOLE)
+            leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == WHOLE_AXIS)
             yield Chunk((*begins, *(0 for _ in rest)), start, ((1,) * axis) + (length, *rest), leads)
             start += length * inner
 
 
 @dataclass(frozen=True)
-class Extremes:
+class GroupExtremes:
     """The least and the largest finite element of each group of an array that is read in chunks."""
 
     axis: int  # along which they are prepended to a chunk
@@ -138,16 +143,16 @@ class Extremes:
     high: np.ndarray
 
     @classmethod
-    def of(cls, shape: Sequence[int], cut: Cut, fmt: ScaledFormat) -> Self:
+    def of(cls, shape: Sequence[int], cut: ChunkCut, fmt: ScaledFormat) -> Self:
         """The state before the first piece."""
         assert cut.axis is not None
         everywhere = fmt.scale_rule.tensor_scale
-        shares_axis = tuple(everywhere or kind == WHOLE for kind in cut.kinds)
-        axis = cut.axis if everywhere else cut.kinds.index(WHOLE)
+        shares_axis = tuple(everywhere or kind == WHOLE_AXIS for kind in cut.kinds)
+        axis = cut.axis if everywhere else cut.kinds.index(WHOLE_AXIS)
         kind = cut.kinds[axis]
         bounds = tuple(1 if all_of else n for all_of, n in zip(shares_axis, shape, strict=True))
         unit = kind if isinstance(kind, int) else 1
-        return cls(axis, unit * _BYTES, shares_axis, np.full(bounds, np.inf), np.full(bounds, -np.inf))
+        return cls(axis, unit * _CODES_IN_WHOLE_BYTES, shares_axis, np.full(bounds, np.inf), np.full(bounds, -np.inf))
 
     def _place(self, chunk: Chunk) -> tuple[slice, ...]:
         spans = zip(self.shares_axis, chunk.starts, chunk.shape, strict=True)

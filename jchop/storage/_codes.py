@@ -10,14 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS, Carrier
-from jchop._core.rounding.codes import decode_elements, encode_elements, pack, unpack
-from jchop._core.rounding.elements import round_elements
-from jchop._core.rounding.grid import holds
-from jchop._core.scaled.elements import narrow, widen
-from jchop._core.scaled.sparse import spread as spread_kept
-from jchop._core.scaled.sparse import thin
-from jchop._settings import compiled
+from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.settings import always_jit
+from jchop._core.rounding.codes import (
+    decode_elements,
+    encode_elements,
+    pack_codes,
+    unpack_codes,
+)
+from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.grid import carrier_holds
+from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
+from jchop._core.scaled.sparse import gather_sparse
+from jchop._core.scaled.sparse import scatter_sparse as spread_kept
+from jchop._spec.spec import Spec
 from jchop.formats import (
     ElementFormat,
     TaperedFormat,
@@ -29,14 +35,13 @@ from jchop.formats import (
     float8_e4m3fn,
     float8_e5m2,
 )
-from jchop.spec import Spec
 
 Array = jax.Array
 #: Codes of NumPy or JAX; the result of a function is of the same library.
 Codes = Any
 
 #: Formats whose codes are the bits of a dtype that JAX's backends, other libraries and files support.
-_DTYPES: dict[ElementFormat, str] = {
+_NATIVE_DTYPES: dict[ElementFormat, str] = {
     float8_e4m3fn: "float8_e4m3fn",
     float8_e5m2: "float8_e5m2",
     binary16: "float16",
@@ -45,14 +50,14 @@ _DTYPES: dict[ElementFormat, str] = {
     binary64: "float64",
 }
 #: The most bits of codes without a dtype of the same values.
-_WIDEST = 16
+_MOST_CODE_BITS = 16
 #: The format of each carrier.
 _CARRIER_FORMATS = {"float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64}
 
 
 def native_dtype(fmt: ElementFormat) -> np.dtype | None:
     """The dtype with the values of `fmt`, bit for bit; None if there is no widely supported one."""
-    return jnp.dtype(_DTYPES[fmt]) if fmt in _DTYPES else None
+    return jnp.dtype(_NATIVE_DTYPES[fmt]) if fmt in _NATIVE_DTYPES else None
 
 
 def code_dtype(fmt: ElementFormat) -> np.dtype:
@@ -67,30 +72,32 @@ def code_dtype(fmt: ElementFormat) -> np.dtype:
     native = native_dtype(fmt)
     if native is not None:
         return native
-    if fmt.bits > _WIDEST:
-        raise ValueError(f"{fmt} has codes of {fmt.bits} bits; at most {_WIDEST} are stored, or a format with a dtype")
+    if fmt.bits > _MOST_CODE_BITS:
+        raise ValueError(
+            f"{fmt} has codes of {fmt.bits} bits; at most {_MOST_CODE_BITS} are stored, or a format with a dtype"
+        )
     if isinstance(fmt, UniformFormat) and fmt.bits == 8:
         return np.dtype(np.int8 if fmt.signed else np.uint8)
     return np.dtype(np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-def is_packed(fmt: ElementFormat) -> bool:
+def packs_codes(fmt: ElementFormat) -> bool:
     """Whether several codes share a byte."""
     return fmt.bits < 8
 
 
-def hold(codes: Codes, fmt: ElementFormat) -> Codes:
+def store_codes(codes: Codes, fmt: ElementFormat) -> Codes:
     """Unsigned codes, packed if they have fewer than 8 bits, in the stored dtype; `load_codes` is the inverse."""
-    return _bits_as(codes, code_dtype(fmt))
+    return _bitcast_codes(codes, code_dtype(fmt))
 
 
-def raw(codes: Codes, fmt: ElementFormat) -> Codes:
+def load_codes(codes: Codes, fmt: ElementFormat) -> Codes:
     """Stored codes as unsigned integers, still packed."""
-    check_dtype(codes, fmt)
-    return _bits_as(codes, np.dtype(f"u{code_dtype(fmt).itemsize}"))
+    check_code_dtype(codes, fmt)
+    return _bitcast_codes(codes, np.dtype(f"u{code_dtype(fmt).itemsize}"))
 
 
-def check_dtype(codes: Codes, fmt: ElementFormat) -> None:
+def check_code_dtype(codes: Codes, fmt: ElementFormat) -> None:
     """Refuses numbers in the place of codes, as arithmetic on the leaves of a QArray makes them.
 
     Raises:
@@ -107,25 +114,25 @@ def check_dtype(codes: Codes, fmt: ElementFormat) -> None:
         )
 
 
-def spread(codes: Codes, fmt: ElementFormat, count: int) -> Codes:
+def unpack_entries(codes: Codes, fmt: ElementFormat, count: int) -> Codes:
     """Stored codes, unpacked to one entry for each element, so that any axis can be cut or moved."""
-    return _like(_unpack(codes, fmt.bits, count), codes) if is_packed(fmt) else codes
+    return _in_library_of(_unpack_codes(codes, fmt.bits, count), codes) if packs_codes(fmt) else codes
 
 
-def gather(entries: Codes, fmt: ElementFormat) -> Codes:
+def pack_entries(entries: Codes, fmt: ElementFormat) -> Codes:
     """The inverse of `unpack_entries`."""
-    return _like(_pack(entries, fmt.bits), entries) if is_packed(fmt) else entries
+    return _in_library_of(_pack_codes(entries, fmt.bits), entries) if packs_codes(fmt) else entries
 
 
-_unpack = compiled(unpack, static_argnums=(1, 2), inline=True)
-_pack = compiled(pack, static_argnums=1, inline=True)
+_unpack_codes = always_jit(unpack_codes, static_argnums=(1, 2), inline=True)
+_pack_codes = always_jit(pack_codes, static_argnums=1, inline=True)
 
 
-def _bits_as(codes: Codes, dtype: np.dtype) -> Codes:
+def _bitcast_codes(codes: Codes, dtype: np.dtype) -> Codes:
     return codes.view(dtype) if isinstance(codes, np.ndarray) else lax.bitcast_convert_type(codes, dtype)
 
 
-def _like(result: Array, codes: Codes) -> Codes:
+def _in_library_of(result: Array, codes: Codes) -> Codes:
     """A result as NumPy if `codes` is NumPy."""
     return np.asarray(result) if isinstance(codes, np.ndarray) else result
 
@@ -133,7 +140,7 @@ def _like(result: Array, codes: Codes) -> Codes:
 # -- n of every m numbers ----------------------------------------------------------------------------------------------
 
 
-def thinned(qvalue: Codes, mask: Array, spec: Spec) -> tuple[Codes, Array]:
+def sparse_codes(qvalue: Codes, mask: Array, spec: Spec) -> tuple[Codes, Array]:
     """The codes of the kept numbers, and one bit for each number, from the codes of all; both as they are stored.
 
     Args:
@@ -141,37 +148,39 @@ def thinned(qvalue: Codes, mask: Array, spec: Spec) -> tuple[Codes, Array]:
         mask: which numbers are kept.
         spec: with `sparse`, and axes counted from the end.
     """
-    return jax.tree.map(lambda v: _like(v, qvalue), _thinned(jnp.asarray(qvalue), jnp.asarray(mask), spec=spec))
+    return jax.tree.map(
+        lambda v: _in_library_of(v, qvalue), _make_sparse_codes(jnp.asarray(qvalue), jnp.asarray(mask), spec=spec)
+    )
 
 
-def filled(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
+def dense_codes(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
     """The codes of all numbers, and which are kept, as the inverse of `sparse_codes`; codes of others mean nothing."""
-    arrays = _filled(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
-    return jax.tree.map(lambda v: _like(v, qvalue), arrays)
+    arrays = _make_dense_codes(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
+    return jax.tree.map(lambda v: _in_library_of(v, qvalue), arrays)
 
 
-@partial(compiled, static_argnames="spec", inline=True)
-def _thinned(qvalue: Array, mask: Array, *, spec: Spec) -> tuple[Array, Array]:
+@partial(always_jit, static_argnames="spec", inline=True)
+def _make_sparse_codes(qvalue: Array, mask: Array, *, spec: Spec) -> tuple[Array, Array]:
     fmt, element = spec.scaled, spec.element
     assert fmt is not None and fmt.sparse is not None
-    codes = spread(raw(qvalue, element), element, mask.shape[-1])
-    sparse = thin(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim)
-    return hold(gather(sparse, element), element), pack(mask, 1)
+    codes = unpack_entries(load_codes(qvalue, element), element, mask.shape[-1])
+    sparse = gather_sparse(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim)
+    return store_codes(pack_entries(sparse, element), element), pack_codes(mask, 1)
 
 
-@partial(compiled, static_argnames=("size", "spec"), inline=True)
-def _filled(qvalue: Array, places: Array, *, size: int, spec: Spec) -> tuple[Array, Array]:
+@partial(always_jit, static_argnames=("size", "spec"), inline=True)
+def _make_dense_codes(qvalue: Array, places: Array, *, size: int, spec: Spec) -> tuple[Array, Array]:
     fmt, element = spec.scaled, spec.element
     assert fmt is not None and fmt.sparse is not None
-    mask = unpack(places, 1, size) != 0
-    codes = spread(qvalue, element, fmt.kept_shape(mask.shape)[-1])
-    return gather(spread_kept(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim), element), mask
+    mask = unpack_codes(places, 1, size) != 0
+    codes = unpack_entries(qvalue, element, fmt.kept_shape(mask.shape)[-1])
+    return pack_entries(spread_kept(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim), element), mask
 
 
 # -- formats without a scale -------------------------------------------------------------------------------------------
 
 
-def encode_plain(values: Array, fmt: ElementFormat) -> Array:
+def encode_unscaled(values: Array, fmt: ElementFormat) -> Array:
     """The stored codes of values of a plain format, packed along the last axis.
 
     If `fmt` has no NaN, a NaN becomes its largest value, as in scaled formats.
@@ -179,29 +188,29 @@ def encode_plain(values: Array, fmt: ElementFormat) -> Array:
     carrier = CARRIERS[values.dtype.name]
     if fmt == binary64 and carrier.width < 64:
         raise ValueError(f"x has dtype {carrier.name}, which binary64 would store in more bits than it has")
-    codes = encode_elements(widen(values, carrier), fmt, _compute(carrier))
+    codes = encode_elements(widen_16_bit(values, carrier), fmt, _arithmetic_carrier(carrier))
     if not fmt.has_nan:
         codes = jnp.where(jnp.isnan(values), np.asarray(fmt.code_of(fmt.max), codes.dtype), codes)
-    return hold(gather(codes, fmt), fmt)
+    return store_codes(pack_entries(codes, fmt), fmt)
 
 
 def needs_float64(fmt: ElementFormat) -> bool:
     """Whether values of a plain format are computed in float64: binary64, and tapered formats with a wider range."""
-    return fmt == binary64 or (isinstance(fmt, TaperedFormat) and not holds(Spec(fmt), CARRIERS["float32"]))
+    return fmt == binary64 or (isinstance(fmt, TaperedFormat) and not carrier_holds(Spec(fmt), CARRIERS["float32"]))
 
 
-def decode_plain(codes: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
+def decode_unscaled(codes: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
     """The values of stored codes, rounded to nearest if `carrier` does not hold them."""
-    compute = CARRIERS["float64"] if needs_float64(fmt) else _compute(carrier)
-    values = decode_elements(spread(raw(codes, fmt), fmt, count), fmt, compute)
+    compute = CARRIERS["float64"] if needs_float64(fmt) else _arithmetic_carrier(carrier)
+    values = decode_elements(unpack_entries(load_codes(codes, fmt), fmt, count), fmt, compute)
     if compute.width == carrier.width:
         return values
-    values = round_elements(values, Spec(_CARRIER_FORMATS[carrier.name]), compute)
+    values = round_to_spec(values, Spec(_CARRIER_FORMATS[carrier.name]), compute)
     if compute.width == 64:
         return values.astype(carrier.name)
-    return narrow(values, carrier)
+    return narrow_16_bit(values, carrier)
 
 
-def _compute(carrier: Carrier) -> Carrier:
+def _arithmetic_carrier(carrier: Carrier) -> Carrier:
     """The carrier of the arithmetic: float32 for 16-bit numbers."""
     return CARRIERS["float64" if carrier.width == 64 else "float32"]

@@ -12,14 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS, is_sharded
+from jchop._common.bit_ops import CARRIERS, has_sharding
+from jchop._common.gradients import CustomJvp
 from jchop._core.rounding.codes import packed_size
-from jchop._kernels.scaled import dequantize_scaled, stored_shapes
+from jchop._kernels.scaled import code_and_scale_shapes, dequantize_scaled
+from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.gradients import CustomJvp
-from jchop.spec import Spec
-from jchop.storage._codes import check_dtype, code_dtype, decode_plain, filled, is_packed, raw
-from jchop.storage._layout import OWN, WHOLE, Kind, from_end, kinds_of, of_part
+from jchop.storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    axes_from_end,
+    axis_groupings,
+    format_of_part,
+)
+from jchop.storage._codes import (
+    check_code_dtype,
+    code_dtype,
+    decode_unscaled,
+    dense_codes,
+    load_codes,
+    packs_codes,
+)
 
 Array = jax.Array
 #: The scales: an array; a tuple if a scale has several parts; None for a plain format.
@@ -27,7 +41,7 @@ Scale = Any
 
 
 @dataclass(frozen=True)
-class Form:
+class QArrayForm:
     """Static data of stored numbers.
 
     Args:
@@ -41,7 +55,7 @@ class Form:
     dtype: str
 
 
-def shape_of(qvalue: Any, size: int | None, places: Any = None) -> tuple[int, ...]:
+def qarray_shape(qvalue: Any, size: int | None, places: Any = None) -> tuple[int, ...]:
     """The shape of the numbers with codes `qvalue`; an array without axes is stored as a row of one code.
 
     If only some numbers have codes, `places` has a bit for each number.
@@ -52,7 +66,7 @@ def shape_of(qvalue: Any, size: int | None, places: Any = None) -> tuple[int, ..
 
 def spec_of_part(spec: Spec, ndim: int) -> Spec:
     """The spec of a stored array of `ndim` axes, without channels along removed axes (`format_of_part`)."""
-    fmt = None if spec.scaled is None else of_part(spec.scaled, ndim)
+    fmt = None if spec.scaled is None else format_of_part(spec.scaled, ndim)
     return spec if fmt is None or fmt == spec.scaled else replace(spec, format=fmt)
 
 
@@ -62,11 +76,11 @@ def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
     Raises:
         ValueError: if the shape of the scales does not fit the array.
     """
-    shapes, fitting = [tuple(part.shape) for part in _parts(scale)], spec_of_part(spec, len(shape))
+    shapes, fitting = [tuple(part.shape) for part in _scale_parts(scale)], spec_of_part(spec, len(shape))
     for batch in range(len(shape) + 1):
         front, core = tuple(shape[:batch]), tuple(shape[batch:])
         try:
-            parts = jax.tree.leaves(stored_shapes(fitting, core)[1])
+            parts = jax.tree.leaves(code_and_scale_shapes(fitting, core)[1])
         except ValueError:  # an array with so few axes lacks an axis of the format
             break
         if shapes == [(*front, *part.shape) for part in parts]:
@@ -77,14 +91,14 @@ def batch_axes(spec: Spec, shape: Sequence[int], scale: Scale) -> int:
     )
 
 
-def check_parts(q: Any) -> None:
+def check_qarray_leaves(q: Any) -> None:
     """Checks that the leaves of a QArray have the shapes and dtypes of its spec, without computation.
 
     Raises:
         ValueError: for other leaves, or axes of a format that are not counted from the end.
     """
     spec, rows = spec_of_part(q.spec, q.ndim), q.qvalue if q.places is None else q.places
-    shape = shape_of(q.qvalue, q.length, q.places)
+    shape = qarray_shape(q.qvalue, q.length, q.places)
     if not rows.shape or (q.length is None and len(rows.shape) != 1):
         raise ValueError(f"{'qvalue' if q.places is None else 'places'} of shape {list(rows.shape)} does not fit "
                          f"length={q.length}")  # fmt: skip
@@ -95,13 +109,13 @@ def check_parts(q: Any) -> None:
         if spec.scaled.axis_of_sparse >= 0:
             raise ValueError(f"the axes of {spec} are not counted from the end")
         code_shape = spec.scaled.kept_shape(shape)
-    count = packed_size(code_shape[-1], spec.element.bits) if is_packed(spec.element) else code_shape[-1]
+    count = packed_size(code_shape[-1], spec.element.bits) if packs_codes(spec.element) else code_shape[-1]
     spec_leaves = [((*code_shape[:-1], count), code_dtype(spec.element))]
     if spec.scaled is not None:
         batch = batch_axes(spec, shape, q.scale)
-        if from_end(spec.scaled, len(shape) - batch) != spec.scaled:
+        if axes_from_end(spec.scaled, len(shape) - batch) != spec.scaled:
             raise ValueError(f"the axes of {spec} are not counted from the end")
-        parts = jax.tree.leaves(stored_shapes(spec, shape[batch:])[1:])
+        parts = jax.tree.leaves(code_and_scale_shapes(spec, shape[batch:])[1:])
         spec_leaves += [((*shape[:batch], *part.shape), part.dtype) for part in parts]
     if q.places is not None:
         spec_leaves += [((*shape[:-1], packed_size(shape[-1], 1)), np.dtype(np.uint8))]
@@ -113,27 +127,29 @@ def check_parts(q: Any) -> None:
         raise ValueError("the leaves are {}, and its spec has {}".format(*texts))
 
 
-def _parts(scale: Scale) -> tuple[Any, ...]:
+def _scale_parts(scale: Scale) -> tuple[Any, ...]:
     return scale if isinstance(scale, tuple) else (scale,)
 
 
-def decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None, places: Array | None = None) -> Array:
+def decode_qarray(
+    form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Array | None, places: Array | None = None
+) -> Array:
     """The stored numbers, in the carrier ``form.dtype``; those without a place are 0."""
     if places is None:
-        return _decode(form, qvalue, scale, zero_point)
+        return _decode_dense(form, qvalue, scale, zero_point)
     assert form.spec.scaled is not None and form.size is not None
-    check_dtype(qvalue, form.spec.element)
-    codes, mask = filled(qvalue, places, form.size, form.spec)
+    check_code_dtype(qvalue, form.spec.element)
+    codes, mask = dense_codes(qvalue, places, form.size, form.spec)
     dense = replace(form, spec=replace(form.spec, format=form.spec.scaled.dense))
-    return jnp.where(mask, _decode(dense, codes, scale, zero_point), 0)
+    return jnp.where(mask, _decode_dense(dense, codes, scale, zero_point), 0)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
-def _decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
-    fmt, shape = form.spec.format, shape_of(qvalue, form.size)
+def _decode_dense(form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
+    fmt, shape = form.spec.format, qarray_shape(qvalue, form.size)
     if isinstance(fmt, ElementFormat):
         count = 1 if form.size is None else form.size
-        return decode_plain(qvalue, fmt, count, CARRIERS[form.dtype]).reshape(shape)
+        return decode_unscaled(qvalue, fmt, count, CARRIERS[form.dtype]).reshape(shape)
     batch = batch_axes(form.spec, shape, scale)
 
     def core(codes: Array, scale: Scale, zero_point: Array | None) -> Array:
@@ -141,64 +157,66 @@ def _decode(form: Form, qvalue: Array, scale: Scale, zero_point: Array | None) -
 
     for _ in range(batch):
         core = jax.vmap(core)
-    return core(raw(qvalue, fmt.element), scale, zero_point)
+    return core(load_codes(qvalue, fmt.element), scale, zero_point)
 
 
 # x = e s, (e - z) s or e s + z: so dx = e ds + dz, and for codes that are floats dx = s de. Each factor is the decoded
 # number with the other factor replaced by 1, and the summand by 0.
-def _jvp(form: Form, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _decode_jvp(form: QArrayForm, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     qvalue, scale, zero_point = primals
-    result = _decode(form, *primals)
+    result = _decode_dense(form, *primals)
     tangent = jnp.zeros_like(result)
-    if _moves(tangents[0]):
-        ones = _decode(form, jnp.ones_like(qvalue), scale, zero_point)
+    if _has_tangent(tangents[0]):
+        ones = _decode_dense(form, jnp.ones_like(qvalue), scale, zero_point)
         tangent += ones * tangents[0].astype(result.dtype).reshape(result.shape)
     if scale is None:
         return result, tangent
     has_summand = form.spec.scaled is not None and form.spec.scaled.zero_point == "float"
     nothing = jax.tree.map(jnp.zeros_like, zero_point) if has_summand else zero_point
-    for i, part_tangent in enumerate(_parts(tangents[1])):
-        if not _moves(part_tangent):
+    for i, part_tangent in enumerate(_scale_parts(tangents[1])):
+        if not _has_tangent(part_tangent):
             continue
-        with_one = tuple(map(partial(_with_one, i), range(len(_parts(scale))), _parts(scale)))
-        factor = _decode(form, qvalue, with_one if isinstance(scale, tuple) else with_one[0], nothing)
-        tangent += factor * _over_elements(form.spec, part_tangent.astype(result.dtype), i, scale, result.shape)
-    if has_summand and _moves(tangents[2]):
-        tangent += _over_elements(form.spec, tangents[2].astype(result.dtype), 0, scale, result.shape)
+        with_one = tuple(map(partial(_scale_with_one, i), range(len(_scale_parts(scale))), _scale_parts(scale)))
+        factor = _decode_dense(form, qvalue, with_one if isinstance(scale, tuple) else with_one[0], nothing)
+        tangent += factor * _scale_over_elements(form.spec, part_tangent.astype(result.dtype), i, scale, result.shape)
+    if has_summand and _has_tangent(tangents[2]):
+        tangent += _scale_over_elements(form.spec, tangents[2].astype(result.dtype), 0, scale, result.shape)
     return result, tangent
 
 
-def _with_one(which: int, part: int, value: Array) -> Array:
+def _scale_with_one(which: int, part: int, value: Array) -> Array:
     """A part of the scales: 1 if it is the chosen one; 0 for the other summand of scales s e + z (parts 1 and 2)."""
     if part == which:
         return jnp.ones_like(value)
     return jnp.zeros_like(value) if part and which else value
 
 
-_decode.defjvp(_jvp, symbolic_zeros=True)
+_decode_dense.defjvp(_decode_jvp, symbolic_zeros=True)
 
 
-def _moves(tangent: Any) -> bool:
+def _has_tangent(tangent: Any) -> bool:
     zero = isinstance(tangent, jax.custom_derivatives.SymbolicZero)
     return not zero and tangent.dtype != jax.dtypes.float0
 
 
-def _over_elements(spec: Spec, values: Array, part: int, scale: Scale, shape: tuple[int, ...]) -> Array:
+def _scale_over_elements(spec: Spec, values: Array, part: int, scale: Scale, shape: tuple[int, ...]) -> Array:
     """Values in the shape of one part of the scales, repeated for each element that it scales."""
     fmt, batch = spec.scaled, batch_axes(spec, shape, scale)
     assert fmt is not None
     if part and isinstance(fmt.scale, ScaledFormat):
         scales = shape[:batch] + fmt.scale_shape(shape[batch:])
-        values = jnp.broadcast_to(expand(values, kinds_of(fmt.scale, len(scales), batch), scales), scales)
+        values = jnp.broadcast_to(
+            repeat_over_groups(values, axis_groupings(fmt.scale, len(scales), batch), scales), scales
+        )
     elif part:
         return values.reshape(*values.shape, *([1] * (len(shape) - batch)))
-    return expand(values, kinds_of(fmt, len(shape), batch), shape)
+    return repeat_over_groups(values, axis_groupings(fmt, len(shape), batch), shape)
 
 
-def expand(values: Array, kinds: Sequence[Kind], shape: Sequence[int]) -> Array:
+def repeat_over_groups(values: Array, kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> Array:
     """One value for each group, repeated for each element of the group; whole-axis groups keep length 1."""
     for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
-        if kind not in (OWN, WHOLE):
-            sharding = jax.typeof(values).sharding if is_sharded(values) else None
+        if kind not in (OWN_SCALE, WHOLE_AXIS):
+            sharding = jax.typeof(values).sharding if has_sharding(values) else None
             values = lax.slice_in_dim(jnp.repeat(values, int(kind), axis, out_sharding=sharding), 0, n, axis=axis)
     return values

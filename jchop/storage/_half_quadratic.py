@@ -12,21 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import OWN_SCOPE, as_array
-from jchop._bits import types_for
-from jchop._checks import check_bool, check_int
+from jchop._common.bit_ops import enable_x64_for
+from jchop._common.checks import check_bool, check_int
+from jchop._common.settings import always_jit
 from jchop._core.scaled.groups import Groups
-from jchop._settings import compiled
+from jchop._round.arguments import JCHOP_SCOPE, as_array
+from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ScaledFormat, bfloat16, binary16, binary32, binary64
-from jchop.rounding import Rounding
-from jchop.spec import Gradient, Spec, as_spec
-from jchop.storage._layout import from_end
+from jchop.formats.rounding import Rounding
+from jchop.storage._axis_groupings import axes_from_end
 from jchop.storage._quantize import dequantize, fit_scale, quantize
 
 Array = jax.Array
 
 #: The formats of scales that are carrier dtypes.
-_SCALES = (binary16, bfloat16, binary32, binary64)
+_CARRIER_SCALES = (binary16, bfloat16, binary32, binary64)
 
 
 def fit_half_quadratic(
@@ -75,21 +75,23 @@ def fit_half_quadratic(
         ([[1.0]], 0.34)
     """
     spec = as_spec(spec, scaled=True)
-    fmt = check_moves_zero_points(spec)
-    settings = check_search(iterations, norm, weight, growth, whole_start)
+    fmt = check_float_zero_points(spec)
+    settings = check_hqq_search(iterations, norm, weight, growth, whole_start)
     array = as_array("x", x)
     nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # the search has no key
-    spec = replace(spec, format=from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
+    spec = replace(spec, format=axes_from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
     scale, zero_point = fit_scale(array, spec)
-    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
+    with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
         if whole_start:
             zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
         if array.size:
-            zero_point = _search(jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations)
+            zero_point = _search_zero_points(
+                jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations
+            )
         return scale, zero_point if isinstance(x, Array) else np.asarray(zero_point)
 
 
-def check_moves_zero_points(spec: Spec) -> ScaledFormat:
+def check_float_zero_points(spec: Spec) -> ScaledFormat:
     """The format of a spec, whose zero points the search can move.
 
     Raises:
@@ -103,7 +105,7 @@ def check_moves_zero_points(spec: Spec) -> ScaledFormat:
         )
     if fmt.sparse is not None:
         raise ValueError(f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
-    if fmt.scale not in _SCALES:
+    if fmt.scale not in _CARRIER_SCALES:
         raise ValueError(
             f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
             "float16, bfloat16, float32 and float64"
@@ -111,7 +113,7 @@ def check_moves_zero_points(spec: Spec) -> ScaledFormat:
     return fmt
 
 
-def check_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole_start: Any) -> tuple[float, ...]:
+def check_hqq_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole_start: Any) -> tuple[float, ...]:
     """The numbers of a search.
 
     Raises:
@@ -119,10 +121,14 @@ def check_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole_sta
     """
     check_int("iterations", iterations, 1, (1 << 31) - 1)
     check_bool("whole_start", whole_start)
-    return _between("norm", norm, 1.0), _between("weight", weight, math.inf), _between("growth", growth, math.inf)
+    return (
+        _number_between("norm", norm, 1.0),
+        _number_between("weight", weight, math.inf),
+        _number_between("growth", growth, math.inf),
+    )
 
 
-def _between(name: str, value: Any, most: float) -> float:
+def _number_between(name: str, value: Any, most: float) -> float:
     """A number above 0 and below `most`."""
     requirement = "a finite number above 0" if most == math.inf else f"a number between 0 and {most:g}, both excluded"
     try:
@@ -136,7 +142,7 @@ def _between(name: str, value: Any, most: float) -> float:
     return number
 
 
-class _State(NamedTuple):
+class _HqqState(NamedTuple):
     turn: Array
     zero: Array  # the next candidate
     best: Array  # the zero points with the least error so far
@@ -144,8 +150,10 @@ class _State(NamedTuple):
     improves: Array
 
 
-@partial(compiled, static_argnames=("spec", "iterations"))
-def _search(x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *, spec: Spec, iterations: int) -> Array:
+@partial(always_jit, static_argnames=("spec", "iterations"))
+def _search_zero_points(
+    x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *, spec: Spec, iterations: int
+) -> Array:
     fmt = spec.scaled
     assert fmt is not None
     groups, wide = Groups(x.shape, fmt.group_shape(x.shape)), jnp.promote_types(x.dtype, jnp.float32)
@@ -161,7 +169,7 @@ def _search(x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *,
 
     count = jnp.maximum(total(finite.astype(wide)), 1)
 
-    def turn(state: _State) -> _State:
+    def turn(state: _HqqState) -> _HqqState:
         q = quantize(x, spec, scale=scale, zero_point=state.zero)
         whole = dequantize(replace(q, zero_point=jnp.zeros_like(zero)), wide)  # s e
         rest = jnp.where(finite, numbers - whole - spread(state.zero), 0)
@@ -173,7 +181,7 @@ def _search(x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *,
         means = total(jnp.where(finite, numbers - sparse - whole, 0)) / count
         best = jnp.where(better, state.zero, state.best)
         following = groups.squeeze(means).astype(zero.dtype)
-        return _State(state.turn + 1, following, best, jnp.minimum(error, state.error), better)
+        return _HqqState(state.turn + 1, following, best, jnp.minimum(error, state.error), better)
 
-    first = _State(jnp.zeros((), jnp.int32), zero, zero, jnp.full((), jnp.inf, wide), jnp.ones((), bool))
+    first = _HqqState(jnp.zeros((), jnp.int32), zero, zero, jnp.full((), jnp.inf, wide), jnp.ones((), bool))
     return lax.while_loop(lambda state: (state.turn <= iterations) & state.improves, turn, first).best

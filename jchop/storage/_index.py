@@ -11,14 +11,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checks import as_numpy
-from jchop.storage._layout import OWN, WHOLE, Kind
+from jchop._common.checks import as_numpy
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping
 
 #: An integer or scalar array, a slice, or an array of integers.
 Index = Any
 
 
-def normalized(index: Any, shape: Sequence[int]) -> list[Index]:
+def normalize_index(index: Any, shape: Sequence[int]) -> list[Index]:
     """One entry for each axis: slices of a whole axis become ``slice(None)``, and static integers nonnegative.
 
     Raises:
@@ -34,21 +34,21 @@ def normalized(index: Any, shape: Sequence[int]) -> list[Index]:
         raise IndexError(f"{len(items) - len(dots)} indexes for an array of {len(shape)} axes")
     at = dots[0] if dots else len(items)
     items[at : at + len(dots)] = [slice(None)] * missing
-    entries = [_entry(axis, entry, n) for axis, (entry, n) in enumerate(zip(items, shape, strict=True))]
+    entries = [_index_entry(axis, entry, n) for axis, (entry, n) in enumerate(zip(items, shape, strict=True))]
     arrays = [entry for entry in entries if not isinstance(entry, slice) and np.ndim(entry)]
     if arrays and sum(not isinstance(entry, slice) for entry in entries) > 1:
         raise TypeError("an index of a QArray can hold one array with axes, and beside it slices only")
     return entries
 
 
-def _entry(axis: int, entry: Any, n: int) -> Index:
+def _index_entry(axis: int, entry: Any, n: int) -> Index:
     if isinstance(entry, slice):
         start, stop, step = entry.indices(n)
         return slice(None) if (start, stop, step) == (0, n, 1) else slice(start, None if stop < 0 else stop, step)
     if isinstance(entry, jax.Array | np.ndarray | list):
         entry = entry if isinstance(entry, jax.Array) else jnp.asarray(as_numpy("index", entry))
         if jnp.issubdtype(entry.dtype, jnp.integer):
-            _require_inside(axis, entry, n)
+            _require_index_in_range(axis, entry, n)
             return entry
     elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
         number = operator.index(entry)
@@ -58,7 +58,7 @@ def _entry(axis: int, entry: Any, n: int) -> Index:
     raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
 
 
-def _require_inside(axis: int, entry: jax.Array, n: int) -> None:
+def _require_index_in_range(axis: int, entry: jax.Array, n: int) -> None:
     """Refuse known indexes out of range, which JAX would clamp."""
     if isinstance(entry, jax.core.Tracer):
         return
@@ -68,16 +68,16 @@ def _require_inside(axis: int, entry: jax.Array, n: int) -> None:
         raise IndexError(f"index {outside.flat[0]} is outside axis {axis} of length {n}")
 
 
-def scale_entry(axis: int, entry: Index, kind: Kind, n: int) -> Index:
+def scale_entry(axis: int, entry: Index, kind: AxisGrouping, n: int) -> Index:
     """The index of the scales for `entry` along an axis of length `n`.
 
     Raises:
         ValueError: if `entry` cuts a group.
     """
     whole = isinstance(entry, slice) and entry == slice(None)
-    if kind == OWN or whole:
+    if kind == OWN_SCALE or whole:
         return entry
-    if kind == WHOLE:
+    if kind == WHOLE_AXIS:
         if isinstance(entry, slice):
             return slice(None) if len(range(*entry.indices(n))) else slice(0, 0)
         ndim = np.ndim(entry)  # 1: quantized scales keep their own groups whole

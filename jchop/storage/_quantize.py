@@ -13,30 +13,55 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._arguments import OWN_SCOPE, as_array, carrier_of, checked_keys, has_tracer, own_results, stream_offset
-from jchop._bits import CARRIERS, types_for
-from jchop._checks import check_choice
+from jchop._common.bit_ops import CARRIERS, enable_x64_for
+from jchop._common.checks import check_choice
+from jchop._common.settings import always_jit
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
-from jchop._core.scaled_bodies import flat, unflat
+from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._kernels.scaled import dense_of, fit_scaled, quantize_scaled, stored_shapes
+from jchop._kernels.scaled import (
+    code_and_scale_shapes,
+    dense_of,
+    fit_scaled,
+    quantize_scaled,
+)
+from jchop._round.arguments import (
+    JCHOP_SCOPE,
+    as_array,
+    carrier_of_dtype,
+    has_tracer,
+    mark_results,
+    rounding_keys,
+    stream_offset,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled
+from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
-from jchop.spec import Gradient, Spec, as_spec
-from jchop.storage._array import QArray, Rearranged, check_qarray
-from jchop.storage._codes import code_dtype, encode_plain, hold, needs_float64, thinned
-from jchop.storage._decode import Form, Scale, batch_axes, decode, spec_of_part
-from jchop.storage._layout import from_end, over_stack
+from jchop.storage._array import PackedParam, QArray, check_qarray
+from jchop.storage._axis_groupings import axes_from_end, map_over_stack
+from jchop.storage._codes import (
+    code_dtype,
+    encode_unscaled,
+    needs_float64,
+    sparse_codes,
+    store_codes,
+)
+from jchop.storage._decode import (
+    QArrayForm,
+    Scale,
+    batch_axes,
+    decode_qarray,
+    spec_of_part,
+)
 
 Array = jax.Array
-_Spec = Spec | ElementFormat | ScaledFormat | str
+_StorageSpec = Spec | ElementFormat | ScaledFormat | str
 
 
 def quantize(
     x: Any,
-    spec: _Spec,
+    spec: _StorageSpec,
     key: Array | None = None,
     *,
     scale: Scale = None,
@@ -81,29 +106,29 @@ def quantize(
     check_choice("impl", impl, IMPLEMENTATIONS)
     spec = replace(as_spec(spec, scaled=True), gradient=Gradient())
     array, numpy = as_array("x", x), not isinstance(x, Array)
-    carrier_of(array.dtype, complex_too=False)
+    carrier_of_dtype(array.dtype, complex_too=False)
     if spec.scaled is not None:
-        spec = replace(spec, format=from_end(spec.scaled, array.ndim))
-    draw_key = checked_keys(spec, key)[0]
-    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
+        spec = replace(spec, format=axes_from_end(spec.scaled, array.ndim))
+    draw_key = rounding_keys(spec, key)[0]
+    with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
         if not isinstance(spec.format, ElementFormat):
             place, starts = stream_offset(offset, array.shape)
-            how = _How(spec, place, impl)
-            own_scales = _given(array, spec, scale, zero_point)
-            *parts, places = _quantize(array, draw_key, starts, *own_scales, how=how)
+            how = _QuantizeOptions(spec, place, impl)
+            own_scales = _check_scale_argument(array, spec, scale, zero_point)
+            *parts, places = _quantize_groups(array, draw_key, starts, *own_scales, how=how)
             parts = (*(parts if scale is None else (parts[0], *own_scales)), places)
         else:
             if scale is not None or zero_point is not None:
                 raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale and no zero_point")
             code_dtype(spec.format)
             values = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, draw_key, offset=offset, impl=impl)
-            parts = (_encode(values, fmt=spec.format), None, None, None)
-        qvalue, scale, zero_point, places = jax.tree.map(_to_numpy, parts) if numpy else parts
+            parts = (_encode_values(values, fmt=spec.format), None, None, None)
+        qvalue, scale, zero_point, places = jax.tree.map(_leaf_to_numpy, parts) if numpy else parts
     size = array.shape[-1] if array.ndim else None
     return QArray(qvalue, scale, zero_point, spec, size, np.dtype(array.dtype), places)
 
 
-def dequantize(q: QArray | Rearranged, dtype: Any = None, *, add_to: Any = None) -> Any:
+def dequantize(q: QArray | PackedParam, dtype: Any = None, *, add_to: Any = None) -> Any:
     """The numbers of a `QArray`. They equal `round_to_format` of the array under the spec, bit for bit.
 
     Differentiable in the leaves that are floats: scales, and codes of a float dtype.
@@ -129,14 +154,14 @@ def dequantize(q: QArray | Rearranged, dtype: Any = None, *, add_to: Any = None)
         >>> jc.dequantize(q, add_to=jnp.ones(3)).dtype
         dtype('float32')
     """
-    check_qarray("q", q, QArray | Rearranged)
+    check_qarray("q", q, QArray | PackedParam)
     if add_to is not None:
         if dtype is not None and np.dtype(dtype) != add_to.dtype:
             raise ValueError(f"dtype={dtype!r} has no effect beside add_to, whose dtype is {add_to.dtype}")
         if tuple(add_to.shape) != q.shape:
             raise ValueError(f"add_to has shape {tuple(add_to.shape)}, and q {q.shape}")
         dtype = add_to.dtype
-    if isinstance(q, Rearranged):
+    if isinstance(q, PackedParam):
         numbers = q.dequantize(dtype)
         return numbers if add_to is None else add_to + numbers
     form = q.form(dtype)
@@ -144,10 +169,10 @@ def dequantize(q: QArray | Rearranged, dtype: Any = None, *, add_to: Any = None)
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
     wide = wide or needs_float64(q.spec.element)
-    with types_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(OWN_SCOPE):
-        numbers = own_results(_dequantize(q.qvalue, q.scale, q.zero_point, q.places, add_to, form=form))
+    with enable_x64_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(JCHOP_SCOPE):
+        numbers = mark_results(_dequantize_leaves(q.qvalue, q.scale, q.zero_point, q.places, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
-            return _to_numpy(numbers)
+            return _leaf_to_numpy(numbers)
     return numbers
 
 
@@ -164,13 +189,13 @@ def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     Returns:
         An array like `q`.
     """
-    if isinstance(q, Rearranged):
+    if isinstance(q, PackedParam):
         return q.requantize(x, key)
     spec, stack = spec_of_part(q.spec, q.ndim), 0 if q.spec.scaled is None else batch_axes(q.spec, q.shape, q.scale)
-    return replace(over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
+    return replace(map_over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
 
 
-def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
+def fit_scale(x: Any, spec: _StorageSpec) -> tuple[Scale, Any]:
     """The scales and zero points that `quantize` chooses, to be kept, averaged, or used for other arrays.
 
     Args:
@@ -194,18 +219,18 @@ def fit_scale(x: Any, spec: _Spec) -> tuple[Scale, Any]:
     if spec.scaled is None:
         raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale")
     array, numpy = as_array("x", x), not isinstance(x, Array)
-    carrier_of(array.dtype, complex_too=False)
-    spec = replace(spec, format=from_end(spec.scaled, array.ndim), gradient=Gradient())
-    with types_for(array.dtype), jax.named_scope(OWN_SCOPE):
-        scales = _fit(array, spec=spec)
-        return jax.tree.map(_to_numpy, scales) if numpy else scales
+    carrier_of_dtype(array.dtype, complex_too=False)
+    spec = replace(spec, format=axes_from_end(spec.scaled, array.ndim), gradient=Gradient())
+    with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
+        scales = _fit_group_scales(array, spec=spec)
+        return jax.tree.map(_leaf_to_numpy, scales) if numpy else scales
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _How:
+class _QuantizeOptions:
     """The static arguments of quantization to a scaled format."""
 
     spec: Spec
@@ -213,8 +238,10 @@ class _How:
     impl: str
 
 
-@partial(compiled, static_argnames="how", inline=True)
-def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _How) -> tuple:
+@partial(always_jit, static_argnames="how", inline=True)
+def _quantize_groups(
+    x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _QuantizeOptions
+) -> tuple:
     words = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
     assert how.spec.scaled is not None
@@ -224,49 +251,51 @@ def _quantize(x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point
     if how.spec.scaled.sparse is None:
         return codes, *scales, None
     mask = jnp.ones(x.shape, bool) if mask is None else mask  # of no numbers
-    codes, places = thinned(codes, mask, how.spec)
+    codes, places = sparse_codes(codes, mask, how.spec)
     return codes, *scales, places
 
 
-@partial(compiled, static_argnames="fmt", inline=True)
-def _encode(values: Array, *, fmt: ElementFormat) -> Array:
-    return encode_plain(values.reshape(values.shape or (1,)), fmt)
+@partial(always_jit, static_argnames="fmt", inline=True)
+def _encode_values(values: Array, *, fmt: ElementFormat) -> Array:
+    return encode_unscaled(values.reshape(values.shape or (1,)), fmt)
 
 
-@partial(compiled, static_argnames="spec", inline=True)
-def _fit(x: Any, *, spec: Spec) -> tuple[Scale, Any]:
+@partial(always_jit, static_argnames="spec", inline=True)
+def _fit_group_scales(x: Any, *, spec: Spec) -> tuple[Scale, Any]:
     return fit_scaled(lax.stop_gradient(jnp.asarray(x)), spec=spec)
 
 
-@partial(compiled, static_argnames="form", inline=True)
-def _dequantize(qvalue: Any, scale: Scale, zero_point: Any, places: Any, add_to: Any, *, form: Form) -> Array:
+@partial(always_jit, static_argnames="form", inline=True)
+def _dequantize_leaves(
+    qvalue: Any, scale: Scale, zero_point: Any, places: Any, add_to: Any, *, form: QArrayForm
+) -> Array:
     qvalue, scale, zero_point, places = jax.tree.map(jnp.asarray, (qvalue, scale, zero_point, places))
-    numbers = decode(form, qvalue, scale, zero_point, places)
+    numbers = decode_qarray(form, qvalue, scale, zero_point, places)
     return numbers if add_to is None else add_to + numbers
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _given(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, Any]:
+def _check_scale_argument(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, Any]:
     """A given scale and zero point, checked to have the form of `fit_scale`."""
     if scale is None and zero_point is None:
         return None, None
     if scale is None:
         raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
-    _, *own_leaves = stored_shapes(spec, x.shape)
+    _, *own_leaves = code_and_scale_shapes(spec, x.shape)
     for name, value, own_leaf in zip(("scale", "zero_point"), (scale, zero_point), own_leaves, strict=True):
-        if _described(value) != _described(own_leaf):
+        if _leaf_text(value) != _leaf_text(own_leaf):
             raise ValueError(
-                f"{name} is {_described(value)}; for x of shape {x.shape} and spec={str(spec)!r} it must be "
-                f"{_described(own_leaf)}"
+                f"{name} is {_leaf_text(value)}; for x of shape {x.shape} and spec={str(spec)!r} it must be "
+                f"{_leaf_text(own_leaf)}"
             )
-    _check_scale(scale, spec, x.shape)
-    _check_zero_point(zero_point, spec)
+    _check_scale_values(scale, spec, x.shape)
+    _check_zero_point_values(zero_point, spec)
     return scale, zero_point
 
 
-def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
+def _check_scale_values(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     """Refuses scales that `fit_scale` cannot return. Traced values are not known and not checked."""
     if has_tracer(scale):
         return
@@ -275,28 +304,28 @@ def _check_scale(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     values = []
     while isinstance(fmt.scale, ScaledFormat):
         codes, *rest = scale
-        scale, zero = unflat(rest, fmt.scale)
+        scale, zero = unflatten_scales(rest, fmt.scale)
         shape = fmt.scale_shape(shape)
         size = shape[-1] if shape else None
-        q = QArray(hold(codes, fmt.scale.element), scale, zero, Spec(fmt.scale), size, np.dtype("f4"))
+        q = QArray(store_codes(codes, fmt.scale.element), scale, zero, Spec(fmt.scale), size, np.dtype("f4"))
         values.append(dequantize(q))
         fmt = fmt.scale
-    for part in [*values, *flat(scale, None)]:
+    for part in [*values, *flatten_scales(scale, None)]:
         assert isinstance(fmt.scale, ElementFormat)
-        numbers = _values(part, fmt.scale)
+        numbers = _distinct_values(part, fmt.scale)
         wrong = numbers[~(np.isfinite(numbers) & (numbers > 0))]
         if wrong.size:
             raise ValueError(f"scale has {wrong[0]}; for spec={str(spec)!r} scales must be finite and above zero")
 
 
-def _check_zero_point(zero_point: Any, spec: Spec) -> None:
+def _check_zero_point_values(zero_point: Any, spec: Spec) -> None:
     """Refuses zero points that `fit_scale` cannot return. Traced values are not known and not checked."""
     fmt = spec.element
     if spec.scaled is None or not spec.scaled.zero_point or has_tracer(zero_point):
         return
     if spec.scaled.zero_point == "float":
         assert isinstance(spec.scaled.scale, ElementFormat)
-        numbers = _values(zero_point, spec.scaled.scale)
+        numbers = _distinct_values(zero_point, spec.scaled.scale)
         if not np.isfinite(numbers).all():
             wrong = numbers[~np.isfinite(numbers)][0]
             raise ValueError(f"zero_point has {wrong}; for spec={str(spec)!r} zero points must be finite")
@@ -311,7 +340,7 @@ def _check_zero_point(zero_point: Any, spec: Spec) -> None:
         )
 
 
-def _values(scales: Any, fmt: ElementFormat) -> np.ndarray:
+def _distinct_values(scales: Any, fmt: ElementFormat) -> np.ndarray:
     """The distinct values of stored scales: the numbers themselves if of a float dtype, else the decoded codes."""
     distinct = np.unique(np.asarray(scales).astype(np.float64))
     if jnp.issubdtype(scales.dtype, jnp.floating):
@@ -320,15 +349,15 @@ def _values(scales: Any, fmt: ElementFormat) -> np.ndarray:
     return np.array([math.nan if value is None else float(value) for value in values])
 
 
-def _described(parts: Any) -> str:
+def _leaf_text(parts: Any) -> str:
     """The dtypes and shapes of parts."""
     if isinstance(parts, tuple):
-        return " and ".join(map(_described, parts))
+        return " and ".join(map(_leaf_text, parts))
     if not hasattr(parts, "dtype") or not hasattr(parts, "shape"):
         return repr(parts)
     return f"{np.dtype(parts.dtype).name}{list(parts.shape)}"
 
 
-def _to_numpy(leaf: Any) -> Any:
+def _leaf_to_numpy(leaf: Any) -> Any:
     """A leaf as NumPy; a traced leaf is returned unchanged."""
     return leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._bits import CARRIERS, types_for
+from jchop._common.bit_ops import CARRIERS, enable_x64_for
+from jchop._common.files import require_extra
 from jchop._core.rounding.codes import decode_elements
-from jchop._files import require_extra
+from jchop._spec.spec import Spec
 from jchop.formats import (
     CATALOGUE,
     CodebookFormat,
@@ -27,17 +28,21 @@ from jchop.formats import (
     float8_e8m0fnu,
     nf4,
 )
-from jchop.spec import Spec
 from jchop.storage._array import QArray, check_qarray
-from jchop.storage._codes import gather, hold, raw
+from jchop.storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    with_groupings,
+)
+from jchop.storage._codes import load_codes, pack_entries, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
-from jchop.storage._layout import OWN, WHOLE, Kind, with_kinds
 
-_SCALES: dict[str, FloatFormat] = {
+_QWIX_SCALES: dict[str, FloatFormat] = {
     "float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64
 }  # fmt: skip
 #: qwix's name of the type that it stores in another dtype.
-_NF4 = "nf4"
+_QWIX_NF4 = "nf4"
 
 
 def to_qwix(q: QArray) -> Any:
@@ -61,7 +66,7 @@ def to_qwix(q: QArray) -> Any:
         >>> jc.to_qwix(jc.quantize(jnp.ones((2, 8)), "int8(channel=0)")).qvalue.dtype  # doctest: +SKIP
         dtype('int8')
     """
-    qwix = _qwix()
+    qwix = _import_qwix()
     check_qarray("q", q)
     fmt = spec_of_part(q.spec, q.ndim).scaled
     if (
@@ -78,10 +83,10 @@ def to_qwix(q: QArray) -> Any:
     core = q.shape[len(q.shape) - len(groups) :]
     if any(n % group for n, group in zip(core, groups, strict=True)):
         raise ValueError(f"q has shape {q.shape} and groups of {groups}; the groups of qwix have one size")
-    with types_for(q.dtype):
-        qvalue = _native(jnp.asarray(q._entries()), fmt.element, qtype)
+    with enable_x64_for(q.dtype):
+        qvalue = _codes_to_native(jnp.asarray(q._entries()), fmt.element, qtype)
         scale = jnp.asarray(q.scale)
-        if scale.dtype.name not in _SCALES:
+        if scale.dtype.name not in _QWIX_SCALES:
             scale = decode_elements(scale, fmt.scale, CARRIERS["float32"])
         carrier = jnp.promote_types(scale.dtype, q.dtype)
         zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(qvalue.dtype)
@@ -107,30 +112,30 @@ def from_qwix(q: Any) -> QArray:
         >>> jc.from_qwix(qwix.quantize(jnp.ones((2, 8)), jnp.int8, channelwise_axes=(0,))).spec  # doctest: +SKIP
         Spec(...)
     """
-    qwix = _qwix()
+    qwix = _import_qwix()
     check_qarray("q", q, qwix.QArray, "qwix.QArray")
     if q.zero_point is not None and q.zero_point.shape != q.scale.shape:
         raise ValueError(f"zero_point has shape {q.zero_point.shape}, and scale {q.scale.shape}; they must be alike")
-    element, dtype = _element_of(q.qtype), np.dtype(q.scale.dtype)
-    fmt = ScaledFormat(element, scale=_SCALES[dtype.name], zero_point=None if q.zero_point is None else "integer")
-    kinds = [_kind(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
-    fmt = with_kinds(fmt if WHOLE in kinds else fmt(group=1), kinds)
-    with types_for(dtype):
-        codes = _codes(q.qvalue, element)
-        qvalue = hold(gather(codes.reshape(codes.shape or (1,)), element), element)
+    element, dtype = _element_of_qtype(q.qtype), np.dtype(q.scale.dtype)
+    fmt = ScaledFormat(element, scale=_QWIX_SCALES[dtype.name], zero_point=None if q.zero_point is None else "integer")
+    kinds = [_grouping_of_count(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
+    fmt = with_groupings(fmt if WHOLE_AXIS in kinds else fmt(group=1), kinds)
+    with enable_x64_for(dtype):
+        codes = _native_to_codes(q.qvalue, element)
+        qvalue = store_codes(pack_entries(codes.reshape(codes.shape or (1,)), element), element)
         zero_point = None if q.zero_point is None else q.zero_point.astype(jnp.int32)
     return QArray(qvalue, q.scale, zero_point, Spec(fmt), q.shape[-1] if q.shape else None, dtype)
 
 
-def _qwix() -> Any:
+def _import_qwix() -> Any:
     require_extra("to_qwix and from_qwix", "qwix", ("qwix",))
     return importlib.import_module("qwix")
 
 
-def _kind(n: int, count: int) -> Kind:
+def _grouping_of_count(n: int, count: int) -> AxisGrouping:
     if n % max(count, 1):
         raise ValueError(f"q has {count} scales along an axis of {n}, which they do not divide evenly")
-    return OWN if count == n else WHOLE if count == 1 else n // count
+    return OWN_SCALE if count == n else WHOLE_AXIS if count == 1 else n // count
 
 
 # -- elements ----------------------------------------------------------------------------------------------------------
@@ -139,51 +144,51 @@ def _kind(n: int, count: int) -> Kind:
 def _qtype_of(element: ElementFormat) -> Any:
     """The qtype in qwix of an element format."""
     if element == nf4.element:
-        return _NF4
+        return _QWIX_NF4
     if isinstance(element, IntegerFormat) and element.bits <= 8:
         if element.bits in (4, 8):
             return jnp.dtype(f"{'' if element.signed else 'u'}int{element.bits}")
         if element.signed and element.bits > 1:
             return f"int{element.bits}"
-    name = _float_names().get(element)
+    name = _native_float_names().get(element)
     if name is None:
         raise ValueError(f"q has elements of {element}, for which qwix has no type")
     return jnp.dtype(name)
 
 
-def _element_of(qtype: Any) -> ElementFormat:
+def _element_of_qtype(qtype: Any) -> ElementFormat:
     """The element format of a qtype of qwix."""
     text = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
     text = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}.get(text, text)
-    if text == _NF4:
+    if text == _QWIX_NF4:
         return nf4.element
-    elements: dict[str, ElementFormat] = {name: fmt for fmt, name in _float_names().items()}
+    elements: dict[str, ElementFormat] = {name: fmt for fmt, name in _native_float_names().items()}
     elements |= {f"int{bits}": IntegerFormat(bits) for bits in range(2, 9)}
     elements |= {f"uint{bits}": IntegerFormat(bits, signed=False) for bits in (4, 8)}
     if text not in elements:
-        raise ValueError(f"q has qtype={qtype!r}; allowed: {', '.join([_NF4, *elements])}")
+        raise ValueError(f"q has qtype={qtype!r}; allowed: {', '.join([_QWIX_NF4, *elements])}")
     return elements[text]
 
 
-def _float_names() -> dict[ElementFormat, str]:
+def _native_float_names() -> dict[ElementFormat, str]:
     """The names of floats of 8 and 4 bits that are both element formats and dtypes."""
     return {fmt: name for name, fmt in CATALOGUE.items() if fmt.bits in (4, 8) and fmt != float8_e8m0fnu}
 
 
-def _native(entries: jax.Array, element: ElementFormat, qtype: Any) -> jax.Array:
+def _codes_to_native(entries: jax.Array, element: ElementFormat, qtype: Any) -> jax.Array:
     """Entries of codes as elements of qwix's dtype."""
     if isinstance(element, CodebookFormat):
         return entries.astype(jnp.uint4)
     if isinstance(element, IntegerFormat):
         up = 8 - element.bits
-        signed = raw(entries, element) if element.bits == 8 else entries
+        signed = load_codes(entries, element) if element.bits == 8 else entries
         signed = lax.bitcast_convert_type(signed << up, jnp.int8) >> up if element.signed else signed
         return signed.astype(qtype if not isinstance(qtype, str) else jnp.int4 if element.bits <= 4 else jnp.int8)
-    codes = raw(entries, element) if element.bits == 8 else entries.astype(jnp.uint4)
+    codes = load_codes(entries, element) if element.bits == 8 else entries.astype(jnp.uint4)
     return lax.bitcast_convert_type(codes, qtype)
 
 
-def _codes(qvalue: jax.Array, element: ElementFormat) -> jax.Array:
+def _native_to_codes(qvalue: jax.Array, element: ElementFormat) -> jax.Array:
     """The inverse of `_codes_to_native`, as unsigned codes of a byte each."""
     if isinstance(element, IntegerFormat):
         wide = qvalue.astype(jnp.int8 if element.signed else jnp.uint8)

@@ -12,27 +12,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jchop._arguments import has_tracer
-from jchop._bits import CARRIERS
-from jchop._checks import check_bool
-from jchop._files import path_of, write_atomically
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_bool
+from jchop._common.files import as_path, write_atomically
+from jchop._round.arguments import has_tracer
+from jchop._spec.spec import parse
 from jchop.formats import ScaledFormat
-from jchop.spec import parse
-from jchop.storage._array import QArray, refuse_parts
-from jchop.storage._decode import check_parts
-from jchop.storage._files.json import Reader, read_object, shown, small, string
-from jchop.storage._files.parts import read_placed, spans_processes, write_together
-from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter, lay_out
-from jchop.storage._nested import TREE, nest, paths_in, tree_metadata
-from jchop.storage._sharding import sharding_in
+from jchop.storage._array import QArray, refuse_qarray_dicts
+from jchop.storage._decode import check_qarray_leaves
+from jchop.storage._files.device_parts import read_to_devices, spans_processes, write_together
+from jchop.storage._files.json import (
+    Reader,
+    json_string,
+    read_object,
+    short_text,
+    small_value,
+)
+from jchop.storage._files.safetensors import (
+    TensorEntry,
+    TensorFile,
+    TensorWriter,
+    place_tensors,
+)
+from jchop.storage._sharding import named_sharding_of
+from jchop.storage._tree_record import (
+    TREE_KEY,
+    nest_leaves,
+    tree_metadata,
+    tree_paths_in,
+)
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
-QARRAYS = "jchop.qarrays"
+QARRAYS_KEY = "jchop.qarrays"
 #: The metadata key that names the random keys among the tensors: JSON, which maps each name to its implementation.
-KEYS = "jchop.keys"
+RANDOM_KEYS_KEY = "jchop.keys"
 #: The most differing leaves in an error.
-_MOST_TOLD = 3
+_MOST_DIFFERENCES = 3
 
 
 def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -72,25 +88,25 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         raise TypeError(
             "tree has traced arrays, and save_safetensors writes values: call it outside of transformations"
         )
-    texts, path = _checked_metadata(metadata), path_of("path", path)
+    texts, path = _check_metadata(metadata), as_path("path", path)
     tensors: dict[str, Any] = {}
     descriptions: dict[str, dict[str, Any]] = {}
-    leaves = named_leaves(tree)
+    leaves = leaves_by_name(tree)
     used: set[str] = set()
     keys: dict[str, str] = {}
     for name, _, leaf in leaves:
-        if _is_key(leaf):
+        if _is_random_key(leaf):
             keys[name], leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
         parts = {name: leaf}
         if isinstance(leaf, QArray):
-            parts, descriptions[name] = parts_of(name, leaf), description(leaf)
+            parts, descriptions[name] = qarray_tensors(name, leaf), qarray_description(leaf)
         if twice := used & {name, *parts}:
             raise ValueError(f"tree has two leaves of the name {min(twice)!r}")
         used |= {name, *parts}
         tensors |= parts
-    entries = lay_out({name: _entry(name, array) for name, array in tensors.items()})
+    entries = place_tensors({name: _tensor_entry(name, array) for name, array in tensors.items()})
     texts |= qarray_metadata(descriptions) | tree_metadata({name: path for name, path, _ in leaves})
-    texts |= {KEYS: json.dumps(keys)} if keys else {}
+    texts |= {RANDOM_KEYS_KEY: json.dumps(keys)} if keys else {}
     if any(map(spans_processes, tensors.values())):
         write_together(path, tensors, entries, texts)
         return
@@ -140,58 +156,58 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     check_bool("nested", nested)
     if nested and like is not None:
         raise ValueError("nested=True has no effect beside like=, which defines the structure")
-    with TensorFile(path_of("path", path)) as file, jax.enable_x64(True):
-        descriptions = described_in(file)
-        owners = {part for name, fields in descriptions.items() for part in part_names(name, fields)}
-        keys = _keys_in(file, owners)
-        paths = paths_in(file, {*descriptions, *file.entries} - owners) if nested else {}
-        like_leaves = {} if like is None else {name: leaf for name, _, leaf in named_leaves(like)}
+    with TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
+        descriptions = qarrays_in(file)
+        owners = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
+        keys = _random_keys_in(file, owners)
+        paths = tree_paths_in(file, {*descriptions, *file.entries} - owners) if nested else {}
+        like_leaves = {} if like is None else {name: leaf for name, _, leaf in leaves_by_name(like)}
         if like is not None:
-            _check_like(path, like_leaves, _stored(file, descriptions, owners, keys))
-        tensor_shardings = _placed(like_leaves)
+            _check_like_tree(path, like_leaves, _abstract_leaves(file, descriptions, owners, keys))
+        tensor_shardings = _tensor_shardings(like_leaves)
 
         def read(name: str) -> jax.Array:
             sharding = tensor_shardings.get(name)
-            return jnp.asarray(file.read(name)) if sharding is None else read_placed(file, name, sharding)
+            return jnp.asarray(file.read(name)) if sharding is None else read_to_devices(file, name, sharding)
 
         arrays: dict[str, Any] = {name: read(name) for name in file.entries if name not in owners}
         for name, fields in descriptions.items():
-            arrays[name] = joined([read(part) for part in part_names(name, fields)], fields)
+            arrays[name] = join_qarray([read(part) for part in qarray_tensor_names(name, fields)], fields)
         for name, kind in keys.items():
             arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
-            sharding = sharding_in(like_leaves.get(name))
+            sharding = named_sharding_of(like_leaves.get(name))
             arrays[name] = arrays[name] if sharding is None else jax.device_put(arrays[name], sharding)
     if nested:
-        return nest([(paths[name], arrays[name]) for name in arrays])
+        return nest_leaves([(paths[name], arrays[name]) for name in arrays])
     if like is None:
         return arrays
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [arrays[name] for name in like_leaves])
 
 
-def _keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
+def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
     """The implementations of the random keys of a file by name.
 
     Raises:
         ValueError: if the metadata are damaged, or a tensor is not the data of such a key.
     """
-    keys = _own_metadata(file, KEYS, string)
+    keys = _jchop_metadata(file, RANDOM_KEYS_KEY, json_string)
     for name, kind in keys.items():
         try:
             if name not in file.entries or name in owners:
                 raise ValueError("no tensor has this name")
-            _key_of(file, name, kind)
+            _random_key_type(file, name, kind)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{file.path}: bad metadata {KEYS!r} for {shown(name)}: {error}") from None
+            raise ValueError(f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}: {error}") from None
     return keys
 
 
-def _key_of(file: TensorFile, name: str, kind: str) -> Any:
+def _random_key_type(file: TensorFile, name: str, kind: str) -> Any:
     """The type of a random key."""
     data = jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
     return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=kind), data)
 
 
-def _stored(
+def _abstract_leaves(
     file: TensorFile, descriptions: Mapping[str, Any], owners: set[str], keys: Mapping[str, str]
 ) -> dict[str, Any]:
     """The arrays, QArrays and random keys of a file by name, without their data."""
@@ -200,35 +216,36 @@ def _stored(
         return jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
 
     leaves: dict[str, Any] = {name: empty(name) for name in file.entries if name not in owners}
-    leaves |= {name: _key_of(file, name, kind) for name, kind in keys.items()}
+    leaves |= {name: _random_key_type(file, name, kind) for name, kind in keys.items()}
     return leaves | {
-        n: joined([empty(part) for part in part_names(n, fields)], fields) for n, fields in descriptions.items()
+        n: join_qarray([empty(part) for part in qarray_tensor_names(n, fields)], fields)
+        for n, fields in descriptions.items()
     }
 
 
-def _placed(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding]:
+def _tensor_shardings(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding]:
     """The shardings of tensors, by the arrays of `like` that have one."""
     tensors: dict[str, Any] = {}
     for name, leaf in like_leaves.items():
-        if not _is_key(leaf):
-            tensors |= parts_of(name, leaf) if _is_qarray(leaf) else {name: leaf}
-    return {name: where for name, leaf in tensors.items() if (where := sharding_in(leaf)) is not None}
+        if not _is_random_key(leaf):
+            tensors |= qarray_tensors(name, leaf) if _is_qarray(leaf) else {name: leaf}
+    return {name: where for name, leaf in tensors.items() if (where := named_sharding_of(leaf)) is not None}
 
 
-def _check_like(path: object, like_leaves: Mapping[str, Any], file_leaves: Mapping[str, Any]) -> None:
+def _check_like_tree(path: object, like_leaves: Mapping[str, Any], file_leaves: Mapping[str, Any]) -> None:
     """Checks that a file has the arrays of `like`, and no others."""
     if set(like_leaves) != set(file_leaves):
         lacking, more = sorted(set(like_leaves) - set(file_leaves)), sorted(set(file_leaves) - set(like_leaves))
         raise ValueError(f"{path} and like= differ: not in the file {lacking}, only in the file {more}")
-    pairs = {name: (_facts(file_leaves[name]), _facts(leaf)) for name, leaf in like_leaves.items()}
+    pairs = {name: (_leaf_facts(file_leaves[name]), _leaf_facts(leaf)) for name, leaf in like_leaves.items()}
     other = [f"{name!r} is {got}, and {want} in like" for name, (got, want) in pairs.items() if want not in (None, got)]
     if other:
-        more = f"; and {len(other) - _MOST_TOLD} more" if len(other) > _MOST_TOLD else ""
-        text = f"{path} and like= differ: {'; '.join(other[:_MOST_TOLD])}{more}"
+        more = f"; and {len(other) - _MOST_DIFFERENCES} more" if len(other) > _MOST_DIFFERENCES else ""
+        text = f"{path} and like= differ: {'; '.join(other[:_MOST_DIFFERENCES])}{more}"
         raise ValueError(f"{text}. Pass a tree or model quantized by the same rules, which may be abstract")
 
 
-def _facts(leaf: Any) -> str | None:
+def _leaf_facts(leaf: Any) -> str | None:
     """The dtype and shape of a leaf; for a QArray also its spec and its parts. None if it has no dtype or shape."""
     arrays = jax.tree.leaves(leaf) if _is_qarray(leaf) else [leaf]
     if not all(hasattr(array, "dtype") and hasattr(array, "shape") for array in arrays):
@@ -240,14 +257,14 @@ def _facts(leaf: Any) -> str | None:
 # -- QArrays as tensors ------------------------------------------------------------------------------------------------
 
 
-def parts_of(name: str, q: QArray) -> dict[str, Any]:
+def qarray_tensors(name: str, q: QArray) -> dict[str, Any]:
     """The leaves of a QArray by tensor name."""
     scales = q.scale if isinstance(q.scale, tuple) else (q.scale,)
     arrays = [array for array in (q.qvalue, *scales, q.zero_point, q.places) if array is not None]
-    return dict(zip(part_names(name, description(q)), arrays, strict=True))
+    return dict(zip(qarray_tensor_names(name, qarray_description(q)), arrays, strict=True))
 
 
-def description(q: QArray) -> dict[str, Any]:
+def qarray_description(q: QArray) -> dict[str, Any]:
     """The static data of a QArray, for JSON.
 
     Raises:
@@ -263,7 +280,7 @@ def description(q: QArray) -> dict[str, Any]:
     return {"spec": text, "size": q.length, "dtype": np.dtype(q.dtype).name}
 
 
-def part_names(name: str, fields: Mapping[str, Any]) -> list[str]:
+def qarray_tensor_names(name: str, fields: Mapping[str, Any]) -> list[str]:
     """The names of the tensors that a QArray consists of."""
     fmt = parse(fields["spec"]).format
     parts = ["qvalue"]
@@ -274,10 +291,10 @@ def part_names(name: str, fields: Mapping[str, Any]) -> list[str]:
 
 def qarray_metadata(descriptions: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The metadata of a file with the described QArrays."""
-    return {QARRAYS: json.dumps(descriptions)} if descriptions else {}
+    return {QARRAYS_KEY: json.dumps(descriptions)} if descriptions else {}
 
 
-def described_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """The QArrays in the metadata of a file: the spec, the length of the last axis and the dtype by name.
 
     Args:
@@ -287,12 +304,12 @@ def described_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict
     Raises:
         ValueError: if the metadata are damaged, or the tensors of a QArray do not match its spec.
     """
-    descriptions = _own_metadata(file, QARRAYS)
+    descriptions = _jchop_metadata(file, QARRAYS_KEY)
     for name, fields in list(descriptions.items()):
         try:
-            _check_described(file, name, fields)
+            _check_qarray_tensors(file, name, fields)
         except (ValueError, TypeError, OverflowError) as error:
-            why = f"bad metadata {QARRAYS!r} for {shown(name)}: {error}"
+            why = f"bad metadata {QARRAYS_KEY!r} for {short_text(name)}: {error}"
             if unread is None:
                 raise ValueError(f"{file.path}: {why}") from None
             unread[name] = why
@@ -300,7 +317,7 @@ def described_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict
     return descriptions
 
 
-def _own_metadata(file: TensorFile, key: str, reader: Reader[Any] = small) -> dict[str, Any]:
+def _jchop_metadata(file: TensorFile, key: str, reader: Reader[Any] = small_value) -> dict[str, Any]:
     """A JSON object in the metadata of a file; empty if it is missing."""
     try:
         return read_object(file.metadata.get(key, "{}"), lambda _: reader)
@@ -308,27 +325,27 @@ def _own_metadata(file: TensorFile, key: str, reader: Reader[Any] = small) -> di
         raise ValueError(f"{file.path}: bad metadata {key!r} ({error})") from None
 
 
-def _check_described(file: TensorFile, name: str, fields: Any) -> None:
+def _check_qarray_tensors(file: TensorFile, name: str, fields: Any) -> None:
     """Checks that the tensors of a file form the described QArray."""
     if not isinstance(fields, dict) or set(fields) != {"spec", "size", "dtype"}:
-        raise ValueError(f"{shown(fields)} must be an object of spec, size and dtype")
+        raise ValueError(f"{short_text(fields)} must be an object of spec, size and dtype")
     spec, size, dtype = fields["spec"], fields["size"], fields["dtype"]
     if not isinstance(spec, str):
-        raise ValueError(f"spec={shown(spec)} must be text")
+        raise ValueError(f"spec={short_text(spec)} must be text")
     if not (size is None or (type(size) is int and size >= 0)):
-        raise ValueError(f"size={shown(size)} must be an integer >= 0, or null")
+        raise ValueError(f"size={short_text(size)} must be an integer >= 0, or null")
     if not isinstance(dtype, str) or dtype not in CARRIERS:
-        raise ValueError(f"dtype={shown(dtype)} must be one of {', '.join(CARRIERS)}")
-    parts = part_names(name, fields)
+        raise ValueError(f"dtype={short_text(dtype)} must be one of {', '.join(CARRIERS)}")
+    parts = qarray_tensor_names(name, fields)
     if missing := [part for part in parts if part not in file.entries]:
         raise ValueError(f"the file lacks tensors of its QArrays: {', '.join(missing)}")
     if name in file.entries:
         raise ValueError("a tensor has this name, too")
     entries = [file.entries[part] for part in parts]
-    check_parts(joined([jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in entries], fields))
+    check_qarray_leaves(join_qarray([jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in entries], fields))
 
 
-def joined(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
+def join_qarray(arrays: list[Any], fields: Mapping[str, Any]) -> QArray:
     """The QArray of its leaves."""
     spec = parse(fields["spec"])
     fmt, (qvalue, *rest) = spec.format, arrays
@@ -347,23 +364,23 @@ def _is_qarray(node: Any) -> bool:
     return isinstance(node, QArray)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_random_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def named_leaves(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any, ...], Any]]:
+def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any, ...], Any]]:
     """The name, path and value of each leaf; what is of these classes is a leaf."""
-    refuse_parts("tree", tree)
+    refuse_qarray_dicts("tree", tree)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
     if leaves and not leaves[0][0]:
         raise ValueError("a single array has no name; pass a dict: {'name': array}")
     return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]
 
 
-def _entry(name: str, leaf: Any) -> Entry:
+def _tensor_entry(name: str, leaf: Any) -> TensorEntry:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-    entry = Entry(np.dtype(leaf.dtype), tuple(leaf.shape))
+    entry = TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
     try:
         entry.dtype_name  # noqa: B018
     except TypeError as error:
@@ -371,13 +388,13 @@ def _entry(name: str, leaf: Any) -> Entry:
     return entry
 
 
-def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Metadata of the caller, which must be texts under other keys than jchop's."""
     if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"metadata={metadata!r} must be a mapping from text to text")
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has the entry {key!r}: {text!r}; both must be text")
-        if key in (KEYS, QARRAYS, TREE):
+        if key in (RANDOM_KEYS_KEY, QARRAYS_KEY, TREE_KEY):
             raise ValueError(f"metadata has an entry {key!r}, which is jchop's own")
     return dict(metadata or {})

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jchop._bits import fitting, parts_of_axes
+from jchop._common.bit_ops import fit_sharding, parts_of_axes
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, check_qarray
+from jchop.storage._axis_groupings import axis_groupings
 from jchop.storage._decode import spec_of_part
-from jchop.storage._layout import kinds_of
 
 
 def shardings(q: QArray, sharding: Sharding) -> QArray:
@@ -55,13 +55,15 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
         raise ValueError(f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
     names = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
     whole = sharding.update(spec=PartitionSpec(*names))
-    result = jax.tree.map(lambda leaf: fitting(whole, leaf.shape), q)  # a tensor scale has only axes that vmap added
+    result = jax.tree.map(
+        lambda leaf: fit_sharding(whole, leaf.shape), q
+    )  # a tensor scale has only axes that vmap added
     if tuple(result.qvalue.spec) != names[: len(q.qvalue.shape)]:
         raise ValueError(f"sharding={sharding} does not cut codes of shape {list(q.qvalue.shape)} into equal parts")
     return result
 
 
-def sharding_in(like: Any) -> NamedSharding | None:
+def named_sharding_of(like: Any) -> NamedSharding | None:
     """The sharding of an array, or of its shape and dtype; one of an abstract mesh is that of the current mesh.
 
     Raises:
@@ -81,7 +83,7 @@ def sharding_in(like: Any) -> NamedSharding | None:
     return NamedSharding(mesh, sharding.spec)
 
 
-def check_groups_uncut(q: QArray, sharding: NamedSharding, name: str) -> None:
+def check_group_sharding(q: QArray, sharding: NamedSharding, name: str) -> None:
     """Refuses a sharding that cuts a block of a format between devices.
 
     Scales that a whole axis shares are on every device, so an axis under one scale may be cut.
@@ -110,7 +112,7 @@ def group_length(q: QArray, axis: int) -> int:
     if isinstance(fmt, ScaledFormat) and fmt.sparse is not None and fmt.axis_of_sparse % q.ndim == axis:
         return math.lcm(fmt.sparse[1], group_length(replace(q, spec=replace(q.spec, format=fmt.dense)), axis))
     while isinstance(fmt, ScaledFormat):
-        kind = kinds_of(fmt, q.ndim)[axis]
+        kind = axis_groupings(fmt, q.ndim)[axis]
         length *= kind if isinstance(kind, int) else 1
         fmt = fmt.scale
     return length

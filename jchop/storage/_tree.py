@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jchop.storage._array import QArray, Rearranged, refuse_parts
+from jchop.storage._array import PackedParam, QArray, refuse_qarray_dicts
 from jchop.storage._quantize import dequantize
 
 
@@ -29,9 +29,9 @@ def dequantize_params(params: Any) -> Any:
         >>> jc.storage.dequantize_params(params)["w"].shape
         (2, 4)
     """
-    refuse_parts("params", params)
+    refuse_qarray_dicts("params", params)
 
     def has_codes(leaf: Any) -> bool:
-        return isinstance(leaf, QArray | Rearranged)
+        return isinstance(leaf, QArray | PackedParam)
 
     return jax.tree.map(lambda leaf: dequantize(leaf) if has_codes(leaf) else leaf, params, is_leaf=has_codes)

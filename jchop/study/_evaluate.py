@@ -12,8 +12,8 @@ from flax import nnx
 from jax.flatten_util import ravel_pytree
 
 from jchop._round.round_to_format import round_to_format
-from jchop.spec import Spec
-from jchop.study._data import Data
+from jchop._spec.spec import Spec
+from jchop.study._datasets import Dataset
 from jchop.study._model import cross_entropy
 
 Array = jax.Array
@@ -25,7 +25,7 @@ class Evaluator:
     The network is compiled once, the rounding for each specification; with rounded activations the network is, too.
     """
 
-    def __init__(self, graph: Any, params: Any, data: Data):
+    def __init__(self, graph: Any, params: Any, data: Dataset):
         self.flat, unravel = ravel_pytree(jax.tree.map(_outputs_first, params))
         self._unravel = lambda flat: jax.tree.map(_outputs_last, unravel(flat))
         self._graph, self._x, self._y = graph, jnp.asarray(data.test_x), jnp.asarray(data.test_y)
@@ -57,7 +57,7 @@ class Evaluator:
     def _measure(self, flat: Array, spec: Spec | None, key: Array | None) -> tuple[Array, Array]:
         """(number of correct answers, mean cross-entropy) on the test set."""
         model = nnx.merge(self._graph, self._unravel(flat))
-        logits = model(self._x) if spec is None else model(self._x, _rounding_of(spec, key))
+        logits = model(self._x) if spec is None else model(self._x, _activation_rounding(spec, key))
         right = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
         return right.sum(), cross_entropy(logits, self._y)
 
@@ -71,7 +71,7 @@ def _outputs_last(parameter: Array) -> Array:
     return jnp.moveaxis(parameter, 0, -1)
 
 
-def _rounding_of(spec: Spec, key: Any) -> Callable[[Array], Array]:
+def _activation_rounding(spec: Spec, key: Any) -> Callable[[Array], Array]:
     """A function that rounds the activations of successive layers, each with a different key."""
     layer = 0
 

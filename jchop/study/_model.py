@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jchop.study._data import Data
+from jchop.study._datasets import Dataset
 
 Array = jax.Array
 #: A function of the network's input and of each layer's output: rounding, or the identity.
-After = Callable[[Array], Array]
+ActivationHook = Callable[[Array], Array]
 
-BATCH = 64
+BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 
 
-def _as_it_is(activations: Array) -> Array:
+def _keep_activations(activations: Array) -> Array:
     return activations
 
 
@@ -34,7 +34,7 @@ class ConvNet(nnx.Module):
         self.hidden = nnx.Linear(4 * 4 * 32, 64, rngs=rngs)
         self.output = nnx.Linear(64, classes, rngs=rngs)
 
-    def __call__(self, x: Array, after: After = _as_it_is) -> Array:
+    def __call__(self, x: Array, after: ActivationHook = _keep_activations) -> Array:
         x = after(nnx.relu(self.conv1(after(x))))
         x = after(nnx.relu(self.conv2(nnx.max_pool(x, (2, 2), (2, 2)))))
         x = after(nnx.relu(self.hidden(x.reshape(x.shape[0], -1))))
@@ -49,12 +49,12 @@ class MLP(nnx.Module):
         self.hidden2 = nnx.Linear(64, 32, rngs=rngs)
         self.output = nnx.Linear(32, classes, rngs=rngs)
 
-    def __call__(self, x: Array, after: After = _as_it_is) -> Array:
+    def __call__(self, x: Array, after: ActivationHook = _keep_activations) -> Array:
         x = after(nnx.relu(self.hidden1(after(x))))
         return after(self.output(after(nnx.relu(self.hidden2(x)))))
 
 
-def make_model(data: Data, seed: int) -> tuple[Any, Any]:
+def make_model(data: Dataset, seed: int) -> tuple[Any, Any]:
     """(graph definition, parameters) of a fresh network that fits the data."""
     rngs = nnx.Rngs(seed)
     images = data.train_x.ndim == 4
@@ -67,11 +67,13 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def train(graph: Any, params: Any, data: Data, *, epochs: int, seed: int, report: Callable[[int, float], None]) -> Any:
+def train(
+    graph: Any, params: Any, data: Dataset, *, epochs: int, seed: int, report: Callable[[int, float], None]
+) -> Any:
     """The parameters after `epochs` passes; `report` is called with the number of each and its mean loss."""
     optimizer = optax.adam(LEARNING_RATE)
     x, y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
-    batch = min(BATCH, len(x))
+    batch = min(BATCH_SIZE, len(x))
     steps = len(x) // batch
 
     def loss(params: Any, samples: Array) -> Array:

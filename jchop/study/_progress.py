@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TextIO
 
-_WIDTH = 24
+_BAR_WIDTH = 24
 
 
 class ProgressBar:
@@ -19,7 +19,7 @@ class ProgressBar:
         quarter = count == total or count * 4 // total != (count - 1) * 4 // total
         if not (self._live or quarter):
             return
-        length = _WIDTH * count // total
-        line = f"{stage:9} [{'#' * length}{'.' * (_WIDTH - length)}] {count:>{len(str(total))}}/{total}  {note}"
+        length = _BAR_WIDTH * count // total
+        line = f"{stage:9} [{'#' * length}{'.' * (_BAR_WIDTH - length)}] {count:>{len(str(total))}}/{total}  {note}"
         start, end = ("\r\x1b[K", "\n" if count == total else "") if self._live else ("", "\n")
         print(start + line, end=end, file=self._stream, flush=True)

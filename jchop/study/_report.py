@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop._files import require_extra, write_atomically
+from jchop._common.files import require_extra, write_atomically
 from jchop.study._result import Row, StudyResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: The files of `save`.
-NAMES = ("study.csv", "study.json", "study.png")
-_FIGURES = ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std")
+STUDY_FILES = ("study.csv", "study.json", "study.png")
+_FIGURE_FIELDS = ("accuracy", "accuracy_std", "cross_entropy", "cross_entropy_std")
 
 
 def table(result: StudyResult) -> str:
@@ -40,8 +40,8 @@ def table(result: StudyResult) -> str:
         >>> print(study.table(study.StudyResult((row,), {}, 0.5, 0.7, (), 9, 3, 2, 0.1, {})).splitlines()[0])
         Test accuracy (%); unrounded 50.0
     """
-    accuracy = _grid(result, lambda row: _mean(100 * row.accuracy, 100 * row.accuracy_std, row.runs, ".1f"))
-    entropy = _grid(result, lambda row: _mean(row.cross_entropy, row.cross_entropy_std, row.runs, ".3g"))
+    accuracy = _grid_lines(result, lambda row: _mean_text(100 * row.accuracy, 100 * row.accuracy_std, row.runs, ".1f"))
+    entropy = _grid_lines(result, lambda row: _mean_text(row.cross_entropy, row.cross_entropy_std, row.runs, ".3g"))
     return "\n".join(
         [
             f"Test accuracy (%); unrounded {100 * result.accuracy:.1f}",
@@ -50,42 +50,44 @@ def table(result: StudyResult) -> str:
             f"Mean cross-entropy (nats); unrounded {result.cross_entropy:.3g}",
             *entropy,
             "",
-            f"{_sample(result)}.",
-            reading(result),
+            f"{_sample_note(result)}.",
+            accuracy_summary(result),
         ]
     )
 
 
-def _mean(mean: float, deviation: float, runs: int, form: str) -> str:
+def _mean_text(mean: float, deviation: float, runs: int, form: str) -> str:
     return f"{mean:{form}}" + (f"±{deviation:{form if form.endswith('f') else '.2g'}}" if runs > 1 else "")
 
 
-def _grid(result: StudyResult, text: Any) -> list[str]:
+def _grid_lines(result: StudyResult, text: Any) -> list[str]:
     cells = [["format", "bits", *result.modes]]
-    cells += [[name, f"{rows[0].bits:g}", *map(text, rows)] for name, rows in _lines(result)]
+    cells += [[name, f"{rows[0].bits:g}", *map(text, rows)] for name, rows in _grid_rows(result)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
-def _lines(result: StudyResult) -> list[tuple[str, list[Row]]]:
+def _grid_rows(result: StudyResult) -> list[tuple[str, list[Row]]]:
     """Names and cells of each row: formats of the same bits and figures share one."""
     lines: dict[Any, tuple[list[str], list[Row]]] = {}
     for name in result.formats:
         rows = [result.cell(name, mode) for mode in result.modes]
-        figures = str([(row.bits, *(getattr(row, field) for field in _FIGURES)) for row in rows])  # a NaN equals a NaN
+        figures = str(
+            [(row.bits, *(getattr(row, field) for field in _FIGURE_FIELDS)) for row in rows]
+        )  # a NaN equals a NaN
         lines.setdefault(figures, ([], rows))[0].append(" = ".join((name, *rows[0].also)))
     return [(", ".join(names), rows) for names, rows in lines.values()]
 
 
-def _sample(result: StudyResult) -> str:
+def _sample_note(result: StudyResult) -> str:
     """The size of the test set."""
     runs = max(row.runs for row in result.rows)
     spread = f"; ± is the standard deviation over {runs} rounding seeds" if runs > 1 else ""
     return f"{result.test_samples} test samples, so one is {100 / result.test_samples:.2g} %{spread}"
 
 
-def reading(result: StudyResult) -> str:
+def accuracy_summary(result: StudyResult) -> str:
     """One line: the narrowest format that keeps the accuracy, and the greatest loss."""
     mode = "nearest_even" if "nearest_even" in result.modes else result.modes[0]
     candidates = [row for row in result.rows if row.rounding == mode and row.accuracy >= result.accuracy - 0.01]
@@ -121,9 +123,9 @@ def figure(result: StudyResult) -> Figure:
     require_extra("the heat map", "study", ("matplotlib",))
     from jchop.plot import Panel, heat_map
 
-    lines = _lines(result)
+    lines = _grid_rows(result)
     accuracy, accuracy_std, entropy, entropy_std = (
-        np.array([[getattr(row, field) for row in rows] for _, rows in lines]) for field in _FIGURES
+        np.array([[getattr(row, field) for row in rows] for _, rows in lines]) for field in _FIGURE_FIELDS
     )
     has_spread = np.array([[row.runs > 1 for row in rows] for _, rows in lines])
     panels = [
@@ -145,7 +147,7 @@ def figure(result: StudyResult) -> Figure:
     subject = "parameters and activations" if result.settings.get("activations") else "parameters"
     names = [f"{name} ({rows[0].bits:g} bits)" for name, rows in lines]
     title = f"{result.settings.get('dataset', 'study')}: {subject} rounded to a format"
-    return heat_map(panels, names, result.modes, title=title, note=_sample(result))
+    return heat_map(panels, names, result.modes, title=title, note=_sample_note(result))
 
 
 def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:
@@ -175,16 +177,16 @@ def save(result: StudyResult, folder: str | os.PathLike[str]) -> list[Path]:
     """
     picture = io.BytesIO()
     figure(result).savefig(picture, format="png", dpi=100)
-    contents = (_csv(result).encode(), _json(result).encode(), picture.getvalue())
+    contents = (_study_csv(result).encode(), _study_json(result).encode(), picture.getvalue())
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in NAMES]
+    paths = [folder / name for name in STUDY_FILES]
     for path, content in zip(paths, contents, strict=True):
         write_atomically(path, lambda file, content=content: file.write(content))
     return paths
 
 
-def _csv(result: StudyResult) -> str:
+def _study_csv(result: StudyResult) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
     writer.writeheader()
@@ -192,7 +194,7 @@ def _csv(result: StudyResult) -> str:
     return text.getvalue()
 
 
-def _json(result: StudyResult) -> str:
+def _study_json(result: StudyResult) -> str:
     fields = _without_nan(dataclasses.asdict(result))
     fields["rows"] = fields.pop("rows")  # the rows come last
     return json.dumps(fields, indent=2, allow_nan=False) + "\n"

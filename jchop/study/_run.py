@@ -13,17 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checks import check_bool, check_choice, check_int, listed
-from jchop._files import require_extra
+from jchop._common.checks import (
+    as_iterable,
+    check_bool,
+    check_choice,
+    check_int,
+)
+from jchop._common.files import require_extra
 from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.rounding import Rounding, as_rounding
-from jchop.spec import Spec, as_spec
+from jchop.formats.rounding import Rounding, as_rounding
 from jchop.study._result import Row, StudyResult
 
 Array = jax.Array
 #: A function of (stage, done, total, note), called during a study.
-Progress = Callable[[str, int, int, str], None]
+StudyProgress = Callable[[str, int, int, str], None]
 
 #: The data sets, with the default number of epochs.
 DATASETS = {"digits": 30, "breast-cancer": 60, "wine": 100}
@@ -50,7 +55,7 @@ def run(
     epochs: int | None = None,
     activations: bool = False,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: StudyProgress | None = None,
 ) -> StudyResult:
     """Trains a classifier, then evaluates it rounded to each format in each rounding mode.
 
@@ -89,16 +94,16 @@ def run(
     check_int("seed", seed, 0, 2**31 - 1)
     check_bool("activations", activations)
     epochs = DATASETS[dataset] if epochs is None else check_int("epochs", epochs, 1)
-    specs = specs_of(formats, modes)
-    _trace(specs)
+    specs = study_specs(formats, modes)
+    _trace_roundings(specs)
     require_extra("the study", "study", _PACKAGES)
-    from jchop.study._data import load
+    from jchop.study._datasets import load_dataset
     from jchop.study._evaluate import Evaluator
     from jchop.study._model import make_model, train
 
     report = progress or (lambda stage, count, total, note: None)
     start = time.perf_counter()
-    data = load(dataset, seed)
+    data = load_dataset(dataset, seed)
     graph, params = make_model(data, seed)
     losses: list[float] = []
 
@@ -112,7 +117,7 @@ def run(
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
     rows = []
     for number, (names, spec) in enumerate(specs, start=1):
-        rows.append(_row(names, spec, evaluator.cell(spec, keys, activations)))
+        rows.append(_study_row(names, spec, evaluator.cell(spec, keys, activations)))
         report("rounding", number, len(specs), f"{names[0]} {spec.rounding.value}")
     settings = {
         "dataset": dataset,
@@ -133,15 +138,15 @@ def run(
         train_samples=len(data.train_y),
         test_samples=len(data.test_y),
         seconds=time.perf_counter() - start,
-        versions=versions_of(),
+        versions=package_versions(),
     )
 
 
-def specs_of(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
+def study_specs(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
     """(names, Spec) of every cell, formats outermost and narrow ones first, names of one format together."""
-    roundings = list(dict.fromkeys(as_rounding(mode) for mode in listed(modes)))
+    roundings = list(dict.fromkeys(as_rounding(mode) for mode in as_iterable(modes)))
     names: dict[Spec, list[str]] = {}
-    for value in listed(formats):
+    for value in as_iterable(formats):
         spec = as_spec(value, "formats", scaled=True)
         if spec.rounding is not Rounding.NEAREST_EVEN and not spec.random_bits:
             raise ValueError(f"formats: {value} names a rounding; use modes= (--modes) instead")
@@ -156,18 +161,18 @@ def specs_of(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
             labels.append(label)
     if not names or not roundings:
         raise ValueError("formats and modes must each name at least one")
-    by_bits = sorted(names.items(), key=lambda item: _bits(item[0]))
+    by_bits = sorted(names.items(), key=lambda item: _bits_per_number(item[0]))
     return [(tuple(same), _with_rounding(spec, mode)) for spec, same in by_bits for mode in roundings]
 
 
-def _trace(specs: Iterable[tuple[tuple[str, ...], Spec]]) -> None:
+def _trace_roundings(specs: Iterable[tuple[tuple[str, ...], Spec]]) -> None:
     """Traces the rounding of binary32 numbers under each spec, so that errors are raised before training."""
     one, key = jax.ShapeDtypeStruct((1,), jnp.float32), jax.random.key(0)
     for _, spec in specs:
         jax.eval_shape(lambda x, spec=spec: round_to_format(x, spec, key if spec.rounding.stochastic else None), one)
 
 
-def _bits(spec: Spec) -> float:
+def _bits_per_number(spec: Spec) -> float:
     """Bits for each number, including its share of the scales."""
     return spec.format.bits if spec.scaled is None else spec.scaled.bits_per_element()
 
@@ -177,7 +182,7 @@ def _with_rounding(spec: Spec, mode: Rounding) -> Spec:
     return dataclasses.replace(spec, rounding=mode, random_bits=spec.random_bits if takes_bits else None)
 
 
-def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
+def _study_row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
     with np.errstate(invalid="ignore"):
         # Relative to the first run, so that equal runs have a deviation of exactly 0.
         (accuracy, entropy), (accuracy_std, entropy_std) = runs.mean(axis=1), (runs - runs[:, :1]).std(axis=1)
@@ -185,7 +190,7 @@ def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
         format=names[0],
         rounding=spec.rounding.value,
         spec=str(spec),
-        bits=_bits(spec),
+        bits=_bits_per_number(spec),
         runs=runs.shape[1],
         accuracy=float(accuracy),
         accuracy_std=float(accuracy_std),
@@ -195,7 +200,7 @@ def _row(names: tuple[str, ...], spec: Spec, runs: np.ndarray) -> Row:
     )
 
 
-def versions_of() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _VERSIONS:
         try:

@@ -3,7 +3,7 @@
 Needs PyTorch (`pip install ".[torch]"`), which no other part of jchop imports, except `jchop.compat`.
 """
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.torch", "torch", ("torch",))
 

@@ -9,7 +9,7 @@ import jax
 import jax.core
 import torch
 
-from jchop._bits import types_for
+from jchop._common.bit_ops import enable_x64_for
 from jchop.torch._plan import outside_graphs
 
 Array = jax.Array
@@ -50,7 +50,7 @@ def as_jax(tensor: torch.Tensor, *, copy: bool = False) -> Array:
         ([0.0, 1.0, 2.0, 3.0], True)
     """
     check_tensor("tensor", tensor)
-    return imported(contiguous(tensor, copy))
+    return import_tensor(contiguous(tensor, copy))
 
 
 @outside_graphs
@@ -76,7 +76,7 @@ def as_tensor(array: Array) -> torch.Tensor:
     """
     if not isinstance(array, Array):
         raise TypeError(f"array={array!r} must be a JAX array; for a NumPy array use torch.from_numpy")
-    check_known("array", array)
+    check_has_numbers("array", array)
     try:
         return torch.from_dlpack(array)
     except (RuntimeError, BufferError) as error:
@@ -88,13 +88,13 @@ def as_tensor(array: Array) -> torch.Tensor:
 # -- for the other files -----------------------------------------------------------------------------------------------
 
 
-def imported(tensor: torch.Tensor) -> Array:
+def import_tensor(tensor: torch.Tensor) -> Array:
     """The array of a contiguous tensor that needs no copy."""
-    with types_for(_WIDE.get(tensor.dtype, "float32")):
+    with enable_x64_for(_X64_DTYPES.get(tensor.dtype, "float32")):
         return jax.dlpack.from_dlpack(tensor)
 
 
-_WIDE = dict.fromkeys((torch.float64, torch.complex128, torch.int64), "float64")
+_X64_DTYPES = dict.fromkeys((torch.float64, torch.complex128, torch.int64), "float64")
 
 
 def contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
@@ -106,7 +106,7 @@ def contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
     data = tensor.detach()
     if (why := _hindrance(data)) is None and not data.is_contiguous():
         why = f"has strides {tuple(data.stride())} for shape {tuple(data.shape)}"
-    return data if why is None else _copied(data, why, copy)
+    return data if why is None else _copy_or_raise(data, why, copy)
 
 
 def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -125,10 +125,10 @@ def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ..
         if (view := tensor.permute(order)).is_contiguous():
             return view, order
         why = f"has gaps or overlaps in memory (strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)})"
-    return _copied(tensor, why, copy), tuple(range(tensor.ndim))
+    return _copy_or_raise(tensor, why, copy), tuple(range(tensor.ndim))
 
 
-def inverse(order: Sequence[int]) -> tuple[int, ...]:
+def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
     """The inverse of a permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
@@ -142,13 +142,13 @@ def _hindrance(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _copied(tensor: torch.Tensor, why: str, copy: bool) -> torch.Tensor:
+def _copy_or_raise(tensor: torch.Tensor, why: str, copy: bool) -> torch.Tensor:
     if not copy:
         raise ValueError(f"tensor {why}, so its memory cannot be shared with JAX: pass copy=True to allow a copy")
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def check_known(name: str, value: Any) -> None:
+def check_has_numbers(name: str, value: Any) -> None:
     """Refuse arrays that JAX traces: they have no numbers yet."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
         raise TypeError(

@@ -12,15 +12,22 @@ import jax
 import torch
 
 from jchop import math
-from jchop._bits import types_for
-from jchop._settings import compiled
-from jchop.accumulation import MatmulSpec
+from jchop._common.bit_ops import enable_x64_for
+from jchop._common.settings import always_jit
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
-from jchop.spec import Spec, as_spec
-from jchop.torch._bridge import contiguous, dense, inverse
-from jchop.torch._library import CARRIERS, check_carrier, in_front, key_of, over_rows, run
-from jchop.torch._plan import constant
-from jchop.torch._words import drawn_words
+from jchop.torch._bridge import contiguous, dense, inverse_order
+from jchop.torch._operators import (
+    CARRIER_NAMES,
+    batch_in_front,
+    check_carrier,
+    key_of_words,
+    run_on_tensors,
+    vmap_rows,
+)
+from jchop.torch._plan import compile_constant
+from jchop.torch._words import rounding_words
 
 __all__ = ["matmul"]
 
@@ -71,18 +78,18 @@ def matmul(
         raise TypeError(f"a has dtype {a.dtype} and b has dtype {b.dtype}; they must be the same: cast one of them")
     if a.device != b.device:
         raise ValueError(f"a is on {a.device} and b on {b.device}; they must be on one device")
-    text, draws = _text_of(spec)
-    words = drawn_words(text, draws, seed, generator)
+    text, draws = _matmul_text(spec)
+    words = rounding_words(text, draws, seed, generator)
     if torch.is_grad_enabled():
-        return _Product.apply(a, b, words, text, copy)  # type: ignore[return-value]
-    return matmul_op(a, b, words, text, 0, copy)
+        return _MatmulFunction.apply(a, b, words, text, copy)  # type: ignore[return-value]
+    return matmul_operator(a, b, words, text, 0, copy)
 
 
 # -- specs as arguments of operators -----------------------------------------------------------------------------------
 
 
-@constant
-def _text_of(spec: Any) -> tuple[str, bool]:
+@compile_constant
+def _matmul_text(spec: Any) -> tuple[str, bool]:
     """A text of a spec for `_matmul_spec`, and whether it is stochastic."""
     if not isinstance(spec, MatmulSpec):
         alone = as_spec(spec)
@@ -94,7 +101,7 @@ def _text_of(spec: Any) -> tuple[str, bool]:
 
 
 @lru_cache(maxsize=256)
-def _spec_of(text: str) -> MatmulSpec:
+def _matmul_spec(text: str) -> MatmulSpec:
     return MatmulSpec(**json.loads(text))
 
 
@@ -106,10 +113,10 @@ def _spec_of(text: str) -> MatmulSpec:
     mutates_args=(),
     schema="(Tensor a, Tensor b, Tensor words, str spec, int batch, bool copy) -> Tensor",
 )
-def matmul_op(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+def matmul_operator(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     """The product of batches of factors."""
     (a, first), (b, second) = (dense(x.detach(), copy) for x in (a, b))
-    return run(_product, [a, b], words, spec=spec, batch=batch, orders=(first, second))
+    return run_on_tensors(_matmul_rows, [a, b], words, spec=spec, batch=batch, orders=(first, second))
 
 
 @torch.library.custom_op(
@@ -117,21 +124,23 @@ def matmul_op(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: 
     mutates_args=(),
     schema="(Tensor gradient, Tensor a, Tensor b, Tensor words, str spec, int batch) -> (Tensor, Tensor)",
 )
-def matmul_gradients_op(
+def matmul_gradients_operator(
     gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
 ) -> tuple[Tensor, Tensor]:
     """The gradients of both factors."""
-    return run(_gradients, [contiguous(x, True) for x in (gradient, a, b)], words, spec=spec, batch=batch)
+    return run_on_tensors(
+        _matmul_gradients, [contiguous(x, True) for x in (gradient, a, b)], words, spec=spec, batch=batch
+    )
 
 
-@matmul_op.register_fake
+@matmul_operator.register_fake
 def _fake_matmul(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     del words, copy
     _require_product(a.dtype, spec)
-    return a.new_empty(_shape(a.shape, b.shape, batch))
+    return a.new_empty(_product_shape(a.shape, b.shape, batch))
 
 
-@matmul_gradients_op.register_fake
+@matmul_gradients_operator.register_fake
 def _fake_matmul_gradients(
     gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
 ) -> tuple[Tensor, Tensor]:
@@ -139,23 +148,23 @@ def _fake_matmul_gradients(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))  # type: ignore[return-value]
 
 
-@matmul_op.register_vmap
+@matmul_operator.register_vmap
 def _vmap_matmul(
     info: Any, in_dims: Any, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool
 ) -> tuple[Tensor, int]:
-    a, b, words = in_front(info, in_dims, a, b, words)
-    return matmul_op(a, b, words, spec, batch + 1, copy), 0
+    a, b, words = batch_in_front(info, in_dims, a, b, words)
+    return matmul_operator(a, b, words, spec, batch + 1, copy), 0
 
 
-@matmul_gradients_op.register_vmap
+@matmul_gradients_operator.register_vmap
 def _vmap_matmul_gradients(
     info: Any, in_dims: Any, gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    gradient, a, b, words = in_front(info, in_dims, gradient, a, b, words)
-    return matmul_gradients_op(gradient, a, b, words, spec, batch + 1), (0, 0)
+    gradient, a, b, words = batch_in_front(info, in_dims, gradient, a, b, words)
+    return matmul_gradients_operator(gradient, a, b, words, spec, batch + 1), (0, 0)
 
 
-def _shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
+def _product_shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
     """The shape of a batch of products."""
     rows, x, y = a[:batch], a[batch:], b[batch:]
     if len(x) == 0 or len(y) == 0 or x[-1] != y[-2:][0]:
@@ -166,35 +175,37 @@ def _shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def _require_product(dtype: torch.dtype, spec: str) -> None:
     """Raise the errors of the product for this dtype before anything is computed."""
-    x = jax.ShapeDtypeStruct((1, 1), CARRIERS[dtype])
-    with types_for(x.dtype):
-        jax.eval_shape(lambda x: math.matmul(x, x, _spec_of(spec), jax.random.key(0)), x)
+    x = jax.ShapeDtypeStruct((1, 1), CARRIER_NAMES[dtype])
+    with enable_x64_for(x.dtype):
+        jax.eval_shape(lambda x: math.matmul(x, x, _matmul_spec(spec), jax.random.key(0)), x)
 
 
-@partial(compiled, static_argnames=("spec", "batch", "orders"))
-def _product(
+@partial(always_jit, static_argnames=("spec", "batch", "orders"))
+def _matmul_rows(
     a: Array, b: Array, words: Array | None, *, spec: str, batch: int, orders: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> Array:
-    a, b = (x.transpose(inverse(order)) for x, order in zip((a, b), orders, strict=True))
-    return over_rows(lambda a, b, words: math.matmul(a, b, _spec_of(spec), key_of(words)), batch)(a, b, words)
+    a, b = (x.transpose(inverse_order(order)) for x, order in zip((a, b), orders, strict=True))
+    return vmap_rows(lambda a, b, words: math.matmul(a, b, _matmul_spec(spec), key_of_words(words)), batch)(a, b, words)
 
 
-@partial(compiled, static_argnames=("spec", "batch"))
-def _gradients(g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int) -> tuple[Array, Array]:
+@partial(always_jit, static_argnames=("spec", "batch"))
+def _matmul_gradients(
+    g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int
+) -> tuple[Array, Array]:
     def pull_back(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
-        return jax.vjp(lambda a, b: math.matmul(a, b, _spec_of(spec), key_of(words)), a, b)[1](g)
+        return jax.vjp(lambda a, b: math.matmul(a, b, _matmul_spec(spec), key_of_words(words)), a, b)[1](g)
 
-    return over_rows(pull_back, batch)(g, a, b, words)
+    return vmap_rows(pull_back, batch)(g, a, b, words)
 
 
-class _Product(torch.autograd.Function):
+class _MatmulFunction(torch.autograd.Function):
     """The product, with the gradients of the product of the rounded factors."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
-        return matmul_op(a, b, words, spec, 0, copy)
+        return matmul_operator(a, b, words, spec, 0, copy)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -204,17 +215,17 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_Gradients.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[misc]
+        return *_MatmulGradients.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[misc]
 
 
-class _Gradients(torch.autograd.Function):
+class _MatmulGradients(torch.autograd.Function):
     """The gradients of both factors, without second derivatives."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str) -> tuple[Tensor, Tensor]:
-        return matmul_gradients_op(gradient, a, b, words, spec, 0)
+        return matmul_gradients_operator(gradient, a, b, words, spec, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

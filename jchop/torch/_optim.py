@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from jchop._checks import check_int
-from jchop.torch._library import require_rounding, round_now
-from jchop.torch._plan import Plan, SpecLike, plan_of
-from jchop.torch._words import key_words, random_words, seed_words
+from jchop._common.checks import check_int
+from jchop.torch._operators import require_rounding, round_now
+from jchop.torch._plan import SpecPlan, TorchSpecLike, plan_of
+from jchop.torch._words import generator_words, key_words, words_of_seed
 
 __all__ = ["OptimLP"]
 
 Tensor = torch.Tensor
-_GRADIENT, _ACCUMULATOR, _WEIGHT, _MOMENTUM = range(4)
+_GRADIENT_ROLE, _ACCUMULATOR_ROLE, _WEIGHT_ROLE, _MOMENTUM_ROLE = range(4)
 #: Attributes of a copied `OptimLP` that other optimizers do not have.
-_KEPT = ("optimizer", "gradient_scale", "seed", "steps", "accumulators", "_plans")
+_STATE_ATTRIBUTES = ("optimizer", "gradient_scale", "seed", "steps", "accumulators", "_plans")
 
 
 class OptimLP(Optimizer):
@@ -70,10 +70,10 @@ class OptimLP(Optimizer):
         self,
         optimizer: Optimizer,
         *,
-        weight: SpecLike | None = None,
-        gradient: SpecLike | None = None,
-        momentum: SpecLike | None = None,
-        accumulator: SpecLike | None = None,
+        weight: TorchSpecLike | None = None,
+        gradient: TorchSpecLike | None = None,
+        momentum: TorchSpecLike | None = None,
+        accumulator: TorchSpecLike | None = None,
         gradient_scale: float = 1.0,
         seed: int | None = 0,
     ) -> None:
@@ -82,7 +82,9 @@ class OptimLP(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = optimizer
         specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
-        self._plans = {role: _plan(name, spec) for role, (name, spec) in enumerate(specs.items()) if spec is not None}
+        self._plans = {
+            role: _optimizer_plan(name, spec) for role, (name, spec) in enumerate(specs.items()) if spec is not None
+        }
         self.gradient_scale = gradient_scale
         self.seed = None if seed is None else check_int("seed", seed, 0, (1 << 64) - 1)
         self.steps = 0
@@ -118,13 +120,13 @@ class OptimLP(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    def _leaf(self, index: int, p: torch.nn.Parameter) -> _Leaf:
+    def _leaf(self, index: int, p: torch.nn.Parameter) -> _OptimizerLeaf:
         accumulator = self.accumulators.get(index)
         if accumulator is None:
-            accumulator = _wide(p.data).clone() if _ACCUMULATOR in self._plans else _wide(p.data)
-        return _Leaf(index, p, p.data, accumulator)
+            accumulator = _as_float32(p.data).clone() if _ACCUMULATOR_ROLE in self._plans else _as_float32(p.data)
+        return _OptimizerLeaf(index, p, p.data, accumulator)
 
-    def _evaluating(self, closure: Callable[[], Any], leaves: list[_Leaf]) -> Callable[[], Any]:
+    def _evaluating(self, closure: Callable[[], Any], leaves: list[_OptimizerLeaf]) -> Callable[[], Any]:
         """The closure, evaluated at rounded parameters; the optimizer gets rounded gradients and accumulators."""
         again = False
 
@@ -142,40 +144,42 @@ class OptimLP(Optimizer):
 
         return evaluate
 
-    def _lift(self, leaves: list[_Leaf]) -> None:
+    def _lift(self, leaves: list[_OptimizerLeaf]) -> None:
         """Replace parameters by the tensors that the optimizer updates, and gradients by rounded ones."""
-        for leaf in filter(_Leaf.moves, leaves):
-            if _WEIGHT in self._plans:
-                require_rounding(leaf.memory.dtype, leaf.memory.ndim, self._plans[_WEIGHT].spec)
-            if _ACCUMULATOR in self._plans:
+        for leaf in filter(_OptimizerLeaf.moves, leaves):
+            if _WEIGHT_ROLE in self._plans:
+                require_rounding(leaf.memory.dtype, leaf.memory.ndim, self._plans[_WEIGHT_ROLE].spec)
+            if _ACCUMULATOR_ROLE in self._plans:
                 self.accumulators[leaf.index] = leaf.working
             gradient = leaf.parameter.grad
             assert gradient is not None
-            leaf.lift(self._round(_GRADIENT, leaf, _wide(gradient) * self.gradient_scale))
+            leaf.lift(self._round(_GRADIENT_ROLE, leaf, _as_float32(gradient) * self.gradient_scale))
 
-    def _round_updates(self, leaves: list[_Leaf], *, weights_alone: bool = False) -> None:
+    def _round_updates(self, leaves: list[_OptimizerLeaf], *, weights_alone: bool = False) -> None:
         """Round accumulators and parameters after the optimizer updated them."""
-        for leaf in filter(_Leaf.moves, leaves):
-            if not weights_alone and _ACCUMULATOR in self._plans:
-                leaf.working.copy_(self._round(_ACCUMULATOR, leaf, leaf.working))
-            weight = self._round(_WEIGHT, leaf, leaf.working)
+        for leaf in filter(_OptimizerLeaf.moves, leaves):
+            if not weights_alone and _ACCUMULATOR_ROLE in self._plans:
+                leaf.working.copy_(self._round(_ACCUMULATOR_ROLE, leaf, leaf.working))
+            weight = self._round(_WEIGHT_ROLE, leaf, leaf.working)
             if weight.data_ptr() != leaf.memory.data_ptr():
                 leaf.memory.copy_(weight)
 
-    def _round_moments(self, leaves: list[_Leaf]) -> None:
-        if _MOMENTUM not in self._plans:
+    def _round_moments(self, leaves: list[_OptimizerLeaf]) -> None:
+        if _MOMENTUM_ROLE not in self._plans:
             return
-        moving = list(filter(_Leaf.moves, leaves))
-        moments = [(leaf, list(_moments(self.state.get(leaf.parameter, {}), leaf.memory.shape))) for leaf in moving]
+        moving = list(filter(_OptimizerLeaf.moves, leaves))
+        moments = [
+            (leaf, list(_moment_tensors(self.state.get(leaf.parameter, {}), leaf.memory.shape))) for leaf in moving
+        ]
         for leaf, values in moments:
             for number, value in enumerate(values):
-                value.copy_(self._round(_MOMENTUM, leaf, value, _MOMENTUM + number))
+                value.copy_(self._round(_MOMENTUM_ROLE, leaf, value, _MOMENTUM_ROLE + number))
         if moving and not any(values for _, values in moments):
             raise ValueError(
-                f"momentum={self._plans[_MOMENTUM].spec!r}, but {type(self.optimizer).__name__} keeps none"
+                f"momentum={self._plans[_MOMENTUM_ROLE].spec!r}, but {type(self.optimizer).__name__} keeps none"
             )
 
-    def _round(self, role: int, leaf: _Leaf, x: Tensor, place: int | None = None) -> Tensor:
+    def _round(self, role: int, leaf: _OptimizerLeaf, x: Tensor, place: int | None = None) -> Tensor:
         plan = self._plans.get(role)
         if plan is None:
             return x
@@ -183,7 +187,7 @@ class OptimLP(Optimizer):
         if not plan.draws:
             words = key_words(())
         else:
-            words = random_words() if self.seed is None else seed_words(self.seed, *numbers)
+            words = generator_words() if self.seed is None else words_of_seed(self.seed, *numbers)
         return round_now(x, words, plan.spec, 0, True)
 
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
@@ -210,9 +214,9 @@ class OptimLP(Optimizer):
         Args:
             state_dict: the state of an optimizer of the same parameters.
         """
-        leaves = [_Leaf(index, p, p.data, _wide(p.data)) for index, p in enumerate(self._parameters())]
+        leaves = [_OptimizerLeaf(index, p, p.data, _as_float32(p.data)) for index, p in enumerate(self._parameters())]
         for leaf in leaves:  # torch casts the state to the current dtype of the parameters
-            leaf.lift(None if leaf.parameter.grad is None else _wide(leaf.parameter.grad))
+            leaf.lift(None if leaf.parameter.grad is None else _as_float32(leaf.parameter.grad))
         try:
             self.optimizer.load_state_dict(state_dict["optimizer"])
         finally:
@@ -226,7 +230,7 @@ class OptimLP(Optimizer):
         self._link()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _KEPT}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _STATE_ATTRIBUTES}}
 
     def _link(self) -> None:
         """Share groups and state with the optimizer, which replaces them when it is loaded."""
@@ -234,7 +238,7 @@ class OptimLP(Optimizer):
         self.state = self.optimizer.state
 
 
-class _Leaf:
+class _OptimizerLeaf:
     """A parameter, its memory, and the tensor that is updated for it: an accumulator, a float32 copy, or itself."""
 
     def __init__(self, index: int, parameter: torch.nn.Parameter, memory: Tensor, working: Tensor) -> None:
@@ -259,19 +263,19 @@ class _Leaf:
         self.parameter.grad = gradient
 
 
-def _wide(x: Tensor) -> Tensor:
+def _as_float32(x: Tensor) -> Tensor:
     """`x` in float32 at least."""
     return x.float() if x.element_size() == 2 else x
 
 
-def _moments(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor]:
+def _moment_tensors(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor]:
     """The tensors in the state of an optimizer that have the shape of the parameter."""
     for name, value in state.items():
         if isinstance(value, Tensor) and name != "step" and value.shape == shape and value.is_floating_point():
             yield value
 
 
-def _plan(name: str, spec: SpecLike) -> Plan:
+def _optimizer_plan(name: str, spec: TorchSpecLike) -> SpecPlan:
     plan = plan_of(spec)
     if plan.gradient is not None:
         raise ValueError(f"{name}={str(spec)!r} rounds a gradient, but an optimizer step has none")

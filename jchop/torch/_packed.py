@@ -14,34 +14,39 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from jchop import storage
-from jchop._bits import types_for
+from jchop._common.bit_ops import enable_x64_for
 from jchop.storage import QArray
-from jchop.storage._decode import check_parts, shape_of
-from jchop.storage._save import description, joined, parts_of
-from jchop.torch._bridge import as_jax, as_tensor, check_known
-from jchop.torch._library import CARRIERS, check_carrier, imported_words, key_of
+from jchop.storage._decode import check_qarray_leaves, qarray_shape
+from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
+from jchop.torch._bridge import as_jax, as_tensor, check_has_numbers
+from jchop.torch._operators import (
+    CARRIER_NAMES,
+    check_carrier,
+    import_words,
+    key_of_words,
+)
 from jchop.torch._plan import outside_graphs
 
-__all__ = ["PACKED", "PackedTensor", "codes_of", "dequantize", "pack_parameter", "packed_in"]
+__all__ = ["PACKED_SUFFIX", "PackedTensor", "dequantize", "pack_parameter", "packed_parameters", "tensor_codes"]
 
 Tensor = torch.Tensor
 
 #: The end of the name of the submodule that holds a packed parameter.
-PACKED = "_packed"
+PACKED_SUFFIX = "_packed"
 #: The name of the text in a state dict that describes the parts.
-_TEXT = "_extra_state"
-_NUMBERS = {name: dtype for dtype, name in CARRIERS.items() if not dtype.is_complex}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STATE_TEXT = "_extra_state"
+_NUMBER_DTYPES = {name: dtype for dtype, name in CARRIER_NAMES.items() if not dtype.is_complex}
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def codes_of(x: Tensor, spec: str, words: Tensor, *, copy: bool) -> QArray:
+def tensor_codes(x: Tensor, spec: str, words: Tensor, *, copy: bool) -> QArray:
     """A tensor as codes and scales of JAX, with the random bits of words.
 
     Raises:
         TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied.
     """
     check_carrier("x", x, complex_too=False)
-    q = storage.quantize(as_jax(x, copy=copy), spec, key_of(imported_words(words)))
+    q = storage.quantize(as_jax(x, copy=copy), spec, key_of_words(import_words(words)))
     return q if x.is_cuda else jax.block_until_ready(q)
 
 
@@ -65,15 +70,15 @@ def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
         >>> jc.torch.dequantize(q, torch.bfloat16)
         tensor([ 0.1143,  0.2285, -0.4004], dtype=torch.bfloat16)
     """
-    if dtype is not None and dtype not in CARRIERS:
-        raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIERS))}")
-    check_known("q", q)
-    numbers = storage.dequantize(q, None if dtype is None else CARRIERS[dtype])
-    with types_for(numbers.dtype):
-        return as_tensor(jnp.array(numbers, copy=True) if _is_stored(numbers, q) else numbers)
+    if dtype is not None and dtype not in CARRIER_NAMES:
+        raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIER_NAMES))}")
+    check_has_numbers("q", q)
+    numbers = storage.dequantize(q, None if dtype is None else CARRIER_NAMES[dtype])
+    with enable_x64_for(numbers.dtype):
+        return as_tensor(jnp.array(numbers, copy=True) if _shares_storage(numbers, q) else numbers)
 
 
-def _is_stored(numbers: Any, q: QArray) -> bool:
+def _shares_storage(numbers: Any, q: QArray) -> bool:
     """Whether the numbers are a NumPy array, or an array of `q` itself, which a tensor could overwrite."""
     return not isinstance(numbers, jax.Array) or (
         isinstance(q.qvalue, jax.Array)
@@ -83,18 +88,18 @@ def _is_stored(numbers: Any, q: QArray) -> bool:
 
 
 @torch.library.custom_op("jchop::numbers", mutates_args=(), schema="(Tensor[] parts, str text, str dtype) -> Tensor")
-def numbers_op(parts: list[Tensor], text: str, dtype: str) -> Tensor:
+def numbers_operator(parts: list[Tensor], text: str, dtype: str) -> Tensor:
     """The numbers of the parts of a QArray: an operator, so that torch.compile does not involve JAX."""
-    return dequantize(_joined(parts, text, True), _NUMBERS[dtype])
+    return dequantize(_qarray_from_tensors(parts, text, True), _NUMBER_DTYPES[dtype])
 
 
-@numbers_op.register_fake
+@numbers_operator.register_fake
 def _fake_numbers(parts: list[Tensor], text: str, dtype: str) -> Tensor:
-    return parts[0].new_empty(joined(list(parts), json.loads(text)).shape, dtype=_NUMBERS[dtype])
+    return parts[0].new_empty(join_qarray(list(parts), json.loads(text)).shape, dtype=_NUMBER_DTYPES[dtype])
 
 
-def _joined(parts: list[Tensor], text: str, copy: bool) -> QArray:
-    return joined([as_jax(part, copy=copy) for part in parts], json.loads(text))
+def _qarray_from_tensors(parts: list[Tensor], text: str, copy: bool) -> QArray:
+    return join_qarray([as_jax(part, copy=copy) for part in parts], json.loads(text))
 
 
 class PackedTensor(nn.Module):
@@ -132,16 +137,16 @@ class PackedTensor(nn.Module):
         super().__init__()
         if not isinstance(q, QArray):
             raise TypeError(f"q={q!r} must be a jchop.QArray, as returned by jchop.torch.quantize of a tensor")
-        check_known("q", q)
-        check_parts(q)
-        for name, part in parts_of("", q).items():
+        check_has_numbers("q", q)
+        check_qarray_leaves(q)
+        for name, part in qarray_tensors("", q).items():
             self.register_buffer(name.removeprefix("."), as_tensor(part))
-        self.text = json.dumps(description(q))
-        self.dtype = _NUMBERS[q.dtype.name]
+        self.text = json.dumps(qarray_description(q))
+        self.dtype = _NUMBER_DTYPES[q.dtype.name]
 
     def forward(self) -> Tensor:
         """The numbers, in a new tensor."""
-        return numbers_op(list(self._buffers.values()), self.text, CARRIERS[self.dtype])
+        return numbers_operator(list(self._buffers.values()), self.text, CARRIER_NAMES[self.dtype])
 
     @outside_graphs
     def as_qarray(self, *, copy: bool = False) -> QArray:
@@ -156,7 +161,7 @@ class PackedTensor(nn.Module):
         Raises:
             ValueError: for a part that would have to be copied.
         """
-        return _joined([part for part in self._buffers.values() if part is not None], self.text, copy)
+        return _qarray_from_tensors([part for part in self._buffers.values() if part is not None], self.text, copy)
 
     @property
     def spec(self) -> str:
@@ -166,7 +171,7 @@ class PackedTensor(nn.Module):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the numbers."""
-        return shape_of(self._buffers["qvalue"], json.loads(self.text)["size"], self._buffers.get("places"))
+        return qarray_shape(self._buffers["qvalue"], json.loads(self.text)["size"], self._buffers.get("places"))
 
     @property
     def nbytes(self) -> int:
@@ -182,12 +187,12 @@ class PackedTensor(nn.Module):
         del recurse
         device = self._buffers["qvalue"].device  # type: ignore[union-attr]
         dtype = fn(torch.empty(1, dtype=self.dtype, device=device)).dtype
-        if dtype not in _NUMBERS.values():
-            raise TypeError(f"the numbers of a PackedTensor cannot be {dtype}; allowed: {', '.join(_NUMBERS)}")
+        if dtype not in _NUMBER_DTYPES.values():
+            raise TypeError(f"the numbers of a PackedTensor cannot be {dtype}; allowed: {', '.join(_NUMBER_DTYPES)}")
         new_bits = {}
         for name, part in self._buffers.items():
             assert part is not None
-            bits = part.view(_INTEGERS[part.element_size()])  # a cast of floats must not reach codes and scales
+            bits = part.view(_INTEGER_DTYPES[part.element_size()])  # a cast of floats must not reach codes and scales
             new_bits[name] = fn(bits)
             if new_bits[name].dtype != bits.dtype:
                 raise TypeError(f"{name} holds codes or scales, which have no other dtype; use .to({dtype})")
@@ -210,7 +215,7 @@ class PackedTensor(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = (*self._buffers, _TEXT)
+        names = (*self._buffers, _STATE_TEXT)
         parts = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         missing_keys += [prefix + name for name in names if name not in parts]
         own = (key for key in state_dict if key.startswith(prefix))
@@ -233,12 +238,12 @@ class PackedTensor(nn.Module):
         if lacking := [name for name in self._buffers if name not in parts]:
             return f"the state has {', '.join(parts)}, but not {', '.join(lacking)}"
         own = json.loads(self.text)
-        if _TEXT in parts:
+        if _STATE_TEXT in parts:
             try:
-                state = json.loads(bytes(parts[_TEXT].tolist()))
+                state = json.loads(bytes(parts[_STATE_TEXT].tolist()))
                 state = {key: state[key] for key in ("spec", "size")}
             except (AttributeError, KeyError, TypeError, ValueError):
-                return f"{_TEXT} is not the description of a PackedTensor"
+                return f"{_STATE_TEXT} is not the description of a PackedTensor"
             if state != {key: own[key] for key in state}:
                 return (
                     f"the state has spec={state['spec']!r} with a last axis of {state['size']}, and the module "
@@ -247,30 +252,30 @@ class PackedTensor(nn.Module):
         for name, part in self._buffers.items():
             value = parts[name]
             if not isinstance(value, Tensor) or (value.dtype, value.shape) != (part.dtype, part.shape):  # type: ignore[union-attr]
-                return f"{name} is {_facts(value)} in the state, and {_facts(part)} in the module"
+                return f"{name} is {_dtype_and_shape(value)} in the state, and {_dtype_and_shape(part)} in the module"
         return None
 
 
-def _facts(value: Any) -> str:
+def _dtype_and_shape(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def packed_in(layer: nn.Module) -> dict[str, PackedTensor]:
+def packed_parameters(layer: nn.Module) -> dict[str, PackedTensor]:
     """The packed parameters of a layer by name."""
     children = layer.named_children()
     return {
-        name.removesuffix(PACKED): child
+        name.removesuffix(PACKED_SUFFIX): child
         for name, child in children
-        if isinstance(child, PackedTensor) and name.endswith(PACKED)
+        if isinstance(child, PackedTensor) and name.endswith(PACKED_SUFFIX)
     }
 
 
 def pack_parameter(layer: nn.Module, name: str, tensor: PackedTensor) -> None:
     """Replaces a parameter of a layer by a submodule; reading it gives the numbers of that module."""
-    before, base = tuple(packed_in(layer)), type(layer)
+    before, base = tuple(packed_parameters(layer)), type(layer)
     if before:
         base = base.__bases__[0]
     if parametrize.is_parametrized(layer, name):
@@ -281,7 +286,7 @@ def pack_parameter(layer: nn.Module, name: str, tensor: PackedTensor) -> None:
             base = base.__bases__[0]
     else:
         delattr(layer, name)
-    layer.add_module(name + PACKED, tensor)
+    layer.add_module(name + PACKED_SUFFIX, tensor)
     layer.__class__ = _packed_class(base, (*before, name))
 
 
@@ -291,20 +296,20 @@ def _packed_class(base: type, names: tuple[str, ...]) -> type:
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         if name in names:
-            raise AttributeError(f"{name} is packed: set {name}{PACKED} to a jchop.torch.PackedTensor instead")
+            raise AttributeError(f"{name} is packed: set {name}{PACKED_SUFFIX} to a jchop.torch.PackedTensor instead")
         nn.Module.__setattr__(self, name, value)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple:
-        return _unpickled, (base, names), self.__dict__  # the class has no place from which pickle could import it
+        return _restore_layer, (base, names), self.__dict__  # the class has no place from which pickle could import it
 
-    more = {name: _numbers_of(name) for name in names}
+    more = {name: _numbers_property(name) for name in names}
     own = {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
     return type(f"Packed{base.__name__}", (base,), more | own)
 
 
-def _numbers_of(name: str) -> property:
-    return property(lambda layer: getattr(layer, name + PACKED)())
+def _numbers_property(name: str) -> property:
+    return property(lambda layer: getattr(layer, name + PACKED_SUFFIX)())
 
 
-def _unpickled(base: type, names: tuple[str, ...]) -> nn.Module:
+def _restore_layer(base: type, names: tuple[str, ...]) -> nn.Module:
     return object.__new__(_packed_class(base, names))

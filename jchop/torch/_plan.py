@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.spec import Gradient, Spec, as_spec
 
-__all__ = ["Plan", "SpecLike", "clips", "constant", "outside_graphs", "plan_of"]
+__all__ = ["SpecPlan", "TorchSpecLike", "clips_gradient", "compile_constant", "outside_graphs", "plan_of"]
 
-SpecLike = Spec | ElementFormat | ScaledFormat | str
+TorchSpecLike = Spec | ElementFormat | ScaledFormat | str
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
-def constant(function: AnyFunction) -> AnyFunction:
+def compile_constant(function: AnyFunction) -> AnyFunction:
     """A function whose results are constants for torch.compile, like its arguments.
 
     Equivalent to `torch.compiler.assume_constant_result`, which would import the compiler and take seconds.
@@ -35,21 +35,21 @@ def outside_graphs(function: AnyFunction) -> AnyFunction:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _disabled(function):
+        if torch.compiler.is_compiling() and _disable_compile(function):
             return function.outside(*args, **kwargs)  # type: ignore[attr-defined]
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 
 
-@constant
-def _disabled(function: Any) -> bool:
+@compile_constant
+def _disable_compile(function: Any) -> bool:
     """True; runs while torch.compile traces, which finds the new attribute afterwards."""
     function.outside = torch.compiler.disable(function)
     return True
 
 
-class Plan(NamedTuple):
+class SpecPlan(NamedTuple):
     """The facts of a spec: constants for torch.compile."""
 
     spec: str  # without the rounding of the cotangent
@@ -58,18 +58,18 @@ class Plan(NamedTuple):
     gradient_draws: bool
 
 
-@constant
-def plan_of(spec: Any) -> Plan:
+@compile_constant
+def plan_of(spec: Any) -> SpecPlan:
     """The plan of a spec, a format or a text."""
-    return _plan(spec if isinstance(spec, str) else as_spec(spec, scaled=True))
+    return _cached_plan(spec if isinstance(spec, str) else as_spec(spec, scaled=True))
 
 
 @lru_cache(maxsize=256)
-def _plan(value: Spec | str) -> Plan:
+def _cached_plan(value: Spec | str) -> SpecPlan:
     spec = as_spec(value, scaled=True)
     back = spec.gradient.round
     forward = replace(spec, gradient=Gradient(clipped=spec.gradient.clipped))
-    return Plan(
+    return SpecPlan(
         str(forward),
         spec.rounding.stochastic,
         None if back is None else str(back),
@@ -77,7 +77,7 @@ def _plan(value: Spec | str) -> Plan:
     )
 
 
-@constant
-def clips(spec: str) -> bool:
+@compile_constant
+def clips_gradient(spec: str) -> bool:
     """Whether the gradient is zero for values that overflow."""
     return as_spec(spec, scaled=True).gradient.clipped

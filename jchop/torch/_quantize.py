@@ -9,22 +9,22 @@ import torch
 from torch import nn
 
 from jchop.storage import QArray
-from jchop.torch._library import check_carrier
-from jchop.torch._modules import Mode, quantize_module
-from jchop.torch._packed import codes_of
-from jchop.torch._plan import SpecLike, outside_graphs, plan_of
-from jchop.torch._words import drawn_words
+from jchop.torch._modules import QuantizeMode, convert_module
+from jchop.torch._operators import check_carrier
+from jchop.torch._packed import tensor_codes
+from jchop.torch._plan import TorchSpecLike, outside_graphs, plan_of
+from jchop.torch._words import rounding_words
 
 __all__ = ["quantize"]
 
 Tensor = torch.Tensor
-Rules = Mapping[str, Mapping[str, Any]]
+ModuleRules = Mapping[str, Mapping[str, Any]]
 
 
 @overload
 def quantize(
     x: Tensor,
-    how: SpecLike,
+    how: TorchSpecLike,
     *,
     seed: int | None = ...,
     generator: torch.Generator | None = ...,
@@ -33,15 +33,15 @@ def quantize(
 
 
 @overload
-def quantize(x: nn.Module, how: Rules, *, mode: Mode = ..., seed: int | None = ...) -> nn.Module: ...
+def quantize(x: nn.Module, how: ModuleRules, *, mode: QuantizeMode = ..., seed: int | None = ...) -> nn.Module: ...
 
 
 @outside_graphs
 def quantize(
     x: Tensor | nn.Module,
-    how: SpecLike | Rules,
+    how: TorchSpecLike | ModuleRules,
     *,
-    mode: Mode = "qat",
+    mode: QuantizeMode = "qat",
     seed: int | None = None,
     generator: torch.Generator | None = None,
     copy: bool = False,
@@ -110,9 +110,9 @@ def quantize(
     if isinstance(x, nn.Module):
         if generator is not None or copy:
             raise ValueError("generator= and copy= are for tensors; the roundings of a module are seeded by seed=")
-        return quantize_module(x, how, 0 if seed is None else seed, mode)  # type: ignore[arg-type]
+        return convert_module(x, how, 0 if seed is None else seed, mode)  # type: ignore[arg-type]
     if mode != "qat":
         raise ValueError(f"mode={mode!r} is for modules; a tensor becomes a QArray")
     check_carrier("x", x, complex_too=False)
     plan = plan_of(how)  # type: ignore[arg-type]
-    return codes_of(x, plan.spec, drawn_words(plan.spec, plan.draws, seed, generator), copy=copy)
+    return tensor_codes(x, plan.spec, rounding_words(plan.spec, plan.draws, seed, generator), copy=copy)

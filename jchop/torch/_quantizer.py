@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from jchop._checks import check_int
-from jchop.spec import Gradient, as_spec
-from jchop.torch._plan import Plan, SpecLike, plan_of
-from jchop.torch._round import round_gradient, through
-from jchop.torch._words import key_words, random_words
+from jchop._common.checks import check_int
+from jchop._spec.spec import Gradient, as_spec
+from jchop.torch._plan import SpecPlan, TorchSpecLike, plan_of
+from jchop.torch._round import round_gradient, round_straight_through
+from jchop.torch._words import generator_words, key_words
 
 __all__ = ["Quantizer", "first_words"]
 
 Tensor = torch.Tensor
-_FORWARD, _BACKWARD = 0, 1
+_FORWARD_DRAW, _BACKWARD_DRAW = 0, 1
 
 
 class Quantizer(nn.Module):
@@ -56,8 +56,8 @@ class Quantizer(nn.Module):
 
     def __init__(
         self,
-        forward: SpecLike | None = None,
-        backward: SpecLike | None = None,
+        forward: TorchSpecLike | None = None,
+        backward: TorchSpecLike | None = None,
         *,
         seed: int | tuple[int, ...] | None = 0,
     ) -> None:
@@ -87,9 +87,11 @@ class Quantizer(nn.Module):
             return x
         call = self._next_call() if self._counts else None
         if self.rounding is not None:
-            x = through(x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD), True)
+            x = round_straight_through(
+                x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD_DRAW), True
+            )
         if self.gradient is not None:
-            x = round_gradient(x, self.gradient.spec, self._words(self.gradient.draws, call, _BACKWARD))
+            x = round_gradient(x, self.gradient.spec, self._words(self.gradient.draws, call, _BACKWARD_DRAW))
         return x
 
     def right_inverse(self, x: Tensor) -> Tensor:
@@ -114,17 +116,17 @@ class Quantizer(nn.Module):
         if not draws:
             return key_words(())
         if self.words is None or call is None:
-            return random_words()
+            return generator_words()
         last = torch.full((1,), place, dtype=torch.int32, device=call.device)
         return torch.cat([key_words(self.words).to(call.device), call.reshape(1), last])
 
 
 def first_words(seed: tuple[int, ...], draws: bool) -> Tensor:
     """The words of the forward rounding in the first call of a `Quantizer` with this seed; none without draws."""
-    return key_words((*_seed_numbers(seed), 0, _FORWARD) if draws else ())
+    return key_words((*_seed_numbers(seed), 0, _FORWARD_DRAW) if draws else ())
 
 
-def _plan_of_gradient(backward: SpecLike) -> Plan:
+def _plan_of_gradient(backward: TorchSpecLike) -> SpecPlan:
     spec = as_spec(backward, "backward", scaled=True)
     if spec.gradient != Gradient():
         raise ValueError(f"backward={str(spec)!r} is for a gradient, and cannot have a gradient itself")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from jchop._checks import brief
-from jchop._text import Part, Tables
-from jchop.torch._modules import layers_of, own_parameters
-from jchop.torch._packed import PackedTensor, packed_in
+from jchop._common.checks import short_repr
+from jchop._common.text import TableOrLine, Tables
+from jchop.torch._modules import parameter_layers, parameter_names
+from jchop.torch._packed import PackedTensor, packed_parameters
 from jchop.torch._quantizer import Quantizer
 
 __all__ = ["ModuleReport", "ParameterRow", "report"]
@@ -68,7 +68,7 @@ class ModuleReport(Tables):
 
     _align = "<<<<<>>"
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[TableOrLine]:
         head = ("path", "layer", "stored", "rounds", "shape", "bytes", "bits")
         body = [
             (
@@ -109,11 +109,11 @@ def report(module: nn.Module) -> ModuleReport:
         all                                                388  5.791
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={brief(module)} must be a torch.nn.Module")
+        raise TypeError(f"module={short_repr(module)} must be a torch.nn.Module")
     ids: set[int] = set()
     rows = []
-    for path, layer, _ in layers_of(module):
-        parameters = {**packed_in(layer), **{name: _parameter(layer, name) for name in own_parameters(layer)}}
+    for path, layer, _ in parameter_layers(module):
+        parameters = {**packed_parameters(layer), **{name: _parameter(layer, name) for name in parameter_names(layer)}}
         for name, value in parameters.items():
             full = f"{path}.{name}" if path else name
             nbytes = 0 if id(value) in ids else value.nbytes

@@ -6,18 +6,23 @@ from typing import Any
 
 import torch
 
-from jchop.torch._library import check_carrier, round_now, round_op, within_range_op
-from jchop.torch._plan import SpecLike, clips, plan_of
-from jchop.torch._words import drawn_words
+from jchop.torch._operators import (
+    check_carrier,
+    round_now,
+    round_operator,
+    within_range_operator,
+)
+from jchop.torch._plan import TorchSpecLike, clips_gradient, plan_of
+from jchop.torch._words import rounding_words
 
-__all__ = ["round_gradient", "round_to_format", "round_to_format_", "through"]
+__all__ = ["round_gradient", "round_straight_through", "round_to_format", "round_to_format_"]
 
 Tensor = torch.Tensor
 
 
 def round_to_format(
     tensor: Tensor,
-    spec: SpecLike,
+    spec: TorchSpecLike,
     *,
     seed: int | None = None,
     gradient_seed: int | None = None,
@@ -64,18 +69,20 @@ def round_to_format(
     """
     check_carrier("tensor", tensor)
     plan = plan_of(spec)
-    words = drawn_words(plan.spec, plan.draws, seed, generator)
-    result = through(tensor, plan.spec, words, copy)
+    words = rounding_words(plan.spec, plan.draws, seed, generator)
+    result = round_straight_through(tensor, plan.spec, words, copy)
     if plan.gradient is None:
         return result
     return round_gradient(
-        result, plan.gradient, drawn_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT)
+        result,
+        plan.gradient,
+        rounding_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT_SEED),
     )
 
 
 def round_to_format_(
     tensor: Tensor,
-    spec: SpecLike,
+    spec: TorchSpecLike,
     *,
     seed: int | None = None,
     gradient_seed: int | None = None,
@@ -112,20 +119,20 @@ def round_to_format_(
     )
 
 
-_GRADIENT = "gradient_seed"
+_GRADIENT_SEED = "gradient_seed"
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def through(tensor: Tensor, spec: str, words: Tensor, copy: bool) -> Tensor:
+def round_straight_through(tensor: Tensor, spec: str, words: Tensor, copy: bool) -> Tensor:
     """A rounded tensor with a straight-through gradient, clipped if the spec requires it."""
-    if _is_plain(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
+    if _is_eager_call(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
         return round_now(tensor, words, spec, 0, copy)
-    return _Through.apply(tensor, words, spec, copy)  # type: ignore[return-value]
+    return _StraightThrough.apply(tensor, words, spec, copy)  # type: ignore[return-value]
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_eager_call(tensor: Tensor) -> bool:
     """Whether the call is plain eager code: without a compiler, a transform of `torch.func` or a mode.
 
     They need the operator; without it a call takes half of the time. A tensor does not show that `torch.func` wraps it,
@@ -144,20 +151,20 @@ def round_gradient(tensor: Tensor, spec: str, words: Tensor) -> Tensor:
     return _RoundGradient.apply(tensor, words, spec)  # type: ignore[return-value]
 
 
-class _Through(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     """Rounds; the gradient passes, or is zero for values that overflowed."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(tensor: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
-        return (round_now if _is_plain(tensor) else round_op)(tensor, words, spec, 0, copy)
+        return (round_now if _is_eager_call(tensor) else round_operator)(tensor, words, spec, 0, copy)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         del output
         tensor, words, ctx.spec, _ = inputs
-        ctx.clips = clips(ctx.spec)
+        ctx.clips = clips_gradient(ctx.spec)
         if ctx.clips:
             ctx.save_for_backward(tensor, words)
 
@@ -165,18 +172,18 @@ class _Through(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         if ctx.clips:
-            gradient = _Clip.apply(gradient, *ctx.saved_tensors, ctx.spec)
+            gradient = _ClipGradient.apply(gradient, *ctx.saved_tensors, ctx.spec)
         return gradient, None, None, None  # type: ignore[return-value]
 
 
-class _Clip(torch.autograd.Function):
+class _ClipGradient(torch.autograd.Function):
     """A gradient, zero for values that overflow: linear in the gradient, and its own transpose."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(gradient: Tensor, tensor: Tensor, words: Tensor, spec: str) -> Tensor:
-        return within_range_op(gradient, tensor, words, spec, 0)
+        return within_range_operator(gradient, tensor, words, spec, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -186,7 +193,7 @@ class _Clip(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Clip.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[return-value]
+        return _ClipGradient.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[return-value]
 
 
 class _RoundGradient(torch.autograd.Function):
@@ -208,4 +215,4 @@ class _RoundGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (words,) = ctx.saved_tensors
-        return through(gradients[0], ctx.spec, words, True), None, None
+        return round_straight_through(gradients[0], ctx.spec, words, True), None, None

@@ -17,15 +17,15 @@ import pytest
 from further import Further
 from jax import lax
 
-from jchop._core.xla_cpu import (
-    QUIRKS,
+from jchop._core.xla.cpu import (
+    CPU_QUIRKS,
     Quirk,
     compute_after,
-    entry_of,
-    hidden,
+    dot_with_one_row,
+    hide_constant,
+    integer_maximum,
+    loop_entry,
     materialize_per_group,
-    maximum,
-    one_row,
     prevent_fma,
 )
 from jchop._kernels.primitive import make_op
@@ -240,7 +240,7 @@ def constants_enter_calls() -> bool:
         lines = text(lambda x: double(double(x, make(3)), make(5)), normal(32)).splitlines()
         return sum(line.count("%Arg_") for line in lines if "ROOT" in line and " fusion(" in line)
 
-    return numbers_read(jnp.uint32) == 2 and numbers_read(hidden) == 4
+    return numbers_read(jnp.uint32) == 2 and numbers_read(hide_constant) == 4
 
 
 def taken_in_windows(program: Any, array: str) -> bool:
@@ -251,7 +251,7 @@ def taken_in_windows(program: Any, array: str) -> bool:
 @guard
 def maximum_along_rows_is_scalar() -> bool:
     x = jnp.zeros((256, 4096), jnp.int32)
-    plain, steps = optimized(lambda x: jnp.max(x, axis=-1), x), optimized(lambda x: maximum(x, 1), x)
+    plain, steps = optimized(lambda x: jnp.max(x, axis=-1), x), optimized(lambda x: integer_maximum(x, 1), x)
     return taken_in_windows(plain, "s32[256,4096]") and not taken_in_windows(steps, "s32[256,4096]")
 
 
@@ -326,19 +326,21 @@ def test_entries_of_a_stack(dtype: str) -> None:
     """Every code, in a loop, with the derivative of an index."""
     word = f"u{np.dtype(dtype).itemsize}"
     stack = (np.arange(4 * 256).reshape(4, 256) * 7).astype(word).view(dtype)
-    found = jax.jit(lambda stack: lax.map(lambda i: lax.bitcast_convert_type(entry_of(stack, i), word), jnp.arange(4)))
+    found = jax.jit(
+        lambda stack: lax.map(lambda i: lax.bitcast_convert_type(loop_entry(stack, i), word), jnp.arange(4))
+    )
     np.testing.assert_array_equal(found(stack), stack.view(word))
     if dtype != "int8":
         x = jnp.asarray(normal(4, 8), dtype)
         own, wanted = (
             jax.jit(jax.grad(lambda x, take=take: jnp.sum(take(x, jnp.int32(2)).astype(float) ** 2)))(x)
-            for take in (entry_of, lambda x, i: x[i])
+            for take in (loop_entry, lambda x, i: x[i])
         )
         np.testing.assert_array_equal(own.astype(np.float32), wanted.astype(np.float32))
 
 
 def test_a_stack_is_not_converted() -> None:
-    program = stack_in_a_loop(entry_of)
+    program = stack_in_a_loop(loop_entry)
     assert WHOLE_STACK.search(program[program.index("ENTRY") :]) is None
 
 
@@ -389,7 +391,7 @@ def long_sums_of_integers_are_scalar() -> bool:
     def plain(row: jax.Array, matrix: jax.Array) -> jax.Array:
         return jnp.sum(row[0, 0, :, None].astype(jnp.int32) * matrix.astype(jnp.int32), 0)
 
-    long, short = optimized(plain, row, matrix), optimized(lambda x, w: one_row(x, w.T[None]), row, matrix)
+    long, short = optimized(plain, row, matrix), optimized(lambda x, w: dot_with_one_row(x, w.T[None]), row, matrix)
     written = [program.memory_analysis().temp_size_in_bytes for program in (short, long)]
     return taken_in_windows(long, "s32[2048,1024]") and written[0] < matrix.size < written[1]
 
@@ -409,17 +411,19 @@ def known_results_computed_by_compiler() -> bool:
 
 @further.first
 def every_quirk_has_a_guard() -> None:
-    assert sorted(GUARDS) == sorted(quirk.name for quirk in QUIRKS if not quirk.benchmark_only)
+    assert sorted(GUARDS) == sorted(quirk.name for quirk in CPU_QUIRKS if not quirk.benchmark_only)
 
 
 def test_quirks_that_are_times_have_a_benchmark() -> None:
     tree = ast.parse((Path(__file__).parents[2] / "benchmarks" / "quirks.py").read_text("utf-8"))
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert {quirk.name for quirk in QUIRKS if quirk.benchmark_only} <= functions
+    assert {quirk.name for quirk in CPU_QUIRKS if quirk.benchmark_only} <= functions
 
 
 @further
-@pytest.mark.parametrize("quirk", [quirk for quirk in QUIRKS if not quirk.benchmark_only], ids=lambda quirk: quirk.name)
+@pytest.mark.parametrize(
+    "quirk", [quirk for quirk in CPU_QUIRKS if not quirk.benchmark_only], ids=lambda quirk: quirk.name
+)
 def the_quirk_is_there(quirk: Quirk, pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--unoptimized"):
         pytest.skip("quirks of optimized code")
@@ -440,14 +444,14 @@ def test_one_row_of_integers_is_multiplied_exactly(shape: tuple[int, int, int], 
     rng = np.random.default_rng(k)
     row, matrix = (rng.integers(-128, 128, s).astype(np.int8) for s in ((batch, 1, k), (batch, k, n)))
     row[..., : k // 2], matrix[..., 0] = -128, -128  # the largest products
-    program = optimized(lambda x, w: one_row(x, w.swapaxes(1, 2)), row, matrix)
+    program = optimized(lambda x, w: dot_with_one_row(x, w.swapaxes(1, 2)), row, matrix)
     np.testing.assert_array_equal(program(row, matrix), row.astype(int) @ matrix.astype(int))
     if not pytestconfig.getoption("--unoptimized"):
         assert program.memory_analysis().temp_size_in_bytes >= 4 * batch * n * 48, "the sums were merged"
 
 
 def test_short_rows_are_left_to_products() -> None:
-    assert one_row(jnp.zeros((1, 1, 383), jnp.int8), jnp.zeros((1, 4, 383), jnp.int8)) is None
+    assert dot_with_one_row(jnp.zeros((1, 1, 383), jnp.int8), jnp.zeros((1, 4, 383), jnp.int8)) is None
 
 
 def test_groups_are_computed_once() -> None:
@@ -460,7 +464,7 @@ def test_other_devices_do_without_workarounds(platform: str) -> None:
     """They keep the barrier of scales, and merge the steps of maxima along rows."""
 
     def run(x: jax.Array) -> Any:
-        return materialize_per_group(x + 1), maximum(x, 1)
+        return materialize_per_group(x + 1), integer_maximum(x, 1)
 
     traced = jax.jit(run).trace(jax.ShapeDtypeStruct((64, 1024), jnp.int32))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -493,7 +497,7 @@ def test_only_small_arrays_are_divided_together(size: int) -> None:
 def test_maximum_in_steps(shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(1).integers(0, 1 << 30, shape).astype(np.int32)
     for axes in ((len(shape) - 1,), tuple(range(len(shape)))):
-        np.testing.assert_array_equal(maximum(jnp.asarray(x), axes), x.max(axes, keepdims=True))
+        np.testing.assert_array_equal(integer_maximum(jnp.asarray(x), axes), x.max(axes, keepdims=True))
 
 
 def test_prevent_fma() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jchop._core.xla_gpu import QUIRKS, in_whole_words, precision_of
+from jchop._core.xla.gpu import GPU_QUIRKS, dot_precision, pad_to_whole_words
 
 VERSION = ".".join(importlib.metadata.version("jaxlib").split(".")[:2])
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -18,7 +18,7 @@ on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"
 
 def is_there(name: str) -> bool:
     """Whether a quirk is expected in this version."""
-    (quirk,) = (quirk for quirk in QUIRKS if quirk.name == name)
+    (quirk,) = (quirk for quirk in GPU_QUIRKS if quirk.name == name)
     return VERSION not in quirk.versions_without
 
 
@@ -26,7 +26,7 @@ def wrong_sums(*, padded: bool) -> bool:
     """Whether a product of int8 has another result than that of Python's integers."""
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = (in_whole_words(a), in_whole_words(b)) if padded else (a, b)
+        a, b = (pad_to_whole_words(a), pad_to_whole_words(b)) if padded else (a, b)
         return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
 
     rng = np.random.default_rng(0)
@@ -46,18 +46,18 @@ def test_short_sums_of_integers_doubled():
 def test_zeros_fill_up_the_sum():
     x = np.arange(-10, 11, dtype=np.int8).reshape(3, 7)
     for axis, y in ((-1, x), (0, x.T), (1, x)):
-        filled = np.asarray(in_whole_words(jnp.asarray(y), axis))
+        filled = np.asarray(pad_to_whole_words(jnp.asarray(y), axis))
         assert filled.shape[axis] == 16 and filled.dtype == np.int8
         kept, rest = np.split(filled, [7], axis)
         assert np.array_equal(kept, y) and not rest.any()
     whole = jnp.zeros((2, 32), jnp.int8)
-    assert in_whole_words(whole) is whole
+    assert pad_to_whole_words(whole) is whole
     assert not wrong_sums(padded=True)
 
 
 def test_float8_is_multiplied_at_high_precision_and_the_rest_at_the_highest():
     """`tests/_kernels/test_compile.py` compiles both for a GPU that is not there."""
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        assert precision_of(dtype) == lax.Precision.HIGH
+        assert dot_precision(dtype) == lax.Precision.HIGH
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float64):
-        assert precision_of(dtype) == lax.Precision.HIGHEST
+        assert dot_precision(dtype) == lax.Precision.HIGHEST

@@ -57,7 +57,7 @@ def cases(target: str) -> Iterator[Case]:
 
 def kernel(target: str) -> Callable[..., jax.Array]:
     if is_tpu(target):
-        from jchop._kernels.products.matmul_tpu import matmul
+        pass
     else:
-        from jchop._kernels.products.matmul_gpu import matmul
-    return matmul
+        from jchop._kernels.products.matmul_gpu import gpu_matmul
+    return gpu_matmul

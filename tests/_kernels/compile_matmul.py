@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from _kernels.compiling import Case, checks_of, is_tpu
 
-from jchop.accumulation import MatmulSpec
+from jchop._spec.accumulation import MatmulSpec
 
 Shape = tuple[int, int, int, int]  # batch, m, k, n
 RAGGED: Shape = (3, 129, 301, 37)
@@ -53,11 +53,11 @@ def cases(target: str) -> Iterator[Case]:
     if is_tpu(target):
         from jchop._kernels.products import matmul_tpu
 
-        run = matmul_tpu.matmul
+        run = matmul_tpu.tpu_matmul
     else:
         from jchop._kernels.products import matmul_gpu
 
-        run = matmul_gpu.matmul
+        run = matmul_gpu.gpu_matmul
     for spec, shape, x64 in COMMON:
         name = f"matmul {spec}, {shape}{', x64' if x64 else ''}"
         yield Case(name, partial(run, spec=spec), arguments(spec, shape), x64, checks_of(target, shape == LARGE))

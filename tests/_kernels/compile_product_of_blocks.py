@@ -8,8 +8,8 @@ from functools import partial
 import jax
 from _kernels.compiling import Case, is_tpu
 
-from jchop._kernels.products.product_of_blocks import HOPPER
-from jchop._products.codes import product_of_blocks_op
+from jchop._kernels.products.product_of_blocks import HOPPER_KERNEL
+from jchop._quantized.products.codes import product_of_blocks_op
 
 #: Of the elements, m, n, k, block, and what has zero points.
 CASES = {
@@ -37,7 +37,7 @@ def cases(target: str) -> Iterator[Case]:
         parts = {f"{side}_scale": (1, rows, -(-k // block)) for side, rows in (("x", m), ("w", n))}
         parts |= {f"{side}_zero": parts[f"{side}_scale"] for side in shifted}
         given = [jax.ShapeDtypeStruct(arrays[side], kind) for side, kind in zip("xw", kinds, strict=True)]
-        why = HOPPER.refuse(*given, names=tuple(parts), block=block, dtype="bfloat16")
+        why = HOPPER_KERNEL.refuse(*given, names=tuple(parts), block=block, dtype="bfloat16")
         given += [jax.ShapeDtypeStruct(size, "int32" if "zero" in part else "float32") for part, size in parts.items()]
         fun = partial(product_of_blocks_op, names=tuple(parts), block=block, dtype="bfloat16", impl="pallas")
         if is_tpu(target):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from _kernels.compiling import Case, is_tpu
 
 import jchop as jc
-from jchop.rounding import Rounding
+from jchop.formats.rounding import Rounding
 
 #: One format of each kind that the rounding tells apart.
 KINDS = (
@@ -102,10 +102,10 @@ def _case(
 
 
 def _hardware_bits() -> Iterator[Case]:
-    from jchop._kernels.round_tpu import round_with_hardware_bits
+    from jchop._kernels.round_tpu import tpu_round_with_hardware_bits
 
     for text, dtype, x64 in (("e4m3fn:stochastic", "float32", False), ("integer8:stochastic_equal", "bfloat16", True)):
         for shape in (SHAPE, (1 << 20,)):
             avals = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((6,), jnp.uint32))
-            fun = partial(round_with_hardware_bits, spec=jc.parse(text))
+            fun = partial(tpu_round_with_hardware_bits, spec=jc.parse(text))
             yield Case(f"hardware bits {text} {dtype}{list(shape)}", fun, avals, x64, ("vmem",))

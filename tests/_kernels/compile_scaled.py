@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from _kernels.compiling import Case, checks_of, is_tpu
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.scaled.scales import Plan, make_plan
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.scaled.scales import ScaledPlan, make_scaled_plan
 from jchop._kernels import scaled
-from jchop.spec import Spec
+from jchop._spec.spec import Spec
 
 #: Formats of blocks that differ in the kernels' code: element kinds and widths, rules, scale formats, block lengths.
 SCALINGS: dict[str, Spec] = {
@@ -55,8 +55,8 @@ def along(spec: Spec, axis: int) -> Spec:
     return replace(spec, format=spec.scaled(axis=axis))
 
 
-def plan_of(spec: Spec, dtype: str) -> Plan:
-    return make_plan(spec, CARRIERS[dtype])
+def plan_of(spec: Spec, dtype: str) -> ScaledPlan:
+    return make_scaled_plan(spec, CARRIERS[dtype])
 
 
 def kernels(target: str) -> ModuleType:
@@ -101,8 +101,8 @@ def case(
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     platform = "tpu" if is_tpu(target) else "gpu"
     refuse = {
-        "quantize_blocks": {"tpu": scaled.refuse_codes_tpu, "gpu": scaled.refuse_codes_gpu},
-        "round_blocks": {"tpu": scaled.refuse_tpu, "gpu": scaled.refuse_gpu},
+        "quantize_blocks": {"tpu": scaled.refuse_tpu_quantize_blocks, "gpu": scaled.refuse_gpu_quantize_blocks},
+        "round_blocks": {"tpu": scaled.refuse_tpu_round_blocks, "gpu": scaled.refuse_gpu_round_blocks},
     }[kernel][platform]
     plan = plan_of(spec, dtype)
     why = refuse(x, plan=plan)

@@ -44,9 +44,9 @@ def report(target: str) -> dict[str, dict[str, Any]]:
     # As `round_op`, whose kernel impl="auto" leaves to XLA; here auto takes it wherever it may.
     eager_for_kernels = make_op(
         "eager_for_kernels",
-        kernels.body,
-        tpu=Kernel(kernels._tpu),
-        gpu=Kernel(kernels._gpu),
+        kernels.round_elements_body,
+        tpu=Kernel(kernels._run_tpu_round),
+        gpu=Kernel(kernels._run_gpu_round),
     )
     spec = jc.parse("e4m3fn:up")
     devices = chips(target)[:4]

@@ -16,9 +16,13 @@ from _kernels.quickly import compiled
 
 from jchop._kernels.products import dequantize_matmul_gpu, dequantize_matmul_tpu
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul, dequantize_matmul_op
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
+from jchop._kernels.products.dequantize_matmul_tile import (
+    DequantizeMatmulGpuTiling,
+    DequantizeMatmulProblem,
+    DequantizeMatmulTpuTiling,
+)
+from jchop._spec.spec import as_spec
 from jchop.formats import CodebookFormat, IntegerFormat, float6_e3m2fn, float8_e8m0fnu, parse_format
-from jchop.spec import as_spec
 
 Shape = tuple[int, int, int, int]
 KERNELS: dict[str, Callable[..., jax.Array]] = {
@@ -228,13 +232,13 @@ def test_tilings_that_do_not_fit_say_why():
         (DequantizeMatmulTpuTiling(8, 128, 2000), "block_k=2000 holds more than 32 groups of 32"),
         (DequantizeMatmulTpuTiling(8, 128, 256), None),
     ):
-        found = tiling.misfit(Problem(300, 2000, 500, 32, 2, 4))
+        found = tiling.misfit(DequantizeMatmulProblem(300, 2000, 500, 32, 2, 4))
         assert found is None if why is None else why in str(found), tiling
 
 
-def problems() -> list[Problem]:
+def problems() -> list[DequantizeMatmulProblem]:
     return [
-        Problem(m, k, width, min(group, k), parts, itemsize)
+        DequantizeMatmulProblem(m, k, width, min(group, k), parts, itemsize)
         for m in (1, 16, 300, 4096)
         for k in (1, 100, 1000, 4096, 20000)
         for width in (1, 300, 4096)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jchop._kernels.products.dequantize_matmul_ptx import OPERANDS, assembly_of
+from jchop._kernels.products.dequantize_matmul_ptx import PTX_CONSTRAINTS, ptx_of_format
 from jchop.formats import FloatFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn, float8_e5m2
 
 FORMATS = [IntegerFormat(4), IntegerFormat(8), IntegerFormat(4, signed=False), IntegerFormat(8, signed=False)]
@@ -77,7 +77,7 @@ def test_values() -> None:
 
 
 def check(fmt: IntegerFormat | FloatFormat) -> None:
-    assemblies, bits = assembly_of(fmt), fmt.bits
+    assemblies, bits = ptx_of_format(fmt), fmt.bits
     assert assemblies is not None and len(assemblies) == 8 // bits
     rng = np.random.default_rng(0)
     for first in range(256):
@@ -93,13 +93,13 @@ def check(fmt: IntegerFormat | FloatFormat) -> None:
 
 
 def test_zeros_have_their_signs() -> None:
-    (low, _) = assembly_of(float4_e2m1fn) or ("", "")
+    (low, _) = ptx_of_format(float4_e2m1fn) or ("", "")
     assert np.signbit(run(low, 0x08000800, [1] * 4, [-0.0] * 4)).tolist() == [False, True, False, True]
 
 
 def test_other_formats_have_none() -> None:
-    assert assembly_of(float8_e5m2) is None and assembly_of(IntegerFormat(4, narrow=True)) is None
+    assert ptx_of_format(float8_e5m2) is None and ptx_of_format(IntegerFormat(4, narrow=True)) is None
 
 
 def test_results_are_written_before_all_arguments_are_read() -> None:
-    assert OPERANDS.split(",")[:4] == ["=&f"] * 4 and len(OPERANDS.split(",")) == 13
+    assert PTX_CONSTRAINTS.split(",")[:4] == ["=&f"] * 4 and len(PTX_CONSTRAINTS.split(",")) == 13

@@ -16,15 +16,15 @@ from _kernels.quickly import compiled
 from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.matmul import Plan, matmul_body
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.matmul.matmul import MatmulPlan, matmul_body
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products import matmul_gpu, matmul_tpu
 from jchop._kernels.products.matmul import matmul_op
 from jchop._kernels.products.matmul_tile import MatmulGpuTiling, MatmulTpuTiling
-from jchop.accumulation import MatmulSpec
+from jchop._spec.accumulation import MatmulSpec
 
-KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.matmul, "gpu": matmul_gpu.matmul}
+KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.tpu_matmul, "gpu": matmul_gpu.gpu_matmul}
 #: Tilings that cut even small products into several tiles along every axis.
 SMALL: dict[str, Any] = {"tpu": MatmulTpuTiling(16, 128, 128, 8), "gpu": MatmulGpuTiling(16, 16, 16)}
 ORDERS = ("sequential", "blocked(8)", "pairwise", "matrix_unit(16)")
@@ -52,7 +52,7 @@ def operands(spec: MatmulSpec, shape: Shape, dtype: Any = np.float32) -> tuple[n
 
 
 def seeds(spec: MatmulSpec) -> tuple[jax.Array, ...]:
-    return (SEEDS,) if Plan(spec, CARRIERS["float32"], 1).draws else ()
+    return (SEEDS,) if MatmulPlan(spec, CARRIERS["float32"], 1).draws else ()
 
 
 @lru_cache
@@ -255,7 +255,7 @@ def test_every_kind_and_mode(
 def test_a_simulated_tpu(order: str) -> None:
     """Memory that nothing has been written to is NaN there, and what lies outside an array cannot be read."""
     spec = arithmetic(order, "e5m7:stochastic", "e5m5:stochastic")
-    fun = partial(matmul_tpu.matmul, spec=spec, tiling=SMALL["tpu"], interpret=pltpu.InterpretParams())
+    fun = partial(matmul_tpu.tpu_matmul, spec=spec, tiling=SMALL["tpu"], interpret=pltpu.InterpretParams())
     result = compiled(fun)(*map(jnp.asarray, operands(spec, CUT)), *seeds(spec))
     assert same_bits(np.asarray(result), expected(spec, CUT))
 
@@ -332,7 +332,7 @@ def check_tilings(order: str) -> None:
     for m in SIZES:
         for k in SIZES:
             tiling = MatmulTpuTiling.for_shape(m, 4096, k, spec)
-            scratch = matmul_tpu._Tile(Plan(spec, CARRIERS["float32"], k), tiling, m, 4096).scratch
+            scratch = matmul_tpu._MatmulTpuTile(MatmulPlan(spec, CARRIERS["float32"], k), tiling, m, 4096).scratch
             parts = 2 if spec.order.aligned else 1  # significands and exponents
             moved = parts * tiling.block_k * (tiling.block_m + tiling.block_n) + tiling.block_m * tiling.block_n
             assert 4 * (2 * moved + sum(int(np.prod(shape)) for shape in scratch)) <= 12 << 20, (m, k, tiling)
@@ -341,7 +341,7 @@ def check_tilings(order: str) -> None:
 
 def test_gpu_tilings_fit_in_registers() -> None:
     for order, form, carrier in itertools.product(ORDERS, ("e4m3", "tf32", None), ("float32", "float64")):
-        plan = Plan(MatmulSpec(form, accumulate="e5m5", order=order), CARRIERS[carrier], 4096)
+        plan = MatmulPlan(MatmulSpec(form, accumulate="e5m5", order=order), CARRIERS[carrier], 4096)
         narrow = order == "pairwise" or carrier == "float64"  # with more, or with wider, numbers for each element
         most = {"matrix_unit": 32}.get(plan.spec.order.kind, 4 if narrow else 8)
         tilings = [MatmulGpuTiling.for_shape(1, m, n, plan) for m in SIZES for n in SIZES]
@@ -404,25 +404,25 @@ def test_what_kernels_of_aligned_sums_refuse() -> None:
         (jc.tensor_core("cdna3", "fp8", promote_every=128), "float32", "", ""),
     ):
         a = jax.ShapeDtypeStruct((1, 4, 200), dtype)
-        for kernel, refuse in (("tpu", matmul._refuse_tpu), ("gpu", matmul._refuse_gpu)):
+        for kernel, refuse in (("tpu", matmul._refuse_tpu_matmul), ("gpu", matmul._refuse_gpu_matmul)):
             found = refuse(a, a, spec=spec)
             assert (found is None) if kernel not in kernels else (reason in str(found)), (spec, kernel)
 
 
 def test_a_part_of_no_whole_blocks_is_refused() -> None:
-    from jchop._kernels.products.matmul import _refuse_tpu
+    from jchop._kernels.products.matmul import _refuse_tpu_matmul
 
     a, spec = jax.ShapeDtypeStruct((1, 4, 200), "float32"), MatmulSpec("e4m3", order="aligned(24, 25)")
-    assert "multiple of the 24 products" in str(_refuse_tpu(a, a, spec=spec, tiling=SMALL["tpu"]))
-    assert _refuse_tpu(a, a, spec=spec, tiling=MatmulTpuTiling(16, 128, 384, 8)) is None
+    assert "multiple of the 24 products" in str(_refuse_tpu_matmul(a, a, spec=spec, tiling=SMALL["tpu"]))
+    assert _refuse_tpu_matmul(a, a, spec=spec, tiling=MatmulTpuTiling(16, 128, 384, 8)) is None
     empty = jax.ShapeDtypeStruct((1, 4, 0), "float32")
-    assert _refuse_tpu(empty, empty, spec=spec, tiling=SMALL["tpu"]) is None
+    assert _refuse_tpu_matmul(empty, empty, spec=spec, tiling=SMALL["tpu"]) is None
 
 
 def test_a_tile_too_small_for_a_unit_is_refused() -> None:
-    from jchop._kernels.products.matmul import _refuse_gpu
+    from jchop._kernels.products.matmul import _refuse_gpu_matmul
 
     a, spec = jax.ShapeDtypeStruct((1, 4, 5), jnp.float32), MatmulSpec(order="matrix_unit(4)")
-    assert "side of less than 16" in str(_refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(8, 16, 16)))
-    assert _refuse_gpu(a, a, spec=spec, tiling=MatmulGpuTiling(16, 16, 16)) is None
-    assert _refuse_gpu(a, a, spec=MatmulSpec(), tiling=MatmulGpuTiling(8, 16, 16)) is None
+    assert "side of less than 16" in str(_refuse_gpu_matmul(a, a, spec=spec, tiling=MatmulGpuTiling(8, 16, 16)))
+    assert _refuse_gpu_matmul(a, a, spec=spec, tiling=MatmulGpuTiling(16, 16, 16)) is None
+    assert _refuse_gpu_matmul(a, a, spec=MatmulSpec(), tiling=MatmulGpuTiling(8, 16, 16)) is None

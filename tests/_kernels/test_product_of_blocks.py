@@ -16,13 +16,13 @@ from _kernels.quickly import compiled
 
 import jchop as jc
 from jchop._kernels.products import float8_dot_gpu, product_of_blocks_gpu, product_of_blocks_tpu
-from jchop._kernels.products.product_of_blocks import GPU, HOPPER, TPU
+from jchop._kernels.products.product_of_blocks import GPU_KERNEL, HOPPER_KERNEL, TPU_KERNEL
 from jchop._kernels.products.product_of_blocks_tile import (
     ProductOfBlocksGpuTiling,
     ProductOfBlocksHopperTiling,
     ProductOfBlocksTpuTiling,
 )
-from jchop._products.codes import product_of_blocks_op
+from jchop._quantized.products.codes import product_of_blocks_op
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {
     "gpu": product_of_blocks_gpu.gpu_product_of_blocks,
@@ -192,19 +192,21 @@ def test_vmap(platform, rng):
 def test_what_is_refused(rng):
     x, w = jax.ShapeDtypeStruct((1, 8, 4 * 10**5), jnp.int8), jax.ShapeDtypeStruct((1, 8, 4 * 10**5), jnp.int8)
     static: Any = {"names": (), "dtype": "float32"}
-    assert GPU.refuse(x, w, block=128, **static) is TPU.refuse(x, w, block=128, **static) is None
-    assert "blocks of 48 are no power of two from 8 to 512" in str(TPU.refuse(x, w, block=48, **static))
-    assert "blocks of 1024" in str(TPU.refuse(x, w, block=1024, **static))
-    assert "not a ProductOfBlocksTpuTiling" in str(TPU.refuse(x, w, block=128, tiling=1, **static))
+    assert GPU_KERNEL.refuse(x, w, block=128, **static) is TPU_KERNEL.refuse(x, w, block=128, **static) is None
+    assert "blocks of 48 are no power of two from 8 to 512" in str(TPU_KERNEL.refuse(x, w, block=48, **static))
+    assert "blocks of 1024" in str(TPU_KERNEL.refuse(x, w, block=1024, **static))
+    assert "not a ProductOfBlocksTpuTiling" in str(TPU_KERNEL.refuse(x, w, block=128, tiling=1, **static))
     for tiling, why in (((9, 8, 128), "block_m=9"), ((8, 9, 128), "block_n=9"), ((8, 8, 96), "block_k=96")):
-        assert why in str(TPU.refuse(x, w, block=32, tiling=ProductOfBlocksTpuTiling(*tiling), **static))
-    assert "block of 200000 numbers may leave int32" in str(GPU.refuse(x, w, block=2 * 10**5, **static))
-    assert "dtype float64" in str(GPU.refuse(x, w, names=(), block=128, dtype="float64"))
-    assert "not a ProductOfBlocksGpuTiling" in str(GPU.refuse(x, w, block=128, tiling=1, **static))
+        assert why in str(TPU_KERNEL.refuse(x, w, block=32, tiling=ProductOfBlocksTpuTiling(*tiling), **static))
+    assert "block of 200000 numbers may leave int32" in str(GPU_KERNEL.refuse(x, w, block=2 * 10**5, **static))
+    assert "dtype float64" in str(GPU_KERNEL.refuse(x, w, names=(), block=128, dtype="float64"))
+    assert "not a ProductOfBlocksGpuTiling" in str(GPU_KERNEL.refuse(x, w, block=128, tiling=1, **static))
     wide = jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn)
-    assert "float8_e4m3fn and int8" in str(GPU.refuse(x, wide, block=128, **static))
-    assert "2^31" in str(GPU.refuse(SimpleNamespace(shape=(1, 2**16, 2**16), size=2**32, dtype=x.dtype), w, block=128))
-    assert GPU.capability(wide) == 8.9 and GPU.capability(x) == 8.0
+    assert "float8_e4m3fn and int8" in str(GPU_KERNEL.refuse(x, wide, block=128, **static))
+    assert "2^31" in str(
+        GPU_KERNEL.refuse(SimpleNamespace(shape=(1, 2**16, 2**16), size=2**32, dtype=x.dtype), w, block=128)
+    )
+    assert GPU_KERNEL.capability(wide) == 8.9 and GPU_KERNEL.capability(x) == 8.0
 
 
 # -- the kernel of Hopper ----------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def test_a_warpgroup_of_hopper_writes_its_whole_part():
 def test_what_the_kernel_of_hopper_refuses():
     def why(m: int, n: int, k: int, block: int, kinds: Any = ("int8", "int8"), **static: Any) -> str:
         x, w = (jax.ShapeDtypeStruct((1, rows, k), kind) for rows, kind in zip((m, n), kinds, strict=True))
-        return str(HOPPER.refuse(x, w, **{"names": ("x_scale",), "block": block, "dtype": "float32", **static}))
+        return str(HOPPER_KERNEL.refuse(x, w, **{"names": ("x_scale",), "block": block, "dtype": "float32", **static}))
 
     assert why(8, 64, 256, 128) == why(8, 64, 256, 256) == why(8, 64, 128, 128, ["float8_e5m2"] * 2) == "None"
     assert "m=9 is no multiple of 8" in why(9, 64, 256, 128)
@@ -268,9 +270,12 @@ def test_what_the_kernel_of_hopper_refuses():
 def test_one_block_has_a_kernel_on_hopper_alone():
     x = jax.ShapeDtypeStruct((1, 256, 512), jnp.int8)
     static: Any = {"names": (), "dtype": "float32"}
-    assert GPU.profitable(x, x, block=128, **static) and not GPU.profitable(x, x, block=512, **static)
-    assert HOPPER.profitable(x, x, block=512, **static) and (HOPPER.capability(x), HOPPER.below) == (9.0, 10.0)
-    assert not HOPPER.profitable(jax.ShapeDtypeStruct((1, 64, 512), jnp.int8), x, block=512, **static)
+    assert GPU_KERNEL.profitable(x, x, block=128, **static) and not GPU_KERNEL.profitable(x, x, block=512, **static)
+    assert HOPPER_KERNEL.profitable(x, x, block=512, **static) and (
+        HOPPER_KERNEL.capability(x),
+        HOPPER_KERNEL.below,
+    ) == (9.0, 10.0)
+    assert not HOPPER_KERNEL.profitable(jax.ShapeDtypeStruct((1, 64, 512), jnp.int8), x, block=512, **static)
 
 
 # -- dispatch ----------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from further import Further
 from jax.experimental.pallas import tpu as pltpu
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.rounding.elements import round_elements
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset, words_like
 from jchop._kernels import round_gpu, round_tpu
@@ -72,7 +72,7 @@ def body(x: Array, start: int, spec: jc.Spec) -> Array:
     """The portable body, its words from `start` on."""
     drawn = tuple(jnp.asarray(SEEDS)) if spec.rounding.stochastic else ()
     word = words_like(x, drawn, StreamOffset(static_starts=(start,))) if drawn else None
-    return round_elements(x, spec, CARRIERS[x.dtype.name], word)
+    return round_to_spec(x, spec, CARRIERS[x.dtype.name], word)
 
 
 def by_kernel(run: Run, x: Array, start: int, spec: jc.Spec, **more: Any) -> Array:
@@ -293,10 +293,10 @@ def test_hardware_bits_decide(shape: tuple[int, ...], dtype: str) -> None:
     """The interpreter's generator gives zeros, so every proportional draw goes to the neighbour nearer to zero."""
     spec = jc.parse("e4m3fn:stochastic")
     x = jnp.asarray(numbers(shape, dtype))
-    run = functools.partial(round_tpu.round_with_hardware_bits, spec=spec, interpret=pltpu.InterpretParams())
-    expected = round_elements(x, spec, CARRIERS[dtype], jnp.zeros(shape, jnp.uint32))
+    run = functools.partial(round_tpu.tpu_round_with_hardware_bits, spec=spec, interpret=pltpu.InterpretParams())
+    expected = round_to_spec(x, spec, CARRIERS[dtype], jnp.zeros(shape, jnp.uint32))
     same_bits(run(x, jnp.asarray(SEEDS)), expected, dtype)
-    toward_zero = round_elements(x, jc.parse("e4m3fn:toward_zero"), CARRIERS[dtype])
+    toward_zero = round_to_spec(x, jc.parse("e4m3fn:toward_zero"), CARRIERS[dtype])
     inside = np.abs(np.asarray(x, np.float32)) <= 448
     same_bits(np.asarray(expected)[inside], np.asarray(toward_zero)[inside], dtype)
 
@@ -309,7 +309,7 @@ def test_each_block_is_seeded_with_a_number_of_its_own() -> None:
         return jnp.full_like(tile, now[-1].astype(jnp.float32))
 
     tiling = RoundTpuTiling(2, 8, 128, 8)
-    run = round_tpu._Elementwise(numbered, lambda drawn, number: now.append(number), "numbered", tiling, True)
+    run = round_tpu._ElementwiseKernel(numbered, lambda drawn, number: now.append(number), "numbered", tiling, True)
     number = np.arange(8).reshape(2, 2, 2).repeat(2, 0).repeat(8, 1).repeat(128, 2)
     np.testing.assert_array_equal(compiled(run)(jnp.ones((3, 9, 130))), number[:3, :9, :130])
 

@@ -25,25 +25,25 @@ from cases_scaled import blocks, integer_groups, mx
 from further import Further
 
 import jchop as jc
-from jchop import _bits
+from jchop._common import bit_ops
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.rounding.stream_offset import AT_START, StreamOffset
+from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
 from jchop._core.scaled import elements as reference
 from jchop._core.scaled import power_of_two_scales
-from jchop._core.scaled.scales import Plan, tensor_scale
+from jchop._core.scaled.scales import ScaledPlan, tensor_scale
 from jchop._core.scaled_bodies import quantize_body, round_body
 from jchop._kernels import scaled, scaled_gpu, scaled_tpu
-from jchop._kernels.scaled_tile import Problem, ScaledGpuTiling, ScaledTpuTiling
+from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, ScaledTpuTiling
+from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-from jchop.spec import Spec
 
 further = Further()
 
 Array = jax.Array
 
 KERNELS: dict[str, tuple[Any, Callable[..., str | None], Callable[..., str | None]]] = {
-    "tpu": (scaled_tpu, scaled.refuse_tpu, scaled.refuse_codes_tpu),
-    "gpu": (scaled_gpu, scaled.refuse_gpu, scaled.refuse_codes_gpu),
+    "tpu": (scaled_tpu, scaled.refuse_tpu_round_blocks, scaled.refuse_tpu_quantize_blocks),
+    "gpu": (scaled_gpu, scaled.refuse_gpu_round_blocks, scaled.refuse_gpu_quantize_blocks),
 }
 KEY = 11
 
@@ -51,7 +51,7 @@ KEY = 11
 def numbers(shape: tuple[int, ...], dtype: str) -> dict[str, np.ndarray]:
     """Two arrays: one that kernels treat the short way, one with every kind of number, blocks of each magnitude."""
     rng = np.random.default_rng(len(shape) + math.prod(shape))
-    kind, carrier = cases.DTYPES[dtype], _bits.CARRIERS[dtype]
+    kind, carrier = cases.DTYPES[dtype], bit_ops.CARRIERS[dtype]
     plain = (rng.standard_normal(shape) * 2.0 ** rng.integers(-3, 4, shape)).astype(kind)
     exponents = rng.integers(carrier.tiny_exponent, carrier.bias, (*shape[:-1], 1))
     with np.errstate(over="ignore"):
@@ -65,9 +65,9 @@ def numbers(shape: tuple[int, ...], dtype: str) -> dict[str, np.ndarray]:
 def operands(spec: Spec, start: int = 0) -> tuple[tuple[Array, ...], StreamOffset]:
     """What an operation takes beside the array, its random words from `start` on."""
     if not spec.rounding.stochastic:
-        return (), AT_START
+        return (), STREAM_START
     seeds = seed_words(jax.random.key(KEY))
-    return ((*seeds, jnp.uint32(start)), StreamOffset((None,))) if start else (tuple(seeds), AT_START)
+    return ((*seeds, jnp.uint32(start)), StreamOffset((None,))) if start else (tuple(seeds), STREAM_START)
 
 
 def same_bits(got: Any, expected: Any, what: str) -> None:
@@ -89,7 +89,7 @@ def check(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[in
 
         @compiled
         def both(x: Array, *drawn: Array) -> tuple[Any, Any]:
-            tensor = tensor_scale(reference.widen(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+            tensor = tensor_scale(reference.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
             words = scaled.kernel_words(tensor, drawn, place)
             run = getattr(module, f"{platform}_{operation}")
             return run(x, words, plan=plan, tiling=tiling, interpret=True), body(x, *drawn, plan=plan, place=place)
@@ -119,8 +119,8 @@ TABLE = [
 ]  # fmt: skip
 
 
-def problem_of(spec: Spec, dtype: str, shape: tuple[int, ...]) -> Problem:
-    return Problem(plan_of(spec, dtype), shape)
+def problem_of(spec: Spec, dtype: str, shape: tuple[int, ...]) -> ScaledBlocksProblem:
+    return ScaledBlocksProblem(plan_of(spec, dtype), shape)
 
 
 def refused(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> str | None:
@@ -226,7 +226,7 @@ def test_equals_the_body(run, row):
 def test_a_block_ends_with_its_column():
     """The tile is taller than the matrix, under which another one with larger numbers lies. Codes are packed across."""
     x = jnp.arange(1, 121, dtype=jnp.float32).reshape(2, 20, 3) ** 3
-    plan, words = plan_of(mx("e2m1fn", axis=-2), "float32"), scaled.kernel_words(None, (), AT_START)
+    plan, words = plan_of(mx("e2m1fn", axis=-2), "float32"), scaled.kernel_words(None, (), STREAM_START)
     run = functools.partial(scaled_gpu.gpu_quantize_blocks, plan=plan, tiling=ScaledGpuTiling(1, 16, 4), interpret=True)
     expected = jax.jit(functools.partial(quantize_body, plan=plan))(x)
     for name, one, other in zip(("codes", "scales"), compiled(run)(x, words), expected, strict=True):
@@ -237,7 +237,7 @@ def test_a_block_ends_with_its_column():
 def test_empty_arrays(platform):
     for shape, axis in (((0,), -1), ((3, 0), -1), ((3, 0), -2), ((0, 32), -1)):
         plan, x = plan_of(mx("e2m1fn", axis=axis), "float32"), np.zeros(shape, np.float32)
-        words = scaled.kernel_words(None, (), AT_START)
+        words = scaled.kernel_words(None, (), STREAM_START)
         module = KERNELS[platform][0]
         assert getattr(module, f"{platform}_round_blocks")(x, words, plan=plan).shape == shape
         got = getattr(module, f"{platform}_quantize_blocks")(x, words, plan=plan)
@@ -246,7 +246,7 @@ def test_empty_arrays(platform):
 
 
 def test_results_have_the_shapes_and_dtypes_of_the_body():
-    x, words = jnp.ones((3, 70)), scaled.kernel_words(None, (), AT_START)
+    x, words = jnp.ones((3, 70)), scaled.kernel_words(None, (), STREAM_START)
     for scale in ("float32", "bfloat16"):
         plan = plan_of(integer_groups(4, 32, scale=scale), "float32")
         expected = jax.eval_shape(functools.partial(quantize_body, plan=plan), x)
@@ -263,7 +263,7 @@ SHORT = [mx(element, rule=rule) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m
 
 def test_the_short_way_is_taken_where_it_may_be():
     for spec in SHORT:
-        assert power_of_two_scales.has_short_way(plan_of(spec, "bfloat16")), spec
+        assert power_of_two_scales.supports_plain_power_tiles(plan_of(spec, "bfloat16")), spec
     for spec in (
         mx("float8_e4m3fnuz"),  # no -0
         blocks("e4m3fn", 32),  # overflows to NaN
@@ -276,8 +276,8 @@ def test_the_short_way_is_taken_where_it_may_be():
         blocks("integer8", 32, rule="absmax"),
         blocks("codebook(-1,0,1)", 32),
     ):
-        assert not power_of_two_scales.has_short_way(plan_of(spec, "float32")), spec
-    assert not power_of_two_scales.has_short_way(plan_of(mx("e4m3fn"), "float64"))
+        assert not power_of_two_scales.supports_plain_power_tiles(plan_of(spec, "float32")), spec
+    assert not power_of_two_scales.supports_plain_power_tiles(plan_of(mx("e4m3fn"), "float64"))
 
 
 #: Whole rows, and blocks under scales that are no powers of two, or that are no exponents of the largest numbers.
@@ -303,7 +303,9 @@ UNDER_ANY = [
 @pytest.mark.parametrize(("text", "dtype", "shape", "tiling"), UNDER_ANY, ids=str)
 def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape, tiling):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    assert scaled.blocks_only(scaled.refuse_codes_gpu, rows=True)(x, plan=plan_of(jc.parse(text), dtype)) is None
+    assert (
+        scaled.blocks_only(scaled.refuse_gpu_quantize_blocks, rows=True)(x, plan=plan_of(jc.parse(text), dtype)) is None
+    )
     check("gpu", "quantize_blocks", jc.parse(text), dtype, shape, tiling=tiling)
 
 
@@ -312,7 +314,7 @@ def test_rounded_rows_equal_the_body(text):
     check("gpu", "round_blocks", jc.parse(text), "bfloat16", (2, 3, 50))
 
 
-def ties(plan: Plan, rng: np.random.Generator) -> np.ndarray:
+def ties(plan: ScaledPlan, rng: np.random.Generator) -> np.ndarray:
     """Blocks of grid points and the numbers halfway, one unit in the last place about, from 2^-62 to 2^62."""
     fmt = plan.element.format
     values = fmt.values() if fmt.bits <= 8 else np.zeros(1)
@@ -339,11 +341,11 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
     @jax.jit
     def both(x: Array) -> tuple[Any, Any]:
         def tile(row: Array) -> tuple[Array, ...]:
-            rounded = power_of_two_scales.round_tile(row[None], 1, plan)[0]
-            return rounded, *power_of_two_scales.quantize_tile(row[None], 1, plan)
+            rounded = power_of_two_scales.round_tile_by_powers(row[None], 1, plan)[0]
+            return rounded, *power_of_two_scales.quantize_tile_by_powers(row[None], 1, plan)
 
         short = jax.lax.map(tile, x)
-        return short, (reference.round_tile(x, 1, plan), *reference.quantize_tile(x, 1, plan))
+        return short, (reference.round_block_tile(x, 1, plan), *reference.quantize_block_tile(x, 1, plan))
 
     (rounded, codes, scales), expected = both(x)
     got = (rounded, codes[:, 0], scales[:, 0])
@@ -399,7 +401,7 @@ def test_tiles_are_checked():
     ]
     for kernel, tiling in cases:
         with pytest.raises(ValueError, match="tiling="):
-            words = scaled.kernel_words(None, (), AT_START)
+            words = scaled.kernel_words(None, (), STREAM_START)
             kernel(x, words, plan=plan_of(mx("e2m1fn"), "float32"), tiling=tiling, interpret=True)
 
 
@@ -435,7 +437,7 @@ def test_refusals_say_why():
 def test_tiles_of_larger_arrays_are_refused():
     x = jax.ShapeDtypeStruct((64,), jnp.float32)
     plan = plan_of(blocks("integer4:stochastic", 8), "float32")
-    assert "tile of a larger array" in str(scaled.refuse(x, plan=plan, place=StreamOffset((0,), (128,))))
+    assert "tile of a larger array" in str(scaled.refuse_blocks(x, plan=plan, place=StreamOffset((0,), (128,))))
 
 
 def test_operations_take_kernels_for_blocks_within_one_axis():
@@ -445,7 +447,7 @@ def test_operations_take_kernels_for_blocks_within_one_axis():
     ]  # fmt: skip
     for text in texts:
         x, plan = jax.ShapeDtypeStruct((4, 64), jnp.float32), plan_of(jc.parse(text), "float32")
-        why = str(scaled.blocks_only(scaled.refuse_gpu)(x, plan=plan))
+        why = str(scaled.blocks_only(scaled.refuse_gpu_round_blocks)(x, plan=plan))
         assert "no blocks within one axis" in why or "depend on more than the ends" in why, text
 
 
@@ -460,7 +462,7 @@ WHOLE_ROWS = (
 
 
 def test_operations_take_kernels_of_gpus_for_whole_rows():
-    refuse = scaled.blocks_only(scaled.refuse_codes_gpu, rows=True)
+    refuse = scaled.blocks_only(scaled.refuse_gpu_quantize_blocks, rows=True)
     for text, shape, takes in WHOLE_ROWS:
         x, plan = jax.ShapeDtypeStruct(shape, jnp.float32), plan_of(jc.parse(text), "float32")
         assert (refuse(x, plan=plan) is None) is takes, (text, shape)
@@ -468,7 +470,9 @@ def test_operations_take_kernels_of_gpus_for_whole_rows():
 
 def test_operations_take_kernels_that_fit_and_encode():
     x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
-    takes = functools.partial(scaled.blocks_only(scaled.refuse_codes_gpu), x, plan=plan_of(mx("e2m1fn"), "float32"))
+    takes = functools.partial(
+        scaled.blocks_only(scaled.refuse_gpu_quantize_blocks), x, plan=plan_of(mx("e2m1fn"), "float32")
+    )
     assert takes() is None
     assert "fit scales" in str(takes(given=1)) and "fit scales" in str(takes(as_dtype=None))
 
@@ -496,7 +500,7 @@ def joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
     """Operations in a program for one CPU, whose axes are joined, against their bodies with the axes as they are."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
-    plan = scaled.require_scaled(spec, shape, "float32")
+    plan = scaled.require_scaled_plan(spec, shape, "float32")
     for x in map(jnp.asarray, numbers(shape, "float32").values()):
         want = jax.jit(functools.partial(round_body, plan=plan))(x, *drawn)
         got = jax.jit(functools.partial(scaled.round_scaled, spec=spec))(x, *drawn)

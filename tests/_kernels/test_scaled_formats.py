@@ -21,30 +21,30 @@ from oracle import CARRIERS
 from oracle_scaled import Blocks, Scheme
 
 import jchop as jc
-from jchop import _bits
-from jchop._core.rounding.codes import unpack
+from jchop._common import bit_ops
+from jchop._core.rounding.codes import unpack_codes
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.scaled.scales import Plan, make_plan
+from jchop._core.scaled.scales import ScaledPlan, make_scaled_plan
 from jchop._core.scaled_bodies import quantize_body, round_body
-from jchop._core.scaled_float32 import select
+from jchop._core.scaled_float32 import dispatch
 from jchop._kernels.scaled import (
+    code_and_scale_shapes,
     dequantize_scaled,
     fit_scaled,
     quantize_scaled,
-    require_scaled,
+    require_scaled_plan,
     round_scaled,
-    stored_shapes,
 )
+from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-from jchop.spec import Spec
 
 further = Further()
 
 KEY = 7
 
 
-def plan_of(spec: Spec, dtype: str) -> Plan:
-    return make_plan(spec, _bits.CARRIERS[dtype])
+def plan_of(spec: Spec, dtype: str) -> ScaledPlan:
+    return make_scaled_plan(spec, bit_ops.CARRIERS[dtype])
 
 
 def scheme_of(spec: Spec) -> Scheme:
@@ -78,7 +78,7 @@ def compiled(spec: Spec) -> Any:
             return result
         codes, scale, zero = quantize_scaled(x, *drawn, spec=spec)
         back = dequantize_scaled(codes, scale, zero, spec=spec, shape=x.shape, dtype=x.dtype.name)
-        unpacked = unpack(codes, spec.element.bits, x.shape[-1] if x.ndim else 1).reshape(x.shape)
+        unpacked = unpack_codes(codes, spec.element.bits, x.shape[-1] if x.ndim else 1).reshape(x.shape)
         return result | {"codes": unpacked, "stored": (codes, scale, zero), "dequantized": back}
 
     return run
@@ -135,7 +135,7 @@ def check_array(spec: Spec, x: np.ndarray) -> None:
     if "stored" not in got:
         return
     np.testing.assert_array_equal(cases.bits(got["dequantized"]), cases.bits(got["rounded"]))
-    wanted = stored_shapes(spec, shape)
+    wanted = code_and_scale_shapes(spec, shape)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), wanted) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), got["stored"]
     )
@@ -155,7 +155,7 @@ def check_scales(expected: oracle_scaled.Result, fmt: ScaledFormat, stored: tupl
     if isinstance(fmt.scale, ScaledFormat):
         codes, own, *zeros = scale
         assert expected.again is not None
-        unpacked = np.asarray(unpack(jnp.asarray(codes), fmt.scale.bits, counts[-1] if counts else 1)).ravel()
+        unpacked = np.asarray(unpack_codes(jnp.asarray(codes), fmt.scale.bits, counts[-1] if counts else 1)).ravel()
         assert [Fraction(v) for v in fmt.scale.element.decode(unpacked).tolist()] == expected.again.elements
         if zeros:
             check_scales(expected.again, fmt.scale, (own, *zeros), counts)
@@ -278,7 +278,7 @@ def check_extremes(rule, scale, turn):
         grouping, element, mode, dtype = rest[7 * at % len(rest)]
         try:
             spec = jc.parse(f"{element}({grouping},rule={rule},scale={scale}):{mode}")
-            require_scaled(spec, (10, 4), dtype)
+            require_scaled_plan(spec, (10, 4), dtype)
         except ValueError:
             continue
         break
@@ -303,7 +303,7 @@ def check_element(name):
         scale = "e4m3fn" if rule == "two_level" else own
         try:
             spec = jc.parse(f"{head}{grouping},rule={rule},scale={scale}):{mode}")
-            require_scaled(spec, shape, dtype)
+            require_scaled_plan(spec, shape, dtype)
         except ValueError:
             continue
         break
@@ -409,7 +409,7 @@ def test_four_over_six_takes_the_smaller_exact_error():
     expected = [oracle_scaled.quantize(values_of(row), blocks, CARRIERS["float32"], whole) for row in rows]
     stored = spec.scaled.scale.decode(scales)  # type: ignore[union-attr]
     assert [value_of(v) for v in stored[0]] == [block.scale for block in expected]
-    elements = jc.float4_e2m1fn.decode(np.asarray(unpack(jnp.asarray(codes[:1]), 4, 1024)))[0]
+    elements = jc.float4_e2m1fn.decode(np.asarray(unpack_codes(jnp.asarray(codes[:1]), 4, 1024)))[0]
     assert [value_of(v) for v in elements] == [e for block in expected for e in block.elements]
     fours = np.abs(elements.reshape(-1, 16)).max(1) < 6
     assert 10 < fours.sum() < 54
@@ -433,7 +433,7 @@ def test_empty_arrays(shape, text):
     x = jnp.zeros(shape, jnp.bfloat16)
     stored = quantize_scaled(x, spec=spec)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), stored) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), stored_shapes(spec, shape)
+        lambda leaf: (leaf.shape, leaf.dtype), code_and_scale_shapes(spec, shape)
     )
     assert jax.tree.leaves(fit_scaled(x, spec=spec))[0].shape == jax.tree.leaves(stored[1])[0].shape
     back = dequantize_scaled(*stored, spec=spec, shape=shape, dtype="bfloat16")
@@ -458,7 +458,7 @@ def asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
-    shape, plan = (64, select.MOST_UNBRANCHED // 32), plan_of(spec, dtype)
+    shape, plan = (64, dispatch.MOST_WITHOUT_BRANCH // 32), plan_of(spec, dtype)
 
     @jax.jit
     def both(x):
@@ -480,7 +480,7 @@ def asking_changes_no_bit(text, dtype, rng):
 def zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
     spec = jc.parse("uint8(channel=0,zero_point=integer)")
-    shape = (64, select.MOST_UNBRANCHED // 32)
+    shape = (64, dispatch.MOST_WITHOUT_BRANCH // 32)
     x = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     scale, zero = jnp.full((64, 1), 0.01, jnp.float32), jnp.full((64, 1), 128, jnp.int32)
     for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
@@ -511,7 +511,7 @@ COLUMNS = {
 )  # fmt: skip
 def test_the_largest_number_of_a_column(text, dtype, rng):
     """A program of one CPU looks for it among numbers first; the body that may not branch, among integers."""
-    spec, shape = jc.parse(text), (select.MOST_UNBRANCHED // 64, 65)
+    spec, shape = jc.parse(text), (dispatch.MOST_WITHOUT_BRANCH // 64, 65)
     plan = plan_of(spec, dtype)
 
     @jax.jit
@@ -592,9 +592,9 @@ def test_other_refusals():
         stored = quantize_scaled(x, spec=Spec(jc.mxfp4))
         dequantize_scaled(*stored, spec=Spec(jc.mxfp4), shape=(3, 9), dtype="float32")
     with pytest.raises(ValueError, match="not an axis of an array of 1 dimensions"):
-        require_scaled(jc.parse("int8(channel=1)"), (3,), "float32")
+        require_scaled_plan(jc.parse("int8(channel=1)"), (3,), "float32")
     with pytest.raises(ValueError, match="element=binary32"):
-        require_scaled(jc.parse("binary32(channel=0)"), (3,), "float32")
+        require_scaled_plan(jc.parse("binary32(channel=0)"), (3,), "float32")
 
 
 test_further = further.test()

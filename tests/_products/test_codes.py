@@ -16,8 +16,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop._products.codes import Coded, multiply, scales_of
-from jchop._products.product import Dot
+from jchop._quantized.products.codes import CodedArray, group_scales, multiply_codes
+from jchop._quantized.products.product import DotProduct
 
 further = Further()
 
@@ -86,10 +86,10 @@ def test_integers_are_summed_exactly_and_scaled_in_order(
     rng = np.random.default_rng(count)
     x, w = drawn(rng, 2, count, left, zeros[0]), drawn(rng, 3, count, right, zeros[1])
     given = [
-        Coded(jnp.asarray(e)[None], jnp.asarray(s)[None], jnp.asarray(z)[None] if any_zero else None, block)
+        CodedArray(jnp.asarray(e)[None], jnp.asarray(s)[None], jnp.asarray(z)[None] if any_zero else None, block)
         for (e, s, z), block, any_zero in zip((x, w), (left, right), zeros, strict=True)
     ]
-    got = np.asarray(jax.jit(lambda a, b: multiply(a, b, jnp.float32))(*given))[0]
+    got = np.asarray(jax.jit(lambda a, b: multiply_codes(a, b, jnp.float32))(*given))[0]
     block = min(left, right)
     want = stated(x, w, block, (left < count, right < count))
     assert [[Fraction(float(v)) for v in row] for row in got] == want
@@ -102,7 +102,7 @@ def test_scales_are_the_numbers_of_elements_one(scale: str) -> None:
     q = jc.quantize(normal(2, 16), f"int8(group=4,scale={scale})")
     scales = jnp.asarray([[1e-45, 1e-40, 6e-8, jnp.nan], [1.25, 3e4, 1e-4, 7.0]], jnp.float32).astype(q.scale.dtype)
     ones = replace(q, qvalue=jnp.ones_like(q.qvalue), scale=jnp.where(scales == 0, 1, scales))
-    np.testing.assert_array_equal(scales_of(ones), jc.dequantize(ones)[:, ::4])
+    np.testing.assert_array_equal(group_scales(ones), jc.dequantize(ones)[:, ::4])
 
 
 @pytest.mark.parametrize("zeros", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -111,13 +111,13 @@ def test_long_sums_do_not_wrap(zeros: bool) -> None:
     count = 200_000
     ones = np.full((1, count), -128, np.int8)
     zero = np.full((1, count), 127 if zeros else 0, np.int32)
-    given = Coded(jnp.asarray(ones)[None], jnp.ones((1, 1, count)), jnp.asarray(zero)[None] if zeros else None)
+    given = CodedArray(jnp.asarray(ones)[None], jnp.ones((1, 1, count)), jnp.asarray(zero)[None] if zeros else None)
     exact = count * (255 if zeros else 128) ** 2
     assert exact > 2**31
-    assert float(multiply(given, given, jnp.float32)[0, 0, 0]) == float(np.float32(exact))
-    odd = Coded(given.elements.at[0, 0, :7].set(jnp.arange(7, dtype=jnp.int8)), given.scale, given.zero)
+    assert float(multiply_codes(given, given, jnp.float32)[0, 0, 0]) == float(np.float32(exact))
+    odd = CodedArray(given.elements.at[0, 0, :7].set(jnp.arange(7, dtype=jnp.int8)), given.scale, given.zero)
     a, z = np.asarray(odd.elements, np.int64)[0, 0] - zero[0], np.int64(-128) - zero[0]
-    assert float(multiply(odd, given, jnp.float32)[0, 0, 0]) == float(np.float32(int((a * z).sum())))
+    assert float(multiply_codes(odd, given, jnp.float32)[0, 0, 0]) == float(np.float32(int((a * z).sum())))
 
 
 def test_products_of_stored_arrays() -> None:
@@ -168,13 +168,13 @@ def test_products_of_other_stored_arrays(spec: str) -> None:
 @further.first
 def stored_products_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of `jax.jit`, too: later calls with the same shapes and specs trace nothing."""
-    traced, by_codes = [], Dot.by_codes
+    traced, by_codes = [], DotProduct.by_codes
 
-    def counted(self: Dot, *args: Any) -> jax.Array:
+    def counted(self: DotProduct, *args: Any) -> jax.Array:
         traced.append(self)
         return by_codes(self, *args)
 
-    monkeypatch.setattr(Dot, "by_codes", counted)
+    monkeypatch.setattr(DotProduct, "by_codes", counted)
     w = jc.quantize(normal(29, 3, seed=1), "int8(group=all,axis=0)")
     for seed in range(3):
         x = normal(2, 29, seed=seed)

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop.distributed._pieces import plan_cut
-from jchop.spec import parse
+from jchop._spec.spec import parse
+from jchop.distributed._pieces import plan_piece_cut
 
 further = Further()
 
@@ -243,7 +243,7 @@ def every_format_and_collective(name: str, rng: np.random.Generator) -> None:
 def test_a_short_last_piece_repeats_the_last_number() -> None:
     """So it adds no number, as 0, to the range of a group."""
     x = np.arange(5.0, 16.0, dtype=np.float32)
-    found = plan_cut(x.shape, parse(NEAREST), 2).pieces(jnp.asarray(x))
+    found = plan_piece_cut(x.shape, parse(NEAREST), 2).pieces(jnp.asarray(x))
     same(found, replay.cut(x, 2))
 
 

@@ -9,7 +9,7 @@ from each_case import each
 
 import jchop as jc
 from jchop.formats import SCALE_RULES, ScaledFormat, parse_format
-from jchop.formats.scale_rules import rule_of
+from jchop.formats.scaled.scale_rules import scale_rule_of
 
 
 @each(
@@ -28,7 +28,7 @@ from jchop.formats.scale_rules import rule_of
 )
 def test_divisors(element, rule, divisors):
     fmt = parse_format(element)
-    assert isinstance(fmt, jc.formats.ElementFormat) and rule_of(rule).divisors(fmt) == divisors
+    assert isinstance(fmt, jc.formats.ElementFormat) and scale_rule_of(rule).divisors(fmt) == divisors
 
 
 def test_rules_that_give_powers_of_two():
@@ -37,7 +37,7 @@ def test_rules_that_give_powers_of_two():
     first = {"floor": None, "ceil": 1, "even": 60, "rceil": 49, "floor_unclipped": None}
     assert {name for name, rule in SCALE_RULES.items() if rule.carry is not None} == set(first)
     for name, least in first.items():
-        carry = rule_of(name).carry
+        carry = scale_rule_of(name).carry
         assert carry is not None
         up = [fraction for fraction in range(64) if fraction + carry(element, 6, of_most) >= 64]
         assert up == ([] if least is None else list(range(least, 64))), name
@@ -55,15 +55,15 @@ def test_what_is_fitted_and_how():
     for fmt in (jc.float8_e4m3fn, jc.float4_e2m1fn):  # the least number of binary32 that clips nothing
         t, most = Fraction(constant(fmt)), Fraction(fmt.max)
         assert most * (t - Fraction(1, 1 << 23)) < (8 if most == 6 else 512) <= most * t
-    assert rule_of("percentile(99.9)").percentile == Fraction(999, 10)
+    assert scale_rule_of("percentile(99.9)").percentile == Fraction(999, 10)
     name = "percentile(99.9)"
-    assert rule_of(name).name == name == ScaledFormat("integer8", rule=name).rule
+    assert scale_rule_of(name).name == name == ScaledFormat("integer8", rule=name).rule
 
 
 @each("rule", ["best", "percentile(q)", "percentile(0)", "percentile(100.01)", "percentile(1.234)"])
 def test_texts_that_name_no_rule(rule):
     with pytest.raises(ValueError, match="must be one of 'floor', 'ceil'"):
-        rule_of(rule)
+        scale_rule_of(rule)
 
 
 def test_a_rule_that_is_no_text():

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 
 import jchop as jc
 from jchop.formats import SCALE_RULES, SCALED_CATALOGUE, IntegerFormat, ScaledFormat, parse_format
-from jchop.formats._facts import facts_of
+from jchop.formats._facts import format_facts
 
 ELEMENTS = st.sampled_from(["integer4", "uinteger8", "integer8(narrow=true)", "e4m3fn", "e4m3(bias=11)", "e2m1fn",
                             "fixed2.6", "codebook(-1,0,1)", "binary8p3se"])  # fmt: skip
@@ -360,7 +360,7 @@ def test_formats_that_keep_n_of_every_m() -> None:
     assert fmt(sparse_axis=0)(sparse=None) == jc.int4(group=32)
     assert fmt.bits_per_element() == 1 + 4 / 2 + 32 / 32 and fmt.bits_per_element((2, 6)) == 1 + 4 * 4 / 6 + 32 / 6
     assert fmt.kept_shape((3, 7)) == (3, 4) and fmt.scale_shape((3, 33)) == (3, 2)
-    assert ("sparse", "2 of every 4 numbers along axis -1") in facts_of(fmt)
+    assert ("sparse", "2 of every 4 numbers along axis -1") in format_facts(fmt)
     for text, why in {
         "int4(sparse=4:4)": "sparse='4:4' keeps n of every m: n=4 must be an integer from 1 to 3",
         "int4(sparse=1:65)": "sparse='1:65' keeps n of every m: m=65",

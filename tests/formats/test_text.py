@@ -279,11 +279,11 @@ class Counted(str):
 
 
 def test_parts_are_split_in_one_pass():
-    from jchop._checks import split_outside
+    from jchop._common.checks import split_outside_brackets
 
     for count in (10, 1000):
         Counted.looked = 0
-        assert len(split_outside(Counted("e5m2:" * count), ":")) == count + 1
+        assert len(split_outside_brackets(Counted("e5m2:" * count), ":")) == count + 1
         assert Counted.looked == 5 * count
 
 

@@ -80,7 +80,7 @@ def operands(text: str, count: int) -> list[np.ndarray]:
 @further.first
 @pytest.mark.parametrize("text", HOWS)
 def the_exact_result_is_rounded_once(text: str) -> None:
-    """Each function in three of the arithmetics; those that are one operation of `_linen_module_of` meet all six together."""
+    """Each function in three of the arithmetics; those that are one operation of `_core` meet all six together."""
     for name in list(oracle_math.EXACT)[list(HOWS).index(text) % 2 :: 2]:
         count = operand_count(name)
         given = operands(text, count)

@@ -13,7 +13,7 @@ from further import Further
 from refusals import assert_refused
 
 import jchop as jc
-from jchop.math._matmul_double import slices_for
+from jchop.math._matmul_double import slice_count
 
 further = Further()
 
@@ -166,7 +166,7 @@ def test_derivatives_of_pairs_are_those_of_the_high_parts() -> None:
 
 
 def test_slices_of_a_tolerance() -> None:
-    assert [slices_for(t) for t in (2.0**-53, 2e-8, 1.0, tolerance_of(9), float(np.float32(1e-3)))] == [8, 4, 1, 9, 2]
+    assert [slice_count(t) for t in (2.0**-53, 2e-8, 1.0, tolerance_of(9), float(np.float32(1e-3)))] == [8, 4, 1, 9, 2]
 
 
 F64 = np.ones((2, 2))

@@ -15,7 +15,13 @@ from further import Further
 from layer_references import checked, each
 
 import jchop as jc
-from jchop._products.scales.histogram import BINS, Histogram, add, divergence, entropy_threshold
+from jchop._quantized.scales.histogram import (
+    HISTOGRAM_BINS,
+    MagnitudeHistogram,
+    add_to_histogram,
+    entropy_threshold,
+    kl_divergence,
+)
 
 further = Further()
 
@@ -67,14 +73,14 @@ def test_the_least_square_error_is_found() -> None:
 @further.first
 def a_histogram_counts_whatever_comes() -> None:
     values = [np.array([0.0, 0.0]), np.array([1.0, -0.5, np.nan]), np.array([3.5, -np.inf, 1e-3])]
-    seen = Histogram.empty()
+    seen = MagnitudeHistogram.empty()
     for x in values:
-        seen = add(seen, x)
+        seen = add_to_histogram(seen, x)
     every = np.abs(np.concatenate(values))
     every[every == 1] -= 1e-9  # the largest of the first array lies in the last bin
     every = every[np.isfinite(every)]
-    assert seen.width == 4 / BINS  # 1 / BINS, doubled twice
-    np.testing.assert_array_equal(seen.counts, np.bincount((every / seen.width).astype(int), minlength=BINS))
+    assert seen.width == 4 / HISTOGRAM_BINS  # 1 / BINS, doubled twice
+    np.testing.assert_array_equal(seen.counts, np.bincount((every / seen.width).astype(int), minlength=HISTOGRAM_BINS))
 
 
 def test_the_divergence_is_that_of_the_definition() -> None:
@@ -82,10 +88,10 @@ def test_the_divergence_is_that_of_the_definition() -> None:
     # Four bins kept, five beyond them added to the last; two levels of two bins each.
     p, q = np.array([4, 2, 0, 2 + 6]) / 14, np.array([3, 3, 0, 2]) / 8
     expected = sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a)
-    assert divergence(counts, 4, 2) == pytest.approx(expected, rel=1e-12)
-    assert divergence(counts, 3, 2) == np.inf  # numbers beyond are put where none was
+    assert kl_divergence(counts, 4, 2) == pytest.approx(expected, rel=1e-12)
+    assert kl_divergence(counts, 3, 2) == np.inf  # numbers beyond are put where none was
     evened = np.array([2, 2, 0, 2, 1, 3, 2])  # the first bin as the second
-    losses = [divergence(evened, kept, 2) for kept in range(2, 8)]
+    losses = [kl_divergence(evened, kept, 2) for kept in range(2, 8)]
     assert entropy_threshold(counts, 2) == 2 + int(np.argmin(losses)) + 0.5
     assert entropy_threshold(np.array([5, 0, 1, 3]), 4) == 4.5  # nothing is lost with a level for each
 

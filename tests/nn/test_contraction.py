@@ -15,17 +15,22 @@ from layer_references import checked, each
 from programs.program import equations
 
 import jchop as jc
-from jchop._products import product as _product
-from jchop._products.contraction import Roundings, conv_general_dilated, dot_general, einsum
-from jchop.spec import as_spec
+from jchop._quantized.products import product as _product
+from jchop._quantized.products.contraction import (
+    ProductRoundings,
+    rounded_conv,
+    rounded_dot_general,
+    rounded_einsum,
+)
+from jchop._spec.spec import as_spec
 
 BLOCKS = "mxfp8_e4m3(group=4)"
 GRADIENT = "mxfp8_e5m2(group=4)"
 
 
-def how(**specs: Any) -> Roundings:
+def how(**specs: Any) -> ProductRoundings:
     fields: dict[str, Any] = {k: v if k == "matmul" else as_spec(v, scaled=True) for k, v in specs.items()}
-    return Roundings(**fields)
+    return ProductRoundings(**fields)
 
 
 def last(x: Any, spec: Any) -> Any:
@@ -49,8 +54,8 @@ MATRICES = (((1,), (0,)), ((), ()))
 X, W, G = normal(6, 10), normal(10, 7, seed=1), normal(6, 7, seed=2)
 
 
-def products(how: Roundings, x: Any = X, w: Any = W, g: Any = G) -> Any:
-    y, pull = jax.vjp(lambda x, w: dot_general(x, w, MATRICES, how=how), x, w)
+def products(how: ProductRoundings, x: Any = X, w: Any = W, g: Any = G) -> Any:
+    y, pull = jax.vjp(lambda x, w: rounded_dot_general(x, w, MATRICES, how=how), x, w)
     return y, *pull(g)
 
 
@@ -84,7 +89,7 @@ def clipped_gradients_and_forward_mode_hold_where_nothing_else_is_asked() -> Non
     wide = last(X, "fixed8.3")
     kept = (wide <= 0.875) & (wide >= -1.0)
     near(dx, jnp.where(kept, G @ last(W, "e4m3").T, 0))
-    _, tangent = jax.jvp(lambda x: dot_general(x, W, MATRICES, how=clipped), (X,), (jnp.where(kept, 1.0, 5.0),))
+    _, tangent = jax.jvp(lambda x: rounded_dot_general(x, W, MATRICES, how=clipped), (X,), (jnp.where(kept, 1.0, 5.0),))
     near(tangent, jnp.where(kept, 1.0, 0.0) @ last(W, "e4m3"))
 
 
@@ -94,7 +99,7 @@ def a_batch_of_products_is_rounded_product_by_product() -> None:
 
     @jax.jit
     def both() -> Any:
-        y, pull = jax.vjp(lambda x, w: einsum("bihk,bkhj->bhij", x, w, how=rounded), x, w)
+        y, pull = jax.vjp(lambda x, w: rounded_einsum("bihk,bkhj->bhij", x, w, how=rounded), x, w)
         return (y, *pull(g)), products(rounded, x[1, :, 2], w[1, :, 2], g[1, 2])
 
     (y, dx, dw), one = both()
@@ -110,15 +115,15 @@ def test_rows_become_one_axis_where_there_is_one_device(monkeypatch: pytest.Monk
     rounded = how(left="e4m3", right="e4m3")
 
     def run(x: Any, w: Any, g: Any) -> Any:
-        y, pull = jax.vjp(lambda x, w: dot_general(x, w, ROWS, how=rounded), x, w)
-        return y, jax.jvp(lambda w: dot_general(x, w, ROWS, how=rounded), (w,), (w,))[1], *pull(g)
+        y, pull = jax.vjp(lambda x, w: rounded_dot_general(x, w, ROWS, how=rounded), x, w)
+        return y, jax.jvp(lambda w: rounded_dot_general(x, w, ROWS, how=rounded), (w,), (w,))[1], *pull(g)
 
     found, ranks = [], []
     for alone in (False, True):
         monkeypatch.setattr(_product, "one_device_at_hand", lambda alone=alone: alone)
         jax.clear_caches()  # a product is traced once
         found.append(jax.jit(lambda *args: run(*args))(x, w, g))
-        program = jax.make_jaxpr(lambda x: dot_general(x, w, ROWS, how=rounded))(x)
+        program = jax.make_jaxpr(lambda x: rounded_dot_general(x, w, ROWS, how=rounded))(x)
         (product,) = (eqn for eqn in equations(program) if eqn.primitive is lax.dot_general_p)
         ranks.append(product.invars[0].aval.ndim)
     jax.clear_caches()
@@ -142,9 +147,7 @@ def convolutions_round_their_backward_products_too() -> None:
 
     @jax.jit
     def both() -> Any:
-        y, pull = jax.vjp(
-            lambda x, w: conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers, how=rounded), x, w
-        )
+        y, pull = jax.vjp(lambda x, w: rounded_conv(x, w, (1,), "SAME", dimension_numbers=numbers, how=rounded), x, w)
         dx = jax.vjp(lambda x: plain(x, flat(w, BLOCKS, (1, 0, 2))), x)[1](flat(g, GRADIENT, (0, 1, 2)))[0]
         dw = jax.vjp(lambda w: plain(flat(x, BLOCKS, (2, 0, 1)), w), w)[1](flat(g, GRADIENT, (2, 0, 1)))[0]
         return (y, *pull(g)), (plain(flat(x, BLOCKS, (0, 1, 2)), flat(w, BLOCKS, (2, 0, 1))), dx, dw)
@@ -185,7 +188,7 @@ def stochastic_products_draw_from_the_key() -> None:
     @jax.jit
     def run(keys: Any) -> Any:
         def one(key: Any) -> Any:
-            y, pull = jax.vjp(lambda x, w: dot_general(x, w, MATRICES, how=noisy, key=key), X, W)
+            y, pull = jax.vjp(lambda x, w: rounded_dot_general(x, w, MATRICES, how=noisy, key=key), X, W)
             return y, *pull(G)
 
         return jax.vmap(one)(keys)
@@ -240,4 +243,4 @@ def test_products_by_hand(check: Any, request: Any) -> None:
 def test_einsum_says_what_it_cannot_do(subscripts: str, axes: tuple[int, int], words: str) -> None:
     x, w = (jnp.ones((3,) * n) for n in axes)
     with pytest.raises(ValueError, match=words):
-        einsum(subscripts, x, w, how=Roundings())
+        rounded_einsum(subscripts, x, w, how=ProductRoundings())

@@ -15,15 +15,15 @@ import pytest
 from cases_scaled import adversarial, values_of
 
 import jchop as jc
-from jchop._products.layout import Layout, round_in
-from jchop.spec import Spec, as_spec
+from jchop._quantized.products.operand_layout import OperandLayout, round_in_layout
+from jchop._spec.spec import Spec, as_spec
 
 #: Shapes of operands and their layouts: kernels of heads and of a convolution, an operand of a batch, one sum.
 OPERANDS = {
-    "heads": ((6, 2, 3), Layout((1, 2), (0,))),
-    "convolution": ((3, 2, 4, 5), Layout((3,), (0, 1, 2))),
-    "batch": ((2, 5, 3), Layout((0, 2), (1,))),
-    "one sum": ((4, 6), Layout((), (1, 0))),
+    "heads": ((6, 2, 3), OperandLayout((1, 2), (0,))),
+    "convolution": ((3, 2, 4, 5), OperandLayout((3,), (0, 1, 2))),
+    "batch": ((2, 5, 3), OperandLayout((0, 2), (1,))),
+    "one sum": ((4, 6), OperandLayout((), (1, 0))),
 }
 WHOLE = (
     "int8(group=all)",
@@ -41,11 +41,11 @@ MOVED = (
 )
 
 
-def laid(layout: Layout, x: np.ndarray) -> np.ndarray:
+def laid(layout: OperandLayout, x: np.ndarray) -> np.ndarray:
     return x.transpose(*layout.free, *layout.contracting).reshape(*(x.shape[axis] for axis in layout.free), -1)
 
 
-def unlaid(layout: Layout, y: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def unlaid(layout: OperandLayout, y: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     order = (*layout.free, *layout.contracting)
     return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
@@ -60,7 +60,7 @@ def test_an_operand_is_rounded_as_if_it_were_laid_out(name: str) -> None:
 
     @jax.jit
     def both(x: jax.Array, moved: jax.Array) -> Any:
-        return [(round_in(layout, x, spec), jc.round_to_format(moved, spec)) for spec in specs]
+        return [(round_in_layout(layout, x, spec), jc.round_to_format(moved, spec)) for spec in specs]
 
     for spec, (got, expected) in zip(specs, both(x, laid(layout, x)), strict=True):
         wanted = unlaid(layout, np.asarray(expected), shape)
@@ -94,7 +94,7 @@ def test_a_kernel_of_a_convolution_is_what_the_oracle_says() -> None:
     assert isinstance(scale, oracle.FloatSet)
     blocks = oracle_scaled.Blocks(oracle.describe(jc.int8.element), scale, "absmax")
     scheme, carrier = oracle_scaled.Scheme(blocks, channel=3), oracle.CARRIERS["float32"]
-    rounder = jax.jit(lambda x: round_in(layout, x, as_spec("int8(group=all)", scaled=True)))
+    rounder = jax.jit(lambda x: round_in_layout(layout, x, as_spec("int8(group=all)", scaled=True)))
     rows = adversarial(jc.int8.element, math.prod(shape[:3]), "float32", 8 * shape[3], np.random.default_rng(2))
     for part in np.split(rows, 8):
         x = unlaid(layout, part, shape)

@@ -15,7 +15,7 @@ from further import Further
 from layer_references import LAYERS, checked, each
 
 import jchop as jc
-from jchop._paths import matches_path
+from jchop._common.paths import matches_path
 
 further = Further()
 

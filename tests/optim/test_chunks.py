@@ -14,8 +14,8 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.optim._chunks import chunks_of
-from jchop.optim._pack import is_packed
+from jchop.optim._chunks import plan_chunks
+from jchop.optim._pack import is_packed_leaf
 
 further = Further()
 
@@ -89,7 +89,7 @@ def cut_leaves(params: Any, spec: Any, count: int, **options: Any) -> list[bool]
     """For each parameter whether it would be cut."""
     tx = jc.optim.quantize_state(optax.adam(1e-3), spec, min_size=32, **options)
     state = jax.eval_shape(tx.init, params)
-    found = chunks_of(params, state.inner_state, count)
+    found = plan_chunks(params, state.inner_state, count)
     return [] if found is None else list(found.updates)
 
 
@@ -112,11 +112,11 @@ def test_which_arrays_are_cut(rng: np.random.Generator) -> None:
 def nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
     params = params_of(rng)
     state = jax.jit(jc.optim.quantize_state(optax.adam(1e-3), "mxfp8_e4m3", min_size=32).init)(params)
-    cut = chunks_of(params, state.inner_state, 4)
+    cut = plan_chunks(params, state.inner_state, 4)
     assert cut is not None
     updates, inner, none = cut.rest(params, state.inner_state, None)
     assert none is None and updates["w"].shape == (0, 64) and updates["odd"].shape == (3, 64)
-    assert inner[0].mu["w"].shape == (0, 64) and is_packed(inner[0].mu["odd"]) and inner[0].count.shape == ()
+    assert inner[0].mu["w"].shape == (0, 64) and is_packed_leaf(inner[0].mu["odd"]) and inner[0].count.shape == ()
     updates, inner, _ = cut.chunk(params, state.inner_state, params, jnp.asarray(1))
     np.testing.assert_array_equal(updates["v"], params["v"][256:512])
     assert inner[0].nu["v"].shape == (256,) and updates["s"].shape == (0,) and inner[0].count.shape == ()

@@ -16,7 +16,7 @@ from further import Further
 
 import jchop as jc
 from jchop import optim
-from jchop.optim._leaves import all_of, finite_leaves
+from jchop.optim._leaves import all_hold, finite_leaves
 
 further = Further()
 
@@ -55,7 +55,7 @@ def one_nan_among_many_numbers_leaves_a_step_out(chunks: int) -> None:
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("dtype", "stored"), [("float16", False), ("bfloat16", True), ("float32", True)])
 def test_all_finite_of_many_numbers(dtype: str, stored: bool) -> None:
-    sound = jax.jit(lambda x: all_of(finite_leaves({"x": x, "count": jnp.asarray(3)}, stored)))
+    sound = jax.jit(lambda x: all_hold(finite_leaves({"x": x, "count": jnp.asarray(3)}, stored)))
     largest = jnp.full((64, 256), jnp.finfo(dtype).max, dtype)  # their sum is infinite
     assert bool(sound(largest)) and bool(sound(-largest)) and bool(sound(LARGE.astype(dtype)))
     for number in (jnp.nan, jnp.inf, -jnp.inf):

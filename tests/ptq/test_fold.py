@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jchop._products.quantize_fn import QuantizedFunction
-from jchop.ptq._maps.graph import graph_of
-from jchop.ptq._maps.labels import Channels, RefusedError, reshaped
-from jchop.ptq._maps.mapping import multiplied
-from jchop.ptq._maps.search import fold_of
-from jchop.ptq._sites import find_sites
+from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop.ptq._data.sites import find_sites
+from jchop.ptq._equalize.graph import graph_of
+from jchop.ptq._equalize.labels import Channels, FoldError, reshape_runs
+from jchop.ptq._equalize.mapping import multiply_by_factors
+from jchop.ptq._equalize.search import fold_of
 from tests.ptq.tables import case, some_of
 
 Shapes = dict[str, tuple[int, ...]]
@@ -196,7 +196,7 @@ def check_the_function_stays_what_it_is(
             labels = {program.paths[v.leaf]: label for v, label in fold.labels.items() if v.leaf is not None}
             assert sorted(labels) == folded.split()
             factors = rng.uniform(0.2, 5, size=fold.channels.count)
-            mapped = params | {key: multiplied(params[key], label, factors) for key, label in labels.items()}
+            mapped = params | {key: multiply_by_factors(params[key], label, factors) for key, label in labels.items()}
             assert all(np.abs(mapped[key] / params[key] - 1).max() > 0.1 for key in labels)
             np.testing.assert_allclose(run(mapped, x), y, rtol=1e-12, atol=1e-12 * np.abs(y).max())
 
@@ -282,7 +282,7 @@ def test_the_reason_is_named() -> None:
         params = {key: jnp.ones(shape) for key, shape in shapes.items()}
         program, found = graph(fun, params, jnp.ones((5, 8)))
         place = next(place for place in found.places if program.paths[place.site.leaf] == path)
-        with pytest.raises(RefusedError) as error:
+        with pytest.raises(FoldError) as error:
             fold_of(place)
         assert re.search(reason, str(error.value)), f"{name}: {error.value}"
 
@@ -291,9 +291,9 @@ def test_runs_of_channels() -> None:
     assert Channels(24).axis(24, 1) == ((24, 1),)
     tied = Channels(24).tie([(3, 4)])
     assert tied.axis(24, 1) == ((2, 12), (3, 0), (4, 1)) and tied.axis(2, 12) == ((2, 12),)
-    assert reshaped([tied.axis(24, 1)], (2, 12)) == (((2, 12),), ((3, 0), (4, 1)))
-    assert reshaped([((6, 0),), ((4, 1),)], (2, 3, 2, 2)) == (((2, 0),), ((3, 0),), ((2, 2),), ((2, 1),))
-    with pytest.raises(RefusedError, match="unequal parts"):
-        reshaped([((6, 1),), ((4, 6),)], (4, 6))
-    with pytest.raises(RefusedError, match="would be tied"):
+    assert reshape_runs([tied.axis(24, 1)], (2, 12)) == (((2, 12),), ((3, 0), (4, 1)))
+    assert reshape_runs([((6, 0),), ((4, 1),)], (2, 3, 2, 2)) == (((2, 0),), ((3, 0),), ((2, 2),), ((2, 1),))
+    with pytest.raises(FoldError, match="unequal parts"):
+        reshape_runs([((6, 1),), ((4, 6),)], (4, 6))
+    with pytest.raises(FoldError, match="would be tied"):
         tied.tie([(2, 12), (4, 1)])

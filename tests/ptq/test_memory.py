@@ -13,8 +13,8 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop.ptq._run import Data, parts_of
-from jchop.ptq._sites import Stage
+from jchop.ptq._data.passes import BatchData, split_stages
+from jchop.ptq._data.sites import Stage
 
 further = Further()
 
@@ -38,14 +38,14 @@ def problem() -> tuple[Any, list[Any]]:
 def held_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of the statistics of each pass, collected as they are made."""
     found: list[int] = []
-    plain = Data.sums
+    plain = BatchData.sums
 
-    def told(self: Data, *args: Any, **more: Any) -> Any:
+    def told(self: BatchData, *args: Any, **more: Any) -> Any:
         sums, last = plain(self, *args, **more)
         found.append(sum(v.nbytes for v in jax.tree.leaves(sums)))
         return sums, last
 
-    monkeypatch.setattr(Data, "sums", told)
+    monkeypatch.setattr(BatchData, "sums", told)
     return found
 
 
@@ -123,7 +123,7 @@ def test_mappings_look_at_weights_that_share_an_input(sequential: bool, steps: A
 
 def test_stages_are_cut_by_their_bytes() -> None:
     def cut(stages: Sequence[Stage], sizes: Any, memory: int) -> list[Any]:
-        found = parts_of(stages, sizes, memory, "abcd".__getitem__)
+        found = split_stages(stages, sizes, memory, "abcd".__getitem__)
         assert {stage for part in found for stage in part.stages} == {*stages}
         return [(part.leaves, part.window, len(part.stages)) for part in found]
 

@@ -14,9 +14,9 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop._products.hadamard import Blocks
-from jchop.ptq._maps.labels import RefusedError
-from jchop.ptq._maps.turns import turn_of
+from jchop._quantized.products.hadamard import HadamardBlocks
+from jchop.ptq._equalize.labels import FoldError
+from jchop.ptq._equalize.rotation_rules import rotation_of
 from tests.ptq.tables import case, some_of
 from tests.ptq.test_fold import ATTENTION, MLP, Shapes, attention, conv, gated, graph, layer_norm, rms
 from tests.ptq.test_quantize import decibels, outliers
@@ -29,7 +29,7 @@ def test_the_matrix_is_hadamards() -> None:
     """Of both of Paley's constructions, of Sylvester's, and of blocks where there is none of these."""
     sizes = [(64, 1, 1), (12, 12, 1), (28, 28, 1), (96, 12, 1), (6, 1, 3), (52, 1, 13), (74 * 2, 148, 1)]
     for size, paley, blocks in sizes:
-        found = Blocks.of(size, 3)
+        found = HadamardBlocks.of(size, 3)
         assert (found.size, found.paley, found.blocks) == (size, paley, blocks)
         matrix = found.apply(np.eye(size))
         np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-14, err_msg=str(size))
@@ -37,7 +37,7 @@ def test_the_matrix_is_hadamards() -> None:
         inside = np.kron(np.eye(blocks), np.ones((block, block))) > 0
         np.testing.assert_allclose(np.abs(matrix[inside]), block**-0.5, rtol=1e-14, err_msg=str(size))
         assert not matrix[~inside].any(), size
-        plain = Blocks.of(size, None).apply(np.eye(size))
+        plain = HadamardBlocks.of(size, None).apply(np.eye(size))
         signs = np.sign(matrix * plain).sum(1)
         np.testing.assert_allclose(np.abs(signs), block, err_msg=str(size))
         assert set(np.sign(signs)) == {-1, 1}, size
@@ -206,8 +206,8 @@ def test_the_reason_is_named() -> None:
         params = {key: jnp.ones(shape) for key, shape in shapes.items()}
         program, found = graph(fun, params, jnp.ones((5, 8)))
         place = next(place for place in found.places if program.paths[place.site.leaf] == "w")
-        with pytest.raises(RefusedError) as error:
-            turn_of(place, jax.tree.leaves(params).__getitem__)
+        with pytest.raises(FoldError) as error:
+            rotation_of(place, jax.tree.leaves(params).__getitem__)
         assert re.search(reason, str(error.value)), f"{name}: {error.value}"
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from further import Further
+from jchop.ptq._steps.steps.sign_round import neighbours, sign_descent
 
 import jchop as jc
-from jchop.ptq._columns import element_scales, one_each
-from jchop.ptq._sign import neighbours, sign_descent
+from jchop.ptq._data.columns import element_scales, elementwise_spec
 
 further = Further()
 
@@ -62,7 +62,7 @@ def neighbours_are_those_values_of_the_format(text: str) -> None:
     q = jc.quantize(jnp.asarray(w), text)
     scales = element_scales(q)
     parts = tuple(part.T for part in scales.by_element)
-    below, above = neighbours(jnp.asarray(w.T), parts, scales, one_each(q.spec), jnp.dtype("float32"))
+    below, above = neighbours(jnp.asarray(w.T), parts, scales, elementwise_spec(q.spec), jnp.dtype("float32"))
     step = np.ones(w.shape)
     if parts:
         stored, fmt = np.asarray(parts[0].T), q.spec.scaled

@@ -14,9 +14,9 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop._products.quantize_fn import quantize_fn
-from jchop.ptq._maps.mapping import map_parameters
-from jchop.ptq._run import Data
+from jchop._quantized.quantize_fn import quantize_fn
+from jchop.ptq._data.passes import BatchData
+from jchop.ptq._equalize.mapping import map_parameters
 from tests.ptq.test_fold import ATTENTION, attention, heads, rms
 from tests.ptq.test_quantize import decibels, outliers
 
@@ -26,7 +26,7 @@ RULE = jc.Rule(weight="int8(group=all)")
 
 
 def mapped(fun: Any, params: Any, batches: Any, *steps: Any, rule: Any = RULE) -> tuple[Any, Any]:
-    data = Data(quantize_fn(fun, rule), params, batches)
+    data = BatchData(quantize_fn(fun, rule), params, batches)
     found = map_parameters(data, steps)
     return data.params, found
 

@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from further import Further
+from jchop.ptq._steps.steps.sweep import column_order, gptq_sweep, inverse_factor
 
 import jchop as jc
-from jchop.ptq._columns import element_scales, one_each, round_column, with_entries
-from jchop.ptq._sweep import factor, order_of, sweep
-from jchop.spec import parse
+from jchop._spec.spec import parse
+from jchop.ptq._data.columns import (
+    element_scales,
+    elementwise_spec,
+    round_column,
+    with_entries,
+)
 from jchop.storage import QArray
 
 further = Further()
@@ -50,10 +55,10 @@ def rounded(
         q = jc.quantize(jnp.asarray(w), text)
         scales = element_scales(q)
         order = np.arange(w.shape[1]) if order is None else order
-        found = factor(jnp.asarray(gram)[order][:, order], jnp.asarray(damping))
-        codes, loss = sweep(
+        found = inverse_factor(jnp.asarray(gram)[order][:, order], jnp.asarray(damping))
+        codes, loss = gptq_sweep(
             jnp.asarray(w).T[order], tuple(part.T[order] for part in scales.by_element), scales.scale[1:], found.upper,
-            None, spec=one_each(q.spec), dtype=jnp.dtype("float64"), block=block,
+            None, spec=elementwise_spec(q.spec), dtype=jnp.dtype("float64"), block=block,
         )  # fmt: skip
         swept = with_entries(q, jnp.zeros_like(codes).at[order].set(codes).T)
         assert isinstance(swept, QArray)
@@ -76,7 +81,7 @@ def error(w: np.ndarray, q: QArray, gram: np.ndarray) -> float:
 def every_format_gains_where_inputs_depend_on_each_other(text: str) -> None:
     """And where they do not, all numbers are rounded to nearest."""
     w, gram = problem()
-    order = np.asarray(order_of(jnp.asarray(gram), True))
+    order = np.asarray(column_order(jnp.asarray(gram), True))
     plain, swept, _, _ = rounded(w, np.diag(np.diag(gram)), text, order)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(swept), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -87,14 +92,14 @@ def every_format_gains_where_inputs_depend_on_each_other(text: str) -> None:
 def test_numbers_of_a_column_are_rounded_under_given_scales() -> None:
     """Whatever the format of the scales is, here one with scales of its own."""
     column, scale = np.array([1.1, -5.0, 3.3], np.float32), np.array([0.25, 2, 0.3], np.float32)
-    spec = one_each(parse("int4(group=4,scale=uint8(group=2))"))
+    spec = elementwise_spec(parse("int4(group=4,scale=uint8(group=2))"))
     _, found = round_column(jnp.asarray(column), jnp.asarray(scale), None, spec, jnp.float32)
     np.testing.assert_array_equal(found, np.clip(np.rint(column / scale), -8, 7) * scale)
 
 
 def test_columns_with_large_inputs_come_first() -> None:
     w, gram = problem()
-    falling = np.asarray(order_of(jnp.asarray(gram), True))
+    falling = np.asarray(column_order(jnp.asarray(gram), True))
     assert (np.diff(np.diag(gram)[falling]) <= 0).all()
     errors = [error(w, rounded(w, gram, "int4(group=16)", order)[1], gram) for order in (falling, None, falling[::-1])]
     assert errors[0] < 0.8 * errors[1] < 0.8 * errors[2]
@@ -131,7 +136,7 @@ def the_loss_is_bounded_where_nothing_is_clipped() -> None:
 @pytest.mark.parametrize("block", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_size_of_blocks_changes_no_code(block: int) -> None:
     w, gram = problem()
-    order = np.asarray(order_of(jnp.asarray(gram), True))
+    order = np.asarray(column_order(jnp.asarray(gram), True))
     whole, part = (rounded(w, gram, "int4(group=16)", order, block=b)[1] for b in (128, block))
     np.testing.assert_array_equal(whole.qvalue, part.qvalue)
 
@@ -195,9 +200,9 @@ def all_codes_of_small_matrices() -> None:
 def test_a_damping_that_fails_grows() -> None:
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(3, 8))
-        found = factor(jnp.asarray(x.T @ x), jnp.asarray(0.0))  # of rank 3
+        found = inverse_factor(jnp.asarray(x.T @ x), jnp.asarray(0.0))  # of rank 3
         assert int(found.tries) >= 1 and bool(jnp.isfinite(found.upper).all())
-        singular = factor(jnp.ones((8, 8)), jnp.asarray(0.0))
+        singular = inverse_factor(jnp.ones((8, 8)), jnp.asarray(0.0))
         assert int(singular.tries) > 1 and 0 < float(singular.damping) < 1e-3
         whole = singular.upper.T @ singular.upper @ (jnp.ones((8, 8)) + singular.damping * jnp.eye(8))
         np.testing.assert_allclose(whole, np.eye(8), atol=1e-8)
@@ -206,7 +211,7 @@ def test_a_damping_that_fails_grows() -> None:
 def test_dead_columns_are_rounded_by_themselves() -> None:
     w, gram = problem()
     gram[[3, 7]] = gram[:, [3, 7]] = 0
-    order = np.asarray(order_of(jnp.asarray(gram), True))
+    order = np.asarray(column_order(jnp.asarray(gram), True))
     plain, swept, _, upper = rounded(w, gram, "int4(group=16)", order)
     np.testing.assert_array_equal(numbers(plain)[:, [3, 7]], numbers(swept)[:, [3, 7]])
     assert (numbers(plain) != numbers(swept)).any()

@@ -15,10 +15,10 @@ import pytest
 from each_case import each
 
 import jchop as jc
+from jchop._checkpoints import folder
+from jchop._checkpoints.load_save import convert_checkpoint
 from jchop.nn._lora_files import read_adapters, write_adapters
 from jchop.storage import load_checkpoint, save_checkpoint
-from jchop.storage._checkpoints import folder
-from jchop.storage._checkpoints.public import convert
 
 posix = pytest.mark.skipif(os.name != "posix", reason="locks, permissions and links of POSIX")
 SHARD = 64
@@ -81,10 +81,10 @@ def test_a_conversion_and_a_save_do_not_mix(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is being written by another call"):
             save_tree(target, -1)
         with pytest.raises(ValueError, match="is being written by another call"):
-            convert(tmp_path / "in", target, "plain", shard_bytes=SHARD)
+            convert_checkpoint(tmp_path / "in", target, "plain", shard_bytes=SHARD)
         refused.append(name)
 
-    convert(tmp_path / "in", target, "plain", shard_bytes=SHARD, progress=meanwhile)
+    convert_checkpoint(tmp_path / "in", target, "plain", shard_bytes=SHARD, progress=meanwhile)
     assert len(refused) == 6 and is_tree(target, 1)
     with pytest.raises(ValueError, match="has tensors already"):
         save_tree(target, -1)
@@ -127,7 +127,7 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path, shard_bytes: int,
     def copy_folder(others: Any, target: Path) -> None:
         shutil.copytree(target, tmp_path / "killed")
 
-    monkeypatch.setattr(folder, folder._copy.__name__, copy_folder)
+    monkeypatch.setattr(folder, folder._copy_files.__name__, copy_folder)
     save_checkpoint(tree(1), tmp_path / "m", "plain", config={"a": 1}, shard_bytes=shard_bytes)
     monkeypatch.undo()
     assert is_tree(tmp_path / "m", 1) and list((tmp_path / "killed").glob("*.safetensors"))
@@ -151,17 +151,17 @@ def test_a_damaged_run_does_not_go_on(tmp_path: Path, what: str) -> None:
 
     save_tree(tmp_path / "in", 1)
     with pytest.raises(Killed):
-        convert(tmp_path / "in", tmp_path / "out", "plain", shard_bytes=SHARD, progress=kill)
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", "plain", shard_bytes=SHARD, progress=kill)
     if what == "file":
         (tmp_path / "out/model-00002-of-00003.safetensors").unlink()
-        assert convert(tmp_path / "in", tmp_path / "out", "plain", shard_bytes=SHARD)
+        assert convert_checkpoint(tmp_path / "in", tmp_path / "out", "plain", shard_bytes=SHARD)
         assert is_tree(tmp_path / "out", 1)
         return
     journal = tmp_path / "out/.jchop-unfinished.json"
     for text in (journal.read_text().replace("l1.weight", "l9.weight"), '{"run": 3, "done": 5}', "[" * 100000):
         journal.write_text(text)
         with pytest.raises(ValueError, match="unfinished run of other arrays or options"):
-            convert(tmp_path / "in", tmp_path / "out", "plain", shard_bytes=SHARD)
+            convert_checkpoint(tmp_path / "in", tmp_path / "out", "plain", shard_bytes=SHARD)
 
 
 # -- other files of a converted folder ---------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_links_out_of_a_folder_are_refused(tmp_path: Path, name: str) -> None:
     for link in ("../secret", str(tmp_path / "secret")):
         (tmp_path / "in" / name).symlink_to(link)
         with pytest.raises(ValueError, match=f"{name} is a link to a file outside of the folder"):
-            convert(tmp_path / "in", tmp_path / "out", "plain")
+            convert_checkpoint(tmp_path / "in", tmp_path / "out", "plain")
         assert not (tmp_path / "out").exists()
         (tmp_path / "in" / name).unlink()
 
@@ -188,13 +188,13 @@ def test_copies_follow_links_within_a_folder_and_to_the_blobs_of_a_cache(tmp_pat
     (blobs / "0f").write_text("{}")
     (source / "tokenizer.json").symlink_to("../../blobs/0f")
     (source / "special.json").symlink_to("tokenizer.json")
-    convert(source, tmp_path / "out", "plain")
+    convert_checkpoint(source, tmp_path / "out", "plain")
     for name in ("tokenizer.json", "special.json"):
         assert (tmp_path / "out" / name).read_text() == "{}" and not (tmp_path / "out" / name).is_symlink()
     (source / "other.json").symlink_to("../../refs")
     (tmp_path / "models--a/refs").write_text("{}")
     with pytest.raises(ValueError, match=r"other\.json is a link to a file outside"):
-        convert(source, tmp_path / "out2", "plain")
+        convert_checkpoint(source, tmp_path / "out2", "plain")
 
 
 @posix
@@ -205,7 +205,7 @@ def test_copies_have_no_more_permissions(tmp_path: Path, given: int, wanted: int
     (tmp_path / "in/tokenizer.json").chmod(given)
     before = os.umask(0o022)
     try:
-        convert(tmp_path / "in", tmp_path / "out", "plain")
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", "plain")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "out/tokenizer.json").stat().st_mode) == wanted

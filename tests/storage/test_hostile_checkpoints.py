@@ -17,9 +17,9 @@ from checkpoint_layouts import CASES, gguf_file, pack_file, words
 from each_case import each
 from hostile_checkpoints import search
 
+from jchop._checkpoints.checkpoint import open_checkpoint
 from jchop.storage import load_checkpoint
-from jchop.storage._checkpoints.opened import open_checkpoint
-from jchop.storage._files.shards import Shards
+from jchop.storage._files.shards import ShardFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,8 +117,8 @@ class Counted(dict[str, Any]):
 def test_names_are_visited_a_few_times(tmp_path: Path, names: str, monkeypatch: Any) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(pack_file({names.format(i): np.zeros(0, np.uint8) for i in range(200)}, {}))
-    whole = Shards.entries
-    monkeypatch.setattr(Shards, "entries", property(lambda self: Counted(whole.fget(self))))  # type: ignore[misc]
+    whole = ShardFiles.entries
+    monkeypatch.setattr(ShardFiles, "entries", property(lambda self: Counted(whole.fget(self))))  # type: ignore[misc]
     Counted.visits = 0
     with contextlib.suppress(ValueError):
         open_checkpoint(path, "auto").close()

@@ -9,9 +9,9 @@ import pytest
 from refusals import assert_refused
 
 import jchop as jc
-from jchop.storage._codes import code_dtype, is_packed
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
+from jchop.storage._codes import code_dtype, packs_codes
 from jchop.storage._index import scale_entry
-from jchop.storage._layout import OWN, WHOLE, kinds_of
 
 
 def test_dtypes_of_codes() -> None:
@@ -27,7 +27,7 @@ def test_dtypes_of_codes() -> None:
         ("float8_e4m3fn", "float8_e4m3fn", False),
     ):
         fmt = jc.parse(text).element
-        assert (text, code_dtype(fmt).name, is_packed(fmt)) == (text, dtype, packed)
+        assert (text, code_dtype(fmt).name, packs_codes(fmt)) == (text, dtype, packed)
 
 
 def test_the_widest_codes() -> None:
@@ -38,22 +38,22 @@ def test_the_widest_codes() -> None:
 
 def test_kinds_of_axes() -> None:
     for text, ndim, batch, kinds in (
-        ("int8", 2, 0, (WHOLE, WHOLE)),
-        ("int8", 3, 1, (OWN, WHOLE, WHOLE)),
-        ("int8(channel=0)", 3, 1, (OWN, OWN, WHOLE)),
-        ("int8(channel=-1)", 4, 2, (OWN, OWN, WHOLE, OWN)),
-        ("int4(group=8)", 3, 1, (OWN, OWN, 8)),
+        ("int8", 2, 0, (WHOLE_AXIS, WHOLE_AXIS)),
+        ("int8", 3, 1, (OWN_SCALE, WHOLE_AXIS, WHOLE_AXIS)),
+        ("int8(channel=0)", 3, 1, (OWN_SCALE, OWN_SCALE, WHOLE_AXIS)),
+        ("int8(channel=-1)", 4, 2, (OWN_SCALE, OWN_SCALE, WHOLE_AXIS, OWN_SCALE)),
+        ("int4(group=8)", 3, 1, (OWN_SCALE, OWN_SCALE, 8)),
     ):
         fmt = jc.parse(text).scaled
         assert fmt is not None
-        assert kinds_of(fmt, ndim, batch) == kinds, text
+        assert axis_groupings(fmt, ndim, batch) == kinds, text
 
 
 def test_axes_that_are_not_there() -> None:
     fmt = jc.parse("int8(channel=1)").scaled
     assert fmt is not None
     with pytest.raises(ValueError, match="names axis 1, which an array of 1 axes does not have"):
-        kinds_of(fmt, 2, batch=1)
+        axis_groupings(fmt, 2, batch=1)
 
 
 def test_only_integers_are_indexes() -> None:
@@ -68,10 +68,10 @@ def test_indexes_of_scales() -> None:
     for entry, kind, expected in (
         (slice(8, 16), 8, slice(1, 2)),
         (slice(8, 20), 8, slice(1, 3)),  # to the end of 20
-        (slice(0, 0), WHOLE, slice(0, 0)),
-        (slice(3, 5), WHOLE, slice(None)),
-        (3, WHOLE, 0),
-        (3, OWN, 3),
+        (slice(0, 0), WHOLE_AXIS, slice(0, 0)),
+        (slice(3, 5), WHOLE_AXIS, slice(None)),
+        (3, WHOLE_AXIS, 0),
+        (3, OWN_SCALE, 3),
     ):
         assert scale_entry(0, entry, kind, 20) == expected, (entry, kind)
 

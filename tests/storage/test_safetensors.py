@@ -18,12 +18,18 @@ from further import Further
 from refusals import assert_refused
 
 import jchop as jc
+from jchop._checkpoints.load_save import convert_checkpoint
 from jchop.storage import QArray
 from jchop.storage import _save as save
-from jchop.storage._checkpoints.public import convert
-from jchop.storage._files.parts import write_together
-from jchop.storage._files.safetensors import DTYPES, Entry, TensorFile, TensorWriter, lay_out
-from jchop.storage._stream import Rule, quantize_file
+from jchop.storage._files.device_parts import write_together
+from jchop.storage._files.safetensors import (
+    DTYPES,
+    TensorEntry,
+    TensorFile,
+    TensorWriter,
+    place_tensors,
+)
+from jchop.storage._quantize_file import TensorRule, quantize_file
 
 further = Further()
 
@@ -78,8 +84,8 @@ def test_names_of_parts() -> None:
     """A quantized scale with zero points has the most parts; nothing is computed for their names."""
     text = "nf4(group=8,scale=uint8(group=2,zero_point=float))"
     q = jax.eval_shape(lambda x: jc.quantize(x, text), jax.ShapeDtypeStruct((4, 32), np.float32))
-    assert list(save.parts_of("w", q)) == ["w.qvalue", "w.scale", "w.scale_scale", "w.scale_zero_point"]
-    joined = save.joined(list(save.parts_of("w", q).values()), save.description(q))
+    assert list(save.qarray_tensors("w", q)) == ["w.qvalue", "w.scale", "w.scale_scale", "w.scale_zero_point"]
+    joined = save.join_qarray(list(save.qarray_tensors("w", q).values()), save.qarray_description(q))
     assert jax.tree.structure(joined) == jax.tree.structure(q) and joined.scale == q.scale
 
 
@@ -129,12 +135,12 @@ def test_two_numbers_of_four_bits_are_in_a_byte(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.read("w", 7, 6).view(np.uint8), flat[7:13])
     jc.save_safetensors(tmp_path / "b.safetensors", {"w": wanted})
     assert stored_in("b.safetensors") == data
-    quantize_file(path, tmp_path / "c.safetensors", [Rule("x", jc.Spec("int8"))], chunk=7)
+    quantize_file(path, tmp_path / "c.safetensors", [TensorRule("x", jc.Spec("int8"))], chunk=7)
     assert stored_in("c.safetensors") == data
-    convert(path, tmp_path / "d", "plain", shard_bytes=50)  # w waits in a file
+    convert_checkpoint(path, tmp_path / "d", "plain", shard_bytes=50)  # w waits in a file
     np.testing.assert_array_equal(np.asarray(jc.storage.load_checkpoint(tmp_path / "d")["w"]).view(np.uint8), codes)
     with pytest.raises(TypeError, match="leaf 'w' of float4_e2m1fn: several processes write whole bytes"):
-        write_together(path, {"w": wanted}, {"w": Entry(wanted.dtype, wanted.shape)}, {})
+        write_together(path, {"w": wanted}, {"w": TensorEntry(wanted.dtype, wanted.shape)}, {})
     with pytest.raises(ValueError, match=r"'w' of float4_e2m1fn\[3\] fills no whole bytes"):
         jc.save_safetensors(path, {"w": wanted[0, 0]})
     write(bytes(2), w={"dtype": "F4", "shape": [3], "data_offsets": [0, 2]})
@@ -198,7 +204,7 @@ def test_damaged_names_of_random_keys(tmp_path: Path) -> None:
 
     def loaded(text: str) -> Any:
         header = {
-            "__metadata__": {save.KEYS: text},
+            "__metadata__": {save.RANDOM_KEYS_KEY: text},
             "keys": {"dtype": "U32", "shape": [2, 2], "data_offsets": [0, 16]},
             "x": {"dtype": "F32", "shape": [3], "data_offsets": [16, 28]},
         }
@@ -224,7 +230,7 @@ def test_refused_trees(tmp_path: Path) -> None:
             jc.save_safetensors(path, value)
     assert not path.exists()
     with pytest.raises(ValueError, match="jchop's own"):
-        jc.save_safetensors(path, {}, metadata={save.QARRAYS: ""})
+        jc.save_safetensors(path, {}, metadata={save.QARRAYS_KEY: ""})
 
 
 def test_refused_files(tmp_path: Path) -> None:
@@ -259,7 +265,7 @@ def test_refused_files(tmp_path: Path) -> None:
     with TensorFile(path) as file:
         entries, metadata = {"w.qvalue": file.entries["w.qvalue"]}, file.metadata
     with path.open("wb") as out:
-        TensorWriter(out, lay_out(entries), metadata).write("w.qvalue", np.zeros((2, 4), np.uint8))
+        TensorWriter(out, place_tensors(entries), metadata).write("w.qvalue", np.zeros((2, 4), np.uint8))
     loaded("lacks tensors of its QArrays: w.scale")
 
 
@@ -320,7 +326,7 @@ def test_the_record_stays_when_a_file_is_quantized(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)
     jc.save_safetensors(source, {"layers": [{"kernel": x}, {"bias": x[0]}]})
-    quantize_file(source, target, [Rule(".*kernel", jc.parse("mxfp4"))])
+    quantize_file(source, target, [TensorRule(".*kernel", jc.parse("mxfp4"))])
     wanted = {"layers": [{"kernel": jax.tree.map(jnp.asarray, jc.quantize(x, "mxfp4"))}, {"bias": x[0]}]}
     same(jc.load_safetensors(target, nested=True), wanted)
 
@@ -339,7 +345,7 @@ def test_metadata_must_be_texts(tmp_path: Path) -> None:
 
 def test_the_writer_counts_bytes(tmp_path: Path) -> None:
     with (tmp_path / "x").open("wb") as out:
-        writer = TensorWriter(out, {"x": Entry(np.dtype(np.uint8), (3,))}, {})
+        writer = TensorWriter(out, {"x": TensorEntry(np.dtype(np.uint8), (3,))}, {})
         writer.write("x", np.zeros(2, np.uint8))
         with pytest.raises(ValueError, match="not wholly written: x"):
             writer.finish()

@@ -17,8 +17,8 @@ from further import Further
 from html_check import check_html
 
 import jchop as jc
-from jchop._text import html
-from jchop.storage import _show
+from jchop._common.text import html
+from jchop.storage import _notebook
 
 further = Further()
 
@@ -70,7 +70,7 @@ def test_the_heat_map_is_of_numbers_not_codes() -> None:
 def test_an_outlier_stays_in_sight() -> None:
     x = np.full((3, 500, 501), 0.01, np.float32)
     x[1, 250, 77] = -90
-    cells = _show._cells(x)
+    cells = _notebook._heat_map_cells(x)
     assert cells.shape == (47, 84) and cells.size * 6 * 32 >= x.size
     assert (cells.min(), np.count_nonzero(cells < 0)) == (-90, 1)
     assert cells[750 // 32, 77 // 6] == -90
@@ -89,7 +89,7 @@ def test_shares_at_the_ends_and_scales() -> None:
 @further
 def nested_scales_are_numbers() -> None:
     q = jc.quantize(X, "int4(group=16,scale=int8(group=4))")
-    found = _show._scales(q, q._quantized_scale)
+    found = _notebook._scale_magnitudes(q, q._quantized_scale)
     assert found is not None
     s = found.reshape(6, 8)
     assert np.allclose(np.abs(np.asarray(jc.dequantize(q)).reshape(6, 8, 16) / s[..., None] % 1 - 0.5), 0.5)
@@ -124,8 +124,8 @@ def a_large_array_is_decoded_once_and_drawn_in_few_cells(
     """So that it is shown in time: one program, compiled already, gives all numbers, and the page is short."""
     q = jc.quantize(jnp.ones((512, 2048)), "nvfp4")
     q._repr_html_()  # compiles
-    decoded, calls = _show._compiled_decode, []
-    monkeypatch.setattr(_show, "_compiled_decode", lambda *given: (calls.append(given), decoded(*given))[1])
+    decoded, calls = _notebook._compiled_decode, []
+    monkeypatch.setattr(_notebook, "_compiled_decode", lambda *given: (calls.append(given), decoded(*given))[1])
     with jax.log_compiles():
         page = q._repr_html_()
     assert not [record.message for record in caplog.records if "Compiling" in record.message]
@@ -197,7 +197,7 @@ def test_reports_show_their_tables() -> None:
 
 
 def test_a_page_escapes_its_title() -> None:
-    assert check_html(html.page("<a>", html.table([("&",), ("<b>",)]))).split() == ["<a>", "<a>", "&", "<b>"]
+    assert check_html(html.page("<a>", html.table_element([("&",), ("<b>",)]))).split() == ["<a>", "<a>", "&", "<b>"]
 
 
 test_further = further.test()

@@ -15,12 +15,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop.optim._pack import as_rules
-from jchop.storage._checkpoints.arrays import pieces
-from jchop.storage._decode import check_parts
-from jchop.storage._save import description, joined, parts_of
-from jchop.storage._sharding import check_groups_uncut
-from jchop.storage._stream import Rule, quantize_file
+from jchop._checkpoints.arrays import pieces
+from jchop.optim._pack import as_state_rules
+from jchop.storage._decode import check_qarray_leaves
+from jchop.storage._quantize_file import TensorRule, quantize_file
+from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
+from jchop.storage._sharding import check_group_sharding
 
 further = Further()
 
@@ -208,13 +208,13 @@ def files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
         np.testing.assert_array_equal(one, other)
     assert "sparse=2:4" in repr(found["w"]) and "sparse=2:4" in found["w"]._repr_html_()
     assert "2 of every 4 numbers along axis -2" in found["w"].spec._repr_html_()
-    wrong = description(tree["w"]) | {"spec": "int4(group=32,axis=-2,scale=bfloat16)"}
-    leaves = list(parts_of("w", tree["w"]).values())
-    for parts, fields in ((leaves[:2], wrong), ([*leaves[:2], leaves[2][:-4]], description(tree["w"]))):
+    wrong = qarray_description(tree["w"]) | {"spec": "int4(group=32,axis=-2,scale=bfloat16)"}
+    leaves = list(qarray_tensors("w", tree["w"]).values())
+    for parts, fields in ((leaves[:2], wrong), ([*leaves[:2], leaves[2][:-4]], qarray_description(tree["w"]))):
         with pytest.raises(ValueError, match=r"the leaves are|does not fit"):
-            check_parts(joined(parts, fields))
+            check_qarray_leaves(join_qarray(parts, fields))
     with pytest.raises(ValueError, match="has places, which are missing"):
-        check_parts(replace(tree["w"], places=None))
+        check_qarray_leaves(replace(tree["w"], places=None))
 
 
 @pytest.mark.in_turn(1000)
@@ -222,7 +222,7 @@ def files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
 def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> None:
     jc.save_safetensors(tmp_path / "a.safetensors", {"w": X})
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    quantize_file(source, target, [Rule("w", jc.parse(text))], chunk=1 << 11)
+    quantize_file(source, target, [TensorRule("w", jc.parse(text))], chunk=1 << 11)
     found, wanted = jc.load_safetensors(target)["w"], jc.quantize(X, text)
     assert found.spec == wanted.spec
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -247,7 +247,7 @@ def placed_on_devices(text: str) -> None:
     np.testing.assert_array_equal(jax.jit(gather)(placed), jc.dequantize(q))
     cut = P(("a", "b"), None) if "axis=0" in text else P(None, ("a", "b"))
     with pytest.raises(ValueError, match="whole groups of"):
-        check_groups_uncut(q, NamedSharding(mesh, cut), "w")
+        check_group_sharding(q, NamedSharding(mesh, cut), "w")
 
 
 def test_what_is_refused() -> None:
@@ -259,7 +259,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"messages hold codes of all; leave sparse out"):
         jc.distributed.psum(jnp.ones(4), "i", "int4(group=4,sparse=2:4)")
     with pytest.raises(ValueError, match="drops numbers, which a state needs"):
-        as_rules({"*": "int8(group=64,sparse=2:4)"})
+        as_state_rules({"*": "int8(group=64,sparse=2:4)"})
     with pytest.raises(ValueError, match="it stores no codes of the numbers that sparse drops"):
         jc.dot(jnp.ones((2, 64)), q)
     with pytest.raises(ValueError, match="keep all numbers: leave sparse out"):

@@ -14,17 +14,17 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.storage._chunks import chunks, plan_cut
-from jchop.storage._files.safetensors import Entry, TensorFile, TensorWriter
-from jchop.storage._stream import Report, Rule, quantize_file
+from jchop.storage._chunks import chunks, plan_chunk_cut
+from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter
+from jchop.storage._quantize_file import TensorReport, TensorRule, quantize_file
 
 further = Further()
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def rules(**texts: str) -> list[Rule]:
-    return [Rule(name, jc.parse(text)) for name, text in texts.items()]
+def rules(**texts: str) -> list[TensorRule]:
+    return [TensorRule(name, jc.parse(text)) for name, text in texts.items()]
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_cuts_keep_groups_and_bytes_whole() -> None:
         shape = tuple(int(n) for n in rng.integers(1, 40, rng.integers(1, 4)))
         group, axis = int(rng.integers(1, 20)), -int(rng.integers(1, len(shape) + 1))
         fmt = jc.int3(group=group, axis=axis)
-        cut = plan_cut(shape, 4, fmt, int(rng.integers(1, 4096)))
+        cut = plan_chunk_cut(shape, 4, fmt, int(rng.integers(1, 4096)))
         start = 0
         for chunk in chunks(shape, cut):
             assert chunk.start == start
@@ -166,13 +166,13 @@ def test_refused(tmp_path: Path) -> None:
 
 
 def test_reports() -> None:
-    report = Report("x", "float32", (3,), "e2m1fn", 12, 2)
+    report = TensorReport("x", "float32", (3,), "e2m1fn", 12, 2)
     assert report.sqnr == np.inf
     report.add(np.array([3.0, 4.0, np.inf, 1e9]), np.array([3.0, 3.0, 6.0, np.inf]))
     assert (report.square, report.error, report.largest) == (25.0, 1.0, 1.0)
     assert report.fates == {"finite to inf": 1, "inf to finite": 1}
     assert report.sqnr == pytest.approx(10 * np.log10(25))
-    kept = Report("x", "float32", (2,), "bfloat16", 8, 4)
+    kept = TensorReport("x", "float32", (2,), "bfloat16", 8, 4)
     kept.add(np.array([np.nan, -np.inf]), np.array([np.nan, -np.inf]))
     assert kept.sqnr == np.inf and kept.fates == {"nan kept": 1, "inf kept": 1}
     kept.add(np.array([np.nan, np.inf, 1.0]), np.array([7.0, np.nan, 1.0]))
@@ -203,7 +203,7 @@ def read_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def two_gibibytes_in_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = folder / "in.safetensors", folder / "out.safetensors"
     kind = np.dtype(np.float32)
-    entries = {"a": Entry(kind, (16, 4096, 4096)), "b": Entry(kind, (1 << 28,), 1 << 30)}
+    entries = {"a": TensorEntry(kind, (16, 4096, 4096)), "b": TensorEntry(kind, (1 << 28,), 1 << 30)}
     with source.open("wb") as out:
         TensorWriter(out, entries, {})
         out.truncate(out.tell() + (1 << 31))  # zeros that take no room

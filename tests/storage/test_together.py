@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from storage import together
 
 import jchop as jc
-from jchop.storage._files.parts import runs
+from jchop.storage._files.device_parts import contiguous_runs
 from jchop.storage._files.safetensors import TensorFile
 
 further = Further()
@@ -37,7 +37,7 @@ def runs_are_the_part(rng: np.random.Generator) -> None:
         for _ in range(8):
             ends = [sorted(map(int, rng.integers(0, n + 1, 2))) for n in shape]
             index = tuple(slice(*each) for each in ends)
-            found = [at for start, count in runs(shape, index) for at in range(start, start + count)]
+            found = [at for start, count in contiguous_runs(shape, index) for at in range(start, start + count)]
             assert found == numbers[index].reshape(-1).tolist()
 
 

@@ -24,11 +24,11 @@ from refusals import assert_refused
 
 from jchop import parse, study
 from jchop.__main__ import main
-from jchop._files import write_atomically
-from jchop.rounding import Rounding
+from jchop._common.files import write_atomically
+from jchop.formats.rounding import Rounding
 from jchop.study import StudyResult
 from jchop.study._progress import ProgressBar
-from jchop.study._report import NAMES, reading
+from jchop.study._report import STUDY_FILES, accuracy_summary
 
 further = Further()
 
@@ -154,11 +154,11 @@ def test_the_picture_says_what_its_figures_are_of() -> None:
 
 
 def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
-    from jchop.study._data import load
+    from jchop.study._datasets import load_dataset
     from jchop.study._evaluate import Evaluator
     from jchop.study._model import make_model
 
-    evaluator = Evaluator(*make_model(load("wine", 0), 0), load("wine", 0))
+    evaluator = Evaluator(*make_model(load_dataset("wine", 0), 0), load_dataset("wine", 0))
     numbers = jax.numpy.arange(evaluator.flat.size, dtype=np.float32)
     kernels = [np.asarray(x) for x in jax.tree.leaves(evaluator._unravel(numbers)) if x.ndim == 2]
     assert [kernel.shape for kernel in kernels] == [(13, 64), (64, 32), (32, 3)]
@@ -169,11 +169,11 @@ def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
 @pytest.fixture(scope="module")
 def small() -> Any:
     """Data of five samples, which are those of the test, too."""
-    from jchop.study._data import Data
+    from jchop.study._datasets import Dataset
 
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(5, 3)).astype(np.float32), np.array([0, 1, 2, 1, 0], np.int32)
-    return Data(x, y, x, y, 3)
+    return Dataset(x, y, x, y, 3)
 
 
 def entropy_of(graph: Any, params: Any, data: Any, rounded: Callable[[Any], np.ndarray]) -> float:
@@ -200,9 +200,9 @@ def test_activations_are_rounded_before_the_first_layer_and_after_each(small: An
 
 
 def test_each_layer_draws_for_itself() -> None:
-    from jchop.study._evaluate import _rounding_of
+    from jchop.study._evaluate import _activation_rounding
 
-    after, halves = _rounding_of(parse("fixed8.0:stochastic"), jax.random.key(0)), np.full(32, 0.5, np.float32)
+    after, halves = _activation_rounding(parse("fixed8.0:stochastic"), jax.random.key(0)), np.full(32, 0.5, np.float32)
     assert (np.asarray(after(halves)) != np.asarray(after(halves))).any()  # type: ignore[arg-type]
 
 
@@ -242,9 +242,9 @@ def a_format_keeps_the_rest_of_its_spec() -> None:
 # -- data --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dataset", study.DATASETS)
 def test_data_is_split_and_standardised_by_its_training_part(dataset: str) -> None:
-    from jchop.study._data import load  # and with it scikit-learn, which takes a second
+    from jchop.study._datasets import load_dataset  # and with it scikit-learn, which takes a second
 
-    data, again, other = load(dataset, 3), load(dataset, 3), load(dataset, 4)
+    data, again, other = load_dataset(dataset, 3), load_dataset(dataset, 3), load_dataset(dataset, 4)
     np.testing.assert_array_equal(data.test_y, again.test_y)
     assert not np.array_equal(data.test_y, other.test_y)
     total = len(data.train_y) + len(data.test_y)
@@ -285,7 +285,7 @@ def test_bad_arguments_are_refused_before_training() -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 def test_files_agree_with_the_result(wine: StudyResult, tmp_path: Path) -> None:
     paths = study.save(wine, tmp_path / "new" / "folder")
-    assert [path.name for path in paths] == list(NAMES) == sorted(path.name for path in paths[0].parent.iterdir())
+    assert [path.name for path in paths] == list(STUDY_FILES) == sorted(path.name for path in paths[0].parent.iterdir())
     with paths[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     stored = json.loads(paths[1].read_text())
@@ -307,7 +307,7 @@ def test_nan_is_nan_in_csv_and_null_in_json(tmp_path: Path) -> None:
     table, data, _ = study.save(result, tmp_path)
     assert table.read_text().splitlines()[1].endswith(",nan,nan,")
     assert json.loads(data.read_text())["rows"][0]["cross_entropy"] is None
-    assert reading(result).startswith("Unrounded accuracy 50.0 %; half (16 bits) is the narrowest")
+    assert accuracy_summary(result).startswith("Unrounded accuracy 50.0 %; half (16 bits) is the narrowest")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "Mean cross-entropy" in printed.out and "±" in printed.out
     assert str(tmp_path / "out" / "study.png") in printed.out
     assert "training" in printed.err and "6/6  fp32 stochastic" in printed.err
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(NAMES)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(STUDY_FILES)
 
 
 def test_the_command_needs_a_folder_before_it_works(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -21,36 +21,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS, Carrier
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._core.arithmetic import double_word, subnormal_scaling
-from jchop._core.arithmetic.exact import Exact, round_exact
+from jchop._core.arithmetic.exact import ExactResult, round_exact
 from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
 from jchop._core.arithmetic.ranges import (
-    Range,
+    ValueRange,
     carrier_range,
     has_spare_bits,
-    is_direct,
     product_range,
     range_of,
     require_operation,
+    rounds_on_carrier_grid,
     sum_range,
 )
 from jchop._core.arithmetic.round_with_error import error_of_sum, has_constant_drop, round_with_error
-from jchop._core.rounding.elements import round_elements
-from jchop._core.rounding.grid import beside_x64
-from jchop._core.rounding.modes import NEAREST
+from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.grid import x64_remedy
+from jchop._core.rounding.modes import NEAREST_MODES
+from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, StringFormat, binary32, binary64
-from jchop.rounding import Overflow, Rounding
-from jchop.spec import Spec
+from jchop.formats.rounding import Overflow, Rounding
 
 __all__ = [
-    "Range",
-    "add",
+    "ValueRange",
+    "add_and_round",
     "carrier_range",
-    "divide",
-    "multiply",
-    "multiply_add",
+    "divide_and_round",
+    "multiply_add_and_round",
+    "multiply_and_round",
     "product_range",
     "range_of",
     "require_operation",
@@ -59,11 +59,11 @@ __all__ = [
 
 Array = jax.Array
 
-_OWN = {"float32": Spec(binary32), "float64": Spec(binary64)}
+_OWN_SPECS = {"float32": Spec(binary32), "float64": Spec(binary64)}
 
 
-def multiply(
-    x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range
+def multiply_and_round(
+    x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: ValueRange, yr: ValueRange
 ) -> Array:
     """`x * y`, its exact value rounded once.
 
@@ -79,52 +79,56 @@ def multiply(
     Raises:
         ValueError: if `spec` wraps, and a product may not fit the carrier.
     """
-    spec = _unless_own(spec, carrier)
-    if _flushes(spec, carrier, xr, yr) and xr.bits + yr.bits <= carrier.fraction:
-        return _flushed_product(x, y, product_range(xr, yr), carrier)
+    spec = _none_if_own(spec, carrier)
+    if _only_flushes(spec, carrier, xr, yr) and xr.bits + yr.bits <= carrier.fraction:
+        return _flush_product(x, y, product_range(xr, yr), carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
-        return round_known(x * y, product_range(xr, yr), spec, carrier, word)
-    if subnormal_scaling.multiplies(spec, carrier, xr, yr):
-        return subnormal_scaling.multiply(x, y, spec, word)
+        return round_hardware_result(x * y, product_range(xr, yr), spec, carrier, word)
+    if subnormal_scaling.supports_scaling_product(spec, carrier, xr, yr):
+        return subnormal_scaling.multiply_by_scaling(x, y, spec, word)
     _refuse_wrapping(spec, product_range(xr, yr), carrier)
-    return round_exact(double_word.multiply(x, y, carrier), spec, carrier, word)
+    return round_exact(double_word.multiply_exactly(x, y, carrier), spec, carrier, word)
 
 
-def add(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range) -> Array:
+def add_and_round(
+    x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: ValueRange, yr: ValueRange
+) -> Array:
     """`x + y`, its exact value rounded once; arguments as for `multiply_and_round`.
 
     A sum that is exactly zero is +0, or -0 under `Rounding.DOWN`. The sum of two zeros of one sign has this sign.
     """
-    spec = _unless_own(spec, carrier)
+    spec = _none_if_own(spec, carrier)
     total = sum_range(xr, yr)
     zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
-    if _flushes(spec, carrier, xr, yr):
-        return _flushed_sum(x, y, carrier)
+    if _only_flushes(spec, carrier, xr, yr):
+        return _flush_sum(x, y, carrier)
     if total.is_normal(carrier):
         exact = total.bits <= carrier.fraction + 1
         if (spec is None or _ends_agree(total, spec, carrier)) and (
             exact or _rounds_twice_safely(spec, xr, yr, carrier)
         ):
-            return round_known(_signed_zero(x + y, x, y, zero_sign, carrier), total, spec, carrier, word)
-        if spec is not None and has_spare_bits(spec.format, carrier) and _has_room(total, spec, carrier):
+            return round_hardware_result(
+                _fix_sign_of_zero_sum(x + y, x, y, zero_sign, carrier), total, spec, carrier, word
+            )
+        if spec is not None and has_spare_bits(spec.format, carrier) and _has_room_for_two_sum(total, spec, carrier):
             _refuse_wrapping(spec, total, carrier)
-            return _rounded_sum(x, y, total, zero_sign, spec, carrier, word)
-    if subnormal_scaling.adds(spec, carrier):
-        return subnormal_scaling.add(x, y, spec, word, xr, yr)
+            return _round_sum_with_error(x, y, total, zero_sign, spec, carrier, word)
+    if subnormal_scaling.supports_scaling_sum(spec, carrier):
+        return subnormal_scaling.add_by_scaling(x, y, spec, word, xr, yr)
     _refuse_wrapping(spec, total, carrier)
-    return round_exact(double_word.add(x, y, carrier, zero_sign), spec, carrier, word)
+    return round_exact(double_word.add_exactly(x, y, carrier, zero_sign), spec, carrier, word)
 
 
-def multiply_add(
+def multiply_add_and_round(
     x: Array,
     y: Array,
     z: Array,
     spec: Spec | None,
     carrier: Carrier,
     word: Array | None,
-    xr: Range,
-    yr: Range,
-    zr: Range,
+    xr: ValueRange,
+    yr: ValueRange,
+    zr: ValueRange,
 ) -> Array:
     """`x * y + z`, its exact value rounded once; arguments as for `multiply_and_round`.
 
@@ -132,13 +136,15 @@ def multiply_add(
     """
     product = product_range(xr, yr)
     if _product_is_exact(xr, yr, carrier) and product.top <= carrier.bias + 1:
-        return add(x * y, z, spec, carrier, word, product, zr)
+        return add_and_round(x * y, z, spec, carrier, word, product, zr)
     _refuse_wrapping(spec, sum_range(product, zr), carrier)
     zero_sign = carrier.sign_bit if spec is not None and spec.rounding is Rounding.DOWN else 0
-    return round_exact(double_word.multiply_add(x, y, z, carrier, zero_sign), spec, carrier, word)
+    return round_exact(double_word.multiply_add_exactly(x, y, z, carrier, zero_sign), spec, carrier, word)
 
 
-def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: Range, yr: Range) -> Array:
+def divide_and_round(
+    x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array | None, xr: ValueRange, yr: ValueRange
+) -> Array:
     """`x / y`, its exact value rounded once; arguments as for `multiply_and_round`.
 
     Always in integer arithmetic: not every device divides to the last bit.
@@ -146,40 +152,40 @@ def divide(x: Array, y: Array, spec: Spec | None, carrier: Carrier, word: Array 
     if spec is not None and spec.overflow is Overflow.WRAP:
         raise ValueError(f"spec={str(spec)!r}: a quotient has no last bit, so it cannot wrap; saturate instead")
     bits = 2 if spec is None or not spec.rounding.stochastic else carrier.work_width
-    return round_exact(double_word.divide(x, y, carrier, bits), spec, carrier, word)
+    return round_exact(double_word.divide_exactly(x, y, carrier, bits), spec, carrier, word)
 
 
 # -- which way ---------------------------------------------------------------------------------------------------------
 
 
-def _unless_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
+def _none_if_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
     """`spec`, or None if it is the rounding of float32 itself."""
-    return None if carrier.name == "float32" and spec == _OWN["float32"] else spec
+    return None if carrier.name == "float32" and spec == _OWN_SPECS["float32"] else spec
 
 
-def _flushes(spec: Spec | None, carrier: Carrier, xr: Range, yr: Range) -> bool:
+def _only_flushes(spec: Spec | None, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether `spec` is the carrier's own rounding with subnormal results made zero, of operands that are normal."""
-    own = spec is not None and spec.flush and replace(spec, flush=False) == _OWN[carrier.name]
+    own = spec is not None and spec.flush and replace(spec, flush=False) == _OWN_SPECS[carrier.name]
     return own and xr.is_normal(carrier) and yr.is_normal(carrier)
 
 
-def _product_is_exact(xr: Range, yr: Range, carrier: Carrier) -> bool:
+def _product_is_exact(xr: ValueRange, yr: ValueRange, carrier: Carrier) -> bool:
     """Whether the hardware's product is exact, or infinite if it is too large."""
     product = product_range(xr, yr)
     return all(r.is_normal(carrier) for r in (xr, yr, product)) and product.bits <= carrier.fraction + 1
 
 
-def _ends_agree(result: Range, spec: Spec | None, carrier: Carrier) -> bool:
+def _ends_agree(result: ValueRange, spec: Spec | None, carrier: Carrier) -> bool:
     """Whether a result that is infinite in the carrier, if there is one, is rounded like its exact value."""
     inexact = result.bits > carrier.fraction + 1  # may be rounded up to 2^top
     if result.top + inexact <= carrier.bias + 1:
         return True
     if spec is None or isinstance(spec.format, StringFormat):  # an infinity becomes NaR, a large number does not
         return False
-    return spec.rounding in NEAREST and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
+    return spec.rounding in NEAREST_MODES and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
 
 
-def _rounds_twice_safely(spec: Spec | None, xr: Range, yr: Range, carrier: Carrier) -> bool:
+def _rounds_twice_safely(spec: Spec | None, xr: ValueRange, yr: ValueRange, carrier: Carrier) -> bool:
     """Whether a sum rounded by the hardware and then under `spec` is the exact sum rounded under `spec`.
 
     The first rounding is monotone, so it can only change the result if it gives the middle m of two neighbours. The
@@ -190,16 +196,16 @@ def _rounds_twice_safely(spec: Spec | None, xr: Range, yr: Range, carrier: Carri
     if spec is None:
         return True
     fmt, carrier_bits = spec.format, carrier.fraction + 1
-    if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST:
+    if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST_MODES:
         return False
     if fmt.emin - min(xr.quantum, yr.quantum) > carrier_bits:
         return False
-    if is_direct(spec, carrier):
+    if rounds_on_carrier_grid(spec, carrier):
         return spec.rounding is Rounding.NEAREST_EVEN
     return max(xr.bits, yr.bits) <= fmt.precision and 2 * fmt.precision + 2 <= carrier_bits
 
 
-def _has_room(total: Range, spec: Spec, carrier: Carrier) -> bool:
+def _has_room_for_two_sum(total: ValueRange, spec: Spec, carrier: Carrier) -> bool:
     """Whether no step of TwoSum can overflow, and no number in the scaling of stochastic modes can be subnormal."""
     if total.top > carrier.bias:
         return False
@@ -209,12 +215,12 @@ def _has_room(total: Range, spec: Spec, carrier: Carrier) -> bool:
     )
 
 
-def _refuse_wrapping(spec: Spec | None, result: Range, carrier: Carrier) -> None:
+def _refuse_wrapping(spec: Spec | None, result: ValueRange, carrier: Carrier) -> None:
     """Refuses a wrapping spec if the carrier may not hold an exact result: wrapping needs every bit of it."""
-    if spec is None or spec.overflow is not Overflow.WRAP or _fits(result, carrier):
+    if spec is None or spec.overflow is not Overflow.WRAP or _range_fits(result, carrier):
         return
-    able = ["float64"] if _fits(result, CARRIERS["float64"]) else []
-    remedy = f"saturate, or cast the operands to float64{beside_x64(able)}" if able else "or saturate"
+    able = ["float64"] if _range_fits(result, CARRIERS["float64"]) else []
+    remedy = f"saturate, or cast the operands to float64{x64_remedy(able)}" if able else "or saturate"
     raise ValueError(
         f"spec={str(spec)!r} wraps an exact result, which {carrier.name} must hold; these operands give up to "
         f"{result.bits} bits from 2^{result.quantum} on, more than its {carrier.fraction + 1}: use narrower operands, "
@@ -222,7 +228,7 @@ def _refuse_wrapping(spec: Spec | None, result: Range, carrier: Carrier) -> None
     )
 
 
-def _fits(result: Range, carrier: Carrier) -> bool:
+def _range_fits(result: ValueRange, carrier: Carrier) -> bool:
     """Whether a carrier holds every result of a range."""
     whole = carrier_range(carrier)
     return result.bits <= whole.precision and result.quantum >= whole.quantum and result.top <= whole.top
@@ -231,40 +237,44 @@ def _fits(result: Range, carrier: Carrier) -> bool:
 # -- ways 1 and 2 ------------------------------------------------------------------------------------------------------
 
 
-def round_known(value: Array, r: Range, spec: Spec | None, carrier: Carrier, word: Array | None) -> Array:
+def round_hardware_result(
+    value: Array, r: ValueRange, spec: Spec | None, carrier: Carrier, word: Array | None
+) -> Array:
     """`value`, the hardware's result for an exact result in the range `r`, rounded under `spec`."""
     if spec is None:
         return value
     if adds_to_round(spec, r, carrier):
         return round_by_adding(value, spec, carrier)
-    return round_elements(value, spec, carrier, word)
+    return round_to_spec(value, spec, carrier, word)
 
 
-def _flushed_product(x: Array, y: Array, product: Range, carrier: Carrier) -> Array:
+def _flush_product(x: Array, y: Array, product: ValueRange, carrier: Carrier) -> Array:
     """The product of normal numbers, so exact that it is not rounded up to a normal number."""
     value = x * y
     if product.is_normal(carrier) and product.top <= carrier.bias + 1:
         return value  # else it must not be contracted with a sum
-    (xs, _), (ys, _), (_, magnitude) = (_bits.split(v, carrier) for v in (x, y, value))
-    return _flushed(xs ^ ys, magnitude, carrier)
+    (xs, _), (ys, _), (_, magnitude) = (bit_ops.split_sign(v, carrier) for v in (x, y, value))
+    return _flush_subnormals(xs ^ ys, magnitude, carrier)
 
 
-def _flushed_sum(x: Array, y: Array, carrier: Carrier) -> Array:
+def _flush_sum(x: Array, y: Array, carrier: Carrier) -> Array:
     """The sum of normal numbers; a device that makes a subnormal sum zero may lose its sign."""
-    sign, magnitude = _bits.split(x + y, carrier)
-    return _flushed(jnp.where(x < -y, carrier.sign_bit, sign), magnitude, carrier)
+    sign, magnitude = bit_ops.split_sign(x + y, carrier)
+    return _flush_subnormals(jnp.where(x < -y, carrier.sign_bit, sign), magnitude, carrier)
 
 
-def _flushed(sign: Array, magnitude: Array, carrier: Carrier) -> Array:
-    return _bits.join(sign, jnp.where(magnitude < 1 << carrier.fraction, 0, magnitude), carrier)
+def _flush_subnormals(sign: Array, magnitude: Array, carrier: Carrier) -> Array:
+    return bit_ops.join_sign(sign, jnp.where(magnitude < 1 << carrier.fraction, 0, magnitude), carrier)
 
 
-def _signed_zero(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carrier) -> Array:
+def _fix_sign_of_zero_sum(total: Array, x: Array, y: Array, zero_sign: int, carrier: Carrier) -> Array:
     """`total`, the hardware's `x + y`. A zero sum of operands with different signs gets `zero_sign`."""
     if not zero_sign:
         return total
     bits, xs, ys = (lax.bitcast_convert_type(value, carrier.work) for value in (total, x, y))
-    return _bits.join(_bits.where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier)
+    return bit_ops.join_sign(
+        bit_ops.lax_where((bits == 0) & ((xs ^ ys) < 0), zero_sign, jnp.zeros_like(bits)), bits, carrier
+    )
 
 
 def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tuple[Array, Array, Array]:
@@ -275,31 +285,33 @@ def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tupl
     total = x + y
     back = total - x
     error = (x - (total - back)) + (y - back)
-    sign, magnitude = _bits.split(_signed_zero(total, x, y, zero_sign, carrier), carrier)
+    sign, magnitude = bit_ops.split_sign(_fix_sign_of_zero_sum(total, x, y, zero_sign, carrier), carrier)
     return sign, magnitude, lax.bitcast_convert_type(lax.bitcast_convert_type(error, carrier.work) ^ sign, error.dtype)
 
 
-def _rounded_sum(
-    x: Array, y: Array, total: Range, zero_sign: int, spec: Spec, carrier: Carrier, word: Array | None
+def _round_sum_with_error(
+    x: Array, y: Array, total: ValueRange, zero_sign: int, spec: Spec, carrier: Carrier, word: Array | None
 ) -> Array:
     """The exact sum rounded once, from the hardware's sum and its error."""
     sign, magnitude, error = _sum_and_error(x, y, zero_sign, carrier)
     if has_constant_drop(spec, carrier) and total.quantum >= range_of(spec, carrier).quantum:
         error, binade = error_of_sum(error, magnitude, spec, carrier)
         return round_with_error(sign, magnitude, magnitude, error, spec, carrier, word, binade)
-    return round_exact(_as_exact(sign, magnitude, error, total, spec, carrier), spec, carrier, word)
+    return round_exact(_exact_of_sum_and_error(sign, magnitude, error, total, spec, carrier), spec, carrier, word)
 
 
-def _as_exact(sign: Array, magnitude: Array, error: Array, total: Range, spec: Spec, carrier: Carrier) -> Exact:
+def _exact_of_sum_and_error(
+    sign: Array, magnitude: Array, error: Array, total: ValueRange, spec: Spec, carrier: Carrier
+) -> ExactResult:
     magnitude = magnitude - (error < 0).astype(magnitude.dtype)
     inexact = (error < 0) | (error > 0)
     unsigned, width = jnp.dtype(f"uint{carrier.work_width}"), carrier.work_width
     if not spec.rounding.stochastic:
-        return Exact(sign, magnitude, inexact, jnp.zeros_like(magnitude, unsigned), inexact)
+        return ExactResult(sign, magnitude, inexact, jnp.zeros_like(magnitude, unsigned), inexact)
     # The error in units of ulp(t) 2^(1-W): at most 2^(W-2) units, and exact because of `_has_room_for_two_sum`.
     power = 2 * carrier.bias + carrier.fraction + width - 1 - (magnitude >> carrier.fraction)
     power = jnp.minimum(power, 2 * carrier.bias)  # has an effect only if the error is zero
     multiple = error * lax.bitcast_convert_type(power << carrier.fraction, error.dtype)
     whole = jnp.floor(multiple)
     rest = whole.astype(carrier.work).astype(unsigned) << 1
-    return Exact(sign, magnitude, inexact, rest, multiple != whole, quantum=total.quantum)
+    return ExactResult(sign, magnitude, inexact, rest, multiple != whole, quantum=total.quantum)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop import _bits
-from jchop._bits import Carrier
-from jchop._core.arithmetic.exact import Exact, significand
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
+from jchop._core.arithmetic.exact import ExactResult, significand
 
 Array = jax.Array
 
@@ -30,17 +30,17 @@ class DoubleWord:
     low: Array
 
 
-def multiply(x: Array, y: Array, carrier: Carrier) -> Exact:
+def multiply_exactly(x: Array, y: Array, carrier: Carrier) -> ExactResult:
     """The exact product."""
-    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
-    product = _product(xs, xm, ys, ym, carrier)
-    v = _whole(product, carrier)
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    product = _multiply_magnitudes(xs, xm, ys, ym, carrier)
+    v = _exact_of_product(product, carrier)
     zero = (xm == 0) | (ym == 0)
     infinite = (xm == carrier.inf) | (ym == carrier.inf)
     return with_special_values(v, infinite, infinite & zero | _any_nan(carrier, xm, ym), product.sign, carrier)
 
 
-def multiply_by(x: Array, significand: Array, exponent: Array, carrier: Carrier) -> Exact:
+def multiply_by_wide_exactly(x: Array, significand: Array, exponent: Array, carrier: Carrier) -> ExactResult:
     """The exact product with a positive number that the carrier need not hold.
 
     Args:
@@ -49,53 +49,58 @@ def multiply_by(x: Array, significand: Array, exponent: Array, carrier: Carrier)
         exponent: the exponent of that leading bit.
         carrier: the carrier of `x`.
     """
-    sign, magnitude = _bits.split(x, carrier)
+    sign, magnitude = bit_ops.split_sign(x, carrier)
     up = carrier.work_width - 1 - carrier.fraction
-    e, count = normalised(magnitude, carrier)
-    factor = significand.astype(_unsigned(carrier)) << 1
-    v = _whole(_product_of(sign, e + exponent, count.astype(factor.dtype) << up, factor), carrier)
+    e, count = normalize_magnitude(magnitude, carrier)
+    factor = significand.astype(_unsigned_dtype(carrier)) << 1
+    v = _exact_of_product(_multiply_significands(sign, e + exponent, count.astype(factor.dtype) << up, factor), carrier)
     return with_special_values(v, magnitude == carrier.inf, magnitude > carrier.inf, sign, carrier)
 
 
-def add(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
+def add_exactly(x: Array, y: Array, carrier: Carrier, zero_sign: int = 0) -> ExactResult:
     """The exact sum. If it is zero, and the operands are not zeros of one sign, its sign is `zero_sign`."""
-    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
-    a, b = (operand(sign, *_parts(magnitude, carrier), carrier) for sign, magnitude in ((xs, xm), (ys, ym)))
-    v, sticky = sum_exactly(a, b, zero_sign)
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    a, b = (
+        double_word_of(sign, *_exponent_and_significand(magnitude, carrier), carrier)
+        for sign, magnitude in ((xs, xm), (ys, ym))
+    )
+    v, sticky = add_double_words(a, b, zero_sign)
     # The high word is zero only if the sum is zero; a subnormal sum is shifted no further than its exponent allows.
-    v = _cut(lifted(v, jnp.minimum(leading_zeros(v.high, carrier), v.exponent + carrier.bias)), sticky, carrier)
+    v = _exact_of_top(
+        shift_to_top(v, jnp.minimum(leading_zeros(v.high, carrier), v.exponent + carrier.bias)), sticky, carrier
+    )
     x_infinite, y_infinite = xm == carrier.inf, ym == carrier.inf
     nan = x_infinite & y_infinite & (xs != ys) | _any_nan(carrier, xm, ym)
-    return with_special_values(v, x_infinite | y_infinite, nan, _bits.where(x_infinite, xs, ys), carrier)
+    return with_special_values(v, x_infinite | y_infinite, nan, bit_ops.lax_where(x_infinite, xs, ys), carrier)
 
 
-def multiply_add(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int = 0) -> Exact:
+def multiply_add_exactly(x: Array, y: Array, z: Array, carrier: Carrier, zero_sign: int = 0) -> ExactResult:
     """The exact x y + z, with the zeros of `add_exactly`."""
-    (xs, xm), (ys, ym), (zs, zm) = (_bits.split(value, carrier) for value in (x, y, z))
-    product = _product(xs, xm, ys, ym, carrier)
-    v, sticky = sum_exactly(product, operand(zs, *normalised(zm, carrier), carrier), zero_sign)
-    v = swept(v)
-    v = pack(lifted(v, leading_zeros(v.high, carrier)), sticky, carrier)
+    (xs, xm), (ys, ym), (zs, zm) = (bit_ops.split_sign(value, carrier) for value in (x, y, z))
+    product = _multiply_magnitudes(xs, xm, ys, ym, carrier)
+    v, sticky = add_double_words(product, double_word_of(zs, *normalize_magnitude(zm, carrier), carrier), zero_sign)
+    v = fill_high_word(v)
+    v = exact_of_double_word(shift_to_top(v, leading_zeros(v.high, carrier)), sticky, carrier)
     infinite, z_infinite = (xm == carrier.inf) | (ym == carrier.inf), zm == carrier.inf
     nan = infinite & ((xm == 0) | (ym == 0) | z_infinite & (product.sign != zs)) | _any_nan(carrier, xm, ym, zm)
-    return with_special_values(v, infinite | z_infinite, nan, _bits.where(infinite, product.sign, zs), carrier)
+    return with_special_values(v, infinite | z_infinite, nan, bit_ops.lax_where(infinite, product.sign, zs), carrier)
 
 
-def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -> Exact:
+def divide_exactly(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -> ExactResult:
     """The exact quotient times 2^exponent, with `bits` bits in its `rest`."""
-    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
-    (xe, dividend), (ye, divisor) = normalised(xm, carrier), normalised(ym, carrier)
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    (xe, dividend), (ye, divisor) = normalize_magnitude(xm, carrier), normalize_magnitude(ym, carrier)
     smaller = dividend < divisor
-    remainder = _bits.where(smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
-    top, rest, remainder = _digits(remainder, divisor, bits, carrier)
+    remainder = bit_ops.lax_where(smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
+    top, rest, remainder = _quotient_digits(remainder, divisor, bits, carrier)
     zero = (xm == 0) | (ym == carrier.inf)
-    top, rest, remainder = (_bits.where(zero, 0, word) for word in (top, rest, remainder))
+    top, rest, remainder = (bit_ops.lax_where(zero, 0, word) for word in (top, rest, remainder))
     lift = carrier.work_width - 2 - carrier.fraction
     high = top.astype(rest.dtype) << lift | rest >> (carrier.work_width - lift)
     if exponent:
         xe = xe + exponent
     quotient = DoubleWord(xs ^ ys, xe - ye - smaller.astype(xe.dtype), high, rest << lift)
-    v = pack(lifted(quotient, 1), remainder.astype(rest.dtype), carrier)
+    v = exact_of_double_word(shift_to_top(quotient, 1), remainder.astype(rest.dtype), carrier)
     infinite = (xm == carrier.inf) | (ym == 0)
     return with_special_values(v, infinite, infinite & zero | _any_nan(carrier, xm, ym), quotient.sign, carrier)
 
@@ -103,24 +108,24 @@ def divide(x: Array, y: Array, carrier: Carrier, bits: int, exponent: int = 0) -
 # -- taking apart ------------------------------------------------------------------------------------------------------
 
 
-def _unsigned(carrier: Carrier) -> np.dtype:
+def _unsigned_dtype(carrier: Carrier) -> np.dtype:
     return np.dtype(f"uint{carrier.work_width}")
 
 
-def _parts(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
+def _exponent_and_significand(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
     """Exponent, at least the exponent of the smallest normal value, and significand with its leading bit."""
     return jnp.maximum(magnitude >> carrier.fraction, 1) - carrier.bias, significand(magnitude, carrier)
 
 
-def normalised(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
+def normalize_magnitude(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
     """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below the exponents of all products, and 0."""
-    exponent, count = _parts(magnitude, carrier)
-    up = carrier.fraction - _bits.floor_log2(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
-    return _bits.where(count == 0, -4 * carrier.bias, exponent - up), count << up
+    exponent, count = _exponent_and_significand(magnitude, carrier)
+    up = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
+    return bit_ops.lax_where(count == 0, -4 * carrier.bias, exponent - up), count << up
 
 
-def operand(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> DoubleWord:
-    high = (count << (carrier.work_width - 2 - carrier.fraction)).astype(_unsigned(carrier))
+def double_word_of(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> DoubleWord:
+    high = (count << (carrier.work_width - 2 - carrier.fraction)).astype(_unsigned_dtype(carrier))
     return DoubleWord(sign, exponent, high, jnp.zeros_like(high))
 
 
@@ -139,7 +144,7 @@ def _any_nan(carrier: Carrier, *magnitudes: Array) -> Array:
 # -- two words ---------------------------------------------------------------------------------------------------------
 
 
-def _full_product(a: Array, b: Array) -> tuple[Array, Array]:
+def _full_word_product(a: Array, b: Array) -> tuple[Array, Array]:
     """The high and the low word of a product of unsigned words, from products of their halves."""
     half = a.dtype.itemsize * 4
     mask = a.dtype.type((1 << half) - 1)
@@ -149,19 +154,19 @@ def _full_product(a: Array, b: Array) -> tuple[Array, Array]:
     return a1 * b1 + (cross0 >> half) + (cross1 >> half) + (middle >> half), a * b
 
 
-def shifted_left(high: Array, low: Array, count: Array | int) -> tuple[Array, Array]:
+def shift_words_left(high: Array, low: Array, count: Array | int) -> tuple[Array, Array]:
     """Two words shifted left by `count` in [0, W)."""
     width, count = high.dtype.itemsize * 8, count if isinstance(count, int) else count.astype(high.dtype)
     return high << count | low >> 1 >> (width - 1 - count), low << count
 
 
-def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array, Array]:
+def _shift_words_right(high: Array, low: Array, count: Array) -> tuple[Array, Array, Array]:
     """Two words shifted right by `count` in [0, 2W), and a word that is zero only if no bit that was set is lost."""
     width = high.dtype.itemsize * 8
     whole = count >= width
     part = (count & width - 1).astype(high.dtype)
-    tail = _bits.where(whole, low, 0)
-    high, low = _bits.where(whole, 0, high), _bits.where(whole, high, low)
+    tail = bit_ops.lax_where(whole, low, 0)
+    high, low = bit_ops.lax_where(whole, 0, high), bit_ops.lax_where(whole, high, low)
     back = width - 1 - part
     return high >> part, low >> part | high << 1 << back, tail | low << 1 << back
 
@@ -169,22 +174,22 @@ def _shifted_right(high: Array, low: Array, count: Array) -> tuple[Array, Array,
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def _product(xs: Array, xm: Array, ys: Array, ym: Array, carrier: Carrier) -> DoubleWord:
-    (xe, a), (ye, b) = normalised(xm, carrier), normalised(ym, carrier)
-    word, up = _unsigned(carrier), carrier.work_width - 1 - carrier.fraction
-    return _product_of(xs ^ ys, xe + ye, a.astype(word) << up, b.astype(word) << up)
+def _multiply_magnitudes(xs: Array, xm: Array, ys: Array, ym: Array, carrier: Carrier) -> DoubleWord:
+    (xe, a), (ye, b) = normalize_magnitude(xm, carrier), normalize_magnitude(ym, carrier)
+    word, up = _unsigned_dtype(carrier), carrier.work_width - 1 - carrier.fraction
+    return _multiply_significands(xs ^ ys, xe + ye, a.astype(word) << up, b.astype(word) << up)
 
 
-def _product_of(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
+def _multiply_significands(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
     """The product of words whose top bit is the leading bit; the product of these bits has the value 2^exponent."""
-    high, low = _full_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
+    high, low = _full_word_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
     top = high.dtype.itemsize * 8 - 1
     carry = high >> top
-    low = _bits.where(carry != 0, low >> 1 | high << top, low)
+    low = bit_ops.lax_where(carry != 0, low >> 1 | high << top, low)
     return DoubleWord(sign, exponent + carry.astype(exponent.dtype), high >> carry, low)
 
 
-def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWord, Array]:
+def add_double_words(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWord, Array]:
     """The sum, with its leading bit at any place, and a word that is not zero if bits follow `low`.
 
     If bits follow, the exponents of the operands differ by two or more, and the leading bit falls by two places at
@@ -194,35 +199,37 @@ def sum_exactly(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[DoubleWor
     swap = (b.exponent > a.exponent) | (
         (b.exponent == a.exponent) & ((b.high > a.high) | (b.high == a.high) & (b.low > a.low))
     )
-    exponent, least = _bits.where(swap, b.exponent, a.exponent), _bits.where(swap, a.exponent, b.exponent)
-    sign = _bits.where(swap, b.sign, a.sign)
-    high, low = _bits.where(swap, b.high, a.high), _bits.where(swap, b.low, a.low)
-    high2, low2, tail = _shifted_right(
-        _bits.where(swap, a.high, b.high), _bits.where(swap, a.low, b.low), jnp.minimum(exponent - least, 2 * width - 1)
+    exponent, least = bit_ops.lax_where(swap, b.exponent, a.exponent), bit_ops.lax_where(swap, a.exponent, b.exponent)
+    sign = bit_ops.lax_where(swap, b.sign, a.sign)
+    high, low = bit_ops.lax_where(swap, b.high, a.high), bit_ops.lax_where(swap, b.low, a.low)
+    high2, low2, tail = _shift_words_right(
+        bit_ops.lax_where(swap, a.high, b.high),
+        bit_ops.lax_where(swap, a.low, b.low),
+        jnp.minimum(exponent - least, 2 * width - 1),
     )
     # A difference adds the complement and 1. If bits of the subtrahend were lost, the 1 is not added.
     opposite = a.sign != b.sign
     flip = _all_ones(opposite, high)
     total = low + (low2 ^ flip)
     first = total < low
-    low = total + _bits.where(opposite & (tail == 0), one, 0)
+    low = total + bit_ops.lax_where(opposite & (tail == 0), one, 0)
     high = high + (high2 ^ flip) + first.astype(high.dtype) + (low < total).astype(high.dtype)
-    sign = _bits.where(opposite & ((high | low | tail) == 0), zero_sign, sign)
+    sign = bit_ops.lax_where(opposite & ((high | low | tail) == 0), zero_sign, sign)
     return DoubleWord(sign, exponent, high, low), tail
 
 
-def _digits(remainder: Array, divisor: Array, bits: int, carrier: Carrier) -> tuple[Array, Array, Array]:
+def _quotient_digits(remainder: Array, divisor: Array, bits: int, carrier: Carrier) -> tuple[Array, Array, Array]:
     """The significand, the rest and the last remainder of 1 + remainder / divisor, a number below 2."""
     width, fraction = carrier.work_width, carrier.fraction
     inverse = _reciprocal(divisor, carrier)
     top = jnp.ones_like(remainder)
     for step in (fraction // 2, fraction - fraction // 2):
-        digit, remainder = next_digit(remainder, divisor, inverse, step, carrier)
+        digit, remainder = next_quotient_digit(remainder, divisor, inverse, step, carrier)
         top = top << step | digit
-    rest, place = jnp.zeros_like(top, _unsigned(carrier)), width
+    rest, place = jnp.zeros_like(top, _unsigned_dtype(carrier)), width
     while place > width - bits:
         step = min(width // 2, place - width + bits)
-        digit, remainder = next_digit(remainder, divisor, inverse, step, carrier)
+        digit, remainder = next_quotient_digit(remainder, divisor, inverse, step, carrier)
         place -= step
         rest = rest | digit.astype(rest.dtype) << place
     return top, rest, remainder
@@ -233,7 +240,9 @@ def _reciprocal(divisor: Array, carrier: Carrier) -> Array:
     return 1 / divisor.astype(carrier.name)
 
 
-def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carrier: Carrier) -> tuple[Array, Array]:
+def next_quotient_digit(
+    remainder: Array, divisor: Array, inverse: Array, bits: int, carrier: Carrier
+) -> tuple[Array, Array]:
     """floor(remainder 2^bits / divisor) and the remainder, both modulo 2^W.
 
     The guess needs `bits` bits, at most 2/3 of the carrier's precision. So even if the division is wrong by many units
@@ -249,62 +258,64 @@ def next_digit(remainder: Array, divisor: Array, inverse: Array, bits: int, carr
 # -- putting together --------------------------------------------------------------------------------------------------
 
 
-def lifted(v: DoubleWord, places: Array | int) -> DoubleWord:
+def shift_to_top(v: DoubleWord, places: Array | int) -> DoubleWord:
     """The form for `exact_of_double_word`: shifted left by `places` in [0, W); bit 2W - 1 has the value 2^exponent."""
-    high, low = shifted_left(v.high, v.low, places)
+    high, low = shift_words_left(v.high, v.low, places)
     return DoubleWord(v.sign, v.exponent + 1 - places, high, low)
 
 
-def swept(v: DoubleWord) -> DoubleWord:
+def fill_high_word(v: DoubleWord) -> DoubleWord:
     """The same number, shifted left by a whole word if the high word is zero."""
     empty = v.high == 0
     exponent = v.exponent - empty.astype(v.exponent.dtype) * (v.high.dtype.itemsize * 8)
-    return DoubleWord(v.sign, exponent, _bits.where(empty, v.low, v.high), _bits.where(empty, 0, v.low))
+    return DoubleWord(v.sign, exponent, bit_ops.lax_where(empty, v.low, v.high), bit_ops.lax_where(empty, 0, v.low))
 
 
-def pack(v: DoubleWord, tail: Array, carrier: Carrier) -> Exact:
+def exact_of_double_word(v: DoubleWord, tail: Array, carrier: Carrier) -> ExactResult:
     """A number whose exponent may be below the carrier's; `tail` is not zero if bits follow `low`."""
     least = 1 - carrier.bias
-    high, low, more = _shifted_right(v.high, v.low, _bits.clip(least - v.exponent, 0, 2 * carrier.work_width - 1))
-    return _cut(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), tail | more, carrier)
+    high, low, more = _shift_words_right(
+        v.high, v.low, bit_ops.lax_clip(least - v.exponent, 0, 2 * carrier.work_width - 1)
+    )
+    return _exact_of_top(DoubleWord(v.sign, jnp.maximum(v.exponent, least), high, low), tail | more, carrier)
 
 
-def _whole(product: DoubleWord, carrier: Carrier) -> Exact:
+def _exact_of_product(product: DoubleWord, carrier: Carrier) -> ExactResult:
     """A product, which fits two words."""
-    return pack(lifted(product, 1), jnp.zeros_like(product.low), carrier)
+    return exact_of_double_word(shift_to_top(product, 1), jnp.zeros_like(product.low), carrier)
 
 
 def leading_zeros(word: Array, carrier: Carrier) -> Array:
     """The number of zeros above the leading bit of unsigned words; W - 1 for zero."""
     half = (word >> 1).astype(carrier.work)
     half = half & ~(half >> 1)  # otherwise a rounding conversion could carry into the next power of two
-    zeros = carrier.work_width - 2 - _bits.floor_log2(jnp.maximum(half, 1), carrier).astype(carrier.work)
-    return _bits.where(half == 0, carrier.work_width - 1, zeros)
+    zeros = carrier.work_width - 2 - bit_ops.floor_log2_integers(jnp.maximum(half, 1), carrier).astype(carrier.work)
+    return bit_ops.lax_where(half == 0, carrier.work_width - 1, zeros)
 
 
-def _cut(v: DoubleWord, tail: Array, carrier: Carrier) -> Exact:
+def _exact_of_top(v: DoubleWord, tail: Array, carrier: Carrier) -> ExactResult:
     """A number in the form of `shift_to_top`, with an exponent of the carrier or above, as t and the rest."""
     keep, drop = carrier.fraction + 1, carrier.work_width - 1 - carrier.fraction
     top = (v.high >> drop).astype(carrier.work)
     rest = v.high << keep | v.low >> drop
     beyond = v.exponent > carrier.bias
     field = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
-    magnitude = _bits.where(top == 0, 0, ((field - 1) << carrier.fraction) + top)
-    magnitude = _bits.where(beyond, carrier.inf - 1, magnitude)
+    magnitude = bit_ops.lax_where(top == 0, 0, ((field - 1) << carrier.fraction) + top)
+    magnitude = bit_ops.lax_where(beyond, carrier.inf - 1, magnitude)
     rest = rest | _all_ones(beyond, rest)
     tail = tail | v.low << keep
-    return Exact(v.sign, magnitude, (rest | tail) != 0, rest, tail != 0, beyond)
+    return ExactResult(v.sign, magnitude, (rest | tail) != 0, rest, tail != 0, beyond)
 
 
-def with_special_values(v: Exact, infinite: Array, nan: Array, sign: Array, carrier: Carrier) -> Exact:
+def with_special_values(v: ExactResult, infinite: Array, nan: Array, sign: Array, carrier: Carrier) -> ExactResult:
     """`v` with infinities of the given sign, and NaN, for the marked elements."""
     finite = ~(infinite | nan)
     return replace(
         v,
-        sign=_bits.where(infinite, sign, v.sign),
-        magnitude=_bits.where(nan, carrier.nan, _bits.where(infinite, carrier.inf, v.magnitude)),
+        sign=bit_ops.lax_where(infinite, sign, v.sign),
+        magnitude=bit_ops.lax_where(nan, carrier.nan, bit_ops.lax_where(infinite, carrier.inf, v.magnitude)),
         inexact=v.inexact & finite,
-        rest=_bits.where(finite, v.rest, 0),
+        rest=bit_ops.lax_where(finite, v.rest, 0),
         sticky=v.sticky & finite,
         beyond=v.beyond & finite,
     )

@@ -15,76 +15,89 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.ranges import Range
-from jchop._core.rounding.modes import draw
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.arithmetic.ranges import ValueRange
+from jchop._core.rounding.modes import take_random_bits
+from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, binary32
-from jchop.rounding import Overflow, Rounding
-from jchop.spec import Spec
+from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-_NARROW, _WIDE = CARRIERS["float32"], CARRIERS["float64"]
+_NARROW_CARRIER, _WIDE_CARRIER = CARRIERS["float32"], CARRIERS["float64"]
 #: A sum with this number has its last place at 1; the half keeps signed sums in one binade.
-LEAD = 1.5 * 2.0**_WIDE.fraction
+FLOAT64_LEAD = 1.5 * 2.0**_WIDE_CARRIER.fraction
 #: Bits of a settled quotient, and of the divisor and the middle of two numbers of the format together.
-_SETTLED, _TOGETHER = 46, 43
+_SNAP_BITS, _DIVISOR_AND_MIDDLE_BITS = 46, 43
 
 
-def wide(x: Array) -> Array:
+def widen_float32(x: Array) -> Array:
     """float32 numbers in float64. Subnormal numbers, which conversions read as zero, are converted from their bits."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    magnitude = _bits.by(lax.bitwise_and, bits, _bits.low_mask(31))
-    return _wide(x, magnitude, lax.select(_bits.by(lax.lt, bits, 0), lax.neg(magnitude), magnitude))
+    magnitude = bit_ops.with_constant(lax.bitwise_and, bits, bit_ops.low_mask(31))
+    return _widen_in_two_ways(
+        x, magnitude, lax.select(bit_ops.with_constant(lax.lt, bits, 0), lax.neg(magnitude), magnitude)
+    )
 
 
-def positive(magnitude: Array) -> Array:
+def widen_magnitude(magnitude: Array) -> Array:
     """`widen_float32` of magnitude bits of float32."""
-    return _wide(lax.bitcast_convert_type(magnitude, jnp.float32), magnitude, magnitude)
+    return _widen_in_two_ways(lax.bitcast_convert_type(magnitude, jnp.float32), magnitude, magnitude)
 
 
-def _wide(x: Array, magnitude: Array, count: Array) -> Array:
-    small = _bits.by(lax.mul, _to(count, jnp.float64), 2.0**_NARROW.tiny_exponent)
-    return lax.select(_bits.by(lax.lt, magnitude, 1 << _NARROW.fraction), small, _to(x, jnp.float64))
+def _widen_in_two_ways(x: Array, magnitude: Array, count: Array) -> Array:
+    small = bit_ops.with_constant(lax.mul, _convert_dtype(count, jnp.float64), 2.0**_NARROW_CARRIER.tiny_exponent)
+    return lax.select(
+        bit_ops.with_constant(lax.lt, magnitude, 1 << _NARROW_CARRIER.fraction), small, _convert_dtype(x, jnp.float64)
+    )
 
 
-_to = lax.convert_element_type
+_convert_dtype = lax.convert_element_type
 
 
-def narrow(x: Array) -> Array:
+def narrow_float64(x: Array) -> Array:
     """Numbers rounded to float32, to nearest even, also in the subnormal range."""
-    magnitude, bits = lax.abs(x), lax.bitcast_convert_type(_to(x, jnp.float32), jnp.int32)
+    magnitude, bits = lax.abs(x), lax.bitcast_convert_type(_convert_dtype(x, jnp.float32), jnp.int32)
     # The last places of this sum count multiples of the smallest number.
-    total = _bits.by(lax.add, _bits.by(lax.mul, magnitude, 2.0**-_NARROW.tiny_exponent), 2.0**_WIDE.fraction)
-    small = lax.bitwise_or(_to(word_of(total), jnp.int32), _bits.by(lax.bitwise_and, bits, _NARROW.sign_bit))
-    bits = lax.select(_bits.by(lax.lt, magnitude, 2.0 ** (1 - _NARROW.bias)), small, bits)
+    total = bit_ops.with_constant(
+        lax.add,
+        bit_ops.with_constant(lax.mul, magnitude, 2.0**-_NARROW_CARRIER.tiny_exponent),
+        2.0**_WIDE_CARRIER.fraction,
+    )
+    small = lax.bitwise_or(
+        _convert_dtype(double_to_bits(total), jnp.int32),
+        bit_ops.with_constant(lax.bitwise_and, bits, _NARROW_CARRIER.sign_bit),
+    )
+    bits = lax.select(bit_ops.with_constant(lax.lt, magnitude, 2.0 ** (1 - _NARROW_CARRIER.bias)), small, bits)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def bits_of(x: Array) -> Array:
+def narrow_to_bits(x: Array) -> Array:
     """The bits of positive numbers, rounded to float32."""
     with jax.enable_x64(True):
-        return lax.bitcast_convert_type(narrow(x), jnp.int32)
+        return lax.bitcast_convert_type(narrow_float64(x), jnp.int32)
 
 
-def word_of(x: Array) -> Array:
+def double_to_bits(x: Array) -> Array:
     """The bits of float64 numbers."""
     return lax.bitcast_convert_type(x, jnp.int64)
 
 
-def spacing(x: Array, fmt: FloatFormat) -> Array:
+def format_spacing(x: Array, fmt: FloatFormat) -> Array:
     """The distance of the values of a format at positive numbers, as if its exponents had no upper end."""
-    power = lax.bitcast_convert_type(_bits.by(lax.bitwise_and, word_of(x), _WIDE.inf), jnp.float64)
-    return _bits.by(lax.mul, _bits.by(lax.max, power, 2.0**fmt.emin), 2.0**-fmt.frac_bits)
+    power = lax.bitcast_convert_type(
+        bit_ops.with_constant(lax.bitwise_and, double_to_bits(x), _WIDE_CARRIER.inf), jnp.float64
+    )
+    return bit_ops.with_constant(lax.mul, bit_ops.with_constant(lax.max, power, 2.0**fmt.emin), 2.0**-fmt.frac_bits)
 
 
-def can_divide(bits: int, fmt: FloatFormat) -> bool:
+def can_divide_in_float64(bits: int, fmt: FloatFormat) -> bool:
     """Whether `quotient_bits` is right for divisors of as many bits; exponents of 1-bit formats decide ties."""
-    return fmt.frac_bits > 0 and bits + fmt.frac_bits + 2 <= _TOGETHER
+    return fmt.frac_bits > 0 and bits + fmt.frac_bits + 2 <= _DIVISOR_AND_MIDDLE_BITS
 
 
-def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
+def quotient_bits(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
     """Magnitudes over a divisor, and over other ones, rounded once to nearest even on the grid of a format.
 
     Args:
@@ -98,44 +111,48 @@ def quotient(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array
         Magnitude bits of float32; infinity for numbers above its range.
     """
     with jax.enable_x64(True):
-        whole = fmt.frac_bits == _NARROW.fraction  # then `narrow_float64` is the rounding
-        x = _near(magnitude, divisor, other, fmt) if whole else quotient_number(magnitude, divisor, fmt, other)
-        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
-        return lax.bitcast_convert_type(narrow(x) if subnormal else _to(x, jnp.float32), jnp.int32)
+        whole = fmt.frac_bits == _NARROW_CARRIER.fraction  # then `narrow_float64` is the rounding
+        x = (
+            _near_quotient(magnitude, divisor, other, fmt)
+            if whole
+            else quotient_in_float64(magnitude, divisor, fmt, other)
+        )
+        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW_CARRIER.bias
+        return lax.bitcast_convert_type(narrow_float64(x) if subnormal else _convert_dtype(x, jnp.float32), jnp.int32)
 
 
-def quotient_number(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
+def quotient_in_float64(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
     """`quotient_bits` as numbers of float64, finite for finite magnitudes."""
     with jax.enable_x64(True):
-        x = _near(magnitude, divisor, other, fmt)
-        lead = _bits.by(lax.mul, spacing(x, fmt), LEAD)
+        x = _near_quotient(magnitude, divisor, other, fmt)
+        lead = bit_ops.with_constant(lax.mul, format_spacing(x, fmt), FLOAT64_LEAD)
         return lax.sub(lax.add(x, lead), lead)
 
 
-def _near(magnitude: Array, divisor: Fraction, other: Array | None, fmt: FloatFormat) -> Array:
+def _near_quotient(magnitude: Array, divisor: Fraction, other: Array | None, fmt: FloatFormat) -> Array:
     """Quotients; settled, if one may be in the middle of two numbers of a format.
 
     No binary32 number is an odd integer, other than 1, times such a middle, not even a subnormal one.
     """
-    x = _bits.by(lax.mul, positive(magnitude), float(1 / divisor))
+    x = bit_ops.with_constant(lax.mul, widen_magnitude(magnitude), float(1 / divisor))
     if other is None and fmt == binary32 and divisor.denominator == 1 and divisor.numerator % 2 and divisor > 1:
         return x
-    return _settled(x if other is None else x * (1 / positive(other)))
+    return _snap_quotient(x if other is None else x * (1 / widen_magnitude(other)))
 
 
-def _settled(x: Array) -> Array:
+def _snap_quotient(x: Array) -> Array:
     """Positive numbers rounded to fewer bits; infinity and NaN unchanged."""
-    low = 1 << (_WIDE.fraction + 1 - _SETTLED)
-    bits = _bits.by(lax.bitwise_and, _bits.by(lax.add, word_of(x), low >> 1), -low)
+    low = 1 << (_WIDE_CARRIER.fraction + 1 - _SNAP_BITS)
+    bits = bit_ops.with_constant(lax.bitwise_and, bit_ops.with_constant(lax.add, double_to_bits(x), low >> 1), -low)
     return lax.bitcast_convert_type(bits, jnp.float64)
 
 
 # -- quotients and roots under a spec ----------------------------------------------------------------------------------
 
-_MODES = (Rounding.NEAREST_EVEN, Rounding.STOCHASTIC, Rounding.STOCHASTIC_B)
+_FLOAT64_MODES = (Rounding.NEAREST_EVEN, Rounding.STOCHASTIC, Rounding.STOCHASTIC_B)
 
 
-def computes(name: str, spec: Spec, ranges: Sequence[Range]) -> bool:
+def supports_float64_operation(name: str, spec: Spec, ranges: Sequence[ValueRange]) -> bool:
     """Whether `operation_in_float64` is right for an operation on float32 numbers of these ranges.
 
     A quotient x / y that is not the number g differs from it by |x - g y| / y, and a root by |x - g^2| / (root x + g).
@@ -147,16 +164,16 @@ def computes(name: str, spec: Spec, ranges: Sequence[Range]) -> bool:
         return False
     if not (fmt.subnormals and fmt.zero and fmt.signed and fmt.has_negative_zero):
         return False
-    if spec.rounding not in _MODES or spec.overflow not in (Overflow.IEEE, Overflow.SATURATE):
+    if spec.rounding not in _FLOAT64_MODES or spec.overflow not in (Overflow.IEEE, Overflow.SATURATE):
         return False
     near, most = fmt.frac_bits + 1, max(operand.bits for operand in ranges)
-    point = near + (_NARROW.work_width if spec.rounding.stochastic else 0)
+    point = near + (_NARROW_CARRIER.work_width if spec.rounding.stochastic else 0)
     if name == "sqrt":
-        return max(2 * near, most) + 3 <= _TOGETHER and point <= _WIDE.fraction - 2
-    return max(near, most) + most + 1 <= _TOGETHER and point + most <= _WIDE.fraction + 1
+        return max(2 * near, most) + 3 <= _DIVISOR_AND_MIDDLE_BITS and point <= _WIDE_CARRIER.fraction - 2
+    return max(near, most) + most + 1 <= _DIVISOR_AND_MIDDLE_BITS and point + most <= _WIDE_CARRIER.fraction + 1
 
 
-def compute(name: str, args: Sequence[Array], spec: Spec, word: Array | None) -> Array:
+def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Array | None) -> Array:
     """A quotient ("div") or a root ("sqrt"), its exact value rounded once.
 
     Args:
@@ -169,33 +186,35 @@ def compute(name: str, args: Sequence[Array], spec: Spec, word: Array | None) ->
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
     bits = [lax.bitcast_convert_type(x, jnp.int32) for x in args]
-    sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & _NARROW.sign_bit
+    sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & _NARROW_CARRIER.sign_bit
     with jax.enable_x64(True):
-        x, *divisors = (positive(each & _bits.low_mask(31)) for each in bits)
-        exact = _settled(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
-        place = spacing(exact, fmt)
-        value = (exact + place * LEAD) - place * LEAD
-        random = draw(word, spec, _NARROW)
+        x, *divisors = (widen_magnitude(each & bit_ops.low_mask(31)) for each in bits)
+        exact = _snap_quotient(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
+        place = format_spacing(exact, fmt)
+        value = (exact + place * FLOAT64_LEAD) - place * FLOAT64_LEAD
+        random = take_random_bits(word, spec, _NARROW_CARRIER)
         if random is not None:
             value = value - lax.select(value > exact, place, jnp.zeros_like(place))
             point = value + place - place * (random.word.astype(jnp.float64) * 2.0**-random.width)
-            reaches = x >= point * divisors[0] if divisors else _reaches_root(x, point)
+            reaches = x >= point * divisors[0] if divisors else _root_reaches(x, point)
             value = value + lax.select(reaches, place, jnp.zeros_like(place))
         ends = fmt.max if spec.overflow is Overflow.SATURATE or fmt.saturates else np.inf if fmt.has_inf else np.nan
-        value = _bits.where((exact == np.inf) | (value > float(fmt.max)), np.float64(ends), value)
+        value = bit_ops.lax_where((exact == np.inf) | (value > float(fmt.max)), np.float64(ends), value)
         if not divisors:  # a root of -0 is -0
-            value = _bits.where(lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value)
-        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW.bias
-        number = narrow(value) if subnormal else value.astype(jnp.float32)
+            value = bit_ops.lax_where(
+                lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value
+            )
+        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW_CARRIER.bias
+        number = narrow_float64(value) if subnormal else value.astype(jnp.float32)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(number, jnp.int32) | sign, jnp.float32)
 
 
-def _reaches_root(x: Array, point: Array) -> Array:
+def _root_reaches(x: Array, point: Array) -> Array:
     """Whether a root is at least `point`, which has 50 bits at most.
 
     With the point as h + l, of 25 bits each, h^2, 2 h l and l^2 are exact, and x - h^2, which is small. If the
     difference of x - h^2 and 2 h l is not exact, it is much larger than l^2.
     """
-    high = lax.bitcast_convert_type(word_of(point) & -(1 << 28), jnp.float64)
+    high = lax.bitcast_convert_type(double_to_bits(point) & -(1 << 28), jnp.float64)
     low = point - high
     return (x - high * high) - 2 * high * low >= low * low

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import Carrier
-from jchop._core.arithmetic.ranges import Range
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
+from jchop._core.arithmetic.ranges import ValueRange
+from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
-from jchop.rounding import Overflow, Rounding
-from jchop.spec import Spec
+from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
 
-def adds_to_round(spec: Spec, result: Range, carrier: Carrier) -> bool:
+def adds_to_round(spec: Spec, result: ValueRange, carrier: Carrier) -> bool:
     """Whether `round_by_adding` gives the results of `round_to_spec` for values of the range, infinities and NaN."""
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding is not Rounding.NEAREST_EVEN or spec.flush:
@@ -43,17 +43,17 @@ def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
     kind, fraction = carrier.work.type, carrier.fraction
-    sign, magnitude = _bits.split(x, carrier)
+    sign, magnitude = bit_ops.split_sign(x, carrier)
     # The exponent of infinities and NaN wraps to the exponent of a small number, which changes neither.
     exponent = jnp.maximum(magnitude & kind(carrier.inf), kind((fmt.emin + carrier.bias) << fraction))
-    power = _float(exponent + kind((fraction - fmt.frac_bits) << fraction), x)
-    value = (_float(magnitude, x) + power) - power
+    power = _bits_to_float_like(exponent + kind((fraction - fmt.frac_bits) << fraction), x)
+    value = (_bits_to_float_like(magnitude, x) + power) - power
     top = np.dtype(carrier.name).type(fmt.max)
     saturates = spec.overflow is Overflow.SATURATE or fmt.saturates
     beyond = top if saturates else np.inf if fmt.has_inf else np.nan
-    value = _bits.where(value > top, x.dtype.type(beyond), value)
-    return _bits.join(sign, lax.bitcast_convert_type(value, carrier.work), carrier)
+    value = bit_ops.lax_where(value > top, x.dtype.type(beyond), value)
+    return bit_ops.join_sign(sign, lax.bitcast_convert_type(value, carrier.work), carrier)
 
 
-def _float(bits: Array, like: Array) -> Array:
+def _bits_to_float_like(bits: Array, like: Array) -> Array:
     return lax.bitcast_convert_type(bits, like.dtype)

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jchop import _bits
-from jchop._bits import Carrier
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
 from jchop._core.arithmetic import double_word
-from jchop._core.arithmetic.exact import Exact
-from jchop._core.rounding.codes import extended
+from jchop._core.arithmetic.exact import ExactResult
+from jchop._core.rounding.codes import extend_exponent
 
 Array = jax.Array
 
 #: Bits of a word above a divisor's significand: for a remainder, its sign and a factor of 2.
-_ROOM = 4
+_DIVISOR_ROOM = 4
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Divisor:
 
 def divisor_bits(carrier: Carrier) -> int:
     """Bits of a divisor's significand, a few more than the carrier's."""
-    return carrier.work_width - _ROOM
+    return carrier.work_width - _DIVISOR_ROOM
 
 
-def significand_of(bits: Array, carrier: Carrier) -> Array:
+def significand_of_extended(bits: Array, carrier: Carrier) -> Array:
     """The significand of extended magnitude bits, with its leading bit."""
-    return bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
+    return bits & bit_ops.low_mask(carrier.fraction) | 1 << carrier.fraction
 
 
 def divisor_of(magnitude: Array, carrier: Carrier) -> Divisor:
     """Finite magnitudes other than zero as divisors."""
-    bits = extended(magnitude, carrier)
+    bits = extend_exponent(magnitude, carrier)
     up = divisor_bits(carrier) - carrier.fraction - 1
-    return Divisor.of(significand_of(bits, carrier) << up, bits >> carrier.fraction, carrier)
+    return Divisor.of(significand_of_extended(bits, carrier) << up, bits >> carrier.fraction, carrier)
 
 
 def divisor_of_product(
@@ -68,13 +68,15 @@ def divisor_of_product(
         own: its fraction bits.
         carrier: of the magnitudes.
     """
-    bits = extended(other, carrier)
-    product = count * (significand_of(bits, carrier) >> (carrier.fraction - own))  # of width + own bits, or one more
+    bits = extend_exponent(other, carrier)
+    product = count * (
+        significand_of_extended(bits, carrier) >> (carrier.fraction - own)
+    )  # of width + own bits, or one more
     top = divisor_bits(carrier) - 1
     product = product << (top - (width + own))
     small = product >> top == 0
     field = (bits >> carrier.fraction) + exponent + width - small.astype(product.dtype)
-    return Divisor.of(_bits.where(small, product << 1, product), field, carrier)
+    return Divisor.of(bit_ops.lax_where(small, product << 1, product), field, carrier)
 
 
 def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
@@ -84,16 +86,16 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
     quotients below the normal range become its smallest value, and quotients above it become some number of its largest
     binade. For formats whose range ends far within the carrier's range, this makes no difference.
     """
-    field, count, _, following, remainder = _digits(magnitude, divisor, carrier)
+    field, count, _, following, remainder = _divide_to_digits(magnitude, divisor, carrier)
     sticky = following | (remainder != 0).astype(following.dtype)
     if not ends:
-        return _within(field, count, carrier) | sticky
-    down = _bits.clip(1 - field, 0, carrier.fraction + 2)
-    bits = (_bits.clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
-    return jnp.minimum(bits | sticky | (count & _bits.low_mask(down) != 0), carrier.inf - 1)
+        return _clamp_to_normal(field, count, carrier) | sticky
+    down = bit_ops.lax_clip(1 - field, 0, carrier.fraction + 2)
+    bits = (bit_ops.lax_clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
+    return jnp.minimum(bits | sticky | (count & bit_ops.low_mask(down) != 0), carrier.inf - 1)
 
 
-def is_short(count: int, carrier: Carrier) -> bool:
+def is_short_divisor(count: int, carrier: Carrier) -> bool:
     """Whether `quotient_by_constant` accepts a divisor: an odd integer that leaves room in a word."""
     return count > 1 and carrier.fraction + 2 + count.bit_length() <= carrier.work_width
 
@@ -111,29 +113,29 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
         odd: whether to round to odd.
     """
     fraction, more_bits = carrier.fraction, count.bit_length() + 1
-    bits = extended(magnitude, carrier)
-    whole = significand_of(bits, carrier)
+    bits = extend_exponent(magnitude, carrier)
+    whole = significand_of_extended(bits, carrier)
     low = fraction + 1 - (fraction + 1) // 2
-    first, rest = _over_count(whole >> low, count, carrier)
-    second, rest = _over_count(rest << low | whole & _bits.low_mask(low), count, carrier)
-    third, rest = _over_count(rest << more_bits, count, carrier)
+    first, rest = _divide_by_count(whole >> low, count, carrier)
+    second, rest = _divide_by_count(rest << low | whole & bit_ops.low_mask(low), count, carrier)
+    third, rest = _divide_by_count(rest << more_bits, count, carrier)
     # The quotient times 2^(M + 2 - field), or with one bit more, and whether further bits follow.
     quotient = (first << low | second) << more_bits | third
     sticky = (rest != 0).astype(bits.dtype)
     more = quotient >> (fraction + 2)
     field = (bits >> fraction) - (exponent + count.bit_length()) + more
-    down = 1 + more + _bits.clip(1 - field, 0, fraction + 2)
+    down = 1 + more + bit_ops.lax_clip(1 - field, 0, fraction + 2)
     head = quotient >> down
     if odd:
-        rounded_bits = head | (quotient & _bits.low_mask(down) != 0) | sticky
+        rounded_bits = head | (quotient & bit_ops.low_mask(down) != 0) | sticky
     else:
         # A tie goes up if the number above is even.
         rounded_bits = (quotient + ((1 << (down - 1)) - 1) + (head & 1 | sticky)) >> down
-    rounded_bits = rounded_bits + (_bits.clip(field - 1, 0, 2 * carrier.bias) << fraction)
-    return _bits.where(magnitude == 0, 0, jnp.minimum(rounded_bits, carrier.inf - odd))
+    rounded_bits = rounded_bits + (bit_ops.lax_clip(field - 1, 0, 2 * carrier.bias) << fraction)
+    return bit_ops.lax_where(magnitude == 0, 0, jnp.minimum(rounded_bits, carrier.inf - odd))
 
 
-def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
+def _divide_by_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, Array]:
     """Quotient and remainder of integers that leave half of a significand's bits for the quotient.
 
     The quotient plus 1 / (2 count) is so far from whole numbers that its error has no effect.
@@ -142,37 +144,41 @@ def _over_count(dividend: Array, count: int, carrier: Carrier) -> tuple[Array, A
     return quotient, dividend - quotient * count
 
 
-def _within(field: Array, count: Array, carrier: Carrier) -> Array:
+def _clamp_to_normal(field: Array, count: Array, carrier: Carrier) -> Array:
     """Magnitude bits of a field and a significand, clamped to the normal range."""
     bits = ((jnp.minimum(field, 2 * carrier.bias) - 1) << carrier.fraction) + count
     return jnp.maximum(bits, 1 << carrier.fraction)
 
 
-def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor, carrier: Carrier) -> Exact:
+def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor, carrier: Carrier) -> ExactResult:
     """The exact quotient, as `odd_quotient` without `ends`; the magnitude itself if not `plain`."""
-    field, count, more, following, remainder = _digits(magnitude, divisor, carrier)
-    bits = _within(field, count, carrier)
+    field, count, more, following, remainder = _divide_to_digits(magnitude, divisor, carrier)
+    bits = _clamp_to_normal(field, count, carrier)
     width, unsigned = carrier.work_width, jnp.dtype(f"uint{carrier.work_width}")
     rest, place = jnp.zeros(bits.shape, unsigned), width
     while place:
         step = min(place, carrier.fraction // 2)
-        digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
+        digit, remainder = double_word.next_quotient_digit(
+            remainder, divisor.significand, divisor.inverse, step, carrier
+        )
         place -= step
         rest = rest | digit.astype(unsigned) << place
     last = rest & more.astype(unsigned)
     rest = following.astype(unsigned) << (width - 1) | rest >> more.astype(unsigned)
-    rest, sticky = _bits.where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
-    return Exact(sign, _bits.where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
+    rest, sticky = bit_ops.lax_where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
+    return ExactResult(sign, bit_ops.lax_where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
 
 
-def _digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:
+def _divide_to_digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:
     """A quotient's field, its leading M + 1 bits, 1 if another bit follows them, that bit, and the remainder."""
     fraction = carrier.fraction
-    bits = extended(magnitude, carrier)
-    remainder = significand_of(bits, carrier) << (divisor_bits(carrier) - fraction - 1)
+    bits = extend_exponent(magnitude, carrier)
+    remainder = significand_of_extended(bits, carrier) << (divisor_bits(carrier) - fraction - 1)
     count = jnp.zeros_like(bits)
     for step in ((fraction + 1) // 2, fraction + 1 - (fraction + 1) // 2):
-        digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
+        digit, remainder = double_word.next_quotient_digit(
+            remainder, divisor.significand, divisor.inverse, step, carrier
+        )
         count = (count << step) + digit
     more = count >> (fraction + 1)  # 1 if the dividend has the larger significand, so that a bit is left over
     field = (bits >> fraction) - divisor.field + carrier.bias - 1 + more

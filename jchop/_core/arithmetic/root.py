@@ -10,30 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import Carrier
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
 from jchop._core.arithmetic import double_word
-from jchop._core.arithmetic.basic import round_known
-from jchop._core.arithmetic.exact import Exact
-from jchop._core.arithmetic.ranges import Range, has_spare_bits, range_of
-from jchop.rounding import Overflow
-from jchop.spec import Spec
+from jchop._core.arithmetic.basic import round_hardware_result
+from jchop._core.arithmetic.exact import ExactResult
+from jchop._core.arithmetic.ranges import ValueRange, has_spare_bits, range_of
+from jchop._spec.spec import Spec
+from jchop.formats.rounding import Overflow
 
 Array = jax.Array
 
 # -- roots -------------------------------------------------------------------------------------------------------------
 
 
-def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
+def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> ExactResult:
     """The exact root; its `rest` has all bits, or only the first bit.
 
     With M fraction bits, v = X 2^(2f) for an integer X of 2M + 1 or 2M + 2 bits, so T = floor(sqrt X) has M + 1. The
     hardware's root of X is close to T, so X - T^2 fits a word and is right modulo 2^W.
     """
     fraction = carrier.fraction
-    sign, magnitude = _bits.split(x, carrier)
-    exponent, count = double_word.normalised(magnitude, carrier)
-    count = _bits.where(count == 0, 1 << fraction, count)
+    sign, magnitude = bit_ops.split_sign(x, carrier)
+    exponent, count = double_word.normalize_magnitude(magnitude, carrier)
+    count = bit_ops.lax_where(count == 0, 1 << fraction, count)
     odd = exponent & 1
     radicand = count << (fraction + odd)
     root, remainder = _integer_root(radicand, _float_root(count, odd, carrier), carrier)
@@ -45,7 +45,9 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
         rest = (remainder > root).astype(unsigned) << (carrier.work_width - 1)
         more = remainder != 0
     zero = magnitude == 0
-    v = Exact(sign, _bits.where(zero, 0, bits), (remainder != 0) & ~zero, _bits.where(zero, 0, rest), more & ~zero)
+    v = ExactResult(
+        sign, bit_ops.lax_where(zero, 0, bits), (remainder != 0) & ~zero, bit_ops.lax_where(zero, 0, rest), more & ~zero
+    )
     return double_word.with_special_values(
         v, magnitude == carrier.inf, (sign != 0) & ~zero | (magnitude > carrier.inf), sign, carrier
     )
@@ -54,7 +56,7 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> Exact:
 def _float_root(count: Array, odd: Array, carrier: Carrier) -> Array:
     """About the root of count 2^(M + odd), as an integer."""
     kind = np.dtype(carrier.name).type
-    scale = _bits.where(odd != 0, kind(2.0 ** (carrier.fraction + 1)), kind(2.0**carrier.fraction))
+    scale = bit_ops.lax_where(odd != 0, kind(2.0 ** (carrier.fraction + 1)), kind(2.0**carrier.fraction))
     return lax.sqrt(count.astype(carrier.name) * scale).astype(count.dtype)
 
 
@@ -80,14 +82,14 @@ def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
 
     def iterate(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         high, low, rest_high, rest_low = state
-        rest_high, rest_low = double_word.shifted_left(rest_high, rest_low, 2)
-        trial_high, trial_low = double_word.shifted_left(high, low, 2)
+        rest_high, rest_low = double_word.shift_words_left(rest_high, rest_low, 2)
+        trial_high, trial_low = double_word.shift_words_left(high, low, 2)
         trial_low = trial_low | trial_low.dtype.type(1)
         fits = (rest_high > trial_high) | (rest_high == trial_high) & (rest_low >= trial_low)
         borrow = (rest_low < trial_low).astype(root.dtype)
-        rest_high = _bits.where(fits, rest_high - trial_high - borrow, rest_high)
-        rest_low = _bits.where(fits, rest_low - trial_low, rest_low)
-        high, low = double_word.shifted_left(high, low, 1)
+        rest_high = bit_ops.lax_where(fits, rest_high - trial_high - borrow, rest_high)
+        rest_low = bit_ops.lax_where(fits, rest_low - trial_low, rest_low)
+        high, low = double_word.shift_words_left(high, low, 1)
         return high, low | fits.astype(root.dtype), rest_high, rest_low
 
     _, rest, rest_high, rest_low = lax.fori_loop(0, width, iterate, (zero, root, zero, remainder))
@@ -97,49 +99,49 @@ def _further_bits(root: Array, remainder: Array) -> tuple[Array, Array]:
 # -- quotients ---------------------------------------------------------------------------------------------------------
 
 #: The largest error of a hardware quotient, in units in the last place; it is moved up by as many and cut.
-_MISS = 8
+_QUOTIENT_ERROR = 8
 
 
-def _kept_bits(spec: Spec, carrier: Carrier) -> int:
+def _deciding_bits(spec: Spec, carrier: Carrier) -> int:
     """The number of leading bits of a quotient that decide its rounding, together with a sticky bit."""
     return range_of(spec, carrier).precision + 1
 
 
-def divides_narrow(spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> bool:
+def divides_narrow(spec: Spec, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether `divide_narrow` is right for operands of these ranges."""
-    deciding_bits, least = _kept_bits(spec, carrier), 1 - carrier.bias
+    deciding_bits, least = _deciding_bits(spec, carrier), 1 - carrier.bias
     low, high = xr.quantum - yr.top, xr.top - yr.quantum
     return (
         not spec.rounding.stochastic
         and spec.overflow is not Overflow.WRAP
         and has_spare_bits(spec.format, carrier)
         and deciding_bits + yr.bits <= carrier.fraction + 1
-        and 1 << (carrier.fraction + 1 - deciding_bits) >= 4 * _MISS
+        and 1 << (carrier.fraction + 1 - deciding_bits) >= 4 * _QUOTIENT_ERROR
         and min(low - carrier.fraction, low - deciding_bits + yr.quantum, xr.quantum, yr.quantum) >= least
         and max(high, xr.top, yr.top) < carrier.bias
     )
 
 
-def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: Range, yr: Range) -> Array:
+def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> Array:
     """`x / y` rounded once under a spec that does not draw.
 
     Let t be the hardware's quotient cut to one bit more than the format. Then t y and x - t y are exact, and the sign
     of x - t y tells whether the quotient is t, above it, or below it. If it is not t, the last bit is set: the quotient
     is rounded to odd.
     """
-    drop = carrier.fraction + 1 - _kept_bits(spec, carrier)
-    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
+    drop = carrier.fraction + 1 - _deciding_bits(spec, carrier)
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     dividend, divisor = (lax.bitcast_convert_type(magnitude, x.dtype) for magnitude in (xm, ym))
-    bits = lax.bitcast_convert_type(_quotient(dividend, divisor), carrier.work)
-    bits = (jnp.minimum(bits, carrier.nan) + _MISS) >> drop << drop
+    bits = lax.bitcast_convert_type(_hardware_quotient(dividend, divisor), carrier.work)
+    bits = (jnp.minimum(bits, carrier.nan) + _QUOTIENT_ERROR) >> drop << drop
     remainder = dividend - lax.bitcast_convert_type(bits, x.dtype) * divisor
     below, above = remainder < 0, remainder > 0  # neither for NaN, beside infinities
     bits = (bits - (below.astype(bits.dtype) << drop)) | (below | above).astype(bits.dtype)
     low = xr.quantum - yr.top
-    odd = Range(low - carrier.fraction, carrier.fraction + 1, xr.top - yr.quantum + 1)
-    return round_known(_bits.join(xs ^ ys, bits, carrier), odd, spec, carrier, None)
+    odd = ValueRange(low - carrier.fraction, carrier.fraction + 1, xr.top - yr.quantum + 1)
+    return round_hardware_result(bit_ops.join_sign(xs ^ ys, bits, carrier), odd, spec, carrier, None)
 
 
-def _quotient(dividend: Array, divisor: Array) -> Array:
+def _hardware_quotient(dividend: Array, divisor: Array) -> Array:
     """The hardware's quotient."""
     return dividend / divisor

@@ -11,14 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import Carrier
-from jchop._core.rounding.elements import at_ends
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
+from jchop._core.rounding.elements import apply_overflow
 from jchop._core.rounding.grid import make_grid
-from jchop._core.rounding.modes import AWAY, NEAREST, DroppedBits, draw
+from jchop._core.rounding.modes import (
+    NEAREST_MODES,
+    ROUNDING_ADDENDS,
+    GridCut,
+    take_random_bits,
+)
+from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat
-from jchop.rounding import Overflow, Rounding
-from jchop.spec import Spec
+from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
@@ -33,23 +38,23 @@ def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
     return whole and spare and spec.overflow is not Overflow.WRAP
 
 
-def needs_parts(spec: Spec) -> bool:
+def needs_error_digits(spec: Spec) -> bool:
     """Whether `round_with_error` needs the digits of an error, and not only its sign."""
-    return AWAY[spec.rounding] is DroppedBits.random
+    return ROUNDING_ADDENDS[spec.rounding] is GridCut.random
 
 
-def finer(spec: Spec, carrier: Carrier) -> int:
+def word_surplus_bits(spec: Spec, carrier: Carrier) -> int:
     """F: the number of bits of a random word minus the number of dropped bits."""
-    return carrier.work_width - _drop(spec.format, carrier)
+    return carrier.work_width - _drop_count(spec.format, carrier)
 
 
 def error_of_sum(error: Array, magnitude: Array, spec: Spec, carrier: Carrier) -> tuple[Array, Array | None]:
     """The arguments `error` and `binade` of `round_with_error`, from the error and the magnitude bits of a sum."""
-    if not needs_parts(spec):
+    if not needs_error_digits(spec):
         return error, None
     below = magnitude - (error < 0).astype(magnitude.dtype)
-    if finer(spec, carrier) > carrier.fraction:
-        return _parts(error, magnitude, below, spec, carrier), None
+    if word_surplus_bits(spec, carrier) > carrier.fraction:
+        return _error_in_parts(error, magnitude, below, spec, carrier), None
     # A smaller sum has no error, but the numbers that are compared with it must not vanish.
     below = jnp.maximum(below, (_least_binade(spec, carrier) + carrier.bias) << carrier.fraction) & carrier.inf
     return error, lax.bitcast_convert_type(below, error.dtype)
@@ -57,19 +62,19 @@ def error_of_sum(error: Array, magnitude: Array, spec: Spec, carrier: Carrier) -
 
 def _least_binade(spec: Spec, carrier: Carrier) -> int:
     """The exponent of the smallest power of two for which 2^-F of the last place is a normal number."""
-    return 1 - carrier.bias + carrier.fraction + finer(spec, carrier)
+    return 1 - carrier.bias + carrier.fraction + word_surplus_bits(spec, carrier)
 
 
-def _parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Carrier) -> Array:
+def _error_in_parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Carrier) -> Array:
     """The error of a sum in units of 2^-F of the last place of `below`, the next lower bits if it is negative."""
-    extra = finer(spec, carrier) + carrier.fraction
+    extra = word_surplus_bits(spec, carrier) + carrier.fraction
     # If the error is not zero, the sum is not small, and the unit's factor is finite.
     least = carrier.work_width - 2 + carrier.fraction
     below = jnp.maximum(below, least << carrier.fraction) & carrier.inf
     bits = ((extra - least + 2 * carrier.bias) << carrier.fraction) - (below - (least << carrier.fraction))
     many = error * lax.bitcast_convert_type(bits, error.dtype)
-    many = _bits.where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
-    return _bits.where(magnitude < carrier.inf, many, error.dtype.type(0))
+    many = bit_ops.lax_where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
+    return bit_ops.lax_where(magnitude < carrier.inf, many, error.dtype.type(0))
 
 
 def round_with_error(
@@ -99,51 +104,55 @@ def round_with_error(
         may_exceed_infinity: whether `bits` of finite numbers may be above the bits of infinity.
     """
     assert isinstance(spec.format, FloatFormat)
-    drop = _drop(spec.format, carrier)
-    mask = _bits.low_mask(drop)
-    carries = (spec.rounding in NEAREST or spec.rounding.stochastic) and spec.overflow is Overflow.IEEE
+    drop = _drop_count(spec.format, carrier)
+    mask = bit_ops.low_mask(drop)
+    carries = (spec.rounding in NEAREST_MODES or spec.rounding.stochastic) and spec.overflow is Overflow.IEEE
     carries = carries and spec.format.has_inf and make_grid(spec.format, carrier).top_bits == (carrier.inf - 1) & ~mask
     bits = jnp.minimum(bits, carrier.nan - (not carries))  # a NaN with more bits could overflow by the carry
-    random = draw(word, spec, carrier)
-    if needs_parts(spec):
+    random = take_random_bits(word, spec, carrier)
+    if needs_error_digits(spec):
         assert error is not None and random is not None
-        rounded_bits = _with_word(bits, error, binade, random.word, spec, carrier) & ~mask
+        rounded_bits = _add_error_and_word(bits, error, binade, random.word, spec, carrier) & ~mask
     else:
         if error is not None:  # rounded to odd
             below, above = error < 0, error > 0
             bits = (bits - below.astype(bits.dtype)) | (below | above).astype(bits.dtype)
         last = bits >> drop & 1
-        cut = DroppedBits(bits, drop, drop, mask, last, sign != 0, random)
-        rounded_bits = (bits + AWAY[spec.rounding](cut)) & ~mask
+        cut = GridCut(bits, drop, drop, mask, last, sign != 0, random)
+        rounded_bits = (bits + ROUNDING_ADDENDS[spec.rounding](cut)) & ~mask
     if carries:  # the carry out of the largest value is infinity
         if may_exceed_infinity:
-            rounded_bits = _bits.where(magnitude < carrier.inf, jnp.minimum(rounded_bits, carrier.inf), rounded_bits)
-        return _bits.join(sign, rounded_bits, carrier)
-    clipped_bits = at_ends(magnitude, rounded_bits, sign != 0, spec, make_grid(spec.format, carrier))
-    return _bits.join(sign, _bits.where(magnitude > carrier.inf, magnitude, clipped_bits), carrier)
+            rounded_bits = bit_ops.lax_where(
+                magnitude < carrier.inf, jnp.minimum(rounded_bits, carrier.inf), rounded_bits
+            )
+        return bit_ops.join_sign(sign, rounded_bits, carrier)
+    clipped_bits = apply_overflow(magnitude, rounded_bits, sign != 0, spec, make_grid(spec.format, carrier))
+    return bit_ops.join_sign(sign, bit_ops.lax_where(magnitude > carrier.inf, magnitude, clipped_bits), carrier)
 
 
-def _with_word(bits: Array, error: Array, binade: Array | None, word: Array, spec: Spec, carrier: Carrier) -> Array:
+def _add_error_and_word(
+    bits: Array, error: Array, binade: Array | None, word: Array, spec: Spec, carrier: Carrier
+) -> Array:
     """The sum of the bits, the error and the word, whose last F bits are below the bits; the dropped bits remain."""
-    extra, fraction, kind = finer(spec, carrier), carrier.fraction, np.dtype(carrier.name).type
+    extra, fraction, kind = word_surplus_bits(spec, carrier), carrier.fraction, np.dtype(carrier.name).type
     bits = bits + (word >> extra).astype(bits.dtype)
     if extra > fraction:
-        low = _low(word, extra).astype(bits.dtype)
+        low = _low_word_bits(word, extra).astype(bits.dtype)
         return bits + ((jnp.floor(error).astype(bits.dtype) + low) >> extra)
     # The low bits of the word as the low bits of a float, which is too large by 2^first.
     first = fraction if binade is None else -extra
     exponent = word.dtype.type((first + carrier.bias) << fraction)
-    low = lax.bitcast_convert_type(_low(word, extra) | exponent, error.dtype)
+    low = lax.bitcast_convert_type(_low_word_bits(word, extra) | exponent, error.dtype)
     over, under = low - kind(2.0**first + 2.0 ** (first - fraction + extra)), low - kind(2.0**first)
     if binade is not None:
         over, under = over * binade, under * binade
     return bits + (error + over >= 0).astype(bits.dtype) - (error + under < 0).astype(bits.dtype)
 
 
-def _drop(fmt: ElementFormat, carrier: Carrier) -> int:
+def _drop_count(fmt: ElementFormat, carrier: Carrier) -> int:
     assert isinstance(fmt, FloatFormat)
     return carrier.fraction - fmt.frac_bits
 
 
-def _low(word: Array, bits: int) -> Array:
+def _low_word_bits(word: Array, bits: int) -> Array:
     return word & word.dtype.type((1 << bits) - 1)

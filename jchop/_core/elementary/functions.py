@@ -16,31 +16,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._core.elementary import numbers, pairs
-from jchop._core.elementary.pairs import Pair, constant, single
-from jchop._core.elementary.parts import FIRST_ORDER, SECOND_ORDER, Argument, Value, power_of_two
-from jchop._core.rounding.bins import take
+from jchop._common import bit_ops
+from jchop._core.elementary import constants, pairs
+from jchop._core.elementary.pairs import FloatPair, pair_of_constant, pair_of_number
+from jchop._core.elementary.parts import (
+    FIRST_ORDER,
+    SECOND_ORDER,
+    Argument,
+    FunctionValue,
+    float32_power_of_two,
+)
+from jchop._core.rounding.bins import take_in_bounds
 
 Array = jax.Array
 
 #: The least exponent of powers of two in sums: smaller ones have the same effect, and must not become zero.
-_TINY = -60
-_INF = float("inf")
-_NAN = float("nan")
-_UNIT = constant(1)
+_LEAST_TERM_EXPONENT = -60
+_UNARY_INF = float("inf")
+_UNARY_NAN = float("nan")
+_UNARY_ONE = pair_of_constant(1)
 
 
-def _nearest_integer(x: Array) -> Array:
+def _nearest_integer_of(x: Array) -> Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-def _power(exponent: Array) -> Array:
+def _power_of_small_term(exponent: Array) -> Array:
     """2^exponent for exponents of at most 0, raised to `_LEAST_TERM_EXPONENT`."""
-    return power_of_two(jnp.maximum(exponent, _TINY))
+    return float32_power_of_two(jnp.maximum(exponent, _LEAST_TERM_EXPONENT))
 
 
-def _parts_of(value: Fraction, *bits: int) -> list[np.float32]:
+def _split_constant(value: Fraction, *bits: int) -> list[np.float32]:
     """A positive constant below 1 as a sum of numbers, each with the next `bits` binary places, and the rest."""
     parts, place = [], 0
     for count in bits:
@@ -48,282 +54,298 @@ def _parts_of(value: Fraction, *bits: int) -> list[np.float32]:
         part = Fraction(int(value * 2**place), 2**place)
         parts.append(np.float32(part.numerator / part.denominator))
         value -= part
-    return [*parts, constant(value).hi]
+    return [*parts, pair_of_constant(value).hi]
 
 
 # -- exponentials ------------------------------------------------------------------------------------------------------
 
 #: For a larger |x|, e^x and 2^x are infinite or zero in every format.
-_MOST = 300.0
+_MOST_EXPONENTIAL = 300.0
 
 
-def eighths(x: Pair) -> tuple[Pair, Array]:
+def reduce_to_eighths(x: FloatPair) -> tuple[FloatPair, Array]:
     """The r and n of x = (n / 8) log(2) + r, |r| <= log(2) / 16, for |x| <= 300."""
-    unit = numbers.log(2) / 8
-    first, second, third = _parts_of(unit, 15, 12)
-    n = _nearest_integer(x.hi * constant(1 / unit).hi)
-    rest = pairs.exact_sum(x.hi - n * first, -n * second)
-    return pairs.ordered_sum(rest.hi, rest.lo + (x.lo - n * third)), n.astype(jnp.int32)
+    unit = constants.log_of_integer(2) / 8
+    first, second, third = _split_constant(unit, 15, 12)
+    n = _nearest_integer_of(x.hi * pair_of_constant(1 / unit).hi)
+    rest = pairs.two_sum(x.hi - n * first, -n * second)
+    return pairs.fast_two_sum(rest.hi, rest.lo + (x.lo - n * third)), n.astype(jnp.int32)
 
 
-def _power_of_eighths(r: Pair, n: Array) -> tuple[Pair, Array]:
+def _exp_of_eighths(r: FloatPair, n: Array) -> tuple[FloatPair, Array]:
     """e^r 2^(n / 8) as a pair and an exponent, for |r| <= log(2) / 16, to 2^-38.
 
     With a multiple h of 2^-11 and r = h + d, e^r is 1 + h + h²/2, which is exact, plus d, plus terms below 2^-15.
     """
-    h = _nearest_integer(r.hi * np.float32(2.0**11)) * np.float32(2.0**-11)
+    h = _nearest_integer_of(r.hi * np.float32(2.0**11)) * np.float32(2.0**-11)
     d = r.hi - h
-    third, fourth, fifth, sixth = (constant(Fraction(1, factorial(k))).hi for k in (3, 4, 5, 6))
+    third, fourth, fifth, sixth = (pair_of_constant(Fraction(1, factorial(k))).hi for k in (3, 4, 5, 6))
     cubic = r.hi * r.hi * r.hi * (third + r.hi * (fourth + r.hi * (fifth + r.hi * sixth)))
-    total = pairs.ordered_sum(1 + (h + np.float32(0.5) * (h * h)), d)
-    total = pairs.ordered_sum(total.hi, total.lo + (r.lo + (d * (h + np.float32(0.5) * d) + (r.hi * r.lo + cubic))))
-    return pairs.multiply(total, eighth_power(n & 7)), n >> 3
+    total = pairs.fast_two_sum(1 + (h + np.float32(0.5) * (h * h)), d)
+    total = pairs.fast_two_sum(total.hi, total.lo + (r.lo + (d * (h + np.float32(0.5) * d) + (r.hi * r.lo + cubic))))
+    return pairs.multiply_pairs(total, two_to_eighths(n & 7)), n >> 3
 
 
-def eighth_power(n: Array) -> Pair:
+def two_to_eighths(n: Array) -> FloatPair:
     """2^(n / 8) for n from 0 to 7, by selection, which is faster than a table."""
     powers = [Fraction(1)]
     for _ in range(7):
         powers.append(powers[-1] * _eighth_root_of_two())
-    values = [constant(p) for p in powers]
+    values = [pair_of_constant(p) for p in powers]
     for bit in (4, 2, 1):
         half, where = len(values) // 2, (n & bit) != 0
-        values = [pairs.select(where, high, low) for low, high in zip(values[:half], values[half:], strict=True)]
+        values = [pairs.select_pair(where, high, low) for low, high in zip(values[:half], values[half:], strict=True)]
     return values[0]
 
 
 def _eighth_root_of_two() -> Fraction:
-    return numbers.root(numbers.root(numbers.root(Fraction(2))))
+    return constants.root_of_fraction(constants.root_of_fraction(constants.root_of_fraction(Fraction(2))))
 
 
-def _reduced(x: Pair) -> tuple[Pair, Array]:
+def _reduce_by_log2(x: FloatPair) -> tuple[FloatPair, Array]:
     """The r and n of x = n log(2) + r, |r| <= log(2) / 2, for |x| <= 350; r = x exactly if n = 0."""
-    first, second, third = _parts_of(numbers.log(2), 14, 14)
-    n = _nearest_integer(x.hi * constant(1 / numbers.log(2)).hi)
-    rest = pairs.exact_sum(x.hi - n * first, -n * second)
-    return pairs.ordered_sum(rest.hi, rest.lo + (x.lo - n * third)), n.astype(jnp.int32)
+    first, second, third = _split_constant(constants.log_of_integer(2), 14, 14)
+    n = _nearest_integer_of(x.hi * pair_of_constant(1 / constants.log_of_integer(2)).hi)
+    rest = pairs.two_sum(x.hi - n * first, -n * second)
+    return pairs.fast_two_sum(rest.hi, rest.lo + (x.lo - n * third)), n.astype(jnp.int32)
 
 
-def _power_less_one(r: Pair) -> Pair:
+def _expm1_of_remainder(r: FloatPair) -> FloatPair:
     """e^r - 1, |r| <= log(2) / 2."""
-    return pairs.multiply(r, pairs.polynomial(r, numbers.exponential(), 5))
+    return pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.exponential_series(), 5))
 
 
-def _power_of_e(x: Pair) -> tuple[Pair, Array]:
+def _exp_of_pair(x: FloatPair) -> tuple[FloatPair, Array]:
     """e^x as a pair and an exponent, for |x| <= 300."""
-    return _power_of_eighths(*eighths(x))
+    return _exp_of_eighths(*reduce_to_eighths(x))
 
 
-def _size(x: Argument, least: int, most: float) -> tuple[Array, Array]:
+def _clamp_size(x: Argument, least: int, most: float) -> tuple[Array, Array]:
     size, shift = x.size(least, 30)
     return jnp.minimum(size, most), shift
 
 
-def _exp(x: Argument) -> Value:
-    return Value(*_power_of_e(single(x.clamp(FIRST_ORDER, _MOST))), _of_exponential(x))
+def _exp(x: Argument) -> FunctionValue:
+    return FunctionValue(*_exp_of_pair(pair_of_number(x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL))), _exponential_cases(x))
 
 
-def _of_exponential(x: Argument) -> tuple[tuple[Array, float], ...]:
-    return ((x.zero, 1.0), (x.infinite, _INF), (x.infinite & x.negative, 0.0))
+def _exponential_cases(x: Argument) -> tuple[tuple[Array, float], ...]:
+    return ((x.zero, 1.0), (x.infinite, _UNARY_INF), (x.infinite & x.negative, 0.0))
 
 
-def _exp2(x: Argument) -> Value:
-    number = x.clamp(FIRST_ORDER, _MOST)
-    n = _nearest_integer(number * 8)
-    r = pairs.times(constant(numbers.log(2)), number - n / 8)
-    return Value(*_power_of_eighths(r, n.astype(jnp.int32)), _of_exponential(x))
+def _exp2(x: Argument) -> FunctionValue:
+    number = x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL)
+    n = _nearest_integer_of(number * 8)
+    r = pairs.multiply_pair_by_number(pair_of_constant(constants.log_of_integer(2)), number - n / 8)
+    return FunctionValue(*_exp_of_eighths(r, n.astype(jnp.int32)), _exponential_cases(x))
 
 
-def _expm1(x: Argument) -> Value:
-    size, shift = _size(x, FIRST_ORDER, _MOST)
+def _expm1(x: Argument) -> FunctionValue:
+    size, shift = _clamp_size(x, FIRST_ORDER, _MOST_EXPONENTIAL)
     number = x.signed(size)
-    r, n = _reduced(single(number))
+    r, n = _reduce_by_log2(pair_of_number(number))
     up = jnp.maximum(n, 0)
-    part = pairs.times_power(_power_less_one(r), _power(n - up))
-    whole = pairs.exact_sum(_power(n - up), -_power(-up))
-    cases = ((x.zero, x.signed(jnp.zeros_like(number))), (x.infinite, _INF), (x.infinite & x.negative, -1.0))
-    return Value(pairs.add(whole, part), up + shift, cases)
+    part = pairs.multiply_pair_by_power(_expm1_of_remainder(r), _power_of_small_term(n - up))
+    whole = pairs.two_sum(_power_of_small_term(n - up), -_power_of_small_term(-up))
+    cases = ((x.zero, x.signed(jnp.zeros_like(number))), (x.infinite, _UNARY_INF), (x.infinite & x.negative, -1.0))
+    return FunctionValue(pairs.add_pairs(whole, part), up + shift, cases)
 
 
-def _logistic(x: Argument) -> Value:
+def _logistic(x: Argument) -> FunctionValue:
     """1 / (1 + t) with t = e^-|x|; for negative x, t / (1 + t)."""
-    size = jnp.abs(x.clamp(FIRST_ORDER, _MOST))
-    t, n = _power_of_e(single(-size))
-    below = pairs.add_ordered(_UNIT, pairs.times_power(t, _power(n)))
-    top = pairs.select(x.negative, t, single(jnp.ones_like(size)))
+    size = jnp.abs(x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL))
+    t, n = _exp_of_pair(pair_of_number(-size))
+    below = pairs.fast_add_pairs(_UNARY_ONE, pairs.multiply_pair_by_power(t, _power_of_small_term(n)))
+    top = pairs.select_pair(x.negative, t, pair_of_number(jnp.ones_like(size)))
     cases = ((x.infinite, 1.0), (x.infinite & x.negative, 0.0))
-    return Value(pairs.divide(top, below), _bits.where(x.negative, n, 0), ((x.zero, 0.5), *cases))
+    return FunctionValue(pairs.divide_pairs(top, below), bit_ops.lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
 
 
-def _hyperbolic(size: Array) -> tuple[Pair, Pair, Array]:
+def _sinh_and_cosh(size: Array) -> tuple[FloatPair, FloatPair, Array]:
     """sinh(x) / 2^n, cosh(x) / 2^n and n, for x >= 0.
 
     With e^x = 2^n (C + S) and w = 2^-2n they are (S (1 + w) + C (1 - w)) / 2 and (C (1 + w) + S (1 - w)) / 2.
     """
-    r, n = _reduced(single(size))
-    z = pairs.square(r)
-    s = pairs.multiply(r, pairs.polynomial(z, numbers.hyperbolic_sine(), 3))
-    c = pairs.add_ordered(_UNIT, pairs.multiply(z, pairs.polynomial(z, numbers.hyperbolic_cosine(), 3)))
-    w = _power(-2 * n)
-    more = pairs.times_power(pairs.ordered_sum(np.float32(1), w), np.float32(0.5))
-    less = pairs.times_power(pairs.ordered_sum(np.float32(1), -w), np.float32(0.5))
-    sine = pairs.add(pairs.multiply(s, more), pairs.multiply(c, less))
-    cosine = pairs.add(pairs.multiply(c, more), pairs.multiply(s, less))
+    r, n = _reduce_by_log2(pair_of_number(size))
+    z = pairs.square_pair(r)
+    s = pairs.multiply_pairs(r, pairs.polynomial_of_pair(z, constants.hyperbolic_sine_series(), 3))
+    c = pairs.fast_add_pairs(
+        _UNARY_ONE, pairs.multiply_pairs(z, pairs.polynomial_of_pair(z, constants.hyperbolic_cosine_series(), 3))
+    )
+    w = _power_of_small_term(-2 * n)
+    more = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), w), np.float32(0.5))
+    less = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), -w), np.float32(0.5))
+    sine = pairs.add_pairs(pairs.multiply_pairs(s, more), pairs.multiply_pairs(c, less))
+    cosine = pairs.add_pairs(pairs.multiply_pairs(c, more), pairs.multiply_pairs(s, less))
     return sine, cosine, n
 
 
-def _sinh(x: Argument) -> Value:
-    size, shift = _size(x, SECOND_ORDER, _MOST)
-    sine, _, n = _hyperbolic(size)
-    return Value(sine, n + shift, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
+def _sinh(x: Argument) -> FunctionValue:
+    size, shift = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
+    sine, _, n = _sinh_and_cosh(size)
+    return FunctionValue(sine, n + shift, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
 
 
-def _cosh(x: Argument) -> Value:
-    size, _ = _size(x, SECOND_ORDER, _MOST)
-    _, cosine, n = _hyperbolic(size)
-    return Value(cosine, n, ((x.zero, 1.0), (x.infinite, _INF)))
+def _cosh(x: Argument) -> FunctionValue:
+    size, _ = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
+    _, cosine, n = _sinh_and_cosh(size)
+    return FunctionValue(cosine, n, ((x.zero, 1.0), (x.infinite, _UNARY_INF)))
 
 
-def _tanh(x: Argument) -> Value:
+def _tanh(x: Argument) -> FunctionValue:
     """Taylor's series, or (1 - t) / (1 + t) with t = e^-2|x|."""
-    size, shift = _size(x, SECOND_ORDER, 60.0)
-    series = pairs.times(pairs.polynomial(pairs.product(size, size), numbers.hyperbolic_tangent(), 2), size)
-    t, n = _power_of_e(single(-2 * size))
-    t = pairs.times_power(t, _power(n))
-    quotient = pairs.divide(pairs.add_ordered(_UNIT, pairs.negative(t)), pairs.add_ordered(_UNIT, t))
-    value = pairs.select(size < 0.125, series, quotient)
-    return Value(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
+    size, shift = _clamp_size(x, SECOND_ORDER, 60.0)
+    series = pairs.multiply_pair_by_number(
+        pairs.polynomial_of_pair(pairs.two_product(size, size), constants.hyperbolic_tangent_series(), 2), size
+    )
+    t, n = _exp_of_pair(pair_of_number(-2 * size))
+    t = pairs.multiply_pair_by_power(t, _power_of_small_term(n))
+    quotient = pairs.divide_pairs(
+        pairs.fast_add_pairs(_UNARY_ONE, pairs.negate_pair(t)), pairs.fast_add_pairs(_UNARY_ONE, t)
+    )
+    value = pairs.select_pair(size < 0.125, series, quotient)
+    return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
 
 # -- logarithms --------------------------------------------------------------------------------------------------------
 
 
-def _times_log2(n: Array, base: int) -> Pair:
+def _times_log2(n: Array, base: int) -> FloatPair:
     """The product of n and log(2), for integers |n| < 2^8 as float32."""
     if base == 2:
-        return single(n)
-    first, second, third = _parts_of(_log_of_2(base), 16, 16)
-    total = pairs.exact_sum(n * first, n * second)
-    return pairs.ordered_sum(total.hi, total.lo + n * third)
+        return pair_of_number(n)
+    first, second, third = _split_constant(_log_of_2(base), 16, 16)
+    total = pairs.two_sum(n * first, n * second)
+    return pairs.fast_two_sum(total.hi, total.lo + n * third)
 
 
 def _log_of_2(base: int) -> Fraction:
-    return numbers.log(2) / numbers.log(base) if base else numbers.log(2)
+    return constants.log_of_integer(2) / constants.log_of_integer(base) if base else constants.log_of_integer(2)
 
 
-def _normalised(number: Pair) -> tuple[Pair, Array]:
+def _normalize_pair(number: FloatPair) -> tuple[FloatPair, Array]:
     """A positive pair as a pair in [√½, √2] and the exponent of a power of two."""
     bits = lax.bitcast_convert_type(number.hi, jnp.int32)
     root = int(np.float32(np.sqrt(0.5)).view(np.int32))
     n = (bits - root) >> 23
-    return pairs.times_power(number, power_of_two(-n)), n
+    return pairs.multiply_pair_by_power(number, float32_power_of_two(-n)), n
 
 
-def _quotient(m: Pair) -> Pair:
+def _artanh_argument(m: FloatPair) -> FloatPair:
     """The s = (m - 1) / (m + 1) for which log(m) = 2 artanh(s)."""
-    near = pairs.exact_sum(m.hi - 1, m.lo)
-    above = pairs.exact_sum(m.hi, np.float32(1))
-    return pairs.divide(near, pairs.ordered_sum(above.hi, above.lo + m.lo))
+    near = pairs.two_sum(m.hi - 1, m.lo)
+    above = pairs.two_sum(m.hi, np.float32(1))
+    return pairs.divide_pairs(near, pairs.fast_two_sum(above.hi, above.lo + m.lo))
 
 
-def arctangent_series(s: Pair, sign: int) -> Pair:
+def arctangent_series(s: FloatPair, sign: int) -> FloatPair:
     """arctan(s) for |s| <= 1/4; for sign 1, artanh(s) for |s| <= 0.172."""
-    return pairs.multiply(s, pairs.polynomial(pairs.square(s), numbers.arctangent(sign), 3))
+    return pairs.multiply_pairs(
+        s, pairs.polynomial_of_pair(pairs.square_pair(s), constants.arctangent_coefficients(sign), 3)
+    )
 
 
-def _sum_of_logs(s: Pair, n: Array, base: int = 0) -> Pair:
+def _log_of_artanh_argument(s: FloatPair, n: Array, base: int = 0) -> FloatPair:
     """log(m 2^n), from s."""
     part = arctangent_series(s, 1)
-    factor = 2 if not base else 2 / numbers.log(base)
-    part = pairs.times_power(part, np.float32(2)) if not base else pairs.multiply(part, constant(factor))
-    return pairs.add(_times_log2(n.astype(jnp.float32), base), part)
+    factor = 2 if not base else 2 / constants.log_of_integer(base)
+    part = (
+        pairs.multiply_pair_by_power(part, np.float32(2))
+        if not base
+        else pairs.multiply_pairs(part, pair_of_constant(factor))
+    )
+    return pairs.add_pairs(_times_log2(n.astype(jnp.float32), base), part)
 
 
-def _of_logarithm(x: Argument) -> tuple[tuple[Array, float], ...]:
-    return ((x.infinite, _INF), (x.negative, _NAN), (x.zero, -_INF))
+def _logarithm_cases(x: Argument) -> tuple[tuple[Array, float], ...]:
+    return ((x.infinite, _UNARY_INF), (x.negative, _UNARY_NAN), (x.zero, -_UNARY_INF))
 
 
-def _logarithm(base: int) -> Callable[[Argument], Value]:
-    def log(x: Argument) -> Value:
-        m, n = _normalised(single(x.significand))
-        total = _sum_of_logs(_quotient(m), n + x.exponent, base)
+def _make_logarithm(base: int) -> Callable[[Argument], FunctionValue]:
+    def log(x: Argument) -> FunctionValue:
+        m, n = _normalize_pair(pair_of_number(x.significand))
+        total = _log_of_artanh_argument(_artanh_argument(m), n + x.exponent, base)
         if base == 10:  # powers of ten that float32 holds: no other number has a logarithm so close
-            near = _nearest_integer(total.hi)
+            near = _nearest_integer_of(total.hi)
             is_power_of_ten = (near >= 0) & (near <= 10) & (jnp.abs((total.hi - near) + total.lo) < 2.0**-28)
-            total = pairs.select(is_power_of_ten, single(near), total)
-        return Value(total, 0, ((total.hi == 0, 0.0), *_of_logarithm(x)))
+            total = pairs.select_pair(is_power_of_ten, pair_of_number(near), total)
+        return FunctionValue(total, 0, ((total.hi == 0, 0.0), *_logarithm_cases(x)))
 
     return log
 
 
 #: Above 2^_LARGE, √(x² ± 1) is x. Above the square of this bound, 1 + x is x.
-_LARGE = 30
+_LARGE_ARGUMENT_EXPONENT = 30
 
 
-def _log1p(x: Argument) -> Value:
-    size, shift = x.size(FIRST_ORDER, 2 * _LARGE)
-    m, n = _normalised(pairs.exact_sum(x.signed(size), np.float32(1)))
+def _log1p(x: Argument) -> FunctionValue:
+    size, shift = x.size(FIRST_ORDER, 2 * _LARGE_ARGUMENT_EXPONENT)
+    m, n = _normalize_pair(pairs.two_sum(x.signed(size), np.float32(1)))
     beyond = x.negative & x.exceeds(1.0)
-    cases = ((x.zero, x.signed(jnp.zeros_like(size))), (x.infinite, _INF), (beyond, _NAN))
+    cases = ((x.zero, x.signed(jnp.zeros_like(size))), (x.infinite, _UNARY_INF), (beyond, _UNARY_NAN))
     minus_one = x.negative & x.equals(1.0)
-    m = pairs.select(beyond | minus_one, single(jnp.ones_like(size)), m)
-    n = n + jnp.maximum(x.exponent - 2 * _LARGE, 0)
-    return Value(_sum_of_logs(_quotient(m), n), shift, (*cases, (minus_one, -_INF)))
+    m = pairs.select_pair(beyond | minus_one, pair_of_number(jnp.ones_like(size)), m)
+    n = n + jnp.maximum(x.exponent - 2 * _LARGE_ARGUMENT_EXPONENT, 0)
+    return FunctionValue(_log_of_artanh_argument(_artanh_argument(m), n), shift, (*cases, (minus_one, -_UNARY_INF)))
 
 
-def _arcsinh(x: Argument) -> Value:
+def _arcsinh(x: Argument) -> FunctionValue:
     """artanh(x / √(1 + x²)), or log(x + √(1 + x²))."""
-    size, shift = x.size(SECOND_ORDER, _LARGE)
-    root = pairs.root(pairs.add(pairs.product(size, size), _UNIT))
-    m, n = _normalised(pairs.add_ordered(root, single(size)))
-    n = n + jnp.maximum(x.exponent - _LARGE, 0)
+    size, shift = x.size(SECOND_ORDER, _LARGE_ARGUMENT_EXPONENT)
+    root = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(size, size), _UNARY_ONE))
+    m, n = _normalize_pair(pairs.fast_add_pairs(root, pair_of_number(size)))
+    n = n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0)
     small = size < 0.17
-    s = pairs.select(small, pairs.divide(single(size), root), _quotient(m))
-    total = pairs.times_power(_sum_of_logs(s, _bits.where(small, 0, n)), np.float32(0.5))
-    cases = ((x.zero, 0.0), (x.infinite, _INF))
-    return Value(total, shift + (~small).astype(shift.dtype), cases, x.sign)
+    s = pairs.select_pair(small, pairs.divide_pairs(pair_of_number(size), root), _artanh_argument(m))
+    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(small, 0, n)), np.float32(0.5))
+    cases = ((x.zero, 0.0), (x.infinite, _UNARY_INF))
+    return FunctionValue(total, shift + (~small).astype(shift.dtype), cases, x.sign)
 
 
-def _arccosh(x: Argument) -> Value:
+def _arccosh(x: Argument) -> FunctionValue:
     """log(1 + t) with t = d + √(d (2 + d)), d = x - 1."""
-    size, _ = x.size(0, _LARGE)
+    size, _ = x.size(0, _LARGE_ARGUMENT_EXPONENT)
     size = jnp.maximum(size, np.float32(1 + 2.0**-23))
-    below, above = pairs.exact_sum(size, np.float32(-1)), pairs.exact_sum(size, np.float32(1))
-    root = pairs.root(pairs.multiply(below, above))
-    t = pairs.add(root, below)
-    m, n = _normalised(pairs.add(root, single(size)))
+    below, above = pairs.two_sum(size, np.float32(-1)), pairs.two_sum(size, np.float32(1))
+    root = pairs.root_of_pair(pairs.multiply_pairs(below, above))
+    t = pairs.add_pairs(root, below)
+    m, n = _normalize_pair(pairs.add_pairs(root, pair_of_number(size)))
     small = size < 1.05
-    s = pairs.select(small, pairs.divide(t, pairs.add(t, constant(2))), _quotient(m))
-    n = _bits.where(small, 0, n + jnp.maximum(x.exponent - _LARGE, 0))
+    s = pairs.select_pair(small, pairs.divide_pairs(t, pairs.add_pairs(t, pair_of_constant(2))), _artanh_argument(m))
+    n = bit_ops.lax_where(small, 0, n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0))
     one = x.equals(1.0) & ~x.negative
     outside = x.negative | ~x.exceeds(1.0)
-    return Value(_sum_of_logs(s, n), 0, ((x.infinite, _INF), (outside, _NAN), (one, 0.0)))
+    return FunctionValue(
+        _log_of_artanh_argument(s, n), 0, ((x.infinite, _UNARY_INF), (outside, _UNARY_NAN), (one, 0.0))
+    )
 
 
-def _arctanh(x: Argument) -> Value:
+def _arctanh(x: Argument) -> FunctionValue:
     """artanh(x), or log((1 + x) / (1 - x)) / 2."""
     size, shift = x.size(SECOND_ORDER, -1)
-    ratio = pairs.divide(pairs.exact_sum(size, np.float32(1)), pairs.exact_sum(-size, np.float32(1)))
-    m, n = _normalised(ratio)
+    ratio = pairs.divide_pairs(pairs.two_sum(size, np.float32(1)), pairs.two_sum(-size, np.float32(1)))
+    m, n = _normalize_pair(ratio)
     small = size < 0.17
-    s = pairs.select(small, single(size), _quotient(m))
-    total = pairs.times_power(_sum_of_logs(s, _bits.where(small, 0, n)), np.float32(0.5))
-    return Value(total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN), (x.equals(1.0), _INF)), x.sign)
+    s = pairs.select_pair(small, pair_of_number(size), _artanh_argument(m))
+    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(small, 0, n)), np.float32(0.5))
+    return FunctionValue(
+        total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _UNARY_NAN), (x.equals(1.0), _UNARY_INF)), x.sign
+    )
 
 
 # -- circular functions ------------------------------------------------------------------------------------------------
 
 
-def _quarters(x: Argument) -> tuple[Pair, Array]:
+def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
     """The r and q of |x| = q π/2 + r modulo 2 π, |r| <= π/4, for |x| >= 1/2.
 
     As in Payne and Hanek (SIGNUM Newsletter 18 (1983) 19): the fraction of 2^k / (2 π), times the significand as an
     integer, in 96 bits.
     """
-    place = _bits.clip(x.exponent - 23, numbers.LEAST_PLACE, numbers.MOST_PLACE) - numbers.LEAST_PLACE
-    first, second, third = (take(jnp.asarray(word), place) for word in numbers.turns())
+    place = bit_ops.lax_clip(x.exponent - 23, constants.LEAST_PLACE, constants.MOST_PLACE) - constants.LEAST_PLACE
+    first, second, third = (take_in_bounds(jnp.asarray(word), place) for word in constants.inverse_of_two_pi())
     count = (x.significand * 2.0**23).astype(jnp.uint32)
-    (high, low), (lower, lowest) = _long_product(second, count), _long_product(third, count)
+    (high, low), (lower, lowest) = _product_with_24_bits(second, count), _product_with_24_bits(third, count)
     middle = low + lower
     top = first * count + high + (middle < low).astype(jnp.uint32)
     quarter = (top + np.uint32(1 << 29)) >> 30
@@ -333,218 +355,232 @@ def _quarters(x: Argument) -> tuple[Pair, Array]:
     a, b, c, d, e = (
         word.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0 ** (-16 * (i + 1))) for i, word in enumerate(words)
     )
-    rest = pairs.ordered_sum(a, b)
-    rest = pairs.add(rest, pairs.ordered_sum(c, d + e))
-    return pairs.multiply(rest, constant(numbers.pi() / 2)), (quarter & 3).astype(jnp.int32)
+    rest = pairs.fast_two_sum(a, b)
+    rest = pairs.add_pairs(rest, pairs.fast_two_sum(c, d + e))
+    return pairs.multiply_pairs(rest, pair_of_constant(constants.pi() / 2)), (quarter & 3).astype(jnp.int32)
 
 
-def _long_product(a: Array, b: Array) -> tuple[Array, Array]:
+def _product_with_24_bits(a: Array, b: Array) -> tuple[Array, Array]:
     """The words of the product of a word and a word of 24 bits."""
     a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     middle = (a0 * b0 >> 16) + (a1 * b0 & 0xFFFF) + a0 * b1  # the last one below 2^24
     return a1 * b1 + (a1 * b0 >> 16) + (middle >> 16), a * b
 
 
-def _turned(x: Argument) -> tuple[Pair, Array, Array, Array]:
+def _reduce_angle(x: Argument) -> tuple[FloatPair, Array, Array, Array]:
     """The r and q of an argument, the change of its exponent if it was clamped, and whether it is infinite."""
     size, shift = x.size(SECOND_ORDER, 0)
-    r, q = _quarters(x)
+    r, q = _payne_hanek_reduction(x)
     small = ~x.exceeds(0.75)
-    return pairs.select(small, single(size), r), _bits.where(small, 0, q), shift, x.infinite
+    return pairs.select_pair(small, pair_of_number(size), r), bit_ops.lax_where(small, 0, q), shift, x.infinite
 
 
-def _circular(r: Pair, cosine: Array | bool) -> Pair:
+def _sine_or_cosine(r: FloatPair, cosine: Array | bool) -> FloatPair:
     """sin(r), or cos(r) if `cosine`."""
-    z = pairs.square(r)
-    both = zip(numbers.cosine(), numbers.sine(), strict=True)
+    z = pairs.square_pair(r)
+    both = zip(constants.cosine_series(), constants.sine_series(), strict=True)
     if isinstance(cosine, bool):
-        terms = numbers.cosine() if cosine else numbers.sine()
+        terms = constants.cosine_series() if cosine else constants.sine_series()
     else:
-        terms = tuple(pairs.select(cosine, a, b) for a, b in both)
-    series = pairs.polynomial(z, terms, 4)
+        terms = tuple(pairs.select_pair(cosine, a, b) for a, b in both)
+    series = pairs.polynomial_of_pair(z, terms, 4)
     if cosine is True:
         return series
-    sine = pairs.multiply(r, series)
-    return sine if cosine is False else pairs.select(cosine, series, sine)
+    sine = pairs.multiply_pairs(r, series)
+    return sine if cosine is False else pairs.select_pair(cosine, series, sine)
 
 
-def _sign_if(condition: Array) -> Array:
-    return _bits.where(condition, np.int32(-(2**31)), np.int32(0))
+def _sign_bit_if(condition: Array) -> Array:
+    return bit_ops.lax_where(condition, np.int32(-(2**31)), np.int32(0))
 
 
-def _sin(x: Argument) -> Value:
-    r, q, shift, infinite = _turned(x)
-    value = _circular(r, (q & 1) != 0)
-    return Value(value, shift, ((x.zero, 0.0), (infinite, _NAN)), x.sign ^ _sign_if(q >= 2))
+def _sin(x: Argument) -> FunctionValue:
+    r, q, shift, infinite = _reduce_angle(x)
+    value = _sine_or_cosine(r, (q & 1) != 0)
+    return FunctionValue(value, shift, ((x.zero, 0.0), (infinite, _UNARY_NAN)), x.sign ^ _sign_bit_if(q >= 2))
 
 
-def _cos(x: Argument) -> Value:
-    r, q, _, infinite = _turned(x)
-    value = _circular(r, (q & 1) == 0)
-    return Value(value, 0, ((x.zero, 1.0), (infinite, _NAN)), _sign_if((q == 1) | (q == 2)))
+def _cos(x: Argument) -> FunctionValue:
+    r, q, _, infinite = _reduce_angle(x)
+    value = _sine_or_cosine(r, (q & 1) == 0)
+    return FunctionValue(value, 0, ((x.zero, 1.0), (infinite, _UNARY_NAN)), _sign_bit_if((q == 1) | (q == 2)))
 
 
-def _tan(x: Argument) -> Value:
-    r, q, shift, infinite = _turned(x)
-    sine, cosine = _circular(r, False), _circular(r, True)
+def _tan(x: Argument) -> FunctionValue:
+    r, q, shift, infinite = _reduce_angle(x)
+    sine, cosine = _sine_or_cosine(r, False), _sine_or_cosine(r, True)
     inverse = (q & 1) != 0
     negative = sine.hi < 0
-    sine = pairs.select(negative, pairs.negative(sine), sine)
-    value = pairs.divide(pairs.select(inverse, cosine, sine), pairs.select(inverse, sine, cosine))
-    return Value(value, shift, ((x.zero, 0.0), (infinite, _NAN)), x.sign ^ _sign_if(negative ^ inverse))
+    sine = pairs.select_pair(negative, pairs.negate_pair(sine), sine)
+    value = pairs.divide_pairs(pairs.select_pair(inverse, cosine, sine), pairs.select_pair(inverse, sine, cosine))
+    return FunctionValue(
+        value, shift, ((x.zero, 0.0), (infinite, _UNARY_NAN)), x.sign ^ _sign_bit_if(negative ^ inverse)
+    )
 
 
 def angle_of(
-    y: Pair, x: Pair, negative_x: Array | None = None, divide: Callable[[Pair, Pair], Pair] = pairs.divide
-) -> Pair:
+    y: FloatPair,
+    x: FloatPair,
+    negative_x: Array | None = None,
+    divide: Callable[[FloatPair, FloatPair], FloatPair] = pairs.divide_pairs,
+) -> FloatPair:
     """The angle in [0, π/2] of a point with nonnegative coordinates: arctan(c) + arctan(t).
 
     t = (y - c x) / (x + c y), or t = -x / y for c = ∞. If `negative_x`, the result is π minus the angle.
     """
     steep, unit = y.hi > 4 * x.hi, np.float32(1)
     flat, half, even = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
-    c = _bits.where(flat, 0 * unit, _bits.where(half, unit / 2, _bits.where(even, unit, 2 * unit)))
-    none = single(jnp.zeros_like(c))
-    above = pairs.add(pairs.select(steep, none, y), pairs.times_power(x, -_bits.where(steep, unit, c)))
-    below = pairs.add(pairs.select(steep, y, x), pairs.times_power(y, _bits.where(steep, 0 * unit, c)))
-    half_angle, right = numbers.arctangent_of(2), numbers.pi() / 2
+    c = bit_ops.lax_where(flat, 0 * unit, bit_ops.lax_where(half, unit / 2, bit_ops.lax_where(even, unit, 2 * unit)))
+    none = pair_of_number(jnp.zeros_like(c))
+    above = pairs.add_pairs(
+        pairs.select_pair(steep, none, y), pairs.multiply_pair_by_power(x, -bit_ops.lax_where(steep, unit, c))
+    )
+    below = pairs.add_pairs(
+        pairs.select_pair(steep, y, x), pairs.multiply_pair_by_power(y, bit_ops.lax_where(steep, 0 * unit, c))
+    )
+    half_angle, right = constants.arctangent_of_inverse(2), constants.pi() / 2
     angles = ((even, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
     t = divide(above, below)
-    start = _of_cases(right - half_angle, angles)
+    start = _constant_of_case(right - half_angle, angles)
     if negative_x is not None:
-        start = pairs.select(
-            negative_x, _of_cases(right + half_angle, [(at, 2 * right - v) for at, v in angles]), start
+        start = pairs.select_pair(
+            negative_x, _constant_of_case(right + half_angle, [(at, 2 * right - v) for at, v in angles]), start
         )
-        t = pairs.times_power(t, _bits.where(negative_x, -unit, unit))
-    return pairs.add(start, arctangent_series(t, -1))
+        t = pairs.multiply_pair_by_power(t, bit_ops.lax_where(negative_x, -unit, unit))
+    return pairs.add_pairs(start, arctangent_series(t, -1))
 
 
-def _of_cases(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> Pair:
+def _constant_of_case(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> FloatPair:
     """The constant of the last case that holds."""
-    value = constant(default)
+    value = pair_of_constant(default)
     for where, number in cases:
-        value = pairs.select(where, constant(number), value)
+        value = pairs.select_pair(where, pair_of_constant(number), value)
     return value
 
 
-def _arctan(x: Argument) -> Value:
+def _arctan(x: Argument) -> FunctionValue:
     size, shift = x.size(SECOND_ORDER, 60)
-    value = angle_of(single(size), single(jnp.ones_like(size)))
-    return Value(value, shift, ((x.zero, 0.0),), x.sign)
+    value = angle_of(pair_of_number(size), pair_of_number(jnp.ones_like(size)))
+    return FunctionValue(value, shift, ((x.zero, 0.0),), x.sign)
 
 
-def _cofactor(size: Array) -> Pair:
+def _cosine_of_arcsin(size: Array) -> FloatPair:
     """√(1 - x²) for 0 <= x < 1; for other x, an unused number.
 
     For small x it uses 1 - x², because a product of pairs lacks the product of their second numbers.
     """
     size = jnp.minimum(size, np.float32(1 - 2.0**-24))
-    small = pairs.add(pairs.product(-size, size), _UNIT)
-    large = pairs.multiply(pairs.exact_sum(size, np.float32(1)), pairs.exact_sum(-size, np.float32(1)))
-    return pairs.root(pairs.select(size < 0.5, small, large))
+    small = pairs.add_pairs(pairs.two_product(-size, size), _UNARY_ONE)
+    large = pairs.multiply_pairs(pairs.two_sum(size, np.float32(1)), pairs.two_sum(-size, np.float32(1)))
+    return pairs.root_of_pair(pairs.select_pair(size < 0.5, small, large))
 
 
-def _arcsin(x: Argument) -> Value:
+def _arcsin(x: Argument) -> FunctionValue:
     size, shift = x.size(SECOND_ORDER, 0)
     one = x.equals(1.0)
-    cofactor = pairs.select(one, single(jnp.zeros_like(size)), _cofactor(size))
-    value = angle_of(single(size), cofactor)
-    return Value(value, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN)), x.sign)
+    cofactor = pairs.select_pair(one, pair_of_number(jnp.zeros_like(size)), _cosine_of_arcsin(size))
+    value = angle_of(pair_of_number(size), cofactor)
+    return FunctionValue(value, shift, ((x.zero, 0.0), (x.exceeds(1.0), _UNARY_NAN)), x.sign)
 
 
-def _arccos(x: Argument) -> Value:
+def _arccos(x: Argument) -> FunctionValue:
     size, _ = x.size(FIRST_ORDER, 0)
     one = x.equals(1.0)
-    cofactor = pairs.select(one, single(jnp.zeros_like(size)), _cofactor(size))
-    value = angle_of(cofactor, single(size), x.negative)
-    return Value(value, 0, ((one & ~x.negative, 0.0), (x.exceeds(1.0), _NAN)))
+    cofactor = pairs.select_pair(one, pair_of_number(jnp.zeros_like(size)), _cosine_of_arcsin(size))
+    value = angle_of(cofactor, pair_of_number(size), x.negative)
+    return FunctionValue(value, 0, ((one & ~x.negative, 0.0), (x.exceeds(1.0), _UNARY_NAN)))
 
 
 # -- the error function ------------------------------------------------------------------------------------------------
 
 #: For a larger x, erfc(x) is below half of the least value of every format.
-_MOST_ERROR = 11.0
+_MOST_ERFC = 11.0
 
 
-def _error(size: Array) -> tuple[Pair, Pair, Array, Array]:
+def _erf_and_erfc(size: Array) -> tuple[FloatPair, FloatPair, Array, Array]:
     """erf(x) for 0 <= x < 1; the h and n of erfc(x) = h 2^n for x >= 1; and whether x >= 1."""
-    inside = pairs.multiply(single(size), pairs.polynomial(pairs.product(size, size), numbers.error(), 9))
+    inside = pairs.multiply_pairs(
+        pair_of_number(size),
+        pairs.polynomial_of_pair(pairs.two_product(size, size), constants.error_function_series(), 9),
+    )
     large = jnp.maximum(size, np.float32(1))
     bits = lax.bitcast_convert_type(large, jnp.int32)
     index = (bits >> 21) - (127 << 2)
     middle = lax.bitcast_convert_type(bits & ~((1 << 21) - 1) | 1 << 20, jnp.float32)
-    table = numbers.scaled_error()
+    table = constants.scaled_erfc_series()
 
     def word(of: Any) -> Array:
-        return take(jnp.asarray(of), jnp.minimum(index, len(of) - 1))
+        return take_in_bounds(jnp.asarray(of), jnp.minimum(index, len(of) - 1))
 
-    terms = tuple(Pair(word(c.hi), word(c.lo) if n < 8 else None) for n, c in enumerate(table))
-    scaled_erfc = pairs.polynomial(single(large - middle), terms, 8)
-    power, n = _power_of_e(pairs.negative(pairs.product(large, large)))
-    return inside, pairs.multiply(scaled_erfc, power), n, size >= 1
-
-
-def _erf(x: Argument) -> Value:
-    size, shift = _size(x, SECOND_ORDER, _MOST_ERROR)
-    inside, outside, n, large = _error(size)
-    rest = pairs.times_power(outside, -_power(n))
-    value = pairs.select(large, pairs.add_ordered(_UNIT, rest), inside)
-    return Value(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
+    terms = tuple(FloatPair(word(c.hi), word(c.lo) if n < 8 else None) for n, c in enumerate(table))
+    scaled_erfc = pairs.polynomial_of_pair(pair_of_number(large - middle), terms, 8)
+    power, n = _exp_of_pair(pairs.negate_pair(pairs.two_product(large, large)))
+    return inside, pairs.multiply_pairs(scaled_erfc, power), n, size >= 1
 
 
-def _erfc(x: Argument) -> Value:
-    size, _ = _size(x, FIRST_ORDER, _MOST_ERROR)
-    inside, outside, n, large = _error(size)
-    inside = pairs.add_ordered(_UNIT, pairs.select(x.negative, inside, pairs.negative(inside)))
-    reflection = pairs.add_ordered(constant(2), pairs.times_power(outside, -_power(n)))
-    value = pairs.select(large, pairs.select(x.negative, reflection, outside), inside)
+def _erf(x: Argument) -> FunctionValue:
+    size, shift = _clamp_size(x, SECOND_ORDER, _MOST_ERFC)
+    inside, outside, n, large = _erf_and_erfc(size)
+    rest = pairs.multiply_pair_by_power(outside, -_power_of_small_term(n))
+    value = pairs.select_pair(large, pairs.fast_add_pairs(_UNARY_ONE, rest), inside)
+    return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
+
+
+def _erfc(x: Argument) -> FunctionValue:
+    size, _ = _clamp_size(x, FIRST_ORDER, _MOST_ERFC)
+    inside, outside, n, large = _erf_and_erfc(size)
+    inside = pairs.fast_add_pairs(_UNARY_ONE, pairs.select_pair(x.negative, inside, pairs.negate_pair(inside)))
+    reflection = pairs.fast_add_pairs(
+        pair_of_constant(2), pairs.multiply_pair_by_power(outside, -_power_of_small_term(n))
+    )
+    value = pairs.select_pair(large, pairs.select_pair(x.negative, reflection, outside), inside)
     cases = ((x.zero, 1.0), (x.infinite, 0.0), (x.infinite & x.negative, 2.0))
-    return Value(value, _bits.where(large & ~x.negative, n, 0), cases)
+    return FunctionValue(value, bit_ops.lax_where(large & ~x.negative, n, 0), cases)
 
 
 # -- roots and multiples -----------------------------------------------------------------------------------------------
 
 
-def _cbrt(x: Argument) -> Value:
+def _cbrt(x: Argument) -> FunctionValue:
     third = (x.exponent + 300) // 3 - 100
-    number = x.significand * power_of_two(x.exponent - 3 * third)
-    guess = pairs.settled(lax.cbrt(number), number)
-    guess = pairs.ordered_sum(guess, _cube_error(guess, number)).hi
-    value = Pair(guess, _cube_error(guess, number))
-    return Value(value, third, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
+    number = x.significand * float32_power_of_two(x.exponent - 3 * third)
+    guess = pairs.hide_from_contraction(lax.cbrt(number), number)
+    guess = pairs.fast_two_sum(guess, _cube_error(guess, number)).hi
+    value = FloatPair(guess, _cube_error(guess, number))
+    return FunctionValue(value, third, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
 
 
 def _cube_error(guess: Array, number: Array) -> Array:
-    cube = pairs.times(pairs.product(guess, guess), guess)
+    cube = pairs.multiply_pair_by_number(pairs.two_product(guess, guess), guess)
     return ((number - cube.hi) - cube.lo) / (3 * (guess * guess))
 
 
-def _rsqrt(x: Argument) -> Value:
+def _rsqrt(x: Argument) -> FunctionValue:
     odd = x.exponent & 1
-    number = x.significand * power_of_two(odd)
-    guess = pairs.settled(lax.rsqrt(number), number)
-    guess = pairs.ordered_sum(guess, _inverse_root_error(guess, number)).hi
-    value = Pair(guess, _inverse_root_error(guess, number))
-    signed_infinity = x.signed(jnp.full_like(number, _INF))
-    cases = ((x.infinite, 0.0), (x.negative, _NAN), (x.zero, signed_infinity))
-    return Value(value, (odd - x.exponent) >> 1, cases)
+    number = x.significand * float32_power_of_two(odd)
+    guess = pairs.hide_from_contraction(lax.rsqrt(number), number)
+    guess = pairs.fast_two_sum(guess, _inverse_root_error(guess, number)).hi
+    value = FloatPair(guess, _inverse_root_error(guess, number))
+    signed_infinity = x.signed(jnp.full_like(number, _UNARY_INF))
+    cases = ((x.infinite, 0.0), (x.negative, _UNARY_NAN), (x.zero, signed_infinity))
+    return FunctionValue(value, (odd - x.exponent) >> 1, cases)
 
 
 def _inverse_root_error(guess: Array, number: Array) -> Array:
-    near = pairs.times(pairs.product(guess, guess), number)
+    near = pairs.multiply_pair_by_number(pairs.two_product(guess, guess), number)
     return ((1 - near.hi) - near.lo) * (0.5 * guess)
 
 
-def _multiple(factor: Callable[[], Fraction]) -> Callable[[Argument], Value]:
-    def multiple(x: Argument) -> Value:
-        value = pairs.times(constant(factor()), x.significand)
-        return Value(value, x.exponent, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
+def _make_multiple(factor: Callable[[], Fraction]) -> Callable[[Argument], FunctionValue]:
+    def multiple(x: Argument) -> FunctionValue:
+        value = pairs.multiply_pair_by_number(pair_of_constant(factor()), x.significand)
+        return FunctionValue(value, x.exponent, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
 
     return multiple
 
 
 #: The functions by the names of JAX's primitives, or by their own names if there is no primitive.
-FUNCTIONS: dict[str, Callable[[Argument], Value]] = {
+UNARY_FUNCTIONS: dict[str, Callable[[Argument], FunctionValue]] = {
     "exp": _exp,
     "exp2": _exp2,
     "expm1": _expm1,
@@ -552,9 +588,9 @@ FUNCTIONS: dict[str, Callable[[Argument], Value]] = {
     "sinh": _sinh,
     "cosh": _cosh,
     "tanh": _tanh,
-    "log": _logarithm(0),
-    "log2": _logarithm(2),
-    "log10": _logarithm(10),
+    "log": _make_logarithm(0),
+    "log2": _make_logarithm(2),
+    "log10": _make_logarithm(10),
     "log1p": _log1p,
     "asinh": _arcsinh,
     "acosh": _arccosh,
@@ -569,6 +605,6 @@ FUNCTIONS: dict[str, Callable[[Argument], Value]] = {
     "erfc": _erfc,
     "cbrt": _cbrt,
     "rsqrt": _rsqrt,
-    "degrees": _multiple(lambda: 180 / numbers.pi()),
-    "radians": _multiple(lambda: numbers.pi() / 180),
+    "degrees": _make_multiple(lambda: 180 / constants.pi()),
+    "radians": _make_multiple(lambda: constants.pi() / 180),
 }

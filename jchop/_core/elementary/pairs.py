@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
+from jchop._common import bit_ops
 
 Array = jax.Array
 
 #: The mask of the first 12 bits of a float32 significand, so that products of halves are exact.
 _UPPER_HALF = ~0xFFF
-_SIGN = np.int32(-(2**31))
+_FLOAT32_SIGN = np.int32(-(2**31))
 
 
-class Pair(NamedTuple):
+class FloatPair(NamedTuple):
     """The number hi + lo, |lo| <= ulp(hi) or so."""
 
     hi: Any
@@ -36,13 +36,13 @@ class Pair(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def constant(value: Fraction | int) -> Pair:
+def pair_of_constant(value: Fraction | int) -> FloatPair:
     """A rational number to 48 bits."""
-    hi = np.float32(_nearest(Fraction(value)))
-    return Pair(hi, np.float32(_nearest(Fraction(value) - Fraction(float(hi)))))
+    hi = np.float32(_nearest_float32(Fraction(value)))
+    return FloatPair(hi, np.float32(_nearest_float32(Fraction(value) - Fraction(float(hi)))))
 
 
-def _nearest(value: Fraction) -> float:
+def _nearest_float32(value: Fraction) -> float:
     """The nearest float32, from the float64 rounded to odd; a quotient of Python's integers is the nearest float64."""
     near = value.numerator / value.denominator
     if Fraction(near) != value and not int(np.float64(near).view(np.int64)) & 1:
@@ -50,141 +50,141 @@ def _nearest(value: Fraction) -> float:
     return float(np.float32(near))
 
 
-def single(x: Array) -> Pair:
+def pair_of_number(x: Array) -> FloatPair:
     """A number as a pair."""
-    return Pair(x, jnp.zeros_like(x))
+    return FloatPair(x, jnp.zeros_like(x))
 
 
-def select(where: Array, a: Pair, b: Pair) -> Pair:
-    return Pair(_bits.where(where, a.hi, b.hi), _bits.where(where, a.lo, b.lo))
+def select_pair(where: Array, a: FloatPair, b: FloatPair) -> FloatPair:
+    return FloatPair(bit_ops.lax_where(where, a.hi, b.hi), bit_ops.lax_where(where, a.lo, b.lo))
 
 
-def negative(a: Pair) -> Pair:
-    return Pair(-a.hi, -a.lo)
+def negate_pair(a: FloatPair) -> FloatPair:
+    return FloatPair(-a.hi, -a.lo)
 
 
-def times_power(a: Pair, power: Any) -> Pair:
+def multiply_pair_by_power(a: FloatPair, power: Any) -> FloatPair:
     """A pair times a power of two, or times 0."""
-    return Pair(a.hi * power, a.lo * power)
+    return FloatPair(a.hi * power, a.lo * power)
 
 
-def settled(x: Array, positive: Array) -> Array:
+def hide_from_contraction(x: Array, positive: Array) -> Array:
     """`x` combined with the sign of a nonnegative number, so that no compiler contracts it with a sum."""
-    sign = lax.bitcast_convert_type(positive, jnp.int32) & _SIGN
+    sign = lax.bitcast_convert_type(positive, jnp.int32) & _FLOAT32_SIGN
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | sign, jnp.float32)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-def ordered_sum(a: Any, b: Any) -> Pair:
+def fast_two_sum(a: Any, b: Any) -> FloatPair:
     """The exact sum of two numbers, |a| >= |b| or a = 0."""
     total = a + b
-    return Pair(total, (a - total) + b)
+    return FloatPair(total, (a - total) + b)
 
 
-def exact_sum(a: Array, b: Any) -> Pair:
+def two_sum(a: Array, b: Any) -> FloatPair:
     """The exact sum of two numbers; a constant must be the second one."""
     total = a + b
     rest = total - a
-    return Pair(total, (a - (total - rest)) + (b - rest))
+    return FloatPair(total, (a - (total - rest)) + (b - rest))
 
 
-def add(a: Pair, b: Pair) -> Pair:
+def add_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
     """The sum of two pairs, with a relative error of 2^-46 also if they cancel."""
-    high, low = exact_sum(a.hi, b.hi), exact_sum(a.lo, b.lo)
-    high = ordered_sum(high.hi, high.lo + low.hi)
-    return ordered_sum(high.hi, high.lo + low.lo)
+    high, low = two_sum(a.hi, b.hi), two_sum(a.lo, b.lo)
+    high = fast_two_sum(high.hi, high.lo + low.hi)
+    return fast_two_sum(high.hi, high.lo + low.lo)
 
 
-def add_ordered(a: Pair, b: Pair) -> Pair:
+def fast_add_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
     """The sum of two pairs that do not cancel, |a| >= |b|."""
-    total = ordered_sum(a.hi, b.hi)
-    return ordered_sum(total.hi, total.lo + (a.lo + b.lo))
+    total = fast_two_sum(a.hi, b.hi)
+    return fast_two_sum(total.hi, total.lo + (a.lo + b.lo))
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def halves(x: Any) -> tuple[Any, Any]:
+def split_significand(x: Any) -> tuple[Any, Any]:
     high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & _UPPER_HALF, jnp.float32)
     return high, x - high
 
 
-def _product(a: Any, b: Any, more: Any) -> Pair:
+def _two_product_plus(a: Any, b: Any, more: Any) -> FloatPair:
     """The product of two numbers, plus a number near its last place; not quite normalised."""
-    (ah, al), (bh, bl) = halves(a), halves(b)
-    middle = exact_sum(ah * bl, al * bh)
-    top = ordered_sum(ah * bh, middle.hi)
+    (ah, al), (bh, bl) = split_significand(a), split_significand(b)
+    middle = two_sum(ah * bl, al * bh)
+    top = fast_two_sum(ah * bh, middle.hi)
     rest = al * bl if more is None else al * bl + more
-    return Pair(top.hi, top.lo + (middle.lo + rest))
+    return FloatPair(top.hi, top.lo + (middle.lo + rest))
 
 
-def product(a: Any, b: Any) -> Pair:
+def two_product(a: Any, b: Any) -> FloatPair:
     """The product of two numbers."""
-    return _product(a, b, None)
+    return _two_product_plus(a, b, None)
 
 
-def _loose(a: Pair, b: Pair) -> Pair:
-    return _product(a.hi, b.hi, a.hi * b.lo + a.lo * b.hi)
+def _loose_pair_product(a: FloatPair, b: FloatPair) -> FloatPair:
+    return _two_product_plus(a.hi, b.hi, a.hi * b.lo + a.lo * b.hi)
 
 
-def multiply(a: Pair, b: Pair) -> Pair:
+def multiply_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
     """The product of two pairs, with a relative error of 2^-46."""
-    return ordered_sum(*_loose(a, b))
+    return fast_two_sum(*_loose_pair_product(a, b))
 
 
-def square(a: Pair) -> Pair:
-    return multiply(a, a)
+def square_pair(a: FloatPair) -> FloatPair:
+    return multiply_pairs(a, a)
 
 
-def times(a: Pair, b: Any) -> Pair:
+def multiply_pair_by_number(a: FloatPair, b: Any) -> FloatPair:
     """The product of a pair and a number."""
-    return ordered_sum(*_product(a.hi, b, a.lo * b))
+    return fast_two_sum(*_two_product_plus(a.hi, b, a.lo * b))
 
 
-def divide(a: Pair, b: Pair) -> Pair:
+def divide_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
     """The quotient of a pair and a positive pair, to 2^-44 of it.
 
     There is one division: XLA ends a fusion at each, and computes the operands anew in the next.
     """
     inverse = np.float32(1) / b.hi
-    first = settled(a.hi * inverse, b.hi)
-    near = product(first, b.hi)
+    first = hide_from_contraction(a.hi * inverse, b.hi)
+    near = two_product(first, b.hi)
     rest = ((a.hi - near.hi) - near.lo) + (a.lo - first * b.lo)
-    return ordered_sum(first, settled(rest * inverse, b.hi))
+    return fast_two_sum(first, hide_from_contraction(rest * inverse, b.hi))
 
 
-def divide_exactly(a: Pair, b: Pair) -> Pair:
+def divide_pairs_exactly(a: FloatPair, b: FloatPair) -> FloatPair:
     """As `divide_pairs`; the second number is zero if the quotient is a number of few bits, else of the right sign."""
     inverse = np.float32(1) / b.hi
 
     def error(guess: Array) -> Array:
-        near = product(guess, b.hi)
-        return settled((((a.hi - near.hi) - near.lo) + (a.lo - guess * b.lo)) * inverse, b.hi)
+        near = two_product(guess, b.hi)
+        return hide_from_contraction((((a.hi - near.hi) - near.lo) + (a.lo - guess * b.lo)) * inverse, b.hi)
 
-    first = settled(a.hi * inverse, b.hi)
-    guess = ordered_sum(first, error(first)).hi
-    return Pair(guess, error(guess))
+    first = hide_from_contraction(a.hi * inverse, b.hi)
+    guess = fast_two_sum(first, error(first)).hi
+    return FloatPair(guess, error(guess))
 
 
-def root(a: Pair) -> Pair:
+def root_of_pair(a: FloatPair) -> FloatPair:
     """The square root of a positive pair; exact if the root is a float32 number."""
-    guess = settled(lax.sqrt(a.hi), a.hi)
+    guess = hide_from_contraction(lax.sqrt(a.hi), a.hi)
     inverse = np.float32(0.5) / guess  # the one division, as in `divide_pairs`
 
     def error(guess: Array) -> Array:
-        near = product(guess, guess)
-        return settled((((a.hi - near.hi) - near.lo) + a.lo) * inverse, a.hi)
+        near = two_product(guess, guess)
+        return hide_from_contraction((((a.hi - near.hi) - near.lo) + a.lo) * inverse, a.hi)
 
-    guess = ordered_sum(guess, error(guess)).hi
-    return Pair(guess, error(guess))
+    guess = fast_two_sum(guess, error(guess)).hi
+    return FloatPair(guess, error(guess))
 
 
 # -- polynomials -------------------------------------------------------------------------------------------------------
 
 
-def polynomial(x: Pair, coefficients: tuple[Pair, ...], pairs: int) -> Pair:
+def polynomial_of_pair(x: FloatPair, coefficients: tuple[FloatPair, ...], pairs: int) -> FloatPair:
     """The value of a polynomial, the constant term first; the terms from `pairs` on need only float32.
 
     Each coefficient is larger than the sum of the later terms.
@@ -193,12 +193,12 @@ def polynomial(x: Pair, coefficients: tuple[Pair, ...], pairs: int) -> Pair:
     rest: Any = coefficients[-1].hi
     for c in reversed(coefficients[pairs:-1]):
         rest = rest * x.hi + c.hi
-    total = _after(last, _product(rest, x.hi, rest * x.lo))
+    total = _add_coefficient(last, _two_product_plus(rest, x.hi, rest * x.lo))
     for c in reversed(first):
-        total = _after(c, _loose(total, x))
+        total = _add_coefficient(c, _loose_pair_product(total, x))
     return total
 
 
-def _after(c: Pair, step: Pair) -> Pair:
-    total = ordered_sum(c.hi, step.hi)
-    return ordered_sum(total.hi, total.lo + (step.lo + c.lo))
+def _add_coefficient(c: FloatPair, step: FloatPair) -> FloatPair:
+    total = fast_two_sum(c.hi, step.hi)
+    return fast_two_sum(total.hi, total.lo + (step.lo + c.lo))

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop import _bits
+from jchop._common import bit_ops
 
 Array = jax.Array
 
 #: The most bins: as bytes, they fit into a quarter of a CPU's first cache.
-_MOST = 8192
+_MOST_BINS = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,11 @@ class Bins:
             below: whether each number is below zero.
             magnitude: integers.
         """
-        within = _bits.clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
+        within = bit_ops.lax_clip(magnitude, self.first << self.shift, self.last << self.shift) >> self.shift
         least, most = -self.first, self.last - self.first + 1
         if self.negative:
-            return (within + _bits.where(below, most + least, least)).astype(jnp.int32)
-        return _bits.where(below, 0, within + least).astype(jnp.int32)
+            return (within + bit_ops.lax_where(below, most + least, least)).astype(jnp.int32)
+        return bit_ops.lax_where(below, 0, within + least).astype(jnp.int32)
 
 
 def make_bins(thresholds: Sequence[int], margin: int = 0) -> Bins | None:
@@ -61,11 +61,11 @@ def make_bins(thresholds: Sequence[int], margin: int = 0) -> Bins | None:
         margin: the largest error of a binned number; bins count as larger by it.
     """
     width = max(map(abs, thresholds)).bit_length()
-    candidates = (_bins(np.array(thresholds, object), shift, margin) for shift in range(width, -1, -1))
+    candidates = (_bins_of_shift(np.array(thresholds, object), shift, margin) for shift in range(width, -1, -1))
     return next((bins for bins in candidates if bins is not None), None)
 
 
-def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
+def _bins_of_shift(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
     # Thresholds next to zero stay in the first bins, for every exponent.
     sizes = [abs(value) for value in thresholds if abs(value) > 1 + margin]
     if not sizes:
@@ -73,7 +73,7 @@ def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
     first, last = max(((min(sizes) - margin) >> shift) - 1, 0), ((max(sizes) + margin) >> shift) + 1
     negative = bool(thresholds[0] < 0)
     count = last - first + 1
-    if count << negative > _MOST:
+    if count << negative > _MOST_BINS:
         return None
     top = 1 << shift
     starts = np.array([0, *((first + i) * top for i in range(1, count))], object)
@@ -90,7 +90,7 @@ def _bins(thresholds: np.ndarray, shift: int, margin: int) -> Bins | None:
     return Bins(shift, first, last, negative, below.astype(np.uint8 if len(thresholds) <= 256 else np.uint16))
 
 
-def take(table: Array, index: Array) -> Array:
+def take_in_bounds(table: Array, index: Array) -> Array:
     """``table[index]`` for valid indexes. Plain indexing does not support explicit sharding."""
     return table.at[index].get(
         out_sharding=jax.typeof(index).sharding, mode="promise_in_bounds", wrap_negative_indices=False

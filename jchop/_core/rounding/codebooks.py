@@ -13,48 +13,48 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import Carrier
-from jchop._core.rounding.bins import Bins, make_bins, take
-from jchop._core.rounding.modes import Draw, draw, threshold
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
+from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
+from jchop._core.rounding.modes import RandomBits, rounding_threshold, take_random_bits
+from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, ElementFormat
-from jchop.rounding import Rounding
-from jchop.spec import Spec
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
 #: The most levels for which every threshold is compared, as kernels can; more levels use tables.
-COMPARE_ALL = 32
+MOST_COMPARISONS = 32
 
 
 def refuse_table(fmt: ElementFormat) -> str | None:
     """The reason why kernels do not take a format whose levels are gathered from a table; None for another."""
-    if isinstance(fmt, CodebookFormat) and len(fmt.levels) > COMPARE_ALL:
-        return f"{fmt} has more than {COMPARE_ALL} levels, which are gathered from a table"
+    if isinstance(fmt, CodebookFormat) and len(fmt.levels) > MOST_COMPARISONS:
+        return f"{fmt} has more than {MOST_COMPARISONS} levels, which are gathered from a table"
     return None
 
 
 def round_codebook(sign: Array, magnitude: Array, word: Array | None, spec: Spec, carrier: Carrier) -> Array:
     """Values rounded to the levels of `spec.format`; NaN stays NaN, numbers beyond the ends saturate."""
-    table = _table(spec.format, carrier)  # type: ignore[arg-type]
-    value = _bits.ordered(sign, magnitude)
+    table = _level_table(spec.format, carrier)  # type: ignore[arg-type]
+    value = bit_ops.ordered_integers(sign, magnitude)
     if spec.rounding in table.thresholds:
         result = pick_level(value, table.thresholds[spec.rounding], table.levels)
     else:
-        result = _draw_between(value, word, spec, table, carrier)
+        result = _draw_level(value, word, spec, table, carrier)
     is_nan = magnitude > carrier.inf
-    sign = _bits.where(is_nan, sign, _bits.where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
-    return _bits.join(sign, _bits.where(is_nan, magnitude, jnp.abs(result)), carrier)
+    sign = bit_ops.lax_where(is_nan, sign, bit_ops.lax_where(result < 0, carrier.sign_bit, 0).astype(sign.dtype))
+    return bit_ops.join_sign(sign, bit_ops.lax_where(is_nan, magnitude, jnp.abs(result)), carrier)
 
 
 @dataclass(frozen=True)
-class _Table:
+class _LevelTable:
     levels: np.ndarray  # as ordered integers of the carrier
     thresholds: dict[Rounding, np.ndarray]  # by mode: thresholds[i] is the first value of level i + 1
 
 
 @lru_cache(maxsize=64)
-def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
+def _level_table(fmt: CodebookFormat, carrier: Carrier) -> _LevelTable:
     levels = [Fraction(level) for level in fmt.levels]
     pairs = list(itertools.pairwise(levels))
 
@@ -68,10 +68,10 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
         return -carrier.ceil_bits(-value) + 1
 
     def first(mode: Rounding) -> np.ndarray:
-        points = (threshold(mode, index, *pair) for index, pair in enumerate(pairs))
+        points = (rounding_threshold(mode, index, *pair) for index, pair in enumerate(pairs))
         return to_array([above(point) if strict else at_least(point) for point, strict in points])
 
-    return _Table(
+    return _LevelTable(
         levels=to_array([at_least(level) for level in levels]),
         thresholds={mode: first(mode) for mode in Rounding if not mode.stochastic},
     )
@@ -79,11 +79,11 @@ def _table(fmt: CodebookFormat, carrier: Carrier) -> _Table:
 
 def pick_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     """``choices[k]`` for values that have reached k of the thresholds."""
-    if len(choices) > COMPARE_ALL:
-        return _search(value, thresholds, choices)
+    if len(choices) > MOST_COMPARISONS:
+        return _search_level(value, thresholds, choices)
     result = jnp.full_like(value, int(choices[0]))
     for least, choice in zip(thresholds, choices[1:], strict=True):
-        result = _bits.where(value >= int(least), jnp.full_like(value, int(choice)), result)
+        result = bit_ops.lax_where(value >= int(least), jnp.full_like(value, int(choice)), result)
     return result
 
 
@@ -95,29 +95,31 @@ def pick_code(codes: Array, table: Sequence[int], bits: int) -> Array:
         if len(set(part)) == 1:
             return part[0]
         low, high = pick(part[: len(part) // 2], bit - 1), pick(part[len(part) // 2 :], bit - 1)
-        return _bits.where(is_set[bit], *(jnp.full_like(codes, v) if isinstance(v, int) else v for v in (high, low)))
+        return bit_ops.lax_where(
+            is_set[bit], *(jnp.full_like(codes, v) if isinstance(v, int) else v for v in (high, low))
+        )
 
     is_set = [(codes & (1 << bit)) != 0 for bit in range(bits)]
     choice = pick(full, bits - 1)
     return jnp.full_like(codes, choice) if isinstance(choice, int) else choice
 
 
-def _search(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+def _search_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     """`pick_level` by bins, or by bisection if the thresholds cannot be binned."""
-    bins = _bins_of(tuple(thresholds.tolist()))
+    bins = _bins_of_thresholds(tuple(thresholds.tolist()))
     if bins is None:
-        return _bisect(value, thresholds, choices)
-    index = take(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
-    reaches = value >= take(jnp.asarray(thresholds), index)
-    return take(jnp.asarray(choices), index + reaches)
+        return _bisect_level(value, thresholds, choices)
+    index = take_in_bounds(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value))).astype(jnp.int32)
+    reaches = value >= take_in_bounds(jnp.asarray(thresholds), index)
+    return take_in_bounds(jnp.asarray(choices), index + reaches)
 
 
 @lru_cache(maxsize=256)
-def _bins_of(thresholds: tuple[int, ...]) -> Bins | None:
+def _bins_of_thresholds(thresholds: tuple[int, ...]) -> Bins | None:
     return make_bins(thresholds)
 
 
-def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
+def _bisect_level(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     """`pick_level` by bisection.
 
     XLA takes minutes to compile two consecutive searches that it fuses. The barrier prevents the fusion.
@@ -128,29 +130,31 @@ def _bisect(value: Array, thresholds: np.ndarray, choices: np.ndarray) -> Array:
     table = jnp.asarray(np.concatenate([thresholds, padding]))
     count = jnp.zeros_like(value)
     for step in reversed(range(steps)):
-        reaches = value >= take(table, count + ((1 << step) - 1))
-        count = _bits.where(reaches, count + (1 << step), count)
-    return take(jnp.asarray(choices), count)
+        reaches = value >= take_in_bounds(table, count + ((1 << step) - 1))
+        count = bit_ops.lax_where(reaches, count + (1 << step), count)
+    return take_in_bounds(jnp.asarray(choices), count)
 
 
-def _draw_between(value: Array, word: Array | None, spec: Spec, table: _Table, carrier: Carrier) -> Array:
+def _draw_level(value: Array, word: Array | None, spec: Spec, table: _LevelTable, carrier: Carrier) -> Array:
     """The stochastic modes: the neighbour of larger magnitude if the draw selects it, else the other one."""
     starts = table.thresholds[Rounding.DOWN]
     below = pick_level(value, starts, table.levels)
     above = pick_level(value, starts, np.append(table.levels[1:], table.levels[-1]))
     inward = jnp.abs(below) < jnp.abs(above)
-    near, far = _bits.where(inward, below, above), _bits.where(inward, above, below)
-    random = draw(word, spec, carrier)
+    near, far = bit_ops.lax_where(inward, below, above), bit_ops.lax_where(inward, above, below)
+    random = take_random_bits(word, spec, carrier)
     assert random is not None
     if spec.rounding is Rounding.STOCHASTIC_EQUAL:
-        away = _bits.top_bit(random.word)
+        away = bit_ops.top_bit(random.word)
     else:
-        away = _proportional(value, near, far, random, spec.rounding, carrier)
+        away = _draws_by_distance(value, near, far, random, spec.rounding, carrier)
     exact = (value == below) | (value < int(table.levels[0]))
-    return _bits.where(exact, below, _bits.where(away, far, near))
+    return bit_ops.lax_where(exact, below, bit_ops.lax_where(away, far, near))
 
 
-def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rounding, carrier: Carrier) -> Array:
+def _draws_by_distance(
+    value: Array, near: Array, far: Array, random: RandomBits, mode: Rounding, carrier: Carrier
+) -> Array:
     """P3109's nu >= 1 - R 2^-N for nu = (x - near) / (far - near), in the carrier's arithmetic.
 
     The spacing of levels is arbitrary, so nu is not an integer number of random bits. The probability is right to
@@ -159,8 +163,8 @@ def _proportional(value: Array, near: Array, far: Array, random: Draw, mode: Rou
     wide = "float64" if carrier.width == 64 else "float32"
 
     def number(ordered_bits: Array) -> Array:
-        sign = _bits.where(ordered_bits < 0, carrier.sign_bit, 0).astype(ordered_bits.dtype)
-        return _bits.join(sign, jnp.abs(ordered_bits), carrier).astype(wide)
+        sign = bit_ops.lax_where(ordered_bits < 0, carrier.sign_bit, 0).astype(ordered_bits.dtype)
+        return bit_ops.join_sign(sign, jnp.abs(ordered_bits), carrier).astype(wide)
 
     unit = 1 << (random.width - random.bits)
     to_nearest = mode is Rounding.STOCHASTIC_C  # rounds nu 2^N to the nearest integer first, so half a unit earlier

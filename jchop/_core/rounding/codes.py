@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import Carrier
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
 from jchop._core.rounding import codebooks
-from jchop._core.rounding.bins import take
-from jchop._core.rounding.log_takum import decode_log, encode_log
+from jchop._core.rounding.bins import take_in_bounds
+from jchop._core.rounding.log_takum import decode_log_takum, encode_log_takum
 from jchop._core.rounding.tapered import decode_hif8, decode_tapered, encode_hif8, encode_tapered
-from jchop._core.sizes import are_known
+from jchop._core.xla.sizes import are_static
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -44,13 +44,13 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
         fmt: a float or tapered format of any width, or another of at most 16 bits.
         carrier: the carrier of `values`.
     """
-    sign, magnitude = _bits.split(values, carrier)
+    sign, magnitude = bit_ops.split_sign(values, carrier)
     if isinstance(fmt, FloatFormat):
-        codes = _encode_float(sign, magnitude, fmt, carrier)
+        codes = _encode_float_format(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, UniformFormat):
-        codes = _encode_uniform(sign, magnitude, fmt, carrier)
+        codes = _encode_uniform_format(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, LogTakumFormat):
-        codes = encode_log(sign, magnitude, fmt, carrier)
+        codes = encode_log_takum(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, StringFormat):
         codes = encode_tapered(sign, magnitude, fmt, carrier)
     elif isinstance(fmt, HiFloat8Format):
@@ -59,7 +59,9 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
         assert isinstance(fmt, CodebookFormat)
         levels = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
         indexes = np.arange(len(levels), dtype=carrier.work)
-        codes = codebooks.pick_level(_bits.ordered(sign, magnitude), np.array(levels[1:], carrier.work), indexes)
+        codes = codebooks.pick_level(
+            bit_ops.ordered_integers(sign, magnitude), np.array(levels[1:], carrier.work), indexes
+        )
     return codes.astype(fmt.code_dtype)
 
 
@@ -74,11 +76,15 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
     """
     codes = codes.astype(carrier.work)
     if isinstance(fmt, FloatFormat):
-        return (_decode_short_float if short and _is_short(fmt, carrier) else _decode_float)(codes, fmt, carrier)
+        return (_decode_short_float if short and _has_short_decode(fmt, carrier) else _decode_float_format)(
+            codes, fmt, carrier
+        )
     if isinstance(fmt, UniformFormat):
-        return (_decode_short_uniform if short and _is_short(fmt, carrier) else _decode_uniform)(codes, fmt, carrier)
+        return (_decode_short_uniform if short and _has_short_decode(fmt, carrier) else _decode_uniform_format)(
+            codes, fmt, carrier
+        )
     if isinstance(fmt, LogTakumFormat):
-        return decode_log(codes, fmt, carrier)
+        return decode_log_takum(codes, fmt, carrier)
     if isinstance(fmt, StringFormat):
         return decode_tapered(codes, fmt, carrier)
     if isinstance(fmt, HiFloat8Format):
@@ -87,13 +93,13 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
     level_bits = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
     patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in level_bits] + [carrier.nan]
     table = np.array(patterns, carrier.work)
-    if len(table) > codebooks.COMPARE_ALL:
-        bits = take(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
+    if len(table) > codebooks.MOST_COMPARISONS:
+        bits = take_in_bounds(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
     elif short:
         bits = codebooks.pick_code(codes, [int(pattern) for pattern in table], fmt.bits)
     else:
         bits = codebooks.pick_level(codes, np.arange(1, len(table), dtype=carrier.work), table)
-    return _bits.join(jnp.zeros_like(bits), bits, carrier)
+    return bit_ops.join_sign(jnp.zeros_like(bits), bits, carrier)
 
 
 def decode_magnitude(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
@@ -101,135 +107,135 @@ def decode_magnitude(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
 
     In few operations where the bits of a code are the first bits of its value, as those of bfloat16 in float32.
     """
-    if not _leads(fmt, carrier):
-        return _bits.split(decode_elements(codes, fmt, carrier), carrier)[1]
-    return (codes.astype(carrier.work) & _bits.low_mask(fmt.bits - fmt.signed)) << (carrier.fraction - fmt.frac_bits)
+    if not _is_prefix_of_carrier(fmt, carrier):
+        return bit_ops.split_sign(decode_elements(codes, fmt, carrier), carrier)[1]
+    return (codes.astype(carrier.work) & bit_ops.low_mask(fmt.bits - fmt.signed)) << (carrier.fraction - fmt.frac_bits)
 
 
-def extended(magnitude: Array, carrier: Carrier) -> Array:
+def extend_exponent(magnitude: Array, carrier: Carrier) -> Array:
     """Magnitude bits with an exponent field that continues below 1, so that every value but 0 has a leading bit.
 
     A subnormal value is its bits, read as an integer, times the smallest value of the carrier.
     """
-    wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
+    wide = bit_ops.CARRIERS["float64" if carrier.width == 64 else "float32"]
     lead = lax.bitcast_convert_type(magnitude.astype(wide.name), wide.work) >> (wide.fraction - carrier.fraction)
     subnormal_bits = lead + ((carrier.tiny_exponent + carrier.bias - wide.bias) << carrier.fraction)
-    return _bits.where(magnitude < 1 << carrier.fraction, subnormal_bits, magnitude)
+    return bit_ops.lax_where(magnitude < 1 << carrier.fraction, subnormal_bits, magnitude)
 
 
 # -- floating-point formats --------------------------------------------------------------------------------------------
 
 
-def _encode_float(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+def _encode_float_format(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    leads = _leads(fmt, carrier)
-    bits = magnitude if leads or _all_normal(fmt, carrier) else extended(magnitude, carrier)
-    codes = _shifted(bits - (lag << carrier.fraction), drop)
+    leads = _is_prefix_of_carrier(fmt, carrier)
+    bits = magnitude if leads or _is_normal_in_carrier(fmt, carrier) else extend_exponent(magnitude, carrier)
+    codes = _shift_right_or_left(bits - (lag << carrier.fraction), drop)
     if fmt.zero and not leads:
         field = (bits >> carrier.fraction) - lag
-        significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
-        small = significand >> _bits.clip(drop + 1 - field, 0, carrier.work_width - 1)
-        codes = _bits.where(field > 0, codes, small if fmt.subnormals else 0)
+        significand = bits & bit_ops.low_mask(carrier.fraction) | 1 << carrier.fraction
+        small = significand >> bit_ops.lax_clip(drop + 1 - field, 0, carrier.work_width - 1)
+        codes = bit_ops.lax_where(field > 0, codes, small if fmt.subnormals else 0)
     if fmt.inf_code is not None and not leads:
-        codes = _bits.where(magnitude == carrier.inf, fmt.inf_code, codes)
+        codes = bit_ops.lax_where(magnitude == carrier.inf, fmt.inf_code, codes)
     if fmt.signed:
         top = 1 << (fmt.bits - 1) if fmt.bits < carrier.work_width else carrier.sign_bit
-        codes = _bits.where(sign != 0, codes | top, codes)
+        codes = bit_ops.lax_where(sign != 0, codes | top, codes)
     nan = fmt.code_of(math.nan)
-    return codes if nan is None else _bits.where(magnitude > carrier.inf, nan, codes)
+    return codes if nan is None else bit_ops.lax_where(magnitude > carrier.inf, nan, codes)
 
 
-def _decode_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+def _decode_float_format(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     width = fmt.bits - fmt.signed
-    code = codes & _bits.low_mask(width)
+    code = codes & bit_ops.low_mask(width)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
-    if leads := _leads(fmt, carrier):
-        magnitude = small = _shifted(code, -drop)
-    elif _all_normal(fmt, carrier):
-        magnitude = _shifted(code, -drop) + (lag << carrier.fraction)
-        small = _scaled(code, fmt.emin - fmt.frac_bits, carrier)
+    if leads := _is_prefix_of_carrier(fmt, carrier):
+        magnitude = small = _shift_right_or_left(code, -drop)
+    elif _is_normal_in_carrier(fmt, carrier):
+        magnitude = _shift_right_or_left(code, -drop) + (lag << carrier.fraction)
+        small = _bits_of_multiple(code, fmt.emin - fmt.frac_bits, carrier)
     else:
         field = code >> fmt.frac_bits
-        significand = code & _bits.low_mask(fmt.frac_bits) | 1 << fmt.frac_bits
-        magnitude = _bits.compose(significand, field - fmt.bias - fmt.frac_bits, carrier)
-        small = _bits.compose(code, jnp.full_like(code, fmt.emin - fmt.frac_bits), carrier)
+        significand = code & bit_ops.low_mask(fmt.frac_bits) | 1 << fmt.frac_bits
+        magnitude = bit_ops.compose_magnitude(significand, field - fmt.bias - fmt.frac_bits, carrier)
+        small = bit_ops.compose_magnitude(code, jnp.full_like(code, fmt.emin - fmt.frac_bits), carrier)
     if fmt.zero and not leads:
         if not fmt.subnormals:
-            small = _bits.where(code == 0, 0, carrier.nan)
-        magnitude = _bits.where(code < 1 << fmt.frac_bits, small, magnitude)
-    if fmt.max_code != _bits.low_mask(width):
-        magnitude = _bits.where(code > fmt.max_code, carrier.nan, magnitude)
+            small = bit_ops.lax_where(code == 0, 0, carrier.nan)
+        magnitude = bit_ops.lax_where(code < 1 << fmt.frac_bits, small, magnitude)
+    if fmt.max_code != bit_ops.low_mask(width):
+        magnitude = bit_ops.lax_where(code > fmt.max_code, carrier.nan, magnitude)
     if fmt.has_inf:
-        magnitude = _bits.where(code == fmt.inf_code, carrier.inf, magnitude)
+        magnitude = bit_ops.lax_where(code == fmt.inf_code, carrier.inf, magnitude)
     sign = jnp.zeros_like(code)
     if fmt.signed:
         negative = (codes >> width) & 1 != 0
-        sign = _bits.where(negative & (magnitude <= carrier.inf), jnp.full_like(code, carrier.sign_bit), sign)
+        sign = bit_ops.lax_where(negative & (magnitude <= carrier.inf), jnp.full_like(code, carrier.sign_bit), sign)
         if fmt.nans == "negative_zero":
-            magnitude = _bits.where(negative & (code == 0), carrier.nan, magnitude)
-            sign = _bits.where(code == 0, 0, sign)
-    return _bits.join(sign.astype(carrier.work), magnitude.astype(carrier.work), carrier)
+            magnitude = bit_ops.lax_where(negative & (code == 0), carrier.nan, magnitude)
+            sign = bit_ops.lax_where(code == 0, 0, sign)
+    return bit_ops.join_sign(sign.astype(carrier.work), magnitude.astype(carrier.work), carrier)
 
 
-def _leads(fmt: FloatFormat, carrier: Carrier) -> bool:
+def _is_prefix_of_carrier(fmt: FloatFormat, carrier: Carrier) -> bool:
     """Whether the codes of numbers are the leading bits of their patterns in the carrier, as bfloat16 in float32."""
     infinity = carrier.inf >> max(carrier.fraction - fmt.frac_bits, 0)
     return fmt.zero and fmt.subnormals and fmt.bias == carrier.bias and fmt.inf_code == infinity
 
 
-def _is_short(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
+def _has_short_decode(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
     """Whether float32 or float64 has all values as normal numbers, and adds the ends of the format exactly."""
     if isinstance(fmt, FloatFormat) and not (fmt.zero and fmt.subnormals and fmt.nans != "negative_zero"):
         return False
     if isinstance(fmt, UniformFormat) and fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1)):  # an unused code
         return False
-    return carrier.width >= 32 and fmt.bits < carrier.fraction and _all_normal(fmt, carrier)
+    return carrier.width >= 32 and fmt.bits < carrier.fraction and _is_normal_in_carrier(fmt, carrier)
 
 
 def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
     """`_decode_float_format` in few operations: a subnormal number is 1.f times the least normal one, minus that."""
-    code = codes & _bits.low_mask(fmt.bits - fmt.signed)
+    code = codes & bit_ops.low_mask(fmt.bits - fmt.signed)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     bits = (code << drop) + (lag << carrier.fraction)
     above = lax.bitcast_convert_type(bits + (1 << carrier.fraction), jnp.dtype(carrier.name))
     small = lax.bitcast_convert_type(above - jnp.asarray(2.0**fmt.emin, above.dtype), carrier.work)
-    bits = _bits.where(code < 1 << fmt.frac_bits, small, bits)
+    bits = bit_ops.lax_where(code < 1 << fmt.frac_bits, small, bits)
     if fmt.has_inf:
-        bits = _bits.where(code == fmt.inf_code, carrier.inf, bits)
+        bits = bit_ops.lax_where(code == fmt.inf_code, carrier.inf, bits)
     if fmt.signed:
         bits = bits | ((codes << (carrier.work_width - fmt.bits)) & carrier.sign_bit)
-    if fmt.max_code != _bits.low_mask(fmt.bits - fmt.signed):
+    if fmt.max_code != bit_ops.low_mask(fmt.bits - fmt.signed):
         beyond = code > fmt.max_code
-        bits = _bits.where(beyond & (code != fmt.inf_code) if fmt.has_inf else beyond, carrier.nan, bits)
+        bits = bit_ops.lax_where(beyond & (code != fmt.inf_code) if fmt.has_inf else beyond, carrier.nan, bits)
     return lax.bitcast_convert_type(bits, jnp.dtype(carrier.name))
 
 
-def _all_normal(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
+def _is_normal_in_carrier(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
     """Whether every value of `fmt` but 0 is a normal number of `carrier`."""
     return Fraction(fmt.smallest) >= Fraction(2) ** (1 - carrier.bias)  # type: ignore[arg-type]
 
 
-def _scaled(count: Array, exponent: int, carrier: Carrier) -> Array:
+def _bits_of_multiple(count: Array, exponent: int, carrier: Carrier) -> Array:
     """Magnitude bits of count * 2^exponent, 0 or normal, for counts that a significand of the carrier holds."""
-    wide = _bits.CARRIERS["float64" if carrier.width == 64 else "float32"]
+    wide = bit_ops.CARRIERS["float64" if carrier.width == 64 else "float32"]
     bits = lax.bitcast_convert_type(count.astype(wide.name), wide.work) >> (wide.fraction - carrier.fraction)
-    return _bits.where(count == 0, 0, bits + ((exponent + carrier.bias - wide.bias) << carrier.fraction))
+    return bit_ops.lax_where(count == 0, 0, bits + ((exponent + carrier.bias - wide.bias) << carrier.fraction))
 
 
-def _shifted(word: Array, right: int) -> Array:
+def _shift_right_or_left(word: Array, right: int) -> Array:
     return word >> right if right >= 0 else word << -right
 
 
 # -- fixed point and integers ------------------------------------------------------------------------------------------
 
 
-def _encode_uniform(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
-    bits = magnitude if _all_normal(fmt, carrier) else extended(magnitude, carrier)
-    significand = bits & _bits.low_mask(carrier.fraction) | 1 << carrier.fraction
+def _encode_uniform_format(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+    bits = magnitude if _is_normal_in_carrier(fmt, carrier) else extend_exponent(magnitude, carrier)
+    significand = bits & bit_ops.low_mask(carrier.fraction) | 1 << carrier.fraction
     right = carrier.fraction + carrier.bias - fmt.frac_bits - (bits >> carrier.fraction)
-    count = significand >> _bits.clip(right, 0, carrier.work_width - 1)
-    count = _bits.where(magnitude == 0, 0, count)
-    return _bits.where(sign != 0, -count, count) & _bits.low_mask(fmt.bits)
+    count = significand >> bit_ops.lax_clip(right, 0, carrier.work_width - 1)
+    count = bit_ops.lax_where(magnitude == 0, 0, count)
+    return bit_ops.lax_where(sign != 0, -count, count) & bit_ops.low_mask(fmt.bits)
 
 
 def _decode_short_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
@@ -241,20 +247,20 @@ def _decode_short_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) ->
     return number * jnp.asarray(2.0**-fmt.frac_bits, number.dtype) if fmt.frac_bits else number
 
 
-def _decode_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+def _decode_uniform_format(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
     spare = carrier.work_width - fmt.bits
     count = (codes << spare) >> spare if fmt.signed else codes
     size = jnp.abs(count)
-    if _all_normal(fmt, carrier):
-        magnitude = _scaled(size, -fmt.frac_bits, carrier)
+    if _is_normal_in_carrier(fmt, carrier):
+        magnitude = _bits_of_multiple(size, -fmt.frac_bits, carrier)
     else:
-        magnitude = _bits.compose(size, jnp.full_like(size, -fmt.frac_bits), carrier)
+        magnitude = bit_ops.compose_magnitude(size, jnp.full_like(size, -fmt.frac_bits), carrier)
     has_spare_code = fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1))
-    sign = _bits.where(count < 0, jnp.full_like(count, carrier.sign_bit), 0)
+    sign = bit_ops.lax_where(count < 0, jnp.full_like(count, carrier.sign_bit), 0)
     if has_spare_code:
-        magnitude = _bits.where(count < fmt.min_code, carrier.nan, magnitude)
-        sign = _bits.where(count < fmt.min_code, 0, sign)
-    return _bits.join(sign, magnitude.astype(carrier.work), carrier)
+        magnitude = bit_ops.lax_where(count < fmt.min_code, carrier.nan, magnitude)
+        sign = bit_ops.lax_where(count < fmt.min_code, 0, sign)
+    return bit_ops.join_sign(sign, magnitude.astype(carrier.work), carrier)
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
@@ -265,7 +271,7 @@ def packed_size(count: int, bits: int) -> int:
     return -(-count * bits // 8)
 
 
-def pack(codes: Array, bits: int) -> Array:
+def pack_codes(codes: Array, bits: int) -> Array:
     """Codes packed along the last axis.
 
     Args:
@@ -281,12 +287,12 @@ def pack(codes: Array, bits: int) -> Array:
     """
     if bits == 8:
         return codes.astype(jnp.uint8)
-    groups = _in_groups(codes.astype(jnp.uint8), _codes_together(bits))
-    starts = bits * np.arange(_codes_together(bits)) - 8 * np.arange(_bytes_together(bits))[:, None]
-    return _flat(_shifted_together(groups, starts))[..., : packed_size(codes.shape[-1], bits)]
+    groups = _split_last_axis(codes.astype(jnp.uint8), _codes_per_group(bits))
+    starts = bits * np.arange(_codes_per_group(bits)) - 8 * np.arange(_bytes_per_group(bits))[:, None]
+    return _merge_last_axes(_shift_and_combine(groups, starts))[..., : packed_size(codes.shape[-1], bits)]
 
 
-def unpack(code_bytes: Array, bits: int, count: int) -> Array:
+def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
     """The codes that `pack_codes` packed.
 
     Args:
@@ -304,42 +310,42 @@ def unpack(code_bytes: Array, bits: int, count: int) -> Array:
     if bits == 8:
         return code_bytes
     whole = 8 % bits == 0 and code_bytes.shape[-1] % 4 == 0 and code_bytes.shape[-1] * 8 == count * bits
-    whole = whole and not _bits.cut_axes(code_bytes, [*[1] * (code_bytes.ndim - 1), 4])
-    if whole and are_known(code_bytes.shape):  # XLA has no shape for words of symbolic ones
+    whole = whole and not bit_ops.axes_cut_by_sharding(code_bytes, [*[1] * (code_bytes.ndim - 1), 4])
+    if whole and are_static(code_bytes.shape):  # XLA has no shape for words of symbolic ones
         # The codes of a 32-bit word fill a vector, which is faster than the codes of a byte.
         words = lax.bitcast_convert_type(
             code_bytes.reshape(*code_bytes.shape[:-1], code_bytes.shape[-1] // 4, 4), jnp.int32
         )
         shifts = np.arange(0, 32, bits, dtype=np.int32)
-        return _flat(words[..., None] >> shifts & _bits.low_mask(bits)).astype(jnp.uint8)
-    groups = _in_groups(code_bytes, _bytes_together(bits))
-    starts = 8 * np.arange(_bytes_together(bits)) - bits * np.arange(_codes_together(bits))[:, None]
-    return _flat(_shifted_together(groups, starts) & np.uint8(_bits.low_mask(bits)))[..., :count]
+        return _merge_last_axes(words[..., None] >> shifts & bit_ops.low_mask(bits)).astype(jnp.uint8)
+    groups = _split_last_axis(code_bytes, _bytes_per_group(bits))
+    starts = 8 * np.arange(_bytes_per_group(bits)) - bits * np.arange(_codes_per_group(bits))[:, None]
+    return _merge_last_axes(_shift_and_combine(groups, starts) & np.uint8(bit_ops.low_mask(bits)))[..., :count]
 
 
-def _codes_together(bits: int) -> int:
+def _codes_per_group(bits: int) -> int:
     """The least number of codes that fill whole bytes; `_bytes_per_group` is the number of these bytes."""
     return 8 // math.gcd(8, bits)
 
 
-def _bytes_together(bits: int) -> int:
+def _bytes_per_group(bits: int) -> int:
     return bits // math.gcd(8, bits)
 
 
-def _in_groups(row: Array, size: int) -> Array:
+def _split_last_axis(row: Array, size: int) -> Array:
     """The last axis in groups of `size`; the last group is filled with zeros."""
-    row = _bits.of_whole_parts(row, [*[1] * (row.ndim - 1), size])
+    row = bit_ops.gather_cut_axes(row, [*[1] * (row.ndim - 1), size])
     missing = -row.shape[-1] % size
     if missing:
         row = jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, missing)])
     return row.reshape(*row.shape[:-1], row.shape[-1] // size, size)
 
 
-def _flat(groups: Array) -> Array:
+def _merge_last_axes(groups: Array) -> Array:
     return groups.reshape(*groups.shape[:-2], groups.shape[-2] * groups.shape[-1])
 
 
-def _shifted_together(groups: Array, starts: np.ndarray) -> Array:
+def _shift_and_combine(groups: Array, starts: np.ndarray) -> Array:
     """For each row of `starts`, the bytes of a group, shifted left by so many bits each and combined.
 
     XLA's CPU backend vectorizes shifts of a broadcast axis and a sum over it. It would fuse stacked slices with the
@@ -347,4 +353,4 @@ def _shifted_together(groups: Array, starts: np.ndarray) -> Array:
     """
     up, down = (np.clip(shift, 0, 7).astype(np.uint8) for shift in (starts, -starts))
     parts = groups[..., None, :] << up >> down
-    return _bits.where(np.abs(starts) < 8, parts, np.uint8(0)).sum(-1, dtype=jnp.uint8)
+    return bit_ops.lax_where(np.abs(starts) < 8, parts, np.uint8(0)).sum(-1, dtype=jnp.uint8)

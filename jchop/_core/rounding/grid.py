@@ -18,7 +18,8 @@ from functools import lru_cache
 
 import jax
 
-from jchop._bits import CARRIERS, Carrier
+from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._spec.spec import Spec
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -29,8 +30,7 @@ from jchop.formats import (
     TaperedFormat,
     UniformFormat,
 )
-from jchop.rounding import Overflow, Rounding
-from jchop.spec import Spec
+from jchop.formats.rounding import Overflow, Rounding
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Grid:
 def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
     """The Grid of `fmt`, not a codebook, on `carrier`, which must hold its results (see `require_carrier`)."""
     if isinstance(fmt, TaperedFormat):
-        return _tapered(fmt, carrier)
+        return _tapered_grid(fmt, carrier)
     assert isinstance(fmt, FloatFormat | UniformFormat)
     tiny = _tiny_exponent(fmt)
     spacing = tiny + carrier.bias + carrier.fraction
@@ -72,7 +72,7 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
         drop = max(carrier.fraction - fmt.frac_bits, 0)
         has_subnormals = fmt.subnormals and fmt.zero and fmt.frac_bits > 0
         deep = drop > 0 and fmt.emin < 1 - carrier.bias
-        normal = _bits(Fraction(2) ** fmt.emin, carrier)
+        normal = _bits_or_end(Fraction(2) ** fmt.emin, carrier)
         # With one bit of precision a code's last bit is the last bit of its exponent.
         lag = None if fmt.frac_bits else fmt.bias - carrier.bias
     else:
@@ -85,13 +85,15 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
         deep=deep,
         deep_least=max(tiny - carrier.tiny_exponent, 0) if has_subnormals else 0,
         tiny_exponent=tiny,
-        tiny_bits=_bits(Fraction(2) ** tiny, carrier) if tiny > carrier.tiny_exponent or not _zero(fmt) else 0,
+        tiny_bits=_bits_or_end(Fraction(2) ** tiny, carrier)
+        if tiny > carrier.tiny_exponent or not _format_has_zero(fmt)
+        else 0,
         parity=odd << carrier.fraction,
         deep_parity=(lag or 0) + 1 - carrier.fraction,
         normal_bits=normal,
-        top_bits=_bits(Fraction(fmt.max), carrier),
-        bottom_bits=_bits(Fraction(fmt.min), carrier) if fmt.signed else 0,
-        zero=_zero(fmt),
+        top_bits=_bits_or_end(Fraction(fmt.max), carrier),
+        bottom_bits=_bits_or_end(Fraction(fmt.min), carrier) if fmt.signed else 0,
+        zero=_format_has_zero(fmt),
         signed=fmt.signed,
         has_inf=fmt.has_inf,
         has_nan=fmt.has_nan,
@@ -101,10 +103,10 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
     )
 
 
-def _tapered(fmt: TaperedFormat, carrier: Carrier) -> Grid:
+def _tapered_grid(fmt: TaperedFormat, carrier: Carrier) -> Grid:
     """The ends of a tapered format; the fields of an even grid are those of the most fraction bits, or of strings."""
     of_strings = isinstance(fmt, StringFormat)
-    top = _bits(Fraction(fmt.max), carrier)
+    top = _bits_or_end(Fraction(fmt.max), carrier)
     return Grid(
         carrier=carrier,
         drop=0 if of_strings else carrier.fraction - fmt.most_fraction_bits,
@@ -112,7 +114,7 @@ def _tapered(fmt: TaperedFormat, carrier: Carrier) -> Grid:
         deep=False,
         deep_least=0,
         tiny_exponent=fmt.last_place,
-        tiny_bits=_bits(Fraction(fmt.smallest or 0), carrier),
+        tiny_bits=_bits_or_end(Fraction(fmt.smallest or 0), carrier),
         parity=0,
         deep_parity=0,
         normal_bits=0,
@@ -130,7 +132,7 @@ def _tapered(fmt: TaperedFormat, carrier: Carrier) -> Grid:
     )
 
 
-def _zero(fmt: ElementFormat) -> bool:
+def _format_has_zero(fmt: ElementFormat) -> bool:
     return not isinstance(fmt, FloatFormat) or fmt.zero
 
 
@@ -140,7 +142,7 @@ def _tiny_exponent(fmt: FloatFormat | UniformFormat) -> int:
     return fmt.emin - (fmt.frac_bits if fmt.subnormals and fmt.zero else 0)
 
 
-def _bits(value: Fraction, carrier: Carrier) -> int:
+def _bits_or_end(value: Fraction, carrier: Carrier) -> int:
     """Magnitude bits; for numbers beyond the carrier's range, its end, which no input exceeds.
 
     Only wrapping allows an end that the carrier does not hold; then only infinities become this end, rounded toward
@@ -154,7 +156,7 @@ def most_random_bits(spec: Spec, carrier: Carrier) -> int:
     return carrier.work_width - (spec.rounding in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C))
 
 
-def holds(spec: Spec, carrier: Carrier) -> bool:
+def carrier_holds(spec: Spec, carrier: Carrier) -> bool:
     """Whether every result of rounding values of `carrier` under `spec` is a value of `carrier`."""
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
@@ -163,7 +165,7 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
         ends = (Fraction(fmt.smallest or 0), Fraction(fmt.max))
         return ends[0] >= Fraction(2) ** (1 - carrier.bias) and ends[1] <= carrier.max
     tiny = _tiny_exponent(fmt)  # type: ignore[arg-type]
-    if Fraction(2) ** tiny > carrier.max or (not _zero(fmt) and tiny < carrier.tiny_exponent):
+    if Fraction(2) ** tiny > carrier.max or (not _format_has_zero(fmt) and tiny < carrier.tiny_exponent):
         return False
     if spec.overflow is Overflow.WRAP and fmt.signed:
         return True  # wrapped values have no more bits than the values before
@@ -175,7 +177,7 @@ def holds(spec: Spec, carrier: Carrier) -> bool:
     return finer and spec.overflow is not Overflow.SATURATE and not fmt.saturates
 
 
-def beside_x64(able: Sequence[str]) -> str:
+def x64_remedy(able: Sequence[str]) -> str:
     """What an error says after a cast to one of these carriers, if that is float64 and JAX has no float64 now."""
     missing = able[0] == "float64" and not jax.config.jax_enable_x64  # type: ignore[attr-defined]
     return "; JAX arrays are float64 only with jax_enable_x64, which is off" * missing
@@ -194,10 +196,10 @@ def require_carrier(spec: Spec, carrier: Carrier) -> None:
             f"rounding={spec.rounding.value!r} compares the bits that are cut off, and those of {spec.format} are the "
             "bits of a logarithm, which are not computed; a deterministic mode is needed"
         )
-    if holds(spec, carrier):
+    if carrier_holds(spec, carrier):
         return
     able = [
-        name for name, other in CARRIERS.items() if other.width > carrier.width and holds(spec, other)
+        name for name, other in CARRIERS.items() if other.width > carrier.width and carrier_holds(spec, other)
     ]  # exact casts
-    remedy = f"cast x to {' or '.join(able)} first{beside_x64(able)}" if able else "no carrier up to float64 can"
+    remedy = f"cast x to {' or '.join(able)} first{x64_remedy(able)}" if able else "no carrier up to float64 can"
     raise ValueError(f"x has dtype {carrier.name}, which cannot hold every result of spec={str(spec)!r}; {remedy}")

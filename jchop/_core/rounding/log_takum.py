@@ -13,97 +13,99 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop import _bits
-from jchop._bits import CARRIERS, Carrier
-from jchop._core.rounding.bins import take
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._core.rounding.bins import take_in_bounds
 from jchop._core.rounding.codebooks import pick_level
-from jchop._core.rounding.modes import threshold
-from jchop._core.rounding.takum_powers import power_of_string
+from jchop._core.rounding.modes import rounding_threshold
+from jchop._core.rounding.takum_powers import takum_power
 from jchop._core.rounding.tapered import encode_tapered
 from jchop.formats import LogTakumFormat, TakumFormat
-from jchop.formats._log_takum import TABULATED, log_takum_firsts, log_takum_levels
-from jchop.rounding import Rounding
+from jchop.formats._log_takum import LOG_TAKUM_TABLE_BITS, log_takum_levels, log_takum_thresholds
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
 
-def round_log(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
+def round_log_takum(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
     """|x| rounded by a deterministic mode, as magnitude bits of float64; no number but 0 becomes 0."""
-    if fmt.bits > TABULATED:
-        code = _wide_code(magnitude, negative, mode, fmt)
-        return _bits.where(magnitude == 0, 0, power_of_string(code, fmt.bits))
-    levels = _levels(fmt.bits)
-    above, below = (_firsts(fmt.bits, mode, side) for side in (False, True))
+    if fmt.bits > LOG_TAKUM_TABLE_BITS:
+        code = _wide_log_takum_code(magnitude, negative, mode, fmt)
+        return bit_ops.lax_where(magnitude == 0, 0, takum_power(code, fmt.bits))
+    levels = _log_takum_magnitudes(fmt.bits)
+    above, below = (_log_takum_thresholds(fmt.bits, mode, side) for side in (False, True))
     rounded_bits = pick_level(magnitude, above, levels)
     if (above != below).any():
-        rounded_bits = _bits.where(negative, pick_level(magnitude, below, levels), rounded_bits)
-    return _bits.where(magnitude == 0, 0, rounded_bits)
+        rounded_bits = bit_ops.lax_where(negative, pick_level(magnitude, below, levels), rounded_bits)
+    return bit_ops.lax_where(magnitude == 0, 0, rounded_bits)
 
 
-def encode_log(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
+def encode_log_takum(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of the carrier's work dtype."""
-    if fmt.bits > TABULATED:
-        code = _wide_code(magnitude, sign != 0, Rounding.NEAREST_EVEN, fmt)
+    if fmt.bits > LOG_TAKUM_TABLE_BITS:
+        code = _wide_log_takum_code(magnitude, sign != 0, Rounding.NEAREST_EVEN, fmt)
     else:
-        levels = _levels(fmt.bits)
+        levels = _log_takum_magnitudes(fmt.bits)
         code = pick_level(magnitude, levels[1:], np.arange(1, fmt.max_code + 1, dtype=levels.dtype))
-    code = _bits.where(magnitude == 0, 0, _bits.where(magnitude > carrier.inf, -fmt.max_code - 1, code))
-    return _bits.where((sign != 0) & (magnitude <= carrier.inf), -code, code) & _bits.low_mask(fmt.bits)
+    code = bit_ops.lax_where(magnitude == 0, 0, bit_ops.lax_where(magnitude > carrier.inf, -fmt.max_code - 1, code))
+    return bit_ops.lax_where((sign != 0) & (magnitude <= carrier.inf), -code, code) & bit_ops.low_mask(fmt.bits)
 
 
-def decode_log(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
+def decode_log_takum(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     """The values of codes in [0, 2^n), given in the work dtype of float64."""
     spare = carrier.work_width - fmt.bits
     count = codes << spare >> spare  # two's complement
     string = jnp.abs(count)
-    if fmt.bits > TABULATED:
-        magnitude = power_of_string(_bits.clip(string, 1, fmt.max_code), fmt.bits)
-        magnitude = _bits.where(string == 0, 0, _bits.where(string > fmt.max_code, carrier.nan, magnitude))
+    if fmt.bits > LOG_TAKUM_TABLE_BITS:
+        magnitude = takum_power(bit_ops.lax_clip(string, 1, fmt.max_code), fmt.bits)
+        magnitude = bit_ops.lax_where(string == 0, 0, bit_ops.lax_where(string > fmt.max_code, carrier.nan, magnitude))
     else:
-        table = np.concatenate([np.zeros(1, carrier.work), _levels(fmt.bits), np.array([carrier.nan], carrier.work)])
-        magnitude = take(jnp.asarray(table), string)
-    sign = _bits.where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
-    return _bits.join(sign, magnitude, carrier)
+        table = np.concatenate(
+            [np.zeros(1, carrier.work), _log_takum_magnitudes(fmt.bits), np.array([carrier.nan], carrier.work)]
+        )
+        magnitude = take_in_bounds(jnp.asarray(table), string)
+    sign = bit_ops.lax_where((count < 0) & (count > -fmt.max_code - 1), jnp.full_like(magnitude, carrier.sign_bit), 0)
+    return bit_ops.join_sign(sign, magnitude, carrier)
 
 
-def _levels(bits: int) -> np.ndarray:
+def _log_takum_magnitudes(bits: int) -> np.ndarray:
     return log_takum_levels(bits).view(np.int64)
 
 
 @lru_cache(maxsize=64)
-def _firsts(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
+def _log_takum_thresholds(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
     """For each code k from 1 on, the smallest magnitude bits that become k + 1.
 
     `rounding_threshold` has the point of the mode between neighbours at 0 and 1, or -1 and 0: a value, or the middle,
     for which the point between the strings stands here.
     """
-    levels = _levels(bits)
-    points = {0: levels[:-1] + 1, 1: levels[1:], Fraction(1, 2): log_takum_firsts(bits).view(np.int64)}
+    levels = _log_takum_magnitudes(bits)
+    points = {0: levels[:-1] + 1, 1: levels[1:], Fraction(1, 2): log_takum_thresholds(bits).view(np.int64)}
 
-    even, odd = (points[_point(mode, last, negative)] for last in (0, 1))
+    even, odd = (points[_threshold_point(mode, last, negative)] for last in (0, 1))
     return np.where(np.arange(1, len(levels)) % 2 == 1, odd, even)
 
 
 # -- wide strings ------------------------------------------------------------------------------------------------------
 
 
-def _wide_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
+def _wide_log_takum_code(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
     """The positive codes of magnitude bits of float64, rounded by a mode."""
     bits, most = fmt.bits, fmt.max_code
-    code = _bits.clip(_floor_code(magnitude, fmt), 1, most)
-    if all(_point(mode, odd, side) == Fraction(1, 2) for odd in (0, 1) for side in (False, True)):
+    code = bit_ops.lax_clip(_floor_log_takum_code(magnitude, fmt), 1, most)
+    if all(_threshold_point(mode, odd, side) == Fraction(1, 2) for odd in (0, 1) for side in (False, True)):
         code = jnp.minimum(code, most - 1)
-        return code + (magnitude >= power_of_string(2 * code + 1, bits + 1, above=True))
-    level, following = power_of_string(code, bits), power_of_string(jnp.minimum(code + 1, most), bits)
+        return code + (magnitude >= takum_power(2 * code + 1, bits + 1, above=True))
+    level, following = takum_power(code, bits), takum_power(jnp.minimum(code + 1, most), bits)
     # The code of the neighbour toward zero, and whether the magnitude is its value.
     own = (magnitude == level) | (magnitude == following)
     code = code - (magnitude < level) + ((magnitude >= following) & (code < most))
-    ups = [[_point(mode, odd, side) == 0 for side in (False, True)] for odd in (0, 1)]
-    even, odd = (_bits.where(negative, up[1], up[0]) for up in ups)
-    return _bits.clip(code + (_bits.where(code % 2 == 1, odd, even) & ~own), 1, most)
+    ups = [[_threshold_point(mode, odd, side) == 0 for side in (False, True)] for odd in (0, 1)]
+    even, odd = (bit_ops.lax_where(negative, up[1], up[0]) for up in ups)
+    return bit_ops.lax_clip(code + (bit_ops.lax_where(code % 2 == 1, odd, even) & ~own), 1, most)
 
 
-def _point(mode: Rounding, odd: int, negative: bool) -> Fraction:
+def _threshold_point(mode: Rounding, odd: int, negative: bool) -> Fraction:
     """Where between two neighbouring magnitudes, at 0 and 1, a mode begins to take the second.
 
     Args:
@@ -112,15 +114,15 @@ def _point(mode: Rounding, odd: int, negative: bool) -> Fraction:
         negative: whether they are magnitudes of negative numbers.
     """
     low, index = (-1, 1 - odd) if negative else (0, odd)
-    return abs(threshold(mode, index, Fraction(low), Fraction(low + 1))[0])
+    return abs(rounding_threshold(mode, index, Fraction(low), Fraction(low + 1))[0])
 
 
-def _floor_code(magnitude: Array, fmt: LogTakumFormat) -> Array:
+def _floor_log_takum_code(magnitude: Array, fmt: LogTakumFormat) -> Array:
     """The strings of logarithms l = c + f, cut: of linear takums (1 + f) 2^c. By errors one too large or too small."""
     carrier = CARRIERS["float64"]
     ends = (carrier.magnitude_bits(Fraction(end)) for end in (fmt.smallest, fmt.max))
-    within = _bits.clip(magnitude, *ends)
-    l = 2 * jnp.log(_bits.join(jnp.zeros_like(within), within, carrier))  # noqa: E741
+    within = bit_ops.lax_clip(magnitude, *ends)
+    l = 2 * jnp.log(bit_ops.join_sign(jnp.zeros_like(within), within, carrier))  # noqa: E741
     whole = jnp.floor(l)
-    linear = _bits.split(1 + (l - whole), carrier)[1] + (whole.astype(within.dtype) << carrier.fraction)
+    linear = bit_ops.split_sign(1 + (l - whole), carrier)[1] + (whole.astype(within.dtype) << carrier.fraction)
     return encode_tapered(jnp.zeros_like(linear), linear, TakumFormat(fmt.bits), carrier)

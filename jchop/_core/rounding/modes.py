@@ -20,18 +20,18 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jchop import _bits
-from jchop._bits import Carrier
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
 from jchop._core.rounding.grid import Grid, most_random_bits
-from jchop._core.rounding.tapered import lay_out
-from jchop.rounding import Rounding
-from jchop.spec import Spec
+from jchop._core.rounding.tapered import tapered_word
+from jchop._spec.spec import Spec
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomBits:
     """N random bits for each element, in the top bits of a word; the other bits are zero."""
 
     word: Array
@@ -43,10 +43,10 @@ class Draw:
 
     def keep(self, word: Array) -> Array:
         """The top N bits of `word`; the other bits are zero."""
-        return _top(word, self.bits)
+        return _top_bits(word, self.bits)
 
 
-def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
+def take_random_bits(word: Array | None, spec: Spec, carrier: Carrier) -> RandomBits | None:
     """The random bits for `spec`, taken from whole random words.
 
     P3109's variant B with N bits R is variant A with the N + 1 bits 2R + 1. Variants B and C need one bit more than N,
@@ -56,28 +56,28 @@ def draw(word: Array | None, spec: Spec, carrier: Carrier) -> Draw | None:
         return None
     width = word.dtype.itemsize * 8
     bits = spec.random_bits or most_random_bits(spec, carrier)
-    top_bits = _top(word, bits)
+    top_bits = _top_bits(word, bits)
     if spec.rounding is Rounding.STOCHASTIC_B:
-        return Draw(top_bits | word.dtype.type(1 << (width - bits - 1)), bits + 1)
-    return Draw(top_bits, bits)
+        return RandomBits(top_bits | word.dtype.type(1 << (width - bits - 1)), bits + 1)
+    return RandomBits(top_bits, bits)
 
 
-def _top(word: Array, bits: int) -> Array:
+def _top_bits(word: Array, bits: int) -> Array:
     """The top `bits` bits of a word, the others zero; by shifts, because GPU kernels take no constant from 2^63 on."""
     low = word.dtype.itemsize * 8 - bits
     return word >> low << low if low else word
 
 
-def _coin(bits: Draw | None) -> Array:
+def _coin_of_word(bits: RandomBits | None) -> Array:
     assert bits is not None
-    return _bits.top_bit(bits.word)
+    return bit_ops.top_bit(bits.word)
 
 
 # -- at or above the smallest value ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class DroppedBits:
+class GridCut:
     """The input of a mode: |x|, the depth d of the cut, the bit above it, the sign, the random bits."""
 
     magnitude: Array
@@ -86,23 +86,23 @@ class DroppedBits:
     mask: Array | int  # 2^d - 1
     last: Array  # 0 or 1: the last bit of the lower neighbour's significand
     negative: Array
-    draw: Draw | None
+    draw: RandomBits | None
 
     @property
     def coarse(self) -> Array | int:
         """Mask of the discarded bits below the reach of N random bits: 2^(d-N) - 1, or 0."""
         assert self.draw is not None
         if isinstance(self.depth, int):
-            return _bits.low_mask(max(self.depth - self.draw.bits, 0))
-        return _bits.low_mask(jnp.maximum(self.depth - self.draw.bits, 0))
+            return bit_ops.low_mask(max(self.depth - self.draw.bits, 0))
+        return bit_ops.low_mask(jnp.maximum(self.depth - self.draw.bits, 0))
 
     def random(self) -> Array:
         """R 2^(d-N): the random bits on the scale of the discarded bits, without fractions."""
         assert self.draw is not None
         word, width = self.draw.word, self.draw.width
         if not self.least:  # d = 0 would shift by the whole width: shift twice
-            word, width = _bits.shift_right(word, 1), width - 1
-        return _bits.shift_right(word, width - self.depth).astype(self.magnitude.dtype)
+            word, width = bit_ops.shift_right(word, 1), width - 1
+        return bit_ops.shift_right(word, width - self.depth).astype(self.magnitude.dtype)
 
     def random_to_nearest(self) -> Array:
         """`random`, plus the addend that first rounds the discarded bits to N bits, ties to even."""
@@ -110,53 +110,53 @@ class DroppedBits:
         return self.random() + (self.coarse >> 1) + (last & self.coarse)
 
 
-AWAY: dict[Rounding, Callable[[DroppedBits], Array | int]] = {
+ROUNDING_ADDENDS: dict[Rounding, Callable[[GridCut], Array | int]] = {
     Rounding.NEAREST_EVEN: lambda cut: (cut.mask >> 1) + (cut.last & cut.mask),
     Rounding.NEAREST_AWAY: lambda cut: cut.mask - (cut.mask >> 1),
     Rounding.NEAREST_ZERO: lambda cut: cut.mask >> 1,
-    Rounding.UP: lambda cut: _bits.where(cut.negative, 0, cut.mask),
-    Rounding.DOWN: lambda cut: _bits.where(cut.negative, cut.mask, 0),
+    Rounding.UP: lambda cut: bit_ops.lax_where(cut.negative, 0, cut.mask),
+    Rounding.DOWN: lambda cut: bit_ops.lax_where(cut.negative, cut.mask, 0),
     Rounding.TOWARD_ZERO: lambda cut: 0,
     Rounding.ODD: lambda cut: cut.mask & (cut.last - 1),
-    Rounding.STOCHASTIC: DroppedBits.random,
-    Rounding.STOCHASTIC_B: DroppedBits.random,
-    Rounding.STOCHASTIC_C: DroppedBits.random_to_nearest,
-    Rounding.STOCHASTIC_EQUAL: lambda cut: _bits.where(_coin(cut.draw), cut.mask, 0),
+    Rounding.STOCHASTIC: GridCut.random,
+    Rounding.STOCHASTIC_B: GridCut.random,
+    Rounding.STOCHASTIC_C: GridCut.random_to_nearest,
+    Rounding.STOCHASTIC_EQUAL: lambda cut: bit_ops.lax_where(_coin_of_word(cut.draw), cut.mask, 0),
 }
 
 
 def round_magnitude(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
     """|x| rounded under `spec` on the grid without an upper end, as magnitude bits."""
     if grid.taper is not None:
-        return _round_string(magnitude, negative, word, spec, grid)
-    depth, last = dropped_bits(magnitude, grid)
-    mask = _bits.low_mask(depth)
-    bits = draw(word, spec, grid.carrier)
-    cut = DroppedBits(magnitude, depth, 0 if grid.deep else grid.drop, mask, last, negative, bits)
-    rounded_bits = (magnitude + AWAY[spec.rounding](cut)) & ~mask
+        return _round_tapered_word(magnitude, negative, word, spec, grid)
+    depth, last = drop_depth(magnitude, grid)
+    mask = bit_ops.low_mask(depth)
+    bits = take_random_bits(word, spec, grid.carrier)
+    cut = GridCut(magnitude, depth, 0 if grid.deep else grid.drop, mask, last, negative, bits)
+    rounded_bits = (magnitude + ROUNDING_ADDENDS[spec.rounding](cut)) & ~mask
     if grid.tiny_bits:
         away = AWAY_FROM_ZERO[spec.rounding](BelowSmallest(magnitude, negative, bits, grid)) if grid.zero else True
         tiny = grid.tiny_bits
-        below = tiny * away if isinstance(away, bool) else _bits.where(away, jnp.full_like(magnitude, tiny), 0)
-        rounded_bits = _bits.where(magnitude < grid.tiny_bits, below, rounded_bits)
+        below = tiny * away if isinstance(away, bool) else bit_ops.lax_where(away, jnp.full_like(magnitude, tiny), 0)
+        rounded_bits = bit_ops.lax_where(magnitude < grid.tiny_bits, below, rounded_bits)
     if spec.flush:
-        rounded_bits = _bits.where(magnitude < grid.normal_bits, 0, rounded_bits)
+        rounded_bits = bit_ops.lax_where(magnitude < grid.normal_bits, 0, rounded_bits)
     return rounded_bits
 
 
-def _round_string(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
+def _round_tapered_word(magnitude: Array, negative: Array, word: Array | None, spec: Spec, grid: Grid) -> Array:
     """`round_magnitude` for a tapered format, whose strings are cut; no number but 0 becomes 0."""
     assert grid.taper is not None
-    layout = lay_out(magnitude, grid.taper, grid.carrier)
-    mask = _bits.low_mask(layout.depth)
-    bits = draw(word, spec, grid.carrier)
-    cut = DroppedBits(layout.word, layout.depth, 0, mask, layout.last, negative, bits)
-    rounded_bits = ((layout.word + AWAY[spec.rounding](cut)) & ~mask) - layout.offset
-    smallest = _bits.where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
-    return _bits.where(magnitude <= grid.tiny_bits, smallest, rounded_bits)
+    layout = tapered_word(magnitude, grid.taper, grid.carrier)
+    mask = bit_ops.low_mask(layout.depth)
+    bits = take_random_bits(word, spec, grid.carrier)
+    cut = GridCut(layout.word, layout.depth, 0, mask, layout.last, negative, bits)
+    rounded_bits = ((layout.word + ROUNDING_ADDENDS[spec.rounding](cut)) & ~mask) - layout.offset
+    smallest = bit_ops.lax_where(magnitude == 0, 0, jnp.full_like(magnitude, grid.tiny_bits))
+    return bit_ops.lax_where(magnitude <= grid.tiny_bits, smallest, rounded_bits)
 
 
-def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
+def drop_depth(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
     """The number d of low bits to drop, and the last bit of the lower neighbour."""
     fraction = grid.carrier.fraction
     exponent = magnitude >> fraction
@@ -166,36 +166,38 @@ def dropped_bits(magnitude: Array, grid: Grid) -> tuple[Array | int, Array]:
         depth = grid.drop + jnp.asarray(narrower)
         return depth, magnitude >> depth & 1  # biases are odd: so is the last bit of the exponent of an odd code
     if grid.deep:
-        return _deep_depth(magnitude, exponent, grid)
+        return _subnormal_drop_depth(magnitude, exponent, grid)
     depth: Array | int = grid.drop
     if grid.spacing is not None:
         if grid.spacing <= fraction:  # else d is M for every subnormal of the carrier
             exponent = jnp.maximum(exponent, 1)
-        depth = _bits.clip(grid.spacing - exponent, grid.drop, fraction)
+        depth = bit_ops.lax_clip(grid.spacing - exponent, grid.drop, fraction)
     return depth, ((magnitude + grid.parity) >> depth) & 1
 
 
-def _deep_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, Array]:
+def _subnormal_drop_depth(magnitude: Array, exponent: Array, grid: Grid) -> tuple[Array, Array]:
     """`drop_depth` for formats that have subnormals of the carrier as normal values.
 
     A subnormal with leading bit b has the spacing of a normal value M - b binades lower, so d is smaller by M - b.
     """
     carrier, subnormal = grid.carrier, exponent == 0
-    lead = _bits.floor_log2(_bits.where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(magnitude.dtype)
-    depth = _bits.where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
+    lead = bit_ops.floor_log2_integers(bit_ops.lax_where(subnormal, jnp.maximum(magnitude, 1), 1), carrier).astype(
+        magnitude.dtype
+    )
+    depth = bit_ops.lax_where(subnormal, jnp.maximum(grid.drop - carrier.fraction + lead, grid.deep_least), grid.drop)
     last = (magnitude + grid.parity) >> depth
     if grid.drop == carrier.fraction:  # one bit of precision: the parity of the exponent
-        last = _bits.where(subnormal, lead + grid.deep_parity, last)
+        last = bit_ops.lax_where(subnormal, lead + grid.deep_parity, last)
     return depth, last & 1
 
 
 # -- by the discarded part ---------------------------------------------------------------------------------------------
 
 
-class Between:
+class BetweenNeighbours:
     """A number between two neighbours, with the properties that directed modes compare."""
 
-    draw: Draw | None
+    draw: RandomBits | None
     negative: Array
     #: Whether the last bit of the neighbour nearer to zero is 1.
     odd: Array | bool
@@ -212,7 +214,7 @@ class Between:
         return self.inexact & self.negative
 
 
-class Discarded(Between, ABC):
+class DiscardedFraction(BetweenNeighbours, ABC):
     """The discarded part of a number between two neighbours, which all modes compare."""
 
     @abstractmethod
@@ -222,7 +224,7 @@ class Discarded(Between, ABC):
     def nearest(self, tie: Array | bool) -> Array:
         """Whether the nearer neighbour is the one away from zero; a tie goes to it if `tie`."""
         share, has_more = self.share()
-        return _bits.top_bit(share) & ((share << 1 != 0) | has_more | tie)
+        return bit_ops.top_bit(share) & ((share << 1 != 0) | has_more | tie)
 
     def stochastic(self) -> Array:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
@@ -242,12 +244,12 @@ class Discarded(Between, ABC):
 
 
 @dataclass(frozen=True)
-class BelowSmallest(Discarded):
+class BelowSmallest(DiscardedFraction):
     """A magnitude below T, whose neighbours are 0 and T."""
 
     magnitude: Array
     negative: Array
-    draw: Draw | None
+    draw: RandomBits | None
     grid: Grid
     odd: ClassVar[bool] = False
 
@@ -257,11 +259,11 @@ class BelowSmallest(Discarded):
 
     @property
     def above(self) -> Array:
-        return _bits.where(self.negative, 0, self.magnitude) != 0
+        return bit_ops.lax_where(self.negative, 0, self.magnitude) != 0
 
     @property
     def below(self) -> Array:
-        return _bits.where(self.negative, self.magnitude, 0) != 0
+        return bit_ops.lax_where(self.negative, self.magnitude, 0) != 0
 
     def nearest(self, tie: Array | bool) -> Array:
         half = self.grid.carrier.magnitude_bits(Fraction(2) ** (self.grid.tiny_exponent - 1))
@@ -280,12 +282,12 @@ class BelowSmallest(Discarded):
         # Moves the significand to the top of a word; the bits above it are shifted out, except the leading bit's place.
         significand = (self.magnitude | 1 << carrier.fraction).astype(unsigned) << (width - 1 - carrier.fraction)
         if exponent + carrier.bias - 2 < width:  # else subnormals of the carrier leave no bit
-            significand = _bits.where(field > 0, significand, significand << 1 >> 1)
+            significand = bit_ops.lax_where(field > 0, significand, significand << 1 >> 1)
             field = jnp.maximum(field, 1)
         # Not negative below T; above T the result is not used.
         shift = jnp.maximum(exponent + carrier.bias - 1 - field, 0)
         within = jnp.minimum(shift, width - 1).astype(unsigned)
-        share = _bits.where(shift < width, significand >> within, 0)
+        share = bit_ops.lax_where(shift < width, significand >> within, 0)
         return share, (share << within != significand) & (self.magnitude != 0)
 
 
@@ -301,15 +303,15 @@ AWAY_FROM_ZERO: dict[Rounding, Callable[[Any], Array | bool]] = {
     Rounding.ODD: lambda rest: rest.inexact if rest.odd is False else rest.inexact & jnp.logical_not(rest.odd),
     Rounding.STOCHASTIC: lambda rest: rest.stochastic(),
     Rounding.STOCHASTIC_B: lambda rest: rest.stochastic(),
-    Rounding.STOCHASTIC_C: Discarded.stochastic_to_nearest,
-    Rounding.STOCHASTIC_EQUAL: lambda rest: rest.inexact & _coin(rest.draw),
+    Rounding.STOCHASTIC_C: DiscardedFraction.stochastic_to_nearest,
+    Rounding.STOCHASTIC_EQUAL: lambda rest: rest.inexact & _coin_of_word(rest.draw),
 }
 
 
 # -- between levels ----------------------------------------------------------------------------------------------------
 
 
-def threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tuple[Fraction, bool]:
+def rounding_threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tuple[Fraction, bool]:
     """The point from which on level `index` + 1 is taken instead of level `index`, and whether the point is excluded.
 
     Stochastic modes have no threshold.
@@ -329,15 +331,15 @@ def threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tupl
 # -- facts of modes ----------------------------------------------------------------------------------------------------
 
 #: Modes that take the nearer neighbour.
-NEAREST = frozenset({Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO})
+NEAREST_MODES = frozenset({Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO})
 #: Modes for which the smallest distance from a value of the format changes the result, so that no product may vanish.
-SEES_THE_LEAST = frozenset({Rounding.UP, Rounding.DOWN, Rounding.ODD, Rounding.STOCHASTIC_EQUAL})
+TINY_SENSITIVE_MODES = frozenset({Rounding.UP, Rounding.DOWN, Rounding.ODD, Rounding.STOCHASTIC_EQUAL})
 #: Modes that round a positive or a negative overflow inward, to the largest finite value.
-INWARD = {
+INWARD_OVERFLOW = {
     Rounding.TOWARD_ZERO: (True, True),
     Rounding.ODD: (True, True),
     Rounding.UP: (False, True),
     Rounding.DOWN: (True, False),
 }
 #: Modes that take a negative number to the smallest value of an unsigned format.
-TO_SMALLEST = frozenset({Rounding.UP, Rounding.TOWARD_ZERO, Rounding.ODD})
+NEGATIVE_TO_SMALLEST = frozenset({Rounding.UP, Rounding.TOWARD_ZERO, Rounding.ODD})

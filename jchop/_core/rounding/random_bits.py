@@ -48,43 +48,43 @@ import numpy as np
 from jax import Array, lax
 from jax import numpy as jnp
 
-from jchop._core.sizes import are_known
-from jchop._core.xla_cpu import computed_once
-from jchop._settings import compiled
+from jchop._common.settings import always_jit
+from jchop._core.xla.cpu import compute_once
+from jchop._core.xla.sizes import are_static
 
-_WORD = 0xFFFF_FFFF
-_DOMAIN = 0x6A63_686F
-_GOLDEN = 0x9E37_79B9
+_WORD_MASK = 0xFFFF_FFFF
+_SEED_DOMAIN = 0x6A63_686F
+_GOLDEN_RATIO_WORD = 0x9E37_79B9
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_Pair = tuple[Any, Any]  # the low and the high word of a 64-bit number
-_STATIC = (int, np.integer, np.ndarray)
+_WordPair = tuple[Any, Any]  # the low and the high word of a 64-bit number
+_STATIC_INTEGERS = (int, np.integer, np.ndarray)
 
 
-def _u(value: int) -> np.uint32:
+def _uint32(value: int) -> np.uint32:
     """A uint32 constant: typed, so that neither weak types nor 64-bit mode change a result."""
-    return np.uint32(value & _WORD)
+    return np.uint32(value & _WORD_MASK)
 
 
 def _threefry(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any]:
     """Threefry-2x32 with 20 rounds, on two key words and two counter words."""
-    keys = (key[0], key[1], key[0] ^ key[1] ^ _u(0x1BD1_1BDA))
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _uint32(0x1BD1_1BDA))
     a, b = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):
         for r in _ROTATIONS[group % 2]:
             a = a + b
-            b = ((b << _u(r)) | (b >> _u(32 - r))) ^ a
-        a, b = a + keys[(group + 1) % 3], b + keys[(group + 2) % 3] + _u(group + 1)
+            b = ((b << _uint32(r)) | (b >> _uint32(32 - r))) ^ a
+        a, b = a + keys[(group + 1) % 3], b + keys[(group + 2) % 3] + _uint32(group + 1)
     return a, b
 
 
-@compiled
-def _seeds(data: Array) -> tuple[Array, ...]:
+@always_jit
+def _seeds_of_key_data(data: Array) -> tuple[Array, ...]:
     d = [data[i] for i in range(data.shape[0])] + [jnp.zeros((), jnp.uint32)] * (data.shape[0] % 2)
     h = (d[0], d[1])
     for i in range(2, len(d), 2):
         h = _threefry(h, (d[i], d[i + 1]))
-    a, b = _threefry(h, (jnp.full(3, _DOMAIN + len(d), jnp.uint32), jnp.arange(3, dtype=jnp.uint32)))
-    return computed_once((a[0], b[0], a[1], b[1], a[2], b[2]))
+    a, b = _threefry(h, (jnp.full(3, _SEED_DOMAIN + len(d), jnp.uint32), jnp.arange(3, dtype=jnp.uint32)))
+    return compute_once((a[0], b[0], a[1], b[1], a[2], b[2]))
 
 
 #: The number of words of `seed_words`.
@@ -104,7 +104,7 @@ def seed_words(key: Array) -> tuple[Array, ...]:
         >>> [hex(int(s)) for s in seed_words(jax.random.key(0))[:2]]
         ['0x58fa5ee8', '0xbcbb1cc0']
     """
-    return _seeds(jax.random.key_data(key))
+    return _seeds_of_key_data(jax.random.key_data(key))
 
 
 def random_words(seeds: Sequence[Array], lo: Array, hi: Array | int = 0, lane: int = 0) -> Array:
@@ -124,13 +124,13 @@ def random_words(seeds: Sequence[Array], lo: Array, hi: Array | int = 0, lane: i
         ['0x70d60f23', '0x4d32f93f']
     """
     k0, k1, k2 = seeds[3 * lane : 3 * lane + 3]
-    t = _u(hi * _GOLDEN) if isinstance(hi, int) else hi * _u(_GOLDEN)
+    t = _uint32(hi * _GOLDEN_RATIO_WORD) if isinstance(hi, int) else hi * _uint32(_GOLDEN_RATIO_WORD)
     x = lo ^ (k0 ^ t)
-    x = ((x ^ (x >> _u(17))) * _u(0xED5A_D4BB)) ^ k1
+    x = ((x ^ (x >> _uint32(17))) * _uint32(0xED5A_D4BB)) ^ k1
     y = x
-    x = ((x ^ (x >> _u(11))) * _u(0xAC4C_1B51)) ^ (k2 ^ t)
-    x = (x ^ (x >> _u(15))) * _u(0x3184_8BAB)
-    return (x ^ (x >> _u(14))) + y
+    x = ((x ^ (x >> _uint32(11))) * _uint32(0xAC4C_1B51)) ^ (k2 ^ t)
+    x = (x ^ (x >> _uint32(15))) * _uint32(0x3184_8BAB)
+    return (x ^ (x >> _uint32(14))) + y
 
 
 def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Array, Array | int]:
@@ -154,7 +154,7 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
         >>> flat_index((2, 2), ((1, 1), (4, 5)))[0].tolist()
         [[6, 7], [11, 12]]
     """
-    if not are_known(shape):
+    if not are_static(shape):
         raise NotImplementedError(
             f"shape={tuple(shape)}: the words of a random stream are numbered, so a symbolic length cannot be drawn "
             "for; export the program for known lengths, or use a format that draws nothing"
@@ -165,8 +165,8 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
     starts, whole = offset if tile else ((offset,), shape)
     strides = [math.prod(whole[axis + 1 :]) for axis in range(len(shape))]
     terms = list(zip(starts, strides if tile else [1], strict=True))
-    first = base + sum(int(start) * stride for start, stride in terms if isinstance(start, _STATIC))
-    traced_starts = [(start, stride) for start, stride in terms if not isinstance(start, _STATIC)]
+    first = base + sum(int(start) * stride for start, stride in terms if isinstance(start, _STATIC_INTEGERS))
+    traced_starts = [(start, stride) for start, stride in terms if not isinstance(start, _STATIC_INTEGERS)]
     steps = [
         (lax.broadcasted_iota(jnp.uint32, tuple(shape), axis), stride)
         for axis, stride in enumerate(strides)
@@ -179,21 +179,21 @@ def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Ar
         if tile
         else first + reach + sum(int(jnp.iinfo(i.dtype).max) for i, _ in traced_starts)
     )
-    if last <= _WORD or (not traced_starts and first >> 32 == (first + reach) >> 32):
+    if last <= _WORD_MASK or (not traced_starts and first >> 32 == (first + reach) >> 32):
         low = _low_sum([(start.astype(jnp.uint32), stride) for start, stride in traced_starts] + steps, first)
-        return jnp.broadcast_to(low, shape), 0 if last <= _WORD else first >> 32
-    total = (_u(first), _u(first >> 32))
+        return jnp.broadcast_to(low, shape), 0 if last <= _WORD_MASK else first >> 32
+    total = (_uint32(first), _uint32(first >> 32))
     for start, stride in traced_starts:
-        total = _add(total, _times(_split(start), stride))
-    if reach <= _WORD:
-        total = _add(total, (_low_sum(steps, 0), _u(0)))
+        total = _add_word_pairs(total, _multiply_word_pair(_split_index(start), stride))
+    if reach <= _WORD_MASK:
+        total = _add_word_pairs(total, (_low_sum(steps, 0), _uint32(0)))
     else:
         for step, stride in steps:
-            total = _add(total, _times((step, _u(0)), stride))
+            total = _add_word_pairs(total, _multiply_word_pair((step, _uint32(0)), stride))
     return jnp.broadcast_to(total[0], shape), jnp.broadcast_to(total[1], shape)
 
 
-def random_bits(seeds: Sequence[Array], shape: Sequence[int], offset: Any = 0, width: int = 32, base: int = 0) -> Any:
+def stream_words(seeds: Sequence[Array], shape: Sequence[int], offset: Any = 0, width: int = 32, base: int = 0) -> Any:
     """The words of an array of `shape` at `offset` in the stream.
 
     Args:
@@ -217,31 +217,31 @@ def random_bits(seeds: Sequence[Array], shape: Sequence[int], offset: Any = 0, w
 
 def _low_sum(terms: Sequence[tuple[Any, int]], constant: int) -> Any:
     """The low word of the sum of every ``term * stride`` and a constant."""
-    total: Any = _u(constant) if constant & _WORD else None
+    total: Any = _uint32(constant) if constant & _WORD_MASK else None
     for term, stride in terms:
-        product = term if stride == 1 else term * _u(stride)
+        product = term if stride == 1 else term * _uint32(stride)
         total = product if total is None else total + product
     return jnp.zeros((), jnp.uint32) if total is None else total
 
 
-def _split(value: Array) -> _Pair:
+def _split_index(value: Array) -> _WordPair:
     """The words of a nonnegative traced integer."""
-    high = (value >> 32).astype(jnp.uint32) if value.dtype.itemsize == 8 else _u(0)
+    high = (value >> 32).astype(jnp.uint32) if value.dtype.itemsize == 8 else _uint32(0)
     return value.astype(jnp.uint32), high
 
 
-def _add(a: _Pair, b: _Pair) -> _Pair:
+def _add_word_pairs(a: _WordPair, b: _WordPair) -> _WordPair:
     """The sum modulo 2**64; the carry is written without a comparison, for kernels."""
     low = a[0] + b[0]
-    carry = ((a[0] & b[0]) | ((a[0] | b[0]) & ~low)) >> _u(31)
+    carry = ((a[0] & b[0]) | ((a[0] | b[0]) & ~low)) >> _uint32(31)
     return low, a[1] + b[1] + carry
 
 
-def _times(a: _Pair, stride: int) -> _Pair:
+def _multiply_word_pair(a: _WordPair, stride: int) -> _WordPair:
     """The product modulo 2**64 with a known integer, from products of 16-bit halves."""
-    mask, half = _u(0xFFFF), _u(16)
-    a0, a1, b0, b1 = a[0] & mask, a[0] >> half, _u(stride & 0xFFFF), _u((stride & _WORD) >> 16)
+    mask, half = _uint32(0xFFFF), _uint32(16)
+    a0, a1, b0, b1 = a[0] & mask, a[0] >> half, _uint32(stride & 0xFFFF), _uint32((stride & _WORD_MASK) >> 16)
     cross0, cross1 = a0 * b1, a1 * b0
     middle = ((a0 * b0) >> half) + (cross0 & mask) + (cross1 & mask)
     high = a1 * b1 + (cross0 >> half) + (cross1 >> half) + (middle >> half)
-    return a[0] * _u(stride), high + a[0] * _u(stride >> 32) + a[1] * _u(stride)
+    return a[0] * _uint32(stride), high + a[0] * _uint32(stride >> 32) + a[1] * _uint32(stride)

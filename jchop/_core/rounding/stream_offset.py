@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._core.rounding.random_bits import SEEDS, random_bits
+from jchop._core.rounding.random_bits import SEEDS, stream_words
 
 Array = jax.Array
 
@@ -30,14 +30,14 @@ class StreamOffset:
         return each[0] if self.whole is None else (each, self.whole)
 
 
-AT_START = StreamOffset()
+STREAM_START = StreamOffset()
 
 
-def draw(
+def draw_words(
     seeds: Sequence[Array], shape: tuple[int, ...], place: StreamOffset, starts: Sequence[Array], width: int
 ) -> Array:
     """A word of `width` bits, 32 or 64, for each element of an array of `shape`."""
-    words = random_bits(seeds, place.shape or shape, place.offset(starts), width, place.base)
+    words = stream_words(seeds, place.shape or shape, place.offset(starts), width, place.base)
     if width == 32:
         return words.reshape(shape)
     high, low = (half.astype(jnp.uint64) for half in words)
@@ -52,6 +52,8 @@ def words_like(x: Array, seeds_and_starts: Sequence[Array], place: StreamOffset)
         seeds_and_starts: the words of `seed_words`, then the traced starts of `place`.
         place: the position of `x` in the random stream.
     """
-    word = draw(seeds_and_starts[:SEEDS], x.shape, place, seeds_and_starts[SEEDS:], 64 if x.dtype.itemsize == 8 else 32)
+    word = draw_words(
+        seeds_and_starts[:SEEDS], x.shape, place, seeds_and_starts[SEEDS:], 64 if x.dtype.itemsize == 8 else 32
+    )
     # ORed with zeros like x, the words have the sharding of x in their type, which explicit meshes need.
     return word | jnp.zeros_like(x, word.dtype)

@@ -15,23 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS
-from jchop._core.rounding.bins import take
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.bins import take_in_bounds
 from jchop._core.rounding.tapered import takum_exponent
-from jchop.formats._log_takum import UNIT, power
+from jchop.formats._log_takum import POWER_BITS, sqrt_e_power
 
 Array = jax.Array
 
-_CARRIER = CARRIERS["float64"]
+_TAKUM_CARRIER = CARRIERS["float64"]
 #: Limbs of 32 bits: one before the point, four after it.
-_LIMBS, _LIMB = 5, 32
-_MASK = np.uint64((1 << _LIMB) - 1)
+_TAKUM_LIMBS, _TAKUM_LIMB_BITS = 5, 32
+_TAKUM_LIMB_MASK = np.uint64((1 << _TAKUM_LIMB_BITS) - 1)
 #: The least exponent of l, and the bits of its fraction in three parts, the last of which is a string's 28th.
-_LEAST, _PARTS = -255, (10, 9, 9)
+_LEAST_TAKUM_EXPONENT, _FRACTION_PARTS = -255, (10, 9, 9)
 
 
-def power_of_string(string: Array, bits: int, *, above: bool = False) -> Array:
+def takum_power(string: Array, bits: int, *, above: bool = False) -> Array:
     """Magnitude bits of the binary64 number nearest to the power of a positive string, or of the next one above it.
 
     Args:
@@ -41,71 +41,78 @@ def power_of_string(string: Array, bits: int, *, above: bool = False) -> Array:
     """
     string = lax.optimization_barrier(string)  # XLA would compute it, and every limb, again for each use
     exponent, fraction_bits = takum_exponent(string, bits)
-    fraction = (string & (jnp.ones_like(string) << fraction_bits) - 1) << (sum(_PARTS) - fraction_bits)
-    wholes, shifts, *parts = _tables()
-    limbs = _limbs(wholes, exponent - _LEAST)
-    place = sum(_PARTS)
-    for table, size in zip(parts, _PARTS, strict=True):
+    fraction = (string & (jnp.ones_like(string) << fraction_bits) - 1) << (sum(_FRACTION_PARTS) - fraction_bits)
+    wholes, shifts, *parts = _takum_power_tables()
+    limbs = _limbs_from_table(wholes, exponent - _LEAST_TAKUM_EXPONENT)
+    place = sum(_FRACTION_PARTS)
+    for table, size in zip(parts, _FRACTION_PARTS, strict=True):
         place -= size
-        limbs = lax.optimization_barrier(_product(limbs, _limbs(table, fraction >> place & (1 << size) - 1)))
+        limbs = lax.optimization_barrier(
+            _multiply_takum_limbs(limbs, _limbs_from_table(table, fraction >> place & (1 << size) - 1))
+        )
     lead = (limbs[0] >> 1).astype(jnp.int64)  # the power is 1 to 4 times 2^shift
     # 53 bits and one more. No power is a binary64 number or lies between two, so that bit decides.
     head = limbs[0] << 53 | limbs[1] << 21 | limbs[2] >> 11
     head = (head >> lead.astype(jnp.uint64)).astype(jnp.int64)
     significand = (head >> 1) + 1 if above else (head + 1) >> 1
-    bias = _CARRIER.bias - 1  # the leading bit of the significand counts one, too
-    magnitude = ((take(jnp.asarray(shifts), exponent - _LEAST) + lead + bias) << _CARRIER.fraction) + significand
-    one = jnp.full_like(magnitude, _CARRIER.bias << _CARRIER.fraction)  # the one power that is a number
-    return lax.optimization_barrier(_bits.where((exponent == 0) & (fraction == 0), one + above, magnitude))
+    bias = _TAKUM_CARRIER.bias - 1  # the leading bit of the significand counts one, too
+    magnitude = (
+        (take_in_bounds(jnp.asarray(shifts), exponent - _LEAST_TAKUM_EXPONENT) + lead + bias) << _TAKUM_CARRIER.fraction
+    ) + significand
+    one = jnp.full_like(magnitude, _TAKUM_CARRIER.bias << _TAKUM_CARRIER.fraction)  # the one power that is a number
+    return lax.optimization_barrier(bit_ops.lax_where((exponent == 0) & (fraction == 0), one + above, magnitude))
 
 
-def _limbs(table: np.ndarray, index: Array) -> list[Array]:
-    return [take(jnp.asarray(column), index) for column in table]
+def _limbs_from_table(table: np.ndarray, index: Array) -> list[Array]:
+    return [take_in_bounds(jnp.asarray(column), index) for column in table]
 
 
-def _product(a: list[Array], b: list[Array]) -> list[Array]:
+def _multiply_takum_limbs(a: list[Array], b: list[Array]) -> list[Array]:
     """The product of two numbers, cut after its last limb; the columns after that but one are left out."""
-    low = [jnp.zeros_like(a[0]) for _ in range(_LIMBS + 2)]
+    low = [jnp.zeros_like(a[0]) for _ in range(_TAKUM_LIMBS + 2)]
     for i, x in enumerate(a):
         for j, y in enumerate(b):
-            if i + j <= _LIMBS:
+            if i + j <= _TAKUM_LIMBS:
                 term = x * y
-                low[i + j] += term & _MASK
+                low[i + j] += term & _TAKUM_LIMB_MASK
                 if i + j:
-                    low[i + j - 1] += term >> _LIMB
-    carry = low[_LIMBS] >> _LIMB
+                    low[i + j - 1] += term >> _TAKUM_LIMB_BITS
+    carry = low[_TAKUM_LIMBS] >> _TAKUM_LIMB_BITS
     out: list[Array] = []
-    for column in reversed(low[:_LIMBS]):
+    for column in reversed(low[:_TAKUM_LIMBS]):
         total = column + carry
-        out.append(total & _MASK)
-        carry = total >> _LIMB
+        out.append(total & _TAKUM_LIMB_MASK)
+        carry = total >> _TAKUM_LIMB_BITS
     return out[::-1]
 
 
 @lru_cache(maxsize=1)
-def _tables() -> tuple[np.ndarray, ...]:
+def _takum_power_tables() -> tuple[np.ndarray, ...]:
     """The limbs of e^(c/2) over a power of two, the exponents of those, and the limbs of e^(f/2) of each part f."""
-    places = _LIMB * (_LIMBS - 1)
-    wholes = _ladder(Fraction(_LEAST), Fraction(1), -2 * _LEAST)
-    shifts = [whole.bit_length() - 1 - UNIT for whole in wholes]
-    scaled_wholes = [whole >> (UNIT + shift - places) for whole, shift in zip(wholes, shifts, strict=True)]
+    places = _TAKUM_LIMB_BITS * (_TAKUM_LIMBS - 1)
+    wholes = _successive_powers(Fraction(_LEAST_TAKUM_EXPONENT), Fraction(1), -2 * _LEAST_TAKUM_EXPONENT)
+    shifts = [whole.bit_length() - 1 - POWER_BITS for whole in wholes]
+    scaled_wholes = [whole >> (POWER_BITS + shift - places) for whole, shift in zip(wholes, shifts, strict=True)]
     parts, place = [], 1
-    for size in _PARTS:
+    for size in _FRACTION_PARTS:
         place <<= size
-        steps = _ladder(Fraction(0), Fraction(1, place), 1 << size)
-        parts.append(_columns([step >> (UNIT - places) for step in steps]))
-    return _columns(scaled_wholes), np.array(shifts, np.int64), *parts
+        steps = _successive_powers(Fraction(0), Fraction(1, place), 1 << size)
+        parts.append(_columns_of_limbs([step >> (POWER_BITS - places) for step in steps]))
+    return _columns_of_limbs(scaled_wholes), np.array(shifts, np.int64), *parts
 
 
-def _ladder(start: Fraction, step: Fraction, count: int) -> list[int]:
+def _successive_powers(start: Fraction, step: Fraction, count: int) -> list[int]:
     """e^(l/2) 2^UNIT for l = start, start + step ..., to 300 bits and more."""
-    powers, factor = [power(start)], power(step)
+    powers, factor = [sqrt_e_power(start)], sqrt_e_power(step)
     for _ in range(count - 1):
-        powers.append(powers[-1] * factor >> UNIT)
+        powers.append(powers[-1] * factor >> POWER_BITS)
     return powers
 
 
-def _columns(values: list[int]) -> np.ndarray:
+def _columns_of_limbs(values: list[int]) -> np.ndarray:
     """Numbers as columns of limbs, the highest first."""
-    limbs = [[value >> _LIMB * i & int(_MASK) for value in values] for i in reversed(range(_LIMBS))]
+    limbs = [
+        [value >> _TAKUM_LIMB_BITS * i & int(_TAKUM_LIMB_MASK) for value in values]
+        for i in reversed(range(_TAKUM_LIMBS))
+    ]
     return np.array(limbs, np.uint64)

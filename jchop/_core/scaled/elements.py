@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS, Carrier
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._core.arithmetic import double_word
-from jchop._core.arithmetic.basic import multiply, range_of
-from jchop._core.arithmetic.exact import overflowed_exact, round_exact
-from jchop._core.arithmetic.levels import round_to_levels
+from jchop._core.arithmetic.basic import multiply_and_round, range_of
+from jchop._core.arithmetic.exact import exact_overflow_mask, round_exact
 from jchop._core.arithmetic.quotient import (
     Divisor,
     divisor_bits,
@@ -26,32 +25,33 @@ from jchop._core.arithmetic.quotient import (
     divisor_of_product,
     exact_quotient,
     odd_quotient,
-    significand_of,
+    significand_of_extended,
 )
-from jchop._core.rounding.codes import decode_elements, encode_elements, extended
-from jchop._core.rounding.elements import overflowed, round_elements
+from jchop._core.matmul.levels import round_to_levels
+from jchop._core.rounding.codes import decode_elements, encode_elements, extend_exponent
+from jchop._core.rounding.elements import overflow_mask, round_to_spec
 from jchop._core.scaled.scales import (
     TENSOR_SCALE,
-    Plan,
-    Scales,
+    BlockScales,
+    ScaledPlan,
     choose_scales,
-    positive,
+    number_of_magnitude,
     scale_magnitude,
     store_scales,
 )
+from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, bfloat16, binary16
-from jchop.spec import Spec
 
 Array = jax.Array
 
 #: The formats of the 16-bit carriers, to which results of float32 are rounded.
-NARROW = {"float16": Spec(binary16), "bfloat16": Spec(bfloat16)}
+NARROW_SPECS = {"float16": Spec(binary16), "bfloat16": Spec(bfloat16)}
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
 
 
-def widen(x: Array, carrier: Carrier) -> Array:
+def widen_16_bit(x: Array, carrier: Carrier) -> Array:
     """16-bit numbers in float32, by their bits; others unchanged."""
     if carrier.width > 16:
         return x
@@ -61,7 +61,7 @@ def widen(x: Array, carrier: Carrier) -> Array:
     return decode_elements(lax.bitcast_convert_type(x, jnp.uint16), binary16, CARRIERS["float32"])
 
 
-def narrow(x: Array, carrier: Carrier) -> Array:
+def narrow_16_bit(x: Array, carrier: Carrier) -> Array:
     """Numbers that `carrier` holds, in its dtype; the inverse of `widen_16_bit`."""
     if carrier.width > 16:
         return x
@@ -74,60 +74,60 @@ def narrow(x: Array, carrier: Carrier) -> Array:
 # -- division ----------------------------------------------------------------------------------------------------------
 
 
-def round_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
+def round_block_quotients(x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None) -> Array:
     """The quotients x / s rounded once to the element format, as numbers of the arithmetic's carrier."""
     compute, element = plan.compute, plan.element
-    sign, magnitude = _bits.split(x, compute)
+    sign, magnitude = bit_ops.split_sign(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
     levels = isinstance(element.format, CodebookFormat)
     if not plan.is_power and levels != element.rounding.stochastic:
-        exact = exact_quotient(sign, magnitude, plain, _divisor(scales, plan), compute)
+        exact = exact_quotient(sign, magnitude, plain, _scale_divisor(scales, plan), compute)
         if isinstance(element.format, CodebookFormat):
-            return _one_nan(round_to_levels(exact, element.format, element.rounding, compute), plan)
-        return _one_nan(round_exact(exact, element, compute, word), plan)
+            return _canonical_nan(round_to_levels(exact, element.format, element.rounding, compute), plan)
+        return _canonical_nan(round_exact(exact, element, compute, word), plan)
     if plan.is_power:
-        quotient = _over_power(magnitude, scales.value, compute)
+        quotient = _divide_by_power(magnitude, scales.value, compute)
     else:
-        quotient = odd_quotient(magnitude, _divisor(scales, plan), compute)
-    x = _bits.join(sign, _bits.where(plain, quotient, magnitude), compute)
-    return _one_nan(round_elements(x, element, compute, word), plan)
+        quotient = odd_quotient(magnitude, _scale_divisor(scales, plan), compute)
+    x = bit_ops.join_sign(sign, bit_ops.lax_where(plain, quotient, magnitude), compute)
+    return _canonical_nan(round_to_spec(x, element, compute, word), plan)
 
 
-def _one_nan(elements: Array, plan: Plan) -> Array:
+def _canonical_nan(elements: Array, plan: ScaledPlan) -> Array:
     """Elements with every NaN replaced by the NaN of its code, or by the largest value if the format has no NaN."""
     compute, fmt = plan.compute, plan.element.format
-    sign, magnitude = _bits.split(elements, compute)
+    sign, magnitude = bit_ops.split_sign(elements, compute)
     nan = magnitude > compute.inf
     instead = compute.nan if fmt.has_nan else compute.toward_zero(Fraction(fmt.max))[0]
-    return _bits.join(_bits.where(nan, 0, sign), _bits.where(nan, instead, magnitude), compute)
+    return bit_ops.join_sign(bit_ops.lax_where(nan, 0, sign), bit_ops.lax_where(nan, instead, magnitude), compute)
 
 
-def overflowed_quotients(x: Array, scales: Scales, plan: Plan, word: Array | None) -> Array:
+def quotient_overflow_mask(x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None) -> Array:
     """Whether the rounded quotients x / s are beyond the ends of the element format; NaN counts as inside."""
     compute, element = plan.compute, plan.element
-    sign, magnitude = _bits.split(x, compute)
+    sign, magnitude = bit_ops.split_sign(x, compute)
     plain = (magnitude != 0) & (magnitude < compute.inf)
     if plan.is_power:
-        quotient = _bits.where(plain, _over_power(magnitude, scales.value, compute), magnitude)
-        return overflowed(_bits.join(sign, quotient, compute), element, compute, word)
-    return overflowed_exact(
-        exact_quotient(sign, magnitude, plain, _divisor(scales, plan), compute), element, compute, word
+        quotient = bit_ops.lax_where(plain, _divide_by_power(magnitude, scales.value, compute), magnitude)
+        return overflow_mask(bit_ops.join_sign(sign, quotient, compute), element, compute, word)
+    return exact_overflow_mask(
+        exact_quotient(sign, magnitude, plain, _scale_divisor(scales, plan), compute), element, compute, word
     )
 
 
-def _over_power(magnitude: Array, exponent: Array, carrier: Carrier) -> Array:
+def _divide_by_power(magnitude: Array, exponent: Array, carrier: Carrier) -> Array:
     """Bits of magnitudes divided by 2^exponent, clamped to the normal range, which is wider than all formats."""
-    bits = extended(magnitude, carrier)
+    bits = extend_exponent(magnitude, carrier)
     exponent = jnp.maximum(exponent, (bits >> carrier.fraction) - 2 * carrier.bias)
     return jnp.maximum(bits - (exponent << carrier.fraction), 1 << carrier.fraction)
 
 
-def _divisor(scales: Scales, plan: Plan) -> Divisor:
+def _scale_divisor(scales: BlockScales, plan: ScaledPlan) -> Divisor:
     compute = plan.compute
     if scales.tensor is None:
         return divisor_of(scales.value, compute)
-    bits, width = extended(scales.value, compute), plan.scale.frac_bits + 1
-    count = significand_of(bits, compute) >> (compute.fraction + 1 - width)
+    bits, width = extend_exponent(scales.value, compute), plan.scale.frac_bits + 1
+    count = significand_of_extended(bits, compute) >> (compute.fraction + 1 - width)
     exponent = (bits >> compute.fraction) - compute.bias - (width - 1)
     return divisor_of_product(count, width, exponent, scales.tensor, TENSOR_SCALE.frac_bits, compute)
 
@@ -135,58 +135,66 @@ def _divisor(scales: Scales, plan: Plan) -> Divisor:
 # -- multiplication ----------------------------------------------------------------------------------------------------
 
 
-def multiply_back(elements: Array, scales: Scales, plan: Plan) -> Array:
+def multiply_by_scales(elements: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The products s e rounded once to nearest, ties to even, as numbers of the plan's carrier."""
     compute = plan.compute
-    spec = NARROW.get(plan.carrier.name)
+    spec = NARROW_SPECS.get(plan.carrier.name)
     if plan.is_power:
-        result = times_power(elements, scales.value, compute)
-        result = result if spec is None else round_elements(result, spec, compute)
+        result = multiply_by_power(elements, scales.value, compute)
+        result = result if spec is None else round_to_spec(result, spec, compute)
     else:
-        result = _times(elements, scales, spec, plan)
-    return narrow(with_nan(result, scales.nan, compute), plan.carrier)
+        result = _multiply_by_any_scales(elements, scales, spec, plan)
+    return narrow_16_bit(put_nan(result, scales.nan, compute), plan.carrier)
 
 
-def with_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
+def put_nan(x: Array, where: Array | None, carrier: Carrier) -> Array:
     """`x`, with NaN at the marked elements."""
     if where is None:
         return x
-    sign, magnitude = _bits.split(x, carrier)
-    return _bits.join(_bits.where(where, 0, sign), _bits.where(where, carrier.nan, magnitude), carrier)
+    sign, magnitude = bit_ops.split_sign(x, carrier)
+    return bit_ops.join_sign(
+        bit_ops.lax_where(where, 0, sign), bit_ops.lax_where(where, carrier.nan, magnitude), carrier
+    )
 
 
-def _times(elements: Array, scales: Scales, spec: Spec | None, plan: Plan) -> Array:
+def _multiply_by_any_scales(elements: Array, scales: BlockScales, spec: Spec | None, plan: ScaledPlan) -> Array:
     compute = plan.compute
     if scales.tensor is not None:
         # The product of the two scales may be beyond either end of the carrier's range.
-        whole = _divisor(scales, plan)
+        whole = _scale_divisor(scales, plan)
         up = compute.work_width - 1 - divisor_bits(compute)
-        v = double_word.multiply_by(elements, whole.significand << up, whole.field - compute.bias, compute)
+        v = double_word.multiply_by_wide_exactly(elements, whole.significand << up, whole.field - compute.bias, compute)
         return round_exact(v, spec, compute, None)
-    scale = jnp.broadcast_to(positive(scale_magnitude(scales, plan), compute), elements.shape)
+    scale = jnp.broadcast_to(number_of_magnitude(scale_magnitude(scales, plan), compute), elements.shape)
     ranges = range_of(plan.element, compute), range_of(Spec(plan.scale), compute)
-    return multiply(elements, scale, spec, compute, None, *ranges)
+    return multiply_and_round(elements, scale, spec, compute, None, *ranges)
 
 
-def times_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
+def multiply_by_power(x: Array, exponent: Array, carrier: Carrier) -> Array:
     """x 2^exponent for zero, normal, infinite or NaN x; to nearest even in the subnormal range."""  # noqa: D403
     fraction, top = carrier.fraction, 2 * carrier.bias + 1
-    sign, magnitude = _bits.split(x, carrier)
+    sign, magnitude = bit_ops.split_sign(x, carrier)
     field = (magnitude >> fraction) + exponent
-    right = _bits.clip(1 - field, 0, fraction + 2)
-    significand = significand_of(magnitude, carrier)
+    right = bit_ops.lax_clip(1 - field, 0, fraction + 2)
+    significand = significand_of_extended(magnitude, carrier)
     last = significand >> right & 1
     half = lax.shift_left(jnp.ones_like(right), right) >> 1
     small = (significand + jnp.maximum(half - 1 + last, 0)) >> right
-    bits = _bits.where(field > 0, (jnp.minimum(field, top) << fraction) | magnitude & _bits.low_mask(fraction), small)
-    bits = _bits.where(field >= top, carrier.inf, bits)
-    return _bits.join(sign, _bits.where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, bits), carrier)
+    bits = bit_ops.lax_where(
+        field > 0, (jnp.minimum(field, top) << fraction) | magnitude & bit_ops.low_mask(fraction), small
+    )
+    bits = bit_ops.lax_where(field >= top, carrier.inf, bits)
+    return bit_ops.join_sign(
+        sign, bit_ops.lax_where((magnitude == 0) | (magnitude >= carrier.inf), magnitude, bits), carrier
+    )
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
-def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None) -> Array:
+def round_block_tile(
+    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
+) -> Array:
     """A tile after quantization and dequantization.
 
     Args:
@@ -200,13 +208,13 @@ def round_tile(x: Array, axis: int, plan: Plan, word: Array | None = None, tenso
         Numbers of the plan's carrier.
     """
     scales = choose_scales(x, axis, plan, tensor)
-    return multiply_back(round_quotients(x, scales, plan, word), scales, plan)
+    return multiply_by_scales(round_block_quotients(x, scales, plan, word), scales, plan)
 
 
-def quantize_tile(
-    x: Array, axis: int, plan: Plan, word: Array | None = None, tensor: Array | None = None
+def quantize_block_tile(
+    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
 ) -> tuple[Array, Array]:
     """The codes of a tile's elements, not packed, and its stored scales with length 1 along `axis`."""
     scales = choose_scales(x, axis, plan, tensor)
-    elements = round_quotients(x, scales, plan, word)
+    elements = round_block_quotients(x, scales, plan, word)
     return encode_elements(elements, plan.element.format, plan.compute), store_scales(scales, plan)

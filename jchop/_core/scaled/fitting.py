@@ -11,23 +11,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop import _bits
-from jchop._core.arithmetic.basic import multiply, range_of
+from jchop._common import bit_ops
+from jchop._core.arithmetic.basic import multiply_and_round, range_of
 from jchop._core.scaled import elements
-from jchop._core.scaled.scales import Plan, Scales, largest_of, positive, quotients_by_scale, tensor_bits
+from jchop._core.scaled.scales import (
+    BlockScales,
+    ScaledPlan,
+    largest_finite_magnitude,
+    number_of_magnitude,
+    round_scales,
+    tensor_scale_bits,
+)
 from jchop.formats import ElementFormat
-from jchop.rounding import Rounding
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
 #: N: the rule "mse" tries the scale of "absmax" times 1, 1 - 1/N ... 1/2.
-STEPS = 64
+SQUARES_STEPS = 64
 #: The scale of normal numbers with variance 1 under which e2m1 loses least, before it becomes a power of two (Panferov
 #: et al., "QuEST", arXiv 2502.05003; the number is that of Castro et al., "Quartet", arXiv 2505.14669).
-QUEST = 2.92247856 / 6
+QUEST_SCALE = 2.92247856 / 6
 
 
-def smallest_of(fmt: ElementFormat) -> Fraction:
+def smallest_positive(fmt: ElementFormat) -> Fraction:
     """The smallest positive value of a format that has one."""
     assert fmt.smallest is not None
     return Fraction(fmt.smallest)
@@ -36,7 +43,7 @@ def smallest_of(fmt: ElementFormat) -> Fraction:
 # -- percentiles -------------------------------------------------------------------------------------------------------
 
 
-def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
+def fit_percentile(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
     """The "absmax" scale for the rule's percentile of a group's finite magnitudes instead of the largest one.
 
     The percentile is the smallest magnitude that this share of the numbers does not exceed. If it is zero, the largest
@@ -50,26 +57,26 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | 
         tensor: None; the rule has no scale of the tensor.
     """
     compute = plan.compute
-    magnitude = _bits.split(x, compute)[1]
-    largest = largest_of(magnitude, axes, compute)
+    magnitude = bit_ops.split_sign(x, compute)[1]
+    largest = largest_finite_magnitude(magnitude, axes, compute)
     finite = magnitude < compute.inf
 
     def count(within: Array) -> Array:
         return jnp.sum(within, axis=axes, keepdims=True, dtype=jnp.int32)
 
     assert plan.rule.percentile is not None
-    rank = _rank(count(finite), plan.rule.percentile / 100)
+    rank = _percentile_rank(count(finite), plan.rule.percentile / 100)
 
     def step(i: Array, least: Array) -> Array:
         bit = lax.shift_left(jnp.ones_like(least), jnp.full_like(least, compute.work_width - 2) - i.astype(least.dtype))
         short = count(finite & (magnitude <= (least | bit - 1))) < rank
-        return _bits.where(short, least | bit, least)
+        return bit_ops.lax_where(short, least | bit, least)
 
     least = lax.fori_loop(0, compute.work_width - 1, step, jnp.zeros_like(largest))
-    return Scales(quotients_by_scale((_bits.where(least == 0, largest, least),), None, plan)[0])
+    return BlockScales(round_scales((bit_ops.lax_where(least == 0, largest, least),), None, plan)[0])
 
 
-def _rank(count: Array, share: Fraction) -> Array:
+def _percentile_rank(count: Array, share: Fraction) -> Array:
     """ceil(count share), without a product that overflows."""
     whole, rest = count // share.denominator, count % share.denominator
     return whole * share.numerator - (-rest * share.numerator) // share.denominator
@@ -78,7 +85,7 @@ def _rank(count: Array, share: Fraction) -> Array:
 # -- least squares -----------------------------------------------------------------------------------------------------
 
 
-def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
+def fit_squares(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
     """The first of the scales of `SQUARES_STEPS` with the least sum of squared errors.
 
     Args:
@@ -88,25 +95,25 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | Non
         tensor: None; the rule has no scale of the tensor.
     """
     compute = plan.compute
-    largest = largest_of(_bits.split(x, compute)[1], axes, compute)
-    error_of = _errors(x, axes, largest, plan)
+    largest = largest_finite_magnitude(bit_ops.split_sign(x, compute)[1], axes, compute)
+    error_of = _make_squared_error(x, axes, largest, plan)
     whole = range_of(None, compute)
 
     def attempt(i: Array) -> tuple[Array, Array]:
-        factor = jnp.broadcast_to((STEPS - i).astype(compute.name) / STEPS, largest.shape)
-        end = multiply(positive(largest, compute), factor, None, compute, None, whole, whole)
-        value = quotients_by_scale((_bits.split(end, compute)[1],), None, plan)[0]
-        return error_of(Scales(value)), value
+        factor = jnp.broadcast_to((SQUARES_STEPS - i).astype(compute.name) / SQUARES_STEPS, largest.shape)
+        end = multiply_and_round(number_of_magnitude(largest, compute), factor, None, compute, None, whole, whole)
+        value = round_scales((bit_ops.split_sign(end, compute)[1],), None, plan)[0]
+        return error_of(BlockScales(value)), value
 
     def step(i: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
         error, value = attempt(i)
-        return _bits.where(error < best[0], error, best[0]), _bits.where(error < best[0], value, best[1])
+        return bit_ops.lax_where(error < best[0], error, best[0]), bit_ops.lax_where(error < best[0], value, best[1])
 
     first = attempt(jnp.zeros((), jnp.int32))
-    return Scales(lax.fori_loop(1, STEPS // 2 + 1, step, first)[1])
+    return BlockScales(lax.fori_loop(1, SQUARES_STEPS // 2 + 1, step, first)[1])
 
 
-def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
+def fit_either(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
     """The scale of the rule's first divisor, or of its second one if that has the smaller sum of squared errors.
 
     Args:
@@ -116,16 +123,16 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None
         tensor: for a rule with a scale of the tensor, its bits, int32.
     """
     compute = plan.compute
-    largest = largest_of(_bits.split(x, compute)[1], axes, compute)
-    whole = None if tensor is None else tensor_bits(tensor, largest.shape, plan)
+    largest = largest_finite_magnitude(bit_ops.split_sign(x, compute)[1], axes, compute)
+    whole = None if tensor is None else tensor_scale_bits(tensor, largest.shape, plan)
     candidates = [
-        Scales(quotients_by_scale((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
+        BlockScales(round_scales((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
     ]
-    first, second = map(_errors(x, axes, largest, plan), candidates)
-    return replace(candidates[0], value=_bits.where(second < first, candidates[1].value, candidates[0].value))
+    first, second = map(_make_squared_error(x, axes, largest, plan), candidates)
+    return replace(candidates[0], value=bit_ops.lax_where(second < first, candidates[1].value, candidates[0].value))
 
 
-def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None = None) -> Scales:
+def fit_power(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
     """2^floor(log2(r / L)), r the root of the mean square of a group's finite numbers, 1 / L as in `QUEST_SCALE`.
 
     The squares are of numbers over the largest magnitude's power of two, and are summed in the arithmetic's carrier.
@@ -137,21 +144,23 @@ def fit_power(x: Array, axes: tuple[int, ...], plan: Plan, tensor: Array | None 
         tensor: None; the rule has no scale of the tensor.
     """
     compute = plan.compute
-    magnitude = _bits.split(x, compute)[1]
-    largest = largest_of(magnitude, axes, compute)
+    magnitude = bit_ops.split_sign(x, compute)[1]
+    largest = largest_finite_magnitude(magnitude, axes, compute)
     lag = compute.bias - (largest >> compute.fraction)
     finite = magnitude < compute.inf
-    near_one = elements.times_power(_normal(x, plan), jnp.broadcast_to(lag, x.shape), compute)
-    total = jnp.sum(_bits.where(finite, near_one * near_one, 0), axis=axes, keepdims=True)
-    share = total * (QUEST**2) / jnp.maximum(jnp.sum(finite, axis=axes, keepdims=True), 1).astype(compute.name)
+    near_one = elements.multiply_by_power(_zero_subnormals(x, plan), jnp.broadcast_to(lag, x.shape), compute)
+    total = jnp.sum(bit_ops.lax_where(finite, near_one * near_one, 0), axis=axes, keepdims=True)
+    share = total * (QUEST_SCALE**2) / jnp.maximum(jnp.sum(finite, axis=axes, keepdims=True), 1).astype(compute.name)
     # floor(log2 of the root) is half the exponent, rounded down.
-    half = ((_bits.split(share, compute)[1] >> compute.fraction) - compute.bias) >> 1
+    half = ((bit_ops.split_sign(share, compute)[1] >> compute.fraction) - compute.bias) >> 1
     low, zero, high = plan.exponents
-    exponent = _bits.where(largest == 0, zero, _bits.clip(half - lag, low, high))
-    return Scales(exponent.astype(largest.dtype))
+    exponent = bit_ops.lax_where(largest == 0, zero, bit_ops.lax_clip(half - lag, low, high))
+    return BlockScales(exponent.astype(largest.dtype))
 
 
-def _errors(x: Array, axes: tuple[int, ...], largest: Array, plan: Plan) -> Callable[[Scales], Array]:
+def _make_squared_error(
+    x: Array, axes: tuple[int, ...], largest: Array, plan: ScaledPlan
+) -> Callable[[BlockScales], Array]:
     """The function that gives the sums of squared errors of a group under its scale.
 
     The errors are scaled by the largest magnitude's power of two, and summed in the arithmetic's carrier, so that they
@@ -162,28 +171,30 @@ def _errors(x: Array, axes: tuple[int, ...], largest: Array, plan: Plan) -> Call
     plan = replace(plan, element=element)
     wide = replace(plan, carrier=compute)
     lag = compute.bias - (largest >> compute.fraction)
-    plain = _bits.split(x, compute)[1] < compute.inf
+    plain = bit_ops.split_sign(x, compute)[1] < compute.inf
 
     def near_one(values: Array) -> Array:
-        return elements.times_power(values, jnp.broadcast_to(lag, values.shape), compute)
+        return elements.multiply_by_power(values, jnp.broadcast_to(lag, values.shape), compute)
 
-    target = near_one(_normal(x, plan))
+    target = near_one(_zero_subnormals(x, plan))
 
-    def error_of(scales: Scales) -> Array:
-        values = elements.multiply_back(elements.round_quotients(x, scales, plan, None), scales, wide)
-        error = _bits.where(plain, near_one(_normal(values, plan)) - target, 0)
+    def error_of(scales: BlockScales) -> Array:
+        values = elements.multiply_by_scales(elements.round_block_quotients(x, scales, plan, None), scales, wide)
+        error = bit_ops.lax_where(plain, near_one(_zero_subnormals(values, plan)) - target, 0)
         return jnp.sum(error * error, axis=axes, keepdims=True)
 
     return error_of
 
 
-def _normal(x: Array, plan: Plan) -> Array:
+def _zero_subnormals(x: Array, plan: ScaledPlan) -> Array:
     """Numbers, with zeros in place of subnormal numbers."""
-    sign, magnitude = _bits.split(x, plan.compute)
-    return _bits.join(sign, _bits.where(magnitude >> plan.compute.fraction == 0, 0, magnitude), plan.compute)
+    sign, magnitude = bit_ops.split_sign(x, plan.compute)
+    return bit_ops.join_sign(
+        sign, bit_ops.lax_where(magnitude >> plan.compute.fraction == 0, 0, magnitude), plan.compute
+    )
 
 
 #: The functions that fit scales to all numbers of a group, by `ScaleRule.fit`.
-FITTED: Mapping[str, Callable[[Array, tuple[int, ...], Plan, Array | None], Scales]] = MappingProxyType(
+SCALE_FITS: Mapping[str, Callable[[Array, tuple[int, ...], ScaledPlan, Array | None], BlockScales]] = MappingProxyType(
     {"percentile": fit_percentile, "squares": fit_squares, "either": fit_either, "power": fit_power}
 )

@@ -14,24 +14,32 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import Carrier
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
 from jchop._core.arithmetic import double_word
-from jchop._core.arithmetic.basic import multiply_add, range_of
+from jchop._core.arithmetic.basic import multiply_add_and_round, range_of
 from jchop._core.arithmetic.double_word import DoubleWord
-from jchop._core.arithmetic.exact import Exact, round_exact
+from jchop._core.arithmetic.exact import ExactResult, round_exact
 from jchop._core.arithmetic.quotient import Divisor, divisor_bits, divisor_of
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.scaled import elements, zero_points
-from jchop._core.scaled.scales import Plan, Scales, positive, scale_dtype, scale_magnitude, scale_rounding, settle
+from jchop._core.scaled.scales import (
+    BlockScales,
+    ScaledPlan,
+    clamp_scale,
+    number_of_magnitude,
+    scale_dtype,
+    scale_magnitude,
+    scale_rounding,
+)
+from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat
-from jchop.rounding import Overflow
-from jchop.spec import Spec
+from jchop.formats.rounding import Overflow
 
 Array = jax.Array
 
 
-def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array | None) -> Array:
+def round_offset(x: Array, scales: BlockScales, zero: Array, plan: ScaledPlan, word: Array | None) -> Array:
     """(x - z) / s rounded once to whole numbers; arguments and result as in `zero_points.round_quotient_plus_zero`.
 
     Args:
@@ -43,29 +51,29 @@ def round_offset(x: Array, scales: Scales, zero: Array, plan: Plan, word: Array 
     """
     compute = plan.compute
     divisor = divisor_of(scale_magnitude(scales, plan), compute)
-    v, some = _quotient(x, jnp.broadcast_to(zero, x.shape), divisor, compute)
-    whole, share, sticky = zero_points.parts_of(v, compute)
-    total, share = zero_points.floor_of(
-        v.sign != 0, _bits.where(some, whole, 0), _bits.where(some, share, 0), sticky & some
+    v, some = _quotient_of_difference(x, jnp.broadcast_to(zero, x.shape), divisor, compute)
+    whole, share, sticky = zero_points.whole_and_share(v, compute)
+    total, share = zero_points.floor_and_share(
+        v.sign != 0, bit_ops.lax_where(some, whole, 0), bit_ops.lax_where(some, share, 0), sticky & some
     )
-    sums = zero_points.round_sum(total, share, sticky & some, plan, word)
-    return zero_points.far_outside(sums, *_bits.split(x, compute), compute)
+    sums = zero_points.round_floor_and_share(total, share, sticky & some, plan, word)
+    return zero_points.specials_far_outside(sums, *bit_ops.split_sign(x, compute), compute)
 
 
-def add_back(values: Array, scales: Scales, zero: Array, plan: Plan) -> Array:
+def add_zero_points(values: Array, scales: BlockScales, zero: Array, plan: ScaledPlan) -> Array:
     """The sums s e + z rounded once to nearest, ties to even, as numbers of the plan's carrier."""
-    compute, spec = plan.compute, elements.NARROW.get(plan.carrier.name)
-    scale = jnp.broadcast_to(positive(scale_magnitude(scales, plan), compute), values.shape)
+    compute, spec = plan.compute, elements.NARROW_SPECS.get(plan.carrier.name)
+    scale = jnp.broadcast_to(number_of_magnitude(scale_magnitude(scales, plan), compute), values.shape)
     own = range_of(Spec(plan.scale), compute)
     whole = values.astype(compute.name)
     element = range_of(plan.element, compute)
     zero = jnp.broadcast_to(zero, values.shape)
-    result = multiply_add(whole, scale, zero, spec, compute, None, element, own, own)
-    result = result if scales.nan is None else _bits.where(scales.nan, jnp.nan, result)
-    return elements.narrow(result, plan.carrier)
+    result = multiply_add_and_round(whole, scale, zero, spec, compute, None, element, own, own)
+    result = result if scales.nan is None else bit_ops.lax_where(scales.nan, jnp.nan, result)
+    return elements.narrow_16_bit(result, plan.carrier)
 
 
-def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Array]:
+def fit_offset(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockScales, Array]:
     """Scales (max - min) / (M - m) and zero points min - m s, each the exact number rounded once to the scale format.
 
     If all numbers of a group are equal, the scale is 1, and the number is the zero point.
@@ -78,43 +86,45 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: Plan) -> tuple[Scales, Arr
     compute, fmt = plan.compute, plan.element.format
     assert isinstance(fmt, IntegerFormat)
     # In stages because of the quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`).
-    low, high = lax.optimization_barrier(_ends(x, axes, compute))
+    low, high = lax.optimization_barrier(_ends_of_groups(x, axes, compute))
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
-    divisor = divisor_of(_bits.split(width, compute)[1], compute)
-    quotient, some = _quotient(high, low, divisor, compute, lax.optimization_barrier)
-    quotient = _bits.split(round_exact(quotient, scale_rounding(plan), compute, None), compute)[1]
-    scales = Scales(settle(quotient, ~some, plan)[0])
-    step = _bits.where(some, positive(scale_magnitude(scales, plan), compute), 0)
+    divisor = divisor_of(bit_ops.split_sign(width, compute)[1], compute)
+    quotient, some = _quotient_of_difference(high, low, divisor, compute, lax.optimization_barrier)
+    quotient = bit_ops.split_sign(round_exact(quotient, scale_rounding(plan), compute, None), compute)[1]
+    scales = BlockScales(clamp_scale(quotient, ~some, plan)[0])
+    step = bit_ops.lax_where(some, number_of_magnitude(scale_magnitude(scales, plan), compute), 0)
     whole, spec = range_of(None, compute), Spec(plan.scale, overflow=Overflow.SATURATE)
     least = jnp.full_like(low, float(-fmt.min_code))
-    return scales, multiply_add(least, step, low, spec, compute, None, whole, whole, whole)
+    return scales, multiply_add_and_round(least, step, low, spec, compute, None, whole, whole, whole)
 
 
-def store_zero(zero: Array, plan: Plan) -> Array:
+def store_zero_points(zero: Array, plan: ScaledPlan) -> Array:
     """Zero points in their stored form, in `scale_dtype`."""
     dtype = scale_dtype(plan.scale)
     codes = encode_elements(zero, plan.scale, plan.compute)
     return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
 
 
-def load_zero(array: Array, plan: Plan) -> Array:
+def load_zero_points(array: Array, plan: ScaledPlan) -> Array:
     """The inverse of `store_zero_points`."""
     fmt = plan.scale
     codes = array if array.dtype == fmt.code_dtype else lax.bitcast_convert_type(array, fmt.code_dtype)
     return decode_elements(codes, fmt, plan.compute)
 
 
-def _ends(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Array]:
+def _ends_of_groups(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Array]:
     """The least and the largest finite number of each group; zeros if there is none."""
-    sign, magnitude = _bits.split(x, carrier)
-    value, finite = _bits.ordered(sign, magnitude), magnitude < carrier.inf
-    low = jnp.min(_bits.where(finite, value, carrier.inf), axis=axes, keepdims=True)
-    high = jnp.max(_bits.where(finite, value, -carrier.inf), axis=axes, keepdims=True)
+    sign, magnitude = bit_ops.split_sign(x, carrier)
+    value, finite = bit_ops.ordered_integers(sign, magnitude), magnitude < carrier.inf
+    low = jnp.min(bit_ops.lax_where(finite, value, carrier.inf), axis=axes, keepdims=True)
+    high = jnp.max(bit_ops.lax_where(finite, value, -carrier.inf), axis=axes, keepdims=True)
     none = low > high
 
     def number(value: Array) -> Array:
-        value = _bits.where(none, 0, value)
-        return _bits.join(_bits.where(value < 0, carrier.sign_bit, 0).astype(value.dtype), jnp.abs(value), carrier)
+        value = bit_ops.lax_where(none, 0, value)
+        return bit_ops.join_sign(
+            bit_ops.lax_where(value < 0, carrier.sign_bit, 0).astype(value.dtype), jnp.abs(value), carrier
+        )
 
     return number(low), number(high)
 
@@ -122,24 +132,24 @@ def _ends(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Arr
 # -- division ----------------------------------------------------------------------------------------------------------
 
 
-def _quotient(
+def _quotient_of_difference(
     x: Array, y: Array, divisor: Divisor, carrier: Carrier, stage: Callable[[Any], Any] = lambda values: values
-) -> tuple[Exact, Array]:
+) -> tuple[ExactResult, Array]:
     """(x - y) / d of finite numbers, exactly, and whether x is not y; the values of each stage pass through `stage`."""
-    (xs, xm), (ys, ym) = _bits.split(x, carrier), _bits.split(y, carrier)
-    a = double_word.operand(xs, *double_word.normalised(xm, carrier), carrier)
-    b = double_word.operand(ys ^ carrier.sign_bit, *double_word.normalised(ym, carrier), carrier)
-    v, tail = double_word.sum_exactly(a, b, 0)
-    v = double_word.swept(v)
-    v = double_word.lifted(v, double_word.leading_zeros(v.high, carrier))
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    a = double_word.double_word_of(xs, *double_word.normalize_magnitude(xm, carrier), carrier)
+    b = double_word.double_word_of(ys ^ carrier.sign_bit, *double_word.normalize_magnitude(ym, carrier), carrier)
+    v, tail = double_word.add_double_words(a, b, 0)
+    v = double_word.fill_high_word(v)
+    v = double_word.shift_to_top(v, double_word.leading_zeros(v.high, carrier))
     (*words, tail) = stage((v.sign, v.exponent, v.high, v.low, tail))
     v = DoubleWord(*words)
-    quotient = _over(v, tail, divisor, carrier)
+    quotient = _divide_double_word(v, tail, divisor, carrier)
     arrays = {name: part for name, part in vars(quotient).items() if isinstance(part, Array)}
     return replace(quotient, **stage(arrays)), (v.high | v.low | tail) != 0
 
 
-def _over(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier) -> Exact:
+def _divide_double_word(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier) -> ExactResult:
     """A number with its leading bit at the top of its words, divided by a divisor: M + 1 + W bits, and a sticky bit.
 
     `tail` is not zero if bits follow the words. No tie lies between the words and the exact number, because ties are
@@ -147,7 +157,7 @@ def _over(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier) -> Exa
     """
     width, divisor_width = carrier.work_width, divisor_bits(carrier)
     remainder = (v.high >> (width - divisor_width)).astype(carrier.work)
-    high, low = double_word.shifted_left(v.high, v.low, divisor_width)
+    high, low = double_word.shift_words_left(v.high, v.low, divisor_width)
     first = (remainder >= divisor.significand).astype(carrier.work)
     remainder = remainder - first * divisor.significand
     top, rest = jnp.zeros_like(high), first.astype(low.dtype)
@@ -156,16 +166,20 @@ def _over(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier) -> Exa
     while remaining:
         step = min(remaining, carrier.fraction // 2 + 1)
         following = (high >> (width - step)).astype(carrier.work)
-        high, low = double_word.shifted_left(high, low, step)
-        digit, remainder = double_word.next_digit(remainder, divisor.significand, divisor.inverse, step, carrier)
+        high, low = double_word.shift_words_left(high, low, step)
+        digit, remainder = double_word.next_quotient_digit(
+            remainder, divisor.significand, divisor.inverse, step, carrier
+        )
         remainder = remainder + following
         more = (remainder >= divisor.significand).astype(carrier.work)
         remainder = remainder - more * divisor.significand
-        top, rest = double_word.shifted_left(top, rest, step)
+        top, rest = double_word.shift_words_left(top, rest, step)
         rest = rest | (digit + more).astype(rest.dtype)
         remaining -= step
-    top, rest = double_word.shifted_left(top, rest, 2 * width - 1 - total)
+    top, rest = double_word.shift_words_left(top, rest, 2 * width - 1 - total)
     smaller = (first == 0).astype(carrier.work)
     exponent = v.exponent + carrier.bias - divisor.field - smaller
     after = tail | remainder.astype(tail.dtype)
-    return double_word.pack(DoubleWord(v.sign, exponent, *double_word.shifted_left(top, rest, smaller)), after, carrier)
+    return double_word.exact_of_double_word(
+        DoubleWord(v.sign, exponent, *double_word.shift_words_left(top, rest, smaller)), after, carrier
+    )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._bits import of_whole_parts
+from jchop._common.bit_ops import gather_cut_axes
 
 Array = jax.Array
 
@@ -58,7 +58,7 @@ class Groups:
 
     def view(self, x: Array, fill: float = 0) -> Array:
         """An array with its axes of blocks split; the last block of each is padded."""
-        x = of_whole_parts(x, [size if split else 1 for size, split in zip(self.sizes, self._split, strict=True)])
+        x = gather_cut_axes(x, [size if split else 1 for size, split in zip(self.sizes, self._split, strict=True)])
         missing = [
             -length % size if split else 0
             for length, size, split in zip(self.shape, self.sizes, self._split, strict=True)

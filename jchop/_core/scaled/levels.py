@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from jchop._core.scaled.groups import Groups
-from jchop._core.scaled.scales import Plan, quotients_by_scale, scale_magnitude
-from jchop._core.scaled.scales import Scales as Chosen
+from jchop._core.scaled.scales import BlockScales as Chosen
+from jchop._core.scaled.scales import ScaledPlan, round_scales, scale_magnitude
 
 Array = jax.Array
 
 
-def fit_levels(largest: Array, plan: Plan) -> Array:
+def fit_levels(largest: Array, plan: ScaledPlan) -> Array:
     """Magnitude bits of the scales of the smallest groups.
 
     With a the largest magnitude of a largest group, M the largest element and n levels, s is a / (2^n M) in the format
@@ -40,7 +40,7 @@ def fit_levels(largest: Array, plan: Plan) -> Array:
         largest = groups.squeeze(jnp.max(view, axis=groups.axes, keepdims=True))
     divisor = Fraction(plan.element.format.max) * (1 << len(levels))
     base = replace(within, carrier=compute)
-    scale = scale_magnitude(Chosen(quotients_by_scale((largest,), None, base, (divisor,))[0]), base)
+    scale = scale_magnitude(Chosen(round_scales((largest,), None, base, (divisor,))[0]), base)
     for remaining, (inner, groups) in reversed(list(enumerate(levels, 1))):
         view = groups.view(inner)
         outer = jnp.broadcast_to(groups.expand(scale), view.shape)

@@ -16,25 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS, Carrier
-from jchop._core import xla_cpu
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._core.arithmetic import double_word, float64
-from jchop._core.arithmetic.basic import divide, range_of, require_operation
+from jchop._core.arithmetic.basic import divide_and_round, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.levels import require_levels
 from jchop._core.arithmetic.quotient import (
     divisor_bits,
     divisor_of_product,
-    is_short,
+    is_short_divisor,
     odd_quotient,
     quotient_by_constant,
 )
-from jchop._core.rounding.codes import decode_magnitude, encode_elements, extended
-from jchop._core.rounding.elements import round_elements
+from jchop._core.matmul.levels import require_levels
+from jchop._core.rounding.codes import decode_magnitude, encode_elements, extend_exponent
+from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import require_carrier
-from jchop._core.sizes import if_known
-from jchop._core.xla_cpu import branch
+from jchop._core.xla import cpu
+from jchop._core.xla.cpu import branch_in_functions
+from jchop._core.xla.sizes import if_static
+from jchop._spec.spec import Gradient, Spec
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,
@@ -45,28 +46,27 @@ from jchop.formats import (
     binary32,
     binary64,
 )
-from jchop.formats.scale_rules import ScaleRule
-from jchop.rounding import Overflow
-from jchop.spec import Gradient, Spec
+from jchop.formats.rounding import Overflow
+from jchop.formats.scaled.scale_rules import ScaleRule
 
 Array = jax.Array
 
 #: Scale formats whose scales are stored as numbers of a dtype; others are stored as codes.
-_NUMBERS = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", binary64: "float64"}
+_SCALE_NUMBER_DTYPES = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", binary64: "float64"}
 #: The format of a carrier.
-_OWN = {"float32": binary32, "float64": binary64}
+_OWN_FORMATS = {"float32": binary32, "float64": binary64}
 #: The format of the scale of a whole tensor.
 TENSOR_SCALE = binary32
 #: The safe range of scales: from 2^-SAFE_EXPONENT to 2^SAFE_EXPONENT.
 SAFE_EXPONENT = 48
 #: The most numbers without a branch: compiling both ways would take as long as a thousand calls save.
-MOST_UNBRANCHED = 1 << 19
+MOST_WITHOUT_BRANCH = 1 << 19
 #: The most rows for which XLA's CPU backend also compares integers fast.
-_MANY = 32
+_MANY_ROWS = 32
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScaledPlan:
     """The static data of a scaled format in arrays of `carrier`.
 
     Args:
@@ -82,7 +82,7 @@ class Plan:
     fmt: ScaledFormat
     element: Spec
     carrier: Carrier
-    of_scales: Plan | None = None
+    of_scales: ScaledPlan | None = None
     in_safe_range: bool = False
     float64: bool = False
 
@@ -142,7 +142,7 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def make_plan(spec: Spec, carrier: Carrier) -> Plan:
+def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     """The Plan of a scaled format, if exact results are possible.
 
     Raises:
@@ -152,11 +152,11 @@ def make_plan(spec: Spec, carrier: Carrier) -> Plan:
     if spec.scaled.sparse is not None:
         raise ValueError(f"spec={str(spec)!r} drops numbers, which this operation cannot; leave sparse out")
     again = spec.scaled.scale
-    of_scales = make_plan(Spec(again), CARRIERS["float32"]) if isinstance(again, ScaledFormat) else None
-    plan = Plan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
+    of_scales = make_scaled_plan(Spec(again), CARRIERS["float32"]) if isinstance(again, ScaledFormat) else None
+    plan = ScaledPlan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
     compute, element, scale = plan.compute, plan.element, Spec(plan.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)
-    reach = _reach(compute)
+    reach = _reach_exponent(compute)
     if not _is_within_reach(element.format, compute):
         raise ValueError(
             f"element={element} has values beyond 2^-{reach} ... 2^{reach}, which is all that scaled elements may have "
@@ -174,21 +174,21 @@ def make_plan(spec: Spec, carrier: Carrier) -> Plan:
         if compute.magnitude_bits(divisor) is None:
             raise ValueError(f"element={element} gives the divisor {divisor}, which {compute.name} does not hold")
     if plan.rule.tensor_scale:
-        _require_room(plan)
+        _require_divisor_room(plan)
     return plan
 
 
-def _reach(carrier: Carrier) -> int:
+def _reach_exponent(carrier: Carrier) -> int:
     """The exponent `reach`: values from 2^-reach to 2^reach are far from both ends of a carrier."""
     return 3 * carrier.bias // 4
 
 
 def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
-    reach = Fraction(2) ** _reach(carrier)
+    reach = Fraction(2) ** _reach_exponent(carrier)
     return 1 / reach <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= reach
 
 
-def _require_room(plan: Plan) -> None:
+def _require_divisor_room(plan: ScaledPlan) -> None:
     """Checks that a scale, and a divisor, times a float32 number fit into a divisor's significand."""
     room = divisor_bits(plan.compute) - (TENSOR_SCALE.frac_bits + 1)
     for name, bits in (
@@ -215,16 +215,16 @@ def divisor_parts(divisor: Fraction) -> tuple[int, int]:
     return divisor.numerator >> low, low - shift
 
 
-def positive(magnitude: Array, carrier: Carrier) -> Array:
+def number_of_magnitude(magnitude: Array, carrier: Carrier) -> Array:
     """Magnitude bits as numbers."""
-    return _bits.join(jnp.zeros_like(magnitude), magnitude, carrier)
+    return bit_ops.join_sign(jnp.zeros_like(magnitude), magnitude, carrier)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Scales:
+class BlockScales:
     """The scales of the blocks of a tile, with length 1 along the axes of a block.
 
     Args:
@@ -241,7 +241,7 @@ class Scales:
     pair: tuple[Array, Array] | None = None
 
 
-def all_in_safe_range(scales: Scales, plan: Plan) -> Array:
+def all_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
     """Whether all scales are in the safe range; for plans without a scale of the tensor."""
     value, compute = scales.value, plan.compute
     low, high = -SAFE_EXPONENT, SAFE_EXPONENT
@@ -254,12 +254,12 @@ def all_in_safe_range(scales: Scales, plan: Plan) -> Array:
 def choose_scales(
     x: Array,
     axis: int | tuple[int, ...],
-    plan: Plan,
+    plan: ScaledPlan,
     tensor: Array | None = None,
     maximum: Callable[..., Array] = jnp.max,
     may_branch: bool = False,
     numbers: bool = False,
-) -> Scales:
+) -> BlockScales:
     """The scales of blocks.
 
     Args:
@@ -272,32 +272,33 @@ def choose_scales(
         numbers: whether to find float64 numbers, if `_divides_in_float64` holds. Default False.
     """
     compute = plan.compute
-    sign, magnitude = _bits.split(x, compute)
-    largest = _largest_by_numbers(
-        x, partial(largest_of, axis=axis, carrier=compute, maximum=maximum), axis, compute, may_branch
+    sign, magnitude = bit_ops.split_sign(x, compute)
+    largest = _largest_magnitude(
+        x, partial(largest_finite_magnitude, axis=axis, carrier=compute, maximum=maximum), axis, compute, may_branch
     )
-    tensor = None if tensor is None else tensor_bits(tensor, largest.shape, plan)
+    tensor = None if tensor is None else tensor_scale_bits(tensor, largest.shape, plan)
     if plan.rule.carry is not None:
-        value, beyond = power_of_two(largest, plan)
-        value = value if plan.is_power else _power_bits(value, plan)
+        value, beyond = choose_exponents(largest, plan)
+        value = value if plan.is_power else _bits_of_exponents(value, plan)
     else:
         if len(plan.divisors) == 2:
             ends = (
-                largest_of(_bits.where(side, magnitude, 0), axis, compute, maximum) for side in (sign == 0, sign != 0)
+                largest_finite_magnitude(bit_ops.lax_where(side, magnitude, 0), axis, compute, maximum)
+                for side in (sign == 0, sign != 0)
             )
         else:
             ends = (largest,)
         ends, numbers = tuple(ends), numbers and not plan.is_power
         if numbers and all(_divides_in_float64(divisor, plan.scale, plan, tensor) for divisor in plan.divisors):
-            value, beyond = _numbers_by_scale(ends, tensor, plan)
+            value, beyond = _round_scales_in_float64(ends, tensor, plan)
         else:
-            value, beyond = quotients_by_scale(ends, tensor, plan)
+            value, beyond = round_scales(ends, tensor, plan)
     if not plan.fmt.nan_block:
-        return Scales(value, None, tensor)
-    return Scales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
+        return BlockScales(value, None, tensor)
+    return BlockScales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
 
 
-def _largest_by_numbers(
+def _largest_magnitude(
     x: Array, largest: Callable[[Array], Array], axis: int | tuple[int, ...], carrier: Carrier, may_branch: bool
 ) -> Array:
     """The result of `largest`, found by a maximum of numbers if it is a normal number in each block.
@@ -309,48 +310,48 @@ def _largest_by_numbers(
     axes = (axis,) if isinstance(axis, int) else axis
 
     def exactly() -> Array:  # from the numbers: operands of a branch are written to memory
-        return largest(_bits.split(x, carrier)[1])
+        return largest(bit_ops.split_sign(x, carrier)[1])
 
-    long = if_known(lambda: x.size > MOST_UNBRANCHED and math.prod(x.shape[i] for i in axes) > _MANY)
+    long = if_static(lambda: x.size > MOST_WITHOUT_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY_ROWS)
     if not (may_branch and long) or carrier.name != "float32" or x.ndim - 1 in axes:
         return exactly()
     by_numbers = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)
     normal = (by_numbers >= 1 << carrier.fraction) & (by_numbers < carrier.inf)
-    return branch(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: by_numbers, exactly)
+    return branch_in_functions(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: by_numbers, exactly)
 
 
-def largest_of(
+def largest_finite_magnitude(
     magnitude: Array, axis: int | tuple[int, ...], carrier: Carrier, maximum: Callable[..., Array] = jnp.max
 ) -> Array:
     """The largest finite magnitude of each block."""
     # One addition makes infinities and NaN negative, and keeps the order of the others.
     step = 1 << carrier.fraction
-    largest = maximum(_bits.by(lax.add, magnitude, step), axis=axis, keepdims=True)
-    return _bits.by(lax.sub, _bits.by(lax.max, largest, step), step)
+    largest = maximum(bit_ops.with_constant(lax.add, magnitude, step), axis=axis, keepdims=True)
+    return bit_ops.with_constant(lax.sub, bit_ops.with_constant(lax.max, largest, step), step)
 
 
-def power_of_two(largest: Array, plan: Plan) -> tuple[Array, Array]:
+def choose_exponents(largest: Array, plan: ScaledPlan) -> tuple[Array, Array]:
     """The exponents of the rule, clamped to the scales' range; and whether they were above it."""
     compute, (low, zero, high) = plan.compute, plan.exponents
-    exponent = ((extended(largest, compute) + carried(plan)) >> compute.fraction) - lag(plan)
-    result = _bits.where(largest == 0, zero, _bits.clip(exponent, low, high))
+    exponent = ((extend_exponent(largest, compute) + exponent_carry(plan)) >> compute.fraction) - exponent_lag(plan)
+    result = bit_ops.lax_where(largest == 0, zero, bit_ops.lax_clip(exponent, low, high))
     return result.astype(largest.dtype), exponent > high
 
 
-def carried(plan: Plan) -> int:
+def exponent_carry(plan: ScaledPlan) -> int:
     """The addend of the largest magnitude's bits, which carries into the exponent if the rule takes the next one."""
     fraction, carry = plan.compute.fraction, plan.rule.carry
     assert carry is not None
     return carry(plan.element.format, fraction, plan.largest_bits & (1 << fraction) - 1)
 
 
-def lag(plan: Plan) -> int:
+def exponent_lag(plan: ScaledPlan) -> int:
     """The number to subtract from the biased exponent."""
     return plan.largest_bits >> plan.compute.fraction
 
 
-def quotients_by_scale(
-    ends: tuple[Array, ...], tensor: Array | None, plan: Plan, divisors: tuple[Fraction, ...] | None = None
+def round_scales(
+    ends: tuple[Array, ...], tensor: Array | None, plan: ScaledPlan, divisors: tuple[Fraction, ...] | None = None
 ) -> tuple[Array, Array]:
     """The larger of the ends' magnitudes over their divisors, in the scale format; and whether it overflowed.
 
@@ -362,55 +363,55 @@ def quotients_by_scale(
     """
     pairs = zip(ends, plan.divisors if divisors is None else divisors, strict=True)
     if tensor is None:
-        quotients = [_over_constant(end, divisor, plan) for end, divisor in pairs]
+        quotients = [_divide_by_constant(end, divisor, plan) for end, divisor in pairs]
     else:
-        quotients = [_over_tensor(end, tensor, divisor, plan) for end, divisor in pairs]
+        quotients = [_divide_by_tensor_scale(end, tensor, divisor, plan) for end, divisor in pairs]
     bits = quotients[0] if len(quotients) == 1 else jnp.maximum(*quotients)
     empty = (ends[0] == 0) if len(ends) == 1 else (ends[0] | ends[1]) == 0
-    return settle(bits, empty, plan)
+    return clamp_scale(bits, empty, plan)
 
 
-def _numbers_by_scale(ends: tuple[Array, ...], tensor: Array | None, plan: Plan) -> tuple[Array, Array]:
+def _round_scales_in_float64(ends: tuple[Array, ...], tensor: Array | None, plan: ScaledPlan) -> tuple[Array, Array]:
     """`round_scales` in float64: numbers that are in the range of the scales."""
     with jax.enable_x64(True):
         pairs = zip(ends, plan.divisors, strict=True)
-        number = reduce(lax.max, (float64.quotient_number(end, over, plan.scale, tensor) for end, over in pairs))
+        number = reduce(lax.max, (float64.quotient_in_float64(end, over, plan.scale, tensor) for end, over in pairs))
         low, zero, high = np.array(plan.scale_bits, np.uint32).view(np.float32).astype(np.float64)
-        empty = _bits.by(lax.eq, reduce(lax.bitwise_or, ends), 0)
-        beyond = _bits.by(lax.gt, number, high)
+        empty = bit_ops.with_constant(lax.eq, reduce(lax.bitwise_or, ends), 0)
+        beyond = bit_ops.with_constant(lax.gt, number, high)
         if min(plan.divisors) < 1 or plan.scale != binary32 or tensor is not None:  # else no quotient is above
-            number = _bits.by(lax.min, number, high)
-        return _bits.where(empty, zero, _bits.by(lax.max, number, low)), beyond
+            number = bit_ops.with_constant(lax.min, number, high)
+        return bit_ops.lax_where(empty, zero, bit_ops.with_constant(lax.max, number, low)), beyond
 
 
-def settle(bits: Array, empty: Array, plan: Plan) -> tuple[Array, Array]:
+def clamp_scale(bits: Array, empty: Array, plan: ScaledPlan) -> tuple[Array, Array]:
     """The value of `BlockScales` for rounded quotients, or for zeros of an empty block; and whether they overflowed."""
     low, zero, high = plan.scale_bits
-    scale = _bits.where(empty, zero, _bits.clip(bits, low, high)).astype(bits.dtype)
-    return (_exponent(scale, plan.compute) if plan.is_power else scale), bits > high
+    scale = bit_ops.lax_where(empty, zero, bit_ops.lax_clip(bits, low, high)).astype(bits.dtype)
+    return (_exponents_of_bits(scale, plan.compute) if plan.is_power else scale), bits > high
 
 
-def _exponent(power: Array, carrier: Carrier) -> Array:
+def _exponents_of_bits(power: Array, carrier: Carrier) -> Array:
     """The exponents of powers of two, from their magnitude bits."""
-    return (extended(power, carrier) >> carrier.fraction) - carrier.bias
+    return (extend_exponent(power, carrier) >> carrier.fraction) - carrier.bias
 
 
-def scale_rounding(plan: Plan) -> Spec:
+def scale_rounding(plan: ScaledPlan) -> Spec:
     """The rounding of a quotient to the scale format; it keeps overflow visible if overflow makes a NaN block."""
     return Spec(plan.scale, overflow=Overflow.IEEE if plan.fmt.nan_block else Overflow.SATURATE)
 
 
-def _over_constant(largest: Array, divisor: Fraction, plan: Plan) -> Array:
+def _divide_by_constant(largest: Array, divisor: Fraction, plan: ScaledPlan) -> Array:
     compute, spec = plan.compute, scale_rounding(plan)
-    bits = _short_quotient(largest, divisor, spec, plan)
+    bits = _divide_by_short_constant(largest, divisor, spec, plan)
     if bits is not None:
         return bits
-    x, whole = positive(largest, compute), range_of(None, compute)
-    quotient = divide(x, jnp.full_like(x, float(divisor)), spec, compute, None, whole, whole)
-    return _bits.split(quotient, compute)[1]
+    x, whole = number_of_magnitude(largest, compute), range_of(None, compute)
+    quotient = divide_and_round(x, jnp.full_like(x, float(divisor)), spec, compute, None, whole, whole)
+    return bit_ops.split_sign(quotient, compute)[1]
 
 
-def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -> Array | None:
+def _divide_by_short_constant(largest: Array, divisor: Fraction, spec: Spec, plan: ScaledPlan) -> Array | None:
     """Finite magnitudes over a divisor of few bits, rounded to nearest even under a spec; else None.
 
     Quotients may be beyond the range of the format, where the caller clips them.
@@ -418,23 +419,23 @@ def _short_quotient(largest: Array, divisor: Fraction, spec: Spec, plan: Plan) -
     (count, exponent), carrier = divisor_parts(divisor), plan.compute
     fmt = spec.format
     if isinstance(fmt, FloatFormat) and _divides_in_float64(divisor, fmt, plan):
-        return float64.quotient(largest, divisor, fmt)
-    own = spec.format == _OWN[carrier.name]
-    if not (is_short(count, carrier) and (own or _rounds_odd(spec.format, carrier))):
+        return float64.quotient_bits(largest, divisor, fmt)
+    own = spec.format == _OWN_FORMATS[carrier.name]
+    if not (is_short_divisor(count, carrier) and (own or _may_round_to_odd(spec.format, carrier))):
         return None
     bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
     if not own:
-        return _bits.split(round_elements(positive(bits, carrier), spec, carrier), carrier)[1]
+        return bit_ops.split_sign(round_to_spec(number_of_magnitude(bits, carrier), spec, carrier), carrier)[1]
     return bits
 
 
-def _divides_in_float64(divisor: Fraction, fmt: FloatFormat, plan: Plan, tensor: Array | None = None) -> bool:
+def _divides_in_float64(divisor: Fraction, fmt: FloatFormat, plan: ScaledPlan, tensor: Array | None = None) -> bool:
     """Whether `float64.quotient_bits` gives the quotients by a divisor, and by a tensor's scale if there is one."""
     bits = divisor_parts(divisor)[0].bit_length() + (0 if tensor is None else TENSOR_SCALE.frac_bits + 1)
-    return plan.float64 and plan.compute.width == 32 and float64.can_divide(bits, fmt)
+    return plan.float64 and plan.compute.width == 32 and float64.can_divide_in_float64(bits, fmt)
 
 
-def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
+def _may_round_to_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
     """Whether numbers may be rounded to odd in the carrier before they are rounded to a format."""
     return (
         isinstance(fmt, FloatFormat)
@@ -443,22 +444,24 @@ def _rounds_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
     )
 
 
-def _over_tensor(largest: Array, tensor: Array, divisor: Fraction, plan: Plan) -> Array:
+def _divide_by_tensor_scale(largest: Array, tensor: Array, divisor: Fraction, plan: ScaledPlan) -> Array:
     """Magnitudes divided by the divisor and the tensor's scale, rounded once."""
     compute, (count, exponent) = plan.compute, divisor_parts(divisor)
     if _divides_in_float64(divisor, plan.scale, plan, tensor):
-        return float64.quotient(largest, divisor, plan.scale, tensor)
+        return float64.quotient_bits(largest, divisor, plan.scale, tensor)
     whole = jnp.full_like(largest, count)
     product = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
     ends = not _is_within_reach(plan.scale, compute)
-    odd = _bits.where(largest == 0, 0, odd_quotient(largest, product, compute, ends))
-    return _bits.split(round_elements(positive(odd, compute), scale_rounding(plan), compute), compute)[1]
+    odd = bit_ops.lax_where(largest == 0, 0, odd_quotient(largest, product, compute, ends))
+    return bit_ops.split_sign(round_to_spec(number_of_magnitude(odd, compute), scale_rounding(plan), compute), compute)[
+        1
+    ]
 
 
 # -- the scale of a tensor ---------------------------------------------------------------------------------------------
 
 
-def tensor_scale(x: Array, plan: Plan) -> Array:
+def tensor_scale(x: Array, plan: ScaledPlan) -> Array:
     """The float32 scale of a whole tensor under which its blocks' scales have their whole range.
 
     The rule's constant, if it has one. Else the largest finite magnitude over the product of the rule's top scale, the
@@ -474,24 +477,24 @@ def tensor_scale(x: Array, plan: Plan) -> Array:
         return jnp.float32(plan.rule.constant(plan.element.format))
     if not x.size:
         return jnp.ones((), jnp.float32)
-    magnitude = _bits.split(x, compute)[1]
-    largest = largest_of(magnitude, tuple(range(x.ndim)), compute, xla_cpu.maximum).reshape(())
+    magnitude = bit_ops.split_sign(x, compute)[1]
+    largest = largest_finite_magnitude(magnitude, tuple(range(x.ndim)), compute, cpu.integer_maximum).reshape(())
     divisor = plan.rule.top(plan.scale) * Fraction(plan.element.format.max)
     spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
-    bits = _short_quotient(largest, divisor, spec, plan)
+    bits = _divide_by_short_constant(largest, divisor, spec, plan)
     if bits is None:  # the carrier may not hold the divisor
         count, exponent = divisor_parts(divisor)
         whole = jnp.full((), float(count), compute.name)
-        exact = double_word.divide(positive(largest, compute), whole, compute, 2, -exponent)
+        exact = double_word.divide_exactly(number_of_magnitude(largest, compute), whole, compute, 2, -exponent)
         quotient = round_exact(exact, spec, compute, None)
     else:
-        quotient = positive(jnp.minimum(bits, compute.inf - 1), compute)
+        quotient = number_of_magnitude(jnp.minimum(bits, compute.inf - 1), compute)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
     result = lax.bitcast_convert_type(jnp.maximum(codes, 1), jnp.float32)
-    return _bits.where(largest == 0, jnp.float32(1), result)
+    return bit_ops.lax_where(largest == 0, jnp.float32(1), result)
 
 
-def tensor_bits(tensor: Array, shape: tuple[int, ...], plan: Plan) -> Array:
+def tensor_scale_bits(tensor: Array, shape: tuple[int, ...], plan: ScaledPlan) -> Array:
     """The tensor's scale, given as float32 bits, as bits of the arithmetic's carrier, in a shape."""
     bits = jnp.broadcast_to(tensor, shape)
     if plan.compute.width == 32:
@@ -504,48 +507,48 @@ def tensor_bits(tensor: Array, shape: tuple[int, ...], plan: Plan) -> Array:
 
 def scale_dtype(fmt: FloatFormat) -> jnp.dtype:
     """The dtype of stored scales of a format: the dtype with this format if there is one, else the dtype of codes."""
-    return jnp.dtype(_NUMBERS.get(fmt, fmt.code_dtype))
+    return jnp.dtype(_SCALE_NUMBER_DTYPES.get(fmt, fmt.code_dtype))
 
 
-def store_scales(scales: Scales, plan: Plan) -> Array:
+def store_scales(scales: BlockScales, plan: ScaledPlan) -> Array:
     """The scales in their stored form, in `scale_dtype`."""
     compute, fmt = plan.compute, plan.scale
     if plan.stores_exponents:
         codes = scales.value + fmt.bias
         nan = fmt.code_of(float("nan"))
         if scales.nan is not None and nan is not None:
-            codes = _bits.where(scales.nan, nan, codes)
+            codes = bit_ops.lax_where(scales.nan, nan, codes)
         return codes.astype(fmt.code_dtype)
     bits = scale_magnitude(scales, plan)
-    bits = bits if scales.nan is None else _bits.where(scales.nan, compute.nan, bits)
-    codes = encode_elements(positive(bits, compute), fmt, compute)
-    return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _NUMBERS else codes
+    bits = bits if scales.nan is None else bit_ops.lax_where(scales.nan, compute.nan, bits)
+    codes = encode_elements(number_of_magnitude(bits, compute), fmt, compute)
+    return lax.bitcast_convert_type(codes, scale_dtype(plan.scale)) if fmt in _SCALE_NUMBER_DTYPES else codes
 
 
-def load_scales(array: Array, plan: Plan, tensor: Array | None = None) -> Scales:
+def load_scales(array: Array, plan: ScaledPlan, tensor: Array | None = None) -> BlockScales:
     """The inverse of `store_scales`; `tensor` as for `choose_scales`."""
     compute, fmt = plan.compute, plan.scale
-    codes = lax.bitcast_convert_type(array, fmt.code_dtype) if fmt in _NUMBERS else array
+    codes = lax.bitcast_convert_type(array, fmt.code_dtype) if fmt in _SCALE_NUMBER_DTYPES else array
     bits = decode_magnitude(codes, fmt, compute)
     if tensor is not None:  # one number stays one, which would else be in memory for every block
-        tensor = tensor_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
+        tensor = tensor_scale_bits(tensor, bits.shape if tensor.ndim else (1,) * bits.ndim, plan)
     nan = bits >= compute.inf if fmt.has_nan or fmt.has_inf else None
-    bits = bits if nan is None else _bits.where(nan, plan.scale_bits[1], bits)
-    return Scales(_exponent(bits, compute) if plan.is_power else bits, nan, tensor)
+    bits = bits if nan is None else bit_ops.lax_where(nan, plan.scale_bits[1], bits)
+    return BlockScales(_exponents_of_bits(bits, compute) if plan.is_power else bits, nan, tensor)
 
 
-def scale_magnitude(scales: Scales, plan: Plan) -> Array:
+def scale_magnitude(scales: BlockScales, plan: ScaledPlan) -> Array:
     """The magnitude bits of scales, without the tensor's scale."""
     if not plan.is_power:
-        return float64.bits_of(scales.value) if scales.value.dtype == jnp.float64 else scales.value
-    return _power_bits(scales.value, plan)
+        return float64.narrow_to_bits(scales.value) if scales.value.dtype == jnp.float64 else scales.value
+    return _bits_of_exponents(scales.value, plan)
 
 
-def _power_bits(exponent: Array, plan: Plan) -> Array:
+def _bits_of_exponents(exponent: Array, plan: ScaledPlan) -> Array:
     """The magnitude bits of powers of two, from their exponents."""
     compute = plan.compute
     normal = (exponent + compute.bias) << compute.fraction
     if plan.exponents[0] > -compute.bias:
         return normal
     subnormal = lax.shift_left(jnp.ones_like(exponent), jnp.maximum(exponent - compute.tiny_exponent, 0))
-    return _bits.where(exponent > -compute.bias, normal, subnormal)
+    return bit_ops.lax_where(exponent > -compute.bias, normal, subnormal)

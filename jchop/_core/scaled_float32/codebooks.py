@@ -18,43 +18,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS
-from jchop._core.rounding.bins import Bins, make_bins, take
-from jchop._core.rounding.codes import extended
-from jchop._core.rounding.modes import threshold
-from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
+from jchop._core.rounding.codes import extend_exponent
+from jchop._core.rounding.modes import rounding_threshold
+from jchop._core.scaled.scales import BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
-from jchop._core.scaled_float32.integers import number_of, word_of
-from jchop._core.sizes import if_known
-from jchop._core.xla_cpu import materialize_per_group
+from jchop._core.scaled_float32.integers import bits_to_float, float_to_bits
+from jchop._core.xla.cpu import materialize_per_group
+from jchop._core.xla.sizes import if_static
 from jchop.formats import CodebookFormat
-from jchop.rounding import Rounding
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
+_CODEBOOK_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS, _INF = _CODEBOOK_CARRIER.fraction, _CODEBOOK_CARRIER.bias, _CODEBOOK_CARRIER.inf
 #: Thresholds are integers of 26 bits, or of fewer, times a power of two; nonzero ones are from 2^-_REACH to 2^_TOP.
-_WIDTH, _REACH, _TOP = 26, 40, 20
+_THRESHOLD_BITS, _THRESHOLD_REACH, _THRESHOLD_TOP = 26, 40, 20
 #: Bits of a threshold's index, and bits of a threshold's integer that do not fit into a number of the carrier.
-_INDEX, _LOW = 8, _WIDTH - _FRACTION - 1
+_INDEX_BITS, _CUT_BITS = 8, _THRESHOLD_BITS - _FRACTION - 1
 #: The margin of bins in units in the last place of a guess, a few more than its error.
-_MARGIN = 16
+_BIN_MARGIN = 16
 #: The largest error of a guess in units in its last place; a guess this close to a threshold does not decide. Then t s,
 #: below 2^50, and x differ by less than (2 _NEAR + 1) 2^27 < 2^31: the errors of both parts, and the part cut from t.
-_NEAR = 7
+_GUESS_ERROR = 7
 #: Scales below 2^-_LEAST are moved, so that the product of the last places of a scale and a threshold is a normal
 #: number.
-_LEAST = 32
+_LEAST_SCALE_EXPONENT = 32
 
 
 #: The most numbers that are computed in float64: half the operations to compile. More numbers take a third longer.
-_MOST_IN_FLOAT64 = 1 << 16
+_MOST_DECODES_IN_FLOAT64 = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
+class _BinTable:
     """Bins, and thresholds in two parts.
 
     Args:
@@ -73,142 +73,159 @@ class _Table:
 
 
 @lru_cache(maxsize=64)
-def _table(fmt: CodebookFormat, mode: Rounding) -> _Table | None:
+def _bin_table(fmt: CodebookFormat, mode: Rounding) -> _BinTable | None:
     """The table; None if thresholds are too close, too many, too far from 1, or have too many bits."""
-    if mode.stochastic or fmt.bits > _INDEX:
+    if mode.stochastic or fmt.bits > _INDEX_BITS:
         return None
     pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
-    thresholds = [threshold(mode, index, *pair) for index, pair in enumerate(pairs)]
+    thresholds = [rounding_threshold(mode, index, *pair) for index, pair in enumerate(pairs)]
     values = [value for value, _ in thresholds]
     strict = tuple({beyond for value, beyond in thresholds if (value > 0) is above} for above in (True, False))
-    if max(map(len, strict)) > 1 or not all(map(_fits, values)):
+    if max(map(len, strict)) > 1 or not all(map(_threshold_fits, values)):
         return None
-    bins = make_bins([_CARRIER.ceil_bits(value) for value in values], _MARGIN)
+    bins = make_bins([_CODEBOOK_CARRIER.ceil_bits(value) for value in values], _BIN_MARGIN)
     if bins is None:
         return None
-    parts = [_parts(value) for value in values]
+    parts = [_cut_threshold(value) for value in values]
     number = np.array([float(part) for part, _ in parts], np.float32).view(np.int32)
-    rest = np.array([index | low << _INDEX for index, (_, low) in enumerate(parts)], np.uint16)
-    return _Table(bins, number[bins.below], rest[bins.below], 0 in values, (True in strict[0], True in strict[1]))
+    rest = np.array([index | low << _INDEX_BITS for index, (_, low) in enumerate(parts)], np.uint16)
+    return _BinTable(bins, number[bins.below], rest[bins.below], 0 in values, (True in strict[0], True in strict[1]))
 
 
-def _fits(value: Fraction) -> bool:
+def _threshold_fits(value: Fraction) -> bool:
     if not value:
         return True
     odd = abs(value.numerator) // (value.numerator & -value.numerator)
     power = value.denominator & value.denominator - 1 == 0
-    return power and odd.bit_length() <= _WIDTH and Fraction(1, 1 << _REACH) <= abs(value) <= 1 << _TOP
+    return (
+        power
+        and odd.bit_length() <= _THRESHOLD_BITS
+        and Fraction(1, 1 << _THRESHOLD_REACH) <= abs(value) <= 1 << _THRESHOLD_TOP
+    )
 
 
-def _parts(value: Fraction) -> tuple[Fraction, int]:
+def _cut_threshold(value: Fraction) -> tuple[Fraction, int]:
     """A threshold cut to a number of the carrier, and the cut bits of its integer."""
     if not value:
         return value, 0
-    unit = Fraction(2) ** (_exponent(abs(value)) - _FRACTION)
+    unit = Fraction(2) ** (_floor_log2_of_fraction(abs(value)) - _FRACTION)
     count = int(value / unit)
-    return count * unit, int((abs(value) / unit - abs(count)) * (1 << _LOW))
+    return count * unit, int((abs(value) / unit - abs(count)) * (1 << _CUT_BITS))
 
 
-def _exponent(value: Fraction) -> int:
+def _floor_log2_of_fraction(value: Fraction) -> int:
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     return exponent - (value < Fraction(2) ** exponent)
 
 
-def applies(plan: Plan) -> bool:
+def supports_codebook_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_codebook` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
+    if plan.compute is not _CODEBOOK_CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
-    return _table(fmt, element.rounding) is not None
+    return _bin_table(fmt, element.rounding) is not None
 
 
-def encode(x: Array, scales: Scales, plan: Plan) -> Array:
+def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
     fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
-    table = _table(fmt, plan.element.rounding)
+    table = _bin_table(fmt, plan.element.rounding)
     assert table is not None
-    bits = extended(scale_magnitude(scales, plan), _CARRIER)
-    factor, small, inverse, significand, exponent = materialize_per_group(_prepared(bits))
+    bits = extend_exponent(scale_magnitude(scales, plan), _CODEBOOK_CARRIER)
+    factor, small, inverse, significand, exponent = materialize_per_group(_prepare_scales(bits))
     # Not by `_bits.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
     # both uses.
-    below, magnitude = word_of(x) < 0, _magnitude(word_of(x))
-    guess = word_of(_move(x, below, magnitude, factor, small) * inverse)
-    place = table.bins.place(below, _magnitude(guess))
-    number, rest = take(jnp.asarray(table.number), place), take(jnp.asarray(table.rest), place).astype(jnp.int32)
-    difference = _difference(magnitude, number, rest >> _INDEX, significand, exponent)
-    exact = _compares(_bits.where(below, -difference, difference), number, table)
-    near = (guess - number + _NEAR).astype(jnp.uint32) <= 2 * _NEAR
-    reaches = _bits.where(near, exact, number_of(guess) >= number_of(number))
+    below, magnitude = float_to_bits(x) < 0, _clear_sign_bit(float_to_bits(x))
+    guess = float_to_bits(_move_with_scales(x, below, magnitude, factor, small) * inverse)
+    place = table.bins.place(below, _clear_sign_bit(guess))
+    number, rest = (
+        take_in_bounds(jnp.asarray(table.number), place),
+        take_in_bounds(jnp.asarray(table.rest), place).astype(jnp.int32),
+    )
+    difference = _threshold_difference(magnitude, number, rest >> _INDEX_BITS, significand, exponent)
+    exact = _reaches_threshold(bit_ops.lax_where(below, -difference, difference), number, table)
+    near = (guess - number + _GUESS_ERROR).astype(jnp.uint32) <= 2 * _GUESS_ERROR
+    reaches = bit_ops.lax_where(near, exact, bits_to_float(guess) >= bits_to_float(number))
     if table.has_zero:
-        side = _bits.where(below, -magnitude, magnitude)
-        reaches = _bits.where(number == 0, side > 0 if table.strict[1] else side >= 0, reaches)
+        side = bit_ops.lax_where(below, -magnitude, magnitude)
+        reaches = bit_ops.lax_where(number == 0, side > 0 if table.strict[1] else side >= 0, reaches)
     nan = magnitude > _INF
-    index = rest & _bits.low_mask(_INDEX)
-    return _bits.where(nan, len(fmt.levels) - 1, index + reaches).astype(fmt.code_dtype)
+    index = rest & bit_ops.low_mask(_INDEX_BITS)
+    return bit_ops.lax_where(nan, len(fmt.levels) - 1, index + reaches).astype(fmt.code_dtype)
 
 
-def _prepared(bits: Array) -> tuple[Array, ...]:
+def _prepare_scales(bits: Array) -> tuple[Array, ...]:
     """The factors that move numbers, and numbers below the normal range; 1 / s; S, and its part of k."""
-    divisor = integers.move_bits(bits, least=_LEAST)
+    divisor = integers.quanta_of_bits(bits, least=_LEAST_SCALE_EXPONENT)
     assert divisor.tiny is not None and divisor.factor is not None
-    factor = _bits.where(divisor.tiny, jnp.float32(2.0**integers.TINY), divisor.factor)
+    factor = bit_ops.lax_where(divisor.tiny, jnp.float32(2.0**integers.TINY_FACTOR_EXPONENT), divisor.factor)
     # With all other scales such numbers have the effect of zero.
-    small = _bits.where(divisor.tiny, jnp.float32(2.0 ** (_CARRIER.tiny_exponent + integers.TINY)), 0)
-    return factor, small, 1 / divisor.value, _significand(bits), _BIAS + _WIDTH - 1 - (bits >> _FRACTION)
+    small = bit_ops.lax_where(
+        divisor.tiny, jnp.float32(2.0 ** (_CODEBOOK_CARRIER.tiny_exponent + integers.TINY_FACTOR_EXPONENT)), 0
+    )
+    return (
+        factor,
+        small,
+        1 / divisor.value,
+        _significand_of_bits(bits),
+        _BIAS + _THRESHOLD_BITS - 1 - (bits >> _FRACTION),
+    )
 
 
-def _significand(bits: Array) -> Array:
-    return bits & _bits.low_mask(_FRACTION) | 1 << _FRACTION
+def _significand_of_bits(bits: Array) -> Array:
+    return bits & bit_ops.low_mask(_FRACTION) | 1 << _FRACTION
 
 
-def _magnitude(word: Array) -> Array:
-    return word & _bits.low_mask(_CARRIER.width - 1)
+def _clear_sign_bit(word: Array) -> Array:
+    return word & bit_ops.low_mask(_CODEBOOK_CARRIER.width - 1)
 
 
-def _move(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
+def _move_with_scales(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
     """Numbers moved like their scales."""
-    count = _bits.where(below, -magnitude, magnitude).astype(jnp.float32)
-    return _bits.where(magnitude < 1 << _FRACTION, count * small, x * factor)
+    count = bit_ops.lax_where(below, -magnitude, magnitude).astype(jnp.float32)
+    return bit_ops.lax_where(magnitude < 1 << _FRACTION, count * small, x * factor)
 
 
-def _difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
+def _threshold_difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
     """|X| 2^k - |T| S if it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
 
     Otherwise k, the difference of the exponents, may have no meaning, and the result is not used.
     """
-    field = number >> _FRACTION & _bits.low_mask(8)
+    field = number >> _FRACTION & bit_ops.low_mask(8)
     shift = exponent + jnp.maximum(magnitude >> _FRACTION, 1) - field
-    threshold = _significand(number) << _LOW | low
+    threshold = _significand_of_bits(number) << _CUT_BITS | low
     # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
     return lax.shift_left(magnitude, shift) - threshold * significand
 
 
-def _compares(side: Array, number: Array, table: _Table) -> Array:
+def _reaches_threshold(side: Array, number: Array, table: _BinTable) -> Array:
     """Whether a difference reaches its threshold; the threshold's sign selects the comparison."""
     above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
-    return above if table.strict[0] == table.strict[1] else _bits.where(number > 0, above, others)
+    return above if table.strict[0] == table.strict[1] else bit_ops.lax_where(number > 0, above, others)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def multiplies(plan: Plan) -> bool:
+def supports_codebook_decode(plan: ScaledPlan) -> bool:
     """Whether `decode_codebook` gives the numbers of the exact way."""
     fmt = plan.element.format
-    if plan.carrier is not _CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
+    if plan.carrier is not _CODEBOOK_CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
     sizes = [abs(Fraction(level)) for level in fmt.levels if level]
-    within = (Fraction(1, 1 << products.LEAST) <= size <= 1 << products.MOST for size in sizes)
-    return all(within) and all(_CARRIER.magnitude_bits(size) is not None for size in sizes)
+    within = (
+        Fraction(1, 1 << products.LEAST_FACTOR_EXPONENT) <= size <= 1 << products.MOST_FACTOR_EXPONENT for size in sizes
+    )
+    return all(within) and all(_CODEBOOK_CARRIER.magnitude_bits(size) is not None for size in sizes)
 
 
-def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
+def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Codes times scales, rounded once to nearest even; float32, with NaN for an unused code."""
     fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
     values = [fmt.value_of(code) for code in range(1 << fmt.bits)]
     table = np.array([np.nan if value is None else float(value) for value in values], np.float32)
-    level = take(jnp.asarray(table), codes.astype(jnp.int32))
-    few = plan.float64 and if_known(lambda: codes.size <= _MOST_IN_FLOAT64)
-    return products.times(level, scale_magnitude(scales, plan), in_float64=few)
+    level = take_in_bounds(jnp.asarray(table), codes.astype(jnp.int32))
+    few = plan.float64 and if_static(lambda: codes.size <= _MOST_DECODES_IN_FLOAT64)
+    return products.multiply_by_scale_bits(level, scale_magnitude(scales, plan), in_float64=few)

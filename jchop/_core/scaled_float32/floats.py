@@ -15,32 +15,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS
-from jchop._core.rounding.codes import extended
-from jchop._core.scaled.scales import TENSOR_SCALE, Plan, Scales, scale_magnitude
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.codes import extend_exponent
+from jchop._core.scaled.scales import (
+    TENSOR_SCALE,
+    BlockScales,
+    ScaledPlan,
+    scale_magnitude,
+)
 from jchop._core.scaled_float32 import integers, products
-from jchop._core.scaled_float32.integers import Quanta, number_of, word_of
-from jchop._core.xla_cpu import materialize_per_group
+from jchop._core.scaled_float32.integers import GroupQuanta, bits_to_float, float_to_bits
+from jchop._core.xla.cpu import materialize_per_group
 from jchop.formats import FloatFormat
-from jchop.rounding import Overflow, Rounding
+from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
+_FLOAT_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS, _INF = _FLOAT_CARRIER.fraction, _FLOAT_CARRIER.bias, _FLOAT_CARRIER.inf
 #: The element values are from 2^-30 to 2^20.
-_LEAST, _MOST = 30, 20
+_LEAST_ELEMENT_EXPONENT, _MOST_ELEMENT_EXPONENT = 30, 20
 #: Bits of the upper half of a significand.
-_HALF = 12
+_UPPER_HALF_BITS = 12
 #: Half of 2^-_SMALLEST times the last bit of a number from 2^-64 on is a normal number.
-_SMALLEST = 38
+_MOST_SMALLNESS = 38
 
 
-def applies(plan: Plan) -> bool:
+def supports_float_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_floats` and `round_float_quotients` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if not (is_plain(plan) and clamps(plan)) or element.rounding is not Rounding.NEAREST_EVEN:
+    if not (has_plain_floats(plan) and clamps_overflow(plan)) or element.rounding is not Rounding.NEAREST_EVEN:
         return False
     assert isinstance(fmt, FloatFormat)
     if plan.is_power:
@@ -48,69 +53,75 @@ def applies(plan: Plan) -> bool:
     # The bits of the middle of a step, times a block's scale if the tensor has one too, times half of the other scale.
     tensor_scale = plan.rule.tensor_scale
     other = plan.scale.frac_bits + 1 if tensor_scale else 0
-    fits = fmt.frac_bits + 2 + other + _HALF <= _FRACTION + 1
+    fits = fmt.frac_bits + 2 + other + _UPPER_HALF_BITS <= _FRACTION + 1
     return fits and (not tensor_scale or _is_near_one(plan))
 
 
-def _is_near_one(plan: Plan) -> bool:
+def _is_near_one(plan: ScaledPlan) -> bool:
     """Whether scales, and elements times scales, may be multiplied by any moved scale, and by its last bit."""
     fmt, scale = plan.element.format, plan.scale
     least = Fraction(scale.smallest) * min(Fraction(fmt.smallest or 1), 1)
     most = Fraction(scale.max) * max(Fraction(fmt.max), 1)
-    return least >= Fraction(1, 1 << _SMALLEST) and most <= 1 << products.MOST
+    return least >= Fraction(1, 1 << _MOST_SMALLNESS) and most <= 1 << products.MOST_FACTOR_EXPONENT
 
 
-def multiplies(plan: Plan) -> bool:
+def supports_float_decode(plan: ScaledPlan) -> bool:
     """Whether `multiply_floats_by_scales` gives the numbers of the exact way."""
-    if not is_plain(plan):
+    if not has_plain_floats(plan):
         return False
     if plan.rule.tensor_scale:
-        return _multiplies_twice(plan)
-    return plan.carrier is _CARRIER or (_is_exact(plan) and _is_multiple(plan))
+        return _supports_two_scales(plan)
+    return plan.carrier is _FLOAT_CARRIER or (_float_products_are_exact(plan) and _float_products_are_multiples(plan))
 
 
-def _is_exact(plan: Plan) -> bool:
+def _float_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products with scales need rounding only below the normal range."""
     fmt = plan.element.format
     assert isinstance(fmt, FloatFormat)
     return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= _FRACTION + 1
 
 
-def _is_multiple(plan: Plan) -> bool:
+def _float_products_are_multiples(plan: ScaledPlan) -> bool:
     """Whether every product is a multiple of the smallest number."""
     smallest = Fraction(plan.scale.smallest) * Fraction(plan.element.format.smallest or 1)
-    return smallest >= Fraction(2) ** _CARRIER.tiny_exponent
+    return smallest >= Fraction(2) ** _FLOAT_CARRIER.tiny_exponent
 
 
-def _multiplies_twice(plan: Plan) -> bool:
+def _supports_two_scales(plan: ScaledPlan) -> bool:
     fmt, scale = plan.element.format, plan.scale
     assert isinstance(fmt, FloatFormat)
     ends = (scale.smallest * fmt.smallest, scale.max * fmt.max)
-    within = all(2.0**-products.LEAST <= end <= 2.0**products.MOST for end in ends)
-    return plan.carrier is _CARRIER and _is_exact(plan) and within
+    within = all(2.0**-products.LEAST_FACTOR_EXPONENT <= end <= 2.0**products.MOST_FACTOR_EXPONENT for end in ends)
+    return plan.carrier is _FLOAT_CARRIER and _float_products_are_exact(plan) and within
 
 
-def clamps(plan: Plan) -> bool:
+def clamps_overflow(plan: ScaledPlan) -> bool:
     """Whether numbers beyond the ends become the ends, and subnormal elements stay."""
     element = plan.element
     return (element.overflow is Overflow.SATURATE or element.format.saturates) and not element.flush
 
 
-def is_plain(plan: Plan) -> bool:
+def has_plain_floats(plan: ScaledPlan) -> bool:
     """Whether the elements are those of a narrow float format with subnormal numbers and signed zeros."""
     fmt = plan.element.format
-    if plan.compute is not _CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
+    if plan.compute is not _FLOAT_CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False
     # With one bit of precision the parity of the exponent decides a tie.
     plain = fmt.subnormals and fmt.frac_bits > 0 and fmt.bits <= 16
-    return plain and Fraction(1, 1 << _LEAST) <= Fraction(fmt.smallest) <= Fraction(fmt.max) <= 1 << _MOST
+    return (
+        plain
+        and Fraction(1, 1 << _LEAST_ELEMENT_EXPONENT)
+        <= Fraction(fmt.smallest)
+        <= Fraction(fmt.max)
+        <= 1 << _MOST_ELEMENT_EXPONENT
+    )
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Step:
+class _GridStep:
     """A magnitude on the format's grid: 2^(q + F), its sum with the magnitude, and the exponent bits of the binade."""
 
     shift: Array
@@ -118,152 +129,165 @@ class _Step:
     exponent: Array
 
     def code(self, fmt: FloatFormat) -> Array:
-        count = word_of(self.total) - word_of(self.shift)
-        return count + ((self.exponent - _least_exponent(fmt)) >> (_FRACTION - fmt.frac_bits))
+        count = float_to_bits(self.total) - float_to_bits(self.shift)
+        return count + ((self.exponent - _least_exponent_bits(fmt)) >> (_FRACTION - fmt.frac_bits))
 
     @property
     def number(self) -> Array:
         return self.total - self.shift
 
 
-def _least_exponent(fmt: FloatFormat) -> int:
+def _least_exponent_bits(fmt: FloatFormat) -> int:
     """Exponent bits of the smallest normal number."""
     return (fmt.emin + _BIAS) << _FRACTION
 
 
-def _step(magnitude: Array, fmt: FloatFormat, below_middle: bool) -> _Step:
+def _nearest_grid_step(magnitude: Array, fmt: FloatFormat, below_middle: bool) -> _GridStep:
     """The multiple nearest to a magnitude; if `below_middle`, the multiple below the middle of its step."""
-    exponent = jnp.maximum(word_of(magnitude) & _INF, _least_exponent(fmt))
+    exponent = jnp.maximum(float_to_bits(magnitude) & _INF, _least_exponent_bits(fmt))
     shift = exponent + ((_FRACTION - fmt.frac_bits) << _FRACTION)
     if below_middle:
-        magnitude = magnitude - number_of(shift - ((_FRACTION + 1) << _FRACTION))
-    return _Step(number_of(shift), magnitude + number_of(shift), exponent)
+        magnitude = magnitude - bits_to_float(shift - ((_FRACTION + 1) << _FRACTION))
+    return _GridStep(bits_to_float(shift), magnitude + bits_to_float(shift), exponent)
 
 
-def encode(x: Array, scales: Scales, plan: Plan) -> Array:
+def encode_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
-    fmt = _format(plan)
-    sign, magnitude = _bits.split(x, _CARRIER)
+    fmt = _float_format_of(plan)
+    sign, magnitude = bit_ops.split_sign(x, _FLOAT_CARRIER)
     top = fmt.code_of(fmt.max)
     assert top is not None
-    code = _saturated(_nearest(x, magnitude, scales, plan).code(fmt), top, magnitude, plan)
-    return signed(code, sign, magnitude, fmt)
+    code = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).code(fmt), top, magnitude, plan)
+    return sign_codes(code, sign, magnitude, fmt)
 
 
-def signed(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> Array:
+def sign_codes(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> Array:
     """Codes of magnitudes with the signs of numbers; NaN has its code, or that of the largest number."""
     nan = fmt.code_of(math.nan)
-    negative = lax.shift_right_logical(sign, jnp.full_like(sign, _CARRIER.width - fmt.bits))
+    negative = lax.shift_right_logical(sign, jnp.full_like(sign, _FLOAT_CARRIER.width - fmt.bits))
     nan = fmt.code_of(fmt.max) if nan is None else nan
-    return _bits.where(magnitude > _INF, nan, code | negative).astype(fmt.code_dtype)
+    return bit_ops.lax_where(magnitude > _INF, nan, code | negative).astype(fmt.code_dtype)
 
 
-def round_quotients(x: Array, scales: Scales, plan: Plan) -> Array:
+def round_float_quotients(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The values of the codes of `encode_floats`, without the scales."""
-    fmt = _format(plan)
-    sign, magnitude = _bits.split(x, _CARRIER)
-    number = _saturated(_nearest(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
+    fmt = _float_format_of(plan)
+    sign, magnitude = bit_ops.split_sign(x, _FLOAT_CARRIER)
+    number = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
     nan = math.nan if fmt.has_nan else float(fmt.max)
-    return _bits.where(magnitude > _INF, nan, number_of(word_of(number) | sign))
+    return bit_ops.lax_where(magnitude > _INF, nan, bits_to_float(float_to_bits(number) | sign))
 
 
-def _format(plan: Plan) -> FloatFormat:
+def _float_format_of(plan: ScaledPlan) -> FloatFormat:
     fmt = plan.element.format
     assert isinstance(fmt, FloatFormat)
     return fmt
 
 
-def _saturated(value: Array, top: float, magnitude: Array, plan: Plan) -> Array:
+def _saturate_at_top(value: Array, top: float, magnitude: Array, plan: ScaledPlan) -> Array:
     value = jnp.minimum(value, top)
-    return value if plan.in_safe_range else _bits.where(magnitude >= _INF, top, value)
+    return value if plan.in_safe_range else bit_ops.lax_where(magnitude >= _INF, top, value)
 
 
-def _nearest(x: Array, magnitude: Array, scales: Scales, plan: Plan) -> _Step:
+def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
     """The quotients' magnitudes on the grid; a magnitude too large for the format stays above its largest number."""
     if not plan.is_power:
-        return _over_any(x, scales, plan)
-    return (_over_safe_power if plan.in_safe_range else _over_power)(magnitude, scales, _format(plan))
+        return _divide_floats(x, scales, plan)
+    return (_divide_floats_by_safe_power if plan.in_safe_range else _divide_floats_by_power)(
+        magnitude, scales, _float_format_of(plan)
+    )
 
 
-def _over_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
+def _divide_floats_by_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
     exponent = scales.value
     # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
     most = (_INF - 1) + (jnp.minimum(exponent, 0) << _FRACTION)
-    within = jnp.minimum(jnp.maximum(extended(magnitude, _CARRIER), -(_LEAST << _FRACTION)), most)
+    within = jnp.minimum(
+        jnp.maximum(extend_exponent(magnitude, _FLOAT_CARRIER), -(_LEAST_ELEMENT_EXPONENT << _FRACTION)), most
+    )
     bits = within - (exponent << _FRACTION)
-    low, high = (word_of(jnp.float32(end)) for end in (2.0 ** -(_LEAST + 2), 2.0 ** (_MOST + 2)))
-    return _step(number_of(_bits.clip(bits, low, high)), fmt, below_middle=False)
+    low, high = (
+        float_to_bits(jnp.float32(end))
+        for end in (2.0 ** -(_LEAST_ELEMENT_EXPONENT + 2), 2.0 ** (_MOST_ELEMENT_EXPONENT + 2))
+    )
+    return _nearest_grid_step(bits_to_float(bit_ops.lax_clip(bits, low, high)), fmt, below_middle=False)
 
 
-def _over_safe_power(magnitude: Array, scales: Scales, fmt: FloatFormat) -> _Step:
+def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
     """`_divide_floats_by_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
-    quotient = number_of(magnitude) * materialize_per_group(number_of((_BIAS - scales.value) << _FRACTION))
-    return _step(_bits.where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False)
+    quotient = bits_to_float(magnitude) * materialize_per_group(bits_to_float((_BIAS - scales.value) << _FRACTION))
+    return _nearest_grid_step(
+        bit_ops.lax_where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False
+    )
 
 
-def _over_any(x: Array, scales: Scales, plan: Plan) -> _Step:
-    fmt = _format(plan)
-    divisor, high, low = _halves(scales, plan)
-    divisor, inverse, high, low = integers.held((divisor, 1 / (high + low), high, low))
-    numbers = number_of(word_of(integers.move(x, divisor)) & _bits.low_mask(_CARRIER.width - 1))
+def _divide_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
+    fmt = _float_format_of(plan)
+    divisor, high, low = _halves_of_scales(scales, plan)
+    divisor, inverse, high, low = integers.materialize_quanta((divisor, 1 / (high + low), high, low))
+    numbers = bits_to_float(
+        float_to_bits(integers.move_with_quanta(x, divisor)) & bit_ops.low_mask(_FLOAT_CARRIER.width - 1)
+    )
     guess = numbers * inverse
-    guess = _bits.where(guess < float(fmt.max), guess, float(fmt.max))
-    step = _step(guess, fmt, below_middle=True)
-    middle = step.number + number_of(word_of(step.shift) - ((_FRACTION + 1) << _FRACTION))
-    side = word_of((numbers - middle * high) - middle * low)
-    up = side + (word_of(step.total) & 1) > 0
-    return replace(step, total=number_of(word_of(step.total) + up))
+    guess = bit_ops.lax_where(guess < float(fmt.max), guess, float(fmt.max))
+    step = _nearest_grid_step(guess, fmt, below_middle=True)
+    middle = step.number + bits_to_float(float_to_bits(step.shift) - ((_FRACTION + 1) << _FRACTION))
+    side = float_to_bits((numbers - middle * high) - middle * low)
+    up = side + (float_to_bits(step.total) & 1) > 0
+    return replace(step, total=bits_to_float(float_to_bits(step.total) + up))
 
 
-def _halves(scales: Scales, plan: Plan) -> tuple[Quanta, Array, Array]:
+def _halves_of_scales(scales: BlockScales, plan: ScaledPlan) -> tuple[GroupQuanta, Array, Array]:
     """The move of the numbers, and the moved scales as sums of two numbers of few bits."""
     if scales.tensor is None:
         divisor = integers.quanta_of(scales, plan)
-        high = _upper(divisor.value)
+        high = _upper_half_of_float(divisor.value)
         return divisor, high, divisor.value - high
-    divisor = integers.move_bits(extended(scales.tensor, _CARRIER))
-    own, high = number_of(scale_magnitude(scales, plan)), _upper(divisor.value)
+    divisor = integers.quanta_of_bits(extend_exponent(scales.tensor, _FLOAT_CARRIER))
+    own, high = bits_to_float(scale_magnitude(scales, plan)), _upper_half_of_float(divisor.value)
     assert TENSOR_SCALE.frac_bits == _FRACTION
     return divisor, own * high, own * (divisor.value - high)
 
 
-def _upper(x: Array) -> Array:
-    return number_of(word_of(x) & ~_bits.low_mask(_FRACTION + 1 - _HALF))
+def _upper_half_of_float(x: Array) -> Array:
+    return bits_to_float(float_to_bits(x) & ~bit_ops.low_mask(_FRACTION + 1 - _UPPER_HALF_BITS))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def numbers_of(codes: Array, scales: Scales, plan: Plan) -> Array:
+def decode_floats(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Codes times scales, if `multiply_floats_by_scales` applies."""
-    return multiply_back(_decode(codes.astype(jnp.int32), _format(plan)), scales, plan)
+    return multiply_floats_by_scales(_decode_float_codes(codes.astype(jnp.int32), _float_format_of(plan)), scales, plan)
 
 
-def multiply_back(values: Array, scales: Scales, plan: Plan) -> Array:
+def multiply_floats_by_scales(values: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Values of the format times scales, rounded once; float32.
 
     In a narrower carrier they are exact; rounding to it remains. If the tensor has a scale, the product with a block's
     scale is exact.
     """
     if scales.tensor is not None:
-        own = number_of(materialize_per_group(scale_magnitude(scales, plan)))
-        return products.times(values * own, scales.tensor)
-    if not (_is_exact(plan) or plan.in_safe_range):
-        return products.times(values, scale_magnitude(scales, plan))
-    (divisor,) = integers.held((integers.quanta_of(scales, plan, huge_too=False),))
-    return integers.times(values, divisor, prevent=not (_is_exact(plan) or plan.in_safe_range))
+        own = bits_to_float(materialize_per_group(scale_magnitude(scales, plan)))
+        return products.multiply_by_scale_bits(values * own, scales.tensor)
+    if not (_float_products_are_exact(plan) or plan.in_safe_range):
+        return products.multiply_by_scale_bits(values, scale_magnitude(scales, plan))
+    (divisor,) = integers.materialize_quanta((integers.quanta_of(scales, plan, huge_too=False),))
+    return integers.multiply_by_quanta(
+        values, divisor, prevent=not (_float_products_are_exact(plan) or plan.in_safe_range)
+    )
 
 
-def _decode(codes: Array, fmt: FloatFormat) -> Array:
+def _decode_float_codes(codes: Array, fmt: FloatFormat) -> Array:
     width = fmt.bits - 1
-    code = codes & _bits.low_mask(width)
+    code = codes & bit_ops.low_mask(width)
     normal = (code << (_FRACTION - fmt.frac_bits)) + ((_BIAS - fmt.bias) << _FRACTION)
-    small = word_of(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.frac_bits))
-    bits = _bits.where(code < 1 << fmt.frac_bits, small, normal)
+    small = float_to_bits(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.frac_bits))
+    bits = bit_ops.lax_where(code < 1 << fmt.frac_bits, small, normal)
     if fmt.has_inf:
-        bits = _bits.where(code == fmt.inf_code, _INF, bits)
-    bits = bits | codes >> width << (_CARRIER.width - 1)
+        bits = bit_ops.lax_where(code == fmt.inf_code, _INF, bits)
+    bits = bits | codes >> width << (_FLOAT_CARRIER.width - 1)
     if fmt.has_nan:
         last = fmt.max_code if fmt.inf_code is None else fmt.inf_code
-        bits = _bits.where(code > last, _CARRIER.nan, bits)
-    return number_of(bits)
+        bits = bit_ops.lax_where(code > last, _FLOAT_CARRIER.nan, bits)
+    return bits_to_float(bits)

@@ -22,60 +22,65 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS
-from jchop._core.rounding.codes import extended
-from jchop._core.rounding.modes import Draw, draw
-from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, scale_magnitude
-from jchop._core.xla_cpu import materialize_per_group, prevent_fma
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.codes import extend_exponent
+from jchop._core.rounding.modes import RandomBits, take_random_bits
+from jchop._core.scaled.scales import (
+    SAFE_EXPONENT,
+    BlockScales,
+    ScaledPlan,
+    scale_magnitude,
+)
+from jchop._core.xla.cpu import materialize_per_group, prevent_fma
 from jchop.formats import UniformFormat
-from jchop.rounding import Overflow, Rounding
+from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
+_INTEGER_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS, _INF = _INTEGER_CARRIER.fraction, _INTEGER_CARRIER.bias, _INTEGER_CARRIER.inf
 #: The most bits of elements: a significand holds two bits more, plus the 12 bits of half a scale.
-_MOST_BITS = 10
-_MOST_FRACTION = 16
+_MOST_ELEMENT_BITS = 10
+_MOST_FRACTION_BITS = 16
 #: The largest magnitude of zero points.
-MOST_SHIFT = 1 << 10
+MOST_ZERO_POINT = 1 << 10
 #: Scales below 2^-_LEAST are multiplied by 2^TINY; scales from 2^_HUGE on are divided by 2^_HUGE.
-_LEAST, TINY, _HUGE = 64, 100, 64
-assert SAFE_EXPONENT + _MOST_FRACTION <= _LEAST and SAFE_EXPONENT <= _HUGE
+_TINY_BELOW, TINY_FACTOR_EXPONENT, _HUGE_FROM = 64, 100, 64
+assert SAFE_EXPONENT + _MOST_FRACTION_BITS <= _TINY_BELOW and SAFE_EXPONENT <= _HUGE_FROM
 #: Adding this number rounds to a whole number, which is then in the low bits, in two's complement.
-_SHIFT = 1.5 * 2.0**_FRACTION
-_SHIFT_BITS = int(np.float32(_SHIFT).view(np.int32))
+_WHOLE_SHIFT = 1.5 * 2.0**_FRACTION
+_WHOLE_SHIFT_BITS = int(np.float32(_WHOLE_SHIFT).view(np.int32))
 
 
-def applies(plan: Plan) -> bool:
+def supports_integer_encode(plan: ScaledPlan) -> bool:
     """Whether `round_to_integers` gives the results of the exact way."""
-    has_mode = plan.element.rounding in {*NEAREST, *DIRECTED, *DRAWN}
-    return plan.compute is _CARRIER and not plan.rule.tensor_scale and has_mode and is_plain(plan)
+    has_mode = plan.element.rounding in {*NEAREST_INCREMENTS, *DIRECTIONAL_MODES, *STOCHASTIC_MODES}
+    return plan.compute is _INTEGER_CARRIER and not plan.rule.tensor_scale and has_mode and has_plain_integers(plan)
 
 
-def is_plain(plan: Plan) -> bool:
+def has_plain_integers(plan: ScaledPlan) -> bool:
     """Whether the elements are few enough, and their overflow is a clamp."""
     element, fmt = plan.element, plan.element.format
     if not isinstance(fmt, UniformFormat) or element.overflow is Overflow.WRAP or element.flush:
         return False
-    return fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION
+    return fmt.bits <= _MOST_ELEMENT_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION_BITS
 
 
-def multiplies(plan: Plan) -> bool:
+def supports_integer_decode(plan: ScaledPlan) -> bool:
     """Whether `multiply_integers_by_scales` gives the results of the exact way."""
     fmt, scale = plan.element.format, plan.scale
-    if plan.compute is not _CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
+    if plan.compute is not _INTEGER_CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
         return False
-    if not (fmt.bits <= _MOST_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION):
+    if not (fmt.bits <= _MOST_ELEMENT_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION_BITS):
         return False
     # Rounded once: a product is exact except in the subnormal range, or a multiple of the smallest number.
-    exact = _has_room(plan)
-    multiple = Fraction(scale.smallest) / (1 << fmt.frac_bits) >= Fraction(2) ** _CARRIER.tiny_exponent
-    return (exact and multiple) or (plan.carrier is _CARRIER and (exact or multiple))
+    exact = _integer_products_are_exact(plan)
+    multiple = Fraction(scale.smallest) / (1 << fmt.frac_bits) >= Fraction(2) ** _INTEGER_CARRIER.tiny_exponent
+    return (exact and multiple) or (plan.carrier is _INTEGER_CARRIER and (exact or multiple))
 
 
-def _has_room(plan: Plan) -> bool:
+def _integer_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products of elements and scales have no more bits than a number of the normal range."""
     return plan.is_power or plan.element.format.bits + plan.scale.frac_bits + 1 < _FRACTION
 
@@ -84,7 +89,7 @@ def _has_room(plan: Plan) -> bool:
 
 
 @dataclass(frozen=True)
-class Quanta:
+class GroupQuanta:
     """The quanta of groups, scale times the element's quantum, moved so that no result is subnormal."""
 
     value: Array
@@ -92,62 +97,64 @@ class Quanta:
     factor: Array | None  # 1, or 2^-_HUGE if they and the numbers are huge; None: no numbers are moved
 
 
-def quanta_of(scales: Scales, plan: Plan, *, huge_too: bool = True) -> Quanta:
+def quanta_of(scales: BlockScales, plan: ScaledPlan, *, huge_too: bool = True) -> GroupQuanta:
     """The quanta of integers and fixed point; for other elements the scales."""
     fmt, scale = plan.element.format, plan.scale
     places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
-    bits = extended(scale_magnitude(scales, plan), _CARRIER) - (places << _FRACTION)
+    bits = extend_exponent(scale_magnitude(scales, plan), _INTEGER_CARRIER) - (places << _FRACTION)
     least = Fraction(scale.smallest) / (1 << places)
-    if plan.in_safe_range or (Fraction(2) ** -_LEAST <= least and scale.max < 2**_HUGE):
-        return Quanta(number_of(bits), None, None)
-    return move_bits(bits, huge_too=huge_too)
+    if plan.in_safe_range or (Fraction(2) ** -_TINY_BELOW <= least and scale.max < 2**_HUGE_FROM):
+        return GroupQuanta(bits_to_float(bits), None, None)
+    return quanta_of_bits(bits, huge_too=huge_too)
 
 
-def move_bits(bits: Array, *, huge_too: bool = True, least: int = _LEAST) -> Quanta:
+def quanta_of_bits(bits: Array, *, huge_too: bool = True, least: int = _TINY_BELOW) -> GroupQuanta:
     """Quanta from their extended bits; quanta below 2^-least count as tiny."""
-    tiny, huge = bits < (_BIAS - least) << _FRACTION, bits >= (_BIAS + _HUGE) << _FRACTION
-    bits = _bits.where(tiny, bits + (TINY << _FRACTION), bits)
+    tiny, huge = bits < (_BIAS - least) << _FRACTION, bits >= (_BIAS + _HUGE_FROM) << _FRACTION
+    bits = bit_ops.lax_where(tiny, bits + (TINY_FACTOR_EXPONENT << _FRACTION), bits)
     if not huge_too:
-        return Quanta(number_of(bits), tiny, None)
-    bits = _bits.where(huge, bits - (_HUGE << _FRACTION), bits)
-    return Quanta(number_of(bits), tiny, _bits.where(huge, jnp.float32(2.0**-_HUGE), 1))
+        return GroupQuanta(bits_to_float(bits), tiny, None)
+    bits = bit_ops.lax_where(huge, bits - (_HUGE_FROM << _FRACTION), bits)
+    return GroupQuanta(bits_to_float(bits), tiny, bit_ops.lax_where(huge, jnp.float32(2.0**-_HUGE_FROM), 1))
 
 
-def move(x: Array, quanta: Quanta) -> Array:
+def move_with_quanta(x: Array, quanta: GroupQuanta) -> Array:
     """Numbers moved like the quanta. With tiny quanta, a huge number may become another huge number."""
     if quanta.tiny is None or quanta.factor is None:
         return x
-    bits = word_of(x)
-    magnitude = bits & _bits.low_mask(31)
-    number = number_of(jnp.minimum(magnitude, (2 * _BIAS - TINY) << _FRACTION) + (TINY << _FRACTION))
+    bits = float_to_bits(x)
+    magnitude = bits & bit_ops.low_mask(31)
+    number = bits_to_float(
+        jnp.minimum(magnitude, (2 * _BIAS - TINY_FACTOR_EXPONENT) << _FRACTION) + (TINY_FACTOR_EXPONENT << _FRACTION)
+    )
     # The bits of a subnormal number are read with a leading one that it does not have.
-    number = _bits.where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY - _BIAS)) * 2, number)
-    large = number_of(word_of(number) | bits ^ magnitude)
-    return _bits.where(quanta.tiny & (magnitude <= _INF), large, x * quanta.factor)
+    number = bit_ops.lax_where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY_FACTOR_EXPONENT - _BIAS)) * 2, number)
+    large = bits_to_float(float_to_bits(number) | bits ^ magnitude)
+    return bit_ops.lax_where(quanta.tiny & (magnitude <= _INF), large, x * quanta.factor)
 
 
-def word_of(x: Array) -> Array:
+def float_to_bits(x: Array) -> Array:
     """The bits of a float32 number."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def number_of(bits: Array) -> Array:
+def bits_to_float(bits: Array) -> Array:
     """The inverse of `float_to_bits`."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def held(values: tuple) -> tuple:
+def materialize_quanta(values: tuple) -> tuple:
     """Quanta and arrays, computed once for each group."""
     quanta, *rest = values
     (value, tiny, factor), rest = materialize_per_group(((quanta.value, quanta.tiny, quanta.factor), tuple(rest)))
-    return (Quanta(value, tiny, factor), *rest)
+    return (GroupQuanta(value, tiny, factor), *rest)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Near:
+class NearWhole:
     """A sum x / s + z near `total`, or near `total` plus a half; `side` is an integer with the difference's sign."""
 
     total: Array
@@ -165,22 +172,22 @@ class Near:
 # The tables of `modes` do not fit: here the lower neighbour is known, not the one nearer to zero, and addends are
 # cheaper than conditions. Modes that are in neither table take the exact way.
 #: 1 if the middle of two whole numbers is rounded up, else 0; a function of the lower one.
-NEAREST: dict[Rounding, Callable[[Array], Array]] = {
+NEAREST_INCREMENTS: dict[Rounding, Callable[[Array], Array]] = {
     Rounding.NEAREST_EVEN: lambda floor: floor & 1,
     Rounding.NEAREST_AWAY: lambda floor: 1 + (floor >> 31),
     Rounding.NEAREST_ZERO: lambda floor: -(floor >> 31),
 }
 #: Functions of `total` and `side`.
-DIRECTED: dict[Rounding, Callable[[Near], Array]] = {
+DIRECTIONAL_MODES: dict[Rounding, Callable[[NearWhole], Array]] = {
     Rounding.UP: lambda v: v.total + (v.side > 0),
     Rounding.DOWN: lambda v: v.floor,
     Rounding.TOWARD_ZERO: lambda v: v.floor + (v.inexact & (v.floor < 0)),
     Rounding.ODD: lambda v: v.floor + (v.inexact & (v.floor & 1 == 0)),
 }
-DRAWN = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
+STOCHASTIC_MODES = (Rounding.STOCHASTIC, Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_EQUAL)
 
 
-def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: Array | None) -> Array:
+def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: ScaledPlan, word: Array | None) -> Array:
     """The sums x / s + z rounded once, in quanta of the element format and within its ends: whole numbers, int32.
 
     Args:
@@ -194,39 +201,47 @@ def round_whole(x: Array, scales: Scales, zero: Array | None, plan: Plan, word: 
     """
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, UniformFormat)
-    nearest = mode in NEAREST
+    nearest = mode in NEAREST_INCREMENTS
     quanta = quanta_of(scales, plan)
     shift = jnp.float32(0) if zero is None else zero.astype(jnp.float32)
     # For directed modes the ends are one step further out, and the result is clamped afterwards.
     top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
-    high = number_of(word_of(quanta.value) & ~_bits.low_mask(_FRACTION // 2 + 1))
+    high = bits_to_float(float_to_bits(quanta.value) & ~bit_ops.low_mask(_FRACTION // 2 + 1))
     # All are materialized, also the last one, so that sums with constants are not rearranged.
-    quanta, top, bottom, inverse, high, low, start = held(
-        (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _SHIFT)
+    quanta, top, bottom, inverse, high, low, start = materialize_quanta(
+        (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _WHOLE_SHIFT)
     )
-    numbers = move(x, quanta)
-    numbers = _bits.where(numbers < top, numbers, top)
-    numbers = _bits.where(numbers > bottom, numbers, bottom)
+    numbers = move_with_quanta(x, quanta)
+    numbers = bit_ops.lax_where(numbers < top, numbers, top)
+    numbers = bit_ops.lax_where(numbers > bottom, numbers, bottom)
     guess = numbers * inverse
     # Near a whole number, or near the middle of two.
     guess_sum = (guess - 0.5 if nearest else guess) + start
-    total = word_of(guess_sum) - _SHIFT_BITS
+    total = float_to_bits(guess_sum) - _WHOLE_SHIFT_BITS
     near = guess_sum - start + 0.5 if nearest else guess_sum - start
     rest = (numbers - near * high) - near * low
     if nearest:
         # The bits of a negative number are a negative integer; there is no -0.
-        result = total + 1 + ((word_of(rest) + NEAREST[mode](total) - 1) >> 31)
+        result = total + 1 + ((float_to_bits(rest) + NEAREST_INCREMENTS[mode](total) - 1) >> 31)
         # Numbers within the ends of elements stay within them.
-        return result if zero is None or plan.in_safe_range else _bits.clip(result, fmt.min_code, fmt.max_code)
-    side = _bits.where(near == 0, _bits.ordered(*_bits.split(x, _CARRIER)), word_of(rest))
-    v = Near(total, side)
-    random = draw(word, plan.element, _CARRIER)
-    compare = partial(_compare_wide, rest, high, low) if plan.in_safe_range else partial(_compare, rest, quanta.value)
-    result = DIRECTED[mode](v) if random is None else drawn(v, random, mode, compare)
-    return _bits.clip(result, fmt.min_code, fmt.max_code)
+        return result if zero is None or plan.in_safe_range else bit_ops.lax_clip(result, fmt.min_code, fmt.max_code)
+    side = bit_ops.lax_where(
+        near == 0, bit_ops.ordered_integers(*bit_ops.split_sign(x, _INTEGER_CARRIER)), float_to_bits(rest)
+    )
+    v = NearWhole(total, side)
+    random = take_random_bits(word, plan.element, _INTEGER_CARRIER)
+    compare = (
+        partial(_compare_share_by_halves, rest, high, low)
+        if plan.in_safe_range
+        else partial(_compare_share_by_words, rest, quanta.value)
+    )
+    result = DIRECTIONAL_MODES[mode](v) if random is None else round_stochastically(v, random, mode, compare)
+    return bit_ops.lax_clip(result, fmt.min_code, fmt.max_code)
 
 
-def drawn(v: Near, random: Draw, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]) -> Array:
+def round_stochastically(
+    v: NearWhole, random: RandomBits, mode: Rounding, compare: Callable[[Array], tuple[Array, Array]]
+) -> Array:
     """A stochastic mode: the neighbour away from zero if nu >= 1 - R 2^-N, else the other one.
 
     The difference from `v`, which is exact and at most about half a quantum, is ±nu or ±(1 - nu) times the quantum.
@@ -234,25 +249,25 @@ def drawn(v: Near, random: Draw, mode: Rounding, compare: Callable[[Array], tupl
     """
     outside = v.floor >= 0
     if mode is Rounding.STOCHASTIC_EQUAL:
-        return v.floor + (v.inexact & (_bits.top_bit(random.word) == outside))
+        return v.floor + (v.inexact & (bit_ops.top_bit(random.word) == outside))
     towards = outside == (v.side >= 0)
-    word = _bits.where(towards, jnp.uint32(0) - random.word, random.word)
+    word = bit_ops.lax_where(towards, jnp.uint32(0) - random.word, random.word)
     more, equal = compare(word)
     more = more | (word == 0) & v.inexact
-    away = _bits.where(towards, (more | equal) & (word != 0), ~more)
+    away = bit_ops.lax_where(towards, (more | equal) & (word != 0), ~more)
     return v.floor + (away == outside)
 
 
-def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
+def _compare_share_by_words(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
     """Whether |rest| / quantum is more than word 2^-32, or equal, by integers of two words."""
-    bits = word_of(quantum)
+    bits = float_to_bits(quantum)
     # A whole number and its fraction, in units in the last place of the quantum.
-    scale = number_of((2 * _BIAS + _FRACTION - (bits >> _FRACTION)) << _FRACTION)
-    whole, fraction = _floor(jnp.abs(rest) * scale)
-    upper, fraction = _floor(fraction * 2.0**16)
-    lower, fraction = _floor(fraction * 2.0**16)
-    significand = (bits & _bits.low_mask(_FRACTION) | 1 << _FRACTION).astype(jnp.uint32)
-    high, low = _times(significand, word)
+    scale = bits_to_float((2 * _BIAS + _FRACTION - (bits >> _FRACTION)) << _FRACTION)
+    whole, fraction = _whole_and_fraction(jnp.abs(rest) * scale)
+    upper, fraction = _whole_and_fraction(fraction * 2.0**16)
+    lower, fraction = _whole_and_fraction(fraction * 2.0**16)
+    significand = (bits & bit_ops.low_mask(_FRACTION) | 1 << _FRACTION).astype(jnp.uint32)
+    high, low = _multiply_24_by_32_bits(significand, word)
     of_rest = (upper << 16 | lower).astype(jnp.uint32)
     whole = whole.astype(jnp.uint32)
     same = (whole == high) & (of_rest == low)
@@ -260,7 +275,7 @@ def _compare(rest: Array, quantum: Array, word: Array) -> tuple[Array, Array]:
     return more, same & (fraction == 0)
 
 
-def _compare_wide(rest: Array, high: Array, low: Array, word: Array) -> tuple[Array, Array]:
+def _compare_share_by_halves(rest: Array, high: Array, low: Array, word: Array) -> tuple[Array, Array]:
     """`_compare_share_by_words` for a moderate quantum in two halves, in float64, for processors that have it.
 
     A word times a half is exact. If the sign is in doubt, the first difference is exact, too, because it has few bits.
@@ -271,13 +286,13 @@ def _compare_wide(rest: Array, high: Array, low: Array, word: Array) -> tuple[Ar
         return difference > 0, difference == 0
 
 
-def _floor(x: Array) -> tuple[Array, Array]:
+def _whole_and_fraction(x: Array) -> tuple[Array, Array]:
     """A whole number below 2^25, and the fraction."""
     whole = x.astype(jnp.int32)
     return whole, x - whole.astype(jnp.float32)
 
 
-def _times(a: Array, b: Array) -> tuple[Array, Array]:
+def _multiply_24_by_32_bits(a: Array, b: Array) -> tuple[Array, Array]:
     """The product of 24 and 32 bits as two words."""
     a_low, a_high = a & 0xFFF, a >> 12
 
@@ -294,13 +309,13 @@ def _times(a: Array, b: Array) -> tuple[Array, Array]:
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-def encode_whole(whole: Array, plan: Plan) -> Array:
+def encode_integers(whole: Array, plan: ScaledPlan) -> Array:
     """Quanta as codes."""
     fmt = plan.element.format
-    return (whole & _bits.low_mask(fmt.bits)).astype(fmt.code_dtype)
+    return (whole & bit_ops.low_mask(fmt.bits)).astype(fmt.code_dtype)
 
 
-def decode_whole(codes: Array, plan: Plan) -> tuple[Array, Array | None]:
+def decode_integers(codes: Array, plan: ScaledPlan) -> tuple[Array, Array | None]:
     """Codes as quanta; and whether each code is unused, which means NaN."""
     fmt = plan.element.format
     assert isinstance(fmt, UniformFormat)
@@ -312,16 +327,18 @@ def decode_whole(codes: Array, plan: Plan) -> tuple[Array, Array | None]:
 # -- multiplication ----------------------------------------------------------------------------------------------------
 
 
-def multiply_back(whole: Array, scales: Scales, plan: Plan) -> Array:
+def multiply_integers_by_scales(whole: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Quanta, with one bit more than the element's, times scales, rounded once to nearest even; float32.
 
     In a narrower carrier the products are exact; rounding to it remains.
     """
-    (quanta,) = held((quanta_of(scales, plan, huge_too=False),))
-    return times(whole.astype(jnp.float32), quanta, prevent=not (_has_room(plan) or plan.in_safe_range))
+    (quanta,) = materialize_quanta((quanta_of(scales, plan, huge_too=False),))
+    return multiply_by_quanta(
+        whole.astype(jnp.float32), quanta, prevent=not (_integer_products_are_exact(plan) or plan.in_safe_range)
+    )
 
 
-def times(elements: Array, quanta: Quanta, *, prevent: bool) -> Array:
+def multiply_by_quanta(elements: Array, quanta: GroupQuanta, *, prevent: bool) -> Array:
     """Elements from 2^-30 on times quanta, rounded once to nearest even.
 
     A subnormal product must be a multiple of the smallest number, or exact before the last rounding. `prevent` protects
@@ -333,10 +350,14 @@ def times(elements: Array, quanta: Quanta, *, prevent: bool) -> Array:
     if quanta.tiny is None:
         return product
     # If 2^-TINY times the product is subnormal, it becomes a whole multiple of the smallest number.
-    bits = word_of(product)
-    magnitude = number_of(bits & _bits.low_mask(31))
+    bits = float_to_bits(product)
+    magnitude = bits_to_float(bits & bit_ops.low_mask(31))
     lead = 2.0**_FRACTION
-    small = word_of(magnitude * 2.0 ** (-_CARRIER.tiny_exponent - TINY) + lead) - word_of(jnp.float32(lead))
-    subnormal = number_of(small | bits & _CARRIER.sign_bit)
-    tiny_product = _bits.where(magnitude < 2.0 ** (1 - _BIAS + TINY), subnormal, product * 2.0**-TINY)
-    return _bits.where(quanta.tiny, tiny_product, product)
+    small = float_to_bits(
+        magnitude * 2.0 ** (-_INTEGER_CARRIER.tiny_exponent - TINY_FACTOR_EXPONENT) + lead
+    ) - float_to_bits(jnp.float32(lead))
+    subnormal = bits_to_float(small | bits & _INTEGER_CARRIER.sign_bit)
+    tiny_product = bit_ops.lax_where(
+        magnitude < 2.0 ** (1 - _BIAS + TINY_FACTOR_EXPONENT), subnormal, product * 2.0**-TINY_FACTOR_EXPONENT
+    )
+    return bit_ops.lax_where(quanta.tiny, tiny_product, product)

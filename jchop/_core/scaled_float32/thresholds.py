@@ -17,58 +17,64 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop import _bits
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.quotient import significand_of
-from jchop._core.rounding.codes import extended
-from jchop._core.rounding.modes import threshold
-from jchop._core.scaled.scales import Plan, Scales, scale_magnitude
-from jchop._core.scaled_float32.integers import number_of
-from jchop._core.xla_cpu import materialize_per_group
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.arithmetic.quotient import significand_of_extended
+from jchop._core.rounding.codes import extend_exponent
+from jchop._core.rounding.modes import rounding_threshold
+from jchop._core.scaled.scales import BlockScales, ScaledPlan, scale_magnitude
+from jchop._core.scaled_float32.integers import bits_to_float
+from jchop._core.xla.cpu import materialize_per_group
 from jchop.formats import CodebookFormat, ElementFormat
-from jchop.rounding import Rounding
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-_CARRIER = CARRIERS["float32"]
-_FRACTION, _INF = _CARRIER.fraction, _CARRIER.inf
+_THRESHOLD_CARRIER = CARRIERS["float32"]
+_FRACTION, _INF = _THRESHOLD_CARRIER.fraction, _THRESHOLD_CARRIER.inf
 #: The most bits of codes.
-_BITS = 4
+_MOST_THRESHOLD_CODE_BITS = 4
 #: Thresholds are integers of 28 bits, four digits, times a power of two; nonzero ones are from 2^-_REACH to 2^_REACH.
-_DIGIT, _DIGITS, _REACH = 7, 4, 40
+_DIGIT_BITS, _DIGIT_COUNT, _LEVEL_REACH = 7, 4, 40
 
 
-def applies(plan: Plan) -> bool:
+def supports_threshold_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_by_thresholds` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if plan.compute is not _CARRIER or not isinstance(fmt, CodebookFormat) or fmt.bits > _BITS:
+    if (
+        plan.compute is not _THRESHOLD_CARRIER
+        or not isinstance(fmt, CodebookFormat)
+        or fmt.bits > _MOST_THRESHOLD_CODE_BITS
+    ):
         return False
-    return not plan.rule.tensor_scale and _table(fmt, element.rounding) is not None
+    return not plan.rule.tensor_scale and _threshold_table(fmt, element.rounding) is not None
 
 
-def has_products(plan: Plan) -> bool:
+def has_level_products(plan: ScaledPlan) -> bool:
     """Whether the numbers of a group are selected from its products."""
     fmt = plan.element.format
-    return plan.compute is _CARRIER and isinstance(fmt, CodebookFormat) and fmt.bits <= _BITS
+    return (
+        plan.compute is _THRESHOLD_CARRIER and isinstance(fmt, CodebookFormat) and fmt.bits <= _MOST_THRESHOLD_CODE_BITS
+    )
 
 
 @lru_cache(maxsize=64)
-def _table(fmt: CodebookFormat, mode: Rounding) -> tuple[tuple[Fraction, bool], ...] | None:
+def _threshold_table(fmt: CodebookFormat, mode: Rounding) -> tuple[tuple[Fraction, bool], ...] | None:
     """The thresholds, and whether only numbers beyond each one reach it; None if they have too many bits."""
     if mode.stochastic:
         return None
     pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
-    table = tuple(threshold(mode, index, *pair) for index, pair in enumerate(pairs))
-    least, most = Fraction(1, 1 << _REACH), Fraction(1 << _REACH)
+    table = tuple(rounding_threshold(mode, index, *pair) for index, pair in enumerate(pairs))
+    least, most = Fraction(1, 1 << _LEVEL_REACH), Fraction(1 << _LEVEL_REACH)
     for value, _ in table:
-        if value and not (least <= abs(value) <= most and _parts(value)[0].denominator == 1):
+        if value and not (least <= abs(value) <= most and _normalize_threshold(value)[0].denominator == 1):
             return None
     return table
 
 
-def _parts(value: Fraction) -> tuple[Fraction, int]:
+def _normalize_threshold(value: Fraction) -> tuple[Fraction, int]:
     """|value| as N 2^e with 2^27 <= N < 2^28."""
-    width, exponent = _DIGIT * _DIGITS, 0
+    width, exponent = _DIGIT_BITS * _DIGIT_COUNT, 0
     count = abs(value)
     while count >= 1 << width:
         count, exponent = count / 2, exponent + 1
@@ -80,15 +86,17 @@ def _parts(value: Fraction) -> tuple[Fraction, int]:
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-def encode(x: Array, scales: Scales, plan: Plan) -> Array:
+def encode_by_thresholds(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
     fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
-    table = _table(fmt, plan.element.rounding)
+    table = _threshold_table(fmt, plan.element.rounding)
     assert table is not None
-    starts = materialize_per_group(_starts(extended(scale_magnitude(scales, plan), _CARRIER), table))
-    sign, magnitude = _bits.split(x, _CARRIER)
-    value = _bits.where(magnitude > _INF, _INF, _bits.ordered(sign, magnitude))
+    starts = materialize_per_group(
+        _starts_of_levels(extend_exponent(scale_magnitude(scales, plan), _THRESHOLD_CARRIER), table)
+    )
+    sign, magnitude = bit_ops.split_sign(x, _THRESHOLD_CARRIER)
+    value = bit_ops.lax_where(magnitude > _INF, _INF, bit_ops.ordered_integers(sign, magnitude))
     no_start = jnp.full_like(starts[0], np.iinfo(np.int32).max)
     candidates = [starts[i] if i < len(table) else no_start for i in range((1 << fmt.bits) - 1)]
     code = jnp.zeros_like(value)
@@ -97,12 +105,13 @@ def encode(x: Array, scales: Scales, plan: Plan) -> Array:
         reaches = value >= candidates[middle]
         code = 2 * code + reaches
         candidates = [
-            _bits.where(reaches, *pair) for pair in zip(candidates[middle + 1 :], candidates[:middle], strict=True)
+            bit_ops.lax_where(reaches, *pair)
+            for pair in zip(candidates[middle + 1 :], candidates[:middle], strict=True)
         ]
     return code.astype(fmt.code_dtype)
 
 
-def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
+def _starts_of_levels(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
     """Ordered integers of the smallest numbers that reach thresholds times scales.
 
     Args:
@@ -113,27 +122,34 @@ def _starts(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> Array:
     def column(values: Iterable[int]) -> np.ndarray:
         return np.array(list(values), np.int32).reshape(-1, *[1] * scale.ndim)
 
-    parts = [_parts(value) if value else (Fraction(1 << (_DIGIT * _DIGITS - 1)), 0) for value, _ in table]
-    floor, inexact = _product(scale[None], column(int(count) for count, _ in parts), column(e for _, e in parts))
+    parts = [
+        _normalize_threshold(value) if value else (Fraction(1 << (_DIGIT_BITS * _DIGIT_COUNT - 1)), 0)
+        for value, _ in table
+    ]
+    floor, inexact = _truncate_threshold_product(
+        scale[None], column(int(count) for count, _ in parts), column(e for _, e in parts)
+    )
     strict, sign = column(beyond for _, beyond in table), column((v > 0) - (v < 0) for v, _ in table)
     # Positive infinity reaches all thresholds; negative infinity reaches none.
-    up = jnp.minimum(floor + _bits.where(strict != 0, 1, inexact), _INF)
-    down = jnp.maximum(_bits.where(strict != 0, 1 - (floor + inexact), -floor), 1 - _INF)
-    return _bits.where(sign > 0, up, _bits.where(sign < 0, down, jnp.zeros_like(up) + strict))
+    up = jnp.minimum(floor + bit_ops.lax_where(strict != 0, 1, inexact), _INF)
+    down = jnp.maximum(bit_ops.lax_where(strict != 0, 1 - (floor + inexact), -floor), 1 - _INF)
+    return bit_ops.lax_where(sign > 0, up, bit_ops.lax_where(sign < 0, down, jnp.zeros_like(up) + strict))
 
 
-def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
+def _truncate_threshold_product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
     """Magnitude bits of scale times count 2^exponent toward zero (`_INF` or more if too large); 1 if inexact."""
-    significand, mask = significand_of(scale, _CARRIER), _bits.low_mask(_DIGIT)
+    significand, mask = significand_of_extended(scale, _THRESHOLD_CARRIER), bit_ops.low_mask(_DIGIT_BITS)
     top, tail = jnp.zeros_like(scale), jnp.zeros_like(scale)
-    for i in range(_DIGITS):
+    for i in range(_DIGIT_COUNT):
         tail = tail | top & mask
-        top = significand * (count >> i * _DIGIT & mask) + (top >> _DIGIT)
+        top = significand * (count >> i * _DIGIT_BITS & mask) + (top >> _DIGIT_BITS)
     # `top` is the part of the product above the three lower digits: 30 or 31 bits.
     drop = 6 + (top >> 30)
-    field = jnp.minimum((scale >> _FRACTION) + drop + ((_DIGITS - 1) * _DIGIT + exponent), 2 * _CARRIER.bias + 1)
-    drop = drop + _bits.clip(1 - field, 0, _FRACTION + 1)
-    tail = tail | top & _bits.low_mask(drop)
+    field = jnp.minimum(
+        (scale >> _FRACTION) + drop + ((_DIGIT_COUNT - 1) * _DIGIT_BITS + exponent), 2 * _THRESHOLD_CARRIER.bias + 1
+    )
+    drop = drop + bit_ops.lax_clip(1 - field, 0, _FRACTION + 1)
+    tail = tail | top & bit_ops.low_mask(drop)
     floor = (jnp.maximum(field - 1, 0) << _FRACTION) + (top >> drop)
     return floor, (tail != 0).astype(floor.dtype)
 
@@ -141,17 +157,20 @@ def _product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Arr
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def each_level(fmt: ElementFormat, like: Array) -> Array:
+def level_of_each_code(fmt: ElementFormat, like: Array) -> Array:
     """The value of each code, NaN if it is unused, along a first axis, broadcast to the shape of `like`."""
     values = (fmt.value_of(code) for code in range(1 << fmt.bits))
     bits = np.array([float("nan") if v is None else float(v) for v in values], np.float32).view(np.int32)
-    return number_of(jnp.zeros_like(like, jnp.int32)[None] | bits.reshape(-1, *[1] * like.ndim))
+    return bits_to_float(jnp.zeros_like(like, jnp.int32)[None] | bits.reshape(-1, *[1] * like.ndim))
 
 
-def pick(codes: Array, products: Array) -> Array:
+def pick_product(codes: Array, products: Array) -> Array:
     """``products[code]``, selected by the bits of the codes; each group has a product for each code."""
     choices, bit = [products[i] for i in range(products.shape[0])], 0
     while len(choices) > 1:
         odd = codes >> bit & 1 != 0
-        choices, bit = [_bits.where(odd, *pair) for pair in zip(choices[1::2], choices[::2], strict=True)], bit + 1
+        choices, bit = (
+            [bit_ops.lax_where(odd, *pair) for pair in zip(choices[1::2], choices[::2], strict=True)],
+            bit + 1,
+        )
     return choices[0]

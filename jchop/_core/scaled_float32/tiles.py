@@ -16,34 +16,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop import _bits
-from jchop._bits import CARRIERS
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.codes import encode_elements
 from jchop._core.scaled import elements, power_of_two_scales
 from jchop._core.scaled.power_of_two_scales import all_true, are_plain, largest_with_specials
-from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, choose_scales, divisor_parts, scale_magnitude
+from jchop._core.scaled.scales import (
+    SAFE_EXPONENT,
+    BlockScales,
+    ScaledPlan,
+    choose_scales,
+    divisor_parts,
+    scale_magnitude,
+)
 from jchop._core.scaled_float32 import floats, integers
-from jchop._core.scaled_float32.integers import number_of, word_of
+from jchop._core.scaled_float32.integers import bits_to_float, float_to_bits
 from jchop.formats import FloatFormat, UniformFormat, binary32
-from jchop.rounding import Rounding
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _CARRIER.fraction, _CARRIER.bias, _CARRIER.inf
+_TILE_CARRIER = CARRIERS["float32"]
+_FRACTION, _BIAS, _INF = _TILE_CARRIER.fraction, _TILE_CARRIER.bias, _TILE_CARRIER.inf
 #: Bits of half a significand.
-_HALF = 12
+_HALF_SIGNIFICAND_BITS = 12
 #: The bits of 1.5 2^(F - 1). In sums with it a half is the last bit.
-_HALVES = int(np.float32(1.5 * 2.0 ** (_FRACTION - 1)).view(np.int32))
+_HALF_STEP_BITS = int(np.float32(1.5 * 2.0 ** (_FRACTION - 1)).view(np.int32))
 
 
-def has_short_way(plan: Plan) -> bool:
+def supports_plain_tiles(plan: ScaledPlan) -> bool:
     """Whether the plan allows this short way, and not the shorter one of `power_of_two_scales`."""
-    nearest = plan.element.rounding is Rounding.NEAREST_EVEN and not power_of_two_scales.has_short_way(plan)
-    return nearest and (integers.applies(plan) or floats.applies(plan))
+    nearest = plan.element.rounding is Rounding.NEAREST_EVEN and not power_of_two_scales.supports_plain_power_tiles(
+        plan
+    )
+    return nearest and (integers.supports_integer_encode(plan) or floats.supports_float_encode(plan))
 
 
-def short_scales(x: Array, axis: int, plan: Plan, tensor: Array | None = None) -> tuple[Scales, Array, Array]:
+def plain_tile_scales(
+    x: Array, axis: int, plan: ScaledPlan, tensor: Array | None = None
+) -> tuple[BlockScales, Array, Array]:
     """The scales of a tile if it is plain, the largest magnitude of each block, and whether the tile is plain.
 
     Args:
@@ -53,40 +64,44 @@ def short_scales(x: Array, axis: int, plan: Plan, tensor: Array | None = None) -
         tensor: as for `choose_scales`.
     """
     largest = largest_with_specials(x, axis)
-    scales = Scales(_over_short(largest, plan)) if _divides_short(plan) else choose_scales(x, axis, plan, tensor)
-    return scales, largest, all_true(are_plain(largest) & _are_moderate(scales, plan))
+    scales = (
+        BlockScales(_divide_by_short_divisor(largest, plan))
+        if _has_short_divisor(plan)
+        else choose_scales(x, axis, plan, tensor)
+    )
+    return scales, largest, all_true(are_plain(largest) & _are_scales_moderate(scales, plan))
 
 
-def _divides_short(plan: Plan) -> bool:
+def _has_short_divisor(plan: ScaledPlan) -> bool:
     (count, exponent), *more = map(divisor_parts, plan.divisors)
     plain = not (more or plan.is_power or plan.rule.tensor_scale) and plan.scale == binary32
-    return plain and count < 1 << _HALF and abs(exponent) < SAFE_EXPONENT
+    return plain and count < 1 << _HALF_SIGNIFICAND_BITS and abs(exponent) < SAFE_EXPONENT
 
 
-def _over_short(largest: Array, plan: Plan) -> Array:
+def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:
     """Bits of plain magnitudes over a divisor of 12 bits, rounded to nearest even.
 
     The product with its inverse is wrong by less than two units in the last place, which the exact rest corrects: no
     quotient is so close to the middle of two numbers that the error of the correction has an effect.
     """
-    number, divisor = number_of(largest), float(plan.divisors[0])
+    number, divisor = bits_to_float(largest), float(plan.divisors[0])
     guess = number * (1 / divisor)
-    high = _upper(guess)
+    high = _clear_lower_half(guess)
     rest = (number - high * divisor) - (guess - high) * divisor
-    return _bits.where(largest == 0, plan.scale_bits[1], word_of(guess + rest * (1 / divisor)))
+    return bit_ops.lax_where(largest == 0, plan.scale_bits[1], float_to_bits(guess + rest * (1 / divisor)))
 
 
-def _upper(x: Array) -> Array:
+def _clear_lower_half(x: Array) -> Array:
     """The numbers without the lower half of their significands."""
-    return number_of(word_of(x) & ~_bits.low_mask(_FRACTION + 1 - _HALF))
+    return bits_to_float(float_to_bits(x) & ~bit_ops.low_mask(_FRACTION + 1 - _HALF_SIGNIFICAND_BITS))
 
 
-def codes_of(x: Array, scales: Scales, plan: Plan) -> Array:
+def encode_tile(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of any numbers under their scales, by the general way."""
-    return encode_elements(elements.round_quotients(x, scales, plan, None), plan.element.format, plan.compute)
+    return encode_elements(elements.round_block_quotients(x, scales, plan, None), plan.element.format, plan.compute)
 
 
-def _are_moderate(scales: Scales, plan: Plan) -> Array:
+def _are_scales_moderate(scales: BlockScales, plan: ScaledPlan) -> Array:
     """Whether each scale, and that of the tensor, is in the safe range, and none is NaN."""
     low, high = ((exponent + _BIAS) << _FRACTION for exponent in (-SAFE_EXPONENT, SAFE_EXPONENT))
     bits = [scale_magnitude(scales, plan), *(() if scales.tensor is None else (scales.tensor,))]
@@ -94,24 +109,24 @@ def _are_moderate(scales: Scales, plan: Plan) -> Array:
     return inside if scales.nan is None else inside & ~scales.nan
 
 
-def short_codes_of(x: Array, scales: Scales, largest: Array, plan: Plan) -> Array:
+def encode_plain_tile(x: Array, scales: BlockScales, largest: Array, plan: ScaledPlan) -> Array:
     """The result of `encode_tile` for a plain tile and its scales."""
-    fmt, own = plan.element.format, number_of(scale_magnitude(scales, plan))
+    fmt, own = plan.element.format, bits_to_float(scale_magnitude(scales, plan))
     assert isinstance(fmt, FloatFormat | UniformFormat)
     # Of elements in units of the quantum, or of half the smallest normal number.
     unit = Fraction(2) ** (fmt.emin - 1 if isinstance(fmt, FloatFormat) else -fmt.frac_bits)
-    whole = own if scales.tensor is None else number_of(scales.tensor)
-    high = _upper(whole)
+    whole = own if scales.tensor is None else bits_to_float(scales.tensor)
+    high = _clear_lower_half(whole)
     factor = float(unit) if scales.tensor is None else own * float(unit)
     high, low = high * factor, (whole - high) * factor
     inverse = 1 / (high + low)
-    ends = None if _stays_within(plan) else (float(fmt.min / unit), float(fmt.max / unit))
+    ends = None if _stays_within_ends(plan) else (float(fmt.min / unit), float(fmt.max / unit))
     if isinstance(fmt, FloatFormat):
-        return _encode_float(x, inverse, high, low, ends, fmt).astype(fmt.code_dtype)
-    return _encode_uniform(x, inverse, high, low, largest, ends, fmt).astype(fmt.code_dtype)
+        return _encode_float_tile(x, inverse, high, low, ends, fmt).astype(fmt.code_dtype)
+    return _encode_uniform_tile(x, inverse, high, low, largest, ends, fmt).astype(fmt.code_dtype)
 
 
-def _stays_within(plan: Plan) -> bool:
+def _stays_within_ends(plan: ScaledPlan) -> bool:
     """Whether no quotient by a moderate scale is rounded beyond the ends, because the scale was not rounded far."""
     fmt, scale = plan.element.format, plan.scale
     assert isinstance(fmt, FloatFormat | UniformFormat)
@@ -122,37 +137,37 @@ def _stays_within(plan: Plan) -> bool:
     return largest < min(Fraction(fmt.max), -Fraction(fmt.min)) + last / 2
 
 
-def _encode_uniform(
+def _encode_uniform_tile(
     x: Array, inverse: Array, high: Array, low: Array, largest: Array, ends: tuple | None, fmt: UniformFormat
 ) -> Array:
     guess = x * inverse
     guess = guess if ends is None else jnp.minimum(jnp.maximum(guess, ends[0]), ends[1])
     # Where XLA interprets a kernel, it would remove the addition and subtraction of a constant. It does not know that
     # the sign bit of a magnitude is 0.
-    shift = number_of(_HALVES | largest & _CARRIER.sign_bit)
+    shift = bits_to_float(_HALF_STEP_BITS | largest & _TILE_CARRIER.sign_bit)
     total = guess + shift
-    up = _is_above(total, total - shift, x, high, low)
-    return (word_of(total) + up) >> 1 & _bits.low_mask(fmt.bits)
+    up = _is_above_middle(total, total - shift, x, high, low)
+    return (float_to_bits(total) + up) >> 1 & bit_ops.low_mask(fmt.bits)
 
 
-def _encode_float(
+def _encode_float_tile(
     x: Array, inverse: Array, high: Array, low: Array, ends: tuple[float, float] | None, fmt: FloatFormat
 ) -> Array:
-    sign, magnitude = _bits.split(x, _CARRIER)
-    magnitude = number_of(magnitude)
+    sign, magnitude = bit_ops.split_sign(x, _TILE_CARRIER)
+    magnitude = bits_to_float(magnitude)
     guess = magnitude * inverse
     guess = guess if ends is None else jnp.minimum(guess, ends[1])
-    exponent = jnp.maximum(word_of(guess) & _INF, (_BIAS + 1) << _FRACTION)
-    shift = number_of(exponent) * 2.0 ** (_FRACTION - fmt.frac_bits - 1)
+    exponent = jnp.maximum(float_to_bits(guess) & _INF, (_BIAS + 1) << _FRACTION)
+    shift = bits_to_float(exponent) * 2.0 ** (_FRACTION - fmt.frac_bits - 1)
     total = guess + shift
-    up = _is_above(total, total - shift, magnitude, high, low)
+    up = _is_above_middle(total, total - shift, magnitude, high, low)
     # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: those of
     # the exponent of `shift`, and the bias, which is 128.
-    code = (word_of(total) + (exponent >> (_FRACTION - fmt.frac_bits - 1)) + up) >> 1
-    return code & _bits.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
+    code = (float_to_bits(total) + (exponent >> (_FRACTION - fmt.frac_bits - 1)) + up) >> 1
+    return code & bit_ops.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 
-def _is_above(total: Array, middle: Array, x: Array, high: Array, low: Array) -> Array:
+def _is_above_middle(total: Array, middle: Array, x: Array, high: Array, low: Array) -> Array:
     """1 if a number is above its middle, or in it below an even number, else 0. If `middle` is none, it may be both."""
-    side = word_of((middle * high - x) + middle * low) - (word_of(total) & 2)
-    return lax.shift_right_logical(side, jnp.full_like(side, _CARRIER.width - 1))
+    side = float_to_bits((middle * high - x) + middle * low) - (float_to_bits(total) & 2)
+    return lax.shift_right_logical(side, jnp.full_like(side, _TILE_CARRIER.width - 1))

@@ -8,11 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._checks import check_int
-from jchop._core.arithmetic.dequantize_matmul import dequantize_matmul_body, exact_in
+from jchop._common.checks import check_int
+from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body, is_exact_in
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulTpuTiling, Problem
+from jchop._kernels.products.dequantize_matmul_tile import (
+    DequantizeMatmulGpuTiling,
+    DequantizeMatmulProblem,
+    DequantizeMatmulTpuTiling,
+)
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
 
 __all__ = ["dequantize_matmul", "dequantize_matmul_op"]
@@ -20,24 +24,24 @@ __all__ = ["dequantize_matmul", "dequantize_matmul_op"]
 Array = jax.Array
 
 
-def _tpu(*args: Array, **static: Any) -> Array:
+def _run_tpu_dequantize_matmul(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import dequantize_matmul_tpu
 
     return dequantize_matmul_tpu.tpu_dequantize_matmul(*args, **static)
 
 
-def _gpu(*args: Array, **static: Any) -> Array:
+def _run_gpu_dequantize_matmul(*args: Array, **static: Any) -> Array:
     from jchop._kernels.products import dequantize_matmul_gpu
 
     return dequantize_matmul_gpu.gpu_dequantize_matmul(*args, **static)
 
 
-def _refuse_tpu(
+def _refuse_tpu_dequantize_matmul(
     x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int, tiling: Any = None
 ) -> str | None:
     if (reason := refuse_table(format)) is not None:
         return reason
-    problem = Problem.of(x, codes, format, group)
+    problem = DequantizeMatmulProblem.of(x, codes, format, group)
     if tiling is None:
         tiling = DequantizeMatmulTpuTiling.for_shape(problem)
         if tiling is None:
@@ -47,7 +51,9 @@ def _refuse_tpu(
     return tiling.misfit(problem)
 
 
-def _refuse_gpu(x: Any, codes: Any, scales: Any, *, format: ElementFormat, tiling: Any = None, **_: Any) -> str | None:
+def _refuse_gpu_dequantize_matmul(
+    x: Any, codes: Any, scales: Any, *, format: ElementFormat, tiling: Any = None, **_: Any
+) -> str | None:
     if (reason := refuse_table(format)) is not None:
         return reason
     if tiling is not None and not isinstance(tiling, DequantizeMatmulGpuTiling):
@@ -58,12 +64,12 @@ def _refuse_gpu(x: Any, codes: Any, scales: Any, *, format: ElementFormat, tilin
     return None
 
 
-def _profitable_tpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
+def _dequantize_matmul_pays_on_tpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
     """On chip, codes are in tiles of 32 rows: groups of other lengths would have to be moved."""
     return group % 32 == 0 or group >= x.shape[1]
 
 
-def _profitable_gpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
+def _dequantize_matmul_pays_on_gpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
     """A step takes at least 16 rows of W; for many rows of float32 a tuned library is faster."""
     return group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64)
 
@@ -71,8 +77,8 @@ def _profitable_gpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) ->
 dequantize_matmul_op = make_op(
     "jchop_dequantize_matmul",
     dequantize_matmul_body,
-    tpu=Kernel(_tpu, _refuse_tpu, _profitable_tpu),
-    gpu=Kernel(_gpu, _refuse_gpu, _profitable_gpu),
+    tpu=Kernel(_run_tpu_dequantize_matmul, _refuse_tpu_dequantize_matmul, _dequantize_matmul_pays_on_tpu),
+    gpu=Kernel(_run_gpu_dequantize_matmul, _refuse_gpu_dequantize_matmul, _dequantize_matmul_pays_on_gpu),
 )
 
 
@@ -118,29 +124,33 @@ def dequantize_matmul(
         [[2.0, 0.5]]
     """
     group = check_int("group", group, 1)
-    _check_format(format)
-    for name, array, dtypes in (("x", x, _FLOATS), ("codes", codes, ("uint8",)), ("scales", scales, _FLOATS)):
+    _check_code_format(format)
+    for name, array, dtypes in (
+        ("x", x, _DEQUANTIZE_MATMUL_FLOATS),
+        ("codes", codes, ("uint8",)),
+        ("scales", scales, _DEQUANTIZE_MATMUL_FLOATS),
+    ):
         if array.dtype.name not in dtypes:
             raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {' or '.join(dtypes)}")
-    _check_shapes(x.shape, codes.shape, scales.shape, format, group)
+    _check_dequantize_matmul_shapes(x.shape, codes.shape, scales.shape, format, group)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = dequantize_matmul_op(flat, codes, scales, format=format, group=group, impl=impl, tiling=tiling)
     return y.reshape(*x.shape[:-1], scales.shape[1])
 
 
-_FLOATS = ("float32", "bfloat16")
+_DEQUANTIZE_MATMUL_FLOATS = ("float32", "bfloat16")
 
 
-def _check_format(format: ElementFormat) -> None:
+def _check_code_format(format: ElementFormat) -> None:
     if not isinstance(format, FloatFormat | UniformFormat | CodebookFormat) or format.bits not in (2, 4, 8):
         raise TypeError(
             f"format={format} must be a floating-point, fixed-point or integer format, or a codebook, of 2, 4 or 8 bits"
         )
-    if not exact_in(format, "float32"):
+    if not is_exact_in(format, "float32"):
         raise TypeError(f"format={format} must have only values that are normal numbers of float32")
 
 
-def _check_shapes(x: tuple, codes: tuple, scales: tuple, format: ElementFormat, group: int) -> None:
+def _check_dequantize_matmul_shapes(x: tuple, codes: tuple, scales: tuple, format: ElementFormat, group: int) -> None:
     if not x or len(codes) != 2 or len(scales) != 2:
         raise ValueError(
             f"x, codes and scales have shapes {x}, {codes} and {scales}; x must be (..., k), codes and scales matrices"

@@ -21,13 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._core.arithmetic.dequantize_matmul import decode_parts, multiply
-from jchop._kernels.products.dequantize_matmul_ptx import OPERANDS, assembly_of
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, Problem
+from jchop._core.matmul.dequantize_matmul import decode_parts, multiply_code_values
+from jchop._kernels.products.dequantize_matmul_ptx import PTX_CONSTRAINTS, ptx_of_format
+from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulProblem
 from jchop.formats import ElementFormat
 
 Array = jax.Array
-_Sums = tuple[Array, ...]
+_PartSums = tuple[Array, ...]
 
 
 def gpu_dequantize_matmul(
@@ -51,13 +51,13 @@ def gpu_dequantize_matmul(
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """
-    problem = Problem.of(x, codes, format, group)
+    problem = DequantizeMatmulProblem.of(x, codes, format, group)
     m, n = problem.m, scales.shape[1]
     if not m * n * problem.k:
         return jnp.zeros((m, n), x.dtype)
     tiling = tiling or DequantizeMatmulGpuTiling.for_shape(problem)
-    asm = None if interpret else assembly_of(format)
-    tile = (_OneRow if tiling.block_m == 1 else _Tile)(problem, tiling, format, n, asm)
+    asm = None if interpret else ptx_of_format(format)
+    tile = (_OneRowGpuTile if tiling.block_m == 1 else _DequantizeMatmulGpuTile)(problem, tiling, format, n, asm)
     y = pl.pallas_call(
         tile.kernel,
         out_shape=jax.ShapeDtypeStruct(
@@ -74,14 +74,14 @@ def gpu_dequantize_matmul(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _DequantizeMatmulGpuTile:
     """The kernel of one tile, and its static data.
 
     Each group is cut into spans of equal length (one span, unless more are needed to divide the work). The spans of all
     groups are distributed to the stretches, in order.
     """
 
-    problem: Problem
+    problem: DequantizeMatmulProblem
     tiling: DequantizeMatmulGpuTiling
     format: ElementFormat
     n: int
@@ -116,14 +116,16 @@ class _Tile:
         columns = self._columns(1)
         zeros = (jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32),) * self.problem.parts
 
-        def step(start: Array, stop: Array, sums: _Sums) -> _Sums:
+        def step(start: Array, stop: Array, sums: _PartSums) -> _PartSums:
             """The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded."""
             ks = start + lax.iota(jnp.int32, self.tiling.block_k)
-            xs = _load(x, rows, ks, self.problem.m, stop)
-            values = decode_parts(_load(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype)
-            return tuple(c + multiply(xs, part) for c, part in zip(sums, values, strict=True))
+            xs = _load_matrix_tile(x, rows, ks, self.problem.m, stop)
+            values = decode_parts(
+                _load_matrix_tile(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype
+            )
+            return tuple(c + multiply_code_values(xs, part) for c, part in zip(sums, values, strict=True))
 
-        def add_span(i: Array, total: _Sums) -> _Sums:
+        def add_span(i: Array, total: _PartSums) -> _PartSums:
             group, start, stop = self._span(i)
             if self.span <= self.tiling.block_k:
                 sums = step(start, stop, zeros)
@@ -137,7 +139,7 @@ class _Tile:
             parts = range(self.problem.parts)
             return tuple(total[p] + sums[p] * self._scale(scales, group, columns, p) for p in parts)
 
-        total = _interleave(lax.fori_loop(*self._stretch(), add_span, zeros))
+        total = _interleave_parts(lax.fori_loop(*self._stretch(), add_span, zeros))
         columns = self._columns(self.problem.parts)
         mask = (rows < self.problem.m)[:, None] & (columns < self.n)[None, :]
         plt.store(out.at[pl.program_id(2), rows[:, None], columns[None, :]], total.astype(out.dtype), mask=mask)
@@ -166,7 +168,7 @@ class _Tile:
         return plt.load(scales.at[group, columns], mask=columns < self.n, other=0).astype(jnp.float32)[None, :]
 
 
-class _OneRow(_Tile):
+class _OneRowGpuTile(_DequantizeMatmulGpuTile):
     """The kernel for one row of x: a step has several spans, and each has lanes that take its rows in turn."""
 
     #: Codes that a thread loads at once, in bytes.
@@ -206,49 +208,51 @@ class _OneRow(_Tile):
             masks = [None if self.is_whole else k < stop[:, None] for k in ks]
             inside = (columns < self.problem.width)[None, None, :]
             packed_codes = [
-                _load_if(codes.at[k[:, :, None], columns[None, None, :]], None if m is None else m[:, :, None] & inside)
+                _load_with_mask(
+                    codes.at[k[:, :, None], columns[None, None, :]], None if m is None else m[:, :, None] & inside
+                )
                 for k, m in zip(ks, masks, strict=True)
             ]
-            xs = [_load_if(x.at[row, k], m) for k, m in zip(ks, masks, strict=True)]
+            xs = [_load_with_mask(x.at[row, k], m) for k, m in zip(ks, masks, strict=True)]
             sums = (jnp.zeros(self.shape, jnp.float32),) * self.problem.parts
             for numbers, code_bytes in zip(xs, packed_codes, strict=True):
                 sums = self._multiply_one_by_one(numbers.astype(jnp.float32)[:, :, None], code_bytes, sums)
             mask = (spans < last)[:, None] & (wide < self.n)[None, :]
             scale = plt.load(scales.at[group[:, None], wide[None, :]], mask=mask, other=0).astype(jnp.float32)
-            return total + _interleave(tuple(jnp.sum(c, 1) for c in sums)) * scale
+            return total + _interleave_parts(tuple(jnp.sum(c, 1) for c in sums)) * scale
 
         total = jnp.zeros((spans_at_once, self.tiling.block_n * self.problem.parts), jnp.float32)
         steps = -(-self.spans_of_stretch // spans_at_once)
         total = step(np.int32(0), total) if steps == 1 else lax.fori_loop(np.int32(0), np.int32(steps), step, total)
         plt.store(out.at[pl.program_id(2), row, wide], jnp.sum(total, 0).astype(out.dtype), mask=wide < self.n)
 
-    def _multiply_one_by_one(self, xs: Array, packed_codes: Array, sums: _Sums) -> _Sums:
+    def _multiply_one_by_one(self, xs: Array, packed_codes: Array, sums: _PartSums) -> _PartSums:
         """The sums plus each number of a column times the values of the codes in its row."""
         if self.asm is None:
             values = decode_parts(packed_codes, self.format, xs.dtype)
             return tuple(c + xs * part for c, part in zip(sums, values, strict=True))
         xs = jnp.broadcast_to(xs, packed_codes.shape)
         part = jax.ShapeDtypeStruct(packed_codes.shape, jnp.float32)
-        options: Any = {"constraints": OPERANDS, "pack": 4, "result_shape_dtypes": [part]}
+        options: Any = {"constraints": PTX_CONSTRAINTS, "pack": 4, "result_shape_dtypes": [part]}
         return tuple(
             plt.elementwise_inline_asm(asm, args=[packed_codes, xs, c], **options)[0]
             for asm, c in zip(self.asm, sums, strict=True)
         )
 
 
-def _load(array: Any, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
+def _load_matrix_tile(array: Any, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
     """A tile of a matrix; elements beyond the ends are zero."""
     mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
     return plt.load(array.at[rows[:, None], columns[None, :]], mask=mask, other=0)
 
 
-def _load_if(ref: Any, mask: Array | None) -> Array:
+def _load_with_mask(ref: Any, mask: Array | None) -> Array:
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)
 
 
-def _interleave(parts: _Sums) -> Array:
+def _interleave_parts(parts: _PartSums) -> Array:
     """One tile with the columns of the parts in turn; only pairs can be joined in registers."""
     if len(parts) == 1:
         return parts[0]
-    even, odd = _interleave(parts[::2]), _interleave(parts[1::2])
+    even, odd = _interleave_parts(parts[::2]), _interleave_parts(parts[1::2])
     return jnp.stack([even, odd], -1).reshape(even.shape[0], 2 * even.shape[1])

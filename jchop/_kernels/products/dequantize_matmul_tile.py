@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jchop._checks import check_int
+from jchop._common.checks import check_int
 from jchop.formats import CodebookFormat, ElementFormat
 
-__all__ = ["DequantizeMatmulGpuTiling", "DequantizeMatmulTpuTiling", "Problem"]
+__all__ = ["DequantizeMatmulGpuTiling", "DequantizeMatmulProblem", "DequantizeMatmulTpuTiling"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class DequantizeMatmulProblem:
     """The sizes that decide the choice of tiles.
 
     Args:
@@ -38,7 +38,7 @@ class Problem:
     selects: bool = False
 
     @classmethod
-    def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> Problem:
+    def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> DequantizeMatmulProblem:
         """The problem of arrays, or of their shapes and dtypes."""
         (m, k), width = x.shape, codes.shape[1]
         selects = isinstance(format, CodebookFormat)
@@ -50,7 +50,7 @@ class Problem:
         return -(-self.k // self.group)
 
 
-_LANES, _SUBLANES = 128, 8
+_DEQUANTIZE_LANES, _DEQUANTIZE_SUBLANES = 128, 8
 
 
 @dataclass(frozen=True)
@@ -78,62 +78,65 @@ class DequantizeMatmulTpuTiling:
             check_int(name, getattr(self, name), 1)
 
     @classmethod
-    def for_shape(cls, problem: Problem) -> DequantizeMatmulTpuTiling | None:
+    def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulTpuTiling | None:
         """The heuristic; None if no tile fits.
 
         A step takes about 512 rows of W, so that its fixed cost does not matter. With few rows of x, reading codes
         takes most of the time, and a wide tile reads them in long pieces.
         """
         m, width = problem.m, problem.width
-        rows = m if m <= 256 else _up(-(-m // -(-m // 256)), _SUBLANES)
+        rows = m if m <= 256 else _multiple_of_sublanes(-(-m // -(-m // 256)), _DEQUANTIZE_SUBLANES)
         tilings = (
             cls(rows, min(block_n, width), block_k) for block_k in cls._depths(problem) for block_n in (512, 256, 128)
         )
         return next((tiling for tiling in tilings if tiling._bytes(problem) <= cls._MEMORY), None)
 
     @classmethod
-    def _depths(cls, problem: Problem) -> Iterator[int]:
+    def _depths(cls, problem: DequantizeMatmulProblem) -> Iterator[int]:
         """Possible lengths of `block_k`, better ones first."""
         k, group = problem.k, problem.group
         if problem.groups <= cls._MOST_GROUPS and k <= 1024:
             yield k
-        unit = math.lcm(group * _SUBLANES, _LANES)
+        unit = math.lcm(group * _DEQUANTIZE_SUBLANES, _DEQUANTIZE_LANES)
         whole = [depth for depth in range(unit, cls._MOST_GROUPS * group + 1, unit) if depth < k]
         yield from sorted((depth for depth in whole if depth <= 2048), key=lambda depth: abs(depth - 512))
         if problem.groups == 1 and k > 512:
             yield 512
-        yield from (depth for depth in range(512, 0, -_LANES) if group % depth == 0 and depth < k)
+        yield from (depth for depth in range(512, 0, -_DEQUANTIZE_LANES) if group % depth == 0 and depth < k)
         yield from whole
         if problem.groups <= cls._MOST_GROUPS:
             yield k
 
-    def _bytes(self, problem: Problem) -> int:
+    def _bytes(self, problem: DequantizeMatmulProblem) -> int:
         """An upper estimate of the memory on chip: two of each block, since one is fetched while the other is used."""
         m, n, k, parts = self.block_m, self.block_n, self.block_k, problem.parts
         rows = min(problem.group, self.block_k)
         blocks = m * k * problem.itemsize + k * n + parts * n * (m * problem.itemsize + 4 * self._scale_rows(problem))
         return 2 * blocks + parts * n * (8 * m + 4 * rows) + rows * n * 8
 
-    def _scale_rows(self, problem: Problem) -> int:
+    def _scale_rows(self, problem: DequantizeMatmulProblem) -> int:
         return problem.groups if self.divides(problem) else -(-self.block_k // problem.group)
 
-    def divides(self, problem: Problem) -> bool:
+    def divides(self, problem: DequantizeMatmulProblem) -> bool:
         """Whether a tile is a part of a group or one group, not several groups."""
         return self.block_k <= problem.group and self.block_k != problem.k
 
-    def misfit(self, problem: Problem) -> str | None:
+    def misfit(self, problem: DequantizeMatmulProblem) -> str | None:
         """The reason why the tiles do not fit a problem, or None."""
         k, group, block_k = problem.k, problem.group, self.block_k
-        for name, size, unit in (("block_m", problem.m, _SUBLANES), ("block_n", problem.width, _LANES)):
+        for name, size, unit in (
+            ("block_m", problem.m, _DEQUANTIZE_SUBLANES),
+            ("block_n", problem.width, _DEQUANTIZE_LANES),
+        ):
             value = getattr(self, name)
             if value != size and value % unit:
                 return f"{name}={value} is neither {size}, the whole, nor a multiple of {unit}"
         if block_k != k:
             divides = self.divides(problem) and (problem.groups == 1 or group % block_k == 0)
-            if block_k % _LANES or not (divides or block_k % (_SUBLANES * group) == 0):
+            if block_k % _DEQUANTIZE_LANES or not (divides or block_k % (_DEQUANTIZE_SUBLANES * group) == 0):
                 return (
-                    f"block_k={block_k} is neither {k}, the whole, nor a multiple of {_LANES} that divides "
-                    f"a group of {group} or holds a multiple of {_SUBLANES} groups"
+                    f"block_k={block_k} is neither {k}, the whole, nor a multiple of {_DEQUANTIZE_LANES} that divides "
+                    f"a group of {group} or holds a multiple of {_DEQUANTIZE_SUBLANES} groups"
                 )
         if -(-block_k // group) > self._MOST_GROUPS:
             return f"block_k={block_k} holds more than {self._MOST_GROUPS} groups of {group}"
@@ -173,7 +176,7 @@ class DequantizeMatmulGpuTiling:
         check_int("num_stages", self.num_stages, 1)
 
     @classmethod
-    def for_shape(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
+    def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
         """The heuristic.
 
         With few rows, reading codes takes the time: a tile is wide enough for whole memory sectors, and k is split
@@ -182,45 +185,45 @@ class DequantizeMatmulGpuTiling:
         """
         if problem.m == 1:
             return cls._for_one_row(problem)
-        tiles = _GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
+        tiles = _DEQUANTIZE_GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
         depth = max(depth // 4, 16) if problem.selects else depth
-        block_n = max(min(columns // problem.parts, 128, _power(problem.width)), 16)
-        block_k = min(depth, _power(problem.group))
+        block_n = max(min(columns // problem.parts, 128, _power_of_two_side(problem.width)), 16)
+        block_k = min(depth, _power_of_two_side(problem.group))
         if problem.m > rows:
             return cls(rows, block_n, block_k, 1, warps)
-        splits = min(_PROGRAMS // -(-problem.width // block_n), problem.k // (_STEPS_OF_A_SPLIT * block_k))
+        splits = min(_DEQUANTIZE_PROGRAMS // -(-problem.width // block_n), problem.k // (_MIN_STEPS_OF_SPLIT * block_k))
         return cls(rows, block_n, block_k, max(splits, 1), warps)
 
     @classmethod
-    def _for_one_row(cls, problem: Problem) -> DequantizeMatmulGpuTiling:
+    def _for_one_row(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
         """A thread reads 16 bytes of each of 16 rows of W, and eight threads 128 bytes of a row."""
-        block_n = min(128, _power(problem.width))
+        block_n = min(128, _power_of_two_side(problem.width))
         # Selections fill registers.
-        block_k, programs = (64, _PROGRAMS) if problem.selects else (512, _PROGRAMS_OF_ONE_ROW)
-        block_k = min(block_k, _power(problem.k))
+        block_k, programs = (64, _DEQUANTIZE_PROGRAMS) if problem.selects else (512, _DEQUANTIZE_ROW_PROGRAMS)
+        block_k = min(block_k, _power_of_two_side(problem.k))
         splits = min(max(programs // -(-problem.width // block_n), 1), -(-problem.k // block_k))
         return cls(1, block_n, block_k, splits, 8, 1)
 
 
 #: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units
 #: and keep their operands in registers, which just hold them.
-_GPU_TILES = {
+_DEQUANTIZE_GPU_TILES = {
     "bfloat16": ((16, 256, 128, 8), (32, 128, 128, 4), (64, 128, 128, 4)),
     "float32": ((16, 64, 32, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
 }
 #: Programs that fill a large GPU: about two for each multiprocessor.
-_PROGRAMS = 256
+_DEQUANTIZE_PROGRAMS = 256
 #: The most programs for one row: more would be slowed down by the sum of their results.
-_PROGRAMS_OF_ONE_ROW = 1024
+_DEQUANTIZE_ROW_PROGRAMS = 1024
 #: The fewest steps that hide the latency of the first loads.
-_STEPS_OF_A_SPLIT = 4
+_MIN_STEPS_OF_SPLIT = 4
 
 
-def _up(value: int, unit: int) -> int:
+def _multiple_of_sublanes(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _power(value: int) -> int:
+def _power_of_two_side(value: int) -> int:
     """The smallest power of two >= value, and >= 16."""
     return max(1 << (value - 1).bit_length(), 16)

@@ -17,8 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jchop._core.arithmetic.dequantize_matmul import decode_parts, join_columns, multiply, part_columns
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulTpuTiling, Problem
+from jchop._core.matmul.dequantize_matmul import (
+    decode_parts,
+    join_columns,
+    multiply_code_values,
+    part_columns,
+)
+from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
 from jchop.formats import ElementFormat
 
 Array = jax.Array
@@ -45,13 +50,13 @@ def tpu_dequantize_matmul(
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """
-    problem = Problem.of(x, codes, format, group)
+    problem = DequantizeMatmulProblem.of(x, codes, format, group)
     m, n = problem.m, scales.shape[1]
     if not m * n * problem.k:
         return jnp.zeros((m, n), x.dtype)
     tiling = tiling or DequantizeMatmulTpuTiling.for_shape(problem)
     assert tiling is not None and not tiling.misfit(problem)
-    tile = _Tile(problem, tiling, format)
+    tile = _DequantizeMatmulTpuTile(problem, tiling, format)
     scale_parts = part_columns(scales, problem.parts)
     zero = np.int32(0)
     if tiling.divides(problem):  # single rows are addressed, which packed dtypes do not allow
@@ -81,10 +86,10 @@ def tpu_dequantize_matmul(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _DequantizeMatmulTpuTile:
     """The kernel of one tile, and its static data."""
 
-    problem: Problem
+    problem: DequantizeMatmulProblem
     tiling: DequantizeMatmulTpuTiling
     format: ElementFormat
 
@@ -126,7 +131,7 @@ class _Tile:
             scale = self._scale(scales, part, i, step).astype(jnp.float32)
             if remaining_rows is not None:
                 scale = jnp.where(remaining_rows > 0, scale, 0)
-            total[part] += multiply(xs, values) * scale
+            total[part] += multiply_code_values(xs, values) * scale
 
     def _scale(self, scales: Any, part: int, i: int, step: Array) -> Array:
         """The scales of the step's group number `i` for one part of W, (1, block_n)."""

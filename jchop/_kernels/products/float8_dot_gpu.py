@@ -22,27 +22,27 @@ __all__ = ["dot_float8"]
 Array = jax.Array
 
 #: How many products the units may sum before they add in float32: all of a tile.
-_MOST_PRODUCTS = 1 << 30
+_MAX_IMPRECISE_PRODUCTS = 1 << 30
 
 
 def dot_float8(a: Array, b: Array) -> Array:
     """The sums of products of float8 (m, k) and (n, k), of one dtype or two, as the unit sums them, float32 (m, n)."""
     if not _register_float8_rule():
-        return _dot(a, b, None)
-    return _float8_dot.bind(a, b, jnp.zeros((a.shape[0], b.shape[0]), jnp.float32))
+        return _portable_float8_dot(a, b, None)
+    return _float8_dot_p.bind(a, b, jnp.zeros((a.shape[0], b.shape[0]), jnp.float32))
 
 
-def _dot(a: Array, b: Array, zeros: Array | None) -> Array:
+def _portable_float8_dot(a: Array, b: Array, zeros: Array | None) -> Array:
     del zeros
     if a.dtype != b.dtype:  # which Pallas refuses
         a, b = a.astype(jnp.float16), b.astype(jnp.float16)
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-_float8_dot = Primitive("jchop_float8_dot")
-_float8_dot.def_impl(_dot)
-_float8_dot.def_abstract_eval(lambda a, b, zeros: zeros)
-mlir.register_lowering(_float8_dot, mlir.lower_fun(_dot, multiple_results=False))
+_float8_dot_p = Primitive("jchop_float8_dot")
+_float8_dot_p.def_impl(_portable_float8_dot)
+_float8_dot_p.def_abstract_eval(lambda a, b, zeros: zeros)
+mlir.register_lowering(_float8_dot_p, mlir.lower_fun(_portable_float8_dot, multiple_results=False))
 
 
 @lru_cache(maxsize=1)
@@ -56,7 +56,7 @@ def _register_float8_rule() -> bool:
         return False
 
     def lower(ctx: Any, a: Any, b: Any, zeros: Any) -> Any:
-        return dot(a, transpose(b, (1, 0)), zeros, max_num_imprecise_acc=_MOST_PRODUCTS)
+        return dot(a, transpose(b, (1, 0)), zeros, max_num_imprecise_acc=_MAX_IMPRECISE_PRODUCTS)
 
-    register(_float8_dot)(lower)
+    register(_float8_dot_p)(lower)
     return True

@@ -18,37 +18,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.matmul import (
-    Draw,
-    Plan,
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.matmul.matmul import (
+    MatmulPlan,
+    WordSource,
     add_dot,
     add_products,
-    combine,
-    make_draw,
+    combine_sums,
+    make_word_source,
     multiply_accumulate,
-    products,
-    single,
+    round_products,
+    round_single_product,
 )
 from jchop._kernels.products.matmul_tile import (
     MatmulGpuTiling,
-    add_aligned,
+    add_aligned_block,
     aligned_factors,
+    aligned_unit,
     dot_length,
     dot_operand,
     finish_pairs,
-    loop,
+    int32_loop,
+    matmul_result_type,
     merge_pairs,
     pair_levels,
-    result_type,
-    unit_of,
 )
-from jchop.accumulation import MatmulSpec
+from jchop._spec.accumulation import MatmulSpec
 
 Array = jax.Array
 
 
-def matmul(
+def gpu_matmul(
     a: Array,
     b: Array,
     seeds: Array | None = None,
@@ -57,7 +57,7 @@ def matmul(
     tiling: MatmulGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """The result of `jchop._core.arithmetic.matmul.matmul_body`.
+    """The result of `jchop._core.matmul.matmul.matmul_body`.
 
     Args:
         a: float32 or float64 (batch, m, k), rounded to the operands' spec.
@@ -71,21 +71,23 @@ def matmul(
     n = b.shape[2]
     if not batch * m * n * k:
         return jnp.zeros((batch, m, n), a.dtype)
-    plan = Plan(spec, CARRIERS[a.dtype.name], k)
+    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], k)
     # 64-bit types are on only if they are needed; otherwise some Python numbers would become 64-bit numbers.
     with jax.enable_x64(plan.carrier.width == 64):
-        return _call(a, b, seeds, plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), interpret)
+        return _call_gpu_matmul(a, b, seeds, plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), interpret)
 
 
-def _call(a: Array, b: Array, seeds: Array | None, plan: Plan, tiling: MatmulGpuTiling, interpret: Any) -> Array:
+def _call_gpu_matmul(
+    a: Array, b: Array, seeds: Array | None, plan: MatmulPlan, tiling: MatmulGpuTiling, interpret: Any
+) -> Array:
     (batch, m, _), n = a.shape, b.shape[2]
-    tile = _Tile(plan, tiling, m, n)
-    result = result_type(a, b, seeds)
+    tile = _MatmulGpuTile(plan, tiling, m, n)
+    result = matmul_result_type(a, b, seeds)
     if plan.spec.order.kind == "matrix_unit" and tile.operand in ("bfloat16", "float16"):
         a, b = a.astype(tile.operand), b.astype(tile.operand)
     operands = [a, b]
     if plan.spec.order.aligned:
-        unit = unit_of(plan.spec, plan.k)
+        unit = aligned_unit(plan.spec, plan.k)
         operands = [*aligned_factors(jnp.swapaxes(a, 1, 2), 1, unit), *aligned_factors(b, 1, unit)]
     return pl.pallas_call(
         tile.kernel,
@@ -98,10 +100,10 @@ def _call(a: Array, b: Array, seeds: Array | None, plan: Plan, tiling: MatmulGpu
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _MatmulGpuTile:
     """The kernel of one tile, and its static data."""
 
-    plan: Plan
+    plan: MatmulPlan
     tiling: MatmulGpuTiling
     m: int
     n: int
@@ -134,9 +136,9 @@ class _Tile:
         if seeds_ref:
             seeds = [seeds_ref[0][i] for i in range(12)]
             row = (corner[0] * np.int32(self.m) + rows).astype(jnp.uint32) * np.uint32(self.n)
-            draw = make_draw(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
-        loads = _Loads(operands, corner, rows < self.m, columns < self.n, self.tiling)
-        result = _SUMS[self.plan.spec.order.kind](self, loads, draw)
+            draw = make_word_source(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
+        loads = _OperandLoads(operands, corner, rows < self.m, columns < self.n, self.tiling)
+        result = _GPU_SUM_OF_ORDER[self.plan.spec.order.kind](self, loads, draw)
         index = (corner[0], pl.ds(corner[1], self.tiling.block_m), pl.ds(corner[2], self.tiling.block_n))
         plt.store(out.at[index], result, mask=(rows < self.m) & (columns < self.n))
 
@@ -149,10 +151,10 @@ class _Tile:
         """Products in a block."""
         return min(self.plan.spec.order.block or 1, self.plan.k)
 
-    def sum_in_sequence(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_in_sequence(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
         return self._steps(loads, draw, 0, self.plan.k)
 
-    def _steps(self, loads: _Loads, draw: Draw | None, begin: Any, end: Any) -> Array:
+    def _steps(self, loads: _OperandLoads, draw: WordSource | None, begin: Any, end: Any) -> Array:
         """The sequential sum of some products, from zero."""
         step_length = self.tiling.block_k
 
@@ -166,10 +168,10 @@ class _Tile:
             return c
 
         count = lax.div(jnp.int32(end - begin), np.int32(step_length))
-        c = loop(0, count, some, self.zeros) if max(self._lengths) >= step_length else self.zeros
+        c = int32_loop(0, count, some, self.zeros) if max(self._lengths) >= step_length else self.zeros
         if all(length % step_length == 0 for length in self._lengths):
             return c
-        return loop(begin + count * np.int32(step_length), end, step, c)
+        return int32_loop(begin + count * np.int32(step_length), end, step, c)
 
     @property
     def _lengths(self) -> tuple[int, ...]:
@@ -177,25 +179,27 @@ class _Tile:
         length = self.plan.k if self.plan.spec.order.kind == "sequential" else self.block
         return length, self.plan.k % length or length
 
-    def sum_in_blocks(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_in_blocks(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
         def step(j: Array, c: Array) -> Array:
             begin = j * np.int32(self.block)
             d = self._steps(loads, draw, begin, jnp.minimum(begin + self.block, self.plan.k))
-            return combine(c, d, self.plan, draw, self.plan.k + j)
+            return combine_sums(c, d, self.plan, draw, self.plan.k + j)
 
-        return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
+        return int32_loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
-    def sum_in_pairs(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_in_pairs(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
         plan, step_length = self.plan, max(self.tiling.block_k, 2)
 
         def product(k: Array) -> Array:
-            return products(*loads.at(k), plan, draw, k)
+            return round_products(*loads.at(k), plan, draw, k)
 
         if plan.k == 1:
-            return single(product(jnp.int32(0)), plan, draw, 0)
+            return round_single_product(product(jnp.int32(0)), plan, draw, 0)
 
         def merge(i: Array, p: Array, q: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
-            level, total = merge_pairs(i, add_products(p, q, plan, draw, 2 * i + 1), _picker(stack), plan, draw)
+            level, total = merge_pairs(
+                i, add_products(p, q, plan, draw, 2 * i + 1), _partial_sum_picker(stack), plan, draw
+            )
             return tuple(jnp.where(level == number, total, partial_sum) for number, partial_sum in enumerate(stack))
 
         def pair(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -204,7 +208,7 @@ class _Tile:
         def some(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
             first = i * np.int32(step_length)
             terms = [
-                products(*operands, plan, draw, first + np.int32(j))
+                round_products(*operands, plan, draw, first + np.int32(j))
                 for j, operands in enumerate(loads.consecutive(first, step_length))
             ]
             for j, (p, q) in enumerate(zip(terms[::2], terms[1::2], strict=True)):
@@ -213,12 +217,12 @@ class _Tile:
 
         stack = (self.zeros,) * pair_levels(plan.k)
         count = plan.k // step_length
-        stack = loop(0, count, some, stack) if count else stack
-        stack = loop(count * step_length // 2, plan.k // 2, pair, stack) if plan.k % step_length > 1 else stack
+        stack = int32_loop(0, count, some, stack) if count else stack
+        stack = int32_loop(count * step_length // 2, plan.k // 2, pair, stack) if plan.k % step_length > 1 else stack
         last = product(jnp.int32(plan.k - 1)) if plan.k % 2 else None
-        return finish_pairs(last, _picker(stack), plan, draw)
+        return finish_pairs(last, _partial_sum_picker(stack), plan, draw)
 
-    def sum_of_dots(self, loads: _Loads, draw: Draw | None) -> Array:
+    def sum_of_dots(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
         part = min(self.tiling.block_k, dot_length(self.block))
         parts = pl.cdiv(self.block, part)
         precision = lax.Precision.DEFAULT if self.operand == "tf32" else lax.Precision.HIGHEST
@@ -231,36 +235,36 @@ class _Tile:
                 x, y = loads.parts(begin + i * part, end, part)
                 return d + jnp.dot(x, y, precision=precision, preferred_element_type=d.dtype)
 
-            d = add(jnp.int32(0), self.zeros) if parts == 1 else loop(0, parts, add, self.zeros)
+            d = add(jnp.int32(0), self.zeros) if parts == 1 else int32_loop(0, parts, add, self.zeros)
             return add_dot(c, d, self.plan, draw, j)
 
-        return loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
+        return int32_loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
-    def sum_of_aligned_blocks(self, loads: _Loads, draw: Draw | None) -> Array:
-        length = unit_of(self.plan.spec, self.plan.k).length
+    def sum_of_aligned_blocks(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
+        length = aligned_unit(self.plan.spec, self.plan.k).length
         sum_count = 2 if self.plan.spec.order.promote_every else 1
 
         def step(j: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             factors = [loads.factors(j * np.int32(length) + np.int32(i)) for i in range(length)]
             lhs, rhs = zip(*factors, strict=True)
-            return add_aligned(sums, lhs, rhs, self.plan, draw, j)
+            return add_aligned_block(sums, lhs, rhs, self.plan, draw, j)
 
-        return loop(0, pl.cdiv(self.plan.k, length), step, (self.zeros,) * sum_count)[-1]
+        return int32_loop(0, pl.cdiv(self.plan.k, length), step, (self.zeros,) * sum_count)[-1]
 
 
-_SUMS: dict[str, Callable[[_Tile, _Loads, Draw | None], Array]] = {
-    "sequential": _Tile.sum_in_sequence,
-    "blocked": _Tile.sum_in_blocks,
-    "pairwise": _Tile.sum_in_pairs,
-    "matrix_unit": _Tile.sum_of_dots,
-    "aligned": _Tile.sum_of_aligned_blocks,
-    "aligned_apart": _Tile.sum_of_aligned_blocks,
-    "aligned_halves": _Tile.sum_of_aligned_blocks,
+_GPU_SUM_OF_ORDER: dict[str, Callable[[_MatmulGpuTile, _OperandLoads, WordSource | None], Array]] = {
+    "sequential": _MatmulGpuTile.sum_in_sequence,
+    "blocked": _MatmulGpuTile.sum_in_blocks,
+    "pairwise": _MatmulGpuTile.sum_in_pairs,
+    "matrix_unit": _MatmulGpuTile.sum_of_dots,
+    "aligned": _MatmulGpuTile.sum_of_aligned_blocks,
+    "aligned_apart": _MatmulGpuTile.sum_of_aligned_blocks,
+    "aligned_halves": _MatmulGpuTile.sum_of_aligned_blocks,
 }
 
 
 @dataclass(frozen=True)
-class _Loads:
+class _OperandLoads:
     """Masked loads of the operands for a tile; elements outside are zero."""
 
     operands: tuple[Any, ...]  # both, or significands and exponents of both, (batch, k, m) and (batch, k, n)
@@ -321,7 +325,7 @@ class _Loads:
         )
 
 
-def _picker(stack: tuple[Array, ...]) -> Callable[[Array], Array]:
+def _partial_sum_picker(stack: tuple[Array, ...]) -> Callable[[Array], Array]:
     """A function that selects the partial sum of a level; selects are needed because registers have no addresses."""
 
     def pick(level: Array) -> Array:

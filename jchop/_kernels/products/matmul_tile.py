@@ -12,34 +12,44 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._checks import check_int
-from jchop._core.arithmetic.aligned import limbs
-from jchop._core.arithmetic.aligned.unit import Unit
-from jchop._core.arithmetic.basic import Range, add, carrier_range, sum_range
-from jchop._core.arithmetic.matmul import Draw, Plan, accumulate, combine
-from jchop.accumulation import MatmulSpec
+from jchop._common.checks import check_int
+from jchop._core.arithmetic.basic import (
+    ValueRange,
+    add_and_round,
+    carrier_range,
+    sum_range,
+)
+from jchop._core.matmul import aligned_limbs
+from jchop._core.matmul.aligned import TensorCoreUnit
+from jchop._core.matmul.matmul import (
+    MatmulPlan,
+    WordSource,
+    accumulate_product,
+    combine_sums,
+)
+from jchop._spec.accumulation import MatmulSpec
 
 __all__ = [
-    "LEAST_DOT",
+    "MIN_DOT_SIDE",
     "MatmulGpuTiling",
     "MatmulTpuTiling",
-    "add_aligned",
+    "add_aligned_block",
     "aligned_factors",
+    "aligned_unit",
     "dot_length",
     "dot_operand",
     "finish_pairs",
-    "loop",
+    "int32_loop",
+    "matmul_result_type",
     "merge_pairs",
     "pair_levels",
-    "result_type",
-    "unit_of",
 ]
 
 Array = jax.Array
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
-_LANES, _SUBLANES = 128, 8
+_MATMUL_LANES, _MATMUL_SUBLANES = 128, 8
 
 
 @dataclass(frozen=True)
@@ -59,13 +69,18 @@ class MatmulTpuTiling:
     rows: int
 
     #: Elements of a chunk: four registers, to keep the vector units busy and leave room for temporaries.
-    _CHUNK = 4 * _SUBLANES * _LANES
+    _CHUNK = 4 * _MATMUL_SUBLANES * _MATMUL_LANES
     #: The most bytes of the partial sums of pairwise order; a chip has 16 MiB.
     _STACK = 4 << 20
 
     def __post_init__(self) -> None:
         check_int("rows", self.rows, 1)
-        for name, unit in (("rows", _SUBLANES), ("block_m", self.rows), ("block_n", _LANES), ("block_k", _LANES)):
+        for name, unit in (
+            ("rows", _MATMUL_SUBLANES),
+            ("block_m", self.rows),
+            ("block_n", _MATMUL_LANES),
+            ("block_k", _MATMUL_LANES),
+        ):
             if check_int(name, getattr(self, name), 1) % unit:
                 raise ValueError(f"{name}={getattr(self, name)} must be a multiple of {unit}")
 
@@ -78,17 +93,29 @@ class MatmulTpuTiling:
         square tiles are best.
         """
         units = spec.order.kind == "matrix_unit"
-        block_n = min(256 if units else _LANES if spec.order.aligned else 512, _up(n, _LANES))
-        chunk = _SUBLANES * _LANES if spec.order.aligned else cls._CHUNK  # many terms of an element are alive together
-        rows = min(chunk // block_n // _SUBLANES * _SUBLANES, _up(m, _SUBLANES))
+        block_n = min(
+            256 if units else _MATMUL_LANES if spec.order.aligned else 512, _next_matmul_multiple(n, _MATMUL_LANES)
+        )
+        chunk = (
+            _MATMUL_SUBLANES * _MATMUL_LANES if spec.order.aligned else cls._CHUNK
+        )  # many terms of an element are alive together
+        rows = min(chunk // block_n // _MATMUL_SUBLANES * _MATMUL_SUBLANES, _next_matmul_multiple(m, _MATMUL_SUBLANES))
         tall = 256
         if spec.order.kind == "pairwise":
             tall = min(tall, cls._STACK // (4 * block_n * max(pair_levels(k), 1)))
-        block_m = max(min(tall, _up(m, rows)) // rows, 1) * rows
+        block_m = max(min(tall, _next_matmul_multiple(m, rows)) // rows, 1) * rows
         # A unit's block consists of whole parts, or lies in one part if possible.
-        block_k = min(max((spec.order.block or 1) // _LANES, 1) * _LANES, 512, _up(k, _LANES)) if units else _LANES
+        block_k = (
+            min(
+                max((spec.order.block or 1) // _MATMUL_LANES, 1) * _MATMUL_LANES,
+                512,
+                _next_matmul_multiple(k, _MATMUL_LANES),
+            )
+            if units
+            else _MATMUL_LANES
+        )
         if spec.order.aligned:
-            block_k = math.lcm(_LANES, unit_of(spec, k).length)
+            block_k = math.lcm(_MATMUL_LANES, aligned_unit(spec, k).length)
         return cls(block_m, block_n, block_k, rows)
 
 
@@ -119,70 +146,74 @@ class MatmulGpuTiling:
         check_int("num_stages", self.num_stages, 1)
 
     @classmethod
-    def for_shape(cls, batch: int, m: int, n: int, plan: Plan) -> MatmulGpuTiling:
+    def for_shape(cls, batch: int, m: int, n: int, plan: MatmulPlan) -> MatmulGpuTiling:
         """The heuristic: the largest tile of a list that gives work to every multiprocessor.
 
         The accumulator and the temporaries of a step must stay in registers. That allows 8 elements for each thread (4
         for float64, and in pairwise order, which also keeps a partial sum of every level); for ``matrix_unit`` 32, or
         16 if its sums may need integer arithmetic.
         """
-        tiles = _tiles(plan)
+        tiles = _matmul_gpu_tiles(plan)
         for tile in tiles:
-            if batch * _count(m, tile.block_m) * _count(n, tile.block_n) >= _PROGRAMS:
+            if batch * _parts_of_length(m, tile.block_m) * _parts_of_length(n, tile.block_n) >= _MATMUL_PROGRAMS:
                 return tile
         return tiles[-1]
 
 
 #: Programs that fill a large GPU: about two for each multiprocessor.
-_PROGRAMS = 256
-_STEP_TILES = (
+_MATMUL_PROGRAMS = 256
+_STEP_GPU_TILES = (
     MatmulGpuTiling(32, 64, 8, num_warps=8),
     MatmulGpuTiling(32, 32, 8, num_warps=4),
     MatmulGpuTiling(16, 32, 8, num_warps=4),
 )
 #: All terms of a block are alive together, so a thread has 2 elements.
-_ALIGNED_TILES = (MatmulGpuTiling(16, 32, 1, num_warps=8), MatmulGpuTiling(16, 16, 1, num_warps=4))
-_DOT_TILES = (
+_ALIGNED_GPU_TILES = (MatmulGpuTiling(16, 32, 1, num_warps=8), MatmulGpuTiling(16, 16, 1, num_warps=4))
+_DOT_GPU_TILES = (
     MatmulGpuTiling(64, 128, 64, num_warps=8, num_stages=3),
     MatmulGpuTiling(64, 64, 64, num_warps=8, num_stages=3),
     MatmulGpuTiling(32, 32, 64, num_warps=4, num_stages=3),
 )
 #: Tile products without tensor cores, or with operands of 32 bits, have less room.
-_FULL_DOT_TILES = {
+_WIDE_DOT_GPU_TILES = {
     "tf32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
     "float32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
     "float64": (MatmulGpuTiling(32, 32, 16),),
 }
 
 
-def _tiles(plan: Plan) -> tuple[MatmulGpuTiling, ...]:
+def _matmul_gpu_tiles(plan: MatmulPlan) -> tuple[MatmulGpuTiling, ...]:
     if plan.spec.order.kind == "matrix_unit":
         total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
         light = total.quantum > -bias and total.top <= bias
-        return _FULL_DOT_TILES.get(dot_operand(plan)) or (_DOT_TILES if light else _DOT_TILES[1:])
+        return _WIDE_DOT_GPU_TILES.get(dot_operand(plan)) or (_DOT_GPU_TILES if light else _DOT_GPU_TILES[1:])
     if plan.spec.order.aligned:
-        return _ALIGNED_TILES
+        return _ALIGNED_GPU_TILES
     narrow = plan.spec.order.kind == "pairwise" or plan.carrier.width == 64
-    return tuple(replace(tile, block_m=tile.block_m // 2) for tile in _STEP_TILES) if narrow else _STEP_TILES
+    return tuple(replace(tile, block_m=tile.block_m // 2) for tile in _STEP_GPU_TILES) if narrow else _STEP_GPU_TILES
 
 
-def _count(length: int, part: int) -> int:
+def _parts_of_length(length: int, part: int) -> int:
     return -(-length // part)
 
 
-def _up(length: int, unit: int) -> int:
-    return _count(length, unit) * unit
+def _next_matmul_multiple(length: int, unit: int) -> int:
+    return _parts_of_length(length, unit) * unit
 
 
 # -- common functions of the kernels -----------------------------------------------------------------------------------
 
 #: The shortest side of a tile product on a GPU.
-LEAST_DOT = 16
+MIN_DOT_SIDE = 16
 #: Types of operands whose products are exact in float32, the cheapest first, with the range of each.
-_NARROW = {"bfloat16": Range(-133, 8, 128), "float16": Range(-24, 11, 16), "tf32": Range(-136, 11, 128)}
+_NARROW_OPERANDS = {
+    "bfloat16": ValueRange(-133, 8, 128),
+    "float16": ValueRange(-24, 11, 16),
+    "tf32": ValueRange(-136, 11, 128),
+}
 
 
-def dot_operand(plan: Plan, types: tuple[str, ...] = tuple(_NARROW)) -> str:
+def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERANDS)) -> str:
     """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
 
     Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
@@ -190,13 +221,13 @@ def dot_operand(plan: Plan, types: tuple[str, ...] = tuple(_NARROW)) -> str:
     """
     if plan.carrier.name == "float32":
         for name in types:
-            limits, operand = _NARROW[name], plan.operand
+            limits, operand = _NARROW_OPERANDS[name], plan.operand
             if operand.quantum >= limits.quantum and operand.bits <= limits.precision and operand.top <= limits.top:
                 return name
     return plan.carrier.name
 
 
-def result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct:
+def matmul_result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct:
     """Shape and dtype of the product, and the mesh axes along which any argument varies."""
 
     def like(a: Array, b: Array, *seeds: Array) -> Array:
@@ -206,7 +237,7 @@ def result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=struct.manual_axis_type)
 
 
-def loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any], init: Any) -> Any:
+def int32_loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any], init: Any) -> Any:
     """`lax.fori_loop` with an int32 index, also if both ends are known and 64-bit types are on."""
 
     def step(state: tuple) -> tuple:
@@ -218,27 +249,27 @@ def loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any]
 
 def dot_length(block: int) -> int:
     """The least length to which a short block is padded for a tile product on a GPU."""
-    return max(1 << (block - 1).bit_length(), LEAST_DOT)
+    return max(1 << (block - 1).bit_length(), MIN_DOT_SIDE)
 
 
-def unit_of(spec: MatmulSpec, k: int) -> Unit:
+def aligned_unit(spec: MatmulSpec, k: int) -> TensorCoreUnit:
     """The tensor core of an aligned order, for sums of k products."""
-    return Unit(spec, min(spec.order.block or k, k))
+    return TensorCoreUnit(spec, min(spec.order.block or k, k))
 
 
-def aligned_factors(x: Array, axis: int, unit: Unit) -> list[Array]:
+def aligned_factors(x: Array, axis: int, unit: TensorCoreUnit) -> list[Array]:
     """Significands and exponents of operands; zeros fill the last block, which change no sum."""
     rest = -x.shape[axis] % unit.length
-    parts = limbs.factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
+    parts = aligned_limbs.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
     return [parts.significand, parts.exponent]
 
 
-def add_aligned(
+def add_aligned_block(
     sums: tuple[Array, ...],
     lhs: Sequence[list[Array]],
     rhs: Sequence[list[Array]],
-    plan: Plan,
-    draw: Draw | None,
+    plan: MatmulPlan,
+    draw: WordSource | None,
     block: Array,
 ) -> tuple[Array, ...]:
     """The sums after block number `block`: c alone, or c and the float32 total to which it is promoted.
@@ -251,17 +282,17 @@ def add_aligned(
         draw: the random words of the tile, if it draws.
         block: int32 scalar.
     """
-    unit, every = unit_of(plan.spec, plan.k), plan.spec.order.promote_every
+    unit, every = aligned_unit(plan.spec, plan.k), plan.spec.order.promote_every
     word = draw("accumulate", block) if draw is not None else None
-    x, y = ([limbs.Factors(*parts) for parts in side] for side in (lhs, rhs))
-    c = limbs.fused_add(sums[0], x, y, unit, word)
+    x, y = ([aligned_limbs.LimbFactors(*parts) for parts in side] for side in (lhs, rhs))
+    c = aligned_limbs.fused_add_limbs(sums[0], x, y, unit, word)
     if every is None:
         return (c,)
     full_range = carrier_range(plan.carrier)
     following = block + 1
     ends = (lax.rem(following, np.int32(every // unit.length)) == 0) | (following == -(-plan.k // unit.length))
     return jnp.where(ends, 0, c), jnp.where(
-        ends, add(sums[1], c, None, plan.carrier, None, full_range, full_range), sums[1]
+        ends, add_and_round(sums[1], c, None, plan.carrier, None, full_range, full_range), sums[1]
     )
 
 
@@ -271,7 +302,7 @@ def pair_levels(k: int) -> int:
 
 
 def merge_pairs(
-    pair: Array, sum_: Array, partial_sum: Callable[[Array], Array], plan: Plan, draw: Draw | None
+    pair: Array, sum_: Array, partial_sum: Callable[[Array], Array], plan: MatmulPlan, draw: WordSource | None
 ) -> tuple[Array, Array]:
     """Adds every partial sum that the pair of products number `pair` completes to the sum of this pair.
 
@@ -294,12 +325,14 @@ def merge_pairs(
     def merge(state: tuple[Array, Array]) -> tuple[Array, Array]:
         level, total = state
         begin = 2 * (pair + 1) - lax.shift_left(np.int32(2), level)  # of the right part
-        return level + 1, combine(partial_sum(level), total, plan, draw, begin)
+        return level + 1, combine_sums(partial_sum(level), total, plan, draw, begin)
 
     return lax.while_loop(carries, merge, (jnp.int32(0), sum_))
 
 
-def finish_pairs(last: Array | None, partial_sum: Callable[[Array], Array], plan: Plan, draw: Draw | None) -> Array:
+def finish_pairs(
+    last: Array | None, partial_sum: Callable[[Array], Array], plan: MatmulPlan, draw: WordSource | None
+) -> Array:
     """The pairwise sum after every pair is merged: the last single product, then the partial sums from the right.
 
     Args:
@@ -312,10 +345,10 @@ def finish_pairs(last: Array | None, partial_sum: Callable[[Array], Array], plan
     lowest = (pairs & -pairs).bit_length() - 1
     total = partial_sum(jnp.int32(lowest))
     if last is not None:
-        total = accumulate(total, last, plan, draw, plan.k - 1)
+        total = accumulate_product(total, last, plan, draw, plan.k - 1)
 
     def add(level: Array, total: Array) -> Array:
         begin = lax.shift_left(lax.shift_right_logical(jnp.int32(pairs), level), level) * 2
-        return jnp.where((pairs >> level) & 1 == 1, combine(partial_sum(level), total, plan, draw, begin), total)
+        return jnp.where((pairs >> level) & 1 == 1, combine_sums(partial_sum(level), total, plan, draw, begin), total)
 
-    return loop(lowest + 1, pairs.bit_length(), add, total)
+    return int32_loop(lowest + 1, pairs.bit_length(), add, total)

@@ -18,35 +18,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.matmul import (
-    Draw,
-    Plan,
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.matmul.matmul import (
+    MatmulPlan,
+    WordSource,
     add_dot,
     add_products,
-    combine,
-    make_draw,
+    combine_sums,
+    make_word_source,
     multiply_accumulate,
-    products,
-    single,
+    round_products,
+    round_single_product,
 )
 from jchop._kernels.products.matmul_tile import (
     MatmulTpuTiling,
-    add_aligned,
+    add_aligned_block,
     aligned_factors,
+    aligned_unit,
     dot_operand,
     finish_pairs,
+    matmul_result_type,
     merge_pairs,
     pair_levels,
-    result_type,
-    unit_of,
 )
-from jchop.accumulation import MatmulSpec
+from jchop._spec.accumulation import MatmulSpec
 
 Array = jax.Array
 
 
-def matmul(
+def tpu_matmul(
     a: Array,
     b: Array,
     seeds: Array | None = None,
@@ -55,7 +55,7 @@ def matmul(
     tiling: MatmulTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """The result of `jchop._core.arithmetic.matmul.matmul_body`.
+    """The result of `jchop._core.matmul.matmul.matmul_body`.
 
     Args:
         a: float32 (batch, m, k), rounded to the operands' spec.
@@ -71,17 +71,19 @@ def matmul(
         return jnp.zeros((batch, m, n), a.dtype)
     # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
     with jax.enable_x64(False):
-        return _call(a, b, seeds, spec, tiling or MatmulTpuTiling.for_shape(m, n, k, spec), interpret)
+        return _call_tpu_matmul(a, b, seeds, spec, tiling or MatmulTpuTiling.for_shape(m, n, k, spec), interpret)
 
 
-def _call(a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: MatmulTpuTiling, interpret: Any) -> Array:
+def _call_tpu_matmul(
+    a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: MatmulTpuTiling, interpret: Any
+) -> Array:
     (batch, m, k), n = a.shape, b.shape[2]
-    tile = _Tile(Plan(spec, CARRIERS[a.dtype.name], k), tiling, m, n)
+    tile = _MatmulTpuTile(MatmulPlan(spec, CARRIERS[a.dtype.name], k), tiling, m, n)
     block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
-    result = result_type(a, b, seeds)
+    result = matmul_result_type(a, b, seeds)
     lhs, rhs = [a], [b]
     if spec.order.aligned:
-        lhs, rhs = (aligned_factors(x, axis, unit_of(spec, k)) for x, axis in ((a, 2), (b, 1)))
+        lhs, rhs = (aligned_factors(x, axis, aligned_unit(spec, k)) for x, axis in ((a, 2), (b, 1)))
     return pl.pallas_call(
         tile.kernel,
         out_shape=result,
@@ -100,10 +102,10 @@ def _call(a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: Mat
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _MatmulTpuTile:
     """The kernel of one tile, and its static data."""
 
-    plan: Plan
+    plan: MatmulPlan
     tiling: MatmulTpuTiling
     m: int
     n: int
@@ -130,20 +132,20 @@ class _Tile:
         seeds = None if seeds is None else [seeds[0, i] for i in range(12)]
         parts = 2 if self.plan.spec.order.aligned else 1
         lhs, rhs, (out, *scratch) = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
-        run = _Run(self, lhs, rhs, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
+        run = _MatmulTpuRun(self, lhs, rhs, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
 
         @pl.when(run.part == 0)
         def _() -> None:
             out[...] = jnp.zeros_like(out)
 
-        _SUMS[self.kind](run, *scratch)
+        _TPU_SUM_OF_ORDER[self.kind](run, *scratch)
 
 
 @dataclass(frozen=True)
-class _Run:
+class _MatmulTpuRun:
     """One run of the kernel: the data on chip, and its place in the grid."""
 
-    tile: _Tile
+    tile: _MatmulTpuTile
     lhs: tuple[Any, ...]  # the parts of the operands: the numbers, or their significands and exponents
     rhs: tuple[Any, ...]
     out: Any
@@ -151,7 +153,7 @@ class _Run:
     grid_index: tuple[Array, ...]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> MatmulPlan:
         return self.tile.plan
 
     @property
@@ -180,7 +182,7 @@ class _Run:
         columns = [pltpu.roll(ref[rows, :], lax.rem(block_k - t, block_k), 1) for ref in self.lhs]
         return [v[:, :1] for v in columns], [ref[pl.ds(t, 1), :] for ref in self.rhs]
 
-    def stretches(self, body: Callable[[_Stretch], None]) -> None:
+    def stretches(self, body: Callable[[_BlockStretch], None]) -> None:
         """Runs `body` on the part of each block in this part of the inner dimension."""
         block = self.tile.block
 
@@ -189,12 +191,12 @@ class _Run:
             end = jnp.minimum(self.stop, (number + 1) * block - self.first)
             starts = self.first + begin == number * block
             ends = (self.first + end == (number + 1) * block) | (self.first + end == self.plan.k)
-            body(_Stretch(begin, end, number, starts, ends))
+            body(_BlockStretch(begin, end, number, starts, ends))
             return end
 
         lax.while_loop(lambda begin: begin < self.stop, next_stretch, jnp.int32(0))
 
-    def chunks(self, body: Callable[[Any, Draw | None], None]) -> None:
+    def chunks(self, body: Callable[[Any, WordSource | None], None]) -> None:
         """Runs `body` on the rows of every chunk of the tile, with its random words."""
         rows = self.tile.tiling.rows
 
@@ -204,7 +206,7 @@ class _Run:
 
         lax.fori_loop(0, self.tile.tiling.block_m // rows, chunk, None)
 
-    def _draw(self, start: Array) -> Draw | None:
+    def _draw(self, start: Array) -> WordSource | None:
         if self.seeds is None:
             return None
         tile, tiling = self.tile, self.tile.tiling
@@ -213,11 +215,11 @@ class _Run:
         shape = (tiling.rows, tiling.block_n)
         row, column = (first.astype(jnp.uint32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
                        for axis, first in enumerate(corner))  # fmt: skip
-        return make_draw(self.seeds, row * np.uint32(tile.n) + column, self.plan.carrier)
+        return make_word_source(self.seeds, row * np.uint32(tile.n) + column, self.plan.carrier)
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _BlockStretch:
     """The part of one block of products on chip."""
 
     begin: Array
@@ -230,8 +232,8 @@ class _Stretch:
 # -- the orders --------------------------------------------------------------------------------------------------------
 
 
-def _sequential(run: _Run) -> None:
-    def chunk(rows: Any, draw: Draw | None) -> None:
+def _tpu_sum_in_sequence(run: _MatmulTpuRun) -> None:
+    def chunk(rows: Any, draw: WordSource | None) -> None:
         def step(t: Array, c: Array) -> Array:
             return multiply_accumulate(c, *run.at(rows, t), run.plan, draw, run.first + t)
 
@@ -240,38 +242,38 @@ def _sequential(run: _Run) -> None:
     run.chunks(chunk)
 
 
-def _blocked(run: _Run, partial: Any) -> None:
+def _tpu_sum_in_blocks(run: _MatmulTpuRun, partial: Any) -> None:
     """`partial` keeps the sum of a block from one part of the inner dimension to the next."""
     plan = run.plan
 
-    def chunk(rows: Any, draw: Draw | None) -> None:
+    def chunk(rows: Any, draw: WordSource | None) -> None:
         def step(t: Array, d: Array) -> Array:
             return multiply_accumulate(d, *run.at(rows, t), plan, draw, run.first + t)
 
-        def add(stretch: _Stretch) -> None:
+        def add(stretch: _BlockStretch) -> None:
             so_far = jnp.where(stretch.starts, 0, partial[rows, :])
             d = lax.fori_loop(stretch.begin, stretch.end, step, so_far)
             partial[rows, :] = d
 
             @pl.when(stretch.ends)
             def _() -> None:
-                run.out[rows, :] = combine(run.out[rows, :], d, plan, draw, plan.k + stretch.number)
+                run.out[rows, :] = combine_sums(run.out[rows, :], d, plan, draw, plan.k + stretch.number)
 
         run.stretches(add)
 
     run.chunks(chunk)
 
 
-def _pairwise(run: _Run, *stack: Any) -> None:
+def _tpu_sum_in_pairs(run: _MatmulTpuRun, *stack: Any) -> None:
     """The stack keeps the partial sums of every level."""
     plan = run.plan
 
-    def chunk(rows: Any, draw: Draw | None) -> None:
+    def chunk(rows: Any, draw: WordSource | None) -> None:
         def partial_sum(level: Array) -> Array:
             return stack[0][level, rows, :]
 
         def product(t: Array) -> Array:
-            return products(*run.at(rows, t), plan, draw, run.first + t)
+            return round_products(*run.at(rows, t), plan, draw, run.first + t)
 
         def pair(i: Array, _: None) -> None:
             p, q = product(2 * i), product(2 * i + 1)
@@ -281,7 +283,7 @@ def _pairwise(run: _Run, *stack: Any) -> None:
             stack[0][level, rows, :] = total
 
         if plan.k == 1:
-            run.out[rows, :] = single(product(run.stop - 1), plan, draw, 0)
+            run.out[rows, :] = round_single_product(product(run.stop - 1), plan, draw, 0)
             return
         lax.fori_loop(0, run.stop >> 1, pair, None)
 
@@ -293,20 +295,20 @@ def _pairwise(run: _Run, *stack: Any) -> None:
     run.chunks(chunk)
 
 
-def _matrix_unit(run: _Run, partial: Any) -> None:
+def _tpu_sum_of_dots(run: _MatmulTpuRun, partial: Any) -> None:
     """`partial` holds the dot of a block, which is then added chunk by chunk.
 
     If a block is smaller than this part of the inner dimension, the other factors are replaced by zeros, whose products
     add nothing: a matrix unit computes 128 or more products in the time of a few.
     """
 
-    def add(stretch: _Stretch) -> None:
-        x, y = (_within(ref[...], axis, stretch) for ref, axis in ((run.lhs[0], 1), (run.rhs[0], 0)))
-        partial[...] = jnp.where(stretch.starts, 0, partial[...]) + _dot(x, y, run.plan)
+    def add(stretch: _BlockStretch) -> None:
+        x, y = (_zeros_outside_stretch(ref[...], axis, stretch) for ref, axis in ((run.lhs[0], 1), (run.rhs[0], 0)))
+        partial[...] = jnp.where(stretch.starts, 0, partial[...]) + _tpu_dot(x, y, run.plan)
 
         @pl.when(stretch.ends)
         def _() -> None:
-            def chunk(rows: Any, draw: Draw | None) -> None:
+            def chunk(rows: Any, draw: WordSource | None) -> None:
                 run.out[rows, :] = add_dot(run.out[rows, :], partial[rows, :], run.plan, draw, stretch.number)
 
             run.chunks(chunk)
@@ -314,21 +316,21 @@ def _matrix_unit(run: _Run, partial: Any) -> None:
     run.stretches(add)
 
 
-def _within(x: Array, axis: int, stretch: _Stretch) -> Array:
+def _zeros_outside_stretch(x: Array, axis: int, stretch: _BlockStretch) -> Array:
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where((index >= stretch.begin) & (index < stretch.end), x, 0)
 
 
-def _dot(x: Array, y: Array, plan: Plan) -> Array:
+def _tpu_dot(x: Array, y: Array, plan: MatmulPlan) -> Array:
     if dot_operand(plan, ("bfloat16",)) == "bfloat16":
         x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
         return jnp.dot(x, y, preferred_element_type=jnp.float32)
     return jnp.dot(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _aligned(run: _Run, *partial: Any) -> None:
+def _tpu_sum_of_aligned_blocks(run: _MatmulTpuRun, *partial: Any) -> None:
     """Whole blocks lie in each part of the inner dimension. `partial` keeps c if the output holds the total."""
-    unit, block_k = unit_of(run.plan.spec, run.plan.k), run.tile.tiling.block_k
+    unit, block_k = aligned_unit(run.plan.spec, run.plan.k), run.tile.tiling.block_k
     first = run.part * (block_k // unit.length)
     count = jnp.minimum(pl.cdiv(run.plan.k, unit.length) - first, block_k // unit.length)
     sum_refs = (*partial, run.out)
@@ -338,10 +340,10 @@ def _aligned(run: _Run, *partial: Any) -> None:
         for ref in partial:
             ref[...] = jnp.zeros_like(ref)
 
-    def chunk(rows: Any, draw: Draw | None) -> None:
+    def chunk(rows: Any, draw: WordSource | None) -> None:
         def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             lhs, rhs = zip(*(run.parts(rows, i * unit.length + j) for j in range(unit.length)), strict=True)
-            return add_aligned(sums, lhs, rhs, run.plan, draw, first + i)
+            return add_aligned_block(sums, lhs, rhs, run.plan, draw, first + i)
 
         sums = lax.fori_loop(0, count, step, tuple(ref[rows, :] for ref in sum_refs))
         for ref, value in zip(sum_refs, sums, strict=True):
@@ -350,12 +352,12 @@ def _aligned(run: _Run, *partial: Any) -> None:
     run.chunks(chunk)
 
 
-_SUMS: dict[str, Callable[..., None]] = {
-    "sequential": _sequential,
-    "blocked": _blocked,
-    "pairwise": _pairwise,
-    "matrix_unit": _matrix_unit,
-    "aligned": _aligned,
-    "aligned_apart": _aligned,
-    "aligned_halves": _aligned,
+_TPU_SUM_OF_ORDER: dict[str, Callable[..., None]] = {
+    "sequential": _tpu_sum_in_sequence,
+    "blocked": _tpu_sum_in_blocks,
+    "pairwise": _tpu_sum_in_pairs,
+    "matrix_unit": _tpu_sum_of_dots,
+    "aligned": _tpu_sum_of_aligned_blocks,
+    "aligned_apart": _tpu_sum_of_aligned_blocks,
+    "aligned_halves": _tpu_sum_of_aligned_blocks,
 }

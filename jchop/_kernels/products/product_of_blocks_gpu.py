@@ -18,9 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._core.xla_cpu import prevent_fma
+from jchop._core.xla.cpu import prevent_fma
 from jchop._kernels.products.float8_dot_gpu import dot_float8
-from jchop._kernels.products.product_of_blocks_tile import LONGEST_STEP, ProductOfBlocksGpuTiling, sums_of_blocks
+from jchop._kernels.products.product_of_blocks_tile import (
+    LONGEST_PRODUCT_STEP,
+    ProductOfBlocksGpuTiling,
+    sums_of_blocks,
+)
 
 Array = jax.Array
 
@@ -36,7 +40,7 @@ def gpu_product_of_blocks(
     tiling: ProductOfBlocksGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """The result of the body in `jchop/_products/codes.py`: the same bits for int8.
+    """The result of the body in `jchop/_quantized/products/codes.py`: the same bits for int8.
 
     Args:
         x: (batch, m, k), int8 or float8.
@@ -53,9 +57,11 @@ def gpu_product_of_blocks(
     del apart
     (batch, m, k), n = x.shape, w.shape[1]
     if tiling is None:
-        extra_registers = any(name.endswith("zero") for name in names) or (x.dtype != jnp.int8 and block > LONGEST_STEP)
+        extra_registers = any(name.endswith("zero") for name in names) or (
+            x.dtype != jnp.int8 and block > LONGEST_PRODUCT_STEP
+        )
         tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, extra_registers=extra_registers)
-    tile = _Tile(m, n, k, block, tiling, bool(interpret))
+    tile = _ProductOfBlocksGpuTile(m, n, k, block, tiling, bool(interpret))
     parts_by_name = dict(zip(names, parts, strict=True))
     parts_by_name |= sums_of_blocks(x, w, parts_by_name, block)
     # As activations and packed weights (k, n) have them. Another order would reach back to x through XLA's layouts.
@@ -73,7 +79,7 @@ def gpu_product_of_blocks(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _ProductOfBlocksGpuTile:
     """The kernel of one tile, and its static data."""
 
     m: int
@@ -154,8 +160,8 @@ class _Tile:
 
         def step(start: Any) -> Array:
             along = start + lax.iota(jnp.int32, deep)
-            a = _load(x, batch, rows, along, self.m, stop)
-            b = _load(w, batch, columns, along, self.n, stop)
+            a = _load_batch_tile(x, batch, rows, along, self.m, stop)
+            b = _load_batch_tile(w, batch, columns, along, self.n, stop)
             if kind == jnp.float32:
                 return dot_float8(a, b)
             return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=kind)
@@ -177,7 +183,7 @@ class _Tile:
         return numbers
 
 
-def _load(array: Any, batch: Array, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
+def _load_batch_tile(array: Any, batch: Array, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
     """A tile of a matrix; elements beyond the ends are zero."""
     mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
     return plt.load(

@@ -22,20 +22,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from jchop._core.xla_cpu import prevent_fma
+from jchop._core.xla.cpu import prevent_fma
 from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksHopperTiling
 
 Array = jax.Array
 plgpu: Any = mosaic_gpu  # some of its names are not exported to type checkers
 
 #: Warpgroups that multiply, and the registers of a thread of the one that copies.
-_MULTIPLY, _REGISTERS = 2, 40
+_COMPUTE_WARPGROUPS, _COPY_REGISTERS = 2, 40
 #: Rows and bytes of a row of the parts in which a tile is written, and how many wait in shared memory.
-_ROWS, _BYTES, _SLOTS = 64, 128, 2
+_STORE_ROWS, _ROW_BYTES, _STORE_SLOTS = 64, 128, 2
 #: Rows of tiles that follow one another, so that caches hold what they share; and multiprocessors of an H100 or H200.
-_TOGETHER, _PROGRAMS = 8, 132
+_SNAKE_WIDTH, _HOPPER_PROGRAMS = 8, 132
 #: JAX before 0.12 takes an index beside the reference.
-_WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+_LOAD_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
 def hopper_product_of_blocks(
@@ -48,7 +48,7 @@ def hopper_product_of_blocks(
     apart: bool = False,
     tiling: ProductOfBlocksHopperTiling | None = None,
 ) -> Array:
-    """The result of the body in `jchop/_products/codes.py`: the same bits for int8.
+    """The result of the body in `jchop/_quantized/products/codes.py`: the same bits for int8.
 
     Args:
         x: (batch, m, k), int8 or float8.
@@ -67,7 +67,9 @@ def hopper_product_of_blocks(
 
     @jax.custom_batching.sequential_vmap
     def of_matrices(x: Array, w: Array, *parts: Array) -> Array:
-        return _Tile(m, n, block, jnp.dtype(dtype), tiling).call(x, w, dict(zip(names, parts, strict=True)))
+        return _ProductOfBlocksHopperTile(m, n, block, jnp.dtype(dtype), tiling).call(
+            x, w, dict(zip(names, parts, strict=True))
+        )
 
     with jax.enable_x64(False):
         if batch == 1:
@@ -76,7 +78,7 @@ def hopper_product_of_blocks(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _ProductOfBlocksHopperTile:
     """The kernel of one matrix, and its static data."""
 
     m: int
@@ -92,7 +94,7 @@ class _Tile:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        return pl.cdiv(self.m, _MULTIPLY * self.tiling.rows), pl.cdiv(self.n, self.tiling.columns)
+        return pl.cdiv(self.m, _COMPUTE_WARPGROUPS * self.tiling.rows), pl.cdiv(self.n, self.tiling.columns)
 
     def call(self, x: Array, w: Array, scales: dict[str, Array]) -> Array:
         # (blocks, rows): a copy of the scales of a block is a row; and whole tiles, since ordinary loads have no ends.
@@ -106,30 +108,30 @@ class _Tile:
         return plgpu.kernel(
             product_of_blocks,
             out_type=out,
-            grid=(min(_PROGRAMS, self.tiles[0] * self.tiles[1]),),
+            grid=(min(_HOPPER_PROGRAMS, self.tiles[0] * self.tiles[1]),),
             grid_names=("program",),
-            num_threads=_MULTIPLY + 1,
+            num_threads=_COMPUTE_WARPGROUPS + 1,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         )(x, w, *tiled_scales.values())
 
     def _to_tiles(self, name: str, scales: Array) -> Array:
-        unit = _MULTIPLY * self.tiling.rows if name.startswith("x") else self.tiling.columns
+        unit = _COMPUTE_WARPGROUPS * self.tiling.rows if name.startswith("x") else self.tiling.columns
         return jnp.pad(scales.astype(jnp.float32), ((0, 0), (0, -scales.shape[1] % unit)))
 
     def kernel(self, x: Any, w: Any, scales: dict[str, Any], changing: Sequence[str], out: Any) -> None:
         operands = x, w, *(scales[name] for name in changing)
         no_op: Any = lambda *_: None  # noqa: E731
         allocations = self._pipeline(x, changing, no_op, no_op).get_allocations(*operands)
-        per_row = _BYTES // self.dtype.itemsize
+        per_row = _ROW_BYTES // self.dtype.itemsize
 
         def program(allocations: Any, staging: Any) -> None:
             group = lax.axis_index("warpgroup")
 
             @plgpu.nd_loop((self.tiles[0] * self.tiles[1],), collective_axes="program")
             def _(loop: Any) -> None:
-                i, j = plgpu.planar_snake(loop.index[0], self.tiles, 0, _TOGETHER)
-                height, width = _MULTIPLY * self.tiling.rows, self.tiling.columns
+                i, j = plgpu.planar_snake(loop.index[0], self.tiles, 0, _SNAKE_WIDTH)
+                height, width = _COMPUTE_WARPGROUPS * self.tiling.rows, self.tiling.columns
                 # Of the two operands what a tile takes, and what a warpgroup takes of that.
                 here = {"x": pl.ds(i * height, height), "w": pl.ds(j * width, width)}
                 own = {"x": pl.ds(group * self.tiling.rows, self.tiling.rows), "w": slice(None)}
@@ -156,13 +158,15 @@ class _Tile:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     place = out.at[here["x"], here["w"]].at[own["x"]]
                     for number, (row, column) in enumerate(
-                        np.ndindex(self.shape[0] // _ROWS, self.shape[1] // per_row)
+                        np.ndindex(self.shape[0] // _STORE_ROWS, self.shape[1] // per_row)
                     ):
-                        part = np.s_[row * _ROWS : (row + 1) * _ROWS, column * per_row : (column + 1) * per_row]
-                        plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-                        staging[group, number % _SLOTS] = total[part]
+                        part = np.s_[
+                            row * _STORE_ROWS : (row + 1) * _STORE_ROWS, column * per_row : (column + 1) * per_row
+                        ]
+                        plgpu.wait_smem_to_gmem(_STORE_SLOTS - 1, wait_read_only=True)
+                        staging[group, number % _STORE_SLOTS] = total[part]
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(staging.at[group, number % _SLOTS], place.at[part])
+                        plgpu.copy_smem_to_gmem(staging.at[group, number % _STORE_SLOTS], place.at[part])
 
                 def context(run: Any) -> None:
                     if not self._is_one_sum(x):
@@ -182,28 +186,32 @@ class _Tile:
         pl.run_scoped(
             program,
             allocations,
-            plgpu.SMEM((_MULTIPLY, _SLOTS, _ROWS, per_row), self.dtype, transforms=_layout(per_row, self.dtype)),
+            plgpu.SMEM(
+                (_COMPUTE_WARPGROUPS, _STORE_SLOTS, _STORE_ROWS, per_row),
+                self.dtype,
+                transforms=_shared_memory_transforms(per_row, self.dtype),
+            ),
             collective_axes="warpgroup",
         )
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _pipeline(self, x: Any, changing: Sequence[str], step: Any, context: Any) -> Any:
         """The steps along the sum."""
-        tiling, transforms = self.tiling, _layout(_BYTES, x.dtype)
+        tiling, transforms = self.tiling, _shared_memory_transforms(_ROW_BYTES, x.dtype)
 
         def spec(*shape: int, move: Any, transforms: Sequence[Any] = ()) -> Any:
             return plgpu.BlockSpec(shape, move, memory_space=plgpu.SMEM, transforms=transforms)
 
-        tiles = [_MULTIPLY * tiling.rows, tiling.columns]
+        tiles = [_COMPUTE_WARPGROUPS * tiling.rows, tiling.columns]
         specs = [spec(rows, tiling.depth, move=lambda i: (0, i), transforms=transforms) for rows in tiles]
         specs += [spec(1, tiles[name[0] == "w"], move=lambda i: (i, 0)) for name in changing]
         return plgpu.emit_pipeline_warp_specialized(
             step,
             grid=(pl.cdiv(x.shape[1], tiling.depth),),
-            memory_registers=_REGISTERS,
+            memory_registers=_COPY_REGISTERS,
             in_specs=specs,
             wg_axis="warpgroup",
-            num_compute_wgs=_MULTIPLY,
+            num_compute_wgs=_COMPUTE_WARPGROUPS,
             max_concurrent_steps=tiling.stages,
             compute_context=context,
         )
@@ -222,14 +230,14 @@ class _Tile:
         for name, place in zip(names, places, strict=True):
             axis = 0 if name[0] == "x" else 1
             layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-            scale = plgpu.load(place, *_WHOLE, layout=layout, optimized=False)
+            scale = plgpu.load(place, *_LOAD_INDEX, layout=layout, optimized=False)
             scale = lax.broadcast_in_dim(scale, numbers.shape, (axis,))
             numbers = numbers * scale
         return prevent_fma(numbers, scale) if scale is not None and feeds_sum else numbers
 
 
-def _layout(row: int, dtype: Any) -> tuple[Any, ...]:
+def _shared_memory_transforms(row: int, dtype: Any) -> tuple[Any, ...]:
     """Of tiles in shared memory, as the matrix units and copies take them."""
-    size = _BYTES // jnp.dtype(dtype).itemsize
+    size = _ROW_BYTES // jnp.dtype(dtype).itemsize
     assert row % size == 0
-    return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(_BYTES)
+    return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(_ROW_BYTES)

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checks import check_int
+from jchop._common.checks import check_int
 
 __all__ = [
-    "LANES",
-    "LONGEST_STEP",
+    "LONGEST_PRODUCT_STEP",
+    "PRODUCT_LANES",
     "ProductOfBlocksGpuTiling",
     "ProductOfBlocksHopperTiling",
     "ProductOfBlocksTpuTiling",
@@ -85,20 +85,20 @@ class ProductOfBlocksGpuTiling:
             extra_registers: whether a step needs other registers, too: for zero points, or for the sum of a step of
                 float8.
         """
-        rows, columns, warps = next((tile for tile in _TILES if m <= tile[0]), _TILES[-1])
+        rows, columns, warps = next((tile for tile in _PRODUCT_GPU_TILES if m <= tile[0]), _PRODUCT_GPU_TILES[-1])
         columns = columns // 2 if extra_registers else columns
-        deep = min(max(_power(block), _SHORTEST_STEP), LONGEST_STEP)
-        return cls(rows, min(columns, max(_power(n), 16)), deep, warps, _STAGES)
+        deep = min(max(_ceil_power_of_two(block), _SHORTEST_PRODUCT_STEP), LONGEST_PRODUCT_STEP)
+        return cls(rows, min(columns, max(_ceil_power_of_two(n), 16)), deep, warps, _PRODUCT_STAGES)
 
 
 #: Rows and columns of a tile of the product, and warps.
-_TILES = ((16, 32, 4), (32, 64, 4), (64, 64, 4), (128, 128, 8))
+_PRODUCT_GPU_TILES = ((16, 32, 4), (32, 64, 4), (64, 64, 4), (128, 128, 8))
 #: Of a step, in numbers of the sum.
-_SHORTEST_STEP, LONGEST_STEP = 32, 128
-_STAGES = 4
+_SHORTEST_PRODUCT_STEP, LONGEST_PRODUCT_STEP = 32, 128
+_PRODUCT_STAGES = 4
 
 
-def _power(value: int) -> int:
+def _ceil_power_of_two(value: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (value - 1).bit_length()
 
@@ -142,14 +142,14 @@ class ProductOfBlocksHopperTiling:
             return cls(64, 128, 128, 5)
         if not is_integer:
             return cls(64, 128, 256, 3)
-        return cls(128, 128, 128, 4) if m * n >= _MANY else cls(64, 128, 128, 6)
+        return cls(128, 128, 128, 4) if m * n >= _LARGE_HOPPER_PRODUCT else cls(64, 128, 128, 6)
 
 
 #: Elements of a product with a tile of 256 × 128 for each multiprocessor.
-_MANY = 132 * 256 * 128
+_LARGE_HOPPER_PRODUCT = 132 * 256 * 128
 
 #: Numbers in a row of a register of a TPU.
-LANES, _SUBLANES = 128, 32
+PRODUCT_LANES, _PRODUCT_SUBLANES = 128, 32
 
 
 @dataclass(frozen=True)
@@ -173,16 +173,16 @@ class ProductOfBlocksTpuTiling:
     @classmethod
     def for_shape(cls, m: int, n: int, k: int, block: int) -> ProductOfBlocksTpuTiling:
         """The heuristic: a step of a few blocks, whose sums stay on chip."""
-        whole = max(block, LANES)
+        whole = max(block, PRODUCT_LANES)
         depth = next((deep for deep in (512, 256) if deep % whole == 0 and k % deep == 0), whole)
         return cls(min(m, 256), min(n, 512), depth)
 
     def misfit(self, m: int, n: int, block: int) -> str | None:
         """The reason why the tiles do not fit a problem, or None."""
-        for name, size, unit in (("block_m", m, _SUBLANES), ("block_n", n, LANES)):
+        for name, size, unit in (("block_m", m, _PRODUCT_SUBLANES), ("block_n", n, PRODUCT_LANES)):
             value = getattr(self, name)
             if value != size and value % unit:
                 return f"{name}={value} is neither {size}, the whole, nor a multiple of {unit}"
-        if self.block_k % LANES or self.block_k % block:
-            return f"block_k={self.block_k} is no multiple of {LANES} that holds whole blocks of {block}"
+        if self.block_k % PRODUCT_LANES or self.block_k % block:
+            return f"block_k={self.block_k} is no multiple of {PRODUCT_LANES} that holds whole blocks of {block}"
         return None

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jchop._core.xla_cpu import prevent_fma
-from jchop._kernels.products.product_of_blocks_tile import LANES, ProductOfBlocksTpuTiling, sums_of_blocks
+from jchop._core.xla.cpu import prevent_fma
+from jchop._kernels.products.product_of_blocks_tile import PRODUCT_LANES, ProductOfBlocksTpuTiling, sums_of_blocks
 
 Array = jax.Array
 
@@ -35,7 +35,7 @@ def tpu_product_of_blocks(
     tiling: ProductOfBlocksTpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
-    """The result of the body in `jchop/_products/codes.py`: the same bits for int8.
+    """The result of the body in `jchop/_quantized/products/codes.py`: the same bits for int8.
 
     Args:
         x: (batch, m, k), int8 or float8.
@@ -57,7 +57,7 @@ def tpu_product_of_blocks(
     changing = frozenset(name for name, part in parts_by_name.items() if part.shape[2] > 1)
     missing = -k % tiling.block_k
     x, w = (jnp.pad(v, ((0, 0), (0, 0), (0, missing))) if missing else v for v in (x, w))
-    tile = _Tile(block, tiling, x.shape[2] // tiling.block_k, changing, bool(interpret))
+    tile = _ProductOfBlocksTpuTile(block, tiling, x.shape[2] // tiling.block_k, changing, bool(interpret))
     of_steps = {name: tile.of_steps(name, part) for name, part in parts_by_name.items()}
 
     def spec(name: str, part: Array) -> pl.BlockSpec:
@@ -86,7 +86,7 @@ def tpu_product_of_blocks(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _ProductOfBlocksTpuTile:
     """The kernel of one tile, and its static data."""
 
     block: int
@@ -147,19 +147,19 @@ class _Tile:
     def _of_block(self, x: Any, w: Any, i: int) -> Array:
         """The sum of the products of elements of block number `i` of the step."""
         start = i * self.block
-        begin = start // LANES * LANES
-        columns = slice(begin, max(begin + LANES, start + self.block))
+        begin = start // PRODUCT_LANES * PRODUCT_LANES
+        columns = slice(begin, max(begin + PRODUCT_LANES, start + self.block))
         a, b = self._alone(x[0, :, columns], start - begin), w[0, :, columns]
         if a.dtype == jnp.int8:
-            return lax.dot_general(a, b, _ROWS, preferred_element_type=jnp.int32)
+            return lax.dot_general(a, b, _CONTRACT_LAST_AXES, preferred_element_type=jnp.int32)
         b = self._alone(b, start - begin)  # zero times infinity is NaN
         if a.dtype != b.dtype:
             a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-        return lax.dot_general(a, b, _ROWS, preferred_element_type=jnp.float32)
+        return lax.dot_general(a, b, _CONTRACT_LAST_AXES, preferred_element_type=jnp.float32)
 
     def _alone(self, elements: Array, first: int) -> Array:
         """Elements with zeros in place of the neighbours of a block."""
-        if self.block >= LANES:
+        if self.block >= PRODUCT_LANES:
             return elements
         lane = lax.broadcasted_iota(jnp.int32, elements.shape, 1)
         return jnp.where((lane >= first) & (lane < first + self.block), elements, jnp.zeros_like(elements))
@@ -170,4 +170,4 @@ class _Tile:
 
 
 #: Both operands have the sum along their last axis.
-_ROWS = (((1,), (1,)), ((), ()))
+_CONTRACT_LAST_AXES = (((1,), (1,)), ((), ()))

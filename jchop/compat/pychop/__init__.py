@@ -36,15 +36,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jchop._checks import check_choice
+from jchop._common.checks import check_choice
 from jchop.compat.pychop import math_func, ptq
 from jchop.compat.pychop._integers import Chopi
 from jchop.compat.pychop._params import float_params
+from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS
 from jchop.compat.pychop._quantizers import Chop, Chopf, Customs, FaultChop
-from jchop.compat.pychop._words import WORDS
 
 #: The prefixes of names of layers.
-LAYERS = tuple(WORDS)
+LAYERS = tuple(QUANTIZER_WORDS)
 
 LightChop = Chop
 ChopSTE = LightChopSTE = Chop

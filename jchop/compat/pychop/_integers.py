@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from jchop._checks import check_bool, check_int
-from jchop.compat._carriers import apply, as_numbers, rounded
+from jchop._common.checks import check_bool, check_int
+from jchop._spec.spec import Spec
+from jchop.compat._arrays import apply_to_arrays, as_numbers, round_any_array
 from jchop.formats import IntegerFormat, ScaledFormat
-from jchop.matlab import whole
-from jchop.spec import Spec
+from jchop.matlab import int_if_whole
 from jchop.storage import QArray, dequantize, fit_scale, quantize
-from jchop.storage._codes import raw, spread
+from jchop.storage._codes import load_codes, unpack_entries
 
 __all__ = ["Chopi"]
 
@@ -49,7 +49,10 @@ class Chopi:
         num_bits: int | None = None,
         channel_dim: int | None = None,
     ) -> None:
-        bits, axis = whole(bits if num_bits is None else num_bits), whole(axis if channel_dim is None else channel_dim)
+        bits, axis = (
+            int_if_whole(bits if num_bits is None else num_bits),
+            int_if_whole(axis if channel_dim is None else channel_dim),
+        )
         self.bits, self.symmetric = check_int("bits", bits, 2, 8), check_bool("symmetric", symmetric)
         self.per_channel, self.axis = check_bool("per_channel", per_channel), axis
         self.qmin, self.qmax = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)
@@ -74,7 +77,7 @@ class Chopi:
         Args:
             x: numbers.
         """
-        apply(self._fit, as_numbers(x))
+        apply_to_arrays(self._fit, as_numbers(x))
         self._fixed = True
 
     def _fit(self, x: Any) -> Any:
@@ -88,14 +91,14 @@ class Chopi:
         Args:
             x: numbers.
         """
-        return apply(self._codes, as_numbers(x))
+        return apply_to_arrays(self._codes, as_numbers(x))
 
     def _codes(self, x: Any) -> Any:
         q = self._as_qarray(x)
         self.scale, self.zero_point = q.scale, q.zero_point
         self._dtype = np.promote_types(x.dtype, q.scale.dtype)
         fmt = q.spec.element
-        codes = spread(raw(q.qvalue, fmt), fmt, x.shape[-1] if x.ndim else 1)
+        codes = unpack_entries(load_codes(q.qvalue, fmt), fmt, x.shape[-1] if x.ndim else 1)
         if not self.symmetric:
             return codes
         return ((codes.astype("int32") ^ -self.qmin) + self.qmin).astype("int8")
@@ -118,7 +121,7 @@ class Chopi:
             raise ValueError("no array was quantized, so there is no scale to dequantize with")
         shift = 0 if self.zero_point is None else self.zero_point
         dtype = self.scale.dtype if self._dtype is None else self._dtype
-        return apply(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
+        return apply_to_arrays(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
 
     def __call__(self, x: Any) -> Any:
         """`x` rounded to the values of its codes.
@@ -128,5 +131,5 @@ class Chopi:
         """
         x = as_numbers(x)
         if self._fixed:
-            return apply(lambda array: dequantize(self._as_qarray(array)), x)
-        return rounded(x, self.spec_for(x))
+            return apply_to_arrays(lambda array: dequantize(self._as_qarray(array)), x)
+        return round_any_array(x, self.spec_for(x))

@@ -6,9 +6,9 @@ from typing import Any
 
 from jchop import math
 
-__all__ = ["FUNCTIONS", "METHODS", "method"]
+__all__ = ["PYCHOP_FUNCTIONS", "PYCHOP_METHODS", "call_method"]
 
-_ONE = [
+_UNARY_METHODS = [
     "abs",
     "angle",
     "arccos",
@@ -57,7 +57,7 @@ _ONE = [
     "tanh",
     "var",
 ]
-_TWO = [
+_BINARY_METHODS = [
     "add",
     "bitwise_and",
     "bitwise_or",
@@ -77,15 +77,15 @@ _TWO = [
     "subtract",
 ]
 #: The number of operands of each method.
-METHODS = {**dict.fromkeys(_ONE, 1), **dict.fromkeys(_TWO, 2), "clip": 3}
+PYCHOP_METHODS = {**dict.fromkeys(_UNARY_METHODS, 1), **dict.fromkeys(_BINARY_METHODS, 2), "clip": 3}
 #: How many of the last operands are whole numbers, which are not rounded.
-_EXPONENTS = {"ldexp": 1}
+_EXPONENT_COUNTS = {"ldexp": 1}
 #: The options that may follow the operands, also by position.
-_OPTIONS = {"diff": ("n",), "round": ("decimals",)} | dict.fromkeys(
+_METHOD_OPTIONS = {"diff": ("n",), "round": ("decimals",)} | dict.fromkeys(
     ("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",)
 )
 #: The functions of Pychop outside of classes.
-FUNCTIONS = [
+PYCHOP_FUNCTIONS = [
     "sin",
     "cos",
     "tan",
@@ -129,9 +129,9 @@ FUNCTIONS = [
 ]
 
 
-def method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) -> Any:
+def call_method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) -> Any:
     """``chop.name(*args, **options)``."""
-    count, extra = METHODS[name], _OPTIONS.get(name, ())
+    count, extra = PYCHOP_METHODS[name], _METHOD_OPTIONS.get(name, ())
     operands, rest = args[:count], args[count:]
     if len(operands) < count or len(rest) > len(extra) or set(options) - set(extra[len(rest) :]):
         takes = f"{count} operand{'s' * (count > 1)}" + "".join(f" and {option}" for option in extra)
@@ -140,7 +140,7 @@ def method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) ->
     if options.pop("decimals", 0) != 0:
         raise ValueError("decimals must be 0: a binary format has no decimal places")
     function = getattr(math, name)
-    numbers = count - _EXPONENTS.get(name, 0)
+    numbers = count - _EXPONENT_COUNTS.get(name, 0)
     return chop.compute(
         lambda *arrays: function(*arrays, **options), operands[:numbers], key, exponents=operands[numbers:]
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jchop._checks import check_bool
-from jchop.matlab import FORMATS, float_format
+from jchop._common.checks import check_bool
+from jchop.matlab import CHOP_FORMATS, chop_float_format
 
 __all__ = ["float_params"]
 
-Params = tuple[float, float, float, float, int, int, int, int]
+FloatParams = tuple[float, float, float, float, int, int, int, int]
 
 
-def float_params(prec: str | None = None, binary: bool = False) -> Params | dict[str, Any]:
+def float_params(prec: str | None = None, binary: bool = False) -> FloatParams | dict[str, Any]:
     """(u, xmins, xmin, xmax, p, emins, emin, emax) of a format: MATLAB chop's ``float_params``.
 
     Args:
@@ -35,18 +35,18 @@ def float_params(prec: str | None = None, binary: bool = False) -> Params | dict
     """
     check_bool("binary", binary)
     if prec is None:
-        table = {name: _params(*facts) for name, facts in FORMATS.items()}
-        return {name: (*map(_power, row[:4]), *row[4:]) for name, row in table.items()} if binary else table
-    if prec not in FORMATS:
-        raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, FORMATS))}")
-    return _params(*FORMATS[prec])
+        table = {name: _params_of(*facts) for name, facts in CHOP_FORMATS.items()}
+        return {name: (*map(_power_text, row[:4]), *row[4:]) for name, row in table.items()} if binary else table
+    if prec not in CHOP_FORMATS:
+        raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, CHOP_FORMATS))}")
+    return _params_of(*CHOP_FORMATS[prec])
 
 
-def _power(value: float) -> str:
+def _power_text(value: float) -> str:
     return f"2^{round(math.log2(value))}"
 
 
-def _params(t: int, emax: int) -> Params:
-    fmt = float_format(t, emax)
+def _params_of(t: int, emax: int) -> FloatParams:
+    fmt = chop_float_format(t, emax)
     xmins, xmin, xmax = (float(value) for value in (fmt.smallest, fmt.smallest_normal, fmt.max))
     return 2.0**-t, xmins, xmin, xmax, t, fmt.emin - fmt.frac_bits, fmt.emin, fmt.emax

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from jchop._checks import check_choice
-from jchop._files import require_extra
+from jchop._common.checks import check_choice
+from jchop._common.files import require_extra
 
 require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
 
@@ -18,15 +18,15 @@ from torch import fx, nn  # noqa: E402
 from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
 from torch.nn.utils.rnn import PackedSequence  # noqa: E402
 
-from jchop.compat._carriers import apply, dtype_name  # noqa: E402
+from jchop._spec.spec import Spec  # noqa: E402
+from jchop.compat._arrays import apply_to_arrays, dtype_name  # noqa: E402
 from jchop.compat.pychop._integers import Chopi  # noqa: E402
-from jchop.spec import Spec  # noqa: E402
 
-__all__ = ["equip", "fused", "rounded_copy"]
+__all__ = ["fuse_batch_norms", "round_layer_outputs", "rounded_copy"]
 
-_METHODS = ("minmax", "percentile", "kl_divergence", "mse")
+_PTQ_METHODS = ("minmax", "percentile", "kl_divergence", "mse")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
@@ -43,19 +43,21 @@ def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
     return result
 
 
-def equip(model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, percentile: float) -> None:
+def round_layer_outputs(
+    model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, percentile: float
+) -> None:
     """Makes every layer of `model` round its output, after clamping to its range on `data`, if any.
 
     Of several outputs the first is rounded, as of recurrent layers and attention.
     """
-    check_choice("calibration_method", method, _METHODS)
+    check_choice("calibration_method", method, _PTQ_METHODS)
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile={percentile} must be more than 0 and at most 100")
-    layers = _leaves(model)
+    layers = _leaf_layers(model)
     if data is None:
         ranges = dict.fromkeys(layers.values())
     else:
-        ranges = _observed(model, data, _method(chop, method, percentile), chop)
+        ranges = _output_ranges(model, data, _method_for_calibrate(chop, method, percentile), chop)
         if missing := [name for name, layer in layers.items() if layer not in ranges]:
             names = ", ".join(map(repr, missing))
             warnings.warn(
@@ -64,10 +66,10 @@ def equip(model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, 
                 stacklevel=3,
             )
     for layer, ends in ranges.items():
-        layer.register_forward_hook(_hook(chop, ends))
+        layer.register_forward_hook(_output_hook(chop, ends))
 
 
-def _method(chop: Any, method: str, percentile: float) -> str:
+def _method_for_calibrate(chop: Any, method: str, percentile: float) -> str:
     """The name of a method in `jchop.nn.calibrate`."""
     if method == "percentile":
         return f"percentile({percentile})"
@@ -81,7 +83,7 @@ def _method(chop: Any, method: str, percentile: float) -> str:
     return "minmax"  # values do not depend on the range, so the whole range has the least error
 
 
-def _leaves(model: nn.Module) -> dict[str, nn.Module]:
+def _leaf_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by name. An attention is one layer: it does not call the module of its last product."""
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     products = [attention.out_proj for attention in attentions]
@@ -94,7 +96,7 @@ def _leaves(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _hook(chop: Any, ends: list[float] | None) -> Any:
+def _output_hook(chop: Any, ends: list[float] | None) -> Any:
     def round_output(output: Any) -> Any:
         if isinstance(output, PackedSequence):
             return output._replace(data=round_output(output.data))
@@ -105,7 +107,7 @@ def _hook(chop: Any, ends: list[float] | None) -> Any:
     return lambda module, args, output: round_output(output)
 
 
-class _Ends:
+class _MinMaxObserver:
     """The least and the largest number, in the tensor's dtype."""
 
     def __init__(self) -> None:
@@ -118,25 +120,25 @@ class _Ends:
         return self.ends
 
 
-class _ByCalibration:
+class _MethodObserver:
     """The range by a method of `jchop.nn.calibrate`."""
 
     def __init__(self, method: str, spec: Spec) -> None:
-        from jchop._products.scales.observers import observer_of
+        from jchop._quantized.scales.observers import range_observer_for
 
-        self.observer = observer_of(method, "widest")(spec)
+        self.observer = range_observer_for(method, "widest")(spec)
 
     def see(self, x: torch.Tensor) -> None:
-        apply(self.observer.see, x.float())
+        apply_to_arrays(self.observer.see, x.float())
 
     def range(self) -> list[float]:
         ends = self.observer.range()
         return [] if ends is None else ends.tolist()
 
 
-def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> dict[nn.Module, list[float]]:
+def _output_ranges(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> dict[nn.Module, list[float]]:
     """The range of the outputs of each layer that returned numbers."""
-    observers: dict[nn.Module, _Ends | _ByCalibration] = {}
+    observers: dict[nn.Module, _MinMaxObserver | _MethodObserver] = {}
 
     def see(module: nn.Module, args: Any, output: Any) -> None:
         del args
@@ -145,10 +147,10 @@ def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> 
         if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
             if module not in observers:
                 spec = chop.spec_for(output if isinstance(chop, Chopi) else dtype_name(output))
-                observers[module] = _Ends() if method == "minmax" else _ByCalibration(method, spec)
+                observers[module] = _MinMaxObserver() if method == "minmax" else _MethodObserver(method, spec)
             observers[module].see(output)
 
-    handles = [layer.register_forward_hook(see) for layer in _leaves(model).values()]
+    handles = [layer.register_forward_hook(see) for layer in _leaf_layers(model).values()]
     batch = None
     try:
         with torch.no_grad():
@@ -167,15 +169,15 @@ def _observed(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> 
 # -- batch norms into convolutions -------------------------------------------------------------------------------------
 
 
-def fused(model: Any) -> Any:
+def fuse_batch_norms(model: Any) -> Any:
     """A copy in evaluation mode with batch norms folded into the convolutions before them.
 
     A norm is folded if only it reads the output of a convolution, and both are called once.
     """
     result = copy.deepcopy(model).eval()
-    if not any(type(module) in _NORMS for module in result.modules()):
+    if not any(type(module) in _BATCH_NORMS for module in result.modules()):
         return result
-    for convolution, norm in _pairs(result):
+    for convolution, norm in _conv_norm_pairs(result):
         both = fuse_conv_bn_eval(result.get_submodule(convolution), result.get_submodule(norm))  # type: ignore[type-var]
         for name, module in ((convolution, both), (norm, nn.Identity())):
             parent, _, own = name.rpartition(".")
@@ -183,7 +185,7 @@ def fused(model: Any) -> Any:
     return result
 
 
-def _pairs(model: nn.Module) -> list[tuple[str, str]]:
+def _conv_norm_pairs(model: nn.Module) -> list[tuple[str, str]]:
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:  # any error of the model's code during tracing
@@ -197,6 +199,6 @@ def _pairs(model: nn.Module) -> list[tuple[str, str]]:
         if not isinstance(source, fx.Node) or source not in calls or len(source.users) > 1:
             continue
         first, second = modules[str(source.target)], modules[str(norm.target)]
-        if type(first) in _CONVOLUTIONS and type(second) in _NORMS and times[first] == times[second] == 1:
+        if type(first) in _CONVOLUTIONS and type(second) in _BATCH_NORMS and times[first] == times[second] == 1:
             pairs.append((str(source.target), str(norm.target)))
     return pairs

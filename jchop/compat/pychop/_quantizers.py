@@ -11,26 +11,31 @@ import jax
 import jax.core
 import numpy as np
 
-from jchop._arguments import as_operands, converted
-from jchop._bits import CARRIERS
-from jchop._checks import check_bool, check_int
-from jchop._core.rounding.grid import holds
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_bool, check_int
+from jchop._core.rounding.grid import carrier_holds
+from jchop._round.arguments import as_operands, convert_dtype
 from jchop._round.flip import flip_bits
-from jchop.compat._carriers import (
-    Draws,
-    apply,
+from jchop._spec.spec import Spec
+from jchop.compat._arrays import (
+    SeedCounter,
+    apply_to_arrays,
     as_numbers,
-    as_whole,
+    as_whole_numbers,
     dtype_name,
     is_torch,
-    key_of,
-    narrowed,
-    rounded,
+    key_of_seed,
+    narrow_dtype,
+    round_any_array,
 )
-from jchop.compat.pychop._math import METHODS, method
+from jchop.compat.pychop._math import PYCHOP_METHODS, call_method
 from jchop.formats import FixedFormat, FloatFormat
-from jchop.matlab import FORMATS, chop_spec, rounded_by, whole
-from jchop.spec import Spec
+from jchop.matlab import (
+    CHOP_FORMATS,
+    chop_spec,
+    int_if_whole,
+    round_by_randfunc,
+)
 
 __all__ = ["Chop", "Chopf", "Customs", "FaultChop"]
 
@@ -59,7 +64,7 @@ RMODE_NAMES = {
 }
 
 
-def _rmode(rmode: Any, largest: int) -> int:
+def _rmode_number(rmode: Any, largest: int) -> int:
     number = RMODE_NAMES.get(rmode, rmode) if isinstance(rmode, str) else rmode
     if isinstance(number, bool) or number not in RMODES or (number > largest and rmode != "cadna"):
         names = ", ".join(repr(name) for name, value in RMODE_NAMES.items() if value <= largest)
@@ -67,7 +72,7 @@ def _rmode(rmode: Any, largest: int) -> int:
     return int(number)
 
 
-class Quantizer:
+class PychopQuantizer:
     """Base class of `Chop`, `FaultChop` and `Chopf`: rounds when called, with low-precision functions as methods."""
 
     rmode: int
@@ -75,7 +80,7 @@ class Quantizer:
 
     def __init__(self, spec: Spec, random_state: int, verbose: int = 0) -> None:
         self.spec = spec
-        self._draws = Draws(whole(random_state))
+        self._draws = SeedCounter(int_if_whole(random_state))
         if verbose:
             print(f"{spec}: unit roundoff {self.u:e}")
 
@@ -93,7 +98,7 @@ class Quantizer:
         """
         x = as_numbers(x)
         spec = self.spec_for(dtype_name(x))
-        return rounded(x, spec, self._seed(spec, x, key), key)
+        return round_any_array(x, spec, self._seed(spec, x, key), key)
 
     def quantize(self, x: Any, *, key: jax.Array | None = None) -> Any:
         """The same as a call.
@@ -108,9 +113,9 @@ class Quantizer:
         return self._draws.next(x) if spec.rounding.stochastic and key is None else None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in METHODS:
+        if name not in PYCHOP_METHODS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return partial(method, self, name)
+        return partial(call_method, self, name)
 
     def compute(
         self,
@@ -130,7 +135,7 @@ class Quantizer:
         operands = tuple(as_numbers(operand) for operand in operands)
         tracer = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
         seed = self._seed(self.spec, tracer, key)
-        key = key if seed is None else key_of(seed)
+        key = key if seed is None else key_of_seed(seed)
         in_jax = any(isinstance(x, jax.Array) for x in operands)
 
         def run(*arrays: Any) -> Any:
@@ -139,11 +144,11 @@ class Quantizer:
             # Functions of 16-bit numbers compute in float32.
             if in_jax or not self._needs_float64(dtype.name if dtype.itemsize > 2 else "float32"):
                 return function(*numbers, *rest, self.spec_for(dtype.name), key)
-            wide = (converted(x, np.dtype("float64")) for x in numbers)
+            wide = (convert_dtype(x, np.dtype("float64")) for x in numbers)
             results = function(*wide, *rest, self.spec_for("float64"), key)
-            return jax.tree.map(lambda y: narrowed(y, dtype) if y.dtype == np.float64 else y, results)
+            return jax.tree.map(lambda y: narrow_dtype(y, dtype) if y.dtype == np.float64 else y, results)
 
-        return apply(run, *operands, *map(as_whole, exponents))
+        return apply_to_arrays(run, *operands, *map(as_whole_numbers, exponents))
 
     def _needs_float64(self, dtype: str) -> bool:
         """Whether numbers of a dtype other than those of JAX are rounded in float64."""
@@ -151,7 +156,7 @@ class Quantizer:
         return False
 
 
-class Chop(Quantizer):
+class Chop(PychopQuantizer):
     """Floating point of any size: the ``Chop`` of Pychop 0.6, which its paper calls ``LightChop``.
 
     With a format's name or ``customs``, like the paper's ``Chop``, the constructor returns a `FaultChop`. For a format
@@ -195,9 +200,9 @@ class Chop(Quantizer):
         verbose: int = 0,
     ) -> None:
         del chunk_size
-        self.exp_bits, self.sig_bits = whole(exp_bits), whole(sig_bits)
+        self.exp_bits, self.sig_bits = int_if_whole(exp_bits), int_if_whole(sig_bits)
         self.subnormal = check_bool("subnormal", bool(subnormal))
-        self.rmode = _rmode(rmode, 10)
+        self.rmode = _rmode_number(rmode, 10)
         fmt = FloatFormat(self.exp_bits, self.sig_bits, subnormals=self.subnormal)
         self.u = 2.0**-(fmt.precision)
         super().__init__(Spec(fmt, RMODES[self.rmode], flush=not self.subnormal), random_state, verbose)
@@ -219,7 +224,7 @@ class Chop(Quantizer):
 
     def _needs_float64(self, dtype: str) -> bool:
         carrier = CARRIERS.get(dtype)
-        return carrier is not None and not holds(self.spec_for(dtype), carrier)
+        return carrier is not None and not carrier_holds(self.spec_for(dtype), carrier)
 
 
 @dataclass
@@ -250,9 +255,9 @@ class Customs:
         Raises:
             ValueError: if one is missing or out of range, or its two fields contradict each other.
         """
-        exp_bits, emax, t = whole(self.exp_bits), whole(self.emax), whole(self.t)
+        exp_bits, emax, t = int_if_whole(self.exp_bits), int_if_whole(self.emax), int_if_whole(self.t)
         emax = emax if exp_bits is None else (1 << (check_int("exp_bits", exp_bits, 2, 16) - 1)) - 1
-        t = t if self.sig_bits is None else whole(self.sig_bits) + 1
+        t = t if self.sig_bits is None else int_if_whole(self.sig_bits) + 1
         if emax is None or t is None:
             raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
         if self.emax not in (None, emax):
@@ -297,19 +302,19 @@ class FaultChop(Chop):
         random_state: int = 0,
         verbose: int = 0,
     ) -> None:
-        self.rmode = _rmode(rmode, 6) if rmode != 10 else 10
-        if customs is None and prec not in FORMATS:
-            names = ", ".join(map(repr, FORMATS))
+        self.rmode = _rmode_number(rmode, 6) if rmode != 10 else 10
+        if customs is None and prec not in CHOP_FORMATS:
+            names = ", ".join(map(repr, CHOP_FORMATS))
             raise ValueError(f"prec={prec!r} must be one of {names}; customs=Customs(...) describes other formats")
         self.prec, self.subnormal, self.flip, self.explim, self.p = prec, subnormal, bool(flip), bool(explim), p
         self.randfunc, self.customs = randfunc, customs
         name, params = (prec, None) if customs is None else ("custom", customs.params())
-        self.t, self.emax = params or FORMATS.get(prec, (0, 0))
+        self.t, self.emax = params or CHOP_FORMATS.get(prec, (0, 0))
         mode = 6 if self.rmode == 10 else self.rmode
         subnormals = None if subnormal is None else bool(subnormal)
         self._chop_arguments = (name, subnormals, mode, self.explim, params)
         self.u = 2.0**-self.t
-        Quantizer.__init__(self, chop_spec(*self._chop_arguments, "float64"), random_state, verbose)
+        PychopQuantizer.__init__(self, chop_spec(*self._chop_arguments, "float64"), random_state, verbose)
 
     def __getnewargs__(self) -> tuple[int, ...]:
         """No arguments."""
@@ -335,18 +340,18 @@ class FaultChop(Chop):
         if self.randfunc is not None and spec.rounding.stochastic:
             if is_torch(x) or isinstance(x, jax.Array):
                 raise TypeError(f"randfunc is for NumPy arrays; x is a {type(x).__name__}")
-            result = rounded_by(np.asarray(x), spec, self.randfunc)
+            result = round_by_randfunc(np.asarray(x), spec, self.randfunc)
         else:
             result = super().__call__(x, key=key)
         if not self.flip:
             return result
         if is_torch(result) and result.requires_grad:
             raise ValueError("flip=True has no gradient for tensors; use torch.no_grad()")
-        key = key_of(self._draws.next(x)) if key is None else key
-        return apply(lambda array: flip_bits(array, Spec(spec.format), self.p, key), result)
+        key = key_of_seed(self._draws.next(x)) if key is None else key
+        return apply_to_arrays(lambda array: flip_bits(array, Spec(spec.format), self.p, key), result)
 
 
-class Chopf(Quantizer):
+class Chopf(PychopQuantizer):
     """Fixed point, saturating.
 
     Args:
@@ -362,6 +367,6 @@ class Chopf(Quantizer):
     """
 
     def __init__(self, ibits: int = 4, fbits: int = 4, rmode: int | str = 1, *, random_state: int = 42) -> None:
-        self.ibits, self.fbits, self.rmode = whole(ibits), whole(fbits), _rmode(rmode, 6)
+        self.ibits, self.fbits, self.rmode = int_if_whole(ibits), int_if_whole(fbits), _rmode_number(rmode, 6)
         self.u = 2.0 ** -(self.fbits + 1)
         super().__init__(Spec(FixedFormat(self.ibits, self.fbits), RMODES[self.rmode]), random_state)

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.compat.pychop.layers", "torch", ("torch",))
 
@@ -33,8 +33,8 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from jchop.compat.pychop._integers import Chopi  # noqa: E402
-from jchop.compat.pychop._quantizers import Chop, Chopf, Quantizer  # noqa: E402
-from jchop.compat.pychop._words import WORDS  # noqa: E402
+from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS  # noqa: E402
+from jchop.compat.pychop._quantizers import Chop, Chopf, PychopQuantizer  # noqa: E402
 from jchop.compat.pychop.ptq import (  # noqa: E402
     dynamic_post_quantization,
     mixed_post_quantization,
@@ -44,7 +44,7 @@ from jchop.compat.pychop.ptq import (  # noqa: E402
 
 ChopSTE, ChopfSTE, ChopiSTE = Chop, Chopf, Chopi
 
-_LAYERS = [
+_TORCH_LAYERS = [
     "AdaptiveAvgPool1d",
     "AdaptiveAvgPool2d",
     "AdaptiveAvgPool3d",
@@ -87,16 +87,34 @@ _LAYERS = [
 ]
 #: Other names of layers in Pychop.
 _OTHER_NAMES = {"Attention": "MultiheadAttention", "AvgPool": "AvgPool2d", "Flatten": "Flatten", "Layer": "Identity"}
-_TORCH = {name: name for name in _LAYERS} | _OTHER_NAMES
+_TORCH_NAMES = {name: name for name in _TORCH_LAYERS} | _OTHER_NAMES
 #: The number of arguments before exp_bits and sig_bits in the paper's layers.
-_SIZES = {"Identity": 0, "Linear": 2, "RNN": 2, "LSTM": 2, "GRU": 2, "MultiheadAttention": 2, "LayerNorm": 1} | {
-    f"{name}{axes}d": size for name, size in (("Conv", 3), ("BatchNorm", 1)) for axes in (1, 2, 3)
-}
+_SIZE_ARGUMENTS = {
+    "Identity": 0,
+    "Linear": 2,
+    "RNN": 2,
+    "LSTM": 2,
+    "GRU": 2,
+    "MultiheadAttention": 2,
+    "LayerNorm": 1,
+} | {f"{name}{axes}d": size for name, size in (("Conv", 3), ("BatchNorm", 1)) for axes in (1, 2, 3)}
 #: Layers that also round their input under ``chop=``: activations, softmax and dropout, and the layer of this alone.
-_INPUT_TOO = ("Dropout", "ELU", "GELU", "LeakyReLU", "PReLU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "Identity")
+_INPUT_ROUNDERS = (
+    "Dropout",
+    "ELU",
+    "GELU",
+    "LeakyReLU",
+    "PReLU",
+    "ReLU",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "Identity",
+)
 _RECURRENT = ("RNN", "LSTM", "GRU")
 #: The inputs of a layer by name; its first arguments are the same.
-_INPUTS = {"MultiheadAttention": ("query", "key", "value")}
+_INPUT_NAMES = {"MultiheadAttention": ("query", "key", "value")}
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "ChopSTE",
@@ -106,24 +124,24 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "mixed_post_quantization",
     "post_quantization",
     "static_post_quantization",
-    *(prefix + name for prefix in WORDS for name in _TORCH),
+    *(prefix + name for prefix in QUANTIZER_WORDS for name in _TORCH_NAMES),
     # Scripts also import these from Pychop's layers.
     "nn",
     "torch",
 ]
 
 
-class _Rounding(nn.Module):
+class _RoundingLayer(nn.Module):
     """A mixin for layers of torch: rounds parameters, and inputs or output, by ``chop``."""
 
     prefix: ClassVar[str]
     of: ClassVar[str]
 
     def __init__(self, *args: Any, chop: Any = None, **options: Any) -> None:
-        if chop is None and args and isinstance(args[-1], Quantizer | Chopi):  # the last argument in Pychop
+        if chop is None and args and isinstance(args[-1], PychopQuantizer | Chopi):  # the last argument in Pychop
             args, chop = args[:-1], args[-1]
-        args = _bits_named(self.of, args, options) if self.prefix == "Quantized" else args
-        quantizer = WORDS[self.prefix].quantizer(chop, options)
+        args = _bits_to_options(self.of, args, options) if self.prefix == "Quantized" else args
+        quantizer = QUANTIZER_WORDS[self.prefix].quantizer(chop, options)
         papers = quantizer is not chop
         if papers and (self.of in _RECURRENT or (self.of, self.prefix) == ("MultiheadAttention", "Quantized")):
             options.setdefault("batch_first", True)
@@ -131,7 +149,7 @@ class _Rounding(nn.Module):
             options.setdefault("dim", -1)  # as in Pychop; torch has no default
         super().__init__(*args, **options)
         self.chop = quantizer
-        self.rounds_input = papers or self.of in _INPUT_TOO
+        self.rounds_input = papers or self.of in _INPUT_ROUNDERS
         self.rounds_output = self.of != "Identity" and (not papers or self.prefix == "IntQuantized")
 
     def forward(self, *args: Any, **options: Any) -> Any:
@@ -144,17 +162,17 @@ class _Rounding(nn.Module):
         if self.chop is None:
             return super().forward(*args, **options)
         if self.rounds_input:
-            names = _INPUTS.get(self.of, ("input",))
-            args = (*(_rounded_floats(arg, self.chop) for arg in args[: len(names)]), *args[len(names) :])
-            options |= {name: _rounded_floats(options[name], self.chop) for name in names if name in options}
-        with _rounded_parameters(self, self.chop):
+            names = _INPUT_NAMES.get(self.of, ("input",))
+            args = (*(_round_floats(arg, self.chop) for arg in args[: len(names)]), *args[len(names) :])
+            options |= {name: _round_floats(options[name], self.chop) for name in names if name in options}
+        with _round_parameters_within(self, self.chop):
             output = super().forward(*args, **options)
-        return _rounded_output(output, self.chop) if self.rounds_output else output
+        return _round_first_output(output, self.chop) if self.rounds_output else output
 
 
-def _bits_named(of: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+def _bits_to_options(of: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments of torch's layer; ``exp_bits, sig_bits[, rmode]`` after its sizes move to `options`."""
-    sizes = _SIZES.get(of)
+    sizes = _SIZE_ARGUMENTS.get(of)
     if sizes is None or "exp_bits" in options or len(args) < sizes + 2:
         return args
     last = 2
@@ -166,13 +184,13 @@ def _bits_named(of: str, args: tuple[Any, ...], options: dict[str, Any]) -> tupl
     return args[:sizes] + args[sizes + last :]
 
 
-def _rounded_floats(x: Any, chop: Any) -> Any:
+def _round_floats(x: Any, chop: Any) -> Any:
     """An input rounded, if it is of floating point."""
     return chop(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 @contextmanager
-def _rounded_parameters(layer: nn.Module, chop: Any) -> Iterator[None]:
+def _round_parameters_within(layer: nn.Module, chop: Any) -> Iterator[None]:
     """A context in which the modules of a layer use rounded parameters; the parameters themselves do not change."""
     originals = [(module, dict(module._parameters)) for module in layer.modules()]
     try:
@@ -180,37 +198,37 @@ def _rounded_parameters(layer: nn.Module, chop: Any) -> Iterator[None]:
             for name, parameter in parameters.items():
                 if parameter is not None:
                     module._parameters[name] = chop(parameter)
-            _relist(module)
+            _update_flat_weights(module)
         yield
     finally:
         for module, parameters in originals:
             module._parameters.update(parameters)
-            _relist(module)
+            _update_flat_weights(module)
 
 
-def _relist(module: nn.Module) -> None:
+def _update_flat_weights(module: nn.Module) -> None:
     """Updates the second list of parameters of recurrent layers."""
     if isinstance(module, nn.RNNBase):
         module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment]
 
 
-def _rounded_output(output: Any, chop: Any) -> Any:
+def _round_first_output(output: Any, chop: Any) -> Any:
     """An output rounded; of a tuple the first element."""
     if isinstance(output, tuple):
-        return _rounded_output(output[0], chop), *output[1:]
+        return _round_first_output(output[0], chop), *output[1:]
     return chop(output)
 
 
 def __getattr__(name: str) -> Any:
-    for prefix in WORDS:
-        if name.startswith(prefix) and name.removeprefix(prefix) in _TORCH:
-            return _layer(name, prefix, _TORCH[name.removeprefix(prefix)])
+    for prefix in QUANTIZER_WORDS:
+        if name.startswith(prefix) and name.removeprefix(prefix) in _TORCH_NAMES:
+            return _layer_class(name, prefix, _TORCH_NAMES[name.removeprefix(prefix)])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@lru_cache(maxsize=len(WORDS) * len(_TORCH))  # a class for each name
-def _layer(name: str, prefix: str, of: str) -> type[nn.Module]:
-    words = ", ".join(f"``{word}=``" for word in ("chop", *WORDS[prefix].names))
+@lru_cache(maxsize=len(QUANTIZER_WORDS) * len(_TORCH_NAMES))  # a class for each name
+def _layer_class(name: str, prefix: str, of: str) -> type[nn.Module]:
+    words = ", ".join(f"``{word}=``" for word in ("chop", *QUANTIZER_WORDS[prefix].names))
     text = f"`torch.nn.{of}` with {words}: a quantizer, or its arguments; without one, nothing is rounded."
     body = {"__doc__": text, "__module__": __name__, "prefix": prefix, "of": of}
-    return type(name, (_Rounding, getattr(nn, of)), body)
+    return type(name, (_RoundingLayer, getattr(nn, of)), body)

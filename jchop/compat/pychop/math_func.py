@@ -15,22 +15,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jchop.compat.pychop._math import FUNCTIONS, method
+from jchop.compat.pychop._math import PYCHOP_FUNCTIONS, call_method
 
-__all__ = FUNCTIONS  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = PYCHOP_FUNCTIONS  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    if name in FUNCTIONS:
-        return partial(_function, name)
+    if name in PYCHOP_FUNCTIONS:
+        return partial(_call_function, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _function(name: str, *args: Any, chop: Any = None, **options: Any) -> Any:
+def _call_function(name: str, *args: Any, chop: Any = None, **options: Any) -> Any:
     """``name(*operands, chop)``: the quantizer follows the operands, by name or position."""
     if chop is None:
         place = next((i for i, arg in enumerate(args) if hasattr(arg, "compute")), None)
         if place is None:
             raise TypeError(f"{name} needs a quantizer after its operands, or as chop=")
         chop, args = args[place], (*args[:place], *args[place + 1 :])
-    return method(chop, name, *args, **options)
+    return call_method(chop, name, *args, **options)

@@ -9,29 +9,29 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.compat.pychop.optimizers", "torch", ("torch",))
 
 import torch  # noqa: E402
 
-from jchop.compat.pychop._words import WORDS  # noqa: E402
+from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS  # noqa: E402
 
-_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")} | {
+_TORCH_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")} | {
     "RMSProp": "RMSprop"
 }
-_PREFIXES = ("Quantized", "IQuantized")
+_OPTIMIZER_PREFIXES = ("Quantized", "IQuantized")
 
-__all__ = [prefix + name for prefix in _PREFIXES for name in _OPTIMIZERS]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [prefix + name for prefix in _OPTIMIZER_PREFIXES for name in _TORCH_OPTIMIZERS]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-class _RoundingState(torch.optim.Optimizer):
+class _RoundingOptimizer(torch.optim.Optimizer):
     """A mixin for optimizers of torch: rounds tensors of their state by ``chop`` after each step."""
 
     prefix: ClassVar[str]
 
     def __init__(self, params: Any, *args: Any, chop: Any = None, **options: Any) -> None:
-        self.chop = WORDS[self.prefix].quantizer(chop, options)
+        self.chop = QUANTIZER_WORDS[self.prefix].quantizer(chop, options)
         super().__init__(params, *args, **options)
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -51,14 +51,14 @@ class _RoundingState(torch.optim.Optimizer):
 
 
 def __getattr__(name: str) -> Any:
-    for prefix in _PREFIXES:
-        if name.startswith(prefix) and name.removeprefix(prefix) in _OPTIMIZERS:
-            return _optimizer(name, prefix, _OPTIMIZERS[name.removeprefix(prefix)])
+    for prefix in _OPTIMIZER_PREFIXES:
+        if name.startswith(prefix) and name.removeprefix(prefix) in _TORCH_OPTIMIZERS:
+            return _optimizer_class(name, prefix, _TORCH_OPTIMIZERS[name.removeprefix(prefix)])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@lru_cache(maxsize=len(_PREFIXES) * len(_OPTIMIZERS))  # a class for each name
-def _optimizer(name: str, prefix: str, of: str) -> type[torch.optim.Optimizer]:
+@lru_cache(maxsize=len(_OPTIMIZER_PREFIXES) * len(_TORCH_OPTIMIZERS))  # a class for each name
+def _optimizer_class(name: str, prefix: str, of: str) -> type[torch.optim.Optimizer]:
     text = f"`torch.optim.{of}` with ``chop=``, a quantizer of its moments; None (default) for none."
     body = {"__doc__": text, "__module__": __name__, "prefix": prefix}
-    return type(name, (_RoundingState, getattr(torch.optim, of)), body)
+    return type(name, (_RoundingOptimizer, getattr(torch.optim, of)), body)

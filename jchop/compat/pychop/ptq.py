@@ -16,12 +16,14 @@ import jax
 
 __all__ = ["dynamic_post_quantization", "mixed_post_quantization", "post_quantization", "static_post_quantization"]
 
-_Model = TypeVar("_Model")
+_TorchOrFlaxModel = TypeVar("_Model")
 #: The leaves of a Flax model that are rounded, as in Pychop.
-_WEIGHTS = ("kernel", "weight", "bias", "scale")
+_FLAX_WEIGHT_NAMES = ("kernel", "weight", "bias", "scale")
 
 
-def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:
+def post_quantization(
+    model: _TorchOrFlaxModel, chop: Any, eval_mode: bool = True, verbose: bool = False
+) -> _TorchOrFlaxModel:
     """A copy of a model with its weights and biases rounded.
 
     Args:
@@ -39,14 +41,14 @@ def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose:
         >>> variables["params"]["kernel"].tolist()
         [1.125, 3.25]
     """
-    if _is_module(model):
+    if _is_torch_module(model):
         from jchop.compat.pychop._ptq_torch import rounded_copy
 
         return rounded_copy(model, chop, eval_mode, verbose)
 
     def round_leaf(path: Any, leaf: Any) -> Any:
         names = [str(getattr(step, "key", step)) for step in path]
-        if "batch_stats" in names or not set(names) & set(_WEIGHTS):
+        if "batch_stats" in names or not set(names) & set(_FLAX_WEIGHT_NAMES):
             return leaf
         if verbose:
             print(f"rounded {'.'.join(names)}, {leaf.shape}")
@@ -55,7 +57,9 @@ def post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose:
     return jax.tree_util.tree_map_with_path(round_leaf, model)
 
 
-def dynamic_post_quantization(model: _Model, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _Model:
+def dynamic_post_quantization(
+    model: _TorchOrFlaxModel, chop: Any, eval_mode: bool = True, verbose: bool = False
+) -> _TorchOrFlaxModel:
     """Like `post_quantization`; in addition the outputs of layers are rounded in every forward pass.
 
     Args:
@@ -71,7 +75,7 @@ def dynamic_post_quantization(model: _Model, chop: Any, eval_mode: bool = True, 
 
 
 def static_post_quantization(
-    model: _Model,
+    model: _TorchOrFlaxModel,
     chop: Any,
     calibration_data: Iterable[Any],
     calibration_method: str = "minmax",
@@ -79,7 +83,7 @@ def static_post_quantization(
     fuse_bn: bool = True,
     eval_mode: bool = True,
     verbose: bool = False,
-) -> _Model:
+) -> _TorchOrFlaxModel:
     """Like `dynamic_post_quantization`, with outputs first clamped to a range that was found on data.
 
     A layer whose outputs no batch shows is not rounded; a `RuntimeWarning` names it.
@@ -101,11 +105,11 @@ def static_post_quantization(
         ValueError: for no data, another method, one that `chop` does not support, and with `fuse_bn` a model that
             `torch.fx` cannot trace.
     """
-    model = _module(model)
-    from jchop.compat.pychop._ptq_torch import fused
+    model = _require_torch_module(model)
+    from jchop.compat.pychop._ptq_torch import fuse_batch_norms
 
     return mixed_post_quantization(
-        fused(model) if fuse_bn and eval_mode else model,
+        fuse_batch_norms(model) if fuse_bn and eval_mode else model,
         chop,
         chop,
         calibration_data,
@@ -118,7 +122,7 @@ def static_post_quantization(
 
 
 def mixed_post_quantization(
-    model: _Model,
+    model: _TorchOrFlaxModel,
     weight_chop: Any,
     activation_chop: Any,
     calibration_data: Iterable[Any] | None = None,
@@ -127,7 +131,7 @@ def mixed_post_quantization(
     dynamic: bool = True,
     eval_mode: bool = True,
     verbose: bool = False,
-) -> _Model:
+) -> _TorchOrFlaxModel:
     """A copy of a model with weights and biases rounded by one quantizer, and the outputs of layers by another.
 
     Args:
@@ -146,28 +150,30 @@ def mixed_post_quantization(
         TypeError: for variables of a Flax model, which have no layers; `jchop.nn` quantizes these.
         ValueError: for clamping without data; for another method, and one that the quantizer does not support.
     """
-    model = _module(model)
-    from jchop.compat.pychop._ptq_torch import equip
+    model = _require_torch_module(model)
+    from jchop.compat.pychop._ptq_torch import round_layer_outputs
 
     if not dynamic and calibration_data is None and activation_chop is not None:
         raise ValueError("calibration_data=None, but dynamic=False clamps outputs to their range on it")
-    keep = _identity if weight_chop is None else weight_chop
+    keep = _keep_weight if weight_chop is None else weight_chop
     result: Any = post_quantization(model, keep, eval_mode, verbose and weight_chop is not None)
     if activation_chop is not None:
-        equip(result, activation_chop, None if dynamic else calibration_data, calibration_method, percentile)
+        round_layer_outputs(
+            result, activation_chop, None if dynamic else calibration_data, calibration_method, percentile
+        )
     return result
 
 
-def _identity(x: Any) -> Any:
+def _keep_weight(x: Any) -> Any:
     return x
 
 
-def _is_module(model: Any) -> bool:
+def _is_torch_module(model: Any) -> bool:
     return hasattr(model, "named_parameters")
 
 
-def _module(model: _Model) -> _Model:
-    if _is_module(model):
+def _require_torch_module(model: _TorchOrFlaxModel) -> _TorchOrFlaxModel:
+    if _is_torch_module(model):
         return model
     kind = "variables of a Flax model" if isinstance(model, Mapping) else type(model).__name__
     raise TypeError(f"model must be a module of torch to round its outputs, not {kind}: see jchop.nn")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from jchop._checks import check_bool, check_choice, check_int
+from jchop._common.checks import check_bool, check_choice, check_int
+from jchop._spec.spec import Spec
 from jchop.formats import FixedFormat, FloatFormat, bfp
-from jchop.spec import Spec
 
 __all__ = ["BlockFloatingPoint", "FixedPoint", "FloatingPoint", "Number"]
 
-_ROUNDINGS = ("stochastic", "nearest")
+_QTORCH_ROUNDINGS = ("stochastic", "nearest")
 #: Bits of the exponent of float32, whose top code has no finite values in QPyTorch either.
-_FULL = 8
+_FULL_EXPONENT_BITS = 8
 
 
 class Number(ABC):
@@ -29,15 +29,15 @@ class Number(ABC):
         """
 
 
-def _rounding(rounding: str, nearest: str) -> str:
-    return nearest if check_choice("rounding", rounding, _ROUNDINGS) == "nearest" else rounding
+def _rounding_name(rounding: str, nearest: str) -> str:
+    return nearest if check_choice("rounding", rounding, _QTORCH_ROUNDINGS) == "nearest" else rounding
 
 
-def _gradient(clipped: bool) -> str:
+def _gradient_name(clipped: bool) -> str:
     return "clipped" if clipped else "straight_through"
 
 
-def _multiples(frac_bits: int) -> FloatFormat:
+def _multiples_format(frac_bits: int) -> FloatFormat:
     """The multiples of 2^-frac_bits in all dtypes, without a bound and without -0.
 
     The smallest normal number has 53 bits down to 2^-frac_bits, and all larger numbers of a dtype are in the format.
@@ -63,7 +63,7 @@ class FloatingPoint(Number):
     man: int
 
     def __post_init__(self) -> None:
-        check_int("exp", self.exp, 1, _FULL)
+        check_int("exp", self.exp, 1, _FULL_EXPONENT_BITS)
         check_int("man", self.man, 0, 23)
 
     def spec(self, rounding: str, *, clipped: bool = False) -> Spec:
@@ -73,9 +73,9 @@ class FloatingPoint(Number):
             rounding: ``"stochastic"``, or ``"nearest"``, with ties away from zero.
             clipped: whether the gradient of clamped numbers is zero.
         """
-        ieee = self.exp == _FULL
+        ieee = self.exp == _FULL_EXPONENT_BITS
         fmt = FloatFormat(self.exp, self.man, infinities=ieee, nans="ieee" if ieee else "none")
-        return Spec(fmt, _rounding(rounding, "nearest_away"), "saturate", gradient=_gradient(clipped))
+        return Spec(fmt, _rounding_name(rounding, "nearest_away"), "saturate", gradient=_gradient_name(clipped))
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ class FixedPoint(Number):
         """
         if clipped and not self.clamp:
             raise ValueError(f"clamping_grad_zero=True needs clamp=True, not {self}")
-        fmt = _multiples(self.fl)
+        fmt = _multiples_format(self.fl)
         if self.clamp:
             fmt = FixedFormat(self.wl - self.fl, self.fl, symmetric=self.symmetric)
-        return Spec(fmt, _rounding(rounding, "nearest_even"), gradient=_gradient(clipped))
+        return Spec(fmt, _rounding_name(rounding, "nearest_even"), gradient=_gradient_name(clipped))
 
 
 @dataclass(frozen=True)
@@ -154,4 +154,4 @@ class BlockFloatingPoint(Number):
         if clipped:
             raise ValueError("clamping_grad_zero=True is for fixed point")
         fmt = bfp(self.wl) if self.dim < 0 else bfp(self.wl)(channel=self.dim)
-        return Spec(fmt, _rounding(rounding, "nearest_away"))
+        return Spec(fmt, _rounding_name(rounding, "nearest_away"))

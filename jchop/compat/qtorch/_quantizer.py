@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.compat.qtorch", "torch", ("torch",))
 
 import torch  # noqa: E402
 
 from jchop import torch as bridge  # noqa: E402
+from jchop._spec.spec import Spec  # noqa: E402
 from jchop.compat.qtorch._numbers import FixedPoint, Number  # noqa: E402
-from jchop.spec import Spec  # noqa: E402
 
-__all__ = ["Quantizer", "generator_of", "quantizer", "spec_of"]
+__all__ = ["Quantizer", "forward_spec_of", "quantizer", "random_source"]
 
 Tensor = torch.Tensor
 
 
-def generator_of(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:
+def random_source(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:
     """The source of random bits: the argument, or else torch's global generator."""
     return random or ({"generator": torch.default_generator} if spec.rounding.stochastic else {})
 
@@ -100,7 +100,7 @@ def quantizer(
     )
 
 
-def spec_of(name: str, quant: Any) -> Spec | None:
+def forward_spec_of(name: str, quant: Any) -> Spec | None:
     """The forward spec of a quantizer."""
     if quant is None:
         return None

@@ -6,22 +6,22 @@ import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.compat.qtorch.auto_low", "torch", ("torch",))
 
 from torch import nn  # noqa: E402
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # noqa: E402
 
-from jchop._checks import check_choice  # noqa: E402
+from jchop._common.checks import check_choice  # noqa: E402
 from jchop.compat.qtorch._numbers import Number  # noqa: E402
 from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
 
 __all__ = ["lower", "sequential_lower"]
 
-_Model = TypeVar("_Model", bound=nn.Module)
+_TorchModel = TypeVar("_Model", bound=nn.Module)
 #: The files of `torch.nn.modules` that define each type of layer.
-_TYPES = {
+_LAYER_FILES = {
     "conv": ("conv", "fold"),
     "linear": ("linear",),
     "pool": ("pooling",),
@@ -32,17 +32,17 @@ _TYPES = {
     "loss": ("loss",),
 }
 #: The submodule that rounds the output of a layer.
-_NAME = "jchop_output"
+_OUTPUT_MODULE = "jchop_output"
 
 
 def sequential_lower(
-    model: _Model,
+    model: _TorchModel,
     layer_types: Sequence[str] = (),
     forward_number: Number | None = None,
     backward_number: Number | None = None,
     forward_rounding: str = "stochastic",
     backward_rounding: str = "stochastic",
-) -> _Model:
+) -> _TorchModel:
     """A copy of a model with rounded outputs of some layers, and rounded gradients of these outputs.
 
     Args:
@@ -92,31 +92,31 @@ def lower(
     """
     layers = []
     for kind in layer_types:
-        files = _TYPES[check_choice("layer_types", kind, tuple(_TYPES))]
-        matches = [module for module in model.modules() if _home(module) in map(_file, files)]
+        files = _LAYER_FILES[check_choice("layer_types", kind, tuple(_LAYER_FILES))]
+        matches = [module for module in model.modules() if _defining_module(module) in map(_torch_module_name, files)]
         if not matches:
             raise ValueError(f"layer_types: the model has no layer of type {kind!r}")
         layers += matches
     for layer in layers:
         rounds = Quantizer(forward_number, backward_number, forward_rounding, backward_rounding)
-        layer.add_module(_NAME, rounds)
+        layer.add_module(_OUTPUT_MODULE, rounds)
         layer.register_forward_hook(_round_output)
 
 
-def _home(layer: nn.Module) -> str:
+def _defining_module(layer: nn.Module) -> str:
     """The module that defines a layer. An attention counts as linear, not its last layer, which is not called."""
     if type(layer) is nn.MultiheadAttention:
-        return _file("linear")
+        return _torch_module_name("linear")
     return "" if type(layer) is NonDynamicallyQuantizableLinear else type(layer).__module__
 
 
-def _file(name: str) -> str:
+def _torch_module_name(name: str) -> str:
     return f"torch.nn.modules.{name}"
 
 
 def _round_output(layer: nn.Module, args: Any, output: Any) -> Any:
     del args
-    rounds = getattr(layer, _NAME)
+    rounds = getattr(layer, _OUTPUT_MODULE)
     if isinstance(output, tuple):
         return rounds(output[0]), *output[1:]
     return rounds(output)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jchop._files import require_extra
+from jchop._common.files import require_extra
 
 require_extra("jchop.compat.qtorch.optim", "torch", ("torch",))
 
 import torch  # noqa: E402
 
 from jchop import torch as bridge  # noqa: E402
-from jchop.compat.qtorch._quantizer import spec_of  # noqa: E402
+from jchop.compat.qtorch._quantizer import forward_spec_of  # noqa: E402
 
 __all__ = ["OptimLP"]
 
@@ -54,10 +54,10 @@ class OptimLP(bridge.OptimLP):
             raise ValueError(f"grad_scaling={grad_scaling!r} must be positive")
         super().__init__(
             optim,
-            weight=spec_of("weight_quant", weight_quant),
-            gradient=spec_of("grad_quant", grad_quant),
-            momentum=spec_of("momentum_quant", momentum_quant),
-            accumulator=spec_of("acc_quant", acc_quant),
+            weight=forward_spec_of("weight_quant", weight_quant),
+            gradient=forward_spec_of("grad_quant", grad_quant),
+            momentum=forward_spec_of("momentum_quant", momentum_quant),
+            accumulator=forward_spec_of("acc_quant", acc_quant),
             gradient_scale=1.0 if grad_quant is None else grad_scaling,
             seed=None,
         )

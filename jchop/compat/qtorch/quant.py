@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jchop._round.round_to_format import round_to_format
-from jchop.compat._carriers import as_numbers, is_torch
+from jchop.compat._arrays import as_numbers, is_torch
 from jchop.compat.qtorch._numbers import BlockFloatingPoint, FixedPoint, FloatingPoint, Number
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def round_number(x: Any, number: Number, rounding: str, **random: Any) -> Any:
     x = as_numbers(x)
     spec = number.spec(rounding)
     if is_torch(x):
-        from jchop.compat.qtorch._quantizer import generator_of
+        from jchop.compat.qtorch._quantizer import random_source
         from jchop.torch import round_to_format as round_tensor
 
-        return round_tensor(x, spec, copy=True, **generator_of(spec, random))
+        return round_tensor(x, spec, copy=True, **random_source(spec, random))
     return round_to_format(x, spec, **random)

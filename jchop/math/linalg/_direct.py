@@ -9,12 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._arguments import SpecLike, as_array
-from jchop._bits import types_for
-from jchop._checks import check_bool
-from jchop._linalg.direct import eliminate, factor_orthogonal, factor_symmetric, substitute, through_factors
-from jchop._linalg.steps import Steps
-from jchop.math.linalg._steps import Bound, evaluate, permutation, right_side, square
+from jchop._common.bit_ops import enable_x64_for
+from jchop._common.checks import check_bool
+from jchop._emulate.linalg.direct import (
+    factor_cholesky,
+    factor_lu,
+    factor_qr,
+    solve_with_factors,
+    substitute_triangular,
+)
+from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
+from jchop._round.arguments import SpecLike, as_array
+from jchop.math.linalg._evaluate import (
+    StaticPartial,
+    check_permutation,
+    evaluate_systems,
+    matrix_order,
+    right_side_axes,
+)
 
 Array = jax.Array
 
@@ -47,8 +59,15 @@ def solve_triangular(
     check_bool("lower", lower)
     check_bool("unit_diagonal", unit_diagonal)
     a, b = as_array("a", a), as_array("b", b)
-    cores = (2, right_side(b, square(a)))
-    return evaluate(Bound(substitute, (), (("lower", lower), ("unit", unit_diagonal))), "ab", (a, b), cores, spec, key)
+    cores = (2, right_side_axes(b, matrix_order(a)))
+    return evaluate_systems(
+        StaticPartial(substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal))),
+        "ab",
+        (a, b),
+        cores,
+        spec,
+        key,
+    )
 
 
 def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -75,12 +94,12 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         ([[3.0, 4.0], [0.333984375, 0.6640625]], [1, 0])
     """
     a = as_array("a", a)
-    square(a)
-    return evaluate(_lu, "a", (a,), (2,), spec, key)
+    matrix_order(a)
+    return evaluate_systems(_lu_factors, "a", (a,), (2,), spec, key)
 
 
-def _lu(steps: Steps, a: Array) -> tuple[Array, Array]:
-    return eliminate(steps, a)[:2]
+def _lu_factors(steps: SpecArithmetic, a: Array) -> tuple[Array, Array]:
+    return factor_lu(steps, a)[:2]
 
 
 def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -109,16 +128,18 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
         raise TypeError("factors must be the two arrays that jchop.math.linalg.lu gave")
     lu_matrix, p = (as_array(f"factors[{i}]", factors[i]) for i in (0, 1))
     b = as_array("b", b)
-    n = square(lu_matrix, "factors[0]")
-    cores = (2, right_side(b, n))
-    permutation(p, n, "factors[1]")
-    return evaluate(through_factors, ("factors[0]", "b"), (lu_matrix, _in_order(b, p)), cores, spec, key)
+    n = matrix_order(lu_matrix, "factors[0]")
+    cores = (2, right_side_axes(b, n))
+    check_permutation(p, n, "factors[1]")
+    return evaluate_systems(
+        solve_with_factors, ("factors[0]", "b"), (lu_matrix, _in_pivot_order(b, p)), cores, spec, key
+    )
 
 
-def _in_order(b: Any, p: Any) -> Any:
+def _in_pivot_order(b: Any, p: Any) -> Any:
     """The rows of a right-hand side in pivot order; one vector has the axes of a batch of permutations."""
     if isinstance(p, jax.Array) and not isinstance(b, jax.Array):
-        with types_for(b.dtype):
+        with enable_x64_for(b.dtype):
             b = jnp.asarray(b)
     if b.ndim == 1:
         return b[p]
@@ -149,8 +170,8 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
         [[1.4140625, 0.0], [0.70703125, 1.2265625]]
     """
     a = as_array("a", a)
-    square(a)
-    return evaluate(factor_symmetric, "a", (a,), (2,), spec, key)
+    matrix_order(a)
+    return evaluate_systems(factor_cholesky, "a", (a,), (2,), spec, key)
 
 
 def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -181,4 +202,4 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     a = as_array("a", a)
     if a.ndim < 2 or a.shape[-2] < a.shape[-1]:
         raise ValueError(f"a has shape {tuple(a.shape)}; it must be (..., m, n) with m >= n")
-    return evaluate(factor_orthogonal, "a", (a,), (2,), spec, key)
+    return evaluate_systems(factor_qr, "a", (a,), (2,), spec, key)

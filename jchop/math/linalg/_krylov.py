@@ -11,42 +11,47 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._arguments import SpecLike, as_array, as_operands, has_tracer
-from jchop._checks import check_int
-from jchop._core.arithmetic.operations import operation_carrier
-from jchop._linalg.direct import substitute
-from jchop._linalg.steps import Steps
-from jchop.math.linalg._operator import Operator, as_operator
-from jchop.math.linalg._steps import evaluate, right_side, square
+from jchop._common.checks import check_int
+from jchop._core.matmul.operations import operation_carrier
+from jchop._emulate.linalg.direct import substitute_triangular
+from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
+from jchop._round.arguments import (
+    SpecLike,
+    as_array,
+    as_operands,
+    has_tracer,
+)
+from jchop.math.linalg._evaluate import evaluate_systems, matrix_order, right_side_axes
+from jchop.math.linalg._operator import LinearOperator, as_linear_operator
 
 Array = jax.Array
 
 
 #: The product of a matrix or a linear operator and a vector, in the arithmetic of a step.
-_Image = Callable[[Steps, Array], Array]
+_LinearMap = Callable[[SpecArithmetic, Array], Array]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _KrylovPlan:
     """The static data of a solver."""
 
-    method: Callable[[_System, Steps], tuple[Array, Array]]
+    method: Callable[[_KrylovSystem, SpecArithmetic], tuple[Array, Array]]
     names: tuple[str, ...]  # of the operands
-    operators: tuple[tuple[str, Operator, int, int], ...]  # functions, with the places of their constants
+    operators: tuple[tuple[str, LinearOperator, int, int], ...]  # functions, with the places of their constants
     maxiter: int
     restart: int
 
-    def __call__(self, steps: Steps, *operands: Array) -> tuple[Array, Array]:
+    def __call__(self, steps: SpecArithmetic, *operands: Array) -> tuple[Array, Array]:
         """The operands that are rounded, the two tolerances, and the constants of operators."""
         arrays = dict(zip(self.names, operands, strict=False))
         tol, atol, *constants = operands[len(self.names) :]
-        images: dict[str, _Image] = {name: _of_matrix(arrays[name]) for name in ("a", "M") if name in arrays}
-        images |= {name: _of_operator(operator, constants[i:j]) for name, operator, i, j in self.operators}
+        images: dict[str, _LinearMap] = {name: _matrix_map(arrays[name]) for name in ("a", "M") if name in arrays}
+        images |= {name: _operator_map(operator, constants[i:j]) for name, operator, i, j in self.operators}
         b, x0 = arrays["b"], arrays.get("x0")
         if not b.size:
             return jnp.zeros_like(b), jnp.zeros((*b.shape[1:], self.maxiter * self.restart + 1), b.dtype)
         tol, atol = tol.astype(b.dtype), atol.astype(b.dtype)
-        system = _System(images["a"], images.get("M"), b, x0, tol, atol, self.maxiter, self.restart)
+        system = _KrylovSystem(images["a"], images.get("M"), b, x0, tol, atol, self.maxiter, self.restart)
         if b.ndim == 1:
             return self.method(system, steps)
 
@@ -58,11 +63,11 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _System:
+class _KrylovSystem:
     """A system with one right-hand side."""
 
-    image: _Image
-    inverse: _Image | None
+    image: _LinearMap
+    inverse: _LinearMap | None
     b: Array
     x0: Array | None
     tol: Array
@@ -74,20 +79,20 @@ class _System:
         """The norm of the residual at which to stop, for a given norm of b; computed without rounding to the spec."""
         return jnp.maximum(self.tol * norm, self.atol)
 
-    def precondition(self, now: Steps, r: Array) -> Array:
+    def precondition(self, now: SpecArithmetic, r: Array) -> Array:
         """A residual times M."""
         return r if self.inverse is None else self.inverse(now, r)
 
 
-def _of_matrix(a: Array) -> _Image:
+def _matrix_map(a: Array) -> _LinearMap:
     return lambda now, v: now.matmul(a, v)
 
 
-def _of_operator(operator: Operator, constants: Sequence[Array]) -> _Image:
+def _operator_map(operator: LinearOperator, constants: Sequence[Array]) -> _LinearMap:
     return lambda now, v: now.rounded(operator(constants, v))
 
 
-def _solve(
+def _run_krylov(
     method: Callable[..., Any],
     operands: dict[str, Any],
     spec: SpecLike,
@@ -104,26 +109,26 @@ def _solve(
     b = arrays["b"]
     if not b.ndim:
         raise ValueError("b is a scalar; it must be (n,), or (..., n, k) for k columns")
-    n = square(arrays["a"]) if "a" in arrays else b.shape[0 if b.ndim == 1 else -2]
-    core = right_side(b, n)
+    n = matrix_order(arrays["a"]) if "a" in arrays else b.shape[0 if b.ndim == 1 else -2]
+    core = right_side_axes(b, n)
     if "x0" in arrays and arrays["x0"].shape != b.shape:
         raise ValueError(f"x0 has shape {arrays['x0'].shape}; it must be that of b, {b.shape}")
-    if "M" in arrays and square(arrays["M"], "M") != n:
+    if "M" in arrays and matrix_order(arrays["M"], "M") != n:
         raise ValueError(f"M has shape {arrays['M'].shape}; it must be that of a, {(n, n)}")
     iterations = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1, (1 << 31) - 1)
     cycle = 1 if restart is None else min(check_int("restart", restart, 1), n)
-    constants: list[Any] = [_tolerance("tol", tol), _tolerance("atol", atol)]
+    constants: list[Any] = [_as_tolerance("tol", tol), _as_tolerance("atol", atol)]
     operators = []
     for name, function in functions.items():
-        operator, more = as_operator(name, function, n, operation_carrier(b.dtype).name)
+        operator, more = as_linear_operator(name, function, n, operation_carrier(b.dtype).name)
         operators.append((name, operator, len(constants) - 2, len(constants) - 2 + len(more)))
         constants += more
-    plan = _Plan(method, tuple(names), tuple(operators), iterations, cycle)
+    plan = _KrylovPlan(method, tuple(names), tuple(operators), iterations, cycle)
     cores = [2 if name in ("a", "M") else core for name in names]
-    return evaluate(plan, names, list(arrays.values()), cores, spec, key, constants)
+    return evaluate_systems(plan, names, list(arrays.values()), cores, spec, key, constants)
 
 
-def _tolerance(name: str, value: Any) -> Any:
+def _as_tolerance(name: str, value: Any) -> Any:
     """A tolerance as a scalar, which may be traced."""
     array = as_array(name, value)
     real = jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
@@ -183,10 +188,10 @@ def cg(
         >>> x.tolist(), squares.tolist()
         ([1.0, 1.0], [18.0, 0.0, 0.0])
     """
-    return _solve(_cg, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter)
+    return _run_krylov(_cg_of_system, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter)
 
 
-def _cg(system: _System, steps: Steps) -> tuple[Array, Array]:
+def _cg_of_system(system: _KrylovSystem, steps: SpecArithmetic) -> tuple[Array, Array]:
     b, x0, inverse = system.b, system.x0, system.inverse
 
     def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -260,16 +265,16 @@ def gmres(
         >>> x.tolist()
         [0.99609375, 1.9921875]
     """
-    return _solve(_gmres, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter, restart)
+    return _run_krylov(_gmres_of_system, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter, restart)
 
 
-def _gmres(system: _System, steps: Steps) -> tuple[Array, Array]:
+def _gmres_of_system(system: _KrylovSystem, steps: SpecArithmetic) -> tuple[Array, Array]:
     b, x0, size = system.b, system.x0, system.restart
 
-    def image(now: Steps, v: Array) -> Array:
+    def image(now: SpecArithmetic, v: Array) -> Array:
         return system.precondition(now, system.image(now, v))
 
-    def residual(now: Steps, x: Array) -> Array:
+    def residual(now: SpecArithmetic, x: Array) -> Array:
         return system.precondition(now, now.sub(b, system.image(now, x)))
 
     def cycle(state: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -298,7 +303,9 @@ def _gmres(system: _System, steps: Steps) -> tuple[Array, Array]:
     return x, jnp.where(jnp.arange(system.maxiter * size + 1) > last, history[last], history)
 
 
-def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Array, count: int) -> tuple[Array, Array]:
+def minimal_residual(
+    steps: SpecArithmetic, image: Callable[[SpecArithmetic, Array], Array], b: Array, count: int
+) -> tuple[Array, Array]:
     """The solution and the norms of the residual, for a matrix given as a function of vectors."""
     dtype, length = b.dtype, steps.norm(b)
     empty = length == 0
@@ -308,10 +315,10 @@ def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Ar
     def body(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         basis, triangle, cosines, sines, small, norms = state
         now = steps.at(j)
-        w, h = _orthogonalized(now, basis, image(now, basis[j]), j)
+        w, h = _orthogonalize(now, basis, image(now, basis[j]), j)
         following = now.norm(w)
-        h = _rotated(now, h, cosines, sines, j)
-        c, s, top = _rotation(now, h[j], following)
+        h = _apply_rotations(now, h, cosines, sines, j)
+        c, s, top = _givens_rotation(now, h[j], following)
         basis = basis.at[j + 1].set(jnp.where(following == 0, 0, now.div(w, following)))
         # A basis that cannot grow gives a column of zeros, which the column of the identity replaces.
         breakdown = top == 0
@@ -327,11 +334,11 @@ def minimal_residual(steps: Steps, image: Callable[[Steps, Array], Array], b: Ar
     norms = jnp.zeros(count + 1, dtype).at[0].set(length)
     start = (basis, jnp.zeros((count, count), dtype), zeros, zeros, small, norms)
     basis, triangle, _, _, small, norms = lax.fori_loop(0, count, body, start)
-    y = substitute(steps.at(count), triangle, small[:count], lower=False, unit=False)
+    y = substitute_triangular(steps.at(count), triangle, small[:count], lower=False, unit=False)
     return steps.matmul(basis[:count].T, y), norms
 
 
-def _orthogonalized(steps: Steps, basis: Array, w: Array, last: Array) -> tuple[Array, Array]:
+def _orthogonalize(steps: SpecArithmetic, basis: Array, w: Array, last: Array) -> tuple[Array, Array]:
     """`w` without its parts along the first vectors of the basis, up to the last one, and these parts."""
     count = basis.shape[0] - 1
 
@@ -344,7 +351,7 @@ def _orthogonalized(steps: Steps, basis: Array, w: Array, last: Array) -> tuple[
     return lax.fori_loop(0, last + 1, body, (w, jnp.zeros(count, w.dtype)))
 
 
-def _rotated(steps: Steps, h: Array, cosines: Array, sines: Array, last: Array) -> Array:
+def _apply_rotations(steps: SpecArithmetic, h: Array, cosines: Array, sines: Array, last: Array) -> Array:
     """The rotations of the earlier columns, one after the other, on a new one."""
 
     def body(i: Array, h: Array) -> Array:
@@ -355,7 +362,7 @@ def _rotated(steps: Steps, h: Array, cosines: Array, sines: Array, last: Array) 
     return lax.fori_loop(0, last, body, h)
 
 
-def _rotation(steps: Steps, a: Array, b: Array) -> tuple[Array, Array, Array]:
+def _givens_rotation(steps: SpecArithmetic, a: Array, b: Array) -> tuple[Array, Array, Array]:
     """Cosine and sine that turn (a, b) to (length, 0), and the length; 1, 0 and 0 for zeros."""
     length = steps.sqrt(steps.add(steps.mul(a, a), steps.mul(b, b)))
     zero = length == 0

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from jchop._bits import types_for
+from jchop._common.bit_ops import enable_x64_for
 
 Array = jax.Array
 
 
 @dataclass(frozen=True)
-class Operator:
+class LinearOperator:
     """A function of a vector, traced; the arrays of its trace are operands beside it.
 
     Operators of equal programs are equal, so that functions which differ only in arrays are compiled once.
@@ -41,7 +41,7 @@ class Operator:
         return image.astype(v.dtype)
 
 
-def as_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> tuple[Operator, list[Any]]:
+def as_linear_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> tuple[LinearOperator, list[Any]]:
     """A function of vectors of n elements of a wide dtype, traced with the settings of the user, and its arrays.
 
     The arrays of a function that is a pytree, such as `jax.tree_util.Partial`, are arguments of it.
@@ -53,19 +53,19 @@ def as_operator(name: str, function: Callable[..., Any], n: int, dtype: Any) -> 
     def apply(leaves: Sequence[Any], v: Array) -> Any:
         return (jax.tree.unflatten(tree, leaves) if leaves else function)(v)
 
-    with types_for(dtype):
+    with enable_x64_for(dtype):
         program, result = jax.make_jaxpr(apply, return_shape=True)(leaves, jax.ShapeDtypeStruct((n,), dtype))
     images, alone = program.out_avals, jax.tree_util.treedef_is_leaf(jax.tree.structure(result))
     if not alone or len(images) != 1 or images[0].shape != (n,) or not jnp.issubdtype(images[0].dtype, jnp.floating):
         got = ("" if alone else f"a {type(result).__name__} of ") + (", ".join(map(str, images)) or "nothing")
         raise ValueError(f"{name} gives {got} for a vector of shape {(n,)}; it must give one such vector, of floats")
-    operator = Operator(
-        str(program.jaxpr), tuple(_held(program.jaxpr, whole=False)), program.jaxpr, len(program.consts)
+    operator = LinearOperator(
+        str(program.jaxpr), tuple(_values_of_program(program.jaxpr, whole=False)), program.jaxpr, len(program.consts)
     )
     return operator, [*program.consts, *leaves]
 
 
-def _held(value: Any, *, whole: bool = True) -> Iterator[Hashable]:
+def _values_of_program(value: Any, *, whole: bool = True) -> Iterator[Hashable]:
     """The numbers of a program and its inner programs, and the identities of their arrays.
 
     If not `whole`, the arrays of the program itself are left out; newer versions of JAX have them in every jaxpr.
@@ -78,7 +78,7 @@ def _held(value: Any, *, whole: bool = True) -> Iterator[Hashable]:
                 yield id(atom.val) if np.ndim(atom.val) else np.asarray(atom.val).tobytes()
         for eqn in value.eqns:
             for param in eqn.params.values():
-                yield from _held(param)
+                yield from _values_of_program(param)
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _held(each)
+            yield from _values_of_program(each)

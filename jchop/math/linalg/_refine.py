@@ -10,26 +10,39 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._arguments import SpecLike, as_array, as_operands, checked_key, run
-from jchop._bits import CARRIERS
-from jchop._checks import check_choice, check_int
-from jchop._core.arithmetic.operations import draws, widened
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_choice, check_int
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import spec_draws, widen_operand
 from jchop._core.rounding.random_bits import seed_words
-from jchop._linalg.direct import eliminate, through_factors
-from jchop._linalg.steps import Steps
+from jchop._emulate.linalg.direct import factor_lu, solve_with_factors
+from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
+from jchop._round.arguments import (
+    SpecLike,
+    as_array,
+    as_operands,
+    rounding_key,
+    run_on_operands,
+)
 from jchop._round.round_to_format import round_to_format
-from jchop._settings import compiled, split
-from jchop.math._carrier import frexp
-from jchop.math._family import as_dtype
+from jchop._spec.spec import Spec, as_spec
+from jchop.math._carrier import carrier_frexp
+from jchop.math._row import as_dtype
+from jchop.math.linalg._evaluate import (
+    batch_shape,
+    check_linalg_specs,
+    map_systems,
+    matrix_order,
+    right_side_axes,
+    without_derivative,
+)
 from jchop.math.linalg._krylov import minimal_residual
-from jchop.math.linalg._steps import batch_of, check_specs, in_batches, right_side, square, without_derivative
-from jchop.spec import Spec, as_spec
 
 Array = jax.Array
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RefinementPlan:
     """The static data of a refinement."""
 
     factor: Spec
@@ -95,68 +108,77 @@ def refine(
     """
     check_choice("method", method, ("lu", "gmres"))
     a, b = as_array("a", a), as_array("b", b)
-    core = right_side(b, square(a))
+    core = right_side_axes(b, matrix_order(a))
     names = ("factor", "working", "residual")
     specs = [as_spec(spec, name) for spec, name in zip((factor, working, residual), names, strict=True)]
-    plan = _Plan(specs[0], specs[1], specs[2], method, check_int("steps", steps, 0), check_int("inner", inner, 1))
+    plan = _RefinementPlan(
+        specs[0], specs[1], specs[2], method, check_int("steps", steps, 0), check_int("inner", inner, 1)
+    )
     arrays = as_operands("ab", (a, b))
-    check_specs(specs, arrays[0].dtype, names)
-    stochastic = next((spec for spec in specs if draws(spec)), None)
-    batch = batch_of("ab", arrays, (2, core))
-    key = checked_key(key, stochastic is not None, stochastic)
-    return run(partial(_refine, plan, core, batch), arrays, key)
+    check_linalg_specs(specs, arrays[0].dtype, names)
+    stochastic = next((spec for spec in specs if spec_draws(spec)), None)
+    batch = batch_shape("ab", arrays, (2, core))
+    key = rounding_key(key, stochastic is not None, stochastic)
+    return run_on_operands(partial(_traced_refine, plan, core, batch), arrays, key)
 
 
-@partial(compiled, static_argnums=(0, 1, 2), inline=True)
-def _refine(plan: _Plan, core: int, batch: tuple[int, ...], a: Array, b: Array, key: Array | None) -> Array:
-    return in_batches(partial(_system, plan), (2, core), batch, [jnp.asarray(a), jnp.asarray(b)], key)
+@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
+def _traced_refine(
+    plan: _RefinementPlan, core: int, batch: tuple[int, ...], a: Array, b: Array, key: Array | None
+) -> Array:
+    return map_systems(partial(_refine_system, plan), (2, core), batch, [jnp.asarray(a), jnp.asarray(b)], key)
 
 
-def _system(plan: _Plan, a: Array, b: Array, key: Array | None) -> Array:
-    keys = [None] * 5 if key is None else list(split(key, 5))
-    operands = [widened(round_to_format(x, plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
-    return as_dtype(without_derivative(partial(_iterates, plan), operands, keys[2:]), a.dtype)
+def _refine_system(plan: _RefinementPlan, a: Array, b: Array, key: Array | None) -> Array:
+    keys = [None] * 5 if key is None else list(split_prng_key(key, 5))
+    operands = [widen_operand(round_to_format(x, plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
+    return as_dtype(without_derivative(partial(_refinement_iterates, plan), operands, keys[2:]), a.dtype)
 
 
-def _iterates(plan: _Plan, operands: list[Array], keys: list[Array | None]) -> Array:
+def _refinement_iterates(plan: _RefinementPlan, operands: list[Array], keys: list[Array | None]) -> Array:
     a, b = operands
     if not b.size:
         return jnp.zeros((plan.steps + 1, *b.shape), b.dtype)
     factor, working, residual = (
-        Steps(spec, None if k is None or not draws(spec) else seed_words(k), a.dtype)
+        SpecArithmetic(spec, None if k is None or not spec_draws(spec) else seed_words(k), a.dtype)
         for spec, k in zip((plan.factor, plan.working, plan.residual), keys, strict=True)
     )
-    lu_matrix, p, _ = eliminate(factor, factor.rounded(a))
+    lu_matrix, p, _ = factor_lu(factor, factor.rounded(a))
     if b.ndim == 1:
-        return _of_column(plan, (a, lu_matrix, p), b, factor, working, residual)
+        return _column_iterates(plan, (a, lu_matrix, p), b, factor, working, residual)
 
     def column(j: Array, b: Array) -> Array:
-        return _of_column(plan, (a, lu_matrix, p), b, factor.at(j), working.at(j), residual.at(j))
+        return _column_iterates(plan, (a, lu_matrix, p), b, factor.at(j), working.at(j), residual.at(j))
 
     return jax.vmap(column, (0, 1), 2)(jnp.arange(b.shape[1], dtype=jnp.uint32), b)
 
 
-def _of_column(
-    plan: _Plan, matrix: tuple[Array, Array, Array], b: Array, factor: Steps, working: Steps, residual: Steps
+def _column_iterates(
+    plan: _RefinementPlan,
+    matrix: tuple[Array, Array, Array],
+    b: Array,
+    factor: SpecArithmetic,
+    working: SpecArithmetic,
+    residual: SpecArithmetic,
 ) -> Array:
     """The iterates of one right-hand side, with the matrix, its factors and its rows in pivot order."""
     a, lu_matrix, p = matrix
 
-    def from_factors(now: Steps, r: Array) -> Array:
+    def from_factors(now: SpecArithmetic, r: Array) -> Array:
         """(l u)⁻¹ r by the given factors, with `r` of any size."""
-        scale = _power_above(r)
-        return through_factors(now, lu_matrix, now.rounded(r[p] / scale)) * scale
+        scale = _residual_scale(r)
+        return solve_with_factors(now, lu_matrix, now.rounded(r[p] / scale)) * scale
 
-    def update(now_f: Steps, now: Steps, now_r: Steps, r: Array) -> Array:
+    def update(now_f: SpecArithmetic, now: SpecArithmetic, now_r: SpecArithmetic, r: Array) -> Array:
         if plan.method == "lu":
             return now.rounded(from_factors(now_f, r))
-        scale = _power_above(r)
+        scale = _residual_scale(r)
 
-        def image(inner: Steps, v: Array) -> Array:
+        def image(inner: SpecArithmetic, v: Array) -> Array:
             high = now_r.at(inner.iteration)
-            return inner.rounded(through_factors(high, lu_matrix, high.matmul(a, v)[p]))
+            return inner.rounded(solve_with_factors(high, lu_matrix, high.matmul(a, v)[p]))
 
-        first = now.rounded(through_factors(now_r, lu_matrix, (r / scale)[p]))
+        first = now.rounded(solve_with_factors(now_r, lu_matrix, (r / scale)[p]))
         return now.rounded(minimal_residual(now, image, first, plan.inner)[0] * scale)
 
     def body(x: Array, i: Array) -> tuple[Array, Array]:
@@ -171,9 +193,9 @@ def _of_column(
     return jnp.concatenate([x[None], later])
 
 
-def _power_above(r: Array) -> Array:
+def _residual_scale(r: Array) -> Array:
     """The power of two above all magnitudes, a normal number; 1 if they are zero or not finite."""
     bias = CARRIERS[r.dtype.name].bias
     largest = jnp.max(jnp.abs(r))
-    exponent = jnp.clip(frexp(largest)[1], 2 - bias, bias - 1)
+    exponent = jnp.clip(carrier_frexp(largest)[1], 2 - bias, bias - 1)
     return jnp.ldexp(jnp.ones_like(largest), exponent)

@@ -14,35 +14,51 @@ from flax.core import Scope
 from flax.core.tracers import current_trace
 from flax.traverse_util import flatten_dict
 
-from jchop._paths import nearest_paths
-from jchop._products.layout import Layout, check_axes
-from jchop._products.rule import FIELDS, Rule, StreamOffset, left_alone, refuse_codes, refuse_turn, rule_of
-from jchop._products.scale_from import LSQ
-from jchop.nn._linen.kinds import KINDS, Kind, scale_name
-from jchop.nn._nnx.attach import pack
-from jchop.nn._nnx.classes import is_as_written
-from jchop.nn._nnx.kinds import PRODUCT_FIELDS, for_norms
-from jchop.spec import Spec
+from jchop._common.paths import nearest_paths_hint
+from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes
+from jchop._quantized.products.rule import (
+    ROUNDING_FIELDS,
+    Location,
+    Rule,
+    exclusion_advice,
+    refuse_code_products,
+    refuse_forward_rotation,
+    rule_index,
+)
+from jchop._quantized.products.scale_from import LSQ
+from jchop._spec.spec import Spec
+from jchop.nn._linen.layer_kinds import LINEN_KINDS, LinenKind, learned_scale_name
+from jchop.nn._nnx.attach import pack_param
+from jchop.nn._nnx.layer_kinds import PRODUCT_RULE_FIELDS, rules_for_norms
+from jchop.nn._shared.program_classes import is_plain_flax_layer
 from jchop.storage import QArray
 
-Path = tuple[str, ...]
+LinenPath = tuple[str, ...]
 
 __all__ = [
-    "Decided", "Found", "Path", "Seen", "decided_layers", "layers_of", "number_of", "params_of", "seen_in",
+    "LayerMatch",
+    "LinenLayerRule",
+    "LinenPath",
+    "ModuleCalls",
+    "linen_layer_rules",
+    "linen_params",
+    "linen_rule_index",
+    "match_linen_layers",
+    "module_calls",
 ]  # fmt: skip
 
 #: The modules that ran, by path, each with the shapes of its parameters by name.
-Seen = Mapping[Path, tuple[nn.Module, Mapping[str, tuple[int, ...]]]]
+ModuleCalls = Mapping[LinenPath, tuple[nn.Module, Mapping[str, tuple[int, ...]]]]
 
 #: The fields of attention with products of its own.
-_EINSUMS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
+_ATTENTION_EINSUM_FIELDS = ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")
 #: The modules of Flax that change the parameters of a layer.
-_WRAPPERS = (nn.SpectralNorm, nn.WeightNorm)
-_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+_KERNEL_WRAPPERS = (nn.SpectralNorm, nn.WeightNorm)
+_ARGUMENT_ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 @dataclass(frozen=True)
-class Found:
+class LayerMatch:
     """A layer that a rule matches.
 
     Args:
@@ -58,19 +74,19 @@ class Found:
     kernel_change: str = ""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LinenKind:
         """Its row of `LINEN_KINDS`."""
-        return KINDS[type(self.layer)]
+        return LINEN_KINDS[type(self.layer)]
 
-    def layout(self, name: str) -> Layout | None:
+    def layout(self, name: str) -> OperandLayout | None:
         """The axes of a parameter as the product has them; None: its last axis alone is summed over."""
         is_weight = self.kind.parameters[name] == "weight"
         return self.kind.layout(self.layer, len(self.shapes[name])) if self.kind.layout and is_weight else None
 
     @property
-    def place(self) -> StreamOffset:
+    def place(self) -> Location:
         """Its location, for errors."""
-        return StreamOffset(type(self.layer).__name__, "/".join(self.layer.path), self.rule)
+        return Location(type(self.layer).__name__, "/".join(self.layer.path), self.rule)
 
     def spec(self, name: str) -> Spec | None:
         """The spec of its rule for a parameter."""
@@ -81,16 +97,16 @@ class Found:
         for name, role in self.kind.parameters.items():
             if name in self.shapes:
                 layout = self.layout(name)
-                check_axes(role, self.spec(name), layout.ndim if layout else len(self.shapes[name]), self.place)
+                check_layout_axes(role, self.spec(name), layout.ndim if layout else len(self.shapes[name]), self.place)
 
-    def pack_param(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, Layout]:
+    def pack_param(self, name: str, value: Any, key: Any = None, scale: Any = None) -> tuple[QArray, OperandLayout]:
         """A parameter as its rule packs it, and the layout it has then."""
         spec = self.spec(name)
         assert spec is not None
         ndim = len(self.shapes[name])
-        last_axis = Layout(tuple(range(ndim - 1)), (ndim - 1,))
+        last_axis = OperandLayout(tuple(range(ndim - 1)), (ndim - 1,))
         layout, stack = self.layout(name) or last_axis, self.stack_ndim(name, value)
-        codes, codes_layout = pack(self.in_compute_dtype(value), layout, stack, spec, key, scale)
+        codes, codes_layout = pack_param(self.in_compute_dtype(value), layout, stack, spec, key, scale)
         return codes, codes_layout or last_axis
 
     def times_mask(self, name: str, value: Any) -> Any:
@@ -103,7 +119,7 @@ class Found:
             return value  # it is rounded before the layer sees it, packed or not
         mask = getattr(self.layer, "mask", None)
         way_out = "Quantize the program instead, by program=True, or leave the layer: "
-        way_out += left_alone(["/".join(self.layer.path)], self.rule)
+        way_out += exclusion_advice(["/".join(self.layer.path)], self.rule)
         if self.kernel_change:
             raise NotImplementedError(
                 f"{name} of the {self.place} is changed by {self.kernel_change} before the product, and packed numbers "
@@ -152,14 +168,14 @@ class Found:
         return extra
 
 
-def params_of(variables: Any) -> dict[Path, Any]:
+def linen_params(variables: Any) -> dict[LinenPath, Any]:
     """The parameters by path."""
     return flatten_dict(dict(variables).get("params", {}))
 
 
-def layers_of(
+def match_linen_layers(
     module: nn.Module, rules: Sequence[Rule], variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
-) -> dict[Path, Found]:
+) -> dict[LinenPath, LayerMatch]:
     """The layers that rules match, by path, from a call that computes nothing.
 
     Args:
@@ -174,25 +190,25 @@ def layers_of(
         ValueError: for a rule that matches no layer, or has a field without effect on any of them.
         NotImplementedError: for a module with parameters that is no known layer, or an inaccessible product.
     """
-    return _matched(rules, *_watched(module, variables, args, rngs, kwargs), variables)
+    return _match_linen_rules(rules, *_trace_module_calls(module, variables, args, rngs, kwargs), variables)
 
 
-def seen_in(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> Seen:
+def module_calls(module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any) -> ModuleCalls:
     """The layers that run in an abstract call; arguments as for `match_linen_layers`."""
-    return _watched(module, variables, args, rngs, kwargs)[0]
+    return _trace_module_calls(module, variables, args, rngs, kwargs)[0]
 
 
-def _watched(
+def _trace_module_calls(
     module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
-) -> tuple[Seen, dict[Path, str]]:
+) -> tuple[ModuleCalls, dict[LinenPath, str]]:
     """The layers that run in an abstract call, and what changes the kernels of some before."""
-    kernel_changes: dict[Path, str] = {}
+    kernel_changes: dict[LinenPath, str] = {}
     above: list[nn.Module] = []
     outside: Any = None
     argument_ids: set[int] = set()
-    calls: dict[Path, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
+    calls: dict[LinenPath, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     leaves, structure = jax.tree.flatten(args)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARGUMENT_ARRAY_TYPES)]
 
     def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         above.append(context.module)
@@ -205,7 +221,7 @@ def _watched(
         # The module itself holds tracers, which would outlive their trace.
         path = context.module.path
         if "kernel" in own:
-            wrapper = next((m for m in reversed(above) if isinstance(m, _WRAPPERS)), None)
+            wrapper = next((m for m in reversed(above) if isinstance(m, _KERNEL_WRAPPERS)), None)
             # A kernel comes as the tracer that was given, unless it is changed or a transformation (scan, remat) traces
             # anew; there only Flax's own wrappers are known.
             is_outside = current_trace() == outside
@@ -219,7 +235,7 @@ def _watched(
         outside = current_trace()
         argument_ids.update(map(id, jax.tree.leaves(variables)))
         remaining = iter(arrays)
-        values = [next(remaining) if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        values = [next(remaining) if isinstance(leaf, _ARGUMENT_ARRAY_TYPES) else leaf for leaf in leaves]
         return module.apply(variables, *jax.tree.unflatten(structure, values), rngs=rngs, **kwargs)
 
     with nn.intercept_methods(note):
@@ -227,23 +243,25 @@ def _watched(
     return calls, kernel_changes
 
 
-def held_by(calls: Seen, variables: Any) -> dict[Path, dict[str, Any]]:
+def params_by_layer(calls: ModuleCalls, variables: Any) -> dict[LinenPath, dict[str, Any]]:
     """The parameters by name of everything that has some, and of every layer that ran."""
-    params: dict[Path, dict[str, Any]] = {}
-    for path, value in params_of(variables).items():
+    params: dict[LinenPath, dict[str, Any]] = {}
+    for path, value in linen_params(variables).items():
         params.setdefault(path[:-1], {})[path[-1]] = value
-    return params | {path: {} for path, (layer, _) in calls.items() if type(layer) in KINDS and path not in params}
+    return params | {
+        path: {} for path, (layer, _) in calls.items() if type(layer) in LINEN_KINDS and path not in params
+    }
 
 
-def number_of(path: Path, layer: Any, rules: Sequence[Rule]) -> int | None:
+def linen_rule_index(path: LinenPath, layer: Any, rules: Sequence[Rule]) -> int | None:
     """The index of the first rule that matches a layer, which is None if a module has parameters but did not run."""
-    kind = KINDS.get(type(layer))
-    return rule_of(
+    kind = LINEN_KINDS.get(type(layer))
+    return rule_index(
         "/".join(path), rules, "" if layer is None else type(layer).__name__, "" if kind is None else kind.operation
     )
 
 
-class Decided(NamedTuple):
+class LinenLayerRule(NamedTuple):
     """What rules say for a layer.
 
     Args:
@@ -257,45 +275,48 @@ class Decided(NamedTuple):
     effective_rule: Rule | None
 
 
-def decided_layers(calls: Seen, rules: Sequence[Rule], variables: Any) -> dict[Path, Decided]:
+def linen_layer_rules(calls: ModuleCalls, rules: Sequence[Rule], variables: Any) -> dict[LinenPath, LinenLayerRule]:
     """As `params_by_layer`, each with its rule."""
-    params = held_by(calls, variables)
+    params = params_by_layer(calls, variables)
     layers = {path: calls[path][0] if path in calls else None for path in params}
-    kinds = {path: KINDS.get(type(layer)) for path, layer in layers.items()}
-    numbers = {path: number_of(path, layer, rules) for path, layer in layers.items()}
-    of_norms = for_norms(rules, [(number, kinds[path]) for path, number in numbers.items() if number is not None])
+    kinds = {path: LINEN_KINDS.get(type(layer)) for path, layer in layers.items()}
+    numbers = {path: linen_rule_index(path, layer, rules) for path, layer in layers.items()}
+    of_norms = rules_for_norms(rules, [(number, kinds[path]) for path, number in numbers.items() if number is not None])
 
-    def effective_rule(number: int | None, kind: Kind | None) -> Rule | None:
+    def effective_rule(number: int | None, kind: LinenKind | None) -> Rule | None:
         return None if number is None else (rules if kind is None or kind.operation else of_norms)[number]
 
     return {
-        path: Decided(params[path], number, effective_rule(number, kinds[path])) for path, number in numbers.items()
+        path: LinenLayerRule(params[path], number, effective_rule(number, kinds[path]))
+        for path, number in numbers.items()
     }
 
 
-def _matched(
-    rules: Sequence[Rule], calls: Seen, kernel_changes: Mapping[Path, str], variables: Any
-) -> dict[Path, Found]:
-    layer_rules = decided_layers(calls, rules, variables)
-    matches: dict[Path, tuple[int, Found]] = {}
+def _match_linen_rules(
+    rules: Sequence[Rule], calls: ModuleCalls, kernel_changes: Mapping[LinenPath, str], variables: Any
+) -> dict[LinenPath, LayerMatch]:
+    layer_rules = linen_layer_rules(calls, rules, variables)
+    matches: dict[LinenPath, tuple[int, LayerMatch]] = {}
     for path, (_, number, effective_rule) in layer_rules.items():
         layer, shapes = calls.get(path, (None, {}))
         if number is not None and effective_rule is not None:
-            matches[path] = number, Found(layer, effective_rule, shapes, kernel_changes.get(path, ""))
+            matches[path] = number, LayerMatch(layer, effective_rule, shapes, kernel_changes.get(path, ""))
     idle = [number for number in range(len(rules)) if not any(number == n for n, _ in matches.values())]
     if idle:
-        near = nearest_paths([rules[n].path for n in idle], ["/".join(path) for path in layer_rules])
+        near = nearest_paths_hint([rules[n].path for n in idle], ["/".join(path) for path in layer_rules])
         raise ValueError(
             f"{', '.join(str(rules[n]) for n in idle)} matches no layer, or only such as an earlier rule matches{near}"
         )
-    matches = {path: pair for path, pair in matches.items() if _fields(pair[1].rule)}
+    matches = {path: pair for path, pair in matches.items() if _rule_fields_in_use(pair[1].rule)}
     for path, (_, match) in matches.items():
-        _check(path, match)
+        _check_layer_match(path, match)
     for number, rule in enumerate(rules):
         mine = {path: match for path, (n, match) in matches.items() if n == number}
         rule_fields = [(match.rule, match.kind.fields(layer_rules[path].params)) for path, match in mine.items()]
         silent = [
-            name for name in _fields(rule) if not any(name in f and name in _fields(own) for own, f in rule_fields)
+            name
+            for name in _rule_fields_in_use(rule)
+            if not any(name in f and name in _rule_fields_in_use(own) for own, f in rule_fields)
         ]
         if silent:
             raise ValueError(
@@ -305,34 +326,34 @@ def _matched(
     return {path: match for path, (_, match) in matches.items()}
 
 
-def _fields(rule: Rule) -> list[str]:
-    return [name for name in FIELDS if getattr(rule, name) is not None]
+def _rule_fields_in_use(rule: Rule) -> list[str]:
+    return [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None]
 
 
-def _check(path: Path, match: Found) -> None:
+def _check_layer_match(path: LinenPath, match: LayerMatch) -> None:
     layer, rule = match.layer, match.rule
     what = f"{type(layer).__name__} at {'/'.join(path)!r}"
-    kind = KINDS.get(type(layer))
-    param_names = set() if kind is None else {*kind.parameters, *map(scale_name, ("weight", "activation"))}
+    kind = LINEN_KINDS.get(type(layer))
+    param_names = set() if kind is None else {*kind.parameters, *map(learned_scale_name, ("weight", "activation"))}
     more = sorted(match.shapes.keys() - param_names)
     own = f" ({', '.join(more)})" if more else ""
-    if kind is None or more or not is_as_written(layer, type(layer), nn.Module):
+    if kind is None or more or not is_plain_flax_layer(layer, type(layer), nn.Module):
         raise NotImplementedError(
             f"{what} has parameters{own} and is none of the plain layers that can be quantized: "
-            f"{', '.join(cls.__name__ for cls in KINDS)}. Quantize the program instead, by program=True, "
-            f"or leave it: {left_alone(['/'.join(path)], rule)}"
+            f"{', '.join(cls.__name__ for cls in LINEN_KINDS)}. Quantize the program instead, by program=True, "
+            f"or leave it: {exclusion_advice(['/'.join(path)], rule)}"
         )
-    refuse_turn(rule, what)
-    if set(kind.refuses) & set(PRODUCT_FIELDS):
-        refuse_codes(rule, what, "Flax gives no access to its product")
+    refuse_forward_rotation(rule, what)
+    if set(kind.refuses) & set(PRODUCT_RULE_FIELDS):
+        refuse_code_products(rule, what, "Flax gives no access to its product")
     wrong = [name for name in kind.refuses if getattr(rule, name) is not None]
     if wrong:
         raise NotImplementedError(
             f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product. "
-            f"{left_alone(['/'.join(path)], rule, ', ...')}"
+            f"{exclusion_advice(['/'.join(path)], rule, ', ...')}"
         )
     match.check_axes()
-    hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_EINSUMS) if kind.hook is not None else ()
+    hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_ATTENTION_EINSUM_FIELDS) if kind.hook is not None else ()
     usual = (None, nn.dot_product_attention)
     own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]
     if own:

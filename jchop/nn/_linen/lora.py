@@ -13,25 +13,40 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop._arguments import check_key
-from jchop._checks import brief, check_bool
-from jchop._paths import matches_path
-from jchop._products.rule import FIELDS, Rule
-from jchop._settings import split
-from jchop.nn._linen.kinds import KINDS
-from jchop.nn._linen.layers import Path, decided_layers, layers_of, number_of, params_of, seen_in
-from jchop.nn._linen.quantized import Packed, Quantized, unpacked
+from jchop._common.checks import check_bool, short_repr
+from jchop._common.paths import matches_path
+from jchop._common.settings import split_prng_key
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule
+from jchop._round.arguments import check_key
+from jchop.nn._linen.layer_kinds import LINEN_KINDS
+from jchop.nn._linen.layers import (
+    LinenPath,
+    linen_layer_rules,
+    linen_params,
+    linen_rule_index,
+    match_linen_layers,
+    module_calls,
+)
+from jchop.nn._linen.quantized import Packed, Quantized, unpack_variables
 from jchop.nn._lora_files import read_adapters, write_adapters
-from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapter, merged_weight
+from jchop.nn._shared.lora_rule import (
+    LoraRule,
+    add_adapter_output,
+    as_lora_rules,
+    check_lora_rules_match,
+    initial_adapter,
+    merge_lora_weight,
+    weight_as_matrix,
+)
 
 Array = jax.Array
 
-__all__ = ["LORA", "Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"]
+__all__ = ["LORA_COLLECTION", "Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"]
 
 #: The collection of adapters, and the arrays of each.
-LORA, _PARTS = "lora", ("lora_a", "lora_b")
+LORA_COLLECTION, _ADAPTER_ARRAYS = "lora", ("lora_a", "lora_b")
 #: The layers that may have one.
-_LINEAR = nn.Dense, nn.DenseGeneral
+_DENSE_LAYERS = nn.Dense, nn.DenseGeneral
 
 
 @dataclass(frozen=True)
@@ -58,13 +73,13 @@ class Adapted:
         Raises:
             ValueError: for variables without these adapters, or an adapter of a layer that is no Dense or DenseGeneral.
         """
-        base, adapters = _parts(self, variables)
-        with nn.intercept_methods(_Beside(adapters)):
+        base, adapters = _split_adapters(self, variables)
+        with nn.intercept_methods(_AdapterInterceptor(adapters)):
             return self.module.apply(base, *args, rngs=rngs, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
-class _Beside:
+class _AdapterInterceptor:
     """An interceptor for `flax.linen.intercept_methods` that adds what adapters give."""
 
     adapters: Mapping[str, Mapping[str, Any]]
@@ -75,14 +90,14 @@ class _Beside:
         y = call(*args, **kwargs)
         if adapter is None or context.method_name != "__call__":
             return y
-        if not isinstance(layer, _LINEAR):
-            raise ValueError(_no_dense(layer, "/".join(layer.path)))
+        if not isinstance(layer, _DENSE_LAYERS):
+            raise ValueError(_not_dense_message(layer, "/".join(layer.path)))
         rule, inputs = adapter["rule"], args[0] if args else kwargs["inputs"]
         if rule.dropout and layer.has_rng("dropout"):
             mask = jax.random.bernoulli(layer.make_rng("dropout"), 1 - rule.dropout, inputs.shape)
             inputs = jnp.where(mask, inputs / (1 - rule.dropout), 0)
         x, a, b = promote_dtype(inputs, adapter["lora_a"], adapter["lora_b"], dtype=layer.dtype)
-        return beside(y, x, a, b, _axes(layer)[0], rule)
+        return add_adapter_output(y, x, a, b, _dense_axes(layer)[0], rule)
 
 
 def add_lora(
@@ -129,15 +144,15 @@ def add_lora(
         >>> bool((adapted.apply(variables, x) == dense.apply(packed, x)).all()), variables["lora"]["lora_a"].shape
         (True, (64, 4))
     """
-    lora_rules, core = as_lora_rules(rules), _core(module)
+    lora_rules, core = as_lora_rules(rules), _linen_module_of(module)
     check_key("key", key)
-    if LORA in variables:
+    if LORA_COLLECTION in variables:
         raise ValueError("variables have adapters already; merge_lora or split_lora takes them out")
-    shapes = jax.eval_shape(unpacked, variables)
-    calls = seen_in(core, shapes, args, rngs, kwargs)
-    params, original_params = dict(params_of(variables)), params_of({} if original is None else original)
-    new_adapters: dict[Path, Array] = {}
-    rests: dict[Path, Array] = {}
+    shapes = jax.eval_shape(unpack_variables, variables)
+    calls = module_calls(core, shapes, args, rngs, kwargs)
+    params, original_params = dict(linen_params(variables)), linen_params({} if original is None else original)
+    new_adapters: dict[LinenPath, Array] = {}
+    rests: dict[LinenPath, Array] = {}
     layer_rules: dict[str, LoraRule] = {}
     used: set[int] = set()
     for path, (layer, _) in sorted(calls.items()):
@@ -148,28 +163,31 @@ def add_lora(
             continue
         used.add(number)
         rule, has_codes = lora_rules[number], isinstance(kernel, Packed)
-        if not isinstance(layer, _LINEAR):
-            raise ValueError(f"{_no_dense(layer, place)}; exclude the layer with '!{place}'")
-        key, layer_key = split(key)
-        sizes = tuple(map(len, _axes(layer)))
+        if not isinstance(layer, _DENSE_LAYERS):
+            raise ValueError(f"{_not_dense_message(layer, place)}; exclude the layer with '!{place}'")
+        key, layer_key = split_prng_key(key)
+        sizes = tuple(map(len, _dense_axes(layer)))
         exact = (
-            as_matrix(_numbers(original_params[*path, "kernel"]), *sizes)
+            weight_as_matrix(_linen_param_numbers(original_params[*path, "kernel"]), *sizes)
             if (*path, "kernel") in original_params
             else None
         )
         what = f"{type(layer).__name__} at {place!r}, by {rule}"
-        weight = as_matrix(_numbers(kernel), *sizes)
-        a, b, rest = first_adapter(rule, what, lambda layer_key=layer_key: layer_key, weight, exact, has_codes)
+        weight = weight_as_matrix(_linen_param_numbers(kernel), *sizes)
+        a, b, rest = initial_adapter(rule, what, lambda layer_key=layer_key: layer_key, weight, exact, has_codes)
         new_adapters |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
         rests |= {} if rest is None else {path: rest}
         layer_rules[place] = rule
-    check_used(lora_rules, used, ["/".join(path) for path in calls])
+    check_lora_rules_match(lora_rules, used, ["/".join(path) for path in calls])
     if rests:
-        matches = layers_of(core, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
+        matches = (
+            match_linen_layers(core, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
+        )
         params |= {
-            (*path, "kernel"): _put(params[*path, "kernel"], rest, matches.get(path)) for path, rest in rests.items()
+            (*path, "kernel"): _replace_param_value(params[*path, "kernel"], rest, matches.get(path))
+            for path, rest in rests.items()
         }
-    result = {**variables, "params": unflatten_dict(params), LORA: unflatten_dict(new_adapters)}
+    result = {**variables, "params": unflatten_dict(params), LORA_COLLECTION: unflatten_dict(new_adapters)}
     return Adapted(module, tuple(sorted(layer_rules.items()))), result
 
 
@@ -204,20 +222,20 @@ def merge_lora(
         ('Dense', True)
     """
     check_bool("requantize", requantize)
-    base, adapters = _parts(adapted, variables)
-    module, core, params = adapted.module, _core(adapted.module), dict(params_of(base))
-    shapes = jax.eval_shape(unpacked, base)
+    base, adapters = _split_adapters(adapted, variables)
+    module, core, params = adapted.module, _linen_module_of(adapted.module), dict(linen_params(base))
+    shapes = jax.eval_shape(unpack_variables, base)
     rules = module.rules if isinstance(module, Quantized) else ()
-    matches = layers_of(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
-    packed_places = [place for place in adapters if isinstance(params[*_path(place), "kernel"], Packed)]
+    matches = match_linen_layers(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
+    packed_places = [place for place in adapters if isinstance(params[*_linen_path(place), "kernel"], Packed)]
     for place, adapter in adapters.items():
-        leaf = params[*(path := _path(place)), "kernel"]
-        weight = merged_weight(_numbers(leaf), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
-        params[*path, "kernel"] = _put(leaf, weight, matches.get(path))
+        leaf = params[*(path := _linen_path(place)), "kernel"]
+        weight = merge_lora_weight(_linen_param_numbers(leaf), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
+        params[*path, "kernel"] = _replace_param_value(leaf, weight, matches.get(path))
     result = {**base, "params": unflatten_dict(params)}
     if requantize or not packed_places:
         return module, result
-    remaining = _left_alone(rules, packed_places, seen_in(core, shapes, args, rngs, kwargs), shapes)
+    remaining = _rules_excluding_layers(rules, packed_places, module_calls(core, shapes, args, rngs, kwargs), shapes)
     return (Quantized(core, remaining) if any(rule.rounds for rule in remaining) else core), result
 
 
@@ -244,7 +262,7 @@ def split_lora(adapted: Adapted, variables: Any) -> tuple[nn.Module | Quantized,
         >>> module is dense, list(base), adapters[""]["lora_b"].shape
         (True, ['params'], (4, 8))
     """
-    return adapted.module, *_parts(adapted, variables)
+    return adapted.module, *_split_adapters(adapted, variables)
 
 
 def save_lora(folder: str | os.PathLike[str], adapted: Adapted, variables: Any) -> None:
@@ -271,7 +289,7 @@ def save_lora(folder: str | os.PathLike[str], adapted: Adapted, variables: Any) 
         >>> bool((again.apply(loaded, x) == adapted.apply(variables, x)).all())
         True
     """
-    write_adapters(folder, _parts(adapted, variables)[1])
+    write_adapters(folder, _split_adapters(adapted, variables)[1])
 
 
 def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, variables: Any) -> tuple[Adapted, Any]:
@@ -295,60 +313,66 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
         Traceback (most recent call last):
         TypeError: module=None must be a module of Flax Linen, or a result of jchop.nn.linen.quantize
     """
-    _core(module)
-    kernels = {"/".join(path[:-1]): leaf for path, leaf in params_of(variables).items() if path[-1] == "kernel"}
+    _linen_module_of(module)
+    kernels = {"/".join(path[:-1]): leaf for path, leaf in linen_params(variables).items() if path[-1] == "kernel"}
     adapters = read_adapters(folder, kernels, lambda place: nn.meta.unbox(kernels[place]).shape)
     arrays = {
-        (*_path(place), name): part for place, new in adapters.items() for name, part in zip(_PARTS, new, strict=False)
+        (*_linen_path(place), name): part
+        for place, new in adapters.items()
+        for name, part in zip(_ADAPTER_ARRAYS, new, strict=False)
     }
     rules = tuple((place, adapters[place][2]) for place in sorted(adapters))
-    return Adapted(module, rules), {**variables, LORA: unflatten_dict(arrays)}
+    return Adapted(module, rules), {**variables, LORA_COLLECTION: unflatten_dict(arrays)}
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _core(module: Any) -> nn.Module:
+def _linen_module_of(module: Any) -> nn.Module:
     core = module.module if isinstance(module, Quantized) else module
     if isinstance(core, nn.Module):
         return core
-    raise TypeError(f"module={brief(module)} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize")
+    raise TypeError(
+        f"module={short_repr(module)} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize"
+    )
 
 
-def _path(place: str) -> Path:
+def _linen_path(place: str) -> LinenPath:
     return tuple(place.split("/")) if place else ()
 
 
-def _no_dense(layer: Any, place: str) -> str:
+def _not_dense_message(layer: Any, place: str) -> str:
     return f"{type(layer).__name__} at {place!r}: adapters are for flax.linen.Dense and DenseGeneral"
 
 
-def _axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _dense_axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes of inputs that a layer sums over, and the sizes of the axes of its outputs."""
     axis = getattr(layer, "axis", -1)
     both = ((value,) if isinstance(value, int) else tuple(value) for value in (axis, layer.features))
     return next(both), next(both)
 
 
-def _parts(model: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def _split_adapters(model: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
     base = dict(variables)
-    arrays: Any = flatten_dict(dict(base.pop(LORA, {})))
-    places = {(*_path(place), part): (place, part) for place, _ in model.rules for part in _PARTS}
+    arrays: Any = flatten_dict(dict(base.pop(LORA_COLLECTION, {})))
+    places = {(*_linen_path(place), part): (place, part) for place, _ in model.rules for part in _ADAPTER_ARRAYS}
     if other := set(arrays) ^ set(places):
-        raise ValueError(f"variables['{LORA}'] and the adapters of the module differ in {'/'.join(min(other))!r}")
+        raise ValueError(
+            f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {'/'.join(min(other))!r}"
+        )
     adapters: dict[str, dict[str, Any]] = {place: {"rule": rule} for place, rule in model.rules}
     for keys, (place, part) in places.items():
         adapters[place][part] = arrays[keys]
     return base, adapters
 
 
-def _numbers(leaf: Any) -> Array:
+def _linen_param_numbers(leaf: Any) -> Array:
     """The numbers of a parameter: packed, in a box, or as they are."""
     return leaf.unpack() if isinstance(leaf, Packed) else jnp.asarray(nn.meta.unbox(leaf))
 
 
-def _put(leaf: Any, weight: Array, match: Any) -> Any:
+def _replace_param_value(leaf: Any, weight: Array, match: Any) -> Any:
     """A new weight in the form of a parameter; a packed one is packed again as `match` says, if there is one."""
     if not isinstance(leaf, Packed):
         return nn.meta.replace_boxed(leaf, weight.reshape(nn.meta.unbox(leaf).shape))
@@ -359,14 +383,14 @@ def _put(leaf: Any, weight: Array, match: Any) -> Any:
     return Packed(codes, layout, weight.shape)
 
 
-def _left_alone(rules: tuple[Rule, ...], places: list[str], calls: Any, shapes: Any) -> tuple[Rule, ...]:
+def _rules_excluding_layers(rules: tuple[Rule, ...], places: list[str], calls: Any, shapes: Any) -> tuple[Rule, ...]:
     """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
     all_rules = (Rule(" ".join(f"/{place}/" if place else "/" for place in places)), *rules)
     used: dict[int | None, set[str]] = {}
-    for path, (params, _, own) in decided_layers(calls, rules, shapes).items():
+    for path, (params, _, own) in linen_layer_rules(calls, rules, shapes).items():
         layer = calls[path][0] if path in calls else None
-        kind = KINDS.get(type(layer))
+        kind = LINEN_KINDS.get(type(layer))
         fields = () if kind is None else {name for name in kind.fields(params) if getattr(own, name, None) is not None}
-        used.setdefault(number_of(path, layer, all_rules), set()).update(fields)
-    idle = {number: dict.fromkeys(name for name in FIELDS if name not in used[number]) for number in used}
+        used.setdefault(linen_rule_index(path, layer, all_rules), set()).update(fields)
+    idle = {number: dict.fromkeys(name for name in ROUNDING_FIELDS if name not in used[number]) for number in used}
     return tuple(replace(rule, **idle[number]) for number, rule in enumerate(all_rules) if number in used)

@@ -12,19 +12,19 @@ from flax import linen as nn
 from flax.core.scope import in_filter
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop._products.quantize_fn import QuantizedFunction
-from jchop._products.rule import Rule
-from jchop._products.scale_from import LSQ
-from jchop._products.scales.sites import Scales
-from jchop._products.traced.call import arguments_of, numbered
-from jchop._products.traced.report import ProgramReport
-from jchop._products.traced.resolved import check_weights
-from jchop._products.weights import is_packed, numbers_of
-from jchop.nn._linen.layers import seen_in
-from jchop.nn._linen.scales import STATE
-from jchop.ptq._quantize import calibrated
+from jchop._quantized.products.rule import Rule
+from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.program.call import batch_arguments, enumerate_batches
+from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
+from jchop._quantized.program.quantized_program import check_weight_rules
+from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.scale_slots import Scales
+from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop.nn._linen.layers import module_calls
+from jchop.nn._linen.scales import SCALE_COLLECTION
+from jchop.ptq._data.passes import check_batches, map_batches
+from jchop.ptq._quantize import calibrate_params
 from jchop.ptq._report import PtqReport
-from jchop.ptq._run import changed_batches, check_batches
 
 __all__ = ["Program"]
 
@@ -76,7 +76,7 @@ class Program:
         function = self._function(variables, args, rngs, kwargs)
         new_scales = function.start(params, rest, args, rngs, kwargs, key=self._key(rngs))
         scales = (new | old for new, old in zip(new_scales, old_scales, strict=True))
-        return {**variables, **_with_scales(params, Scales(*scales))}
+        return {**variables, **_param_and_scale_collections(params, Scales(*scales))}
 
     def calibrate(
         self, variables: Any, batches: Iterable[Any], *, method: str = "minmax", combine: str = "widest",
@@ -93,13 +93,13 @@ class Program:
             kwargs: as of `apply`.
         """
         params, rest, old_scales = self._split_variables(variables)
-        calls = [arguments_of(batch) for _, batch in numbered(batches)]
+        calls = [batch_arguments(batch) for _, batch in enumerate_batches(batches)]
         function = self._function(variables, calls[0], rngs, kwargs)
         scales = function.calibrate(
             params, [(rest, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=old_scales,
             key=self._key(rngs),
         )  # fmt: skip
-        return {**variables, **_with_scales(params, scales)}
+        return {**variables, **_param_and_scale_collections(params, scales)}
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The result of the module under the rules, with the arguments of Linen's `apply`, ``method`` too.
@@ -119,11 +119,11 @@ class Program:
         """
         params, rest, scales = self._split_variables(variables)
         function, key = self._function(variables, args, rngs, kwargs), self._key(rngs)
-        if not scales.stats or not in_filter(kwargs.get("mutable", False), STATE):
+        if not scales.stats or not in_filter(kwargs.get("mutable", False), SCALE_COLLECTION):
             call_scales = scales if self._keeps or scales.stats else None
             return function(params, rest, args, rngs, kwargs, scales=call_scales, key=key)
         (y, after), scales = function.update(params, rest, args, rngs, kwargs, scales=scales, key=key)
-        return y, {**after, STATE: _nested(scales.stats)}
+        return y, {**after, SCALE_COLLECTION: _nest_params(scales.stats)}
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The variables with the rounded parameters stored packed, in their own shapes and boxes, for `apply`.
@@ -138,12 +138,12 @@ class Program:
         """
         params, rest, scales = self._split_variables(variables)
         function = self._function(variables, args, rngs, kwargs)
-        check_weights([function.resolved(params, rest, args, rngs, kwargs)])
+        check_weight_rules([function.resolved(params, rest, args, rngs, kwargs)])
         packed_params = function.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
         activation_scales = {
             name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")
         }
-        return {**variables, **_with_scales(packed_params, scales._replace(learned=activation_scales))}
+        return {**variables, **_param_and_scale_collections(packed_params, scales._replace(learned=activation_scales))}
 
     def quantize_with_data(
         self,
@@ -170,10 +170,10 @@ class Program:
         if any(rule.layer is not None for rule in self.rules):  # a call shows the classes of layers
             check_batches(batches, again=False)
             batches = [*batches]
-            first = arguments_of(batches[0]) if batches else ()
+            first = batch_arguments(batches[0]) if batches else ()
         function = self._function(variables, first, rngs, {})
-        calls = changed_batches(batches, lambda args: (rest, args, rngs, {}))
-        packed_params, report = calibrated(function, params, calls, steps, sequential, self._key(rngs), progress)
+        calls = map_batches(batches, lambda args: (rest, args, rngs, {}))
+        packed_params, report = calibrate_params(function, params, calls, steps, sequential, self._key(rngs), progress)
         return {**rest, "params": packed_params}, report
 
     def report(
@@ -192,15 +192,17 @@ class Program:
         """The parameters, the other collections, and the kept scales."""
         collections = dict(variables)
         params = collections.pop("params", {})
-        stats: dict[str, Any] = flatten_dict(dict(collections.pop(STATE, {})), sep="/")  # type: ignore[assignment]
+        stats: dict[str, Any] = flatten_dict(dict(collections.pop(SCALE_COLLECTION, {})), sep="/")  # type: ignore[assignment]
         if not any(isinstance(rule.scale_from, LSQ) for rule in self.rules):
             return params, collections, Scales({}, stats)
-        leaves = _flat(params)
+        leaves = _flatten_params(params)
         learned_scales = {
-            name: value for name, value in leaves.items() if (match := _LEARNED.fullmatch(name)) and match[1] in leaves
+            name: value
+            for name, value in leaves.items()
+            if (match := _LEARNED_SCALE_NAME.fullmatch(name)) and match[1] in leaves
         }
         return (
-            _nested({name: v for name, v in leaves.items() if name not in learned_scales}),
+            _nest_params({name: v for name, v in leaves.items() if name not in learned_scales}),
             collections,
             Scales(learned_scales, stats),
         )
@@ -211,7 +213,9 @@ class Program:
 
         classes = {}
         if any(rule.layer is not None for rule in self.rules):
-            calls = seen_in(self.module, jax.tree.map(_unpacked, variables, is_leaf=is_packed), args, rngs, kwargs)
+            calls = module_calls(
+                self.module, jax.tree.map(_unpack_param, variables, is_leaf=is_packed_param), args, rngs, kwargs
+            )
             classes = {
                 "/".join((*path, name)): type(layer).__name__ for path, (layer, own) in calls.items() for name in own
             }
@@ -227,26 +231,26 @@ class Program:
         return rngs[name]
 
 
-def _unpacked(leaf: Any) -> Any:
-    return numbers_of(leaf) if is_packed(leaf) else leaf
+def _unpack_param(leaf: Any) -> Any:
+    return unpack_param(leaf) if is_packed_param(leaf) else leaf
 
 
-def _flat(params: Any) -> dict[str, Any]:
+def _flatten_params(params: Any) -> dict[str, Any]:
     """Parameters by path, with their boxes."""
     is_box = lambda _, x: isinstance(x, nn.meta.AxisMetadata)  # noqa: E731
     return flatten_dict(dict(params), sep="/", is_leaf=is_box)  # type: ignore[return-value]
 
 
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_params(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(dict(leaves), sep="/")
 
 
-def _with_scales(params: Any, scales: Scales) -> dict[str, Any]:
+def _param_and_scale_collections(params: Any, scales: Scales) -> dict[str, Any]:
     """The collections that hold parameters and kept scales."""
     if scales.learned:
-        params = _nested({**_flat(params), **scales.learned})
-    return {"params": params, **({STATE: _nested(scales.stats)} if scales.stats else {})}
+        params = _nest_params({**_flatten_params(params), **scales.learned})
+    return {"params": params, **({SCALE_COLLECTION: _nest_params(scales.stats)} if scales.stats else {})}
 
 
 #: The name of a learned scale, and that of its parameter.
-_LEARNED = re.compile(r"(.+)_(?:weight|activation)_scale(?:_[0-9]+)?")
+_LEARNED_SCALE_NAME = re.compile(r"(.+)_(?:weight|activation)_scale(?:_[0-9]+)?")

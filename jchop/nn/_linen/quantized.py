@@ -13,34 +13,40 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export
 
-from jchop._checks import check_choice
-from jchop._products.codes import Coded, codes_of
-from jchop._products.layout import Layout, check_finite, round_in
-from jchop._products.rule import Rule, is_stochastic
-from jchop._products.scale_from import DelayedScaling
-from jchop._products.units import PLATFORMS
-from jchop._settings import split
-from jchop.nn._linen.cache import CACHE
-from jchop.nn._linen.call import Interceptor
-from jchop.nn._linen.kinds import scale_name
-from jchop.nn._linen.layers import Found, Path, layers_of, params_of, seen_in
-from jchop.nn._linen.report import report_of
-from jchop.nn._linen.scales import begun
+from jchop._common.checks import check_choice
+from jchop._common.settings import split_prng_key
+from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM
+from jchop._quantized.products.codes import CodedArray, param_codes
+from jchop._quantized.products.operand_layout import OperandLayout, check_finite, round_in_layout
+from jchop._quantized.products.rule import Rule, is_stochastic
+from jchop._quantized.products.scale_from import DelayedScaling
+from jchop._spec.spec import Spec
+from jchop.nn._linen.cache import CACHE_COLLECTION
+from jchop.nn._linen.interceptor import RoundingInterceptor
+from jchop.nn._linen.layer_kinds import learned_scale_name
+from jchop.nn._linen.layers import (
+    LayerMatch,
+    LinenPath,
+    linen_params,
+    match_linen_layers,
+    module_calls,
+)
+from jchop.nn._linen.report import linen_report
+from jchop.nn._linen.scales import initial_linen_scales
 from jchop.nn._report import ModelReport
-from jchop.spec import Spec
 from jchop.storage import QArray, dequantize
-from jchop.storage._array import Rearranged, refuse_parts
-from jchop.storage._layout import over_stack
+from jchop.storage._array import PackedParam, refuse_qarray_dicts
+from jchop.storage._axis_groupings import map_over_stack
 from jchop.storage._quantize import requantize
 
 Array = jax.Array
 
-__all__ = ["Packed", "Quantized", "unpacked"]
+__all__ = ["Packed", "Quantized", "unpack_variables"]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["layout", "shape"])
 @dataclass(frozen=True)
-class Packed(Rearranged):
+class Packed(PackedParam):
     """A packed parameter among the variables of a Linen module.
 
     Args:
@@ -51,12 +57,12 @@ class Packed(Rearranged):
     """
 
     stored: QArray
-    layout: Layout
+    layout: OperandLayout
     shape: tuple[int, ...]
 
-    def codes(self) -> Coded:
+    def codes(self) -> CodedArray:
         """The codes, in the form that the module expects."""
-        return codes_of(self.stored, self.layout, self.shape)
+        return param_codes(self.stored, self.layout, self.shape)
 
     @property
     def _stack(self) -> int:
@@ -69,25 +75,28 @@ class Packed(Rearranged):
     def dequantize(self, dtype: Any = None) -> Array:
         """`unpack`, in a dtype."""
         shape = self.shape[self._stack :]
-        return over_stack(self._stack, lambda q: self.layout.back(dequantize(q, dtype), shape), self.stored)
+        return map_over_stack(self._stack, lambda q: self.layout.back(dequantize(q, dtype), shape), self.stored)
 
     def requantize(self, x: Array, key: Array | None = None) -> Packed:
         """Other numbers of the parameter, packed in the same way."""
-        return replace(self, stored=requantize(self.stored, over_stack(self._stack, self.layout.lay, x), key))
+        return replace(self, stored=requantize(self.stored, map_over_stack(self._stack, self.layout.lay, x), key))
 
 
-def _to_bytes(static: tuple[Layout, tuple[int, ...]]) -> bytes:
+def _packed_layout_to_bytes(static: tuple[OperandLayout, tuple[int, ...]]) -> bytes:
     layout, shape = static
     return json.dumps([layout.free, layout.contracting, shape]).encode()
 
 
-def _from_bytes(data: bytes) -> tuple[Layout, tuple[int, ...]]:
+def _packed_layout_from_bytes(data: bytes) -> tuple[OperandLayout, tuple[int, ...]]:
     free_axes, sum_axes, shape = map(tuple, json.loads(data))
-    return Layout(free_axes, sum_axes), shape
+    return OperandLayout(free_axes, sum_axes), shape
 
 
 export.register_pytree_node_serialization(
-    Packed, serialized_name="jchop.nn.linen.Packed", serialize_auxdata=_to_bytes, deserialize_auxdata=_from_bytes
+    Packed,
+    serialized_name="jchop.nn.linen.Packed",
+    serialize_auxdata=_packed_layout_to_bytes,
+    deserialize_auxdata=_packed_layout_from_bytes,
 )
 
 
@@ -119,8 +128,8 @@ class Quantized:
         if all(rule.scale_from is None and rule.cache is None for rule in self.rules):
             return variables
         more = {name: value for name, value in kwargs.items() if name not in ("mutable", "capture_intermediates")}
-        cache = {name: value for name, value in variables.items() if name == CACHE}
-        others = {name: value for name, value in variables.items() if name != CACHE}
+        cache = {name: value for name, value in variables.items() if name == CACHE_COLLECTION}
+        others = {name: value for name, value in variables.items() if name != CACHE_COLLECTION}
         return {**cache, **self.start(others, *args, rngs=rngs, **more)}
 
     def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -153,18 +162,25 @@ class Quantized:
             >>> {name: value.shape for name, value in sorted(variables["params"].items())}
             {'bias': (3,), 'kernel': (8, 3), 'weight_scale': (3, 2)}
         """
-        if any(isinstance(leaf, Packed) for leaf in params_of(variables).values()):
+        if any(isinstance(leaf, Packed) for leaf in linen_params(variables).values()):
             raise ValueError("variables are packed; start with those that are not")
         # Layers decode only if there is a cache; without one they process whole sequences.
-        kwargs, collections = {**kwargs, "mutable": True}, {name: v for name, v in variables.items() if name != CACHE}
-        layers = layers_of(self.module, self.rules, collections, args, rngs, kwargs)
-        for name, new in begun(layers, params_of(variables)).items():
+        kwargs, collections = (
+            {**kwargs, "mutable": True},
+            {name: v for name, v in variables.items() if name != CACHE_COLLECTION},
+        )
+        layers = match_linen_layers(self.module, self.rules, collections, args, rngs, kwargs)
+        for name, new in initial_linen_scales(layers, linen_params(variables)).items():
             collections[name] = unflatten_dict({**new, **flatten_dict(dict(collections.get(name, {})))})
         result = {**variables, **collections}
         if any(match.needs_run for match in layers.values()):
             _, after = self._call(collections, args, rngs, kwargs, starting=True)
-            result["params"] = unflatten_dict({**params_of(after), **params_of(collections)})
-            result |= {CACHE: after[CACHE]} if CACHE in after and CACHE not in variables else {}
+            result["params"] = unflatten_dict({**linen_params(after), **linen_params(collections)})
+            result |= (
+                {CACHE_COLLECTION: after[CACHE_COLLECTION]}
+                if CACHE_COLLECTION in after and CACHE_COLLECTION not in variables
+                else {}
+            )
         return result
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -203,8 +219,8 @@ class Quantized:
             ValueError, NotImplementedError: as `apply`; and for a rule with a `DelayedScaling`, which is for training,
                 or a kernel that is changed before the product, as by `flax.linen.SpectralNorm`.
         """
-        layers = layers_of(self.module, self.rules, unpacked(variables), args, rngs, kwargs)
-        keys, leaves = _Keys(rngs), dict(params_of(variables))
+        layers = match_linen_layers(self.module, self.rules, unpack_variables(variables), args, rngs, kwargs)
+        keys, leaves = _ParamKeys(rngs), dict(linen_params(variables))
         for path, match in layers.items():
             if isinstance(match.rule.scale_from, DelayedScaling) and match.kind.keeps_scales:
                 raise ValueError(f"{match.rule}: a history of scales is for training; leave scale_from out to pack")
@@ -219,8 +235,8 @@ class Quantized:
                         f"variables['params'] hold {'/'.join((*path, name))!r} in a box ({type(value).__name__}): pass "
                         "program=True to quantize, or unbox it by flax.linen.meta.unbox"
                     )
-                scale = leaves.pop((*path, scale_name(role)), None) if role == "weight" else None
-                leaves[(*path, name)] = _packed(match, name, value, keys.of(match.rule, spec)[0], scale)
+                scale = leaves.pop((*path, learned_scale_name(role)), None) if role == "weight" else None
+                leaves[(*path, name)] = _pack_linen_param(match, name, value, keys.of(match.rule, spec)[0], scale)
         return {**variables, "params": unflatten_dict(leaves)}
 
     def report(
@@ -246,15 +262,15 @@ class Quantized:
             stays wide: bias (2,): Rule('*', weight=float8_e4m3) has no bias
         """
         if platform is not None:
-            check_choice("platform", platform, tuple(PLATFORMS))
-        return report_of(seen_in(self.module, variables, args, rngs, kwargs), self.rules, variables, platform)
+            check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
+        return linen_report(module_calls(self.module, variables, args, rngs, kwargs), self.rules, variables, platform)
 
     def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
-        plain = unpacked(variables)
-        layers = layers_of(self.module, self.rules, plain, args, rngs, kwargs)
+        plain = unpack_variables(variables)
+        layers = match_linen_layers(self.module, self.rules, plain, args, rngs, kwargs)
         packed_kernels = _packed_kernels(variables, layers)
-        keys = _Keys(rngs)
-        weights = dict(params_of(plain))
+        keys = _ParamKeys(rngs)
+        weights = dict(linen_params(plain))
         for path, match in layers.items():
             for name, role in match.kind.parameters.items():
                 spec = match.spec(name)
@@ -262,17 +278,20 @@ class Quantized:
                 if spec is None or inside or path in packed_kernels or (*path, name) not in weights:
                     continue
                 value, layout = weights[(*path, name)], match.layout(name)
-                weights[(*path, name)] = over_stack(
-                    match.stack_ndim(name, value), partial(_round_in, layout, spec), value, *keys.of(match.rule, spec)
+                weights[(*path, name)] = map_over_stack(
+                    match.stack_ndim(name, value),
+                    partial(_round_linen_param, layout, spec),
+                    value,
+                    *keys.of(match.rule, spec),
                 )
         rules = {path: match.rule for path, match in layers.items()}
-        with nn.intercept_methods(Interceptor(rules, packed_kernels, starting)):
+        with nn.intercept_methods(RoundingInterceptor(rules, packed_kernels, starting)):
             return self.module.apply({**variables, "params": unflatten_dict(weights)}, *args, rngs=rngs, **kwargs)
 
 
-def unpacked(variables: Any) -> Any:
+def unpack_variables(variables: Any) -> Any:
     """Variables as the module itself has them."""
-    refuse_parts("variables", variables)
+    refuse_qarray_dicts("variables", variables)
 
     def of(leaf: Any) -> Any:
         return leaf.unpack() if isinstance(leaf, Packed) else dequantize(leaf) if isinstance(leaf, QArray) else leaf
@@ -280,22 +299,22 @@ def unpacked(variables: Any) -> Any:
     return jax.tree.map(of, variables, is_leaf=lambda leaf: isinstance(leaf, Packed | QArray))
 
 
-def _round_in(layout: Layout | None, spec: Spec, x: Array, *keys: Array | None) -> Array:
-    return round_in(layout, x, spec, *keys)
+def _round_linen_param(layout: OperandLayout | None, spec: Spec, x: Array, *keys: Array | None) -> Array:
+    return round_in_layout(layout, x, spec, *keys)
 
 
-def _packed(match: Found, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
+def _pack_linen_param(match: LayerMatch, name: str, value: Array, key: Array | None, scale: Array | None) -> Packed:
     check_finite(value, f"{name} of the {match.place}")
     return Packed(*match.pack_param(name, match.times_mask(name, value), key, scale), value.shape)
 
 
-def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, Packed | None]:
+def _packed_kernels(variables: Any, layers: Mapping[LinenPath, LayerMatch]) -> dict[LinenPath, Packed | None]:
     """The layers with packed parameters, and their packed kernels.
 
     Raises:
         ValueError: for a parameter that is packed as the rules do not say.
     """
-    packed_params = {path: leaf for path, leaf in params_of(variables).items() if isinstance(leaf, Packed)}
+    packed_params = {path: leaf for path, leaf in linen_params(variables).items() if isinstance(leaf, Packed)}
     for (*above, name), leaf in packed_params.items():
         match = layers.get(tuple(above))
         spec = None if match is None else match.packed_spec(name, leaf.shape, leaf.stored.dtype)
@@ -309,7 +328,7 @@ def _packed_kernels(variables: Any, layers: Mapping[Path, Found]) -> dict[Path, 
     return {path[:-1]: packed_params.get((*path[:-1], "kernel")) for path in packed_params}
 
 
-class _Keys:
+class _ParamKeys:
     """Keys of parameters, one after the other, from the streams of a call."""
 
     def __init__(self, rngs: Any) -> None:
@@ -322,5 +341,5 @@ class _Keys:
         if not isinstance(self.rngs, Mapping) or name not in self.rngs:
             raise ValueError(f"{rule} rounds stochastically: pass rngs={{{name!r}: a key}}")
         self.count += 1
-        forward, backward = split(jax.random.fold_in(self.rngs[name], self.count))
+        forward, backward = split_prng_key(jax.random.fold_in(self.rngs[name], self.count))
         return forward, backward

@@ -8,16 +8,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._products.rule import FIELDS, Rule
-from jchop._products.units import operands_on
-from jchop.nn._linen.kinds import KINDS
-from jchop.nn._linen.layers import Decided, Found, Path, Seen, decided_layers
-from jchop.nn._report import LayerRow, ModelReport, bytes_of, why_wide
+from jchop._quantized.products.chip_operands import operand_types_on
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule
+from jchop.nn._linen.layer_kinds import LINEN_KINDS
+from jchop.nn._linen.layers import (
+    LayerMatch,
+    LinenLayerRule,
+    LinenPath,
+    ModuleCalls,
+    linen_layer_rules,
+)
+from jchop.nn._report import (
+    LayerRow,
+    ModelReport,
+    bytes_of_tree,
+    why_wide,
+)
 
-__all__ = ["report_of"]
+__all__ = ["linen_report"]
 
 
-def report_of(calls: Seen, rules: Sequence[Rule], variables: Any, platform: str | None) -> ModelReport:
+def linen_report(calls: ModuleCalls, rules: Sequence[Rule], variables: Any, platform: str | None) -> ModelReport:
     """A row for everything with parameters and for every layer that ran.
 
     Args:
@@ -26,13 +37,17 @@ def report_of(calls: Seen, rules: Sequence[Rule], variables: Any, platform: str 
         variables: unpacked.
         platform: of the operands that reach its units; None for none.
     """
-    layer_rules = decided_layers(calls, rules, variables)
-    return ModelReport(tuple(_row(path, layer_rules[path], calls, rules, platform) for path in sorted(layer_rules)))
+    layer_rules = linen_layer_rules(calls, rules, variables)
+    return ModelReport(
+        tuple(_linen_layer_row(path, layer_rules[path], calls, rules, platform) for path in sorted(layer_rules))
+    )
 
 
-def _row(path: Path, one: Decided, calls: Seen, rules: Sequence[Rule], platform: str | None) -> LayerRow:
+def _linen_layer_row(
+    path: LinenPath, one: LinenLayerRule, calls: ModuleCalls, rules: Sequence[Rule], platform: str | None
+) -> LayerRow:
     layer, shapes = calls.get(path, (None, {}))
-    (params, number, rule), kind = one, KINDS.get(type(layer))
+    (params, number, rule), kind = one, LINEN_KINDS.get(type(layer))
     matching_rule = None if number is None else rules[number]
     name = "parameters" if layer is None else type(layer).__name__
     wide = []
@@ -40,24 +55,26 @@ def _row(path: Path, one: Decided, calls: Seen, rules: Sequence[Rule], platform:
         why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
         if why is not None:
             wide.append(("/".join((*path, key)), tuple(value.shape), why))
-    before = after = sum(map(bytes_of, params.values()))
+    before = after = sum(map(bytes_of_tree, params.values()))
     specs: tuple[tuple[str, str], ...] = ()
     operands = ""
     if kind is not None and rule is not None:
         fields = kind.fields(params)
-        specs = tuple((f, str(getattr(rule, f))) for f in FIELDS if f in fields and getattr(rule, f) is not None)
-        match = Found(layer, rule, shapes)
+        specs = tuple(
+            (f, str(getattr(rule, f))) for f in ROUNDING_FIELDS if f in fields and getattr(rule, f) is not None
+        )
+        match = LayerMatch(layer, rule, shapes)
         for key in [key for key in kind.parameters if key in params and match.spec(key) is not None]:
-            after += bytes_of(_packed(match, key, params[key])) - bytes_of(params[key])
+            after += bytes_of_tree(_packed_linen_shape(match, key, params[key])) - bytes_of_tree(params[key])
         if platform is not None and kind.hook is not None:
             carrier = jnp.dtype(getattr(layer, "dtype", None) or jnp.result_type(*params.values())).name
-            operands = operands_on(platform, rule, carrier, bool(params), kind.operation == "dot_general")
+            operands = operand_types_on(platform, rule, carrier, bool(params), kind.operation == "dot_general")
     rule_text = "" if matching_rule is None else str(matching_rule)
     return LayerRow(
         "/".join(path), name, rule_text, specs, before, after, kind is not None, operands=operands, wide=tuple(wide)
     )
 
 
-def _packed(match: Found, name: str, value: Any) -> Any:
+def _packed_linen_shape(match: LayerMatch, name: str, value: Any) -> Any:
     match.check_axes()
     return jax.eval_shape(lambda value: match.pack_param(name, value, jax.random.key(0))[0], value)

@@ -9,30 +9,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._products.contraction import Roundings
-from jchop._products.layout import Layout
-from jchop._products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
-from jchop._products.scales.formulas import moved, remembered, round_stepwise, round_within, span_of, step_of
-from jchop._settings import split
-from jchop.nn._linen.kinds import scale_name
-from jchop.nn._linen.layers import Found, Path
-from jchop.nn._nnx.attach import fitted
-from jchop.spec import Spec
+from jchop._common.settings import split_prng_key
+from jchop._quantized.products.contraction import ProductRoundings
+from jchop._quantized.products.operand_layout import OperandLayout
+from jchop._quantized.products.scale_from import (
+    LSQ,
+    DelayedScaling,
+    MovingAverage,
+    ScaleFrom,
+)
+from jchop._quantized.scales.formulas import (
+    finite_range,
+    initial_scale,
+    round_in_range,
+    round_lsq_operand,
+    update_history,
+    update_range,
+)
+from jchop._spec.spec import Spec
+from jchop.nn._linen.layer_kinds import learned_scale_name
+from jchop.nn._linen.layers import LayerMatch, LinenPath
+from jchop.nn._nnx.attach import fit_param_scales
 
 Array = jax.Array
 
-__all__ = ["STATE", "begun", "prepared"]
+__all__ = ["SCALE_COLLECTION", "initial_linen_scales", "round_linen_operands"]
 
 #: The collection of ranges and histories; learned scales are parameters.
-STATE = "scale_stats"
+SCALE_COLLECTION = "scale_stats"
 #: The operands of a product, each with the field of a rule that rounds it.
-_OPERANDS = (("left", "activation"), ("right", "weight"))
+_OPERAND_ROLES = (("left", "activation"), ("right", "weight"))
 
 
-def prepared(
-    layer: Any, source: ScaleFrom | None, layout: Layout, how: Roundings, x: Array, w: Array, key: Array | None,
-    starting: bool,
-) -> tuple[Array, Array, Roundings, Array | None]:  # fmt: skip
+def round_linen_operands(
+    layer: Any, source: ScaleFrom | None, layout: OperandLayout, how: ProductRoundings, x: Array, w: Array,
+    key: Array | None, starting: bool,
+) -> tuple[Array, Array, ProductRoundings, Array | None]:  # fmt: skip
     """The operands of a product, rounded if their scales are kept, and the remaining roundings.
 
     Args:
@@ -48,43 +60,47 @@ def prepared(
     if source is None:
         return x, w, how, key
     operands = [x, w]
-    for i, (side, role) in enumerate(_OPERANDS):
+    for i, (side, role) in enumerate(_OPERAND_ROLES):
         spec = getattr(how, side)
         if spec is None or role not in source.fields:
             continue
-        operand_key, key = (None, None) if key is None else split(key)
+        operand_key, key = (None, None) if key is None else split_prng_key(key)
         operand_layout = layout if role == "weight" else None
-        operands[i] = _rounded(layer, source, role, spec, operand_layout, operands[i], operand_key, starting)
+        operands[i] = _round_linen_operand(
+            layer, source, role, spec, operand_layout, operands[i], operand_key, starting
+        )
         how = replace(how, **{side: None})
     return operands[0], operands[1], how, key
 
 
-def _rounded(
-    layer: Any, source: ScaleFrom, role: str, spec: Spec, layout: Layout | None, x: Array, key: Array | None,
+def _round_linen_operand(
+    layer: Any, source: ScaleFrom, role: str, spec: Spec, layout: OperandLayout | None, x: Array, key: Array | None,
     starting: bool,
 ) -> Array:  # fmt: skip
     if isinstance(source, LSQ):
-        name = scale_name(role)
+        name = learned_scale_name(role)
         if starting and role == "activation":
             if not layer.has_variable("params", name):
-                layer.put_variable("params", name, step_of(span_of(x), spec))
+                layer.put_variable("params", name, initial_scale(finite_range(x), spec))
             return x  # as `calibrate` runs a layer: its input is seen, not rounded
         shape = () if layout is None else None  # that of a kernel is for `quantize` to see
-        return round_stepwise(source, layout, x, spec, _held(layer, "params", name, shape), key)
-    fixed = starting or not layer.is_mutable_collection(STATE)
+        return round_lsq_operand(source, layout, x, spec, _scale_variable(layer, "params", name, shape), key)
+    fixed = starting or not layer.is_mutable_collection(SCALE_COLLECTION)
     if isinstance(source, MovingAverage):
         name = f"{role}_range"
-        span = after = moved(source, _held(layer, STATE, name, (2,)), x, fixed)
+        span = after = update_range(source, _scale_variable(layer, SCALE_COLLECTION, name, (2,)), x, fixed)
     else:
         assert isinstance(source, DelayedScaling)
         name = f"{role}_history"
-        span, after = remembered(source, _held(layer, STATE, name, (source.length,)), x)
+        span, after = update_history(source, _scale_variable(layer, SCALE_COLLECTION, name, (source.length,)), x)
     if not fixed:
-        layer.put_variable(STATE, name, after)
-    return round_within(x, spec, span, key)
+        layer.put_variable(SCALE_COLLECTION, name, after)
+    return round_in_range(x, spec, span, key)
 
 
-def begun(layers: Mapping[Path, Found], params: Mapping[Path, Array]) -> dict[str, dict[Path, Array]]:
+def initial_linen_scales(
+    layers: Mapping[LinenPath, LayerMatch], params: Mapping[LinenPath, Array]
+) -> dict[str, dict[LinenPath, Array]]:
     """The state of layers before their first call: by collection, then by path.
 
     The learned scale of an activation is not among them: `round_linen_operands` begins it, in a call on data.
@@ -93,15 +109,15 @@ def begun(layers: Mapping[Path, Found], params: Mapping[Path, Array]) -> dict[st
         layers: by path.
         params: by path.
     """
-    new: dict[str, dict[Path, Array]] = {}
+    new: dict[str, dict[LinenPath, Array]] = {}
     for path, match in layers.items():
         if match.kind.keeps_scales:
-            for collection, name, value in _begin(match, params[(*path, "kernel")]):
+            for collection, name, value in _initial_layer_scales(match, params[(*path, "kernel")]):
                 new.setdefault(collection, {})[(*path, name)] = value
     return new
 
 
-def _begin(match: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
+def _initial_layer_scales(match: LayerMatch, kernel: Array) -> Iterator[tuple[str, str, Array]]:
     rule, layout, stack = match.rule, match.layout("kernel"), match.stack_ndim("kernel", kernel)
     source, shape = rule.scale_from, kernel.shape[:stack]
     for role in () if source is None else source.fields:
@@ -109,15 +125,19 @@ def _begin(match: Found, kernel: Array) -> Iterator[tuple[str, str, Array]]:
         if spec is None:
             continue
         if isinstance(source, MovingAverage):
-            yield STATE, f"{role}_range", jnp.full((*shape, 2), jnp.nan)
+            yield SCALE_COLLECTION, f"{role}_range", jnp.full((*shape, 2), jnp.nan)
         elif isinstance(source, DelayedScaling):
-            yield STATE, f"{role}_history", jnp.zeros((*shape, source.length))
+            yield SCALE_COLLECTION, f"{role}_history", jnp.zeros((*shape, source.length))
         elif role == "weight":
             assert layout is not None
-            yield "params", scale_name(role), fitted(match.in_compute_dtype(kernel), layout, stack, spec)
+            yield (
+                "params",
+                learned_scale_name(role),
+                fit_param_scales(match.in_compute_dtype(kernel), layout, stack, spec),
+            )
 
 
-def _held(layer: Any, collection: str, name: str, shape: tuple[int, ...] | None) -> Array:
+def _scale_variable(layer: Any, collection: str, name: str, shape: tuple[int, ...] | None) -> Array:
     if not layer.has_variable(collection, name):
         raise ValueError(
             f"{type(layer).__name__} at {'/'.join(layer.path)!r} has no {name!r} in variables[{collection!r}]: take "

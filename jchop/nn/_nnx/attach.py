@@ -11,45 +11,52 @@ import jax.core
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jchop._products.codes import in_own_shape
-from jchop._products.contraction import Roundings
-from jchop._products.layout import Layout, check_axes, check_finite
-from jchop._products.rule import Rule, StreamOffset, is_stochastic, left_alone, refuse_codes, refuse_turn
-from jchop._products.scale_from import LSQ, DelayedScaling, ScaleFrom
+from jchop._quantized.products.codes import restore_param_axes
+from jchop._quantized.products.contraction import ProductRoundings
+from jchop._quantized.products.operand_layout import OperandLayout, check_finite, check_layout_axes
+from jchop._quantized.products.rule import (
+    Location,
+    Rule,
+    exclusion_advice,
+    is_stochastic,
+    refuse_code_products,
+    refuse_forward_rotation,
+)
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop._round.round_to_format import round_to_format
-from jchop.nn._nnx.emulation import EmulatedAttention, Emulation
-from jchop.nn._nnx.hooks import Output, Promote
-from jchop.nn._nnx.kinds import PRODUCT_FIELDS, Kind
-from jchop.nn._nnx.variables import QuantizedParam, packed_variable
-from jchop.nn._scale_state import LearnedStep, Source, source_of
-from jchop.spec import Spec, as_spec
+from jchop._spec.spec import Spec, as_spec
+from jchop.nn._nnx.emulation import EmulatedAttention, LayerEmulation
+from jchop.nn._nnx.layer_kinds import PRODUCT_RULE_FIELDS, NnxKind
+from jchop.nn._nnx.rounding_modules import RoundedOutput, RoundedPromotion
+from jchop.nn._nnx.variables import QuantizedParam, packed_nnx_variable
+from jchop.nn._shared.scale_state import LearnedStep, ScaleSource, new_scale_source
 from jchop.storage import QArray, fit_scale, quantize
-from jchop.storage._layout import over_stack
+from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 
 __all__ = [
-    "Tied",
+    "PackedVariables",
     "attach",
-    "attach_emulated",
-    "check_parameters",
-    "fitted",
-    "fork",
-    "laid_and_rounded",
-    "layout_of",
-    "pack",
-    "packed_shape",
+    "attach_emulation",
+    "check_param_axes",
+    "exact_and_rounded_param",
+    "fit_param_scales",
+    "fork_rounding_stream",
+    "pack_param",
+    "packed_param_shape",
+    "param_layout",
 ]
 
 
 #: By a variable and how it is packed: the variable, which keeps its identity from being used again, the packed one, and
 #: its layout.
-Tied = dict[Any, tuple[Any, Any, Layout | None]]
+PackedVariables = dict[Any, tuple[Any, Any, OperandLayout | None]]
 
 
 def attach(
     layer: Any,
-    kind: Kind,
+    kind: NnxKind,
     rule: Rule,
     path: str,
     *,
@@ -57,7 +64,7 @@ def attach(
     rngs: nnx.Rngs | None,
     before: Any = None,
     codes_by_name: Mapping[str, QArray] = MappingProxyType({}),
-    tied: Tied | None = None,
+    tied: PackedVariables | None = None,
 ) -> None:
     """Add the roundings of a rule to `layer`, which already has a class of jchop.
 
@@ -72,58 +79,58 @@ def attach(
         codes_by_name: parameters that are packed already, in their layout, by name.
         tied: what has been packed in the model; a parameter that is packed again in the same way stays one.
     """
-    place = StreamOffset(type(layer).__name__, path, rule)
-    _check(layer, kind, rule, path)
-    check_parameters(layer, kind, place)
-    input_source, weight_source = sources(layer, kind, rule, packs, before)
+    place = Location(type(layer).__name__, path, rule)
+    _check_layer_rule(layer, kind, rule, path)
+    check_param_axes(layer, kind, place)
+    input_source, weight_source = operand_scale_sources(layer, kind, rule, packs, before)
     packed_params = (
-        _pack(layer, kind, rule, path, rngs, weight_source, codes_by_name, {} if tied is None else tied)
+        _pack_layer_params(layer, kind, rule, path, rngs, weight_source, codes_by_name, {} if tied is None else tied)
         if packs
         else ()
     )
 
     def stream(*stochastic: bool) -> nnx.RngStream | None:
-        return fork(rule, rngs, path) if any(stochastic) else None
+        return fork_rounding_stream(rule, rngs, path) if any(stochastic) else None
 
     weight = None if packs else rule.weight
     if kind.product is not None:
         attribute, module_class, _ = kind.product
         codes = rule.product == "codes" and (rule.activation is not None or rule.weight is not None)
         right_spec = rule.activation if not kind.parameters else rule.weight if codes else weight
-        fields = (getattr(rule, name) for name in PRODUCT_FIELDS)
-        how = Roundings(rule.activation, right_spec, *fields, place=place, codes=codes)
+        fields = (getattr(rule, name) for name in PRODUCT_RULE_FIELDS)
+        how = ProductRoundings(rule.activation, right_spec, *fields, place=place, codes=codes)
         module = module_class(how, stream(how.stochastic), input_source, None if packs else weight_source)
         if before is not None and before.how.left == rule.activation and input_source is None and how.keeps_left:
             module.keep(before.range)
         setattr(layer, attribute, module.as_attribute())
     if kind.slots:
-        specs = tuple(_promoted(layer, kind, rule, packs))
+        specs = tuple(_promotion_specs(layer, kind, rule, packs))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
         if specs or packed_params:
             codes = rule.product == "codes"
-            promote = Promote(layer.promote_dtype, kind.slots, specs, packed_params, draws, place, codes)
+            promote = RoundedPromotion(layer.promote_dtype, kind.slots, specs, packed_params, draws, place, codes)
             layer.promote_dtype = promote.as_attribute()
     if kind.caches:
         layer.cache = rule.cache
     if kind.output and rule.output is not None:
-        layer.output = Output(rule.output, stream(is_stochastic(rule.output)), place).as_attribute()
+        layer.output = RoundedOutput(rule.output, stream(is_stochastic(rule.output)), place).as_attribute()
 
 
-def attach_emulated(layer: Any, kind: Kind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
+def attach_emulation(layer: Any, kind: NnxKind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
     """Give `layer` the arithmetic that a rule says: `activation` for every operation, `matmul` for sums."""
-    _check(layer, kind, rule, path, emulates=True)
+    _check_layer_rule(layer, kind, rule, path, emulates=True)
     if rule.activation is None:
         raise ValueError(f"{rule}: mode='emulate' needs an activation, which every operation is rounded to")
     draws = is_stochastic(rule.activation) or (rule.matmul is not None and rule.matmul.stochastic)
-    stream = fork(rule, rngs, path) if draws else None
+    stream = fork_rounding_stream(rule, rngs, path) if draws else None
     as_spec(rule.activation, "activation")  # a scaled format has no single numbers
     if kind.parameters:
-        layer.emulation = Emulation(rule.activation, rule.matmul, stream).as_attribute()
+        layer.emulation = LayerEmulation(rule.activation, rule.matmul, stream).as_attribute()
     else:
         layer.attention_fn = EmulatedAttention(rule.activation, rule.matmul, stream).as_attribute()
 
 
-def _promoted(layer: Any, kind: Kind, rule: Rule, packs: bool) -> Any:
+def _promotion_specs(layer: Any, kind: NnxKind, rule: Rule, packs: bool) -> Any:
     """The arrays that `promote_dtype` rounds: (name, spec, layout)."""
     layout = None if kind.layout is None else kind.layout(layer)
     for name, role in kind.parameters.items():
@@ -137,54 +144,58 @@ def _promoted(layer: Any, kind: Kind, rule: Rule, packs: bool) -> Any:
 # -- sources of scales -------------------------------------------------------------------------------------------------
 
 
-def sources(layer: Any, kind: Kind, rule: Rule, packs: bool, before: Any) -> tuple[Source | None, Source | None]:
+def operand_scale_sources(
+    layer: Any, kind: NnxKind, rule: Rule, packs: bool, before: Any
+) -> tuple[ScaleSource | None, ScaleSource | None]:
     """The sources of scales of both operands of a layer's product, by the rule or from its previous module."""
     how = rule.scale_from
     if how is None or not kind.keeps_scales:
         return None, None
     if packs and isinstance(how, DelayedScaling):
         raise ValueError(f"{rule}: a history of scales is for training, mode='qat'; leave scale_from out to pack")
-    layout, stack_ndim = layout_of(layer, kind, "kernel")
-    kernel = _in_use(layer, "kernel")
+    layout, stack_ndim = param_layout(layer, kind, "kernel")
+    kernel = _param_in_compute_dtype(layer, "kernel")
     stack = kernel.shape[:stack_ndim]
-    input_source = _kept(before, "left", rule.activation, how) or source_of(how, "activation", rule.activation, stack)
-    weight_source = _kept(before, "right", rule.weight, how)
+    input_source = _previous_scale_source(before, "left", rule.activation, how) or new_scale_source(
+        how, "activation", rule.activation, stack
+    )
+    weight_source = _previous_scale_source(before, "right", rule.weight, how)
     if weight_source is None and isinstance(how, LSQ) and rule.weight is not None:
-        weight_source = LearnedStep(how, stack, layout, fitted(kernel, layout, stack_ndim, rule.weight))
-    return input_source, weight_source or source_of(how, "weight", rule.weight, stack)
+        weight_source = LearnedStep(how, stack, layout, fit_param_scales(kernel, layout, stack_ndim, rule.weight))
+    return input_source, weight_source or new_scale_source(how, "weight", rule.weight, stack)
 
 
-def _kept(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> Source | None:
+def _previous_scale_source(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> ScaleSource | None:
     """The source of the previous module, if it is of the same kind and for the same spec."""
     source = getattr(before, side, None)
     return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
 
 
-def fitted(value: Array, layout: Layout, stack_ndim: int, spec: Spec) -> Any:
+def fit_param_scales(value: Array, layout: OperandLayout, stack_ndim: int, spec: Spec) -> Any:
     """The scales that a parameter has by the format's rule; of a stack, those of each layer."""
-    return over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], value)
+    return map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], value)
 
 
 # -- packed parameters -------------------------------------------------------------------------------------------------
 
 
-def _pack(
+def _pack_layer_params(
     layer: Any,
-    kind: Kind,
+    kind: NnxKind,
     rule: Rule,
     path: str,
     rngs: nnx.Rngs | None,
     weight_source: Any,
     codes_by_name: Mapping[str, QArray],
-    tied: Tied,
-) -> tuple[tuple[str, Spec, Layout | None, tuple[int, ...]], ...]:
+    tied: PackedVariables,
+) -> tuple[tuple[str, Spec, OperandLayout | None, tuple[int, ...]], ...]:
     """Store the parameters that the rule rounds as QArrays, or those in `codes_by_name`; how to get each back."""
     packed_params = []
     for name, role in kind.parameters.items():
         variable, spec = getattr(layer, name), kind.spec(rule, name)
         if variable is None or spec is None:
             continue
-        layout, stack_ndim = layout_of(layer, kind, name)
+        layout, stack_ndim = param_layout(layer, kind, name)
         shape = tuple(variable.get_value().shape[stack_ndim:])
         has_mask = name == "kernel" and getattr(layer, "mask", None) is not None
         identity: Any = None
@@ -194,10 +205,10 @@ def _pack(
                     f"{type(layer).__name__} at {path!r} has a mask, and its kernel is packed already: a packed kernel "
                     "has been multiplied by its mask. Make the layer with mask=None"
                 )
-            codes, codes_layout = _in_place(codes_by_name[name], layout, shape, stack_ndim)
+            codes, codes_layout = _codes_in_own_shape(codes_by_name[name], layout, shape, stack_ndim)
         else:
-            check_finite(variable.get_value(), f"{name} of the {StreamOffset(type(layer).__name__, path, rule)}")
-            key = fork(rule, rngs, path)() if spec.rounding.stochastic else None
+            check_finite(variable.get_value(), f"{name} of the {Location(type(layer).__name__, path, rule)}")
+            key = fork_rounding_stream(rule, rngs, path)() if spec.rounding.stochastic else None
             scale = weight_source.scale[...] if weight_source is not None and role == "weight" else None
             if key is None and scale is None and not has_mask:
                 identity = id(variable), spec, layout, stack_ndim, getattr(layer, "dtype", None)
@@ -206,9 +217,11 @@ def _pack(
                 packed_params.append((name, new.get_value().spec, codes_layout, shape))
                 setattr(layer, name, new)
                 continue
-            codes, codes_layout = pack(_in_use(layer, name, has_mask), layout, stack_ndim, spec, key, scale)
+            codes, codes_layout = pack_param(
+                _param_in_compute_dtype(layer, name, has_mask), layout, stack_ndim, spec, key, scale
+            )
         packed_params.append((name, codes.spec, codes_layout, shape))
-        new = packed_variable(variable, codes, codes_layout)
+        new = packed_nnx_variable(variable, codes, codes_layout)
         setattr(layer, name, new)
         if identity is not None:
             tied[identity] = variable, new, codes_layout
@@ -217,41 +230,41 @@ def _pack(
     return tuple(packed_params)
 
 
-def layout_of(layer: Any, kind: Kind, name: str) -> tuple[Layout, int]:
+def param_layout(layer: Any, kind: NnxKind, name: str) -> tuple[OperandLayout, int]:
     """The layout of a parameter, and how many axes in front come of a stack of layers."""
     weight = kind.parameters[name] == "weight"
-    axes = kind.axes(layer) if weight else _axes_of_bias(layer)
-    layout = kind.layout(layer) if weight and kind.layout is not None else _as_it_lies(axes)
+    axes = kind.axes(layer) if weight else _bias_ndim(layer)
+    layout = kind.layout(layer) if weight and kind.layout is not None else _last_axis_layout(axes)
     return layout, getattr(layer, name).get_value().ndim - axes
 
 
-def _in_use(layer: Any, name: str, times_mask: bool = False) -> Array:
+def _param_in_compute_dtype(layer: Any, name: str, times_mask: bool = False) -> Array:
     """A parameter in the dtype that the layer computes in; of a convolution also times its mask."""
     value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
     value = value * layer.mask if times_mask else value
     return value if dtype is None else value.astype(dtype)
 
 
-def packed_shape(layer: Any, kind: Kind, name: str, spec: Spec) -> Any:
+def packed_param_shape(layer: Any, kind: NnxKind, name: str, spec: Spec) -> Any:
     """The shapes of a packed parameter."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     shape = jax.ShapeDtypeStruct(getattr(layer, name).get_value().shape, getattr(layer, name).get_value().dtype)
-    how = layout_of(layer, kind, name)
-    return jax.eval_shape(lambda value, key: pack(value, *how, spec, key)[0], shape, key)
+    how = param_layout(layer, kind, name)
+    return jax.eval_shape(lambda value, key: pack_param(value, *how, spec, key)[0], shape, key)
 
 
-def laid_and_rounded(layer: Any, kind: Kind, name: str, spec: Spec) -> tuple[Array, Array]:
+def exact_and_rounded_param(layer: Any, kind: NnxKind, name: str, spec: Spec) -> tuple[Array, Array]:
     """A parameter in its layout, and the same rounded by a spec that draws nothing."""
-    layout, stack_ndim = layout_of(layer, kind, name)
+    layout, stack_ndim = param_layout(layer, kind, name)
     value, mask = getattr(layer, name).get_value(), getattr(layer, "mask", None) if name == "kernel" else None
     value = value if mask is None else value * mask
-    exact = over_stack(stack_ndim, layout.lay, value)
-    return exact, over_stack(stack_ndim, lambda one: round_to_format(layout.lay(one), spec), value)
+    exact = map_over_stack(stack_ndim, layout.lay, value)
+    return exact, map_over_stack(stack_ndim, lambda one: round_to_format(layout.lay(one), spec), value)
 
 
-def pack(
-    value: Array, layout: Layout, stack_ndim: int, spec: Spec, key: Array | None, scale: Any = None
-) -> tuple[QArray, Layout | None]:
+def pack_param(
+    value: Array, layout: OperandLayout, stack_ndim: int, spec: Spec, key: Array | None, scale: Any = None
+) -> tuple[QArray, OperandLayout | None]:
     """A parameter quantized along the axes of its layout, under its own or given scales; each of a stack by itself.
 
     Returns:
@@ -262,22 +275,24 @@ def pack(
     def quantize_one(both: tuple[Array, Any], key: Array | None) -> QArray:
         return quantize(layout.lay(both[0]), spec, key, scale=both[1])
 
-    codes = over_stack(stack_ndim, quantize_one, (value, scale), key)
-    return _in_place(codes, layout, tuple(value.shape[stack_ndim:]), stack_ndim)
+    codes = map_over_stack(stack_ndim, quantize_one, (value, scale), key)
+    return _codes_in_own_shape(codes, layout, tuple(value.shape[stack_ndim:]), stack_ndim)
 
 
-def _in_place(codes: QArray, layout: Layout, shape: tuple[int, ...], stack_ndim: int) -> tuple[QArray, Layout | None]:
+def _codes_in_own_shape(
+    codes: QArray, layout: OperandLayout, shape: tuple[int, ...], stack_ndim: int
+) -> tuple[QArray, OperandLayout | None]:
     """As `pack_param` returns it, of codes and scales in a layout."""
     # Layer by layer, so that the spec is that of one layer: as an axis among others, that of the stack would be named.
-    own = over_stack(stack_ndim, lambda one: in_own_shape(one, layout, shape), codes)
+    own = map_over_stack(stack_ndim, lambda one: restore_param_axes(one, layout, shape), codes)
     return (codes, layout) if own is None else (own, None)
 
 
-def _as_it_lies(axes: int) -> Layout:
-    return Layout(tuple(range(axes - 1)), tuple(range(axes - 1, axes)))
+def _last_axis_layout(axes: int) -> OperandLayout:
+    return OperandLayout(tuple(range(axes - 1)), tuple(range(axes - 1, axes)))
 
 
-def _axes_of_bias(layer: Any) -> int:
+def _bias_ndim(layer: Any) -> int:
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.batch_axis) + len(layer.out_features)
     return len(layer.bias_shape) if isinstance(layer, nnx.Einsum) else 1  # type: ignore[arg-type]
@@ -286,40 +301,40 @@ def _axes_of_bias(layer: Any) -> int:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_parameters(layer: Any, kind: Kind, place: StreamOffset) -> None:
+def check_param_axes(layer: Any, kind: NnxKind, place: Location) -> None:
     """Refuse formats of parameters that name axes which those have not, before anything runs."""
     assert place.rule is not None
     for name, role in kind.parameters.items():
         if getattr(layer, name) is not None:
-            check_axes(role, kind.spec(place.rule, name), layout_of(layer, kind, name)[0].ndim, place)
+            check_layout_axes(role, kind.spec(place.rule, name), param_layout(layer, kind, name)[0].ndim, place)
 
 
-def _check(layer: Any, kind: Kind, rule: Rule, path: str, emulates: bool = False) -> None:
+def _check_layer_rule(layer: Any, kind: NnxKind, rule: Rule, path: str, emulates: bool = False) -> None:
     what = f"{type(layer).__name__} at {path!r}"
     if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
         raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
-    refuse_turn(rule, what)
+    refuse_forward_rotation(rule, what)
     if kind.product is not None:
         attribute, _, usual = kind.product
         own = getattr(layer, attribute, None)
         if not any(own is function for function in usual) or getattr(layer, "dot_general_cls", None) is not None:
             raise ValueError(f"{what} has a {attribute} of its own, in whose place the rounding would stand")
     if kind.hides_product and not emulates:
-        for name in PRODUCT_FIELDS:
+        for name in PRODUCT_RULE_FIELDS:
             if getattr(rule, name) is not None:
                 raise NotImplementedError(
                     f"{what}: {name}={str(getattr(rule, name))!r} cannot be had, since Flax gives no access to its "
-                    f"product. {left_alone([path], rule, ', ...')}"
+                    f"product. {exclusion_advice([path], rule, ', ...')}"
                 )
-        refuse_codes(rule, what, "Flax gives no access to its product")
+        refuse_code_products(rule, what, "Flax gives no access to its product")
     if kind.keeps_scales and rule.scale_from is not None:
-        refuse_codes(rule, what, "codes have scales of their own, and none from scale_from")
+        refuse_code_products(rule, what, "codes have scales of their own, and none from scale_from")
     for name, role in kind.parameters.items():
         if role in ("weight", "bias") and isinstance(getattr(layer, name), QuantizedParam):
             raise ValueError(f"{what} is packed already; quantize the model that it was made from")
 
 
-def fork(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
+def fork_rounding_stream(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
     if rngs is None:
         raise ValueError(
             f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "

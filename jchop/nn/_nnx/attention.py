@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax.nnx.nn import dtypes
 
-from jchop._products.contraction import Roundings, einsum
+from jchop._quantized.products.contraction import ProductRoundings, rounded_einsum
 
 Array = jax.Array
 
-__all__ = ["attention"]
+__all__ = ["rounded_attention"]
 
 
-def attention(
+def rounded_attention(
     query: Array,
     key: Array,
     value: Array,
@@ -32,7 +32,7 @@ def attention(
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
     *,
-    how: Roundings,
+    how: ProductRoundings,
     keys: tuple[Array | None, Array | None],
 ) -> tuple[Array, Array]:
     """`flax.nnx.dot_product_attention`, with its arguments, and the attention weights before a dropout.
@@ -58,17 +58,19 @@ def attention(
     groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
     key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
     query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
-    scores = einsum("...qhd,...khd->...hqk", query, key, precision=precision, how=how, key=keys[0])
+    scores = rounded_einsum("...qhd,...khd->...hqk", query, key, precision=precision, how=how, key=keys[0])
     scores = scores if bias is None else scores + bias
-    weights = dropout_weights = jax.nn.softmax(_masked(scores, mask, is_causal)).astype(query.dtype)
+    weights = dropout_weights = jax.nn.softmax(_mask_scores(scores, mask, is_causal)).astype(query.dtype)
     if not deterministic and dropout_rate > 0.0:
         shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast_dropout else weights.shape
         keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)  # type: ignore[arg-type]
         dropout_weights = weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
-    return einsum("...hqk,...khd->...qhd", dropout_weights, value, precision=precision, how=how, key=keys[1]), weights
+    return rounded_einsum(
+        "...hqk,...khd->...qhd", dropout_weights, value, precision=precision, how=how, key=keys[1]
+    ), weights
 
 
-def _masked(scores: Array, mask: Array | None, is_causal: bool) -> Array:
+def _mask_scores(scores: Array, mask: Array | None, is_causal: bool) -> Array:
     masks = [] if mask is None else [mask.astype(bool)]
     if is_causal:
         masks.append(jnp.tril(jnp.ones(scores.shape[-2:], bool)))

@@ -9,16 +9,16 @@ import jax
 from flax import nnx
 
 from jchop._emulate import emulate
-from jchop.accumulation import MatmulSpec
-from jchop.nn._nnx.hooks import Site, Stream
-from jchop.spec import Spec
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
+from jchop.nn._nnx.rounding_modules import KeyStream, RoundingModule
 
 Array = jax.Array
 
-__all__ = ["EmulatedAttention", "Emulation"]
+__all__ = ["EmulatedAttention", "LayerEmulation"]
 
 
-class Emulation(Site):
+class LayerEmulation(RoundingModule):
     """Runs a layer in an emulated arithmetic.
 
     Args:
@@ -27,7 +27,7 @@ class Emulation(Site):
         stream: of keys.
     """
 
-    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: Stream) -> None:
+    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: KeyStream) -> None:
         super().__init__(stream)
         self.spec, self.accumulate = spec, accumulate
 
@@ -38,9 +38,9 @@ class Emulation(Site):
 
         def pure(state: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
             copy = nnx.merge(graph, state)
-            before = _values(copy)
+            before = _variable_values(copy)
             result = call(copy, *args, **kwargs)
-            after = _values(copy)
+            after = _variable_values(copy)
             # Parameters are rounded on entry; only attributes set by the layer itself are written back.
             update_paths[:] = [path for path, value in after.items() if value is not before[path]]
             return result, [after[path] for path in update_paths]
@@ -53,14 +53,14 @@ class Emulation(Site):
         return result
 
 
-def _values(module: nnx.Module) -> dict[Any, Any]:
+def _variable_values(module: nnx.Module) -> dict[Any, Any]:
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
-class EmulatedAttention(Site):
+class EmulatedAttention(RoundingModule):
     """In place of `flax.nnx.dot_product_attention`, in an emulated arithmetic."""
 
-    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: Stream) -> None:
+    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: KeyStream) -> None:
         super().__init__(stream)
         self.spec, self.accumulate = spec, accumulate
 

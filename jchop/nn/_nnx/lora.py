@@ -10,51 +10,59 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jchop._checks import brief
-from jchop._paths import matches_path
-from jchop.nn._lora_rule import LoraRule, as_lora_rules, as_matrix, beside, check_used, first_adapters, merged_weight
-from jchop.nn._nnx import hooks
+from jchop._common.checks import short_repr
+from jchop._common.paths import matches_path
+from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.attach import attach
-from jchop.nn._nnx.classes import Inputs, plain_class
-from jchop.nn._nnx.kinds import KINDS, Kind
-from jchop.nn._nnx.layers import CLASSES, placed_layers, strip
-from jchop.nn._nnx.modules import path_of
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind
+from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries, strip_rounding
+from jchop.nn._nnx.modules import keys_as_path
 from jchop.nn._nnx.programs import (
-    adapted_params,
     has_adapters,
-    is_program,
-    names_of,
-    put_params,
-    rules_of,
-    traced_part,
-    traced_programs,
+    is_nnx_program,
+    params_with_adapters,
+    program_rules,
+    set_program_params,
+    trace_nnx_part,
+    trace_nnx_programs,
+    variable_paths,
 )
+from jchop.nn._shared.lora_rule import (
+    LoraRule,
+    add_adapter_output,
+    as_lora_rules,
+    check_lora_rules_match,
+    initial_stack_adapters,
+    merge_lora_weight,
+    weight_as_matrix,
+)
+from jchop.nn._shared.program_classes import ExampleInputs, plain_class
+from jchop.nn._trees.equinox_modules import is_equinox_module
 from jchop.nn._trees.lora import (
-    Places,
-    add_to_tree,
-    left_alone,
-    merge_tree,
-    places_of,
-    split_tree,
-    with_adapters,
-    without,
+    AdapterTargets,
+    add_lora_to_tree,
+    merge_lora_tree,
+    params_unpacked_by_merge,
+    program_adapter_targets,
+    rules_excluding_params,
+    split_lora_tree,
+    tree_with_adapters,
 )
-from jchop.nn._trees.modules import is_module
 from jchop.storage import QArray
-from jchop.storage._layout import over_stack
+from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 
 __all__ = [
     "Adapted",
-    "adaptable",
-    "adapted_layers",
+    "adapter_modules",
     "add_lora",
-    "is_linear",
+    "is_linear_layer",
+    "linear_weight",
     "merge_lora",
-    "put",
+    "nnx_adapter_targets",
+    "replace_with_adapters",
     "split_lora",
-    "weight_of",
 ]
 
 
@@ -85,7 +93,7 @@ class Adapted(nnx.Module):
         inputs = x if self.dropout is None else self.dropout(x)
         dtype = getattr(self.base, "dtype", None)
         inputs, a, b = dtypes.promote_dtype((inputs, self.lora_a[...], self.lora_b[...]), dtype=dtype)
-        return beside(y, inputs, a, b, getattr(self.base, "axis", (-1,)), self.rule)
+        return add_adapter_output(y, inputs, a, b, getattr(self.base, "axis", (-1,)), self.rule)
 
 
 def add_lora(
@@ -95,7 +103,7 @@ def add_lora(
     rngs: nnx.Rngs | None = None,
     original: Any = None,
     key: Array | None = None,
-    inputs: Inputs | None = None,
+    inputs: ExampleInputs | None = None,
     fun: Any = None,
 ) -> Any:
     """A copy of a model with adapters beside its linear layers, whatever their weights are packed in.
@@ -145,93 +153,97 @@ def add_lora(
     """
     lora_rules = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
-        if fun is None and not is_module(model):
-            raise TypeError(f"model={brief(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
+        if fun is None and not is_equinox_module(model):
+            raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
-        return add_to_tree(model, lora_rules, key, inputs, fun, original)
+        return add_lora_to_tree(model, lora_rules, key, inputs, fun, original)
     for name, value in (("key", key), ("fun", fun)):
         if value is not None:
             raise TypeError(f"{name} is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
     if not isinstance(rngs, nnx.Rngs):
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if inputs is not None or is_program(result):
-        targets = adaptable(result, inputs)
+    if inputs is not None or is_nnx_program(result):
+        targets = nnx_adapter_targets(result, inputs)
         exact = None if original is None else nnx.state(original, nnx.Param)
-        params = with_adapters(adapted_params(result), lora_rules, rngs.params(), targets, exact)
-        put_params(result, params, rules_of(result), rngs)
+        params = tree_with_adapters(params_with_adapters(result), lora_rules, rngs.params(), targets, exact)
+        set_program_params(result, params, program_rules(result), rngs)
         return result
-    before = {} if original is None else {entry.paths[0]: entry.module for entry, _ in placed_layers(original)}
+    before = {} if original is None else {entry.paths[0]: entry.module for entry, _ in layer_entries(original)}
     adapters: dict[int, Adapted] = {}
     used: set[int] = set()
     paths: list[str] = []
-    for entry, kind in placed_layers(result):
+    for entry, kind in layer_entries(result):
         layer, path = entry.module, entry.paths[0]
         number = next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, *entry.paths)), None)
         paths += entry.paths
         if number is None or kind is None or not kind.parameters or not hasattr(layer, "kernel"):
             continue
         used.add(number)
-        adapters[id(layer)] = _adapted(layer, path, lora_rules[number], rngs, before.get(path))
-    check_used(lora_rules, used, paths)
-    return put(result, adapters)
+        adapters[id(layer)] = _adapt_layer(layer, path, lora_rules[number], rngs, before.get(path))
+    check_lora_rules_match(lora_rules, used, paths)
+    return replace_with_adapters(result, adapters)
 
 
-def adaptable(model: nnx.Module, inputs: Inputs | None) -> Places:
+def nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> AdapterTargets:
     """The parameters of a program that may have adapters; without `inputs` the weights of its linear layers.
 
     Each layer is then traced alone. A call of the model refuses an adapter whose weight other operations take.
     """
     if inputs is not None:
-        return places_of(traced_programs(model, inputs))
-    entries = list(placed_layers(model))
-    linear: list[Any] = [entry.module for entry, kind in entries if kind is not None and is_linear(entry.module)]
+        return program_adapter_targets(trace_nnx_programs(model, inputs))
+    entries = list(layer_entries(model))
+    linear: list[Any] = [entry.module for entry, kind in entries if kind is not None and is_linear_layer(entry.module)]
     layers = {id(layer.kernel): layer for layer in linear}
     others = {
         id(v)
         for entry, kind in entries
         if kind is not None
         for name, v in entry.variables.items()
-        if not _sums(kind, name)
+        if not _is_product_weight(kind, name)
     }
-    flat, targets = dict(nnx.to_flat_state(adapted_params(model))), Places()
-    for variable_id, keys in names_of(model).items():
+    flat, targets = dict(nnx.to_flat_state(params_with_adapters(model))), AdapterTargets()
+    for variable_id, keys in variable_paths(model).items():
         value, layer = flat[keys].get_value(), layers.get(variable_id)
-        if layer is not None and value.ndim == sum(map(len, _axes(layer))):
-            (targets[path_of(keys)],) = places_of([traced_part(layer, _example(layer))]).values()
+        if layer is not None and value.ndim == sum(map(len, _linear_axis_sizes(layer))):
+            (targets[keys_as_path(keys)],) = program_adapter_targets(
+                [trace_nnx_part(layer, _linear_example_input(layer))]
+            ).values()
         elif value.ndim > 1 and variable_id not in others:
-            targets[path_of(keys)] = value, _UNKNOWN, None
+            targets[keys_as_path(keys)] = value, _NEEDS_INPUTS_MESSAGE, None
     return targets
 
 
-def _sums(kind: Kind, name: str) -> bool:
+def _is_product_weight(kind: NnxKind, name: str) -> bool:
     """Whether a parameter of a layer in the table is one that a product sums over."""
     return kind.parameters.get(name) == "weight" and kind.operation not in ("", "embedding")
 
 
-def _example(layer: Any) -> jax.ShapeDtypeStruct:
+def _linear_example_input(layer: Any) -> jax.ShapeDtypeStruct:
     """An argument of a linear layer."""
-    axes, sizes = getattr(layer, "axis", (-1,)), _axes(layer)[0]
+    axes, sizes = getattr(layer, "axis", (-1,)), _linear_axis_sizes(layer)[0]
     shape = [1] * (1 + max(axis + 1 if axis >= 0 else -axis for axis in axes))
     for axis, n in zip(axes, sizes, strict=True):
         shape[axis] = n
     return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
 
 
-def _axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _linear_axis_sizes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The sizes of the axes of inputs and of outputs of a linear layer."""
     inside, out = layer.in_features, layer.out_features
     return (inside, out) if isinstance(layer, nnx.LinearGeneral) else ((inside,), (out,))
 
 
 #: Why a parameter outside of linear layers has no adapter.
-_UNKNOWN = "only the program says which operations take it: pass example arguments of the model's call, inputs=(x,)"
+_NEEDS_INPUTS_MESSAGE = (
+    "only the program says which operations take it: pass example arguments of the model's call, inputs=(x,)"
+)
 
 
-def put(model: Any, adapters: dict[int, Adapted]) -> Any:
+def replace_with_adapters(model: Any, adapters: dict[int, Adapted]) -> Any:
     """A model with modules replaced, in place, by the adapted ones of their ids."""
-    return _replaced(model, lambda node: adapters.get(id(node)))
+    return _replace_modules(model, lambda node: adapters.get(id(node)))
 
 
 def merge_lora(model: Any, *, requantize: bool = False) -> Any:
@@ -260,24 +272,24 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         ('Linear', True)
     """
     if not isinstance(model, nnx.Module):
-        return merge_tree(model, requantize)
+        return merge_lora_tree(model, requantize)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if is_program(result) and has_adapters(result):
-        params = adapted_params(result)
-        rules = without(rules_of(result), left_alone(params, requantize), params)
-        put_params(result, merge_tree(params, requantize), rules, None)
+    if is_nnx_program(result) and has_adapters(result):
+        params = params_with_adapters(result)
+        rules = rules_excluding_params(program_rules(result), params_unpacked_by_merge(params, requantize), params)
+        set_program_params(result, merge_lora_tree(params, requantize), rules, None)
         return result
-    _require(result)
+    _require_adapters(result)
 
     def merge_layer(node: Any) -> Any:
         if not isinstance(node, Adapted):
             return None
         layer: Any = node.base
-        weight = merged_weight(weight_of(layer), node.lora_a[...], node.lora_b[...], node.rule)
-        _set_weight(layer, weight, requantize)
+        weight = merge_lora_weight(linear_weight(layer), node.lora_a[...], node.lora_b[...], node.rule)
+        _set_linear_weight(layer, weight, requantize)
         return layer
 
-    return _replaced(result, merge_layer)
+    return _replace_modules(result, merge_layer)
 
 
 def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -304,21 +316,21 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
         ('Linear', ['layers/0'], (8, 2))
     """
     if not isinstance(model, nnx.Module):
-        return split_tree(model)
+        return split_lora_tree(model)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if is_program(result) and has_adapters(result):
-        bare, tree_adapters = split_tree(adapted_params(result))
-        put_params(result, bare, rules_of(result), None)
+    if is_nnx_program(result) and has_adapters(result):
+        bare, tree_adapters = split_lora_tree(params_with_adapters(result))
+        set_program_params(result, bare, program_rules(result), None)
         return result, tree_adapters
-    _require(result)
+    _require_adapters(result)
     adapters = {
         path: {"lora_a": layer.lora_a[...], "lora_b": layer.lora_b[...], "rule": layer.rule}
-        for path, layer in adapted_layers(result)
+        for path, layer in adapter_modules(result)
     }
-    return _replaced(result, lambda node: node.base if isinstance(node, Adapted) else None), adapters
+    return _replace_modules(result, lambda node: node.base if isinstance(node, Adapted) else None), adapters
 
 
-def adapted_layers(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
+def adapter_modules(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
     """The path and the module of each adapter."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
@@ -328,22 +340,22 @@ def adapted_layers(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
 # -- one layer ---------------------------------------------------------------------------------------------------------
 
 
-def _adapted(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: Any) -> Adapted:
+def _adapt_layer(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: Any) -> Adapted:
     what = f"{type(layer).__name__} at {path!r}, by {rule}"
-    if not is_linear(layer):
+    if not is_linear_layer(layer):
         raise ValueError(
             f"{what}: adapters are for flax.nnx.Linear and LinearGeneral (without batch_axis); exclude the layer with "
             f"'!{path}'"
         )
     has_codes = isinstance(layer.kernel.get_value(), QArray)
-    exact = None if original is None else weight_of(original)
-    a, b, rest = first_adapters(rule, what, lambda _: rngs.params(), weight_of(layer), exact, has_codes)
+    exact = None if original is None else linear_weight(original)
+    a, b, rest = initial_stack_adapters(rule, what, lambda _: rngs.params(), linear_weight(layer), exact, has_codes)
     if rest is not None:
-        _set_weight(layer, rest, True)
-    return Adapted(layer, a, b, rule, _dropout(rule.dropout, rngs, a.shape[:-2]) if rule.dropout else None)
+        _set_linear_weight(layer, rest, True)
+    return Adapted(layer, a, b, rule, _adapter_dropout(rule.dropout, rngs, a.shape[:-2]) if rule.dropout else None)
 
 
-def _dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Dropout:
+def _adapter_dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Dropout:
     """A dropout; of a stack of layers one that is stacked, too: each layer has a stream of its own."""
     if not stack:
         return nnx.Dropout(rate, rngs=rngs)
@@ -353,48 +365,50 @@ def _dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx.Dropout
     return make(jax.random.split(rngs.dropout(), stack))
 
 
-def is_linear(layer: Any) -> bool:
+def is_linear_layer(layer: Any) -> bool:
     """Whether a layer, quantized or not, may have an adapter."""
     linear = nnx.Linear, nnx.LinearGeneral
-    is_flax_linear = plain_class(type(layer)) in (*linear, *(CLASSES[base] for base in linear))
+    is_flax_linear = plain_class(type(layer)) in (*linear, *(QUANTIZED_CLASSES[base] for base in linear))
     return is_flax_linear and not getattr(layer, "batch_axis", None)
 
 
-def weight_of(layer: Any) -> Array:
+def linear_weight(layer: Any) -> Array:
     """The weight of a linear layer, (in, out), unpacked; the axes of a stack of layers come in front."""
-    inside, out = map(len, _axes(layer))
-    numbers = _numbers(layer)
-    return over_stack(numbers.ndim - inside - out, lambda one: as_matrix(one, inside, out), numbers)
+    inside, out = map(len, _linear_axis_sizes(layer))
+    numbers = _kernel_numbers(layer)
+    return map_over_stack(numbers.ndim - inside - out, lambda one: weight_as_matrix(one, inside, out), numbers)
 
 
-def _numbers(layer: Any) -> Array:
+def _kernel_numbers(layer: Any) -> Array:
     value = layer.kernel.get_value()
     if not isinstance(value, QArray):
         return value
-    promote = hooks.site_in(layer, "promote_dtype")
-    assert isinstance(promote, hooks.Promote)
+    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
+    assert isinstance(promote, rounding_modules.RoundedPromotion)
     layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed_params if name == "kernel")
     stack = len(value.shape) - len(shape if layout is None else layout.shape(shape))
-    return over_stack(stack, lambda one: hooks.Stored(one, layout, shape, one.dtype).numbers(), value)
+    return map_over_stack(
+        stack, lambda one: rounding_modules.PackedOperand(one, layout, shape, one.dtype).numbers(), value
+    )
 
 
-def _set_weight(layer: Any, weight: Array, again: bool) -> None:
+def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:
     """Replaces the weight of a layer; a packed one is packed `again`, or the layer becomes one of Flax."""
     if not isinstance(layer.kernel.get_value(), QArray):
         layer.kernel[...] = weight.reshape(layer.kernel.shape)
         return
-    promote = hooks.site_in(layer, "promote_dtype")
-    assert isinstance(promote, hooks.Promote) and promote.place.rule is not None
+    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
+    assert isinstance(promote, rounding_modules.RoundedPromotion) and promote.place.rule is not None
     layer_class = type(layer)
-    base = next(base for base, quantized_class in CLASSES.items() if quantized_class is layer_class)
+    base = next(base for base, quantized_class in QUANTIZED_CLASSES.items() if quantized_class is layer_class)
     has_packed_bias = layer.bias is not None and isinstance(layer.bias.get_value(), QArray)
     if has_packed_bias:
         raise ValueError(f"{promote.place}: its bias is packed, too; leave bias out of the rule to change the weight")
-    shape = _numbers(layer).shape
-    strip(layer, KINDS[base])
+    shape = _kernel_numbers(layer).shape
+    strip_rounding(layer, NNX_KINDS[base])
     layer.kernel = nnx.Param(weight.reshape(shape))
     if again:
-        attach(layer, KINDS[base], promote.place.rule, promote.place.path, packs=True, rngs=None)
+        attach(layer, NNX_KINDS[base], promote.place.rule, promote.place.path, packs=True, rngs=None)
     else:
         layer.__class__ = base
 
@@ -402,7 +416,7 @@ def _set_weight(layer: Any, weight: Array, again: bool) -> None:
 # -- trees of modules --------------------------------------------------------------------------------------------------
 
 
-def _replaced(model: Any, change: Callable[[Any], Any]) -> Any:
+def _replace_modules(model: Any, change: Callable[[Any], Any]) -> Any:
     """A model with modules replaced, in place; None from `change` keeps a module, and goes on below it."""
     replacements: dict[int, Any] = {}
     node_ids: set[int] = set()
@@ -416,7 +430,7 @@ def _replaced(model: Any, change: Callable[[Any], Any]) -> Any:
         if id(node) in node_ids:
             return
         node_ids.add(id(node))
-        for key, child in list(_children(node)):
+        for key, child in list(_module_children(node)):
             if (other := new(child)) is None:
                 walk(child)
             elif isinstance(node, MutableSequence | MutableMapping):
@@ -430,7 +444,7 @@ def _replaced(model: Any, change: Callable[[Any], Any]) -> Any:
     return model
 
 
-def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+def _module_children(node: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(node, MutableMapping):
         yield from node.items()
     elif isinstance(node, MutableSequence):
@@ -439,6 +453,6 @@ def _children(node: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((name, child) for name, child in vars(node).items() if not name.startswith("_pytree"))
 
 
-def _require(model: nnx.Module) -> None:
-    if next(adapted_layers(model), None) is None:
+def _require_adapters(model: nnx.Module) -> None:
+    if next(adapter_modules(model), None) is None:
         raise ValueError("model has no adapters; jchop.nn.add_lora makes them")

@@ -10,14 +10,14 @@ from flax import nnx
 
 Keys = tuple[Any, ...]
 
-__all__ = ["Keys", "Placed", "modules_of", "path_of"]
+__all__ = ["Keys", "ModuleEntry", "keys_as_path", "module_entries"]
 
 #: So many paths are followed; modules that refer to each other all around could have more than can be counted.
-_MOST = 1_000_000
+_MAX_MODULE_PATHS = 1_000_000
 
 
 @dataclass
-class Placed:
+class ModuleEntry:
     """A module in a model.
 
     Args:
@@ -34,38 +34,40 @@ class Placed:
     @property
     def paths(self) -> list[str]:
         """Its paths as text, the one of `flax.nnx.iter_modules` first."""
-        return [path_of(keys) for keys in self.keys]
+        return [keys_as_path(keys) for keys in self.keys]
 
 
-def path_of(keys: Sequence[Any]) -> str:
+def keys_as_path(keys: Sequence[Any]) -> str:
     """The path of a module as text."""
     return "/".join(map(str, keys))
 
 
-def modules_of(model: nnx.Module) -> list[Placed]:
+def module_entries(model: nnx.Module) -> list[ModuleEntry]:
     """Every module of a model once, in the order of `flax.nnx.iter_modules`.
 
     Raises:
         ValueError: for more paths than can be followed.
     """
-    entries: dict[int, Placed] = {}
-    order: dict[int, Placed] = {}
+    entries: dict[int, ModuleEntry] = {}
+    order: dict[int, ModuleEntry] = {}
     above: set[int] = set()
     count = 0
 
-    def visit(node: Any, keys: Keys, holder: Placed | None, start: int) -> None:
+    def visit(node: Any, keys: Keys, holder: ModuleEntry | None, start: int) -> None:
         nonlocal count
         if isinstance(node, nnx.Variable):
             if holder is not None:
-                holder.variables[path_of(keys[start:])] = node
+                holder.variables[keys_as_path(keys[start:])] = node
             return
         if id(node) in above or not nnx.graph.is_node(node):
             return
         if isinstance(node, nnx.Module):
             count += 1
-            if count > _MOST:
-                raise ValueError(f"model: more than {_MOST} paths lead to its modules, which refer to each other")
-            holder, start = entries.setdefault(id(node), Placed(node)), len(keys)
+            if count > _MAX_MODULE_PATHS:
+                raise ValueError(
+                    f"model: more than {_MAX_MODULE_PATHS} paths lead to its modules, which refer to each other"
+                )
+            holder, start = entries.setdefault(id(node), ModuleEntry(node)), len(keys)
             holder.keys.append(keys)
         above.add(id(node))
         for key, child in nnx.graph.get_node_impl(node).node_dict(node).items():  # type: ignore[union-attr]

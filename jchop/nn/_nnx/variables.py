@@ -14,13 +14,13 @@ from flax.core.meta import get_global_mesh
 from flax.nnx.spmd import get_var_pspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jchop._bits import entries_after_reshape
-from jchop._products.layout import Layout
+from jchop._common.bit_ops import entries_after_reshape
+from jchop._quantized.products.operand_layout import OperandLayout
 from jchop.storage import QArray
-from jchop.storage._array import Rearranged
-from jchop.storage._sharding import sharding_in
+from jchop.storage._array import PackedParam
+from jchop.storage._sharding import named_sharding_of
 
-__all__ = ["UNPACKED_CLASS", "QuantizedParam", "packed_variable", "placed", "sharding_of"]
+__all__ = ["UNPACKED_CLASS", "QuantizedParam", "packed_nnx_variable", "put_on_devices", "variable_sharding"]
 
 #: The entry of the metadata of a packed parameter for its class before; none if that was `flax.nnx.Param` itself.
 UNPACKED_CLASS = "unpacked_class"
@@ -47,9 +47,9 @@ class QuantizedParam(nnx.Variable):
         super().__init__(value, eager_sharding=False, **metadata)  # which would give all leaves one sharding
         eager = nnx.using_eager_sharding() if eager_sharding is None else eager_sharding
         self.set_metadata("eager_sharding", eager)
-        where = sharding_of(self) if eager else None
+        where = variable_sharding(self) if eager else None
         if where is not None:
-            self.set_value(placed(self.get_raw_value(), where))
+            self.set_value(put_on_devices(self.get_raw_value(), where))
 
     def copy(self, *value: Any, **updates: Any) -> Any:
         """As of `flax.nnx.Variable`. A sharding, or a shape with one, becomes that of each leaf of codes and scales."""
@@ -63,20 +63,22 @@ class QuantizedParam(nnx.Variable):
 
     def _of_leaves(self, value: Any) -> Any:
         current = self.get_raw_value()
-        if not isinstance(current, QArray | Rearranged):
+        if not isinstance(current, QArray | PackedParam):
             return value
         if isinstance(value, PartitionSpec):
-            return _specs(current, value, self.get_metadata("mesh", None) or get_global_mesh())
+            return _leaf_partition_specs(current, value, self.get_metadata("mesh", None) or get_global_mesh())
         if isinstance(value, NamedSharding):
-            return _shardings(current, value)
+            return _leaf_shardings(current, value)
         if isinstance(value, jax.ShapeDtypeStruct) and value.shape == current.shape:
-            return placed(
+            return put_on_devices(
                 jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), current), value.sharding
             )
         return value
 
 
-def packed_variable(variable: nnx.Variable, codes: QArray | Rearranged, layout: Layout | None = None) -> QuantizedParam:
+def packed_nnx_variable(
+    variable: nnx.Variable, codes: QArray | PackedParam, layout: OperandLayout | None = None
+) -> QuantizedParam:
     """A variable of codes in the place of a parameter, with its metadata.
 
     It is sharded as the parameter's array is, or as its annotation says.
@@ -88,17 +90,17 @@ def packed_variable(variable: nnx.Variable, codes: QArray | Rearranged, layout: 
     """
     metadata, value = variable.get_metadata(), variable.get_raw_value()
     metadata |= {} if type(variable) in (nnx.Param, QuantizedParam) else {UNPACKED_CLASS: type(variable)}
-    own = None if isinstance(value, jax.core.Tracer) else sharding_in(value)
+    own = None if isinstance(value, jax.core.Tracer) else named_sharding_of(value)
     if layout is not None:
         if metadata.get("out_sharding"):
             metadata["out_sharding"] = layout.entries(metadata["out_sharding"], value.shape)
         own = None if own is None else own.update(spec=PartitionSpec(*layout.entries(tuple(own.spec), value.shape)))
     if own is None:
         return QuantizedParam(codes, **metadata)
-    return QuantizedParam.from_metadata(placed(codes, own), metadata)  # type: ignore[return-value]
+    return QuantizedParam.from_metadata(put_on_devices(codes, own), metadata)  # type: ignore[return-value]
 
 
-def sharding_of(variable: nnx.Variable) -> NamedSharding | None:
+def variable_sharding(variable: nnx.Variable) -> NamedSharding | None:
     """The sharding that a variable's annotation says for its array, on its mesh, the current one, or its array's."""
     spec = get_var_pspec(variable)
     on = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(variable.get_raw_value()))
@@ -107,12 +109,12 @@ def sharding_of(variable: nnx.Variable) -> NamedSharding | None:
     return None if not spec or mesh is None else NamedSharding(mesh, spec)
 
 
-def placed(value: Any, sharding: NamedSharding | None) -> Any:
+def put_on_devices(value: Any, sharding: NamedSharding | None) -> Any:
     """An array, or codes and scales, on the devices of an array's sharding; of shapes, shapes with a sharding."""
-    return value if sharding is None else jax.tree.map(_put, value, _shardings(value, sharding))
+    return value if sharding is None else jax.tree.map(_put_leaf_on_devices, value, _leaf_shardings(value, sharding))
 
 
-def _put(leaf: Any, where: NamedSharding) -> Any:
+def _put_leaf_on_devices(leaf: Any, where: NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     if isinstance(where.mesh, Mesh):
@@ -121,29 +123,30 @@ def _put(leaf: Any, where: NamedSharding) -> Any:
     return move(leaf, where)
 
 
-def _shardings(value: Any, sharding: NamedSharding) -> Any:
+def _leaf_shardings(value: Any, sharding: NamedSharding) -> Any:
     """The sharding of each leaf of an array, or of codes and scales, by that of the array."""
-    if not isinstance(value, QArray | Rearranged):
+    if not isinstance(value, QArray | PackedParam):
         return sharding
-    specs = _specs(value, sharding.spec, sharding.mesh)
+    specs = _leaf_partition_specs(value, sharding.spec, sharding.mesh)
     return jax.tree.map(lambda spec: sharding.update(spec=spec), specs)
 
 
-def _specs(value: QArray | Rearranged, spec: PartitionSpec, mesh: Any) -> Any:
+def _leaf_partition_specs(value: QArray | PackedParam, spec: PartitionSpec, mesh: Any) -> Any:
     """The `PartitionSpec` of each leaf of codes and scales, by that of the array.
 
     An axis that codes cannot be cut along is whole in every leaf. Where the mesh has one device along an axis, or no
     mesh is known, scales are cut only if they have one for each number, so that the result fits other meshes, too.
     """
-    qarray = value.stored if isinstance(value, Rearranged) else value
+    qarray = value.stored if isinstance(value, PackedParam) else value
     entries: Sequence[Any] = (*spec, *[None] * (len(value.shape) - len(spec)))
-    counts = [_parts(entry, mesh) for entry in entries]
+    counts = [_axis_part_count(entry, mesh) for entry in entries]
     entries = entries_after_reshape(entries, counts, value.shape, qarray.shape)
     codes = qarray.qvalue.shape
-    entries = [e if n % _parts(e, mesh) == 0 else None for e, n in zip(entries, codes, strict=False)]
+    entries = [e if n % _axis_part_count(e, mesh) == 0 else None for e, n in zip(entries, codes, strict=False)]
 
     counts = [
-        length if (count := _parts(e, mesh)) == 1 else count for e, length in zip(entries, qarray.shape, strict=True)
+        length if (count := _axis_part_count(e, mesh)) == 1 else count
+        for e, length in zip(entries, qarray.shape, strict=True)
     ]
 
     def of(leaf: Any) -> PartitionSpec:
@@ -151,10 +154,10 @@ def _specs(value: QArray | Rearranged, spec: PartitionSpec, mesh: Any) -> Any:
         return PartitionSpec(*(entry if n % count == 0 else None for entry, count, n in axes))
 
     specs = replace(jax.tree.map(of, qarray), qvalue=PartitionSpec(*entries))
-    return replace(value, stored=specs) if isinstance(value, Rearranged) else specs  # type: ignore[type-var]
+    return replace(value, stored=specs) if isinstance(value, PackedParam) else specs  # type: ignore[type-var]
 
 
-def _parts(entry: Any, mesh: Any) -> int:
+def _axis_part_count(entry: Any, mesh: Any) -> int:
     """The number of parts of an axis under an entry of a `PartitionSpec`; 1 without a mesh that has its names."""
     names = [name for name in (entry if isinstance(entry, tuple) else (entry,)) if name is not None]
     return 1 if mesh is None else math.prod(mesh.shape.get(name, 1) for name in names)

@@ -11,32 +11,53 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._arguments import check_key
-from jchop._paths import matches_path
-from jchop._products.adapters import AdaptedParam, Adapter
-from jchop._products.matrices import MatrixLayout
-from jchop._products.placement import Placement
-from jchop._products.quantize_fn import QuantizedFunction
-from jchop._products.rule import FIELDS, Rule, rule_of
-from jchop._products.traced.call import Call, is_held
-from jchop._products.weights import is_packed, numbers_of
-from jchop.nn._lora_rule import LoraRule, check_used, first_adapters, merged_weight
-from jchop.nn._nnx.classes import Inputs
-from jchop.nn._trees.modules import functions_of, is_module, plain_of, rules_of, scales_of, with_class
-from jchop.storage._layout import over_stack
+from jchop._common.paths import matches_path
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, rule_index
+from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
+from jchop._quantized.program.call import CallArguments, is_param_leaf
+from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
+from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop._round.arguments import check_key
+from jchop.nn._shared.lora_rule import (
+    LoraRule,
+    check_lora_rules_match,
+    initial_stack_adapters,
+    merge_lora_weight,
+)
+from jchop.nn._shared.program_classes import ExampleInputs
+from jchop.nn._trees.equinox_modules import (
+    equinox_method_functions,
+    equinox_rules,
+    equinox_scales,
+    is_equinox_module,
+    module_under_rules,
+    plain_module,
+)
+from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 
 #: By the path of a parameter that reaches products: its value, it as a matrix or why it is none, its rounding.
-Places = dict[str, tuple[Any, MatrixLayout | str, Placement | None]]
+AdapterTargets = dict[str, tuple[Any, MatrixLayout | str, WeightLayout | None]]
 
 __all__ = [
-    "add_to_tree", "check_tree", "left_alone", "load_to_tree", "lora_mask", "merge_tree", "places_of", "split_tree",
-    "with_adapters", "with_loaded", "without",
+    "add_lora_to_tree",
+    "check_tree_has_adapters",
+    "load_lora_to_tree",
+    "lora_mask",
+    "merge_lora_tree",
+    "params_unpacked_by_merge",
+    "program_adapter_targets",
+    "rules_excluding_params",
+    "split_lora_tree",
+    "tree_with_adapters",
+    "tree_with_file_adapters",
 ]  # fmt: skip
 
 #: Names of a parameter that stand for its layer in a file of PEFT.
-_WEIGHTS = ("weight", "kernel")
+_WEIGHT_NAMES = ("weight", "kernel")
 
 
 def lora_mask(model: Any) -> Any:
@@ -60,7 +81,7 @@ def lora_mask(model: Any) -> Any:
         >>> [leaf.shape for leaf, own in zip(*map(jax.tree.leaves, (adapted, jc.nn.lora_mask(adapted)))) if own]
         [(64, 4), (4, 8)]
     """
-    check_tree(model)
+    check_tree_has_adapters(model)
 
     def mask(node: Any) -> Any:
         false = jax.tree.map(lambda _: False, node)
@@ -68,28 +89,28 @@ def lora_mask(model: Any) -> Any:
             return false
         return replace(false, adapter=jax.tree.map(lambda _: True, node.adapter))
 
-    return jax.tree.map(mask, model, is_leaf=is_held)
+    return jax.tree.map(mask, model, is_leaf=is_param_leaf)
 
 
-def check_tree(model: Any) -> None:
+def check_tree_has_adapters(model: Any) -> None:
     """Refuse a pytree without adapters."""
-    if not any(isinstance(leaf, AdaptedParam) for leaf in jax.tree.leaves(model, is_leaf=is_held)):
+    if not any(isinstance(leaf, AdaptedParam) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf)):
         raise ValueError("model has no adapters; jchop.nn.add_lora makes them")
 
 
-def add_to_tree(
-    model: Any, rules: Sequence[LoraRule], key: Array | None, inputs: Inputs | None, fun: Any, original: Any
+def add_lora_to_tree(
+    model: Any, rules: Sequence[LoraRule], key: Array | None, inputs: ExampleInputs | None, fun: Any, original: Any
 ) -> Any:
     """A model with adapters beside the parameters that reach products of matrices."""
     if key is None:
         raise ValueError("key=None: the first values of adapters are random; pass a typed key, key=jax.random.key(0)")
     check_key("key", key)
-    return with_adapters(model, rules, key, _places(model, inputs, fun), original)
+    return tree_with_adapters(model, rules, key, _tree_adapter_targets(model, inputs, fun), original)
 
 
-def with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: Places, original: Any) -> Any:
+def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: AdapterTargets, original: Any) -> Any:
     """A pytree of parameters with adapters at places that rules match."""
-    before = {} if original is None else _by_path(original)
+    before = {} if original is None else _leaves_by_path(original)
     adapters: dict[str, AdaptedParam] = {}
     used: set[int] = set()
     for number, (path, (value, layout, placement)) in enumerate(places.items()):
@@ -101,24 +122,26 @@ def with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: Pla
         if isinstance(layout, str):
             raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
         if rule.init != "zeros":
-            _check_plain(what, value, placement)
+            _check_repackable(what, value, placement)
         keys = jax.random.fold_in(key, number)
-        adapters[path] = _adapted(rule, what, value, layout, placement, before.get(path), keys)
-    check_used(rules, used, list(places))
-    return _with_leaves(model, adapters)
+        adapters[path] = _adapt_param(rule, what, value, layout, placement, before.get(path), keys)
+    check_lora_rules_match(rules, used, list(places))
+    return _replace_leaves(model, adapters)
 
 
-def load_to_tree(
-    folder: str | os.PathLike[str], model: Any, inputs: Inputs | None, fun: Any, read: Callable[..., Any]
+def load_lora_to_tree(
+    folder: str | os.PathLike[str], model: Any, inputs: ExampleInputs | None, fun: Any, read: Callable[..., Any]
 ) -> Any:
     """A model with the adapters of a folder, which `read` reads."""
-    return with_loaded(folder, model, _places(model, inputs, fun), read)
+    return tree_with_file_adapters(folder, model, _tree_adapter_targets(model, inputs, fun), read)
 
 
-def with_loaded(folder: str | os.PathLike[str], model: Any, targets: Places, read: Callable[..., Any]) -> Any:
+def tree_with_file_adapters(
+    folder: str | os.PathLike[str], model: Any, targets: AdapterTargets, read: Callable[..., Any]
+) -> Any:
     """A pytree of parameters with the adapters of a folder."""
-    place_by_name = {_name(path): (path, *place) for path, place in targets.items()}
-    able: dict[str, tuple[str, Any, Any, Placement | None]] = {
+    place_by_name = {_adapter_name(path): (path, *place) for path, place in targets.items()}
+    able: dict[str, tuple[str, Any, Any, WeightLayout | None]] = {
         name: place for name, place in place_by_name.items() if isinstance(place[2], MatrixLayout)
     }
     adapters = {}
@@ -126,87 +149,91 @@ def with_loaded(folder: str | os.PathLike[str], model: Any, targets: Places, rea
         path, value, layout, placement = able[name]
         if value.ndim != len(layout.shape):
             raise ValueError(f"{folder}: the parameter {path!r} is a stack, which a file of PEFT has not")
-        adapters[path] = AdaptedParam(value, Adapter(a, b, layout, rule, placement))
-    return _with_leaves(model, adapters)
+        adapters[path] = AdaptedParam(value, LoraAdapter(a, b, layout, rule, placement))
+    return _replace_leaves(model, adapters)
 
 
-def merge_tree(model: Any, requantize: bool) -> Any:
+def merge_lora_tree(model: Any, requantize: bool) -> Any:
     """A model with adapters added to the parameters."""
-    check_tree(model)
-    adapters = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
-    params = {path: _merged(path, leaf, requantize) for path, leaf in adapters.items()}
-    result = _with_leaves(model, params)
-    alone = left_alone(model, requantize)
-    if not is_module(model):
+    check_tree_has_adapters(model)
+    adapters = {path: leaf for path, leaf in _leaves_by_path(model).items() if isinstance(leaf, AdaptedParam)}
+    params = {path: _merge_param(path, leaf, requantize) for path, leaf in adapters.items()}
+    result = _replace_leaves(model, params)
+    alone = params_unpacked_by_merge(model, requantize)
+    if not is_equinox_module(model):
         return result
-    rules = rules_of(model)
-    remaining = without(rules, alone, model)
-    has_codes = any(map(is_packed, _by_path(result).values()))
-    drops_rules = bool(alone) and not has_codes and not any(map(_rounds_more, remaining))
-    return plain_of(result) if drops_rules or not rules else with_class(plain_of(result), remaining, scales_of(model))
+    rules = equinox_rules(model)
+    remaining = rules_excluding_params(rules, alone, model)
+    has_codes = any(map(is_packed_param, _leaves_by_path(result).values()))
+    drops_rules = bool(alone) and not has_codes and not any(map(_rounds_more_than_params, remaining))
+    return (
+        plain_module(result)
+        if drops_rules or not rules
+        else module_under_rules(plain_module(result), remaining, equinox_scales(model))
+    )
 
 
-def without(rules: Sequence[Rule], alone: Sequence[str], model: Any) -> tuple[Rule, ...]:
+def rules_excluding_params(rules: Sequence[Rule], alone: Sequence[str], model: Any) -> tuple[Rule, ...]:
     """Rules that leave the parameters `alone` of a model as they are, without those that match nothing any more."""
-    new_rules, paths = (*(Rule(f"/{path}/") for path in alone), *rules), list(_by_path(model))
+    new_rules, paths = (*(Rule(f"/{path}/") for path in alone), *rules), list(_leaves_by_path(model))
     old_matches, new_matches = (
-        {some[n] for path in paths if (n := rule_of(path, some)) is not None} for some in (rules, new_rules)
+        {some[n] for path in paths if (n := rule_index(path, some)) is not None} for some in (rules, new_rules)
     )
     return tuple(rule for rule in new_rules if rule in new_matches or rule not in old_matches)
 
 
-def left_alone(model: Any, requantize: bool) -> list[str]:
+def params_unpacked_by_merge(model: Any, requantize: bool) -> list[str]:
     """The packed parameters with adapters that a merge leaves in full precision."""
-    adapters = {path: leaf for path, leaf in _by_path(model).items() if isinstance(leaf, AdaptedParam)}
-    return [path for path, leaf in adapters.items() if is_packed(leaf.base) and not requantize]
+    adapters = {path: leaf for path, leaf in _leaves_by_path(model).items() if isinstance(leaf, AdaptedParam)}
+    return [path for path, leaf in adapters.items() if is_packed_param(leaf.base) and not requantize]
 
 
-def split_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
+def split_lora_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """A model without its adapters, and these by path."""
-    check_tree(model)
+    check_tree_has_adapters(model)
     adapters: dict[str, dict[str, Any]] = {}
     bases = {}
-    for path, leaf in _by_path(model).items():
+    for path, leaf in _leaves_by_path(model).items():
         if not isinstance(leaf, AdaptedParam):
             continue
-        if _name(path) in adapters:
-            raise ValueError(f"two parameters of {_name(path)!r} have adapters, which a file cannot tell apart")
+        if _adapter_name(path) in adapters:
+            raise ValueError(f"two parameters of {_adapter_name(path)!r} have adapters, which a file cannot tell apart")
         bases[path], own = leaf.base, leaf.adapter
-        adapters[_name(path)] = {"lora_a": own.lora_a, "lora_b": own.lora_b, "rule": own.rule}
-    bare = _with_leaves(model, bases)
-    return (plain_of(bare) if is_module(bare) and not rules_of(bare) else bare), adapters
+        adapters[_adapter_name(path)] = {"lora_a": own.lora_a, "lora_b": own.lora_b, "rule": own.rule}
+    bare = _replace_leaves(model, bases)
+    return (plain_module(bare) if is_equinox_module(bare) and not equinox_rules(bare) else bare), adapters
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _rounds_more(rule: Rule) -> bool:
+def _rounds_more_than_params(rule: Rule) -> bool:
     """Whether a rule rounds anything but parameters."""
-    return any(getattr(rule, name) is not None for name in FIELDS if name not in ("weight", "bias"))
+    return any(getattr(rule, name) is not None for name in ROUNDING_FIELDS if name not in ("weight", "bias"))
 
 
-def _name(path: str) -> str:
+def _adapter_name(path: str) -> str:
     """The path of the layer that a parameter is the weight of; of another one its own."""
     front, _, last = path.rpartition("/")
-    return front if last in _WEIGHTS and front else path
+    return front if last in _WEIGHT_NAMES and front else path
 
 
-def _by_path(model: Any) -> dict[str, Any]:
-    call = Call(model, (), {})
+def _leaves_by_path(model: Any) -> dict[str, Any]:
+    call = CallArguments(model, (), {})
     return {path: call.leaves[place] for path, place in zip(call.paths, call.places, strict=False)}
 
 
-def _places(model: Any, inputs: Inputs | None, fun: Any) -> Places:
+def _tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) -> AdapterTargets:
     """The parameters that reach products."""
     if inputs is None:
         raise ValueError(
             "inputs=None: the program says which parameters may have adapters; pass example arguments, inputs=(x,)"
         )
-    if is_module(model):
+    if is_equinox_module(model):
         if fun is not None:
             raise TypeError("fun is for parameters of a function; a module of Equinox has methods")
-        functions = functions_of(model, rules_of(model), inputs).values()
-        programs = [function.traced(plain_of(model), *args) for function, args in functions]
+        functions = equinox_method_functions(model, equinox_rules(model), inputs).values()
+        programs = [function.traced(plain_module(model), *args) for function, args in functions]
     else:
         if not isinstance(fun, QuantizedFunction):
             raise TypeError(f"fun={fun!r} must be a result of jchop.quantize_fn, which runs the parameters")
@@ -214,12 +241,12 @@ def _places(model: Any, inputs: Inputs | None, fun: Any) -> Places:
             raise TypeError(f"inputs={inputs!r} must be a tuple, or a dict, of arguments after the parameters")
         by_name = isinstance(inputs, Mapping)
         programs = [fun.traced(model, **inputs) if by_name else fun.traced(model, *inputs)]
-    return places_of(programs)
+    return program_adapter_targets(programs)
 
 
-def places_of(programs: Iterable[tuple[Any, Call]]) -> Places:
+def program_adapter_targets(programs: Iterable[tuple[Any, CallArguments]]) -> AdapterTargets:
     """The parameters that reach products in programs, each with its call."""
-    places: Places = {}
+    places: AdapterTargets = {}
     for program, call in programs:
         for leaf, layout in program.adaptable.items():
             path = program.paths[leaf]
@@ -231,52 +258,56 @@ def places_of(programs: Iterable[tuple[Any, Call]]) -> Places:
     return places
 
 
-def _check_plain(what: str, value: Any, placement: Placement | None) -> None:
-    if is_packed(value) and (placement is None or placement.rotation is not None):
+def _check_repackable(what: str, value: Any, placement: WeightLayout | None) -> None:
+    if is_packed_param(value) and (placement is None or placement.rotation is not None):
         raise ValueError(f"{what}: it is packed {'by no rule' if placement is None else 'rotated'}, so it can't change")
 
 
-def _adapted(
+def _adapt_param(
     rule: LoraRule,
     what: str,
     value: Any,
     layout: MatrixLayout,
-    placement: Placement | None,
+    placement: WeightLayout | None,
     original: Any,
     key: Array,
 ) -> AdaptedParam:
     stack = value.ndim - len(layout.shape)
-    lay = lambda x: over_stack(stack, lambda one: layout.lay(one)[0], x)  # noqa: E731
-    has_codes = is_packed(value)
-    weight = lay(numbers_of(value) if has_codes else jnp.asarray(value))
-    exact = None if original is None else lay(numbers_of(original) if is_packed(original) else jnp.asarray(original))
-    a, b, rest = first_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, has_codes)
+    lay = lambda x: map_over_stack(stack, lambda one: layout.lay(one)[0], x)  # noqa: E731
+    has_codes = is_packed_param(value)
+    weight = lay(unpack_param(value) if has_codes else jnp.asarray(value))
+    exact = (
+        None
+        if original is None
+        else lay(unpack_param(original) if is_packed_param(original) else jnp.asarray(original))
+    )
+    a, b, rest = initial_stack_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, has_codes)
     if rest is not None:
-        numbers = over_stack(stack, lambda one: layout.back(one[None]), rest)
+        numbers = map_over_stack(stack, lambda one: layout.back(one[None]), rest)
         value = placement.pack(numbers) if has_codes and placement is not None else numbers
-    return AdaptedParam(value, Adapter(a, b, layout, rule, placement))
+    return AdaptedParam(value, LoraAdapter(a, b, layout, rule, placement))
 
 
-def _merged(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
+def _merge_param(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
     own, layout, base = leaf.adapter, leaf.adapter.layout, leaf.base
-    if is_packed(base):
-        _check_plain(f"the parameter {path!r}", base, own.placement)
+    if is_packed_param(base):
+        _check_repackable(f"the parameter {path!r}", base, own.placement)
 
     def one(parts: tuple[Array, Array, Array]) -> Array:
         weight, a, b = parts
-        return layout.back(merged_weight(layout.lay(weight)[0], a, b, own.rule)[None])
+        return layout.back(merge_lora_weight(layout.lay(weight)[0], a, b, own.rule)[None])
 
-    numbers = numbers_of(base) if is_packed(base) else jnp.asarray(base)
-    result = over_stack(own.stack, one, (numbers, own.lora_a, own.lora_b))
-    return own.placement.pack(result) if requantize and is_packed(base) and own.placement is not None else result
+    numbers = unpack_param(base) if is_packed_param(base) else jnp.asarray(base)
+    result = map_over_stack(own.stack, one, (numbers, own.lora_a, own.lora_b))
+    return own.placement.pack(result) if requantize and is_packed_param(base) and own.placement is not None else result
 
 
-def _with_leaves(model: Any, replacements: Mapping[str, Any]) -> Any:
+def _replace_leaves(model: Any, replacements: Mapping[str, Any]) -> Any:
     """A model with other parameters at some paths; a module of Equinox runs under its rules, or under none."""
-    plain = plain_of(model) if is_module(model) else model
-    call = Call(plain, (), {})
+    plain = plain_module(model) if is_equinox_module(model) else model
+    call = CallArguments(plain, (), {})
     leaves = list(call.leaves)
     for path, place in zip(call.paths, call.places, strict=False):
         leaves[place] = replacements.get(path, leaves[place])
     tree = jax.tree.unflatten(call.tree, leaves)[0][0]
-    return with_class(tree, rules_of(model), scales_of(model)) if is_module(model) else tree
+    return module_under_rules(tree, equinox_rules(model), equinox_scales(model)) if is_equinox_module(model) else tree

@@ -16,20 +16,20 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from jchop._files import open_regular
-from jchop.storage._files.json import MOST_ENTRIES, shown
+from jchop._common.files import open_regular_file
+from jchop.storage._files.json import MOST_ENTRIES, short_text
 
-_MAGIC = b"GGUF"
+_GGUF_MAGIC = b"GGUF"
 #: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_STRING, _ARRAY, _UINT32 = 8, 9, 4
-_ALIGNMENT = "general.alignment"
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING_TYPE, _ARRAY_TYPE, _UINT32_TYPE = 8, 9, 4
+_ALIGNMENT_KEY = "general.alignment"
 #: The longest name, in bytes; the most axes of a tensor; the most strings in an array; the deepest arrays.
-_LONGEST, _MOST_AXES, _MOST_STRINGS, _DEEPEST = 1 << 12, 4, 1 << 21, 3
+_LONGEST_NAME, _MOST_GGUF_AXES, _MOST_STRINGS, _DEEPEST = 1 << 12, 4, 1 << 21, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
+class GGUFTensor:
     """A tensor of a file: its type by number, its shape in C order, its first byte in the data and its bytes."""
 
     kind: int
@@ -52,9 +52,9 @@ class GGUFFile:
 
     def __init__(self, path: Path, sizes: Mapping[int, tuple[int, int]]) -> None:
         self.path = path
-        self._file = open_regular(path)
+        self._file = open_regular_file(path)
         try:
-            header = _Header(self._file, path)
+            header = _GGUFHeader(self._file, path)
             self.tensors, self._data = header.read(sizes)
         except BaseException:
             self._file.close()
@@ -77,15 +77,15 @@ class GGUFFile:
             data = np.empty(blob.nbytes, np.uint8)
         except MemoryError:
             raise ValueError(
-                f"{self.path}: tensor {shown(name)} of {blob.nbytes} bytes does not fit in memory"
+                f"{self.path}: tensor {short_text(name)} of {blob.nbytes} bytes does not fit in memory"
             ) from None
         self._file.seek(self._data + blob.start)
         if self._file.readinto(data.data) != blob.nbytes:
-            raise ValueError(f"{self.path} ends within tensor {shown(name)}")
+            raise ValueError(f"{self.path} ends within tensor {short_text(name)}")
         return data
 
 
-class _Header:
+class _GGUFHeader:
     """Reads a header part by part; each part is checked against the bytes that are left."""
 
     def __init__(self, file: BufferedReader, path: Path) -> None:
@@ -93,15 +93,15 @@ class _Header:
         self._rest = os.fstat(file.fileno()).st_size
         self._strings = 0
 
-    def read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, Blob], int]:
+    def read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, GGUFTensor], int]:
         try:
             return self._read(sizes)
         except ValueError as error:
             raise ValueError(f"{self._path} is not a GGUF file: {error}") from None
 
-    def _read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, Blob], int]:
+    def _read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, GGUFTensor], int]:
         total = self._rest
-        if self._bytes(4) != _MAGIC:
+        if self._bytes(4) != _GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
         if (version := self._number(4)) not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
@@ -112,37 +112,37 @@ class _Header:
         alignment = 32
         for _ in range(keys):
             key, kind = self._text(), self._number(4)
-            if key == _ALIGNMENT and kind == _UINT32:
+            if key == _ALIGNMENT_KEY and kind == _UINT32_TYPE:
                 alignment = self._number(4)
                 if not 1 <= alignment <= 1 << 20 or alignment & alignment - 1:
                     raise ValueError(f"the alignment {alignment} is no power of two up to 2^20")
             else:
                 self._skip_value(kind, 0)
-        blobs: dict[str, Blob] = {}
+        blobs: dict[str, GGUFTensor] = {}
         for _ in range(tensors):
             name = self._text()
             if name in blobs:
-                raise ValueError(f"tensor {shown(name)} is duplicated")
+                raise ValueError(f"tensor {short_text(name)} is duplicated")
             blobs[name] = self._tensor(name, sizes, alignment)
         unknown = [name for name, blob in blobs.items() if blob.kind not in sizes]
         if blobs and len(unknown) == len(blobs):
             kind, types = blobs[unknown[0]].kind, ", ".join(map(str, sizes))
-            raise ValueError(f"tensor {shown(unknown[0])} has type {kind}; known are {types}")
+            raise ValueError(f"tensor {short_text(unknown[0])} has type {kind}; known are {types}")
         data = -(-(total - self._rest) // alignment) * alignment
-        _check_places(blobs, total - data)
+        _check_gguf_places(blobs, total - data)
         return blobs, data
 
-    def _tensor(self, name: str, sizes: Mapping[int, tuple[int, int]], alignment: int) -> Blob:
-        if (axes := self._number(4)) > _MOST_AXES:
-            raise ValueError(f"tensor {shown(name)} has {axes} axes, and at most {_MOST_AXES} are allowed")
+    def _tensor(self, name: str, sizes: Mapping[int, tuple[int, int]], alignment: int) -> GGUFTensor:
+        if (axes := self._number(4)) > _MOST_GGUF_AXES:
+            raise ValueError(f"tensor {short_text(name)} has {axes} axes, and at most {_MOST_GGUF_AXES} are allowed")
         shape = tuple(self._number(8) for _ in range(axes))[::-1]
         kind, start = self._number(4), self._number(8)
         if math.prod(n or 1 for n in shape) >> 58 or start % alignment:
-            raise ValueError(f"tensor {shown(name)} has shape {list(shape)} at byte {start}, which is not allowed")
+            raise ValueError(f"tensor {short_text(name)} has shape {list(shape)} at byte {start}, which is not allowed")
         count, size = sizes.get(kind, (1, 0))  # where the bytes of an unknown type end is not known
         if count > 1 and (not shape or shape[-1] % count):
-            raise ValueError(f"tensor {shown(name)} of shape {list(shape)} has no whole blocks of {count}")
-        return Blob(kind, shape, start, math.prod(shape) // count * size)
+            raise ValueError(f"tensor {short_text(name)} of shape {list(shape)} has no whole blocks of {count}")
+        return GGUFTensor(kind, shape, start, math.prod(shape) // count * size)
 
     def _bytes(self, count: int) -> bytes:
         self._take(count)
@@ -160,8 +160,8 @@ class _Header:
         return int.from_bytes(self._bytes(size), "little")
 
     def _text(self) -> str:
-        if (length := self._number(8)) > _LONGEST:
-            raise ValueError(f"a name of {length} bytes is longer than {_LONGEST}")
+        if (length := self._number(8)) > _LONGEST_NAME:
+            raise ValueError(f"a name of {length} bytes is longer than {_LONGEST_NAME}")
         return self._bytes(length).decode("utf-8")
 
     def _skip(self, count: int) -> None:
@@ -169,19 +169,19 @@ class _Header:
         self._file.seek(count, os.SEEK_CUR)
 
     def _skip_value(self, kind: int, depth: int) -> None:
-        if kind in _SIZES:
-            self._skip(_SIZES[kind])
-        elif kind == _STRING:
+        if kind in _VALUE_BYTES:
+            self._skip(_VALUE_BYTES[kind])
+        elif kind == _STRING_TYPE:
             self._skip(self._number(8))
-        elif kind == _ARRAY and depth < _DEEPEST:
+        elif kind == _ARRAY_TYPE and depth < _DEEPEST:
             self._skip_array(depth)
         else:
             raise ValueError(f"a key has a value of type {kind}, which is not known or nested too deep")
 
     def _skip_array(self, depth: int) -> None:
         kind, count = self._number(4), self._number(8)
-        if kind in _SIZES:
-            self._skip(_SIZES[kind] * count)
+        if kind in _VALUE_BYTES:
+            self._skip(_VALUE_BYTES[kind] * count)
             return
         self._strings += count
         if self._strings > _MOST_STRINGS:
@@ -190,12 +190,12 @@ class _Header:
             self._skip_value(kind, depth + 1)
 
 
-def _check_places(tensors: Mapping[str, Blob], size: int) -> None:
+def _check_gguf_places(tensors: Mapping[str, GGUFTensor], size: int) -> None:
     """Checks that tensors lie within the data and do not overlap."""
     at = 0
     for name, blob in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if blob.start < at or blob.start + blob.nbytes > size:
-            raise ValueError(f"tensor {shown(name)} overlaps another or the end of the file")
+            raise ValueError(f"tensor {short_text(name)} overlaps another or the end of the file")
         at = blob.start + blob.nbytes
 
 
@@ -217,16 +217,18 @@ class GGUFWriter:
     def __init__(
         self, file: IO[bytes], tensors: Mapping[str, tuple[int, tuple[int, ...], int]], texts: Mapping[str, str]
     ):
-        header = _MAGIC + _int(3, 4) + _int(len(tensors), 8) + _int(len(texts) + 1, 8)
-        header += _string("general.quantization_version") + _int(_UINT32, 4) + _int(2, 4)
+        header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(len(texts) + 1, 8)
+        header += _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
         for key, text in texts.items():
-            header += _string(key) + _int(_STRING, 4) + _int(len(text.encode()), 8) + text.encode()
+            header += (
+                _string_bytes(key) + _int_bytes(_STRING_TYPE, 4) + _int_bytes(len(text.encode()), 8) + text.encode()
+            )
         at, places = 0, {}
         for name, (kind, shape, nbytes) in tensors.items():
-            if len(shape) > _MOST_AXES:
-                raise ValueError(f"tensor {name!r} has {len(shape)} axes; a GGUF file has at most {_MOST_AXES}")
-            header += _string(name) + _int(len(shape), 4)
-            header += b"".join(_int(n, 8) for n in shape[::-1]) + _int(kind, 4) + _int(at, 8)
+            if len(shape) > _MOST_GGUF_AXES:
+                raise ValueError(f"tensor {name!r} has {len(shape)} axes; a GGUF file has at most {_MOST_GGUF_AXES}")
+            header += _string_bytes(name) + _int_bytes(len(shape), 4)
+            header += b"".join(_int_bytes(n, 8) for n in shape[::-1]) + _int_bytes(kind, 4) + _int_bytes(at, 8)
             places[name] = at
             at += -(-nbytes // 32) * 32
         self._file, self._places, self._end = file, places, at
@@ -243,23 +245,23 @@ class GGUFWriter:
         self._file.truncate(self._data + self._end)
 
 
-def _int(value: int, size: int) -> bytes:
+def _int_bytes(value: int, size: int) -> bytes:
     return value.to_bytes(size, "little")
 
 
-def _string(text: str) -> bytes:
+def _string_bytes(text: str) -> bytes:
     data = text.encode("utf-8")
-    if len(data) > _LONGEST:
-        raise ValueError(f"the name {shown(text)} has more than {_LONGEST} bytes, the most of a GGUF file")
-    return _int(len(data), 8) + data
+    if len(data) > _LONGEST_NAME:
+        raise ValueError(f"the name {short_text(text)} has more than {_LONGEST_NAME} bytes, the most of a GGUF file")
+    return _int_bytes(len(data), 8) + data
 
 
 def is_gguf(path: Path) -> bool:
     """Whether a regular file begins as a GGUF file, or has the name of one."""
-    with open_regular(path) as file:
-        return file.read(4) == _MAGIC or path.suffix.lower() == ".gguf"
+    with open_regular_file(path) as file:
+        return file.read(4) == _GGUF_MAGIC or path.suffix.lower() == ".gguf"
 
 
-def known(blocks: Mapping[int, Any]) -> dict[int, tuple[int, int]]:
+def block_sizes(blocks: Mapping[int, Any]) -> dict[int, tuple[int, int]]:
     """Numbers and bytes of a block of each type."""
     return {number: (block.count, block.size) for number, block in blocks.items()}

@@ -15,7 +15,7 @@ Reader = Callable[[str, int], tuple[T, int]]
 MOST_ENTRIES = 1 << 18
 LONGEST_VALUE = 1 << 16
 
-_SPACE = re.compile(r"[ \t\n\r]*")
+_WHITE_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def read_object(text: str, reader: Callable[[str], Reader[Any]]) -> dict[str, Any]:
@@ -28,27 +28,27 @@ def read_object(text: str, reader: Callable[[str], Reader[Any]]) -> dict[str, An
     Raises:
         ValueError: if the text is not such an object, has a duplicate key, or has too many entries.
     """
-    members, end = _members(text, _skip(text, 0), reader)
-    if _skip(text, end) != len(text):
+    members, end = _read_members(text, _after_space(text, 0), reader)
+    if _after_space(text, end) != len(text):
         raise ValueError(f"text after the object, at character {end}")
     return members
 
 
-def strings(text: str, at: int) -> tuple[dict[str, str], int]:
+def string_object(text: str, at: int) -> tuple[dict[str, str], int]:
     """An object whose values are strings; None counts as an empty one."""
     if text.startswith("null", at):
         return {}, at + 4
-    return _members(text, at, lambda _: string)
+    return _read_members(text, at, lambda _: json_string)
 
 
-def string(text: str, at: int) -> tuple[str, int]:
+def json_string(text: str, at: int) -> tuple[str, int]:
     """A string."""
     if text[at : at + 1] != '"':
         raise ValueError(f"no string at character {at}")
     return _DECODER.raw_decode(text, at)
 
 
-def small(text: str, at: int) -> tuple[Any, int]:
+def small_value(text: str, at: int) -> tuple[Any, int]:
     """A dict or a list of at most `LONGEST_VALUE` characters."""
     if text[at : at + 1] not in ("{", "["):
         raise ValueError(f"no object and no list at character {at}")
@@ -63,7 +63,7 @@ def small(text: str, at: int) -> tuple[Any, int]:
     raise ValueError(f"at character {at}: {reason}")
 
 
-def document(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """The JSON object of a whole text, which the caller keeps short: parsed JSON takes up to thirty times its bytes.
 
     Raises:
@@ -78,45 +78,45 @@ def document(text: str) -> dict[str, Any]:
     return value
 
 
-def shown(value: object) -> str:
+def short_text(value: object) -> str:
     """A value for a message, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _members(text: str, at: int, reader: Callable[[str], Reader[T]]) -> tuple[dict[str, T], int]:
+def _read_members(text: str, at: int, reader: Callable[[str], Reader[T]]) -> tuple[dict[str, T], int]:
     members: dict[str, T] = {}
-    at, mark = _mark(text, at, "{"), ","
+    at, mark = _after_mark(text, at, "{"), ","
     if text[at : at + 1] == "}":
         return members, at + 1
     while mark == ",":
-        key, at = string(text, at)
+        key, at = json_string(text, at)
         if key in members:
-            raise ValueError(f"the key {shown(key)} is duplicated")
+            raise ValueError(f"the key {short_text(key)} is duplicated")
         if len(members) == MOST_ENTRIES:
             raise ValueError(f"an object has more than {MOST_ENTRIES} entries")
-        members[key], at = reader(key)(text, _mark(text, _skip(text, at), ":"))
-        at = _skip(text, at)
+        members[key], at = reader(key)(text, _after_mark(text, _after_space(text, at), ":"))
+        at = _after_space(text, at)
         mark = text[at : at + 1]
-        at = _mark(text, at, ",}")
+        at = _after_mark(text, at, ",}")
     return members, at
 
 
-def _mark(text: str, at: int, marks: str) -> int:
+def _after_mark(text: str, at: int, marks: str) -> int:
     """The position after one of some marks."""
     if at >= len(text) or text[at] not in marks:
         raise ValueError(f"no {' or '.join(marks)} at character {at}")
-    return _skip(text, at + 1) if text[at] != "}" else at + 1
+    return _after_space(text, at + 1) if text[at] != "}" else at + 1
 
 
-def _skip(text: str, at: int) -> int:
+def _after_space(text: str, at: int) -> int:
     """The position after white space."""
-    match = _SPACE.match(text, at)
+    match = _WHITE_SPACE.match(text, at)
     assert match is not None
     return match.end()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a key is duplicated")
@@ -127,4 +127,4 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is not a number of JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_members, parse_constant=_no_number)

@@ -16,19 +16,19 @@ from typing import Self
 
 import numpy as np
 
-from jchop._files import open_regular
+from jchop._common.files import open_regular_file
 
-_MAGIC = b"\x93NUMPY"
-_LONGEST_HEADER = 1 << 16
-_MOST_AXES = 64  # the limit of NumPy 2
+_NPY_MAGIC = b"\x93NUMPY"
+_LONGEST_NPY_HEADER = 1 << 16
+_MOST_NPY_AXES = 64  # the limit of NumPy 2
 
-_STRING = r"(?:'[^'\\]*'|\"[^\"\\]*\")"
-_SPACES = " \n"  # the only ones that NumPy writes
-_ENTRY = re.compile(
-    rf"(?P<key>{_STRING}) *: *"
-    rf"(?:(?P<text>{_STRING})|(?P<truth>True|False)|\((?P<sizes>[0-9L, \n]*)\))[ \n]*(?:,[ \n]*|$)"
+_NPY_STRING = r"(?:'[^'\\]*'|\"[^\"\\]*\")"
+_NPY_SPACES = " \n"  # the only ones that NumPy writes
+_NPY_ENTRY = re.compile(
+    rf"(?P<key>{_NPY_STRING}) *: *"
+    rf"(?:(?P<text>{_NPY_STRING})|(?P<truth>True|False)|\((?P<sizes>[0-9L, \n]*)\))[ \n]*(?:,[ \n]*|$)"
 )
-_SIZE = re.compile(r"(0|[1-9][0-9]{0,18})L?")  # Python 2 wrote an L after long integers
+_NPY_AXIS_SIZE = re.compile(r"(0|[1-9][0-9]{0,18})L?")  # Python 2 wrote an L after long integers
 
 #: The longest row, in bytes, that is read whole, and the bytes of rows read at once.
 _SHORT_ROW, _BLOCK = 1 << 14, 1 << 20
@@ -57,7 +57,7 @@ class NpyFile:
         self._path, self._name = path, name
         if path.is_dir():
             raise ValueError(f"{name} is a folder, not a .npy file")
-        self._file = open_regular(path, name)
+        self._file = open_regular_file(path, name)
         try:
             self._size = os.fstat(self._file.fileno()).st_size
             self.file_dtype, self.fortran_order, self.shape = self._header()
@@ -86,7 +86,7 @@ class NpyFile:
             raise self._fault("it is empty")
         if start[:2] == b"PK":
             raise self._fault("it is a zip archive, as .npz files are: save one of its arrays with numpy.save")
-        if start[: len(_MAGIC)] != _MAGIC:
+        if start[: len(_NPY_MAGIC)] != _NPY_MAGIC:
             raise self._fault("it does not begin like one")
         if len(start) < 10:
             raise self._fault("it ends within its header")
@@ -96,21 +96,21 @@ class NpyFile:
         count = 2 if version == b"\1\0" else 4
         field = start[8:] + self._bytes(min(count - 2, self._size - len(start)))
         length, begin = int.from_bytes(field, "little"), 8 + count
-        if length > _LONGEST_HEADER or begin + length > self._size:
+        if length > _LONGEST_NPY_HEADER or begin + length > self._size:
             raise self._fault(f"a header of {length} bytes, in a file of {self._size}")
         text = self._bytes(length).decode("utf-8" if version == b"\3\0" else "latin-1", errors="replace")
-        entries = _entries(text)
+        entries = _header_entries(text)
         if entries is None:
             raise self._fault("its header is not that of an array of numbers")
-        dtype, shape = self._dtype(entries["text"]), _shape(entries["sizes"])
+        dtype, shape = self._dtype(entries["text"]), _header_shape(entries["sizes"])
         if shape is None:
-            raise self._fault(f"its shape ({_shown(entries['sizes'])}) is not known; {_MOST_AXES} axes at most")
+            raise self._fault(f"its shape ({_shorten(entries['sizes'])}) is not known; {_MOST_NPY_AXES} axes at most")
         if math.prod(n for n in shape if n) * dtype.itemsize > 2**63 - 1:
-            raise self._fault(f"its shape {_shown(str(shape))} is too large for an array")
+            raise self._fault(f"its shape {_shorten(str(shape))} is too large for an array")
         need, self._begin = math.prod(shape) * dtype.itemsize, begin + length
         if self._size - self._begin != need:
             raise self._fault(
-                f"shape {_shown(str(shape))} of {dtype} needs {need} bytes; it has {self._size - self._begin}"
+                f"shape {_shorten(str(shape))} of {dtype} needs {need} bytes; it has {self._size - self._begin}"
             )
         return dtype, entries["truth"] == "True", shape
 
@@ -118,7 +118,7 @@ class NpyFile:
         way = "; if it was saved from bfloat16 or float8, save it as float32, or in a safetensors file"
         way *= text[1:] in ("V2", "V1", "f1")  # what numpy.save writes for them
         if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", text):
-            raise self._fault(f"it holds {_shown(text)!r}, which is not a numeric type{way}")
+            raise self._fault(f"it holds {_shorten(text)!r}, which is not a numeric type{way}")
         try:
             return np.dtype(text)
         except TypeError:
@@ -193,14 +193,14 @@ class NpyFile:
         )
 
 
-def _entries(text: str) -> dict[str, str] | None:
+def _header_entries(text: str) -> dict[str, str] | None:
     """The three values of a header by kind; None unless each occurs once, and nothing else."""
-    inside = re.fullmatch(r"\{([^{}]*)\}", text.strip(_SPACES))
+    inside = re.fullmatch(r"\{([^{}]*)\}", text.strip(_NPY_SPACES))
     kinds = {"descr": "text", "fortran_order": "truth", "shape": "sizes"}
     entries: dict[str, str] = {}
-    rest = inside[1].strip(_SPACES) if inside else ""
+    rest = inside[1].strip(_NPY_SPACES) if inside else ""
     while rest:
-        match = _ENTRY.match(rest)
+        match = _NPY_ENTRY.match(rest)
         kind = kinds.pop(match["key"][1:-1], None) if match else None
         if match is None or kind is None or match[kind] is None:
             return None
@@ -209,16 +209,16 @@ def _entries(text: str) -> dict[str, str] | None:
     return None if kinds else entries
 
 
-def _shape(text: str) -> tuple[int, ...] | None:
+def _header_shape(text: str) -> tuple[int, ...] | None:
     """The sizes in the parentheses of a tuple; None if it is not a tuple of sizes."""
-    items = [item.strip(_SPACES) for item in text.split(",")]
+    items = [item.strip(_NPY_SPACES) for item in text.split(",")]
     if not items[-1]:
         items.pop()
     elif len(items) == 1:
         return None  # an integer in parentheses
-    sizes = [_SIZE.fullmatch(item) for item in items]
-    return None if len(sizes) > _MOST_AXES or not all(sizes) else tuple(int(size[1]) for size in sizes if size)
+    sizes = [_NPY_AXIS_SIZE.fullmatch(item) for item in items]
+    return None if len(sizes) > _MOST_NPY_AXES or not all(sizes) else tuple(int(size[1]) for size in sizes if size)
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."

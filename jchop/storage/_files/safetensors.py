@@ -22,8 +22,15 @@ from typing import IO, Any, Self
 import ml_dtypes
 import numpy as np
 
-from jchop._files import open_regular
-from jchop.storage._files.json import MOST_ENTRIES, Reader, read_object, shown, small, strings
+from jchop._common.files import open_regular_file
+from jchop.storage._files.json import (
+    MOST_ENTRIES,
+    Reader,
+    read_object,
+    short_text,
+    small_value,
+    string_object,
+)
 
 #: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {
@@ -48,17 +55,17 @@ DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
     "C64": np.dtype("<c8"),
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: The dtype of which a file has two numbers in a byte, the first in the low nibble, and an array one.
-_HALF = DTYPES["F4"]
-_METADATA = "__metadata__"
+_HALF_BYTE_DTYPE = DTYPES["F4"]
+_METADATA_KEY = "__metadata__"
 #: The longest header, in bytes, and the most axes of a tensor, as in NumPy.
-_LONGEST = 1 << 24
-_MOST_AXES = 64
+_MOST_HEADER_BYTES = 1 << 24
+_MOST_SAFETENSORS_AXES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file.
 
     Args:
@@ -79,7 +86,7 @@ class Entry:
     @property
     def bits(self) -> int:
         """Bits of an element in the file."""
-        return 4 if self.dtype == _HALF else 8 * self.dtype.itemsize
+        return 4 if self.dtype == _HALF_BYTE_DTYPE else 8 * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
@@ -88,12 +95,16 @@ class Entry:
         Raises:
             TypeError: if the format does not have it.
         """
-        if self.dtype not in _NAMES:
+        if self.dtype not in _SAFETENSORS_NAMES:
             little_endian = self.dtype.newbyteorder("<")
-            advice = f". Convert it, for example by x.astype({little_endian.str!r})" if little_endian in _NAMES else ""
-            names = ", ".join(map(str, _NAMES))
+            advice = (
+                f". Convert it, for example by x.astype({little_endian.str!r})"
+                if little_endian in _SAFETENSORS_NAMES
+                else ""
+            )
+            names = ", ".join(map(str, _SAFETENSORS_NAMES))
             raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {names}{advice}")
-        return _NAMES[self.dtype]
+        return _SAFETENSORS_NAMES[self.dtype]
 
 
 class TensorFile:
@@ -113,7 +124,7 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file = open_regular(self.path)
+        self._file = open_regular_file(self.path)
         try:
             self.entries, self.metadata, self._data = _read_header(self._file, self.path)
         except BaseException:
@@ -150,52 +161,58 @@ class TensorFile:
         return array
 
 
-def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, Entry], dict[str, str], int]:
+def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
     total = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > total - 8:
         why = "its first eight bytes are not the length of a header" if total else "it is empty"
         raise ValueError(f"{path} is not a safetensors file: {why}")
-    if length > _LONGEST:
+    if length > _MOST_HEADER_BYTES:
         raise ValueError(
-            f"{path} is not a safetensors file: its header would take {length} bytes, and at most {_LONGEST}"
+            f"{path} is not a safetensors file: its header would take {length} bytes, and at most {_MOST_HEADER_BYTES}"
         )
     try:
         # Each entry is checked when it is parsed, because parsed JSON takes more memory than its text.
-        header = read_object(file.read(length).decode("utf-8"), partial(_reader, total - 8 - length))
-        metadata = header.pop(_METADATA, {})
-        _check_places(header, total - 8 - length)
+        header = read_object(file.read(length).decode("utf-8"), partial(_entry_reader, total - 8 - length))
+        metadata = header.pop(_METADATA_KEY, {})
+        _check_tensor_places(header, total - 8 - length)
     except ValueError as error:
         raise ValueError(f"{path} is not a safetensors file that jchop reads: bad header ({error})") from None
     return header, metadata, 8 + length
 
 
-def _reader(size: int, name: str) -> Reader[Any]:
+def _entry_reader(size: int, name: str) -> Reader[Any]:
     """The reader for the value of a header's key, in a file with `size` bytes of data."""
 
-    def read(text: str, at: int) -> tuple[Entry, int]:
-        fields, end = small(text, at)
-        return _entry(name, fields, size), end
+    def read(text: str, at: int) -> tuple[TensorEntry, int]:
+        fields, end = small_value(text, at)
+        return _parse_entry(name, fields, size), end
 
-    return strings if name == _METADATA else read
+    return string_object if name == _METADATA_KEY else read
 
 
-def _entry(name: str, fields: Any, size: int) -> Entry:
+def _parse_entry(name: str, fields: Any, size: int) -> TensorEntry:
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
-        raise ValueError(f"tensor {shown(name)} must be an object with dtype, shape and data_offsets")
+        raise ValueError(f"tensor {short_text(name)} must be an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"tensor {shown(name)}: dtype {shown(dtype)} is not known; read are {', '.join(DTYPES)}")
-    if not are_counts(shape) or len(shape) > _MOST_AXES or math.prod(n or 1 for n in shape) >> 58:
-        requirement = f"a list of integers >= 0, at most {_MOST_AXES} and of a product below 2^58"
-        raise ValueError(f"tensor {shown(name)}: shape {shown(shape)} must be {requirement}")
+        raise ValueError(
+            f"tensor {short_text(name)}: dtype {short_text(dtype)} is not known; read are {', '.join(DTYPES)}"
+        )
+    if not are_counts(shape) or len(shape) > _MOST_SAFETENSORS_AXES or math.prod(n or 1 for n in shape) >> 58:
+        requirement = f"a list of integers >= 0, at most {_MOST_SAFETENSORS_AXES} and of a product below 2^58"
+        raise ValueError(f"tensor {short_text(name)}: shape {short_text(shape)} must be {requirement}")
     if not are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {shown(name)}: data_offsets {shown(offsets)} do not fit: they are not two integers")
-    entry = Entry(DTYPES[dtype], tuple(shape), offsets[0])
+        raise ValueError(
+            f"tensor {short_text(name)}: data_offsets {short_text(offsets)} do not fit: they are not two integers"
+        )
+    entry = TensorEntry(DTYPES[dtype], tuple(shape), offsets[0])
     whole = math.prod(shape) * entry.bits % 8 == 0
     if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size or not whole:
-        raise ValueError(f"tensor {shown(name)}: data_offsets {offsets} do not fit shape {shown(shape)} and the file")
+        raise ValueError(
+            f"tensor {short_text(name)}: data_offsets {offsets} do not fit shape {short_text(shape)} and the file"
+        )
     return entry
 
 
@@ -204,33 +221,33 @@ def are_counts(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 
 
-def _check_places(entries: Mapping[str, Entry], size: int) -> None:
+def _check_tensor_places(entries: Mapping[str, TensorEntry], size: int) -> None:
     """Checks that the tensors fill the data, without gaps and overlaps, like the reference implementation."""
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != at:
-            raise ValueError(f"tensor {shown(name)} begins at byte {entry.start} of the data, and must at {at}")
+            raise ValueError(f"tensor {short_text(name)} begins at byte {entry.start} of the data, and must at {at}")
         at += entry.nbytes
     if at != size:
         raise ValueError(f"the tensors fill {at} bytes, and the file has {size}")
 
 
-def lay_out(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+def place_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The same tensors in consecutive positions; wide elements come first, so that all are aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # stable
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     start = 0
     for name in order:
-        entries[name] = Entry(tensors[name].dtype, tensors[name].shape, start)
+        entries[name] = TensorEntry(tensors[name].dtype, tensors[name].shape, start)
         start += entries[name].nbytes
     return entries
 
 
-def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a file before its tensors; arguments and errors are those of `TensorWriter`."""
-    if _METADATA in entries:
-        raise ValueError(f"no tensor can have the name {_METADATA!r}")
-    fields: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    if _METADATA_KEY in entries:
+        raise ValueError(f"no tensor can have the name {_METADATA_KEY!r}")
+    fields: dict[str, Any] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     for name, entry in entries.items():
         if math.prod(entry.shape) * entry.bits % 8:
             raise ValueError(f"tensor {name!r} of {entry.dtype}{list(entry.shape)} fills no whole bytes of a file")
@@ -241,10 +258,10 @@ def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> byte
         }
     header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     header += b" " * (-len(header) % 8)
-    if len(header) > _LONGEST or max(len(entries), len(metadata)) > MOST_ENTRIES:
+    if len(header) > _MOST_HEADER_BYTES or max(len(entries), len(metadata)) > MOST_ENTRIES:
         raise ValueError(
             f"{len(entries)} tensors and {len(metadata)} metadata make a header of {len(header)} bytes; a file has "
-            f"at most {MOST_ENTRIES} of each and a header of {_LONGEST}"
+            f"at most {MOST_ENTRIES} of each and a header of {_MOST_HEADER_BYTES}"
         )
     return len(header).to_bytes(8, "little") + header
 
@@ -262,7 +279,7 @@ class TensorWriter:
         ValueError: for a tensor with the name of the metadata, or a header that is too long for `TensorFile`.
     """
 
-    def __init__(self, file: IO[bytes], entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, file: IO[bytes], entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
         start = header_of(entries, metadata)
         self._file, self._entries, self._data = file, entries, len(start)
         self._positions = dict.fromkeys(entries, 0)

@@ -11,19 +11,25 @@ from typing import Any, Self
 
 import numpy as np
 
-from jchop._files import open_regular
-from jchop.storage._files.json import document, read_object, shown, small, strings
-from jchop.storage._files.safetensors import Entry, TensorFile
+from jchop._common.files import open_regular_file
+from jchop.storage._files.json import (
+    json_object,
+    read_object,
+    short_text,
+    small_value,
+    string_object,
+)
+from jchop.storage._files.safetensors import TensorEntry, TensorFile
 
-INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+INDEX_FILE, SINGLE_FILE, CONFIG_FILE = "model.safetensors.index.json", "model.safetensors", "config.json"
 #: The record of a folder that `convert_checkpoint` has not finished.
-JOURNAL = ".jchop-unfinished.json"
+JOURNAL_FILE = ".jchop-unfinished.json"
 #: The longest configuration and index, in bytes, and the most files of a folder.
 _LONGEST_CONFIG, _LONGEST_INDEX, _MOST_FILES = 1 << 20, 1 << 24, 4096
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", re.DOTALL)
+_SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", re.DOTALL)
 
 
-class Shards:
+class ShardFiles:
     """The tensors of a file or of a folder, by name.
 
     Args:
@@ -39,14 +45,16 @@ class Shards:
         self.path = path
         self._stack = ExitStack()
         try:
-            self.config = _config(path / CONFIG) if path.is_dir() else {}
+            self.config = _read_config(path / CONFIG_FILE) if path.is_dir() else {}
             self._files = [self._stack.enter_context(TensorFile(name)) for name in self._paths(path)]
             self._homes: dict[str, TensorFile] = {}
             self.metadata: dict[str, str] = {}
             for file in self._files:
                 for name in file.entries:
                     if name in self._homes:
-                        raise ValueError(f"{file.path}: tensor {shown(name)} is in {self._homes[name].path.name}, too")
+                        raise ValueError(
+                            f"{file.path}: tensor {short_text(name)} is in {self._homes[name].path.name}, too"
+                        )
                     self._homes[name] = file
                 self.metadata |= file.metadata
             self._check_index()
@@ -58,24 +66,24 @@ class Shards:
         self._index: dict[str, str] = {}
         if not path.is_dir():
             return [path]
-        if (path / JOURNAL).exists():
+        if (path / JOURNAL_FILE).exists():
             raise _no_model(path, "it is of an unfinished run of jchop: repeat its command")
-        if not (path / INDEX).exists():
-            return [path / SINGLE] if (path / SINGLE).exists() else _without_index(path)
-        self._index = _index(path / INDEX)
+        if not (path / INDEX_FILE).exists():
+            return [path / SINGLE_FILE] if (path / SINGLE_FILE).exists() else _files_without_index(path)
+        self._index = _read_index(path / INDEX_FILE)
         names = sorted(set(self._index.values()))
         if len(names) > _MOST_FILES:
-            raise ValueError(f"{path / INDEX} names {len(names)} files, and at most {_MOST_FILES} are read")
+            raise ValueError(f"{path / INDEX_FILE} names {len(names)} files, and at most {_MOST_FILES} are read")
         for name in names:
             if not (path / name).exists():
-                raise _no_file(path / name, f"which {INDEX} names; is the download complete?")
+                raise _no_file(path / name, f"which {INDEX_FILE} names; is the download complete?")
         return [path / name for name in names]
 
     def _check_index(self) -> None:
         for name, file in self._index.items():
             if name not in self._homes or self._homes[name].path.name != file:
                 raise ValueError(
-                    f"{self.path / INDEX}: tensor {shown(name)} is not in {shown(file)}; "
+                    f"{self.path / INDEX_FILE}: tensor {short_text(name)} is not in {short_text(file)}; "
                     "if it is tied to another, remove its line from the index"
                 )
 
@@ -85,7 +93,7 @@ class Shards:
         return self._files
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """The dtypes and shapes of the tensors."""
         return {name: file.entries[name] for name, file in self._homes.items()}
 
@@ -108,7 +116,7 @@ class Shards:
         self._stack.close()
 
 
-def _without_index(folder: Path) -> list[Path]:
+def _files_without_index(folder: Path) -> list[Path]:
     """The files of a folder that are numbered from 1 to their number.
 
     Raises:
@@ -116,7 +124,7 @@ def _without_index(folder: Path) -> list[Path]:
     """
     names = sorted(path.name for path in folder.iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
-    matches = [_SHARD.fullmatch(name) for name in files]
+    matches = [_SHARD_NAME.fullmatch(name) for name in files]
     kinds = {(one[1], one[3]) for one in matches if one}
     if len(kinds) == 1 and None not in matches:
         ((_, count),) = kinds
@@ -124,19 +132,19 @@ def _without_index(folder: Path) -> list[Path]:
         if not lacking and len(files) == int(count):
             return [folder / name for name in files]
         first = f", number {min(lacking)} first" if lacking else ""
-        raise _no_file(folder / INDEX, f"and not all of {int(count)} numbered files are there{first}")
+        raise _no_file(folder / INDEX_FILE, f"and not all of {int(count)} numbered files are there{first}")
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if models := files or gguf:
         more = f" and {len(models) - 3} more" if len(models) > 3 else ""
-        raise _no_model(folder, f"pass the path of one of its files: {', '.join(map(shown, models[:3]))}{more}")
+        raise _no_model(folder, f"pass the path of one of its files: {', '.join(map(short_text, models[:3]))}{more}")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
-    why = f"{shown(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
+    why = f"{short_text(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
     raise _no_model(folder, why)
 
 
 def _no_model(folder: Path, why: str) -> FileNotFoundError:
     return FileNotFoundError(
-        errno.ENOENT, f"the folder has no {SINGLE} and no {INDEX}{'; ' if why else ''}{why}", str(folder)
+        errno.ENOENT, f"the folder has no {SINGLE_FILE} and no {INDEX_FILE}{'; ' if why else ''}{why}", str(folder)
     )
 
 
@@ -144,8 +152,8 @@ def _no_file(path: Path, why: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, f"No such file, {why}", str(path))
 
 
-def _text(path: Path, most: int) -> str:
-    with open_regular(path) as file:
+def _read_text(path: Path, most: int) -> str:
+    with open_regular_file(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"{path} is longer than {most} bytes")
@@ -155,25 +163,25 @@ def _text(path: Path, most: int) -> str:
         raise ValueError(f"{path} is not text: {error}") from None
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return document(_text(path, _LONGEST_CONFIG))
+        return json_object(_read_text(path, _LONGEST_CONFIG))
     except ValueError as error:
         raise ValueError(f"{path} is not a configuration: {error}") from None
 
 
-def _index(path: Path) -> dict[str, str]:
-    text = _text(path, _LONGEST_INDEX)
+def _read_index(path: Path) -> dict[str, str]:
+    text = _read_text(path, _LONGEST_INDEX)
     try:
-        content = read_object(text, lambda key: strings if key == "weight_map" else small)
+        content = read_object(text, lambda key: string_object if key == "weight_map" else small_value)
         homes = content.get("weight_map")
         if not homes:
             raise ValueError("it has no weight_map")
         for name in homes.values():
             if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-                raise ValueError(f"{shown(name)} is no name of a safetensors file in the folder")
+                raise ValueError(f"{short_text(name)} is no name of a safetensors file in the folder")
     except ValueError as error:
         raise ValueError(f"{path} is not an index: {error}") from None
     return homes

@@ -19,8 +19,8 @@ from oracle_cores import Core, Target
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._core.arithmetic.aligned import doubles, limbs
-from jchop._core.arithmetic.aligned.unit import Unit
+from jchop._core.matmul import aligned_doubles, aligned_limbs
+from jchop._core.matmul.aligned import TensorCoreUnit
 
 further = Further()
 
@@ -165,16 +165,16 @@ def computed(
     row: Row, a: np.ndarray, b: np.ndarray, c: np.ndarray, spec: MatmulSpec | None = None
 ) -> dict[str, np.ndarray]:
     """A step in words of 32 bits, and in float64."""
-    unit = Unit(spec or row.spec, row.k)
+    unit = TensorCoreUnit(spec or row.spec, row.k)
 
     @jax.jit
     def step(a: jax.Array, b: jax.Array, c: jax.Array) -> dict[str, jax.Array]:
         pairs = [v.T for v in (a, b)]
-        x, y = (limbs.factors(v, unit) for v in pairs)
-        u, v = (doubles.factors(v, unit) for v in pairs)
-        in_words = limbs.fused_add(c, each(x), each(y), unit, None)
-        in_doubles = doubles.fused_add(near_float64(c), each(u), each(v), unit)
-        return {"limbs": in_words, "doubles": doubles.narrow(in_doubles)}
+        x, y = (aligned_limbs.limb_factors(v, unit) for v in pairs)
+        u, v = (aligned_doubles.double_factors(v, unit) for v in pairs)
+        in_words = aligned_limbs.fused_add_limbs(c, each(x), each(y), unit, None)
+        in_doubles = aligned_doubles.fused_add_doubles(near_float64(c), each(u), each(v), unit)
+        return {"limbs": in_words, "doubles": aligned_doubles.narrow_doubles(in_doubles)}
 
     with jax.enable_x64(True):
         return {name: np.asarray(value) for name, value in step(a, b, c).items()}
@@ -285,16 +285,16 @@ def scaled_problems(row: ScaledRow, count: int) -> list[np.ndarray]:
 
 def check_scaled(row: ScaledRow, count: int) -> None:
     c, *operands = scaled_problems(row, count)
-    unit = Unit(jc.tensor_core("blackwell", row.dtype), row.core.k)
+    unit = TensorCoreUnit(jc.tensor_core("blackwell", row.dtype), row.core.k)
 
     @jax.jit
     def step(c: jax.Array, *operands: jax.Array) -> dict[str, jax.Array]:
         a, b, sa, sb = (v.T for v in operands)
-        x, y = (limbs.factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
-        u, v = (doubles.factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
-        in_words = limbs.fused_add(c, each(x), each(y), unit, None)
-        in_doubles = doubles.fused_add(near_float64(c), each(u), each(v), unit)
-        return {"limbs": in_words, "doubles": doubles.narrow(in_doubles)}
+        x, y = (aligned_limbs.limb_factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
+        u, v = (aligned_doubles.double_factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
+        in_words = aligned_limbs.fused_add_limbs(c, each(x), each(y), unit, None)
+        in_doubles = aligned_doubles.fused_add_doubles(near_float64(c), each(u), each(v), unit)
+        return {"limbs": in_words, "doubles": aligned_doubles.narrow_doubles(in_doubles)}
 
     want = bits([row.core.step(*args) for args in zip(c.tolist(), *(v.tolist() for v in operands), strict=True)])
     with jax.enable_x64(True):

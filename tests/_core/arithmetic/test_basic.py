@@ -20,12 +20,19 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop._bits import CARRIERS, Carrier
+from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._core.arithmetic import basic, double_word
-from jchop._core.arithmetic.basic import Range, carrier_range, product_range, range_of, require_operation, sum_range
+from jchop._core.arithmetic.basic import (
+    ValueRange,
+    carrier_range,
+    product_range,
+    range_of,
+    require_operation,
+    sum_range,
+)
 from jchop._core.arithmetic.nearest import round_by_adding
 from jchop._core.arithmetic.root import square_root
-from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.elements import round_to_spec
 
 further = Further()
 
@@ -110,7 +117,7 @@ def specs(text: str, carrier: str) -> Iterator[jc.Spec]:
 def check(
     operation: str,
     operands: list[np.ndarray],
-    ranges: list[Range],
+    ranges: list[ValueRange],
     specs: Iterable[jc.Spec],
     fmt: oracle.Set,
     rng: np.random.Generator,
@@ -130,16 +137,20 @@ def check(
 
 #: The functions under test by the names of `oracle_arithmetic`: rounded once, and exact.
 ROUNDED = {
-    "add": basic.add,
-    "multiply": basic.multiply,
-    "multiply_add": basic.multiply_add,
-    "divide": basic.divide,
+    "add": basic.add_and_round,
+    "multiply": basic.multiply_and_round,
+    "multiply_add": basic.multiply_add_and_round,
+    "divide": basic.divide_and_round,
 }
-EXACT = {"add": double_word.add, "multiply": double_word.multiply, "multiply_add": double_word.multiply_add}
+EXACT = {
+    "add": double_word.add_exactly,
+    "multiply": double_word.multiply_exactly,
+    "multiply_add": double_word.multiply_add_exactly,
+}
 
 
 def apply(
-    operation: str, word: Any, *operands: Any, spec: jc.Spec | None, carrier: Carrier, ranges: tuple[Range, ...]
+    operation: str, word: Any, *operands: Any, spec: jc.Spec | None, carrier: Carrier, ranges: tuple[ValueRange, ...]
 ) -> jax.Array:
     return ROUNDED[operation](*operands, spec, carrier, word, *ranges)
 
@@ -179,7 +190,7 @@ def exact_form_too(carrier: str, count: int, rng: np.random.Generator) -> None:
     kind, width = oracle.CARRIERS[carrier], CARRIERS[carrier].work_width
     for operation in oracle_arithmetic.OPERATIONS:
         operands = oracle_arithmetic.pairs(operation, oracle.ieee(5, 10), kind, count, rng)
-        run = partial(double_word.divide, bits=width) if operation == "divide" else EXACT[operation]
+        run = partial(double_word.divide_exactly, bits=width) if operation == "divide" else EXACT[operation]
         form = jax.jit(lambda *args, run=run: vars(run(*args, CARRIERS[carrier])) | {"quantum": 0})(*operands)
         columns = (np.asarray(form[name]).tolist() for name in ("magnitude", "rest", "sticky", "inexact", "beyond"))
         exact = oracle_arithmetic.exact_results(operation, operands, kind, down=False)
@@ -292,7 +303,9 @@ def values_of(text: str, n: int, carrier: str, rng: np.random.Generator) -> np.n
     return np.asarray(jc.round_to_format(rng.permutation(x).astype(carrier), fmt))
 
 
-def known(operand: str | tuple[str, str], n: int, carrier: str, rng: np.random.Generator) -> tuple[np.ndarray, Range]:
+def known(
+    operand: str | tuple[str, str], n: int, carrier: str, rng: np.random.Generator
+) -> tuple[np.ndarray, ValueRange]:
     """Values of a format or exact products of two, with their range."""
     texts = (operand,) if isinstance(operand, str) else operand
     values = [values_of(text, n, carrier, rng) for text in texts]
@@ -328,7 +341,7 @@ KNOWN = {mode: FAST[i % 3 :: 3] for i, mode in enumerate(ROUNDINGS_OF_FAST)} | {
 )
 def test_known_ranges(mode: str, rows: list, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, so that a compiler that contracts or reorders would show; against the exact results."""
-    for function in (double_word.add, double_word.multiply, double_word.multiply_add):
+    for function in (double_word.add_exactly, double_word.multiply_exactly, double_word.multiply_add_exactly):
         monkeypatch.setattr(double_word, function.__name__, _not_taken)
     for operation, operands, ranges, spec in fast_cases(rows, mode, "float32", 250, rng):
         check(operation, operands, ranges, [spec], SETS[str(spec.format)], rng, compiled=True)
@@ -392,8 +405,10 @@ def test_contraction(operands: str, accumulate: str | None, rng: np.random.Gener
 
     @jax.jit
     def run(word: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-        p = basic.multiply(a, b, None, carrier, None, r, r)
-        return basic.add(p, c, spec, carrier, word, product_range(r, r) if operands == "e5m10" else whole, whole)
+        p = basic.multiply_and_round(a, b, None, carrier, None, r, r)
+        return basic.add_and_round(
+            p, c, spec, carrier, word, product_range(r, r) if operands == "e5m10" else whole, whole
+        )
 
     exact = oracle_arithmetic.exact_results("add", [product, c], kind, accumulate == "e5m10:down")
     shown = jc.Spec("binary32") if spec is None else spec
@@ -414,7 +429,7 @@ def test_nearest_is_the_hardwares() -> None:
 def check_nearest(rounding: str) -> None:
     carrier, spec = CARRIERS["float32"], jc.Spec("e5m10", rounding=rounding)
     r = range_of(spec, carrier)
-    round_ = round_by_adding if rounding == "nearest_even" else round_elements
+    round_ = round_by_adding if rounding == "nearest_even" else round_to_spec
     for name, plain in {"add": jnp.add, "multiply": jnp.multiply}.items():
         operation = ROUNDED[name]
         assert jaxpr(lambda x, y, op=operation: op(x, y, spec, carrier, None, r, r), 2) == jaxpr(
@@ -423,25 +438,25 @@ def check_nearest(rounding: str) -> None:
 
 
 #: Results, ranges of two terms, and whether their sum takes integer arithmetic.
-E5M10, BFLOAT16 = Range(-24, 11, 16), Range(-133, 8, 128)
-FLUSHED = Range(-149, 24, 128, least=-126)
+E5M10, BFLOAT16 = ValueRange(-24, 11, 16), ValueRange(-133, 8, 128)
+FLUSHED = ValueRange(-149, 24, 128, least=-126)
 WAYS = [
     ("e5m10", E5M10, E5M10, False),
     ("e5m10:up", E5M10, E5M10, False),
-    ("e5m10:stochastic", E5M10, Range(-48, 22, 32), False),
-    ("e5m10", E5M10, Range(-126, 11, 16), False),  # small terms hide ties among the subnormals: TwoSum
-    ("e5m10", E5M10, Range(-127, 11, 16), True),  # terms of the carrier's subnormals
+    ("e5m10:stochastic", E5M10, ValueRange(-48, 22, 32), False),
+    ("e5m10", E5M10, ValueRange(-126, 11, 16), False),  # small terms hide ties among the subnormals: TwoSum
+    ("e5m10", E5M10, ValueRange(-127, 11, 16), True),  # terms of the carrier's subnormals
     ("bfloat16", BFLOAT16, BFLOAT16, False),  # scaled
-    ("bfloat16:stochastic", BFLOAT16, Range(-149, 24, 128), False),
+    ("bfloat16:stochastic", BFLOAT16, ValueRange(-149, 24, 128), False),
     ("bfloat16:stochastic_c", BFLOAT16, BFLOAT16, True),
     ("binary32", BFLOAT16, BFLOAT16, False),
-    ("e5m10:up", E5M10, Range(100, 11, 126), False),
-    ("e5m10:up", E5M10, Range(100, 11, 127), True),  # the sum may be 2^127 or more, and be rounded up
-    ("e5m10", E5M10, Range(100, 11, 128), False),  # infinite in the carrier or not, it overflows
-    ("e5m10:propagate", E5M10, Range(100, 11, 128), True),  # but here an infinity is told from a finite value
-    ("binary32", E5M10, Range(-126, 24, 126), False),
-    ("binary32:nearest_away", E5M10, Range(-126, 24, 126), True),
-    ("integer8:wrap", Range(0, 7, 8), Range(0, 7, 8), False),
+    ("e5m10:up", E5M10, ValueRange(100, 11, 126), False),
+    ("e5m10:up", E5M10, ValueRange(100, 11, 127), True),  # the sum may be 2^127 or more, and be rounded up
+    ("e5m10", E5M10, ValueRange(100, 11, 128), False),  # infinite in the carrier or not, it overflows
+    ("e5m10:propagate", E5M10, ValueRange(100, 11, 128), True),  # but here an infinity is told from a finite value
+    ("binary32", E5M10, ValueRange(-126, 24, 126), False),
+    ("binary32:nearest_away", E5M10, ValueRange(-126, 24, 126), True),
+    ("integer8:wrap", ValueRange(0, 7, 8), ValueRange(0, 7, 8), False),
     ("binary32:flush", FLUSHED, FLUSHED, False),
     ("binary32:flush", FLUSHED, BFLOAT16, True),
     ("binary32:nearest_away:flush", FLUSHED, FLUSHED, True),
@@ -449,24 +464,24 @@ WAYS = [
 
 
 def test_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, plain = [], double_word.add
+    taken, plain = [], double_word.add_exactly
     monkeypatch.setattr(double_word, plain.__name__, lambda *args: taken.append(args) or plain(*args))
     word = jnp.zeros(4, jnp.uint32)
     for text, xr, yr, integers in WAYS:
         taken.clear()
-        add = partial(basic.add, spec=jc.parse(text), carrier=CARRIERS["float32"], word=word, xr=xr, yr=yr)
+        add = partial(basic.add_and_round, spec=jc.parse(text), carrier=CARRIERS["float32"], word=word, xr=xr, yr=yr)
         jaxpr(add, 2)
         assert bool(taken) == integers, (text, xr, yr)
 
 
 def test_product_that_may_overflow() -> None:
     """Rounded to the carrier itself, a product that may overflow must not meet a sum as the hardware's product."""
-    carrier, large = CARRIERS["float32"], Range(60, 11, 100)
+    carrier, large = CARRIERS["float32"], ValueRange(60, 11, 100)
 
     @jax.jit
     def run(x: jax.Array, z: jax.Array) -> jax.Array:
-        p = basic.multiply(x, x, None, carrier, None, large, large)
-        return basic.add(p, z, None, carrier, None, carrier_range(carrier), carrier_range(carrier))
+        p = basic.multiply_and_round(x, x, None, carrier, None, large, large)
+        return basic.add_and_round(p, z, None, carrier, None, carrier_range(carrier), carrier_range(carrier))
 
     with np.errstate(over="ignore"):
         x, z = np.float32(2) ** np.array([64, 63.5, 64], np.float32), np.array([-3e38, -3e38, 0], np.float32)
@@ -511,12 +526,12 @@ def range_of_too(rng: np.random.Generator) -> None:
 
 def test_ranges_of_carriers_and_results() -> None:
     carrier = CARRIERS["float32"]
-    assert range_of(None, carrier) == carrier_range(carrier) == Range(-149, 24, 128)
-    assert range_of(jc.parse("binary64"), carrier) == Range(-149, 24, 128)
-    assert product_range(Range(-24, 11, 16), Range(-9, 4, 9)) == Range(-33, 15, 25)
-    assert sum_range(Range(-24, 11, 16), Range(-9, 4, 9)) == Range(-24, 41, 17)
-    assert Range(-2, 11, 4).bits == 6
-    assert range_of(jc.parse("codebook(-3.0,-1.0,0.375,5.0)"), carrier) == Range(-3, 3, 3)
+    assert range_of(None, carrier) == carrier_range(carrier) == ValueRange(-149, 24, 128)
+    assert range_of(jc.parse("binary64"), carrier) == ValueRange(-149, 24, 128)
+    assert product_range(ValueRange(-24, 11, 16), ValueRange(-9, 4, 9)) == ValueRange(-33, 15, 25)
+    assert sum_range(ValueRange(-24, 11, 16), ValueRange(-9, 4, 9)) == ValueRange(-24, 41, 17)
+    assert ValueRange(-2, 11, 4).bits == 6
+    assert range_of(jc.parse("codebook(-3.0,-1.0,0.375,5.0)"), carrier) == ValueRange(-3, 3, 3)
 
 
 REFUSED = {
@@ -574,15 +589,15 @@ def wrap(text: str, rng: np.random.Generator) -> None:
 def test_wrap_refused() -> None:
     carrier, spec = CARRIERS["float32"], jc.parse("fixed8.8:wrap")
     x, r = jnp.ones(4, jnp.float32), range_of(spec, carrier)
-    jax.eval_shape(lambda: basic.add(x, x, spec, carrier, None, r, r))
+    jax.eval_shape(lambda: basic.add_and_round(x, x, spec, carrier, None, r, r))
     with pytest.raises(ValueError, match=r"wraps an exact result.*up to 30 bits from 2\^-16"):
-        basic.multiply(x, x, spec, carrier, None, r, r)
+        basic.multiply_and_round(x, x, spec, carrier, None, r, r)
     with pytest.raises(ValueError, match="wraps an exact result"):
-        basic.multiply_add(x, x, x, spec, carrier, None, r, r, r)
+        basic.multiply_add_and_round(x, x, x, spec, carrier, None, r, r, r)
     with pytest.raises(ValueError, match="wraps an exact result"):
-        basic.add(x, x, spec, carrier, None, r, carrier_range(carrier))
+        basic.add_and_round(x, x, spec, carrier, None, r, carrier_range(carrier))
     with pytest.raises(ValueError, match="cannot wrap"):
-        basic.divide(x, x, spec, carrier, None, r, r)
+        basic.divide_and_round(x, x, spec, carrier, None, r, r)
 
 
 # --- single cases, each of which a wrong expression of the core would change ------------------------------------------
@@ -604,7 +619,9 @@ def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
     """Of operands of the format, whose sums an addition would round otherwise."""
     spec, carrier = jc.parse("e5m0"), CARRIERS["float32"]
     ranges = (range_of(spec, carrier),) * 2
-    out = basic.add(jnp.array([1, 2], "float32"), jnp.array([0.5, 1], "float32"), spec, carrier, None, *ranges)
+    out = basic.add_and_round(
+        jnp.array([1, 2], "float32"), jnp.array([0.5, 1], "float32"), spec, carrier, None, *ranges
+    )
     assert out.tolist() == [2.0, 2.0]  # codes 15, 16 and 17 of 1, 2 and 4
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from programs.program import equations
 
-from jchop._core.arithmetic.dequantize_matmul import dequantize_matmul_body, join_columns, part_columns
+from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body, join_columns, part_columns
 from jchop.formats import (
     ElementFormat,
     FixedFormat,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.basic import _as_exact  # pyright: ignore[reportPrivateUsage]
-from jchop._core.arithmetic.exact import Exact, _Drawn, overflowed_exact  # pyright: ignore[reportPrivateUsage]
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.arithmetic.basic import _exact_of_sum_and_error  # pyright: ignore[reportPrivateUsage]
+from jchop._core.arithmetic.exact import ExactResult, _StochasticTail, exact_overflow_mask  # pyright: ignore[reportPrivateUsage]
 from jchop._core.arithmetic.ranges import carrier_range
 from jchop._core.rounding.grid import make_grid
-from jchop._core.rounding.modes import BelowSmallest, Draw
+from jchop._core.rounding.modes import BelowSmallest, RandomBits
 
 CARRIER, WIDTH = CARRIERS["float32"], 32
 
@@ -31,8 +31,8 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
 
     @jax.jit
     def shares(magnitude: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-        v = Exact(jnp.zeros_like(magnitude), magnitude, magnitude > 0, rest, magnitude < 0)
-        return _Drawn(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type, return-value]
+        v = ExactResult(jnp.zeros_like(magnitude), magnitude, magnitude > 0, rest, magnitude < 0)
+        return _StochasticTail(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type, return-value]
 
     share, lost = map(np.asarray, shares(magnitude, jnp.asarray(rest)))
     for x, more, e, got, sticky in zip(value, rest.tolist(), exponent.tolist(), share, lost, strict=True):
@@ -47,7 +47,7 @@ def test_the_part_below_the_smallest_value_as_a_word() -> None:
     grid = make_grid(jc.parse("e4m3").format, CARRIER)  # type: ignore[arg-type]
     x = np.ldexp(np.array([0, 1, 1 + 2.0**-23, 1.5, 1 + 2.0**-9, 1]), [0, -10, -40, -11, -32, -60])
     magnitude = jnp.asarray(x.astype(np.float32).view(np.int32))
-    draw = Draw(jnp.zeros(6, jnp.uint32), 32)
+    draw = RandomBits(jnp.zeros(6, jnp.uint32), 32)
     share, lost = BelowSmallest(magnitude, magnitude < 0, draw, grid).share()
     word = [Fraction(float(v)) * 2**9 * 2**WIDTH for v in x]
     assert share.tolist() == [w // 1 for w in word]
@@ -59,7 +59,7 @@ def test_an_error_far_below_the_last_place() -> None:
     spec, total = jc.parse("e9m30:stochastic"), carrier_range(CARRIER)
     one = jnp.full(3, CARRIER.bias << CARRIER.fraction, jnp.int32)
     error = jnp.float32([2.0**-24, 2.0**-60, 2.0**-23 * (0.25 + 2.0**-24)])
-    v = _as_exact(jnp.zeros_like(one), one, error, total, spec, CARRIER)
+    v = _exact_of_sum_and_error(jnp.zeros_like(one), one, error, total, spec, CARRIER)
     assert v.rest.tolist() == [2**31, 0, 2**30 + 2**8]
     assert v.sticky.tolist() == [False, True, False]
 
@@ -71,7 +71,7 @@ def test_numbers_beyond_the_ends_of_a_codebook(ends: tuple[float, float]) -> Non
     value = np.array(some, np.float32).repeat(4)
     sign, inexact = np.arange(36) % 2 == 1, (np.arange(36) % 4 > 1) & np.isfinite(value)
     magnitude, rest = jnp.asarray(value.view(np.int32)), jnp.asarray(inexact.astype(np.uint32) << 31)
-    v = Exact(jnp.where(sign, jnp.int32(-(2**31)), 0), magnitude, jnp.asarray(inexact), rest, magnitude < 0)
+    v = ExactResult(jnp.where(sign, jnp.int32(-(2**31)), 0), magnitude, jnp.asarray(inexact), rest, magnitude < 0)
     exact = np.where(sign, -1.0, 1.0) * (value.astype(np.float64) + inexact * np.ldexp(1.0, -26))
-    found = overflowed_exact(v, jc.Spec(jc.CodebookFormat(ends)), CARRIER, None)
+    found = exact_overflow_mask(v, jc.Spec(jc.CodebookFormat(ends)), CARRIER, None)
     np.testing.assert_array_equal(found, (exact < ends[0]) | (exact > ends[1]))

@@ -16,10 +16,10 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic import float64
-from jchop._core.arithmetic.operations import OPERANDS, operation
-from jchop._core.arithmetic.ranges import Range, range_of
+from jchop._core.arithmetic.ranges import ValueRange, range_of
+from jchop._core.matmul.operations import OPERAND_COUNTS, round_operation
 from jchop._kernels.operation import operation_on_device
 from jchop.formats import FloatFormat
 
@@ -80,12 +80,12 @@ def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Gener
 )  # fmt: skip
 def the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)
-    known = (range_of(spec, CARRIER),) * OPERANDS[name]
-    assert float64.computes(name, spec, known)
+    known = (range_of(spec, CARRIER),) * OPERAND_COUNTS[name]
+    assert float64.supports_float64_operation(name, spec, known)
     both = operands(spec, rng)
     word = [words(name, spec, both, rng)] if spec.rounding.stochastic else []
-    args = [*map(jnp.asarray, both[: OPERANDS[name]]), *map(jnp.asarray, word)]
-    want = np.array(jax.jit(lambda *a: operation(name, a[: len(known)], spec, *a[len(known) :]))(*args))
+    args = [*map(jnp.asarray, both[: OPERAND_COUNTS[name]]), *map(jnp.asarray, word)]
+    want = np.array(jax.jit(lambda *a: round_operation(name, a[: len(known)], spec, *a[len(known) :]))(*args))
     on_device = jax.jit(lambda *a: operation_on_device(name, a[: len(known)], spec, *a[len(known) :]))
     got = np.array(on_device(*args))
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
@@ -124,8 +124,10 @@ def test_the_widest_formats_at_their_hardest_numbers(name: str, mode: str, rng: 
     """Beside middles of two numbers; and under the least random word that rounds up, or the one before."""
     frac = WIDEST[name, mode]
     spec, wider = (jc.parse(f"e8m{bits}{mode}") for bits in (frac, frac + 1))
-    known = [(range_of(each, CARRIER),) * OPERANDS[name] for each in (spec, wider)]
-    assert float64.computes(name, spec, known[0]) and not float64.computes(name, wider, known[1])
+    known = [(range_of(each, CARRIER),) * OPERAND_COUNTS[name] for each in (spec, wider)]
+    assert float64.supports_float64_operation(name, spec, known[0]) and not float64.supports_float64_operation(
+        name, wider, known[1]
+    )
     args = hard_operands(name, frac + 1, bool(mode), rng)
     word, want = [], []
     for x, *others in zip(*args, strict=True):
@@ -165,7 +167,7 @@ def test_results_of_every_magnitude(name: str, text: str, rng: np.random.Generat
     assert isinstance(fmt, FloatFormat)
     exponents = rng.integers(fmt.emin - fmt.frac_bits - 1, fmt.emax + 1, (2, 300))
     both = np.ldexp(rng.uniform(-2, 2, (2, 300)), exponents).astype(np.float32)
-    args = [np.array(jc.round_to_format(x if name == "div" else abs(x), low)) for x in both[: OPERANDS[name]]]
+    args = [np.array(jc.round_to_format(x if name == "div" else abs(x), low)) for x in both[: OPERAND_COUNTS[name]]]
     kept = np.all([np.isfinite(x) & (x != 0) for x in args], 0)
     args = [np.append(x[kept], np.float32(end)) for x, end in zip(args, (fmt.max, 1), strict=False)]
     got = jax.jit(lambda *a: operation_on_device(name, a, spec))(*args)
@@ -195,17 +197,22 @@ def test_others_are_refused() -> None:
         ("div", "posit8"),
     ):
         spec = jc.parse(text)
-        assert not float64.computes(name, spec, (range_of(spec, CARRIER),) * OPERANDS[name]), (name, text)
+        assert not float64.supports_float64_operation(name, spec, (range_of(spec, CARRIER),) * OPERAND_COUNTS[name]), (
+            name,
+            text,
+        )
 
 
 @further.first
 def operands_may_have_more_bits_than_the_format() -> None:
-    spec, whole = jc.parse("e4m3"), Range(-149, 24, 128)
-    assert float64.computes("div", spec, (Range(-20, 19, 20), Range(-20, 19, 20)))
-    assert not float64.computes("div", spec, (whole, whole))
+    spec, whole = jc.parse("e4m3"), ValueRange(-149, 24, 128)
+    assert float64.supports_float64_operation("div", spec, (ValueRange(-20, 19, 20), ValueRange(-20, 19, 20)))
+    assert not float64.supports_float64_operation("div", spec, (whole, whole))
     narrow = range_of(spec, CARRIER)
-    assert not float64.computes("div", spec, (narrow, whole)) and not float64.computes("div", spec, (whole, narrow))
-    assert float64.computes("sqrt", spec, (whole,))
+    assert not float64.supports_float64_operation(
+        "div", spec, (narrow, whole)
+    ) and not float64.supports_float64_operation("div", spec, (whole, narrow))
+    assert float64.supports_float64_operation("sqrt", spec, (whole,))
 
 
 @pytest.mark.in_turn(4)
@@ -217,7 +224,7 @@ def operands_may_have_more_bits_than_the_format() -> None:
 def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: np.random.Generator) -> None:
     """At products of the divisor and the middles of numbers of the format, beside them, and for small numbers."""
     over, fmt = Fraction(divisor), jc.parse(text).format
-    assert isinstance(fmt, FloatFormat) and float64.can_divide(over.numerator.bit_length(), fmt)
+    assert isinstance(fmt, FloatFormat) and float64.can_divide_in_float64(over.numerator.bit_length(), fmt)
     odd = 2 * rng.integers(0, 1 << fmt.frac_bits, 200) + 1
     units = np.concatenate([np.full(50, fmt.emin - fmt.frac_bits), rng.integers(fmt.emin, fmt.emax - 1, 150)]) - 1
     with np.errstate(over="ignore"):
@@ -229,7 +236,7 @@ def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: 
     inside = np.array([v <= oracle.largest(known) for v in exact])
     want = [float(oracle.round_exact(known, v, "nearest_even")) for v in np.array(exact)[inside]]  # type: ignore[arg-type]
     assert inside.sum() > 500
-    for found in (float64.quotient, float64.quotient_number):
+    for found in (float64.quotient_bits, float64.quotient_in_float64):
         got = np.asarray(jax.jit(lambda x, found=found: found(x, over, fmt))(x))
         got = (got.view(np.float32) if got.dtype == np.int32 else got)[inside]
         np.testing.assert_array_equal(got.astype(np.float64), want)

@@ -18,9 +18,9 @@ from oracle_matmul import Arithmetic, How, Sum
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.matmul import Plan, matmul_body
-from jchop._core.arithmetic.ranges import Range, carrier_range
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range
+from jchop._core.matmul.matmul import MatmulPlan, matmul_body
 from jchop._core.rounding.random_bits import seed_words
 
 further = Further()
@@ -196,7 +196,7 @@ def expected(row: Row, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def compute(row: Row, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     with jax.enable_x64(row.carrier == "float64"):
-        draws = Plan(row.spec, CARRIERS[row.carrier], row.k).draws
+        draws = MatmulPlan(row.spec, CARRIERS[row.carrier], row.k).draws
         seeds = jnp.stack([word for key in KEYS for word in seed_words(key)]) if draws else None
         return np.asarray(jax.jit(partial(matmul_body, spec=row.spec))(a, b, seeds))
 
@@ -329,7 +329,7 @@ def test_every_order_at_every_length(order: str, lengths: tuple[int, ...]) -> No
 # -- what a plan claims to know ----------------------------------------------------------------------------------------
 
 
-def within(values: np.ndarray, r: Range) -> bool:
+def within(values: np.ndarray, r: ValueRange) -> bool:
     """Whether every finite value is one that the range allows."""
     finite = values[np.isfinite(values) & (values != 0)]
     odd = [oracle.from_bits(v, oracle.CARRIERS["float64"]) for v in cases.bits(finite.astype(np.float64))]
@@ -352,7 +352,7 @@ def test_products_and_dots_lie_in_their_ranges(name: str, rng: np.random.Generat
 
 def check_ranges(name: str, block: int, rng: np.random.Generator) -> None:
     """The exact products of the ends and of random values, and their sums by the carrier in any order."""
-    plan = Plan(MatmulSpec(name, None, "e8m10", f"matrix_unit({block})"), CARRIERS["float32"], 64)
+    plan = MatmulPlan(MatmulSpec(name, None, "e8m10", f"matrix_unit({block})"), CARRIERS["float32"], 64)
     some = values(name)
     smallest, largest = np.min(np.abs(some[some != 0])), np.max(np.abs(some))
     assert within(np.array([smallest**2, largest**2, smallest * largest]), plan.product)
@@ -367,9 +367,9 @@ def check_ranges(name: str, block: int, rng: np.random.Generator) -> None:
 
 @further.first
 def products_that_the_carrier_rounds_may_be_anything() -> None:
-    plan = Plan(MatmulSpec("e8m12"), CARRIERS["float32"], 1)
+    plan = MatmulPlan(MatmulSpec("e8m12"), CARRIERS["float32"], 1)
     assert plan.product == plan.dot == carrier_range(CARRIERS["float32"])
-    assert Plan(MatmulSpec("e8m12", "e5m10"), CARRIERS["float32"], 1).product == Range(-24, 11, 16)
+    assert MatmulPlan(MatmulSpec("e8m12", "e5m10"), CARRIERS["float32"], 1).product == ValueRange(-24, 11, 16)
 
 
 test_further = further.test()

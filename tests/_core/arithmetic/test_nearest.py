@@ -12,9 +12,9 @@ import oracle
 import pytest
 
 import jchop as jc
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
-from jchop._core.arithmetic.ranges import Range, carrier_range
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range
 
 ROWS = [
     ("binary16", oracle.ieee(5, 10), "float32", "ieee"),
@@ -27,10 +27,10 @@ ROWS = [
 ]
 
 
-def widest(fmt: jc.FloatFormat, carrier: str) -> Range:
+def widest(fmt: jc.FloatFormat, carrier: str) -> ValueRange:
     """The largest range that is allowed."""
     bias, fraction = CARRIERS[carrier].bias, CARRIERS[carrier].fraction
-    return Range(1 - bias, fraction + 1, bias - fraction + fmt.frac_bits)
+    return ValueRange(1 - bias, fraction + 1, bias - fraction + fmt.frac_bits)
 
 
 @pytest.mark.in_turn(3)
@@ -79,7 +79,7 @@ def test_elsewhere_it_is_not_allowed() -> None:
 
 
 def test_it_is_allowed_with_one_bit_to_drop() -> None:
-    assert adds_to_round(jc.parse("e8m22"), Range(-126, 24, 100), CARRIERS["float32"])
+    assert adds_to_round(jc.parse("e8m22"), ValueRange(-126, 24, 100), CARRIERS["float32"])
 
 
 def test_beyond_the_largest_value() -> None:

@@ -19,12 +19,20 @@ from further import Further
 from oracle import Special, Value
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic import double_word, operations, root, subnormal_scaling
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.arithmetic import double_word, root, subnormal_scaling
 from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.operations import OPERANDS, check_matmul, check_operation, fold_seeds, operation, words
-from jchop._core.arithmetic.ranges import Range, carrier_range, range_of
-from jchop._core.arithmetic.sums import cumulative, product_along, sum_along
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of
+from jchop._core.matmul import operations
+from jchop._core.matmul.operations import (
+    OPERAND_COUNTS,
+    check_matmul,
+    check_operation,
+    fold_seeds,
+    operation_words,
+    round_operation,
+)
+from jchop._core.matmul.sums import cumulative_along, product_along, sum_along
 from jchop._core.rounding.random_bits import seed_words
 
 further = Further()
@@ -92,10 +100,10 @@ def test_operations_of_values_of_the_format(name: str, text: str, rng: np.random
     """The ranges that are taken for granted are those of the format, so the cheap ways are what is tested here."""
     carrier = oracle.CARRIERS["float32"]
     fmt = FORMATS[text]
-    args = [members(fmt, "float32", COUNT, rng) for _ in range(OPERANDS[name])]
+    args = [members(fmt, "float32", COUNT, rng) for _ in range(OPERAND_COUNTS[name])]
     word = drawn(COUNT, carrier, rng)
     specs = [spec_of(text, mode) for mode in MODES]
-    got = jax.jit(lambda args, word: [operation(name, args, spec, word) for spec in specs])(args, word)
+    got = jax.jit(lambda args, word: [round_operation(name, args, spec, word) for spec in specs])(args, word)
     for mode, result in zip(MODES, got, strict=True):
         exact = oracle_arithmetic.exact_results(ORACLES[name], args, carrier, mode == "down")
         want = np.array([rounded(v, fmt, mode, carrier, int(r)) for v, r in zip(exact, word, strict=True)], np.uint32)
@@ -150,11 +158,17 @@ def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.G
         out = []
         for spec in specs:
             zero = carrier.sign_bit if spec is not None and spec.rounding.value == "down" else 0
-            assert subnormal_scaling.adds(spec, carrier)
-            got, exact = subnormal_scaling.add(x, y, spec, word, r, r), double_word.add(x, y, carrier, zero)
+            assert subnormal_scaling.supports_scaling_sum(spec, carrier)
+            got, exact = (
+                subnormal_scaling.add_by_scaling(x, y, spec, word, r, r),
+                double_word.add_exactly(x, y, carrier, zero),
+            )
             out.append((f"add, {spec}", got, round_exact(exact, spec, carrier, word)))
-            if subnormal_scaling.multiplies(spec, carrier, r, r):
-                got, exact = subnormal_scaling.multiply(x, y, spec, word), double_word.multiply(x, y, carrier)
+            if subnormal_scaling.supports_scaling_product(spec, carrier, r, r):
+                got, exact = (
+                    subnormal_scaling.multiply_by_scaling(x, y, spec, word),
+                    double_word.multiply_exactly(x, y, carrier),
+                )
                 out.append((f"multiply, {spec}", got, round_exact(exact, spec, carrier, word)))
         names.extend(name for name, _, _ in out)
         return [values for _, *values in out]
@@ -202,7 +216,7 @@ def test_roots_in_every_mode(text: str, modes: tuple[str, ...], rng: np.random.G
     x = np.concatenate([x, squares[np.isfinite(squares)]]).astype(name)
     word = drawn(len(x), carrier, rng)
     specs = [spec_of(text, mode) for mode in modes]
-    got = jax.jit(lambda x, word: [operation("sqrt", [x], spec, word) for spec in specs])(x, word)
+    got = jax.jit(lambda x, word: [round_operation("sqrt", [x], spec, word) for spec in specs])(x, word)
     exact = [exact_root(oracle.from_bits(int(b), carrier), carrier)[0] for b in x.view(carrier.words)]
     for mode, result in zip(modes, got, strict=True):
         want = np.array([rounded(v, fmt, mode, carrier, int(r)) for v, r in zip(exact, word, strict=True)], np.uint32)
@@ -225,7 +239,7 @@ def test_roots_to_the_carrier_itself(name: str, rng: np.random.Generator) -> Non
     hard = np.array(cases.near_middles_of_roots(carrier.m + 1), name)
     x = np.concatenate([x.view(name), np.array([0, -0.0, np.inf, -np.inf, -1, 4], name), beside_squares(name), hard])
     text = {"float32": "binary32", "float64": "binary64"}[name]
-    got = np.asarray(jax.jit(partial(operation, "sqrt", spec=jc.parse(text)))([x]))
+    got = np.asarray(jax.jit(partial(round_operation, "sqrt", spec=jc.parse(text)))([x]))
     with np.errstate(invalid="ignore"):
         assert not len(cases.differences(got, np.sqrt(x).view(carrier.words), carrier))
 
@@ -234,7 +248,7 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     carrier = oracle.CARRIERS["float64"]
     x = rng.random(30) * 4
     word = rng.integers(0, 2**64, 30, dtype=np.uint64)
-    run = jax.jit(lambda x, word: operation("sqrt", [x], jc.parse("e9m40:stochastic"), word))
+    run = jax.jit(lambda x, word: round_operation("sqrt", [x], jc.parse("e9m40:stochastic"), word))
     got = np.asarray(run(x, word))
     exact = [exact_root(oracle.from_bits(int(b), carrier), carrier)[0] for b in x.view(np.uint64)]
     how = oracle_matmul.How(oracle.ieee(9, 40), "stochastic")
@@ -287,7 +301,7 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
     carrier, spec = CARRIERS["float32"], jc.parse("e5m10:odd")
     r = range_of(jc.parse("e5m2"), carrier)
     assert root.divides_narrow(spec, carrier, r, r)
-    want = jax.jit(lambda x, y: operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2))(x, y)
+    want = jax.jit(lambda x, y: round_operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2))(x, y)
 
     for miss in (-6, 6):
 
@@ -296,7 +310,7 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
             return jnp.where((q > 0) & (q < carrier.inf), q + miss, q).view(jnp.float32)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(root, root._quotient.__name__, quotient)
+            patch.setattr(root, root._hardware_quotient.__name__, quotient)
             divide = jax.jit(lambda x, y: root.divide_narrow(x, y, spec, carrier, r, r))
             np.testing.assert_array_equal(divide(x, y), want)
 
@@ -319,21 +333,24 @@ def narrow_quotients_to_nearest() -> None:
 def test_bits_of_narrow_quotients() -> None:
     """The cut quotient times the divisor has to be exact: 12 bits times 12 in float32, not 13."""
     carrier, spec = CARRIERS["float32"], jc.parse("e5m10")
-    allowed = [root.divides_narrow(spec, carrier, Range(-9, 12, 3), Range(-9, bits, bits - 9)) for bits in (11, 12, 13)]
+    allowed = [
+        root.divides_narrow(spec, carrier, ValueRange(-9, 12, 3), ValueRange(-9, bits, bits - 9))
+        for bits in (11, 12, 13)
+    ]
     assert allowed == [True, True, False]
 
 
 def test_terms_with_few_bits_of_many() -> None:
     """The sum of 1 and 2^-13 + 2^-25 is above the tie of 13 bits, and rounded to 24 bits it would be the tie."""
     x = np.array([1.0, -1.0], np.float32)
-    add = jax.jit(lambda x, y: operation("add", [x, y], jc.parse("e8m12")))
+    add = jax.jit(lambda x, y: round_operation("add", [x, y], jc.parse("e8m12")))
     np.testing.assert_array_equal(add(x, x * np.float32(2.0**-13 + 2.0**-25)), [1 + 2.0**-12, -1 - 2.0**-12])
 
 
 def test_the_carriers_own_operations() -> None:
     for name, want in {"fma": 7.0, "sub": -1.0, "div": 2 / 3, "max": 3.0, "min": 2.0}.items():
-        args = [jnp.float32(v) for v in (2.0, 3.0, 1.0)][: OPERANDS[name]]
-        assert operation(name, args, None) == np.float32(want), name
+        args = [jnp.float32(v) for v in (2.0, 3.0, 1.0)][: OPERAND_COUNTS[name]]
+        assert round_operation(name, args, None) == np.float32(want), name
 
 
 @further
@@ -341,7 +358,7 @@ def odd_leaves_exact_sums() -> None:
     """To the carrier itself: exact sums stay, even ones too; others end in a one."""
     x, y = jnp.float32([2.0, 1.0, 1.0, -1.0]), jnp.float32([2.0, 2.0**-23, 2.0**-30, -(2.0**-30)])
     ranges = (carrier_range(CARRIERS["float32"]),) * 2
-    got = operation("add", [x, y], jc.parse("binary32:odd"), ranges=ranges)
+    got = round_operation("add", [x, y], jc.parse("binary32:odd"), ranges=ranges)
     np.testing.assert_array_equal(got, np.array([4.0, 1 + 2.0**-23, 1 + 2.0**-23, -1 - 2.0**-23]))
 
 
@@ -355,8 +372,8 @@ def test_the_other_operations(rng: np.random.Generator) -> None:
 
 def check_other(name: str, rng: np.random.Generator) -> None:
     fmt, carrier = FORMATS["bfloat16"], oracle.CARRIERS["float32"]
-    args = [members(fmt, "float32", COUNT, rng) for _ in range(OPERANDS[name])]
-    got = np.asarray(jax.jit(lambda args: operation(name, args, jc.parse("bfloat16")))(args))
+    args = [members(fmt, "float32", COUNT, rng) for _ in range(OPERAND_COUNTS[name])]
+    got = np.asarray(jax.jit(lambda args: round_operation(name, args, jc.parse("bfloat16")))(args))
     if name in ("square", "sub"):
         second = args[0] if name == "square" else -args[1]
         exact = oracle_arithmetic.exact_results({"square": "multiply", "sub": "add"}[name], [args[0], second], carrier,
@@ -373,7 +390,9 @@ def test_signs_of_formats_that_are_not_symmetric() -> None:
     rows = [("abs", "integer8", [-128.0, 5, 0], [127, 5, 0]), ("neg", "integer8", [-128.0, 5, 0], [127, -5, 0]),
             ("neg", "float8_e4m3fnuz", [0.0, 1], [0, -1]), ("neg", "uinteger8", [3.0], [0]),
             ("neg", "bfloat16", [0.0], [-0.0])]  # fmt: skip
-    run = jax.jit(lambda args: [operation(row[0], [x], jc.parse(row[1])) for row, x in zip(rows, args, strict=True)])
+    run = jax.jit(
+        lambda args: [round_operation(row[0], [x], jc.parse(row[1])) for row, x in zip(rows, args, strict=True)]
+    )
     found = run([jnp.array(row[2], jnp.float32) for row in rows])
     for (name, text, _, want), got in zip(rows, found, strict=True):
         np.testing.assert_array_equal(got, want, f"{name} {text}")
@@ -386,18 +405,18 @@ def a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
     """Where overflow becomes the largest value, but infinities stay."""
     largest = np.finfo(np.float32).max
     x, y = jnp.array([largest, np.inf, largest], jnp.float32), jnp.array([1 - 2.0**-24, 1, 1], jnp.float32)
-    got = operation("div", [x, y], jc.Spec("binary32", overflow="propagate"))
+    got = round_operation("div", [x, y], jc.Spec("binary32", overflow="propagate"))
     assert got.tolist() == [largest, np.inf, largest]
-    assert operation("div", [x, y], jc.Spec("binary32")).tolist() == [np.inf, np.inf, largest]
+    assert round_operation("div", [x, y], jc.Spec("binary32")).tolist() == [np.inf, np.inf, largest]
 
 
 @pytest.mark.smoke
 def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
     x = jnp.arange(6, dtype=jnp.float16).reshape(2, 3)
-    got = operation("mul", [x, jnp.asarray(1.25, jnp.float16)], jc.parse("e5m2:up"))
+    got = round_operation("mul", [x, jnp.asarray(1.25, jnp.float16)], jc.parse("e5m2:up"))
     assert got.dtype == jnp.float16
     assert got.tolist() == [[0.0, 1.25, 2.5], [4.0, 5.0, 7.0]]
-    assert operation("add", [x, x], None).tolist() == (2 * x).tolist()
+    assert round_operation("add", [x, x], None).tolist() == (2 * x).tolist()
 
 
 @further.first
@@ -421,7 +440,7 @@ def test_operands_that_the_carrier_cannot_hold() -> None:
 def test_wrapping_is_refused_where_there_is_no_last_bit() -> None:
     for name in ("div", "sqrt"):
         with pytest.raises(ValueError, match="wrap"):
-            operation(name, [jnp.ones(3)] * OPERANDS[name], jc.parse("integer8:wrap"))
+            round_operation(name, [jnp.ones(3)] * OPERAND_COUNTS[name], jc.parse("integer8:wrap"))
 
 
 # -- random words ------------------------------------------------------------------------------------------------------
@@ -432,7 +451,7 @@ def test_words_are_the_streams() -> None:
     like = jnp.zeros((3, 4), jnp.float32)
     for number in (0, 5):
         want = jc.random_bits(key, (3, 4), offset=number * 2**32)
-        np.testing.assert_array_equal(words(seed_words(key), like, number), want)
+        np.testing.assert_array_equal(operation_words(seed_words(key), like, number), want)
 
 
 def test_every_turn_of_every_loop_has_its_own_seeds() -> None:
@@ -486,13 +505,13 @@ def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generato
     carrier, fmt = oracle.CARRIERS["float32"], FORMATS["e5m2"]
     x = rng.choice([0.5, 0.625, 1.0, 1.25, 1.75, -1.5, 3.0], (2, 9)).astype(np.float32)
     seeds = seed_words(jax.random.key(1))
-    got = cumulative(kind, jnp.asarray(x), 1, spec_of("e5m2", mode), seeds, reverse=True)
+    got = cumulative_along(kind, jnp.asarray(x), 1, spec_of("e5m2", mode), seeds, reverse=True)
     want = np.zeros_like(x)
     like = jnp.zeros(2, jnp.float32)
     for row in range(2):
         c: Value = Fraction(kind == "prod")
         for turn, k in enumerate(reversed(range(9))):
-            word = int(words(fold_seeds(seeds, 0, turn), like)[row]) if mode in oracle.STOCHASTIC else 0
+            word = int(operation_words(fold_seeds(seeds, 0, turn), like)[row]) if mode in oracle.STOCHASTIC else 0
             v = oracle.from_bits(int(x[row, k].view(np.uint32)), carrier)
             exact = (
                 oracle_arithmetic.add(c, v, down=mode == "down") if kind == "sum" else oracle_arithmetic.multiply(c, v)
@@ -506,7 +525,7 @@ def test_running_sums_and_products(kind: str, mode: str, rng: np.random.Generato
 
 
 def test_the_table_says_how_many_operands() -> None:
-    assert set(OPERANDS) == set(operations._EXACT) == set(operations._PLAIN)
+    assert set(OPERAND_COUNTS) == set(operations._EXACT_OPERATIONS) == set(operations._CARRIER_OPERATIONS)
 
 
 test_further = further.test()

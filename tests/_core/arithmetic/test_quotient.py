@@ -11,7 +11,7 @@ import oracle
 import pytest
 from further import Further
 
-from jchop._bits import CARRIERS, low_mask
+from jchop._common.bit_ops import CARRIERS, low_mask
 from jchop._core.arithmetic import quotient
 
 further = Further()
@@ -122,7 +122,7 @@ def divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -
 @pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 1023)])
 def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.Generator) -> None:
     carrier = CARRIERS[name]
-    assert quotient.is_short(count, carrier) and not quotient.is_short(count << 10 | 1, carrier)
+    assert quotient.is_short_divisor(count, carrier) and not quotient.is_short_divisor(count << 10 | 1, carrier)
     # Multiples of the constant give quotients that are exact, and with half a unit in the last place ties.
     multiples = count * rng.integers(1, (1 << carrier.fraction + 1) // count, 100)
     x = np.concatenate([[0], magnitudes(name, rng)[:300], multiples]).astype(carrier.work)

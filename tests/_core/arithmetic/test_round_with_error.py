@@ -13,10 +13,10 @@ import pytest
 from oracle import Special
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.arithmetic.operations import operation
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.ranges import range_of
-from jchop._core.arithmetic.round_with_error import finer, has_constant_drop
+from jchop._core.arithmetic.round_with_error import has_constant_drop, word_surplus_bits
+from jchop._core.matmul.operations import round_operation
 
 MODES = ("nearest_even", "nearest_away", "down", "odd", "stochastic", "stochastic_b", "stochastic_equal")
 COUNT = 400
@@ -82,7 +82,7 @@ def test_at_the_words_that_decide(
     specs = [jc.Spec(text, rounding=mode) for mode in modes] + [
         jc.Spec(text, rounding="stochastic", overflow="propagate")
     ]
-    assert (finer(specs[0], CARRIERS[kind]) > CARRIERS[kind].fraction) == wide
+    assert (word_surplus_bits(specs[0], CARRIERS[kind]) > CARRIERS[kind].fraction) == wide
     known = (range_of(specs[0], CARRIERS[kind]),) * 2
     for name in ("add", "mul"):
         args = pairs(name, fmt, kind, rng)
@@ -93,7 +93,7 @@ def test_at_the_words_that_decide(
         turn = turning(exact[False], fmt, width)
         step = rng.integers(-1, 2, len(turn))
         word = (turn + step.astype(turn.dtype)).astype(turn.dtype)
-        run = jax.jit(lambda args, word, name=name: [operation(name, args, s, word, ranges=known) for s in specs])
+        run = jax.jit(lambda args, word, name=name: [round_operation(name, args, s, word, ranges=known) for s in specs])
         results: list[Any] = run(args, word)
         for spec, got in zip(specs, results, strict=True):
             mode, n = spec.rounding.value, width - (spec.rounding.value == "stochastic_b")

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from oracle_matmul import How, rounded
 
 import jchop as jc
-from jchop._core.elementary.functions_of_two import FUNCTIONS_OF_TWO
-from jchop._core.elementary.rounded import FUNCTIONS, elementary
+from jchop._core.elementary.evaluate import UNARY_FUNCTIONS, elementary_function
+from jchop._core.elementary.functions_of_two import BINARY_FUNCTIONS
 
 further = Further()
 
@@ -32,7 +32,7 @@ NONE_WRONG = dict.fromkeys(exact.MODES, 0)
 EVERY_CASE = [("exp", ("bfloat16",), EVERY)]
 EVERY_CASE += [
     pytest.param(name, ("bfloat16", "binary16", *["float8_e5m2"] * (i % 9 == 0)), 1, marks=pytest.mark.slow)
-    for i, name in enumerate(FUNCTIONS)
+    for i, name in enumerate(UNARY_FUNCTIONS)
 ]
 
 
@@ -47,9 +47,9 @@ def test_a_part_of_the_arguments_of_every_function() -> None:
     x = arguments("binary16")[::1601]
     row = partial(exact.round_array, exponent_bits=5, fraction_bits=10, mode="nearest_even", word=words(len(x)))
     different = {}
-    for name in FUNCTIONS:
+    for name in UNARY_FUNCTIONS:
         want = row(exact.values(NAMES[name], x.astype(float), lambda v: row(v)[None]))
-        got = np.asarray(jax.jit(partial(elementary, name=name, spec=jc.Spec("binary16")))(x))
+        got = np.asarray(jax.jit(partial(elementary_function, name=name, spec=jc.Spec("binary16")))(x))
         different[name] = x[bits(got) != bits(want.astype(np.float32))].tolist()
     assert not any(different.values()), different
 
@@ -59,9 +59,9 @@ def test_explicit_sharding() -> None:
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         x = jax.device_put(np.ones((4, 3), np.float32), NamedSharding(mesh, P("rows", None)))
-        for name in (*FUNCTIONS, *FUNCTIONS_OF_TWO):
-            operands = [x] * (2 if name in FUNCTIONS_OF_TWO else 1)
-            out = jax.eval_shape(partial(elementary, name=name, spec=jc.Spec("bfloat16")), *operands)
+        for name in (*UNARY_FUNCTIONS, *BINARY_FUNCTIONS):
+            operands = [x] * (2 if name in BINARY_FUNCTIONS else 1)
+            out = jax.eval_shape(partial(elementary_function, name=name, spec=jc.Spec("bfloat16")), *operands)
             assert out.shape == (4, 3) and jax.typeof(out).sharding.spec == P("rows", None), name
 
 
@@ -111,7 +111,7 @@ def test_formats_of_other_sizes(sizes: tuple[int, int], name: str) -> None:
             for mode in modes]  # fmt: skip
     y = exact.values(NAMES[name], x.astype(float), lambda v: np.stack([row(v) for row in rows]))
     for mode, row in zip(modes, rows, strict=True):
-        got = np.asarray(jax.jit(partial(elementary, name=name, spec=jc.parse(f"{text}:{mode}")))(x))
+        got = np.asarray(jax.jit(partial(elementary_function, name=name, spec=jc.parse(f"{text}:{mode}")))(x))
         np.testing.assert_array_equal(bits(got), bits(row(y).astype(np.float32)), f"{text} {mode}")
 
 
@@ -154,7 +154,7 @@ def ends_of_the_range_do_not_vanish() -> None:
 def test_emulate_and_the_functions_have_the_same_bits(name: str, mode: str) -> None:
     x = jnp.asarray(arguments("bfloat16")[::97])
     spec, fun = jc.parse(f"bfloat16:{mode}"), {"logistic": jax.nn.sigmoid, "expm1": jnp.expm1}[name]
-    want = jax.jit(partial(elementary, name=name, spec=spec))(x)
+    want = jax.jit(partial(elementary_function, name=name, spec=spec))(x)
     np.testing.assert_array_equal(bits(np.asarray(jax.jit(jc.emulate(fun, spec))(x))), bits(np.asarray(want)))
     if mode == "down":
         slope = jax.grad(lambda x: jc.emulate(jnp.tanh, f"bfloat16:{mode}")(x))(jnp.float32(0.5))

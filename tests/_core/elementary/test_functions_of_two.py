@@ -15,7 +15,7 @@ from elementary_table import FORMATS, arguments, bits, words
 from further import Further
 
 import jchop as jc
-from jchop._core.elementary.rounded import FUNCTIONS_OF_TWO, elementary
+from jchop._core.elementary.evaluate import BINARY_FUNCTIONS, elementary_function
 
 further = Further()
 
@@ -30,7 +30,7 @@ def wrong(name: str, text: str, x: np.ndarray, y: np.ndarray, modes: Sequence[st
     @jax.jit
     def every_mode(x: jax.Array, y: jax.Array, word: jax.Array) -> list[jax.Array]:
         specs = [jc.parse(f"{text}:{mode}") for mode in modes]
-        return [elementary(x, y, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
+        return [elementary_function(x, y, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
 
     counts = {}
     for mode, row, got in zip(modes, rows, every_mode(x, y, word), strict=True):
@@ -56,8 +56,8 @@ def pairs_of(text: str, count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarr
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        *((name, 9) for name in FUNCTIONS_OF_TWO),
-        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in FUNCTIONS_OF_TWO),
+        *((name, 9) for name in BINARY_FUNCTIONS),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in BINARY_FUNCTIONS),
     ],
 )
 def test_pairs_of_an_8_bit_format(name: str, step: int) -> None:
@@ -69,7 +69,7 @@ def test_pairs_of_an_8_bit_format(name: str, step: int) -> None:
 MANY = [("pow", "binary16", 1000)]
 MANY += [
     pytest.param(name, text, 100_000, marks=pytest.mark.slow)
-    for name, text in itertools.product(FUNCTIONS_OF_TWO, ["bfloat16", "binary16"])
+    for name, text in itertools.product(BINARY_FUNCTIONS, ["bfloat16", "binary16"])
 ]
 
 
@@ -81,7 +81,7 @@ def many_pairs_of_16_bit_formats(name: str, text: str, count: int) -> None:
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize("name", FUNCTIONS_OF_TWO)
+@pytest.mark.parametrize("name", BINARY_FUNCTIONS)
 def test_special_values(name: str) -> None:
     """Those of C, which NumPy has too, except that log(e^-0 + e^-inf) is +0."""
     ends = np.array([0, -0.0, 1, -1, 2, -2, 3, 0.5, -0.5, np.inf, -np.inf, np.nan], np.float32)
@@ -91,7 +91,7 @@ def test_special_values(name: str) -> None:
     want = np.asarray(jc.round_to_format(want, "bfloat16")).astype(np.float32)
     if name == "logaddexp":
         want = np.where(want == 0, np.float32(0), want)
-    got = np.asarray(jax.jit(partial(elementary, name=name, spec=jc.parse("bfloat16")))(x, y))
+    got = np.asarray(jax.jit(partial(elementary_function, name=name, spec=jc.parse("bfloat16")))(x, y))
     np.testing.assert_array_equal(bits(got), bits(want))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jchop._core.rounding.bins import Bins, make_bins, take
+from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
 
 _DRAWN = np.random.default_rng(5)
 #: Increasing integers: of both signs, of one, next to zero, few.
@@ -23,7 +23,7 @@ THRESHOLDS = [
 def reached(bins: Bins, thresholds: np.ndarray, values: np.ndarray, exact: np.ndarray) -> np.ndarray:
     """How many thresholds are reached: `values` are put into bins, `exact` are compared."""
     value = jnp.asarray(values, jnp.int32)
-    below = np.asarray(take(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value)))).astype(int)
+    below = np.asarray(take_in_bounds(jnp.asarray(bins.below), bins.place(value < 0, jnp.abs(value)))).astype(int)
     return below + (exact >= thresholds[below])
 
 
@@ -56,5 +56,5 @@ def test_bins_are_as_few_as_can_be() -> None:
 @pytest.mark.smoke
 def test_taking_keeps_the_dtype() -> None:
     table = jnp.asarray([3, 1, 2], jnp.uint8)
-    taken = jax.jit(take)(table, jnp.asarray([[2, 0]]))
+    taken = jax.jit(take_in_bounds)(table, jnp.asarray([[2, 0]]))
     assert taken.dtype == jnp.uint8 and taken.tolist() == [[2, 3]]

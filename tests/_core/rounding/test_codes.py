@@ -10,9 +10,15 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.rounding.codes import decode_elements, encode_elements, extended, pack, unpack
-from jchop._core.rounding.grid import holds
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.codes import (
+    decode_elements,
+    encode_elements,
+    extend_exponent,
+    pack_codes,
+    unpack_codes,
+)
+from jchop._core.rounding.grid import carrier_holds
 
 further = Further()
 
@@ -28,7 +34,7 @@ FORMATS = {text: jc.parse(text).format for text in TEXTS}
 
 def of_carrier(name: str) -> dict[str, jc.formats.ElementFormat]:
     """The formats that a carrier holds."""
-    return {t: f for t, f in FORMATS.items() if holds(jc.Spec(f, overflow="saturate"), CARRIERS[name])}
+    return {t: f for t, f in FORMATS.items() if carrier_holds(jc.Spec(f, overflow="saturate"), CARRIERS[name])}
 
 
 @further
@@ -82,7 +88,7 @@ def test_extended_bits_have_a_leading_bit(name):
     values = np.ldexp([[1.0, 1.25, 1.75]], np.array(exponents)[:, None]).astype(cases.DTYPES[name])
     with jax.enable_x64(True):
         magnitudes = jnp.asarray(cases.bits(values)).astype(carrier.work)
-        bits = np.asarray(extended(magnitudes, carrier))
+        bits = np.asarray(extend_exponent(magnitudes, carrier))
     expected = (np.array(exponents) + carrier.bias)[:, None] * (1 << carrier.fraction) + np.array(
         [[0, 1 << carrier.fraction - 2, 3 << carrier.fraction - 2]]
     )
@@ -96,8 +102,8 @@ def packing_is_a_little_endian_bit_stream(rng):
 
     @jax.jit
     def both(given):
-        packed = [pack(codes, bits) for codes, (bits, _) in zip(given, sizes, strict=True)]
-        return packed, [unpack(codes, *size) for codes, size in zip(packed, sizes, strict=True)]
+        packed = [pack_codes(codes, bits) for codes, (bits, _) in zip(given, sizes, strict=True)]
+        return packed, [unpack_codes(codes, *size) for codes, size in zip(packed, sizes, strict=True)]
 
     for codes, (bits, count), packed, back in zip(given, sizes, *jax.device_get(both(given)), strict=True):
         assert packed.shape == (2, 3, -(-count * bits // 8)) and packed.dtype == np.uint8

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.rounding.grid import holds
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.grid import carrier_holds
 
 #: Specs, and the carriers that hold their results.
 HELD = {
@@ -35,7 +35,7 @@ HELD = {
 
 def test_carriers_that_hold_every_result() -> None:
     for text, names in HELD.items():
-        assert [name for name, carrier in CARRIERS.items() if holds(jc.parse(text), carrier)] == names, text
+        assert [name for name, carrier in CARRIERS.items() if carrier_holds(jc.parse(text), carrier)] == names, text
 
 
 @pytest.mark.parametrize(("mode", "want"), [("nearest_even", [8, 10, 10, 12]), ("odd", [9, 9, 11, 11])])

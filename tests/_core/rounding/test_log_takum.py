@@ -13,12 +13,12 @@ import oracle_elementary
 import pytest
 
 import jchop as jc
-from jchop._bits import CARRIERS, types_for
+from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._core.rounding import log_takum
 from jchop._core.rounding.codes import decode_elements, encode_elements
-from jchop._core.rounding.elements import round_elements
-from jchop._core.rounding.takum_powers import power_of_string
-from jchop.formats._log_takum import log_takum_firsts, log_takum_levels
+from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.takum_powers import takum_power
+from jchop.formats._log_takum import log_takum_levels, log_takum_thresholds
 
 
 def power(n: int, code: int) -> Fraction:
@@ -69,12 +69,12 @@ def test_wide_strings(n: int) -> None:
 
 
 def test_computed_powers_are_those_of_the_tables() -> None:
-    with types_for("float64"):
+    with enable_x64_for("float64"):
         codes = np.arange(1, 1 << 11)
-        levels = jax.jit(lambda c: power_of_string(c, 12))(codes)
-        firsts = jax.jit(lambda c: power_of_string(2 * c + 1, 13, above=True))(codes[:-1])
+        levels = jax.jit(lambda c: takum_power(c, 12))(codes)
+        firsts = jax.jit(lambda c: takum_power(2 * c + 1, 13, above=True))(codes[:-1])
     np.testing.assert_array_equal(np.asarray(levels).view(np.float64), log_takum_levels(12))
-    np.testing.assert_array_equal(np.asarray(firsts).view(np.float64), log_takum_firsts(12))
+    np.testing.assert_array_equal(np.asarray(firsts).view(np.float64), log_takum_thresholds(12))
 
 
 @pytest.mark.parametrize("n", [11, pytest.param(16, marks=pytest.mark.slow)])
@@ -92,7 +92,7 @@ def test_values_of_longer_strings(n: int) -> None:
 def test_every_mode_and_every_code(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By tables, and as strings of more than 16 bits are rounded."""
     if wide:
-        monkeypatch.setattr(log_takum, "TABULATED", 0)
+        monkeypatch.setattr(log_takum, "LOG_TAKUM_TABLE_BITS", 0)
     fmt, carrier = jc.LogTakumFormat(8), CARRIERS["float64"]
     levels = [float(power(8, code)) for code in range(1, 128)]
     points = [power(9, 2 * code + 1) for code in range(1, 127)]
@@ -115,14 +115,14 @@ def test_every_mode_and_every_code(wide: bool, monkeypatch: pytest.MonkeyPatch) 
         }.get(mode, Fraction(size) > points[k - 1])  # fmt: skip
         return math.copysign(levels[k - 1 + away], value)
 
-    with types_for("float64"):
+    with enable_x64_for("float64"):
         modes = ("nearest_even", "up", "odd") if wide else oracle.DETERMINISTIC
         specs = [jc.Spec(fmt, mode) for mode in modes] + [jc.Spec(fmt, overflow="saturate")]
         codes = np.arange(256)
 
         @jax.jit
         def run(x: jax.Array, codes: jax.Array) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-            results = [round_elements(x, spec, carrier) for spec in specs]
+            results = [round_to_spec(x, spec, carrier) for spec in specs]
             return results, decode_elements(codes, fmt, carrier), encode_elements(results[0], fmt, carrier)
 
         results, decoded, encoded = run(x, codes)

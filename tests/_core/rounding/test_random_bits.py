@@ -18,7 +18,13 @@ from further import Further
 from jax import numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jchop._core.rounding.random_bits import _threefry, flat_index, random_bits, random_words, seed_words
+from jchop._core.rounding.random_bits import (
+    _threefry,
+    flat_index,
+    random_words,
+    seed_words,
+    stream_words,
+)
 
 further = Further()
 
@@ -112,7 +118,7 @@ def test_words_equal_the_second_implementation(data: tuple[int, ...], x64: bool)
     with jax.enable_x64(x64):
         seeds, wanted = seed_words(make_key(data)), expected_seeds(data)
         for offset in (0, 2**32 - 5, 2**40 + 5):
-            high, low = jax.jit(lambda s, offset=offset: random_bits(s, (4, 6), offset, 64))(seeds)
+            high, low = jax.jit(lambda s, offset=offset: stream_words(s, (4, 6), offset, 64))(seeds)
             assert high.dtype == low.dtype == jnp.uint32
             assert integers(high) == [expected_word(wanted, offset + i) for i in range(24)]
             assert integers(low) == [expected_word(wanted, offset + i, 1) for i in range(24)]
@@ -157,9 +163,9 @@ def test_traced_offsets(kind: type[np.integer], x64: bool) -> None:
     largest = int(np.iinfo(kind).max)
     with jax.enable_x64(x64):
         seeds = seeds_of(2)
-        traced = jax.jit(lambda start: random_bits(seeds, (3, 5), start))
+        traced = jax.jit(lambda start: stream_words(seeds, (3, 5), start))
         for offset in {0, 7, largest - 15, *(o for o in OFFSETS if o + 15 <= largest)}:
-            assert integers(traced(kind(offset))) == integers(random_bits(seeds, (3, 5), offset))
+            assert integers(traced(kind(offset))) == integers(stream_words(seeds, (3, 5), offset))
 
 
 @pytest.mark.in_turn(12)
@@ -173,13 +179,13 @@ def test_tiles_of_an_array(whole: tuple[int, ...], x64: bool) -> None:
     tile, wanted = (3, 2, 4), expected_seeds((0, 1))
     with jax.enable_x64(x64):
         seeds = seeds_of(1)
-        traced = jax.jit(lambda starts: random_bits(seeds, tile, (starts, whole)))
-        mixed = jax.jit(lambda start: random_bits(seeds, tile, ((1, start, 4), whole)))
+        traced = jax.jit(lambda starts: stream_words(seeds, tile, (starts, whole)))
+        mixed = jax.jit(lambda start: stream_words(seeds, tile, ((1, start, 4), whole)))
         for _ in range(8):
             limit = [min(n - t, 2**31 - 1) for n, t in zip(whole, tile, strict=True)]
             starts = tuple(int(rng.integers(0, n + 1)) for n in limit)
             for begin, bits in (
-                (starts, random_bits(seeds, tile, (starts, whole))),
+                (starts, stream_words(seeds, tile, (starts, whole))),
                 (starts, traced(tuple(np.int32(s) for s in starts))),
                 ((1, starts[1], 4), mixed(np.int32(starts[1]))),
             ):
@@ -190,11 +196,11 @@ def test_tiles_of_an_array(whole: tuple[int, ...], x64: bool) -> None:
 
 def test_tiles_cover_the_whole() -> None:
     seeds, shape = seeds_of(3), (12, 10)
-    whole = np.asarray(random_bits(seeds, shape))
+    whole = np.asarray(stream_words(seeds, shape))
     for i, j in itertools.product((0, 4, 8), (0, 5)):
-        np.testing.assert_array_equal(random_bits(seeds, (4, 5), ((i, j), shape)), whole[i : i + 4, j : j + 5])
+        np.testing.assert_array_equal(stream_words(seeds, (4, 5), ((i, j), shape)), whole[i : i + 4, j : j + 5])
     for start in (0, 17, 60):
-        np.testing.assert_array_equal(random_bits(seeds, (60,), start), whole.ravel()[start : start + 60])
+        np.testing.assert_array_equal(stream_words(seeds, (60,), start), whole.ravel()[start : start + 60])
 
 
 @further.first
@@ -210,7 +216,7 @@ def jit_vmap_and_scan_equal_the_plain_call() -> None:
     keys = jax.random.split(jax.random.key(5), 6)
 
     def bits(key: jax.Array) -> jax.Array:
-        return random_bits(seed_words(key), (33,), 2**32 - 10)
+        return stream_words(seed_words(key), (33,), 2**32 - 10)
 
     rows = np.stack([np.asarray(bits(key)) for key in keys])
     np.testing.assert_array_equal(jax.jit(bits)(keys[0]), rows[0])
@@ -226,11 +232,11 @@ def test_shards_equal_the_whole() -> None:
     mesh = Mesh(np.array(jax.devices()), ("d",))
 
     def chunk(key: jax.Array) -> jax.Array:
-        return random_bits(seed_words(key), (size // n,), jax.lax.axis_index("d") * (size // n))
+        return stream_words(seed_words(key), (size // n,), jax.lax.axis_index("d") * (size // n))
 
     parts = jax.shard_map(chunk, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("d"))
     key = jax.random.key(8)
-    np.testing.assert_array_equal(jax.jit(parts)(key), random_bits(seed_words(key), (size,)))
+    np.testing.assert_array_equal(jax.jit(parts)(key), stream_words(seed_words(key), (size,)))
     with contextlib.suppress(AttributeError):
         assert len({shard.device for shard in jax.jit(parts)(key).addressable_shards}) == n
 

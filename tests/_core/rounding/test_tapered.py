@@ -16,9 +16,9 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._bits import CARRIERS, types_for
+from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._core.rounding.codes import decode_elements, encode_elements
-from jchop._core.rounding.elements import round_elements
+from jchop._core.rounding.elements import round_to_spec
 from jchop.formats import StringFormat, parse_format
 
 further = Further()
@@ -58,9 +58,9 @@ def every_deterministic_mode(text: str, carrier: str) -> None:
     exact = [oracle.from_bits(word, c) for word in x.view(c.words)]
     modes = [(mode, "ieee") for mode in oracle.DETERMINISTIC] + [("nearest_even", "saturate"), ("up", "propagate")]
 
-    with types_for(x.dtype):
+    with enable_x64_for(x.dtype):
         specs = [jc.Spec(fmt, *mode) for mode in modes]
-        results = jax.jit(lambda x: [round_elements(x, spec, CARRIERS[carrier]) for spec in specs])(x)
+        results = jax.jit(lambda x: [round_to_spec(x, spec, CARRIERS[carrier]) for spec in specs])(x)
     for mode, result in zip(modes, results, strict=True):
         wanted = np.array([oracle.to_bits(oracle.round_exact(strings, v, *mode), c) for v in exact], c.words)
         got = np.asarray(result)
@@ -115,8 +115,8 @@ def a_draw_compares_the_bits_that_are_cut(mode: str) -> None:
         width = 8 * np.dtype(word_type).itemsize
         words = np.random.default_rng(5).integers(0, 1 << width, len(x), word_type, endpoint=False)
         spec = jc.Spec(fmt, mode, random_bits=n)
-        with types_for(x.dtype):
-            got = np.asarray(jax.jit(partial(round_elements, spec=spec, carrier=CARRIERS[carrier]))(x, word=words))
+        with enable_x64_for(x.dtype):
+            got = np.asarray(jax.jit(partial(round_to_spec, spec=spec, carrier=CARRIERS[carrier]))(x, word=words))
         n = n or 1
         for value, word, result in zip(x, words, got, strict=True):
             exact = oracle.from_bits(value.view(c.words), c)
@@ -136,7 +136,7 @@ def test_codes_of_arrays(text: str) -> None:
     fmt = tapered(text)
     codes = np.arange(1 << fmt.bits)
     for carrier in ["float32"] * text.startswith("posit") + ["float64"]:
-        with types_for(carrier):
+        with enable_x64_for(carrier):
             values, back = _both_ways(codes, fmt, carrier)
             np.testing.assert_array_equal(np.asarray(values), fmt.decode(codes).astype(carrier))
             np.testing.assert_array_equal(np.asarray(back), codes)
@@ -147,7 +147,7 @@ def test_codes_of_32_bits() -> None:
         fmt = tapered(text)
         edges = [0, 1, 2, 3, fmt.max_code - 1, fmt.max_code, fmt.max_code + 1, fmt.max_code + 2, 2 * fmt.max_code + 1]
         codes = np.array([*edges, *np.random.default_rng(6).integers(0, 1 << fmt.bits, 300)])
-        with types_for("float64"):
+        with enable_x64_for("float64"):
             values, back = _both_ways(codes, fmt, "float64")
             np.testing.assert_array_equal(np.asarray(values), fmt.decode(codes).astype(float))
             np.testing.assert_array_equal(np.asarray(back), codes)
@@ -258,9 +258,9 @@ def every_mode_of_hif8(carrier: str) -> None:
     exact = [oracle.from_bits(word, c) for word in x.view(c.words)]
     modes = [(mode, "ieee") for mode in oracle.DETERMINISTIC]
     modes += [("nearest_away", "saturate"), ("up", "propagate")]
-    with types_for(x.dtype):
+    with enable_x64_for(x.dtype):
         specs = [jc.Spec(fmt, *mode) for mode in modes]
-        results = jax.jit(lambda x: [round_elements(x, spec, CARRIERS[carrier]) for spec in specs])(x)
+        results = jax.jit(lambda x: [round_to_spec(x, spec, CARRIERS[carrier]) for spec in specs])(x)
     for mode, result in zip(modes, results, strict=True):
         wanted = np.array([oracle.to_bits(oracle.round_exact(oracle.HiFloat8Set(), v, *mode), c) for v in exact])
         got = np.asarray(result)
@@ -276,7 +276,7 @@ def a_draw_of_hif8_compares_the_bits_that_are_cut() -> None:
     words = np.random.default_rng(5).integers(0, 1 << 32, len(x), np.uint32, endpoint=False)
     modes = [(mode, 7) for mode in oracle.PROPORTIONAL] + [("stochastic_equal", None)]
     specs = [jc.Spec("hif8", mode, random_bits=n) for mode, n in modes]
-    results = jax.jit(lambda x, word: [round_elements(x, spec, CARRIERS["float32"], word) for spec in specs])(x, words)
+    results = jax.jit(lambda x, word: [round_to_spec(x, spec, CARRIERS["float32"], word) for spec in specs])(x, words)
     for (mode, n), result in zip(modes, results, strict=True):
         for value, word, got in zip(x, words, np.asarray(result), strict=True):
             exact, n = oracle.from_bits(value.view(c.words), c), n or 1
@@ -288,7 +288,7 @@ def test_arrays_of_hif8_are_stored_and_sums_are_rounded_once() -> None:
     fmt, rng = jc.HiFloat8Format(), np.random.default_rng(3)
     codes = np.arange(256)
     for carrier in ("float32", "float64"):
-        with types_for(carrier):
+        with enable_x64_for(carrier):
             values, back = _both_ways(codes, fmt, carrier)  # type: ignore[arg-type]
             np.testing.assert_array_equal(np.asarray(values), fmt.decode(codes).astype(carrier))
             np.testing.assert_array_equal(np.asarray(back), codes)

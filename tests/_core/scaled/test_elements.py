@@ -24,23 +24,29 @@ from oracle import CARRIERS, Special
 from oracle_scaled import Blocks
 
 import jchop as jc
-from jchop import _bits
-from jchop._core.rounding.codes import unpack
+from jchop._common import bit_ops
+from jchop._core.rounding.codes import unpack_codes
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.scaled import scales as chosen
-from jchop._core.scaled.elements import multiply_back, narrow, round_quotients, times_power, widen
+from jchop._core.scaled.elements import (
+    multiply_by_power,
+    multiply_by_scales,
+    narrow_16_bit,
+    round_block_quotients,
+    widen_16_bit,
+)
 from jchop._core.scaled.scales import (
-    Plan,
-    Scales,
+    BlockScales,
+    ScaledPlan,
     choose_scales,
-    make_plan,
+    make_scaled_plan,
     scale_magnitude,
     store_scales,
     tensor_scale,
 )
 from jchop._core.scaled_bodies import dequantize_body, quantize_body, round_body
+from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, ScaledFormat
-from jchop.spec import Spec
 
 further = Further()
 
@@ -69,8 +75,8 @@ def changed(spec: Spec, **fields: Any) -> Spec:
     return replace(spec, format=format_of(spec)(**fields))
 
 
-def plan_of(spec: Spec, dtype: str) -> Plan:
-    return make_plan(spec, _bits.CARRIERS[dtype])
+def plan_of(spec: Spec, dtype: str) -> ScaledPlan:
+    return make_scaled_plan(spec, bit_ops.CARRIERS[dtype])
 
 
 def blocks_of(spec: Spec) -> Blocks:
@@ -95,7 +101,7 @@ def every_way(x: np.ndarray, *arrays: Any, spec: Spec) -> dict[str, np.ndarray]:
         if stores:
             codes, scales, *tensor = quantize_body(x, *arrays, plan=plan)
             back = dequantize_body(codes, scales, *tensor, plan=plan, shape=x.shape)
-            unpacked = unpack(codes, spec.element.bits, size)
+            unpacked = unpack_codes(codes, spec.element.bits, size)
             result |= {"codes": unpacked, "scales": scales, "dequantized": back}
         return result
 
@@ -127,7 +133,7 @@ def check(spec: Spec, dtype: str, count: int) -> None:
         tensor = oracle_scaled.tensor_scale(values_of(x.ravel()), rules)
         with jax.enable_x64(x.dtype.itemsize == 8):
             plan = plan_of(spec, dtype)
-            got = tensor_scale(widen(jnp.asarray(x), plan.carrier), plan)
+            got = tensor_scale(widen_16_bit(jnp.asarray(x), plan.carrier), plan)
         assert Fraction(float(got)) == tensor
     results = every_way(x, *seeds, spec=spec)
     if format_of(spec).axis != -1:
@@ -299,7 +305,7 @@ def elements_times_powers_of_two_below_the_normal_range(dtype):
     with jax.enable_x64(True):
         exponents = jnp.asarray(powers, plan.compute.work)[None]
         x = jnp.broadcast_to(jnp.asarray(values, dtype), (len(values), len(powers)))
-        got = np.asarray(jax.jit(lambda x, e: multiply_back(x, Scales(e), plan))(x, exponents))
+        got = np.asarray(jax.jit(lambda x, e: multiply_by_scales(x, BlockScales(e), plan))(x, exponents))
     wide = oracle.ieee(carrier.e, carrier.m)
     exact = [
         v if isinstance(v, Special) else v * oracle.pow2(int(k))
@@ -487,7 +493,7 @@ def test_where_torchao_differs():
     @jax.jit
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         scales = choose_scales(x, 1, plan)
-        return round_quotients(x, scales, plan, None), store_scales(scales, plan)
+        return round_block_quotients(x, scales, plan, None), store_scales(scales, plan)
 
     ours, scales = run(x)
     np.testing.assert_array_equal(scales, scale)
@@ -527,8 +533,8 @@ def test_what_a_carrier_is_too_narrow_for():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_numbers_are_widened_by_their_bits(dtype):
     """Every bit pattern comes back, subnormal ones too, and the value is the same."""
-    x, carrier = cases.all_patterns(dtype), _bits.CARRIERS[dtype]
-    wide, back = jax.jit(lambda x: (widen(x, carrier), narrow(widen(x, carrier), carrier)))(x)
+    x, carrier = cases.all_patterns(dtype), bit_ops.CARRIERS[dtype]
+    wide, back = jax.jit(lambda x: (widen_16_bit(x, carrier), narrow_16_bit(widen_16_bit(x, carrier), carrier)))(x)
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(np.asarray(wide), x.astype(np.float32))
     cases.assert_bits(x, np.asarray(back), cases.bits(x), dtype)
@@ -537,7 +543,7 @@ def test_narrow_numbers_are_widened_by_their_bits(dtype):
 @pytest.mark.parametrize(("power", "want"), [(1, [2.5, np.inf, -np.inf]), (2, [5.0, np.inf, -np.inf])])
 def test_powers_beyond_the_largest_number_give_infinities(power: int, want: list[float]) -> None:
     x = np.array([1.25, 1.5 * 2.0**127, -1.75 * 2.0**127], np.float32)
-    run = jax.jit(functools.partial(times_power, carrier=_bits.CARRIERS["float32"]))
+    run = jax.jit(functools.partial(multiply_by_power, carrier=bit_ops.CARRIERS["float32"]))
     bits = run(x.view(np.int32), np.full(3, power, np.int32))
     np.testing.assert_array_equal(np.asarray(bits).view(np.float32), np.array(want, np.float32))
 

@@ -10,9 +10,9 @@ import numpy as np
 import oracle
 
 import jchop as jc
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.quotient import divisor_of
-from jchop._core.scaled.float_zero_points import _quotient
+from jchop._core.scaled.float_zero_points import _quotient_of_difference
 
 COUNT, NAME = 600, "float32"
 
@@ -34,7 +34,7 @@ def test_quotients_of_differences_are_exact(rng: np.random.Generator) -> None:
 
     @jax.jit
     def run(x: jax.Array, y: jax.Array, d: jax.Array) -> tuple[jax.Array, ...]:
-        v, some = _quotient(x, y, divisor_of(d.view(carrier.work), carrier), carrier)
+        v, some = _quotient_of_difference(x, y, divisor_of(d.view(carrier.work), carrier), carrier)
         return v.sign, v.magnitude, v.rest, v.sticky, v.inexact, some
 
     columns = [np.asarray(column).tolist() for column in run(x, y, d)]

@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._bits import CARRIERS
-from jchop._core.scaled.scales import Plan, divisor_parts, make_plan, tensor_scale
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.scaled.scales import (
+    ScaledPlan,
+    divisor_parts,
+    make_scaled_plan,
+    tensor_scale,
+)
 
 
-def plan_of(text: str) -> Plan:
-    return make_plan(jc.parse(text), CARRIERS["float32"])
+def plan_of(text: str) -> ScaledPlan:
+    return make_scaled_plan(jc.parse(text), CARRIERS["float32"])
 
 
 def test_powers() -> None:
@@ -32,7 +37,7 @@ def test_powers() -> None:
 def test_a_plan_knows_that_of_its_scales() -> None:
     plan = plan_of("nf4(scale=int8(group=4)):up")
     assert plan.scale == jc.binary32 and plan.element.rounding is jc.Rounding.UP
-    assert plan.of_scales == make_plan(jc.parse("int8(group=4)"), CARRIERS["float32"])
+    assert plan.of_scales == make_scaled_plan(jc.parse("int8(group=4)"), CARRIERS["float32"])
 
 
 def test_parts_of_a_divisor() -> None:

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._core.scaled.sparse import kept_of, leading, spread, thin, without
+from jchop._core.scaled.sparse import (
+    drop_outside_mask,
+    gather_sparse,
+    largest_mask,
+    scatter_sparse,
+    sparse_mask,
+)
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1.0, 5e-324, -1e-323, 1e-45, -3e-45, 6e-8, 1e-40]
 
@@ -51,14 +57,14 @@ def test_the_largest_magnitudes_are_kept(n: int, m: int, axis: int, dtype: str) 
     with jax.enable_x64(dtype == "float64"):
         x = jnp.asarray(x, dtype)
         exact = np.asarray(x).astype(np.float64)  # subnormal numbers of the dtype keep their values
-        kept = jax.jit(kept_of, static_argnums=1)(x, fmt_of(n, m, axis))
+        kept = jax.jit(sparse_mask, static_argnums=1)(x, fmt_of(n, m, axis))
         np.testing.assert_array_equal(kept, chosen(exact, n, m, axis))
 
 
 def test_keys_decide_in_their_order() -> None:
     first, second = jnp.array([1.0, 1, 0, 1]), jnp.array([0.0, 2, 9, 2])
-    assert leading((first, second), 2, 4).tolist() == [False, True, False, True]
-    assert leading((first,), 2, 4).tolist() == [True, True, False, False]
+    assert largest_mask((first, second), 2, 4).tolist() == [False, True, False, True]
+    assert largest_mask((first,), 2, 4).tolist() == [True, True, False, False]
 
 
 @pytest.mark.in_turn(8)
@@ -72,9 +78,9 @@ def test_kept_numbers_alone_and_back(n: int, m: int, shape: tuple[int, ...], axi
     x, entries = rng.normal(size=shape).astype(np.float32), rng.integers(1, 200, shape).astype(np.uint8)
 
     def all_three(x: Any, entries: Any) -> Any:
-        kept = kept_of(x, fmt_of(n, m, axis))
-        short = thin(entries, kept, (n, m), axis)
-        return kept, short, spread(short, kept, (n, m), axis)
+        kept = sparse_mask(x, fmt_of(n, m, axis))
+        short = gather_sparse(entries, kept, (n, m), axis)
+        return kept, short, scatter_sparse(short, kept, (n, m), axis)
 
     kept, short, back = jax.jit(all_three)(x, entries)
     lines, which = (np.moveaxis(v, axis, -1).reshape(-1, shape[axis]) for v in (entries, np.asarray(kept)))
@@ -89,5 +95,5 @@ def test_kept_numbers_alone_and_back(n: int, m: int, shape: tuple[int, ...], axi
 
 def test_a_dropped_number_does_not_count() -> None:
     x, kept = jnp.array([1.0, 2.0]), jnp.array([True, False])
-    assert without(x, kept, jc.int4).tolist() == [1.0, 0.0]  # a NaN could make its group NaN
-    assert np.isnan(without(x, kept, jc.int4(rule="mse"))).tolist() == [False, True]
+    assert drop_outside_mask(x, kept, jc.int4).tolist() == [1.0, 0.0]  # a NaN could make its group NaN
+    assert np.isnan(drop_outside_mask(x, kept, jc.int4(rule="mse"))).tolist() == [False, True]

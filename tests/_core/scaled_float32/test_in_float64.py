@@ -10,11 +10,11 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.scaled.scales import make_plan
+from jchop._core.scaled.scales import make_scaled_plan
 from jchop._core.scaled_bodies import quantize_body, round_body
-from jchop._core.scaled_float32 import select
+from jchop._core.scaled_float32 import dispatch
 
 further = Further()
 
@@ -77,9 +77,9 @@ def every_bit(text, mode, dtype):
     spec, x = jc.parse(text + mode), jnp.asarray(hard_numbers()).astype(dtype)
     if spec.rounding.stochastic and text in ("nf4", "dynamic8") and dtype == "bfloat16":
         pytest.skip("the same numbers as in float32, by the exact way on both sides")
-    plan = make_plan(spec, CARRIERS[dtype])
+    plan = make_scaled_plan(spec, CARRIERS[dtype])
     drawn = seed_words(jax.random.key(1)) if spec.rounding.stochastic else ()
-    assert select.prefers_float64(x, plan)
+    assert dispatch.prefers_float64(x, plan)
     for body in (round_body, quantize_body):
         one, other = (
             jax.tree.leaves(jax.jit(partial(body, plan=plan, may_branch=allowed))(x, *drawn))
@@ -96,7 +96,7 @@ def the_program_is_short():
     lines = [
         jax.jit(lambda x: jc.round_to_format(x, "int8(group=all)")).lower(x).as_text().count("\n") for x in (x, large)
     ]
-    assert large.size > select.MOST_IN_FLOAT64[False] and lines[0] <= 160
+    assert large.size > dispatch.MOST_IN_FLOAT64[False] and lines[0] <= 160
     assert lines[0] < lines[1] / 3
 
 

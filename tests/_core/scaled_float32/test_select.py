@@ -17,14 +17,26 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop import _bits
-from jchop._bits import CARRIERS
-from jchop._core.rounding.codes import decode_elements, encode_elements, extended
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.rounding.codes import decode_elements, encode_elements, extend_exponent
 from jchop._core.scaled import elements, groups, zero_points
-from jchop._core.scaled.scales import SAFE_EXPONENT, Plan, Scales, all_in_safe_range, make_plan
-from jchop._core.scaled_float32 import codebooks, floats, integers, select, thresholds
+from jchop._core.scaled.scales import (
+    SAFE_EXPONENT,
+    BlockScales,
+    ScaledPlan,
+    all_in_safe_range,
+    make_scaled_plan,
+)
+from jchop._core.scaled_float32 import (
+    codebooks,
+    dispatch,
+    floats,
+    integers,
+    thresholds,
+)
+from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.spec import Spec
 
 further = Further()
 
@@ -64,25 +76,25 @@ def words_of(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return np.where(rng.random(shape) < 0.5, rng.choice(ends, shape), words)
 
 
-def plan_of(element: ElementFormat, mode: str, scale: Any = jc.binary32, carrier: str = "float32") -> Plan:
-    return make_plan(Spec(ScaledFormat(element, ROW, scale=scale), rounding=mode), CARRIERS[carrier])
+def plan_of(element: ElementFormat, mode: str, scale: Any = jc.binary32, carrier: str = "float32") -> ScaledPlan:
+    return make_scaled_plan(Spec(ScaledFormat(element, ROW, scale=scale), rounding=mode), CARRIERS[carrier])
 
 
-def fast_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
-    return select.codes_of(x, scales, plan, words)
+def fast_codes(x: jax.Array, scales: BlockScales, plan: ScaledPlan, words: jax.Array) -> jax.Array:
+    return dispatch.encode_groups(x, scales, plan, words)
 
 
-def exact_codes(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
-    values = elements.round_quotients(x, scales, plan, words)
+def exact_codes(x: jax.Array, scales: BlockScales, plan: ScaledPlan, words: jax.Array) -> jax.Array:
+    values = elements.round_block_quotients(x, scales, plan, words)
     return encode_elements(values, plan.element.format, plan.compute)
 
 
-def exact_rounded(x: jax.Array, scales: Scales, plan: Plan, words: jax.Array) -> jax.Array:
-    return elements.multiply_back(elements.round_quotients(x, scales, plan, words), scales, plan)
+def exact_rounded(x: jax.Array, scales: BlockScales, plan: ScaledPlan, words: jax.Array) -> jax.Array:
+    return elements.multiply_by_scales(elements.round_block_quotients(x, scales, plan, words), scales, plan)
 
 
-def exact_numbers(codes: jax.Array, scales: Scales, plan: Plan) -> jax.Array:
-    return elements.multiply_back(decode_elements(codes, plan.element.format, plan.compute), scales, plan)
+def exact_numbers(codes: jax.Array, scales: BlockScales, plan: ScaledPlan) -> jax.Array:
+    return elements.multiply_by_scales(decode_elements(codes, plan.element.format, plan.compute), scales, plan)
 
 
 def assert_same(got: Any, expected: Any, x: np.ndarray, s: np.ndarray, what: str) -> None:
@@ -100,17 +112,20 @@ def assert_same(got: Any, expected: Any, x: np.ndarray, s: np.ndarray, what: str
 def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -> None:
     element, rng = jc.IntegerFormat(bits, signed=False), np.random.default_rng(seed)
     plans = [plan_of(element, mode) for mode in modes]
-    assert all(integers.applies(plan) for plan in plans)
-    far = rng.integers(-integers.MOST_SHIFT, integers.MOST_SHIFT + 1, rows)
+    assert all(integers.supports_integer_encode(plan) for plan in plans)
+    far = rng.integers(-integers.MOST_ZERO_POINT, integers.MOST_ZERO_POINT + 1, rows)
     zero = np.where(rng.random(rows) < 0.2, far, rng.integers(0, 1 << bits, rows)).astype(np.int32)
     words = words_of(rng, (rows, ROW))
 
     @partial(jax.jit, static_argnames="moderate")
     def run(x: jax.Array, s: jax.Array, zero: jax.Array, words: jax.Array, moderate: bool) -> list[tuple[Any, Any]]:
-        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
+        scales = BlockScales(lax.bitcast_convert_type(s, jnp.int32))
         known = [replace(plan, in_safe_range=moderate) for plan in plans]
-        fast = [integers.round_whole(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
-        exact = [zero_points.clamp(zero_points.round_shifted(x, scales, zero, plan, words), plan) for plan in plans]
+        fast = [integers.round_to_integers(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
+        exact = [
+            zero_points.clamp_to_ends(zero_points.round_quotient_plus_zero(x, scales, zero, plan, words), plan)
+            for plan in plans
+        ]
         return list(zip(fast, exact, strict=True))
 
     for moderate in (False, True):
@@ -134,15 +149,15 @@ def test_zero_points(bits: int, modes: tuple[str, ...], rows: int) -> None:
     check_zero_points(bits, modes, rows, bits)
 
 
-def check(plan: Plan, points: np.ndarray, rows: int, seed: int, tensor: float | None = None) -> None:
+def check(plan: ScaledPlan, points: np.ndarray, rows: int, seed: int, tensor: float | None = None) -> None:
     """Codes of numbers near `points` under random scales, and numbers of every code, both ways in one function."""
     check_scales(plan, points, rows, np.random.default_rng(seed), tensor, False)
-    if tensor is None and (integers.applies(plan) or floats.applies(plan)):
+    if tensor is None and (integers.supports_integer_encode(plan) or floats.supports_float_encode(plan)):
         check_scales(plan, points, rows, np.random.default_rng(seed + 1), tensor, True)
 
 
 def check_scales(
-    plan: Plan, points: np.ndarray, rows: int, rng: np.random.Generator, tensor: float | None, moderate: bool
+    plan: ScaledPlan, points: np.ndarray, rows: int, rng: np.random.Generator, tensor: float | None, moderate: bool
 ) -> None:
     fmt = plan.element.format
     s = scales_of(rng, rows)
@@ -160,12 +175,12 @@ def check_scales(
     @jax.jit
     def run(x: jax.Array, words: jax.Array, codes: jax.Array, s: jax.Array, tensor: jax.Array | None) -> Any:
         bits = lax.bitcast_convert_type(s, jnp.int32)
-        value = (extended(bits, plan.compute) >> plan.compute.fraction) - plan.compute.bias
-        scales = Scales(value if plan.is_power else bits, None, tensor)
+        value = (extend_exponent(bits, plan.compute) >> plan.compute.fraction) - plan.compute.bias
+        scales = BlockScales(value if plan.is_power else bits, None, tensor)
         known = replace(plan, in_safe_range=moderate)
         coded = fast_codes(x, scales, known, words), exact_codes(x, scales, plan, words)
-        rounded = select.rounded(x, scales, known, words), exact_rounded(x, scales, plan, words)
-        numbers = select.numbers_of(codes, scales, known), exact_numbers(codes, scales, plan)
+        rounded = dispatch.round_groups(x, scales, known, words), exact_rounded(x, scales, plan, words)
+        numbers = dispatch.decode_groups(codes, scales, known), exact_numbers(codes, scales, plan)
         return all_in_safe_range(scales, plan), (coded, rounded, numbers)
 
     word = None if tensor is None else np.full((rows, 1), np.float32(tensor).view(np.int32))
@@ -203,7 +218,7 @@ UNIFORM = [
 def test_uniform(case: Any) -> None:
     for i, (element, mode, scale, carrier) in enumerate([case] if isinstance(case, tuple) else case):
         plan = plan_of(element, mode, scale, carrier)
-        assert integers.applies(plan) and integers.multiplies(plan)
+        assert integers.supports_integer_encode(plan) and integers.supports_integer_decode(plan)
         check(plan, halves(element), ROWS if isinstance(case, tuple) else 20_000, i)
 
 
@@ -211,15 +226,15 @@ def test_uniform(case: Any) -> None:
 def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
     """A mode that first rounds to the random bits, of which there are few, to nearest."""
     spec = Spec(ScaledFormat(jc.IntegerFormat(4), ROW), rounding="stochastic_c", random_bits=2)
-    plan = make_plan(spec, CARRIERS["float32"])
-    assert not integers.applies(plan) and integers.multiplies(plan)
+    plan = make_scaled_plan(spec, CARRIERS["float32"])
+    assert not integers.supports_integer_encode(plan) and integers.supports_integer_decode(plan)
     s, words = np.array([[1.0], [3.0]], np.float32), words_of(rng, (2, 64))
     x = (rng.integers(-64, 64, (2, 64)) / 8 * s).astype(np.float32)
 
     @jax.jit
     def run(x: jax.Array, words: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
-        return select.rounded(x, scales, plan, words), exact_rounded(x, scales, plan, words)
+        scales = BlockScales(lax.bitcast_convert_type(s, jnp.int32))
+        return dispatch.round_groups(x, scales, plan, words), exact_rounded(x, scales, plan, words)
 
     got, expected = run(x, words, s)
     assert_same(got, expected, x, s[:, 0], "stochastic_c")
@@ -229,7 +244,7 @@ def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
 def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
     """Products of 31 bits next to the middle of two numbers of binary16; binary32 would round them to the middle."""
     plan = plan_of(jc.IntegerFormat(8), "nearest_even", carrier="float16")
-    assert integers.applies(plan) and not integers.multiplies(plan)
+    assert integers.supports_integer_encode(plan) and not integers.supports_integer_decode(plan)
     middle, counts = 64 + Fraction(1, 1 << 5), np.array([3, 7, 11, 13, 19])
     scales = np.nextafter((float(middle) / counts).astype(np.float32), np.float32(100))[:, None]
     products = [Fraction(float(s)) * int(count) - middle for s, count in zip(scales.ravel(), counts, strict=True)]
@@ -239,7 +254,7 @@ def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
 
     @jax.jit
     def run(x: jax.Array, s: jax.Array) -> jax.Array:
-        return select.rounded(x, Scales(lax.bitcast_convert_type(s, jnp.int32)), plan, None)
+        return dispatch.round_groups(x, BlockScales(lax.bitcast_convert_type(s, jnp.int32)), plan, None)
 
     got = np.asarray(run(x, scales)).astype(np.float16)
     assert got.ravel().tolist() == expected
@@ -267,9 +282,9 @@ MINIFLOATS: list[tuple[ScaledFormat, str, float | None]] = [
 )
 def test_minifloats(cases: list[tuple[ScaledFormat, str, float | None]]) -> None:
     for i, (fmt, carrier, tensor) in enumerate(cases):
-        plan = make_plan(Spec(fmt), CARRIERS[carrier])
-        assert floats.applies(plan)
-        assert floats.multiplies(plan) or carrier != "float32"
+        plan = make_scaled_plan(Spec(fmt), CARRIERS[carrier])
+        assert floats.supports_float_encode(plan)
+        assert floats.supports_float_decode(plan) or carrier != "float32"
         check(plan, halves(fmt.element), ROWS if len(cases) == 1 else 10_000, i, tensor)
 
 
@@ -277,7 +292,7 @@ def test_products_of_as_many_bits_as_the_carrier_has() -> None:
     """What float32 holds exactly is rounded once, to 16 bits; products with a bit more would be rounded twice."""
     for bits, exact in ((15, True), (16, False)):
         fmt = ScaledFormat("e4m7", ROW, scale=f"e5m{bits}")
-        assert floats.multiplies(make_plan(Spec(fmt), CARRIERS["bfloat16"])) is exact
+        assert floats.supports_float_decode(make_scaled_plan(Spec(fmt), CARRIERS["bfloat16"])) is exact
 
 
 # -- codebooks ---------------------------------------------------------------------------------------------------------
@@ -285,7 +300,7 @@ def test_products_of_as_many_bits_as_the_carrier_has() -> None:
 
 def check_levels(fmt: jc.CodebookFormat, mode: str, rows: int, carrier: str = "float32") -> None:
     plan = plan_of(fmt, mode, carrier=carrier)
-    assert thresholds.applies(plan) and thresholds.has_products(plan)
+    assert thresholds.supports_threshold_encode(plan) and thresholds.has_level_products(plan)
     check(plan, halves(fmt), rows, rows)
 
 
@@ -309,16 +324,16 @@ def the_largest_number_reaches_thresholds_beyond_it() -> None:
     """The largest scale times a threshold below -1 overflows: the largest negative number is above it, -inf below."""
     fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
     plan = plan_of(fmt, "nearest_even")
-    assert thresholds.applies(plan)
-    s = Scales(lax.bitcast_convert_type(jnp.full((1, 1), most), jnp.int32))
-    codes = thresholds.encode(jnp.asarray([[-most, most, -np.inf, np.inf]], jnp.float32), s, plan)
+    assert thresholds.supports_threshold_encode(plan)
+    s = BlockScales(lax.bitcast_convert_type(jnp.full((1, 1), most), jnp.int32))
+    codes = thresholds.encode_by_thresholds(jnp.asarray([[-most, most, -np.inf, np.inf]], jnp.float32), s, plan)
     assert [fmt.levels[code] for code in np.asarray(codes)[0]] == [0, 1, -8, 1]
 
 
 def test_levels_with_too_many_bits_take_the_exact_way() -> None:
     close = jc.CodebookFormat((0, 1, float(1 + Fraction(1, 1 << 23)), 1000.0))
-    assert thresholds.applies(plan_of(close, "up"))
-    assert not thresholds.applies(plan_of(close, "nearest_even"))
+    assert thresholds.supports_threshold_encode(plan_of(close, "up"))
+    assert not thresholds.supports_threshold_encode(plan_of(close, "nearest_even"))
 
 
 # -- codebooks of many levels ------------------------------------------------------------------------------------------
@@ -336,7 +351,7 @@ POSITIVE = jc.CodebookFormat(tuple(i / 64 for i in range(1, 65)))
 
 def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any = jc.binary32) -> None:
     plan = plan_of(fmt, mode, scale)
-    assert codebooks.applies(plan) and codebooks.multiplies(plan)
+    assert codebooks.supports_codebook_encode(plan) and codebooks.supports_codebook_decode(plan)
     check(plan, halves(fmt), rows, rows)
 
 
@@ -360,9 +375,9 @@ def test_many_levels_beside_rationals(name: str) -> None:
 
     @jax.jit
     def run(x: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scales = Scales(lax.bitcast_convert_type(s, jnp.int32))
-        codes = codebooks.encode(x, scales, plan)
-        return codes, codebooks.numbers_of(codes, scales, plan)
+        scales = BlockScales(lax.bitcast_convert_type(s, jnp.int32))
+        codes = codebooks.encode_codebook(x, scales, plan)
+        return codes, codebooks.decode_codebook(codes, scales, plan)
 
     expected, carrier = [], oracle.CARRIERS["float32"]
     for value, scale in zip(x.ravel().tolist(), np.repeat(s, ROW).tolist(), strict=True):
@@ -410,8 +425,10 @@ def check_ties(mode: str) -> None:
     points = np.unique(np.concatenate([np.arange(-82, 62) / 64, np.nextafter(np.float32(5 / 64), [0, 1])]))
     x = (points * scale).astype(np.float32)
     plan = plan_of(EVEN, mode)
-    assert codebooks.applies(plan)
-    codes = jax.jit(lambda x, s: codebooks.encode(x, Scales(lax.bitcast_convert_type(s, jnp.int32)), plan))(x, scale)
+    assert codebooks.supports_codebook_encode(plan)
+    codes = jax.jit(
+        lambda x, s: codebooks.encode_codebook(x, BlockScales(lax.bitcast_convert_type(s, jnp.int32)), plan)
+    )(x, scale)
     expected = [
         [oracle.round_exact(levels, Fraction(v) / int(s), mode, "saturate") for v in row.tolist()]
         for row, (s,) in zip(x, scale, strict=True)
@@ -424,8 +441,8 @@ def test_many_levels_that_take_the_exact_way() -> None:
     close = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 + 2.0**-20, 1 + 2.0**-19, 2.0))
     wide = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 - 2.0**-24, 7.0))  # a middle of 27 bits
     for plan in (plan_of(fmt, "odd"), plan_of(fmt, "stochastic"), plan_of(close, "up"), plan_of(wide, "nearest_even")):
-        assert not codebooks.applies(plan)
-    assert not codebooks.multiplies(plan_of(fmt, "nearest_even", carrier="bfloat16"))
+        assert not codebooks.supports_codebook_encode(plan)
+    assert not codebooks.supports_codebook_decode(plan_of(fmt, "nearest_even", carrier="bfloat16"))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -442,11 +459,13 @@ def codes_are_packed_beside_their_groups() -> None:
 def test_bits_of_a_number_below_the_normal_range() -> None:
     """What moves tiny scales keeps subnormal numbers, which arithmetic may read as zeros."""
     tiny = np.array([1e-45, -3e-42, 1.1e-38, 0.0], np.float32)
-    move = jax.jit(lambda x, s: integers.move(x, integers.move_bits(extended(s, CARRIERS["float32"]))))
+    move = jax.jit(
+        lambda x, s: integers.move_with_quanta(x, integers.quanta_of_bits(extend_exponent(s, CARRIERS["float32"])))
+    )
     moved = move(tiny, np.array([1], np.int32))
     expected = [float(v) * 2.0**100 for v in tiny]
     assert np.asarray(moved).tolist() == expected
-    assert _bits.CARRIERS["float32"].tiny_exponent == -149
+    assert bit_ops.CARRIERS["float32"].tiny_exponent == -149
 
 
 test_further = further.test()

@@ -10,9 +10,9 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._bits import CARRIERS
+from jchop._common.bit_ops import CARRIERS
 from jchop._core.scaled import elements
-from jchop._core.scaled.scales import Plan, make_plan, scale_magnitude
+from jchop._core.scaled.scales import ScaledPlan, make_scaled_plan, scale_magnitude
 from jchop._core.scaled_float32 import tiles
 
 further = Further()
@@ -25,21 +25,21 @@ SHORT = [
 ]  # fmt: skip
 
 
-def plan_of(text: str) -> Plan:
-    return make_plan(jc.parse(text), CARRIERS["float32"])
+def plan_of(text: str) -> ScaledPlan:
+    return make_scaled_plan(jc.parse(text), CARRIERS["float32"])
 
 
 @further.first
 def the_short_way_is_taken_where_it_may_be():
     for text in SHORT:
-        assert tiles.has_short_way(plan_of(text)), text
+        assert tiles.supports_plain_tiles(plan_of(text)), text
     for text in ("mxfp8_e4m3", "mxint8", "nf4(group=16)", "int8(group=16):up", "int8(group=16):stochastic",
                  "e5m2(group=16):ieee", "e4m3fn(group=16):flush"):  # fmt: skip
-        assert not tiles.has_short_way(plan_of(text)), text
-    assert not tiles.has_short_way(make_plan(jc.parse("int8(group=16)"), CARRIERS["float64"]))
+        assert not tiles.supports_plain_tiles(plan_of(text)), text
+    assert not tiles.supports_plain_tiles(make_scaled_plan(jc.parse("int8(group=16)"), CARRIERS["float64"]))
 
 
-def next_to_middles(plan: Plan, rng: np.random.Generator) -> np.ndarray:
+def next_to_middles(plan: ScaledPlan, rng: np.random.Generator) -> np.ndarray:
     """Blocks of values of the format and the middles of two, times the scale, and one unit in the last place about."""
     fmt, count = plan.element.format, 300
     values = np.array(fmt.values(), np.float64)
@@ -60,7 +60,7 @@ def next_to_middles(plan: Plan, rng: np.random.Generator) -> np.ndarray:
 TENSOR = np.float32(0.7)
 
 
-def tensor_of(plan: Plan) -> jax.Array | None:
+def tensor_of(plan: ScaledPlan) -> jax.Array | None:
     return jnp.int32(TENSOR.view(np.int32)) if plan.rule.tensor_scale else None
 
 
@@ -73,10 +73,10 @@ def the_same_bits_next_to_middles(text, rng):
 
     @jax.jit
     def both(x):
-        scales, largest, plain = tiles.short_scales(x, 1, plan, tensor_of(plan))
-        short = scales.value, tiles.short_codes_of(x, scales, largest, plan)
+        scales, largest, plain = tiles.plain_tile_scales(x, 1, plan, tensor_of(plan))
+        short = scales.value, tiles.encode_plain_tile(x, scales, largest, plan)
         exact = tiles.choose_scales(x, 1, plan, tensor_of(plan))
-        return plain, short, (exact.value, elements.quantize_tile(x, 1, plan, None, tensor_of(plan))[0])
+        return plain, short, (exact.value, elements.quantize_block_tile(x, 1, plan, None, tensor_of(plan))[0])
 
     plain, short, exact = both(x)
     assert plain
@@ -90,7 +90,7 @@ def test_scales_are_rounded_once(text, rng):
     plan = plan_of(text)
     x = (rng.uniform(1, 2, (4096, 1)) * 2.0 ** rng.integers(-30, 30, (4096, 1))).astype(np.float32)
     x[::2] = (x[::2] * np.float32(float(plan.divisors[0]))).astype(np.float32)
-    scales, _, plain = tiles.short_scales(jnp.asarray(x), 1, plan)
+    scales, _, plain = tiles.plain_tile_scales(jnp.asarray(x), 1, plan)
     assert plain
     expected = (x.astype(np.float64) / float(plan.divisors[0])).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(scales.value).view(np.float32), expected)
@@ -106,7 +106,7 @@ def one_block_decides_for_a_tile():
         for plain, values in [(plain, block) for plain, some in blocks.items() for block in some]:
             x = np.ones((5, 2), np.float32)
             x[3] = values
-            assert bool(tiles.short_scales(jnp.asarray(x), 1, plan_of(text))[2]) is plain, (text, values)
+            assert bool(tiles.plain_tile_scales(jnp.asarray(x), 1, plan_of(text))[2]) is plain, (text, values)
 
 
 test_further = further.test()

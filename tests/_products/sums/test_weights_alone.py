@@ -12,9 +12,9 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._products.codes import coded, multiply, parts_of
-from jchop._products.sums.weights_alone import _by_kernel, _fits, by_panels
-from jchop.spec import as_spec
+from jchop._quantized.products.codes import encode_operand, expand_codes, multiply_codes
+from jchop._quantized.products.weight_only import _fits_dequantize_kernel, _multiply_by_kernel, suits_panels
+from jchop._spec.spec import as_spec
 
 further = Further()
 
@@ -81,10 +81,10 @@ def test_integers_by_panels(axis: int, left: str, text: str) -> None:
 
     @jax.jit
     def both(x: jc.QArray, w: jc.QArray) -> tuple[jax.Array, jax.Array]:
-        rows, parts = (parts_of(v).map_parts(lambda u: u[None]) for v in (x, w))
+        rows, parts = (expand_codes(v).map_parts(lambda u: u[None]) for v in (x, w))
         rows = replace(rows, block=None if "all" in left else 16)
         turned = parts.map_parts(lambda u: u.swapaxes(1, 2)) if axis == 0 else parts
-        plain = multiply(rows, replace(turned, block=None if "all" in text else 16), jnp.float32)[0]
+        plain = multiply_codes(rows, replace(turned, block=None if "all" in text else 16), jnp.float32)[0]
         return jc.einsum("bk,kn->bn" if axis == 0 else "bk,nk->bn", x, w), plain
 
     np.testing.assert_array_equal(*both(x, stored))
@@ -98,10 +98,10 @@ def which_integers_are_multiplied_by_panels() -> None:
         found = []
 
         def choose(x: Any, w: Any) -> None:
-            rows, parts = coded(x, as_spec(left, "", scaled=True)), parts_of(jc.quantize(w, right))
+            rows, parts = encode_operand(x, as_spec(left, "", scaled=True)), expand_codes(jc.quantize(w, right))
             block, parts = None if "all" in right else 16, parts if stored else replace(parts, qarray=None)
             found.append(
-                by_panels(rows, replace(parts.map_parts(jnp.transpose), block=block, qarray=parts.qarray), True)
+                suits_panels(rows, replace(parts.map_parts(jnp.transpose), block=block, qarray=parts.qarray), True)
             )
 
         jax.eval_shape(choose, x, w)
@@ -132,10 +132,12 @@ def the_kernel_takes_stored_codes(texts: list[str]) -> None:
     for text in texts:
         stored = jc.quantize(jax.random.normal(jax.random.key(0), (64, 12)), text)
         block = None if "all" in text else 32 if "mx" in text else 16
-        w = parts_of(stored)
+        w = expand_codes(stored)
         laid = replace(w.map_parts(jnp.transpose), block=block, qarray=stored, shift=w.shift)
-        assert _fits(x, laid, jnp.float32)
-        np.testing.assert_allclose(_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5)
+        assert _fits_dequantize_kernel(x, laid, jnp.float32)
+        np.testing.assert_allclose(
+            _multiply_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(

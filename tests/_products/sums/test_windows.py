@@ -13,8 +13,13 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop._products.codes import Coded
-from jchop._products.sums.windows import Geometry, _Windows, convolve, correlate
+from jchop._quantized.products.codes import CodedArray
+from jchop._quantized.products.conv import (
+    ConvGeometry,
+    _ConvSums,
+    convolve_codes,
+    correlate_codes,
+)
 
 further = Further()
 
@@ -28,7 +33,7 @@ GEOMETRIES = [
 ]
 
 
-def pairs(how: Geometry, space: tuple, places: tuple, windows: tuple) -> Any:
+def pairs(how: ConvGeometry, space: tuple, places: tuple, windows: tuple) -> Any:
     """For each window and place of the kernel the place of the image, if there is one: the definition."""
     for window in itertools.product(*map(range, windows)):
         for place in itertools.product(*map(range, places)):
@@ -42,12 +47,12 @@ def pairs(how: Geometry, space: tuple, places: tuple, windows: tuple) -> Any:
                 yield window, place, tuple(found)
 
 
-def coded(rng: Any, shape: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[Coded, np.ndarray]:
+def coded(rng: Any, shape: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[CodedArray, np.ndarray]:
     """Elements with zero points, one for each index of the axes `zeros`; and the integers that they stand for."""
     elements = rng.integers(-128, 127, shape, endpoint=True).astype(np.int8)
     own = tuple(n if axis in zeros else 1 for axis, n in enumerate(shape))
     zero = np.broadcast_to(rng.integers(-128, 127, own), shape).astype(np.int32)
-    return Coded(jnp.asarray(elements), None, jnp.asarray(zero)), elements.astype(int) - zero
+    return CodedArray(jnp.asarray(elements), None, jnp.asarray(zero)), elements.astype(int) - zero
 
 
 @pytest.mark.parametrize("given", GEOMETRIES)
@@ -55,7 +60,7 @@ def coded(rng: Any, shape: tuple[int, ...], zeros: tuple[int, ...]) -> tuple[Cod
 def test_sums_are_those_of_integers(given: Any) -> None:
     """All three products, with zero points on both sides, outside of the image and in its gaps too."""
     padding, strides, image_gaps, kernel_gaps, groups = given
-    how, rank = Geometry(strides, padding, image_gaps, kernel_gaps), len(strides)
+    how, rank = ConvGeometry(strides, padding, image_gaps, kernel_gaps), len(strides)
     rng = np.random.default_rng(rank)
     n, rows, inner, space, places = 2, 2, 3, (5, 4)[:rank], (3, 2)[:rank]
     windows, last = how.windows(space, places), rank + 1
@@ -72,11 +77,11 @@ def test_sums_are_those_of_integers(given: Any) -> None:
         dx[(slice(None), *at)] += np.einsum("ngr,gcr->ngc", d[(slice(None), *window)], c[place])
         dw[place] += np.einsum("ngr,ngc->grc", f[(slice(None), *window)], e[(slice(None), *at)])
 
-    def products(*operands: Coded) -> Any:
+    def products(*operands: CodedArray) -> Any:
         image, kernel, gradient, turned, up, flat = operands
-        yield convolve(image, kernel, how, jnp.float32)
-        yield convolve(gradient, turned, how.backward(space, places), jnp.float32)
-        yield correlate(up, flat, how, places, groups, jnp.float32)
+        yield convolve_codes(image, kernel, how, jnp.float32)
+        yield convolve_codes(gradient, turned, how.backward(space, places), jnp.float32)
+        yield correlate_codes(up, flat, how, places, groups, jnp.float32)
 
     got = jax.jit(lambda *operands: list(products(*operands)))(image, kernel, gradient, turned, up, flat)
     for name, have, want in zip(("y", "dx", "dw"), got, (y, dx, dw), strict=True):
@@ -86,10 +91,10 @@ def test_sums_are_those_of_integers(given: Any) -> None:
 @further.first
 def matrices_of_windows_are_the_same_sums() -> None:
     """As GPUs compute them; and images with more channels than one panel has."""
-    rng, how = np.random.default_rng(0), Geometry((1,), ((1, 0),), (1,), (1,))
+    rng, how = np.random.default_rng(0), ConvGeometry((1,), ((1, 0),), (1,), (1,))
     image, _ = coded(rng, (1, 4, 1, 700), (0,))
     kernel, _ = coded(rng, (2, 1, 2, 700), (1, 2))
-    sums = _Windows(how, (2,))
+    sums = _ConvSums(how, (2,))
     whole = sums.integers(image.elements, kernel.elements)
     rows = sums._as_matrices(image.elements.astype(jnp.int32), kernel.elements.astype(jnp.int32), jnp.int32)
     np.testing.assert_array_equal(whole, rows)

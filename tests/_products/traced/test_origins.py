@@ -14,22 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jchop._products.traced.analysis import Analyst
-from jchop._products.traced.origins import DATA, DRAWN, Fact, Origin, of_parameter
+from jchop._quantized.program.param_uses import ProvenancePlanner
+from jchop._quantized.program.provenance import (
+    FROM_DATA,
+    FROM_KEYS,
+    ParamOrigin,
+    Provenance,
+    param_provenance,
+)
 
 SHAPE = (4, 6, 10)
 MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
 
-def fact_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> Fact:
+def fact_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> Provenance:
     """What is known of what a function makes of a parameter, and of data or keys."""
     closed = jax.make_jaxpr(function)(jnp.zeros(shape), *data)
-    facts = [DRAWN if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else DATA for x in data]
-    (fact,) = Analyst().plan(closed, [of_parameter(0, shape), *facts]).out
+    facts = [FROM_KEYS if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else FROM_DATA for x in data]
+    (fact,) = ProvenancePlanner().plan(closed, [param_provenance(0, shape), *facts]).out
     return fact
 
 
-def origin_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> Origin | None:
+def origin_of(function: Callable[..., Any], *data: Any, shape: tuple[int, ...] = SHAPE) -> ParamOrigin | None:
     """The origin of what a function makes of a parameter, and of data."""
     fact = fact_of(function, *data, shape=shape)
     assert len(fact.origins) <= 1
@@ -41,7 +47,7 @@ def in_parts(function: Callable[..., Any], *cut: str | None) -> Callable[..., An
     return jax.shard_map(function, mesh=MESH, in_specs=P(*cut), out_specs=P(), check_vma=False)
 
 
-def indexes_of(origin: Origin, shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[np.ndarray]:
+def indexes_of(origin: ParamOrigin, shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[np.ndarray]:
     """By the origin: for each axis of the parameter the index at every place of a value of `shape`."""
     found = [np.zeros(shape, int) for _ in sizes]
     for position, parts in enumerate(origin.axes):
@@ -132,7 +138,7 @@ def test_a_value_that_depends_on_data_has_no_origin() -> None:
 def test_each_result_of_a_barrier_is_its_own_operand() -> None:
     barrier = lambda i: lambda w, x: jax.lax.optimization_barrier((x, w.T, w[0]))[i]  # noqa: E731
     w, row = (origin_of(lambda w, x, i=i: barrier(i)(w, x), jnp.zeros(3)) for i in (1, 2))
-    assert fact_of(barrier(0), jnp.zeros(3)) == DATA
+    assert fact_of(barrier(0), jnp.zeros(3)) == FROM_DATA
     assert w == origin_of(lambda w: w.T) and row == origin_of(lambda w: w[0])
 
 
@@ -149,7 +155,11 @@ MULTIPLIED: list[tuple[Callable[..., Any], bool]] = [
 def test_a_product_knows_whether_it_takes_numbers_in_their_order() -> None:
     for at, (multiply, moved) in enumerate(MULTIPLIED):
         closed = jax.make_jaxpr(multiply)(jnp.zeros(TABLE), jnp.zeros((1, 6)))
-        uses = [some for step in Analyst().plan(closed, [of_parameter(0, TABLE), DATA]).walk() for some in step.uses]
+        uses = [
+            some
+            for step in ProvenancePlanner().plan(closed, [param_provenance(0, TABLE), FROM_DATA]).walk()
+            for some in step.uses
+        ]
         assert [use.is_intact for some in uses for use in some] == [moved], at
 
 
@@ -179,8 +189,8 @@ LOOK_UPS: list[Callable[[Any, Any], Any]] = [
 def test_a_row_that_data_choose_is_data() -> None:
     for at, look_up in enumerate(LOOK_UPS):
         drawn = lambda w, key, f=look_up: f(w, jax.random.randint(key, (), 0, 6))  # noqa: E731
-        assert fact_of(look_up, TOKEN, shape=TABLE) == DATA, at
-        assert fact_of(drawn, jax.random.key(0), shape=TABLE) == DATA, at
+        assert fact_of(look_up, TOKEN, shape=TABLE) == FROM_DATA, at
+        assert fact_of(drawn, jax.random.key(0), shape=TABLE) == FROM_DATA, at
 
 
 def test_what_a_loop_or_a_constant_chooses_is_a_layer() -> None:
@@ -188,7 +198,7 @@ def test_what_a_loop_or_a_constant_chooses_is_a_layer() -> None:
         return jax.lax.scan(lambda s, i: (s, take(i)), 0, layers)[1]
 
     closed = jax.make_jaxpr(lambda w: total(lambda i: w[i] + jnp.take(w, i, axis=0), jnp.arange(6)))(jnp.zeros(TABLE))
-    plan = Analyst().plan(closed, [of_parameter(0, TABLE)])
+    plan = ProvenancePlanner().plan(closed, [param_provenance(0, TABLE)])
     assert not plan.out[0].data and not any(use for step in plan.walk() for some in step.uses for use in some)
     assert fact_of(lambda w: w[2], shape=TABLE).origins
 
@@ -207,6 +217,6 @@ def test_a_scan_takes_one_of_a_stack_and_a_loop_keeps_what_it_carries() -> None:
     closed = jax.make_jaxpr(lambda w, x: jax.lax.scan(lambda c, v: (jnp.tanh(c @ v @ v.T), None), x, w)[0])(
         jnp.zeros(shape), jnp.zeros((2, 4))
     )
-    plan = Analyst().plan(closed, [of_parameter(0, shape), DATA])
+    plan = ProvenancePlanner().plan(closed, [param_provenance(0, shape), FROM_DATA])
     laid = [use.view for step in plan.walk() for some in step.uses for use in some]
     assert [[part.axis for part in use.contracting] for use in laid if use] == [[1], [2]]

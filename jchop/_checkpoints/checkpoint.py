@@ -1,0 +1,217 @@
+"""`Checkpoint`: a checkpoint of any layout, open for reading weight by weight."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS, READABLE_TYPES
+from jchop._checkpoints.table import (
+    LAYOUTS,
+    UnreadWeight,
+    code_scale_pairs,
+    detect_layout,
+)
+from jchop.storage._array import QArray
+from jchop.storage._files.gguf import GGUFFile, block_sizes, is_gguf
+from jchop.storage._files.json import short_text
+from jchop.storage._files.shards import ShardFiles
+from jchop.storage._save import (
+    QARRAYS_KEY,
+    join_qarray,
+    qarray_tensor_names,
+    qarrays_in,
+)
+
+#: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
+OWN_LAYOUT, GGUF_LAYOUT, PLAIN_LAYOUT = "jchop", "gguf", "plain"
+LAYOUT_NAMES = (*LAYOUTS, GGUF_LAYOUT, OWN_LAYOUT, PLAIN_LAYOUT)
+
+
+@dataclass(frozen=True)
+class CheckpointItem:
+    """An array of a checkpoint: its format in the layout's words, shape, bytes in the file; whether it is quantized."""
+
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    quantized: bool
+
+
+class Checkpoint(ABC):
+    """A checkpoint open for reading.
+
+    Attributes:
+        path: of the file or folder.
+        layout: its name.
+        items: the arrays by name.
+        unread: why some of them cannot be read, as far as it is known before they are read.
+        config: the fields of ``config.json``; empty if there is none.
+    """
+
+    path: Path
+    layout: str
+    items: dict[str, CheckpointItem]
+    unread: dict[str, str]
+    config: Mapping[str, Any]
+
+    def read(self, name: str, exact: bool = True) -> QArray | np.ndarray:
+        """An array, with NumPy leaves; ValueError for one that cannot be read."""
+        if name in self.unread:
+            raise ValueError(f"{self.path}: {self.unread[name]}")
+        with _PlaceInErrors(self.path, name):
+            return self._read(name, exact)
+
+    @abstractmethod
+    def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
+        """An array that is not `unread`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the files."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def open_checkpoint(path: Path, layout: str) -> Checkpoint:
+    """Opens a checkpoint.
+
+    Args:
+        path: a file or a folder.
+        layout: one of `LAYOUT_NAMES`, or "auto".
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: for invalid files, or a layout that is not known or not theirs.
+    """
+    if layout not in ("auto", *LAYOUT_NAMES):
+        raise ValueError(f"layout={layout!r} must be one of {', '.join(map(repr, ('auto', *LAYOUT_NAMES)))}")
+    gguf = not path.is_dir() and is_gguf(path)
+    if gguf != (layout == GGUF_LAYOUT) and not (gguf and layout == "auto"):
+        raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
+    return _GGUFCheckpoint(path) if gguf else _SafetensorsCheckpoint(path, layout)
+
+
+class _GGUFCheckpoint(Checkpoint):
+    """A GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._file, self.layout, self.config = (
+            path,
+            GGUFFile(path, block_sizes(GGUF_BLOCKS)),
+            GGUF_LAYOUT,
+            {},
+        )
+        self.items, self.unread = {}, {}
+        for name, blob in self._file.tensors.items():
+            block = GGUF_BLOCKS.get(blob.kind)
+            kind = f"type {blob.kind}" if block is None else block.name
+            self.items[name] = CheckpointItem(kind, blob.shape, blob.nbytes, block is None or block.dtype is None)
+            if blob.kind not in READABLE_TYPES:
+                read = ", ".join(GGUF_BLOCKS[kind].name for kind in READABLE_TYPES)
+                self.unread[name] = f"tensor {short_text(name)} is {kind}, which jchop does not read; it reads {read}"
+
+    def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
+        blob, data = self._file.tensors[name], self._file.read(name)
+        block = GGUF_BLOCKS[blob.kind]
+        if block.dtype is not None:
+            return data.view(block.dtype).reshape(blob.shape)
+        assert block.read is not None
+        if len(blob.shape) < 2 or not data.size:
+            raise ValueError(f"a tensor of {block.name} has shape {list(blob.shape)}, not two axes or more")
+        rows = data.reshape(-1, blob.shape[-1] // block.count, block.size)
+        return block.read(rows).reshape(blob.shape)  # such as (experts, out, in)
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+
+class _SafetensorsCheckpoint(Checkpoint):
+    """Safetensors files."""
+
+    def __init__(self, path: Path, layout: str) -> None:
+        self.path, self._source, self.unread = path, ShardFiles(path), {}
+        try:
+            with _PlaceInErrors(path, None):
+                self._find(layout)
+        except BaseException:
+            self._source.close()
+            raise
+
+    def _find(self, layout: str) -> None:
+        source, entries = self._source, self._source.entries
+        self.config = source.config
+        own = any(QARRAYS_KEY in file.metadata for file in source.files)
+        self.layout = layout if layout != "auto" else OWN_LAYOUT if own else detect_layout(source) or PLAIN_LAYOUT
+        self._weights, unread = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else ({}, {})
+        if layout == "auto" and self.layout == PLAIN_LAYOUT:
+            unread = code_scale_pairs(entries, PLAIN_LAYOUT)
+        self._descriptions: dict[str, Any] = {}
+        if self.layout == OWN_LAYOUT:
+            bad: dict[str, str] = {}
+            for file in source.files:
+                self._descriptions |= qarrays_in(file, bad)
+            unread = {
+                name: UnreadWeight(why, [one for one in entries if f"{one}.".startswith(f"{name}.")])
+                for name, why in bad.items()
+            }
+        self.items, used = {}, set()
+        for name, weight in unread.items():
+            used |= set(weight.tensors)
+            self.unread[name] = weight.why
+            self.items[name] = CheckpointItem(
+                "unread", (), sum(entries[part].nbytes for part in weight.tensors), quantized=True
+            )
+        for name, weight in self._weights.items():
+            used |= set(weight.names.values())
+            nbytes = sum(entries[part].nbytes for part in weight.names.values())
+            self.items[name] = CheckpointItem(weight.row.name, weight.shape, nbytes, quantized=True)
+        for name, fields in self._descriptions.items():
+            parts = qarray_tensor_names(name, fields)
+            used |= set(parts)
+            shape = entries[parts[0]].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
+            self.items[name] = CheckpointItem(
+                fields["spec"], shape, sum(entries[part].nbytes for part in parts), quantized=True
+            )
+        for name, entry in entries.items():
+            if name not in used:
+                if name in self.items:
+                    raise ValueError(f"a tensor has the name {short_text(name)} of a quantized weight, too")
+                self.items[name] = CheckpointItem(entry.dtype.name, entry.shape, entry.nbytes, quantized=False)
+
+    def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
+        if name in self._descriptions:
+            fields = self._descriptions[name]
+            return join_qarray([self._source.read(part) for part in qarray_tensor_names(name, fields)], fields)
+        weight = self._weights.get(name)
+        if weight is None:
+            return self._source.read(name)
+        parts = {part: self._source.read(tensor) for part, tensor in weight.names.items()}
+        return weight.row.read(parts, weight.facts.new_child({"exact": exact}))
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class _PlaceInErrors:
+    """Names the file and the array in a ValueError, as which numbers and arrays that are too large are raised, too."""
+
+    def __init__(self, path: Path, name: str | None) -> None:
+        self._place = f"{path}: " + ("" if name is None else f"{short_text(name)}: ")
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
+        if isinstance(error, ValueError | ArithmeticError | MemoryError) and not str(error).startswith(self._place):
+            raise ValueError(self._place + (str(error) or "it does not fit in memory")) from None

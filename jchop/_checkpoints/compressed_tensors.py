@@ -1,0 +1,310 @@
+"""compressed-tensors: integers packed into words, and integers or 8-bit floats one by one.
+
+Definition: https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and `naive_quantized`.
+Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5, 6 and 7 bits had spare bits.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jchop._checkpoints.arrays import (
+    as_scales,
+    float_array,
+    float_scales,
+    group_by_column,
+    integer_array,
+    kinds_from,
+    pieces,
+    row_group_size,
+    unsigned_pieces,
+    weight_arguments,
+)
+from jchop._checkpoints.bit_streams import codes_from_words, codes_to_words, word_count
+from jchop._checkpoints.row import (
+    LayoutFacts,
+    LayoutRow,
+    TensorEntries,
+    TensorParts,
+    check,
+    fact_field,
+    is_matrix,
+)
+from jchop.formats import float8_e4m3fn
+from jchop.storage._array import QArray
+from jchop.storage._axis_groupings import OWN_SCALE
+from jchop.storage._files.json import short_text
+
+_PACK_WORD, _COMPRESSED_INT8 = np.dtype("<i4"), np.dtype(np.int8)
+_COMPRESSED_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+#: Widths that may be packed.
+_PACK_WIDTHS = range(2, 9)
+#: The first version whose words have no gaps.
+DENSE_VERSION = (0, 18)
+
+
+# -- the arguments of a weight in the configuration --------------------------------------------------------------------
+
+
+def _module_arguments(facts: LayoutFacts) -> list[LayoutFacts]:
+    """The arguments of the weights of the groups that name the module in their targets; else of all groups."""
+    groups = [group for group in fact_field(facts, "config_groups", dict, {}).values() if isinstance(group, dict)]
+    own = [group for group in groups if facts.get("module") in fact_field(group, "targets", list, [])]
+    return [weights for group in own or groups if isinstance(weights := group.get("weights"), dict)]
+
+
+def _group_sizes(weights: LayoutFacts, shape: tuple[int, int]) -> tuple[int, int] | None:
+    """The sizes of the groups along both axes, by the arguments of a weight; None if they do not have them."""
+    strategy, size, block = (
+        weights.get("strategy"),
+        fact_field(weights, "group_size", int),
+        weights.get("block_structure"),
+    )
+    if strategy == "block":
+        structure: Any = list(map(int, re.findall(r"\d{1,9}", block))) if isinstance(block, str) else block
+        ok = isinstance(structure, list) and len(structure) == 2 and all(type(n) is int and n > 0 for n in structure)
+        check(ok, f"block_structure={short_text(block)} must be two integers above zero")
+        return min(structure[0], shape[0]), min(structure[1], shape[1])
+    if strategy in ("tensor", "channel") or size == -1:
+        return (shape[0] if strategy == "tensor" else 1), shape[1]
+    check(size is None or size > 0, f"group_size={size} must be an integer above zero, or -1")
+    return None if size is None else (1, min(size, shape[1]))
+
+
+def _module_group_sizes(
+    facts: LayoutFacts, shape: tuple[int, int], scales: tuple[int, ...], bits: int
+) -> tuple[int, int] | None:
+    """The sizes of the groups of a weight of a module; None if the configuration does not have them.
+
+    Raises:
+        ValueError: if several groups of the configuration fit.
+    """
+    own = [weights for weights in _module_arguments(facts) if weights.get("num_bits", bits) == bits]
+    claims = (
+        {_group_sizes(weights, shape) for weights in own} if scales != (1, 1) else {None}
+    )  # one scale fits all strategies
+    candidates = sorted(sizes for sizes in claims if sizes is not None)
+    fitting = [sizes for sizes in candidates if tuple(-(-n // m) for n, m in zip(shape, sizes, strict=True)) == scales]
+    check(len(fitting) < 2, f"groups of {fitting} fit; a group with the module's name in its targets says which")
+    return fitting[0] if fitting else None if None in claims or not candidates else candidates[0]
+
+
+# -- pack-quantized: words of int32 along the last axis, codes + 2^(bits - 1) ------------------------------------------
+
+
+def _look_pack(entries: TensorEntries) -> tuple[int, ...] | None:
+    words = entries["weight_packed"]
+    return words.shape if words.dtype == _PACK_WORD and is_matrix(words) else None
+
+
+def _read_pack(parts: TensorParts, facts: LayoutFacts) -> QArray:
+    words, shape = parts["weight_packed"], _weight_shape(parts["weight_shape"])
+    scale = as_scales(parts["weight_scale"], shape)
+    check(words.shape[0] == shape[0], f"weight_packed has {words.shape[0]} rows, and weight_shape {list(shape)}")
+    zero = parts.get("weight_zero_point")
+    bits, each = _word_form(words, shape, zero if zero is not None and zero.dtype == _PACK_WORD else None, facts)
+    codes = codes_from_words(words, bits, shape[1], each)
+    if zero is not None and zero.dtype == _COMPRESSED_INT8:  # of strategies whose zero points are not packed
+        zero = _unpacked_zero(zero, scale, bits)
+    elif zero is not None:
+        zero_shape = (word_count(shape[0], bits, each), scale.shape[1])
+        check(
+            zero.dtype == _PACK_WORD and zero.shape == zero_shape,
+            f"weight_zero_point must be int32 of shape {list(zero_shape)}",
+        )
+        zero = codes_from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
+        check(scale.shape[0] == shape[0], "weight_zero_point needs a scale for each row")
+    index = parts.get("weight_g_idx")
+    if index is None or (index < 0).all():  # -1 everywhere: no order was chosen
+        kinds = kinds_from(shape, scale.shape, _module_group_sizes(facts, shape, scale.shape, bits))
+        return integer_array(codes, scale, zero, bits, kinds)
+    return integer_array_by_index(codes, scale, zero, index, bits)
+
+
+def _unpacked_zero(zero: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
+    """Zero points of signed codes, one for each scale, as those of unsigned codes."""
+    ok = zero.dtype == _COMPRESSED_INT8 and zero.size == scale.size
+    check(ok, "weight_zero_point must be int8, one for each scale")
+    return zero.reshape(scale.shape).astype(np.int32) + (1 << (bits - 1))
+
+
+def integer_array_by_index(
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, index: np.ndarray, bits: int
+) -> QArray:
+    """Codes whose column j is in the group ``index[j]``: groups of neighbours, else a scale for each element."""
+    columns, count = codes.shape[1], scale.shape[1]
+    ok = index.shape == (columns,) and np.issubdtype(index.dtype, np.integer)
+    check(
+        ok and bool(((index >= 0) & (index < count)).all()), f"g_idx must be {columns} integers from 0 to {count - 1}"
+    )
+    size = int((index != 0).argmax()) or columns  # the first group is whole, and the last may be smaller
+    if np.array_equal(index, np.arange(columns) // size) and count == -(-columns // size):
+        return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape, (1, size)))
+    spread_zero = None if zero is None else zero[:, index]
+    return integer_array(codes, scale[:, index], spread_zero, bits, [OWN_SCALE, OWN_SCALE])
+
+
+def _weight_shape(data: np.ndarray) -> tuple[int, int]:
+    ok = np.issubdtype(data.dtype, np.integer) and data.shape == (2,) and bool((data > 0).all())
+    check(ok and bool((data < 1 << 31).all()), "weight_shape must be two integers above zero and below 2^31")
+    return int(data[0]), int(data[1])
+
+
+def _word_form(
+    word_rows: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: LayoutFacts
+) -> tuple[int, int | None]:
+    """The width of the codes, and how many are in each word if some of its bits are spare; else None.
+
+    The configuration names widths and the version. What it leaves open, the numbers of words and spare bits show.
+    """
+    (out, columns), words = shape, word_rows.shape[1]
+    config_widths = {fact_field(weights, "num_bits", int, 8) for weights in _module_arguments(facts)}
+    longest = columns if zero is None else max(shape)
+    gaps = {bits: (None, 32 // bits) if 32 % bits and longest > 32 // bits else (None,) for bits in _PACK_WIDTHS}
+    forms = [(bits, each) for bits in _PACK_WIDTHS if bits in config_widths or not config_widths for each in gaps[bits]]
+    forms = [form for form in forms if word_count(columns, *form) == words]
+    text = f"{words} words for {columns} columns"
+    of = f", of which the configuration names {' and '.join(map(str, sorted(config_widths)))}" if config_widths else ""
+    check(bool(forms), f"{text} are no codes of 2 to 8 bits{of}")
+    if version := re.match(r"(\d{1,4})\.(\d{1,4})", str(facts.get("version"))):
+        place = -1 if (int(version[1]), int(version[2])) < DENSE_VERSION else 0
+        forms = [(bits, each) for bits, each in forms if each == gaps[bits][place]] or forms
+    if zero is not None:
+        forms = [form for form in forms if word_count(out, *form) == zero.shape[0]] or forms
+    if len(forms) > 1:
+        forms = [form for form in forms if _spare_is_zero(word_rows, columns, *form)] or forms
+    widths = sorted({bits for bits, _ in forms})
+    remedy = "a group with the module's name in its targets" if len(widths) > 1 else "the version of compressed-tensors"
+    check(len(forms) == 1, f"{text} may be codes of {widths} bits in several forms; {remedy} says which")
+    return forms[0]
+
+
+def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | None) -> bool:
+    """Whether the bits that hold no codes are zero: those of each word, or the last ones of a row."""
+    last = columns * bits - 32 * (word_rows.shape[1] - 1)
+    words, used = (word_rows[:, -1:], last) if each is None else (word_rows, bits * each)
+    return used == 32 or not (np.ascontiguousarray(words).view(np.uint32) >> np.uint32(used)).any()
+
+
+def _write_pack(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    weight, index = group_by_column(pieces(q))
+    codes, scale, zero = unsigned_pieces(weight, _PACK_WIDTHS)
+    bits = weight.fmt.element.bits
+    symmetric = bool((zero == 1 << (bits - 1)).all())
+    facts = weight_arguments(weight, "int", symmetric)
+    if facts["strategy"] != "tensor":
+        row_group_size(weight)
+    parts = {
+        "weight_packed": codes_to_words(codes, bits),
+        "weight_scale": scale,
+        "weight_shape": np.array(q.shape, np.int64),
+    }
+    if not symmetric:
+        check(bool(((zero >= 0) & (zero < 1 << bits)).all()), f"a zero point is no code of {bits} bits")
+        parts["weight_zero_point"] = np.ascontiguousarray(codes_to_words(zero.astype(np.uint8).T, bits).T)
+    if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
+        parts["weight_scale"] = scale.reshape(1)
+        parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
+    if index is None:
+        return parts, facts
+    return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}
+
+
+PACK_ROW = LayoutRow(
+    "pack-quantized",
+    "weight_packed",
+    ("weight_packed", "weight_scale", "weight_shape"),
+    _look_pack,
+    _read_pack,
+    _write_pack,
+    "int4(group=128,scale=bfloat16)",
+    ("weight_zero_point", "weight_g_idx"),
+    ("weight_shape", _weight_shape),
+)
+
+
+# -- int-quantized: int8 and a scale -----------------------------------------------------------------------------------
+
+
+def _look_integer(entries: TensorEntries) -> tuple[int, ...] | None:
+    weight = entries["weight"]
+    return weight.shape if weight.dtype == _COMPRESSED_INT8 and is_matrix(weight) else None
+
+
+def _read_integer(parts: TensorParts, facts: LayoutFacts) -> QArray:
+    weight = parts["weight"]
+    scale, zero = as_scales(parts["weight_scale"], weight.shape), parts.get("weight_zero_point")
+    if zero is not None:
+        zero = _unpacked_zero(zero, scale, 8)
+    codes = weight.view(np.uint8) ^ np.uint8(128)
+    kinds = kinds_from(weight.shape, scale.shape, _module_group_sizes(facts, weight.shape, scale.shape, 8))
+    return integer_array(codes, scale, zero, 8, kinds)
+
+
+def _write_integer(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    weight = pieces(q)
+    codes, scale, zero = unsigned_pieces(weight, (8,))
+    parts = {"weight": (codes ^ np.uint8(128)).view(np.int8), "weight_scale": scale}
+    symmetric = bool((zero == 128).all())
+    if not symmetric:
+        check(bool(((zero >= 0) & (zero < 256)).all()), "a zero point is no code of 8 bits")
+        parts["weight_zero_point"] = (zero - 128).astype(np.int8)
+    return parts, weight_arguments(weight, "int", symmetric)
+
+
+INTEGER_ROW = LayoutRow(
+    "int-quantized",
+    "weight_scale",
+    ("weight", "weight_scale"),
+    _look_integer,
+    _read_integer,
+    _write_integer,
+    "int8(channel=0)",
+    ("weight_zero_point",),
+)
+
+
+# -- float-quantized: e4m3 and a scale ---------------------------------------------------------------------------------
+
+
+def _look_float(entries: TensorEntries) -> tuple[int, ...] | None:
+    weight, scale = entries["weight"], entries["weight_scale"]
+    ok = weight.dtype == _COMPRESSED_FLOAT8 and scale.dtype != np.dtype(np.uint8) and is_matrix(weight)
+    return weight.shape if ok else None
+
+
+def _read_float(parts: TensorParts, facts: LayoutFacts) -> QArray:
+    weight, scale = parts["weight"], as_scales(parts["weight_scale"], parts["weight"].shape)
+    return float8_array(weight, scale, _module_group_sizes(facts, weight.shape, scale.shape, 8))
+
+
+def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None) -> QArray:
+    """A weight of float8_e4m3fn, times scales of tensor, rows, groups or blocks."""
+    scale = as_scales(scale, weight.shape)
+    if block is None:
+        counts = tuple(-(-n // 128) for n in weight.shape)
+        block = (128, 128) if scale.shape == counts else None
+    return float_array(weight.view(np.uint8), scale, float8_e4m3fn, kinds_from(weight.shape, scale.shape, block))
+
+
+def _write_float(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    weight = pieces(q)
+    check(weight.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
+    return {"weight": weight.codes.view(_COMPRESSED_FLOAT8), "weight_scale": float_scales(weight)}, weight_arguments(
+        weight, "float", True
+    )
+
+
+FLOAT_ROW = LayoutRow(
+    "float-quantized",
+    "weight_scale",
+    ("weight", "weight_scale"),
+    _look_float,
+    _read_float,
+    _write_float,
+    "float8_e4m3fn(channel=0)",
+)

@@ -1,0 +1,491 @@
+"""`LAYOUTS`: the table of layouts. Each finds the weights among the tensors of files, and names what it writes."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+from typing import Any
+
+import numpy as np
+
+from jchop._checkpoints import (
+    bitsandbytes,
+    compressed_tensors,
+    deepseek,
+    gptq_awq,
+    microscaling,
+    torchao,
+)
+from jchop._checkpoints.row import LayoutFacts, LayoutRow, fact_field
+from jchop.storage._files.json import json_object, short_text
+from jchop.storage._files.safetensors import TensorEntry
+from jchop.storage._files.shards import ShardFiles
+
+#: The field of ``config.json``, and the ends of the names of weights.
+CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
+_ANCHOR_BYTE = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True)
+class LayoutWeight:
+    """A quantized weight in files: its row, the names of its tensors by their ends, its facts, its shape."""
+
+    row: LayoutRow
+    names: dict[str, str]
+    facts: ChainMap[str, Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UnreadWeight:
+    """A weight in files that cannot be read: why, and the names of its tensors."""
+
+    why: str
+    tensors: Sequence[str]
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """A layout of the tensors of a model.
+
+    Args:
+        name: as the callers write it.
+        rows: the ways in which a weight may be stored; the first that fits applies.
+        config: makes the ``quantization_config`` of what was written, from the facts of each module and the modules
+            that were not quantized.
+        records: whether facts are in the metadata of the files, and not in the configuration.
+        appends: whether the ends of rows follow the name of a weight. Else they follow the name of its module, and the
+            weight is called ``weight`` in it.
+    """
+
+    name: str
+    rows: Sequence[LayoutRow]
+    config: Callable[[Mapping[str, tuple[LayoutRow, LayoutFacts]], Sequence[str]], dict[str, Any]]
+    records: bool = False
+    appends: bool = False
+
+    def stem(self, module: str) -> str:
+        """The beginning of the names of the tensors of a module's weight, or of a weight, as the layout names them."""
+        prefix = module if self.appends else f"{module}." if module else ""
+        return f"{prefix}_{WEIGHT_NAME}_" if self.records else prefix
+
+    def owner(self, weight: str) -> str:
+        """The module of a weight, or the weight itself, as the layout names them."""
+        return weight if self.appends else weight[: -len(WEIGHT_NAME)].removesuffix(".")
+
+    def name_of(self, owner: str) -> str:
+        """The name of the weight of a module; of a weight the same."""
+        return owner if self.appends else f"{owner}.{WEIGHT_NAME}" if owner else WEIGHT_NAME
+
+    def owners(self, entries: Mapping[str, TensorEntry]) -> list[str]:
+        """The modules or weights that have a tensor with the name of an anchor."""
+        anchors = list(dict.fromkeys(row.anchor for row in self.rows))
+        if self.appends:
+            pairs = ((name, end) for name in entries for end in anchors if name.endswith(end))
+            sure = (
+                one for one in pairs if one[1].strip(".") in _ANCHOR_LAYOUTS or entries[one[0]].dtype == _ANCHOR_BYTE
+            )
+            owners = (name.removesuffix(end) for name, end in sure)
+            return list(dict.fromkeys(owner for owner in owners if owner.strip(".")))
+        matches = ((name, anchor) for name in entries for anchor in anchors if has_anchor(name, self.stem(""), anchor))
+        return list(dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in matches))
+
+    def has_pair(self, entries: Mapping[str, TensorEntry]) -> bool:
+        """Whether a weight has all the tensors of a row."""
+        owners = self.owners(entries)
+        return any(all(owner + part in entries for part in row.parts) for owner in owners for row in self.rows)
+
+    def find(self, source: ShardFiles) -> tuple[dict[str, LayoutWeight], dict[str, UnreadWeight]]:
+        """The weights of a source by name; and those that would be misread, or fit no row of this layout.
+
+        Raises:
+            ValueError: for a configuration of weights that are not read.
+        """
+        entries, config = source.entries, quantization_config(source)
+        names = sorted(entries)
+        _check_layout_config(self.name, config)
+        weights: dict[str, LayoutWeight] = {}
+        own = _module_facts(config)
+        unread = self._others(entries, {(self.stem("") + row.anchor).strip(".") for row in self.rows})
+        unread |= code_scale_pairs(entries, self.name)
+        for owner in self.owners(entries):
+            name, stem = self.name_of(owner), self.stem(owner)
+            try:
+                facts = ChainMap(_metadata_record(source, owner)) if self.records else ChainMap(own(owner), config)
+                weight = self._weight(owner, entries, names, facts)
+                weights[name] = _with_shape(weight, source, entries)
+            except ValueError as error:
+                ends_of = {part for row in self.rows for part in (*row.parts, *row.optional)}
+                unread.setdefault(
+                    name, UnreadWeight(str(error), [stem + end for end in ends_of if stem + end in entries])
+                )
+        used = {name for weight in weights.values() for name in weight.names.values()}
+        used |= {name for weight in unread.values() for name in weight.tensors}
+        for name in names:
+            if self.records and name.endswith("_qdata") and name not in used:
+                fault = f"tensor {short_text(name)} is of no weight named '….weight'"
+                why = f"{fault}, and {self.name} has only these; {_AS_PLAIN}"
+                stem = name.removesuffix("qdata")
+                unread[name] = UnreadWeight(why, list(_names_starting(names, stem)))
+        return weights, unread
+
+    def _others(self, entries: Mapping[str, TensorEntry], anchors: set[str]) -> dict[str, UnreadWeight]:
+        """Weights of other layouts, which would be read as if they were not quantized."""
+        others = {
+            anchor: name for anchor, name in (_ANCHOR_LAYOUTS | _FOREIGN_ANCHORS).items() if anchor not in anchors
+        }
+        unread: dict[str, UnreadWeight] = {}
+        names = sorted(entries)
+        for name in names:
+            anchor = next((anchor for anchor in others if has_anchor(name, "", anchor)), None)
+            if anchor is not None:
+                why = f"tensor {short_text(name)} is of the layout {others[anchor]}, not {self.name}; {_AS_PLAIN}"
+                owner, stem = name.removesuffix(anchor).removesuffix("."), name.removesuffix(anchor)
+                own = [other for other in _names_starting(names, stem) if "." not in other[len(stem) :]]
+                own = [other for other in [*own, name, owner] if other in entries and not has_anchor(other, "", "bias")]
+                unread.setdefault(owner if owner in entries else f"{stem}{WEIGHT_NAME}", UnreadWeight(why, own))
+        return unread
+
+    def _weight(
+        self, module: str, entries: Mapping[str, TensorEntry], names: Sequence[str], facts: ChainMap[str, Any]
+    ) -> LayoutWeight:
+        stem = self.stem(module)
+        for row in self.rows:
+            if self.records and row.name != facts.get("_type"):
+                continue
+            tensors = {part: stem + part for part in (*row.parts, *row.optional) if stem + part in entries}
+            if not set(row.parts) <= set(tensors):
+                continue
+            shape = row.look({part: entries[name] for part, name in tensors.items()})
+            if shape is not None:
+                return LayoutWeight(row, tensors, ChainMap(facts["_data"]) if self.records else facts, shape)
+        near = list(islice(_names_starting(names, stem), 5))
+        texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
+        raise ValueError(f"the tensors {texts} form no weight of the layout {self.name}; {_AS_PLAIN}")
+
+
+#: The longest tensor that is read for a shape, in bytes.
+_LONGEST_SHAPE_BYTES = 1 << 12
+
+
+def _with_shape(weight: LayoutWeight, source: ShardFiles, entries: Mapping[str, TensorEntry]) -> LayoutWeight:
+    """A weight with the shape that one of its tensors holds, if its row has such a tensor."""
+    if weight.row.peek is None:
+        return weight
+    part, shape_in = weight.row.peek
+    name = weight.names[part]
+    if entries[name].nbytes > _LONGEST_SHAPE_BYTES:
+        raise ValueError(f"tensor {short_text(name)} has more than {_LONGEST_SHAPE_BYTES} bytes")
+    try:
+        return replace(weight, shape=shape_in(source.read(name)))
+    except ValueError as error:
+        raise ValueError(f"tensor {short_text(name)}: {error}") from None
+
+
+def _names_starting(names: Sequence[str], stem: str) -> Iterator[str]:
+    """The names that start with a stem, of sorted names."""
+    later = range(bisect_left(names, stem), len(names))
+    return takewhile(lambda name: name.startswith(stem), map(names.__getitem__, later))
+
+
+def has_anchor(name: str, stem: str, anchor: str) -> bool:
+    """Whether a tensor has the name of an anchor in some module."""
+    end = stem + anchor
+    return name == end or name.endswith(f".{end}")
+
+
+def quantization_config(source: ShardFiles) -> dict[str, Any]:
+    """The ``quantization_config`` of a model; empty if there is none."""
+    return fact_field(source.config, CONFIG_FIELD, dict, {})
+
+
+#: The end of errors about tensors that are not understood.
+_AS_PLAIN = "layout='plain' reads every tensor as it is"
+#: The values of fields of the configuration that say how tensors are laid out; others are laid out in another way.
+_CONFIG_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "gptq": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
+    "gptq_v2": {"checkpoint_format": ("gptq", "gptq_v2"), "format": ("gptq", "gptq_v2")},
+    "awq": {"version": ("gemm",)},
+    "fp8": {"fmt": ("e4m3", "float8_e4m3fn")},
+    "bitsandbytes": {"load_in_8bit": ("false",), "bnb_4bit_quant_type": ("nf4",)},
+}
+#: Ends of names of tensors in layouts that are not read, and a name for these.
+_FOREIGN_ANCHORS = {
+    "SCB": "LLM.int8 of bitsandbytes",
+    "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
+    "weight.bitmask": "sparse compressed-tensors",
+    "weight_scale_2": "modelopt's NVFP4",
+    "W_q": "HQQ",
+    "q_weight": "ExLlamaV2",
+    "_weight_qdata": "torchao, without its records in the metadata",
+}
+#: Ends of the names of two tensors, of which the first has codes: a layout, or a name for those that are not read.
+_CODE_SCALE_PAIRS = {
+    ("_blocks", "_scales"): "mxfp4",
+    (".blocks", ".scales"): "mxfp4",
+    (".weight", ".scales"): "MLX, HIGGS or gpt-fast",
+    (".weight", ".scales_and_zeros"): "gpt-fast",
+    (".weight", ".scale"): "DeepSeek's inference",
+    (".weight", ".scale_weight"): "ComfyUI",
+    (".weight", ".qscale_weight"): "Mistral",
+    (".weight", ".weights_scaling_factor"): "TensorRT-LLM",
+    (".qvalue", ".scale"): "jchop, without their record in the metadata",
+    ("._data", "._scale"): "quanto",
+    ("._data._data", "._scale"): "quanto",
+    (".codes", ".codebooks"): "AQLM",
+    (".indices", ".centroids.weight"): "VPTQ",
+    (".Qidxs", ".SU"): "QuIP#",
+    (".trellis", ".suh"): "ExLlamaV3",
+    (".dense_weights", ".row_offsets"): "SpQR",
+    (".encoded_exponent", ".sign_mantissa"): "DFloat11",
+    (".B", ".s"): "Marlin",
+    ("_packed", "_scale"): "compressed-tensors under another name than weight",
+    ("", "_scales"): "EETQ or a layout like it",
+    ("", "_weight_scale"): "modelopt or a layout like it",
+    ("", "_scale"): "FBGEMM or a layout like it",
+    ("", "_scale_inv"): "DeepSeek or a layout like it",
+}
+
+
+def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[str, UnreadWeight]:
+    """Codes that are known by the tensor beside them: by themselves they are integers like any others."""
+    unread: dict[str, UnreadWeight] = {}
+    for name, entry in entries.items():
+        path = f".{name}"
+        for codes, scales in _CODE_SCALE_PAIRS if _may_be_codes(entry.dtype) else ():
+            beside = (path.removesuffix(codes) + scales).removeprefix(".")
+            other = _CODE_SCALE_PAIRS[codes, scales]
+            if not path.endswith(codes) or beside not in entries or other == layout:
+                continue
+            if not any(has_anchor(beside, "", anchor) for anchor in _ANCHOR_LAYOUTS):
+                why = f"of the layout {other}, not {layout}" if other in LAYOUTS else f"of {other}, which is not read"
+                why = f"the tensors {short_text(name)} and {short_text(beside)} are {why}; {_AS_PLAIN}"
+                unread.setdefault(name, UnreadWeight(why, [name, beside]))
+    return unread
+
+
+def _may_be_codes(dtype: np.dtype) -> bool:
+    return dtype != np.bool_ and (dtype.itemsize == 1 or np.issubdtype(dtype, np.integer))
+
+
+#: Formats of compressed-tensors whose weights are not those of the table.
+_UNREADABLE_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp6-pack-quantized")
+
+
+def _check_layout_config(layout: str, config: LayoutFacts) -> None:
+    groups = fact_field(config, "config_groups", dict, {}).values()
+    sparsity = fact_field(config, "sparsity_config", dict, {}).get("format")
+    formats = [config.get("format"), sparsity, *(group.get("format") for group in groups if isinstance(group, dict))]
+    wrong = [name for name in formats if name in _UNREADABLE_FORMATS]
+    if wrong:
+        raise ValueError(
+            f"{CONFIG_FIELD} has the format {wrong[0]!r}, which is not read; convert the model to another one first"
+        )
+    for name, values in _CONFIG_VALUES.get(layout, {}).items():
+        value = config.get(name)
+        if value is not None and str(value).lower() not in values:
+            meaning = f" ({_FOREIGN_ANCHORS['SCB']})" if name == "load_in_8bit" else ""
+            raise ValueError(
+                f"{CONFIG_FIELD} has {name}={short_text(value)}{meaning}, and read are {', '.join(values)}; {_AS_PLAIN}"
+            )
+
+
+#: The most different groups of weights whose modules no group names.
+_MOST_GROUPS = 256
+
+
+def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
+    """Gives the name of a module and its groups: those that name it in their targets, else one of each kind.
+
+    What each module takes from a configuration then does not grow with the configuration.
+    """
+    by_module: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, Any] = {}
+    for key, group in fact_field(config, "config_groups", dict, {}).items():
+        if isinstance(group, dict):
+            weights = {"weights": group.get("weights")}
+            kinds.setdefault(json.dumps(weights), weights)
+            for name in fact_field(group, "targets", list, []):
+                by_module.setdefault(str(name), {})[key] = {"targets": [name]} | weights
+
+    def own(module: str) -> dict[str, Any]:
+        if module not in by_module and len(kinds) > _MOST_GROUPS:
+            raise ValueError(
+                f"{CONFIG_FIELD} has {len(kinds)} different groups, and none of them names {short_text(module)}"
+            )
+        return {"module": module, "config_groups": by_module.get(module, kinds)}
+
+    return own
+
+
+def fields_beside_weights(config: LayoutFacts) -> list[str]:
+    """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
+    quantization_config = fact_field(config, CONFIG_FIELD, dict, {})
+    groups = [
+        group
+        for group in fact_field(quantization_config, "config_groups", dict, {}).values()
+        if isinstance(group, dict)
+    ]
+    names = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
+    names += [name for name in ("kv_cache_scheme", "transform_config") if quantization_config.get(name)]
+    return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])
+
+
+def _metadata_record(source: ShardFiles, module: str) -> dict[str, Any]:
+    name = f"{module}.{WEIGHT_NAME}" if module else WEIGHT_NAME
+    text = source.metadata.get(name)
+    if text is None or len(text) > 1 << 14:
+        raise ValueError(f"the metadata have no record of {short_text(name)}, or one that is too long")
+    try:
+        record = json_object(text)
+    except ValueError as error:
+        raise ValueError(f"the record of {short_text(name)} in the metadata is not JSON: {error}") from None
+    if str(record.get("_type")) not in torchao.TORCHAO_ROWS:
+        raise ValueError(
+            f"{short_text(name)} is a {short_text(record.get('_type'))}; read are {', '.join(torchao.TORCHAO_ROWS)}"
+        )
+    return record | {"_data": fact_field(record, "_data", dict, {})}
+
+
+# -- configurations that are written -----------------------------------------------------------------------------------
+
+RowsByModule = Mapping[str, tuple[LayoutRow, LayoutFacts]]
+
+
+def _compressed_tensors_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+    kinds: dict[str, list[str]] = {}
+    for module, (row, facts) in rows.items():
+        kinds.setdefault(json.dumps([row.name, facts]), []).append(module)
+    groups: dict[str, Any] = {}
+    formats = set()
+    for number, (text, modules) in enumerate(kinds.items()):
+        name, facts = json.loads(text)
+        formats.add(name)
+        targets = ["Linear"] if len(kinds) == 1 else modules
+        groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
+    config = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
+    config["version"] = ".".join(map(str, (*compressed_tensors.DENSE_VERSION, 0)))
+    return config | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(others)}
+
+
+def _config_of_one_form(method: str, **more: Any) -> Callable[[RowsByModule, Sequence[str]], dict[str, Any]]:
+    """The configuration of a layout whose modules all have the same facts."""
+
+    def config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+        kinds = {json.dumps(facts, sort_keys=True): module for module, (_, facts) in rows.items()}
+        if len(kinds) > 1:
+            texts = "; ".join(f"{module} {text}" for text, module in kinds.items())
+            raise ValueError(f"quantized weights of this layout have one form, and these differ: {texts}")
+        facts = next(iter(rows.values()))[1] if rows else {}
+        return {"quant_method": method} | dict(facts) | more | {"modules_to_not_convert": list(others) or None}
+
+    return config
+
+
+def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[str, Any]]:
+    """The configuration of GPTQ: one group of all inputs is -1, unless other weights have groups of as many."""
+    same = _config_of_one_form("gptq", checkpoint_format=version)
+
+    def config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+        sizes = {facts["group_size"] for _, facts in rows.values() if not facts["whole"]}
+        by_module = {}
+        for module, (row, module_facts) in rows.items():
+            facts = dict(module_facts)
+            if facts.pop("whole") and sizes != {facts["group_size"]}:
+                facts["group_size"] = -1
+            by_module[module] = row, facts
+        return same(by_module, others)
+
+    return config
+
+
+def _torchao_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+    return {"quant_method": "torchao"}
+
+
+def _bitsandbytes_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
+    facts = next(iter(rows.values()))[1] if rows else {}
+    return {"quant_method": "bitsandbytes"} | dict(facts) | {"llm_int8_skip_modules": list(others) or None}
+
+
+_COMPRESSED_ROWS = (
+    microscaling.NVFP4_ROW,
+    compressed_tensors.PACK_ROW,
+    microscaling.MXFP4_ROW,
+    microscaling.MXFP8_ROW,
+    compressed_tensors.FLOAT_ROW,
+    compressed_tensors.INTEGER_ROW,
+)
+#: The layouts by name.
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config),
+        CheckpointLayout("gptq", (gptq_awq.GPTQ,), _gptq_config("gptq")),
+        CheckpointLayout("gptq_v2", (gptq_awq.GPTQ_V2,), _gptq_config("gptq_v2")),
+        CheckpointLayout("awq", (gptq_awq.AWQ,), _config_of_one_form("awq")),
+        CheckpointLayout(
+            "fp8",
+            (deepseek.FP8_TILES, deepseek.FP8_ONE_SCALE),
+            _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic"),
+        ),
+        CheckpointLayout("bitsandbytes", (bitsandbytes.NF4_ROW,), _bitsandbytes_config, appends=True),
+        CheckpointLayout("torchao", tuple(torchao.TORCHAO_ROWS.values()), _torchao_config, records=True),
+        CheckpointLayout(
+            "mxfp4",
+            (microscaling.GPT_OSS_ROW, microscaling.GPT_OSS_POINT_ROW),
+            _config_of_one_form("mxfp4"),
+            appends=True,
+        ),
+    )
+}
+#: The first layout with each anchor; of layouts that append to any name, an anchor that belongs to no other tensor.
+_ANCHOR_LAYOUTS: dict[str, str] = {bitsandbytes.NF4_ROW.anchor.strip("."): "bitsandbytes"}
+for _layout in LAYOUTS.values():
+    for _row in () if _layout.records or _layout.appends else _layout.rows:
+        _ANCHOR_LAYOUTS.setdefault(_row.anchor, _layout.name)
+
+
+def detect_layout(source: ShardFiles) -> str | None:
+    """The layout of a source: of its configuration, or else of the names of its tensors; None if nothing is quantized.
+
+    Raises:
+        ValueError: for a method that is not known, or tensors of several layouts.
+    """
+    config = quantization_config(source)
+    method = config.get("quant_method")
+    if method is None and fact_field(config, "load_in_4bit", bool, False):
+        method = "bitsandbytes"
+    if method is not None:
+        name = method
+        if method == "gptq" and "gptq_v2" in (config.get("checkpoint_format"), config.get("format")):
+            name = "gptq_v2"
+        if not isinstance(name, str) or name not in LAYOUTS:
+            raise ValueError(
+                f"{CONFIG_FIELD} has quant_method={short_text(method)}; known are {', '.join(LAYOUTS)}; {_AS_PLAIN}"
+            )
+        return name
+    if "tensor_names" in source.metadata:
+        return "torchao"
+    return _layout_by_names(source.entries)
+
+
+def _layout_by_names(entries: Mapping[str, TensorEntry]) -> str | None:
+    """The layout whose anchors are among the names of tensors."""
+    owners = _ANCHOR_LAYOUTS | _FOREIGN_ANCHORS
+    layouts = {owners[anchor] for name in entries for anchor in owners if has_anchor(name, "", anchor)}
+    layouts |= {layout.name for layout in LAYOUTS.values() if layout.appends and layout.has_pair(entries)}
+    if foreign := layouts & set(_FOREIGN_ANCHORS.values()):
+        raise ValueError(f"the tensors are of {min(foreign)}, which is not read; {_AS_PLAIN}")
+    if layouts == {"gptq"}:
+        raise ValueError(
+            "tensors named qweight are of AutoGPTQ or AutoAWQ, which no configuration tells apart here: pass "
+            "layout='gptq', 'gptq_v2' or 'awq'"
+        )
+    if len(layouts) > 1:
+        raise ValueError(f"the tensors are of several layouts: {', '.join(sorted(layouts))}; {_AS_PLAIN}")
+    return layouts.pop() if layouts else None

@@ -1,0 +1,135 @@
+"""Checks of arguments; each error names the argument, its value and the allowed values. Texts of formats and specs."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """`value` as an int within [low, high]; booleans are refused."""
+    expectation = "an integer"
+    if low is not None:
+        expectation += f" >= {low}" if high is None else f" from {low} to {high}"
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be {expectation}") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be {expectation}")
+    if (low is not None and number < low) or (high is not None and number > high):
+        raise ValueError(f"{name}={value!r} must be {expectation}")
+    return number
+
+
+def as_numpy(name: str, value: Any) -> np.ndarray:
+    """`value` as a NumPy array in the machine's byte order.
+
+    Raises:
+        TypeError: for a masked array, because the result would lose the mask, and for arrays that JAX traces.
+        ValueError: for lists of different lengths.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost; pass {name}.filled(number), and mask the result again"
+        )
+    try:
+        array = np.asarray(value)
+    except TypeError as error:
+        if type(error).__name__ != "TracerArrayConversionError":  # JAX is not imported on this floor
+            raise
+        raise TypeError(f"{name} has arrays that JAX traces (jit, vmap, grad), which NumPy does not take. Within jit "
+                        "jchop.quantize and jchop.dequantize convert numbers and codes, and jnp.asarray joins "
+                        "lists") from None  # fmt: skip
+    except ValueError as error:
+        if not isinstance(value, list | tuple):
+            raise
+        raise ValueError(f"{name} is no array, since its lists have different lengths or depths: {error}") from None
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def check_bool(name: str, value: object) -> bool:
+    """`value`, which must be True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """`value`, which must be one of the texts of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def as_iterable(value: Any) -> Iterable[Any]:
+    """A value on its own, such as a text, as a list of it; other iterables as they come."""
+    return [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
+
+
+# -- texts of formats and specs ----------------------------------------------------------------------------------------
+
+#: Limits of a text: characters outside of codebooks, characters in all, nested brackets.
+MAX_TEXT_LENGTH, MAX_CODEBOOK_LENGTH, MAX_BRACKET_DEPTH = 1 << 12, 1 << 22, 8
+
+
+def check_text(what: str, text: str) -> str:
+    """`text` in lower case, stripped; ValueError for a text that cannot belong to the grammar."""
+    if len(text) > MAX_CODEBOOK_LENGTH or _length_outside_codebooks(text) > MAX_TEXT_LENGTH:
+        raise ValueError(
+            f"{what} {quote(text)} is too long: at most {MAX_TEXT_LENGTH} characters, "
+            f"and {MAX_CODEBOOK_LENGTH} with the levels of codebooks"
+        )
+    if not text.isascii():
+        raise ValueError(f"{what} {quote(text)} is not known: only ASCII characters are allowed")
+    depth = 0
+    for char in text:
+        depth += (char in "([") - (char in ")]")
+        if depth > MAX_BRACKET_DEPTH:
+            raise ValueError(f"{what} {quote(text)} has more than {MAX_BRACKET_DEPTH} brackets within each other")
+    return text.strip().lower()
+
+
+def _length_outside_codebooks(text: str) -> int:
+    """Number of characters outside ``codebook(...)``."""
+    if len(text) <= MAX_TEXT_LENGTH:
+        return len(text)
+    first, *tables = text.lower().split("codebook(")
+    return len(first) + sum(len(rest) for _, _, rest in (table.partition(")") for table in tables))
+
+
+def quote(value: object) -> str:
+    """The form of a value in errors: only the beginning of a long text."""
+    if not isinstance(value, str) or len(value) <= 1 << 10:
+        return repr(value)
+    return f"{value[:80]!r}... of {len(value)} characters"
+
+
+def short_repr(value: object) -> str:
+    """The form of any value in errors, on one line: of one with a long text, as a model, its class alone."""
+    text = repr(value)
+    return text if len(text) <= 100 and "\n" not in text else type(value).__name__
+
+
+def split_outside_brackets(text: str, separators: str) -> list[str]:
+    """The parts of a text between separators outside of brackets."""
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        if char in separators and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+        else:
+            depth += (char in "([") - (char in ")]")
+    return [*parts, text[start:]]
+
+
+def close_names_hint(text: str, names: Iterable[str]) -> str:
+    """The part of an error that suggests up to three of `names` for a misspelt `text`; empty if none is close."""
+    text, names = text.strip()[:64], list(dict.fromkeys(names))
+    containing = [name for name in names if len(text) > 2 and text in name]
+    suggestions = dict.fromkeys([*containing, *difflib.get_close_matches(text, names, n=3)])
+    return f"; close: {', '.join(list(suggestions)[:3])}" if suggestions else ""

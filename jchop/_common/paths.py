@@ -1,0 +1,233 @@
+"""Patterns for paths in trees of modules, arrays, scopes and names: one language for every face.
+
+A path is a sequence of parts, between slashes or dots: ``blocks/0/mlp``, ``blocks.0.mlp``. A pattern is one or more
+*terms* with spaces between them. A term matches consecutive whole parts of a path, wherever they are. Within a part
+``*`` stands for any characters, ``?`` for one, ``[ab]`` and ``[!ab]`` for one of these and for another one, and
+``{query,key}`` for one of these texts; ``**`` as a part stands for any number of parts. With ``/`` in front the path
+begins there, with ``/`` at the end it ends there, and ``/`` alone is the path without parts. A term with ``!`` in front
+excludes what it matches.
+
+A path matches a pattern if one of its terms does, or if all terms exclude, and no excluding one does. ``*`` alone
+matches every path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+from typing import Any
+
+__all__ = [
+    "check_path_pattern",
+    "common_path_pattern",
+    "matches_path",
+    "names_last_part",
+    "nearest_paths_hint",
+    "path_pattern",
+]
+
+
+def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
+    """A pattern, checked.
+
+    Args:
+        argument: of the caller, for errors.
+        pattern: anything.
+        example: of a pattern, for errors.
+
+    Raises:
+        TypeError: for another type, or an empty text.
+        ValueError: for a bracket that is not closed, a term without parts, or a regular expression.
+    """
+    if not isinstance(pattern, str) or not pattern.strip():
+        raise TypeError(f"{argument}={pattern!r} must be a pattern of paths such as {example}; '*' is every path")
+    try:
+        _parse_terms(pattern)
+    except ValueError as error:
+        raise ValueError(f"{argument}={pattern!r} is no pattern of paths such as {example}: {error}") from None
+    return pattern
+
+
+def matches_path(pattern: str, *paths: str) -> bool:
+    """Whether a pattern matches what has a path, or several: then a term needs to match only one of them.
+
+    Example:
+        >>> matches_path("blocks/*/mlp", "encoder.blocks.0.mlp.dense"), matches_path("mlp", "mlp2")
+        (True, False)
+        >>> matches_path("{query,key} !blocks/0", "blocks/1/query"), matches_path("!blocks/0", "blocks/0/query")
+        (True, False)
+    """
+    if pattern == "*":
+        return True
+    texts = ["".join(f"{part}/" for part in _path_parts(path)) for path in paths]
+    results = [(term.excludes, any(map(term.expression.fullmatch, texts))) for term in _parse_terms(pattern)]
+    inclusions = [hit for excludes, hit in results if not excludes]
+    return (any(inclusions) or not inclusions) and (True, True) not in results
+
+
+def names_last_part(pattern: str, path: str) -> bool:
+    """Whether a term of a pattern names the last part of a path, and not only parts above it."""
+    last = (_path_parts(path) or [""])[-1]
+    return any(
+        not term.excludes and term.last.strip("*") and re.fullmatch(_part_regex(term.last), last) is not None
+        for term in _parse_terms(pattern)
+    )
+
+
+def path_pattern(path: str) -> str:
+    """A pattern that a path matches, for the advice of an error.
+
+    Example:
+        >>> pattern_of(""), pattern_of("mlp/kernel"), pattern_of("a b/{c}")
+        ('/', 'mlp/kernel', 'a?b/[{]c[}]')
+    """
+    return re.sub(r"^[!^]|[\s\\|]|\$$|(?<=[\])])[+]|(?<=\))[*?]$", "?", re.sub(r"[*?\[{}]", r"[\g<0>]", path)) or "/"
+
+
+def common_path_pattern(paths: Iterable[str], others: Iterable[str] = ()) -> str:
+    """A pattern that paths match, and others do not: a star stands for the numbers of layers, if it may.
+
+    Example:
+        >>> pattern_of_all(["0/mlp", "1/mlp", "head"]), pattern_of_all(["0/mlp", "1/mlp"], ["2/mlp"])
+        ('*/mlp head', '0/mlp 1/mlp')
+    """
+    terms, others = {}, list(others)
+    for pattern in map(path_pattern, paths):
+        star_pattern = re.sub(r"\d+", "*", pattern)
+        terms[pattern if any(matches_path(star_pattern, other) for other in others) else star_pattern] = None
+    return " ".join(terms)
+
+
+def nearest_paths_hint(patterns: Iterable[str], paths: Iterable[str]) -> str:
+    """The part of an error that names the paths nearest to patterns which match none; the first ones if none is near.
+
+    A path that is one of the patterns is left out: it is no correction.
+
+    Example:
+        >>> nearest_paths(["blocks/*/mpl"], ["blocks/0/mlp", "head"])
+        "; the nearest paths are 'blocks/0/mlp'"
+        >>> nearest_paths(["5.weight"], ["0", "1", "5"])
+        "; the nearest paths are '5'"
+    """
+    patterns = list(patterns)
+    candidates = [path for path in dict.fromkeys(paths) if path and path not in patterns]
+    part_lists = [
+        [part for part in _path_parts(term.removeprefix("!")) if part.strip("*")]
+        for p in patterns
+        for term in p.split()
+    ]
+    scores = [
+        (max((_path_similarity(parts, path) for parts in part_lists if parts), default=0.0), path)
+        for path in candidates[:_MAX_COMPARISONS]
+    ]
+    near = [path for like, path in sorted(scores, key=lambda pair: -pair[0]) if like >= _NEAR_SIMILARITY]
+    nearest = (near or candidates)[:3]
+    return f"; the nearest paths are {', '.join(map(repr, nearest))}" if nearest else ""
+
+
+def _path_similarity(parts: list[str], path: str) -> float:
+    """How like some parts are to the most similar stretch of a path, from 0 to 1."""
+    path_parts, target = _path_parts(path), "/".join(parts)
+    starts = range(max(len(path_parts) - len(parts), 0) + 1)
+    # A path may end above the parameter of a layer, where layers have paths.
+    is_layer = path_parts and path_parts == parts[: len(path_parts)]
+    stretches = ("/".join(path_parts[i : i + len(parts)]) for i in starts)
+    return max(
+        _NEAR_SIMILARITY if is_layer else 0.0, *(SequenceMatcher(None, target, each).ratio() for each in stretches)
+    )
+
+
+#: Paths that are compared, and from which likeness on they are near.
+_MAX_COMPARISONS, _NEAR_SIMILARITY = 4096, 0.5
+
+
+# -- terms -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PatternTerm:
+    """A term.
+
+    Args:
+        excludes: whether a path that it matches is excluded.
+        expression: of a path whose parts have a slash behind each.
+        last: its last part; empty if there is none.
+    """
+
+    excludes: bool
+    expression: re.Pattern[str]
+    last: str
+
+
+@lru_cache(maxsize=1024)
+def _parse_terms(pattern: str) -> tuple[_PatternTerm, ...]:
+    return tuple(map(_parse_term, pattern.split()))
+
+
+def _parse_term(text: str) -> _PatternTerm:
+    excludes, glob = text.startswith("!"), text.removeprefix("!")
+    if not glob:
+        raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
+    if _REGEX_SYNTAX.search(glob):
+        raise ValueError(
+            "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
+            "between them"
+        )
+    from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _path_parts(glob)
+    if not parts and not from_start:
+        raise ValueError("it has no part")
+    body = "".join(_ANY_PARTS if part == "**" else f"{_part_regex(part)}/" for part in parts)
+    try:
+        expression = re.compile(f"{'' if from_start else _ANY_PARTS}{body}{'' if to_end else _ANY_PARTS}", re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{glob!r} has a wrong bracket ({error})") from None
+    return _PatternTerm(excludes, expression, parts[-1] if parts else "")
+
+
+_ANY_PARTS = "(?:[^/]+/)*"
+#: What regular expressions have, and patterns and names of layers do not.
+_REGEX_SYNTAX = re.compile(r"[\\|]|^\^|\$$|\[\^|[.\])][+]|\)[*?]$")
+
+
+def _path_parts(text: str) -> list[str]:
+    """The parts between slashes and dots."""
+    return [part for part in re.split(r"[/.]", text) if part]
+
+
+@lru_cache(maxsize=4096)
+def _part_regex(glob: str) -> str:
+    """The regular expression of one part."""
+    regex, i, depth = "", 0, 0
+    while i < len(glob):
+        char, i = glob[i], i + 1
+        if char == "*":
+            regex += "[^/]*"
+        elif char == "?":
+            regex += "[^/]"
+        elif char == "[":
+            end = glob.find("]", i + 1 + glob.startswith("!", i))
+            if end < 0:
+                raise ValueError("'[' is not closed before the next slash or dot")
+            others, inside = (
+                glob.startswith("!", i),
+                _CHARACTER_CLASS_SYNTAX.sub(r"\\\g<0>", glob[i:end].removeprefix("!")),
+            )
+            regex, i = f"{regex}[{'^/' if others else ''}{inside}]", end + 1
+        elif char == "{":
+            regex, depth = f"{regex}(?:", depth + 1
+        elif char == "}" and depth:
+            regex, depth = f"{regex})", depth - 1
+        elif char == "," and depth:
+            regex += "|"
+        else:
+            regex += re.escape(char)
+    if depth:
+        raise ValueError("'{' is not closed before the next slash or dot")
+    return regex
+
+
+#: What has a meaning of its own in a class of characters; a hyphen between two makes a range there, too.
+_CHARACTER_CLASS_SYNTAX = re.compile(r"[\\\]\[^&~|]")

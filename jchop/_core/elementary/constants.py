@@ -1,0 +1,208 @@
+"""Constants of the formulas, computed with Python's integers when a function is first traced."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from math import factorial, isqrt
+
+import numpy as np
+
+from jchop._core.elementary.pairs import FloatPair, pair_of_constant
+
+#: Binary places of the constants.
+PLACES = 400
+_FIXED_POINT_ONE = 1 << PLACES
+
+
+def _fixed_point_arctangent(n: int) -> int:
+    """2^PLACES arctan(1 / n), by Taylor's series."""
+    total, power, k = 0, _FIXED_POINT_ONE // n, 0
+    while power:
+        total += (-power if k & 1 else power) // (2 * k + 1)
+        power, k = power // (n * n), k + 1
+    return total
+
+
+@lru_cache(maxsize=1)
+def pi() -> Fraction:
+    """π, by Machin's formula."""
+    return Fraction(4 * (4 * _fixed_point_arctangent(5) - _fixed_point_arctangent(239)), _FIXED_POINT_ONE)
+
+
+def _hyperbolic_arctangent(n: int) -> Fraction:
+    total, power, k = 0, _FIXED_POINT_ONE // n, 0
+    while power:
+        total += power // (2 * k + 1)
+        power, k = power // (n * n), k + 1
+    return Fraction(total, _FIXED_POINT_ONE)
+
+
+@lru_cache(maxsize=16)
+def log_of_integer(n: int) -> Fraction:
+    """The natural logarithm of a positive integer, by logarithms of n / (n - 1) = (1 + 1 / m) / (1 - 1 / m)."""
+    if n == 1:
+        return Fraction(0)
+    return log_of_integer(n - 1) + 2 * _hyperbolic_arctangent(2 * n - 1)
+
+
+def arctangent_of_inverse(n: int) -> Fraction:
+    """The arctangent of 1 / n."""
+    return Fraction(_fixed_point_arctangent(n), _FIXED_POINT_ONE)
+
+
+def root_of_fraction(value: Fraction) -> Fraction:
+    return Fraction(isqrt(int(value * _FIXED_POINT_ONE * _FIXED_POINT_ONE)), _FIXED_POINT_ONE)
+
+
+def _pairs_of_fractions(values: list[Fraction]) -> tuple[FloatPair, ...]:
+    return tuple(pair_of_constant(v) for v in values)
+
+
+# -- series ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def exponential_series() -> tuple[FloatPair, ...]:
+    """(e^x - 1) / x for |x| <= log(2) / 2."""
+    return _pairs_of_fractions([Fraction(1, factorial(n + 1)) for n in range(12)])
+
+
+@lru_cache(maxsize=1)
+def hyperbolic_sine_series() -> tuple[FloatPair, ...]:
+    """sinh(x) / x as a polynomial of x², for |x| <= log(2) / 2."""
+    return _pairs_of_fractions([Fraction(1, factorial(2 * n + 1)) for n in range(6)])
+
+
+@lru_cache(maxsize=1)
+def hyperbolic_cosine_series() -> tuple[FloatPair, ...]:
+    """(cosh(x) - 1) / x² as a polynomial of x², for |x| <= log(2) / 2."""
+    return _pairs_of_fractions([Fraction(1, factorial(2 * n + 2)) for n in range(6)])
+
+
+@lru_cache(maxsize=1)
+def hyperbolic_tangent_series() -> tuple[FloatPair, ...]:
+    """tanh(x) / x as a polynomial of x², for |x| <= 1/8: tanh' = 1 - tanh² gives the coefficients in order."""
+    terms = [Fraction(1)]
+    for n in range(1, 7):
+        terms.append(-sum((a * b for a, b in zip(terms, reversed(terms), strict=True)), Fraction(0)) / (2 * n + 1))
+    return _pairs_of_fractions(terms)
+
+
+@lru_cache(maxsize=1)
+def sine_series() -> tuple[FloatPair, ...]:
+    """sin(x) / x as a polynomial of x², for |x| <= π / 4."""
+    return _pairs_of_fractions([Fraction((-1) ** n, factorial(2 * n + 1)) for n in range(8)])
+
+
+@lru_cache(maxsize=1)
+def cosine_series() -> tuple[FloatPair, ...]:
+    """cos(x) as a polynomial of x², for |x| <= π / 4."""
+    return _pairs_of_fractions([Fraction((-1) ** n, factorial(2 * n)) for n in range(8)])
+
+
+@lru_cache(maxsize=2)
+def arctangent_coefficients(sign: int) -> tuple[FloatPair, ...]:
+    """arctan(x) / x for x² <= 1/16, or for sign 1 artanh(x) / x for x² <= 0.03, as a polynomial of x²."""
+    return _pairs_of_fractions([Fraction(sign**n, 2 * n + 1) for n in range(9 if sign > 0 else 12)])
+
+
+@lru_cache(maxsize=1)
+def error_function_series() -> tuple[FloatPair, ...]:
+    """erf(x) / x as a polynomial of x² <= 1: Kummer's series."""
+    scale = 2 / root_of_fraction(pi())
+    return _pairs_of_fractions([(-1) ** n * scale / (factorial(n) * (2 * n + 1)) for n in range(17)])
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+#: For the scaled complementary error function: the parts of each binade from 1 on, all parts, and the terms of a
+#: series.
+ERROR_PARTS, ERROR_INTERVALS, ERROR_TERMS = 4, 14, 15
+
+
+@lru_cache(maxsize=1)
+def scaled_erfc_series() -> tuple[FloatPair, ...]:
+    """Taylor's series of h(x) = exp(x²) erfc(x) at the middles of the parts: a table for each coefficient.
+
+    h' = 2 x h - 2 / √π gives all coefficients from h.
+    """
+    columns = []
+    for index in range(ERROR_INTERVALS):
+        binade, part = divmod(index, ERROR_PARTS)
+        columns.append(
+            _pairs_of_fractions(_scaled_erfc_taylor((1 + Fraction(2 * part + 1, 2 * ERROR_PARTS)) * 2**binade))
+        )
+    return tuple(
+        FloatPair(np.array([c.hi for c in terms]), np.array([c.lo for c in terms]))
+        for terms in zip(*columns, strict=True)
+    )
+
+
+def _scaled_erfc_taylor(x: Fraction) -> list[Fraction]:
+    slope = 2 / root_of_fraction(pi())
+    terms = [_scaled_erfc_at(x)]
+    terms.append(2 * x * terms[0] - slope)
+    for n in range(1, ERROR_TERMS - 1):
+        terms.append(Fraction(int((x * terms[n] + terms[n - 1]) * _FIXED_POINT_ONE * 2 / (n + 1)), _FIXED_POINT_ONE))
+    return terms
+
+
+def _scaled_erfc_at(x: Fraction) -> Fraction:
+    """h(x) = exp(x²) - exp(x²) erf(x), by exp(x²) erf(x) = 2 / √π sum 2^n x^(2n + 1) / (2n + 1)!!."""
+    power, total, n = _FIXED_POINT_ONE, 0, 0
+    while power:
+        total, n = total + power, n + 1
+        power = int(power * x * x / n)
+    odd, error, n = int(_FIXED_POINT_ONE * x), 0, 0
+    while odd:
+        error, n = error + odd, n + 1
+        odd = int(2 * odd * x * x / (2 * n + 1))
+    return Fraction(total, _FIXED_POINT_ONE) - 2 / root_of_fraction(pi()) * Fraction(error, _FIXED_POINT_ONE)
+
+
+#: The parts of the interval from 1 to 2 for `logarithm_table`, and the first of those whose logarithms are taken of a
+#: half.
+LOG_PARTS, FIRST_LOG_OF_HALF = 1024, 425
+
+
+@lru_cache(maxsize=1)
+def logarithm_table() -> tuple[np.ndarray, ...]:
+    """log2(c), or log2(c / 2) from √2 on, for c = 1 + i / 1024: sums of four numbers, the first three of 12 bits."""
+    unit, total, rows = log_of_integer(2), Fraction(0), []
+    for i in range(LOG_PARTS):
+        value = total / unit - (i >= FIRST_LOG_OF_HALF)
+        row = []
+        for _ in range(3):
+            row.append(_first_12_bits(value))
+            value -= Fraction(float(row[-1]))
+        rows.append([*row, pair_of_constant(value).hi])
+        total += 2 * _hyperbolic_arctangent(2 * (LOG_PARTS + i) + 1)
+    return tuple(np.array(rows, np.float32).T.copy())
+
+
+def _first_12_bits(value: Fraction) -> np.float32:
+    """A number to its first 12 bits, toward zero."""
+    hi = pair_of_constant(value).hi
+    return (hi.view(np.int32) & np.int32(~0xFFF)).view(np.float32)
+
+
+@lru_cache(maxsize=1)
+def logarithm_series() -> tuple[FloatPair, ...]:
+    """log2(1 + x) / x for |x| <= 2^-11."""
+    return _pairs_of_fractions([(-1) ** n / ((n + 1) * log_of_integer(2)) for n in range(4)])
+
+
+#: For the reduction by π / 2: the exponents of the last places of float32 numbers from 1/2 on, and words of a fraction.
+LEAST_PLACE, MOST_PLACE, TWO_PI_WORDS = -24, 104, 3
+
+
+@lru_cache(maxsize=1)
+def inverse_of_two_pi() -> list[np.ndarray]:
+    """For each place k, the fraction of 2^k / (2 π), in words of 32 bits."""
+    bits = 32 * TWO_PI_WORDS
+    words = []
+    for place in range(LEAST_PLACE, MOST_PLACE + 1):
+        count = int(Fraction(2) ** (place + bits) / (2 * pi())) % (1 << bits)
+        words.append([count >> 32 * (TWO_PI_WORDS - 1 - i) & 0xFFFFFFFF for i in range(TWO_PI_WORDS)])
+    return list(np.array(words, np.uint32).T.copy())

@@ -1,0 +1,129 @@
+"""Exact numbers that a carrier need not hold, rounded to a table of levels.
+
+A number is F ulp + R 2^-W ulp, plus less than 2^-W ulp. F is an integer in the order of the carrier's values, R a word
+of W bits. A threshold, from which on the next level is taken, has the same form. A number has reached all thresholds of
+a smaller F. If a threshold has an equal F, R decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._common import bit_ops
+from jchop._common.bit_ops import Carrier
+from jchop._core.arithmetic.exact import ExactResult
+from jchop._core.rounding.codebooks import pick_level
+from jchop._core.rounding.modes import rounding_threshold
+from jchop.formats import CodebookFormat
+from jchop.formats.rounding import Rounding
+
+Array = jax.Array
+
+
+def round_to_levels(v: ExactResult, fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> Array:
+    """`v` rounded under a deterministic mode; NaN stays NaN, numbers beyond the ends saturate."""
+    table = require_levels(fmt, mode, carrier)
+    floor, rest, sticky = _floor_and_rest(v)
+    columns = (pick_level(floor, table.floors + 1, column) for column in table.columns)
+    lower, upper, next_floor, next_rest, strict, *beyond = columns
+    next_rest = lax.bitcast_convert_type(next_rest, rest.dtype)
+    more = (rest > next_rest) | ((rest == next_rest) & sticky)
+    reaches = (floor == next_floor) & (more | ((rest == next_rest) & (strict == 0)))
+    result = bit_ops.lax_where(reaches, upper, lower)
+    if beyond:
+        result = bit_ops.lax_where((floor == next_floor) & more, beyond[0], result)
+    is_nan = v.magnitude > carrier.inf
+    sign = bit_ops.lax_where(result < 0, jnp.full_like(result, carrier.sign_bit), 0)
+    return bit_ops.join_sign(
+        bit_ops.lax_where(is_nan, v.sign, sign), bit_ops.lax_where(is_nan, v.magnitude, jnp.abs(result)), carrier
+    )
+
+
+def _floor_and_rest(v: ExactResult) -> tuple[Array, Array, Array]:
+    """F, R, and whether further bits follow."""
+    down = (v.sign != 0) & v.inexact
+    floor = bit_ops.ordered_integers(v.sign, v.magnitude) - down.astype(v.magnitude.dtype)
+    # 1 - rest, rounded down if further bits follow.
+    complement = ~v.rest + (~v.sticky).astype(v.rest.dtype)
+    return floor, bit_ops.lax_where(down, complement, v.rest), v.sticky
+
+
+@dataclass(frozen=True)
+class _ThresholdColumns:
+    """The F of the thresholds, increasing; and columns with an entry for each threshold and one more."""
+
+    floors: np.ndarray
+    #: The level below, the level above, F, R, and 1 if a number equal to the threshold has not reached it. Under
+    #: `Rounding.ODD` also the level beyond: it differs from the level above if only numbers equal to the threshold take
+    #: that level.
+    columns: tuple[np.ndarray, ...]
+
+
+@lru_cache(maxsize=64)
+def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _ThresholdColumns:
+    """The table of thresholds and levels.
+
+    Raises:
+        ValueError: if a threshold has too many bits.
+    """
+    levels = [Fraction(level) for level in fmt.levels]
+    thresholds = [rounding_threshold(mode, index, *pair) for index, pair in enumerate(itertools.pairwise(levels))]
+    if mode is Rounding.ODD:
+        return _columns_of_odd_rounding(levels, thresholds, carrier)
+    parts = [_floor_and_exact_rest(value, carrier) for value, _ in thresholds]
+    floors = [floor for floor, _ in parts]  # all different: a level lies between two
+    if any(rest.denominator != 1 for _, rest in parts):
+        raise ValueError(
+            f"rounding={mode.value!r}: {carrier.name} cannot tell quotients between the levels of {fmt} apart"
+        )
+    work, width = carrier.work, carrier.work_width
+    rests = [int(rest) - (1 << width if rest >= 1 << (width - 1) else 0) for _, rest in parts]
+    level_bits = [carrier.ceil_bits(level) for level in levels]
+    columns = (
+        level_bits,
+        [*level_bits[1:], level_bits[-1]],
+        [*floors, np.iinfo(work).max],
+        [*rests, 0],
+        [*(int(strict) for _, strict in thresholds), 0],
+    )
+    return _ThresholdColumns(np.array(floors, work), tuple(np.array(column, work) for column in columns))
+
+
+def _columns_of_odd_rounding(
+    levels: list[Fraction], thresholds: list[tuple[Fraction, bool]], carrier: Carrier
+) -> _ThresholdColumns:
+    """Only a number equal to a level of even index takes it: its two thresholds are one, and the next level follows.
+
+    The thresholds are levels, so they are values of the carrier, and differ in F.
+    """
+    level_bits = [carrier.ceil_bits(level) for level in levels]
+    rows: list[tuple[int, ...]] = []
+    for i, (value, strict) in enumerate(thresholds):
+        floor = carrier.ceil_bits(value)
+        if strict and rows and rows[-1][2] == floor:  # the previous threshold is the same level
+            rows[-1] = (*rows[-1][:5], level_bits[i + 1])
+        else:
+            rows.append((level_bits[i], level_bits[i + 1], floor, 0, int(strict), level_bits[i + 1]))
+    last = rows[-1][5] if rows else level_bits[0]
+    rows.append((last, last, np.iinfo(carrier.work).max, 0, 0, last))
+    columns = np.array(rows, carrier.work).T
+    return _ThresholdColumns(columns[2][:-1], tuple(columns))
+
+
+def _floor_and_exact_rest(value: Fraction, carrier: Carrier) -> tuple[int, Fraction]:
+    """F and R of an exact number; R is a fraction if W bits do not hold it."""
+    bits, exact = carrier.toward_zero(value)
+    field, fraction = bits >> carrier.fraction, bits & (1 << carrier.fraction) - 1
+    ulp = Fraction(2) ** (max(field, 1) - carrier.bias - carrier.fraction)
+    rest = abs(value) / ulp - (fraction + (1 << carrier.fraction if field else 0))
+    if value < 0 and not exact:
+        bits, rest = bits + 1, 1 - rest
+    return -bits if value < 0 else bits, rest * (1 << carrier.work_width)

@@ -1,0 +1,443 @@
+"""Matrix products with an emulated accumulator: the arithmetic of one tile, and the body for every backend.
+
+The first half adds and multiplies tiles under a `MatmulPlan`, without matrices; kernels use it on their tiles. Random
+words are indexed by (step, output element), so they do not depend on the tiling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
+from jchop._core.arithmetic.basic import (
+    ValueRange,
+    add_and_round,
+    carrier_range,
+    multiply_add_and_round,
+    multiply_and_round,
+    product_range,
+    range_of,
+)
+from jchop._core.matmul import aligned_doubles, aligned_limbs
+from jchop._core.matmul.aligned import TensorCoreUnit
+from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.random_bits import SEEDS, random_words
+from jchop._core.xla.sizes import are_static
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
+
+Array = jax.Array
+StepIndex = Array | int
+#: The random words of a tile: draw("product" or "accumulate", step); called only if that rounding is stochastic.
+WordSource = Callable[[str, StepIndex], Array]
+
+
+@dataclass(frozen=True)
+class MatmulPlan:
+    """The static data of a sum of `k` products on `carrier`; the operands are already rounded.
+
+    With `one_cpu` the program is for one CPU, and may use float64.
+    """
+
+    spec: MatmulSpec
+    carrier: Carrier
+    k: int
+    one_cpu: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether a product or a sum draws random words."""
+        return _rounding_draws(self.spec.product) or _rounding_draws(self.spec.accumulate)
+
+    @cached_property
+    def operand(self) -> ValueRange:
+        """The range of the operands."""
+        return range_of(self.spec.operands, self.carrier)
+
+    @cached_property
+    def product(self) -> ValueRange:
+        """The range of a product P(a b)."""
+        if self.spec.product is not None:
+            return range_of(self.spec.product, self.carrier)
+        exact, whole = product_range(self.operand, self.operand), carrier_range(self.carrier)
+        fits = exact.quantum >= whole.quantum and exact.precision <= whole.precision and exact.top <= whole.top
+        return exact if fits else whole
+
+    @cached_property
+    def accumulator(self) -> ValueRange:
+        """The range of a sum."""
+        return range_of(self.spec.accumulate, self.carrier)
+
+    @cached_property
+    def dot(self) -> ValueRange:
+        """The range of the carrier's own dot of a block, for any order of its sums.
+
+        Sums of multiples of 2^q stay multiples of 2^q if they are rounded to fewer bits. One bit more than the exact
+        sum of magnitudes is enough for b roundings, each up by at most half a unit in the last place: (1 + 2^-p)^b < 2.
+        """
+        exact, whole = product_range(self.operand, self.operand), carrier_range(self.carrier)
+        length = min(self.spec.order.block or self.k, self.k)
+        top = exact.top + max(length - 1, 0).bit_length() + 1
+        if top > whole.top or length >= 1 << (whole.precision - 1):
+            return whole
+        return ValueRange(max(exact.quantum, whole.quantum), whole.precision, top)
+
+
+def _rounding_draws(spec: Spec | None) -> bool:
+    return spec is not None and spec.rounding.stochastic
+
+
+# -- the arithmetic of a tile ------------------------------------------------------------------------------------------
+
+
+def round_products(x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+    """P(x y), elementwise; `x` and `y` broadcast against each other."""
+    spec = plan.spec.product
+    word = _step_word(spec, draw, "product", step)
+    x, y = jnp.broadcast_arrays(x, y)
+    return multiply_and_round(x, y, spec, plan.carrier, word, plan.operand, plan.operand)
+
+
+def accumulate_product(c: Array, p: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+    """A(c + p) of a sum `c` and a product `p`."""
+    return _round_tile_sum(c, p, plan, draw, step, plan.accumulator, plan.product)
+
+
+def multiply_accumulate(
+    c: Array, x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex
+) -> Array:
+    """A(c + P(x y)), or A(c + x y) if the spec is fused; product and sum have the same step."""
+    if not plan.spec.fused:
+        return accumulate_product(c, round_products(x, y, plan, draw, step), plan, draw, step)
+    spec = plan.spec.accumulate
+    word = _step_word(spec, draw, "accumulate", step)
+    x, y = jnp.broadcast_arrays(x, y)
+    return multiply_add_and_round(x, y, c, spec, plan.carrier, word, plan.operand, plan.operand, plan.accumulator)
+
+
+def combine_sums(c: Array, d: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+    """A(c + d) of two sums; `d` is the sum of a block, or of a part in pairwise order."""
+    return _round_tile_sum(c, d, plan, draw, step, plan.accumulator, plan.accumulator)
+
+
+def add_products(p: Array, q: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+    """A(p + q) of two products: the lowest sums of pairwise order."""
+    return _round_tile_sum(p, q, plan, draw, step, plan.product, plan.product)
+
+
+def add_dot(c: Array, d: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+    """A(c + d) of a sum `c` and the carrier's dot `d` of a block."""
+    return _round_tile_sum(c, d, plan, draw, step, plan.accumulator, plan.dot)
+
+
+def round_single_product(p: Array, plan: MatmulPlan, draw: WordSource | None, step: StepIndex) -> Array:
+    """A(p): the pairwise sum of one product."""
+    spec = plan.spec.accumulate
+    return p if spec is None else round_to_spec(p, spec, plan.carrier, _step_word(spec, draw, "accumulate", step))
+
+
+def _round_tile_sum(
+    x: Array,
+    y: Array,
+    plan: MatmulPlan,
+    draw: WordSource | None,
+    step: StepIndex,
+    x_range: ValueRange,
+    y_range: ValueRange,
+) -> Array:
+    spec = plan.spec.accumulate
+    word = _step_word(spec, draw, "accumulate", step)
+    return add_and_round(x, y, spec, plan.carrier, word, x_range, y_range)
+
+
+def _step_word(spec: Spec | None, draw: WordSource | None, which: str, step: StepIndex) -> Array | None:
+    if not _rounding_draws(spec):
+        return None
+    assert draw is not None
+    return draw(which, step)
+
+
+# -- random words ------------------------------------------------------------------------------------------------------
+
+#: The index of the first of the six seeds of each stream among the twelve.
+_FIRST_SEEDS = {"product": 0, "accumulate": SEEDS}
+
+
+def make_word_source(seeds: Sequence[Array] | Array, index: Array, carrier: Carrier) -> WordSource:
+    """The words of a tile, whose elements have the flat output `index` (uint32): the stream's at step 2^32 + index.
+
+    Args:
+        seeds: the twelve seeds, six of the products and six of the sums (an array, a sequence or a reference).
+        index: flat C-order index of each element of the tile in the whole output, uint32.
+        carrier: float64 gets words of 64 bits.
+    """
+
+    def draw(which: str, step: StepIndex) -> Array:
+        six = [seeds[_FIRST_SEEDS[which] + i] for i in range(SEEDS)]
+        high = step if isinstance(step, int) else step.astype(jnp.uint32)
+        word = random_words(six, index, high)
+        if carrier.width < 64:
+            return word
+        return (word.astype(jnp.uint64) << 32) | random_words(six, index, high, lane=1).astype(jnp.uint64)
+
+    return draw
+
+
+# -- the body ----------------------------------------------------------------------------------------------------------
+
+#: Steps in one compiled loop body; sums are loaded and stored once for all of them. More steps need too many registers,
+#: and more time to compile.
+_STEPS_PER_ITERATION = 2
+#: The number of products in an unrolled tree, a power of two.
+_TREE_PRODUCTS = 4
+
+
+def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any = None, one_cpu: bool = False) -> Array:
+    """The product of matrices, with the roundings and the order of sums of `spec`.
+
+    Args:
+        a: shape (batch, m, k), float32 or float64, with values already rounded to ``spec.operands``; of a scaled format
+            the elements alone.
+        b: shape (batch, k, n), of the same dtype, rounded too.
+        more: for a scaled format the scales of groups, (batch, m, groups) and (batch, groups, n), of the same dtype.
+            Then twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
+        spec: the arithmetic.
+        tiling: for the kernels alone.
+        one_cpu: whether the program is for one CPU: the same bits, and aligned sums may use float64. Default False.
+
+    Returns:
+        Shape (batch, m, n), the dtype of `a`.
+    """
+    del tiling
+    if not are_static(a.shape[2:]):
+        raise NotImplementedError(
+            f"shape={tuple(a.shape)}: a sum in a named order has a known number of steps, so none runs along a "
+            "symbolic length, here the last one; export the program for known lengths"
+        )
+    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], a.shape[2], one_cpu)
+    zero = _zero_outputs(a, b)
+    if not plan.k:
+        return zero
+    scales, seeds = (more[:2], more[2:]) if spec.group else ((), more)
+    draw = make_word_source(seeds[0], _output_index(zero), plan.carrier) if seeds else None
+    x, y = jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 1, 0)
+    if scales:
+        over = [jnp.repeat(jnp.moveaxis(s, i, 0), spec.group, 0)[: plan.k] for s, i in zip(scales, (2, 1), strict=True)]
+        x, y = zip((x, y), over, strict=True)
+    with enable_x64_for(jnp.float64 if one_cpu and spec.order.aligned else a.dtype):
+        return _ORDER_BODIES[spec.order.kind](x, y, zero, plan, draw)
+
+
+def _zero_outputs(a: Array, b: Array) -> Array:
+    """+0 for each output element, with the sharding and the varying axes of the product.
+
+    There is a barrier because of the quirk `zero_plus_minus_zero` (`xla_cpu`).
+    """
+    like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
+    bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
+    return lax.optimization_barrier(lax.bitcast_convert_type(bits & bits.dtype.type(0), like.dtype))
+
+
+def _output_index(zero: Array) -> Array:
+    """The C-order index of each output element."""
+    strides = (zero.shape[1] * zero.shape[2], zero.shape[2], 1)
+    axes = [lax.broadcasted_iota(jnp.uint32, zero.shape, axis) * np.uint32(s) for axis, s in enumerate(strides)]
+    return (axes[0] + axes[1] + axes[2]) | jnp.zeros_like(zero, jnp.uint32)
+
+
+def _outer_factors(x: Array, y: Array, i: int) -> tuple[Array, Array]:
+    """The factors of product `i` of each output element; `x` is (k, batch, m), `y` (k, batch, n)."""
+    return x[i][:, :, None], y[i][:, None, :]
+
+
+def _add_to_step(step: StepIndex, more: int) -> StepIndex:
+    return step + more if isinstance(step, int) else step + np.uint32(more)
+
+
+def _multiply_step(step: StepIndex, length: int) -> StepIndex:
+    return step * length if isinstance(step, int) else step * np.uint32(length)
+
+
+def _in_chunks(body: Callable[[Any, Any, Any, StepIndex], Any], state: Any, x: Any, y: Any, length: int) -> Any:
+    """`state` after body(state, part of x, part of y, index) over parts of `length`; the last may be shorter.
+
+    `x` and `y` are arrays, or trees of arrays of one length.
+    """
+    k = jax.tree.leaves(x)[0].shape[0]
+    whole = k // length
+
+    def each(change: Callable[[Array], Array], pair: tuple[Any, Any] = (x, y)) -> tuple[Any, Any]:
+        return jax.tree.map(change, pair[0]), jax.tree.map(change, pair[1])
+
+    if whole == 1:
+        state = body(state, *each(lambda v: v[:length]), 0)
+    elif whole > 1:
+        parts = each(lambda v: v[: whole * length].reshape(whole, length, *v.shape[1:]))
+
+        # The parts of the next iteration are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
+        def iterate(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            state, now = carry
+            after = each(lambda v: lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False), parts)
+            return body(state, now[0], now[1], i), after
+
+        first = each(lambda v: v[0], parts)
+        state = lax.fori_loop(np.uint32(0), np.uint32(whole), iterate, (state, first))[0]
+    if k % length:
+        state = body(state, *each(lambda v: v[whole * length :]), whole)
+    return state
+
+
+def _sequential_sum(
+    x: Array, y: Array, c: Array, plan: MatmulPlan, draw: WordSource | None, first: StepIndex = 0
+) -> Array:
+    """The sum of `c` and the products, one after the other; `first` is the step of the first."""
+
+    def add_part(c: Array, x: Array, y: Array, part: StepIndex) -> Array:
+        start = first + _multiply_step(part, _STEPS_PER_ITERATION)
+        for i in range(x.shape[0]):
+            c = multiply_accumulate(c, *_outer_factors(x, y, i), plan, draw, _add_to_step(start, i))
+        return c
+
+    return _in_chunks(add_part, c, x, y, _STEPS_PER_ITERATION)
+
+
+def _blockwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
+    length = plan.spec.order.block or plan.k
+
+    def add_block(c: Array, x: Array, y: Array, block: StepIndex) -> Array:
+        s = _sequential_sum(x, y, zero, plan, draw, _multiply_step(block, length))
+        return combine_sums(c, s, plan, draw, _add_to_step(block, plan.k))
+
+    return _in_chunks(add_block, zero, x, y, length)
+
+
+def _matrix_unit_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
+    def add_block(c: Array, x: Array, y: Array, block: StepIndex) -> Array:
+        d = lax.dot_general(x, y, (((0,), (0,)), ((1,), (1,))), precision=lax.Precision.HIGHEST)
+        return add_dot(c, d, plan, draw, block)
+
+    return _in_chunks(add_block, zero, x, y, plan.spec.order.block or plan.k)
+
+
+def _pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
+    """Trees of a few leaves each, added like the digits of a binary counter: sums of equal size are merged."""
+    if plan.k == 1:
+        return round_single_product(round_products(*_outer_factors(x, y, 0), plan, draw, 0), plan, draw, 0)
+    leaves = min(_TREE_PRODUCTS, 1 << (plan.k.bit_length() - 1))
+    trees, rest = divmod(plan.k, leaves)
+
+    def push(sums: Array, x: Array, y: Array, part: StepIndex) -> Array:
+        """Digit d of the counter is the sum of 2^d trees, `sums[d]`; the last tree starts at `part`."""
+        last = jnp.uint32(part)
+
+        def carries(state: tuple[Array, Array]) -> Array:
+            return (last >> state[0]) & np.uint32(1) != 0
+
+        def carry(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            digit, later = state
+            earlier = lax.dynamic_index_in_dim(sums, digit, 0, keepdims=False)
+            start = (last + np.uint32(1) - (np.uint32(1) << digit)) * np.uint32(leaves)
+            return digit + np.uint32(1), combine_sums(earlier, later, plan, draw, start)
+
+        tree = _tree_sum(x, y, plan, draw, _multiply_step(part, leaves))
+        digit, total = lax.while_loop(carries, carry, (jnp.uint32(0), tree))
+        return lax.dynamic_update_index_in_dim(sums, total, digit, 0)
+
+    sums = jnp.stack([zero] * trees.bit_length())
+    sums = _in_chunks(push, sums, x[: trees * leaves], y[: trees * leaves], leaves)
+    # At the end, the digits of the number of trees and a part of a tree are left.
+    start, add_rest = trees * leaves, _PART_SUMS[False, rest == 1]
+    total = _tree_sum(x[start:], y[start:], plan, draw, start) if rest else None
+    for digit in range(trees.bit_length()):
+        if trees >> digit & 1:
+            total = sums[digit] if total is None else add_rest(sums[digit], total, plan, draw, start)
+            start, add_rest = start - (leaves << digit), combine_sums
+    assert total is not None
+    return total
+
+
+def _blockwise_pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
+    length = plan.spec.order.block or plan.k
+
+    def add_block(c: Array, x: Array, y: Array, block: StepIndex) -> Array:
+        d = _tree_sum(x, y, plan, draw, _multiply_step(block, length))
+        return _PART_SUMS[False, x.shape[0] == 1](c, d, plan, draw, _add_to_step(block, plan.k))
+
+    return _in_chunks(add_block, zero, x, y, length)
+
+
+def _factors_of_each_product(x: Any, y: Any) -> tuple[list, list]:
+    """The factors of each product of a block, from trees of arrays like those of `_outer_factors`."""
+    count = jax.tree.leaves(x)[0].shape[0]
+    x_factors = [jax.tree.map(lambda v: v[i][:, :, None], x) for i in range(count)]  # noqa: B023
+    return x_factors, [jax.tree.map(lambda v: v[i][:, None, :], y) for i in range(count)]  # noqa: B023
+
+
+def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
+    """`x` and `y` are operands, or pairs of elements and the scales of each."""
+    order = plan.spec.order
+    block = order.block or plan.k
+    unit = TensorCoreUnit(plan.spec, min(block, plan.k))
+    x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
+    wide = plan.one_cpu and aligned_doubles.suits_doubles(unit)
+    find = aligned_doubles.double_factors if wide else aligned_limbs.limb_factors
+    x_factors, y_factors = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
+
+    def add_blocks(c: Array, x: Any, y: Any, first: StepIndex) -> Array:
+        def add_block(c: Array, x: Any, y: Any, index: StepIndex) -> Array:
+            x, y = _factors_of_each_product(x, y)
+            if wide:
+                return aligned_doubles.fused_add_doubles(c, x, y, unit)
+            number = _add_to_step(index, first) if isinstance(first, int) else first + jnp.uint32(index)
+            return aligned_limbs.fused_add_limbs(
+                c, x, y, unit, _step_word(plan.spec.accumulate, draw, "accumulate", number)
+            )
+
+        c = _in_chunks(add_block, c.astype(jnp.float64) if wide else c, x, y, block)
+        return aligned_doubles.narrow_doubles(c) if wide else c
+
+    if order.promote_every is None:
+        return add_blocks(zero, x_factors, y_factors, 0).astype(plan.carrier.name)
+    count = order.promote_every // block
+    whole = carrier_range(CARRIERS["float32"])
+
+    def add_part(total: Array, x: Any, y: Any, part: StepIndex) -> Array:
+        c = add_blocks(zero, x, y, _multiply_step(part, count))
+        return add_and_round(total, c, None, CARRIERS["float32"], None, whole, whole)
+
+    return _in_chunks(add_part, zero, x_factors, y_factors, order.promote_every).astype(plan.carrier.name)
+
+
+def _tree_sum(x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None, first: StepIndex) -> Array:
+    """The pairwise sum of a few products, unrolled; for one product, the product itself."""
+    n = x.shape[0]
+    if n == 1:
+        return round_products(*_outer_factors(x, y, 0), plan, draw, first)
+    half = 1 << ((n - 1).bit_length() - 1)
+    middle = _add_to_step(first, half)
+    left, right = _tree_sum(x[:half], y[:half], plan, draw, first), _tree_sum(x[half:], y[half:], plan, draw, middle)
+    return _PART_SUMS[half == 1, n - half == 1](left, right, plan, draw, middle)
+
+
+#: The sum of two parts, by whether the left part, and the right part, is a single product.
+_PART_SUMS = {(True, True): add_products, (False, True): accumulate_product, (False, False): combine_sums}
+
+_ORDER_BODIES = {
+    "sequential": _sequential_sum,
+    "blocked": _blockwise_sum,
+    "pairwise": _pairwise_sum,
+    "matrix_unit": _matrix_unit_sum,
+    "aligned": _tensor_core_sum,
+    "aligned_apart": _tensor_core_sum,
+    "aligned_halves": _tensor_core_sum,
+    "aligned_sums": _tensor_core_sum,
+    "blocked_pairwise": _blockwise_pairwise_sum,
+}

@@ -1,0 +1,435 @@
+"""The quirks of XLA's CPU backend, and the functions that work around them.
+
+`CPU_QUIRKS` describes them. `tests/_core/test_xla_cpu.py` shows each in a small program, and fails when a quirk is
+gone; then its workaround can be removed. Other files name the quirk that they work around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.settings import always_jit
+from jchop._core.xla.sizes import are_static, if_static
+
+__all__ = [
+    "CPU_QUIRKS",
+    "Quirk",
+    "branch_in_functions",
+    "compute_after",
+    "compute_once",
+    "dot_with_one_row",
+    "dot_with_two_rows",
+    "hide_constant",
+    "integer_maximum",
+    "is_short_float",
+    "loop_entry",
+    "materialize_per_group",
+    "prevent_fma",
+]
+
+Array = jax.Array
+
+#: The most parts of an axis, fewer for a long axis; and the fewest numbers of a part.
+_MOST_PARTS, _MOST_PARTS_OF_LONG, _LONG_AXIS, _LEAST_PART = 32, 16, 1 << 12, 8
+#: Arrays of as many elements are materialized apart.
+_LARGE_ARRAY = 1 << 16
+
+
+@dataclass(frozen=True)
+class Quirk:
+    """One quirk.
+
+    Args:
+        name: its name in other files and tests.
+        symptom: the wrong bits, or the slow code, of a plain program.
+        workaround: the workaround of jchop, and its place.
+        versions_with: the versions of jaxlib, as major and minor number, on which the test has shown the symptom.
+        versions_without: the versions on which the test has shown no symptom.
+        benchmark_only: whether the program does not show it; then `benchmarks/quirks.py` measures it, and no test.
+    """
+
+    name: str
+    symptom: str
+    workaround: str
+    versions_with: tuple[str, ...] = ("0.10", "0.12")
+    versions_without: tuple[str, ...] = ()
+    benchmark_only: bool = False
+
+
+#: First quirks of bits, then of run time, then of compile time.
+CPU_QUIRKS: tuple[Quirk, ...] = (
+    Quirk(
+        "subnormals_read_as_zero",
+        "Arithmetic and comparisons take a subnormal operand for zero, and give zero for a subnormal result.",
+        "Rounding is integer arithmetic on bits (`_core/rounding/`); exact arithmetic on float32 scales its operands "
+        "(`_core/arithmetic/subnormal_scaling.py`); `max` and `min` compare bits (`_core/arithmetic/operations.py`).",
+    ),
+    Quirk(
+        "product_contracted_with_sum",
+        "x s + y is one fused multiply-add, so the product is not rounded.",
+        "`prevent_fma`; arithmetic in which no inexact product meets a sum (`_core/arithmetic/`).",
+    ),
+    Quirk(
+        "conversion_pair_deleted",
+        "A product in bfloat16 that is then converted to float32 is not rounded to bfloat16.",
+        "Rounding makes no use of conversions (`_core/rounding/elements.py`).",
+    ),
+    Quirk(
+        "constants_of_sums_combined",
+        "(x + a) - a with a constant a is x.",
+        "a is a multiple of the scale (`_core/scaled/power_of_two_scales.py`).",
+        versions_with=("0.10",),
+        versions_without=("0.12",),
+    ),
+    Quirk(
+        "zero_plus_minus_zero",
+        "0 + x with a constant 0 is x, and so -0 for x = -0.",
+        "The 0 that a sum starts from is computed from the operands (`_core/arithmetic/matmul.py`).",
+    ),
+    Quirk(
+        "quotient_by_one_number_is_product",
+        "x / b with a number b that has no other use is x (1 / b), so the quotient may differ in its last bit.",
+        "Exact quotients (`_core/arithmetic/quotient.py`). None for Adam's 1 - b^t, a quotient of Optax "
+        "(docs/distributed.md).",
+    ),
+    Quirk(
+        "maximum_loses_nan",
+        "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
+        "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/scales.py`, "
+        "`optim/_leaves.py`), or each number is asked (`math/_sums.py`).",
+    ),
+    Quirk(
+        "selected_float8_changes_nan",
+        "`where` of float8 converts to float16 and back: a NaN loses its sign and its payload.",
+        "Codes are selected as integers (`_select_leaf` in `optim/_leaves.py`).",
+    ),
+    Quirk(
+        "signalling_nan_becomes_quiet",
+        "An operation on bfloat16 makes a signalling NaN quiet where nothing should change.",
+        "The tests take every NaN for the same.",
+        versions_with=("0.10",),
+        versions_without=("0.12",),
+    ),
+    Quirk(
+        "order_of_sums_by_orientation",
+        "x w and the transpose of wᵀ xᵀ have other bits: their sums have another order.",
+        "Products of `nn` keep the orientation that Flax gives them (`jchop/_quantized/products/product.py`).",
+    ),
+    Quirk(
+        "sums_ordered_by_fusion",
+        "A sum of numbers that are computed in its loop has other bits than the sum of the same numbers in memory.",
+        "Parameters that a program computes with itself, and the matrix of a product with one row or one column, are "
+        "read from memory, packed or not (`_kernels/materialize.py`).",
+    ),
+    Quirk(
+        "barriers_removed_before_fusion",
+        "An `optimization_barrier` does not keep operations from being fused: a scale is computed for every element.",
+        "`materialize_per_group`.",
+        versions_with=("0.10",),
+        versions_without=("0.12",),
+    ),
+    Quirk(
+        "independent_results_come_first",
+        "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
+        "all of them are in memory together.",
+        "`compute_after` (`unshard` in `distributed/_unshard.py`).",
+        versions_with=("0.10",),
+        versions_without=("0.12",),
+    ),
+    Quirk(
+        "computed_once_for_each_use",
+        "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
+        "A body is compiled as a call (`apart` in `_kernels/primitive.py`); a chain of operations has one result "
+        "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
+        "(`compute_once`).",
+    ),
+    Quirk(
+        "constants_enter_calls",
+        "A constant operand is written into the function that is called, so calls that differ only in constants are "
+        "compiled one by one.",
+        "The number of a draw is behind a barrier (`hide_constant`).",
+    ),
+    Quirk(
+        "maximum_along_rows_is_scalar",
+        "The maximum of integers along the last axis is scalar code.",
+        "`integer_maximum`.",
+    ),
+    Quirk(
+        "maxima_merged",
+        "A maximum of maxima becomes one maximum over both axes.",
+        "A barrier between the two steps of `integer_maximum`.",
+    ),
+    Quirk(
+        "integers_written_before_maximum",
+        "The bits of numbers are written to memory before the largest of each column is found; numbers are not.",
+        "The maximum of numbers is tried first (`_largest_magnitude` in `_core/scaled/scales.py`).",
+    ),
+    Quirk(
+        "write_into_part_has_one_thread",
+        "A computation that is fused with a write into a part of an array runs in one thread.",
+        "Results are written one turn later (`loop_over_chunks` in `optim/_chunks.py`).",
+    ),
+    Quirk(
+        "short_floats_converted_whole",
+        "A loop that writes a part of an array of float8 converts the whole array in every turn.",
+        "The loop carries words (`_short_floats_as_words` in `optim/_chunks.py`).",
+    ),
+    Quirk(
+        "stack_of_short_floats_converted",
+        "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
+        "`loop_entry`, in `unshard` (`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
+    ),
+    Quirk(
+        "rows_of_two_axes_moved",
+        "For a product that sums over two axes of rows, one operand is transposed in memory first.",
+        "The rows become one axis (`DotProduct` in `jchop/_quantized/products/product.py`).",
+    ),
+    Quirk(
+        "slice_fused_into_loop",
+        "A slice at a place known only at run time is fused into the arithmetic, which is then scalar code.",
+        "The parts of the next turn are sliced in this one (`_in_chunks` in `_core/arithmetic/matmul.py`).",
+    ),
+    Quirk(
+        "one_row_of_integers_is_widened",
+        "For a product of int8 with one row, the matrix is written as int32; with more rows it is read as it is.",
+        "`dot_with_two_rows`; `dot_with_one_row` if the rows of the matrix are the last axis of memory.",
+    ),
+    Quirk(
+        "long_sums_of_integers_are_scalar",
+        "A sum of products of int8, along any axis but the last of memory, is vector code only if it has few numbers.",
+        "`dot_with_one_row`.",
+    ),
+    Quirk(
+        "tall_integers_read_in_columns",
+        "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
+        "`suits_panels` in `_products/sums/weights_alone.py`.",
+        versions_with=("0.10",),
+        versions_without=("0.12",),
+        benchmark_only=True,
+    ),
+    Quirk(
+        "long_fusion_compiled_for_minutes",
+        "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
+        "Barriers between the stages (`_barrier_unless_nearest` in `_core/arithmetic/operations.py`, `fit_offset` in "
+        "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
+        "mean in a variance (`math/_sums.py`).",
+        versions_with=("0.12",),
+        versions_without=("0.10",),
+        benchmark_only=True,
+    ),
+    Quirk(
+        "known_results_computed_by_compiler",
+        "The compiler computes what depends on constants only, slowly.",
+        "A barrier before the first state is packed (`pack_by_plan` in `optim/_pack.py`).",
+    ),
+)
+
+
+def branch_in_functions(predicate: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
+    """`jax.lax.cond` of functions without arguments, each compiled as a separate function.
+
+    XLA writes the operands of a branch to memory. If a branch repeats an expression of the program around it, such as
+    the bits of the same numbers, the removal of common expressions would make the result an operand of the branch.
+    """
+    return lax.cond(predicate, lambda: always_jit(yes)(), lambda: always_jit(no)())
+
+
+def materialize_per_group(values: Any) -> Any:
+    """A pytree of arrays, computed once for each group, although each is then broadcast over elements.
+
+    Quirk `barriers_removed_before_fusion`. XLA does not repeat a division for every element, so on CPUs each array is
+    divided by 1; a barrier keeps XLA from removing this 1. Small arrays of one shape are divided together, because each
+    division is a loop to compile. A large array has a loop of its own: to put it beside others costs more time.
+    """
+    leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
+    return structure.unflatten(_apart_on_cpu(*leaves) if leaves else leaves)
+
+
+def _divide_leaves_by_one(*leaves: Array) -> list[Array]:
+    words = [_integer_of_bits(x) for x in leaves]
+    for kind in dict.fromkeys(map(jax.typeof, words)):
+        places = [place for place, word in enumerate(words) if jax.typeof(word) == kind]
+        group = [words[place] for place in places]
+        apart = len(group) == 1 or if_static(lambda x=group[0]: x.size >= _LARGE_ARRAY)
+        parts = map(_divide_by_one, group) if apart else _divide_by_one(jnp.stack(group))
+        for place, part in zip(places, parts, strict=True):
+            words[place] = part
+    return [_number_of_integer(word, x.dtype) for word, x in zip(words, leaves, strict=True)]
+
+
+def _primitive_on_cpu(name: str, fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """A function that returns its arrays, in programs for CPUs; in others nothing. It has no derivative."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays: list(arrays))
+    primitive.def_abstract_eval(lambda *avals: list(avals))
+    mlir.register_lowering(primitive, lambda ctx, *arrays: arrays)
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=True), platform="cpu")
+    batching.primitive_batchers[primitive] = lambda arrays, dims: (primitive.bind(*arrays), dims)
+    return primitive.bind
+
+
+_apart_on_cpu = _primitive_on_cpu("jchop_apart_on_cpu", _divide_leaves_by_one)
+_barrier_on_cpu = _primitive_on_cpu("jchop_barrier_on_cpu", lambda *arrays: list(lax.optimization_barrier(arrays)))
+
+
+def _integer_of_bits(x: Array) -> Array:
+    """The bits of numbers as integers; 1 or 0 for a condition, in a byte."""
+    return (
+        x.astype(jnp.int8)
+        if jnp.issubdtype(x.dtype, bool)
+        else lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    )
+
+
+def _number_of_integer(word: Array, dtype: Any) -> Array:
+    """The inverse of `_integer_of_bits`."""
+    return word != 0 if jnp.issubdtype(dtype, bool) else lax.bitcast_convert_type(word, dtype)
+
+
+def _divide_by_one(words: Array) -> Array:
+    return lax.div(words, lax.optimization_barrier(jnp.ones((), words.dtype)))  # an array would be kept by loops
+
+
+def compute_once(numbers: Sequence[Array]) -> tuple[Array, ...]:
+    """Scalars of one dtype of integers, computed once, and not again in the loop of each use.
+
+    Quirk `computed_once_for_each_use`. A division is not repeated. On other devices the last barrier does the same.
+    """
+    together = _divide_by_one(jnp.stack(numbers))
+    return lax.optimization_barrier(tuple(together[place] for place in range(len(numbers))))
+
+
+def hide_constant(number: int) -> Array:
+    """A constant of a traced program as an operand (uint32). Quirk `constants_enter_calls`."""
+    return lax.optimization_barrier(jnp.uint32(number))
+
+
+@jax.custom_jvp
+def compute_after(values: Any, earlier: Array) -> Any:
+    """A pytree of arrays, unchanged, that no compiler can compute before the numbers of `earlier`.
+
+    Quirk `independent_results_come_first`. The bits of each number are combined with a zero, which is the bit above
+    the largest number without a sign: a compiler has no reason to see that.
+    """
+    if not earlier.size:
+        return values
+    width = (
+        jnp.finfo(earlier.dtype).bits if jnp.issubdtype(earlier.dtype, jnp.floating) else jnp.iinfo(earlier.dtype).bits
+    )
+    word = jnp.max(lax.bitcast_convert_type(lax.stop_gradient(earlier), jnp.dtype(f"uint{width}")))
+    zero = word & word.dtype.type((1 << (width - 1)) - 1)
+    zero = lax.shift_right_logical(zero, word.dtype.type(width - 1))
+
+    def one(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x | zero.astype(x.dtype)
+        bits = _unsigned_bits(x)
+        return lax.bitcast_convert_type(bits | zero.astype(bits.dtype), x.dtype)
+
+    return jax.tree.map(one, values)
+
+
+@compute_after.defjvp
+def _compute_after_jvp(primals: tuple[Any, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return compute_after(*primals), tangents[0]
+
+
+def _unsigned_bits(x: Array) -> Array:
+    """The bits of floats as unsigned integers."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+
+
+def is_short_float(x: Any) -> bool:
+    """Whether the numbers are floats of fewer bits than the backend computes with."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+
+
+def loop_entry(stack: Array, index: Array) -> Array:
+    """The entry of an array at an index along its first axis, in a loop over the entries.
+
+    Quirk `stack_of_short_floats_converted`. The entry is taken of the bits. A barrier with the index keeps XLA from
+    reading the bits of the whole array before the loop.
+    """
+    return _entry_of_bits(stack, index) if is_short_float(stack) else lax.dynamic_index_in_dim(stack, index, 0, False)
+
+
+@jax.custom_jvp
+def _entry_of_bits(stack: Array, index: Array) -> Array:
+    stack, index = lax.optimization_barrier((stack, index))
+    return lax.bitcast_convert_type(lax.dynamic_index_in_dim(_unsigned_bits(stack), index, 0, False), stack.dtype)
+
+
+@_entry_of_bits.defjvp
+def _entry_of_bits_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    return _entry_of_bits(*primals), lax.dynamic_index_in_dim(tangents[0], primals[1], 0, False)
+
+
+def integer_maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:
+    """`jnp.max` of integers, on CPUs in two steps along the last axis.
+
+    Quirk `maximum_along_rows_is_scalar`. The first step compares parts of the axis: that loop is unrolled, so
+    neighbours form vectors. With explicit shardings, an axis that may be split between devices stays whole.
+    """
+    axes = (axis,) if isinstance(axis, int) else axis
+    if x.ndim - 1 in axes and jax.typeof(x).sharding.spec[-1] is None and (parts := _count_parts(x.shape[-1])) > 1:
+        x = jnp.max(x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts), axis=-2)
+        (x,) = _barrier_on_cpu(x)  # maxima_merged
+    return jnp.max(x, axis=axes, keepdims=keepdims)
+
+
+def _count_parts(length: int) -> int:
+    if not are_static((length,)):
+        return 1
+    most = _MOST_PARTS if length <= _LONG_AXIS else _MOST_PARTS_OF_LONG
+    return max((n for n in range(2, most + 1) if length % n == 0 and length // n >= _LEAST_PART), default=1)
+
+
+def dot_with_two_rows(dot: Callable[[Array, Array], Array], a: Array, b: Array) -> Array:
+    """The product (batch, m, n) of (batch, m, k) and (batch, n, k), with a row of zeros more where there is one row.
+
+    Quirk `one_row_of_integers_is_widened`.
+    """
+    wide = (jnp.pad(v, ((0, 0), (0, int(v.shape[1] == 1)), (0, 0))) for v in (a, b))
+    return dot(*wide)[:, : a.shape[1], : b.shape[1]]
+
+
+#: The numbers of a sum in vector code; and of so many sums XLA writes each, which it may merge with the sum of fewer.
+_SUM_LENGTHS, _LEAST_SUMS = (32, 16, 8), 48
+
+
+def dot_with_one_row(row: Array, matrix: Array) -> Array | None:
+    """The product (batch, 1, n), int32, of int8 (batch, 1, k) and (batch, n, k); None if k is below 384.
+
+    For a matrix whose n is the last axis of memory: the numbers of a sum lie apart. Quirk
+    `long_sums_of_integers_are_scalar`: sums of up to 32 products are written, and added.
+    """
+    batch, n, k = matrix.shape
+    terms = next((terms for terms in _SUM_LENGTHS if k // terms >= _LEAST_SUMS), None)
+    if terms is None:
+        return None
+    sums, head = k // terms, k // terms * terms
+    x, y = (v.astype(jnp.int32) for v in (materialize_per_group(row), matrix.swapaxes(1, 2)))
+    products = x[..., :head].reshape(batch, sums, terms, 1) * y[:, :head].reshape(batch, sums, terms, n)
+    total = jnp.sum(lax.optimization_barrier(jnp.sum(products, 2)), 1, keepdims=True)
+    return total if head == k else total + jnp.sum(x[:, 0, head:, None] * y[:, head:], 1, keepdims=True)
+
+
+def prevent_fma(product: Array, factor: Array) -> Array:
+    """A float32 product with a nonnegative factor, rounded before it enters a sum.
+
+    Quirk `product_contracted_with_sum`. Between the product and the sum is an integer operation that changes no bit. No
+    compiler can know this if the factor is read from memory.
+    """
+    bits = lax.bitcast_convert_type(product, jnp.int32)
+    sign = lax.bitcast_convert_type(factor, jnp.int32) & CARRIERS["float32"].sign_bit
+    return lax.bitcast_convert_type(bits | sign, jnp.float32)

@@ -1,0 +1,66 @@
+"""The quirks of XLA's GPU backend, and the functions that work around them, as `xla_cpu` for CPUs.
+
+A test shows each, and fails when a quirk is gone: wrong bits `tests/_core/test_xla_gpu.py`, on a GPU alone; programs
+that are not compiled `tests/_kernels/test_compile.py`, for a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._core.xla.cpu import Quirk
+
+__all__ = ["GPU_QUIRKS", "dot_precision", "pad_to_whole_words"]
+
+Array = jax.Array
+
+GPU_QUIRKS = (
+    Quirk(
+        "short_sums_of_integers_doubled",
+        "Products of int8 with sums of 6 or 37 numbers: each result is twice the sum. These are no multiples of 4, so "
+        "XLA multiplies by a Triton kernel, in steps of 16; the unit's steps are of 32.",
+        "`pad_to_whole_words`: zeros fill up the sum to a multiple of 16, so that cuBLAS can be chosen.",
+        versions_with=("0.11",),
+    ),
+    Quirk(
+        "float8_without_tiles_at_highest_precision",
+        "A product of float8 with `Precision.HIGHEST` is not compiled by Triton in tiles of 64 rows or more, those of "
+        "the units for float8.",
+        "`dot_precision`: HIGH, with which cuBLAS does not sum in fewer bits either.",
+        versions_with=("0.12",),
+        versions_without=("0.10",),
+    ),
+    Quirk(
+        "float8_of_pallas_without_units",
+        "In a kernel of Pallas-Triton a product of float8 with float32 sums is one of float16 on the H200: Pallas asks "
+        "for exact sums, and its public names cannot ask for others.",
+        "`_kernels/products/float8_dot_gpu.py`: a rule of its own for Pallas, which asks for the sums of the units.",
+        versions_with=("0.10", "0.12"),
+    ),
+)
+
+#: int8 numbers of a sum that cuBLAS loads at once.
+_CUBLAS_WORD = 16
+
+
+def pad_to_whole_words(x: Array, axis: int = -1) -> Array:
+    """int8 operands with zeros at the end of an axis, along the sum, up to a multiple of 16.
+
+    Quirk `short_sums_of_integers_doubled`.
+    """
+    missing = -x.shape[axis] % _CUBLAS_WORD
+    padding = [(0, missing if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
+    return lax.pad(x, x.dtype.type(0), padding) if missing else x
+
+
+def dot_precision(dtype: Any) -> lax.Precision:
+    """The precision at which numbers of a dtype are multiplied as they are, and summed in float32.
+
+    Quirk `float8_without_tiles_at_highest_precision`. Other platforms make the same of both precisions for float8.
+    """
+    is_float8 = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+    return lax.Precision.HIGH if is_float8 else lax.Precision.HIGHEST

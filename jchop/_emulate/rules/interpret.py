@@ -1,0 +1,199 @@
+"""Runs the equations of an emulated program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._core.matmul.operations import spec_draws
+from jchop._emulate.rules.accumulate import accumulate_in_order
+from jchop._emulate.rules.carrier_ops import round_with_draw, run_in_carrier, run_nextafter
+from jchop._emulate.rules.chain import Chain, run_chain, with_chains
+from jchop._emulate.rules.complex import run_complex, run_complex_sum
+from jchop._emulate.rules.draws import run_draw
+from jchop._emulate.rules.factorizations import run_factorization
+from jchop._emulate.rules.run_task import Task, power_draws, run_task
+from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.value_facts import is_carrier_float, is_narrow_float
+from jchop._program.bind import bind
+from jchop._program.control import as_jax_value
+from jchop._program.repeats import Turns, run_turns, with_turns
+from jchop._program.run import Runner, interpret
+from jchop._program.seeds import SeedDraw, Seeds
+from jchop._program.step import REMAT_CALLS, ProgramPlan, is_reference
+from jchop._round.arguments import JCHOP_RESULT
+
+Array = jax.Array
+
+__all__ = ["EMULATION_RUNNER", "EagerRunner", "run_step"]
+
+
+class EmulationRunner(Runner):
+    """Emulated arithmetic.
+
+    Args:
+        max_turns: the most turns of a `while` loop. Default None: any number.
+    """
+
+    def __init__(self, max_turns: int | None = None) -> None:
+        self.max_turns = max_turns
+
+    def parts(self, plan: ProgramPlan) -> Iterable[Any]:
+        """The steps, repeated ones as loops, and some as chains. A warning of `max_turns` names a line of each turn."""
+        return with_chains(plan, plan.steps if self.max_turns is not None else with_turns(plan))
+
+    def prepare_operands(self, step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The operands of a step, with those rounded that the plan marks."""
+        return round_operands(step, seeds, args)
+
+    def run(self, part: EmulatedStep | Chain | Turns, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of one equation, chain or loop, given its operands before they are rounded."""
+        if isinstance(part, Turns):
+            return run_turns(part, seeds, args, partial(interpret, self))
+        if isinstance(part, Chain):
+            return [run_chain(part, seeds, args)]
+        own = None if seeds is None else seeds.like(*(v.aval for v in part.eqn.outvars))
+        return _STEP_RULES[part.kind](part, own, round_operands(part, seeds, args))
+
+    def control(self, step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of an equation that holds programs; its constants are rounded first."""
+        return super().control(step, seeds, round_operands(step, seeds, args))
+
+
+EMULATION_RUNNER = EmulationRunner()
+
+
+class EagerRunner(EmulationRunner):
+    """Emulated arithmetic on values: each loop, branch and algorithm of matrices is compiled once, in the first run.
+
+    An instance serves one plan, and knows its steps by their ids.
+    """
+
+    def __init__(self, max_turns: int | None = None) -> None:
+        super().__init__(max_turns)
+        self._step_functions: dict[int, Callable[..., list[Any]]] = {}
+        self._parts: dict[int, list[Any]] = {}
+
+    def parts(self, plan: ProgramPlan) -> Iterable[Any]:
+        """The steps, some of them as chains."""
+        if id(plan.steps) not in self._parts:
+            self._parts[id(plan.steps)] = list(with_chains(plan, plan.steps))
+        return self._parts[id(plan.steps)]
+
+    def control(self, step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of an equation that holds programs."""
+        if step.name not in _COMPILE_UNITS or any(is_reference(v.aval) for v in step.eqn.invars):
+            return super().control(step, seeds, args)
+        return self._once(step, EmulationRunner(self.max_turns).control, seeds, args)
+
+    def run(self, part: EmulatedStep | Chain | Turns, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+        """The results of one equation or chain."""
+        if isinstance(part, EmulatedStep) and part.kind == "linear":
+            return self._once(part, EMULATION_RUNNER.run, seeds, args)
+        return super().run(part, seeds, args)
+
+    def _once(
+        self, step: EmulatedStep, run: Callable[..., list[Any]], seeds: Seeds | None, args: list[Any]
+    ) -> list[Any]:
+        if id(step) not in self._step_functions:
+            self._step_functions[id(step)] = jax.jit(partial(run, step))
+        return self._step_functions[id(step)](seeds, args)
+
+
+#: The equations whose programs JAX compiles also outside of `jax.jit`.
+_COMPILE_UNITS = ("scan", "while", "cond", "shard_map", *REMAT_CALLS)
+
+
+def round_operands(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The operands of a step, with those rounded that the plan marks. A step with inner plans uses separate seeds."""
+    spec = step.choice.spec
+    if spec is None or not any(step.rounds):
+        return args
+    number = step.number
+    if step.inner and seeds is not None:
+        seeds, number = seeds.turn(step.number + len(step.inner)), 0
+
+    def round_one(i: int, x: Any) -> Any:
+        own = None if seeds is None else seeds.like(step.eqn.invars[i].aval)
+        return round_with_draw(as_jax_value(x), spec, own, number + i)
+
+    return [round_one(i, x) if rounds else x for i, (x, rounds) in enumerate(zip(args, step.rounds, strict=True))]
+
+
+def run_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The results of one equation, which may hold programs."""
+    return (EMULATION_RUNNER.control if step.kind == "control" else EMULATION_RUNNER.run)(step, seeds, args)
+
+
+def _bind_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    del seeds
+    return bind(step.eqn.primitive, step.eqn.params, *args)
+
+
+def _run_own(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """A part of a function of jchop, unchanged. Marks of results are dropped after the innermost emulation."""
+    return args if step.name == JCHOP_RESULT else _bind_step(step, seeds, args)
+
+
+def _run_own_result(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The result of a function of jchop, which is one operation."""
+    (x,), (spec,) = args, step.out
+    return [x if spec is None else round_with_draw(x, spec, seeds, step.result_number)]
+
+
+def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    spec = step.choice.spec
+    if spec is None:
+        return _bind_step(step, seeds, args)
+    words = [] if seeds is None or not spec_draws(spec) else _step_draws(step, seeds)
+    return run_task(step.task, [as_jax_value(x) for x in args], words)
+
+
+def _step_draws(step: EmulatedStep, seeds: Seeds) -> list[SeedDraw]:
+    """A draw for each rounding of the results."""
+    first = step.result_number
+    outs = [v.aval for v in step.eqn.outvars if is_carrier_float(v.aval)]
+    if step.kind == "power":
+        outs = outs * power_draws(step.eqn.params["y"])
+    return [seeds.draw(aval, first + i) for i, aval in enumerate(outs)]
+
+
+def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The maximum or minimum. Values of a known format are compared by bits if the device could read them as zero."""
+    fact = step.out[0]
+    if fact is None:
+        return _bind_step(step, seeds, args)
+    task = Task(step.eqn.primitive, tuple(sorted(step.eqn.params.items())), "extremum", fact, (fact, fact))
+    return run_task(task, [jnp.asarray(x) for x in args])
+
+
+def _run_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    if step.choice.accumulate is None:
+        return _run_step_task(step, seeds, args)
+    out = step.eqn.outvars[0].aval
+    args = [
+        lax.convert_element_type(x, out.dtype) if is_narrow_float(v.aval) else x
+        for x, v in zip(args, step.eqn.invars, strict=True)
+    ]
+    return accumulate_in_order(step, seeds, args)
+
+
+_STEP_RULES: dict[str, Callable[[EmulatedStep, Seeds | None, list[Any]], list[Any]]] = {
+    **dict.fromkeys(("untouched", "compared", "structural", "carrier"), _bind_step),
+    "own": _run_own,
+    "result": _run_own_result,
+    **dict.fromkeys(("exact", "power", "elementary", "made", "converted"), _run_step_task),
+    "extremum": _run_extremum_step,
+    "accumulating": _run_sum,
+    "linear": run_factorization,
+    "complex": run_complex,
+    "complex sum": run_complex_sum,
+    "carried": run_in_carrier,
+    "draw": run_draw,
+    "neighbour": run_nextafter,
+}

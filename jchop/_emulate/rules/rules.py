@@ -1,0 +1,233 @@
+"""The table of primitives and their kinds, and the choice of the arithmetic of an equation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from jchop._common.checks import check_choice, check_int, short_repr
+from jchop._common.paths import check_path_pattern, matches_path
+from jchop._kernels.primitive import OpPrimitive
+from jchop._program.step import CONTROL
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop.formats import ElementFormat, ScaledFormat
+
+__all__ = [
+    "COMPLEX_OPS",
+    "EVENTS",
+    "EXACT",
+    "PRIMITIVE_KINDS",
+    "UNKNOWN_TREATMENTS",
+    "ArithmeticChoice",
+    "PrimitiveFunction",
+    "Settings",
+    "make_settings",
+    "primitive_kind",
+]
+
+#: Primitives that are an operation of `_core.matmul.operations`: the exact result, rounded once.
+EXACT = {name: name for name in ("add", "sub", "mul", "div", "sqrt", "square", "neg", "abs")} | {
+    "add_any": "add",
+    "add_jaxvals": "add",
+}
+#: Functions of rounded operands; the exact value or the carrier's result is rounded once.
+_ELEMENTARY = """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
+    expm1 floor igamma igamma_grad_a igammac lgamma log log1p log2 logistic one_minus_square polygamma polynomial pow
+    regularized_incomplete_beta rem round rsqrt sign sin sinh tan tanh zeta random_gamma_grad
+"""
+#: Sums without a named order, and primitives that make floats from other types: the carrier's result, rounded once.
+_CARRIER_RESULTS = """
+    bitcast_convert_type cumlogsumexp iota psum psum_invariant psum_scatter random_gamma reduce_precision
+    reduce_scatter scatter_add scatter_mul scatter_sub select_and_scatter_add select_and_gather_add unreduced_psum
+"""
+#: Primitives that only move or choose values.
+_STRUCTURAL = """
+    all_gather all_gather_invariant all_to_all approx_top_k bcoo_extract bcoo_transpose broadcast broadcast_in_dim
+    freeze get clamp concatenate copy copy_p jchop_result
+    cummax cummin device_put dynamic_slice dynamic_update_slice empty empty2 expand_dims gather jchop_on_cotangent
+    mesh_cast name optimization_barrier pad pbroadcast pcast pgather pmax pmin ppermute pvary reduce_max reduce_min
+    reduce_window_max reduce_window_min reshape reshard rev scatter scatter-max scatter-min scatter_max scatter_min
+    select_n sharding_constraint slice sort split squeeze stack stop_gradient tile top_k transpose unstack
+    layout_constraint
+"""
+#: Operations with their own arithmetic: operands are rounded, and the carrier's results are rounded once.
+_CARRIER_OPS = """
+    bcoo_dot_general bcoo_dot_general_sampled bcoo_multiply_dense bcoo_reduce_sum bcoo_spdot_general bcoo_todense
+    bcsr_dot_general bcsr_todense coo_fromdense coo_matmat coo_matvec coo_todense csr_fromdense csr_matmat csr_matvec
+    csr_todense eig eigh ffi_call fft geqp3 geqrf hessenberg householder_product ormqr pallas_call ragged_dot
+    ragged_dot_general reduce reduce_window scaled_dot scaled_matmul schur select_and_scatter svd symmetric_product
+    tridiagonal tridiagonal_solve
+"""
+#: Calls of Python, which are not changed.
+_PYTHON_CALLS = "debug_callback debug_print io_callback pure_callback"
+_ACCUMULATING = """
+    reduce_sum reduce_prod cumsum cumprod dot_general conv_general_dilated reduce_window_sum scatter-add scatter-mul
+    scatter-sub
+"""
+#: Matrix algorithms of `_linalg`, every operation rounded.
+_MATRIX_ALGORITHMS = "triangular_solve cholesky lu qr"
+#: Primitives with a rule for complex operands or results: real operations on the parts.
+COMPLEX_OPS = frozenset(["add", "add_any", "sub", "mul", "square", "neg", "conj", "real", "imag", "complex"])
+#: The kind of each primitive.
+PRIMITIVE_KINDS: dict[str, str] = {
+    name: kind
+    for kind, names in (
+        ("exact", " ".join(EXACT)),
+        ("power", "integer_pow"),
+        ("elementary", _ELEMENTARY),
+        ("carried", _CARRIER_OPS),
+        ("alone", _PYTHON_CALLS),
+        ("made", _CARRIER_RESULTS),
+        ("structural", _STRUCTURAL),
+        ("extremum", "max min"),
+        ("draw", "rng_uniform"),
+        ("neighbour", "nextafter"),
+        ("complex", "conj real imag complex"),
+        ("compared", "new_ref swap"),  # values written to a reference are rounded
+        ("converted", "convert_element_type"),
+        ("accumulating", _ACCUMULATING),
+        ("linear", _MATRIX_ALGORITHMS),
+        ("control", " ".join(CONTROL)),
+    )
+    for name in names.split()
+}
+
+
+def primitive_kind(primitive: Primitive) -> str:
+    """The kind of a primitive. The results of jchop's own operations are rounded, unless they are codes and scales."""
+    if isinstance(primitive, OpPrimitive):
+        return "own" if primitive.stores else "made"
+    return PRIMITIVE_KINDS.get(primitive.name, "unknown")
+
+
+@dataclass(frozen=True)
+class PrimitiveFunction:
+    """A user's rule for a primitive, called with the operands, and with the parameters as keywords."""
+
+    call: Callable[..., Any]
+
+
+#: The events that can end a run.
+EVENTS = ("overflow", "nan", "invalid")
+#: The treatments of a primitive that is not in the table.
+UNKNOWN_TREATMENTS = ("raise", "round_output", "carrier")
+#: The treatments of arrays whose dtype is narrower than the carrier of the arguments.
+NARROW_TREATMENTS = ("raise", "carrier")
+
+
+@dataclass(frozen=True)
+class ArithmeticChoice:
+    """The arithmetic of one equation: the spec of its results, and the rule of sums. None: the carrier's.
+
+    A function replaces the primitive.
+    """
+
+    spec: Spec | None
+    accumulate: MatmulSpec | None
+    function: PrimitiveFunction | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `emulate`. The rules are pairs of a name or pattern and a value, in the user's order."""
+
+    spec: Spec | None
+    rules: tuple[tuple[str, Spec | MatmulSpec | PrimitiveFunction | None], ...]
+    accumulate: MatmulSpec | None
+    unknown: str
+    max_turns: int | None = None
+    stop_at: str | None = None
+    narrow: str = "raise"
+
+    def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> ArithmeticChoice:
+        """The arithmetic of a primitive in a scope; `used` collects the rules that matched."""
+        spec, accumulate = self.spec, self.accumulate
+        function: PrimitiveFunction | None = None
+        kinds: set[type] = set()
+        for pattern, value in self.rules:
+            kind = type(value) if isinstance(value, MatmulSpec | PrimitiveFunction) else Spec
+            if kind in kinds or not matches_path(
+                pattern, primitive if kind is PrimitiveFunction else f"{scope}/{primitive}"
+            ):
+                continue
+            kinds.add(kind)
+            if used is not None and (kind is not MatmulSpec or PRIMITIVE_KINDS.get(primitive) == "accumulating"):
+                used.add(pattern)
+            if isinstance(value, MatmulSpec):
+                accumulate = value
+            elif isinstance(value, PrimitiveFunction):
+                function = value
+            else:
+                spec = value
+                # A part in the carrier also sums in the carrier, unless a rule has a MatmulSpec for it.
+                accumulate = None if value is None and MatmulSpec not in kinds else accumulate
+        return ArithmeticChoice(spec, accumulate, function)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any rounding draws."""
+        values = [self.spec, self.accumulate, *(value for _, value in self.rules)]
+        return any(
+            value.stochastic if isinstance(value, MatmulSpec) else isinstance(value, Spec) and value.rounding.stochastic
+            for value in values
+        )
+
+
+def make_settings(
+    spec: Spec | ElementFormat | str | None,
+    rules: Mapping[str, Any] | None,
+    accumulate: MatmulSpec | None,
+    unknown: str,
+    max_turns: int | None = None,
+    stop_at: str | None = None,
+    narrow: str = "raise",
+) -> Settings:
+    """The checked settings of `emulate`."""
+    check_choice("unknown", unknown, UNKNOWN_TREATMENTS)
+    check_choice("narrow", narrow, NARROW_TREATMENTS)
+    if accumulate is not None and not isinstance(accumulate, MatmulSpec):
+        raise TypeError(f"accumulate={accumulate!r} must be a MatmulSpec, or None for the carrier's own sums")
+    if rules is not None and not isinstance(rules, Mapping):
+        why = "; a Rule is for jchop.quantize_fn" if type(rules).__name__ == "Rule" else ""
+        raise TypeError(
+            f"rules={short_repr(rules)} must map names of primitives or scopes to specs, as {{'sin': 'bfloat16'}}{why}"
+        )
+    if max_turns is not None:
+        max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
+    if stop_at is not None:
+        check_choice("stop_at", stop_at, EVENTS)
+    pairs = []
+    for pattern, value in (rules or {}).items():
+        check_path_pattern("rules: key", pattern, "'softmax', or the name of a primitive")
+        pairs.append((pattern, _as_emulation_rule(value, f"rules[{pattern!r}]")))
+    return Settings(_as_plain_spec(spec, "spec"), tuple(pairs), accumulate, unknown, max_turns, stop_at, narrow)
+
+
+def _as_emulation_rule(value: Any, argument: str) -> Spec | MatmulSpec | PrimitiveFunction | None:
+    if isinstance(value, MatmulSpec):
+        return value
+    if not isinstance(value, Spec | ElementFormat | ScaledFormat) and callable(value):
+        return PrimitiveFunction(value)
+    try:
+        return _as_plain_spec(value, argument)
+    except ValueError as error:  # the error of a text names no argument
+        if str(error).startswith(argument):
+            raise
+        raise ValueError(f"{argument}: {error}") from None
+
+
+def _as_plain_spec(value: Any, argument: str) -> Spec | None:
+    if value is None:
+        return None
+    spec = as_spec(value, argument)
+    if spec.gradient != Gradient():
+        raise ValueError(
+            f"{argument}={str(spec)!r} has a gradient; derivatives of an emulated function are straight-through, "
+            "and emulate(jax.grad(fun), spec) computes them in the arithmetic of spec"
+        )
+    return spec

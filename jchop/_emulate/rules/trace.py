@@ -1,0 +1,280 @@
+"""Functions are traced and planned, once for arguments of the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jchop._common.paths import matches_path, nearest_paths_hint
+from jchop._emulate.rules.interpret import EagerRunner
+from jchop._emulate.rules.plan import EmulationPlanner
+from jchop._emulate.rules.rules import PRIMITIVE_KINDS, PrimitiveFunction, Settings
+from jchop._emulate.rules.value_facts import at_format_limits, is_carrier_float, is_number
+from jchop._program.closures import reachable_objects, same_objects
+from jchop._program.constant_copies import with_own_constants
+from jchop._program.control import as_jax_value
+from jchop._program.jaxpr_equal import same_program
+from jchop._program.planner import variables_outside_jchop
+from jchop._program.step import ProgramPlan, jaxpr_of
+from jchop._program.widening import Widening, widest_carrier
+from jchop._round.arguments import is_torch_tensor
+from jchop._spec.accumulation import MatmulSpec
+from jchop.storage import QArray
+
+Array = jax.Array
+
+__all__ = [
+    "EmulatedProgram",
+    "ProgramCache",
+    "as_program_arguments",
+    "has_codes",
+    "is_program_variable",
+    "trace_program",
+]
+
+#: The most programs of a function that are kept.
+_MOST_TRACES = 64
+
+
+@dataclass(frozen=True)
+class EmulatedProgram:
+    """A function traced and planned for some arguments.
+
+    Args:
+        plan: its plan.
+        values: the arguments that are its variables.
+        rounds: for each value, then for each constant, whether it is rounded on entry.
+        tree: the tree structure of the results.
+        runner: runs it outside of a trace.
+        source: the jaxpr that was planned.
+    """
+
+    plan: ProgramPlan
+    values: tuple[Any, ...]
+    rounds: tuple[bool, ...]
+    tree: Any
+    runner: EagerRunner
+    source: Any
+
+
+def trace_program(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> EmulatedProgram:
+    """The program of `fun` for these arguments."""
+    return ProgramCache(fun, settings).of(args, kwargs)
+
+
+def _refuse_torch_tensors(args: Any, kwargs: Any) -> None:
+    for prefix, values in (("args", args), ("kwargs", kwargs)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(values):
+            if is_torch_tensor(leaf):
+                name = prefix + jax.tree_util.keystr(path)
+                raise TypeError(f"{name} is a torch.Tensor; pass the array jchop.torch.as_jax({name})")
+
+
+def is_program_variable(value: Any) -> bool:
+    """Whether an argument is a variable of the program."""
+    return isinstance(value, Array | np.ndarray | np.generic | float | complex)
+
+
+def as_program_arguments(args: Any) -> Any:
+    """Arguments for a call of the function itself, whose variables are arrays of JAX, as in the program."""
+    return jax.tree.map(lambda x: as_jax_value(x) if is_program_variable(x) else x, args)
+
+
+def has_codes(value: Any) -> bool:
+    """Whether a value has codes and scales, which are not rounded."""
+    return isinstance(value, QArray)
+
+
+@dataclass(frozen=True)
+class _TraceKey:
+    """A function of arrays only, as a key of JAX's cache, and the objects that `fun` read during tracing.
+
+    The function does not refer to this object: in a cycle it would stay in JAX's cache after its last use.
+
+    Args:
+        function: the function; it empties `read` when it is traced.
+        read: the result of `reachable_objects` after that.
+    """
+
+    function: Callable[..., Any]
+    read: list[tuple[Any, ...] | None]
+
+
+@dataclass
+class ProgramCache:
+    """The programs of a function under some settings.
+
+    A function is not traced again if its closure, globals and arguments are the same objects as before. If it is traced
+    again, because objects have changed or may change unseen, the plan is kept if only constants of the program differ.
+    Neither cache holds the arguments of a call.
+    """
+
+    fun: Callable[..., Any]
+    settings: Settings
+    _functions: dict[Any, _TraceKey] = field(default_factory=dict)
+    _programs: list[EmulatedProgram] = field(default_factory=list)
+    _lock: Any = field(default_factory=Lock)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles contain no programs."""
+        return ProgramCache, (self.fun, self.settings)
+
+    def of(self, args: Any, kwargs: Any) -> EmulatedProgram:
+        """The program for these arguments.
+
+        Arrays and Python floats are its variables; other arguments are passed unchanged.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_variable = tuple(map(is_program_variable, leaves))
+        values = tuple(leaf for leaf, m in zip(leaves, is_variable, strict=True) if m)
+        others = tuple(None if m else leaf for leaf, m in zip(leaves, is_variable, strict=True))
+        if any(map(is_torch_tensor, others)):
+            _refuse_torch_tensors(args, kwargs)
+        key, entry = self._function_of_variables(tree, is_variable, others)
+        with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
+            source, shapes = jax.make_jaxpr(entry.function, return_shape=True)(*values)
+        read = list(entry.read)  # other threads may trace it, too
+        if not read:  # after the trace: objects that it changes itself are not a change
+            entry.read[:] = read = [reachable_objects(self.fun, others)]
+            self._keep(key, entry, read[0])
+        jaxpr, consts = jaxpr_of(source)
+        if read[0] is None:  # it may have arrays of NumPy, which may change
+            jaxpr = jaxpr_of(with_own_constants(source, (None,) * len(consts)))[0]
+        units = jax.tree.leaves((args, kwargs), is_leaf=has_codes)
+        are_codes = [has_codes(unit) for unit in units for _ in jax.tree.leaves(unit)]
+        rounds = tuple(not s for s, m in zip(are_codes, is_variable, strict=True) if m)
+        in_trace = any(isinstance(x, Tracer) for x in (*values, *consts))
+        program = self._program(jaxpr, consts, rounds, jax.tree.structure(shapes), in_trace)
+        return replace(program, values=values, plan=replace(program.plan, consts=self._entering(program)))
+
+    def _entering(self, program: EmulatedProgram) -> tuple[Any, ...]:
+        """The constants; those that are rounded on entry with the format's limits in place of the carrier's."""
+        consts = program.plan.consts
+        rounds = program.rounds[len(program.rounds) - len(consts) :]
+        floats = [r and is_carrier_float(x) and not isinstance(x, Tracer) for r, x in zip(rounds, consts, strict=True)]
+        return tuple(
+            _constant_at_limits(x, self.settings.spec) if k else x for k, x in zip(floats, consts, strict=True)
+        )
+
+    def _function_of_variables(
+        self, tree: Any, is_variable: tuple[bool, ...], others: tuple[Any, ...]
+    ) -> tuple[Any, _TraceKey]:
+        """A key and the function of the variables; the earlier one if it read nothing that has changed."""
+        key = (tree, is_variable, tuple(x if isinstance(x, int | str | bool) else None for x in others))
+        try:
+            old = self._functions.get(key)
+        except Exception:  # a tree may hold objects that cannot be hashed or compared
+            key = old = None
+        before = None if old is None else next(iter(old.read), None)
+        if old is not None and before is not None and same_objects(before, reachable_objects(self.fun, others)):
+            return key, old
+        fun, read = self.fun, []
+
+        def flat(*values: Any) -> Any:
+            read.clear()
+            variables = iter(values)
+            every = [next(variables) if m else x for m, x in zip(is_variable, others, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, every)
+            return fun(*args, **kwargs)
+
+        flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
+        return key, _TraceKey(flat, read)
+
+    def _keep(self, key: Any, entry: _TraceKey, read: tuple[Any, ...] | None) -> None:
+        """Keeps a function that may be used again: one that has read nothing that may change unseen."""
+        if key is None:
+            return
+        with self._lock:
+            self._functions.pop(key, None)
+            if read is not None:
+                self._functions[key] = entry
+            while len(self._functions) > _MOST_TRACES:
+                del self._functions[next(iter(self._functions))]
+
+    def _program(
+        self, jaxpr: Any, consts: tuple[Any, ...], free: tuple[bool, ...], tree: Any, in_trace: bool
+    ) -> EmulatedProgram:
+        widening = self._widening(jaxpr.invars, free)
+        rounds, has_plan = self._rounds(jaxpr.invars, free, widening), False
+        for old in tuple(self._programs):
+            same = old.rounds[: len(free)] == rounds and same_program(old.source, jaxpr, rules=False)
+            if same and _trees_are_equal(old.tree, tree):
+                if not in_trace or same_program(old.source, jaxpr):
+                    return replace(old, plan=replace(old.plan, consts=consts))
+                has_plan = True  # with other derivative rules; the old plan has compiled programs
+        new = self._make(jaxpr, free, tree, widening)
+        if not has_plan and not any(isinstance(x, Tracer) for x in consts):
+            with self._lock:
+                self._programs.insert(0, replace(new, plan=replace(new.plan, consts=())))
+                del self._programs[_MOST_TRACES:]
+        return replace(new, plan=replace(new.plan, consts=consts))
+
+    def _widening(self, variables: Any, free: tuple[bool, ...]) -> Widening | None:
+        if self.settings.narrow != "carrier":
+            return None
+        carrier = widest_carrier([v for v, f in zip(variables, free, strict=True) if f])
+
+        def constant(value: Any, name: str, scope: str) -> Any:
+            spec = self.settings.choose(name, scope).spec
+            return value if spec is None else at_format_limits(value, spec)
+
+        return Widening(carrier, PRIMITIVE_KINDS, constant)
+
+    def _rounds(self, variables: Any, free: Any, widening: Widening | None) -> tuple[bool, ...]:
+        """Which variables are rounded on entry; narrower ones are rounded where they are converted."""
+        numbers = (is_number(v.aval) and not (widening and widening.is_narrower(v.aval)) for v in variables)
+        return tuple(self.settings.spec is not None and f and n for f, n in zip(free, numbers, strict=True))
+
+    def _make(self, jaxpr: Any, free: tuple[bool, ...], tree: Any, widening: Widening | None) -> EmulatedProgram:
+        planner = EmulationPlanner(self.settings, widening)
+        others = variables_outside_jchop(jaxpr)
+        entering = (*free, *(v in others for v in jaxpr.constvars))
+        rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), entering, widening)
+        facts = tuple(self.settings.spec if r else None for r in rounds)
+        wide = jaxpr if widening is None else widening.program(jaxpr)
+        plan = planner.plan(wide, facts[: len(free)], constants=facts[len(free) :])
+        _refuse_rules_without_effect(self.settings, planner.used, plan)
+        return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr)
+
+
+def _constant_at_limits(x: Any, spec: Any) -> Any:
+    if isinstance(x, Array) and not x.is_fully_addressable:
+        return x
+    new = at_format_limits(x, spec)
+    return jax.device_put(new, x.sharding) if isinstance(x, Array) and new is not x else new
+
+
+def _trees_are_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # an array's error, or any error of a class of another package
+        return False
+
+
+def _refuse_rules_without_effect(settings: Settings, used: set[str], plan: ProgramPlan) -> None:
+    steps = [step for step in plan.walk() if step.kind != "own"]
+    idle = [f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in settings.rules if rule[0] not in used]
+    if idle:
+        raise ValueError(f"rules: {'; '.join(idle)}. emulate.report shows all paths")
+
+
+def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:
+    """Why a rule has no effect on these steps."""
+    whole, paths = not isinstance(value, PrimitiveFunction), [f"{step.scope}/{step.name}" for step in steps]
+    names = [
+        step.name
+        for step, path in zip(steps, paths, strict=True)
+        if matches_path(pattern, path if whole else step.name)
+    ]
+    if not names:
+        near = nearest_paths_hint([pattern], [path.strip("/") for path in paths])
+        return f"matches no primitive{' and no scope' if whole else ''} of the program{near}"
+    if isinstance(value, MatmulSpec) and all(PRIMITIVE_KINDS.get(name) != "accumulating" for name in names):
+        return "gives a MatmulSpec to no sum"
+    return "comes after a rule that matches all the same"

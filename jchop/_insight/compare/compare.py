@@ -1,0 +1,331 @@
+"""`compare`: the errors of an array in several formats."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.core
+import numpy as np
+
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import as_iterable, check_choice
+from jchop._common.text import TableOrLine, Tables
+from jchop._core.rounding.grid import carrier_holds
+from jchop._round.arguments import as_array
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.storage._quantize import quantize
+from jchop.storage._range_ends import clip_mask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Comparison", "ComparisonRow", "compare", "default_formats"]
+
+_UNSCALED_FORMATS = ("bfloat16", "binary16", "float8_e4m3fn:saturate", "float8_e5m2:saturate", "int8")
+_CHANNEL_FORMATS = ("int8(channel=0)", "float8_e4m3fn(channel=0)")
+_GROUP_FORMATS = (
+    "int8(group=128)",
+    "int4(group=128)",
+    "int4(group=32)",
+    "nf4(group=64)",
+    "mxfp8_e4m3",
+    "mxfp4",
+    "nvfp4",
+)
+
+COMPARISON_SCALES = ("none", "fit")
+
+
+def default_formats(ndim: int) -> tuple[str, ...]:
+    """The formats that `compare` takes for an array of `ndim` axes: those with channels need two.
+
+    Example:
+        >>> len(default_formats(2)) - len(default_formats(1))
+        2
+    """
+    return _UNSCALED_FORMATS + (_CHANNEL_FORMATS if ndim > 1 else ()) + _GROUP_FORMATS
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """An array in one format. Only its finite numbers count; y is the rounded x.
+
+    Args:
+        format: the spec as text.
+        bits: bits for each number, its share of the scales included.
+        snr: signal-to-noise ratio 10 log10(Σ x² / Σ (x - y)²) in dB; infinite if y = x, -infinite if a y is not finite.
+        worst_absolute: the largest magnitude of x - y; infinite if a y is not finite.
+        worst_relative: the largest magnitude of (x - y) / x, of numbers other than zero; 1 if a number became zero and
+            none was further off.
+        overflow: share of numbers that became infinite or NaN.
+        clipped: share of numbers that lie beyond the largest or the lowest value of the format (times their scale) by
+            more than half its distance to the next value, and became it. NaN if it is not known: for elements of more
+            than 16 bits under scales.
+        underflow: share of numbers other than zero that became zero.
+        largest: the largest finite value; NaN for a scaled format, whose values depend on the data.
+        exponent: the array was multiplied by two to this power before, and divided after; 0 if not.
+    """
+
+    format: str
+    bits: float
+    snr: float
+    worst_absolute: float
+    worst_relative: float
+    overflow: float
+    clipped: float
+    underflow: float
+    largest: float
+    exponent: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison(Tables):
+    """The result of `jchop.compare`; its ``str`` is a table, and it shows itself in a notebook.
+
+    Args:
+        rows: a `ComparisonRow` for each format, in the order given.
+        shape: shape of the array.
+        dtype: its dtype.
+        lost: how many of its numbers are infinite or NaN, and do not count.
+        scale: as given to `compare`.
+
+    Example:
+        >>> import jchop as jc
+        >>> seen = jc.compare([[1.0, 2.0, 300.0]], ["integer8", "bfloat16"])
+        >>> [(row.format, row.worst_absolute, row.clipped > 0) for row in seen.rows]
+        [('integer8', 173.0, True), ('bfloat16', 0.0, False)]
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    lost: int = 0
+    scale: str = "none"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison in the types of strict JSON; infinities are texts ("inf"), and NaN is None."""
+        rows = [{f.name: _comparison_json_value(getattr(row, f.name)) for f in fields(row)} for row in self.rows]
+        facts = {"shape": list(self.shape), "dtype": self.dtype, "lost": self.lost, "scale": self.scale}
+        return facts | {"rows": rows}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def plot(self, *, title: str = "Bits against signal-to-noise ratio") -> Figure:
+        """`jchop.plot.pareto` of bits and ratios; needs matplotlib."""
+        from jchop.plot import pareto
+
+        return pareto(
+            [row.format for row in self.rows],
+            [row.bits for row in self.rows],
+            [row.snr for row in self.rows],
+            ylabel="signal-to-noise ratio (dB): more is better",
+            title=title,
+            higher_is_better=True,
+        )
+
+    _align = "<" + ">" * 8
+
+    def _parts(self) -> list[TableOrLine]:
+        fits_scale = self.scale == "fit"
+        head = ("format", "bits", "SNR dB", "worst abs.", "worst rel.", "overflow", "clipped", "to zero", "largest")
+        body = [
+            (
+                row.format + (f" · 2^{-row.exponent}" if fits_scale and row.exponent else ""),
+                f"{row.bits:.4g}",
+                "exact" if row.snr == math.inf else f"{row.snr:.1f}",
+                f"{row.worst_absolute:.3g}",
+                f"{row.worst_relative:.3g}",
+                *map(_comparison_share_text, (row.overflow, row.clipped, row.underflow)),
+                "-" if math.isnan(row.largest) else f"{row.largest:.4g}",
+            )
+            for row in self.rows
+        ]
+        notes = [f"{self.lost} numbers are infinite or NaN, and do not count"] if self.lost else []
+        return [f"{'×'.join(map(str, self.shape)) or 'scalar'} {self.dtype}", [head, *body], *notes]
+
+
+def _comparison_share_text(value: float) -> str:
+    """Per cent; a share that is not zero never looks like zero."""
+    if math.isnan(value):
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{100 * value:.1f} %" if value >= 5e-4 else f"{value:.0e}"
+
+
+def _comparison_json_value(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def compare(
+    x: Any,
+    formats: Iterable[Spec | ElementFormat | ScaledFormat | str] | Spec | ElementFormat | ScaledFormat | None = None,
+    key: jax.Array | None = None,
+    *,
+    scale: Literal["none", "fit"] = "none",
+) -> Comparison:
+    """The errors of an array in several formats, side by side: signal-to-noise ratio, worst errors, losses, bits.
+
+    Each row is of ``round_to_format(x, format)`` exactly. Overflow rules are those of the specs: ``"float8_e4m3fn"``
+    overflows to NaN beyond 448, and ``"float8_e4m3fn:saturate"`` clips. The formats of the default list clip, as
+    hardware does, but binary16. To compare formats by precision, not range, pass ``scale="fit"``.
+
+    Args:
+        x: numbers of any shape but empty: an array of JAX or NumPy, or a list. float16 and bfloat16 are rounded as
+            float32, which is exact; integers and booleans as float64. Formats with values that float32 lacks round
+            float32 numbers as float64.
+        formats: specs, formats, or texts, or one of them. Default: 16-bit and 8-bit floats, int8 and int4 with one
+            scale for the tensor, each row or each group, nf4, MX formats and nvfp4.
+        key: a typed key, needed by the stochastic modes; each format draws the same bits.
+        scale: ``"none"`` (default), or ``"fit"``: a format without scales gets x times the largest power of two under
+            which no number lies beyond its largest value, and the result is divided by it. The product is computed in
+            float64. Scaled formats choose their own scales and are not changed.
+
+    Returns:
+        A `Comparison`: its `str` is a table, `rows` are the numbers, `to_json` and `plot` show them.
+
+    Raises:
+        TypeError: for complex numbers or objects, or a traced array.
+        ValueError: for an empty array, one without a finite number, no format, or a format that does not fit `x`.
+
+    Example:
+        >>> import numpy as np, jchop as jc
+        >>> x = np.linspace(-300, 300, 601, dtype=np.float32).reshape(1, -1)
+        >>> print(jc.compare(x, ["float8_e4m3fn", "int8", "fixed4.4"]))
+        1×601 float32
+        format          bits  SNR dB  worst abs.  worst rel.  overflow  clipped  to zero  largest
+        float8_e4m3fn      8    31.4          16      0.0588         0        0        0      448
+        int8           8.053    48.1        1.18           1         0        0    0.3 %        -
+        fixed4.4           8     0.4         292       0.974         0   97.3 %        0    7.938
+    """
+    check_choice("scale", scale, COMPARISON_SCALES)
+    array = _comparison_array(x)
+    names = default_formats(array.ndim) if formats is None else as_iterable(formats)
+    specs = [as_spec(name, "formats", scaled=True) for name in names]
+    if not specs:
+        raise ValueError("formats must name at least one format")
+    finite = np.isfinite(array)
+    if not finite.any():
+        raise ValueError(f"x of shape {array.shape} has no finite number")
+    rows = tuple(_comparison_row(array, finite, spec, key, scale == "fit") for spec in specs)
+    return Comparison(rows, np.shape(x), np.dtype(getattr(x, "dtype", array.dtype)).name, int((~finite).sum()), scale)
+
+
+def _comparison_array(x: Any) -> np.ndarray:
+    """The array in the dtype in which it is rounded, with at least one axis."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError("x is traced: compare looks at numbers; call it outside of jax.jit")
+    array = np.atleast_1d(np.asarray(as_array("x", x)))
+    name = array.dtype.name
+    if array.dtype.kind in "iub":
+        array = array.astype(np.float64)
+    elif name not in CARRIERS:
+        raise TypeError(f"x has dtype {array.dtype}; allowed are {', '.join(CARRIERS)}, integers and booleans")
+    elif CARRIERS[name].width < 32:
+        array = array.astype(np.float32)
+    if not array.size:
+        raise ValueError(f"x of shape {array.shape} is empty")
+    return array
+
+
+def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any, fit: bool) -> ComparisonRow:
+    fmt = spec.scaled
+    if fmt is None and not carrier_holds(spec, CARRIERS[array.dtype.name]):
+        array = array.astype(np.float64)
+    exponent = _fit_exponent(float(np.abs(array[finite]).max()), spec.format) if fit and fmt is None else 0
+    scaled_array = array if not exponent else np.ldexp(array.astype(np.float64), exponent)
+    rounded_array = round_to_format(scaled_array, replace(spec, gradient=Gradient()), key)
+    clips = _clip_mask(scaled_array, rounded_array, spec, key)
+    x, y = scaled_array[finite].astype(np.float64), rounded_array[finite].astype(np.float64)
+    nonfinite, nonzero = ~np.isfinite(y), x != 0
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.where(nonfinite, np.inf, np.abs(x - y))
+        relative = float((error[nonzero] / np.abs(x[nonzero])).max(initial=0.0))
+        worst = float(np.ldexp(error.max(), -exponent))
+    return ComparisonRow(
+        str(spec),
+        float(fmt.bits_per_element(array.shape) if fmt is not None else spec.format.bits),
+        _snr_decibels(x, error),
+        worst,
+        relative,
+        float(nonfinite.mean()),
+        math.nan if clips is None else float(clips[finite].mean()),
+        float((nonzero & (y == 0)).mean()),
+        math.nan if fmt is not None else _float_or_infinity(spec.format.max),
+        exponent,
+    )
+
+
+def _snr_decibels(x: np.ndarray, error: np.ndarray) -> float:
+    """The signal-to-noise ratio; both are divided by powers of two before, so that no square overflows or is lost."""
+    worst, largest = float(error.max()), float(np.abs(x).max())
+    if worst == 0:
+        return math.inf
+    if math.isinf(worst) or largest == 0:
+        return -math.inf
+    tops = [math.frexp(value)[1] for value in (largest, worst)]
+    power, noise = (float(np.sum(np.ldexp(v, -top) ** 2)) for v, top in zip((x, error), tops, strict=True))
+    return 10 * math.log10(power / noise) + 20 * (tops[0] - tops[1]) * math.log10(2)
+
+
+def _fit_exponent(largest: float, fmt: ElementFormat) -> int:
+    """The largest k with largest · 2^k within the format; 0 for a number that is zero."""
+    end = _float_or_infinity(fmt.max)
+    if largest == 0 or not 0 < end < math.inf:
+        return 0
+    exponent = math.frexp(end)[1] - math.frexp(largest)[1]
+    # Numbers times 2^k, and what they are rounded to, have to stay in float64.
+    exponent = min(exponent, 1000 - math.frexp(largest)[1])
+    return exponent - (math.ldexp(largest, exponent) > end)
+
+
+def _float_or_infinity(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _clip_mask(x: np.ndarray, y: np.ndarray, spec: Spec, key: Any) -> np.ndarray | None:
+    """Whether each number was clipped."""
+    if spec.scaled is not None:
+        try:
+            q = quantize(x, spec, key)
+        except ValueError:  # codes that cannot be stored
+            return None
+        return clip_mask(q, x.astype(np.float64))
+    fmt = spec.format
+    halves = {fmt.max: _half_step_at_end(fmt, True), fmt.min: _half_step_at_end(fmt, False)}
+    result = np.zeros(x.shape, bool)
+    for sign, (end, half) in zip((1, -1), halves.items(), strict=True):
+        with np.errstate(invalid="ignore", over="ignore"):
+            result |= (
+                (y == _float_or_infinity(end))
+                & np.isfinite(x)
+                & (sign * (x.astype(np.float64) - _float_or_infinity(end)) > half)
+            )
+    return result
+
+
+def _half_step_at_end(fmt: ElementFormat, upper: bool) -> float:
+    """Half the distance of the largest value, or the lowest, to the one next to it; 0 if it cannot be listed."""
+    if fmt.bits > 16:
+        return 0.0
+    values = fmt.values()
+    pair = values[-2:] if upper else values[:2]
+    return float(pair[-1] - pair[0]) / 2

@@ -1,0 +1,504 @@
+"""`tune`: a format for each layer of a model under a budget of bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jchop._common.checks import check_choice, short_repr
+from jchop._common.decibels import decibels, format_decibels
+from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop._common.text import TableOrLine, Tables
+from jchop._insight.tune._knapsack import choice_within_budget, knapsack_front
+from jchop._quantized.products.rule import Rule
+from jchop._spec.spec import Spec
+from jchop.formats import ElementFormat, ScaledFormat
+from jchop.nn._nnx.attach import packed_param_shape
+from jchop.nn._nnx.layer_kinds import NnxKind
+from jchop.nn._nnx.layers import nnx_layers
+from jchop.nn._nnx.quantize import quantize
+from jchop.nn._ratios import (
+    LayerCall,
+    record_layer_calls,
+    weight_names,
+    weight_ratio,
+)
+from jchop.nn._report import bytes_of_tree
+
+__all__ = ["LayerTuning", "TunedLayer", "tune"]
+
+Array = jax.Array
+LossFunction = Callable[..., Any]
+TUNE_SCORES = ("fisher", "loss")
+
+
+@dataclass(frozen=True)
+class TunedLayer:
+    """One layer.
+
+    Args:
+        path: its path in the model.
+        group: the number of its group; layers of one group have one format.
+        option: its format as text; ``"carrier"`` for none.
+        weights: the count of its weights.
+        bits: the bits of a weight, with its part of the scales.
+        score: its part in the total score.
+        weight_snr: signal-to-noise ratio of its weights in dB; infinite if they are exact.
+        activation_snr: the same of its inputs, rounded to the rule's activation; infinite without one. It is nan if the
+            loss does not call the layer, or calls it within a transformation of JAX.
+        output_snr: the same of its results on the data, of the same inputs; nan as `activation_snr`.
+    """
+
+    path: str
+    group: int
+    option: str
+    weights: int
+    bits: float
+    score: float
+    weight_snr: float
+    activation_snr: float
+    output_snr: float
+
+
+@dataclass(frozen=True)
+class LayerTuning(Tables):
+    """The result of `tune`; its ``str`` is a table.
+
+    Args:
+        rules: for `jchop.nn.quantize`: a rule for each layer with a format.
+        rows: the layers.
+        bits: the mean bits of a weight.
+        bytes: the bytes of all weights.
+        loss: the loss on the data of the model under the rules.
+        loss_before: the loss of the model itself.
+        uniform: of each format of the menu as text, the bits and the loss if every layer has it.
+        front: (bits, score) of the best choices, from cheap to exact.
+        notes: sentences about the choice, and about parameters and layers that it leaves out.
+    """
+
+    rules: tuple[Rule, ...]
+    rows: tuple[TunedLayer, ...]
+    bits: float
+    bytes: int
+    loss: float
+    loss_before: float
+    uniform: dict[str, tuple[float, float]]
+    front: tuple[tuple[float, float], ...]
+    notes: tuple[str, ...] = ()
+
+    _align = "<<>>>>>>"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data for JSON; rules as text, and a number that is not finite is None."""
+        return {f.name: _tuning_json(getattr(self, f.name)) for f in fields(self)}
+
+    def _parts(self) -> Iterator[TableOrLine]:
+        head = ("layer", "format", "weights", "bits", "score", "weights dB", "inputs dB", "results dB")
+        yield [head, *map(_tuning_row_cells, self.rows)]
+        yield f"{self.bits:.3g} bits of a weight, {self.bytes} bytes"
+        yield f"loss {self.loss:.4g}, before {self.loss_before:.4g}"
+        yield from (f"{name} alone: {bits:.3g} bits, loss {loss:.4g}" for name, (bits, loss) in self.uniform.items())
+        yield from self.notes
+
+
+def _tuning_row_cells(row: TunedLayer) -> tuple[str, ...]:
+    ratios = (row.weight_snr, row.activation_snr, row.output_snr)
+    return row.path, row.option, str(row.weights), f"{row.bits:.3g}", f"{row.score:.2g}", *map(format_decibels, ratios)
+
+
+def _tuning_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuning_json(x) for key, x in value.items()}
+    if isinstance(value, tuple):
+        return [_tuning_json(x) for x in value]
+    if isinstance(value, TunedLayer):
+        return {f.name: _tuning_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Rule):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass
+class _TunableLayer:
+    """A layer with weights of a product, and the number of its group."""
+
+    path: str
+    module: Any
+    kind: NnxKind
+    group: int = 0
+
+
+def tune(
+    model: nnx.Module,
+    data: Sequence[tuple[Any, ...]],
+    menu: Sequence[Spec | ElementFormat | ScaledFormat | str | Rule | None],
+    *,
+    loss: LossFunction,
+    bits: float | None = None,
+    bytes: int | None = None,
+    score: Literal["fisher", "loss"] = "fisher",
+    groups: Sequence[str] = (),
+    layers: str = "*",
+) -> LayerTuning:
+    """A format for each layer of a model, with the least total score under a budget of bits or bytes.
+
+    The Fisher score of a layer in a format is the sum of (∂L/∂y)²·(ŷ − y)² over its results y on the data, with ŷ the
+    results of the rounded layer of the same inputs: the second-order change of a loss whose curvature is the square
+    of its gradient. The scores of the layers add up, and a dynamic program finds the best sum under the budget exactly.
+    A score holds the roundings of its own layer alone. The score of an `nnx.Embed` holds its lookups and its products.
+    The loss of the model is then measured under the rules, and in each single format. A note names the single
+    formats within the budget that have a lower loss. Near a minimum of the loss a gradient says little: use labels that
+    the model itself draws, with which the square of the gradient is the curvature of the divergence from the model.
+
+    Args:
+        model: a module of Flax NNX.
+        data: batches: tuples of arguments of `loss` after the model.
+        menu: two formats or more for the weights: specs, formats, scaled formats or text; a `Rule` with the default
+            path, for more tensors than the weights; None leaves a layer as it is.
+        loss: a function of the model and of a batch's arguments to a number, which JAX can differentiate.
+        bits: the most mean bits of a weight, the scales included. Either this or `bytes`.
+        bytes: the most bytes of all weights of the layers.
+        score: ``"fisher"``, or ``"loss"``: the loss of the model with only this layer rounded, minus that of the model,
+            which takes a run for each layer and format. Default ``"fisher"``.
+        groups: patterns ([](patterns.md)) of layers that must agree: the layers that match a pattern and have the same
+            parent are one group, as ``"attention/{query,key,value}"`` or ``"experts/*"``. Default: none.
+        layers: a pattern for the layers that get a format. Default ``"*"``: every layer with weights of a product, that
+            is dense layers, convolutions, transposed ones too, embeddings, and `nnx.LoRA`. Norms and modules that are
+            no layers of Flax get no format, and their parameters have no part in the budget. A note names them.
+
+    Returns:
+        A `LayerTuning`, with ``rules`` for `quantize`.
+
+    Raises:
+        TypeError, ValueError: for an argument of another type or value, a group that matches no layer, a model without
+            layers, a budget below the cheapest choice, or a Fisher score of a layer that the loss calls within a
+            transformation of JAX, such as the scan of an `nnx.RNN`: ``score="loss"`` is for those.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, 4, rngs=nnx.Rngs(1)))
+        >>> x, y = jax.random.normal(jax.random.key(0), (32, 8)), jnp.zeros((32, 4))
+        >>> loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
+        >>> found = jc.nn.tune(model, [(x, y)], ["e2m1fn", "e4m3"], loss=loss, bits=6)
+        >>> found.bits <= 6, sorted({row.option for row in found.rows})
+        (True, ['float4_e2m1fn', 'float8_e4m3'])
+    """
+    options = _menu_options(menu)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX")
+    if not callable(loss):
+        raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
+    check_choice("score", score, TUNE_SCORES)
+    batches = _data_batches(data)
+    targets, others = _tunable_layers(model, layers, groups)
+    costs = [[_weight_bytes(layer, option) for option in options] for layer in targets]
+    count = sum(_weight_count(layer) for layer in targets)
+    budget = _byte_budget(bits, bytes, count)
+    cache: dict[tuple[int, ...], float] = {}
+
+    def loss_under(choice: Sequence[int]) -> float:
+        if tuple(choice) not in cache:
+            cache[tuple(choice)] = _mean_loss(loss, _model_under_options(model, targets, options, choice), batches)
+        return cache[tuple(choice)]
+
+    none = _mean_loss(loss, model, batches)
+    # First, since errors about rules of the whole model have the paths of the layers.
+    uniform = {
+        _option_text(option): (8 * sum(row[j] for row in costs) / count, loss_under([j] * len(targets)))
+        for j, option in enumerate(options)
+    }
+    scores, ratios, unseen, idle = _fisher_scores(model, loss, batches, targets, options)
+    if unseen and score == "fisher":
+        raise ValueError(
+            f"score='fisher': the calls of {_first_names(sorted(map(repr, unseen)))} are within a transformation of "
+            "JAX, as a scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. "
+            "Use score='loss', or leave them out by layers="
+        )
+    if score == "loss":
+        carrier = [-1] * len(targets)
+        scores = [
+            [loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - none for j in range(len(options))]
+            for i in range(len(targets))
+        ]
+    front = knapsack_front(*(_group_sums(table, targets) for table in (costs, scores)))
+    best = choice_within_budget(front, budget)
+    if best is None:
+        raise ValueError(
+            f"{'bits' if bytes is None else 'bytes'}={bits if bytes is None else bytes}: the cheapest choice takes "
+            f"{8 * front[0].cost / count:.4g} bits of a weight, {front[0].cost} bytes"
+        )
+    choice = [best.options[layer.group] for layer in targets]
+    notes = _single_format_notes(choice, loss_under, costs, budget, options)
+    if others:
+        notes += (f"without a format, and not in the budget: {_first_names(others)}",)
+    if idle:
+        notes += (f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, idle)))}",)
+    rows = tuple(
+        TunedLayer(
+            layer.path,
+            layer.group,
+            _option_text(options[j]),
+            _weight_count(layer),
+            8 * costs[i][j] / _weight_count(layer),
+            scores[i][j],
+            weight_ratio(layer.module, layer.kind, options[j]),
+            *ratios[i][j],
+        )
+        for i, (layer, j) in enumerate(zip(targets, choice, strict=True))
+    )
+    total = sum(costs[i][j] for i, j in enumerate(choice))
+    return LayerTuning(
+        tuple(_layer_option_rules(targets, options, choice)),
+        rows,
+        8 * total / count,
+        total,
+        loss_under(choice),
+        none,
+        uniform,
+        tuple((8 * one.cost / count, one.score) for one in front),
+        notes,
+    )
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _menu_options(menu: Any) -> list[Rule | None]:
+    if isinstance(menu, str) or not isinstance(menu, Sequence) or len(menu) < 2:
+        raise TypeError(f"menu={menu!r} must be a list of two formats or more, as ['int4(group=all)', 'e4m3']")
+    options: list[Rule | None] = []
+    for i, value in enumerate(menu):
+        if isinstance(value, Rule) and (value.path != "*" or value.weight is None):
+            raise ValueError(f"menu[{i}]={value} must have the path '*' and a weight")
+        option = value if value is None or isinstance(value, Rule) else Rule(weight=value)
+        if option is not None and option.stochastic:
+            raise ValueError(f"menu[{i}]={value} rounds stochastically; tune needs deterministic roundings")
+        options.append(option)
+    if len(set(map(_option_text, options))) < len(options):
+        raise ValueError(f"menu={list(menu)!r} has a format twice")
+    return options
+
+
+def _data_batches(data: Any) -> list[tuple[Any, ...]]:
+    if not isinstance(data, Sequence) or not data or not all(isinstance(batch, tuple | list) for batch in data):
+        raise TypeError("data must be a list of batches, each a tuple of arguments of loss after the model")
+    return [tuple(batch) for batch in data]
+
+
+def _byte_budget(bits: float | None, bytes_: int | None, count: int) -> int:
+    if (bits is None) == (bytes_ is None):
+        raise ValueError(f"bits={bits!r}, bytes={bytes_!r}: give one of both")
+    value, name = (bits, "bits") if bytes_ is None else (bytes_, "bytes")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > 0:
+        raise ValueError(f"{name}={value!r} must be a positive number")
+    return math.floor(float(value) * count / 8 + 1e-9) if bytes_ is None else int(value)
+
+
+def _tunable_layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tuple[list[_TunableLayer], list[str]]:
+    """The layers with weights of a product, each with the number of its group; and the others, as text."""
+    check_path_pattern("layers", layers)
+    if isinstance(groups, str) or not isinstance(groups, Sequence):
+        raise TypeError(f"groups={groups!r} must be a list of patterns")
+    every, others = [], []
+    for path, module, kind in nnx_layers(model):
+        if kind is not None and not weight_names(module, kind):
+            continue
+        if kind is not None and kind.operation:
+            every.append(_TunableLayer(path, module, kind))
+        elif matches_path(layers, path):  # the scale of a norm, or parameters that no layer of Flax holds
+            others.append(f"{path!r} ({type(module).__name__})")
+    targets = [layer for layer in every if matches_path(layers, layer.path)]
+    if not targets:
+        near = f", only {_first_names(others)}" if others else nearest_paths_hint([layers], [one.path for one in every])
+        raise ValueError(f"layers={layers!r} matches no layer with weights of a product{near}")
+    numbers: dict[Any, int] = {}
+    for pattern in groups:
+        check_path_pattern("groups", pattern)
+        if not any(matches_path(pattern, layer.path) for layer in targets):
+            raise ValueError(
+                f"groups: {pattern!r} matches no layer{nearest_paths_hint([pattern], [x.path for x in targets])}"
+            )
+    for layer in targets:
+        pattern = next((one for one in groups if matches_path(one, layer.path)), None)
+        key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
+        layer.group = numbers.setdefault(key, len(numbers))
+    return targets, others
+
+
+def _first_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _weight_count(layer: _TunableLayer) -> int:
+    return sum(getattr(layer.module, name).get_value().size for name in weight_names(layer.module, layer.kind))
+
+
+def _weight_bytes(layer: _TunableLayer, option: Rule | None) -> int:
+    """The bytes of the weights of a layer, packed."""
+    total = 0
+    for name in weight_names(layer.module, layer.kind):
+        spec = None if option is None else layer.kind.spec(option, name)
+        value = getattr(layer.module, name).get_value()
+        total += bytes_of_tree(value if spec is None else packed_param_shape(layer.module, layer.kind, name, spec))
+    return total
+
+
+def _group_sums(table: list[list[Any]], targets: Sequence[_TunableLayer]) -> list[list[Any]]:
+    """The sums over the layers of each group."""
+    out = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in targets))]
+    for layer, row in zip(targets, table, strict=True):
+        out[layer.group] = [one + two for one, two in zip(out[layer.group], row, strict=True)]
+    return out
+
+
+def _option_text(option: Rule | None) -> str:
+    if option is None:
+        return "carrier"
+    alone = option == Rule(weight=option.weight)
+    return str(option.weight) if alone else str(option)
+
+
+# -- models under rules ------------------------------------------------------------------------------------------------
+
+
+def _layer_option_rules(
+    targets: Sequence[_TunableLayer], options: Sequence[Rule | None], choice: Sequence[int]
+) -> list[Rule]:
+    out = []
+    for layer, j in zip(targets, choice, strict=True):
+        option = options[j] if j >= 0 else None
+        if option is not None:
+            out.append(replace(option, path=f"/{layer.path}/" if layer.path else "/"))
+    return out
+
+
+def _model_under_options(
+    model: nnx.Module, targets: Sequence[_TunableLayer], options: Sequence[Rule | None], choice: Sequence[int]
+) -> nnx.Module:
+    rules = _layer_option_rules(targets, options, choice)
+    return quantize(model, rules) if rules else model
+
+
+def _mean_loss(loss: LossFunction, model: nnx.Module, batches: Sequence[tuple[Any, ...]]) -> float:
+    graph, state = nnx.split(model)
+    run = jax.jit(lambda state, batch: loss(nnx.merge(graph, state), *batch))
+    return float(np.mean([float(run(state, batch)) for batch in batches]))
+
+
+def _single_format_notes(
+    choice: list[int],
+    loss_under: Callable[[Sequence[int]], float],
+    costs: list[list[int]],
+    budget: int,
+    options: Sequence[Rule | None],
+) -> tuple[str, ...]:
+    """The single formats within the budget with a lower loss than the choice."""
+    return tuple(
+        f"{_option_text(option)} alone has a lower loss than the choice by scores"
+        for j, option in enumerate(options)
+        if sum(row[j] for row in costs) <= budget and loss_under([j] * len(costs)) < loss_under(choice)
+    )
+
+
+# -- the Fisher score --------------------------------------------------------------------------------------------------
+
+
+def _fisher_scores(
+    model: nnx.Module,
+    loss: LossFunction,
+    batches: Sequence[tuple[Any, ...]],
+    targets: Sequence[_TunableLayer],
+    options: Sequence[Rule | None],
+) -> tuple[list[list[float]], list[list[tuple[float, float]]], set[str], set[str]]:
+    """The scores of layers and formats, signal-to-noise ratio of inputs and results in dB, and layers without these.
+
+    First those whose calls are unknown, then those that have no calls.
+    """
+    rounded_layers, input_layers = (
+        _layers_under_options(targets, options),
+        _layers_under_options(targets, [_inputs_only_rule(option) for option in options]),
+    )
+    shape = (len(targets), len(options))
+    scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    power = np.zeros(len(targets))
+    call_paths: set[str] = set()
+    unseen: set[str] = set()
+    numbers = {layer.path: i for i, layer in enumerate(targets)}
+    for batch in batches:
+        calls, gradients, opaque_paths = _calls_and_gradients(model, loss, batch, list(numbers))
+        for call, gradient in zip(calls, gradients, strict=True):
+            i, y = numbers[call.path], call.result
+            power[i] += float(jnp.sum(jnp.square(y)))
+            for j, (low, inputs) in enumerate(zip(rounded_layers, input_layers, strict=True)):
+                if low is None:
+                    continue
+                error = call.of(low) - y
+                scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
+                noise[i, j] += float(jnp.sum(jnp.square(error)))
+                if inputs is not None:
+                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(inputs) - y)))
+        call_paths |= {call.path for call in calls}
+        unseen |= opaque_paths
+    ratios = [
+        [
+            (decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j]))
+            if layer.path in call_paths - unseen
+            else (math.nan, math.nan)
+            for j in range(len(options))
+        ]
+        for i, layer in enumerate(targets)
+    ]
+    return (scores / len(batches)).tolist(), ratios, unseen, set(numbers) - call_paths - unseen
+
+
+def _inputs_only_rule(option: Rule | None) -> Rule | None:
+    """A rule that rounds the inputs alone."""
+    return None if option is None or option.activation is None else Rule(activation=option.activation)
+
+
+def _layers_under_options(
+    targets: Sequence[_TunableLayer], options: Sequence[Rule | None]
+) -> list[dict[str, Any] | None]:
+    """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
+    return [
+        None if option is None else {one.path: quantize(one.module, replace(option, path="/")) for one in targets}
+        for option in options
+    ]
+
+
+def _calls_and_gradients(
+    model: nnx.Module, loss: LossFunction, batch: tuple[Any, ...], paths: list[str]
+) -> tuple[list[LayerCall], list[Array], set[str]]:
+    """The calls of layers, the gradient of the loss by the result of each, and the layers whose calls are unknown."""
+    shapes: list[Any] = []
+
+    def outline() -> Any:
+        out, calls, _ = record_layer_calls(model, lambda copy: loss(copy, *batch), paths)
+        shapes.extend((call.result.shape, call.result.dtype) for call in calls)
+        return out
+
+    jax.eval_shape(outline)
+    traced_calls: list[LayerCall] = []
+    unseen: set[str] = set()
+
+    def whole(probes: list[Array]) -> Any:
+        out, calls, opaque_paths = record_layer_calls(model, lambda copy: loss(copy, *batch), paths, probes)
+        traced_calls[:] = calls
+        unseen.update(opaque_paths)
+        return out, [(call.args, call.kwargs, call.result) for call in calls]
+
+    gradients, arrays = jax.grad(whole, has_aux=True)([jnp.zeros(*shape) for shape in shapes])
+    return (
+        [LayerCall(call.path, call.method, *each) for call, each in zip(traced_calls, arrays, strict=True)],
+        gradients,
+        unseen,
+    )

@@ -1,0 +1,382 @@
+"""`jchop.blame`: the part of each operation in the error of an emulated program."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._common.checks import check_int
+from jchop._common.text import TableOrLine, Tables
+from jchop._emulate.emulate import EmulatedFunction, round_on_entry
+from jchop._emulate.paired.paired_run import SILENT_KINDS, ValuePair
+from jchop._emulate.paired.places import (
+    argument_names,
+    first_line_of,
+    step_label,
+    step_spec_text,
+    walk_sources,
+)
+from jchop._emulate.paired.reference import CarrierReference
+from jchop._emulate.rules.interpret import EagerRunner
+from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.trace import EmulatedProgram, trace_program
+from jchop._emulate.rules.value_facts import is_number
+from jchop._insight.reports.tape import ErrorShare, Tape
+from jchop._program.control import as_jax_value
+from jchop._program.implementations import is_foreign_primitive
+from jchop._program.run import interpret
+from jchop._program.seeds import Seeds
+from jchop._program.source import user_line
+
+__all__ = ["Blame", "BlameRow", "blame"]
+
+Array = jax.Array
+#: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.1 s for a turn.
+_MOST_BLAME_TURNS = 1000
+#: A rest that is larger than the error is doubtful if it is also more than this part of the largest contribution.
+_DOUBTFUL_REST = 0.01
+
+
+@dataclass(frozen=True)
+class BlameRow:
+    """The equations of one primitive, scope, arithmetic and line of source, or an argument.
+
+    Args:
+        scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
+        primitive: its name; ``"argument [0]['w']"`` for an argument that is rounded on entry; ``"constant"`` for a
+            constant that is rounded on entry, where it is moved or enters a call, branch or loop, or where it overflows
+            or becomes zero. Another constant of an operation belongs to the operation.
+        spec: the rounding of the results, as text.
+        equations: their number in the program.
+        results: the count of results, in all turns of loops.
+        rms: the root of the mean square of the rounding errors made, in units of the results.
+        contribution: their part in the error of the output, with its sign, in units of the output.
+        share: the contribution over the error of the output; NaN if that is zero.
+        source: file and line, as in `jchop.emulate.report`.
+        turns: the contribution of each turn of the outermost loop; empty outside of loops.
+    """
+
+    scope: str
+    primitive: str
+    spec: str
+    equations: int
+    results: int
+    rms: float
+    contribution: float
+    share: float
+    source: str = ""
+    turns: tuple[float, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name; a number that is not finite becomes None."""
+        return {f.name: _blame_json(getattr(self, f.name)) for f in fields(self)}
+
+
+def _blame_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Blame(Tables):
+    """The result of `jchop.blame`; its ``str`` is a table.
+
+    Args:
+        rows: the rows, the largest contribution first. ``rows`` and ``unexplained`` add up to ``error``.
+        error: the output of the emulated program minus the output of the program in the carrier.
+        value: the output of the emulated program; NaN for arrays without ``output=``.
+        reference: the output of the program in the carrier; NaN for arrays without ``output=``.
+        unexplained: the part of the error that no row has.
+        notes: sentences about stopped loops, about a path that the carrier alone would not take, and about an
+            `unexplained` that is larger than the error.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x / 3), "bfloat16"), jnp.array([1.0, 2.0]))
+        >>> found.value, found.reference, sorted(found.columns()["primitive"])
+        (1.0, 1.0, ['div', 'reduce_sum'])
+    """
+
+    rows: tuple[BlameRow, ...]
+    error: float
+    value: float
+    reference: float
+    unexplained: float
+    notes: tuple[str, ...] = ()
+
+    _align = "<<<>>>><"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data for JSON; a number that is not finite becomes None."""
+        out = {f.name: _blame_json(getattr(self, f.name)) for f in fields(self) if f.name != "rows"}
+        return {"rows": [row.as_dict() for row in self.rows], **out}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The rows by column, as a data frame takes them."""
+        return {f.name: [getattr(row, f.name) for row in self.rows] for f in fields(BlameRow)}
+
+    def _parts(self) -> Iterator[TableOrLine]:
+        head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
+        yield [head, *map(_blame_cells, self.rows)]
+        yield f"error {self.error:.4g}, of which no row explains {self.unexplained:.2g}"
+        yield from self.notes
+
+
+def _blame_cells(row: BlameRow) -> tuple[str, ...]:
+    share = "" if math.isnan(row.share) else f"{row.share:z.1%}"
+    numbers = (f"{row.rms:.2g}", f"{row.contribution:.4g}", share)
+    return row.scope, row.primitive, row.spec, str(row.equations), *numbers, row.place
+
+
+def blame(
+    low: Callable[..., Any],
+    *args: Any,
+    output: Callable[[Any], Any] | None = None,
+    key: Array | None = None,
+    max_turns: int | None = None,
+    **kwargs: Any,
+) -> Blame:
+    """The error of an emulated program, divided among its operations.
+
+    The program runs beside the same program in the carrier. Equation i makes the rounding error δᵢ: its emulated result
+    minus the carrier's result of the same operands. Its contribution is ⟨aᵢ, δᵢ⟩. The adjoint aᵢ is the derivative of
+    the output by the result, from transposed derivatives of each equation, each the mean of that at the emulated
+    operands and that at the carrier's; of a function of numbers, the secant, if the two operands are far apart or a
+    derivative is infinite there. Where both are equal, an infinite derivative counts as 0, as it multiplies no error.
+    If a maximum or a sort chooses another operand than the carrier's, the mean has weights that make it a secant. The
+    contributions of a program of products, sums and such choices then add up to the error of the output. `unexplained`
+    is the rest, as of functions with curvature and of jumps. A bound such as Σ|aᵢ||δᵢ| has no signs and is often a
+    hundred times too large.
+
+    Loops and branches follow the emulated program, and so do choices (`jnp.where`) within `while` loops; a row adds up
+    all turns, and ``turns`` has each. Inside `jax.shard_map` all shards run at once, on one device, and a row adds up
+    all shards. An equation that only moves values makes no error, but may round a constant. The values of all
+    operations are kept in memory. It runs operation by operation, outside of `jax.jit`.
+
+    Args:
+        low: a function from `jchop.emulate`.
+        *args: its arguments.
+        output: a function of the result of `low` to a number, which JAX can differentiate. Default: the result itself
+            if it is a single number; else the Euclidean norm of the error of all its numbers.
+        key: a typed key, needed if a rounding is stochastic.
+        max_turns: the most turns of a `while` loop; the parts are then those of a loop that stops there, with a note.
+            Default None: the limit of `emulate`; if that is None too, a loop of more than 1 000 turns is an error.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `Blame`; its ``str`` is a table, ``columns()`` its columns, ``jchop.plot.blame(it)`` a figure.
+
+    Raises:
+        TypeError: for a function that `emulate` did not make, traced arguments, or an `output` that gives no number.
+        ValueError: if the output of either program is not finite, or a derivative or an error on the way to it, no
+            number depends on the arguments, or a loop is too long.
+        NotImplementedError: for an equation without a derivative on the way to the output.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> low = jc.emulate(lambda x: jnp.sum(x * x) - 4.0, "e4m3")
+        >>> found = jc.blame(low, jnp.array([1.1, 2.0]))
+        >>> [(row.primitive, round(row.contribution, 4)) for row in found.rows]
+        [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('mul', -0.0156), ('sub', 0.0)]
+    """
+    if isinstance(low, MethodType) and isinstance(low.__func__, EmulatedFunction):
+        low, args = low.__func__, (low.__self__, *args)
+    if not isinstance(low, EmulatedFunction):
+        raise TypeError(f"low={low!r} must be a function that jchop.emulate returned")
+    if output is not None and not callable(output):
+        raise TypeError(f"output={output!r} must be a function of the result, or None")
+    most = max_turns if max_turns is not None else low.settings.max_turns
+    tape = Tape(
+        CarrierReference(), check_int("max_turns", _MOST_BLAME_TURNS if most is None else most, 1, (1 << 32) - 1)
+    )
+    program = trace_program(low.fun, low.settings, args, kwargs)
+    if any(isinstance(v, jax.core.Tracer) for v in program.values):
+        raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
+    outer = user_line()
+    start = first_line_of(low.fun, outer)
+    # Of a constant result, `emulate` makes an equation in this call.
+    steps = [(step, times, start if at == outer else at) for step, times, at in walk_sources(program.plan, 1, outer)]
+    tape.sources.update((id(step), source) for step, _, source in steps)
+    seeds = low.seeds(key, args, kwargs)
+    results = _run_tape(low, program, tape, argument_names(args, kwargs), seeds, most is not None)
+    error, value, reference, cotangents = _output_cotangents(program, results, output)
+    shares = tape.shares(results, cotangents)
+    for note in dict.fromkeys(tape.notes):
+        warnings.warn(note, RuntimeWarning, stacklevel=2)
+    rows = [
+        *_argument_blame_rows(shares, str(low.settings.spec), start, error),
+        *_blame_rows(tape.with_literal_steps(steps), shares, error),
+    ]
+    rows.sort(key=lambda row: -abs(row.contribution))
+    rest = error - math.fsum(row.contribution for row in rows)
+    notes = (*dict.fromkeys(tape.notes), *_blame_notes(tape.diverges, error, value, rest, rows))
+    return Blame(tuple(rows), error, value, reference, rest, notes)
+
+
+def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: Sequence[BlameRow]) -> Iterator[str]:
+    if diverges:
+        yield (
+            "the carrier alone would make other turns or choices, so this is the error on the path of the emulated "
+            "program, and not the difference from a plain run"
+        )
+    # Where parts cancel to almost nothing, a small rest of them is no reason to doubt them, nor are the carrier's own
+    # rounding errors. The value may be NaN, which is no maximum in the last place.
+    largest = max((abs(row.contribution) for row in rows), default=0.0)
+    if abs(rest) > max(abs(error), _DOUBTFUL_REST * largest, float(jnp.finfo(jnp.result_type(float)).eps) * abs(value)):
+        yield (
+            "the part that no row explains is larger than the error, so the rows do not describe this error; blame "
+            "fewer turns of loops, or take a format with more digits"
+        )
+
+
+def _run_tape(
+    low: EmulatedFunction,
+    program: EmulatedProgram,
+    tape: Tape,
+    names: Sequence[str],
+    seeds: Seeds | None,
+    has_limit: bool,
+) -> list[ValuePair]:
+    entry = values, constants, inside = round_on_entry(program, low.settings.spec, seeds)
+    if not has_limit:
+        tape.check = partial(_check_loop_turns, program, entry)
+    every = (*program.values, *program.plan.consts)
+    names = (*names, *("constant" for _ in program.plan.consts))
+    pairs: list[ValuePair] = [
+        tape.enter(name, x, as_jax_value(whole))
+        for name, x, whole in zip(names, (*values, *constants), every, strict=True)
+    ]
+    return tape.run(program.plan, inside, pairs[: len(values)], pairs[len(values) :])
+
+
+def _check_loop_turns(program: EmulatedProgram, entry: tuple[list[Any], list[Any], Seeds | None]) -> None:
+    """Refuses loops of too many turns, by a run of the emulated program alone, which is much faster."""
+    values, constants, inside = entry
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        interpret(EagerRunner(_MOST_BLAME_TURNS), program.plan, inside, values, constants)
+        jax.effects_barrier()
+    messages = [str(one.message) for one in records if issubclass(one.category, RuntimeWarning)]
+    if messages:
+        raise ValueError(
+            f"{messages[0]}. blame records every operation of every turn: max_turns=100 gives the parts of the first "
+            "turns, a larger number those of more. A tolerance below the spacing of the format is never reached"
+        )
+
+
+def _output_cotangents(
+    program: EmulatedProgram, results: Sequence[ValuePair], output: Callable[[Any], Any] | None
+) -> tuple[float, float, float, list[Any]]:
+    """The error, both outputs, and the derivative of the output by each result."""
+    low, wide = ([as_jax_value(pair[side]) for pair in results] for side in (0, 1))
+    numbers = [i for i, x in enumerate(low) if is_number(jax.typeof(x))]
+    if not numbers:
+        raise ValueError("the result has no floating-point number, so it has no error")
+    if output is not None:
+        return _cotangents_of_output(program, low, wide, numbers, output)
+    errors = [_as_double(low[i]) - _as_double(wide[i]) for i in numbers]
+    if not all(np.all(np.isfinite(error)) for error in errors):
+        raise _not_finite_error(*low, *wide)
+    cotangents: list[Any] = [None] * len(low)
+    if sum(error.size for error in errors) == 1 and not np.iscomplexobj(errors[0]):
+        cotangents[numbers[0]] = jnp.ones_like(low[numbers[0]])
+        one, two = (float(np.ravel(_as_double(side[numbers[0]]))[0]) for side in (low, wide))
+        return one - two, one, two, cotangents
+    norm = math.sqrt(sum(float(np.sum(np.abs(error) ** 2)) for error in errors))
+    for i, error in zip(numbers, errors, strict=True):
+        cotangents[i] = jnp.asarray(np.conj(error) / (norm or 1.0), low[i].dtype)
+    return norm, math.nan, math.nan, cotangents
+
+
+def _cotangents_of_output(
+    program: EmulatedProgram, low: list[Any], wide: list[Any], numbers: list[int], output: Callable[[Any], Any]
+) -> tuple[float, float, float, list[Any]]:
+    def number(side: list[Any], values: Sequence[Any]) -> Any:
+        every = list(side)
+        for i, value in zip(numbers, values, strict=True):
+            every[i] = value
+        out = jnp.asarray(output(jax.tree.unflatten(program.tree, every)))
+        if out.size != 1 or not jnp.issubdtype(out.dtype, jnp.floating):
+            raise TypeError(f"output={output!r} must give a real number, but gives {jax.typeof(out)}")
+        return jnp.reshape(out, ())
+
+    gradients = [
+        jax.value_and_grad(lambda values, side=side: number(side, values))([side[i] for i in numbers])
+        for side in (low, wide)
+    ]
+    (one, first), (two, second) = gradients
+    if not (math.isfinite(one) and math.isfinite(two)):
+        raise _not_finite_error(one, two)
+    cotangents: list[Any] = [None] * len(low)
+    for i, x, y in zip(numbers, first, second, strict=True):
+        mean = (x + y) / 2
+        # A number that is equal in both results adds nothing, so that 0 is as good as an infinite derivative.
+        cotangents[i] = jnp.where(~jnp.isfinite(mean) & (low[i] == wide[i]), 0, mean)
+        if not bool(jnp.all(jnp.isfinite(cotangents[i]))):
+            raise ValueError(
+                f"output={output!r} has no finite derivative at both results; the norm of an error has none at zero, "
+                "and output=None gives the parts of that norm"
+            )
+    return float(one) - float(two), float(one), float(two), cotangents
+
+
+def _not_finite_error(*output: Any) -> ValueError:
+    nan = any(is_number(jax.typeof(x)) and bool(jnp.isnan(x).any()) for x in map(as_jax_value, output))
+    event, verb = ("nan", "gives a NaN") if nan else ("overflow", "overflows")
+    return ValueError(
+        f"the output is {'NaN' if nan else 'not finite'}, so its error has no parts; "
+        f"jchop.emulate.report(low, ..., stop_at={event!r}) names the first equation that {verb}"
+    )
+
+
+def _as_double(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def _argument_blame_rows(shares: dict[Any, ErrorShare], spec: str, source: str, error: float) -> Iterator[BlameRow]:
+    for name, share in shares.items():
+        if isinstance(name, str) and share.squares:
+            yield _blame_row("", name, spec, 1, [share], source, error)
+
+
+def _blame_rows(
+    steps: Iterable[tuple[EmulatedStep, int, str]], shares: dict[Any, ErrorShare], error: float
+) -> Iterator[BlameRow]:
+    groups: dict[tuple[str, str, str, str], list[ErrorShare]] = {}
+    for step, _, source in steps:
+        if id(step) in shares:
+            moves = step.kind in SILENT_KINDS and not is_foreign_primitive(step)  # which round nothing else
+            name = "constant" if moves else step_label(step)
+            groups.setdefault((step.scope, name, step_spec_text(step), source), []).append(shares[id(step)])
+    for (scope, name, spec, source), members in groups.items():
+        yield _blame_row(scope, name, spec, len(members), members, source, error)
+
+
+def _blame_row(
+    scope: str, name: str, spec: str, equations: int, members: Sequence[ErrorShare], source: str, error: float
+) -> BlameRow:
+    count = sum(share.count for share in members)
+    rms = math.sqrt(sum(share.squares for share in members) / count) if count else 0.0
+    contribution = math.fsum(share.contribution for share in members)
+    last = max((turn for share in members for turn in share.turns), default=-1)
+    turns = tuple(math.fsum(share.turns.get(turn, 0.0) for share in members) for turn in range(last + 1))
+    share = contribution / error if error else math.nan
+    return BlameRow(scope, name, spec, equations, count, rms, contribution, share, source, turns)

@@ -1,0 +1,648 @@
+"""`jchop.significant_digits`: the decimal digits of a result that rounding errors leave."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from functools import partial
+from types import MethodType
+from typing import Any, Literal
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import Literal as Constant
+
+from jchop._common.checks import check_int
+from jchop._common.text import TableOrLine, Tables
+from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
+from jchop._emulate.paired.paired_run import SILENT_KINDS, note_of_stop
+from jchop._emulate.paired.places import MOST_REPORT_TURNS, step_label, walk_sources
+from jchop._emulate.paired.shards import (
+    ShardAxes,
+    ShardMap,
+    align_shard_axes,
+    bind_shards,
+    broadcast_to_shards,
+    map_shards,
+    seeds_of_turn,
+    shard_row,
+    stack_turns,
+    with_vmap_collective,
+)
+from jchop._emulate.rules.interpret import EagerRunner, round_operands
+from jchop._emulate.rules.rules import EXACT, Settings, make_settings
+from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.trace import EmulatedProgram, trace_program
+from jchop._emulate.rules.value_facts import is_carrier_float
+from jchop._program.bind import constant_of
+from jchop._program.control import as_jax_value, copy_if_reference, where_active
+from jchop._program.loop_limits import COMPARISONS
+from jchop._program.seeds import Seeds
+from jchop._program.source import user_line
+from jchop._program.step import CALLS, ProgramPlan, carry_count
+from jchop._round.arguments import check_key
+from jchop._spec.spec import Spec
+from jchop.formats import ElementFormat, FloatFormat
+
+__all__ = ["Instability", "SignificantDigits", "significant_digits"]
+
+Array = jax.Array
+#: A value in every sample.
+ValueSamples = list[Any]
+#: A sum or difference that loses this many digits counts as a cancellation, as in CADNA.
+_CANCELLATION_DIGITS = 4.0
+_DEFAULT_SPEC = "binary32:stochastic"
+_SCATTER_SUMS = frozenset(("scatter-add", "scatter-sub"))
+#: Sums of many terms.
+_TERM_SUMS = frozenset(("reduce_sum", "cumsum", "reduce_window_sum", "psum", "psum_invariant")) | _SCATTER_SUMS
+#: Sums of products.
+_PRODUCT_SUMS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+#: The equations whose digits are compared with those of their operands.
+_CANCELLATION_OPS = _TERM_SUMS | _PRODUCT_SUMS | {"add", "sub", "div"}
+#: The kinds of equations that round nothing, or the exact result.
+_EXACT_KINDS = SILENT_KINDS | {"exact", "power"}
+
+
+@dataclass(frozen=True)
+class Instability:
+    """Operations of one kind and line of source whose operands or outcomes have too few digits.
+
+    Args:
+        kind: ``"branching"``, comparisons with different outcomes in different samples; ``"cancellation"``, sums and
+            differences that have at least four digits fewer than their operands, or, if they have many terms, than
+            they would have if no terms cancelled; ``"division"``, quotients with a divisor of less than one digit. The
+            operations inside of factorizations and solvers (``lu``, ``cholesky``, ``triangular_solve``, ``eigh``) are
+            not looked at.
+        count: the number of such results, in all turns of loops.
+        primitive: the name of the primitive.
+        scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
+        source: file and line, as in `jchop.emulate.report`.
+    """
+
+    kind: str
+    count: int
+    primitive: str
+    scope: str
+    source: str
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+
+@dataclass(frozen=True)
+class SignificantDigits(Tables):
+    """The result of `jchop.significant_digits`; its ``str`` is a table.
+
+    Args:
+        digits: for each number of the result, its significant decimal digits, from 0 to `most`, as NumPy float64 in
+            the tree of the result; below 1 no digit can be trusted. None for a leaf of random keys.
+        mean: the means of the samples, in the same tree.
+        spread: their standard deviations.
+        most: the digits of the format, p·log10(2) for p significant bits.
+        samples: the number of samples.
+        instabilities: operations that explain a loss, the largest count first.
+        notes: sentences about stopped loops.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> found = jc.significant_digits(lambda x: (x + 1e6) - 1e6, 0.1, key=jax.random.key(0))
+        >>> found.worst < 2, [row.kind for row in found.instabilities]
+        (True, ['cancellation'])
+    """
+
+    digits: Any
+    mean: Any
+    spread: Any
+    most: float
+    samples: int
+    instabilities: tuple[Instability, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    _align = "<><<<"
+
+    @property
+    def worst(self) -> float:
+        """The fewest digits of any number; NaN if there is none."""
+        return min((float(np.min(x)) for x in jax.tree.leaves(self.digits) if x.size), default=math.nan)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain data for JSON; leaves of the result by path."""
+
+        def by_path(tree: Any) -> dict[str, Any]:
+            leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+            return {jax.tree_util.keystr(path): _strict_json(np.asarray(x).tolist()) for path, x in leaves}
+
+        out = {name: by_path(getattr(self, name)) for name in ("digits", "mean", "spread")}
+        rows = [{f.name: getattr(row, f.name) for f in fields(row)} for row in self.instabilities]
+        return {**out, "most": self.most, "samples": self.samples, "instabilities": rows, "notes": list(self.notes)}
+
+    def _parts(self) -> Iterator[TableOrLine]:
+        every = [np.ravel(x) for x in jax.tree.leaves(self.digits)]
+        numbers = np.concatenate(every) if every else np.zeros(0)
+        if numbers.size == 1:
+            yield f"significant digits: {_digits_text(numbers[0])} of {self.most:.1f} ({self.samples} samples)"
+        elif numbers.size:
+            worst, middle = _digits_text(float(np.min(numbers))), _digits_text(float(np.median(numbers)))
+            none = int(np.sum(numbers < 1))
+            yield f"significant digits of {numbers.size} numbers: worst {worst}, median {middle} of {self.most:.1f}"
+            yield f"{none} numbers have none ({self.samples} samples)"
+        if self.instabilities:
+            rows = [(r.kind, str(r.count), r.primitive, r.scope, r.place) for r in self.instabilities]
+            yield [("unstable", "count", "primitive", "scope", "source"), *rows]
+        yield from self.notes
+
+
+def _digits_text(digits: float) -> str:
+    return "none" if digits < 1 else f"{digits:.1f}"
+
+
+def _strict_json(value: Any) -> Any:
+    """A value whose numbers that are not finite are None; a complex number is the list of its parts."""
+    if isinstance(value, list):
+        return [_strict_json(x) for x in value]
+    if isinstance(value, complex):
+        return [_strict_json(value.real), _strict_json(value.imag)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def significant_digits(
+    fun: Callable[..., Any],
+    *args: Any,
+    key: Array,
+    samples: int = 3,
+    spec: Spec | ElementFormat | str | None = None,
+    confidence: float = 0.95,
+    max_turns: int = MOST_REPORT_TURNS,
+    narrow: Literal["raise", "carrier"] = "raise",
+    **kwargs: Any,
+) -> SignificantDigits:
+    """The significant decimal digits of the result of a program, from runs with random roundings.
+
+    The program runs `samples` times with stochastic rounding, each time with other draws. Let m be the mean and s the
+    standard deviation of N samples. Then log10(√N·abs(m) / (τ·s)) digits are common to the samples and the exact
+    result, with the given confidence. τ is the quantile of Student's distribution with N - 1 degrees of freedom: 4.303
+    for N = 3 and 0.95. The method is CESTAC (J. Vignes, "Discrete stochastic arithmetic for validating results of
+    numerical software", Numerical Algorithms 37, 2004). It assumes that the rounding errors are small against the
+    values. Read less than one digit as none, and look at `instabilities`. A bias that all samples share, such as the
+    truncation error of a method, is not seen.
+
+    Every sample takes its own branches and turns of loops. The operations run one after the other, outside of
+    `jax.jit`, and those inside `jax.shard_map` for all shards at once.
+
+    Args:
+        fun: a function that JAX can trace. It runs in float64 with every operation rounded to `spec`; its float
+            arguments are converted to float64. Or a function from `jchop.emulate` with stochastic rounding, which keeps
+            its carrier and rules.
+        *args: its arguments.
+        key: a typed key. Sample i of a function from `emulate` is ``fun(*args, key=jax.random.fold_in(key, i))``.
+        samples: the number of runs, at least 2. Few different values remain after a cancellation, and few samples may
+            agree by chance: more samples give a sharper estimate. Default 3, as in CADNA.
+        spec: a stochastic rounding. Default None: ``"binary32:stochastic"``; for a function from `emulate`, its own.
+        confidence: the probability, between 0 and 1.
+        max_turns: the most turns of a `while` loop. A stopped loop has a note and a `RuntimeWarning`.
+        narrow: the treatment of arrays of fewer bits than float64 in `fun`, such as those of ``jnp.float32(0)``:
+            ``"raise"`` an error where they do not mix with float64 or have no digits below those of the format
+            (default), ``"carrier"`` computes them in float64. A function from `emulate` keeps its own.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `SignificantDigits`.
+
+    Raises:
+        TypeError: for an argument of another type, traced arguments, or, with ``narrow="raise"``, a `fun` that mixes
+            its arguments with values of a fixed dtype, which has no run in float64.
+        ValueError: for a spec without draws, fewer than 2 samples, or a confidence outside of (0, 1).
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> found = jc.significant_digits(lambda x: x / 3, 1.0, key=jax.random.key(0))
+        >>> bool(found.digits > 6), round(found.most, 2)
+        (True, 7.22)
+    """
+    check_key("key", key)
+    samples = check_int("samples", samples, 2, 1 << 16)
+    max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
+    if not isinstance(confidence, int | float) or not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence!r} must be a number between 0 and 1")
+    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
+        fun, args = fun.__func__, (fun.__self__, *args)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        raise TypeError("significant_digits needs arguments that are not traced: call it outside of jax.jit")
+    if isinstance(fun, EmulatedFunction):
+        if spec is not None:
+            raise ValueError(f"spec={spec!r}: a function from emulate has its own arithmetic; leave spec out")
+        if narrow != "raise":
+            raise ValueError(f"narrow={narrow!r}: a function from emulate has its own; pass it to emulate")
+        program = trace_program(fun.fun, _require_stochastic(fun.settings), args, kwargs)
+        return _measure_digits(fun.settings, program, key, samples, float(confidence), max_turns)
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function")
+    settings = make_settings(_DEFAULT_SPEC if spec is None else spec, None, None, "raise", narrow=narrow)
+    own = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    with jax.enable_x64(True):
+        program = _trace_in_float64(fun, _require_stochastic(settings), args, kwargs, own)
+        return _measure_digits(settings, program, key, samples, float(confidence), max_turns)
+
+
+def _trace_in_float64(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any, own: Any) -> EmulatedProgram:
+    """The program of a function of float64 arguments; `own` is the context of its own dtypes."""
+    widens, run = settings.narrow == "carrier", fun
+    if widens:
+        run = lambda *args, **kwargs: jax.tree.map(_number_in_float64, fun(*args, **kwargs))  # noqa: E731
+    try:
+        return trace_program(run, settings, *jax.tree.map(_number_in_float64, (args, kwargs)))
+    except TypeError as error:
+        with own:  # its own error, if it has one
+            program = trace_program(fun, make_settings(None, None, None, "carrier"), args, kwargs)
+        if widens:
+            return trace_program(
+                partial(_rerun_program, program), settings, list(map(_number_in_float64, program.values)), {}
+            )
+        why = str(error).splitlines()[0].rstrip(":")
+        raise TypeError(
+            f"fun={fun!r} does not run in float64: it mixes its arguments, which are float64 here, with values of a "
+            "fixed dtype such as jnp.float32(0); pass narrow='carrier', which computes those in float64, or give them "
+            f"the dtype of an argument, as in jnp.zeros((), x.dtype). JAX: {why}"
+        ) from error
+
+
+def _rerun_program(program: EmulatedProgram, *values: Any) -> Any:
+    """The results of a program of other dtypes."""
+    source = ClosedJaxpr(program.source, program.plan.consts)
+    args = [lax.convert_element_type(x, v.aval.dtype) for x, v in zip(values, program.source.invars, strict=True)]
+    return jax.tree.unflatten(program.tree, list(map(_number_in_float64, jaxpr_as_fun(source)(*args))))
+
+
+def _require_stochastic(settings: Settings) -> Settings:
+    if not settings.stochastic:
+        raise ValueError(f"spec={str(settings.spec)!r} rounds to one value; a stochastic spec is needed")
+    return settings
+
+
+def _number_in_float64(x: Any) -> Any:
+    if not isinstance(x, Array | np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    wide = np.complex128 if jnp.iscomplexobj(x) else np.float64
+    return x.astype(wide) if isinstance(x, jax.core.Tracer) else np.asarray(x).astype(wide)
+
+
+def _measure_digits(
+    settings: Settings, program: EmulatedProgram, key: Array, samples: int, confidence: float, max_turns: int
+) -> SignificantDigits:
+    fmt = None if settings.spec is None else settings.spec.format
+    bits = fmt.precision if isinstance(fmt, FloatFormat) else 53
+    measure = _DigitsMeasure.of(samples, confidence, bits * math.log10(2))
+    _check_carrier_digits(program.plan)
+    seeds = [call_seeds(settings, jax.random.fold_in(key, i)) for i in range(samples)]
+    entries = [round_on_entry(program, settings.spec, one) for one in seeds]
+    # Each sample writes to its own references.
+    values, constants = (
+        [list(map(copy_if_reference, many)) for many in zip(*(e[i] for e in entries), strict=True)] for i in (0, 1)
+    )
+    outer = user_line()
+    run = _SampleRun(measure, max_turns)
+    results = run.run(program.plan, [e[2] for e in entries], values, constants)
+    for note in dict.fromkeys(run.notes):
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
+    facts = [
+        measure.facts(many)
+        if not jnp.issubdtype(as_jax_value(many[0]).dtype, jax.dtypes.extended)
+        else (None, None, None)
+        for many in results
+    ]
+    digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
+    rows = tuple(_instability_rows(walk_sources(program.plan, 1, outer), run.counts))
+    return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(run.notes)))
+
+
+def _check_carrier_digits(plan: ProgramPlan) -> None:
+    """Refuses operations whose results in the carrier have no bits below those of the format, so that nothing draws."""
+    for step in plan.walk():
+        spec = step.choice.spec
+        if (
+            spec is None
+            or not spec.rounding.stochastic
+            or step.kind in _EXACT_KINDS
+            or not isinstance(spec.format, FloatFormat)
+        ):
+            continue
+        for v in step.eqn.outvars:
+            if is_carrier_float(v.aval) and jnp.finfo(v.aval.dtype).nmant < spec.format.precision:
+                raise ValueError(
+                    f"primitive {step.name!r} (scope {step.scope!r}) gives {v.aval.dtype.name}, which has no digits "
+                    f"below those of {spec.format}, so its rounding cannot draw; pass narrow='carrier', which leaves "
+                    f"out the conversion to {v.aval.dtype.name}, or a spec of fewer bits"
+                )
+
+
+def _instability_rows(steps: Any, counts: dict[tuple[int, str], int]) -> list[Instability]:
+    by_id = {id(step): (step, source) for step, _, source in steps}
+    groups: dict[tuple[str, str, str, str], int] = {}
+    for (number, kind), count in counts.items():
+        step, source = by_id[number]
+        group = kind, step_label(step), step.scope, source
+        groups[group] = groups.get(group, 0) + count
+    rows = [Instability(kind, count, name, scope, source) for (kind, name, scope, source), count in groups.items()]
+    return sorted(rows, key=lambda row: -row.count)
+
+
+def student_quantile(freedom: int, confidence: float) -> float:
+    """The number that the magnitude of Student's t does not exceed with this probability."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_probability(middle, freedom) < confidence else (low, middle)
+    return math.sqrt(freedom) * math.tan(high)
+
+
+def _student_probability(angle: float, freedom: int) -> float:
+    """P(|t| ≤ √freedom·tan angle): Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4."""
+    odd, cos = freedom % 2, math.cos(angle)
+    term, total = cos if odd else 1.0, 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cos * cos * k / (k + 1)
+    return (angle + math.sin(angle) * total) * 2 / math.pi if odd else math.sin(angle) * total
+
+
+@dataclass(frozen=True)
+class _DigitsMeasure:
+    """The digits of samples: `factor` is √N / τ, `most` the digits of the format."""
+
+    factor: float
+    most: float
+
+    @classmethod
+    def of(cls, samples: int, confidence: float, most: float) -> _DigitsMeasure:
+        return cls(math.sqrt(samples) / student_quantile(samples - 1, confidence), most)
+
+    def facts(self, many: ValueSamples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The digits, mean and standard deviation of samples; a complex number has the digits of its worse part."""
+        every = np.stack([np.asarray(x) for x in many])
+        if np.iscomplexobj(every):
+            real, imaginary = (self.facts(list(part)) for part in (np.real(every), np.imag(every)))
+            spread = np.hypot(real[2], imaginary[2])
+            return np.minimum(real[0], imaginary[0]), real[1] + 1j * imaginary[1], spread
+        every = every.astype(np.float64)
+        with np.errstate(all="ignore"):
+            deviations = every - every[0]  # equal samples have a spread of exactly zero
+            mean, spread = every[0] + deviations.mean(0), deviations.std(0, ddof=1)
+        return np.where(np.all(np.isfinite(every), axis=0), self.digits(mean, spread), 0.0), mean, spread
+
+    def digits(self, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
+        """The digits of numbers with this mean and standard deviation."""
+        with np.errstate(all="ignore"):
+            digits = np.log10(self.factor * np.abs(mean) / spread)
+        return np.clip(np.where(spread == 0, self.most, digits), 0, self.most)
+
+
+@dataclass
+class _SampleRun:
+    """A run of a program in several samples at once, each with its own branches and turns of loops."""
+
+    measure: _DigitsMeasure
+    max_turns: int
+    counts: dict[tuple[int, str], int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    axes: ShardAxes = ()  # of the mesh, which values have first
+
+    def __post_init__(self) -> None:
+        self.runner = EagerRunner(self.max_turns)
+
+    def run(
+        self,
+        plan: ProgramPlan,
+        seeds: Sequence[Seeds | None],
+        args: Sequence[ValueSamples],
+        constants: Sequence[ValueSamples] | None = None,
+    ) -> list[ValueSamples]:
+        """The results of a plan, each in every sample."""
+        count = len(seeds)
+        consts = [[broadcast_to_shards(x, self.axes)] * count for x in plan.consts] if constants is None else constants
+        env: dict[Any, ValueSamples] = dict(zip(plan.jaxpr.constvars, consts, strict=True))
+        env.update(zip(plan.jaxpr.invars, args, strict=True))
+
+        def read(v: Any) -> ValueSamples:
+            return [broadcast_to_shards(constant_of(v), self.axes)] * count if isinstance(v, Constant) else env[v]
+
+        for step in plan.steps:
+            with nullcontext() if self.axes else step.eqn.ctx.manager:
+                out = self._step(step, seeds, [read(v) for v in step.eqn.invars])
+            env.update(zip(step.eqn.outvars, out, strict=True))
+        return [read(v) for v in plan.jaxpr.outvars]
+
+    def _step(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+        each = [[many[i] for many in args] for i in range(len(seeds))]
+        walk = (
+            _SAMPLE_WALKS.get(step.name, _SampleRun._call if step.inner else None) if step.kind == "control" else None
+        )
+        if walk is not None:
+            each = self._each(partial(round_operands, step), seeds, each)
+            return walk(self, step, seeds, _transpose_samples(each, len(args)))
+        run = partial(
+            self.runner.control if step.kind == "control" else self.runner.run, with_vmap_collective(step, self.axes)
+        )
+        results = _transpose_samples(self._each(run, seeds, each), len(step.eqn.outvars))
+        if len(seeds) > 1 and step.kind != "control":
+            self._look(step, seeds, each, results)
+        return results
+
+    def _each(
+        self, run: Callable[[Seeds | None, list[Any]], Any], seeds: Sequence[Seeds | None], each: list[list[Any]]
+    ) -> list[Any]:
+        """``run(seeds, args)`` for each sample."""
+        return [map_shards(self.axes, run, one, x) for one, x in zip(seeds, each, strict=True)]
+
+    def _inside(self, seeds: Sequence[Seeds | None], number: int, turn: int = 0) -> list[Seeds | None]:
+        return [seeds_of_turn(self.axes, one, number, turn) for one in seeds]
+
+    def _look(
+        self, step: EmulatedStep, seeds: Sequence[Seeds | None], each: list[list[Any]], results: list[ValueSamples]
+    ) -> None:
+        """Counts the instabilities of one equation."""
+        if step.name in COMPARISONS:
+            outcomes = np.stack([np.asarray(x) for x in results[0]])
+            self._count(step, "branching", np.any(outcomes != outcomes[0], axis=0))
+            return
+        name = EXACT.get(step.name, step.name)
+        if name not in _CANCELLATION_OPS or step.choice.spec is None or not is_carrier_float(step.eqn.outvars[0].aval):
+            return
+        after = [] if name == "div" else [self.measure.facts(many)[0] for many in results]
+        if after and all(np.all(x > self.measure.most - _CANCELLATION_DIGITS) for x in after):
+            return  # no operand has more than the most digits
+        operands = _transpose_samples(
+            self._each(partial(self.runner.prepare_operands, step), seeds, each), len(step.eqn.invars)
+        )
+        if name in _TERM_SUMS | _PRODUCT_SUMS:
+            before = self._digits_without_cancellation(with_vmap_collective(step, self.axes), operands)
+        else:
+            shape = results[0][0].shape
+            facts = [self.measure.facts(many)[0] for many in operands[name == "div" :]]
+            before = [np.minimum.reduce([np.broadcast_to(align_shard_axes(x, len(shape)), shape) for x in facts])]
+        if name == "div":
+            self._count(step, "division", before[0] < 1)
+        for digits, rest, many in zip(before, after, results, strict=False):
+            finite = np.all([np.isfinite(np.asarray(x)) for x in many], axis=0)  # an overflow cancels nothing
+            self._count(step, "cancellation", finite & (digits - rest >= _CANCELLATION_DIGITS))
+
+    def _digits_without_cancellation(self, step: EmulatedStep, operands: list[ValueSamples]) -> list[np.ndarray]:
+        """The digits of sums of many terms, had no terms cancelled.
+
+        Then the square of a sum is as large as the sum of the squares of its terms, and so is its spread's. So a term
+        that is small and noisy does not count: it does not spread the sum.
+        """
+        eqn = step.eqn
+        real = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.invars]
+        params = {name: None if name == "preferred_element_type" else x for name, x in eqn.params.items()}
+        if step.name in _SCATTER_SUMS:  # these hold the addition of two numbers of their dtype
+            params = {name: x for name, x in params.items() if not name.startswith("update_")}
+
+        def sum_of(*squares: np.ndarray) -> list[np.ndarray]:
+            terms = iter(squares)
+            args = [next(terms) if r else many[0] for many, r in zip(operands, real, strict=True)]
+            if step.name in _SCATTER_SUMS:
+                out = map_shards(self.axes, lambda _, args: [lax.scatter_add(*args, **params)], None, args)
+            else:
+                out = bind_shards(self.axes, eqn.primitive, params, args)
+            return [np.asarray(x) for x in out]
+
+        with np.errstate(all="ignore"), jax.enable_x64(True):  # type: ignore[attr-defined]
+            facts = [self.measure.facts(many)[1:] for many, r in zip(operands, real, strict=True) if r]
+            means, spreads = ([x * x for x in each] for each in zip(*facts, strict=True))
+            if step.name in _PRODUCT_SUMS:
+                (a, b), (da, db) = means, spreads
+                noises = [x + y for x, y in zip(sum_of(da, b + db), sum_of(a, db), strict=True)]
+            else:
+                noises = sum_of(*spreads)
+            sizes = sum_of(*means)
+            return [self.measure.digits(np.sqrt(x), np.sqrt(d)) for x, d in zip(sizes, noises, strict=True)]
+
+    def _count(self, step: EmulatedStep, kind: str, unstable: np.ndarray) -> None:
+        count = int(np.sum(unstable))
+        if count:
+            self.counts[id(step), kind] = self.counts.get((id(step), kind), 0) + count
+
+    # -- equations that hold programs ----------------------------------------------------------------------------------
+
+    def _call(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+        return self.run(step.inner[0], self._inside(seeds, step.number), args)
+
+    def _shard_map(
+        self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]
+    ) -> list[ValueSamples]:
+        shards = ShardMap(step, self.axes)
+        parts = [list(map(cut, many)) for cut, many in zip(shards.cuts(), args, strict=True)]
+        self.axes = shards.axes
+        out = self.run(step.inner[0], [shards.seeds(one) for one in seeds], parts)
+        self.axes = shards.outer
+        return [list(map(join, many)) for join, many in zip(shards.joins(), out, strict=True)]
+
+    def _solve(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+        lengths = step.eqn.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        return self._call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
+
+    def _cond(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+        last = len(step.inner) - 1
+        branches = [np.clip(np.asarray(x), 0, last) for x in args[0]]
+        out: list[ValueSamples] = [[None] * len(seeds) for _ in step.eqn.outvars]
+        for index in map(int, np.unique(np.stack(branches))):
+            who = [i for i, x in enumerate(branches) if np.any(x == index)]
+            inside = self._inside(_select_samples(seeds, who), step.number + index)
+            new = self.run(step.inner[index], inside, [_select_samples(many, who) for many in args[1:]])
+            for many, old in zip(new, out, strict=True):  # shards of one sample may take several branches
+                for k, i in enumerate(who):
+                    old[i] = (
+                        many[k] if old[i] is None else where_active(jnp.asarray(branches[i] == index), many[k], old[i])
+                    )
+        return out
+
+    def _scan(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+        params = step.eqn.params
+        consts, carry_size = carry_count(params)
+        fixed, carry, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
+        order = range(params["length"])
+        turns: list[list[ValueSamples]] = []
+        for turn, k in enumerate(reversed(order) if params["reverse"] else order):
+            row = [[shard_row(x, k, self.axes) for x in many] for many in xs]
+            out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*fixed, *carry, *row])
+            carry = out[:carry_size]
+            turns.append(out[carry_size:])
+        if params["reverse"]:
+            turns.reverse()
+
+        def rows(i: int, aval: Any) -> ValueSamples:
+            return [stack_turns([ys[i][s] for ys in turns], aval, self.axes) for s in range(len(seeds))]
+
+        return [*carry, *(rows(i, v.aval) for i, v in enumerate(step.eqn.outvars[carry_size:]))]
+
+    def _while(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+        test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+        first, fixed, carry = args[:test], args[test : test + body], [list(many) for many in args[test + body :]]
+        who, active = list(range(len(seeds))), [jnp.asarray(True)] * len(seeds)
+        turn = 0
+        while who:
+            here = _select_samples(seeds, who)
+            now = [_select_samples(many, who) for many in carry]
+            conditions = self.run(
+                step.inner[0], self._inside(here, step.number, turn), [*(_select_samples(x, who) for x in first), *now]
+            )[0]
+            for i, one in zip(who, conditions, strict=True):
+                active[i] = active[i] & one
+            who = [i for i in who if bool(jnp.any(active[i]))]
+            if not who:
+                break
+            here, now = _select_samples(seeds, who), [_select_samples(many, who) for many in carry]
+            if turn >= self.max_turns:
+                sample = [many[who[0]] for many in (*first, *carry)]
+                (inside,) = self._inside(_select_samples(seeds, who[:1]), step.number, turn)
+                why = f"after max_turns={turn} turns"
+                self.notes.append(note_of_stop(self.runner, step, why, inside, sample, self.axes))
+                break
+            out = self.run(
+                step.inner[1],
+                self._inside(here, step.number + 1, turn),
+                [*(_select_samples(x, who) for x in fixed), *now],
+            )
+            new = [
+                [where_active(active[i], as_jax_value(x), y) for i, x, y in zip(who, *pair, strict=True)]
+                for pair in zip(out, now, strict=True)
+            ]
+            turn += 1
+            _put_samples(carry, who, new)
+        return carry
+
+
+def _transpose_samples(each: Sequence[Sequence[Any]], count: int) -> list[ValueSamples]:
+    """Values by sample as samples by value."""
+    return [[values[i] for values in each] for i in range(count)]
+
+
+def _select_samples(many: Sequence[Any], who: Sequence[int]) -> ValueSamples:
+    return [many[i] for i in who]
+
+
+def _put_samples(into: list[ValueSamples], who: Sequence[int], values: list[ValueSamples]) -> None:
+    for many, new in zip(into, values, strict=True):
+        for i, x in zip(who, new, strict=True):
+            many[i] = x
+
+
+_SAMPLE_WALKS = {
+    **dict.fromkeys(CALLS, _SampleRun._call),
+    "custom_linear_solve": _SampleRun._solve,
+    "cond": _SampleRun._cond,
+    "scan": _SampleRun._scan,
+    "while": _SampleRun._while,
+    "shard_map": _SampleRun._shard_map,
+}

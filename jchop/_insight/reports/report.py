@@ -1,0 +1,334 @@
+"""`emulate.report`: the roundings of a program, their places and counts, and their effect on the values."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from types import MethodType
+from typing import Any, Literal
+
+import jax
+import jax.core
+import numpy as np
+
+from jchop._common.checks import check_bool, check_choice, check_int
+from jchop._common.text import TableOrLine, Tables
+from jchop._emulate.emulate import EmulatedFunction, round_on_entry
+from jchop._emulate.paired.measure import Event, Measure
+from jchop._emulate.paired.paired_run import SILENT_KINDS, PairedRun, StopEventError
+from jchop._emulate.paired.places import (
+    MOST_REPORT_TURNS,
+    argument_names,
+    first_line_of,
+    step_label,
+    step_spec_text,
+    text_of_event,
+    walk_sources,
+)
+from jchop._emulate.paired.reference import make_reference
+from jchop._emulate.rules.rules import EVENTS
+from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.trace import trace_program
+from jchop._emulate.rules.value_facts import is_number
+from jchop._program.source import user_line
+from jchop._spec.spec import Spec
+from jchop.formats import ElementFormat
+
+__all__ = ["Event", "Report", "ReportRow", "report"]
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """The equations of one primitive, scope, arithmetic and line of source.
+
+    Args:
+        scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
+        primitive: its name; ``"jchop"`` for a function of jchop, the function's name for `jax.random`.
+        spec: the rounding of the results, as text; ``"carrier"`` if they are not rounded.
+        sums: the order and the roundings of sums, as text; ``"carrier"`` for the carrier's own sums; empty without
+            sums.
+        equations: their number in the program.
+        results: the count of their results in a run; for a `while` loop, in one turn.
+        source: file and line of the equations, as ``"folder/model.py:12"``: the innermost line outside of JAX and
+            jchop. For a function of JAX, the line of its call.
+        overflows: results that are finite without rounding, and infinite or NaN here; or that lie beyond the largest or
+            the lowest value of the format by more than half its step there, and so saturate or wrap. This and the next
+            fields are set only with ``trace_values=True``.
+        underflows: results that are not zero without rounding, and zero here.
+        infinities: infinite results, for any reason.
+        nans: NaN results, for any reason.
+        smallest: the smallest nonzero magnitude.
+        largest: the largest finite magnitude.
+        error: the largest relative error of one operation, against the reference's operation on the same operands. This
+            and ``deviation`` count results that are finite in both, and are NaN if there are none.
+        deviation: the largest relative error against the reference program, run from the start.
+        invalid: NaN results of operands without NaN: inf - inf, 0/0, sqrt(-1). Results of an operation that is not
+            elementwise, such as a sum, count if no operand has a NaN anywhere.
+        cancelled: the most leading bits that cancelled in a sum or difference of two numbers: the larger exponent of
+            the operands minus the exponent of the result; the precision of the format for a result of zero. NaN for
+            other operations.
+        cancelled_mean: the mean of the cancelled bits.
+        first_overflow: the place of the first overflow, an `Event`; None if there is none.
+        first_nan: the place of the first NaN.
+        first_invalid: the place of the first invalid result.
+    """
+
+    scope: str
+    primitive: str
+    spec: str
+    sums: str
+    equations: int
+    results: int
+    source: str = ""
+    overflows: int = 0
+    underflows: int = 0
+    infinities: int = 0
+    nans: int = 0
+    smallest: float = math.nan
+    largest: float = math.nan
+    error: float = math.nan
+    deviation: float = math.nan
+    invalid: int = 0
+    cancelled: float = math.nan
+    cancelled_mean: float = math.nan
+    first_overflow: Event | None = None
+    first_nan: Event | None = None
+    first_invalid: Event | None = None
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name; NaN becomes None, an event a dict of its turn, place and order."""
+        return {f.name: _report_json(getattr(self, f.name)) for f in fields(self)}
+
+
+def _report_json(value: Any) -> Any:
+    """The value in the types of strict JSON."""
+    if isinstance(value, Event):
+        return {"turn": list(value.turn), "where": list(value.where), "order": value.order}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Report(Tables):
+    """The result of `emulate.report`; its ``str`` is a table, with the notes below.
+
+    Args:
+        rows: the rows, in program order.
+        traced: whether values were measured.
+        reference: the reference of the errors: ``"carrier"``, or a spec as text.
+        notes: sentences about stopped loops, about operations left in the carrier, and about the reference.
+        stopped: the event that ended the run, with ``stop_at``; empty if there was none.
+    """
+
+    rows: tuple[ReportRow, ...]
+    traced: bool = field(default=False)
+    reference: str = "carrier"
+    notes: tuple[str, ...] = ()
+    stopped: str = ""
+
+    @property
+    def operations(self) -> int:
+        """The number of results of all rows."""
+        return sum(row.results for row in self.rows)
+
+    def first(self, event: Literal["overflow", "nan", "invalid"]) -> ReportRow | None:
+        """The row of the first event of a kind; None if there is none.
+
+        Args:
+            event: ``"overflow"``, ``"nan"`` or ``"invalid"``.
+
+        Raises:
+            ValueError: for another event.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> low = jc.emulate(lambda x: jnp.log(jnp.exp(x)), "e4m3")
+            >>> row = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True).first("overflow")
+            >>> row.primitive, row.first_overflow.where
+            ('exp', (1,))
+        """
+        name = f"first_{check_choice('event', event, EVENTS)}"
+        rows = [row for row in self.rows if getattr(row, name) is not None]
+        return min(rows, key=lambda row: getattr(row, name).order, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report in the types of strict JSON: dicts, lists, texts and numbers."""
+        return {
+            "traced": self.traced,
+            "reference": self.reference,
+            "stopped": self.stopped,
+            "notes": list(self.notes),
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON, in which NaN is null.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def _parts(self) -> list[TableOrLine]:
+        names = ("scope", "primitive", "spec", "sums", "equations", "results") + _MEASURE_COLUMNS * self.traced
+        firsts = [f"first_{name}" for name in EVENTS]
+        names += tuple(name for name in firsts if any(getattr(row, name) is not None for row in self.rows))
+        lines = [
+            (*names, "source"),
+            *((*(_report_cell(getattr(row, n)) for n in names), row.place) for row in self.rows),
+        ]
+        return [lines, *self.notes, *filter(None, [self.stopped])]
+
+
+#: Columns of a report with measured values.
+_MEASURE_COLUMNS = ("overflows", "underflows", "infinities", "nans", "invalid", "smallest", "largest", "cancelled",
+         "cancelled_mean", "error", "deviation")  # fmt: skip
+
+
+def _report_cell(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def report(
+    fun: Any,
+    *args: Any,
+    trace_values: bool = False,
+    key: Array | None = None,
+    reference: Spec | ElementFormat | str | None = None,
+    max_turns: int | None = None,
+    stop_at: Literal["overflow", "nan", "invalid"] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The roundings of an emulated function for these arguments, and the operations that lose digits.
+
+    Args:
+        fun: a function that `jchop.emulate` returned, or a method that it decorates.
+        *args: arguments of the function.
+        trace_values: whether to run the program, loops turn by turn, beside a reference program, and to measure ranges,
+            overflows, underflows, infinities, NaN, cancelled bits and errors of each operation, and the first events.
+            Arguments and constants have rows only for overflows, infinities, NaN and underflows, moved values only for
+            new infinities or NaN. The emulated program decides branches and numbers of turns. Inside `jax.shard_map`
+            all shards run at once, and an index of an event has the shard's first. Needs arguments that are not traced.
+            Default False: nothing is computed.
+        key: a typed key, needed if values are traced and a rounding is stochastic.
+        reference: the reference of the errors. Default None: the same program in the carrier, without rounding. A
+            deterministic spec or its text: every operation in float64, rounded to that spec; ``"binary64"`` is float64
+            itself. Arguments and constants are not rounded. If a primitive has no form in float64, the carrier's result
+            is used, and a note says so. Implies `trace_values`.
+        max_turns: the most turns of a `while` loop. Default None: the limit of `emulate`, or 10 000; a note has the
+            number. A stopped loop has a note and a `RuntimeWarning` with the line of its condition and the numbers
+            compared. A loop without random draws stops at once if its values no longer change.
+        stop_at: the event that ends the run: the first ``"overflow"`` (a result that is finite in the reference, but
+            not in the format, or that saturates or wraps there), ``"nan"`` or ``"invalid"`` (a NaN of operands without
+            NaN), like ``jax_debug_nans`` for NaN of the carrier. ``stopped`` of the report names the equation, its
+            line, turn, operands and result. Rows hold the measures up to this event. Implies `trace_values`.
+        **kwargs: keyword arguments of the function.
+
+    Returns:
+        A `Report`; its ``str`` is a table.
+
+    Raises:
+        TypeError: for a function that `emulate` did not make, or traced arguments.
+        ValueError: for a reference that draws, ``max_turns`` below 1, or another event.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
+        >>> print(jc.emulate.report(low, jnp.array([1.0, 8.0])))
+        scope  primitive  spec         sums  equations  results  source
+               exp        float8_e4m3        1          2        ...:1
+               mul        float8_e4m3        1          2        ...:1
+        >>> seen = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True)
+        >>> [(row.primitive, row.overflows, row.infinities, row.largest) for row in seen.rows]
+        [('exp', 1, 1, 2.75), ('mul', 0, 1, 2.75)]
+        >>> str(seen.rows[0].first_overflow)
+        '[1]'
+    """
+    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
+        fun, args = fun.__func__, (fun.__self__, *args)
+    if not isinstance(fun, EmulatedFunction):
+        raise TypeError(f"fun={fun!r} must be a function that jchop.emulate returned")
+    trace_values = check_bool("trace_values", trace_values) or reference is not None or stop_at is not None
+    if stop_at is not None:
+        check_choice("stop_at", stop_at, EVENTS)
+    most = max_turns if max_turns is not None else fun.settings.max_turns or MOST_REPORT_TURNS
+    beside = PairedRun(make_reference(reference), check_int("max_turns", most, 1, (1 << 32) - 1), stop_at)
+    program = trace_program(
+        fun.fun, fun.settings, args, kwargs
+    )  # traced again, because an equal program may have other lines
+    outer = user_line()
+    steps = list(walk_sources(program.plan, 1, outer))
+    if not trace_values:
+        return Report(tuple(_report_rows(steps, {})), notes=tuple(_carrier_notes(steps)))
+    if any(isinstance(v, jax.core.Tracer) for v in program.values):
+        raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
+    stop_text, spec = "", fun.settings.spec
+    seeds = fun.seeds(key, args, kwargs)
+    try:
+        beside.whole(program, spec, round_on_entry(program, spec, seeds), argument_names(args, kwargs))
+    except StopEventError as stop:
+        stop_text = text_of_event(stop, program.plan, outer, first_line_of(fun.fun, outer))
+    for note in dict.fromkeys(beside.notes):
+        warnings.warn(note, RuntimeWarning, stacklevel=2)
+    notes = (*dict.fromkeys(beside.notes), *_report_notes(steps, beside), *_carrier_notes(steps))
+    entry_rows = _entry_rows(beside, spec, first_line_of(fun.fun, outer))
+    rows = (*entry_rows, *_report_rows(beside.with_literal_steps(steps), beside.measures))
+    return Report(rows, True, beside.reference.text, notes, stop_text)
+
+
+def _entry_rows(beside: PairedRun, spec: Spec | None, source: str) -> Iterator[ReportRow]:
+    """Rows of the arguments and constants with overflows, infinities, NaN or underflows."""
+    for name, rounds, size, measure in beside.entries:
+        if measure.overflows or measure.infinities or measure.nans or measure.underflows:
+            yield ReportRow("", name, str(spec) if rounds else "carrier", "", 1, size, source, **measure.facts())
+
+
+def _report_notes(steps: Sequence[tuple[EmulatedStep, int, str]], beside: PairedRun) -> Iterator[str]:
+    if any(step.name == "while" for step, _, _ in steps):
+        yield f"while loops make at most {beside.max_turns} turns in this report (max_turns)"
+    if beside.reference.narrow:
+        yield f"the reference is the carrier's for: {', '.join(sorted(beside.reference.narrow))}"
+
+
+def _carrier_notes(steps: Sequence[tuple[EmulatedStep, int, str]]) -> Iterator[str]:
+    """A sentence about the operations that rules and `unknown` leave in the carrier."""
+    wide = [step for step, _, _ in steps if step.kind not in SILENT_KINDS and step_spec_text(step) == "carrier"]
+    if wide:
+        counts = {step_label(step): 0 for step in wide}
+        for step in wide:
+            counts[step_label(step)] += 1
+        yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
+
+
+def _report_rows(steps: Iterable[tuple[EmulatedStep, int, str]], measures: dict[int, Measure]) -> Iterator[ReportRow]:
+    groups: dict[tuple[str, str, str, str, str], list[tuple[EmulatedStep, int]]] = {}
+    for step, times, source in steps:
+        if step.kind in SILENT_KINDS and id(step) not in measures:
+            continue
+        choice = step.choice
+        sums = str(choice.accumulate or "carrier") if step.kind == "accumulating" else ""
+        groups.setdefault((step.scope, step_label(step), step_spec_text(step), sums, source), []).append((step, times))
+    for (scope, name, spec, sums, source), members in groups.items():
+        results = sum(_result_size(step) * times for step, times in members)
+        measure = Measure()
+        for step, _ in members:
+            measure.add(measures.get(id(step)))
+        yield ReportRow(scope, name, spec, sums, len(members), results, source, **measure.facts())
+
+
+def _result_size(step: EmulatedStep) -> int:
+    if step.kind == "constant":
+        return 1
+    return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))

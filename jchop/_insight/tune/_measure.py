@@ -1,0 +1,180 @@
+"""The error of an assignment: by one compiled program whose formats are arguments, or by `emulate`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._emulate.emulate import EmulatedFunction
+from jchop._emulate.rules.rules import ArithmeticChoice, Settings, make_settings
+from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, as_program_arguments
+from jchop._emulate.rules.value_facts import CARRIER_DTYPES
+from jchop._insight.tune._metrics import ErrorMetric, check_finite_result, error_by_metric
+from jchop._insight.tune._sites import (
+    TuningSite,
+    check_tuning_rules,
+    make_tuning_rules,
+    tuning_sites,
+)
+from jchop._insight.tune._traced_formats import is_plan_traceable, run_with_levels
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
+
+__all__ = ["TuningCase", "TuningProblem", "make_tuning_problem"]
+
+
+@dataclass(frozen=True)
+class TuningCase:
+    """An input, its program and its exact result."""
+
+    args: tuple[Any, ...]
+    program: EmulatedProgram
+    sites: dict[int, int]
+    exact: Any
+
+
+@dataclass
+class TuningProblem:
+    """A function, its sites and its inputs.
+
+    Args:
+        fun: the function.
+        menu: the formats, from few bits to many, with the rules of sums.
+        sites: the sites.
+        others: scopes and primitives without a site.
+        cases: the inputs.
+        metric: the error of a result.
+        max_turns: the most turns of a `while` loop.
+        has_program: whether `error` runs the compiled program.
+    """
+
+    fun: Callable[..., Any]
+    menu: tuple[ArithmeticChoice, ...]
+    sites: list[TuningSite]
+    others: set[tuple[str, str]]
+    cases: list[TuningCase]
+    metric: str | ErrorMetric
+    max_turns: int
+    has_program: bool
+
+    def __post_init__(self) -> None:
+        self._runs: dict[int, Callable[..., list[Any]]] = {}
+
+    def rules(self, assignment: Sequence[int]) -> dict[str, Spec | MatmulSpec | None]:
+        """The rules of `emulate` for an assignment."""
+        return make_tuning_rules(self.sites, self.others, [self.menu[level] for level in assignment])
+
+    def error(self, assignment: Sequence[int]) -> float:
+        """The largest error of all inputs."""
+        if not self.has_program:
+            return max(self.emulation_errors(assignment))
+        return max(error_by_metric(self.metric, self.run_program(case, assignment), case.exact) for case in self.cases)
+
+    def run_program(self, case: TuningCase, assignment: Sequence[int]) -> Any:
+        """The result of the compiled program for an input."""
+        levels = np.asarray(assignment, np.int32)
+        plan = case.program.plan
+        with jax.enable_x64(True):
+            values, consts = ([_as_host_float64(x) for x in every] for every in (case.program.values, plan.consts))
+            results = self.run_of(case)(levels, values, consts)
+        avals = [v.aval for v in plan.jaxpr.outvars]
+        out = [
+            np.asarray(x).astype(aval.dtype) if aval.dtype.name in CARRIER_DTYPES else x
+            for x, aval in zip(results, avals, strict=True)
+        ]
+        return jax.tree.unflatten(case.program.tree, out)
+
+    def run_of(self, case: TuningCase) -> Callable[..., list[Any]]:
+        """The compiled program of an input: of the number in the menu of each site, the arguments and the constants."""
+        plan = case.program.plan
+        if id(plan.steps) not in self._runs:
+            self._runs[id(plan.steps)] = jax.jit(partial(run_with_levels, plan, case.sites, self.menu, self.max_turns))
+        return self._runs[id(plan.steps)]
+
+    def emulation_errors(self, assignment: Sequence[int], inputs: Sequence[TuningCase] | None = None) -> list[float]:
+        """The error on each input of the function from `emulate`."""
+        settings = make_settings(None, self.rules(assignment), None, "raise", self.max_turns)
+        return errors_of_emulation(
+            EmulatedFunction(self.fun, settings, None), self.cases if inputs is None else inputs, self.metric
+        )
+
+    def check(self) -> None:
+        """Refuses sites that rules do not tell apart."""
+        marks = [ArithmeticChoice(Spec("e8m1"), None), ArithmeticChoice(Spec("e8m2"), None)]
+        for bit in range(len(self.sites).bit_length()):
+            choices = [marks[number >> bit & 1] for number in range(len(self.sites))]
+            settings = make_settings(None, make_tuning_rules(self.sites, self.others, choices), None, "raise")
+            for case in self.cases:
+                check_tuning_rules(settings, case.program.plan, case.sites, choices)
+
+
+def errors_of_emulation(low: EmulatedFunction, cases: Sequence[TuningCase], metric: str | ErrorMetric) -> list[float]:
+    """The errors of an emulated function; a loop that was stopped has an infinite one."""
+    errors = []
+    for case in cases:
+        with warnings.catch_warnings(record=True) as records:
+            warnings.simplefilter("always")
+            error = error_by_metric(metric, low(*case.args), case.exact)
+        hit_limit = any(issubclass(one.category, RuntimeWarning) and "max_turns" in str(one.message) for one in records)
+        errors.append(math.inf if hit_limit else error)
+    return errors
+
+
+def _as_host_float64(x: Any) -> Any:
+    """A value in float64 if it is real, converted on the host, which keeps subnormal numbers."""
+    if isinstance(x, float):
+        return np.float64(x)
+    dtype = getattr(x, "dtype", None)
+    return np.asarray(x).astype(np.float64) if dtype is not None and dtype.name in CARRIER_DTYPES else x
+
+
+def make_tuning_problem(
+    fun: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    held_out: Sequence[tuple[Any, ...]],
+    menu: tuple[ArithmeticChoice, ...],
+    by: str,
+    metric: str | ErrorMetric,
+    max_turns: int,
+) -> tuple[TuningProblem, list[TuningCase]]:
+    """The problem, and the cases of the inputs held out.
+
+    Raises:
+        ValueError: for a function without operations that make errors, or whose operations depend on the input, and by
+            name of a metric for a result without a finite number.
+    """
+    mark = next(choice.spec for choice in menu if choice.spec is not None)
+    programs = ProgramCache(fun, Settings(mark, (), None, "raise", max_turns))
+    first: list[TuningSite] | None = None
+    others: set[tuple[str, str]] = set()
+    plans: dict[int, dict[int, int]] = {}
+    cases: list[TuningCase] = []
+    for number, args in enumerate((*inputs, *held_out)):
+        name = f"inputs[{number}]" if number < len(inputs) else f"held_out[{number - len(inputs)}]"
+        program = programs.of(args, {})
+        sites, site_of_step, rest = tuning_sites(program.plan, by)
+        if first is None:
+            first = sites
+        elif [site.path for site in sites] != [site.path for site in first]:
+            raise ValueError(f"{name} has other operations than inputs[0], so that no rules fit both")
+        others |= rest
+        site_of_step = plans.setdefault(id(program.plan.steps), site_of_step)
+        exact = fun(*as_program_arguments(args))
+        if not callable(metric):
+            check_finite_result(name, exact)
+        cases.append(TuningCase(args, program, site_of_step, exact))
+    assert first is not None
+    if not first:
+        raise ValueError("fun has no operation that rounds, so there is nothing to tune")
+    used = {pair for site in first for pair in site.pairs}
+    has_program = all(is_plan_traceable(case.program.plan, menu) for case in cases)
+    problem = TuningProblem(fun, menu, first, others - used, cases[: len(inputs)], metric, max_turns, has_program)
+    problem.check()
+    return problem, cases[len(inputs) :]

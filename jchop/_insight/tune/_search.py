@@ -1,0 +1,198 @@
+"""The cheapest assignment of levels to sites whose measured error is within a tolerance; plain Python, no JAX."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["AssignmentSearch", "Trial"]
+
+#: The level of each site, a place in the menu.
+LevelAssignment = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A measured assignment."""
+
+    assignment: LevelAssignment
+    cost: float
+    error: float
+
+
+class _BudgetError(Exception):
+    """The budget is spent."""
+
+
+@dataclass
+class AssignmentSearch:
+    """A search, which measures every assignment at most once.
+
+    Args:
+        sites: their number.
+        levels: the number of formats.
+        measure: the error of an assignment; NaN counts as infinite.
+        cost: the cost of an assignment.
+        tolerance: the largest error allowed.
+        evaluations: the most measurements.
+        seconds: the most seconds; None for any number.
+        progress: called after each measurement with their number, the most, and the cheapest assignment within the
+            tolerance, if one is known.
+        trials: all that was measured.
+    """
+
+    sites: int
+    levels: int
+    measure: Callable[[LevelAssignment], float]
+    cost: Callable[[LevelAssignment], float]
+    tolerance: float
+    evaluations: int
+    seconds: float | None = None
+    progress: Callable[[int, int, Trial | None], None] | None = None
+    trials: dict[LevelAssignment, Trial] = field(default_factory=dict)
+    best: Trial | None = None
+    out_of_budget: bool = False
+
+    def run(self) -> Trial | None:
+        """The cheapest assignment found within the tolerance; None if there is none.
+
+        From the uniform assignment of the smallest error, and from the cheapest feasible uniform one, the search lowers
+        the site with the least error per saved cost, as long as the tolerance allows; then it exchanges pairs.
+        """
+        self._end = None if self.seconds is None else time.monotonic() + self.seconds
+        try:
+            uniform = [self._trial((level,) * self.sites) for level in range(self.levels)]
+            finest = min(uniform, key=lambda trial: (trial.error, trial.cost))
+            starts = [self._reduce_error(finest)]
+            feasible = [trial for trial in uniform if trial.error <= self.tolerance]
+            starts += [min(feasible, key=lambda trial: (trial.cost, trial.error))] if feasible else []
+            lowest = min(uniform, key=lambda trial: (trial.cost, trial.error))
+            starts += [self._raise_levels(lowest)]
+            for start in dict.fromkeys(trial for trial in starts if trial is not None):
+                self._exchange_levels(self._lower_levels(start))
+        except _BudgetError:
+            self.out_of_budget = True
+        return self.best
+
+    def within_tolerance(self, most: int) -> list[Trial]:
+        """The cheapest measured assignments within the tolerance, the cheapest first."""
+        within = [trial for trial in self.trials.values() if trial.error <= self.tolerance]
+        return sorted(within, key=lambda trial: (trial.cost, trial.error, trial.assignment))[:most]
+
+    def front(self) -> list[Trial]:
+        """The measured assignments that no other one beats in cost and error, the cheapest first."""
+        out: list[Trial] = []
+        for trial in sorted(self.trials.values(), key=lambda trial: (trial.cost, trial.error, trial.assignment)):
+            if math.isfinite(trial.error) and (not out or trial.error < out[-1].error):
+                out.append(trial)
+        return out
+
+    def _trial(self, assignment: LevelAssignment) -> Trial:
+        if assignment in self.trials:
+            return self.trials[assignment]
+        if len(self.trials) >= self.evaluations or (self._end is not None and time.monotonic() > self._end):
+            raise _BudgetError
+        error = self.measure(assignment)
+        trial = Trial(assignment, self.cost(assignment), math.inf if math.isnan(error) else error)
+        self.trials[assignment] = trial
+        better = self.best is None or (trial.cost, trial.error) < (self.best.cost, self.best.error)
+        if trial.error <= self.tolerance and better:
+            self.best = trial
+        if self.progress is not None:
+            self.progress(len(self.trials), self.evaluations, self.best)
+        return trial
+
+    def _neighbour(self, trial: Trial, *moves: tuple[int, int]) -> LevelAssignment:
+        levels = list(trial.assignment)
+        for site, level in moves:
+            levels[site] = level
+        return tuple(levels)
+
+    def _moves(self, trial: Trial) -> list[tuple[int, int]]:
+        return [(s, v) for s in range(self.sites) for v in range(self.levels) if v != trial.assignment[s]]
+
+    def _lower_levels(self, now: Trial) -> Trial:
+        """Lowers one site after the other, always with the least error per saved cost.
+
+        A move waits with the score of its last measurement. It is measured again when it comes first, and taken if it
+        is still first.
+        """
+        waiting: list[tuple[float, float, int, int]] = []
+        for site, level in self._moves(now):
+            self._queue_move(waiting, now, site, level)
+        while waiting:
+            _, _, site, level = heapq.heappop(waiting)
+            if level == now.assignment[site]:
+                continue
+            again: list[tuple[float, float, int, int]] = []
+            self._queue_move(again, now, site, level)
+            if not again:
+                continue
+            if waiting and waiting[0] < again[0]:
+                heapq.heappush(waiting, again[0])
+                continue
+            now = self._trial(self._neighbour(now, (site, level)))
+        return now
+
+    def _queue_move(self, waiting: list[tuple[float, float, int, int]], now: Trial, site: int, level: int) -> None:
+        after = self._neighbour(now, (site, level))
+        saving = now.cost - self.cost(after)
+        if saving <= 0:
+            return
+        trial = self._trial(after)
+        if trial.error <= self.tolerance:
+            heapq.heappush(waiting, ((trial.error - now.error) / saving, -saving, site, level))
+
+    def _raise_levels(self, now: Trial) -> Trial | None:
+        """From a cheap assignment, the changes that lower the error most for their cost, until it is allowed."""
+        while now.error > self.tolerance:
+            after = [self._trial(self._neighbour(now, move)) for move in self._moves(now)]
+            after = [trial for trial in after if trial.error < now.error and trial.cost > now.cost]
+            if not after:
+                return None
+
+            def worth(trial: Trial, now: Trial = now) -> float:
+                gain = now.error - max(trial.error, self.tolerance)
+                return math.inf if math.isinf(now.error) else gain / (trial.cost - now.cost)
+
+            now = max(after, key=lambda trial: (worth(trial), -trial.error, -trial.cost))
+        return now
+
+    def _reduce_error(self, now: Trial) -> Trial | None:
+        """From an assignment of small error, the changes that lower it most, until it is allowed."""
+        while now.error > self.tolerance:
+            best = min(
+                (self._trial(self._neighbour(now, move)) for move in self._moves(now)), key=lambda trial: trial.error
+            )
+            if best.error >= now.error:
+                return None
+            now = best
+        return now
+
+    def _exchange_levels(self, now: Trial) -> Trial:
+        """Exchanges: one site changes its level, or one is lowered and another one changes, if that is cheaper."""
+        while True:
+            better = self._cheaper_neighbour(now)
+            if better is None:
+                return now
+            now = better
+
+    def _cheaper_neighbour(self, now: Trial) -> Trial | None:
+        moves = self._moves(now)
+        ones = [(move,) for move in moves]
+        pairs = [(one, two) for one in moves for two in moves if one[0] < two[0]]
+        candidates: list[tuple[float, LevelAssignment]] = []
+        for change in [*ones, *pairs]:
+            after = self._neighbour(now, *change)
+            cost = self.cost(after)
+            if cost < now.cost:
+                candidates.append((cost, after))
+        # Those that save little are the likeliest to be allowed; what they save adds up.
+        for _, after in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
+            trial = self._trial(after)
+            if trial.error <= self.tolerance:
+                return trial
+        return None

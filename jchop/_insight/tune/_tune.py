@@ -1,0 +1,327 @@
+"""`jchop.tune`: the cheapest formats for the operations of a program within a tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, Literal
+
+import jax
+import jax.core
+import numpy as np
+
+from jchop._common.checks import check_choice, check_int
+from jchop._emulate.emulate import EmulatedFunction
+from jchop._emulate.rules.rules import ArithmeticChoice
+from jchop._insight.tune._measure import TuningProblem, make_tuning_problem
+from jchop._insight.tune._metrics import ERROR_METRICS, ErrorMetric
+from jchop._insight.tune._result import TunedSite, Tuning, TuningPoint
+from jchop._insight.tune._search import AssignmentSearch, Trial
+from jchop._insight.tune._sites import GRANULARITIES
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec, as_spec
+from jchop.formats import ElementFormat, FloatFormat
+
+__all__ = ["tune"]
+
+#: The most assignments that are emulated before the search gives up.
+_MOST_EMULATIONS = 64
+_COST_NAMES = ("bits", "bytes")
+_COST_UNITS = {"bits": "mean bits of a site", "bytes": "bytes of all results"}
+
+#: A format, or one with a rule of sums.
+MenuOption = Spec | ElementFormat | str | tuple[Spec | ElementFormat | str | None, MatmulSpec] | None
+CostFunction = Callable[[Mapping[str, Any]], float]
+
+
+def tune(
+    fun: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    tolerance: float,
+    menu: Sequence[MenuOption],
+    *,
+    cost: Literal["bits", "bytes"] | CostFunction = "bits",
+    by: Literal["scope", "equation"] = "scope",
+    metric: Literal["relative", "absolute", "largest"] | ErrorMetric = "relative",
+    held_out: Sequence[tuple[Any, ...]] = (),
+    evaluations: int = 2000,
+    seconds: float | None = None,
+    max_turns: int = 10_000,
+    progress: Callable[[str, int, int, str], None] | None = None,
+) -> Tuning:
+    """The cheapest formats for the parts of a function that keep its error within a tolerance on all inputs.
+
+    Every part, called a site, gets one format of the menu. The search starts from single formats, lowers the site with
+    the least measured error per saved cost, one after the other, and then exchanges pairs. Every assignment is measured
+    on all inputs: an error that is predicted from runs in one format is wrong in mixes, because a rounding error
+    depends on the formats before it. The cheapest assignments are emulated by `jchop.emulate`, and the first one within
+    the tolerance is the result, with the errors that `emulate` gave. The same arguments give the same result, unless
+    `seconds` ends the search.
+
+    Operations that make no error of their own inherit: negation, magnitude, maximum, comparisons, gathers and other
+    moves, and conversions between floating-point dtypes compute in the carrier. Arguments and constants are rounded by
+    the operations that take them.
+
+    For formats that round to nearest even, with at most 25 significant bits, subnormal numbers and -0, the formats are
+    integers of one compiled program, so that a measurement takes as long as a run. Other formats, complex numbers,
+    Cholesky and QR factorizations, `jax.random`, mutable references and `shard_map` are measured by `emulate`, which is
+    slower; `compiled` of the result tells.
+
+    Args:
+        fun: a function that JAX can trace.
+        inputs: its arguments: a list of tuples. Few shapes are best, since each compiles a program.
+        tolerance: the largest error allowed, as `metric` gives it.
+        menu: two formats or more: `Spec`, format or text; None is the carrier, without rounding. No stochastic ones.
+            A pair ``(format, MatmulSpec)`` also has a rule for sums and matrix products: their accumulator and order.
+        cost: ``"bits"``, the mean of the sites' bits; ``"bytes"``, the bytes of the results of all sites; or a function
+            of a mapping from the path of each site to its spec, or its pair of the menu. Default ``"bits"``. If the
+            menu has rules of sums, the bits of a site with sums are the mean of its format's and its accumulator's;
+            the carrier is the accumulator without a rule. Accumulators are not stored, so bytes do not count them.
+        by: ``"scope"``: a site is a path of `jax.named_scope` and `jax.jit` names; ``"equation"``: a primitive within
+            such a path. Default ``"scope"``.
+        metric: ``"relative"``, the Euclidean norm of the error of all numbers over the norm of the carrier's
+            result; ``"absolute"``, the norm of the error; ``"largest"``, the largest magnitude of an error; or a
+            function of the result and of the carrier's result to a number. Infinities and NaN that both results have
+            in the same place are no errors; others are infinite ones. Default ``"relative"``.
+        held_out: further inputs, whose errors are reported and do not count. Default: none.
+        evaluations: the most assignments measured. Default 2000.
+        seconds: the most seconds of the search. Default None: any number.
+        max_turns: the most turns of a `while` loop; an assignment whose loop is stopped has an infinite error.
+        progress: a function of the stage, the assignments measured, their most, and a text with the best cost so far.
+
+    Returns:
+        A `Tuning`, with ``rules`` for ``jchop.emulate(fun, None, rules=...)``.
+
+    Raises:
+        TypeError, ValueError: for an argument of another type or value, for traced arguments, and for a function that
+            no rules can divide.
+        ValueError: if no assignment is within the tolerance; it gives the smallest error found. If `metric` is a name,
+            for an input whose result in the carrier has no finite number.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> def variance(x):
+        ...     with jax.named_scope("mean"):
+        ...         mean = jnp.sum(x) / x.size
+        ...     with jax.named_scope("squares"):
+        ...         return jnp.sum((x - mean) ** 2) / x.size
+        >>> x = jnp.linspace(99.0, 101.0, 16)
+        >>> found = jc.tune(variance, [(x,)], 1e-2, [jc.FloatFormat(8, 4), jc.FloatFormat(8, 7), jc.FloatFormat(8, 16)])
+        >>> [(row.path, row.spec) for row in found.rows]
+        [('mean', 'e8m4'), ('squares', 'e8m7')]
+        >>> low = jc.emulate(variance, None, rules=found.rules)
+        >>> float(abs(low(x) / variance(x) - 1)) <= 1e-2
+        True
+    """
+    fun, inputs, held_out = _as_tuning_inputs(fun, inputs, held_out)
+    tolerance = _as_positive_float("tolerance", tolerance, zero=True)
+    check_choice("by", by, GRANULARITIES)
+    if not callable(metric):
+        check_choice("metric", metric, tuple(ERROR_METRICS))
+    if not callable(cost):
+        check_choice("cost", cost, _COST_NAMES)
+    levels = _as_menu(menu)
+    evaluations = check_int("evaluations", evaluations, 1)
+    seconds = None if seconds is None else _as_positive_float("seconds", seconds)
+    max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
+    problem, others = make_tuning_problem(fun, inputs, held_out, levels, by, metric, max_turns)
+    search = AssignmentSearch(
+        len(problem.sites),
+        len(levels),
+        problem.error,
+        _cost_function(problem, cost),
+        tolerance,
+        evaluations,
+        seconds,
+        None
+        if progress is None
+        else lambda count, most, best: progress("measuring", count, most, _progress_text(best)),
+    )
+    search.run()
+    trial, errors, emulations = _emulate_cheapest(problem, search)
+    outside = tuple(problem.emulation_errors(trial.assignment, others)) if others else ()
+    name = _COST_UNITS[cost] if isinstance(cost, str) else getattr(cost, "__name__", "cost")
+    return _as_tuning(problem, search, trial, errors, outside, name, _tuning_notes(search, emulations, outside))
+
+
+def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[Any], list[Any]]:
+    if isinstance(fun, EmulatedFunction) or (
+        isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction)
+    ):
+        raise TypeError(f"fun={fun!r} is emulated already; pass the function itself, and its formats in menu")
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function")
+    for name, value in (("inputs", inputs), ("held_out", held_out)):
+        if not isinstance(value, Sequence) or not all(isinstance(args, tuple | list) for args in value):
+            raise TypeError(f"{name} must be a list of tuples of arguments, as [(x,), (y,)], not {value!r}")
+    if not inputs:
+        raise ValueError("inputs=[] must have at least one tuple of arguments")
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((list(inputs), list(held_out)))):
+        raise TypeError("tune needs arguments that are not traced: call it outside of jax.jit")
+    return fun, [tuple(args) for args in inputs], [tuple(args) for args in held_out]
+
+
+def _as_positive_float(name: str, value: Any, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise TypeError(f"{name}={value!r} must be a number")
+    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be finite and {'not negative' if zero else 'positive'}")
+    return float(value)
+
+
+def _as_menu(menu: Any) -> tuple[ArithmeticChoice, ...]:
+    """The formats from few bits to many."""
+    if isinstance(menu, str) or not isinstance(menu, Sequence):
+        raise TypeError(f"menu={menu!r} must be a list of formats, as ['bfloat16', 'e5m10', None]")
+    choices = [_as_menu_choice(value, f"menu[{i}]") for i, value in enumerate(menu)]
+    if len(set(choices)) != len(choices):
+        raise ValueError(f"menu={list(menu)!r} has a format twice")
+    if all(choice.spec is None for choice in choices) or len(choices) < 2:
+        raise ValueError(f"menu={list(menu)!r} must have two formats or more; None (in a shell: carrier) counts")
+    return tuple(
+        sorted(
+            choices,
+            key=lambda choice: (*_bits_and_precision(choice.spec), *_bits_and_precision(_choice_accumulator(choice))),
+        )
+    )
+
+
+def _as_menu_choice(value: Any, name: str) -> ArithmeticChoice:
+    sums = None
+    if isinstance(value, tuple):
+        if len(value) != 2 or not isinstance(value[1], MatmulSpec):
+            raise TypeError(f"{name}={value!r} must be a format, or a pair of a format and a MatmulSpec")
+        value, sums = value
+    spec = None if value is None else as_spec(value, name)
+    for one, stochastic in ((spec, spec is not None and spec.rounding.stochastic), (sums, sums and sums.stochastic)):
+        if stochastic:
+            raise ValueError(f"{name}={str(one)!r} rounds stochastically; tune needs deterministic roundings")
+    return ArithmeticChoice(spec, sums)
+
+
+def _choice_accumulator(choice: ArithmeticChoice) -> Spec | None:
+    return None if choice.accumulate is None else choice.accumulate.accumulate
+
+
+def _bits_and_precision(spec: Spec | None) -> tuple[float, int]:
+    """The bits and the precision of a format; the carrier is last."""
+    if spec is None:
+        return math.inf, 0
+    return spec.format.bits, spec.format.precision if isinstance(spec.format, FloatFormat) else 0
+
+
+def _choice_text(choice: ArithmeticChoice) -> str:
+    name = "carrier" if choice.spec is None else str(choice.spec)
+    return name if choice.accumulate is None else f"{name}, sums {choice.accumulate}"
+
+
+def _site_bits(problem: TuningProblem, site: int, spec: Spec | None) -> int:
+    return problem.sites[site].bits if spec is None else spec.format.bits
+
+
+def _mean_site_bits(problem: TuningProblem, site: int, level: int) -> float:
+    """The bits of a site: those of its format, or their mean with those of its accumulator."""
+    choice = problem.menu[level]
+    own = _site_bits(problem, site, choice.spec)
+    if not problem.sites[site].sums or not any(one.accumulate for one in problem.menu):
+        return own
+    return (own + _site_bits(problem, site, _choice_accumulator(choice))) / 2
+
+
+def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable[[tuple[int, ...]], float]:
+    if callable(cost):
+
+        def own(assignment: tuple[int, ...]) -> float:
+            choices = [problem.menu[level] for level in assignment]
+            values = [one.spec if one.accumulate is None else (one.spec, one.accumulate) for one in choices]
+            number = float(cost({site.path: value for site, value in zip(problem.sites, values, strict=True)}))
+            if not math.isfinite(number):
+                raise ValueError(f"cost={cost!r} gave {number}; a cost must be finite")
+            return number
+
+        return own
+
+    def result_bytes(assignment: tuple[int, ...]) -> float:
+        specs = [problem.menu[level].spec for level in assignment]
+        return sum(site.results * _site_bits(problem, i, specs[i]) for i, site in enumerate(problem.sites)) / 8
+
+    def bits(assignment: tuple[int, ...]) -> float:
+        return sum(_mean_site_bits(problem, i, level) for i, level in enumerate(assignment)) / len(assignment)
+
+    return result_bytes if cost == "bytes" else bits
+
+
+def _emulate_cheapest(problem: TuningProblem, search: AssignmentSearch) -> tuple[Trial, list[float], int]:
+    """The cheapest assignment that `emulate` finds within the tolerance, its errors, and the count of those tried."""
+    smallest = min((trial.error for trial in search.trials.values()), default=math.inf)
+    for index, trial in enumerate(search.within_tolerance(_MOST_EMULATIONS)):
+        errors = problem.emulation_errors(trial.assignment)
+        if max(errors) <= search.tolerance:
+            return trial, errors, index + 1
+        smallest = min(smallest, max(errors))
+    raise ValueError(
+        f"tolerance={search.tolerance!r}: no assignment of the menu was found within it; the smallest error of "
+        f"{len(search.trials)} measured is {smallest:.3g}. Add a format with more bits, "
+        "or the carrier (None; in a shell: carrier)"
+    )
+
+
+def _progress_text(best: Trial | None) -> str:
+    return "nothing within the tolerance yet" if best is None else f"cost {best.cost:.4g}, error {best.error:.3g}"
+
+
+def _tuning_notes(search: AssignmentSearch, emulations: int, outside: Sequence[float]) -> tuple[str, ...]:
+    notes = []
+    if search.out_of_budget:
+        notes.append(f"the search ended by its budget, after {len(search.trials)} assignments")
+    if emulations > 1:
+        notes.append(
+            f"{emulations - 1} cheaper assignments were within the tolerance when measured, but not when emulated"
+        )
+    beyond = [i for i, error in enumerate(outside) if error > search.tolerance]
+    if beyond:
+        notes.append(f"beyond the tolerance: held_out {', '.join(map(str, beyond))}")
+    return tuple(notes)
+
+
+def _as_tuning(
+    problem: TuningProblem,
+    search: AssignmentSearch,
+    trial: Trial,
+    errors: Sequence[float],
+    outside: Sequence[float],
+    name: str,
+    notes: tuple[str, ...],
+) -> Tuning:
+    def text(level: int) -> str:
+        return _choice_text(problem.menu[level])
+
+    uniform = [search.trials.get((level,) * search.sites) for level in range(search.levels)]
+    trials = [one for one in uniform if one is not None]
+    finest = min(trials, key=lambda one: one.error).assignment[0] if trials else 0
+    within = [one for one in trials if one.error <= search.tolerance]
+    single = min(within, key=lambda one: (one.cost, one.error), default=None)
+    rows = []
+    for i, (site, level) in enumerate(zip(problem.sites, trial.assignment, strict=True)):
+        alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
+        error = math.nan if alone is None else alone.error
+        bits = _site_bits(problem, i, problem.menu[level].spec)
+        rows.append(TunedSite(site.path, text(level), bits, site.equations, site.results, error))
+    front = tuple(
+        TuningPoint(one.cost, one.error, tuple(text(level) for level in one.assignment)) for one in search.front()
+    )
+    return Tuning(
+        problem.rules(trial.assignment),
+        tuple(rows),
+        search.tolerance,
+        tuple(errors),
+        tuple(outside),
+        trial.cost,
+        name,
+        None if single is None else (text(single.assignment[0]), single.cost),
+        front,
+        len(search.trials),
+        problem.has_program,
+        notes,
+    )

@@ -1,0 +1,541 @@
+"""The one mechanism: a product whose operands are rounded, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jchop._common.bit_ops import has_sharding
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._kernels.materialize import materialize_on_cpu
+from jchop._quantized.products.codes import (
+    CodedArray,
+    block_along_sum,
+    check_code_format,
+    encode_operand,
+    expand_codes,
+    param_codes,
+    restore_param_axes,
+)
+from jchop._quantized.products.operand_layout import (
+    check_layout_axes,
+    rotate_along_sum,
+    round_in_layout,
+    rounds_transpose_alike,
+)
+from jchop._quantized.products.product import (
+    AnyProduct,
+    ConvProduct,
+    DotProduct,
+    OperandShapes,
+    OperandSwap,
+    RaggedProduct,
+)
+from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.rule import NO_LOCATION, Location, is_stochastic
+from jchop._round.arguments import JCHOP_SCOPE, mark_results
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
+from jchop.storage import quantize
+
+Array = jax.Array
+
+__all__ = [
+    "ProductRoundings",
+    "contract",
+    "rounded_conv",
+    "rounded_dot_general",
+    "rounded_einsum",
+    "rounds_weight_again",
+]
+
+
+@dataclass(frozen=True)
+class ProductRoundings:
+    """The roundings of a product: the fields of a rule by operand, its location, and whether codes are multiplied.
+
+    `skip_weight_rotation`: whether a right operand that is rounded already was rotated before, if there is a rotation
+    of the product.
+    """
+
+    left: Spec | None = None
+    right: Spec | None = None
+    gradient: Spec | None = None
+    input_gradient: Spec | None = None
+    weight_gradient: Spec | None = None
+    matmul: MatmulSpec | None = None
+    rotation: Hadamard | None = None
+    place: Location = NO_LOCATION
+    codes: bool = False
+    skip_weight_rotation: bool = False
+
+    @property
+    def specs(self) -> tuple[Spec | None, ...]:
+        """Those of all operands."""
+        return self.left, self.right, self.gradient, self.input_gradient, self.weight_gradient
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether a product needs a key."""
+        return any(map(is_stochastic, self.specs)) or (self.matmul is not None and self.matmul.stochastic)
+
+    @property
+    def keeps_left(self) -> bool:
+        """Whether the left operand is rounded once, for all products, so that its range can be fixed."""
+        return not any(self.specs[2:])
+
+    @property
+    def backward(self) -> bool:
+        """Whether the backward products differ from those of the rounded operands in the carrier."""
+        return any(self.specs[2:]) or self.matmul is not None
+
+    @property
+    def forward_rotation(self) -> Hadamard | None:
+        """The rotation of the operands of the product itself."""
+        return self.rotation if self.rotation is not None and self.rotation.forward else None
+
+    @property
+    def weight_rotation(self) -> Hadamard | None:
+        """The rotation of the operands of dw."""
+        return self.rotation if self.rotation is not None and self.rotation.of_weight else None
+
+    @property
+    def input_rotation(self) -> Hadamard | None:
+        """The rotation of the operands of dx."""
+        return self.rotation if self.rotation is not None and self.rotation.of_input else None
+
+    @property
+    def for_input(self) -> tuple[Spec | None, Spec | None]:
+        """The roundings of g and w in the product dx."""
+        own = self.input_gradient
+        return (self.gradient, self.right) if own is None else (own, own)
+
+    @property
+    def for_weight(self) -> tuple[Spec | None, Spec | None]:
+        """The roundings of x and g in the product dw."""
+        own = self.weight_gradient
+        return (self.left, self.gradient) if own is None else (own, own)
+
+
+def contract(
+    product: AnyProduct,
+    x: Array,
+    w: Array,
+    roundings: ProductRoundings,
+    key: Array | None = None,
+    *,
+    rounded: Array | None = None,
+    codes: CodedArray | None = None,
+    left_codes: CodedArray | None = None,
+    extra: tuple[Array, ...] = (),
+) -> Array:
+    """``product(x, w)``, its operands rounded along the contracting axes, and its derivative as `roundings` says.
+
+    Args:
+        product: which product.
+        x: the left operand, a carrier.
+        w: the right operand, of the same dtype.
+        roundings: the roundings.
+        key: a typed key if any rounding is stochastic. It is split into one for each rounding and each product.
+        rounded: `w` rounded already, with the same derivative; `how.right` is then of the backward products alone.
+        codes: of a `w` that is rounded already, with its axes; for a product of codes.
+        left_codes: of an `x` that is rounded already, under one scale.
+        extra: more operands of the product, which have no derivative.
+
+    Returns:
+        The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
+    """
+    check_operand_specs(product, roundings)
+    try:
+        return _contract_operands(
+            product, replace(roundings, place=NO_LOCATION), x, w, key, rounded, codes, left_codes, extra
+        )
+    except Exception as error:
+        error.add_note(f"This is of the {roundings.place}.")
+        raise
+
+
+@partial(always_jit, static_argnums=(0, 1), inline=True)
+def _contract_operands(
+    product: AnyProduct,
+    roundings: ProductRoundings,
+    x: Array,
+    w: Array,
+    key: Array | None,
+    rounded_weight: Array | None,
+    codes: CodedArray | None,
+    left_codes: CodedArray | None,
+    extra: tuple[Array, ...],
+) -> Array:
+    """`contract` of operands that are checked: traced once for equal products, wherever they are."""
+    if roundings.forward_rotation is not None:
+        x = rotate_along_sum(product.forward.left, x, roundings.forward_rotation)
+        if not roundings.skip_weight_rotation:
+            w = rotate_along_sum(product.forward.right, w, roundings.forward_rotation)
+            rounded_weight = (
+                None
+                if rounded_weight is None
+                else rotate_along_sum(product.forward.right, rounded_weight, roundings.forward_rotation)
+            )
+    keys = _ProductKeys.of(key if roundings.stochastic else None)
+    left = round_in_layout(product.forward.left, x, roundings.left, keys.left, keys.left_gradient)
+    right = rounded_weight
+    if right is None:
+        right = round_in_layout(product.forward.right, w, roundings.right, keys.right, keys.right_gradient)
+    if isinstance(_base_product(product), DotProduct) and not roundings.codes and roundings.matmul is None:
+        left, right = _materialize_vectors(product, left, right)
+    if not roundings.backward and not roundings.codes:
+        return product(left, right, *extra)
+    full = lax.stop_gradient(
+        (x if _rounds_input_again(roundings) else None, w if rounds_weight_again(roundings) else None)
+    )
+    both = _encode_operands(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
+    if not roundings.backward and roundings.input_rotation is None and roundings.weight_rotation is None:
+        return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
+    return _rounded_product(product, roundings, left, right, full, (keys, extra, both))
+
+
+def _materialize_vectors(product: AnyProduct, x: Array, w: Array) -> tuple[Array, Array]:
+    """Both operands; the other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`)."""
+    rows, columns = (
+        math.prod(v.shape[axis] for axis in layout.free)
+        for v, layout in ((x, product.forward.left), (w, product.forward.right))
+    )
+    return (materialize_on_cpu(x) if columns == 1 else x), (materialize_on_cpu(w) if rows == 1 else w)
+
+
+def _encode_operands(
+    product: AnyProduct,
+    x: Array,
+    w: Array,
+    roundings: ProductRoundings,
+    keys: _ProductKeys,
+    data: CodedArray | None,
+    weight: CodedArray | None,
+) -> tuple[CodedArray, CodedArray]:
+    """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
+    left, right = product.forward.left, product.forward.right
+    first = encode_operand(left.lay(x), roundings.left, keys.left) if data is None else data.map_parts(left.lay)
+    if weight is None and roundings.left is None and roundings.right is not None and data is None:
+        qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys.right)
+        own = restore_param_axes(qarray, right, w.shape)  # a weight alone is read in its own order of axes
+        weight = param_codes(qarray, right, w.shape) if own is None else expand_codes(own)
+    if weight is None:
+        return first, replace(
+            encode_operand(right.lay(w), roundings.right, keys.right), qarray=None
+        )  # not in the shape of w
+    assert roundings.right is not None
+    block = block_along_sum(roundings.right, right.ndim) if weight.block is None else weight.block
+    second = replace(weight.map_parts(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)
+    return first, jax.tree.map(lax.stop_gradient, second)
+
+
+def check_operand_specs(product: AnyProduct, roundings: ProductRoundings) -> None:
+    """Refuse formats that name axes which an operand has not, in any of the three products."""
+    forward, for_input, for_weight = product.forward, product.for_input, product.for_weight
+    rule = roundings.place.rule
+    right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
+    operands = [("activation", roundings.left, forward.left), (right, roundings.right, forward.right)]
+    g_input, w_input = roundings.for_input
+    x_weight, g_weight = roundings.for_weight
+    names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
+    operands += [(names[0], g_input, for_input.left)]
+    if rounds_weight_again(roundings):
+        operands += [(names[1], w_input, for_input.right)]
+    names = ("activation", "gradient") if roundings.weight_gradient is None else ("weight_gradient",) * 2
+    if _rounds_input_again(roundings):
+        operands += [(names[0], x_weight, for_weight.left)]
+    operands += [(names[1], g_weight, for_weight.right)]
+    rotates = DotProduct if roundings.weight_rotation is not None else DotProduct | RaggedProduct
+    if roundings.rotation is not None and not isinstance(_base_product(product), rotates):
+        raise NotImplementedError(
+            f"rotation={roundings.rotation} of the {roundings.place}: the rows of a convolution or, backward, of "
+            "experts are not independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
+        )
+    for field, spec, layout in operands:
+        check_layout_axes(field, spec, layout.ndim, roundings.place)
+        if roundings.codes and spec is not None:
+            check_code_format(field, spec, roundings.place)
+
+
+def _rounds_input_again(roundings: ProductRoundings) -> bool:
+    """Whether dw takes an x that is rounded otherwise than the forward product's, or whose codes it needs."""
+    return (
+        (roundings.codes and roundings.gradient is not None)
+        or roundings.weight_gradient is not None
+        or roundings.weight_rotation is not None
+        or (roundings.gradient is not None and not rounds_transpose_alike(roundings.left))
+    )
+
+
+def rounds_weight_again(roundings: ProductRoundings) -> bool:
+    """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
+    return roundings.input_gradient is not None or (
+        roundings.gradient is not None
+        and (roundings.codes or roundings.input_rotation is not None or not rounds_transpose_alike(roundings.right))
+    )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "left", "right", "left_gradient", "right_gradient", "forward", "input", "weight", "gradient_input",
+        "gradient_weight", "left_weight", "right_input",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclass(frozen=True)
+class _ProductKeys:
+    """A key for each rounding of a product: forward, of the products themselves, and backward."""
+
+    left: Array | None = None
+    right: Array | None = None
+    left_gradient: Array | None = None
+    right_gradient: Array | None = None
+    forward: Array | None = None
+    input: Array | None = None
+    weight: Array | None = None
+    gradient_input: Array | None = None
+    gradient_weight: Array | None = None
+    left_weight: Array | None = None
+    right_input: Array | None = None
+
+    @staticmethod
+    def of(key: Array | None) -> _ProductKeys:
+        return _ProductKeys() if key is None else _ProductKeys(*split_prng_key(key, 11))
+
+
+@partial(CustomJvp, nondiff_argnums=(0,))
+def _product_of_codes(product: AnyProduct, x: Array, w: Array, both: Any, extra: tuple[Array, ...]) -> Array:
+    """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
+    shapes, dtype = (x.shape, w.shape), _product_dtype(product, x, w)
+
+    run: Any = partial(_sums_of_codes, product, shapes, dtype)
+    if any(map(has_sharding, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
+        (out,) = jax.make_jaxpr(product)(x, w, *extra).out_avals  # eval_shape gives no sharding of a mixed mesh
+        run = jax.sharding.auto_axes(run, out_sharding=out.sharding)
+    with jax.named_scope(JCHOP_SCOPE):
+        return mark_results(run(*both, *extra))
+
+
+@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
+def _sums_of_codes(
+    product: AnyProduct, shapes: OperandShapes, dtype: Any, left: CodedArray, right: CodedArray, *extra: Array
+) -> Array:
+    return product.by_codes(left, right, shapes, dtype, *extra)
+
+
+def _product_of_codes_jvp(product: AnyProduct, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
+    x, w, _, extra = primals
+    dx, dw, *_ = tangents
+    parts = [] if isinstance(dx, SymbolicZero) else [product(dx, w, *extra)]
+    parts += [] if isinstance(dw, SymbolicZero) else [product(x, dw, *extra)]
+    out = _product_of_codes(product, *primals)
+    return out, sum(parts[1:], parts[0]) if parts else SymbolicZero(jax.typeof(out).to_tangent_aval())
+
+
+_product_of_codes.defjvp(_product_of_codes_jvp, symbolic_zeros=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounded_product(
+    product: AnyProduct, roundings: ProductRoundings, x: Array, w: Array, full: tuple, more: tuple
+) -> Array:
+    """The product of rounded operands; `full` are those that are to be rounded anew, in full precision."""
+    keys, extra, both = more
+    if both is not None:
+        return _product_of_codes(product, x, w, both, extra)
+    return product(x, w, *extra) if roundings.matmul is None else product.emulate(x, w, roundings.matmul, keys.forward)
+
+
+def _rounded_product_fwd(
+    product: AnyProduct, roundings: ProductRoundings, x: Array, w: Array, full: tuple, more: tuple
+) -> tuple[Array, tuple]:
+    return _rounded_product(product, roundings, x, w, full, more), (x, w, full, (*more[:2], None))
+
+
+@partial(always_jit, static_argnums=(0, 1), inline=True)
+def _rounded_product_bwd(product: AnyProduct, roundings: ProductRoundings, residuals: tuple, g: Array) -> tuple:
+    x, w, (full_x, full_w), (keys, extra, _) = residuals
+    if roundings.codes and roundings.gradient is not None:
+        return (*_product_of_codes_bwd(product, roundings, residuals, g), None, None)
+    for_input, for_weight = product.for_input, product.for_weight
+    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
+    spec, right = roundings.for_input
+    g_input = round_in_layout(for_input.left, g, spec, keys.gradient_input, rotation=input_rotation)
+    w_input = (
+        w
+        if full_w is None
+        else round_in_layout(for_input.right, full_w, right, keys.right_input, rotation=input_rotation)
+    )
+    left, spec = roundings.for_weight
+    g_weight = round_in_layout(for_weight.right, g, spec, keys.gradient_weight, rotation=weight_rotation)
+    x_weight = (
+        x
+        if full_x is None
+        else round_in_layout(for_weight.left, full_x, left, keys.left_weight, rotation=weight_rotation)
+    )
+    if roundings.matmul is not None and isinstance(product, DotProduct | OperandSwap) and product.emulates_backward:
+        dx = product.emulate_input(g_input, w_input, x.shape, roundings.matmul, keys.input)
+        dw = product.emulate_weight(x_weight, g_weight, w.shape, roundings.matmul, keys.weight)
+    else:
+        (dx,) = jax.linear_transpose(lambda t: product(t, w_input, *extra), x)(g_input)
+        (dw,) = jax.linear_transpose(lambda t: product(x_weight, t, *extra), w)(g_weight)
+    return dx, dw, None, None
+
+
+def _product_of_codes_bwd(
+    product: AnyProduct, roundings: ProductRoundings, residuals: tuple, g: Array
+) -> tuple[Array, Array]:
+    """Both backward products of codes: of each operand rounded anew along their sums."""
+    x, w, (full_x, full_w), (keys, extra, _) = residuals
+    for_input, for_weight = product.for_input, product.for_weight
+    spec, right = roundings.for_input
+    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
+    g_input = encode_operand(for_input.left.lay(g, input_rotation), spec, keys.gradient_input)
+    w_input = encode_operand(for_input.right.lay(full_w, input_rotation), right, keys.right_input)
+    left, spec = roundings.for_weight
+    g_weight = encode_operand(for_weight.right.lay(g, weight_rotation), spec, keys.gradient_weight)
+    x_weight = encode_operand(for_weight.left.lay(full_x, weight_rotation), left, keys.left_weight)
+    shapes = x.shape, w.shape
+    with jax.named_scope(JCHOP_SCOPE):
+        dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)
+        return mark_results((dx, product.weight_by_codes(x_weight, g_weight, shapes, w.dtype, *extra)))
+
+
+def _base_product(product: AnyProduct) -> Any:
+    return product.product if isinstance(product, OperandSwap) else product
+
+
+def _product_dtype(product: AnyProduct, x: Array, w: Array) -> Any:
+    out_dtype = _base_product(product).preferred_element_type
+    return jnp.result_type(x, w) if out_dtype is None else out_dtype
+
+
+_rounded_product.defvjp(_rounded_product_fwd, _rounded_product_bwd)
+
+
+# -- the functions of JAX that layers call -----------------------------------------------------------------------------
+
+
+def rounded_dot_general(
+    x: Array,
+    w: Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    how: ProductRoundings,
+    key: Array | None = None,
+    **options: Any,
+) -> Array:
+    """`jax.lax.dot_general` with rounded operands; `options` is for `contract`."""
+    (cx, cw), (bx, bw) = (tuple(tuple(int(a) for a in axes) for axes in pair) for pair in dimension_numbers)
+    contracting = tuple(a % x.ndim for a in cx), tuple(a % w.ndim for a in cw)
+    batch = tuple(a % x.ndim for a in bx), tuple(a % w.ndim for a in bw)
+    product = DotProduct(contracting, batch, (x.ndim, w.ndim), precision, preferred_element_type, out_sharding)
+    return contract(product, x, w, how, key, **options)
+
+
+def rounded_conv(
+    x: Array,
+    w: Array,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    how: ProductRoundings,
+    key: Array | None = None,
+    **options: Any,
+) -> Array:
+    """`jax.lax.conv_general_dilated` with rounded operands; `options` is for `contract`."""
+    ones = (1,) * (x.ndim - 2)
+    pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
+    product = ConvProduct(
+        tuple(window_strides),
+        pads,
+        tuple(lhs_dilation or ones),
+        tuple(rhs_dilation or ones),
+        lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers),
+        feature_group_count,
+        precision,
+        preferred_element_type,
+        out_sharding,
+    )
+    return contract(product, x, w, how, key, **options)
+
+
+def rounded_einsum(
+    subscripts: str,
+    x: Array,
+    w: Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    how: ProductRoundings,
+    key: Array | None = None,
+    **options: Any,
+) -> Array:
+    """`jax.numpy.einsum` of two arrays, as one `rounded_dot_general` of rounded operands; `options` is for `contract`.
+
+    Raises:
+        ValueError: for an index that stands twice in an array, or in one array alone and not in the result.
+    """
+    if out_sharding is not None:
+        raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
+    left, right, result = einsum_letters(subscripts, x.ndim, w.ndim)
+    both = [c for c in left if c in right]
+    batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
+    dims = (
+        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
+        (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
+    )
+    y = rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    letters = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
+    return y.transpose([letters.index(c) for c in result])
+
+
+def einsum_letters(subscripts: str, *ndims: int) -> tuple[str, str, str]:
+    """The indices of both arrays and of the result, one letter for each axis; an ellipsis becomes capitals."""
+    terms, arrow, result = subscripts.replace(" ", "").partition("->")
+    operands = terms.split(",")
+    if len(operands) != 2 or not arrow:
+        raise ValueError(f"subscripts={subscripts!r} must name two arrays and the result, as in 'ij,jk->ik'")
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in subscripts]
+    ellipsis_ndims = [
+        ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(operands, ndims, strict=True)
+    ]
+    widest = max(ellipsis_ndims)
+    if len(set(ellipsis_ndims) - {0}) > 1 or widest < 0:
+        raise ValueError(
+            f"subscripts={subscripts!r}: the ellipses stand for {ellipsis_ndims} axes; they must be as many"
+        )
+    full = ["".join(spare[:count]) for count in (*ellipsis_ndims, widest)]
+    left, right, out = (term.replace("...", more) for term, more in zip((*operands, result), full, strict=True))
+    for term, ndim in zip((left, right), ndims, strict=True):
+        if len(set(term)) != len(term) or len(term) != ndim:
+            raise ValueError(f"subscripts={subscripts!r}: {term!r} must name each of {ndim} axes once")
+    alone = [c for c in left + right if c not in out and not (c in left and c in right)]
+    if alone or len(set(out)) != len(out) or not set(out) <= set(left + right):
+        raise ValueError(
+            f"subscripts={subscripts!r}: every index of the result must be one of an array, once, and every other "
+            "index one of both arrays"
+        )
+    return left, right, out

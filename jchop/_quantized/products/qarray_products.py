@@ -1,0 +1,237 @@
+"""`dot`, `einsum` and `ragged_dot` of stored arrays, whose codes are multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jchop._common.settings import always_jit
+from jchop._quantized.products.codes import (
+    CodedArray,
+    check_code_format,
+    encode_operand,
+    expand_codes,
+)
+from jchop._quantized.products.contraction import einsum_letters
+from jchop._quantized.products.operand_layout import OperandLayout
+from jchop._quantized.products.product import DotProduct, RaggedProduct
+from jchop._round.arguments import JCHOP_SCOPE, mark_results
+from jchop.storage import QArray, dequantize
+from jchop.storage._array import refuse_qarray_dicts
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
+from jchop.storage._decode import batch_axes, spec_of_part
+
+Array = jax.Array
+
+__all__ = ["dot", "einsum", "ragged_dot"]
+
+
+def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
+    """The product of the last axis of `x` and the last but one of `w`, of codes where an operand is stored.
+
+    Args:
+        x: a `QArray` or a float array, (..., k).
+        w: a `QArray` or a float array, (k, n).
+        dtype: of the result. Default: that of both operands together.
+
+    Returns:
+        (..., n). The sum is that of `einsum`.
+
+    Raises:
+        TypeError, ValueError: as `einsum`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> w = jc.quantize(jnp.array([[1.0, -2.0], [0.5, 4.0], [3.0, 1.0]]), "int8(group=all,axis=0)")
+        >>> x = jc.quantize(jnp.array([[1.0, 2.0, 127.0]]), "int8(group=all)")
+        >>> jc.dot(x, w)
+        Array([[382.98425, 133.98425]], dtype=float32)
+    """
+    for name, value, least in (("x", x, 1), ("w", w, 2)):
+        refuse_qarray_dicts(name, value)
+        if value.ndim < least or (name == "w" and value.ndim > least):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; x must be (..., k) and w (k, n)")
+    letters = "abcdefghij"[: x.ndim - 1]
+    return einsum(f"{letters}y,yz->{letters}z", x, w, dtype=dtype)
+
+
+def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
+    """`jax.numpy.einsum` of two arrays, of codes where an operand is stored.
+
+    Integers of at most 8 bits are summed exactly in blocks that share their scales; the sums are scaled and added from
+    the first block to the last, each step rounded in float32. Codes of floats are multiplied as float8 where they have
+    such values. An operand that is no `QArray` is multiplied as it is, by elements in floating point. The derivative
+    with respect to it is that of the product with the stored numbers; stored arrays have none.
+
+    Args:
+        subscripts: as ``"ij,jk->ik"``, with the result.
+        x: a `QArray` or a float array.
+        w: a `QArray` or a float array.
+        dtype: of the result. Default: that of both operands together.
+
+    Returns:
+        The product.
+
+    Raises:
+        TypeError: if neither operand is a `QArray`.
+        ValueError: for other subscripts; for a format whose codes cannot be multiplied, or whose groups are no blocks
+            along the sum; for shapes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> heads = jc.quantize(jnp.ones((4, 2, 8)), "int4(group=8)")
+        >>> jc.einsum("bd,hed->bhe", jnp.ones((3, 8)), heads).shape
+        (3, 4, 2)
+    """
+    _check_qarrays(x, w)
+    left, right, result = einsum_letters(subscripts, x.ndim, w.ndim)
+    sizes: dict[str, int] = {}
+    for name, letters, value in (("x", left, x), ("w", right, w)):
+        for letter, n in zip(letters, value.shape, strict=True):
+            if sizes.setdefault(letter, n) != n:
+                raise ValueError(f"subscripts={subscripts!r}: {letter!r} is {sizes[letter]} in x and {n} in {name}")
+    both = [c for c in left if c in right]
+    batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
+    product = DotProduct(
+        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
+        (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
+        (x.ndim, w.ndim),
+    )
+    order = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
+    return _qarray_product(product, x, w, dtype, order=tuple(order.index(c) for c in result))
+
+
+def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
+    """`jax.lax.ragged_dot`: rows times the matrices of the experts they belong to, of codes where an operand is stored.
+
+    The first ``group_sizes[0]`` rows of `x` are multiplied by ``w[0]``, the next by ``w[1]``, and so on; rows beyond
+    them give zeros.
+
+    Args:
+        x: a `QArray` or a float array, (m, k).
+        w: a `QArray` or a float array, (experts, k, n).
+        group_sizes: the number of rows of each expert, integers of shape (experts,).
+        dtype: of the result. Default: that of both operands together.
+
+    Returns:
+        (m, n). Each sum is that of `einsum`.
+
+    Raises:
+        TypeError, ValueError: as `einsum`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> experts = jc.quantize(jnp.stack([jnp.eye(4), 2 * jnp.eye(4)]), "int8(group=all,axis=1)")
+        >>> jc.ragged_dot(jnp.ones((3, 4)), experts, jnp.array([1, 2]))[:, 0]
+        Array([1., 2., 2.], dtype=float32)
+    """
+    _check_qarrays(x, w)
+    sizes = jnp.asarray(group_sizes)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or sizes.shape != w.shape[:1]:
+        raise ValueError(
+            f"x, w and group_sizes have shapes {tuple(x.shape)}, {tuple(w.shape)} and {sizes.shape}; they must be "
+            "(m, k), (experts, k, n) and (experts,)"
+        )
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes has dtype {sizes.dtype}; it must be of integers")
+    return _qarray_product(RaggedProduct.of_rows(), x, w, dtype, sizes)
+
+
+def _check_qarrays(x: Any, w: Any) -> None:
+    refuse_qarray_dicts("x", x)
+    refuse_qarray_dicts("w", w)
+    if not isinstance(x, QArray) and not isinstance(w, QArray):
+        raise TypeError(f"x is a {type(x).__name__} and w a {type(w).__name__}; one of them must be a QArray")
+
+
+def _qarray_product(
+    product: DotProduct | RaggedProduct, x: Any, w: Any, dtype: Any, *extra: Array, order: tuple[int, ...] = (0, 1)
+) -> Array:
+    """A product of operands of which one at least is stored; `extra` are the sizes of a ragged one.
+
+    The axes of the result are in this order.
+    """
+    contracting = product.forward.left.contracting, product.forward.right.contracting
+    blocks = tuple(
+        _qarray_block(name, value, axes) for name, value, axes in zip("xw", (x, w), contracting, strict=True)
+    )
+    dtype = jnp.result_type(x.dtype, w.dtype) if dtype is None else jnp.dtype(dtype)
+    floats = [value if isinstance(value, QArray) else jnp.asarray(value) for value in (x, w)]
+    return _run_qarray_product(product, blocks, dtype, order, *floats, extra)
+
+
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _run_qarray_product(
+    product: DotProduct | RaggedProduct,
+    blocks: tuple,
+    dtype: Any,
+    order: tuple[int, ...],
+    x: Any,
+    w: Any,
+    extra: tuple[Array, ...],
+) -> Array:
+    """The product, compiled once for arguments of the same shapes and specs if it is called outside of a trace."""
+    with jax.named_scope(JCHOP_SCOPE):
+        return mark_results(jnp.asarray(_multiply_qarrays(product, blocks, dtype, x, w, extra)).transpose(order))
+
+
+def _qarray_block(name: str, q: Any, contracting: tuple[int, ...]) -> int | None:
+    """How many numbers of a checked operand share a scale along the sum; None for all."""
+    if not isinstance(q, QArray):
+        return None
+    check_code_format(name, q.spec, "product", f"multiply jchop.dequantize({name}) with JAX, as x @ w does")
+    if (fmt := spec_of_part(q.spec, q.ndim).scaled) is None:
+        return None
+    *slow, last = (axis_groupings(fmt, q.ndim, batch_axes(q.spec, q.shape, q.scale))[axis] for axis in contracting)
+    if last == WHOLE_AXIS and all(kind == WHOLE_AXIS for kind in slow):
+        return None
+    if isinstance(last, int) and (
+        not slow or (q.shape[contracting[-1]] % last == 0 and all(k == OWN_SCALE for k in slow))
+    ):
+        return last
+    raise ValueError(
+        f"{name}: the groups of {str(q.spec)!r} are no blocks along the sum, over axes {contracting} of {q.shape}; "
+        "quantize with groups along these axes"
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _multiply_qarrays(
+    product: DotProduct | RaggedProduct, blocks: tuple, dtype: Any, x: Any, w: Any, extra: tuple[Array, ...]
+) -> Array:
+    left, right = (
+        _qarray_operand(x, product.forward.left, blocks[0]),
+        _qarray_operand(w, product.forward.right, blocks[1]),
+    )
+    return product.by_codes(left, right, (x.shape, w.shape), dtype, *extra)
+
+
+def _qarray_operand(value: Any, layout: OperandLayout, block: int | None) -> CodedArray:
+    if not isinstance(value, QArray):
+        return encode_operand(layout.lay(value), None)
+    parts = expand_codes(value)
+    return replace(parts.map_parts(layout.lay), block=block, qarray=parts.qarray, shift=parts.shift)
+
+
+def _multiply_qarrays_fwd(
+    product: DotProduct | RaggedProduct, blocks: tuple, dtype: Any, x: Any, w: Any, extra: tuple
+) -> tuple[Array, tuple]:
+    return _multiply_qarrays(product, blocks, dtype, x, w, extra), (x, w, extra)
+
+
+def _multiply_qarrays_bwd(
+    product: DotProduct | RaggedProduct, blocks: tuple, dtype: Any, residuals: tuple, g: Array
+) -> tuple:
+    del blocks
+    *operands, extra = residuals
+    numbers = [dequantize(v) if isinstance(v, QArray) else v for v in operands]
+    wide = jnp.result_type(*numbers)
+    _, back = jax.vjp(lambda x, w: product(x.astype(wide), w.astype(wide), *extra).astype(dtype), *numbers)
+    return *(None if isinstance(v, QArray) else d for v, d in zip(operands, back(g), strict=True)), None
+
+
+_multiply_qarrays.defvjp(_multiply_qarrays_fwd, _multiply_qarrays_bwd)

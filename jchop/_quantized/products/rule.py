@@ -1,0 +1,409 @@
+"""Rules that assign specs to the tensors of layers, and their matching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from jchop._common.checks import check_choice, short_repr
+from jchop._common.paths import (
+    check_path_pattern,
+    common_path_pattern,
+    matches_path,
+    path_pattern,
+)
+from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec, as_spec
+from jchop.formats import ElementFormat, ScaledFormat
+
+__all__ = [
+    "NO_LOCATION",
+    "OPERATION_NAMES",
+    "ROUNDING_FIELDS",
+    "SPEC_FIELDS",
+    "Location",
+    "Rule",
+    "as_rule_tuple",
+    "check_cache_spec",
+    "exclusion_advice",
+    "is_stochastic",
+    "module_rule_indexes",
+    "param_rule_index",
+    "refuse_code_products",
+    "refuse_forward_rotation",
+    "rule_index",
+]  # fmt: skip
+
+#: The fields of a rule that are specs.
+SPEC_FIELDS = ("weight", "activation", "output", "bias", "gradient", "input_gradient", "weight_gradient", "cache")
+#: What a rule's `operation` may select: the primitives of JAX by the names of their functions.
+OPERATION_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "dot_general": "dot_general",
+        "conv_general_dilated": "conv",
+        "ragged_dot_general": "ragged_dot",
+        **dict.fromkeys(("gather", "dynamic_slice"), "embedding"),
+    }
+)
+#: The fields that select, beside the path.
+_SELECTOR_FIELDS = ("layer", "operation")
+#: All fields that define roundings.
+ROUNDING_FIELDS = (*SPEC_FIELDS, "rotation", "matmul", "scale_from")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The roundings of the layers that match a pattern.
+
+    A layer computes ``output(product(activation(x), weight(w)) + bias(b))``. A field that is None rounds nothing, so a
+    rule with only a path leaves its layers unchanged.
+
+    The axes of a scaled format are those of an operand laid out for its product: the contracted axes come last, joined
+    into one. So ``"mxfp8_e4m3"`` has blocks along the sum in every product, forward and backward; ``"int8(group=all)"``
+    has a scale for each output channel of a weight and for each row (token) of an activation; ``"int8"``
+    has one for the whole tensor. Arrays that enter no product (embeddings, biases, outputs, scales of norms) keep their
+    own axes.
+
+    Args:
+        path: a pattern for consecutive parts of the path of a layer or parameter, [](patterns.md): ``"head"``,
+            ``"blocks/*/mlp"``, ``"*norm* !final"``; submodules match too, unless it ends with a slash: ``"block/"``;
+            ``"/"`` is the model itself. Default ``"*"``: every layer.
+        layer: a pattern for the class of the layer, or of the module or node that holds a parameter: ``"Linear"``,
+            ``"{Conv,ConvTranspose}"``, ``"!Embed"``. Default None: any.
+        operation: a pattern for what is computed: ``"dot_general"`` (matrix products and einsums), ``"conv"``,
+            ``"ragged_dot"``, ``"embedding"`` (rows that are looked up). A parameter is of its first product. Default
+            None: any, and layers that have none, as norms.
+        weight: the spec of the kernel or the embedding: a `Spec`, a format, a scaled format, or text. A rule that
+            decides norms alone, in a model of layers, rounds their scales to it; every other rule leaves them.
+        activation: the spec of the layer's input; in attention of queries, keys, values and attention weights. The
+            input of a norm is rounded as its scale: by a rule that decides norms alone.
+        output: the spec of the layer's result.
+        bias: the spec of the bias.
+        gradient: the spec of the incoming gradient g in both backward products, dx = g w and dw = x g. If it is given,
+            each of the three products rounds its operands in its own layout, x and w from full precision. Formats that
+            round a matrix and its transpose to the same numbers (no groups, one scale, square tiles) are applied once,
+            in the forward product. Default None: backward products use the rounded operands of the forward product.
+        input_gradient: the spec of both operands of the product dx = g w, instead of `gradient` and `weight`.
+        weight_gradient: the spec of both operands of the product dw = x g, instead of `activation` and `gradient`;
+            ``"binary32"`` keeps it in float32.
+        rotation: a `Hadamard`: both operands of the product dw, or of both backward products, are rotated along the sum
+            before they are rounded, from full precision. It needs the spec of a gradient, and products whose rows are
+            independent: of matrices, not convolutions or experts. One with ``products="forward"`` is of the forward
+            product instead: of matrices and experts, in programs (`jchop.quantize_fn`), not in layers. One with
+            ``products="all"`` is of all three: of matrices, in programs.
+        cache: the spec of the keys and values that MultiHeadAttention stores for decoding, packed: a plain format, or
+            one with scales for each token and head, such as ``"int8(group=all)"``.
+        matmul: a `jchop.MatmulSpec`: products and sums in an emulated arithmetic, in matrix products forward and
+            backward, in convolutions only forward.
+        scale_from: the source of the scales of the kernel and of the layer's input: `MovingAverage`, `DelayedScaling`
+            or `LSQ`, in Linear, LinearGeneral, Einsum and Conv; it has no effect on other layers and operands. Under
+            such scales an operand is rounded once, for all three products. Default None: from each array itself.
+        product: ``"float"``: rounded operands are multiplied as floats, in the carrier. ``"codes"``: their codes are
+            multiplied and the sums scaled, as the units of chips do; [](products.md) states the sum. A ``gradient`` has
+            the backward products computed so, too; without one they are those of floats.
+        stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
+
+    Raises:
+        TypeError, ValueError: for an invalid field.
+
+    Example:
+        >>> import jchop as jc
+        >>> rule = jc.nn.Rule("blocks/*", weight="int4(group=32)", activation="int8(group=all)")
+        >>> str(rule)
+        "Rule('blocks/*', weight=int4(group=32), activation=int8(group=all))"
+    """
+
+    path: str = "*"
+    _: KW_ONLY
+    layer: str | None = None
+    operation: str | None = None
+    weight: Spec | None = None
+    activation: Spec | None = None
+    output: Spec | None = None
+    bias: Spec | None = None
+    gradient: Spec | None = None
+    input_gradient: Spec | None = None
+    weight_gradient: Spec | None = None
+    cache: Spec | None = None
+    rotation: Hadamard | None = None
+    matmul: MatmulSpec | None = None
+    scale_from: ScaleFrom | None = None
+    product: str = "float"
+    stochastic_stream: str = "rounding"
+
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
+
+        def __init__(
+            self,
+            path: str = ...,
+            *,
+            layer: str | None = ...,
+            operation: str | None = ...,
+            weight: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            activation: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            output: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            bias: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            input_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            weight_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            cache: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            rotation: Hadamard | None = ...,
+            matmul: MatmulSpec | None = ...,
+            scale_from: ScaleFrom | None = ...,
+            product: Literal["float", "codes"] = ...,
+            stochastic_stream: str = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        check_path_pattern("path", self.path)
+        if self.layer is not None:
+            check_path_pattern("layer", self.layer, "'Linear'")
+        if self.operation is not None:
+            operations = ", ".join(OPERATION_NAMES.values())
+            check_path_pattern("operation", self.operation, operations)
+            if not any(matches_path(self.operation, name) for name in OPERATION_NAMES.values()):
+                raise ValueError(f"operation={self.operation!r} must match one of {operations}")
+        for name in SPEC_FIELDS:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else as_spec(value, name, scaled=True))
+        for name in ("gradient", "input_gradient", "weight_gradient"):
+            spec = getattr(self, name)
+            if spec is not None and spec.gradient != type(spec.gradient)():
+                raise ValueError(f"{name}={str(spec)!r} is of a gradient, and has no gradient of its own")
+        if self.cache is not None:
+            check_cache_spec("cache", self.cache)
+        if self.rotation is not None:
+            self._check_rotation(self.rotation)
+        if self.matmul is not None and not isinstance(self.matmul, MatmulSpec):
+            raise TypeError(f"matmul={self.matmul!r} must be a MatmulSpec, such as MatmulSpec(accumulate='e5m10')")
+        if self.matmul is not None and self.matmul.operands is not None:
+            raise ValueError(f"matmul={str(self.matmul)!r} rounds operands, which activation= and weight= are for")
+        if self.scale_from is not None:
+            check_scale_from(self.scale_from, {name: getattr(self, name) for name in SPEC_FIELDS})
+        check_choice("product", self.product, ("float", "codes"))
+        if self.product == "codes" and self.matmul is not None:
+            raise ValueError(
+                f"product='codes' and matmul={str(self.matmul)!r} both say how a sum is computed; leave one of them out"
+            )
+        if not isinstance(self.stochastic_stream, str) or not self.stochastic_stream:
+            raise TypeError(f"stochastic_stream={self.stochastic_stream!r} must be the name of a stream of nnx.Rngs")
+
+    def _check_rotation(self, rotation: Any) -> None:
+        if not isinstance(rotation, Hadamard):
+            raise TypeError(f"rotation={rotation!r} must be a jchop.Hadamard, such as Hadamard(16)")
+        if rotation.forward and self.weight is None and self.activation is None:
+            raise ValueError(f"rotation={rotation} needs a weight= or an activation=: nothing is rounded")
+        backward = (("input_gradient", rotation.of_input), ("weight_gradient", rotation.of_weight))
+        if self.gradient is None and any(rotates and getattr(self, name) is None for name, rotates in backward):
+            raise ValueError(f"rotation={rotation} needs a gradient=: the backward products have nothing rounded")
+        if self.scale_from is not None:
+            raise ValueError(
+                f"rotation={rotation} with scale_from={self.scale_from!r}: operands under such a scale are rounded "
+                "once, for all three products, and as they are"
+            )
+
+    def matches(self, path: str, *, layer: str = "", operation: str = "") -> bool:
+        """Whether the rule matches a layer of this path.
+
+        Args:
+            path: the attribute names and indexes of the layer, joined by slashes.
+            layer: its class, by name; empty if there is none.
+            operation: what it computes; empty if nothing of `operation`.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.nn.Rule("attention").matches("blocks/0/attention/query"), jc.nn.Rule("att").matches("attention")
+            (True, False)
+            >>> jc.nn.Rule("block/").matches("net/block"), jc.nn.Rule("block/").matches("net/block/dense")
+            (True, False)
+        """
+        return self.selects((path,), layer, operation)
+
+    def selects(self, paths: Sequence[str], layer: str, operation: str) -> bool:
+        """As `matches`, of what is known by several paths, such as its own and that of its module."""
+        return matches_path(self.path, *paths) and all(
+            pattern is None or (bool(name) and matches_path(pattern, name))
+            for pattern, name in ((self.layer, layer), (self.operation, operation))
+        )
+
+    @property
+    def forward_rotation(self) -> Hadamard | None:
+        """The rotation of the operands of forward products."""
+        return self.rotation if self.rotation is not None and self.rotation.forward else None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any field is set."""
+        return any(getattr(self, name) is not None for name in ROUNDING_FIELDS)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any rounding draws random bits."""
+        return any(is_stochastic(getattr(self, name)) for name in SPEC_FIELDS) or (
+            self.matmul is not None and self.matmul.stochastic
+        )
+
+    def __str__(self) -> str:
+        fields = [
+            f"{name}={getattr(self, name)}"
+            for name in (*_SELECTOR_FIELDS, *SPEC_FIELDS)
+            if getattr(self, name) is not None
+        ]
+        if self.rotation is not None:
+            fields.append(f"rotation={self.rotation}")
+        if self.matmul is not None:
+            fields.append(f"matmul=({self.matmul})")
+        if self.scale_from is not None:
+            fields.append(f"scale_from={self.scale_from}")
+        if self.product != "float":
+            fields.append(f"product={self.product}")
+        return f"Rule({', '.join([repr(self.path), *fields])})"
+
+
+def refuse_code_products(rule: Rule, what: str, why: str) -> None:
+    """Refuse ``product="codes"`` for a layer.
+
+    Raises:
+        NotImplementedError: that names the functions that take it.
+    """
+    if rule.product == "codes":
+        raise NotImplementedError(
+            f"{what}: product='codes' of {rule}: {why}; quantize the program, by jc.nn.quantize(model, rules, "
+            "inputs=...), jc.nn.linen.quantize(module, rules, program=True) or jc.quantize_fn"
+        )
+
+
+def refuse_forward_rotation(rule: Rule, what: str) -> None:
+    """Refuse a rotation of forward products for a layer.
+
+    Raises:
+        NotImplementedError: that names the functions that take it.
+    """
+    if rule.forward_rotation is not None:
+        raise NotImplementedError(
+            f"{what}: rotation={rule.rotation} of {rule} is of programs; quantize the program, by "
+            "jc.nn.quantize(model, rules, inputs=...), jc.nn.linen.quantize(module, rules, program=True) or "
+            "jc.quantize_fn"
+        )
+
+
+def is_stochastic(spec: Spec | None) -> bool:
+    """Whether a rounding, or that of its cotangent, draws random bits."""
+    if spec is None:
+        return False
+    backward = spec.gradient.round
+    return spec.rounding.stochastic or (backward is not None and backward.rounding.stochastic)
+
+
+def check_cache_spec(name: str, spec: Spec) -> None:
+    """Refuse a spec of a cache that rounds tokens or heads together, or draws random bits.
+
+    Raises:
+        ValueError: that names the argument.
+    """
+    fmt = spec.scaled
+    rows = fmt is None or (fmt.group is not None and fmt.axis == fmt.axis_of_sparse == -1 and len(fmt.scale_parts) == 1)
+    if not rows or is_stochastic(spec):
+        raise ValueError(
+            f"{name}={str(spec)!r} must round each token and head by itself and draw nothing: a plain format, or "
+            "scales of groups along the last axis, as 'int8(group=all)'"
+        )
+
+
+def exclusion_advice(paths: Iterable[str], before: Rule, fields: str = "") -> str:
+    """The advice of an error for a module that a rule cannot treat, so that its sublayers keep their rule."""
+    first, *others = paths
+    terms = common_path_pattern([first, *others]).split() if others else [path_pattern(first)]
+    pattern = " ".join(term if term.endswith("/") else f"{term}/" for term in terms)
+    reason = "it is for that module alone, and the layers below it keep their rule"
+    return f"Put Rule({pattern!r}{fields}) before {before}: {reason}"
+
+
+def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
+    """One rule, or several, as a tuple.
+
+    Raises:
+        TypeError, ValueError: for other values, or no rule.
+    """
+    items: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
+    wrong = [rule for rule in items if not isinstance(rule, Rule)]
+    if wrong or not items:
+        raise TypeError(
+            f"rules={short_repr(rules)} must be a jchop.Rule, or several, as jc.Rule(weight='int4')"
+            f"{_qwix_translation(next(iter(wrong), rules))}"
+        )
+    return tuple(items)
+
+
+def _qwix_translation(rule: Any) -> str:
+    """The end of an error that writes a rule of qwix as one of jchop; its path is a regular expression."""
+    if type(rule).__name__ != "QuantizationRule":
+        return ""
+    group = rule.tile_size if isinstance(getattr(rule, "tile_size", None), int) else "all"
+    fields = {"weight": getattr(rule, "weight_qtype", None), "activation": getattr(rule, "act_qtype", None)}
+    specs = {name: qtype if isinstance(qtype, str) else np.dtype(qtype).name for name, qtype in fields.items() if qtype}
+    words = (f"{name}='{text}(group={group})'" for name, text in specs.items())
+    return f"; for this rule of qwix write jc.Rule({', '.join(['PATTERN', *words])})"
+
+
+def rule_index(path: str, rules: Sequence[Rule], layer: str = "", operation: str = "") -> int | None:
+    """The index of the first rule that matches a layer; None if there is none."""
+    return next((n for n, rule in enumerate(rules) if rule.selects((path,), layer, operation)), None)
+
+
+def param_rule_index(path: str, rules: Sequence[Rule], layer: str = "", operation: str = "") -> int | None:
+    """The index of the first rule that matches a parameter's path, or its module's; None if there is none."""
+    both = (path, path.rpartition("/")[0])
+    return next((n for n, rule in enumerate(rules) if rule.selects(both, layer, operation)), None)
+
+
+def module_rule_indexes(paths: Iterable[str], rules: Sequence[Rule], layer: str = "", operation: str = "") -> list[int]:
+    """The indexes of the rules of one module with several paths: for each path the first that matches.
+
+    Raises:
+        ValueError: for rules that differ.
+    """
+    number_of_path = {
+        path: number for path in paths if (number := rule_index(path, rules, layer, operation)) is not None
+    }
+    numbers = sorted(set(number_of_path.values()))
+    if len({replace(rules[number], path="*", layer=None, operation=None) for number in numbers}) > 1:
+        matches = ", ".join(f"{path!r} by {rules[number]}" for path, number in number_of_path.items())
+        raise ValueError(
+            f"rules disagree about one module that is reached by several paths: {matches}. Give all of these paths "
+            "the same"
+        )
+    return numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Location:
+    """The location of a rounding, for errors only: all compare equal, so that jit compiles layers of one kind once.
+
+    Args:
+        layer: the class of the layer.
+        path: of the layer.
+        rule: its rule.
+    """
+
+    layer: str = ""
+    path: str = ""
+    rule: Rule | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Location)
+
+    def __hash__(self) -> int:
+        return hash(Location)
+
+    def __str__(self) -> str:
+        return f"{self.layer} at {self.path!r} by {self.rule}" if self.layer else "product"
+
+
+NO_LOCATION = Location()

@@ -1,0 +1,136 @@
+"""Adapters of low rank beside parameters of programs: y + factor (x A B) at each product that takes the parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jchop._quantized.products.product import DotProduct
+from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.param_uses import ProductStep
+from jchop._quantized.program.provenance import AxisFactors
+from jchop._quantized.program.weight_layout import WeightLayout
+
+Array = jax.Array
+
+__all__ = ["AdaptedParam", "LoraAdapter", "add_lora_delta"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["lora_a", "lora_b"],
+    meta_fields=["layout", "rule", "placement"],
+)
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """An adapter: A and B, for a parameter as a matrix (in, out) with the axes of each in the parameter's order.
+
+    Args:
+        lora_a: A, (in, rank), with the axes of a stack of parameters in front.
+        lora_b: B, (rank, out), likewise.
+        layout: the parameter as a matrix.
+        rule: a `jchop.nn.LoraRule`.
+        placement: how the parameter is packed; None if no rule rounds it.
+    """
+
+    lora_a: Any
+    lora_b: Any
+    layout: MatrixLayout
+    rule: Any
+    placement: WeightLayout | None
+
+    @property
+    def stack(self) -> int:
+        """How many axes of a stack it has still."""
+        return self.lora_a.ndim - 2
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["base", "adapter"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class AdaptedParam:
+    """A parameter with an adapter, in its place in a pytree; `jchop.nn.add_lora` makes it.
+
+    Args:
+        base: the parameter, packed or not.
+        adapter: its adapter, with ``lora_a`` and ``lora_b``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> low, x = jc.quantize_fn(lambda p, x: x @ p["w"], jc.Rule(weight="nf4")), jnp.ones((2, 64))
+        >>> packed = low.pack({"w": jnp.ones((64, 8))}, x)
+        >>> rule, key = jc.nn.LoraRule("w", rank=4), jax.random.key(0)
+        >>> adapted = jc.nn.add_lora(packed, rule, fun=low, inputs=(x,), key=key)
+        >>> adapted["w"].shape, adapted["w"].adapter.lora_a.shape, bool((low(adapted, x) == low(packed, x)).all())
+        ((64, 8), (64, 4), True)
+    """
+
+    base: Any
+    adapter: LoraAdapter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return tuple(self.base.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the parameter."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the parameter."""
+        return self.base.dtype
+
+
+def add_lora_delta(adapter: LoraAdapter, step: ProductStep, side: int, x: Array, y: Array, key: Array | None) -> Array:
+    """The result of a product with what an adapter adds.
+
+    Args:
+        adapter: of the weight.
+        step: the product.
+        side: which operand the weight is.
+        x: the other operand.
+        y: the result without the adapter.
+        key: for dropout of x; None for none.
+    """
+    (use,), dot = step.uses[side], step.product
+    assert isinstance(dot, DotProduct) and use.view is not None and not adapter.stack
+    rate = adapter.rule.dropout
+    if rate and key is not None:
+        x = jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
+    contracting = dot.contracting[1 - side]
+    free = dot.forward.left.free if side == 0 else dot.forward.right.free
+    dtype = jnp.result_type(x, adapter.lora_a, adapter.lora_b)
+    lora_a = _reorder_lora_rows(adapter.lora_a, use.view.contracting).reshape(
+        *(x.shape[axis] for axis in contracting), -1
+    )
+    sizes = [step.eqn.invars[side].aval.shape[axis] for axis in free]
+    lora_b = _reorder_lora_rows(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T.reshape(
+        -1, *sizes
+    )
+    x, lora_a, lora_b = (v.astype(dtype) for v in (x, lora_a, lora_b))
+    projection = lax.dot_general(
+        x, lora_a, ((contracting, tuple(range(len(contracting)))), ((), ())), precision=dot.precision
+    )
+    last = projection.ndim - 1
+    if side:
+        delta = lax.dot_general(projection, lora_b, (((last,), (0,)), ((), ())), precision=dot.precision)
+    else:
+        delta = lax.dot_general(lora_b, projection, (((0,), (last,)), ((), ())), precision=dot.precision)
+    return y + (delta * adapter.rule.factor).astype(y.dtype)
+
+
+def _reorder_lora_rows(matrix: Array, parts: AxisFactors) -> Array:
+    """Rows in the order of parts of axes as a product takes them, from the order of the parameter."""
+    order = sorted(range(len(parts)), key=lambda i: (parts[i].axis, -parts[i].inner))
+    if order == list(range(len(parts))):
+        return matrix
+    factors = matrix.reshape(*(parts[i].size for i in order), -1)
+    return factors.transpose(*np.argsort(order), len(parts)).reshape(matrix.shape)

@@ -1,0 +1,139 @@
+"""The arguments of a call of a function of parameters, taken apart; batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._common.bit_ops import CARRIERS
+from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
+from jchop._quantized.program.lazy_params import is_packed_param
+from jchop._quantized.program.provenance import (
+    FROM_DATA,
+    FROM_KEYS,
+    NO_PROVENANCE,
+    Provenance,
+    param_provenance,
+)
+
+Array = jax.Array
+
+__all__ = ["CallArguments", "batch_arguments", "enumerate_batches", "is_param_leaf"]
+
+
+def batch_arguments(batch: Any) -> tuple[Any, ...]:
+    """The arguments of a call that a batch stands for: a tuple of them, or the only one."""
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def enumerate_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    """Batches with their numbers, from 1.
+
+    Raises:
+        ValueError: at the end, if there was none.
+    """
+    count = 0
+    for count, batch in enumerate(batches, start=1):
+        yield count, batch
+    if not count:
+        raise ValueError("batches has no batch")
+
+
+class CallArguments:
+    """The arguments of a call, taken apart: the arrays of the parameters, then those of the others.
+
+    The values of parameters with adapters are these without, and `adapters` has those, by the number of the parameter.
+    """
+
+    def __init__(self, params: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.leaves, self.tree = jax.tree.flatten(((params, *args), kwargs), is_leaf=is_param_leaf)
+        own = len(jax.tree.leaves(params, is_leaf=is_param_leaf))
+        arrays = [i for i, leaf in enumerate(self.leaves) if _is_array_leaf(leaf)]
+        self.places = arrays
+        array_leaves = [self.leaves[i] for i in arrays]
+        self.adapters: dict[int, LoraAdapter] = {
+            i: x.adapter for i, x in enumerate(array_leaves) if isinstance(x, AdaptedParam)
+        }
+        self.values = [x.base if isinstance(x, AdaptedParam) else x for x in array_leaves]
+        self.count = sum(i < own for i in arrays)
+        leaves_with_path = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_param_leaf)
+        self.keys = tuple(path for path, leaf in leaves_with_path if _is_array_leaf(leaf))
+        self.paths = tuple(map(_path_text, self.keys))
+        self.params = params
+        self.abstract = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if is_packed_param(x) or not isinstance(x, Array) else x
+            for x in self.values
+        ]
+
+    def with_values(self, values: Sequence[Any]) -> Any:
+        """The arguments, ``((params, ...), keywords)``, with other arrays in their places."""
+        leaves = list(self.leaves)
+        for place, value in zip(self.places, values, strict=True):
+            leaves[place] = value
+        return jax.tree.unflatten(self.tree, leaves)
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """The class of the node of the pytree that holds each parameter, by the path of the parameter."""
+        return {path: _holder_class(self.params, keys) for path, keys in zip(self.paths, self.keys, strict=True)}
+
+    @property
+    def facts(self) -> list[Provenance]:
+        """What is known of the arrays."""
+        facts = []
+        for i, x in enumerate(self.abstract):
+            number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            if i >= self.count:
+                facts.append(FROM_DATA if number else FROM_KEYS)
+            else:
+                facts.append(param_provenance(i, x.shape) if number and x.dtype.name in CARRIERS else NO_PROVENANCE)
+        return facts
+
+    @property
+    def signature(self) -> Any:
+        """What a traced program depends on; None if that cannot be compared."""
+        static = tuple((i, leaf) for i, leaf in enumerate(self.leaves) if not _is_array_leaf(leaf))
+        avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)
+        settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+        signature = (self.tree, self.paths, avals, tuple((i, type(leaf), leaf) for i, leaf in static), settings)
+        try:
+            hash(signature)
+        except TypeError:
+            return None
+        return signature
+
+
+def _path_text(path: tuple[Any, ...]) -> str:
+    """The path of a parameter as text."""
+    return jax.tree_util.keystr(_strip_box(path), simple=True, separator="/")
+
+
+def _strip_box(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A path without the ``value`` of the box (a variable, its sharding) that a parameter is in."""
+    has_box = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
+    return path[:-1] if has_box else path
+
+
+def _holder_class(node: Any, path: tuple[Any, ...]) -> str:
+    """The class of the node that holds the end of a path; empty if a node on the way gives no names of its parts."""
+    for key in _strip_box(path)[:-1]:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            node = getattr(node, key.name, None)
+        elif isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey):
+            node = node[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
+        else:
+            return ""
+    return type(node).__name__
+
+
+def is_param_leaf(leaf: Any) -> bool:
+    """Whether a node of a pytree is one parameter: packed, or with an adapter."""
+    return is_packed_param(leaf) or isinstance(leaf, AdaptedParam)
+
+
+def _is_array_leaf(leaf: Any) -> bool:
+    return is_param_leaf(leaf) or isinstance(leaf, Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)

@@ -1,0 +1,463 @@
+"""The plan of a program under rules: which parameters reach which products, and how each product takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jchop._program import planner, step
+from jchop._program.source import source_line_of
+from jchop._program.step import CONTROL, ProgramPlan, is_own_scope
+from jchop._quantized.products.operand_layout import OperandLayout
+from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
+from jchop._quantized.program.matrix_layout import MatrixView
+from jchop._quantized.program.provenance import (
+    ADD_PRIMITIVES,
+    FROM_DATA,
+    MOVE_PRIMITIVES,
+    NO_PROVENANCE,
+    SCATTER_PRIMITIVES,
+    AxisFactor,
+    AxisFactors,
+    ParamOrigin,
+    Provenance,
+    merge_provenance,
+    move_origin,
+    opaque_uses_of,
+    stack_provenance,
+    unstack_provenance,
+)
+from jchop._round.arguments import JCHOP_SCOPE
+
+__all__ = [
+    "ParamUse",
+    "ProductStep",
+    "ProvenancePlanner",
+    "dot_product_of",
+    "holds_several_arrays",
+    "is_complex_product",
+]
+
+
+@dataclass(frozen=True)
+class ParamUse:
+    """A place where a parameter stops being one.
+
+    Args:
+        leaf: the index of the parameter.
+        kind: ``"product"``, ``"rows"`` (rows are looked up, as in an embedding), ``"sum"`` (it is added to data, or
+            is another bias), or ``"other"``.
+        primitive: that takes it.
+        source: file and line.
+        view: how a product takes it, or a look-up.
+        is_intact: whether a product takes its numbers themselves, none of them computed with, along the sum in their
+            order.
+        cuts: the slices of it that were taken before.
+        why: why it has no scales for this use; empty if it may have.
+
+    If `kind` is ``"product"`` and there is no `view`, a product reads what the primitive has computed from it.
+    """
+
+    leaf: int
+    kind: str
+    primitive: str
+    source: str
+    view: MatrixView | None = None
+    is_intact: bool = True
+    cuts: tuple[tuple[AxisFactors, Any, Any], ...] = ()
+    why: str = ""
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether a product reads what is computed of a parameter, without its axes."""
+        return self.kind == "product" and self.view is None
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether a slice along one axis became a matrix: some of its parts are kept, and others summed over."""
+        if self.view is None:
+            return self.is_opaque and self.primitive == "reshape" and bool(self.cuts)
+        free = [part for parts in self.view.free for part in parts]
+        for parts, *_ in self.cuts:
+            both = [[part for part in some if _lies_within(part, parts)] for some in (free, self.view.contracting)]
+            if all(both) and any(part not in parts for some in both for part in some):
+                return True
+        return False
+
+    def block_of(self, group: int) -> int:
+        """How many neighbours along the sum of a product have one scale, if groups of some numbers had one before."""
+        assert self.view is not None
+        contracting, block = self.view.contracting, group
+        if not self.is_intact and (self.cuts or len(contracting) != 1 or contracting[0].size % group):
+            return 1  # reversed
+        for i, part in enumerate(contracting):
+            step = math.prod(p.size for p in contracting[i + 1 :])
+            for parts, *ends in self.cuts:
+                for j, whole in enumerate(parts):
+                    if _lies_within(part, (whole,)):
+                        unit = part.inner // whole.inner * math.prod(p.size for p in parts[j + 1 :])
+                        for end in ends if i else ends[:1]:  # along the slowest part a slice may have any length
+                            divides = isinstance(end, int) and end % unit == 0
+                            block = math.gcd(block, (end // unit % part.size if divides else 1) * step)
+        return block
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductStep(step.ProgramStep):
+    """One equation.
+
+    Args:
+        uses: of parameters, for each operand.
+        product: which product it is; None for another equation.
+        refused: why the operands of a product cannot be rounded; empty if they can.
+        data: which operands depend on data.
+        moves: whether it only moves numbers.
+        source: file and line.
+        opaque_uses: uses of parameters of which an operand of the product is computed, without their axes.
+    """
+
+    uses: tuple[tuple[ParamUse, ...], ...] = ()
+    opaque_uses: tuple[ParamUse, ...] = ()
+    product: DotProduct | ConvProduct | RaggedProduct | None = None
+    refusal: str = ""
+    data: tuple[bool, ...] = ()
+    moves: bool = False
+    source: str = ""
+
+
+class ProvenancePlanner(planner.Planner):
+    """Follows parameters through a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = self._outer = ""  # the sources of the last equation, and of the one that holds the program
+        self._name = ""  # the primitive of the last equation
+        self.data_changes: dict[int, ParamUse] = {}
+
+    def plan(
+        self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None
+    ) -> ProgramPlan:
+        """The plan of a jaxpr. An equation whose frames are all of libraries has the source of what holds it."""
+        before = self._outer, self._last, self._name
+        self._outer = self._last
+        try:
+            return super().plan(closed, known, scope, constants)
+        finally:
+            self._outer, self._last, self._name = before
+
+    def read(self, v: Any, env: dict[Any, Provenance]) -> Provenance:
+        """What is known of a variable; a literal or a constant is nothing."""
+        return super().read(v, env) or NO_PROVENANCE
+
+    def common(self, knowns: Iterable[Provenance | None]) -> Provenance:
+        """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""
+        facts = [known or NO_PROVENANCE for known in knowns]
+        both = merge_provenance(facts)
+        if not both.data:
+            return both
+        leaves = (origin.leaf for fact in facts for origin in fact.origins)
+        uses = [ParamUse(leaf, "other", self._name, self._last, why=_DATA_CHANGE_REASON) for leaf in leaves]
+        for use in uses:
+            self.data_changes.setdefault(use.leaf, use)
+        return replace(both, opaque_uses=(*both.opaque_uses, *(replace(use, kind="product") for use in uses)))
+
+    def one_turn(self, known: Provenance) -> Provenance:
+        """What is known of one of a stack."""
+        return unstack_provenance(known)
+
+    def all_turns(self, known: Provenance) -> Provenance:
+        """What is known of a stack."""
+        return stack_provenance(known)
+
+    def draws(self, step: Any) -> int:
+        """Products split their own key."""
+        return 1
+
+    def step(self, eqn: Any, env: dict[Any, Provenance], scope: str, number: int) -> ProductStep:
+        """What becomes of one equation."""
+        name = eqn.primitive.name
+        facts = tuple(self.read(v, env) for v in eqn.invars)
+        source = self._last = source_line_of(eqn.source_info, self._outer)
+        self._name = name
+        result = ProductStep(
+            eqn=eqn, kind="bound", scope=scope, number=number, known=facts, data=tuple(f.data for f in facts),
+            source=source,
+        )  # fmt: skip
+        if name in CONTROL and not is_own_scope(scope):
+            return replace(result, kind="control")
+        if name == "optimization_barrier":  # each result is its own operand
+            return replace(result, out=facts, moves=True)
+        data = any(fact.data for i, fact in enumerate(facts) if i not in _INDEX_OPERANDS.get(name, ()))
+        if not any(fact.origins or (fact.opaque_uses and not fact.data) for fact in facts):
+            data = any(result.data)  # what data choose among constants
+        from_keys = any(fact.from_keys for fact in facts)
+        if name in _PRODUCT_READERS and _is_sum_of_floats(eqn):
+            product = _PRODUCT_READERS[name](eqn)
+            has_product = not data and any(fact.origins or fact.has_product for fact in facts)
+            out = (Provenance(data=data, from_keys=from_keys, has_product=has_product),)
+            if isinstance(product, str):
+                title = f"{name} ({product})"
+                uses = tuple(
+                    tuple(o.bias_use or ParamUse(o.leaf, "other", title, source) for o in fact.origins)
+                    for fact in facts
+                )
+                return replace(result, refusal=product, uses=uses, out=out)
+            layouts = (product.forward.left, product.forward.right)
+            why = _COMPLEX_REASON if is_complex_product(eqn) else ""
+            batch = len(product.batch[0]) if isinstance(product, DotProduct) else isinstance(product, RaggedProduct)
+            uses, opaque_uses = [], [*opaque_uses_of(facts)]
+            for i, layout in enumerate(layouts):
+                shape, matter = eqn.invars[i].aval.shape, (*layout.free[:batch], *layout.contracting)
+                use = partial(ParamUse, kind="product", primitive=name, source=source, why=why)
+                biases = [o for o in facts[i].origins if o.bias_use and not _is_weight_matrix(o, layout, batch)]
+                opaque_uses += [o.bias_use for o in biases]
+                uses.append(tuple(
+                    use(o.leaf, view=_view_of(o, layout), is_intact=_keeps_order_along(o, matter, shape), cuts=o.cuts)
+                    for o in facts[i].origins if o not in biases
+                ))  # fmt: skip
+            return replace(
+                result, kind="product", product=product, uses=tuple(uses), opaque_uses=tuple(opaque_uses), out=out
+            )
+        if name in _LOOK_UP_AXES and not data:
+            return self._look_up(result)
+        taker = JCHOP_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
+        if data:
+            kind = "sum" if name in _SUM_PRIMITIVES else "other"
+            uses = tuple(
+                tuple(o.bias_use or ParamUse(o.leaf, kind, taker, source, cuts=o.cuts) for o in fact.origins)
+                for fact in facts
+            )
+            return replace(result, uses=uses, out=(FROM_DATA,) * len(eqn.outvars))
+        outs = [self._out(eqn, facts, i) for i in range(len(eqn.outvars))]
+        if name in _SUM_PRIMITIVES:
+            outs = [_mark_biases(outs[0], eqn, facts, source)]
+        ends = {o.leaf for fact in facts for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
+        uses = tuple(
+            tuple(
+                o.bias_use or ParamUse(o.leaf, "other", taker, source, cuts=o.cuts)
+                for o in fact.origins
+                if o.leaf in ends
+            )
+            for fact in facts
+        )
+        opaque_after = (
+            *opaque_uses_of(facts),
+            *(replace(use, kind="product") for some in uses for use in some if use.kind != "sum"),
+        )
+        outs = [replace(out, opaque_uses=opaque_after, from_keys=from_keys) for out in outs]
+        return replace(result, uses=uses, out=tuple(outs), moves=name in MOVE_PRIMITIVES)
+
+    def _out(self, eqn: Any, facts: Sequence[Provenance], number: int) -> Provenance:
+        """What is known of one of the results, that no data reaches."""
+        name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
+        for v, fact in zip(eqn.invars, facts, strict=True):
+            for origin in fact.origins:
+                after = move_origin(name, eqn.params, origin, v.aval.shape, shape)
+                if after is not None:
+                    cuts = (*origin.cuts, *_axis_slices(eqn, number, origin, v.aval.shape, shape))
+                    origins.setdefault(origin.leaf, replace(after, cuts=cuts))
+        return Provenance(origins=tuple(origins.values()), has_product=any(fact.has_product for fact in facts))
+
+    def _look_up(self, step: ProductStep) -> ProductStep:
+        """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
+        eqn, fact = step.eqn, step.known[0]
+        out = self._out(eqn, (fact, *(NO_PROVENANCE for _ in eqn.invars[1:])), 0)
+        index_axes, sizes, uses = _LOOK_UP_AXES[step.name](step), eqn.params["slice_sizes"], []
+        for before, after in zip(fact.origins, out.origins, strict=True):
+            along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
+            if index_axes and len(along) <= 1:
+                among = [parts for i, parts in enumerate(before.axes) if i in index_axes or sizes[i] != 1]
+                rows = _look_up_view(among, along or _last_factor(step, before, index_axes))
+                use = ParamUse(before.leaf, "rows", step.name, step.source, rows, cuts=before.cuts)
+                uses.append(use if any(before.axes[i] for i in index_axes) else before.bias_use or use)
+        if uses:
+            return replace(step, uses=(tuple(uses),), out=(FROM_DATA,))
+        from_keys = any(fact.from_keys for fact in step.known)
+        return replace(step, out=(replace(out, opaque_uses=fact.opaque_uses, from_keys=from_keys),), moves=True)
+
+
+def holds_several_arrays(uses: Sequence[ParamUse]) -> bool:
+    """Whether the slices of a parameter are arrays of their own, so that no layout of the whole suits them.
+
+    A slice along one axis becomes a matrix, as of a flat vector; or one slice is multiplied, and data are added to
+    another, or scaled by it.
+    """
+    product_uses = [use for use in uses if use.kind in ("product", "rows")]
+    beside = [use for use in uses if use.kind == "sum" or use.primitive == "mul"]
+    apart = (use.cuts and other.cuts and use.cuts != other.cuts for use in product_uses for other in beside)
+    return any(use.takes_apart for use in product_uses) or any(apart)
+
+
+def _axis_slices(
+    eqn: Any, number: int, origin: ParamOrigin, old: Sequence[int], new: Sequence[int]
+) -> list[tuple[AxisFactors, Any, Any]]:
+    """The axes that an equation slices: their parts, where the slice begins, and how long it is.
+
+    The beginning is no integer if it is unknown, or if the slice takes one of several numbers.
+    """
+    params = eqn.params
+    if eqn.primitive.name == "slice":
+        strides = params["strides"] or [1] * len(old)
+        starts = [a if n == 1 else (a, n) for a, n in zip(params["start_indices"], strides, strict=True)]
+    elif eqn.primitive.name == "split":
+        starts = [sum(params["sizes"][:number])] * len(old)
+    elif eqn.primitive.name == "dynamic_slice":
+        starts = [int(v.val) if isinstance(v, Literal) else None for v in eqn.invars[1:]]
+    elif eqn.primitive.name == "gather":
+        both = zip(origin.axes, params["slice_sizes"], old, strict=True)
+        return [(parts, None, short) for parts, short, n in both if parts and short not in (1, n)]
+    else:
+        return []
+    both = zip(origin.axes, starts, old, new, strict=True)
+    return [(parts, start, short) for parts, start, n, short in both if parts and n != short]
+
+
+def _keeps_order_along(origin: ParamOrigin, axes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a value has the parameter's numbers themselves, along some axes in their order.
+
+    An axis that was cut and is as long as before was joined of pieces, perhaps in another order.
+    """
+    whole = [origin.axes[i] for i in axes if math.prod(part.size for part in origin.axes[i]) == shape[i]]
+    pairs = [(part, one) for parts in whole for part in parts for cut, *_ in origin.cuts for one in cut]
+    return origin.is_intact and not any(_lies_within(a, (b,)) or _lies_within(b, (a,)) for a, b in pairs)
+
+
+def _lies_within(part: AxisFactor, parts: AxisFactors) -> bool:
+    """Whether a part of an axis lies in one of others."""
+    return any(
+        part.axis == one.axis and one.inner <= part.inner and part.inner * part.size <= one.inner * one.size
+        for one in parts
+    )
+
+
+def is_complex_product(eqn: Any) -> bool:
+    """Whether an operand of a product has complex numbers."""
+    return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars[:2])
+
+
+def _view_of(origin: ParamOrigin, layout: OperandLayout) -> MatrixView:
+    contracting = tuple(part for axis in layout.contracting for part in origin.axes[axis])
+    return MatrixView(tuple(origin.axes[axis] for axis in layout.free), contracting)
+
+
+def _mark_biases(out: Provenance, eqn: Any, facts: Sequence[Provenance], source: str) -> Provenance:
+    """A sum without data, in which a parameter may be a bias: spread, and added to a value made of parameters.
+
+    Whether it is one is known where a product takes the sum (`_is_weight_matrix`).
+    """
+    origins = []
+    for origin in out.origins:
+        i = next(i for i, fact in enumerate(facts) if any(o.leaf == origin.leaf for o in fact.origins))
+        other = facts[1 - i]
+        if origin.spread and not origin.bias_use and (other.origins or other.opaque_uses or other.has_product):
+            origin = replace(
+                origin, bias_use=ParamUse(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts)
+            )
+        origins.append(origin)
+    return replace(out, origins=tuple(origins))
+
+
+def _is_weight_matrix(origin: ParamOrigin, layout: OperandLayout, batch: int) -> bool:
+    """Whether a parameter has axes that a product sums over, and axes that it keeps, as a weight has."""
+    return any(origin.axes[i] for i in layout.contracting) and any(origin.axes[i] for i in layout.free[batch:])
+
+
+def _last_factor(step: ProductStep, origin: ParamOrigin, index_axes: set[int]) -> list[AxisFactors]:
+    """The last axis of a parameter of which data choose single numbers: that of the groups, as for its rows."""
+    batch = step.eqn.params["dimension_numbers"].operand_batching_dims if step.name == "gather" else ()
+    parts = [part for i in sorted({*index_axes, *batch}) for part in origin.axes[i]]
+    return [(part,) for part in parts[-1:]]
+
+
+def _look_up_view(among: Sequence[AxisFactors], along: Sequence[AxisFactors]) -> MatrixView:
+    """Rows that are looked up are kept; along a row is what a product would sum over."""
+    row = tuple(part for parts in along for part in parts)
+    free = (tuple(part for part in parts if part not in row) for parts in among)
+    return MatrixView(tuple(filter(None, free)), row)
+
+
+def _axes_by_start(step: ProductStep) -> set[int]:
+    """The axes of which data choose one index."""
+    starts = enumerate(step.known[1:])
+    return {axis for axis, start in starts if start.varies and step.eqn.params["slice_sizes"][axis] == 1}
+
+
+def _axes_by_indexes(step: ProductStep) -> set[int]:
+    """The axes of which data, or several constants, choose one index each."""
+    if not step.known[1].varies and step.eqn.invars[1].aval.ndim == 1:
+        return set()
+    params = step.eqn.params
+    return {axis for axis in params["dimension_numbers"].start_index_map if params["slice_sizes"][axis] == 1}
+
+
+def _is_sum_of_floats(eqn: Any) -> bool:
+    """Whether a product sums, and is not of integers: one that sums over no axis multiplies, as ``mul`` does."""
+    sums = eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
+    return sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
+
+
+def dot_product_of(eqn: Any) -> DotProduct:
+    """The product that an equation ``dot_general`` is, also one that sums over no axis."""
+    (contracting, batch), params = eqn.params["dimension_numbers"], eqn.params
+    return DotProduct(
+        tuple(map(tuple, contracting)),  # type: ignore[arg-type]
+        tuple(map(tuple, batch)),  # type: ignore[arg-type]
+        (len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape)),
+        params["precision"],
+        params["preferred_element_type"],
+        params.get("out_sharding"),
+    )
+
+
+def _conv_product_of(eqn: Any) -> ConvProduct | str:
+    params = eqn.params
+    if params["batch_group_count"] != 1:
+        return f"batch_group_count={params['batch_group_count']}"
+    return ConvProduct(
+        tuple(params["window_strides"]),
+        tuple(params["padding"]),
+        tuple(params["lhs_dilation"]),
+        tuple(params["rhs_dilation"]),
+        params["dimension_numbers"],
+        params["feature_group_count"],
+        params["precision"],
+        params["preferred_element_type"],
+        params.get("out_sharding"),
+    )
+
+
+def _ragged_product_of(eqn: Any) -> RaggedProduct | str:
+    usual = dict(RaggedProduct.of_rows().params)
+    if eqn.params["ragged_dot_dimension_numbers"] != usual["ragged_dot_dimension_numbers"]:
+        return "not of rows (m, k) and matrices (g, k, n)"
+    return RaggedProduct(tuple(sorted(eqn.params.items())))
+
+
+_DATA_CHANGE_REASON = "data change it"
+_COMPLEX_REASON = "complex numbers have no scales"
+_PRODUCT_READERS = {
+    "dot_general": dot_product_of,
+    "conv_general_dilated": _conv_product_of,
+    "ragged_dot_general": _ragged_product_of,
+}
+_SUM_PRIMITIVES = ADD_PRIMITIVES | {"add_any"}
+#: Which axes of the first operand they take single indexes of, that are no counters of loops.
+_LOOK_UP_AXES: dict[str, Callable[[ProductStep], set[int]]] = {
+    "gather": _axes_by_indexes,
+    "dynamic_slice": _axes_by_start,
+}
+#: Operands that only choose among the numbers of the others.
+_INDEX_OPERANDS: dict[str, tuple[int, ...]] = {
+    "gather": (1,),
+    "dynamic_slice": tuple(range(1, 16)),
+    "dynamic_update_slice": tuple(range(2, 16)),
+    "select_n": (0,),
+    **dict.fromkeys(SCATTER_PRIMITIVES, (1,)),
+    "ragged_dot_general": (2,),
+}

@@ -1,0 +1,324 @@
+"""Where the values of a program come from: the parameters that they are, and the axes of those that theirs are.
+
+A value that only moves a parameter's numbers (transposed, reshaped, sliced, broadcast, cast) has that parameter's axes.
+So has a value computed from parameters alone (a mask, a sum with a low-rank product, weight standardization). At a
+product they say which axes of the parameter are summed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+__all__ = [
+    "ADD_PRIMITIVES",
+    "FROM_DATA",
+    "FROM_KEYS",
+    "MOVE_PRIMITIVES",
+    "NO_PROVENANCE",
+    "SCATTER_PRIMITIVES",
+    "AxisFactor",
+    "AxisFactors",
+    "ParamOrigin",
+    "Provenance",
+    "merge_provenance",
+    "move_origin",
+    "opaque_uses_of",
+    "param_provenance",
+    "stack_provenance",
+    "unstack_provenance",
+]
+
+
+@dataclass(frozen=True)
+class AxisFactor:
+    """A part of an axis of a parameter.
+
+    Args:
+        axis: of the parameter.
+        size: how many indexes the part has.
+        inner: the distance of two neighbours, in indexes of the axis.
+    """
+
+    axis: int
+    size: int
+    inner: int = 1
+
+
+#: The parts that make up an axis, the last one moving fastest. None for an axis that is no axis of the parameter.
+AxisFactors = tuple[AxisFactor, ...]
+
+
+@dataclass(frozen=True)
+class ParamOrigin:
+    """A parameter that a value comes from.
+
+    Args:
+        leaf: the index of the parameter.
+        axes: the parts of each axis of the value; empty for an axis that the parameter has not.
+        is_intact: whether the value has the parameter's numbers themselves, none of them computed with or reversed, nor
+            sent between devices.
+        cuts: the slices that were taken, by axis: its parts, where the slice begins, and how long it is.
+        spread: whether it stands at several places along an axis that the parameter has not, perhaps of length 1.
+        bias_use: the use of a parameter that was added, spread, to a value made of parameters; None for none.
+    """
+
+    leaf: int
+    axes: tuple[AxisFactors, ...]
+    is_intact: bool = True
+    cuts: tuple[tuple[AxisFactors, Any, Any], ...] = field(default=(), compare=False)
+    spread: bool = field(default=False, compare=False)
+    bias_use: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What is known of a value.
+
+    Args:
+        data: whether its numbers depend on the arguments that are no parameters.
+        origins: the parameters that it comes from; none if it depends on data.
+        opaque_uses: parameters that it is computed from, or is in the first iteration of a loop, none of whose axes are
+            its own.
+        from_keys: whether its numbers depend on keys that are arguments.
+        has_product: whether a product of parameters alone is a part of it.
+    """
+
+    data: bool = False
+    origins: tuple[ParamOrigin, ...] = ()
+    opaque_uses: tuple[Any, ...] = ()
+    from_keys: bool = False
+    has_product: bool = False
+
+    @property
+    def varies(self) -> bool:
+        """Whether its numbers depend on arguments that are no parameters."""
+        return self.data or self.from_keys
+
+
+NO_PROVENANCE = Provenance()
+FROM_DATA = Provenance(data=True)
+FROM_KEYS = Provenance(from_keys=True)
+
+
+def param_provenance(leaf: int, shape: Sequence[int]) -> Provenance:
+    """A parameter itself."""
+    return Provenance(
+        origins=(ParamOrigin(leaf, tuple((AxisFactor(axis, n),) if n != 1 else () for axis, n in enumerate(shape))),)
+    )
+
+
+def merge_provenance(facts: Sequence[Provenance]) -> Provenance:
+    """What is known of a value that is one of several, as one that `select_n` chooses."""
+    if any(fact.data for fact in facts):
+        return replace(FROM_DATA, opaque_uses=opaque_uses_of(facts))
+    origins: dict[int, ParamOrigin] = {}
+    for origin in (o for fact in facts for o in fact.origins):
+        earlier = origins.setdefault(origin.leaf, origin)
+        if earlier != origin or earlier.cuts != origin.cuts:
+            origins[origin.leaf] = replace(
+                earlier, is_intact=False, cuts=tuple(dict.fromkeys((*earlier.cuts, *origin.cuts)))
+            )
+    from_keys, has_product = any(fact.from_keys for fact in facts), any(fact.has_product for fact in facts)
+    return Provenance(
+        origins=tuple(origins.values()), opaque_uses=opaque_uses_of(facts), from_keys=from_keys, has_product=has_product
+    )
+
+
+def opaque_uses_of(facts: Sequence[Provenance]) -> tuple[Any, ...]:
+    """The opaque uses of all facts."""
+    return tuple(dict.fromkeys(use for fact in facts for use in fact.opaque_uses))
+
+
+def unstack_provenance(fact: Provenance) -> Provenance:
+    """What is known of one of a stack, along its first axis."""
+    return replace(fact, origins=tuple(replace(o, axes=o.axes[1:]) for o in fact.origins))
+
+
+def stack_provenance(fact: Provenance) -> Provenance:
+    """What is known of a stack of values."""
+    return replace(fact, origins=tuple(replace(o, axes=((), *o.axes)) for o in fact.origins))
+
+
+# -- from one value to the next ---------------------------------------------------------------------------------------
+
+
+def move_origin(
+    name: str, params: dict[str, Any], origin: ParamOrigin, shape: Sequence[int], out: Sequence[int]
+) -> ParamOrigin | None:
+    """The origin of what a primitive makes of a value of `shape`; None if its axes are not those of the parameter."""
+    axes = _move_axes(name, params, origin.axes, tuple(shape), tuple(out))
+    is_intact = origin.is_intact and name in MOVE_PRIMITIVES and name not in ("rev", "dynamic_update_slice")
+    broadcasts = len(out) > len(shape) or math.prod(out) > math.prod(shape)
+    spread = origin.spread or (broadcasts and name not in SAME_AXES_PRIMITIVES)
+    return None if axes is None else replace(origin, axes=axes, is_intact=is_intact, spread=spread)
+
+
+def _move_axes(
+    name: str, params: dict[str, Any], axes: tuple[AxisFactors, ...], shape: tuple[int, ...], out: tuple[int, ...]
+) -> tuple[AxisFactors, ...] | None:
+    if name in SAME_AXES_PRIMITIVES or (name in ELEMENTWISE_PRIMITIVES and shape == out):
+        return axes
+    if name in ADD_PRIMITIVES:
+        return tuple(parts if n == m else () for parts, n, m in zip(axes, shape, out, strict=True))
+    if name in COLLECTIVE_PRIMITIVES and params.get("tiled", True):
+        return axes
+    if "all_gather_dimension" in params:
+        new, old = _device_pieces(axes, shape, params["axis_size"])
+        place = params["all_gather_dimension"]
+        return (*old[:place], new, *old[place:])
+    if name == "stack":
+        return (*axes[: params["axis"]], (), *axes[params["axis"] :])
+    if name == "unstack":
+        return (*axes[: params["axis"]], *axes[params["axis"] + 1 :])
+    if name == "tile":
+        return ((),) * (len(out) - len(axes)) + axes
+    if name == "transpose":
+        return tuple(axes[i] for i in params["permutation"])
+    if name == "squeeze":
+        squeeze_axes = {axis % len(axes) for axis in params["dimensions"]}
+        return tuple(parts for i, parts in enumerate(axes) if i not in squeeze_axes)
+    if name == "expand_dims":
+        new = {axis % len(out) for axis in params["dimensions"]}
+        rest = iter(axes)
+        return tuple(() if i in new else next(rest) for i in range(len(out)))
+    if name == "broadcast_in_dim":
+        axis_of_output = dict(zip(params["broadcast_dimensions"], axes, strict=True))
+        return tuple(axis_of_output.get(i, ()) for i in range(len(out)))
+    if name == "reshape" and params.get("dimensions") is None:
+        if (whole := _reshape_axes(axes, shape, out)) is not None:
+            return whole
+        # A piece of a stack, such as its first layers, is cut anew along the stack: the other axes stay what they are.
+        uncut = tuple(a if math.prod(p.size for p in a) == n else () for a, n in zip(axes, shape, strict=True))
+        return _reshape_axes(uncut, shape, out) if any(uncut) else None
+    if name == "gather":
+        return _gather_axes(params["dimension_numbers"], axes, params["slice_sizes"], out)
+    return None
+
+
+_SAME_AXES_TEXT = """
+    convert_element_type copy copy_p slice dynamic_slice dynamic_update_slice rev sharding_constraint reshard name
+    optimization_barrier stop_gradient reduce_precision pad concatenate split device_put pvary pcast mesh_cast
+    layout_constraint
+"""
+_ELEMENTWISE_TEXT = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj cos cosh div erf erf_inv
+    erfc exp exp2 expm1 floor imag integer_pow log log1p logistic max min mul neg nextafter not or pow real rem round
+    rsqrt select_n sign sin sinh sqrt square sub tan tanh xor
+    cumlogsumexp cummax cummin cumprod cumsum
+"""
+_COLLECTIVES_TEXT = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all ppermute psum psum_invariant reduce_scatter
+"""
+#: Of two values; an axis of one of them may have length 1.
+ADD_PRIMITIVES = frozenset(["add", "sub"])
+#: Writes into an array at indexes.
+SCATTER_PRIMITIVES = frozenset(["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"])
+_MOVES_TEXT = "transpose squeeze expand_dims broadcast_in_dim reshape gather stack unstack tile"
+#: Each axis stays what it is, though perhaps shorter or longer.
+SAME_AXES_PRIMITIVES = frozenset(_SAME_AXES_TEXT.split())
+#: Computes with numbers that stand at the same place, or before it along an axis; the result has their axes.
+ELEMENTWISE_PRIMITIVES = frozenset(_ELEMENTWISE_TEXT.split()) | SCATTER_PRIMITIVES
+#: Between devices, whose pieces of an axis may come in any order.
+COLLECTIVE_PRIMITIVES = frozenset(_COLLECTIVES_TEXT.split())
+#: Primitives that only move numbers.
+MOVE_PRIMITIVES = SAME_AXES_PRIMITIVES | frozenset(_MOVES_TEXT.split())
+
+
+def _reshape_axes(
+    axes: tuple[AxisFactors, ...], old: tuple[int, ...], new: tuple[int, ...]
+) -> tuple[AxisFactors, ...] | None:
+    """Runs of axes with as many elements before and after are taken apart and put together."""
+    result: list[AxisFactors] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        if math.prod(old[i:]) == 1 and math.prod(new[j:]) == 1:
+            return (*result, *((),) * (len(new) - j))
+        first, last = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (a := math.prod(old[first:i])) != (b := math.prod(new[last:j])):
+            if (a < b and i == len(old)) or (a > b and j == len(new)):
+                return None
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        run = _distribute_factors(axes[first:i], old[first:i], new[last:j])
+        if run is None:
+            return None
+        result += run
+    return tuple(result)
+
+
+def _distribute_factors(
+    axes: Sequence[AxisFactors], old: Sequence[int], new: Sequence[int]
+) -> list[AxisFactors] | None:
+    """The parts of some axes over new ones, from the fastest; the slowest takes what is left."""
+    if [n for n in old if n != 1] == [n for n in new if n != 1]:
+        rest = iter([parts for parts, n in zip(axes, old, strict=True) if n != 1])
+        return [() if n == 1 else next(rest) for n in new]
+    parts: list[AxisFactor | int] = []  # a number: an axis that the parameter has not
+    for i, (some, n) in enumerate(zip(axes, old, strict=True)):
+        if some and i and math.prod(p.size for p in some) != n:
+            return None  # a piece of an axis: only the slowest may be one
+        parts += list(some) if some else [n] if n != 1 else []
+    result: list[AxisFactors] = []
+    for position in range(len(new) - 1, 0, -1):
+        remaining, factors = new[position], []
+        while remaining > 1 and parts:
+            part = parts.pop()
+            size = part if isinstance(part, int) else part.size
+            if size > remaining:
+                if size % remaining:
+                    return None
+                if isinstance(part, int):
+                    parts.append(part // remaining)
+                else:
+                    parts.append(AxisFactor(part.axis, size // remaining, part.inner * remaining))
+                    factors.insert(0, AxisFactor(part.axis, remaining, part.inner))
+                remaining = 1
+            elif remaining % size:
+                return None
+            else:
+                remaining //= size
+                if not isinstance(part, int):
+                    factors.insert(0, part)
+        result.insert(0, _merge_factors(factors))
+    result.insert(0, _merge_factors([part for part in parts if not isinstance(part, int)]))
+    return result
+
+
+def _merge_factors(parts: Sequence[AxisFactor]) -> AxisFactors:
+    """Neighbouring parts of one axis as one."""
+    result: list[AxisFactor] = []
+    for part in parts:
+        before = result[-1] if result else None
+        if before is not None and before.axis == part.axis and before.inner == part.inner * part.size:
+            result[-1] = AxisFactor(part.axis, before.size * part.size, part.inner)
+        else:
+            result.append(part)
+    return tuple(result)
+
+
+def _device_pieces(
+    axes: tuple[AxisFactors, ...], shape: Sequence[int], devices: int
+) -> tuple[AxisFactors, tuple[AxisFactors, ...]]:
+    """The axis of the devices, and the others, if each device has a piece of one axis; empty if it is not known which.
+
+    The axes of a piece are those of the whole parameter, so that they are longer than its shape says.
+    """
+    cut = [i for i, parts in enumerate(axes) if parts and math.prod(p.size for p in parts) == shape[i] * devices]
+    if len(cut) != 1 or (slowest := axes[cut[0]][0]).size % devices:
+        return (), axes
+    own = AxisFactor(slowest.axis, slowest.size // devices, slowest.inner)
+    ahead = AxisFactor(slowest.axis, devices, own.inner * own.size)
+    rest = (own, *axes[cut[0]][1:]) if own.size != 1 else axes[cut[0]][1:]
+    return (ahead,) if devices != 1 else (), (*axes[: cut[0]], rest, *axes[cut[0] + 1 :])
+
+
+def _gather_axes(
+    numbers: Any, axes: tuple[AxisFactors, ...], sizes: Sequence[int], out: tuple[int, ...]
+) -> tuple[AxisFactors, ...]:
+    """The axes of windows are axes of the result, as those of a slice; those of which one index is taken are gone."""
+    index_axes = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window_axes = iter([parts if sizes[i] != 1 else () for i, parts in enumerate(axes) if i not in index_axes])
+    return tuple(next(window_axes) if i in numbers.offset_dims else () for i in range(len(out)))

@@ -1,0 +1,583 @@
+"""A traced program with the rule of each parameter and each product, and the roundings that these ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from jchop._common.checks import check_choice
+from jchop._common.paths import (
+    common_path_pattern,
+    names_last_part,
+    nearest_paths_hint,
+    path_pattern,
+)
+from jchop._program.step import ProgramPlan
+from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
+from jchop._quantized.products.codes import block_along_sum
+from jchop._quantized.products.contraction import ProductRoundings, check_operand_specs
+from jchop._quantized.products.product import ConvProduct, OperandSwap
+from jchop._quantized.products.rule import (
+    OPERATION_NAMES,
+    ROUNDING_FIELDS,
+    Location,
+    Rule,
+    param_rule_index,
+    rule_index,
+)
+from jchop._quantized.products.scale_from import LSQ, ScaleFrom
+from jchop._quantized.program.call import CallArguments
+from jchop._quantized.program.lora_layouts import lora_layouts
+from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.param_uses import (
+    ParamUse,
+    ProductStep,
+    ProvenancePlanner,
+    holds_several_arrays,
+    is_complex_product,
+)
+from jchop._quantized.program.report import ParameterRow, ProductRow, ProgramReport
+from jchop._quantized.program.runner import QuantizedRunner
+from jchop._quantized.program.scale_slots import (
+    HISTORY,
+    SCALE,
+    ScaleSlot,
+    scale_slots_of,
+)
+from jchop._quantized.program.weight_layout import (
+    WeightLayout,
+    blocks_fit_axes,
+    stack_ndim,
+    weight_layout_of,
+)
+from jchop._quantized.program.weight_rotation import weight_rotation_of, with_weight_rotation
+from jchop._spec.spec import Spec
+
+__all__ = ["QuantizedProgram", "check_weight_rules", "plan_quantized_program", "weight_spec"]
+
+
+@dataclass(frozen=True)
+class QuantizedProgram:
+    """A function traced for some arguments, and what rules do to its parameters and products.
+
+    Args:
+        plan: the program.
+        tree: the structure of its results.
+        rules: all rules.
+        paths: of each parameter.
+        shapes: of each parameter.
+        uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
+        rule_indexes: which of the rules applies to each parameter; None for none.
+        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
+        runner: the roundings of the products, by their steps.
+        products: the products in the order of the program, each with its rule.
+        slots: the activations with scales from elsewhere than their data, by the steps of their products.
+        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
+    """
+
+    plan: ProgramPlan
+    tree: Any
+    rules: tuple[Rule, ...]
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    uses: Mapping[int, Sequence[ParamUse]]
+    rule_indexes: tuple[int | None, ...]
+    placements: Mapping[int, tuple[WeightLayout, ParamUse]]
+    runner: QuantizedRunner
+    products: tuple[tuple[ProductStep, Rule | None], ...]
+    slots: dict[int, ScaleSlot]
+    entries_of_scan: dict[int, tuple[str, ...]]
+
+    @property
+    def keeps_constants(self) -> bool:
+        """Whether no constant of the program belongs to a trace that ends, so that later calls can run it."""
+        plans = (self.plan, *(plan for step in self.plan.walk() for plan in step.inner))
+        return not any(isinstance(c, jax.core.Tracer) for plan in plans for c in plan.consts)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a call rounds anything."""
+        return bool(self.placements or self.runner.roundings)
+
+    @cached_property
+    def adaptable(self) -> dict[int, MatrixLayout | str]:
+        """The parameters that reach products, by number: each as a matrix, or why it can have no adapter."""
+        return lora_layouts(self.plan, self.shapes)
+
+    def rule_of(self, leaf: int) -> Rule:
+        """The rule of a parameter that is rounded."""
+        number = self.rule_indexes[leaf]
+        assert number is not None
+        return self.rules[number]
+
+    @cached_property
+    def rules_by_path(self) -> dict[str, Rule]:
+        """The rules of the parameters, by the paths with which the names of entries begin."""
+        pairs = zip(self.paths, self.rule_indexes, strict=True)
+        return {path or "params": self.rules[number] for path, number in pairs if number is not None}
+
+    def weights_with_state(self) -> dict[int, tuple[str, WeightLayout, ScaleFrom]]:
+        """The parameters whose scales are kept: the name of the entry, the rounding, the source."""
+        states = {}
+        names: dict[str, int] = {}
+        for leaf, (placement, use) in self.placements.items():
+            source = self.rule_of(leaf).scale_from
+            if source is not None and "weight" in source.fields and use.kind != "sum":
+                kind = SCALE if isinstance(source, LSQ) else HISTORY
+                name = f"{self.paths[leaf] or 'params'}_weight_{kind}"
+                count = names[name] = names.get(name, -1) + 1  # {"a": {"b": w}, "a/b": v} has one path twice
+                states[leaf] = f"{name}_{count}" if count else name, placement, source
+        return states
+
+    def report(self, platform: str | None = None) -> ProgramReport:
+        """A row for each parameter and each product.
+
+        Raises:
+            TypeError, ValueError: for another platform than None and those of `OPERANDS_BY_PLATFORM`.
+        """
+        if platform is not None:
+            check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
+        return ProgramReport(
+            tuple(self._parameter_row(leaf) for leaf in range(len(self.paths))),
+            tuple(self._product_row(step, rule, platform) for step, rule in self.products),
+        )
+
+    def _parameter_row(self, leaf: int) -> ParameterRow:
+        number, use, placement = self.rule_indexes[leaf], _main_use(self.uses.get(leaf, ())), self.placements.get(leaf)
+        return ParameterRow(
+            self.paths[leaf],
+            self.shapes[leaf],
+            "" if number is None else str(self.rules[number]),
+            "" if use is None else use.primitive,
+            "" if use is None else use.kind,
+            "" if placement is None else str(placement[0].spec),
+            "" if use is None else use.source,
+            ""
+            if number is None or placement is not None
+            else _exemption_reason(self.rules[number], self.uses.get(leaf, ())),
+        )
+
+    def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
+        roundings, _ = self.runner.roundings.get(id(step), (None, -1))
+        slot = self.slots.get(id(step))
+        fields = {} if roundings is None else {
+            "activation": roundings.left, "gradient": roundings.gradient,
+            "input_gradient": roundings.input_gradient, "weight_gradient": roundings.weight_gradient,
+            "matmul": roundings.matmul, "rotation": roundings.rotation,
+            "product": "codes" if roundings.codes else None, "scale_from": None if slot is None else slot.source,
+        }  # fmt: skip
+        refusal = step.refusal or ("complex" if roundings is None and is_complex_product(step.eqn) else "")
+        return ProductRow(
+            step.scope,
+            f"{step.name} ({refusal})" if refusal else step.name,
+            tuple(self.paths[use.leaf] for some in step.uses for use in some),
+            "" if rule is None else str(rule),
+            {name: str(value) for name, value in fields.items() if value is not None},
+            step.source,
+            "" if platform is None or rule is None or refusal else _operand_types(step, rule, platform),
+        )
+
+
+def _operand_types(step: ProductStep, rule: Rule, platform: str) -> str:
+    """The types of the operands of a product on a platform."""
+    carrier = jnp.result_type(*(v.aval.dtype for v in step.eqn.invars[:2])).name
+    weights = sum(map(bool, step.uses))
+    matrices = not isinstance(step.product, ConvProduct)
+    return (
+        f"{carrier} x {carrier}" if weights == 2 else operand_types_on(platform, rule, carrier, weights == 1, matrices)
+    )
+
+
+def weight_spec(rule: Rule) -> Spec | None:
+    """The rounding of a weight for each product, unless its scales are kept: then it is rounded once for all."""
+    has_state = rule.scale_from is not None and "weight" in rule.scale_from.fields
+    return None if has_state else rule.weight
+
+
+def plan_quantized_program(
+    fun: Callable[..., Any],
+    rules: tuple[Rule, ...],
+    call: CallArguments,
+    classes: Mapping[str, str],
+    *,
+    all_in_use: bool,
+    whole: bool = True,
+) -> QuantizedProgram:  # fmt: skip
+    """Trace a function for the arguments of a call, and find what the rules do to it.
+
+    Args:
+        fun: the function.
+        rules: the rules.
+        call: the arguments.
+        classes: the class of the module that holds each parameter, by the path of the parameter.
+        all_in_use: whether a rule without an effect is an error.
+        whole: whether a rule that matches nothing is an error.
+
+    Raises:
+        ValueError: for rules that match nothing, have no effect, or cannot be applied.
+    """
+
+    def flat(*values: Any) -> Any:
+        (params, *args), kwargs = call.with_values(values)
+        return fun(params, *args, **kwargs)
+
+    flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
+    with jax.disable_jit(False):
+        jaxpr, out = jax.make_jaxpr(flat, return_shape=True)(*call.abstract)
+    analyst = ProvenancePlanner()
+    plan = analyst.plan(jaxpr, call.facts)
+    uses: dict[int, list[ParamUse]] = {leaf: [use] for leaf, use in analyst.data_changes.items()}
+    for step in plan.walk():
+        for use in (*(use for some in step.uses for use in some), *step.opaque_uses):
+            uses.setdefault(use.leaf, []).append(use)
+    shapes = tuple(tuple(x.shape) for x in call.abstract[: call.count])
+    numbers = tuple(
+        param_rule_index(path, rules, classes.get(path, ""), _operation_of_use(_main_use(uses.get(leaf, ()))))
+        for leaf, path in enumerate(call.paths)
+    )
+    results = frozenset(o.leaf for fact in plan.out if fact is not None for o in fact.origins)
+    placements = _weight_layouts(rules, call.paths, shapes, numbers, uses, results)
+    products = tuple(_products_with_rules(plan, rules, numbers))
+    if whole:
+        _check_rules_match(rules, call.paths, numbers, uses, products)
+    rule_of_step = {id(step): rule for step, rule in products if rule is not None}
+    by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
+    roundings, refusals = {}, {}
+    for step, rule in products:
+        roundings_of_step = None if rule is None else _roundings_of_product(step, rule, placements)
+        roundings_of_step = with_weight_rotation(step, roundings_of_step, placements, call.paths, by_leaf)
+        if rule is not None and roundings_of_step is not None:
+            roundings[id(step)] = roundings_of_step
+            if roundings_of_step[0].codes:
+                refusals |= dict(_params_without_blocks(step, rule, call.paths, shapes, placements))
+    if refusals:
+        path, *others = refusals
+        pattern = common_path_pattern(refusals, (path for path in call.paths if path not in refusals))
+        more = f"; {len(others)} more are like it: put Rule({pattern!r}, ...) without product before that rule"
+        raise ValueError(f"{refusals[path]}{more * bool(others)}")
+    slots, entries_of_scan = scale_slots_of(plan, roundings, rule_of_step, call.paths)
+    if all_in_use:
+        _check_rules_effect(
+            rules, call.paths, numbers, uses, placements, products, {rule_of_step[step].scale_from for step in slots}
+        )
+    return QuantizedProgram(
+        plan,
+        jax.tree.structure(out),
+        rules,
+        call.paths,
+        shapes,
+        uses,
+        numbers,
+        placements,
+        QuantizedRunner(roundings, call.paths),
+        products,
+        slots,
+        entries_of_scan,
+    )
+
+
+def _weight_layouts(
+    rules: Sequence[Rule],
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[ParamUse]],
+    results: frozenset[int],
+) -> dict[int, tuple[WeightLayout, ParamUse]]:
+    layouts = {}
+    for leaf, number in enumerate(numbers):
+        use = _main_use(uses.get(leaf, ()))
+        if number is None or use is None:
+            continue
+        rule = rules[number]
+        spec = rule.bias if use.kind == "sum" else rule.weight if use.view is not None else None
+        if spec is None or _exemption_reason(rule, uses[leaf]):
+            continue
+        try:
+            placement = weight_layout_of(shapes[leaf], use.view, spec)
+        except ValueError as error:
+            field = "bias" if use.kind == "sum" else "weight"
+            raise ValueError(
+                f"{field}={str(spec)!r} of the parameter {paths[leaf]!r}, of shape {shapes[leaf]}, in "
+                f"{use.primitive} at {use.source or 'an unknown line'}, by {rule}: {error}"
+            ) from None
+        rotation = weight_rotation_of(rule, paths[leaf], shapes[leaf], uses[leaf], leaf in results)
+        layouts[leaf] = placement if rotation is None else replace(placement, rotation=rotation), use
+    return layouts
+
+
+def _products_with_rules(
+    plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None]
+) -> Iterator[tuple[ProductStep, Rule | None]]:
+    """The products of a program, each with its rule: that of its first parameter, or of its scope."""
+    for step in plan.walk():
+        if step.refusal:
+            yield step, None
+        if step.product is None:
+            continue
+        leaves = [use.leaf for some in step.uses for use in some]
+        if leaves:
+            rule_numbers = [n for leaf in leaves if (n := numbers[leaf]) is not None]
+            yield step, rules[rule_numbers[0]] if rule_numbers else None
+        elif any(step.data):
+            number = rule_index(step.scope, rules, operation=OPERATION_NAMES[step.name])
+            yield step, None if number is None else rules[number]
+
+
+def _roundings_of_product(
+    step: ProductStep, rule: Rule, placements: Mapping[int, Any]
+) -> tuple[ProductRoundings, int] | None:
+    """How the operands of a product are rounded, and which of them is the weight; None if nothing is."""
+    assert step.product is not None
+    if _multiplies_params_alone(step):
+        return None
+    weights = [i for i in (0, 1) if step.uses and step.uses[i]]
+    weight = weights[0] if weights else -1
+    place = Location(step.name, step.scope or step.source, rule)
+    right = weight_spec(rule) if weights else rule.activation
+    if weights and not any(use.leaf in placements for use in step.uses[weight]):
+        right = None  # no weight of its is rounded
+    codes = rule.product == "codes" and (rule.activation is not None or right is not None)
+    roundings = ProductRoundings(
+        rule.activation, right, rule.gradient, rule.input_gradient, rule.weight_gradient, rule.matmul, rule.rotation,
+        place, codes,
+    )  # fmt: skip
+    idle = (
+        roundings.left is None and not roundings.backward and not roundings.codes and roundings.forward_rotation is None
+    )
+    if idle or _scales_complex_operands(step, roundings):
+        return None
+    check_operand_specs(OperandSwap(step.product) if weight == 0 else step.product, roundings)
+    return roundings, weight
+
+
+def _params_without_blocks(
+    step: ProductStep,
+    rule: Rule,
+    paths: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
+) -> Iterator[tuple[str, str]]:
+    """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
+    for use in (use for some in step.uses for use in some):
+        placement_and_use = placements.get(use.leaf)
+        if placement_and_use is None or use.view is None or rule.weight is None:
+            continue
+        block = block_along_sum(rule.weight, len(use.view.free) + 1)
+        what = f"product='codes': the groups of the parameter {paths[use.leaf]!r}"
+        line = use.source or "an unknown line"
+        if weight_layout_of(shapes[use.leaf], use.view, rule.weight) != replace(placement_and_use[0], rotation=None):
+            first, shape = placement_and_use[1], shapes[use.leaf]
+            alike = first.view is not None and stack_ndim(shape, first.view) == stack_ndim(shape, use.view)
+            why = (
+                f"{what} follow its first product, which sums over {_sum_axes_text(first)}, and are not blocks along the "
+                f"sum of another, over {_sum_axes_text(use)}; leave product out of {rule}"
+                f"{', or give weight a format with one scale, as int8(group=tensor)' if alike else ''}"
+            )
+        elif not blocks_fit_axes(use.view, block):
+            sizes = " × ".join(str(part.size) for part in use.view.contracting)
+            why = (
+                f"{what} are no blocks along the sum of the product at {line}: blocks of {block} numbers do not "
+                f"fit its axes of {sizes}; leave product out of {rule}, or name a group that fits, or group=all"
+            )
+        else:
+            continue
+        yield paths[use.leaf], why
+
+
+def _sum_axes_text(use: ParamUse) -> str:
+    """The axes of a parameter that a product sums over, which tell products on one line apart, and its place."""
+    axes = sorted({part.axis for part in use.view.contracting}) if use.view is not None else ()
+    text = " and ".join(f"axis {axis}" for axis in axes) or "no axis"
+    return f"{text} of it ({use.primitive} at {use.source or 'an unknown line'})"
+
+
+def _check_rules_match(
+    rules: Sequence[Rule],
+    paths: Sequence[str],
+    numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[ParamUse]],
+    products: Sequence[tuple[ProductStep, Rule | None]],
+) -> None:
+    """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
+    numbers_in_use = {number for number in numbers if number is not None}
+    numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
+    idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
+    if idle:
+        scopes = sorted({step.scope for step, _ in products if step.scope})
+        raise ValueError(
+            f"{', '.join(map(str, idle))} matches no parameter and no product, or only such as an earlier rule "
+            f"matches{nearest_paths_hint([rule.path for rule in idle], [*paths, *scopes])}"
+        )
+    for leaf, number in enumerate(numbers):
+        if number is None:
+            continue
+        rule, use = rules[number], _main_use(uses.get(leaf, ()))
+        if rule.weight is None or not names_last_part(rule.path, paths[leaf]):
+            continue
+        exemption = _exemption_reason(rule, uses.get(leaf, ()))
+        if use is not None and (use.view is None or exemption):
+            reason = "of which a product takes no axis" if use.is_opaque else "which reaches no product"
+            reason = f"which stays as it is: {exemption}" if exemption else reason
+            if already := _earlier_rounding_text(use):
+                raise ValueError(f"{rule} names the parameter {paths[leaf]!r}, which {already}")
+            raise ValueError(
+                f"{rule} names the parameter {paths[leaf]!r}, {reason}; it reaches {use.primitive} at "
+                f"{use.source or 'an unknown line'}. Put Rule({path_pattern(paths[leaf])!r}) before it to leave it as "
+                "it is"
+            )
+
+
+def _check_rules_effect(
+    rules: Sequence[Rule],
+    paths: Sequence[str],
+    numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[ParamUse]],
+    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
+    products: Sequence[tuple[ProductStep, Rule | None]],
+    sources: set[Any],
+) -> None:
+    """Refuse fields of rules that round nothing; `sources` are the sources of the scales of activations."""
+    for number, rule in enumerate(rules):
+        used = {
+            "bias" if use.kind == "sum" else "weight"
+            for leaf, (_, use) in placements.items()
+            if numbers[leaf] == number
+        }  # fmt: skip
+        if any(rule_of_product is rule and not _multiplies_params_alone(step) for step, rule_of_product in products):
+            used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
+        source = rule.scale_from
+        if source is not None and (source in sources or ("weight" in source.fields and "weight" in used)):
+            used.add("scale_from")
+        idle = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in used]
+        if idle:
+            reach = _reach_text(number, rules, paths, numbers, uses, placements, products)
+            hint = "report, under rules that have an effect, shows what each parameter reaches"
+            raise ValueError(
+                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reach}"
+                f"{'' if reach.endswith(_GIVE_PLAIN_FUNCTION) else f'. {hint}'}"
+            )
+
+
+def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
+    """Refuse a rule whose weight rounds no parameter in any of the programs of a model.
+
+    Raises:
+        ValueError: that names the rule and what a parameter reaches in the first program.
+    """
+    first = programs[0]
+    for number, rule in enumerate(first.rules):
+        if rule.weight is None or any(map(partial(_rounds_weight, number), programs)):
+            continue
+        reach = _reach_text(
+            number, first.rules, first.paths, first.rule_indexes, first.uses, first.placements, first.products
+        )
+        why = (
+            "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
+        )
+        raise ValueError(
+            f"{rule}: weight rounds no parameter of the methods that have example arguments: {reach}"
+            f"{'' if reach.endswith(_GIVE_PLAIN_FUNCTION) else f'. {why}'}"
+        )
+
+
+def _rounds_weight(number: int, program: QuantizedProgram) -> bool:
+    return any(
+        program.rule_indexes[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items()
+    )
+
+
+def _reach_text(
+    number: int,
+    rules: Sequence[Rule],
+    paths: Sequence[str],
+    numbers: Sequence[int | None],
+    uses: Mapping[int, Sequence[ParamUse]],
+    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
+    products: Sequence[tuple[ProductStep, Rule | None]],
+) -> str:
+    """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
+    main_uses = {leaf: _main_use(uses.get(leaf, ())) for leaf, n in enumerate(numbers) if n == number}
+    exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in placements and use is not None]
+    weights = [(leaf, use) for leaf, use in exempt if use.is_opaque and rules[number].weight is not None]
+    for leaf, use in weights or exempt:
+        others = [repr(paths[other]) for other, it in weights if other != leaf and replace(it, leaf=leaf) == use]
+        like = f", like {', '.join(others[:3])}{' and more' * (len(others) > 3)}," if others else ""
+        why = (
+            f", and stays as it is: {exemption}" if (exemption := _exemption_reason(rules[number], uses[leaf])) else ""
+        )
+        line = use.source or "an unknown line"
+        reaches = _earlier_rounding_text(use) or f"reaches {use.primitive} at {line}{why}"
+        return f"the parameter {paths[leaf]!r}{like} {reaches}"
+    for step, _ in products:
+        leaves = [use.leaf for some in step.uses for use in some]
+        mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)
+        if mine is None:
+            continue
+        why = ""
+        if _multiplies_params_alone(step):
+            why = ", which multiplies parameters alone"
+        elif numbers[leaves[0]] not in (None, number):
+            why = f", whose rule is that of {paths[leaves[0]]!r}"
+        return f"the parameter {paths[mine]!r} reaches {step.name} at {step.source or 'an unknown line'}{why}"
+    for leaf, n in enumerate(numbers):
+        if n == number and (use := _main_use(uses.get(leaf, ()))) is not None:
+            return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'} alone"
+    return "no parameter that it matches reaches anything"
+
+
+def _earlier_rounding_text(use: ParamUse) -> str:
+    """That a function of jchop takes a parameter before any product does; empty if none does."""
+    by = f"jchop at {use.source}" if use.source else "the rules of the function itself"
+    return f"is rounded already, by {by}; {_GIVE_PLAIN_FUNCTION}" if use.primitive.startswith("jchop_") else ""
+
+
+def _multiplies_params_alone(step: ProductStep) -> bool:
+    """Whether both operands of a product come from parameters, and neither from data."""
+    return bool(step.uses) and all(step.uses[:2])
+
+
+def _scales_complex_operands(step: ProductStep, roundings: ProductRoundings) -> bool:
+    """Whether complex operands would have scales, which formats give to real numbers alone."""
+    return is_complex_product(step.eqn) and any(
+        spec is not None and spec.scaled is not None for spec in roundings.specs
+    )
+
+
+_USE_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "opaque": 4, "other": 5}
+
+
+def _operation_of_use(use: ParamUse | None) -> str:
+    """The operation that takes a parameter, as a rule's `operation` names it."""
+    return OPERATION_NAMES.get(use.primitive, "") if use is not None and use.view is not None else ""
+
+
+def _main_use(uses: Sequence[ParamUse]) -> ParamUse | None:
+    """The use that says how a parameter is rounded: its first product; else a look-up; else a sum."""
+
+    def kind(use: ParamUse) -> str:
+        return "opaque" if use.is_opaque else "complex" if use.kind == "product" and use.why else use.kind
+
+    return min(uses, key=lambda use: _USE_ORDER[kind(use)], default=None)
+
+
+def _exemption_reason(rule: Rule, uses: Sequence[ParamUse]) -> str:
+    """Why a parameter is not rounded as a weight though its rule would; empty if nothing prevents it."""
+    use = _main_use(uses)
+    if use is not None and use.is_opaque and use.why:
+        return use.why
+    if use is None or (use.kind != "other" and (rule.weight is None or use.kind == "sum")):
+        return ""
+    if holds_several_arrays(uses):
+        return _SEVERAL_ARRAYS
+    return use.why if use.kind == "other" or (rule.weight is not None and rule.weight.scaled is not None) else ""
+
+
+_GIVE_PLAIN_FUNCTION = "give the plain function"
+_SEVERAL_ARRAYS = "it holds several arrays; quantize a function of their tree, and ravel afterwards"

@@ -1,0 +1,130 @@
+"""The report of a program under rules: a row for every parameter and every product."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from jchop._common.text import TableOrLine, Tables
+
+__all__ = ["ParameterRow", "ProductRow", "ProgramReport"]
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """What happens to a parameter.
+
+    Args:
+        path: its path, joined by slashes.
+        shape: its shape.
+        rule: the rule that matches it, as text; empty for none.
+        primitive: the first product or look-up that takes it; else the first operation that computes with it and data.
+        use: ``"product"``, ``"rows"`` (look-ups), ``"sum"`` (a bias), ``"other"``; empty if nothing takes it.
+        spec: what it is rounded to, with the groups along its own axes; empty if it is not rounded.
+        source: file and line of the primitive.
+        reason: why it is not rounded though its rule would; empty if nothing prevents it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    rule: str
+    primitive: str
+    use: str
+    spec: str
+    source: str
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """What happens to the operands of a product.
+
+    Args:
+        scope: the path of its `jax.named_scope` and `jax.jit` names.
+        primitive: its name, with the reason if its operands cannot be rounded.
+        parameters: the paths of the parameters that reach it.
+        rule: its rule, as text; empty for none.
+        roundings: the fields of the rule that have an effect beside that of the weight, as text.
+        source: file and line.
+        operands: the types of the operands that reach the units of the platform of the report; empty without one, and
+            for a product without a rule.
+    """
+
+    scope: str
+    primitive: str
+    parameters: tuple[str, ...]
+    rule: str
+    roundings: Mapping[str, str]
+    source: str
+    operands: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roundings", MappingProxyType(dict(self.roundings)))
+
+
+@dataclass(frozen=True)
+class ProgramReport(Tables):
+    """The rows of a program; as text, two tables.
+
+    Args:
+        parameters: a `ParameterRow` for each.
+        products: a `ProductRow` for each, in the order of the program.
+    """
+
+    parameters: tuple[ParameterRow, ...]
+    products: tuple[ProductRow, ...]
+
+    @property
+    def rounded_share(self) -> float:
+        """The share of the numbers in parameters of products that are rounded; NaN if there are none."""
+        own = [row for row in self.parameters if row.use in ("product", "rows")]
+        total = sum(row.size for row in own)
+        return sum(row.size for row in own if row.spec) / total if total else math.nan
+
+    def _parts(self) -> list[TableOrLine]:
+        rows = [
+            (
+                row.path,
+                "×".join(map(str, row.shape)),
+                row.primitive,
+                _shorten_spec(row.spec) or (f"as it is: {row.reason}" if row.reason else "as it is"),
+                os.path.basename(row.source),
+            )
+            for row in self.parameters
+        ]
+        products = [
+            (
+                row.primitive,
+                ", ".join(path or "params" for path in row.parameters) or "data",
+                _fields_text(row.roundings),
+                row.scope,
+                os.path.basename(row.source),
+            )
+            for row in self.products
+        ]
+        head = [("parameter", "shape", "used by", "rounded to", "source")]
+        second = [("product", "of", "rounds", "scope", "source")]
+        if any(row.operands for row in self.products):
+            second = [(*second[0], "multiplies")]
+            products = [(*line, row.operands) for line, row in zip(products, self.products, strict=True)]
+        return [head + rows, "", second + products]
+
+
+def _shorten_spec(spec: str) -> str:
+    return spec if len(spec) <= _WIDEST_SPEC else f"{spec[: _WIDEST_SPEC // 2]}...{spec[-_WIDEST_SPEC // 2 :]}"
+
+
+#: A codebook names each of its levels.
+_WIDEST_SPEC = 60
+
+
+def _fields_text(fields: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items()) or "nothing more"

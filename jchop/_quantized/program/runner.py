@@ -1,0 +1,271 @@
+"""A program run with the operands of its products rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jchop._common.paths import common_path_pattern
+from jchop._program.bind import bind
+from jchop._program.control import Interpret
+from jchop._program.run import Runner, interpret
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, carry_count
+from jchop._quantized.products.codes import CodedArray, block_along_sum
+from jchop._quantized.products.contraction import ProductRoundings, contract
+from jchop._quantized.products.product import OperandSwap
+from jchop._quantized.program.adapters import add_lora_delta
+from jchop._quantized.program.lazy_params import (
+    Keys,
+    LazyParam,
+    RoundedAndFull,
+    is_packed_param,
+    rounded_value,
+)
+from jchop._quantized.program.param_uses import ProductStep
+from jchop._quantized.program.provenance import MOVE_PRIMITIVES
+
+Array = jax.Array
+
+__all__ = ["QuantizedRunner"]
+
+#: Moves of one array, under which elements, scales and zero points stay beside each other.
+_CODE_MOVES = MOVE_PRIMITIVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "stack"}
+#: Moves after which a product takes a parameter with an adapter still as a whole; of a stack, casts alone.
+_ADAPTER_CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
+_ADAPTER_MOVES = _ADAPTER_CASTS | {"transpose", "reshape", "squeeze", "expand_dims"}
+_INNER_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS))
+
+
+class QuantizedRunner(Runner):
+    """Products under rules.
+
+    Args:
+        roundings: of each product that has any but those of its weights, by the identity of its step.
+        paths: of the parameters, for messages.
+    """
+
+    def __init__(self, roundings: dict[int, tuple[ProductRoundings, int]], paths: Sequence[str] = ()) -> None:
+        self.roundings, self.paths = roundings, paths
+        self._busy: dict[int, bool] = {}
+        #: Products of codes whose weight has none, by the path of the weight, in a run that has not ended.
+        self.without_codes: dict[str, tuple[ProductStep, int, ProductRoundings]] = {}
+        #: Whether a run may find a weight without codes; False after one that did not.
+        self.is_doubtful = any(how.codes and weight >= 0 for how, weight in roundings.values())
+
+    def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
+        """Parameters are rounded once, before the first equation that computes with them."""
+        for i, v in enumerate(part.operands):
+            param = None if isinstance(v, Literal) else env[v]
+            if isinstance(param, LazyParam) and not self._passes(part, i, param):
+                env[v] = param.numbers(seeds)
+
+    def finish(self, value: Any, seeds: Keys | None) -> Any:
+        """A result, which is an array."""
+        return rounded_value(value.numbers(seeds) if isinstance(value, LazyParam) else value)
+
+    def _passes(self, step: ProductStep, i: int, param: LazyParam) -> bool:
+        """Whether a program within a step takes a parameter before it is rounded."""
+        if step.kind != "control":
+            return False
+        if i < _loop_constant_count(
+            step
+        ):  # its codes are multiplied as they are stored: nothing is computed again in each turn
+            return param.codes and is_packed_param(param.value)
+        if step.name == "scan":
+            return i >= sum(carry_count(step.eqn.params)) and param.stack > 0
+        return step.name in _INNER_CALLS or (step.name == "cond" and i > 0)
+
+    def control(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
+        """Programs without a rounding are left whole, with their own derivatives."""
+        if not any(isinstance(x, LazyParam | RoundedAndFull) for x in args) and not self._is_busy(step):
+            return bind(step.eqn.primitive, step.eqn.params, *args)
+        if step.name in CUSTOM_CALLS and not self._is_busy(step):
+            return bind(step.eqn.primitive, step.eqn.params, *map(rounded_value, args))
+        if step.name == "scan":
+            fixed, stacks = _loop_constant_count(step), sum(carry_count(step.eqn.params))
+            args = [
+                x if isinstance(x, LazyParam) or i < fixed else _as_scan_input(x) if i >= stacks else rounded_value(x)
+                for i, x in enumerate(args)
+            ]
+        elif step.name == "while":
+            args = [x if i < _loop_constant_count(step) else rounded_value(x) for i, x in enumerate(args)]
+        elif step.name not in _INNER_CALLS and step.name != "cond":
+            args = [rounded_value(x) for x in args]
+        return super().control(step, seeds, args)
+
+    def _is_busy(self, step: ProductStep) -> bool:
+        busy = self._busy.get(id(step))
+        if busy is None:
+            busy = any(id(inner) in self.roundings for plan in step.inner for inner in plan.walk())
+            self._busy[id(step)] = busy
+        return busy
+
+    def run(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
+        """One equation."""
+        if part.moves and any(isinstance(x, RoundedAndFull) for x in args):
+            return self._move_param(part, args)
+        if part.product is not None and any(map(_adapter_of, args)):
+            return [self._adapter_product(part, seeds, args)]
+        if id(part) in self.roundings:
+            return [self._product(part, seeds, args)]
+        return bind(part.eqn.primitive, part.eqn.params, *map(rounded_value, args))
+
+    def check_codes(self) -> None:
+        """Refuse a run, at its end, in which weights had no codes.
+
+        Raises:
+            ValueError: that names all of them, and the rule that leaves them in floats.
+        """
+        failures, self.without_codes = self.without_codes, {}
+        if failures:
+            raise ValueError(_no_codes_message(failures, self.paths))
+
+    def _adapter_product(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
+        """A product of a parameter that has an adapter."""
+        side = next(i for i, x in enumerate(args) if _adapter_of(x) is not None)
+        adapter, x = _adapter_of(args[side]), rounded_value(args[1 - side])
+        (y,) = self.run(part, seeds, [replace(x, adapter=None) if i == side else x for i, x in enumerate(args)])
+        assert adapter is not None
+        return add_lora_delta(adapter, part, side, x, y, None if seeds is None else seeds.turn(part.number, 1).key)
+
+    def enter(self, step: ProductStep, seeds: Keys | None, args: list[Any], inner: Interpret) -> list[Any]:
+        """The results of a step that holds programs; those of a plain call may be parameters that have moved."""
+        if step.name in PLAIN_CALLS:
+            inner = partial(interpret, _InlineRunner(self))
+        return super().enter(step, seeds, args, inner)
+
+    def operand(
+        self, step: ProductStep, x: Array, roundings: ProductRoundings, key: Any
+    ) -> tuple[Array, ProductRoundings, Any]:
+        """The operand of data, the roundings that remain, and their key."""
+        return x, roundings, key
+
+    def _move_param(self, part: ProductStep, args: list[Any]) -> list[Any]:
+        """Numbers that move with those before their rounding; codes move alone, and a cast leaves them as they are."""
+        run = partial(bind, part.eqn.primitive, part.eqn.params)
+        adapters = [_adapter_of(x) for x in args]
+        has_stack = any(adapter is not None and adapter.stack for adapter in adapters)
+        if any(adapters) and part.name in _ADAPTER_MOVES and (not has_stack or part.name in _ADAPTER_CASTS):
+            outs = self._move_param(
+                part, [replace(x, adapter=None) if isinstance(x, RoundedAndFull) else x for x in args]
+            )
+            return [replace(out, adapter=adapter) for out, adapter in zip(outs, adapters, strict=True)]
+        low, full = run(*map(rounded_value, args)), run(*(x.full if isinstance(x, RoundedAndFull) else x for x in args))
+        first, *rest = args
+        codes: list[CodedArray | None] = [None] * len(low)
+        if (
+            isinstance(first, RoundedAndFull)
+            and first.codes is not None
+            and not any(isinstance(x, RoundedAndFull) for x in rest)
+        ):
+            if part.name == "convert_element_type":
+                codes = [first.codes]
+            elif part.name in _CODE_MOVES and not _fills_past_end(part):
+                codes = [
+                    first.codes.map_parts(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))
+                ]
+        return [RoundedAndFull(*each) for each in zip(low, full, codes, strict=True)]
+
+    def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
+        roundings, weight = self.roundings[id(step)]
+        assert step.product is not None
+        key = None if seeds is None or not roundings.stochastic else seeds.turn(step.number).key
+        product = OperandSwap(step.product) if weight == 0 else step.product
+        x, w = (args[1], args[0]) if weight == 0 else (args[0], args[1])
+        x, w = _cast_integers(x, w), _cast_integers(w, x)
+        extra = tuple(map(rounded_value, args[2:]))
+        x, roundings, key = self.operand(step, rounded_value(x), roundings, key)
+        if weight < 0:  # both operands are data
+            return contract(product, x, rounded_value(w), roundings, key, extra=extra)
+        full = w.full if isinstance(w, RoundedAndFull) else w
+        codes = w.codes if isinstance(w, RoundedAndFull) and roundings.codes else None
+        if roundings.codes and roundings.right is not None and codes is None:  # an error, when all of them are known
+            path = next((self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)), "*")
+            self.without_codes.setdefault(path, (step, weight, roundings))
+            roundings = replace(roundings, codes=False)
+        group = (
+            None
+            if codes is None or roundings.right is None
+            else block_along_sum(roundings.right, product.forward.right.ndim)
+        )
+        if codes is not None and group is not None:
+            codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
+        return contract(product, x, full, roundings, key, rounded=rounded_value(w), codes=codes, extra=extra)
+
+
+class _InlineRunner(Runner):
+    """Another runner, for a program whose results stay what they are."""
+
+    def __init__(self, runner: QuantizedRunner) -> None:
+        self.prepare, self.run, self.control = runner.prepare, runner.run, runner.control
+
+    def finish(self, value: Any, seeds: Keys | None) -> Any:
+        """A result: an array, or a parameter that has moved."""
+        return value.numbers(seeds) if isinstance(value, LazyParam) else value
+
+
+def _adapter_of(x: Any) -> Any:
+    return x.adapter if isinstance(x, RoundedAndFull) else None
+
+
+def _no_codes_message(failures: dict[str, tuple[ProductStep, int, ProductRoundings]], paths: Sequence[str]) -> str:
+    """Why weights have no codes, and what to do."""
+    path, *others = failures
+    step, weight, roundings = failures[path]
+    why = "computed with before the product, or put in another order, or sent between devices"
+    if all(use.is_intact for use in step.uses[weight]):
+        why = (
+            "joined with others, padded, chosen by a branch, carried by a loop, or an argument of shard_map or of a "
+            "function with a derivative of its own"
+        )
+    rest = f", like {len(others)} other{'s' * (len(others) > 1)}, such as {others[0]!r}," if others else ""
+    pattern = path if path == "*" else common_path_pattern(failures, (path for path in paths if path not in failures))
+    return (
+        f"product='codes': the weight {path!r}{rest} of {step.name} at {step.source or 'an unknown line'} is {why}, so "
+        f"it has no codes there; put Rule({pattern!r}, ...) without product before {roundings.place.rule}"
+    )
+
+
+def _fills_past_end(part: ProductStep) -> bool:
+    """Whether numbers of its own, and not NaN, stand beyond the end of what a gather reads."""
+    fill = part.eqn.params.get("fill_value")
+    return fill is not None and fill == fill
+
+
+def _move_code_part(part: ProductStep, v: Array, rest: list[Any]) -> list[Any]:
+    """A move of elements, scales or zero points; where scales are NaN beyond the end, integers are 0."""
+    params = part.eqn.params
+    if part.name == "gather" and params["fill_value"] is not None and not jnp.issubdtype(v.dtype, jnp.inexact):
+        params = {**params, "fill_value": 0}
+    return bind(part.eqn.primitive, params, v, *rest)
+
+
+def _loop_constant_count(step: ProductStep) -> int:
+    """How many operands of a loop, the first ones, are the same in all its turns."""
+    params = step.eqn.params
+    if step.name == "while":
+        return params["cond_nconsts"] + params["body_nconsts"]
+    return carry_count(params)[0] if step.name == "scan" else 0
+
+
+def _as_scan_input(x: Any) -> Any:
+    """A stack of which each turn of a loop takes one."""
+    if not isinstance(x, RoundedAndFull) or x.codes is None:
+        return x
+    if x.stack:
+        return replace(x, stack=x.stack - 1)
+    return replace(x, codes=replace(x.codes, qarray=None))  # the scales of the stored array have no axis of turns
+
+
+def _cast_integers(x: Any, other: Any) -> Any:
+    """An operand; integers as floats of the other's type, as the product itself takes them."""
+    if isinstance(x, RoundedAndFull) or jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x.astype(rounded_value(other).dtype)

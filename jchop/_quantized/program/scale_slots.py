@@ -1,0 +1,241 @@
+"""Where a program keeps scales: the operands whose scales are state, and the shapes of that state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jchop._common.paths import path_pattern
+from jchop._program.step import (
+    CUSTOM_CALLS,
+    HIGH_CALLS,
+    PLAIN_CALLS,
+    REMAT_CALLS,
+    ProgramPlan,
+    carry_count,
+)
+from jchop._quantized.products.contraction import ProductRoundings
+from jchop._quantized.products.scale_from import (
+    LSQ,
+    DelayedScaling,
+    MovingAverage,
+    ScaleFrom,
+    has_tensor_scale,
+)
+from jchop._quantized.program.param_uses import ProductStep
+from jchop._spec.spec import Gradient, Spec
+
+Array = jax.Array
+
+__all__ = ["HISTORY", "RANGE", "SCALE", "ScaleSlot", "Scales", "check_entry_names", "scale_slots_of", "state_kind"]
+
+#: The kinds of state, which end the names of entries.
+RANGE, HISTORY, SCALE = "range", "history", "scale"
+_STATE_KINDS: Mapping[type, str] = {MovingAverage: RANGE, DelayedScaling: HISTORY, LSQ: SCALE}
+_ENTRY_NAME = re.compile(rf"(.*)_(activation|weight)_({RANGE}|{HISTORY}|{SCALE})(_[0-9]+)?")
+
+
+def state_kind(name: str) -> str:
+    """The kind of state of an entry."""
+    return next(kind for kind in (RANGE, HISTORY, SCALE) if re.search(rf"_{kind}(_[0-9]+)?$", name))
+
+
+class Scales(NamedTuple):
+    """The kept scales of a program: a pytree, in the manner of an Optax state.
+
+    Args:
+        learned: scales that are parameters (`LSQ`), by name: train them along with the model's.
+        stats: ranges (least, largest) and histories of magnitudes, by name, which calls on data update.
+
+    A name is the path of the parameter whose product it is for, then ``activation`` or ``weight``, then ``range``,
+    ``history`` or ``scale``: ``"mlp/kernel_activation_range"``. Those of a stack of layers, in a scan, have its axis in
+    front.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> rule = jc.Rule(weight="int8", activation="int8", scale_from=jc.MovingAverage(0.5))
+        >>> low = jc.quantize_fn(lambda p, x: x @ p["w"], rule)
+        >>> params, x = {"w": jnp.ones((2, 2))}, jnp.array([[1.0, -2.0]])
+        >>> y, scales = low.update(params, x, scales=low.start(params, x))
+        >>> {name: span.tolist() for name, span in scales.stats.items()}
+        {'w_activation_range': [-2.0, 1.0]}
+    """
+
+    learned: dict[str, Array] = {}  # noqa: RUF012  a named tuple's default is never changed here
+    stats: dict[str, Array] = {}  # noqa: RUF012
+
+    @property
+    def entries(self) -> dict[str, Array]:
+        """All of them, by name."""
+        return {**self.stats, **self.learned}
+
+
+@dataclass(frozen=True)
+class ScaleSlot:
+    """A product whose data operand has kept scales, or may have a fixed range.
+
+    Args:
+        name: of its entry.
+        spec: of the operand.
+        source: the rule's; None for a range that `calibrate` may fix.
+        loops: of the scans around it, the lengths, and whether it has an entry for each iteration.
+        place: of the product, for errors.
+        in_branch: whether calls may not reach it.
+    """
+
+    name: str
+    spec: Spec
+    source: ScaleFrom | None
+    loops: tuple[tuple[int, bool], ...]
+    place: Any = field(default=None, compare=False)
+    in_branch: bool = False
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axes in front of its entry, those of stacks of layers."""
+        return tuple(length for length, own in self.loops if own)
+
+    @property
+    def kind(self) -> str:
+        """What is kept."""
+        return RANGE if self.source is None else _STATE_KINDS[type(self.source)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its entry."""
+        if self.kind == RANGE:
+            return (*self.stack, 2)
+        return (*self.stack, self.source.length) if isinstance(self.source, DelayedScaling) else self.stack
+
+    @property
+    def follows(self) -> bool:
+        """Whether calls on data update it."""
+        return isinstance(self.source, MovingAverage | DelayedScaling)
+
+    def start(self) -> Array:
+        """The entry before the first call; a learned scale has none."""
+        return jnp.full(self.shape, jnp.nan, jnp.float32) if self.kind == RANGE else jnp.zeros(self.shape)
+
+
+def scale_slots_of(
+    plan: ProgramPlan,
+    roundings: Mapping[int, tuple[ProductRoundings, int]],
+    rules: Mapping[int, Any],
+    paths: Sequence[str],
+) -> tuple[dict[int, ScaleSlot], dict[int, tuple[str, ...]]]:
+    """The slots of a program by the identity of their steps, and of each scan the names with an entry an iteration.
+
+    Raises:
+        NotImplementedError: for a source of scales in a program of which nothing but results can come back.
+    """
+    slots: dict[int, ScaleSlot] = {}
+    entries_of_scan: dict[int, tuple[str, ...]] = {}
+    counts: dict[str, int] = {}
+    for step, scans, enclosure, in_branch in _walk_with_scans(plan, (), "", False):
+        if id(step) not in roundings or id(step) not in rules:
+            continue
+        product_roundings, weight = roundings[id(step)]
+        rule = rules[id(step)]
+        source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
+        if weight < 0 or not _has_scale_state(product_roundings, source):
+            continue
+        leaf = step.uses[weight][0].leaf
+        name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _STATE_KINDS[type(source)]}"
+        if enclosure and source is None:
+            continue
+        # The state of a while loop can be carried, its data not be seen.
+        if enclosure and (enclosure != _WHILE_LOOP or isinstance(source, LSQ)):
+            raise NotImplementedError(
+                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within "
+                f"{enclosure}, out of which its data cannot come. Put Rule({path_pattern(paths[leaf])!r}, ...) without "
+                "scale_from before it"
+            )
+        counts[name] = counts.get(name, 0) + 1
+        name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
+        for scan in (scan for scan, _, leaves in scans if leaf in leaves):
+            entries_of_scan[scan] = (*entries_of_scan.get(scan, ()), name)
+        assert product_roundings.left is not None
+        loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
+        slots[id(step)] = ScaleSlot(name, product_roundings.left, source, loops, product_roundings.place, in_branch)
+    return slots, entries_of_scan
+
+
+def check_entry_names(names: Iterable[str], slots: Iterable[ScaleSlot], rules: Mapping[str, Any]) -> None:
+    """Refuse entries of another function or other rules, and fixed ranges of some products alone.
+
+    Without a fixed range all activations have the scales of each array. An entry may be of a product that the program
+    has for other shapes, and none is known of a branch that no batch reached.
+
+    Args:
+        names: of the entries.
+        slots: of the program.
+        rules: of the parameters, by path.
+
+    Raises:
+        ValueError: that names what is missing, and what has no use.
+    """
+    present, slot_of_name = set(names), {slot.name: slot for slot in slots}
+    fixed = {name for name, slot in slot_of_name.items() if slot.source is None}
+    extra = sorted(name for name in present if name not in slot_of_name and not _may_have_entry(name, rules))
+    missing = (
+        sorted(name for name in fixed - present if not slot_of_name[name].in_branch) if fixed & present or extra else []
+    )
+    problems = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in extra]
+    if problems:
+        raise ValueError(
+            f"scales {', '.join(problems)}: pass what start, update or calibrate returned for this function, these "
+            "rules and, among the batches, arguments of these shapes"
+        )
+
+
+def _may_have_entry(name: str, rules: Mapping[str, Any]) -> bool:
+    """Whether a parameter has a rule under which an entry of this name is kept."""
+    match = _ENTRY_NAME.fullmatch(name)
+    rule = None if match is None else rules.get(match[1])
+    if match is None or rule is None or getattr(rule, match[2]) is None:
+        return False
+    source = rule.scale_from if rule.scale_from is not None and match[2] in rule.scale_from.fields else None
+    if source is None:
+        return match[2] == "activation" and match[3] == RANGE
+    return match[3] == _STATE_KINDS[type(source)]
+
+
+def _has_scale_state(roundings: ProductRoundings, source: ScaleFrom | None) -> bool:
+    """Whether the left operand has kept scales by the rule, or is rounded once under one scale, which can be fixed."""
+    if roundings.left is None or roundings.codes:
+        return False
+    return source is not None or (
+        has_tensor_scale(roundings.left) and roundings.keeps_left and roundings.left.gradient == Gradient()
+    )
+
+
+_ScansAround = tuple[tuple[int, int, frozenset[int]], ...]
+_OPEN_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
+_WHILE_LOOP = "a while loop"
+
+
+def _walk_with_scans(
+    plan: ProgramPlan, scans: _ScansAround, enclosure: str, in_branch: bool
+) -> Iterator[tuple[ProductStep, _ScansAround, str, bool]]:
+    """Every step, with the scans around it (each with its length and the parameters that it takes apart)."""
+    for step in plan.steps:
+        yield step, scans, enclosure, in_branch
+        if not step.inner:
+            continue
+        inside = scans
+        if step.name == "scan":
+            slices = step.known[sum(carry_count(step.eqn.params)) :]
+            leaves = frozenset(origin.leaf for fact in slices for origin in fact.origins)
+            inside = (*scans, (id(step), step.eqn.params["length"], leaves))
+        within = "" if step.name in _OPEN_CALLS else _ENCLOSURE_NAMES.get(step.name, step.name)
+        within = enclosure if enclosure and (enclosure != _WHILE_LOOP or not within) else within
+        for inner in step.inner:
+            yield from _walk_with_scans(inner, inside, within, in_branch or step.name == "cond")
+
+
+_ENCLOSURE_NAMES = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of its own") | {"while": _WHILE_LOOP}

@@ -1,0 +1,222 @@
+"""A program run with kept scales: state in, state out, through loops and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jchop._common.settings import split_prng_key
+from jchop._program.control import without_weak_types
+from jchop._program.run import interpret
+from jchop._program.step import (
+    HIGH_CALLS,
+    PLAIN_CALLS,
+    ProgramPlan,
+    carry_count,
+)
+from jchop._quantized.products.contraction import ProductRoundings
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.program.param_uses import ProductStep
+from jchop._quantized.program.runner import QuantizedRunner
+from jchop._quantized.program.scale_slots import ScaleSlot
+from jchop._quantized.scales.formulas import (
+    round_in_range,
+    round_lsq_operand,
+    update_history,
+    update_range,
+)
+
+Array = jax.Array
+
+__all__ = ["ScaleStateRunner"]
+
+
+class ScaleStateRunner(QuantizedRunner):
+    """Products under rules and kept scales; made for one call.
+
+    Args:
+        plain: the products without kept scales.
+        slots: of products, by the identity of their steps.
+        entries_of_scan: of each scan the names that have an entry for each iteration.
+        entries: by name. A range that `calibrate` may fix and that is missing is that of the array itself.
+        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has
+            the arrays themselves, which are not rounded.
+    """
+
+    def __init__(
+        self,
+        plain: QuantizedRunner,
+        slots: Mapping[int, ScaleSlot],
+        entries_of_scan: Mapping[int, tuple[str, ...]],
+        entries: Mapping[str, Array],
+        mode: Literal["fixed", "update", "observe"],
+    ) -> None:
+        super().__init__(plain.roundings, plain.paths)
+        self.slots, self.entries_of_scan, self.mode = slots, entries_of_scan, mode
+        self.entries = {} if mode == "observe" else dict(entries)
+        self.updates: dict[str, Array] = {}
+        self._slots_within: dict[int, tuple[ScaleSlot, ...]] = {}
+
+    # -- one product ---------------------------------------------------------------------------------------------------
+
+    def operand(
+        self, step: ProductStep, x: Array, roundings: ProductRoundings, key: Any
+    ) -> tuple[Array, ProductRoundings, Any]:
+        """The operand of data, rounded under its kept scale."""
+        slot = self.slots.get(id(step))
+        if slot is None or (self.mode != "observe" and slot.source is None and slot.name not in self.entries):
+            return x, roundings, key
+        roundings = replace(roundings, left=None)
+        if self.mode == "observe":
+            self.updates[slot.name] = lax.stop_gradient(x).astype(jnp.float32)
+            return x, roundings, key
+        round_key, key = (None, None) if key is None else split_prng_key(key)
+        return self._round_input(slot, x, round_key), roundings, key
+
+    def _round_input(self, slot: ScaleSlot, x: Array, key: Array | None) -> Array:
+        entry = self.entries.get(slot.name)
+        if entry is None or entry.shape != (shape := slot.shape[len(slot.stack) :]):
+            raise ValueError(_entry_error(slot, entry, shape if entry is not None else ()))
+        source = slot.source
+        if isinstance(source, LSQ):
+            return round_lsq_operand(source, None, x, slot.spec, entry, key)
+        span = after = entry
+        if isinstance(source, MovingAverage):
+            span = after = update_range(source, entry, x, self.mode == "fixed")
+        elif isinstance(source, DelayedScaling):
+            span, after = update_history(source, entry, x)
+        if slot.follows and self.mode == "update":
+            self.updates[slot.name] = self.entries[slot.name] = after.astype(entry.dtype)
+        return round_in_range(x, slot.spec, span, key)
+
+    # -- programs within -----------------------------------------------------------------------------------------------
+
+    def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
+        """The results of a step that holds programs; entries are more operands of it, and more results."""
+        slots = self._slots_in(step)
+        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
+            return super().enter(step, seeds, args, inner)
+        if step.name == "scan":
+            return self._scan(step, seeds, args, slots)
+        if self.mode == "observe" and step.name == "while":
+            raise NotImplementedError(
+                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
+                "its product a rule without a scale for the whole array"
+            )
+        names = [slot.name for slot in slots if slot.name in self.entries]
+        entry_values = [self.entries[name] for name in names]
+        last = [name for name in names if name in self._following(slots)] if self.mode == "update" else []
+        blanks = self._arrays_in(step, slots) if self.mode == "observe" else {}
+
+        def run(plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
+            count = len(plan.jaxpr.invars)
+            out, updates = self._inside(plan, seeds, args[:count], dict(zip(names, args[count:], strict=True)))
+            if step.name == "while":  # the entries are carried values
+                return [*out, *(updates.get(name, value) for name, value in zip(names, args[count:], strict=True))]
+            all_entries = dict(zip(names, args[count:], strict=True)) | updates
+            return [
+                *out,
+                *(all_entries[name] for name in last),
+                *(updates.get(name, blank) for name, blank in blanks.items()),
+            ]
+
+        out = super().enter(step, seeds, [*args, *entry_values], run)
+        count = len(step.eqn.outvars)
+        after = dict(zip(names if step.name == "while" else (*last, *blanks), out[count:], strict=True))
+        self._take({name: after[name] for name in after if self.mode == "observe" or name in last})
+        return out[:count]
+
+    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], slots: Sequence[ScaleSlot]) -> list[Any]:
+        params = step.eqn.params
+        consts, carry_length = carry_count(params)
+        fixed, start, xs = args[:consts], args[consts : consts + carry_length], args[consts + carry_length :]
+        names_per_iteration = self.entries_of_scan.get(id(step), ())
+        names = [slot.name for slot in slots if slot.name in self.entries]
+        entry_per_iteration = {name: self.entries[name] for name in names if name in names_per_iteration}
+        carry_entries = {name: self.entries[name] for name in names if name not in names_per_iteration}
+        follows = self._following(slots) if self.mode == "update" else ()
+
+        def body(carry: Any, x: Any) -> Any:
+            values, count, entries = carry
+            own, mine = x
+            inside = None if seeds is None else seeds.turn(step.number, count)
+            out, updates = self._inside(step.inner[0], inside, [*fixed, *values, *own], {**entries, **mine})
+            out = without_weak_types(out)
+            outputs = {
+                name: updates[name] for name in updates if self.mode == "observe" or (name in mine and name in follows)
+            }
+            entries = {name: updates.get(name, value) for name, value in entries.items()}
+            return (out[:carry_length], count + jnp.uint32(1), entries), (out[carry_length:], outputs)
+
+        (last, _, after), (ys, outputs) = lax.scan(
+            body,
+            (without_weak_types(start), jnp.uint32(0), carry_entries),
+            (list(xs), entry_per_iteration),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        self._take({**{name: after[name] for name in after if name in follows}, **outputs})
+        return [*last, *ys]
+
+    def _inside(
+        self, plan: ProgramPlan, seeds: Any, args: Sequence[Any], entries: dict[str, Array]
+    ) -> tuple[list[Any], dict]:
+        """The results of a program within, and the updates of its entries."""
+        outer = self.entries, self.updates
+        self.entries, self.updates = entries, {}
+        try:
+            return interpret(self, plan, seeds, args), self.updates
+        finally:
+            self.entries, self.updates = outer
+
+    def _take(self, updates: Mapping[str, Array]) -> None:
+        self.updates.update(updates)
+        if self.mode == "update":
+            self.entries.update(updates)
+
+    def _slots_in(self, step: ProductStep) -> tuple[ScaleSlot, ...]:
+        if id(step) not in self._slots_within:
+            inner = (self.slots.get(id(s)) for plan in step.inner for s in plan.walk())
+            self._slots_within[id(step)] = tuple(slot for slot in inner if slot is not None)
+        return self._slots_within[id(step)]
+
+    @staticmethod
+    def _following(slots: Sequence[ScaleSlot]) -> set[str]:
+        return {slot.name for slot in slots if slot.follows}
+
+    def _arrays_in(self, step: ProductStep, slots: Sequence[ScaleSlot]) -> dict[str, Array]:
+        """Arrays of NaN, which stand for the data of a branch that was not taken."""
+        shapes = {}
+        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.slots):
+            weight = self.roundings[id(inner)][1]
+            aval = inner.eqn.invars[1 - weight].aval
+            lengths = [s.eqn.params["length"] for s in _scans_between(step, inner)]
+            shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
+        return {slot.name: shapes[slot.name] for slot in slots}
+
+
+def _scans_between(outer: ProductStep, target: ProductStep) -> list[ProductStep]:
+    """The scans between a step and one within it, from the outside in."""
+    for plan in outer.inner:
+        for step in plan.steps:
+            if step is target:
+                return []
+            if any(inner is target for p in step.inner for inner in p.walk()):
+                return [*([step] if step.name == "scan" else []), *_scans_between(step, target)]
+    return []
+
+
+def _entry_error(slot: ScaleSlot, entry: Array | None, shape: tuple[int, ...]) -> str:
+    if entry is None:
+        more = ", or for a learned scale what calibrate returns" if isinstance(slot.source, LSQ) else ""
+        return f"scales has no {slot.name!r} of the {slot.place}: pass scales=low.start(params, ...){more}"
+    return (
+        f"scales: {slot.name!r} of the {slot.place} has shape {entry.shape} in a call, and its rule needs {shape}: it "
+        "belongs to a function with another rule"
+    )

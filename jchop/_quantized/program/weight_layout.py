@@ -1,0 +1,407 @@
+"""How a parameter is rounded and stored: the groups of a format along the axes that its product sums over."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax import export
+
+from jchop._common.bit_ops import reshape
+from jchop._quantized.products.operand_layout import keep_nan
+from jchop._quantized.products.scale_from import LSQ, ScaleFrom
+from jchop._quantized.program.matrix_layout import MatrixView, WeightRotation
+from jchop._quantized.program.provenance import AxisFactor, AxisFactors
+from jchop._quantized.scales.formulas import round_in_range
+from jchop._quantized.scales.lsq import round_lsq
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Spec
+from jchop.formats import ScaledFormat
+from jchop.formats.scaled.grouping import axis_indexes
+from jchop.storage import QArray, dequantize, fit_scale, quantize
+from jchop.storage._array import PackedParam
+from jchop.storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    axis_groupings,
+    map_over_stack,
+    with_groupings,
+    with_sparse_axis,
+)
+from jchop.storage._quantize import requantize
+
+Array = jax.Array
+
+__all__ = ["StoredAs", "WeightLayout", "WeightScaleState", "blocks_fit_axes", "stack_ndim", "weight_layout_of"]
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How a parameter is rounded.
+
+    Args:
+        spec: along the axes of `shape`.
+        shape: of the rounded array, without the axes of a stack; it has the parameter's numbers in their order.
+        ndim: how many axes the parameter has, without those of a stack in front. Each array of a stack is rounded by
+            itself.
+        rotation: the rotation of the parameter before it is rounded (`rotate`), which `round` and `pack` leave to the
+            caller; None for none.
+    """
+
+    spec: Spec
+    shape: tuple[int, ...]
+    ndim: int
+    rotation: WeightRotation | None = None
+
+    def rotate(self, x: Array) -> Array:
+        """A parameter, or a stack, in full precision, as it is before it is rounded."""
+        return x if self.rotation is None else map_over_stack(x.ndim - self.ndim, self.rotation.parameter, x)
+
+    def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
+        """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
+        stack = x.ndim - self.ndim
+        array = reshape(x, x.shape[:stack] + self.shape)
+        return reshape(map_over_stack(stack, partial(_round_param, self.spec), array, key, gradient_key), x.shape)
+
+    def round_under(self, state: WeightScaleState, x: Array, key: Array | None = None) -> Array:
+        """A parameter rounded under kept scales."""
+        stack = x.ndim - self.ndim
+        array = reshape(x, x.shape[:stack] + self.shape)
+
+        def round_one(both: tuple[Array, Array], key: Array | None) -> Array:
+            v, entry = both
+            if isinstance(state.source, LSQ):
+                sharing = v.size // entry.size if state.source.factor else None
+                return keep_nan(v, round_lsq(v, self.spec, entry, key, sharing=sharing), self.spec)
+            return round_in_range(v, self.spec, entry, key)
+
+        return reshape(map_over_stack(stack, round_one, (array, state.entry), key), x.shape)
+
+    def fit_scales(self, x: Array) -> Array:
+        """The scales that a parameter has by the format's rule."""
+        stack = x.ndim - self.ndim
+        return map_over_stack(stack, lambda v: fit_scale(v, self.spec)[0], reshape(x, x.shape[:stack] + self.shape))
+
+    def pack(
+        self, x: Array, key: Array | None = None, scale: Array | None = None, zero_point: Array | None = None
+    ) -> QArray | StoredAs:
+        """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
+        stack = x.ndim - self.ndim
+        core = tuple(x.shape[stack:])
+        array = reshape(x, x.shape[:stack] + self.shape)
+
+        def pack_one(operands: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
+            return quantize(operands[0], self.spec, key, scale=operands[1], zero_point=operands[2])
+
+        qarray = map_over_stack(stack, pack_one, (array, scale, zero_point), key)
+        return qarray if core == self.shape else StoredAs(qarray, core, len(self.shape))
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["entry"], meta_fields=["source"])
+@dataclass(frozen=True, eq=False)
+class WeightScaleState:
+    """The state of a parameter's scales: the learned scale, or the range by its history.
+
+    Args:
+        entry: with the axes of a stack in front.
+        source: of the rule.
+    """
+
+    entry: Array
+    source: ScaleFrom
+
+
+def _round_param(spec: Spec, x: Array, key: Array | None, gradient_key: Array | None) -> Array:
+    return keep_nan(x, round_to_format(x, spec, key, gradient_key=gradient_key), spec)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["core", "ndim_stored"])
+@dataclass(frozen=True, eq=False)
+class StoredAs(PackedParam):
+    """A packed parameter whose groups run over several of its axes, so that it is stored in another shape.
+
+    Args:
+        stored: the codes and scales, with the axes of a group as one.
+        core: the shape of the parameter, without axes of a stack.
+        ndim_stored: how many axes the stored array has for `core`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> patches = lambda w, x: jax.lax.conv(x, w, (4, 4), "VALID")
+        >>> low = jc.quantize_fn(patches, jc.Rule(weight="int4(group=32)"))
+        >>> w, x = jnp.ones((8, 3, 4, 4)), jnp.ones((1, 3, 8, 8))
+        >>> packed = low.pack(w, x)
+        >>> packed.shape, packed.stored.shape
+        ((8, 3, 4, 4), (8, 48))
+    """
+
+    stored: QArray
+    core: tuple[int, ...]
+    ndim_stored: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return (*self.stored.shape[: self.stored.ndim - self.ndim_stored], *self.core)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of the parameter."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the parameter."""
+        return self.stored.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return self.stored.nbytes
+
+    @property
+    def spec(self) -> Spec:
+        """The spec of the codes, with the axes of the stored array."""
+        return self.stored.spec
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The numbers, in the shape of the parameter."""
+        return reshape(dequantize(self.stored, dtype), self.shape)
+
+    def requantize(self, x: Array, key: Array | None = None) -> StoredAs:
+        """Other numbers of the parameter, packed in the same way."""
+        return replace(self, stored=requantize(self.stored, reshape(x, self.stored.shape), key))
+
+
+export.register_pytree_node_serialization(
+    StoredAs,
+    serialized_name="jchop.StoredAs",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: (tuple(json.loads(data)[0]), json.loads(data)[1]),
+)
+
+
+# -- formats along the axes of a parameter -----------------------------------------------------------------------------
+
+
+def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) -> WeightLayout:
+    """The rounding of a parameter of `shape` that a product takes as `view` (None: with its own axes).
+
+    Raises:
+        ValueError: for a format that names axes which the operand has not, or whose groups run over parts of axes that
+            do not lie together.
+    """
+    if view is None:
+        return _check_group_axes(WeightLayout(spec, tuple(shape), len(shape)))
+    factors = _axis_factors(shape, view)
+    stack = stack_ndim(shape, view)
+    entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
+    core = tuple(shape[stack:])
+    fmt = spec.scaled
+    if fmt is None:
+        return WeightLayout(spec, core, len(core))
+    sizes = [part.size for _, part in entries]
+    number = {(part.axis, part.inner): i for i, (_, part) in enumerate(entries)}
+
+    def numbers(parts: AxisFactors) -> list[int]:
+        return [number[p.axis, p.inner] for p in parts if (p.axis, p.inner) in number]
+
+    kinds: list[AxisGrouping] = [OWN_SCALE] * len(entries)
+    runs: list[list[int]] = []
+    factors_of_axis = [numbers(_split_by_factors(parts, factors)) for parts in (*view.free, view.contracting)]
+    sparse, crossing = _sparse_factors(spec, factors_of_axis, sizes)
+    for kind, ids in zip(axis_groupings(fmt, len(factors_of_axis)), factors_of_axis, strict=True):
+        if isinstance(kind, str):
+            for i in ids:
+                kinds[i] = kind
+            runs += [ids] if crossing and ids == sparse else []
+        elif (crossing and ids == sparse) or not _spread_block(int(kind), ids, sizes, kinds):
+            ids = sorted(ids)  # groups run over the numbers in the order of memory
+            if ids != list(range(ids[0], ids[0] + len(ids))):
+                _spread_block(int(kind), ids, sizes, kinds, whole=False)
+                continue
+            runs.append(ids)
+            kinds[ids[0]] = kind
+    joint_shape, kinds, owners = _join_runs(sizes, kinds, [axis for axis, _ in entries], runs)
+    array_shape, array_kinds = _merge_axis_factors(joint_shape, kinds, owners)
+    array_format = _with_scale_groups(with_groupings(fmt, array_kinds), fmt, array_kinds)
+    if fmt.sparse is not None:
+        # Without a part of two numbers, each number is alone, and stays.
+        array_format = (
+            _with_sparse_factor(array_format, sparse[-1], sizes, array_shape) if sparse else array_format.dense
+        )
+    return _check_group_axes(WeightLayout(replace(spec, format=array_format), array_shape, len(core)))
+
+
+def blocks_fit_axes(view: MatrixView, block: int | None) -> bool:
+    """Whether blocks of the axes are blocks along the sum: none cut at the end of an axis but the slowest."""
+    rest = block
+    for part in reversed(view.contracting[1:]):
+        if rest is None or part.size % rest == 0:
+            return True
+        if rest % part.size:
+            return False
+        rest //= part.size
+    return True
+
+
+def _check_group_axes(placement: WeightLayout) -> WeightLayout:
+    if placement.spec.scaled is not None:
+        placement.spec.scaled.group_shape(placement.shape)
+    return placement
+
+
+def _axis_factors(shape: Sequence[int], view: MatrixView) -> list[tuple[AxisFactor, ...]]:
+    """The parts of each axis of a parameter, the slowest first; an axis that is not taken whole is one part."""
+    factors_of_axis: list[list[AxisFactor]] = [[] for _ in shape]
+    for part in (*(part for axis in view.free for part in axis), *view.contracting):
+        if part not in factors_of_axis[part.axis]:
+            factors_of_axis[part.axis].append(part)
+    result: list[tuple[AxisFactor, ...]] = []
+    for axis, (n, parts) in enumerate(zip(shape, factors_of_axis, strict=True)):
+        parts.sort(key=lambda part: -part.inner)
+        ends = [*(part.inner * part.size for part in parts[1:]), 1]
+        whole = parts and parts[0].inner * parts[0].size == n and [part.inner for part in parts] == ends
+        result.append(tuple(parts) if whole else (AxisFactor(axis, n),))
+    return result
+
+
+def _split_by_factors(parts: AxisFactors, factors: Sequence[tuple[AxisFactor, ...]]) -> AxisFactors:
+    """Parts as those of `factors`: a part of an axis that is not taken apart stands for all of it."""
+    result: list[AxisFactor] = []
+    for part in parts:
+        own = factors[part.axis]
+        result += [part] if part in own else [p for p in own if p not in result]
+    return tuple(result)
+
+
+def stack_ndim(shape: Sequence[int], view: MatrixView) -> int:
+    """How many axes in front the operand has not, because one index of them was taken."""
+    present = {part.axis for parts in (*view.free, view.contracting) for part in parts}
+    count = 0
+    while count < len(shape) and count not in present and shape[count] != 1:
+        count += 1
+    return count if present else 0
+
+
+def _spread_block(
+    block: int, ids: Sequence[int], sizes: Sequence[int], kinds: list[AxisGrouping], whole: bool = True
+) -> bool:
+    """Blocks over several axes, the last one moving fastest; False if they cannot be blocks of each axis.
+
+    If not `whole`, blocks that do not fit an axis are cut at its end, so that some groups are shorter.
+    """
+    rest = block
+    plan: dict[int, AxisGrouping] = {}
+    for position in range(len(ids) - 1, -1, -1):
+        i, n = ids[position], sizes[ids[position]]
+        slower = any(sizes[k] > 1 for k in ids[:position])
+        if rest == 1:
+            plan[i] = OWN_SCALE
+        elif n < rest and slower and (rest % n == 0 or not whole):
+            plan[i], rest = WHOLE_AXIS, rest // n
+        elif n % rest == 0 or not slower or not whole:
+            plan[i], rest = rest, 1
+        else:
+            return False
+    for i, kind in plan.items():
+        kinds[i] = kind
+    return True
+
+
+def _sparse_factors(spec: Spec, ids: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[list[int], bool]:
+    """The parts along which n of every m numbers are kept, and whether m numbers lie in several of them.
+
+    Args:
+        spec: of the parameter.
+        ids: the parts of each axis of the operand.
+        sizes: of the parts.
+
+    Raises:
+        ValueError: if they do, and cannot become one axis.
+    """
+    fmt = spec.scaled
+    if fmt is None or fmt.sparse is None:
+        return [], False
+    own = list(ids[axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * len(ids))[0]])
+    long = [i for i in own if sizes[i] > 1]
+    if len(long) < 2 or sizes[long[-1]] % fmt.sparse[1] == 0:
+        return long, False
+    if own != list(range(own[0], own[0] + len(own))):
+        raise ValueError(
+            f"{fmt.sparse[1]} consecutive numbers along the sum lie in several axes of the parameter, of which the "
+            f"fastest has {sizes[long[-1]]}, and these axes do not lie together; put a rule without sparse before it"
+        )
+    return own, True
+
+
+def _with_sparse_factor(fmt: ScaledFormat, part: int, sizes: Sequence[int], shape: Sequence[int]) -> ScaledFormat:
+    """A format that keeps n of every m numbers along the axis of which a part is the fastest."""
+    step = math.prod(sizes[part + 1 :])
+    axes = [i for i, n in enumerate(shape) if n > 1 and math.prod(shape[i + 1 :]) == step]
+    if not axes:
+        raise ValueError(f"{fmt}: its numbers lie apart in a parameter of shape {tuple(shape)}, along an axis that the "
+                         "product takes in parts; put a rule without sparse before it")  # fmt: skip
+    return with_sparse_axis(fmt, axes[0] - len(shape))
+
+
+def _join_runs(
+    sizes: Sequence[int], kinds: Sequence[AxisGrouping], owners: Sequence[int], runs: Sequence[Sequence[int]]
+) -> tuple[list[int], list[AxisGrouping], list[tuple[int, ...]]]:
+    """Sizes, kinds and axes of the parameter after the parts of each run have become one."""
+    first = {i: run[0] for run in runs for i in run}
+    shape: list[int] = []
+    new_kinds: list[AxisGrouping] = []
+    axes: list[tuple[int, ...]] = []
+    for i, (n, kind, owner) in enumerate(zip(sizes, kinds, owners, strict=True)):
+        if first.get(i, i) != i:
+            shape[-1], axes[-1] = shape[-1] * n, (*axes[-1], owner)
+        else:
+            shape.append(n)
+            new_kinds.append(kind)
+            axes.append((owner,))
+    return shape, new_kinds, axes
+
+
+def _merge_axis_factors(
+    sizes: Sequence[int], kinds: Sequence[AxisGrouping], axes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], list[AxisGrouping]]:
+    """Parts of one axis as that axis again, if blocks of the axis are blocks of its parts."""
+    shape: list[int] = []
+    new_kinds: list[AxisGrouping] = []
+    before: tuple[int, ...] = ()
+    for n, kind, own in zip(sizes, kinds, axes, strict=True):
+        together = _kind_of_pair(new_kinds[-1], kind, n) if before and before[-1] == own[0] else None
+        if together is None:
+            shape.append(n)
+            new_kinds.append(kind)
+        else:
+            shape[-1], new_kinds[-1] = shape[-1] * n, together
+        before = own
+    return tuple(shape), new_kinds
+
+
+def _kind_of_pair(slow: AxisGrouping, fast: AxisGrouping, n: int) -> AxisGrouping | None:
+    """The grouping of an axis from those of its slow and its fast part, of n indexes; None if there is none."""
+    if slow == OWN_SCALE:
+        short = fast == WHOLE_AXIS or (isinstance(fast, int) and fast >= n)
+        return n if short else fast if fast == OWN_SCALE or n % int(fast) == 0 else None
+    if fast == WHOLE_AXIS or (isinstance(fast, int) and fast >= n):
+        return WHOLE_AXIS if slow == WHOLE_AXIS else int(slow) * n
+    return None
+
+
+def _with_scale_groups(fmt: ScaledFormat, original: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFormat:
+    """Scales that are quantized themselves have their groups along the blocks of the numbers."""
+    if not isinstance(original.scale, ScaledFormat) or original.scale.group is None or original.scale.axis != -1:
+        return fmt
+    blocks = [i - len(kinds) for i, kind in enumerate(kinds) if isinstance(kind, int)]
+    if not blocks:
+        return fmt
+    return fmt(scale=_with_scale_groups(original.scale(axis=blocks[-1]), original.scale, kinds))

@@ -1,0 +1,465 @@
+"""`quantize_fn`: the products of any function of parameters, rounded by rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import update_wrapper
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jchop._program.control import with_weak_types
+from jchop._program.run import interpret
+from jchop._quantized.products.contraction import ProductRoundings, rounds_weight_again
+from jchop._quantized.products.operand_layout import check_finite
+from jchop._quantized.products.rule import Rule, as_rule_tuple
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling
+from jchop._quantized.program.adapters import LoraAdapter
+from jchop._quantized.program.calibration import ScaleCalibration, per_iteration, stack_entries
+from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
+from jchop._quantized.program.lazy_params import (
+    Keys,
+    LazyParam,
+    is_packed_param,
+    unpack_param,
+)
+from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program, weight_spec
+from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.scale_slots import Scales, ScaleSlot, check_entry_names
+from jchop._quantized.program.stateful_runner import ScaleStateRunner
+from jchop._quantized.program.weight_entries import weight_scale_entry, weight_scale_state
+from jchop._quantized.program.weight_layout import WeightScaleState
+from jchop._quantized.scales.formulas import finite_range, initial_scale
+from jchop._round.arguments import check_key
+from jchop.storage._array import refuse_qarray_dicts
+
+Array = jax.Array
+
+__all__ = ["QuantizedFunction", "Scales", "check_rule_fields", "quantize_fn"]
+
+
+def quantize_fn(
+    fun: Callable[..., Any], rules: Rule | Iterable[Rule], *, key: Array | None = None
+) -> QuantizedFunction:
+    """`fun(params, ...)` with the operands of its products rounded by rules, whatever library its parameters are from.
+
+    The program that JAX traces of `fun` says which parameters reach which products (`rounded_dot_general`,
+    convolutions, `ragged_dot`, and look-ups of rows, as in an embedding), also through reshapes, transposes, slices of
+    stacks, casts, masks, and loops. So models with an einsum of their own, experts, scanned layers and tied embeddings
+    need no layer of a known class. Each parameter is rounded once, in groups along the axes that its first product sums
+    over, and all that reads it gets the rounded numbers.
+
+    Args:
+        fun: a function of a pytree of parameters, and of anything else.
+        rules: a `Rule`, or several; the first that matches the path of a parameter applies to it and to its products.
+            A path is that of `jax.tree_util.keystr`, joined by slashes. `weight` rounds parameters that reach a
+            product, `bias` those that are added to data and other biases, `activation` the other operand of the
+            product; `gradient`, `input_gradient`, `weight_gradient` and `matmul` are as in `Rule`. A product without a
+            parameter (attention) has the first rule that matches its scope (`jax.named_scope`), which rounds both
+            operands to `activation`.
+            `scale_from` keeps scales of products with a parameter; they are an argument of each call, `Scales`, which
+            `start` begins. `output` and `cache` need layers, and are refused.
+        key: a typed key if a rule is stochastic; the keyword argument ``key`` of the result takes its place.
+
+    Returns:
+        A `QuantizedFunction`, with the signature of `fun` and one more keyword argument, ``key``. Called with
+        parameters in full precision, it rounds them in each call, with straight-through gradients (quantization-aware
+        training). Called with what its `pack` gives, it unpacks the codes: the same numbers.
+
+    Raises:
+        TypeError: for rules that are none.
+        NotImplementedError: for a rule with `output` or `cache`.
+        ValueError: when called, for a rule that matches no parameter and no product, that names a parameter which
+            reaches no product, or that names axes which an operand has not; for a stochastic rule without a key.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> attend = lambda p, x: jnp.einsum("btd,dhk->bthk", x, p["query"])
+        >>> low = jc.quantize_fn(attend, jc.Rule(weight="int4(group=32)", activation="int8(group=all)"))
+        >>> params, x = {"query": jnp.ones((64, 4, 8))}, jnp.ones((1, 2, 64))
+        >>> packed = low.pack(params, x)
+        >>> packed["query"].shape, packed["query"].nbytes, bool((low(packed, x) == low(params, x)).all())
+        ((64, 4, 8), 1280, True)
+    """
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function of parameters and other arguments")
+    all_rules = as_rule_tuple(rules)
+    check_rule_fields(all_rules)
+    if key is not None:
+        check_key("key", key)
+    return QuantizedFunction(fun, all_rules, key, all_in_use=True)
+
+
+def check_rule_fields(rules: Iterable[Rule]) -> None:
+    """Refuse fields of rules that a program does not have.
+
+    Raises:
+        NotImplementedError: that names them.
+    """
+    for rule in rules:
+        if rule.output is not None:
+            raise NotImplementedError(
+                f"{rule}: output needs layers of Flax (jchop.nn); in a program, give the product that takes the result "
+                "an activation, or round the result by jchop.round_to_format"
+            )
+        if rule.cache is not None:
+            raise NotImplementedError(
+                f"{rule}: cache needs the attention of Flax (jchop.nn.quantize without inputs); in a program, pack "
+                "keys and values by jchop.quantize"
+            )
+        if rule.scale_from is not None and rule.product == "codes":
+            raise NotImplementedError(
+                f"{rule}: codes are multiplied under the scales of each array; leave scale_from or product out"
+            )
+
+
+class QuantizedFunction:
+    """A function with rounded products; `quantize_fn` makes it.
+
+    Args:
+        fun: the function.
+        rules: the rules.
+        key: a typed key, or None.
+        all_in_use: whether a rule without an effect is an error; not for one of several functions of a model.
+        classes: the class of the module that holds each parameter, by the path of the parameter. Default None: of the
+            nodes of the pytree.
+        whole: whether the rules are for this function; if False, for a model that it is a part of, and those that
+            match nothing are no error.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], rules: tuple[Rule, ...], key: Array | None = None, *, all_in_use: bool = False,
+        classes: Mapping[str, str] | None = None, whole: bool = True,
+    ) -> None:  # fmt: skip
+        self.fun, self.rules, self.key, self.all_in_use, self.classes = fun, rules, key, all_in_use, classes
+        self.whole = whole
+        self._programs: dict[Any, QuantizedProgram] = {}
+        update_wrapper(self, fun, updated=())
+
+    def __call__(
+        self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
+    ) -> Any:
+        """`fun` of the arguments. `params` may be packed; `key` takes the place of the key of `quantize_fn`.
+
+        `scales`, needed if a rule has `scale_from`, stay as they are, as in evaluation; `update` returns those after
+        the call. Entries of another function or other rules are an error, and so are fixed ranges of some products
+        alone.
+        """
+        return self._run(CallArguments(params, args, kwargs), scales, "fixed", key)[0]
+
+    def update(
+        self, params: Any, *args: Any, scales: Scales, key: Array | None = None, **kwargs: Any
+    ) -> tuple[Any, Scales]:
+        """A call in training: the result, and the scales after it (ranges and histories follow the data).
+
+        Args:
+            params: the parameters.
+            *args: arguments as in a call.
+            scales: as `start` or the call before returned them. Gradients reach ``scales.learned`` alone.
+            key: as in a call.
+            **kwargs: keyword arguments as in a call.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> rule = jc.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.DelayedScaling(3))
+            >>> low = jc.quantize_fn(lambda w, x: x @ w, rule)
+            >>> w, x = jnp.ones((2, 1)), jnp.array([[1.0, -4.0]])
+            >>> y, scales = low.update(w, x, scales=low.start(w, x))
+            >>> scales.stats["params_activation_history"].tolist()
+            [4.0, 0.0, 0.0]
+        """
+        out, after, _ = self._run(CallArguments(params, args, kwargs), scales, "update", key)
+        return out, scales._replace(stats={**scales.stats, **after})
+
+    def start(self, params: Any, *args: Any, key: Array | None = None, from_data: bool = True, **kwargs: Any) -> Scales:
+        """The scales that rules keep (`scale_from`), before the first call; empty if none does.
+
+        Learned scales of parameters are those of the format's rule. A learned scale of an activation is that of the
+        range of the data in `args`, which `calibrate` finds from more. Ranges and histories are those of no data yet.
+
+        Args:
+            params: the parameters, not packed.
+            *args: arguments as in a call: arrays, if activations have learned scales, else shapes will do.
+            key: as in a call.
+            from_data: False leaves the learned scales of activations to `calibrate`. Default True.
+            **kwargs: keyword arguments as in a call.
+        """
+        call = CallArguments(params, args, kwargs)
+        program = self._program(call)
+        scales = Scales({}, {slot.name: slot.start() for slot in program.slots.values() if slot.follows})
+        for i, (name, placement, source) in program.weights_with_state().items():
+            value = call.values[i]
+            if is_packed_param(value):
+                raise ValueError(f"params: {program.paths[i]!r} is packed; start with the parameters themselves")
+            if isinstance(source, LSQ):
+                scales.learned[name] = placement.fit_scales(jnp.asarray(value))
+            else:
+                assert isinstance(source, DelayedScaling)
+                stack = value.shape[: value.ndim - placement.ndim]
+                scales.stats[name] = jnp.zeros((*stack, source.length))
+        learned_slots = [slot for slot in program.slots.values() if isinstance(slot.source, LSQ)]
+        if learned_slots and from_data:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.values):
+                raise ValueError(f"{learned_slots[0].place}: a learned scale begins with data; pass arrays, not shapes")
+            _, data = self.observe(params, *args, scales=scales, key=key, **kwargs)
+            for slot in learned_slots:
+                spans = per_iteration(slot, data[slot.name][1], finite_range)
+                scales.learned[slot.name] = stack_entries(slot, spans, lambda span, s=slot: initial_scale(span, s.spec))
+        return scales
+
+    def calibrate(
+        self,
+        params: Any,
+        batches: Iterable[Any],
+        *,
+        method: str = "minmax",
+        combine: str = "widest",
+        scales: Scales | None = None,
+        key: Array | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Scales:
+        """Scales with fixed ranges of activations, found by running the function on data.
+
+        This applies to products with a parameter whose activation has one scale for the whole array, such as
+        ``"int8"``. Pass the result to each call as `scales`. A range of a `MovingAverage` and a learned scale begin
+        with it; a history has none.
+
+        Args:
+            params: the parameters, packed or not.
+            batches: the arguments after `params`, a tuple of several or one, of each call.
+            method: as of `jchop.nn.calibrate`.
+            combine: as of `jchop.nn.calibrate`.
+            scales: those of the call, if rules keep any. Default None: of `start`, for the first batch.
+            key: as in a call.
+            progress: function of the number of completed batches.
+
+        Raises:
+            ValueError: for another method, no batch, or a program without such a product.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> low = jc.quantize_fn(lambda p, x: x @ p["w"], jc.Rule(activation="int8"))
+            >>> params = {"w": jnp.ones((2, 2))}
+            >>> fixed = low.calibrate(params, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])])
+            >>> fixed.stats["w_activation_range"].tolist(), low(params, jnp.array([[9.0, 0.0]]), scales=fixed).tolist()
+            ([-3.0, 2.0], [[3.0, 3.0]])
+        """
+        calibration = ScaleCalibration(method, combine)
+        for count, batch in enumerate_batches(batches):
+            args = batch_arguments(batch)
+            if scales is None and any(rule.scale_from is not None for rule in self.rules):
+                scales = self.start(params, *args, key=key, from_data=False)
+            calibration.see(self.observe(params, *args, scales=scales, key=key)[1])
+            if progress is not None:
+                progress(count)
+        return calibration.into(scales or Scales({}, {}))
+
+    def observe(
+        self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
+    ) -> tuple[Any, dict[str, tuple[ScaleSlot, Array]]]:
+        """The result, and by name the slots of activations with one scale, each with its data before rounding."""
+        call = CallArguments(params, args, kwargs)
+        out, _, data = self._run(call, scales or Scales({}, {}), "observe", key)
+        slots = self._program(call).slots.values()
+        return out, {slot.name: (slot, data[slot.name]) for slot in slots}
+
+    def pack(
+        self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
+    ) -> Any:
+        """The parameters with those that are rounded stored as codes and scales, in the shapes that they have.
+
+        Args:
+            params: the parameters; of a `jax.ShapeDtypeStruct` the shapes of codes and scales come back.
+            *args: arguments as in a call; only their shapes count, so `jax.ShapeDtypeStruct` will do.
+            scales: if parameters have learned scales, which become part of the packed parameters.
+            key: a typed key if a rounding of a parameter is stochastic.
+            **kwargs: keyword arguments as in a call.
+
+        Raises:
+            ValueError: as in a call; for infinities or NaN in a parameter to be packed.
+        """
+        return self._pack(CallArguments(params, args, kwargs), scales, key, again=False)
+
+    def pack_more(
+        self, params: Any, *args: Any, scales: Scales | None = None, key: Array | None = None, **kwargs: Any
+    ) -> Any:
+        """As `pack`, of parameters some of which are packed already: these stay as they are."""
+        return self._pack(CallArguments(params, args, kwargs), scales, key, again=True)
+
+    def _pack(self, call: CallArguments, scales: Scales | None, key: Array | None, again: bool) -> Any:
+        _refuse_adapters(call)
+        program = self._valid_program(call)
+        leaves, scale_states = list(call.leaves), program.weights_with_state()
+        for i, (placement, _) in program.placements.items():
+            value = call.values[i]
+            if is_packed_param(value) and again:
+                continue
+            if is_packed_param(value):
+                raise ValueError(f"params: {program.paths[i]!r} is packed already; pack the parameters themselves")
+            round_key = None
+            if placement.spec.rounding.stochastic:
+                keys = self._keys(key)
+                assert keys is not None
+                round_key = jax.random.fold_in(keys.key, i)
+            if isinstance(value, jax.ShapeDtypeStruct):
+                leaves[call.places[i]] = jax.eval_shape(placement.pack, value, round_key)
+                continue
+            scale = None
+            if i in scale_states:
+                name, _, source = scale_states[i]
+                if isinstance(source, DelayedScaling):
+                    raise ValueError(
+                        f"{program.rule_of(i)}: a history of scales is for training; leave scale_from out to pack"
+                    )
+                scale = weight_scale_entry(scales, name, placement.fit_scales, value)
+            check_finite(value, f"params: {program.paths[i]!r}")
+            leaves[call.places[i]] = placement.pack(placement.rotate(jnp.asarray(value)), round_key, scale)
+        return jax.tree.unflatten(call.tree, leaves)[0][0]
+
+    def report(self, params: Any, *args: Any, platform: str | None = None, **kwargs: Any) -> ProgramReport:
+        """What happens to each parameter and each product; nothing is computed.
+
+        Args:
+            params: the parameters, or their shapes.
+            *args: arguments as in a call, or their shapes.
+            platform: ``"cpu"``, ``"v5e"``, ``"v6e"``, ``"v7x"``, ``"a100"``, ``"h200"`` or ``"b200"``: the report then
+                says which types of operands reach its units in each forward product under a rule. Default None.
+            **kwargs: keyword arguments as in a call.
+
+        Returns:
+            A `ProgramReport`; ``str`` of it is a table.
+
+        Raises:
+            TypeError, ValueError: as in a call; for another platform.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> rule = jc.Rule(weight="int8(channel=1)", activation="int8(group=all)", product="codes")
+            >>> low = jc.quantize_fn(lambda w, x: x @ w, rule)
+            >>> low.report(jnp.ones((8, 4)), jnp.ones((2, 8)), platform="h200").products[0].operands
+            'int8 x int8 -> int32'
+        """
+        return self.resolved(params, *args, **kwargs).report(platform)
+
+    def resolved(self, params: Any, *args: Any, **kwargs: Any) -> QuantizedProgram:
+        """The planned program for arguments, with what the rules do in it."""
+        return self._valid_program(CallArguments(params, args, kwargs))
+
+    def traced(self, params: Any, *args: Any, **kwargs: Any) -> tuple[QuantizedProgram, CallArguments]:
+        """The planned program for arguments, and these taken apart: for `jchop.ptq`, which runs it in its own way."""
+        call = CallArguments(params, args, kwargs)
+        _refuse_adapters(call)
+        return self._program(call), call
+
+    # -- internals -----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, call: CallArguments, scales: Scales | None, mode: Literal["fixed", "update", "observe"], key: Array | None
+    ) -> tuple[Any, dict[str, Array], dict[str, Array]]:
+        """The result, the ranges and histories after the call, and the observed arrays."""
+        program = self._program(call)
+        keys, scale_states = self._keys(key), program.weights_with_state()
+        keeping = any(slot.source is not None for slot in program.slots.values())
+        keeping |= not all(is_packed_param(call.values[i]) for i in scale_states)
+        if scales is None and keeping:
+            rule = next(rule for rule in self.rules if rule.scale_from is not None)
+            raise ValueError(f"scales=None, but {rule} keeps scales: pass scales=low.start(params, ...)")
+        if scales is not None and not isinstance(scales, Scales):
+            raise TypeError(f"scales={scales!r} must be what start, update or calibrate returns")
+        scales = Scales({}, {}) if scales is None else scales
+        if self.all_in_use and mode != "observe":
+            check_entry_names(scales.entries, program.slots.values(), program.rules_by_path)
+        values, weight_updates = list(call.values), {}
+        for i in range(call.count):
+            entry = None
+            if i in scale_states and not is_packed_param(values[i]):
+                entry, history = weight_scale_state(*scale_states[i], jnp.asarray(values[i]), scales)
+                weight_updates |= history
+            values[i] = self._lazy_param(program, i, values[i], entry, call.adapters.get(i))
+        runner = program.runner
+        if keeping or mode != "fixed" or scales.stats:
+            runner = ScaleStateRunner(runner, program.slots, program.entries_of_scan, scales.entries, mode)
+        with jax.disable_jit(False):
+            out = with_weak_types(interpret(runner, program.plan, keys, values), program.plan.jaxpr.outvars)
+        runner.check_codes()
+        updates = runner.updates if isinstance(runner, ScaleStateRunner) else {}
+        return jax.tree.unflatten(program.tree, out), {**weight_updates, **updates}, updates
+
+    def _keys(self, key: Array | None) -> Keys | None:
+        key = self.key if key is None else key
+        if key is not None:
+            check_key("key", key)
+        stochastic = [rule for rule in self.rules if rule.stochastic]
+        if not stochastic:
+            return None if key is None else Keys(key)  # for the dropout of adapters
+        if key is None:
+            raise ValueError(
+                f"key=None, but {stochastic[0]} rounds stochastically: pass a typed key, for example "
+                "key=jax.random.key(0)"
+            )
+        return Keys(key)
+
+    def _lazy_param(
+        self, program: QuantizedProgram, i: int, value: Any, entry: WeightScaleState | None, adapter: LoraAdapter | None
+    ) -> Any:
+        if adapter is not None and program.adaptable.get(i) != adapter.layout:
+            why = program.adaptable.get(i, "no product takes it")
+            why = why if isinstance(why, str) else "its products sum over other axes than those it was made for"
+            raise ValueError(f"the parameter {program.paths[i]!r} has an adapter, which this call cannot take: {why}")
+        if i not in program.placements and adapter is not None:
+            return LazyParam(value if is_packed_param(value) else jnp.asarray(value), None, i, adapter=adapter)
+        if i not in program.placements:
+            return unpack_param(value) if is_packed_param(value) else value
+        (placement, use), rule = program.placements[i], program.rule_of(i)
+        by_codes = rule.product == "codes" and use.kind == "product"
+        roundings = ProductRoundings(
+            right=weight_spec(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
+            rotation=rule.rotation, codes=by_codes,
+        )  # fmt: skip
+        keeps_full = rule.weight is not None and rounds_weight_again(roundings)
+        barrier = any(other.kind == "other" for other in program.uses[i])
+        array = value if is_packed_param(value) else jnp.asarray(value)
+        return LazyParam(array, placement, i, keeps_full, by_codes, entry, barrier, adapter)
+
+    def _valid_program(self, call: CallArguments) -> QuantizedProgram:
+        """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""
+        program = self._program(call)
+
+        def run(values: list[Any]) -> list[Any]:
+            params = [
+                self._lazy_param(program, i, x, None, None) if i < call.count else x for i, x in enumerate(values)
+            ]
+            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), params)
+
+        if program.runner.is_doubtful:
+            with jax.disable_jit(False):
+                jax.eval_shape(run, call.values)
+            program.runner.check_codes()
+            program.runner.is_doubtful = False
+        return program
+
+    def _program(self, call: CallArguments) -> QuantizedProgram:
+        signature = call.signature
+        program = self._programs.get(signature) if signature is not None else None
+        if program is not None:
+            return program
+        refuse_qarray_dicts("params", call.params)
+        classes = self.classes if self.classes is not None else call.classes
+        program = plan_quantized_program(
+            self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole
+        )
+        if signature is not None and program.keeps_constants:
+            if len(self._programs) >= _MOST_TRACED_PROGRAMS:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[signature] = program
+        return program
+
+
+def _refuse_adapters(call: CallArguments) -> None:
+    for i in call.adapters:
+        raise ValueError(f"params: {call.paths[i]!r} has an adapter; jchop.nn.split_lora or merge_lora takes it out")
+
+
+#: The most traced programs that a function keeps.
+_MOST_TRACED_PROGRAMS = 64

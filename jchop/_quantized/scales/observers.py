@@ -1,0 +1,160 @@
+"""The observers of `calibrate`, one for each method: they record the inputs of a layer and return a range."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._common.checks import check_choice
+from jchop._common.settings import always_jit
+from jchop._quantized.scales.formulas import round_in_range
+from jchop._quantized.scales.histogram import MagnitudeHistogram, add_to_histogram, entropy_threshold
+from jchop._spec.spec import Spec
+from jchop.formats import UniformFormat
+from jchop.formats.rounding import Rounding
+
+Array = jax.Array
+
+__all__ = ["RangeObserver", "check_calibration_data", "range_observer_for"]
+
+_PERCENTILE_METHOD = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,99})?)\)")
+#: So many ranges are tried, each a share of that of the data; as torchao does.
+_RANGE_SHARES = 100
+
+
+class RangeObserver(Protocol):
+    """Sees the inputs of one layer, batch by batch."""
+
+    def see(self, x: Array) -> None:
+        """Note one."""
+        ...
+
+    def range(self) -> Array | None:
+        """The range of all recorded inputs; None if there are none."""
+        ...
+
+
+def check_calibration_data(x: Array, place: str) -> None:
+    """Refuses data of which no number is finite, and warns of numbers that do not count; a tracer is let through.
+
+    Args:
+        x: the input of a layer or product in one batch.
+        place: the layer or product, for the message.
+    """
+    finite = jnp.isfinite(x).sum()  # in a trace a tracer, though x may be an array
+    if isinstance(finite, jax.core.Tracer) or int(finite) == x.size > 0:
+        return
+    if not finite:
+        raise ValueError(f"batches give the {place} an input of shape {x.shape} without a finite number")
+    missing = x.size - int(finite)
+    text = f"batches give the {place} {missing} NaN or infinities among {x.size} numbers; its range leaves them out"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class _BatchRangeObserver:
+    """A range for each batch, and of those the widest or the mean; of numbers that are not finite each counts as 0."""
+
+    def __init__(self, find: Callable[[Array], Array], combine: str) -> None:
+        self.find, self.combine = find, combine
+        self.ranges: list[Array] = []
+
+    def see(self, x: Array) -> None:
+        self.ranges.append(self.find(jnp.where(jnp.isfinite(x), x, 0)))
+
+    def range(self) -> Array | None:
+        if not self.ranges:
+            return None
+        ranges = jnp.stack(self.ranges)
+        return ranges.mean(0) if self.combine == "mean" else jnp.stack([ranges[:, 0].min(), ranges[:, 1].max()])
+
+
+class _EntropyObserver:
+    """One histogram of all batches, cut at the bin that loses the least information."""
+
+    def __init__(self, spec: Spec) -> None:
+        element = spec.element
+        if not isinstance(element, UniformFormat):
+            raise ValueError(f"method='entropy' counts even levels, and {str(spec)!r} has none; use 'mse'")
+        shifts = spec.scaled is not None and bool(spec.scaled.zero_point)
+        codes = element.max_code - element.min_code + 1
+        # Of magnitudes, for numbers of both signs and for numbers of one sign.
+        self.levels = (codes // 2, codes) if shifts else (element.max_code + 1,) * 2
+        self.histogram, self.least, self.most = MagnitudeHistogram.empty(), 0.0, 0.0
+
+    def see(self, x: Array) -> None:
+        values = _data_in_float64(x, "entropy")
+        self.histogram = add_to_histogram(self.histogram, values)
+        finite = values[np.isfinite(values)]
+        self.least = min(self.least, float(finite.min(initial=0.0)))
+        self.most = max(self.most, float(finite.max(initial=0.0)))
+
+    def range(self) -> Array | None:
+        if not self.histogram.counts.any():
+            return None
+        levels = self.levels[not self.least < 0 < self.most]
+        end = entropy_threshold(self.histogram.counts, levels) * self.histogram.width
+        return jnp.asarray(np.clip([self.least, self.most], -end, end), jnp.float32)
+
+
+def range_observer_for(method: str, combine: str) -> Callable[[Spec], RangeObserver]:
+    """The constructor of an observer for a layer, from the spec of its activation.
+
+    Raises:
+        TypeError, ValueError: for another method or combination.
+    """
+    check_choice("combine", combine, ("widest", "mean"))
+    if method == "entropy":
+        if combine != "widest":
+            raise ValueError(f"combine={combine!r} is of the ranges of batches; method='entropy' has one of them all")
+        return _EntropyObserver
+    if method == "minmax":
+        return lambda spec: _BatchRangeObserver(_min_max_range, combine)
+    if method == "mse":
+        return lambda spec: _BatchRangeObserver(partial(_least_error_range, spec=spec), combine)
+    match = _PERCENTILE_METHOD.fullmatch(method) if isinstance(method, str) else None
+    if match is None or not 0 < float(match[1]) <= 100:
+        raise ValueError(f"method={method!r} must be 'minmax', 'mse', 'entropy', or 'percentile(q)' with 0 < q <= 100")
+    share = float(match[1])
+    return lambda spec: _BatchRangeObserver(partial(_percentile_range, share=share), combine)
+
+
+def _min_max_range(x: Array) -> Array:
+    return jnp.stack([x.min(), x.max()])
+
+
+def _percentile_range(x: Array, share: float) -> Array:
+    # In float32, places among thousands of numbers are off: those of NumPy are in float64.
+    most = float(np.percentile(np.abs(_data_in_float64(x, f"percentile({share:g})")), share))
+    return jnp.clip(_min_max_range(x), -most, most)
+
+
+def _data_in_float64(x: Array, method: str) -> np.ndarray:
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            f"method={method!r} needs numbers, and calibrate is part of a traced function, as under jax.jit or "
+            "nnx.eval_shape; method='minmax' gives a model of the same shapes there"
+        )
+    return np.asarray(x, np.float64)
+
+
+@partial(always_jit, static_argnames="spec")
+def _least_error_range(x: Any, spec: Spec) -> Array:
+    """The share of the range of `x` under which rounding to nearest leaves the least square error."""
+    nearest = replace(spec, rounding=Rounding.NEAREST_EVEN) if spec.rounding.stochastic else spec
+    span = _min_max_range(x).astype(jnp.float32)
+
+    def error(share: Array) -> Array:
+        y = round_in_range(x, nearest, share * span)
+        return jnp.sum(jnp.square(y.astype(jnp.float32) - x.astype(jnp.float32)))
+
+    shares = jnp.arange(1, _RANGE_SHARES + 1, dtype=jnp.float32) / _RANGE_SHARES
+    return shares[jnp.argmin(jax.lax.map(error, shares))] * span

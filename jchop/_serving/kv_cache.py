@@ -1,0 +1,505 @@
+"""`KVCache`: the keys and values of attention, kept packed from token to token."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check_int
+from jchop._round.arguments import has_tracer
+from jchop._serving.kv_rows import (
+    KV_NDIM,
+    NO_TOKEN,
+    KVRows,
+    kv_rows_spec,
+    masked_numbers,
+)
+from jchop._serving.pages import NO_PAGE, assign_pages
+from jchop._spec.spec import Spec
+from jchop.formats import ElementFormat, ScaledFormat
+
+Array = jax.Array
+_KVSpec = Spec | ElementFormat | ScaledFormat | str | None
+
+__all__ = ["KVCache", "attention_mask"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("key_slots", "value_slots", "slot_positions", "lengths", "overflowed", "table"),
+    meta_fields=("window",),
+)
+@dataclass(frozen=True, eq=False, repr=False)
+class KVCache:
+    """Keys and values of the tokens of several sequences, packed one token at a time: a pytree of plain arrays.
+
+    `KVCache.full` has a slot for each token, `KVCache.rolling` for the last ones alone, and `KVCache.paged` pages of
+    slots that sequences take from a common store as they grow. `update` returns a cache with more tokens, and rounds
+    these alone. `jchop.dot_product_attention` attends to the packed tokens; attention of your own takes `keys`,
+    `values` and `mask` as it takes arrays. Caches pass through jit, scan, vmap, donation and sharding, and a stack of
+    them for the layers of a model is a cache whose leaves have one axis more.
+
+    A token has a position in its sequence, 0 for the first. Each slot records the position of its token, so a slot that
+    was never written, or was written for another sequence, is never read. If a token finds no slot, because its
+    position is beyond the length of the cache or no page is free, it is an error if shapes and known values show it.
+    Within a compiled program it is not stored, and the sequence is marked in `overflowed`: its `values` and its
+    attention are NaN from then on, until `release`. `truncate` drops the last tokens of sequences, and `take` chooses
+    sequences.
+
+    Args:
+        key_slots: stored keys, in rows of slots; a row is a sequence, or a page.
+        value_slots: stored values, in the same rows.
+        slot_positions: int32, the position of the token in each slot, shape (rows, slots); -1 without a token. In a
+            rolling cache -2 - p, if the token at p was written over by one that `truncate` dropped.
+        lengths: int32, one more than the largest position of each sequence so far, shape (batch,).
+        overflowed: bool, whether a token of a sequence was not stored, shape (batch,).
+        table: int32, the pages of each sequence in order, shape (batch, pages of a sequence); -1 for none. None without
+            pages.
+        window: number of tokens that a query attends to, itself included; None for all.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> cache = jc.KVCache.full((2, 8, 4, 16), keys="int8(group=all)", values="int8(group=all)")
+        >>> cache = cache.update(jnp.ones((2, 3, 4, 16)), jnp.ones((2, 3, 4, 16)))
+        >>> cache.keys.shape, cache.lengths.tolist(), cache.positions[0].tolist()
+        ((2, 8, 4, 16), [3, 3], [0, 1, 2, -1, -1, -1, -1, -1])
+        >>> jc.dot_product_attention(jnp.ones((2, 1, 8, 16)), cache).shape
+        (2, 1, 8, 16)
+    """
+
+    key_slots: KVRows
+    value_slots: KVRows
+    slot_positions: Array
+    lengths: Array
+    overflowed: Array
+    table: Array | None = None
+    window: int | None = None
+
+    # -- making one ----------------------------------------------------------------------------------------------------
+    @staticmethod
+    def full(
+        shape: Sequence[int], *, keys: _KVSpec = None, values: _KVSpec = None, dtype: Any = jnp.float32
+    ) -> KVCache:
+        """An empty cache with a slot for every token.
+
+        Args:
+            shape: (batch, length, kv_heads, head_dim); `length` is the number of tokens of a sequence at most.
+            keys: the spec of keys, such as ``"int8(group=all)"``, with one scale for each token and head, or
+                ``"int4(group=32)"``: a plain format, or one with groups along head_dim. Default None: not rounded.
+            values: likewise, of values.
+            dtype: of the numbers: float32 (default), bfloat16, float16 or float64.
+
+        Raises:
+            TypeError, ValueError: for another shape or dtype, or a spec that rounds tokens or heads together.
+        """
+        batch, length, *rest = _check_cache_shape(shape)
+        return _empty_cache(batch, (batch, length, *rest), keys, values, dtype)
+
+    @staticmethod
+    def rolling(
+        shape: Sequence[int], *, chunk: int = 1, keys: _KVSpec = None, values: _KVSpec = None, dtype: Any = jnp.float32
+    ) -> KVCache:
+        """An empty cache of the last tokens, for attention with a sliding window: sequences have any length.
+
+        Args:
+            shape: (batch, window, kv_heads, head_dim). A query attends to itself and the ``window - 1`` tokens before.
+            chunk: number of tokens that `update` takes at once so that each of them still finds its whole window; the
+                cache has ``window + chunk - 1`` slots for a sequence. Default 1: decoding token by token.
+            keys: as in `full`; also `values` and `dtype`.
+            values: see `keys`.
+            dtype: see `keys`.
+
+        Raises:
+            TypeError, ValueError: as in `full`.
+        """
+        batch, window, *rest = _check_cache_shape(shape)
+        slots = window + check_int("chunk", chunk, 1) - 1
+        return _empty_cache(batch, (batch, slots, *rest), keys, values, dtype, window=window)
+
+    @staticmethod
+    def paged(
+        shape: Sequence[int],
+        *,
+        pages: int,
+        page_size: int,
+        keys: _KVSpec = None,
+        values: _KVSpec = None,
+        dtype: Any = jnp.float32,
+    ) -> KVCache:
+        """An empty cache whose sequences share pages of slots, so that short ones take little memory.
+
+        `update` gives a sequence the free page of the lowest number if a token needs one; `release` returns pages.
+
+        Args:
+            shape: (batch, length, kv_heads, head_dim), as in `full`; it takes no memory.
+            pages: number of pages, for all sequences together.
+            page_size: number of tokens on a page.
+            keys: as in `full`; also `values` and `dtype`.
+            values: see `keys`.
+            dtype: see `keys`.
+
+        Raises:
+            TypeError, ValueError: as in `full`.
+        """
+        batch, length, *rest = _check_cache_shape(shape)
+        pages, page_size = check_int("pages", pages, 1), check_int("page_size", page_size, 1)
+        cache = _empty_cache(batch, (pages, page_size, *rest), keys, values, dtype)
+        return replace(cache, table=jnp.full((batch, -(-length // page_size)), NO_PAGE, jnp.int32))
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of `keys` and `values`: (batch, slots of a sequence, kv_heads, head_dim)."""
+        rows, slots, heads = self.key_slots.words[0].shape[:3]
+        batch, columns = (rows, 1) if self.table is None else self.table.shape
+        return batch, columns * slots, heads, self.key_slots.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of keys and values as numbers."""
+        return self.key_slots.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    @property
+    def positions(self) -> Array:
+        """The position of the token in each slot of `keys`, shape (batch, slots); -1 without a token."""
+        return self.part(0, self.shape[1])[2]
+
+    @property
+    def keys(self) -> Array:
+        """The stored keys as numbers, in `shape`; 0 without a token."""
+        keys, _, positions = self.part(0, self.shape[1])
+        return masked_numbers(keys, positions[:, :, None])
+
+    @property
+    def values(self) -> Array:
+        """The stored values as numbers, in `shape`; 0 without a token, NaN in sequences that overflowed."""
+        _, values, positions = self.part(0, self.shape[1])
+        return jnp.where(self.overflowed[:, None, None, None], jnp.nan, masked_numbers(values, positions[:, :, None]))
+
+    def mask(
+        self, positions: Any = None, *, tokens: int = 1, is_causal: bool = True, window: int | None = None
+    ) -> Array:
+        """Which slots queries attend to, as the mask of `jax.nn.dot_product_attention`.
+
+        Args:
+            positions: of the queries, shape (tokens,) or (batch, tokens); -1 for padding. Default: the last `tokens`.
+            tokens: number of queries, if `positions` is not given. Default 1.
+            is_causal: whether a query attends to its own token and earlier ones alone. Default True.
+            window: number of tokens that a query attends to, itself included. Default: that of the cache.
+
+        Returns:
+            bool, shape (batch, 1, tokens, slots).
+        """
+        query = self.query_positions(positions, check_int("tokens", tokens, 1) if positions is None else None)
+        window = self.window if window is None else check_int("window", window, 1, self.window or (1 << 31) - 1)
+        return attention_mask(query, self.positions, is_causal, window)[:, None]
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+    def update(self, k: Any, v: Any, positions: Any = None) -> KVCache:
+        """A cache with more tokens, of which alone the keys and values are rounded.
+
+        Args:
+            k: keys of new tokens, shape (batch, tokens, kv_heads, head_dim).
+            v: values, in the same shape.
+            positions: of the tokens, integers, shape (tokens,) or (batch, tokens), each once in a sequence. A token at
+                -1 is padding and not stored, so prompts of several lengths can be padded to one. A position that is in
+                the cache already is written anew. Default: the positions after `lengths`.
+
+        Returns:
+            The cache. A rolling one keeps the tokens of the largest positions.
+
+        Raises:
+            ValueError: for another shape; for more tokens than there are slots; for known positions below -1 or beyond
+                the slots, unless the cache is rolling.
+            TypeError: for positions that are no integers.
+        """
+        batch, capacity, heads, size = self.shape
+        k, v = jnp.asarray(k), jnp.asarray(v)
+        for name, x in (("k", k), ("v", v)):
+            if x.ndim != KV_NDIM or x.shape[0] != batch or x.shape[2:] != (heads, size):
+                raise ValueError(f"{name} has the shape {x.shape}; it must be ({batch}, tokens, {heads}, {size})")
+        if k.shape != v.shape:
+            raise ValueError(f"k has the shape {k.shape}, and v {v.shape}; they must be the same")
+        count = k.shape[1]
+        if self.window is None and count > capacity:
+            raise ValueError(f"k has {count} tokens, and the cache {capacity} slots for a sequence")
+        if positions is None:
+            position = self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
+            self._check_positions(position)
+        else:
+            self._check_positions(positions)
+            position = self._as_positions(positions, count)
+        return self._write_tokens(k, v, position)
+
+    def _write_tokens(self, k: Array, v: Array, position: Array) -> KVCache:
+        batch, capacity, _, _ = self.shape
+        rows, slots = self.slot_positions.shape
+        is_token = position >= 0
+        lengths = jnp.maximum(self.lengths, jnp.max(position, axis=1, initial=NO_TOKEN) + 1)
+        row, slot, table = jnp.broadcast_to(jnp.arange(batch)[:, None], position.shape), position, self.table
+        if self.window is not None:
+            slot, fits, overflow = position % slots, is_token & (position >= lengths[:, None] - slots), None
+        else:
+            fits = is_token & (position < capacity)
+            if table is not None:
+                page = position // slots
+                table = assign_pages(table, rows, page, fits, min(table.size, position.size))
+                row = jnp.take_along_axis(table, jnp.where(fits, page, 0), axis=1)
+                slot, fits = position % slots, fits & (row != NO_PAGE)
+            overflow = is_token & ~fits
+        row = jnp.where(fits, row, rows)  # a row that does not exist: nothing is written
+        return replace(
+            self,
+            key_slots=self.key_slots.write(k, row, slot),
+            value_slots=self.value_slots.write(v, row, slot),
+            slot_positions=self.slot_positions.at[row, slot].set(position, mode="drop"),
+            lengths=lengths,
+            overflowed=self.overflowed if overflow is None else self.overflowed | overflow.any(axis=1),
+            table=table,
+        )
+
+    def release(self, ended: Any) -> KVCache:
+        """A cache in which some sequences have no tokens, so that others can begin there; their pages are free.
+
+        Args:
+            ended: the sequences, bool, shape (batch,).
+
+        Raises:
+            ValueError, TypeError: for another shape or dtype.
+        """
+        ended = jnp.asarray(ended)
+        if ended.dtype != bool or ended.shape != self.lengths.shape:
+            raise ValueError(f"ended is {ended.dtype}{list(ended.shape)}; it must be bool{list(self.lengths.shape)}")
+        return replace(self.truncate(jnp.where(ended, 0, self.lengths)), overflowed=self.overflowed & ~ended)
+
+    def truncate(self, lengths: Any) -> KVCache:
+        """A cache without the last tokens of sequences, such as the rejected tokens of speculative decoding.
+
+        Tokens at positions from `lengths` on are dropped, and no query sees them. The next token of a sequence comes
+        after those that are left. Pages without tokens that are left are free. A sequence that overflowed stays so.
+
+        A rolling cache has written each token over the one that is as many positions earlier as there are slots. That
+        one does not come back: a query whose window it is in gets NaN. After ``n <= chunk`` tokens are dropped, the
+        windows of all later tokens are whole.
+
+        Args:
+            lengths: the number of tokens to keep, integers, shape () or (batch,). A sequence that is not longer stays
+                as it is. Within a compiled program, numbers below 0 count as 0.
+
+        Raises:
+            ValueError: for another shape, or for known numbers below 0.
+            TypeError: for numbers that are no integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> cache = jc.KVCache.full((2, 8, 4, 16)).update(jnp.ones((2, 6, 4, 16)), jnp.ones((2, 6, 4, 16)))
+            >>> cache = cache.truncate([4, 6])
+            >>> cache.lengths.tolist(), cache.positions[0].tolist()
+            ([4, 6], [0, 1, 2, 3, -1, -1, -1, -1])
+        """
+        limit = lengths if isinstance(lengths, Array) else jnp.asarray(np.asarray(lengths))
+        if not jnp.issubdtype(limit.dtype, jnp.integer):
+            raise TypeError(f"lengths have the dtype {limit.dtype}; they must be integers")
+        if limit.shape not in ((), self.lengths.shape):
+            raise ValueError(f"lengths have the shape {limit.shape}; it must be () or {self.lengths.shape}")
+        if not has_tracer(limit) and (np.asarray(limit) < 0).any():
+            raise ValueError(f"lengths hold {np.asarray(limit).min()}; they must be 0 or more")
+        limit = jnp.clip(limit, 0, self.lengths).astype(jnp.int32)
+        rows, slots = self.slot_positions.shape
+        positions, table, after = self.slot_positions, self.table, limit[:, None]
+        if table is not None:
+            page_rows = jnp.where(table == NO_PAGE, rows, table)
+            after = jnp.zeros(rows, jnp.int32).at[page_rows].set(after, mode="drop")[:, None]
+            table = jnp.where(jnp.arange(table.shape[1]) * slots < limit[:, None], table, NO_PAGE)
+        drops, mark = jnp.maximum(positions, _eviction_mark(positions)) >= after, NO_TOKEN
+        if self.window is not None:
+            mark = jnp.minimum(_eviction_mark(after - 1 - (after - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
+        return replace(self, slot_positions=jnp.where(drops, mark, positions), lengths=limit, table=table)
+
+    def take(self, sequences: Any) -> KVCache:
+        """A cache of some of the sequences, each as often as it is named: the survivors of a beam search.
+
+        No number is rounded again. A paged cache frees the pages of sequences that are not named. The first copy of a
+        sequence keeps its pages, and each further one gets pages of its own. A copy that finds no free page is marked
+        in `overflowed`.
+
+        Args:
+            sequences: the sequence that each new one continues, integers, shape (sequences,). Within a compiled
+                program, numbers that name no sequence count as the nearest one.
+
+        Raises:
+            ValueError: for another shape, or for known numbers that name no sequence.
+            TypeError: for numbers that are no integers.
+
+        Example:
+            >>> import jax.numpy as jnp, jchop as jc
+            >>> cache = jc.KVCache.full((3, 8, 4, 16)).update(jnp.ones((3, 2, 4, 16)), jnp.ones((3, 2, 4, 16)))
+            >>> cache.truncate([0, 1, 2]).take([2, 2, 1]).lengths.tolist()
+            [2, 2, 1]
+        """
+        index = sequences if isinstance(sequences, Array) else jnp.asarray(np.asarray(sequences))
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            raise TypeError(f"sequences have the dtype {index.dtype}; they must be integers")
+        if index.ndim != 1:
+            raise ValueError(f"sequences have the shape {index.shape}; it must be (sequences,)")
+        last = self.lengths.shape[0] - 1
+        if not has_tracer(index) and (wrong := [n for n in np.asarray(index).tolist() if not 0 <= n <= last]):
+            raise ValueError(f"sequences hold {wrong[0]}; the cache has sequences 0 to {last}")
+        index = jnp.clip(index, 0, last)
+        if self.table is None:
+            return jax.tree.map(lambda leaf: leaf[index], self)
+        rows, source_pages = self.slot_positions.shape[0], self.table[index]
+        first = jnp.argmax(index[:, None] == index, axis=1) == jnp.arange(index.size)
+        table, has_page = jnp.where(first[:, None], source_pages, NO_PAGE), source_pages != NO_PAGE
+        page = jnp.broadcast_to(jnp.arange(table.shape[1]), table.shape)
+        table = assign_pages(table, rows, page, has_page, table.size)
+        page_rows = jnp.where(table == NO_PAGE, rows, table)
+        origin = jnp.full(rows, NO_PAGE).at[page_rows].set(source_pages, mode="drop")
+        take_rows = partial(jnp.take, indices=jnp.maximum(origin, 0), axis=0)
+        return replace(
+            self,
+            key_slots=self.key_slots.part(take_rows),
+            value_slots=self.value_slots.part(take_rows),
+            slot_positions=jnp.where((origin == NO_PAGE)[:, None], NO_TOKEN, take_rows(self.slot_positions)),
+            lengths=self.lengths[index],
+            overflowed=self.overflowed[index] | (has_page & (table == NO_PAGE)).any(axis=1),
+            table=table,
+        )
+
+    # -- parts, for attention ------------------------------------------------------------------------------------------
+    def part(self, start: Any, count: int) -> tuple[KVRows, KVRows, Array]:
+        """Keys, values and positions of `count` slots of each sequence from `start` on, which are on whole pages."""
+        if self.table is None:
+            take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=count, axis=1)
+            positions = jnp.maximum(take(self.slot_positions), NO_TOKEN)
+        else:
+            page = self.slot_positions.shape[1]
+            table = lax.dynamic_slice_in_dim(self.table, start // page, count // page, axis=1)
+            take = partial(_gather_pages, table=table)
+            positions = jnp.where(jnp.repeat(table == NO_PAGE, page, axis=1), NO_TOKEN, take(self.slot_positions))
+        return self.key_slots.part(take), self.value_slots.part(take), positions
+
+    def query_positions(self, positions: Any, tokens: int | None) -> Array:
+        """The positions of queries, shape (batch, tokens): those given, or the last ones."""
+        if positions is not None:
+            return self._as_positions(positions, tokens)
+        assert tokens is not None
+        return self.lengths[:, None] - tokens + jnp.arange(tokens, dtype=jnp.int32)
+
+    def incomplete(self, query: Array, window: int | None) -> Array:
+        """Whether a query would attend to tokens that are not stored, in the shape of `query`."""
+        lacks_tokens = jnp.broadcast_to(self.overflowed[:, None], query.shape)
+        if self.window is None or window is None:
+            return lacks_tokens
+        oldest = jnp.maximum(self.lengths[:, None] - self.slot_positions.shape[1], 0)
+        lacks_tokens |= (query >= 0) & (jnp.maximum(query - window + 1, 0) < oldest)
+        return lacks_tokens | attention_mask(query, _eviction_mark(self.slot_positions), True, window).any(axis=2)
+
+    def _as_positions(self, positions: Any, tokens: int | None) -> Array:
+        array = positions if isinstance(positions, Array) else jnp.asarray(np.asarray(positions))
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"positions have the dtype {array.dtype}; they must be integers")
+        batch = self.lengths.shape[0]
+        count = array.shape[-1] if tokens is None and array.ndim else tokens
+        if array.shape not in ((count,), (batch, count)):
+            raise ValueError(f"positions have the shape {array.shape}; it must be ({count},) or ({batch}, {count})")
+        return jnp.broadcast_to(array.astype(jnp.int32), (batch, count))
+
+    def _check_positions(self, positions: Any) -> None:
+        """Refuse positions that have no slot, if their values are known."""
+        if has_tracer(positions):
+            return
+        values = np.asarray(positions)
+        capacity = self.shape[1]
+        wrong = values[(values < NO_TOKEN) | ((values >= capacity) & (self.window is None))]
+        if wrong.size:
+            raise ValueError(
+                f"positions hold {wrong.flat[0]}; the cache has slots for 0 to {capacity - 1}, and -1 is padding"
+            )
+
+    def __repr__(self) -> str:
+        kind = "paged" if self.table is not None else "full" if self.window is None else "rolling"
+        facts = [
+            f"{name}={str(rows.spec)!r}" for name, rows in (("keys", self.key_slots), ("values", self.value_slots))
+        ]
+        facts += [] if self.window is None else [f"window={self.window}"]
+        shape = getattr(self.slot_positions, "shape", None)  # none, if something else stands for the leaves
+        return f"KVCache({kind}, slots={shape}, {', '.join(facts)}, dtype={self.dtype.name})"
+
+
+def attention_mask(query: Array, slots: Array, is_causal: bool, window: int | None) -> Array:
+    """Whether queries at some positions attend to slots with some positions, shape (batch, queries, slots)."""
+    query, slots = query[:, :, None], slots[:, None, :]
+    mask = (query >= 0) & (slots >= 0)
+    if is_causal:
+        mask &= slots <= query
+    return mask if window is None else mask & (slots > query - window)
+
+
+def _eviction_mark(positions: Array) -> Array:
+    """The positions that stand for lost tokens in a rolling cache, and the other way round: -2 is the token at 0."""
+    return NO_TOKEN - 1 - positions
+
+
+def _gather_pages(leaf: Array, table: Array) -> Array:
+    """The slots on some pages of each sequence, in order; of pages that a sequence has not, another's."""
+    slots = leaf[jnp.maximum(table, 0)]
+    return slots.reshape(table.shape[0], -1, *leaf.shape[2:])
+
+
+def _check_cache_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(tuple(shape)) != KV_NDIM:
+        raise ValueError(f"shape={tuple(shape)} must be (batch, length, kv_heads, head_dim)")
+    return tuple(check_int("shape", n, 1) for n in shape)
+
+
+def _empty_cache(
+    batch: int, shape: tuple[int, ...], keys: Any, values: Any, dtype: Any, window: int | None = None
+) -> KVCache:
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in CARRIERS:
+        raise TypeError(f"dtype={dtype.name} must be one of {', '.join(CARRIERS)}")
+    return KVCache(
+        KVRows.empty(shape, kv_rows_spec("keys", keys), dtype),
+        KVRows.empty(shape, kv_rows_spec("values", values), dtype),
+        jnp.full(shape[:2], NO_TOKEN, jnp.int32),
+        jnp.zeros(batch, jnp.int32),
+        jnp.zeros(batch, bool),
+        window=window,
+    )
+
+
+# -- jax.export --------------------------------------------------------------------------------------------------------
+
+
+def _kv_cache_to_bytes(static: tuple[int | None]) -> bytes:
+    return json.dumps(static).encode()
+
+
+def _kv_cache_from_bytes(data: bytes) -> tuple[int | None]:
+    (window,) = json.loads(data)
+    return (window,)
+
+
+export.register_pytree_node_serialization(
+    KVCache,
+    serialized_name="jchop.KVCache",
+    serialize_auxdata=_kv_cache_to_bytes,
+    deserialize_auxdata=_kv_cache_from_bytes,
+)

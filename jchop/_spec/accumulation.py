@@ -1,0 +1,332 @@
+"""The arithmetic of a sum of products: the roundings, and the order of the additions.
+
+Throughout, P and A are the roundings of products and of accumulator values, and the K products of one output element
+are a_k b_k, k = 0 ... K-1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from jchop._common.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_text,
+    quote,
+)
+from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
+
+__all__ = ["MERGED", "MatmulSpec", "Order", "SumSpecLike", "as_matmul_spec"]
+
+#: The sequential orders of multiply-adds, which can be fused.
+_FUSABLE_ORDERS = ("sequential", "blocked")
+#: The numbers that each order takes.
+_ORDER_NUMBERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "sequential": (),
+        "blocked": ("block",),
+        "pairwise": (),
+        "matrix_unit": ("block",),
+        "aligned": ("block", "bits"),
+        "aligned_apart": ("block", "bits"),
+        "aligned_halves": ("block", "bits"),
+        "aligned_sums": ("block", "bits"),
+        "blocked_pairwise": ("block",),
+    }
+)
+#: The orders whose blocks are summed exactly on one grid.
+_ALIGNED_ORDERS = ("aligned", "aligned_apart", "aligned_halves", "aligned_sums")
+#: The orders that take operands of a scaled format.
+_SCALED_OPERAND_ORDERS = ("aligned", "aligned_sums")
+#: Products in one of the sums of ``aligned_sums``.
+MERGED = 16
+_ORDER_KINDS = tuple(_ORDER_NUMBERS)
+#: Why an order has no rounded products.
+_EXACT_PRODUCT_REASONS = {
+    "matrix_unit": "order='matrix_unit' sums the products in the carrier",
+    **{kind: f"order={kind!r} aligns the exact products" for kind in _ALIGNED_ORDERS},
+}
+_MAX_BLOCK = (1 << 31) - 1
+#: The most products in a block of an aligned order, and the most fraction bits of its grid.
+_MAX_ALIGNED_BLOCK, _MAX_GRID_BITS = 64, 45
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which products are added; its text is ``"sequential"``, ``"blocked(8)"`` and so on.
+
+    * ``sequential``: c <- A(c + P(a_k b_k)) from c = 0, k ascending.
+    * ``blocked(b)``: each block of b products is summed in this way from zero, then the block sums (FABsum: Blanchard,
+      Higham and Mary, SIAM J. Sci. Comput. 42, 2020).
+    * ``pairwise``: a sum of n is A(left + right), the left part the largest power of two below n.
+    * ``matrix_unit(b)``: c <- A(c + d), with d the sum of a block of b products by the carrier's dot: one rounding into
+      the accumulator for each block.
+    * ``aligned(b, f)``: a tensor core. c <- A(t(c) + t(a_1 b_1) + ... + t(a_b b_b)), where t drops the bits below
+      2^(M - f), toward zero, and M is the largest exponent of the b + 1 terms. The sum is exact, so A is the only
+      rounding. The exponent of a product is that of a plus that of b, so a significand may be as large as 4.
+      Subnormal numbers have the exponent of the smallest normal number of their format.
+    * ``aligned_apart(b, f)``: the same in two stages. The b products are aligned with each other, toward zero, and
+      summed exactly; a product of 2^128 and more is infinite. Then this sum loses the bits below 2^(N - f - 7), and c
+      those below 2^(N - f), downward. N is the larger of M and the exponent of c.
+    * ``aligned_halves(b, f)``: as ``aligned_apart``, but the products of even and of odd index are first summed apart,
+      each on its own grid. Then both sums lose the bits below 2^(M - f), downward, with M the larger of their largest
+      exponents. If the exponent of c is less than N - f - 1, c counts as zero.
+    * ``aligned_sums(b, f)``: as ``aligned``, with operands of a scaled format. 16 products of elements at a time are
+      summed exactly; the exponent of such a sum times its two scales is the sum of the exponents of the scales.
+    * ``blocked_pairwise(b)``: c <- A(c + d), with d the pairwise sum of a block of b products.
+
+    The last block may be smaller. Aligned orders are computed in float32. A sum of 2^128 and more is infinite unless A
+    saturates, a sum of zero is +0, and an infinite or NaN product is added as in IEEE 754. The definitions of the
+    aligned orders are those of MMA-Sim (arXiv 2511.10909); `jchop.tensor_core` has the numbers of each unit.
+
+    Args:
+        kind: one of the names above.
+        block: products in a block, b >= 1, for the orders that have blocks (at most 64 for the aligned ones).
+        bits: f, the fraction bits that alignment keeps, 1 to 45, for the aligned orders; else None.
+        promote_every: for the aligned orders, a multiple of `block`: each part of so many products is summed from zero,
+            and added to a float32 total to nearest, ties to even. Default None: one sum.
+
+    Raises:
+        TypeError, ValueError: for an unknown kind, or a number that is missing, superfluous or out of range.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.Order("blocked", 8)), jc.Order.parse("pairwise")
+        ('blocked(8)', Order(kind='pairwise', block=None, bits=None, promote_every=None))
+        >>> str(jc.Order("aligned", 32, 13, promote_every=128))
+        'aligned(32, 13, promote_every=128)'
+    """
+
+    kind: str = "sequential"
+    block: int | None = None
+    bits: int | None = None
+    promote_every: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("order", self.kind, _ORDER_KINDS)
+        most = _MAX_ALIGNED_BLOCK if self.aligned else _MAX_BLOCK
+        self._check_number("block", "block length", "blocks", most)
+        self._check_number("bits", "number of fraction bits", "grid", _MAX_GRID_BITS)
+        self._check_promotion()
+
+    def _check_number(self, field: str, noun: str, feature: str, most: int) -> None:
+        value = getattr(self, field)
+        if field in _ORDER_NUMBERS[self.kind]:
+            if value is None:
+                example = ", ".join(["16", "25"][: len(_ORDER_NUMBERS[self.kind])])
+                raise ValueError(f"order={self.kind!r} needs a {noun}, as in '{self.kind}({example})'")
+            object.__setattr__(self, field, check_int(f"order: {field} of {self.kind}", value, 1, most))
+        elif value is not None:
+            having = tuple(kind for kind, parts in _ORDER_NUMBERS.items() if field in parts)
+            raise ValueError(f"order={self.kind!r} has no {feature}, but {field}={value!r}; orders with: {having}")
+
+    def _check_promotion(self) -> None:
+        if self.promote_every is None:
+            return
+        if not self.aligned:
+            raise ValueError(
+                f"order={self.kind!r} is never promoted, but promote_every={self.promote_every!r}; orders that can be: "
+                f"{_ALIGNED_ORDERS}"
+            )
+        every, block = check_int("order: promote_every", self.promote_every, 1, _MAX_BLOCK), self.block or 1
+        if every % block:
+            raise ValueError(f"promote_every={every} must be a multiple of the block length {block}")
+        object.__setattr__(self, "promote_every", every)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a block is summed exactly, on one grid."""
+        return self.kind in _ALIGNED_ORDERS
+
+    def __str__(self) -> str:
+        numbers = [str(getattr(self, field)) for field in _ORDER_NUMBERS[self.kind]]
+        if self.promote_every is not None:
+            numbers.append(f"promote_every={self.promote_every}")
+        return f"{self.kind}({', '.join(numbers)})" if numbers else self.kind
+
+    @staticmethod
+    def parse(text: str) -> Order:
+        """The order of a text such as ``"matrix_unit(16)"``."""
+        match = _ORDER_TEXT.fullmatch(check_text("order", text))
+        if match is None or match["kind"] not in _ORDER_KINDS:
+            raise ValueError(f"order={quote(text)} is not known; allowed: {_ORDER_CHOICES}")
+        texts = match["numbers"].split(",") if match["numbers"] else ()
+        numbers = dict(zip(("block", "bits"), map(int, texts), strict=False))
+        every = None if match["every"] is None else int(match["every"])
+        return Order(match["kind"], **numbers, promote_every=every)
+
+
+_ORDER_INTEGER = r"\s*[0-9]{1,20}\s*"
+_ORDER_TEXT = re.compile(
+    rf"(?P<kind>[a-z_]+)(?:\((?P<numbers>{_ORDER_INTEGER}(?:,{_ORDER_INTEGER})?)(?:,\s*promote_every\s*=(?P<every>{_ORDER_INTEGER}))?\))?"
+)
+_ORDER_CHOICES = (
+    "'sequential', 'blocked(b)', 'pairwise', 'matrix_unit(b)', 'blocked_pairwise(b)' with a block length b >= 1, and "
+    "'aligned(b, f)', 'aligned_apart(b, f)', 'aligned_halves(b, f)', 'aligned_sums(b, f)' with f fraction bits, also "
+    "'aligned(b, f, promote_every=n)'"
+)
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """The arithmetic of a matrix product or another sum of products: every rounding in it, and the order of the sum.
+
+    Each of the three roundings is applied once, to the exact result of its operation, without an intermediate rounding
+    to the carrier, in every mode. None stands for the carrier: a product or a sum is then the carrier's (to nearest,
+    ties to even), and an operand is not rounded.
+
+    Args:
+        operands: the rounding of both operands before the product: a `Spec`, a format, or text; default None. For
+            `jchop.math.matmul` with the order ``aligned`` it may be a scaled format whose scales are powers of two, and
+            with ``aligned_sums`` one with groups of a multiple of 16 along the summed axis: elements are multiplied,
+            and the exponents of the scales count for the alignment.
+        product: P, the rounding of every product a_k b_k; default None. Not with ``fused``, ``matrix_unit`` or the
+            aligned orders, which have no separate product.
+        accumulate: A, the rounding of every sum; default None, **the carrier** (such as float32), not the operands'
+            format.
+        order: an `Order`, or its text: ``"sequential"`` (the default), ``"blocked(b)"``, ``"pairwise"``,
+            ``"matrix_unit(b)"``, ``"aligned(b, f)"``, ``"aligned_apart(b, f)"``, ``"blocked_pairwise(b)"``, and so on.
+        fused: c <- A(c + a_k b_k), with the exact product (fused multiply-add); for the orders ``sequential`` and
+            ``blocked``. Default False.
+
+    Raises:
+        TypeError, ValueError: for a field that is not allowed, or has no effect beside the others.
+
+    Example:
+        >>> import jchop as jc
+        >>> spec = jc.MatmulSpec("e4m3", product="e5m10", accumulate="e5m10:stochastic", order="blocked(8)")
+        >>> str(spec)
+        'operands=float8_e4m3, product=e5m10, accumulate=e5m10:stochastic, order=blocked(8)'
+    """
+
+    operands: Spec | None = None
+    product: Spec | None = None
+    accumulate: Spec | None = None
+    order: Order = Order()
+    fused: bool = False
+
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
+
+        def __init__(
+            self,
+            operands: Spec | ElementFormat | str | None = ...,
+            product: Spec | ElementFormat | str | None = ...,
+            accumulate: Spec | ElementFormat | str | None = ...,
+            order: Order | str = ...,
+            fused: bool = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in _ROUNDING_FIELDS:
+            value = getattr(self, name)
+            spec = None if value is None else as_spec(value, name, scaled=name == "operands")
+            object.__setattr__(self, name, spec)
+        object.__setattr__(self, "order", _as_order(self.order))
+        check_bool("fused", self.fused)
+        self._check_scaled_operands()
+        self._check_product()
+        self._check_gradients()
+
+    def _check_product(self) -> None:
+        if self.fused and self.order.kind not in _FUSABLE_ORDERS:
+            raise ValueError(f"fused=True is for the orders {_FUSABLE_ORDERS}, not order={str(self.order)!r}")
+        why = "fused=True adds the exact product" if self.fused else _EXACT_PRODUCT_REASONS.get(self.order.kind)
+        if why is not None and self.product is not None:
+            raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
+
+    def _check_scaled_operands(self) -> None:
+        fmt, aligned_sums = None if self.operands is None else self.operands.scaled, self.order.kind == "aligned_sums"
+        if fmt is None:
+            if aligned_sums:
+                raise ValueError(f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
+            return
+        along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None and fmt.sparse is None
+        floats = isinstance(fmt.element, FloatFormat) and isinstance(fmt.scale, FloatFormat)
+        if self.order.kind not in _SCALED_OPERAND_ORDERS:
+            or_else = ", or take order='aligned(b, f)' or 'aligned_sums(b, f)'" if along and floats else ""
+            raise ValueError(f"operands={str(self.operands)!r} is a scaled format, and order={str(self.order)!r} adds "
+                             "numbers without scales; round both arrays before, along the axis of the sum, with "
+                             f"jchop.round_to_format{or_else}")  # fmt: skip
+        if not along or not floats or self.operands.rounding.stochastic:  # type: ignore[union-attr]
+            raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} takes elements and scales "
+                             "that are floats, in groups along the last axis, rounded to a neighbour, none of them "
+                             "dropped")  # fmt: skip
+        fits = _is_merged_sum_exact(fmt, self.order) if aligned_sums else not fmt.scale_format.frac_bits
+        if not fits:
+            need = (
+                f"groups of a multiple of {MERGED}, elements and scales of few bits"
+                if aligned_sums
+                else "powers of two"
+            )
+            raise ValueError(f"operands={str(self.operands)!r}: order={str(self.order)!r} needs {need}")
+
+    @property
+    def group(self) -> int:
+        """The number of elements under one scale; 0 if operands have no scales."""
+        fmt = None if self.operands is None else self.operands.scaled
+        return 0 if fmt is None else fmt.group  # type: ignore[return-value]
+
+    def _check_gradients(self) -> None:
+        for name in ("product", "accumulate"):
+            spec = getattr(self, name)
+            if spec is not None and spec.gradient != Gradient():
+                raise ValueError(f"{name}={str(spec)!r} has a gradient; only that of operands is used: derivatives "
+                                 "are those of the product of the rounded operands in the carrier")  # fmt: skip
+        backward = None if self.operands is None else self.operands.gradient.round
+        if backward is not None and backward.rounding.stochastic:
+            raise ValueError(f"operands={str(self.operands)!r} rounds cotangents stochastically, for which there is no "
+                             "key; use round_to_format with a gradient_key on the operands instead")  # fmt: skip
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any rounding draws random bits, and therefore needs a key."""
+        return any(
+            spec is not None and spec.rounding.stochastic for spec in map(self.__getattribute__, _ROUNDING_FIELDS)
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name)}" for name in _ROUNDING_FIELDS if getattr(self, name) is not None]
+        return ", ".join([*parts, f"order={self.order}", *["fused"] * self.fused])
+
+
+_ROUNDING_FIELDS = ("operands", "product", "accumulate")
+
+
+def _is_merged_sum_exact(fmt: ScaledFormat, order: Order) -> bool:
+    """Whether a sum of products times its scales is exact in float32, and that of a block in two words of 24 bits."""
+    element, block = fmt.element, order.block or 0
+    assert isinstance(element, FloatFormat) and isinstance(fmt.group, int) and order.bits is not None
+    bits = element.emax + 1 - (element.emin - element.frac_bits) + fmt.scale_format.frac_bits + 1
+    units = 4 << (2 * (element.emax + 1) + order.bits)
+    return fmt.group % MERGED == block % MERGED == 0 and 2 * bits + 4 <= 24 and units * block <= 1 << 54
+
+
+def _as_order(value: object) -> Order:
+    if isinstance(value, Order):
+        return value
+    if isinstance(value, str):
+        return Order.parse(value)
+    raise TypeError(f"order={value!r} must be an Order or its text: {_ORDER_CHOICES}")
+
+
+#: A `MatmulSpec`, or a value that is converted to one.
+SumSpecLike = MatmulSpec | Spec | ElementFormat | str
+
+
+def as_matmul_spec(value: object, argument: str = "spec") -> MatmulSpec:
+    """A `MatmulSpec`; one spec alone stands for every rounding in it, in sequential order."""
+    if isinstance(value, MatmulSpec):
+        return value
+    if not isinstance(value, Spec | ElementFormat | str):
+        raise TypeError(
+            f"{argument}={value!r} must be a MatmulSpec, such as MatmulSpec(product='e5m10', accumulate='e5m10'), or "
+            "a Spec, a format or text for every rounding"
+        )
+    spec = as_spec(value, argument)
+    return MatmulSpec(spec, spec, spec)

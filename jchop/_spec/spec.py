@@ -1,0 +1,314 @@
+"""A projection specification: everything static about one rounding, as a hashable value."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jchop._common.checks import (
+    check_bool,
+    check_int,
+    check_text,
+    close_names_hint,
+    quote,
+    short_repr,
+    split_outside_brackets,
+)
+from jchop._common.text import html
+from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
+from jchop.formats._facts import format_facts
+from jchop.formats.rounding import (
+    ROUNDING_ALIASES,
+    Overflow,
+    Rounding,
+    as_overflow,
+    as_rounding,
+)
+
+__all__ = ["Gradient", "Spec", "as_spec", "parse"]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The backward rule for the cotangent g of a rounded value.
+
+    Args:
+        clipped: whether g is zero for values that overflowed (clipped straight-through). Otherwise g passes unchanged
+            (straight-through, Bengio et al., arXiv 1308.3432).
+        round: a Spec, format or text to which g is then rounded. A stochastic one draws from ``gradient_key``.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> spec = jc.Spec("fixed1.3", gradient=jc.Gradient(clipped=True))
+        >>> jax.grad(lambda x: jc.round_to_format(x, spec).sum())(jax.numpy.array([0.3, 5.0])).tolist()
+        [1.0, 0.0]
+    """
+
+    clipped: bool = False
+    round: Spec | None = None
+
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
+
+        def __init__(
+            self, clipped: bool = ..., round: Spec | ElementFormat | ScaledFormat | str | None = ...
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        check_bool("clipped", self.clipped)
+        if self.round is not None:
+            object.__setattr__(self, "round", as_spec(self.round, "round", scaled=True))
+            if self.round.gradient != Gradient():
+                raise ValueError(f"round={self.round}: the Spec of a cotangent has no gradient of its own")
+
+    def __str__(self) -> str:
+        parts = ["clipped"] * self.clipped + ([f"[{self.round}]"] if self.round is not None else [])
+        return "+".join(parts) or "straight_through"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Format, rounding mode and overflow rule of a rounding: IEEE P3109's projection specification.
+
+    Args:
+        format: an element format or a `ScaledFormat`, or its text. For a scaled format the other fields apply to its
+            elements.
+        rounding: a `Rounding`, or its text; default ``"nearest_even"``.
+        overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, under which fixed point and integers saturate;
+            for a scaled format ``"saturate"``.
+        random_bits: bits N that a stochastic mode draws for each element, 1 to 32, to 64 for float64 (to 31 and 63 for
+            ``"stochastic_b"`` and ``"stochastic_c"``). Default: the maximum, with a bias below 2^-31 of the distance
+            between neighbours.
+        flush: whether magnitudes below the smallest normal value become zero before rounding (hardware FTZ).
+        gradient: ``"straight_through"``, ``"clipped"``, a `Gradient`, or a spec to which the cotangent is rounded.
+
+    Raises:
+        TypeError, ValueError: for a field that is not allowed, or has no effect beside the others.
+
+    Example:
+        >>> import jchop as jc
+        >>> spec = jc.Spec(jc.FloatFormat(5, 2), rounding="stochastic", overflow="saturate")
+        >>> str(spec), jc.parse("e5m2:stochastic:saturate") == spec
+        ('e5m2:stochastic:saturate', True)
+    """
+
+    format: ElementFormat  # or a ScaledFormat, which `as_spec` refuses for callers that handle elements only
+    rounding: Rounding = Rounding.NEAREST_EVEN
+    overflow: Overflow = None  # type: ignore[assignment]
+    random_bits: int | None = None
+    flush: bool = False
+    gradient: Gradient = Gradient()
+
+    if TYPE_CHECKING:  # the arguments may have more types than the fields
+
+        def __init__(
+            self,
+            format: ElementFormat | ScaledFormat | str,
+            rounding: Rounding | str = ...,
+            overflow: Overflow | str | None = ...,
+            random_bits: int | None = ...,
+            flush: bool = ...,
+            gradient: Gradient | Spec | ElementFormat | ScaledFormat | str = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", _as_spec_format(self.format))
+        members = {
+            "rounding": as_rounding(self.rounding),
+            "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
+            "gradient": _as_gradient(self.gradient),
+        }
+        for name, value in members.items():
+            object.__setattr__(self, name, value)
+        check_bool("flush", self.flush)
+        if self.random_bits is not None:
+            object.__setattr__(self, "random_bits", check_int("random_bits", self.random_bits, 1, 64))
+            if not self.rounding.stochastic or self.rounding is Rounding.STOCHASTIC_EQUAL:
+                raise ValueError(
+                    f"random_bits={self.random_bits} has no effect under rounding={self.rounding.value!r}; "
+                    "it belongs to 'stochastic', 'stochastic_b' and 'stochastic_c'"
+                )
+        self._check_overflow()
+        if self.flush and not (isinstance(self.element, FloatFormat) and self.element.zero):
+            raise ValueError(f"flush=True needs a floating-point format with a zero, not {self.format}")
+
+    def _check_overflow(self) -> None:
+        if self.overflow is not Overflow.WRAP:
+            return
+        if not isinstance(self.format, UniformFormat):
+            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
+        if self.format.min == -self.format.max:
+            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
+
+    @property
+    def element(self) -> ElementFormat:
+        """The format of elements: the format itself, or the element format of a scaled one."""
+        return self.format if self.scaled is None else self.scaled.element
+
+    @property
+    def scaled(self) -> ScaledFormat | None:
+        """The format if it is a scaled one, else None."""
+        return self.format if isinstance(self.format, ScaledFormat) else None
+
+    @property
+    def _default_overflow(self) -> Overflow:
+        return Overflow.IEEE if self.scaled is None else Overflow.SATURATE
+
+    def _repr_html_(self) -> str:
+        own = {"rounding": self.rounding.value, "overflow": self.overflow.value}
+        if self.random_bits is not None:
+            own["random bits"] = str(self.random_bits)
+        own |= {"flush": "subnormal numbers become zero"} if self.flush else {}
+        own |= {"gradient": str(self.gradient)} if self.gradient != Gradient() else {}
+        return html.box(f"Spec {self}", [*format_facts(self.format), *own.items()])
+
+    def __str__(self) -> str:
+        parts = [str(self.format)]
+        if self.rounding is not Rounding.NEAREST_EVEN:
+            parts.append(self.rounding.value)
+        if self.overflow is not self._default_overflow:
+            parts.append(self.overflow.value)
+        if self.random_bits is not None:
+            parts.append(f"random_bits={self.random_bits}")
+        if self.flush:
+            parts.append("flush")
+        if self.gradient != Gradient():
+            parts.append(f"gradient={self.gradient}")
+        return ":".join(parts)
+
+
+def parse(text: str) -> Spec:
+    """The Spec of a text: ``FORMAT[:ROUNDING][:OVERFLOW][:random_bits=N][:flush][:gradient=...]``.
+
+    Args:
+        text: a format's text (see `jchop.formats.parse_format`) and then, in any order, a rounding, an overflow rule,
+            ``random_bits=N``, ``flush``, and ``gradient=`` with ``clipped``, a format, ``[SPEC]`` or
+            ``clipped+[SPEC]``; the spec of a cotangent needs the brackets unless it is only a format.
+
+    Raises:
+        TypeError: if `text` is not a string.
+        ValueError: for an unknown or repeated part, and for a text of more than 4096 characters beside the levels of
+            codebooks.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.parse("e5m2:stochastic:random_bits=8").random_bits
+        8
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"text={text!r} must be a spec's text such as 'e5m2:stochastic:saturate'")
+    return _parse_spec(text)
+
+
+@lru_cache(maxsize=256)
+def _parse_spec(text: str) -> Spec:
+    name, *parts = split_outside_brackets(check_text("spec text", text), ":")
+    fields: dict[str, object] = {}
+    for part in map(str.strip, parts):
+        field, value = _parse_spec_field(text, part)
+        if field in fields:
+            raise ValueError(f"spec text {quote(text)} gives {field} twice")
+        fields[field] = value
+    return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
+
+
+def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
+    if part in ROUNDING_ALIASES or part in [mode.value for mode in Rounding]:
+        return "rounding", part
+    if part in [rule.value for rule in Overflow]:
+        return "overflow", part
+    if part == "flush":
+        return "flush", True
+    name, _, value = part.partition("=")
+    if name == "random_bits":
+        if not value.isdigit():
+            raise ValueError(f"spec text {quote(text)}: random_bits={quote(value)} must be an integer from 1 to 64")
+        return name, int(value)
+    if name == "gradient":
+        return name, value
+    roundings, overflows = ([member.value for member in kind] for kind in (Rounding, Overflow))
+    hint = close_names_hint(name, [*roundings, *ROUNDING_ALIASES, *overflows, "random_bits", "flush", "gradient"])
+    raise ValueError(
+        f"spec text {quote(text)}: part {quote(part)} is not known{hint}; allowed after the format: a rounding "
+        f"({', '.join(roundings)}), an overflow rule ({', '.join(overflows)}), random_bits=N, flush, "
+        "gradient=straight_through|clipped|[SPEC]"
+    )
+
+
+def _as_spec_format(value: object) -> ElementFormat | ScaledFormat:
+    if isinstance(value, ElementFormat | ScaledFormat):
+        return value
+    if isinstance(value, str):
+        return parse_format(value)
+    raise TypeError(f"format={value!r} must be a format or its text{_dtype_hint(value)}")
+
+
+def _dtype_hint(value: object) -> str:
+    """The end of an error that names the text of a dtype, such as `jax.numpy.bfloat16`."""
+    with contextlib.suppress(TypeError):
+        name = np.dtype(value).name if isinstance(value, np.dtype | type) else ""
+        if name in {*CATALOGUE, *ALIASES}:
+            return f"; the text of this dtype is {name!r}"
+        if name.lstrip("u").startswith("int"):
+            return f"; integers have scales, as {f'{name}(group=all)'!r}"
+    return ""
+
+
+def _as_gradient(value: object) -> Gradient:
+    if isinstance(value, Gradient):
+        return value
+    if isinstance(value, Spec | ElementFormat | ScaledFormat):
+        return Gradient(round=as_spec(value, scaled=True))
+    if not isinstance(value, str):
+        raise TypeError(f"gradient={value!r} must be {_GRADIENT_CHOICES}")
+    if value == "straight_through":
+        return Gradient()
+    match = _GRADIENT_TEXT.fullmatch(value)
+    if match is None:
+        raise ValueError(f"gradient={quote(value)} must be {_GRADIENT_CHOICES}")
+    text = match["inside"] or match["plain"]
+    try:
+        return Gradient(bool(match["clipped"] or match["both"]), _parse_spec(text) if text else None)
+    except ValueError as error:
+        raise ValueError(f"gradient={quote(value)} must be {_GRADIENT_CHOICES}: {error}") from None
+
+
+_GRADIENT_TEXT = re.compile(
+    r"(?P<clipped>clipped)|(?:(?P<both>clipped)\+)?(?:\[(?P<inside>[^\[\]]+)\]|(?P<plain>(?!clipped)[^\[\]]+))"
+)
+_GRADIENT_CHOICES = (
+    "'straight_through', 'clipped', a Gradient, or a Spec, format or text that the cotangent is rounded to "
+    "('[e4m3:up]', 'clipped+[e4m3:up]')"
+)
+
+
+def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> Spec:
+    """`value` as a Spec.
+
+    Args:
+        value: a Spec, a format, or text.
+        argument: name of the argument, for errors.
+        scaled: whether the format may be a scaled one, which rounds whole arrays only. Default False.
+
+    Raises:
+        TypeError, ValueError: for any other value, and for a scaled format if `scaled` is False.
+    """
+    if isinstance(value, str):
+        value = parse(value)
+    if isinstance(value, ElementFormat | ScaledFormat):
+        value = Spec(value)
+    if not isinstance(value, Spec):
+        raise TypeError(
+            f"{argument}={short_repr(value)} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'"
+            f"{_dtype_hint(value)}"
+        )
+    if value.scaled is not None and not scaled:
+        raise ValueError(
+            f"{argument}={str(value)!r} is a scaled format, and each number has to be rounded by itself; "
+            "the integers without a scale are 'integer8' and the like"
+        )
+    return value

@@ -1,6 +1,0 @@
-"""`tune`: the cheapest formats for the operations of a program within a tolerance."""
-
-from jchop._tune._result import TunedSite, Tuning, TuningPoint
-from jchop._tune._tune import tune
-
-__all__ = ["TunedSite", "Tuning", "TuningPoint", "tune"]

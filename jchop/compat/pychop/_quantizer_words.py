@@ -1,0 +1,54 @@
+"""The arguments of the paper's layers and optimizers: bits of a format, instead of version 0.6's quantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jchop.compat.pychop._integers import Chopi
+from jchop.compat.pychop._quantizers import Chop, Chopf
+
+__all__ = ["QUANTIZER_WORDS", "QuantizerWords"]
+
+_FLOAT_WORDS = {"exp_bits": "exp_bits", "sig_bits": "sig_bits", "rmode": "rmode"}
+_FIXED_WORDS = {"ibits": "ibits", "fbits": "fbits", "int_bits": "ibits", "frac_bits": "fbits", "rmode": "rmode"}
+
+
+@dataclass(frozen=True)
+class QuantizerWords:
+    """The arguments that the classes of one prefix take instead of ``chop=``.
+
+    Args:
+        kind: the class of the quantizer.
+        names: the quantizer's argument for each word.
+        defaults: default arguments of the quantizer; without defaults and words there is no quantizer.
+    """
+
+    kind: Callable[..., Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def quantizer(self, chop: Any, options: dict[str, Any]) -> Any:
+        """`chop`, or the quantizer of the words in `options`, which are removed from it.
+
+        Raises:
+            TypeError: if both are given, or an argument twice.
+        """
+        words = [word for word in self.names if word in options]
+        if not words:
+            return self.kind(**self.defaults) if chop is None and self.defaults else chop
+        if chop is not None:
+            raise TypeError(f"chop= and {words[0]}= both define the quantizer; pass one of them")
+        arguments = {self.names[word]: options.pop(word) for word in words}
+        if len(arguments) < len(words):
+            raise TypeError(f"{' and '.join(words)} set an argument of {self.kind.__name__} twice")
+        return self.kind(**{**self.defaults, **arguments})
+
+
+QUANTIZER_WORDS = {
+    "Quantized": QuantizerWords(Chop, _FLOAT_WORDS),
+    "IQuantized": QuantizerWords(Chopi),
+    "FPQuantized": QuantizerWords(Chopf, _FIXED_WORDS, {"ibits": 8, "fbits": 8}),
+    "IntQuantized": QuantizerWords(Chopi, {"num_bits": "bits"}, {"bits": 8, "symmetric": True}),
+}

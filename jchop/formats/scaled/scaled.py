@@ -1,0 +1,452 @@
+"""Scaled formats: an element format, groups of elements that share a scale, and how the scales are chosen and kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jchop._common.checks import check_bool, check_int, check_text
+from jchop.formats._base import ElementFormat
+from jchop.formats._catalogue import binary32, float8_e8m0fnu
+from jchop.formats._element_text import build_format
+from jchop.formats._facts import format_html
+from jchop.formats._fixed import IntegerFormat
+from jchop.formats._float import FloatFormat
+from jchop.formats.scaled.grouping import (
+    GroupSize,
+    as_format_axes,
+    as_group_and_axis,
+    as_sparse_pair,
+    axis_indexes,
+    check_zero_point,
+    group_fits_axis,
+    sparse_length,
+)
+from jchop.formats.scaled.scale_rules import ScaleRule, as_scale_rule_name, scale_rule_of
+from jchop.formats.scaled.scaled_checks import check_scaled_format
+from jchop.formats.scaled.scaled_fields import SCALED_FORMAT_FIELDS
+from jchop.formats.scaled.scaled_text import option_text, parse_element_or_scaled, scaled_element_text
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """Elements e of a format, in groups that share a scale s > 0: the values s e, s (e - z) or s e + z.
+
+    The scale comes from the data, so a value is rounded as one of its group. Infinities and NaN do not count when a
+    scale is chosen; then they obey the element's overflow rule, and a NaN without a code becomes the largest element.
+    A group without a finite number other than zero has scale 1.
+
+    A scaled format is callable: ``fmt(group=64)`` is the format with that changed.
+
+    Args:
+        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text.
+        group: the number of consecutive elements along `axis` that share a scale; the last group of a row may be
+            shorter; ``"all"`` for the whole axis; or one such for each of several axes (tiles). Default None, with no
+            `channel` either: the whole tensor, also written ``"tensor"``.
+        axis: of `group`, an axis or one for each group. Default -1, and for n groups the last n axes.
+        channel: an axis, or several, each index of which has its own scale, shared over all other axes.
+        scale: format of the scales, or its text. Default binary32. A ScaledFormat quantizes the scales again: the
+            scale is rounded to binary32, quantized under it to nearest and never to zero. Only under the rule "levels"
+            may the scales of scales be quantized once more.
+        rule: one of `SCALE_RULES`; ``"percentile(99.9)"`` takes up to two decimals. Default "absmax", and "minmax" with
+            `zero_point`.
+        zero_point: "integer" shifts integers by an integer z = clamp(m - rne((least x) / s)), for numbers that are not
+            centred at 0: the values s (e - z). "float" adds a number to them: the values s e + z, with z = (least x) -
+            m s rounded to the scale format (tinygemm's int4, whose codes are e + 8). Default None.
+        nan_block: a group that holds an infinity or NaN, or asks for a larger scale than there is, becomes NaN as a
+            whole (OCP MX 1.0, 5.3).
+        sparse: n and m, or text such as ``"2:4"``: of every m consecutive numbers the n of largest magnitude are kept,
+            and the others become +0. Equal magnitudes keep their order, so the first ones stay. A NaN counts as larger
+            than an infinity. A shorter last group keeps up to n as well. Scales are those of the kept numbers. Stored
+            arrays hold the codes of the kept numbers, and one bit for every number. Default None: all are kept.
+        sparse_axis: the axis along which `sparse` counts. Default None: the last axis of `group`, else -1.
+
+    Raises:
+        TypeError, ValueError: for a field out of range, or a combination without a meaning.
+
+    Example:
+        >>> import jchop as jc
+        >>> fmt = jc.ScaledFormat("integer4", group=128, scale="bfloat16")
+        >>> str(fmt), fmt.bits_per_element(), fmt.scale_shape((3, 300))
+        ('int4(group=128,scale=bfloat16)', 4.125, (3, 3))
+        >>> str(fmt(sparse="2:4")), fmt(sparse="2:4").bits_per_element()
+        ('int4(group=128,scale=bfloat16,sparse=2:4)', 3.125)
+    """
+
+    element: ElementFormat
+    group: GroupSize | tuple[GroupSize, ...] | None = None
+    axis: int | tuple[int, ...] = -1
+    channel: int | tuple[int, ...] | None = None
+    scale: FloatFormat | ScaledFormat = binary32
+    rule: str = None  # type: ignore[assignment]
+    zero_point: Literal["integer", "float"] | None = None
+    nan_block: bool = False
+    sparse: tuple[int, int] | None = None
+    sparse_axis: int | None = None
+
+    #: The named format that this one was called from, and the name of a named one: for `str` alone.
+    base: ClassVar[ScaledFormat | None] = None
+    name: ClassVar[str | None] = None
+
+    if TYPE_CHECKING:  # arguments may have more types than the stored fields
+
+        def __init__(
+            self,
+            element: ElementFormat | str,
+            group: GroupSize | Literal["tensor"] | Sequence[GroupSize] | None = ...,
+            axis: int | Sequence[int] = ...,
+            channel: int | Sequence[int] | None = ...,
+            scale: FloatFormat | ScaledFormat | str = ...,
+            rule: str | None = ...,
+            zero_point: Literal["integer", "float"] | None = ...,
+            nan_block: bool = ...,
+            sparse: tuple[int, int] | str | None = ...,
+            sparse_axis: int | None = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        check_bool("nan_block", self.nan_block)
+        check_zero_point(self.zero_point)
+        fields = {
+            "element": _as_format_of_kind("element", self.element, ElementFormat),
+            "scale": _as_format_of_kind("scale", self.scale, FloatFormat | ScaledFormat),
+            "channel": None if self.channel is None else as_format_axes("channel", self.channel),
+            "rule": as_scale_rule_name(self.rule, self.zero_point),
+            "sparse": as_sparse_pair(self.sparse),
+        }
+        if self.sparse_axis is not None:
+            check_int("sparse_axis", self.sparse_axis, -(1 << 15), 1 << 15)
+        fields["group"], fields["axis"] = as_group_and_axis(self.group, self.axis)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        check_scaled_format(self)
+
+    def __call__(self, **changes: Any) -> ScaledFormat:
+        """This format with fields changed; a `channel` takes the place of a group, and the reverse.
+
+        Args:
+            changes: fields by name.
+
+        Example:
+            >>> import jchop as jc
+            >>> str(jc.mxfp4(axis=0)), str(jc.int8(channel=0))
+            ('mxfp4(axis=0)', 'int8(channel=0)')
+        """
+        names = [field.name for field in dataclasses.fields(self)]
+        for name, value in changes.items():
+            if name not in names:
+                raise TypeError(f"{name}={value!r} is no field of a scaled format; allowed: {', '.join(names)}")
+        arguments = set(changes)
+        if "channel" in arguments and "group" not in arguments:
+            changes |= {"group": None} | ({} if "axis" in arguments else {"axis": -1})
+        elif "group" in arguments and "channel" not in arguments:
+            changes["channel"] = None
+        if "group" in arguments and "axis" not in arguments and not group_fits_axis(changes["group"], self.axis):
+            changes["axis"] = -1
+        if changes.get("zero_point", self.zero_point) != self.zero_point and "rule" not in arguments:
+            changes["rule"] = None
+        if changes.get("sparse", self.sparse) is None and "sparse_axis" not in arguments:
+            changes["sparse_axis"] = None
+        if "axis" in changes and "scale" not in arguments:
+            changes["scale"] = self._scale_along(changes["axis"])
+        result = replace(self, **changes)
+        object.__setattr__(result, "base", None if "element" in arguments else self.base)
+        return result
+
+    def _scale_along(self, axis: Any) -> FloatFormat | ScaledFormat:
+        """The format of scales with its levels along another axis, as the rule "levels" wants them."""
+        if self.scale_rule.fit == "levels" and isinstance(self.scale, ScaledFormat) and isinstance(axis, int):
+            levels = self.scale
+            inner = replace(levels.scale, axis=axis) if isinstance(levels.scale, ScaledFormat) else levels.scale
+            return replace(levels, axis=axis, scale=inner)
+        return self.scale
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+    def group_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """How far a group extends along each axis of an array: 1, a block's size, or the whole axis.
+
+        Args:
+            shape: of the array.
+
+        Raises:
+            ValueError: for an array without the axes that the format names.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.int8(channel=0).group_shape((3, 4, 5)), jc.mxfp4.group_shape((8, 100))
+            ((1, 4, 5), (1, 32))
+        """
+        whole = tuple(max(size, 1) for size in shape)
+        if self.sparse is not None:
+            axis_indexes("sparse_axis", self.axis_of_sparse, shape)
+        if self.group is None:
+            sizes = list(whole)
+            for axis in axis_indexes("channel", self.channel, shape) if self.channel is not None else ():
+                sizes[axis] = 1
+            return tuple(sizes)
+        sizes = [1] * len(shape)
+        groups = self.group if isinstance(self.group, tuple) else (self.group,)
+        for axis, group in zip(axis_indexes("axis", self.axis, shape), groups, strict=True):
+            sizes[axis] = min(group, whole[axis]) if isinstance(group, int) else whole[axis]
+        return tuple(sizes)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the scales of an array: one for each group, in as many axes.
+
+        Args:
+            shape: of the array.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.int4(group=(2, 128)).scale_shape((5, 3, 128)), jc.int8.scale_shape((5, 3))
+            ((5, 2, 1), (1, 1))
+        """
+        return tuple(-(-size // group) for size, group in zip(shape, self.group_shape(shape), strict=True))
+
+    # -- numbers that are dropped --------------------------------------------------------------------------------------
+    @property
+    def axis_of_sparse(self) -> int:
+        """The axis along which `sparse` counts: `sparse_axis`, else the last axis of `group`, else -1."""
+        if self.sparse_axis is not None:
+            return self.sparse_axis
+        return self.axis[-1] if isinstance(self.axis, tuple) else self.axis
+
+    @property
+    def dense(self) -> ScaledFormat:
+        """This format without `sparse`."""
+        return self if self.sparse is None else self(sparse=None)
+
+    def kept_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the numbers of an array that are stored: all, or n of every m.
+
+        Args:
+            shape: of the array.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.int4(group=32, axis=0, sparse="2:4").kept_shape((64, 5)), jc.int4.kept_shape((64, 5))
+            ((32, 5), (64, 5))
+        """
+        sizes = list(shape)
+        if self.sparse is not None:
+            (axis,) = axis_indexes("sparse_axis", self.axis_of_sparse, shape)
+            sizes[axis] = sparse_length(self.sparse, shape[axis])
+        return tuple(sizes)
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+    @property
+    def bits(self) -> int:
+        """Width of an element's code in bits."""
+        return self.element.bits
+
+    @property
+    def scale_rule(self) -> ScaleRule:
+        """The rule as a value."""
+        return scale_rule_of(self.rule)
+
+    @property
+    def scale_format(self) -> FloatFormat:
+        """The format of scales before they are quantized again: binary32 if `scale` is a ScaledFormat."""
+        return binary32 if isinstance(self.scale, ScaledFormat) else self.scale
+
+    @property
+    def percentile(self) -> Fraction | None:
+        """The q of the rule "percentile(q)"; None for another rule."""
+        return self.scale_rule.percentile
+
+    @property
+    def scale_parts(self) -> tuple[str, ...]:
+        """The parts of a stored scale by name: several if the tensor has a scale, or scales are quantized again."""
+        if self.scale_rule.tensor_scale:
+            return ("scale", "tensor_scale")
+        if isinstance(self.scale, ScaledFormat):
+            inner_parts = (*self.scale.scale_parts, *(("zero_point",) if self.scale.zero_point else ()))
+            return ("scale", *(f"scale_{part}" for part in inner_parts))
+        return ("scale",)
+
+    def bits_per_element(self, shape: Sequence[int] | None = None) -> float:
+        """Bits of an element with its share of scales and zero points (integers of 32 bits, or as wide as a scale).
+
+        With `sparse`, also one bit that says whether a number is stored, and the code of n of every m.
+
+        Args:
+            shape: of the array. Default None: any large one of whole groups, of which a scale of a whole axis or tensor
+                takes no share.
+
+        Example:
+            >>> import jchop as jc
+            >>> jc.nvfp4.bits_per_element(), jc.int8(channel=0).bits_per_element((4, 100))
+            (4.5, 8.32)
+        """
+        bits = float(self.bits)
+        if self.sparse is not None:
+            n, m = self.sparse
+            count = 1 if shape is None else math.prod(shape)
+            bits = 1 + bits * (n / m if shape is None or not count else math.prod(self.kept_shape(shape)) / count)
+        if shape is not None:
+            scales = self.scale_shape(shape)
+            if not math.prod(scales):
+                return bits
+            scale_bits = self._scale_bits(scales)
+            return bits + (math.prod(scales) * scale_bits + 32 * self.scale_rule.tensor_scale) / math.prod(shape)
+        groups = self.group if isinstance(self.group, tuple) else (self.group,)
+        sizes = [group for group in groups if isinstance(group, int)]
+        if len(sizes) < len(groups):
+            return bits
+        return bits + self._scale_bits(None) / math.prod(sizes)
+
+    def _scale_bits(self, shape: Sequence[int] | None) -> float:
+        """Bits of a scale and its zero point; `shape` is the shape of the scales."""
+        if isinstance(self.scale, ScaledFormat):
+            return self.scale.bits_per_element(shape) + 32 * bool(self.zero_point)
+        return self.scale.bits + {None: 0, "integer": 32, "float": self.scale.bits}[self.zero_point]
+
+    # -- text ----------------------------------------------------------------------------------------------------------
+    @property
+    def text(self) -> str:
+        """The format in the text grammar: its element with options, or a name with the changed options."""
+        base = self.base or ScaledFormat(self.element)
+        stem = self.base.name if self.base is not None else scaled_element_text(self.element)
+        assert stem is not None
+        rule = base.rule if self.zero_point == base.zero_point else as_scale_rule_name(None, self.zero_point)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        differences = {name: value for name, value in fields.items() if value != getattr(base, name)}
+        if self.scale == base._scale_along(self.axis):
+            differences.pop("scale", None)
+        if self.rule == rule:
+            differences.pop("rule", None)
+        if self.channel is not None:
+            differences = {name: value for name, value in differences.items() if name not in ("group", "axis")}
+        elif self.group is None and (base.group is not None or (self.base is None and stem == str(self.element))):
+            differences = {"group": "tensor"} | {name: value for name, value in differences.items() if name != "group"}
+        options = ",".join(f"{name}={option_text(value, name)}" for name, value in differences.items())
+        if not options:
+            return stem
+        return f"{stem[:-1]},{options})" if stem.endswith(")") else f"{stem}({options})"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return format_html(self)
+
+    def named(self, name: str) -> ScaledFormat:
+        """A copy that prints as `name`, which the text grammar has to know, and so do the formats called from it."""
+        result = copy.copy(self)
+        object.__setattr__(result, "name", name)
+        object.__setattr__(result, "base", result)
+        return result
+
+
+def _as_format_of_kind(name: str, value: object, kinds: Any) -> Any:
+    fmt = parse_format(value) if isinstance(value, str) else value
+    if not isinstance(fmt, kinds):
+        expectation = (
+            "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
+        )
+        raise TypeError(f"{name}={value!r} must be {expectation}, or its text")
+    return fmt
+
+
+# -- formats in use ----------------------------------------------------------------------------------------------------
+
+
+def _scaled_format_of_fields(fields: Mapping[str, Any]) -> ScaledFormat:
+    arguments: dict[str, Any] = {
+        name: _scaled_format_of_fields(value) if isinstance(value, Mapping) else value for name, value in fields.items()
+    }
+    return ScaledFormat(**arguments)
+
+
+#: The named scaled formats of the text grammar, without ``int8`` and the like, which match a pattern.
+SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
+    {name: _scaled_format_of_fields(fields).named(name) for name, fields in SCALED_FORMAT_FIELDS.items()}
+)
+mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, mxint8 = map(
+    SCALED_CATALOGUE.__getitem__, ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
+)
+nvfp4, nvfp4_e5m3, hif4, nf4 = map(SCALED_CATALOGUE.__getitem__, ("nvfp4", "nvfp4_e5m3", "hif4", "nf4"))
+dynamic8, dynamic4, udynamic8, udynamic8nz = map(
+    SCALED_CATALOGUE.__getitem__, ("dynamic8", "dynamic4", "udynamic8", "udynamic8nz")
+)
+#: Integers under one binary32 scale of the whole tensor, until a call says otherwise.
+int2, int3, int4, int8 = (ScaledFormat(IntegerFormat(bits)) for bits in (2, 3, 4, 8))
+uint4, uint8 = (ScaledFormat(IntegerFormat(bits, signed=False)) for bits in (4, 8))
+
+
+def bfp(bits: int, group: Any = None, **options: Any) -> ScaledFormat:
+    """Block floating point: integers of `bits` bits, sign included, under a power of two.
+
+    With E = floor(log2 a) of a group's largest magnitude a, the values are the multiples of 2^(E + 2 - bits) up to
+    2^E (2 - 2^(2 - bits)) either way.
+
+    Args:
+        bits: width of an element, 2 to 64.
+        group: as in `ScaledFormat`. Default: the whole tensor.
+        options: the other fields of `ScaledFormat`; `scale` is e8m0 by default.
+
+    Returns:
+        A `ScaledFormat`; in text ``bfp8(group=16)``.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.round_to_format([1.0, 0.3, -1.99], jc.bfp(4)).tolist()
+        [1.0, 0.25, -1.75]
+    """
+    element = IntegerFormat(bits, narrow=True)
+    fmt = ScaledFormat(element, scale=float8_e8m0fnu, rule="floor").named(f"bfp{element.bits}")
+    return fmt(**({} if group is None else {"group": group}), **options)
+
+
+# -- the text grammar --------------------------------------------------------------------------------------------------
+
+
+def parse_format(text: str) -> ElementFormat | ScaledFormat:
+    """The format that a text names.
+
+    Args:
+        text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
+            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
+            ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
+            Options follow in parentheses: ``e4m3(bias=11)``,
+            ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
+            of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
+            scaled are ``int8``, ``uint4`` and their like, integers under one scale of the tensor unless an option says
+            otherwise (``int4(group=128,axis=0,scale=bfloat16)``, ``int4(group=32,sparse=2:4)``), the names ``mxfp4``,
+            ``nvfp4``, ``nf4`` and their like, and ``bfp8(group=16)``.
+
+    Raises:
+        TypeError: if `text` is not a str.
+        ValueError: for text that names no format, with the closest names, and for one of more than 4096 characters
+            beside the levels of codebooks.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.formats.parse_format("e5m10") == jc.binary16
+        True
+        >>> jc.formats.parse_format("mxfp4(rule=rceil,axis=0)") == jc.mxfp4(rule="rceil", axis=0)
+        True
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"text={text!r} must be a format's text such as 'e5m10'")
+    text = check_text("format text", text)
+    return _parse_format_text(re.sub(r"\s", "", text) if "(" in text else text)
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_format_text(text: str) -> ElementFormat | ScaledFormat:
+    return parse_element_or_scaled(text, (*SCALED_CATALOGUE, "bfp8"), _scaled_format_of_name, ScaledFormat)
+
+
+def _scaled_format_of_name(stem: str) -> ScaledFormat | None:
+    if match := re.fullmatch(r"bfp([0-9]{1,4})", stem):
+        return build_format(stem, bfp, int(match[1]))
+    return SCALED_CATALOGUE.get(stem)

@@ -1,0 +1,241 @@
+"""Classes of modules whose methods run under the rules of a model, for Flax NNX and for Equinox."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType
+from typing import Any, cast
+
+from flax import nnx
+
+from jchop._common.checks import short_repr
+from jchop._quantized.products.rule import Rule
+
+__all__ = [
+    "ExampleInputs",
+    "ProgramPart",
+    "class_body",
+    "is_method",
+    "is_plain_flax_layer",
+    "method_inputs",
+    "method_of",
+    "plain_class",
+]
+
+#: Example arguments of the model's call, positional or by their names; or of several methods, by the names of these.
+ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ProgramPart:
+    """The place of a module in a model whose program is quantized. It is hashed once, since calls of jit need it.
+
+    Args:
+        rules: of the model.
+        path: of the module in the model, as keys.
+        names: parameters with other paths in the model than below `path`, since other modules hold them, too: the keys
+            below the module, and those in the model.
+        keeps: whether the model keeps scales, which a part cannot reach.
+    """
+
+    rules: tuple[Rule, ...]
+    path: tuple[Any, ...] = ()
+    names: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = ()
+    keeps: bool = False
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rules, self.path, self.names, self.keeps))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProgramPart, (self.rules, self.path, self.names, self.keeps)  # a hash holds in one process
+
+    def params_in_model(self, params: Any) -> Any:
+        """Parameters of the module, by their paths in the model."""
+        other_paths = dict(self.names)
+        return (
+            params if not self.path else _rename_params(params, lambda path: other_paths.get(path, (*self.path, *path)))
+        )
+
+    def params_in_part(self, params: Any) -> Any:
+        """Parameters by their paths in the model, by those in the module."""
+        other_paths = {full: path for path, full in self.names}
+        return (
+            params
+            if not self.path
+            else _rename_params(params, lambda path: other_paths.get(path, path[len(self.path) :]))
+        )
+
+    def nest(self, module: Any) -> Any:
+        """A module of a pytree at its place in the model, in dicts."""
+        for key in reversed(self.path):
+            module = {key: module}
+        return module
+
+    def take_out(self, model: Any) -> Any:
+        """A module out of these dicts."""
+        for key in self.path:
+            model = model[key]
+        return model
+
+    def refuse_state(self, what: str) -> None:
+        """Refuse to run the part without what the model alone has.
+
+        Raises:
+            ValueError: that names the part.
+        """
+        path = "/".join(map(str, self.path))
+        raise ValueError(
+            f"the part {path!r} of a quantized model is called by itself, and its rules need {what}, which the whole "
+            "model has: call a method of the model that calls the part"
+        )
+
+
+def _rename_params(params: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
+    return nnx.from_flat_state([(new(path), value) for path, value in nnx.to_flat_state(params)])
+
+
+def is_method(value: Any) -> bool:
+    """Whether an attribute of a class is a function, also one that `flax.nnx.jit` and the like have wrapped."""
+    is_wrapper = callable(value) and hasattr(value, "__wrapped__") and not isinstance(value, type)
+    return inspect.isfunction(value) or (is_wrapper and not isinstance(value, staticmethod | classmethod))
+
+
+def method_of(cls: type, name: str) -> Callable[..., Any]:
+    """A method of a class by its name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    method = inspect.getattr_static(cls, name, None)
+    if not is_method(method):
+        raise ValueError(f"inputs: {cls.__name__} has no method {name!r}")
+    return method
+
+
+def plain_class(cls: type) -> type:
+    """The class that a class under rules was made from; another class itself."""
+    return cls.__mro__[1] if "_quantized_program" in vars(cls) else cls
+
+
+def class_body(
+    plain: type, base: type, wrap: Callable[[str, Callable[..., Any]], Any], make: Callable[[type], type]
+) -> dict[str, Any]:
+    """The attributes of a class like `plain` whose methods run under rules.
+
+    Args:
+        plain: the class.
+        base: the class of the library, whose own methods stay as they are.
+        wrap: a method under rules, of its name and the plain one.
+        make: the class under rules of a plain one, with which its instances are pickled.
+    """
+    plain_methods, plain_base = _compute_methods(plain, base), cast(Any, plain)
+    instances = {
+        code: (name, first) for name, value in plain_methods.items() for code, first in _method_code_objects(value)
+    }
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code in instances and not name.startswith("__"):
+            method, first = instances[frame.f_code]
+            if frame.f_locals.get(first) is self:
+                raise TypeError(
+                    f"{plain.__name__}.{method} of the plain class, whose products are not rounded, is called with a "
+                    f"quantized module: call {'the module itself' if method == '__call__' else f'module.{method}'}"
+                )
+        return plain_base.__getattribute__(self, name)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        constructor, *rest = plain_base.__reduce_ex__(self, protocol)
+        makes_new = constructor is copyreg.__newobj__  # type: ignore[attr-defined]
+        return (_new_program_instance, (make, plain), *rest[1:]) if makes_new else (constructor, *rest)
+
+    methods = {name: wrap(name, value) for name, value in plain_methods.items()}
+    more = {"__getattribute__": __getattribute__, "__reduce_ex__": __reduce_ex__, "_quantized_program": True}
+    return {**methods, **more, "__doc__": plain.__doc__, "__module__": plain.__module__}
+
+
+def _compute_methods(plain: type, base: type) -> dict[str, Callable[..., Any]]:
+    """The methods of a class that compute, without those of the base of its library."""
+    own = {*dir(base), *getattr(plain, "__dataclass_fields__", ())}
+    return {
+        name: value
+        for name in dir(plain)
+        if name == "__call__" or not (name in own or name.startswith("__"))
+        if is_method(value := inspect.getattr_static(plain, name))
+    }
+
+
+def is_plain_flax_layer(layer: Any, cls: type, base: type) -> bool:
+    """Whether a layer computes what its class of Flax does: no method of the class or the layer has been replaced.
+
+    Args:
+        layer: the layer.
+        cls: its class of Flax.
+        base: the class of modules.
+    """
+    methods = _compute_methods(cls, base)
+    chains = [*methods.values()]
+    while chains:
+        method = chains.pop()
+        if not getattr(method, "__globals__", {"__name__": "flax."})["__name__"].startswith("flax."):
+            return False
+        chains += [method.__wrapped__] if hasattr(method, "__wrapped__") else []
+    return not any(callable(value) for name, value in vars(layer).items() if name in methods)
+
+
+def _new_program_instance(make: Callable[[type], type], plain: type) -> Any:
+    return object.__new__(make(plain))
+
+
+def _method_code_objects(method: Any) -> Iterator[tuple[CodeType, str]]:
+    """The code of a method and of functions in it, each with the name that the module has there."""
+    while method is not None:
+        code = getattr(method, "__code__", None)
+        if code is not None and code.co_argcount:
+            first, waiting = code.co_varnames[0], [code]
+            while waiting:
+                inner = waiting.pop()
+                yield inner, first
+                waiting += [value for value in inner.co_consts if isinstance(value, CodeType)]
+        method = getattr(method, "__wrapped__", None)
+
+
+def method_inputs(inputs: ExampleInputs, cls: type) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Positional arguments and those by name, by the name of the method.
+
+    Raises:
+        TypeError: for arguments that are neither a tuple nor a dict.
+        ValueError: for a name that is neither that of a method nor of an argument of the call.
+    """
+    names = inputs if isinstance(inputs, Mapping) else {}
+    if not any(is_method(inspect.getattr_static(cls, name, None)) for name in names):
+        inputs = {"__call__": inputs}
+    assert isinstance(inputs, Mapping)
+    arguments = {}
+    for name, method_inputs in inputs.items():
+        method = method_of(cls, name)
+        if not isinstance(method_inputs, tuple | list | Mapping):
+            raise TypeError(
+                f"inputs: {short_repr(method_inputs)} must be a tuple of arguments of {name!r}, such as (x,), or a "
+                "dict by name"
+            )
+        arguments[name] = (
+            ((), dict(method_inputs)) if isinstance(method_inputs, Mapping) else (tuple(method_inputs), {})
+        )
+        try:
+            inspect.signature(method).bind(None, *arguments[name][0], **arguments[name][1])
+        except TypeError as error:
+            none = (
+                f"{cls.__name__} has no method {next(iter(names))!r}, and " if method_inputs is names and names else ""
+            )
+            raise ValueError(f"inputs: {none}{cls.__name__}.{name} takes other arguments: {error}") from None
+    return arguments

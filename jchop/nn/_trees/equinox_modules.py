@@ -1,0 +1,260 @@
+"""Modules of Equinox, whose methods run under rules as programs; Equinox is imported where there is a module of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache, wraps
+from typing import Any
+
+import jax
+import numpy as np
+
+from jchop._quantized.products.rule import Rule
+from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.program.call import is_param_leaf
+from jchop._quantized.program.quantized_program import check_weight_rules
+from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.scale_slots import Scales
+from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
+from jchop._round.arguments import check_key
+from jchop.nn._nnx.layers import LayerMode, check_layer_modes
+from jchop.nn._shared.program_classes import (
+    ExampleInputs,
+    ProgramPart,
+    class_body,
+    method_inputs,
+    plain_class,
+)
+
+Array = jax.Array
+
+__all__ = [
+    "calibrate_equinox_module",
+    "equinox_method_functions",
+    "equinox_rules",
+    "equinox_scales",
+    "is_array_leaf",
+    "is_equinox_module",
+    "module_arrays",
+    "module_under_rules",
+    "plain_module",
+    "quantize_equinox_module",
+    "report_equinox_module",
+]
+
+#: The fields that hold the rules of a module and its kept scales; the keyword argument of its methods that has a key.
+_RULES_FIELD, _SCALES_FIELD, _KEY_ARGUMENT = "quantization_rules", "quantization_scales", "rounding_key"
+
+
+def is_equinox_module(model: Any) -> bool:
+    """Whether a model is a module of Equinox."""
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(model, equinox.Module)
+
+
+def quantize_equinox_module(
+    model: Any, rules: Sequence[Rule], mode: LayerMode, inputs: ExampleInputs | None, key: Array | None
+) -> Any:
+    """A module of a class whose methods run under rules; its parameters are packed unless ``mode="qat"``.
+
+    Raises:
+        ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
+        NotImplementedError: for scales that follow the data of calls.
+    """
+    check_layer_modes(rules, mode, program=True)
+    check_rule_fields(rules)
+    if key is not None:
+        check_key("key", key)
+    for rule in rules:
+        if rule.scale_from is not None and not isinstance(rule.scale_from, LSQ):
+            raise NotImplementedError(
+                f"{rule}: a module of Equinox does not change when it is called, so its scales cannot follow the data; "
+                "jchop.quantize_fn(...).update returns them, and jchop.nn.calibrate fixes ranges"
+            )
+    has_codes = any(is_param_leaf(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf))
+    if has_codes:
+        raise ValueError("model is packed already; quantize the module that it was made from")
+    before = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
+    if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
+        raise ValueError(
+            "inputs=None, but a program that is packed, or keeps scales, has to be traced: pass example arguments of "
+            "the model's call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
+        )
+    plain = plain_module(model)
+    scales = Scales({}, {})
+    functions = () if inputs is None else equinox_method_functions(model, rules, inputs).values()
+    for function, args in functions:
+        new_scales = function.start(plain, *args, from_data=False)
+        scales = Scales({**new_scales.learned, **scales.learned}, {**new_scales.stats, **scales.stats})
+    if functions:  # the errors of rules come here, not in the first call
+        check_weight_rules([function.resolved(plain, *args) for function, args in functions])
+    scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
+    if mode != "qat":
+        for function, args in functions:  # packed for the first method that rounds it
+            plain = function.pack_more(plain, *args, scales=scales, key=key)
+        remaining = {name: scale for name, scale in scales.learned.items() if not name.endswith("_weight_scale")}
+        scales = scales._replace(learned=remaining)
+    return module_under_rules(plain, rules, scales)
+
+
+def report_equinox_module(
+    model: Any, rules: Sequence[Rule], inputs: ExampleInputs | None, platform: str | None
+) -> dict[str, ProgramReport]:
+    """The report of each method.
+
+    Raises:
+        ValueError: without `inputs`.
+    """
+    if inputs is None:
+        raise ValueError(
+            "inputs=None, but the report of a module of Equinox is that of its program: pass example arguments of the "
+            "model's call, inputs=(x,)"
+        )
+    plain = plain_module(model)
+    return {
+        name: function.report(plain, *args, platform=platform)
+        for name, (function, args) in equinox_method_functions(model, rules, inputs).items()
+    }
+
+
+def calibrate_equinox_module(
+    model: Any, batches: Iterable[Any], method: str, combine: str, run: Any, progress: Any
+) -> Any:
+    """A module with fixed scales of activations, found by running it on data; as `jchop.nn.calibrate`."""
+    rules = equinox_rules(model)
+    if not rules:
+        raise ValueError("model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
+    function = QuantizedFunction((lambda plain, batch: plain(batch)) if run is None else run, rules)
+    plain, scales = plain_module(model), equinox_scales(model)
+    calls = ((batch,) for batch in batches)
+    scales = function.calibrate(plain, calls, method=method, combine=combine, scales=scales, progress=progress)
+    return module_under_rules(plain, rules, scales)
+
+
+def module_arrays(model: Any) -> Any:
+    """A module with None in place of all that is no array."""
+    return jax.tree.map(lambda leaf: leaf if is_array_leaf(leaf) else None, model)
+
+
+def is_array_leaf(leaf: Any) -> bool:
+    """Whether a leaf of a module is an array, or stands for one."""
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def equinox_method_functions(
+    model: Any, rules: Sequence[Rule], inputs: ExampleInputs
+) -> dict[str, tuple[QuantizedFunction, tuple[Any, ...]]]:
+    """The methods that have example arguments, as functions of a plain module, arguments and keywords, with these."""
+    arguments = method_inputs(inputs, type(plain_module(model)))
+    return {
+        name: (_equinox_method_function(name, ProgramPart(tuple(rules))), call_arguments)
+        for name, call_arguments in arguments.items()
+    }
+
+
+# -- the class ---------------------------------------------------------------------------------------------------------
+
+
+def plain_module(model: Any) -> Any:
+    """A module with the classes that it and the modules in it had before it was quantized."""
+    return _rebuild_module(model, None) if hasattr(type(model), _RULES_FIELD) else model
+
+
+def equinox_rules(model: Any) -> tuple[Rule, ...]:
+    """The rules of a module; of a plain one, none."""
+    return _equinox_program_part(model).rules if hasattr(type(model), _RULES_FIELD) else ()
+
+
+def equinox_scales(model: Any) -> Scales:
+    """The kept scales of a module."""
+    return getattr(model, _SCALES_FIELD, None) or Scales({}, {})
+
+
+def module_under_rules(plain: Any, rules: Sequence[Rule], scales: Scales) -> Any:
+    """A module whose methods, and those of the modules in it, run under rules."""
+    keeps = bool(scales.learned or scales.stats)
+    part = ProgramPart(tuple(rules), keeps=keeps or any(rule.scale_from is not None for rule in rules))
+    module = _rebuild_module(plain, part)
+    object.__setattr__(module, _SCALES_FIELD, scales if keeps else None)
+    return module
+
+
+def _equinox_program_part(model: Any) -> ProgramPart:
+    """The place of a module under rules."""
+    return getattr(model, _RULES_FIELD) or ProgramPart(())
+
+
+def _rebuild_module(
+    node: Any, part: ProgramPart | None, path: tuple[str, ...] = (), before: ProgramPart | None = None
+) -> Any:
+    """A module under the rules of a part, or without rules; a module in it that has other rules stays as it is."""
+    children, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
+    if is_param_leaf(node) or any(child is node for _, child in children) or not (children or is_equinox_module(node)):
+        return node
+    if (
+        (has_rules := hasattr(type(node), _RULES_FIELD))
+        and before is not None
+        and _equinox_program_part(node).rules != before.rules
+    ):
+        return node
+    before = before or (_equinox_program_part(node) if has_rules else ProgramPart(()))
+    keys = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in children]
+    parts = zip(keys, children, strict=True)
+    copy = jax.tree.unflatten(tree, [_rebuild_module(child, part, (*path, key), before) for key, (_, child) in parts])
+    if not is_equinox_module(node):
+        return copy
+    own = {name: value for name, value in vars(copy).items() if name not in (_RULES_FIELD, _SCALES_FIELD)}
+    copy = object.__new__(plain_class(type(node)) if part is None else _equinox_program_class(plain_class(type(node))))
+    more = {} if part is None else {_RULES_FIELD: replace(part, path=path), _SCALES_FIELD: None}
+    for name, value in {**own, **more}.items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+@lru_cache(maxsize=1024)
+def _equinox_program_class(plain: Any) -> type:
+    """A class like `plain` whose methods run under the rules of the module."""
+    import equinox
+
+    body = class_body(plain, equinox.Module, _equinox_method_under_rules, _equinox_program_class)
+    body |= {_RULES_FIELD: equinox.field(static=True, default=None), _SCALES_FIELD: equinox.field(default=None)}
+    return type(plain)(plain.__name__, (plain,), {**body, "__annotations__": {_RULES_FIELD: Any, _SCALES_FIELD: Any}})
+
+
+def _equinox_method_under_rules(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(self: Any, *args: Any, rounding_key: Array | None = None, **kwargs: Any) -> Any:
+        part, scales = _equinox_program_part(self), equinox_scales(self)
+        function, params = _equinox_method_function(name, part), part.nest(_without_scales(self))
+        stochastic = next((rule for rule in part.rules if rule.stochastic), None)
+        without = [(stochastic is not None and rounding_key is None), bool(part.path) and part.keeps]
+        if any(without) and function.resolved(params, args, kwargs).rounds:
+            if not without[0]:
+                part.refuse_state("kept scales")
+            raise ValueError(
+                f"{_KEY_ARGUMENT}=None, but {stochastic} rounds stochastically: pass a typed key for each call, "
+                f"model(x, {_KEY_ARGUMENT}=jax.random.key(0))"
+            )
+        key = jax.random.key(0) if without[0] else rounding_key  # nothing draws from it
+        scales = scales._replace(stats=jax.lax.stop_gradient(scales.stats))
+        return function(params, args, kwargs, scales=scales, key=key)
+
+    return run
+
+
+def _without_scales(model: Any) -> Any:
+    """A module under rules without kept scales."""
+    copy = object.__new__(type(model))
+    for name, value in {**vars(model), _SCALES_FIELD: None}.items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+@lru_cache(maxsize=256)
+def _equinox_method_function(name: str, part: ProgramPart) -> QuantizedFunction:
+    def call(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return getattr(plain_module(part.take_out(model)), name)(*args, **kwargs)
+
+    return QuantizedFunction(call, part.rules, whole=not part.path)

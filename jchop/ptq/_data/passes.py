@@ -1,0 +1,411 @@
+"""Data run through a program, batch after batch, and the sums of the inputs of its products."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._quantized.program.call import batch_arguments, enumerate_batches
+from jchop._quantized.program.lazy_params import Keys
+from jchop._quantized.program.runner import QuantizedRunner
+from jchop._quantized.quantize_fn import QuantizedFunction
+from jchop.ptq._data.collect import Collector, ErrorCollector, PlainRunner
+from jchop.ptq._data.input_sums import (
+    InputSums,
+    add_sums,
+    pair_value,
+    sums_over_rows,
+)
+from jchop.ptq._data.sites import (
+    Stage,
+    WeightSite,
+    WeightSites,
+    find_sites,
+)
+
+Array = jax.Array
+
+__all__ = [
+    "BatchData",
+    "LazySums",
+    "StagePart",
+    "check_batches",
+    "check_memory",
+    "map_batches",
+    "memory_bytes",
+    "split_stages",
+    "turn_bytes",
+]  # fmt: skip
+
+_BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def check_batches(batches: Any, again: bool) -> None:
+    """Refuse what are no batches, or can be run through once where that is not enough.
+
+    Raises:
+        TypeError: that names the argument.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+        raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
+    if again and iter(batches) is iter(batches):
+        raise TypeError(
+            f"batches={batches!r} can be run through once, and these steps need them more often (rounding layer after "
+            "layer: for each layer; resume: for each start); pass a list, or an object whose __iter__ starts anew"
+        )
+
+
+def _check_not_empty(batch: Any) -> None:
+    """Refuse a batch with an empty array, of which there are no statistics."""
+    empty = [tuple(x.shape) for x in jax.tree.leaves(batch) if hasattr(x, "shape") and 0 in x.shape]
+    if empty:
+        raise ValueError(f"batches: one has an argument of shape {empty[0]}, which holds no number; leave it out")
+
+
+def map_batches(batches: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
+    """Batches with other arguments; they can be run through as often as the given ones."""
+    check_batches(batches, again=False)
+
+    def each() -> Iterator[tuple[Any, ...]]:
+        return (change(batch_arguments(batch)) for batch in batches)
+
+    return each() if iter(batches) is iter(batches) else _RestartableBatches(each)
+
+
+class _RestartableBatches:
+    """An iterable that starts anew."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
+
+
+def memory_bytes(memory: Any) -> int | None:
+    """An amount of memory in bytes.
+
+    Raises:
+        TypeError, ValueError: that name the argument.
+    """
+    requirement = "must be a number of bytes above 0, or text such as '4GiB' (B, KiB, MiB, GiB or TiB)"
+    if memory is None:
+        return None
+    if isinstance(memory, bool) or not isinstance(memory, int | str):
+        raise TypeError(f"memory={memory!r} {requirement}")
+    if isinstance(memory, str):
+        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?) ?([KMGT]iB|B)", memory)
+        count = int(float(match[1]) * _BYTE_UNITS[match[2]]) if match else 0
+    else:
+        count = memory
+    if count < 1:
+        raise ValueError(f"memory={memory!r} {requirement}")
+    return count
+
+
+def turn_bytes(site: WeightSite, dtype: Any, both: bool) -> int:
+    """The bytes of the statistics of a parameter in one turn of its loops: the totals and those of a batch.
+
+    Args:
+        site: the parameter.
+        dtype: of its inputs.
+        both: whether there are two trajectories.
+    """
+    like = jax.ShapeDtypeStruct((site.layout.matrices[0], 1, site.layout.matrices[1]), dtype)
+    sums = jax.eval_shape(sums_over_rows, like, like if both else None)
+    return 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
+
+
+class StagePart(NamedTuple):
+    """Stages whose statistics are summed up in one pass over the data.
+
+    Args:
+        stages: them.
+        leaves: the indexes of their parameters.
+        window: the first turn, and how many turns, of the loops over them; None for all.
+    """
+
+    stages: tuple[Stage, ...]
+    leaves: tuple[int, ...]
+    window: tuple[int, int] | None
+
+
+def check_memory(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any) -> None:
+    """Refuse less memory than each turn of weights that share an input needs; arguments as of `split_stages`.
+
+    Raises:
+        ValueError: that names those that need the most.
+    """
+    needs = {stage.leaves: sum(sizes[i][0] for i in stage.leaves) for stage in stages}
+    most = max(needs.values(), default=0)
+    if most > memory:
+        leaves = next(leaves for leaves, need in needs.items() if need == most)
+        raise ValueError(
+            f"memory={memory} bytes is less than the {most} bytes that the statistics of "
+            f"{', '.join(repr(path(i)) for i in leaves)} need, the most of all"
+        )
+
+
+def split_stages(
+    stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any
+) -> list[StagePart]:
+    """Stages cut into parts whose statistics need no more memory than there is.
+
+    Weights that share an input are in one part. If all turns of a loop over them are too many, parts have some of them.
+
+    Args:
+        stages: all of them.
+        sizes: the bytes of each parameter in each turn of its outermost loop, and the number of these turns, by index.
+        memory: in bytes.
+        path: of a parameter by its index, for an error.
+
+    Raises:
+        ValueError: as `check_memory`.
+    """
+    check_memory(stages, sizes, memory, path)
+    groups: dict[tuple[int, ...], list[Stage]] = {}
+    for stage in stages:
+        groups.setdefault(stage.leaves, []).append(stage)
+    parts: list[StagePart] = []
+    pending: list[tuple[int, ...]] = []
+
+    def flush() -> None:
+        if pending:
+            some = tuple(stage for leaves in pending for stage in groups[leaves])
+            parts.append(StagePart(some, tuple(dict.fromkeys(i for leaves in pending for i in leaves)), None))
+        pending.clear()
+
+    def whole(several: Sequence[tuple[int, ...]]) -> int:
+        return sum(math.prod(sizes[i]) for i in {i for leaves in several for i in leaves})
+
+    for leaves, own in groups.items():
+        if whole([*pending, leaves]) > memory:
+            flush()
+        if whole([leaves]) <= memory:
+            pending.append(leaves)
+            continue
+        count, turns = memory // sum(sizes[i][0] for i in leaves), max(sizes[i][1] for i in leaves)
+        for start in range(0, turns, count):
+            some = tuple(stage for stage in own if start <= stage.turn[0] < start + count)
+            first = min(start, turns - count)  # every window has one size, so that it is compiled once
+            parts.append(StagePart(some, leaves, (first, count)))
+    flush()
+    return parts
+
+
+class BatchData:
+    """Batches of arguments for a function.
+
+    Args:
+        low: the function under rules.
+        params: the parameters in full precision.
+        batches: the arguments after the parameters.
+        key: a typed key, if a rounding of an activation is stochastic.
+        progress: called with the number of batches that were run.
+    """
+
+    def __init__(
+        self,
+        low: QuantizedFunction,
+        params: Any,
+        batches: Iterable[Any],
+        key: Array | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self.low, self.params, self.batches, self.progress = low, params, batches, progress
+        self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
+        self.count = 0
+        self._sites: dict[int, tuple[Any, WeightSites]] = {}  # with the program, so that its id stays its own
+        self._functions: dict[Any, Any] = {}
+
+    def first(self) -> tuple[Any, Any, WeightSites]:
+        """The program of the first batch, its arguments taken apart, and its sites; takes a batch."""
+        _, batch = next(enumerate_batches(self.batches))
+        return self.program(batch)
+
+    def last(self) -> tuple[Any, Any, WeightSites]:
+        """The program of the last batch, as `first`; those of the others are traced, too."""
+        return [self.program(batch) for _, batch in enumerate_batches(self.batches)][-1]
+
+    def program(self, batch: Any) -> tuple[Any, Any, WeightSites]:
+        """The program of a batch, its arguments taken apart, and its sites."""
+        _check_not_empty(batch)
+        program, call = self.low.traced(self.params, *batch_arguments(batch))
+        return program, call, self.sites(program)
+
+    def sites(self, program: Any) -> WeightSites:
+        """The sites of a program."""
+        if id(program) not in self._sites:
+            self._sites[id(program)] = program, find_sites(program)
+        return self._sites[id(program)][1]
+
+    @property
+    def programs(self) -> list[tuple[Any, WeightSites]]:
+        """The programs of all batches so far, each with its sites."""
+        return [*self._sites.values()]
+
+    def sums(
+        self,
+        trajectories: Sequence[Mapping[int, Array]] = ({},),
+        round_activations: bool = False,
+        leaves: Sequence[int] | None = None,
+        window: tuple[int, int] | None = None,
+    ) -> tuple[dict[int, InputSums], tuple[Any, Any, WeightSites]]:
+        """The sums over all batches of the inputs of some parameters, by their index; and the last batch's program.
+
+        Args:
+            trajectories: parameters, by index, that differ from those in full precision, for each trajectory. Default:
+                one, with none.
+            round_activations: whether the last trajectory rounds activations as the rules say. Default False.
+            leaves: the indexes of the parameters. Default: all that are rounded, or all if there are no rules.
+            window: the first turn, and how many turns, of the outermost loop over stacks of parameters. Default: all.
+
+        Raises:
+            ValueError: if there is no batch, or an input of a product is not finite.
+        """
+        total: dict[int, InputSums] = {}
+        last = None
+        for _, batch in enumerate_batches(self.batches):
+            last = program, call, sites = self.program(batch)
+            default = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
+            some = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
+            start, size = (None, None) if window is None else window
+            run = self._run(program, sites, len(trajectories), round_activations, some, size)
+            new = run([*map(_as_jax_leaf, call.values)], [dict(own) for own in trajectories], self.keys, start)
+            for leaf, sums in new.items():
+                total[leaf] = _add_in_place(total[leaf], sums) if leaf in total else sums
+            self.count += 1
+            if self.progress is not None:
+                self.progress(self.count)
+        assert last is not None
+        for leaf, sums in total.items():
+            if not bool(jnp.isfinite(sums.gram.hi).all()):
+                path, source = last[0].paths[leaf], last[0].uses[leaf][0].source
+                raise ValueError(
+                    f"batches give the product of the parameter {path!r} at {source or 'an unknown line'} an input "
+                    "with NaN or infinities, or one whose square overflows; leave these batches out"
+                )
+        return total, last
+
+    def errors(
+        self, others: Mapping[int, Sequence[Any]], roundings: Sequence[Mapping[int, Array]]
+    ) -> dict[tuple[int, int], tuple[float, float, float]]:
+        """Sums of squares over all batches, of what steps make of parameters: of their results, and of their errors.
+
+        Args:
+            others: the uses, as `WeightSites.others` of the first batch; those of other programs count, too.
+            roundings: two roundings of the parameters.
+
+        Returns:
+            By the parameter and the number of its use; those that are not reached are absent.
+        """
+        total: dict[tuple[int, int], Any] = {}
+        for _, batch in enumerate_batches(self.batches):
+            program, call, sites = self.program(batch)
+            if (id(program), "errors") not in self._functions:
+                collector = ErrorCollector({leaf: sites.others.get(leaf, ()) for leaf in others})
+
+                def run(
+                    values: list[Any], overrides: Any, collector: ErrorCollector = collector, plan: Any = program.plan
+                ) -> Any:
+                    return collector.collect(plan, None, collector.values(values, overrides))
+
+                self._functions[id(program), "errors"] = jax.jit(run), collector
+            function, collector = self._functions[id(program), "errors"]
+            for key, sums in function([*map(_as_jax_leaf, call.values)], [{}, *map(dict, roundings)]).items():
+                place = collector.places[key]
+                total[place] = total.get(place, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
+        return {place: tuple(map(float, sums)) for place, sums in total.items()}  # type: ignore[misc]
+
+    def _run(
+        self,
+        program: Any,
+        sites: WeightSites,
+        lanes: int,
+        round_activations: bool,
+        leaves: frozenset[int],
+        size: int | None,
+    ) -> Any:
+        key = (id(program), lanes, round_activations, leaves, size)
+        if key not in self._functions:
+            roundings = {
+                number: (replace(how, codes=False), weight)
+                for number, (how, weight) in program.runner.roundings.items()
+                if round_activations
+            }
+            runners = [*[PlainRunner()] * (lanes - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
+            collector = Collector(runners, roundings, sites, leaves)
+
+            def run(
+                values: list[Any], overrides: list[dict[int, Array]], keys: Any, start: Any
+            ) -> dict[int, InputSums]:
+                window = None if size is None else (start, size)
+                return collector.collect(program.plan, keys, collector.values(values, overrides), window)
+
+            self._functions[key] = jax.jit(run)
+        with jax.disable_jit(False):
+            return self._functions[key]
+
+
+class LazySums:
+    """The sums of the inputs of parameters, as they are asked for: as many in one pass as there is memory for.
+
+    Args:
+        data: the batches.
+        sites: of the parameters that may be asked for, by their indexes, in the order of the program.
+        trace: the program, its arguments and its sites.
+        memory: in bytes.
+        sums: the sums that are known, if all are.
+    """
+
+    def __init__(
+        self, data: BatchData, sites: Mapping[int, WeightSite], trace: tuple[Any, Any, WeightSites], memory: int,
+        sums: dict[int, InputSums] | None = None,
+    ) -> None:  # fmt: skip
+        self.data, self.sites, self.trace, self.memory = data, sites, trace, memory
+        self.sums, self.passes = sums or {}, 0 if sums is None else 1
+
+    def of(self, leaves: Sequence[int], step: object) -> dict[int, InputSums]:
+        """The sums of some parameters at once.
+
+        Raises:
+            ValueError: if they need more memory than there is; `step` is that which needs them.
+        """
+        if not self.sums.keys() >= set(leaves):
+            if not self.fits(leaves):
+                paths = ", ".join(repr(self.trace[0].paths[i]) for i in leaves)
+                raise ValueError(
+                    f"memory={self.memory} bytes is less than the {sum(map(self._bytes, leaves))} bytes that the "
+                    f"statistics of {paths} need, all of which {step} looks at together"
+                )
+            some, order = list(leaves), list(self.sites)
+            for leaf in order[order.index(leaves[0]) :]:  # and of those after them
+                if leaf not in some and self.fits([*some, leaf]):
+                    some.append(leaf)
+            self.sums = {}
+            self.sums = self.data.sums(leaves=some)[0]
+            self.passes += 1
+        return {leaf: self.sums[leaf] for leaf in leaves}
+
+    def fits(self, leaves: Iterable[int]) -> bool:
+        """Whether the sums of some parameters may be held at once."""
+        return sum(map(self._bytes, leaves)) <= self.memory
+
+    def _bytes(self, leaf: int) -> int:
+        site, parameter = self.sites[leaf], self.trace[1].values[leaf]
+        dtype = jnp.promote_types(parameter.dtype, jnp.float32)
+        return turn_bytes(site, dtype, False) * math.prod(parameter.shape[: site.turns])
+
+
+_add_in_place = jax.jit(add_sums, donate_argnums=0)
+
+
+def _as_jax_leaf(value: Any) -> Any:
+    return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value

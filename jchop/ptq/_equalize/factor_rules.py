@@ -1,0 +1,570 @@
+"""How factors pass through one equation, in any direction: from one of its values to all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
+from jchop.ptq._equalize.graph import (
+    LOOP_STACK,
+    LOOP_VALUE,
+    SAME_VALUE,
+    GraphNode,
+    GraphValue,
+)
+from jchop.ptq._equalize.labels import (
+    ChannelRun,
+    FactorLabel,
+    FoldError,
+    RunAxis,
+    axis_lengths,
+    has_one_factor,
+    reshape_runs,
+)
+
+__all__ = ["Port", "Tie", "Ways", "fit_broadcasts", "ways_of"]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Channels that must have one factor before anything else can be said."""
+
+    runs: tuple[ChannelRun, ...]
+
+
+#: The factors of all operands and of all results, None for one without; the first one that leads on is taken.
+Ways = Iterator[tuple[list[FactorLabel | None], list[FactorLabel | None]] | Tie]
+
+
+@dataclass(frozen=True)
+class Port:
+    """A node, one of whose values has factors.
+
+    Args:
+        node: the node.
+        label: the factors.
+        place: which operand or result has them.
+        is_result: whether it is a result.
+    """
+
+    node: GraphNode
+    label: FactorLabel
+    place: int
+    is_result: bool
+
+    @property
+    def loops(self) -> int:
+        """How many axes are of loops."""
+        return len(self.node.outs[0].loops)
+
+    @property
+    def around(self) -> tuple[RunAxis, ...]:
+        """The axes of loops."""
+        return self.label.axes[: self.loops]
+
+    @property
+    def own(self) -> tuple[RunAxis, ...]:
+        """The axes of the value itself."""
+        return self.label.axes[self.loops :]
+
+    def on(self, axes: Sequence[RunAxis]) -> FactorLabel:
+        """The factors on other axes of the value itself."""
+        return self.label.to((*self.around, *axes))
+
+    def all_alike(self) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
+        """Every value has the factors."""
+        return [self.label] * len(self.node.ins), [self.label] * len(self.node.outs)
+
+    def from_first(
+        self, ins: FactorLabel, outs: FactorLabel
+    ) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
+        """The first operand and all results have factors."""
+        return [ins, *[None] * (len(self.node.ins) - 1)], [outs] * len(self.node.outs)
+
+    def flat_on(self, axes: Sequence[int], what: str) -> None:
+        """Refuse factors that differ along some axes."""
+        if any(not has_one_factor(self.own[axis]) for axis in axes):
+            raise FoldError(f"{self.node} {what}")
+
+
+def ways_of(node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> Ways:
+    """The factors that the values of a node may have, if one of them has those of `label`.
+
+    Args:
+        node: the node.
+        label: the factors of one value.
+        place: its number among the operands, or the results.
+        is_result: whether it is a result.
+
+    Raises:
+        RefusedError: if there are none.
+    """
+    port = Port(node, label, place, is_result)
+    if node.product is not None:
+        return _PRODUCT_FACTOR_RULES[type(node.product)](port)
+    rule = _FACTOR_RULES.get(node.name)
+    if rule is None:
+        raise FoldError(f"{node} does not commute with factors")
+    return fit_broadcasts(port, rule(port))
+
+
+def fit_broadcasts(port: Port, ways: Ways) -> Ways:
+    """Ways in which operands of length 1 along an axis, if they are broadcast, have one factor there."""
+    for way in ways:
+        if isinstance(way, Tie) or port.node.name not in _BROADCAST_PRIMITIVES:
+            yield way
+            continue
+        ties: list[ChannelRun] = []
+        some = [
+            [_fit_label(port, value, label, ties) for value, label in zip(values, labels, strict=True)]
+            for values, labels in zip((port.node.ins, port.node.outs), way, strict=True)
+        ]
+        yield Tie(tuple(ties)) if ties else (some[0], some[1])
+
+
+def _fit_label(port: Port, value: GraphValue, label: FactorLabel | None, ties: list[ChannelRun]) -> FactorLabel | None:
+    if label is None or len(value.shape) != len(port.own):
+        return label
+    axes = list(label.axes)
+    for i, n in enumerate(value.shape):
+        axis = axes[port.loops + i]
+        if axis_lengths([axis]) != (n,):
+            ties += [] if has_one_factor(axis) or value.zero else axis
+            axes[port.loops + i] = _runs_of_one_factor(n)
+    return label.to(axes)
+
+
+# -- values that differ in their axes alone ----------------------------------------------------------------------------
+
+
+def _same_factors(port: Port) -> Ways:
+    yield port.all_alike()
+
+
+def _one_to_one(port: Port) -> Ways:
+    """Each result is one operand."""
+    ins: list[FactorLabel | None] = [None] * len(port.node.ins)
+    ins[port.place] = port.label
+    yield ins, list(ins)
+
+
+def _loop_value_factors(port: Port) -> Ways:
+    """A value outside of a loop, and in all of its turns."""
+    (outer,), (inner,) = port.node.ins, port.node.outs
+    place, length = len(outer.loops), inner.loops[-1]
+    if not port.is_result:
+        axes = port.label.axes
+        yield [port.label], [port.label.to((*axes[:place], _runs_of_one_factor(length), *axes[place:]))]
+        return
+    if not has_one_factor(port.label.axes[place]):
+        yield Tie(port.label.axes[place])
+        return
+    yield [port.label.to(axis for i, axis in enumerate(port.label.axes) if i != place)], [port.label]
+
+
+def _runs_of_one_factor(size: int) -> RunAxis:
+    return () if size == 1 else ((size, 0),)
+
+
+def _reshape_factors(port: Port) -> Ways:
+    (before,), (after,) = port.node.ins[:1], port.node.outs
+    if port.node.params.get("dimensions") is not None:
+        raise FoldError(f"{port.node} moves axes too")
+    other = before if port.is_result else after
+    yield _first_and_result(port, port.on(reshape_runs(port.own, other.shape)))
+
+
+def _first_and_result(port: Port, other: FactorLabel) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
+    return port.from_first(other, port.label) if port.is_result else port.from_first(port.label, other)
+
+
+def _transpose_factors(port: Port) -> Ways:
+    order = port.node.params["permutation"]
+    if port.is_result:
+        axes: list[RunAxis] = [()] * len(order)
+        for i, axis in enumerate(order):
+            axes[axis] = port.own[i]
+    else:
+        axes = [port.own[axis] for axis in order]
+    yield _first_and_result(port, port.on(axes))
+
+
+def _broadcast_factors(port: Port) -> Ways:
+    dims, shape = port.node.params["broadcast_dimensions"], port.node.ins[0].shape
+    out = port.node.outs[0].shape
+    if port.is_result:
+        same_size = {axis for i, axis in enumerate(dims) if shape[i] == out[axis]}
+        ties = [
+            run
+            for axis, runs in enumerate(port.own)
+            if axis not in same_size and not has_one_factor(runs)
+            for run in runs
+        ]
+        if ties:
+            yield Tie(tuple(ties))
+            return
+        axes = [port.own[axis] if axis in same_size else () for axis in dims]
+    else:
+        axes = [_runs_of_one_factor(n) for n in out]
+        for i, axis in enumerate(dims):
+            if shape[i] == out[axis]:
+                axes[axis] = port.own[i]
+    yield _first_and_result(port, port.on(axes))
+
+
+def _along_axes_rule(name: str, what: str) -> Callable[[Port], Ways]:
+    """A primitive that does not mix numbers but along the axes that a parameter names."""
+
+    def rule(port: Port) -> Ways:
+        axes = port.node.params[name]
+        port.flat_on([axes] if isinstance(axes, int) else [int(axis) for axis in axes], what)
+        yield port.all_alike()
+
+    return rule
+
+
+def _label_of_other(port: Port) -> FactorLabel:
+    """The factors of the other value of a node, some axes of which, without factors, have other lengths."""
+    other = port.node.ins[0] if port.is_result else port.node.outs[0]
+    axes = [
+        runs if axis_lengths([runs]) == (n,) else _runs_of_one_factor(n)
+        for runs, n in zip(port.own, other.shape, strict=True)
+    ]
+    return port.on(axes)
+
+
+def _join_rule(name: str, what: str) -> Callable[[Port], Ways]:
+    """A primitive that joins values along the axis that a parameter names, or takes one apart."""
+
+    def rule(port: Port) -> Ways:
+        axis = port.node.params[name]
+        port.flat_on([axis], what)
+
+        def labels(values: Sequence[GraphValue]) -> list[FactorLabel | None]:
+            return [
+                port.on([_runs_of_one_factor(v.shape[i]) if i == axis else runs for i, runs in enumerate(port.own)])
+                for v in values
+            ]
+
+        yield labels(port.node.ins), labels(port.node.outs)
+
+    return rule
+
+
+def _slice_factors(port: Port) -> Ways:
+    """A part of an axis: along it numbers must have one factor."""
+    (before, *_), (after,) = port.node.ins, port.node.outs
+    port.flat_on(
+        [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b], "takes some channels"
+    )
+    yield _first_and_result(port, _label_of_other(port))
+
+
+def _pad_factors(port: Port) -> Ways:
+    pad_axes = [i for i, some in enumerate(port.node.params["padding_config"]) if tuple(some) != (0, 0, 0)]
+    port.flat_on(pad_axes, "adds channels")
+    if not port.node.ins[1].zero:
+        raise FoldError(f"{port.node} adds other numbers than zeros")
+    yield _first_and_result(port, _label_of_other(port))
+
+
+def _reduce_factors(port: Port) -> Ways:
+    reduce_axes = {int(axis) for axis in port.node.params["axes"]}
+    if not port.is_result:
+        port.flat_on(sorted(reduce_axes), "reduces its channels to one")
+        axes = [runs for i, runs in enumerate(port.own) if i not in reduce_axes]
+    else:
+        rest = iter(port.own)
+        axes = [
+            _runs_of_one_factor(n) if i in reduce_axes else next(rest) for i, n in enumerate(port.node.ins[0].shape)
+        ]
+    yield _first_and_result(port, port.on(axes))
+
+
+def _squeeze_factors(port: Port) -> Ways:
+    squeeze_axes = {axis % len(port.node.ins[0].shape) for axis in port.node.params["dimensions"]}
+    rest = iter(port.own)
+    if port.is_result:
+        axes = [() if i in squeeze_axes else next(rest) for i in range(len(port.node.ins[0].shape))]
+    else:
+        axes = [runs for i, runs in enumerate(port.own) if i not in squeeze_axes]
+    yield _first_and_result(port, port.on(axes))
+
+
+def _expand_factors(port: Port) -> Ways:
+    new = {axis % len(port.node.outs[0].shape) for axis in port.node.params["dimensions"]}
+    rest = iter(port.own)
+    if port.is_result:
+        axes = [runs for i, runs in enumerate(port.own) if i not in new]
+    else:
+        axes = [() if i in new else next(rest) for i in range(len(port.node.outs[0].shape))]
+    yield _first_and_result(port, port.on(axes))
+
+
+def _gather_factors(port: Port) -> Ways:
+    """Whole rows that are looked up."""
+    table, numbers = port.node.ins[0], port.node.params["dimension_numbers"]
+    sizes, single = port.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
+    whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
+    there = {out: axis for axis, out in whole} if port.is_result else dict(whole)
+    yield _first_and_result(port, _label_by_axes(port, there, table if port.is_result else port.node.outs[0]))
+
+
+def _scatter_factors(port: Port) -> Ways:
+    """Whole rows that are put, or added, to others."""
+    (rows, _, updates), numbers = port.node.ins, port.node.params["dimension_numbers"]
+    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = zip((i for i in range(len(rows.shape)) if i not in single), numbers.update_window_dims, strict=True)
+    whole = {axis: own for axis, own in windows if rows.shape[axis] == updates.shape[own]}
+    if port.is_result or not port.place:
+        yield [port.label, None, _label_by_axes(port, whole, updates)], [port.label]
+    else:
+        label = _label_by_axes(port, {own: axis for axis, own in whole.items()}, rows)
+        yield [label, None, port.label], [label]
+
+
+def _label_by_axes(port: Port, there: Mapping[int, int], other: GraphValue) -> FactorLabel:
+    """The factors of another value, whose axes are those of this one by number."""
+    axes = [_runs_of_one_factor(n) for n in other.shape]
+    for i, runs in enumerate(port.own):
+        if i in there:
+            axes[there[i]] = runs
+        elif not has_one_factor(runs):
+            raise FoldError(f"{port.node} takes some of its channels")
+    return port.on(axes)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def _convert_factors(port: Port) -> Ways:
+    if not (port.node.ins[0].real and port.node.outs[0].real):
+        raise FoldError(f"{port.node} makes other numbers of it")
+    yield port.all_alike()
+
+
+def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Port], Ways]:
+    def rule(port: Port) -> Ways:
+        by = exponent(port.node.params)
+        if not by:
+            raise FoldError(f"{port.node} does not commute with factors")
+        yield _first_and_result(port, port.label.to_power(1 / by if port.is_result else by))
+
+    return rule
+
+
+def _mul_factors(port: Port) -> Ways:
+    a, b = port.node.ins
+    if a is b:
+        other = port.label.to_power(Fraction(1, 2) if port.is_result else 2)
+        yield ([other] * 2, [port.label]) if port.is_result else ([port.label] * 2, [other])
+        return
+    if not port.is_result:
+        ins: list[FactorLabel | None] = [None, None]
+        ins[port.place] = port.label
+        yield ins, [port.label]
+        ins = [port.label.to_power(-1)] * 2
+        ins[port.place] = port.label
+        yield ins, [None]
+        return
+    for side in (0, 1) if a.is_parameter or not b.is_parameter else (1, 0):
+        if not port.node.ins[side].source:
+            ins = [None, None]
+            ins[side] = port.label
+            yield ins, [port.label]
+
+
+def _div_factors(port: Port) -> Ways:
+    if port.is_result:
+        ways: list[list[FactorLabel | None]] = [[port.label, None], [None, port.label.to_power(-1)]]
+        for way, value in zip(ways, port.node.ins, strict=True):
+            if not value.source:
+                yield way, [port.label]
+    elif port.place == 0:
+        yield [port.label, None], [port.label]
+        yield [port.label, port.label], [None]
+    else:
+        yield [None, port.label], [port.label.to_power(-1)]
+        yield [port.label, port.label], [None]
+
+
+def _compare_factors(port: Port) -> Ways:
+    """With zero, and with a value of the same factors: these are positive."""
+    yield [port.label, port.label], [None]
+
+
+def _sign_factors(port: Port) -> Ways:
+    yield [port.label], [None]
+
+
+def _select_factors(port: Port) -> Ways:
+    yield [None, *[port.label] * (len(port.node.ins) - 1)], [port.label]
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def _dot_factors(port: Port) -> Ways:
+    dot: DotProduct = port.node.product
+    ndims = [len(v.shape) for v in port.node.ins[:2]]
+    used = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
+    free = [[axis for axis in range(ndims[side]) if axis not in used[side]] for side in (0, 1)]
+    num_batch = len(dot.batch[0])
+    if port.is_result:
+        yield from _dot_result_factors(port, dot, free, ndims)
+        return
+    side, other = port.place, 1 - port.place
+    sum_axes = [axis for axis in dot.contracting[side] if not has_one_factor(port.own[axis])]
+    ins: list[FactorLabel | None] = [None, None]
+    ins[side] = port.label
+    if sum_axes:
+        port.flat_on(free[side], "sums over a part of its channels")
+        axes = [_runs_of_one_factor(n) for n in port.node.ins[other].shape]
+        for kind in (dot.contracting, dot.batch):
+            for own, theirs in zip(kind[side], kind[other], strict=True):
+                axes[theirs] = port.own[own]
+        ins[other] = port.on(axes).to_power(-1)
+        yield ins, [None]
+        return
+    axes = [_runs_of_one_factor(n) for n in port.node.outs[0].shape]
+    axes[:num_batch] = [port.own[axis] for axis in dot.batch[side]]
+    start = num_batch + (0 if side == 0 else len(free[0]))
+    axes[start : start + len(free[side])] = [port.own[axis] for axis in free[side]]
+    yield ins, [port.on(axes)]
+
+
+def _dot_result_factors(port: Port, dot: DotProduct, free: Sequence[Sequence[int]], ndims: Sequence[int]) -> Ways:
+    """From a result to the operand whose axes have the factors."""
+    num_batch = len(dot.batch[0])
+    cut = (num_batch, num_batch + len(free[0]), len(port.own))
+    runs = [[run for axis in port.own[cut[i] : cut[i + 1]] for run in axis if run[1]] for i in (0, 1)]
+    sides = [0, 1] if port.node.ins[0].is_parameter or not port.node.ins[1].is_parameter else [1, 0]
+    if runs[0] and runs[1]:
+        for side in sides:
+            yield Tie(tuple(runs[1 - side]))
+        return
+    for side in sides:
+        if runs[1 - side]:
+            continue
+        axes = [_runs_of_one_factor(n) for n in port.node.ins[side].shape]
+        for i, axis in enumerate(dot.batch[side]):
+            axes[axis] = port.own[i]
+        for i, axis in enumerate(free[side]):
+            axes[axis] = port.own[cut[side] + i]
+        ins: list[FactorLabel | None] = [None, None]
+        ins[side] = port.on(axes)
+        yield ins, [port.label]
+
+
+def _conv_factors(port: Port) -> Ways:
+    conv: ConvProduct = port.node.product
+    image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
+
+    def label(value: Any, axis: int, runs: RunAxis) -> FactorLabel:
+        return port.on([runs if i == axis else _runs_of_one_factor(n) for i, n in enumerate(value.shape)])
+
+    if conv.feature_groups != 1:
+        axes = image[1], kernel[0], out[1]
+        values = [*port.node.ins[:2], *port.node.outs]
+        if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
+            raise FoldError(f"{port.node} has feature_group_count={conv.feature_groups}")
+        own = axes[2 if port.is_result else port.place]
+        port.flat_on([i for i in range(len(port.own)) if i != own], "does not keep its channels apart")
+        yield from _depthwise_factors(
+            port, [label(v, axis, port.own[own]) for v, axis in zip(values, axes, strict=True)]
+        )
+        return
+    if port.is_result or (port.place == 1 and not has_one_factor(port.own[kernel[0]])):
+        axis = out[1] if port.is_result else kernel[0]
+        port.flat_on([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
+        runs = port.own[axis]
+        yield [None, label(port.node.ins[1], kernel[0], runs)], [label(port.node.outs[0], out[1], runs)]
+        return
+    axis = (image, kernel)[port.place][1]
+    port.flat_on([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
+    both = [label(value, (image, kernel)[i][1], port.own[axis]) for i, value in enumerate(port.node.ins)]
+    yield [own.to_power(1 if i == port.place else -1) for i, own in enumerate(both)], [None]
+
+
+def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> Ways:
+    """Each channel of an image times one of a kernel: two of image, kernel and result have factors."""
+    pairs = [(1, 2), (0, 2)] if port.is_result else [(0, 1), (0, 2)] if port.place == 0 else [(1, 2), (0, 1)]
+    for pair in pairs:
+        inverse = pair == (0, 1)
+        first = port.place if not port.is_result else 2
+        way = [
+            None if i not in pair else own.to_power(-1) if inverse and i != first else own
+            for i, own in enumerate(labels)
+        ]
+        yield way[:2], way[2:]
+
+
+def _ragged_dot_factors(port: Port) -> Ways:
+    """Rows (m, k) and matrices (g, k, n): which matrix a row meets depends on data."""
+    flat = [[_runs_of_one_factor(n) for n in v.shape] for v in (*port.node.ins[:2], port.node.outs[0])]
+    none: list[FactorLabel | None] = [None] * len(port.node.ins)
+    if port.is_result or port.place == 0:
+        port.flat_on([0], "does not keep its channels apart")
+    elif not has_one_factor(port.own[0]):
+        yield Tie(tuple(port.own[0]))
+        return
+    if port.is_result or (port.place == 1 and has_one_factor(port.own[1])):
+        runs = port.own[-1]
+        weight = port.on([*flat[1][:2], runs])
+        yield [None, weight, *none[2:]], [port.on([flat[2][0], runs])]
+        return
+    if port.place == 1:
+        port.flat_on([2], "sums over a part of its channels")
+    runs, way = port.own[1], (-1 if port.place else 1)
+    rows, weight = port.on([flat[0][0], runs]), port.on([flat[1][0], runs, flat[1][2]])
+    yield [rows.to_power(way), weight.to_power(-way), *none[2:]], [None]
+
+
+_HOMOGENEOUS_NAMES = """
+    add add_any sub max min neg abs copy copy_p name jchop_result stop_gradient sharding_constraint reshard device_put
+    reduce_precision
+"""
+_COMPARISONS = "ge gt le lt eq ne"
+_PRODUCT_FACTOR_RULES: dict[type, Callable[[Port], Ways]] = {
+    DotProduct: _dot_factors,
+    ConvProduct: _conv_factors,
+    RaggedProduct: _ragged_dot_factors,
+}
+_FACTOR_RULES: dict[str, Callable[[Port], Ways]] = {
+    SAME_VALUE: _same_factors,
+    LOOP_STACK: _same_factors,
+    LOOP_VALUE: _loop_value_factors,
+    **dict.fromkeys(_HOMOGENEOUS_NAMES.split(), _same_factors),
+    **dict.fromkeys(_COMPARISONS.split(), _compare_factors),
+    "optimization_barrier": _one_to_one,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce_factors),
+    **dict.fromkeys(("slice", "dynamic_slice"), _slice_factors),
+    "convert_element_type": _convert_factors,
+    "reshape": _reshape_factors,
+    "transpose": _transpose_factors,
+    "broadcast_in_dim": _broadcast_factors,
+    "squeeze": _squeeze_factors,
+    "expand_dims": _expand_factors,
+    "rev": _along_axes_rule("dimensions", "reverses its channels"),
+    "cumsum": _along_axes_rule("axis", "sums over its channels"),
+    "concatenate": _join_rule("dimension", "joins its channels with others"),
+    "split": _join_rule("axis", "takes its channels apart"),
+    "pad": _pad_factors,
+    "gather": _gather_factors,
+    **dict.fromkeys(("scatter", "scatter-add"), _scatter_factors),
+    "mul": _mul_factors,
+    "div": _div_factors,
+    "square": _power_rule(lambda params: Fraction(2)),
+    "sqrt": _power_rule(lambda params: Fraction(1, 2)),
+    "rsqrt": _power_rule(lambda params: Fraction(-1, 2)),
+    "integer_pow": _power_rule(lambda params: Fraction(params["y"])),
+    "sign": _sign_factors,
+    "select_n": _select_factors,
+}
+#: Primitives that broadcast axes of length 1.
+_BROADCAST_NAMES = "add add_any sub max min mul div select_n"
+_BROADCAST_PRIMITIVES = frozenset((*_BROADCAST_NAMES.split(), *_COMPARISONS.split()))

@@ -1,0 +1,365 @@
+"""Parameters mapped by statistics: where the factors go, what they are, and what there is to report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._common.bit_ops import enable_x64_for
+from jchop._quantized.products.hadamard import HadamardBlocks
+from jchop._quantized.program.lazy_params import is_packed_param
+from jchop._quantized.program.weight_layout import WeightLayout
+from jchop.formats.rounding import Rounding
+from jchop.ptq._data.input_sums import InputSums, add_sums
+from jchop.ptq._data.passes import BatchData, LazySums
+from jchop.ptq._data.sites import WeightSite
+from jchop.ptq._data.statistics import mean_statistics
+from jchop.ptq._equalize.factors import ChannelWeight, awq_factors, smooth_factors
+from jchop.ptq._equalize.graph import (
+    GraphValue,
+    ProductPlace,
+    ProgramGraph,
+    graph_of,
+)
+from jchop.ptq._equalize.labels import FactorLabel, FoldError, has_one_factor
+from jchop.ptq._equalize.rotation_rules import GainError, rotation_of
+from jchop.ptq._equalize.search import Fold, channels_of, fold_of
+from jchop.ptq._steps.steps.map_steps import Awq, Mapping, Rotate
+from jchop.ptq._steps.steps.round import round_parameter
+from jchop.ptq._steps.steps.steps import CalibrationSteps
+
+Array = jax.Array
+
+__all__ = ["MappingRecord", "map_parameters", "multiply_by_factors", "rotate_channels"]
+
+
+@dataclass
+class MappingRecord:
+    """What mappings did.
+
+    Args:
+        methods: the names of the steps that were taken for a weight, by its index.
+        notes: of a weight, or of a layer of a stack of them: its index, and the turn or ``()``.
+        before: signal-to-noise ratio of the product of a weight before it was changed, each element rounded to nearest:
+            the mean squares of the outputs and of their errors.
+        passes: how often the data were run.
+    """
+
+    methods: dict[int, list[str]] = field(default_factory=dict)
+    notes: dict[tuple[int, tuple[int, ...]], list[str]] = field(default_factory=dict)
+    before: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = field(default_factory=dict)
+    passes: int = 0
+
+    def note(self, leaf: int, turn: tuple[int, ...]) -> str:
+        """What there is to say of a weight."""
+        places = [turn[:i] for i in range(len(turn) + 1)]
+        return "; ".join(text for place in places for text in self.notes.get((leaf, place), ()))
+
+    def add(self, leaf: int, text: str, turn: tuple[int, ...] = ()) -> None:
+        """Say something of a weight."""
+        self.notes.setdefault((leaf, turn), []).append(text)
+
+
+def map_parameters(data: BatchData, steps: Sequence[Mapping], memory: int | None = None) -> MappingRecord:
+    """Map the parameters of `data`, one step after the other.
+
+    Each runs the data once, or, if there is a bound of `memory` in bytes, as often as that takes.
+
+    Raises:
+        ValueError: as a run of the data; for a parameter that overflows its dtype; for less memory than the weights
+            need that share an input.
+    """
+    record = MappingRecord()
+    for step in steps:
+        sums, trace = (None, data.last()) if memory is not None else data.sums()
+        program, call, sites = trace
+        weight_sites = {
+            leaf: site
+            for leaf, site in sites.by_leaf.items()
+            if leaf in program.placements and program.placements[leaf][1].view == site.view
+        }
+        for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].rotation is not None]:
+            del weight_sites[leaf]
+            record.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
+        for leaf, site in weight_sites.items():
+            if site.groups > 1:
+                record.add(leaf, f"not by {step.name}: a convolution of feature_group_count={site.groups}")
+        graphs = [graph_of(*some) for some in data.programs if some[0] is not program]
+        lazy_sums = LazySums(data, weight_sites, trace, memory or 0, sums)
+        job = _MappingJob(step, program, call, graph_of(program, sites), graphs, lazy_sums, weight_sites, record)
+        job.run()
+        data.params = job.result(data.params)
+        record.passes += lazy_sums.passes
+    return record
+
+
+class _MappingJob:
+    """One step.
+
+    Args:
+        step: the step.
+        program: the program.
+        call: its arguments.
+        graph: the program as a graph.
+        others: programs of batches of other shapes.
+        lazy_sums: the statistics of the inputs.
+        weight_sites: the sites of the weights that are rounded, by their indexes.
+        record: what is reported.
+    """
+
+    def __init__(
+        self, step: Mapping, program: Any, call: Any, graph: ProgramGraph, others: Sequence[ProgramGraph],
+        lazy_sums: LazySums, weight_sites: dict[int, WeightSite], record: MappingRecord,
+    ) -> None:  # fmt: skip
+        self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
+        self.lazy_sums, self.weight_sites, self.record = lazy_sums, weight_sites, record
+        self.new_values: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Every weight that is rounded, with those that share its input."""
+        previous: set[int] = set()
+        for place in self.graph.places:
+            leaf = place.site.leaf
+            if leaf in previous or leaf not in self.weight_sites:
+                continue
+            previous.add(leaf)
+            try:
+                fold = self._fold(place)
+            except FoldError as reason:
+                what = "rotation" if isinstance(self.step, Rotate) else "factors"
+                self.record.add(leaf, f"no {what} by {self.step.name}: {reason}")
+                continue
+            members = self._members(fold)
+            previous |= set(members)
+            self._map(place, fold, members)
+
+    def result(self, params: Any) -> Any:
+        """The parameters with those that are changed."""
+        leaves, tree = jax.tree.flatten(params, is_leaf=is_packed_param)
+        for leaf, value in self.new_values.items():
+            leaves[self.call.places[leaf]] = value
+        return jax.tree.unflatten(tree, leaves)
+
+    def _fold(self, place: ProductPlace) -> Fold:
+        if not isinstance(self.step, Rotate):
+            return self._fold_in_all_batches(place, fold_of)
+        before = dict(self.new_values)
+        while True:
+            try:
+                return self._fold_in_all_batches(place, lambda own: rotation_of(own, self._value))
+            except GainError as reason:
+                try:
+                    self._move_gain(min(reason.leaves))
+                except FoldError as why:
+                    self.new_values = before
+                    raise FoldError(f"{reason}, {why}") from None
+            except FoldError:
+                self.new_values = before
+                raise
+
+    def _fold_in_all_batches(self, place: ProductPlace, search: Callable[[ProductPlace], Fold]) -> Fold:
+        fold = search(place)
+        own = _labels_by_leaf(fold)
+        for graph in self.others:
+            again = next((other for other in graph.places if other.site.leaf == place.site.leaf), None)
+            alike = _labels_by_leaf(search(again)) == own if again else not any(graph.parameters[i].nodes for i in own)
+            if not alike:
+                raise FoldError("other batches have a program in which the factors would go elsewhere")
+        return fold
+
+    def _move_gain(self, leaf: int) -> None:
+        """Make the scale of a norm 1 by factors that go into the weights after it.
+
+        Raises:
+            RefusedError: if they cannot.
+        """
+        path, gain = self.program.paths[leaf], np.asarray(self._value(leaf), np.float64)
+        for place in self.graph.places:
+            try:
+                fold = self._fold_in_all_batches(place, fold_of)
+            except FoldError:
+                continue
+            targets = _labels_by_leaf(fold)
+            if leaf not in targets or targets[leaf].power != -1:
+                continue
+            if not (gain > 0).all():
+                raise FoldError(f"and {path} is not positive")
+            factors, indexes = np.ones(fold.channels.count), np.broadcast_to(targets[leaf].indexes(), gain.shape)
+            factors[indexes] = gain
+            if (factors[indexes] != gain).any():
+                raise FoldError(f"and not all of {path} goes into the weights after it")
+            for target, label in targets.items():
+                self._change(target, partial(multiply_by_factors, label=label, factors=factors))
+            self.new_values[leaf] = np.ones_like(self._value(leaf))
+            return
+        raise FoldError(f"and {path} does not go into the weights after it")
+
+    def _members(self, fold: Fold) -> dict[int, ProductPlace]:
+        """The weights, by their index, whose inputs have the channels: those that take the factors themselves."""
+        places: dict[int, ProductPlace] = {}
+        for place in self.graph.places:
+            weight, inputs = (fold.labels.get(place.node.ins[side]) for side in (place.side, 1 - place.side))
+            own = weight is not None and inputs is not None and weight.power == 1
+            if own and place.site.leaf in self.weight_sites and self.graph.parameters[place.site.leaf] in fold.labels:
+                places.setdefault(place.site.leaf, place)
+        return places
+
+    def _map(self, place: ProductPlace, fold: Fold, places: dict[int, ProductPlace]) -> None:
+        more = [leaf for leaf in _labels_by_leaf(fold) if self._needs_errors(leaf)]
+        if self.lazy_sums.fits({*places, *more}):
+            self.lazy_sums.of([*dict.fromkeys([*places, *more])], self.step)
+        if isinstance(self.step, Rotate):
+            by = HadamardBlocks.of(fold.channels.free, self.step.seed)
+            self._report(fold, places, f"{self.step.name} by {by}")
+            for leaf, label in _labels_by_leaf(fold).items():
+                self._change(leaf, partial(rotate_channels, label=label, by=by))
+            return
+        sums = self.lazy_sums.of([*places], self.step)
+        members = [self._member(fold, own, sums[leaf]) for leaf, own in places.items()]
+        count = fold.channels.count
+        if isinstance(self.step, Awq):
+            units = self._units(place, members, count)
+            factors, choices = awq_factors(self.step, members, count, units)
+        else:
+            units, choices = 1, []
+            factors = smooth_factors(self.step, members, count)
+        self._report(fold, places, self.step.name, choices, units > 1)
+        for leaf, label in _labels_by_leaf(fold).items():
+            self._change(leaf, partial(multiply_by_factors, label=label, factors=factors))
+
+    def _report(
+        self, fold: Fold, places: dict[int, ProductPlace], what: str, choices: Sequence[str] = (), by_turn: bool = False
+    ) -> None:
+        """Say of the weights what was done, where it went, and what was chosen in each turn, or in all."""
+        leaves = (
+            leaf
+            for leaf in _labels_by_leaf(fold)
+            if leaf not in places or _reaches_data(self.graph.parameters[leaf], fold)
+        )
+        targets = sorted(self.program.paths[leaf] for leaf in leaves)
+        for leaf in places:
+            self.record.methods.setdefault(leaf, []).append(self.step.name)
+            if targets:
+                self.record.add(leaf, f"{what} folded into {', '.join(targets)}")
+            turns = list(np.ndindex(*self._shape(leaf)[: self.weight_sites[leaf].turns])) if by_turn else [()]
+            for turn, text in zip(turns, choices, strict=False):
+                self.record.add(leaf, text, turn)
+
+    def _shape(self, leaf: int) -> tuple[int, ...]:
+        return self.program.shapes[leaf]
+
+    def _value(self, leaf: int) -> Any:
+        return self.new_values.get(leaf, self.call.values[leaf])
+
+    def _member(self, fold: Fold, place: ProductPlace, sums: InputSums) -> ChannelWeight:
+        site, node = place.site, place.node
+        label = fold.labels[node.ins[place.side]]
+        _, shape, axes = channels_of(place)
+        own = FactorLabel(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
+        channels = np.broadcast_to(own, [shape[axis] for axis, _ in axes]).reshape(-1)
+        placement = _placement_to_nearest(self.program.placements[site.leaf][0])
+        turns = sum(place.turns)
+        if turns < site.turns:  # constant indexes: all layers have the same factors
+            layers = np.ndindex(*self._shape(site.leaf)[: site.turns])
+            sums = reduce(add_sums, [jax.tree.map(lambda v, i=i: v[i], sums) for i in layers])
+        return ChannelWeight(self._value(site.leaf), site.stack, turns, placement, site.layout, sums, channels)
+
+    def _units(self, place: ProductPlace, members: Sequence[ChannelWeight], count: int) -> int:
+        """How many parts of the channels belong to turns of loops, each with the matrices of its own turn."""
+        _, shape, axes = channels_of(place)
+        loops = len(place.node.ins[place.side].loops)
+        turns = int(np.prod([shape[axis] for axis, _ in axes if axis < loops], dtype=np.int64))
+        for member in members:
+            if int(np.prod(member.weight.shape[: member.turns], dtype=np.int64)) != turns:
+                return 1
+            parts = member.channels.reshape(turns, -1) // (count // turns)
+            if not (parts == np.arange(turns)[:, None]).all():
+                return 1
+        return turns
+
+    def _needs_errors(self, leaf: int) -> bool:
+        """Whether the errors of a weight before any step are needed, and not known."""
+        return leaf in self.weight_sites and not any(own == leaf for own, _ in self.record.before)
+
+    def _record_errors(self, leaf: int) -> None:
+        """The errors of a weight that is rounded as it was before any step."""
+        if not self._needs_errors(leaf):
+            return
+        site, sums = self.weight_sites[leaf], self.lazy_sums.of([leaf], self.step)[leaf]
+        placement = _placement_to_nearest(self.program.placements[leaf][0])
+        weights = jnp.asarray(self._value(leaf))
+        for place in np.ndindex(*weights.shape[: site.stack]):
+            inputs, weight = (
+                mean_statistics(jax.tree.map(lambda v, turn=place[: site.turns]: v[turn], sums)),
+                weights[place],
+            )
+            with enable_x64_for(weight.dtype):
+                out = round_parameter(
+                    weight, inputs.gram, None, None, placement=placement, layout=site.layout, steps=CalibrationSteps()
+                )
+            energy, before = (float((v * inputs.count).sum()) for v in (out.energy, out.before))
+            self.record.before[leaf, place] = energy, before
+
+    def _change(self, leaf: int, change: Callable[[Any], Any]) -> None:
+        """Change a parameter.
+
+        Raises:
+            ValueError: if it overflows.
+        """
+        self._record_errors(leaf)
+        before = self._value(leaf)
+        after = change(before)
+        if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(jnp.asarray(after))).any()):
+            raise ValueError(
+                f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
+                f"{self.step}"
+            )
+        self.new_values[leaf] = after
+
+
+def multiply_by_factors(parameter: Any, label: FactorLabel, factors: np.ndarray) -> Any:
+    """A parameter times its factors, in float32 or its own wider type, rounded once to its own."""
+    own = factors[label.indexes()] ** float(label.power)
+    with enable_x64_for(parameter.dtype):
+        wide = jnp.promote_types(parameter.dtype, jnp.float32)
+        after = (jnp.asarray(parameter).astype(wide) * jnp.asarray(own, wide)).astype(parameter.dtype)
+    return np.asarray(after) if isinstance(parameter, np.ndarray) else after
+
+
+def rotate_channels(parameter: Any, label: FactorLabel, by: HadamardBlocks) -> Any:
+    """A parameter times a matrix along the channels that are not tied, in float64, rounded once to its own type."""
+    axes = [axis or ((1, 0),) for axis in label.axes]
+    runs = [(size, 0 if has_one_factor(axis) else stride) for axis in axes for size, stride in axis]
+    along = sorted((i for i, (_, stride) in enumerate(runs) if stride), key=lambda i: -runs[i][1])
+    order = [*(i for i in range(len(runs)) if i not in along), *along]
+    apart = np.asarray(parameter, np.float64).reshape([size for size, _ in runs]).transpose(order)
+    product = by.apply(apart.reshape(-1, by.size)).reshape(apart.shape).transpose(np.argsort(order))
+    after = product.reshape(parameter.shape).astype(parameter.dtype)
+    if isinstance(parameter, np.ndarray):
+        return after
+    with enable_x64_for(parameter.dtype):
+        return jnp.asarray(after)
+
+
+def _labels_by_leaf(fold: Fold) -> dict[int, FactorLabel]:
+    return {v.leaf: label for v, label in fold.labels.items() if v.leaf is not None}
+
+
+def _reaches_data(parameter: GraphValue, fold: Fold) -> bool:
+    """Whether a value that is computed of a parameter and of data has the factors, as rows that are looked up."""
+    read = [node for node in parameter.nodes if parameter in node.ins]
+    results = [value for node in read for value in node.outs if value in fold.labels]
+    return any(not value.is_parameter or _reaches_data(value, fold) for value in results)
+
+
+def _placement_to_nearest(placement: WeightLayout) -> WeightLayout:
+    """A placement without random numbers."""
+    if not placement.spec.rounding.stochastic:
+        return placement
+    return replace(placement, spec=replace(placement.spec, rounding=Rounding.NEAREST_EVEN, random_bits=None))

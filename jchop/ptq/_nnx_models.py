@@ -1,0 +1,68 @@
+"""`quantize_with_data`: a model of NNX whose parameters are rounded by data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from jchop._common.checks import short_repr
+from jchop._quantized.products.rule import Rule, as_rule_tuple
+from jchop.nn._nnx.layers import refuse_quantized_layers
+from jchop.nn._nnx.programs import round_program_with_data
+from jchop.ptq import PtqReport
+
+T = TypeVar("T", bound=nnx.Module)
+
+__all__ = ["quantize_with_data"]
+
+
+def quantize_with_data(
+    model: T,
+    rules: Rule | Iterable[Rule],
+    batches: Iterable[Any],
+    steps: Any = None,
+    *,
+    sequential: bool | None = None,
+    rngs: nnx.Rngs | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> tuple[T, PtqReport]:
+    """A copy of a model, packed, each weight rounded so that its product has small errors on data.
+
+    `jchop.ptq.quantize` for the call of a model of Flax NNX. The result is of the kind that `quantize` returns with
+    ``mode="ptq"`` and ``inputs``: its program runs under the rules.
+
+    Args:
+        model: a module of Flax NNX, whose parameters under rules are not rounded yet.
+        rules: a `Rule`, or several, as of `jchop.quantize_fn`.
+        batches: arguments of the model's call: tuples, or the only argument.
+        steps: as of `jchop.ptq.quantize`, such as ``[jc.ptq.gptq()]``, the default.
+        sequential: as of `jchop.ptq.quantize`.
+        rngs: `flax.nnx.Rngs`, required if a rule is stochastic.
+        progress: called with the number of batches that were run.
+
+    Returns:
+        The new model, and a `jchop.ptq.PtqReport`.
+
+    Raises:
+        TypeError, ValueError: as `jchop.ptq.quantize`; for a layer that rounds its parameters already.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
+        >>> x = jax.random.normal(jax.random.key(0), (256, 64)) @ jax.random.normal(jax.random.key(1), (64, 64))
+        >>> packed, report = jc.nn.quantize_with_data(model, jc.nn.Rule(weight="int4(group=32)"), [x])
+        >>> report.weights[0].path, report.weights[0].after - report.weights[0].before > 2, packed(x).shape
+        ('kernel', True, (256, 8))
+    """
+    all_rules = as_rule_tuple(rules)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model={short_repr(model)} must be a module of Flax NNX; for Linen use Program.quantize_with_data, for "
+            "Equinox jc.ptq.quantize(lambda m, x: jax.vmap(m)(x), rules, model, batches, steps)"
+        )
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    refuse_quantized_layers(result, all_rules)
+    return result, round_program_with_data(result, all_rules, batches, steps, sequential, rngs, progress)

@@ -1,0 +1,403 @@
+"""The steps of a calibration, as values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jchop.ptq._steps.steps.map_steps import Mapping
+
+from jchop._common.checks import check_choice, check_int
+from jchop.sparsity._masks import check_sparsity_pattern
+from jchop.storage._half_quadratic import check_hqq_search
+
+__all__ = [
+    "BiasCorrection",
+    "CalibrationSteps",
+    "Clip",
+    "Correction",
+    "HalfQuadratic",
+    "SignDescent",
+    "Sparse",
+    "Sweep",
+    "as_steps",
+    "clip",
+    "correct_biases",
+    "correct_error",
+    "gptq",
+    "hqq",
+    "sign_round",
+    "sparse",
+]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """GPTQ; `gptq` makes it."""
+
+    order: str
+    damping: float
+    block: int
+
+    def __str__(self) -> str:
+        return f"gptq(order={self.order!r}, damping={self.damping:g}, block={self.block})"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A correction of weights before they are rounded; `correct_error` makes it."""
+
+    strength: float
+    damping: float
+
+    def __str__(self) -> str:
+        return f"correct_error({self.strength:g}, damping={self.damping:g})"
+
+
+@dataclass(frozen=True)
+class SignDescent:
+    """SignRound; `sign_round` makes it."""
+
+    iterations: int
+    rate: float
+    momentum: float
+
+    def __str__(self) -> str:
+        return f"sign_round({self.iterations}, rate={self.rate:g}, momentum={self.momentum:g})"
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Pruning; `sparse` makes it."""
+
+    n: int
+    m: int
+    by: str
+
+    def __str__(self) -> str:
+        return f"sparse({self.n}, {self.m}, by={self.by!r})"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipped scales; `clip` makes it."""
+
+    points: int
+    least: float
+
+    def __str__(self) -> str:
+        return f"clip({self.points}, least={self.least:g})"
+
+
+@dataclass(frozen=True)
+class HalfQuadratic:
+    """Zero points by half-quadratic quantization; `hqq` makes it."""
+
+    iterations: int
+    norm: float
+    weight: float
+    growth: float
+    whole_start: bool
+
+    def __str__(self) -> str:
+        return f"hqq({self.iterations}, norm={self.norm:g}, weight={self.weight:g}, growth={self.growth:g})"
+
+
+@dataclass(frozen=True)
+class BiasCorrection:
+    """A correction of biases after weights are rounded; `correct_biases` makes it."""
+
+    def __str__(self) -> str:
+        return "correct_biases()"
+
+
+CalibrationStep = Mapping | Correction | Sparse | Clip | HalfQuadratic | Sweep | SignDescent | BiasCorrection
+
+
+@dataclass(frozen=True)
+class CalibrationSteps:
+    """What is done to each weight: at most one step of each kind, None for one that is not taken; mappings before."""
+
+    mappings: tuple[Mapping, ...] = ()
+    correction: Correction | None = None
+    pruning: Sparse | None = None
+    scales: Clip | HalfQuadratic | None = None
+    sweep: Sweep | SignDescent | None = None
+    biases: BiasCorrection | None = None
+
+    @property
+    def without_data(self) -> CalibrationSteps:
+        """The steps that look at no inputs."""
+        pruning = self.pruning if self.pruning is not None and self.pruning.by == "magnitude" else None
+        scales = self.scales if isinstance(self.scales, HalfQuadratic) else None
+        return CalibrationSteps(self.mappings, None, pruning, scales, None, self.biases)
+
+    @property
+    def names(self) -> str:
+        """The steps that round a weight, for a report."""
+        steps = (self.correction, self.pruning, self.scales, self.sweep)
+        names = [str(step).partition("(")[0] for step in steps if step is not None]
+        return ", ".join(names) or "nearest"
+
+
+#: The field of `CalibrationSteps` of each kind, in the order in which they are taken.
+_STEP_FIELDS: dict[type, str] = {
+    Correction: "correction",
+    Sparse: "pruning",
+    Clip: "scales",
+    HalfQuadratic: "scales",
+    Sweep: "sweep",
+    SignDescent: "sweep",
+    BiasCorrection: "biases",
+}
+
+
+def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float = 0.01, block: int = 128) -> Sweep:
+    """GPTQ: the columns of a weight are rounded one after the other, and the error of each is taken off the others.
+
+    The scales of all groups are chosen before, from the weight itself, by the rule of its format, and each element is
+    rounded as the format says. So every format, grouping and rounding mode works alike, and the order of columns is
+    independent of the groups. A column whose input was always zero is rounded as it is.
+
+    Args:
+        order: ``"activation"``: columns with larger inputs first. ``"plain"``: in the order of the inputs that
+            `statistics` has. If a product sums over several axes, that is their order in the traced product, which can
+            differ from that in the weight.
+        damping: what is added to the diagonal of H, the mean of x x^T, over the mean of that diagonal; at least 0. If H
+            cannot be factorized, it is made four times larger until that succeeds; the report has the last one.
+            Default 0.01.
+        block: how many columns are brought up to date at once. It changes the order of sums alone. Default 128.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022;
+    the order by activation, with groups that stay where they are, is that of its authors' code.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.ptq.gptq("plain"))
+        "gptq(order='plain', damping=0.01, block=128)"
+    """
+    check_choice("order", order, ("activation", "plain"))
+    return Sweep(order, _nonnegative_number("damping", damping), check_int("block", block, 1))
+
+
+def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9) -> SignDescent:
+    """SignRound: each number takes one of its two neighbours, chosen by descent along the signs of gradients.
+
+    The error of the product is that on the Gram matrix of its inputs, so no data are run again. Neighbours are those
+    of the format under its scales: every format has them, and the rounding mode of the spec plays no part.
+
+    Args:
+        iterations: how many steps. Default 200.
+        rate: by how much an offset, from -1/2 to 1/2 of the distance of the neighbours, moves in the first step, times
+            `iterations`; it falls to 0. Above 0. Default 0.5.
+        momentum: from 0 to below 1. Default 0.9.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023,
+    which has rate 1, no momentum, and gradients of the outputs of a block; its scale clips are not there.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.ptq.sign_round(100))
+        'sign_round(100, rate=0.5, momentum=0.9)'
+    """
+    if _nonnegative_number("rate", rate) == 0:
+        raise ValueError(f"rate={rate!r} must be above 0")
+    if _nonnegative_number("momentum", momentum) >= 1:
+        raise ValueError(f"momentum={momentum!r} must be a number from 0 to below 1")
+    return SignDescent(check_int("iterations", iterations, 1, (1 << 31) - 1), float(rate), float(momentum))
+
+
+def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
+    """Before a weight is rounded, it is moved so that its product makes up for errors of the layers before it.
+
+    With x the inputs in full precision and y those of the rounded model, W becomes W + strength W E[(x - y) y^T]
+    (E[y y^T] + d I)^-1; with strength 1 and no damping that is the least squares solution of W x = W' y. Both
+    trajectories run through the program side by side, layer after layer. If data choose rows, their order, experts or
+    a branch (sorts, indexes of maxima, numbers made integers, `cond`), the choices of the rounded model hold for both,
+    except within a `while` loop.
+
+    Args:
+        strength: from 0 to 1. Default 0.5.
+        damping: d over the mean of the diagonal; above 0. Default 0.01.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Arai and Ichikawa, "Quantization Error Propagation", arXiv 2504.09629, 2025.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.ptq.correct_error(1.0))
+        'correct_error(1, damping=0.01)'
+    """
+    number = _nonnegative_number("strength", strength)
+    if number > 1:
+        raise ValueError(f"strength={strength!r} must be a number from 0 to 1")
+    if _nonnegative_number("damping", damping) == 0:
+        raise ValueError(f"damping={damping!r} must be above 0")
+    return Correction(number, float(damping))
+
+
+def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss") -> Sparse:
+    """Of every m consecutive inputs of a weight, each output keeps n, and the other numbers become zero.
+
+    The consecutive inputs are those that the product sums over, in the order of `statistics`; the last group may be
+    shorter. The format of the weight must have a zero: not so one with zero points that are numbers.
+
+    Args:
+        n: how many stay, from 1 to m - 1.
+        m: of how many.
+        by: ``"loss"`` (SparseGPT), which needs a `gptq` after it: when its sweep reaches a group, the numbers w stay
+            that have the largest w^2 / U_jj^2, so pruning and rounding are one sweep, in which the columns that are
+            left take up the error of both; ``order="activation"`` then orders groups by their largest column, and
+            columns within groups. ``"inputs"`` (Wanda): the largest w^2 E[x_j^2]. ``"magnitude"``: the largest numbers.
+            These choose before anything is rounded, and scales are those of the numbers that stay. Default "loss".
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", arXiv
+    2301.00774, 2023; Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", arXiv 2306.11695,
+    2023.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> x, w = (jax.random.normal(jax.random.key(i), (64, 8)) for i in (0, 1))
+        >>> dense, rule = lambda p, x: x @ p.T, jc.Rule(weight="int4(group=all)")
+        >>> packed, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.sparse(2, 4), jc.ptq.gptq()])
+        >>> int((jc.dequantize(packed).reshape(64, 2, 4) != 0).sum(-1).max()), report.weights[0].method
+        (2, 'sparse, gptq')
+    """
+    check_choice("by", by, ("loss", "inputs", "magnitude"))
+    (n, m), _ = check_sparsity_pattern(n, m)
+    return Sparse(n, m, by)
+
+
+def clip(points: int = 20, *, least: float = 0.5) -> Clip:
+    """The scale of each group is that of its numbers clipped to a share of their range: the best of several shares.
+
+    A smaller scale serves most numbers of a group better, and the largest ones worse. The best share has the least
+    error of the product on the data, tr(E^T H E) for the errors E of a group that is rounded to nearest by itself, with
+    its rows and columns of H. The rule of the format makes the scales, from clipped numbers; the numbers that are
+    rounded under them, by a step after this one or to nearest, are not clipped before. So any format may have it, and a
+    format whose scales are powers of two changes only if a range passes one of them.
+
+    Args:
+        points: how many shares below 1 there are. Default 20.
+        least: the smallest, above 0 and below 1. Default 0.5.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Lin et al., "AWQ: Activation-aware Weight Quantization", 2023, and its authors' code, which search clips
+    by the errors of outputs; GPTQ's code searches scales by errors of weights.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
+        >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="int3(group=all)")
+        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.clip()])
+        >>> report.weights[0].method, report.weights[0].after > report.weights[0].before + 1
+        ('clip', True)
+    """
+    if not 0 < _nonnegative_number("least", least) < 1:
+        raise ValueError(f"least={least!r} must be above 0 and below 1")
+    return Clip(check_int("points", points, 1), float(least))
+
+
+def hqq(
+    iterations: int = 20, *, norm: float = 0.7, weight: float = 10.0, growth: float = 1.01, whole_start: bool = False
+) -> HalfQuadratic:
+    """HQQ: zero points that make the p-th powers of the errors of a weight least, so that outliers have little weight.
+
+    The search is `jchop.storage.fit_half_quadratic`, of each weight by itself; it needs no data. A step after this one
+    rounds under its scales and zero points; without one numbers are rounded to nearest. The format of each weight must
+    have zero points that are numbers, as ``"uint4(group=64,zero_point=float)"``.
+
+    Args:
+        iterations: as there. Default 20.
+        norm: p. Default 0.7.
+        weight: as there. Default 10.
+        growth: as there. Default 1.01.
+        whole_start: as there. Default False.
+
+    Raises:
+        TypeError, ValueError: for an argument out of range.
+
+    Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> x, w = (jax.random.normal(jax.random.key(i), (64, 64)) for i in (0, 1))
+        >>> dense, rule = lambda p, x: x @ p, jc.Rule(weight="uint3(group=all,zero_point=float)")
+        >>> _, report = jc.ptq.quantize(dense, rule, w, [x], [jc.ptq.hqq(), jc.ptq.gptq()])
+        >>> report.weights[0].method
+        'hqq, gptq'
+    """
+    check_hqq_search(iterations, norm, weight, growth, whole_start)
+    return HalfQuadratic(iterations, float(norm), float(weight), float(growth), whole_start)
+
+
+def correct_biases() -> BiasCorrection:
+    """After a weight is rounded, the mean error of its product goes into the bias that the program adds to it.
+
+    The bias is the parameter that is added to the product, perhaps after transposes, reshapes and casts. If there is
+    none, or it has other uses, the report says so. Rounded one after the other (``sequential=True``), biases also take
+    off the mean errors of the layers before; else those of the weight's own rounding.
+
+    Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
+    appendix D (empirical bias correction).
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> dense = lambda p, x: x @ p["w"] + p["b"]
+        >>> params, x = {"w": jnp.linspace(-1, 1, 16).reshape(8, 2), "b": jnp.zeros(2)}, jnp.ones((4, 8))
+        >>> rule = jc.Rule(weight="int2(group=all)")
+        >>> packed, report = jc.ptq.quantize(dense, rule, params, [x], [jc.ptq.correct_biases()])
+        >>> report.weights[0].bias, bool(jnp.allclose(jc.quantize_fn(dense, rule)(packed, x), dense(params, x)))
+        ('b', True)
+    """
+    return BiasCorrection()
+
+
+def _nonnegative_number(name: str, value: Any) -> float:
+    """A finite number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} must be a finite number, 0 or above")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number, 0 or above")
+    return float(value)
+
+
+def as_steps(steps: Any) -> CalibrationSteps:
+    """A list of steps, checked.
+
+    Raises:
+        TypeError: for what is no step.
+        ValueError: for two steps of one kind, a correction after the rounding, or a mapping after either.
+    """
+    listing = [steps] if isinstance(steps, CalibrationStep) else list(steps) if isinstance(steps, Iterable) else None
+    wrong = [step for step in listing or () if not isinstance(step, CalibrationStep)]
+    if listing is None or wrong:
+        raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
+    mappings = [step for step in listing if isinstance(step, Mapping)]
+    rest = listing[len(mappings) :]  # one that stands later has no field, and is refused
+    fields = [_STEP_FIELDS.get(type(step)) for step in rest]
+    if fields != [name for name in dict.fromkeys(_STEP_FIELDS.values()) if name in fields]:
+        raise ValueError(
+            f"steps=[{', '.join(map(str, listing))}] may have smooth, awq and rotate, then one correct_error, then one "
+            "sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
+        )
+    by_field: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
+    result = CalibrationSteps(mappings=tuple(mappings), **by_field)
+    if result.pruning is not None and result.pruning.by == "loss" and not isinstance(result.sweep, Sweep):
+        raise ValueError(f"{result.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")
+    return result

@@ -1,0 +1,193 @@
+"""One sweep of GPTQ over the columns of matrices, under scales that are chosen before."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import solve_triangular
+
+from jchop._common.settings import always_jit
+from jchop._core.scaled.sparse import largest_mask
+from jchop._spec.spec import Spec
+from jchop.ptq._data.columns import ElementScales, round_column
+
+Array = jax.Array
+
+__all__ = ["InverseFactor", "column_order", "gptq_sweep", "inverse_factor"]
+
+#: The damping after a failed factorization is so many times the one before, at least the least; and tried so often.
+_DAMPING_GROWTH, _LEAST_DAMPING, _MOST_TRIES = 4.0, 1e-6, 24
+_SWEEP_PRECISION = lax.Precision.HIGHEST
+
+
+class InverseFactor(NamedTuple):
+    """The factor of an inverse.
+
+    Args:
+        upper: U of (H + d I)^-1 = U^T U.
+        damping: d over the mean of the diagonal of H.
+        tries: how many factorizations there were.
+        dead: for which columns no input was anything but zero.
+    """
+
+    upper: Array
+    damping: Array
+    tries: Array
+    dead: Array
+
+
+def column_order(gram: Array, by_activation: bool, m: int = 1) -> Array:
+    """The order of columns: that of falling diagonal entries, or as they lie.
+
+    Args:
+        gram: the matrix H.
+        by_activation: whether by its diagonal.
+        m: how many consecutive columns stay together, in their own falling order: groups come in that of their
+            largest entries, and a last one that is shorter comes last. Default 1.
+    """
+    size = gram.shape[0]
+    if not by_activation:
+        return jnp.arange(size)
+    falling = -jnp.diagonal(gram)
+    whole = size - size % m
+    groups = falling[:whole].reshape(-1, m)
+    within = jnp.argsort(groups, axis=1, stable=True) + jnp.arange(0, whole, m)[:, None]
+    last = whole + jnp.argsort(falling[whole:], stable=True)
+    return jnp.concatenate([within[jnp.argsort(groups.min(1), stable=True)].reshape(-1), last])
+
+
+def inverse_factor(gram: Array, damping: Array) -> InverseFactor:
+    """The factor of a Gram matrix, damped more and more until it exists.
+
+    With the columns in reversed order H = L L^T, so J L J (J reverses) is the upper factor R of H = R R^T, and R^-1 the
+    one sought: one factorization and one triangular inverse. The inverse of H itself is never computed.
+
+    Args:
+        gram: the matrix H, in the order of the sweep.
+        damping: the first one to be tried.
+    """
+    size = gram.shape[0]
+    diagonal = jnp.diagonal(gram)
+    dead = diagonal == 0
+    alive = jnp.where(dead[:, None] | dead[None, :], 0, gram) + jnp.diag(dead.astype(gram.dtype))
+    mean = jnp.where(dead.all(), 1, diagonal.sum() / jnp.maximum(1, size - dead.sum()))
+    identity = jnp.eye(size, dtype=gram.dtype)
+
+    def attempt(damping: Array) -> Array:
+        lower = lax.linalg.cholesky((alive + damping * mean * identity)[::-1, ::-1], symmetrize_input=False)
+        return solve_triangular(lower[::-1, ::-1], identity, lower=False)
+
+    def fails(state: tuple[Array, Array, Array]) -> Array:
+        upper, _, tries = state
+        return ~jnp.isfinite(upper).all() & (tries < _MOST_TRIES)
+
+    def again(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        _, damping, tries = state
+        damping = jnp.maximum(damping * _DAMPING_GROWTH, _LEAST_DAMPING)
+        return attempt(damping), damping, tries + 1
+
+    upper, damping, tries = lax.while_loop(fails, again, (attempt(damping), damping, jnp.int32(1)))
+    return InverseFactor(upper, damping, tries, dead)
+
+
+@partial(always_jit, static_argnames=("spec", "dtype", "block", "sparsity"))
+def gptq_sweep(
+    columns: Array,
+    by_element: tuple[Array, ...],
+    tensor_scale: tuple[Array, ...],
+    upper: Array,
+    key: Array | None,
+    *,
+    spec: Spec,
+    dtype: Any,
+    block: int,
+    mask: Array | None = None,
+    worth: Array | None = None,
+    sparsity: tuple[int, int] | None = None,
+) -> tuple[Array, Array]:
+    """The codes of a matrix, column after column, and the loss of each row.
+
+    The error of a column, over the diagonal entry of U, is taken off the columns after it in the ratios of that row of
+    U, within a block at once and beyond it when the block is done. The lines of the algorithm are those of Frantar et
+    al., "GPTQ" (2022); those that prune, of Frantar and Alistarh, "SparseGPT" (2023).
+
+    Args:
+        columns: the matrix, a row for each of its columns, in the order of the sweep.
+        by_element: scales and zero points in the same order.
+        tensor_scale: a scale of the tensor, if the format has one.
+        upper: the factor U.
+        key: a typed key if the rounding is stochastic.
+        spec: of a column in which each element has its scale.
+        dtype: of the numbers that codes stand for.
+        block: how many columns make up a block, at least; whole groups of columns that are pruned together.
+        mask: which elements are not zero, in the order of the sweep. Default: all, or those of `sparsity`.
+        worth: of an element of each column, 1 / U_jj for one whose input is not always zero; with `sparsity`.
+        sparsity: n and m: of every m columns of the sweep each row keeps the n elements with the largest product of
+            magnitude and worth, as they are when the sweep reaches the group.
+
+    Returns:
+        The codes, one entry for each element, in the order of the sweep; and the sum of squared errors of each row.
+    """
+    count, rows = columns.shape
+    group = 1 if sparsity is None else sparsity[1]
+    block = -(-min(block, count) // group) * group
+    extra = -count % block
+    by_element = tuple(jnp.pad(part, [(0, extra), (0, 0)], mode="edge") for part in by_element)
+    work = jnp.pad(columns, [(0, extra), (0, 0)])
+    upper = jnp.pad(upper, [(0, extra), (0, extra)]) + jnp.diag(
+        (jnp.arange(count + extra) >= count).astype(upper.dtype)
+    )
+    mask = None if mask is None else jnp.pad(mask, [(0, extra), (0, 0)])
+    worth = None if worth is None else jnp.pad(worth, [(0, extra)])
+    scales = ElementScales((*by_element[:1], *tensor_scale), None if len(by_element) < 2 else by_element[1])
+
+    def round_at(index: Array, column: Array) -> tuple[Array, Array]:
+        parts = [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in by_element]
+        column_key = None if key is None else jax.random.fold_in(key, index)
+        entries, numbers = round_column(column, *scales.of(parts), spec, dtype, column_key)
+        return entries, numbers.astype(column.dtype)
+
+    kind = jax.eval_shape(lambda: round_at(jnp.int32(0), work[0])[0]).dtype
+
+    def one_block(number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        work, codes, loss = state
+        start = number * block
+        ahead = lax.dynamic_slice_in_dim(upper, start, block)
+        own = lax.dynamic_slice_in_dim(ahead, start, block, axis=1)
+
+        def choose(i: Array, part: Array, stay: Array) -> Array:
+            assert sparsity is not None and worth is not None
+            size = jnp.abs(lax.dynamic_slice_in_dim(part, i, group))
+            score = size * lax.dynamic_slice_in_dim(worth, start + i, group)[:, None]
+            return lax.dynamic_update_slice_in_dim(stay, largest_mask((score, size), *sparsity), i, 0)
+
+        def one_column(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            part, errors, block_codes, *stay = state
+            if sparsity is not None:
+                stay = [lax.cond(i % group == 0, choose, lambda i, part, stay: stay, i, part, *stay)]
+            column, line = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (part, own))
+            target = jnp.where(lax.dynamic_index_in_dim(stay[0], i, keepdims=False), column, 0) if stay else column
+            entries, numbers = round_at(start + i, target)
+            error = (column - numbers) / line[i]
+            part = part - line[:, None] * error[None, :]
+            errors = lax.dynamic_update_index_in_dim(errors, error, i, 0)
+            return part, errors, lax.dynamic_update_index_in_dim(block_codes, entries, i, 0), *stay
+
+        part, block_codes = (lax.dynamic_slice_in_dim(v, start, block) for v in (work, codes))
+        stay = [] if mask is None else [lax.dynamic_slice_in_dim(mask, start, block)]
+        if sparsity is not None:
+            stay = [jnp.ones(part.shape, bool)]
+        _, errors, block_codes, *_ = lax.fori_loop(
+            0, block, one_column, (part, jnp.zeros_like(part), block_codes, *stay)
+        )
+        work = work - jnp.matmul(ahead.T, errors, precision=_SWEEP_PRECISION)
+        codes = lax.dynamic_update_slice_in_dim(codes, block_codes, start, 0)
+        return work, codes, loss + (errors * errors).sum(0)
+
+    start = (work, jnp.zeros(work.shape, kind), jnp.zeros(rows, work.dtype))
+    _, codes, loss = lax.fori_loop(0, (count + extra) // block, one_block, start)
+    return codes[:count], loss

@@ -1,0 +1,189 @@
+"""The grouping of elements under scales, axis by axis, and its change by indexing, permuting and reshaping.
+
+Along an axis each index has its own scales (OWN), all indexes share scales (WHOLE), or blocks of a length share them
+(that length). A format counts axes from the front or the end. Stored arrays count them from the end, so that leading
+axes can be added (vmap, scan) or removed (vmap, scan, indexing) without a change of the format. A stored format may so
+name channels along axes in front of all those that its array has now; they say nothing about the array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+
+from jchop._common.settings import split_prng_key
+from jchop.formats import ScaledFormat
+from jchop.formats.scaled.grouping import axis_indexes
+
+OWN_SCALE: Final = "own"
+WHOLE_AXIS: Final = "whole"
+AxisGrouping = str | int
+
+
+def axis_groupings(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[AxisGrouping, ...]:
+    """The grouping of each of `ndim` axes, of which the leading `batch` were added after quantization.
+
+    Raises:
+        ValueError: for an axis of the format that the array does not have; `format_of_part` takes removed ones away.
+    """
+    core = ndim - batch
+    _check_format_axes(fmt, core)
+    kinds: list[AxisGrouping] = [OWN_SCALE if fmt.group is not None else WHOLE_AXIS] * core
+    for axis, kind in _format_axes(fmt):
+        kinds[axis] = kind
+    return (OWN_SCALE,) * batch + tuple(kinds)
+
+
+def format_of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
+    """A stored format without the channels along axes that vmap or scan removed from in front of the `ndim` left.
+
+    Each index of a removed axis had its own scales, so those that are left are the scales of this part alone.
+    """
+    if isinstance(fmt.scale, ScaledFormat) and (inner := format_of_part(fmt.scale, ndim)) != fmt.scale:
+        fmt = fmt(scale=inner)
+    if fmt.channel is None:
+        return fmt
+    axes = _as_tuple(fmt.channel)
+    remaining = tuple(axis for axis in axes if axis >= -ndim)
+    return fmt if remaining == axes else fmt(channel=_unwrap_single(remaining) if remaining else None)
+
+
+def axes_from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
+    """`fmt` with its axes counted from the end.
+
+    Raises:
+        ValueError: for an axis of the format that an array of `ndim` axes does not have.
+    """
+    _check_format_axes(fmt, ndim)
+    sparse = axis_indexes("sparse_axis", fmt.axis_of_sparse, (1,) * ndim)[0] - ndim if fmt.sparse else None
+    if isinstance(fmt.scale, ScaledFormat):
+        inner = axes_from_end(fmt.scale, ndim)
+        fmt = fmt if inner == fmt.scale else fmt(scale=inner)
+    axes = tuple(axis for axis, _ in _format_axes(fmt))
+    if not all(axis < 0 for axis in axes):
+        negative = _unwrap_single(tuple(axis % ndim - ndim for axis in axes))
+        fmt = fmt(channel=negative) if fmt.channel is not None else fmt(axis=negative)
+    return fmt if sparse is None else with_sparse_axis(fmt, sparse)
+
+
+def with_sparse_axis(fmt: ScaledFormat, axis: int) -> ScaledFormat:
+    """`fmt`, with `sparse` counted along this axis, which has no name where the groups say it."""
+    default = fmt if fmt.sparse_axis is None else fmt(sparse_axis=None)
+    return default if default.axis_of_sparse == axis else fmt(sparse_axis=axis)
+
+
+def with_groupings(fmt: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFormat:
+    """`fmt` with the grouping `kinds`, its axes counted from the end."""
+    ndim = len(kinds)
+    if all(-ndim <= axis < 0 for axis, _ in _format_axes(fmt)) and axis_groupings(fmt, ndim) == tuple(kinds):
+        return fmt
+    group_axes = tuple(i - ndim for i, kind in enumerate(kinds) if kind != OWN_SCALE)
+    sizes = tuple("all" if kind == WHOLE_AXIS else kind for kind in kinds if kind != OWN_SCALE)
+    if any(isinstance(kind, int) for kind in kinds) or (fmt.group is not None and len(group_axes) == 1):
+        return fmt(group=_unwrap_single(sizes), axis=_unwrap_single(group_axes))
+    own = tuple(i - ndim for i, kind in enumerate(kinds) if kind == OWN_SCALE)
+    return fmt(group=None, axis=-1, channel=_unwrap_single(own) if own else None)
+
+
+def scale_shape_of(kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the scales: one for each group."""
+    return tuple(
+        n if kind == OWN_SCALE else int(n != 0) if kind == WHOLE_AXIS else -(-n // int(kind))
+        for kind, n in zip(kinds, shape, strict=True)
+    )
+
+
+def reshape_groupings(
+    kinds: Sequence[AxisGrouping], old: Sequence[int], new: Sequence[int]
+) -> tuple[AxisGrouping, ...] | None:
+    """The grouping of an array after a reshape from `old` to `new`; None if that splits groups.
+
+    Runs of axes of one kind are reshaped separately. An axis in blocks may be split between blocks: (..., n) becomes
+    (..., n / m, m) with whole blocks in m. Axes before it may be joined to it if it holds whole blocks: (m, n) becomes
+    (m n,). A run whose numbers are one group is a block.
+    """
+    if tuple(old) == tuple(new):
+        return tuple(kinds)
+    if math.prod(old) == 0:
+        return None
+    result: list[AxisGrouping] = []
+    rest = list(new)
+    runs = _grouping_runs(kinds, old)
+    while runs:
+        kind, size = runs.pop(0)
+        part = _take_axes(rest, size)
+        if part is None and kind == OWN_SCALE and runs:
+            kind, n = runs.pop(0)
+            kind = n if kind == WHOLE_AXIS else min(int(kind), n)
+            part = _take_axes(rest, size * n) if n % kind == 0 else None
+        if part is None:
+            return None
+        if isinstance(kind, int):
+            inner = [i for i, n in enumerate(part) if n != 1]
+            if len(inner) > 1 and part[inner[-1]] % kind:
+                return None
+            result += [kind if i == inner[-1] else OWN_SCALE for i in range(len(part))]
+        else:
+            result += [kind] * len(part)
+    return (*result, *([result[-1] if result and result[-1] == WHOLE_AXIS else OWN_SCALE] * len(rest)))
+
+
+def _grouping_runs(kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> list[tuple[AxisGrouping, int]]:
+    """(kind, elements) of the longest runs of axes of one kind; an axis in blocks is a separate run."""
+    runs: list[tuple[AxisGrouping, int]] = []
+    for kind, n in zip(kinds, shape, strict=True):
+        if n == 1:
+            continue
+        if runs and runs[-1][0] == kind and not isinstance(kind, int):
+            runs[-1] = (kind, runs[-1][1] * n)
+        else:
+            runs.append((kind, n))
+    return runs
+
+
+def _take_axes(rest: list[int], size: int) -> list[int] | None:
+    """Removes from the front of `rest` axes with `size` elements in all; None if no number of axes has that many."""
+    count = 0
+    while math.prod(rest[:count]) < size and count < len(rest):
+        count += 1
+    if math.prod(rest[:count]) != size:
+        return None
+    part, rest[:count] = rest[:count], []
+    return part
+
+
+def _format_axes(fmt: ScaledFormat) -> list[tuple[int, AxisGrouping]]:
+    """(axis, kind) of the axes named by a format."""
+    if fmt.group is None:
+        return [] if fmt.channel is None else [(axis, OWN_SCALE) for axis in _as_tuple(fmt.channel)]
+    sizes = _as_tuple(fmt.group)
+    return [
+        (axis, WHOLE_AXIS if size == "all" else size) for axis, size in zip(_as_tuple(fmt.axis), sizes, strict=True)
+    ]
+
+
+def _check_format_axes(fmt: ScaledFormat, ndim: int) -> None:
+    for axis, _ in _format_axes(fmt):
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"{fmt} names axis {axis}, which an array of {ndim} axes does not have")
+
+
+def _as_tuple(item: Any) -> tuple[Any, ...]:
+    return item if isinstance(item, tuple) else (item,)
+
+
+def _unwrap_single(items: tuple[Any, ...]) -> Any:
+    """The element of a tuple of one; other tuples unchanged."""
+    return items[0] if len(items) == 1 else items
+
+
+def map_over_stack(stack: int, function: Callable[..., Any], value: Any, *keys: jax.Array | None) -> Any:
+    """A function of each layer of a stack, of so many axes in front, with keys of its own."""
+    if not stack:
+        return function(value, *keys)
+    size = jax.tree.leaves(value)[0].shape[0]
+    many = [None if key is None else split_prng_key(key, size) for key in keys]
+    return jax.vmap(lambda value, *keys: map_over_stack(stack - 1, function, value, *keys))(value, *many)

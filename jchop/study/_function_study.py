@@ -1,0 +1,411 @@
+"""The study of a function of the user: every operation rounded to each format in each mode, against the carrier."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jchop._common.checks import check_int
+from jchop._common.files import require_extra, write_atomically
+from jchop._common.text import TableOrLine, Tables, html
+from jchop._emulate import emulate
+from jchop._emulate.rules.trace import as_program_arguments
+from jchop._spec.spec import Spec, as_spec
+from jchop.formats import ElementFormat
+from jchop.formats.rounding import Rounding
+from jchop.study._run import StudyProgress, package_versions, study_specs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["FUNCTION_FORMATS", "FUNCTION_MODES", "FunctionRow", "FunctionStudy", "run_function", "save_function"]
+
+#: Formats of elements: a scaled format would need whole arrays in every operation.
+FUNCTION_FORMATS = (
+    "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2", "e5m5", "e5m7", "binary16",
+    "bfloat16", "tf32",
+)  # fmt: skip
+FUNCTION_MODES = ("nearest_even", "stochastic")
+
+_BUDGET_NOTE = "not run: the budget was spent"
+
+
+@dataclass(frozen=True)
+class FunctionRow:
+    """A function in one format and rounding mode; its results are compared with those in the carrier.
+
+    Errors are of the numbers that are finite in the carrier, all results together, and means over the runs.
+
+    Args:
+        format: the given text of the format, the first one if there are several names.
+        rounding: the mode's text.
+        spec: the spec of every operation.
+        bits: width of the format.
+        runs: 1, and for a stochastic mode one for each key.
+        error: the relative error in the 2-norm, ``||y - r|| / ||r||``; infinite if a y is not finite, or r is zero
+            and y is not; NaN if no result is a float, or the run failed.
+        error_std: its standard deviation over the runs (population); 0 for one run, NaN if an error is infinite.
+        worst_absolute: the largest magnitude of y - r in any run; NaN as for `error`.
+        lost: the share of numbers that became infinite or NaN; NaN as for `error`.
+        changed: the share of integers and booleans among the results that are others; NaN if there are none.
+        note: why there is no result: the error, or the budget; empty if there is one.
+    """
+
+    format: str
+    rounding: str
+    spec: str
+    bits: float
+    runs: int = 0
+    error: float = math.nan
+    error_std: float = math.nan
+    worst_absolute: float = math.nan
+    lost: float = math.nan
+    changed: float = math.nan
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class FunctionStudy(Tables):
+    """The result of `run_function`; its ``str`` is a table, and it shows itself in a notebook.
+
+    Args:
+        name: name of the function.
+        rows: a `FunctionRow` for each format and mode, formats of few bits first.
+        settings: the arguments of the study.
+        inputs: shape and dtype of each argument.
+        seconds: duration.
+        versions: versions of Python and of the packages.
+    """
+
+    name: str
+    rows: tuple[FunctionRow, ...]
+    settings: Mapping[str, object]
+    inputs: tuple[str, ...]
+    seconds: float
+    versions: Mapping[str, str]
+
+    _align = "<<>>>>>><"
+
+    def _parts(self) -> list[TableOrLine]:
+        head = ("format", "rounding", "bits", "error", "± runs", "worst abs.", "lost", "changed", "note")
+        body = [
+            (
+                row.format,
+                row.rounding,
+                f"{row.bits:g}",
+                _figure_text(row.error),
+                _figure_text(row.error_std) if row.runs > 1 else "",
+                _figure_text(row.worst_absolute),
+                _figure_text(100 * row.lost, " %"),
+                _figure_text(100 * row.changed, " %"),
+                row.note,
+            )
+            for row in self.rows
+        ]
+        first = f"{self.name}({', '.join(self.inputs)}): {self._figure()} against the carrier's arithmetic"
+        return [first, [head, *body], self.reading()]
+
+    def reading(self) -> str:
+        """One line: the narrowest format that keeps each of three errors, by nearest_even or the first mode."""
+        goal, unit = ("", " % changed") if self._counts_changes() else ("an error of ", " %")
+        mode = next((row.rounding for row in self.rows if row.rounding == "nearest_even"), self.rows[0].rounding)
+        findings = []
+        for most in (0.1, 0.01, 0.001):
+            candidates = [row for row in self.rows if row.rounding == mode and _figure_of_merit(row) <= most]
+            best = min(candidates, key=lambda row: row.bits, default=None)
+            narrowest = "none" if best is None else f"{best.format} ({best.bits:g} bits)"
+            findings.append(f"{100 * most:g}{unit}: {narrowest}")
+        return f"The narrowest format under {mode} for {goal}at most {'; '.join(findings)}."
+
+    def _counts_changes(self) -> bool:
+        """Whether all results are integers, so that `_figure_of_merit` is the share that changed."""
+        return any(math.isnan(row.error) and not math.isnan(row.changed) for row in self.rows)
+
+    def _figure(self) -> str:
+        return "share changed" if self._counts_changes() else "relative error in the 2-norm"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The study in the types of strict JSON; infinities are texts ("inf"), and NaN is None."""
+        fields = dataclasses.asdict(
+            dataclasses.replace(self, settings=dict(self.settings), versions=dict(self.versions))
+        )
+        fields["rows"] = [{name: _json_figure(value) for name, value in row.items()} for row in fields.pop("rows")]
+        return fields
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def to_csv(self) -> str:
+        """The rows as CSV, with their names first. It has no durations: the same study gives the same text."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(FunctionRow)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in self.rows)
+        return text.getvalue()
+
+    def plot(self) -> Figure:
+        """`jchop.plot.pareto` of bits and errors; rows without a result are left out. Needs matplotlib.
+
+        Raises:
+            ValueError: if no row has a result.
+        """
+        from jchop.plot import pareto
+
+        rows = [row for row in self.rows if not row.note]
+        modes = {row.rounding for row in rows}
+        return pareto(
+            [row.format if len(modes) == 1 else f"{row.format} {row.rounding}" for row in rows],
+            [row.bits for row in rows],
+            [_figure_of_merit(row) for row in rows],
+            ylabel=self._figure(),
+            title=f"{self.name}: bits against error",
+            log=True,
+        )
+
+    def to_html(self) -> str:
+        """A page of its own: the plot, the table, settings and versions. It loads nothing. Needs matplotlib."""
+        parts = []
+        if any(not row.note for row in self.rows):
+            picture = io.BytesIO()
+            self.plot().savefig(picture, format="png", dpi=100, metadata={"Software": None})
+            parts.append(html.image(picture.getvalue(), f"{self.name}: bits against error"))
+        facts = [(name, str(value)) for name, value in {**self.settings, **self.versions}.items()]
+        return html.page(f"Study of {self.name}", self._repr_html_(), *parts, html.box("How it was made", facts))
+
+
+def _figure_text(value: float, unit: str = "") -> str:
+    return "-" if math.isnan(value) else f"{value:.3g}{unit}"
+
+
+def _json_figure(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _figure_of_merit(row: FunctionRow) -> float:
+    """The figure that plots and the reading look at: the error, or the share that changed if no result is a float."""
+    value = row.changed if math.isnan(row.error) else row.error
+    return math.inf if math.isnan(value) else value
+
+
+def run_function(
+    fun: Callable[..., Any],
+    *args: Any,
+    formats: Iterable[str | ElementFormat | Spec] | ElementFormat | Spec = FUNCTION_FORMATS,
+    modes: Iterable[str | Rounding] | Rounding = FUNCTION_MODES,
+    seeds: int = 3,
+    seed: int = 0,
+    budget_seconds: float | None = None,
+    progress: StudyProgress | None = None,
+) -> FunctionStudy:
+    """A function with every operation rounded by `jchop.emulate` to each format in each mode, and its errors.
+
+    Args:
+        fun: a function that JAX can trace.
+        *args: its arguments.
+        formats: formats, Specs or texts, or one of them, without scales. Overflow rule, flush and random bits of a Spec
+            are kept; `modes` define the rounding. Default: ten formats of 4 to 19 bits.
+        modes: rounding modes or their texts, or one of them. Default: ``nearest_even`` and ``stochastic``.
+        seeds: number of keys over which a stochastic mode is averaged. Default 3.
+        seed: seed of the keys. Default 0.
+        budget_seconds: no format is begun after this time; rows that are missing have a note. Default None: no limit.
+        progress: function of (stage, done, total, note), called during the study.
+
+    Returns:
+        A `FunctionStudy`. Results that are integers or booleans have no error; ``changed`` tells how many are others. A
+        function that cannot run in a format, because the dtype of its arguments does not hold the
+        format or for another reason, has a row with the error as its note.
+
+    Raises:
+        TypeError: if `fun` is not a function.
+        ValueError: for an argument out of range, a spec with a rounding, a scaled format, or a function that returns
+            nothing, or no finite number, or runs in none of the formats.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jchop import study
+        >>> square = lambda x: jnp.sum(x * x)
+        >>> found = study.run_function(square, jnp.ones(8) / 3, formats=["e5m2", "half"], modes=["rne"])
+        >>> [(row.format, row.error < 0.01) for row in found.rows]
+        [('e5m2', False), ('half', True)]
+    """
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function")
+    check_int("seeds", seeds, 1)
+    check_int("seed", seed, 0, 2**31 - 1)
+    if budget_seconds is not None and not budget_seconds > 0:
+        raise ValueError(f"budget_seconds={budget_seconds!r} must be positive, or None")
+    specs = study_specs(formats, modes)
+    for _, spec in specs:
+        as_spec(spec, "formats")
+    start = time.perf_counter()
+    name = getattr(fun, "__name__", type(fun).__name__)
+    reference = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(fun(*as_program_arguments(args))))]
+    if not reference or any(leaf.dtype.kind in "OSU" for leaf in reference):
+        raise ValueError(f"fun={name} returns no arrays of numbers")
+    numbers = [leaf for leaf in reference if _is_inexact(leaf)] or reference
+    if not any(np.isfinite(_float64_parts(leaf)).any() for leaf in numbers):
+        raise ValueError(f"fun={name}: its result in the carrier has no finite number, so it has no error")
+    keys = list(jax.random.split(jax.random.key(seed), seeds))
+    rows = []
+    for number, (names, spec) in enumerate(specs, start=1):
+        row = FunctionRow(names[0], spec.rounding.value, str(spec), float(spec.format.bits))
+        if budget_seconds is not None and time.perf_counter() - start > budget_seconds:
+            row = dataclasses.replace(row, note=_BUDGET_NOTE)
+        else:
+            row = _measure_row(row, fun, args, spec, keys, reference)
+        rows.append(row)
+        if progress is not None:
+            progress("rounding", number, len(specs), f"{names[0]} {spec.rounding.value}")
+    if not any(row.runs or row.note == _BUDGET_NOTE for row in rows):
+        raise ValueError(f"fun={name} runs in none of the formats; {rows[0].spec}: {rows[0].note}")
+    settings = {
+        "formats": list(dict.fromkeys(names[0] for names, _ in specs)),
+        "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
+        "seeds": seeds,
+        "seed": seed,
+        "budget_seconds": budget_seconds,
+    }
+    inputs = tuple(_argument_text(arg) for arg in args)
+    return FunctionStudy(name, tuple(rows), settings, inputs, time.perf_counter() - start, package_versions())
+
+
+def _argument_text(arg: Any) -> str:
+    leaves = jax.tree.leaves(arg)
+    if len(leaves) == 1 and hasattr(leaves[0], "shape"):
+        # In JAX, where NumPy's float64 is float32 without jax_enable_x64.
+        return f"{jnp.result_type(leaves[0])}{list(leaves[0].shape)}"
+    return f"{len(leaves)} arrays" if len(leaves) != 1 else type(leaves[0]).__name__
+
+
+def _measure_row(
+    row: FunctionRow, fun: Callable[..., Any], args: tuple, spec: Spec, keys: list[Any], reference: list[np.ndarray]
+) -> FunctionRow:
+    stochastic = spec.rounding.stochastic
+    emulated_function = emulate(fun, spec)
+    runs = []
+    try:
+        for key in keys if stochastic else keys[:1]:
+            out = emulated_function(*args, key=key) if stochastic else emulated_function(*args)
+            leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(out))]
+            runs.append(_result_errors(leaves, reference))
+    except (ValueError, TypeError, NotImplementedError, FloatingPointError) as error:
+        return dataclasses.replace(row, note=" ".join(str(error).split())[:300])
+    errors, absolute, loss_share, change_share = np.array(runs).T
+    finite = bool(np.isfinite(errors).all())
+    return dataclasses.replace(
+        row,
+        runs=len(runs),
+        error=float(errors.mean()),
+        error_std=float((errors - errors[0]).std()) if finite else math.nan,
+        worst_absolute=float(absolute.max()),
+        lost=float(loss_share.mean()),
+        changed=float(change_share.mean()),
+    )
+
+
+def _result_errors(results: list[np.ndarray], reference: list[np.ndarray]) -> tuple[float, float, float, float]:
+    """Relative error in the 2-norm, largest absolute error, share lost, share of integers changed."""
+    pairs = list(zip(results, reference, strict=True))
+    wide = [(_float64_parts(y), _float64_parts(r)) for y, r in pairs if _is_inexact(r)]
+    whole = [(y.ravel(), r.ravel()) for y, r in pairs if not _is_inexact(r)]
+    error = absolute = loss_share = change_share = math.nan
+    if wide:
+        y, r = (np.concatenate(parts) for parts in zip(*wide, strict=True))
+        finite = np.isfinite(r)
+        y, r = y[finite], r[finite]
+        not_finite = ~np.isfinite(y)
+        loss_share = float(not_finite.mean()) if r.size else 0.0
+        difference = np.where(not_finite, np.inf, y - np.where(not_finite, 0.0, r)) if not_finite.any() else y - r
+        absolute = float(np.abs(difference).max(initial=0.0))
+        error = _relative_error(difference, r, absolute)
+    if whole:
+        y, r = (np.concatenate(parts) for parts in zip(*whole, strict=True))
+        change_share = float(np.mean(y != r)) if r.size else 0.0
+    return error, absolute, loss_share, change_share
+
+
+def _relative_error(difference: np.ndarray, reference: np.ndarray, absolute: float) -> float:
+    if absolute == 0:
+        return 0.0
+    largest = float(np.abs(reference).max(initial=0.0))
+    if math.isinf(absolute) or largest == 0:
+        return math.inf
+    # Divided by the largest magnitudes, so that no square overflows or is lost.
+    return float(np.linalg.norm(difference / absolute) / np.linalg.norm(reference / largest) * (absolute / largest))
+
+
+def _is_inexact(x: np.ndarray) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _float64_parts(x: np.ndarray) -> np.ndarray:
+    """The numbers in float64; complex ones by parts."""
+    flat = x.ravel()
+    parts = [np.real(flat), np.imag(flat)] if np.iscomplexobj(flat) else [flat]
+    return np.concatenate([part.astype(np.float64) for part in parts])
+
+
+#: The files of `save_function`.
+FUNCTION_STUDY_FILES = ("study.csv", "study.json", "study.png", "study.html")
+
+
+def save_function(result: FunctionStudy, folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes ``study.csv``, ``study.json``, ``study.png`` and ``study.html``, each atomically.
+
+    The page has all in it, so it can be sent by mail. Without any result there is no picture.
+
+    Args:
+        result: from `jchop.study.run_function`.
+        folder: the output folder; it is created if it does not exist.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is missing.
+        OSError: if a file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from jchop import study
+        >>> result = study.run_function(lambda x: x / 3, 1.0, formats=["e5m2"], modes=["rne"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     paths = study.save_function(result, folder)
+        >>> [path.name for path in paths]
+        ['study.csv', 'study.json', 'study.png', 'study.html']
+    """
+    require_extra("the study", "plot", ("matplotlib",))
+    contents = {
+        FUNCTION_STUDY_FILES[0]: result.to_csv().encode(),
+        FUNCTION_STUDY_FILES[1]: (result.to_json(indent=2) + "\n").encode(),
+    }
+    if any(not row.note for row in result.rows):
+        picture = io.BytesIO()
+        result.plot().savefig(picture, format="png", dpi=100)
+        contents[FUNCTION_STUDY_FILES[2]] = picture.getvalue()
+    contents[FUNCTION_STUDY_FILES[3]] = result.to_html().encode()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        write_atomically(folder / name, lambda file, content=content: file.write(content))
+    return [folder / name for name in contents]
