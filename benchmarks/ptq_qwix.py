@@ -49,10 +49,9 @@ def time_qwix(weight: jax.Array, gram: jax.Array) -> None:
 
 
 def time_jchop(weight: jax.Array, gram: jax.Array) -> None:
-    from jchop.ptq._steps.steps.round import round_parameter
-    from jchop.ptq._steps.steps.steps import as_steps
-
     from jchop.ptq._data.sites import find_sites
+    from jchop.ptq._steps.round import round_parameter
+    from jchop.ptq._steps.steps import as_steps
 
     low = jc.quantize_fn(lambda p, x: x @ p, jc.Rule(weight=f"int4(group={GROUP})"))
     program, _ = low.traced(weight, weight)

@@ -80,9 +80,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jchop import math
-    from jchop._emulate import Blame, SignificantDigits, blame, emulate, significant_digits
     from jchop._insight.compare import Comparison, compare
     from jchop._insight.probe import Probe, probe
+    from jchop._insight.reports.blame import Blame, blame
+    from jchop._insight.reports.digits import SignificantDigits, significant_digits
+    from jchop._insight.reports.emulate import emulate
     from jchop._insight.tune import Tuning, tune
     from jchop._quantized.products.qarray_products import dot, einsum, ragged_dot
     from jchop._quantized.products.rotation import Hadamard
@@ -101,8 +103,10 @@ __getattr__, __dir__ = on_demand(
         "jchop._serving.attention": ("dot_product_attention",),
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop._insight.compare": ("Comparison", "compare"),
-        "jchop._emulate": ("Blame", "SignificantDigits", "blame", "emulate", "significant_digits"),
         "jchop._insight.probe": ("Probe", "probe"),
+        "jchop._insight.reports.blame": ("Blame", "blame"),
+        "jchop._insight.reports.digits": ("SignificantDigits", "significant_digits"),
+        "jchop._insight.reports.emulate": ("emulate",),
         "jchop._quantized.products.qarray_products": ("dot", "einsum", "ragged_dot"),
         "jchop._quantized.quantize_fn": ("quantize_fn",),
         "jchop._quantized.products.rotation": ("Hadamard",),

@@ -13,12 +13,7 @@ from typing import IO
 import pytest
 from each_case import each
 
-from jchop._common.files import (
-    exclusive_folder,
-    open_regular_file,
-    remove_part_files,
-    write_atomically,
-)
+from jchop._common.files import exclusive_folder, open_regular_file, remove_part_files, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 posix = pytest.mark.skipif(os.name != "posix", reason="permissions, links and FIFOs of POSIX")

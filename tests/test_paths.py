@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 from each_case import each
 
-from jchop._common.paths import (
-    check_path_pattern,
-    matches_path,
-    names_last_part,
-    nearest_paths_hint,
-    path_pattern,
-)
+from jchop._common.paths import check_path_pattern, matches_path, names_last_part, nearest_paths_hint, path_pattern
 
 
 @pytest.mark.smoke

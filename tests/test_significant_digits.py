@@ -15,8 +15,7 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop._emulate import Instability
-from jchop._insight.reports.digits import student_quantile
+from jchop._insight.reports.digits import Instability, student_quantile
 
 further = Further()
 

@@ -18,13 +18,7 @@ from jchop._checkpoints.row import check
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat, bfloat16, binary16, binary32, float8_e8m0fnu
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    WHOLE_AXIS,
-    AxisGrouping,
-    axis_groupings,
-    with_groupings,
-)
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, with_groupings
 from jchop.storage._codes import load_codes, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
 from jchop.storage._files.safetensors import TensorEntry

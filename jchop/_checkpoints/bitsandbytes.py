@@ -12,21 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jchop._checkpoints.arrays import (
-    cast_exactly,
-    float_scales,
-    pieces,
-    qarray_of_codes,
-)
+from jchop._checkpoints.arrays import cast_exactly, float_scales, pieces, qarray_of_codes
 from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
-from jchop._checkpoints.row import (
-    LayoutFacts,
-    LayoutRow,
-    TensorEntries,
-    TensorParts,
-    check,
-    fact_field,
-)
+from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field
 from jchop.formats import nf4
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE

@@ -12,22 +12,12 @@ from typing import Any, Self
 import numpy as np
 
 from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS, READABLE_TYPES
-from jchop._checkpoints.table import (
-    LAYOUTS,
-    UnreadWeight,
-    code_scale_pairs,
-    detect_layout,
-)
+from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop.storage._array import QArray
 from jchop.storage._files.gguf import GGUFFile, block_sizes, is_gguf
 from jchop.storage._files.json import short_text
 from jchop.storage._files.shards import ShardFiles
-from jchop.storage._save import (
-    QARRAYS_KEY,
-    join_qarray,
-    qarray_tensor_names,
-    qarrays_in,
-)
+from jchop.storage._save import QARRAYS_KEY, join_qarray, qarray_tensor_names, qarrays_in
 
 #: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
 OWN_LAYOUT, GGUF_LAYOUT, PLAIN_LAYOUT = "jchop", "gguf", "plain"

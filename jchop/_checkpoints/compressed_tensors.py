@@ -25,15 +25,7 @@ from jchop._checkpoints.arrays import (
     weight_arguments,
 )
 from jchop._checkpoints.bit_streams import codes_from_words, codes_to_words, word_count
-from jchop._checkpoints.row import (
-    LayoutFacts,
-    LayoutRow,
-    TensorEntries,
-    TensorParts,
-    check,
-    fact_field,
-    is_matrix,
-)
+from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
 from jchop.formats import float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE

@@ -12,22 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.arrays import (
-    cast_exactly,
-    float_scales,
-    group_lengths,
-    pieces,
-)
+from jchop._checkpoints.arrays import cast_exactly, float_scales, group_lengths, pieces
 from jchop._checkpoints.compressed_tensors import FLOAT_ROW, float8_array
-from jchop._checkpoints.row import (
-    LayoutFacts,
-    LayoutRow,
-    TensorEntries,
-    TensorParts,
-    check,
-    fact_field,
-    is_matrix,
-)
+from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
 from jchop.formats import float8_e4m3fn, float8_e8m0fnu
 from jchop.storage._array import QArray
 

@@ -15,27 +15,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from jchop._checkpoints.record import (
-    LayoutRecord,
-    WriteJob,
-    layout_config,
-    layout_metadata,
-    layout_tensors,
-)
-from jchop._common.files import (
-    exclusive_folder,
-    open_regular_file,
-    remove_part_files,
-    write_atomically,
-)
+from jchop._checkpoints.record import LayoutRecord, WriteJob, layout_config, layout_metadata, layout_tensors
+from jchop._common.files import exclusive_folder, open_regular_file, remove_part_files, write_atomically
 from jchop.storage._files.json import json_object
 from jchop.storage._files.safetensors import TensorEntry, TensorWriter, place_tensors
-from jchop.storage._files.shards import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    JOURNAL_FILE,
-    SINGLE_FILE,
-)
+from jchop.storage._files.shards import CONFIG_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
 
 #: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
 SHARD_BYTES = 1 << 28

@@ -13,12 +13,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.arrays import (
-    cast_exactly,
-    integer_array,
-    pieces,
-    unsigned_pieces,
-)
+from jchop._checkpoints.arrays import cast_exactly, integer_array, pieces, unsigned_pieces
 from jchop._checkpoints.row import check
 from jchop._checkpoints.torchao import offset_array
 from jchop.formats import IntegerFormat

@@ -24,15 +24,7 @@ from jchop._checkpoints.arrays import (
 )
 from jchop._checkpoints.bit_streams import codes_from_words, codes_to_words
 from jchop._checkpoints.compressed_tensors import integer_array_by_index
-from jchop._checkpoints.row import (
-    LayoutFacts,
-    LayoutRow,
-    TensorEntries,
-    TensorParts,
-    check,
-    fact_field,
-    is_matrix,
-)
+from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
 from jchop.storage._array import QArray
 
 _GPTQ_WORD = np.dtype("<i4")

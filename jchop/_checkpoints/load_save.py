@@ -21,12 +21,7 @@ from jchop._checkpoints.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from jchop._checkpoints.folder import (
-    SHARD_BYTES,
-    ByteProgress,
-    write_file,
-    write_folder,
-)
+from jchop._checkpoints.folder import SHARD_BYTES, ByteProgress, write_file, write_folder
 from jchop._checkpoints.gguf_writer import write_gguf
 from jchop._checkpoints.record import WriteJob, layout_bytes
 from jchop._common.checks import check_bool, check_int

@@ -12,22 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.arrays import (
-    float_array,
-    pieces,
-    qarray_of_codes,
-    replace_zero_scales,
-    weight_arguments,
-)
+from jchop._checkpoints.arrays import float_array, pieces, qarray_of_codes, replace_zero_scales, weight_arguments
 from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
-from jchop._checkpoints.row import (
-    LayoutFacts,
-    LayoutRow,
-    TensorEntries,
-    TensorParts,
-    check,
-    is_matrix,
-)
+from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, is_matrix
 from jchop._spec.spec import Spec
 from jchop.formats import float4_e2m1fn, float8_e4m3fn, mxfp4, mxfp8_e4m3, nvfp4
 from jchop.storage._array import QArray

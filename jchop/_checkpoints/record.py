@@ -13,12 +13,7 @@ import numpy as np
 from jchop._checkpoints.arrays import group_lengths, pieces
 from jchop._checkpoints.checkpoint import OWN_LAYOUT, PLAIN_LAYOUT
 from jchop._checkpoints.row import LayoutRow, check
-from jchop._checkpoints.table import (
-    CONFIG_FIELD,
-    LAYOUTS,
-    WEIGHT_NAME,
-    CheckpointLayout,
-)
+from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
 from jchop.storage._array import QArray
 from jchop.storage._quantize import dequantize
 from jchop.storage._save import QARRAYS_KEY, qarray_description, qarray_tensors

@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._checkpoints import (
-    bitsandbytes,
-    compressed_tensors,
-    deepseek,
-    gptq_awq,
-    microscaling,
-    torchao,
-)
+from jchop._checkpoints import bitsandbytes, compressed_tensors, deepseek, gptq_awq, microscaling, torchao
 from jchop._checkpoints.row import LayoutFacts, LayoutRow, fact_field
 from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorEntry

@@ -32,15 +32,7 @@ from jchop._checkpoints.arrays import (
     with_grouping,
 )
 from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
-from jchop._checkpoints.row import (
-    LayoutFacts,
-    LayoutRow,
-    TensorEntries,
-    TensorParts,
-    check,
-    fact_field,
-    is_matrix,
-)
+from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
 from jchop.formats import IntegerFormat, ScaledFormat, float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import AxisGrouping

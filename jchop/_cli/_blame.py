@@ -7,18 +7,8 @@ import io
 import json
 from pathlib import Path
 
-from jchop._cli._text import (
-    check_suffix,
-    key_of_seed_option,
-    parse_seed,
-    printable,
-)
-from jchop._cli._user_function import (
-    argument_order,
-    imports_from_here,
-    load_arrays,
-    load_function,
-)
+from jchop._cli._text import check_suffix, key_of_seed_option, parse_seed, printable
+from jchop._cli._user_function import argument_order, imports_from_here, load_arrays, load_function
 from jchop._common.files import require_extra, write_atomically
 from jchop._common.text.html import image, page
 from jchop._spec.spec import as_spec
@@ -29,7 +19,8 @@ def run_blame(options: argparse.Namespace) -> None:
         if path is not None:
             check_suffix(option, path, suffix)
             require_extra(option, "plot", ("matplotlib",))
-    from jchop._emulate import blame, emulate
+    from jchop._insight.reports.blame import blame
+    from jchop._insight.reports.emulate import emulate
 
     spec = as_spec(options.to, "--to")
     key = key_of_seed_option(options.seed, [spec])

@@ -13,32 +13,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jchop._checkpoints.checkpoint import (
-    LAYOUT_NAMES,
-    OWN_LAYOUT,
-    PLAIN_LAYOUT,
-    Checkpoint,
-    open_checkpoint,
-)
+from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, Checkpoint, open_checkpoint
 from jchop._checkpoints.folder import SHARD_BYTES
 from jchop._checkpoints.load_save import convert_checkpoint
 from jchop._checkpoints.table import fields_beside_weights
-from jchop._cli._text import (
-    PercentProgress,
-    check_new_file,
-    printable,
-    rows_as_dicts,
-    text_table,
-)
+from jchop._cli._text import PercentProgress, check_new_file, printable, rows_as_dicts, text_table
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.paths import matches_path
 from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._quantize_file import (
-    TensorRule,
-    fates_of,
-    refuse_idle_rules,
-    tensor_rule_error,
-)
+from jchop.storage._quantize_file import TensorRule, fates_of, refuse_idle_rules, tensor_rule_error
 
 
 def is_checkpoint(path: Path, layout: str) -> bool:

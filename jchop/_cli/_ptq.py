@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 
 from jchop._cli._quantize import parse_rule
-from jchop._cli._text import (
-    check_folder,
-    check_new_file,
-    check_suffix,
-    key_of_seed_option,
-    parse_seed,
-    printable,
-)
+from jchop._cli._text import check_folder, check_new_file, check_suffix, key_of_seed_option, parse_seed, printable
 from jchop._cli._user_function import argument_order, load_arrays, load_function
 from jchop._common.files import require_extra, write_atomically
 from jchop.storage import load_safetensors, save_safetensors

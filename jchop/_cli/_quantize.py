@@ -8,13 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jchop._checkpoints.checkpoint import LAYOUT_NAMES, open_checkpoint
-from jchop._cli._checkpoint import (
-    checkpoint_contents,
-    element_bits_text,
-    fates_text,
-    is_checkpoint,
-    quantize_folder,
-)
+from jchop._cli._checkpoint import checkpoint_contents, element_bits_text, fates_text, is_checkpoint, quantize_folder
 from jchop._cli._text import (
     PercentProgress,
     check_new_file,

@@ -8,20 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jchop._cli._text import check_folder, parse_seed, printable
-from jchop._cli._user_function import (
-    argument_order,
-    imports_from_here,
-    load_arrays,
-    load_function,
-)
+from jchop._cli._user_function import argument_order, imports_from_here, load_arrays, load_function
 from jchop._common.checks import split_outside_brackets
 from jchop._common.files import require_extra
-from jchop.study._function_study import (
-    FUNCTION_FORMATS,
-    FUNCTION_MODES,
-    run_function,
-    save_function,
-)
+from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
 from jchop.study._progress import ProgressBar
 from jchop.study._run import DATASETS, FORMATS, MODES
 

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jchop._cli._text import check_suffix, printable, terminal_progress_bar
-from jchop._cli._user_function import (
-    argument_order,
-    imports_from_here,
-    load_arrays,
-    load_function,
-)
+from jchop._cli._user_function import argument_order, imports_from_here, load_arrays, load_function
 from jchop._common.checks import split_outside_brackets
 from jchop._common.files import require_extra, write_atomically
 from jchop._common.text.html import image, page

@@ -30,12 +30,7 @@ from jchop._core.scaled.scales import (
     store_scales,
     tensor_scale,
 )
-from jchop._core.scaled_float32 import (
-    codebooks,
-    dispatch,
-    in_float64,
-    integers,
-)
+from jchop._core.scaled_float32 import codebooks, dispatch, in_float64, integers
 from jchop._core.xla.cpu import integer_maximum, materialize_per_group
 from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat, ScaledFormat

@@ -20,12 +20,7 @@ from jchop._emulate.paired.reference import CarrierReference
 from jchop._emulate.rules.carrier_ops import round_with_draw
 from jchop._emulate.rules.interpret import EmulationRunner
 from jchop._emulate.rules.rules import Settings, make_settings
-from jchop._emulate.rules.trace import (
-    EmulatedProgram,
-    ProgramCache,
-    has_codes,
-    trace_program,
-)
+from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, has_codes, trace_program
 from jchop._program.control import as_jax_value, with_weak_types
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds

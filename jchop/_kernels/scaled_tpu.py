@@ -27,12 +27,7 @@ from jchop._core.scaled.elements import widen_16_bit
 from jchop._core.scaled.power_of_two_scales import quantize_tile_by_powers, round_tile_by_powers
 from jchop._core.scaled.scales import ScaledPlan
 from jchop._kernels.round_tile import result_like
-from jchop._kernels.scaled_tile import (
-    TENSOR_WORD,
-    ScaledBlocksProblem,
-    ScaledTpuTiling,
-    kernel_stream,
-)
+from jchop._kernels.scaled_tile import TENSOR_WORD, ScaledBlocksProblem, ScaledTpuTiling, kernel_stream
 
 Array = jax.Array
 #: The indexes of a tile's first element in the array: outer, along the blocks' axis, and across.

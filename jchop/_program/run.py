@@ -9,12 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jchop._program.bind import constant_of
-from jchop._program.control import (
-    CONTROL_RULES,
-    Interpret,
-    LoopLimit,
-    run_implementation,
-)
+from jchop._program.control import CONTROL_RULES, Interpret, LoopLimit, run_implementation
 from jchop._program.loop_limits import COMPARISONS
 from jchop._program.step import PLAIN_CALLS, ProgramPlan
 

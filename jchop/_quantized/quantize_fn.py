@@ -18,12 +18,7 @@ from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._quantized.program.adapters import LoraAdapter
 from jchop._quantized.program.calibration import ScaleCalibration, per_iteration, stack_entries
 from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
-from jchop._quantized.program.lazy_params import (
-    Keys,
-    LazyParam,
-    is_packed_param,
-    unpack_param,
-)
+from jchop._quantized.program.lazy_params import Keys, LazyParam, is_packed_param, unpack_param
 from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program, weight_spec
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales, ScaleSlot, check_entry_names

@@ -19,13 +19,7 @@ from jchop._common.settings import always_jit
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.random_bits import seed_words, stream_words
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
-from jchop._round.arguments import (
-    JCHOP_SCOPE,
-    carrier_of_dtype,
-    check_key,
-    mark_results,
-    run_numpy,
-)
+from jchop._round.arguments import JCHOP_SCOPE, carrier_of_dtype, check_key, mark_results, run_numpy
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, TaperedFormat, UniformFormat

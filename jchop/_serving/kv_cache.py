@@ -18,13 +18,7 @@ from jax import export, lax
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_int
 from jchop._round.arguments import has_tracer
-from jchop._serving.kv_rows import (
-    KV_NDIM,
-    NO_TOKEN,
-    KVRows,
-    kv_rows_spec,
-    masked_numbers,
-)
+from jchop._serving.kv_rows import KV_NDIM, NO_TOKEN, KVRows, kv_rows_spec, masked_numbers
 from jchop._serving.pages import NO_PAGE, assign_pages
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from jchop._common.checks import (
-    check_bool,
-    check_choice,
-    check_int,
-    check_text,
-    quote,
-)
+from jchop._common.checks import check_bool, check_choice, check_int, check_text, quote
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 

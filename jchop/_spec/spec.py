@@ -22,13 +22,7 @@ from jchop._common.checks import (
 from jchop._common.text import html
 from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._facts import format_facts
-from jchop.formats.rounding import (
-    ROUNDING_ALIASES,
-    Overflow,
-    Rounding,
-    as_overflow,
-    as_rounding,
-)
+from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
 __all__ = ["Gradient", "Spec", "as_spec", "parse"]
 

@@ -23,13 +23,7 @@ from jchop.distributed._axes import (
 )
 from jchop.distributed._messages import Phase, fold_in_numbers
 from jchop.distributed._pieces import plan_piece_cut
-from jchop.distributed._reduce import (
-    Wire,
-    exchange_numbers,
-    gather_numbers,
-    permute_numbers,
-    reduce_scatter,
-)
+from jchop.distributed._reduce import Wire, exchange_numbers, gather_numbers, permute_numbers, reduce_scatter
 
 Array = jax.Array
 

@@ -12,12 +12,7 @@ import jax.numpy as jnp
 
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    WHOLE_AXIS,
-    AxisGrouping,
-    axis_groupings,
-)
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
 
 Array = jax.Array
 

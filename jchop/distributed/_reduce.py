@@ -13,12 +13,7 @@ from jchop._core.matmul.operations import operation_carrier
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.distributed._algorithms import Algorithm, stages_of
-from jchop.distributed._axes import (
-    RankAxes,
-    all_gather_over,
-    ppermute_over,
-    types_track_axes,
-)
+from jchop.distributed._axes import RankAxes, all_gather_over, ppermute_over, types_track_axes
 from jchop.distributed._messages import (
     Phase,
     check_places,

@@ -13,12 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jchop._common.checks import check_int
 from jchop._core.rounding.codes import packed_size
 from jchop._core.xla.cpu import compute_after, loop_entry
-from jchop.distributed._axes import (
-    AxisName,
-    RankAxes,
-    all_gather_over,
-    as_rank_axes,
-)
+from jchop.distributed._axes import AxisName, RankAxes, all_gather_over, as_rank_axes
 from jchop.distributed._messages import move_leaves
 from jchop.formats import ScaledFormat
 from jchop.storage import QArray

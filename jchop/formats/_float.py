@@ -9,12 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from jchop._common.checks import check_bool, check_choice, check_int
-from jchop.formats._base import (
-    ElementFormat,
-    Number,
-    exact_number,
-    floor_log2,
-)
+from jchop.formats._base import ElementFormat, Number, exact_number, floor_log2
 
 NAN_CODES = ("ieee", "top", "negative_zero", "none")
 

@@ -10,12 +10,7 @@ from functools import cached_property, lru_cache
 from typing import ClassVar
 
 from jchop._common.checks import check_int
-from jchop.formats._base import (
-    ElementFormat,
-    Number,
-    exact_number,
-    floor_log2,
-)
+from jchop.formats._base import ElementFormat, Number, exact_number, floor_log2
 
 
 class TaperedFormat(ElementFormat):

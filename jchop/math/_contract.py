@@ -17,14 +17,7 @@ from jchop._common.checks import check_bool, check_int
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import check_matmul, check_operation, widen_operand
 from jchop._core.rounding.grid import require_carrier
-from jchop._round.arguments import (
-    Array,
-    SpecLike,
-    as_operands,
-    carrier_of_dtype,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import Array, SpecLike, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop._spec.spec import Spec, as_spec

@@ -15,13 +15,7 @@ from jchop._common.bit_ops import in_auto_mesh
 from jchop._common.checks import check_int
 from jchop._common.settings import always_jit, jax_default_settings, split_prng_key
 from jchop._core.matmul.operations import check_matmul
-from jchop._round.arguments import (
-    Array,
-    SpecLike,
-    as_operands,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import Array, SpecLike, as_operands, rounding_key, run_on_operands
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._elementwise import multiply
 from jchop.math._matmul import matmul, product_of_matrices

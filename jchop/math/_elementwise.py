@@ -15,14 +15,7 @@ from jax.scipy import special
 
 from jchop._round.arguments import Array, SpecLike
 from jchop.math import _carrier, _exact
-from jchop.math._row import (
-    MathRow,
-    binary_function,
-    call_row,
-    ternary_function,
-    unary_function,
-    with_row_docstring,
-)
+from jchop.math._row import MathRow, binary_function, call_row, ternary_function, unary_function, with_row_docstring
 
 __all__ = [
     "abs",

@@ -30,13 +30,7 @@ from jchop._round.arguments import (
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.math import _carrier, _exact
-from jchop.math._row import (
-    MathRow,
-    as_dtype,
-    call_row,
-    check_cotangent_rounding,
-    exact_operation,
-)
+from jchop.math._row import MathRow, as_dtype, call_row, check_cotangent_rounding, exact_operation
 
 __all__ = ["diff", "frexp", "ldexp", "modf"]
 

@@ -14,24 +14,12 @@ import jax.numpy as jnp
 from jchop._common.gradients import CustomJvp, moved_by
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.arithmetic.ranges import ValueRange
-from jchop._core.matmul.operations import (
-    check_operation,
-    operation_words,
-    require_dtype_holds,
-    widen_operand,
-)
+from jchop._core.matmul.operations import check_operation, operation_words, require_dtype_holds, widen_operand
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.elementary import elementary_op, supports_function
 from jchop._kernels.operation import operation_on_device
-from jchop._round.arguments import (
-    Array,
-    SpecLike,
-    as_operands,
-    carrier_of_dtype,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import Array, SpecLike, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 

@@ -16,14 +16,7 @@ from jchop._core.matmul.operations import check_operation, spec_draws, widen_ope
 from jchop._core.matmul.sums import cumulative_along, product_along
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
-from jchop._round.arguments import (
-    Array,
-    SpecLike,
-    as_operands,
-    carrier_of_dtype,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import Array, SpecLike, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.math._parts import (

@@ -12,12 +12,7 @@ from jax import lax
 from jchop._common.checks import check_bool
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import check_matmul, check_operation, spec_draws
-from jchop._round.arguments import (
-    Array,
-    as_operands,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import Array, as_operands, rounding_key, run_on_operands
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike
 from jchop.math import _elementwise
 from jchop.math._extrema import row_extremum
@@ -34,12 +29,7 @@ from jchop.math._parts import (
     reduce_in_auto_mesh,
 )
 from jchop.math._row import evaluate_function, exact_operation
-from jchop.math._sums import (
-    as_sum_spec,
-    carrier_range_pair,
-    round_operand,
-    row_sums,
-)
+from jchop.math._sums import as_sum_spec, carrier_range_pair, round_operand, row_sums
 
 __all__ = ["logsumexp", "softmax"]
 

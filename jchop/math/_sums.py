@@ -14,22 +14,12 @@ from jchop._common.checks import check_bool, check_int
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.arithmetic.ranges import ValueRange, carrier_range
-from jchop._core.matmul.operations import (
-    check_matmul,
-    check_operation,
-    spec_draws,
-    widen_operand,
-)
+from jchop._core.matmul.operations import check_matmul, check_operation, spec_draws, widen_operand
 from jchop._core.matmul.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.materialize import materialize
 from jchop._kernels.products.matmul import matmul_op
-from jchop._round.arguments import (
-    Array,
-    as_array,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import Array, as_array, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._matmul import product_of_matrices, round_to_dtype

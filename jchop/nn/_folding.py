@@ -11,12 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._common.checks import short_repr
-from jchop.nn._nnx.modules import (
-    Keys,
-    ModuleEntry,
-    keys_as_path,
-    module_entries,
-)
+from jchop.nn._nnx.modules import Keys, ModuleEntry, keys_as_path, module_entries
 
 Array = jax.Array
 T = TypeVar("T", bound=nnx.Module)

@@ -28,12 +28,7 @@ from jchop.nn._nnx.lora import (
     replace_with_adapters,
     split_lora,
 )
-from jchop.nn._nnx.programs import (
-    is_nnx_program,
-    params_with_adapters,
-    program_rules,
-    set_program_params,
-)
+from jchop.nn._nnx.programs import is_nnx_program, params_with_adapters, program_rules, set_program_params
 from jchop.nn._shared.lora_rule import LoraRule
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import is_equinox_module

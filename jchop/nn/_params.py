@@ -11,13 +11,7 @@ import jax.numpy as jnp
 from jchop._common.paths import nearest_paths_hint
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import (
-    ROUNDING_FIELDS,
-    Location,
-    Rule,
-    as_rule_tuple,
-    rule_index,
-)
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple, rule_index
 from jchop.storage import quantize
 
 Array = jax.Array

@@ -14,12 +14,7 @@ from jchop._common.checks import check_choice, short_repr
 from jchop._common.decibels import format_decibels
 from jchop._common.text import TableOrLine, Tables
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
-from jchop._quantized.products.rule import (
-    ROUNDING_FIELDS,
-    Location,
-    Rule,
-    as_rule_tuple,
-)
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple
 from jchop._quantized.program.report import ProgramReport
 from jchop.nn._nnx.attach import check_param_axes, packed_param_shape
 from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules

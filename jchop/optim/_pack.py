@@ -15,13 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jchop._common.bit_ops import (
-    entries_after_reshape,
-    parts_of_axes,
-    place_like,
-    reshape,
-    reshard_like,
-)
+from jchop._common.bit_ops import entries_after_reshape, parts_of_axes, place_like, reshape, reshard_like
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.text import TableOrLine, Tables
 from jchop._core.rounding.codes import packed_size

@@ -19,12 +19,7 @@ from jchop._common.checks import check_choice
 from jchop._common.settings import always_jit
 from jchop._spec.spec import Spec
 from jchop.optim._arguments import as_transformation, check_static_size
-from jchop.optim._chunks import (
-    Chunks,
-    loop_over_chunks,
-    merge_leaves,
-    plan_chunks,
-)
+from jchop.optim._chunks import Chunks, loop_over_chunks, merge_leaves, plan_chunks
 from jchop.optim._leaves import (
     all_hold,
     finite_leaves,

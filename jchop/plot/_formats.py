@@ -13,15 +13,7 @@ from jchop._common.checks import as_iterable, as_numpy, check_int
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
-from jchop.plot._style import (
-    BAR_COLOURS,
-    BLUE,
-    RED,
-    element_format_of,
-    format_label,
-    need_matplotlib,
-    new_figure,
-)
+from jchop.plot._style import BAR_COLOURS, BLUE, RED, element_format_of, format_label, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,26 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import (
-    BLUE,
-    INK,
-    RED,
-    draw_bars,
-    draw_legend,
-    need_matplotlib,
-    new_figure,
-)
+from jchop.plot._style import BLUE, INK, RED, draw_bars, draw_legend, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from jchop._emulate import (
-        Blame,
-        BlameRow,
-        Report,
-        ReportRow,
-    )
+    from jchop._insight.reports.blame import Blame, BlameRow
+    from jchop._insight.reports.report import Report, ReportRow
 
 
 def report(seen: Report, *, title: str = "Where the digits go") -> Figure:

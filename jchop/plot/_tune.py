@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.plot._style import (
-    BLUE,
-    INK,
-    RED,
-    draw_at_edge,
-    need_matplotlib,
-    new_figure,
-)
+from jchop.plot._style import BLUE, INK, RED, draw_at_edge, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop.formats import ElementFormat, FloatFormat, StringFormat
-from jchop.plot._style import (
-    BLUE,
-    INK,
-    ORANGE,
-    element_format_of,
-    format_label,
-    need_matplotlib,
-    new_figure,
-)
+from jchop.plot._style import BLUE, INK, ORANGE, element_format_of, format_label, need_matplotlib, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

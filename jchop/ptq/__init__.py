@@ -3,16 +3,8 @@
 from jchop.ptq._data.statistics import InputStatistics, Statistics, statistics
 from jchop.ptq._quantize import quantize
 from jchop.ptq._report import PtqReport, WeightRow
-from jchop.ptq._steps.steps.map_steps import awq, rotate, smooth
-from jchop.ptq._steps.steps.steps import (
-    clip,
-    correct_biases,
-    correct_error,
-    gptq,
-    hqq,
-    sign_round,
-    sparse,
-)
+from jchop.ptq._steps.map_steps import awq, rotate, smooth
+from jchop.ptq._steps.steps import clip, correct_biases, correct_error, gptq, hqq, sign_round, sparse
 
 __all__ = [
     "InputStatistics",

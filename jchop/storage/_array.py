@@ -42,14 +42,7 @@ from jchop.storage._codes import (
     store_codes,
     unpack_entries,
 )
-from jchop.storage._decode import (
-    QArrayForm,
-    Scale,
-    batch_axes,
-    decode_qarray,
-    qarray_shape,
-    spec_of_part,
-)
+from jchop.storage._decode import QArrayForm, Scale, batch_axes, decode_qarray, qarray_shape, spec_of_part
 from jchop.storage._index import Index, normalize_index, scale_entry
 
 Array = jax.Array

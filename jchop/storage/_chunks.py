@@ -18,12 +18,7 @@ import numpy as np
 
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    WHOLE_AXIS,
-    AxisGrouping,
-    axis_groupings,
-)
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
 
 #: This number of codes of any width fills whole bytes.
 _CODES_IN_WHOLE_BYTES = 8

@@ -12,12 +12,7 @@ from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._common.settings import always_jit
-from jchop._core.rounding.codes import (
-    decode_elements,
-    encode_elements,
-    pack_codes,
-    unpack_codes,
-)
+from jchop._core.rounding.codes import decode_elements, encode_elements, pack_codes, unpack_codes
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import carrier_holds
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit

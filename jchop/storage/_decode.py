@@ -26,14 +26,7 @@ from jchop.storage._axis_groupings import (
     axis_groupings,
     format_of_part,
 )
-from jchop.storage._codes import (
-    check_code_dtype,
-    code_dtype,
-    decode_unscaled,
-    dense_codes,
-    load_codes,
-    packs_codes,
-)
+from jchop.storage._codes import check_code_dtype, code_dtype, decode_unscaled, dense_codes, load_codes, packs_codes
 
 Array = jax.Array
 #: The scales: an array; a tuple if a scale has several parts; None for a plain format.

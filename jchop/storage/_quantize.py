@@ -20,12 +20,7 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._kernels.scaled import (
-    code_and_scale_shapes,
-    dense_of,
-    fit_scaled,
-    quantize_scaled,
-)
+from jchop._kernels.scaled import code_and_scale_shapes, dense_of, fit_scaled, quantize_scaled
 from jchop._round.arguments import (
     JCHOP_SCOPE,
     as_array,
@@ -40,20 +35,8 @@ from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.storage._array import PackedParam, QArray, check_qarray
 from jchop.storage._axis_groupings import axes_from_end, map_over_stack
-from jchop.storage._codes import (
-    code_dtype,
-    encode_unscaled,
-    needs_float64,
-    sparse_codes,
-    store_codes,
-)
-from jchop.storage._decode import (
-    QArrayForm,
-    Scale,
-    batch_axes,
-    decode_qarray,
-    spec_of_part,
-)
+from jchop.storage._codes import code_dtype, encode_unscaled, needs_float64, sparse_codes, store_codes
+from jchop.storage._decode import QArrayForm, Scale, batch_axes, decode_qarray, spec_of_part
 
 Array = jax.Array
 _StorageSpec = Spec | ElementFormat | ScaledFormat | str

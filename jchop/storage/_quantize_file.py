@@ -22,26 +22,12 @@ from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
-from jchop.formats import (
-    ElementFormat,
-    ScaledFormat,
-)
+from jchop.formats import ElementFormat, ScaledFormat
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import axes_from_end
-from jchop.storage._chunks import (
-    Chunk,
-    ChunkCut,
-    GroupExtremes,
-    chunks,
-    plan_chunk_cut,
-)
+from jchop.storage._chunks import Chunk, ChunkCut, GroupExtremes, chunks, plan_chunk_cut
 from jchop.storage._codes import native_dtype
-from jchop.storage._files.safetensors import (
-    TensorEntry,
-    TensorFile,
-    TensorWriter,
-    place_tensors,
-)
+from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
 from jchop.storage._quantize import dequantize, quantize
 from jchop.storage._save import (
     QARRAYS_KEY,

@@ -29,12 +29,7 @@ from jchop.formats import (
     nf4,
 )
 from jchop.storage._array import QArray, check_qarray
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    WHOLE_AXIS,
-    AxisGrouping,
-    with_groupings,
-)
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, with_groupings
 from jchop.storage._codes import load_codes, pack_entries, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
 

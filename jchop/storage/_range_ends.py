@@ -9,13 +9,7 @@ import jax
 import numpy as np
 
 from jchop.formats import ElementFormat
-from jchop.storage._codes import (
-    dense_codes,
-    load_codes,
-    pack_entries,
-    store_codes,
-    unpack_entries,
-)
+from jchop.storage._codes import dense_codes, load_codes, pack_entries, store_codes, unpack_entries
 from jchop.storage._decode import decode_qarray
 
 __all__ = ["clip_mask", "codes_at_ends"]

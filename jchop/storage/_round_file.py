@@ -17,12 +17,7 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.storage._axis_groupings import axes_from_end
-from jchop.storage._chunks import (
-    Chunk,
-    GroupExtremes,
-    chunks,
-    plan_chunk_cut,
-)
+from jchop.storage._chunks import Chunk, GroupExtremes, chunks, plan_chunk_cut
 from jchop.storage._files.npy import NpyFile
 from jchop.storage._quantize import dequantize, quantize
 

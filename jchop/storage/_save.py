@@ -21,26 +21,10 @@ from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, refuse_qarray_dicts
 from jchop.storage._decode import check_qarray_leaves
 from jchop.storage._files.device_parts import read_to_devices, spans_processes, write_together
-from jchop.storage._files.json import (
-    Reader,
-    json_string,
-    read_object,
-    short_text,
-    small_value,
-)
-from jchop.storage._files.safetensors import (
-    TensorEntry,
-    TensorFile,
-    TensorWriter,
-    place_tensors,
-)
+from jchop.storage._files.json import Reader, json_string, read_object, short_text, small_value
+from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
 from jchop.storage._sharding import named_sharding_of
-from jchop.storage._tree_record import (
-    TREE_KEY,
-    nest_leaves,
-    tree_metadata,
-    tree_paths_in,
-)
+from jchop.storage._tree_record import TREE_KEY, nest_leaves, tree_metadata, tree_paths_in
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.

@@ -8,12 +8,7 @@ from typing import Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jchop.storage._files.json import (
-    LONGEST_VALUE,
-    read_object,
-    short_text,
-    small_value,
-)
+from jchop.storage._files.json import LONGEST_VALUE, read_object, short_text, small_value
 from jchop.storage._files.safetensors import TensorFile
 
 #: The metadata key of the record: JSON, which maps the name of each array to the steps to it in the tree. A string is a

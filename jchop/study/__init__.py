@@ -9,12 +9,7 @@ test data with its parameters (and optionally its activations) rounded to each f
 Needs the extra ``study``. Importing this module does not import Flax, Optax, scikit-learn or matplotlib.
 """
 
-from jchop.study._function_study import (
-    FunctionRow,
-    FunctionStudy,
-    run_function,
-    save_function,
-)
+from jchop.study._function_study import FunctionRow, FunctionStudy, run_function, save_function
 from jchop.study._report import figure, save, table
 from jchop.study._result import Row, StudyResult
 from jchop.study._run import DATASETS, FORMATS, MODES, run

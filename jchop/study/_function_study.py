@@ -21,7 +21,7 @@ import numpy as np
 from jchop._common.checks import check_int
 from jchop._common.files import require_extra, write_atomically
 from jchop._common.text import TableOrLine, Tables, html
-from jchop._emulate import emulate
+from jchop._emulate.emulate import emulate
 from jchop._emulate.rules.trace import as_program_arguments
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat

@@ -13,12 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import (
-    as_iterable,
-    check_bool,
-    check_choice,
-    check_int,
-)
+from jchop._common.checks import as_iterable, check_bool, check_choice, check_int
 from jchop._common.files import require_extra
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec

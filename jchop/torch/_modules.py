@@ -16,12 +16,7 @@ from jchop._common.checks import check_choice
 from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
 from jchop._spec.spec import Spec
 from jchop.torch._bridge import check_tensor
-from jchop.torch._packed import (
-    PackedTensor,
-    pack_parameter,
-    packed_parameters,
-    tensor_codes,
-)
+from jchop.torch._packed import PackedTensor, pack_parameter, packed_parameters, tensor_codes
 from jchop.torch._plan import plan_of
 from jchop.torch._quantizer import Quantizer, first_words
 from jchop.torch._rules import ModuleRoundings, as_module_rules, first_match

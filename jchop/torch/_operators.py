@@ -22,13 +22,7 @@ from jchop._common.bit_ops import enable_x64_for
 from jchop._common.settings import always_jit
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import parse
-from jchop.torch._bridge import (
-    as_tensor,
-    check_tensor,
-    dense,
-    import_tensor,
-    inverse_order,
-)
+from jchop.torch._bridge import as_tensor, check_tensor, dense, import_tensor, inverse_order
 
 Array = jax.Array
 Tensor = torch.Tensor

@@ -19,12 +19,7 @@ from jchop.storage import QArray
 from jchop.storage._decode import check_qarray_leaves, qarray_shape
 from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
 from jchop.torch._bridge import as_jax, as_tensor, check_has_numbers
-from jchop.torch._operators import (
-    CARRIER_NAMES,
-    check_carrier,
-    import_words,
-    key_of_words,
-)
+from jchop.torch._operators import CARRIER_NAMES, check_carrier, import_words, key_of_words
 from jchop.torch._plan import outside_graphs
 
 __all__ = ["PACKED_SUFFIX", "PackedTensor", "dequantize", "pack_parameter", "packed_parameters", "tensor_codes"]

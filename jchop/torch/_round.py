@@ -6,12 +6,7 @@ from typing import Any
 
 import torch
 
-from jchop.torch._operators import (
-    check_carrier,
-    round_now,
-    round_operator,
-    within_range_operator,
-)
+from jchop.torch._operators import check_carrier, round_now, round_operator, within_range_operator
 from jchop.torch._plan import TorchSpecLike, clips_gradient, plan_of
 from jchop.torch._words import rounding_words
 

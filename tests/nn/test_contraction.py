@@ -16,12 +16,7 @@ from programs.program import equations
 
 import jchop as jc
 from jchop._quantized.products import product as _product
-from jchop._quantized.products.contraction import (
-    ProductRoundings,
-    rounded_conv,
-    rounded_dot_general,
-    rounded_einsum,
-)
+from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._spec.spec import as_spec
 
 BLOCKS = "mxfp8_e4m3(group=4)"

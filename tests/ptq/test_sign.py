@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from further import Further
-from jchop.ptq._steps.steps.sign_round import neighbours, sign_descent
 
 import jchop as jc
 from jchop.ptq._data.columns import element_scales, elementwise_spec
+from jchop.ptq._steps.sign_round import neighbours, sign_descent
 
 further = Further()
 

@@ -9,16 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from further import Further
-from jchop.ptq._steps.steps.sweep import column_order, gptq_sweep, inverse_factor
 
 import jchop as jc
 from jchop._spec.spec import parse
-from jchop.ptq._data.columns import (
-    element_scales,
-    elementwise_spec,
-    round_column,
-    with_entries,
-)
+from jchop.ptq._data.columns import element_scales, elementwise_spec, round_column, with_entries
+from jchop.ptq._steps.sweep import column_order, gptq_sweep, inverse_factor
 from jchop.storage import QArray
 
 further = Further()

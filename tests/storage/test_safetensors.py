@@ -22,13 +22,7 @@ from jchop._checkpoints.load_save import convert_checkpoint
 from jchop.storage import QArray
 from jchop.storage import _save as save
 from jchop.storage._files.device_parts import write_together
-from jchop.storage._files.safetensors import (
-    DTYPES,
-    TensorEntry,
-    TensorFile,
-    TensorWriter,
-    place_tensors,
-)
+from jchop.storage._files.safetensors import DTYPES, TensorEntry, TensorFile, TensorWriter, place_tensors
 from jchop.storage._quantize_file import TensorRule, quantize_file
 
 further = Further()

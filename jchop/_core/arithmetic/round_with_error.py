@@ -15,12 +15,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.rounding.elements import apply_overflow
 from jchop._core.rounding.grid import make_grid
-from jchop._core.rounding.modes import (
-    NEAREST_MODES,
-    ROUNDING_ADDENDS,
-    GridCut,
-    take_random_bits,
-)
+from jchop._core.rounding.modes import NEAREST_MODES, ROUNDING_ADDENDS, GridCut, take_random_bits
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.formats.rounding import Overflow, Rounding

@@ -19,13 +19,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._core.elementary import constants, pairs
 from jchop._core.elementary.pairs import FloatPair, pair_of_constant, pair_of_number
-from jchop._core.elementary.parts import (
-    FIRST_ORDER,
-    SECOND_ORDER,
-    Argument,
-    FunctionValue,
-    float32_power_of_two,
-)
+from jchop._core.elementary.parts import FIRST_ORDER, SECOND_ORDER, Argument, FunctionValue, float32_power_of_two
 from jchop._core.rounding.bins import take_in_bounds
 
 Array = jax.Array

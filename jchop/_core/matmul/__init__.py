@@ -1,1 +1,1 @@
-"""The fused dot-add of tensor cores: in two words of 32 bits for every device, or in float64 for one CPU."""
+"""Sums of products: the orders of sums, the exact sums of tensor cores, chains of operations."""

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jchop._common.bit_ops import CARRIERS, Carrier
-from jchop._core.arithmetic.ranges import (
-    ValueRange,
-    carrier_range,
-    range_of,
-    supports_operation,
-)
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of, supports_operation
 from jchop._spec.accumulation import MERGED, MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat

@@ -18,12 +18,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic import float64
 from jchop._core.matmul import aligned_limbs
-from jchop._core.matmul.aligned import (
-    EXTRA_SUM_BITS,
-    LEAST_PRODUCT_EXPONENT,
-    MOST_WORD_BITS,
-    TensorCoreUnit,
-)
+from jchop._core.matmul.aligned import EXTRA_SUM_BITS, LEAST_PRODUCT_EXPONENT, MOST_WORD_BITS, TensorCoreUnit
 from jchop._core.rounding.elements import round_to_spec
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, binary32

@@ -15,13 +15,7 @@ from jchop._common import bit_ops
 from jchop._core.arithmetic.basic import carrier_range, range_of
 from jchop._core.arithmetic.ranges import ValueRange
 from jchop._core.matmul.matmul import matmul_body
-from jchop._core.matmul.operations import (
-    fold_seeds,
-    operation_carrier,
-    operation_words,
-    round_operation,
-    spec_draws,
-)
+from jchop._core.matmul.operations import fold_seeds, operation_carrier, operation_words, round_operation, spec_draws
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 

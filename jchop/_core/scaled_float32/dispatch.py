@@ -17,12 +17,7 @@ from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import narrow_16_bit, put_nan
-from jchop._core.scaled.scales import (
-    MOST_WITHOUT_BRANCH,
-    BlockScales,
-    ScaledPlan,
-    all_in_safe_range,
-)
+from jchop._core.scaled.scales import MOST_WITHOUT_BRANCH, BlockScales, ScaledPlan, all_in_safe_range
 from jchop._core.scaled_float32 import codebooks, floats, in_float64, integers, thresholds
 from jchop._core.xla.cpu import branch_in_functions, materialize_per_group
 from jchop._core.xla.sizes import if_static

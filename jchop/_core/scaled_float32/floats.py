@@ -18,12 +18,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.codes import extend_exponent
-from jchop._core.scaled.scales import (
-    TENSOR_SCALE,
-    BlockScales,
-    ScaledPlan,
-    scale_magnitude,
-)
+from jchop._core.scaled.scales import TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import GroupQuanta, bits_to_float, float_to_bits
 from jchop._core.xla.cpu import materialize_per_group

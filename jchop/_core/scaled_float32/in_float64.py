@@ -25,18 +25,8 @@ from jchop._core.arithmetic.float64 import (
     widen_float32,
     widen_magnitude,
 )
-from jchop._core.rounding.modes import (
-    AWAY_FROM_ZERO,
-    BetweenNeighbours,
-    RandomBits,
-    take_random_bits,
-)
-from jchop._core.scaled.scales import (
-    TENSOR_SCALE,
-    BlockScales,
-    ScaledPlan,
-    scale_magnitude,
-)
+from jchop._core.rounding.modes import AWAY_FROM_ZERO, BetweenNeighbours, RandomBits, take_random_bits
+from jchop._core.scaled.scales import TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import floats, integers
 from jchop._core.xla.cpu import materialize_per_group
 from jchop.formats import FloatFormat, UniformFormat

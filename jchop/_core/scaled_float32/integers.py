@@ -26,12 +26,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import RandomBits, take_random_bits
-from jchop._core.scaled.scales import (
-    SAFE_EXPONENT,
-    BlockScales,
-    ScaledPlan,
-    scale_magnitude,
-)
+from jchop._core.scaled.scales import SAFE_EXPONENT, BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.xla.cpu import materialize_per_group, prevent_fma
 from jchop.formats import UniformFormat
 from jchop.formats.rounding import Overflow, Rounding

@@ -36,12 +36,7 @@ from jchop._program.control import as_jax_value, copy_if_reference, where_active
 from jchop._program.loop_limits import text_of_stop
 from jchop._program.run import watch_condition
 from jchop._program.seeds import Seeds
-from jchop._program.step import (
-    CALLS,
-    ProgramPlan,
-    carry_count,
-    is_reference,
-)
+from jchop._program.step import CALLS, ProgramPlan, carry_count, is_reference
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
 

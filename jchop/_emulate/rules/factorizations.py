@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._core.matmul.operations import fold_seeds, spec_draws
-from jchop._emulate.linalg.direct import (
-    factor_cholesky,
-    factor_lu,
-    factor_qr,
-    substitute_triangular,
-)
+from jchop._emulate.linalg.direct import factor_cholesky, factor_lu, factor_qr, substitute_triangular
 from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._program.bind import bind, straight_through

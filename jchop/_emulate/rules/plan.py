@@ -16,12 +16,7 @@ from jchop._core.arithmetic.ranges import wraps_results
 from jchop._emulate.rules.counts import Counts
 from jchop._emulate.rules.draws import draws_of
 from jchop._emulate.rules.interpret import run_step
-from jchop._emulate.rules.rules import (
-    COMPLEX_OPS,
-    ArithmeticChoice,
-    Settings,
-    primitive_kind,
-)
+from jchop._emulate.rules.rules import COMPLEX_OPS, ArithmeticChoice, Settings, primitive_kind
 from jchop._emulate.rules.step import EmulatedStep, RandomDraw
 from jchop._emulate.rules.step_facts import STEP_FACTS, errors_at
 from jchop._emulate.rules.value_facts import (
@@ -38,14 +33,7 @@ from jchop._emulate.rules.value_facts import (
 from jchop._program import planner
 from jchop._program.bind import constant_of
 from jchop._program.seeds import Seeds
-from jchop._program.step import (
-    ProgramPlan,
-    count_equations,
-    is_own_result,
-    is_own_scope,
-    jaxpr_of,
-    scope_of,
-)
+from jchop._program.step import ProgramPlan, count_equations, is_own_result, is_own_scope, jaxpr_of, scope_of
 from jchop._program.widening import Widening
 from jchop._spec.spec import Spec
 

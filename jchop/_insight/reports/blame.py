@@ -20,13 +20,7 @@ from jchop._common.checks import check_int
 from jchop._common.text import TableOrLine, Tables
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
 from jchop._emulate.paired.paired_run import SILENT_KINDS, ValuePair
-from jchop._emulate.paired.places import (
-    argument_names,
-    first_line_of,
-    step_label,
-    step_spec_text,
-    walk_sources,
-)
+from jchop._emulate.paired.places import argument_names, first_line_of, step_label, step_spec_text, walk_sources
 from jchop._emulate.paired.reference import CarrierReference
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.step import EmulatedStep

@@ -23,12 +23,7 @@ from jchop._emulate.paired.paired_run import (
     ValuePair,
     same_bits,
 )
-from jchop._emulate.paired.shards import (
-    ShardAxes,
-    bind_shards,
-    shard_row,
-    with_vmap_collective,
-)
+from jchop._emulate.paired.shards import ShardAxes, bind_shards, shard_row, with_vmap_collective
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import is_number
 from jchop._program.control import as_jax_value

@@ -17,12 +17,7 @@ from jchop._emulate.rules.rules import ArithmeticChoice, Settings, make_settings
 from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, as_program_arguments
 from jchop._emulate.rules.value_facts import CARRIER_DTYPES
 from jchop._insight.tune._metrics import ErrorMetric, check_finite_result, error_by_metric
-from jchop._insight.tune._sites import (
-    TuningSite,
-    check_tuning_rules,
-    make_tuning_rules,
-    tuning_sites,
-)
+from jchop._insight.tune._sites import TuningSite, check_tuning_rules, make_tuning_rules, tuning_sites
 from jchop._insight.tune._traced_formats import is_plan_traceable, run_with_levels
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec

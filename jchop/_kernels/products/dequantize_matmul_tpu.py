@@ -17,12 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jchop._core.matmul.dequantize_matmul import (
-    decode_parts,
-    join_columns,
-    multiply_code_values,
-    part_columns,
-)
+from jchop._core.matmul.dequantize_matmul import decode_parts, join_columns, multiply_code_values, part_columns
 from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
 from jchop.formats import ElementFormat
 

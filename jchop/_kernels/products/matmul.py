@@ -11,12 +11,7 @@ import jax.numpy as jnp
 
 from jchop._core.matmul.matmul import matmul_body
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.products.matmul_tile import (
-    MIN_DOT_SIDE,
-    MatmulGpuTiling,
-    MatmulTpuTiling,
-    aligned_unit,
-)
+from jchop._kernels.products.matmul_tile import MIN_DOT_SIDE, MatmulGpuTiling, MatmulTpuTiling, aligned_unit
 from jchop._spec.accumulation import MatmulSpec
 
 __all__ = ["matmul_op"]

@@ -13,20 +13,10 @@ import numpy as np
 from jax import lax
 
 from jchop._common.checks import check_int
-from jchop._core.arithmetic.basic import (
-    ValueRange,
-    add_and_round,
-    carrier_range,
-    sum_range,
-)
+from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
 from jchop._core.matmul import aligned_limbs
 from jchop._core.matmul.aligned import TensorCoreUnit
-from jchop._core.matmul.matmul import (
-    MatmulPlan,
-    WordSource,
-    accumulate_product,
-    combine_sums,
-)
+from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product, combine_sums
 from jchop._spec.accumulation import MatmulSpec
 
 __all__ = [

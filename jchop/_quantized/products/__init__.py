@@ -1,1 +1,1 @@
-"""Sums of products of codes: of convolutions, of experts, of weights alone."""
+"""Rules, and products of rounded operands or of codes."""

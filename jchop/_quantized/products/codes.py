@@ -31,12 +31,7 @@ from jchop._common.bit_ops import CARRIERS, varying_like
 from jchop._common.settings import always_jit
 from jchop._core.rounding.grid import carrier_holds
 from jchop._core.scaled.groups import Groups
-from jchop._core.xla.cpu import (
-    dot_with_one_row,
-    dot_with_two_rows,
-    integer_maximum,
-    prevent_fma,
-)
+from jchop._core.xla.cpu import dot_with_one_row, dot_with_two_rows, integer_maximum, prevent_fma
 from jchop._core.xla.gpu import dot_precision, pad_to_whole_words
 from jchop._kernels.primitive import by_platform, make_op
 from jchop._kernels.products import product_of_blocks
@@ -45,26 +40,9 @@ from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
 from jchop.storage import QArray, quantize
-from jchop.storage._axis_groupings import (
-    WHOLE_AXIS,
-    AxisGrouping,
-    axis_groupings,
-    scale_shape_of,
-    with_groupings,
-)
-from jchop.storage._codes import (
-    check_code_dtype,
-    decode_unscaled,
-    native_dtype,
-    pack_entries,
-    store_codes,
-)
-from jchop.storage._decode import (
-    batch_axes,
-    decode_qarray,
-    repeat_over_groups,
-    spec_of_part,
-)
+from jchop.storage._axis_groupings import WHOLE_AXIS, AxisGrouping, axis_groupings, scale_shape_of, with_groupings
+from jchop.storage._codes import check_code_dtype, decode_unscaled, native_dtype, pack_entries, store_codes
+from jchop.storage._decode import batch_axes, decode_qarray, repeat_over_groups, spec_of_part
 
 Array = jax.Array
 

@@ -24,12 +24,7 @@ from jax import lax
 
 from jchop._core.xla.gpu import dot_precision
 from jchop._kernels.primitive import by_platform
-from jchop._quantized.products.codes import (
-    LARGEST_SUM_WIDTH,
-    CodedArray,
-    MatrixSums,
-    multiply_codes,
-)
+from jchop._quantized.products.codes import LARGEST_SUM_WIDTH, CodedArray, MatrixSums, multiply_codes
 
 Array = jax.Array
 

@@ -18,12 +18,7 @@ import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
-from jchop._quantized.products.codes import (
-    CodedArray,
-    MatrixSums,
-    multiply_codes,
-    to_batched_matrices,
-)
+from jchop._quantized.products.codes import CodedArray, MatrixSums, multiply_codes, to_batched_matrices
 from jchop._quantized.products.conv import ConvGeometry, convolve_codes, correlate_codes
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.ragged_dot import ExpertSums, expert_weight_gradients

@@ -10,12 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._common.settings import always_jit
-from jchop._quantized.products.codes import (
-    CodedArray,
-    check_code_format,
-    encode_operand,
-    expand_codes,
-)
+from jchop._quantized.products.codes import CodedArray, check_code_format, encode_operand, expand_codes
 from jchop._quantized.products.contraction import einsum_letters
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import DotProduct, RaggedProduct

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jchop._common.checks import check_choice, short_repr
-from jchop._common.paths import (
-    check_path_pattern,
-    common_path_pattern,
-    matches_path,
-    path_pattern,
-)
+from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.rotation import Hadamard
 from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
 from jchop._spec.accumulation import MatmulSpec

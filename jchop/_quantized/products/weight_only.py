@@ -23,13 +23,7 @@ from jchop._core.rounding.codes import decode_elements
 from jchop._core.xla.sizes import if_static
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
-from jchop._quantized.products.codes import (
-    CodedArray,
-    exact_block_sum,
-    group_scales,
-    multiply_codes,
-    scale_sums,
-)
+from jchop._quantized.products.codes import CodedArray, exact_block_sum, group_scales, multiply_codes, scale_sums
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage import QArray

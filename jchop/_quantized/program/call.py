@@ -12,13 +12,7 @@ import numpy as np
 from jchop._common.bit_ops import CARRIERS
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.lazy_params import is_packed_param
-from jchop._quantized.program.provenance import (
-    FROM_DATA,
-    FROM_KEYS,
-    NO_PROVENANCE,
-    Provenance,
-    param_provenance,
-)
+from jchop._quantized.program.provenance import FROM_DATA, FROM_KEYS, NO_PROVENANCE, Provenance, param_provenance
 
 Array = jax.Array
 

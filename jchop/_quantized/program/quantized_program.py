@@ -12,12 +12,7 @@ import jax.core
 import jax.numpy as jnp
 
 from jchop._common.checks import check_choice
-from jchop._common.paths import (
-    common_path_pattern,
-    names_last_part,
-    nearest_paths_hint,
-    path_pattern,
-)
+from jchop._common.paths import common_path_pattern, names_last_part, nearest_paths_hint, path_pattern
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.codes import block_along_sum
@@ -44,18 +39,8 @@ from jchop._quantized.program.param_uses import (
 )
 from jchop._quantized.program.report import ParameterRow, ProductRow, ProgramReport
 from jchop._quantized.program.runner import QuantizedRunner
-from jchop._quantized.program.scale_slots import (
-    HISTORY,
-    SCALE,
-    ScaleSlot,
-    scale_slots_of,
-)
-from jchop._quantized.program.weight_layout import (
-    WeightLayout,
-    blocks_fit_axes,
-    stack_ndim,
-    weight_layout_of,
-)
+from jchop._quantized.program.scale_slots import HISTORY, SCALE, ScaleSlot, scale_slots_of
+from jchop._quantized.program.weight_layout import WeightLayout, blocks_fit_axes, stack_ndim, weight_layout_of
 from jchop._quantized.program.weight_rotation import weight_rotation_of, with_weight_rotation
 from jchop._spec.spec import Spec
 
@@ -376,8 +361,8 @@ def _params_without_blocks(
             first, shape = placement_and_use[1], shapes[use.leaf]
             alike = first.view is not None and stack_ndim(shape, first.view) == stack_ndim(shape, use.view)
             why = (
-                f"{what} follow its first product, which sums over {_sum_axes_text(first)}, and are not blocks along the "
-                f"sum of another, over {_sum_axes_text(use)}; leave product out of {rule}"
+                f"{what} follow its first product, which sums over {_sum_axes_text(first)}, and are not blocks along "
+                f"the sum of another, over {_sum_axes_text(use)}; leave product out of {rule}"
                 f"{', or give weight a format with one scale, as int8(group=tensor)' if alike else ''}"
             )
         elif not blocks_fit_axes(use.view, block):

@@ -21,13 +21,7 @@ from jchop._quantized.products.codes import CodedArray, block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, contract
 from jchop._quantized.products.product import OperandSwap
 from jchop._quantized.program.adapters import add_lora_delta
-from jchop._quantized.program.lazy_params import (
-    Keys,
-    LazyParam,
-    RoundedAndFull,
-    is_packed_param,
-    rounded_value,
-)
+from jchop._quantized.program.lazy_params import Keys, LazyParam, RoundedAndFull, is_packed_param, rounded_value
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._quantized.program.provenance import MOVE_PRIMITIVES
 

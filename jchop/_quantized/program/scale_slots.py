@@ -11,22 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jchop._common.paths import path_pattern
-from jchop._program.step import (
-    CUSTOM_CALLS,
-    HIGH_CALLS,
-    PLAIN_CALLS,
-    REMAT_CALLS,
-    ProgramPlan,
-    carry_count,
-)
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count
 from jchop._quantized.products.contraction import ProductRoundings
-from jchop._quantized.products.scale_from import (
-    LSQ,
-    DelayedScaling,
-    MovingAverage,
-    ScaleFrom,
-    has_tensor_scale,
-)
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._spec.spec import Gradient, Spec
 

@@ -13,23 +13,13 @@ from jax import lax
 from jchop._common.settings import split_prng_key
 from jchop._program.control import without_weak_types
 from jchop._program.run import interpret
-from jchop._program.step import (
-    HIGH_CALLS,
-    PLAIN_CALLS,
-    ProgramPlan,
-    carry_count,
-)
+from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan, carry_count
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.program.scale_slots import ScaleSlot
-from jchop._quantized.scales.formulas import (
-    round_in_range,
-    round_lsq_operand,
-    update_history,
-    update_range,
-)
+from jchop._quantized.scales.formulas import round_in_range, round_lsq_operand, update_history, update_range
 
 Array = jax.Array
 

@@ -30,12 +30,7 @@ from jchop.compat._arrays import (
 )
 from jchop.compat.pychop._math import PYCHOP_METHODS, call_method
 from jchop.formats import FixedFormat, FloatFormat
-from jchop.matlab import (
-    CHOP_FORMATS,
-    chop_spec,
-    int_if_whole,
-    round_by_randfunc,
-)
+from jchop.matlab import CHOP_FORMATS, chop_spec, int_if_whole, round_by_randfunc
 
 __all__ = ["Chop", "Chopf", "Customs", "FaultChop"]
 

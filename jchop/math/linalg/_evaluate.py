@@ -19,13 +19,7 @@ from jchop._core.matmul.operations import check_operation, spec_draws, widen_ope
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
-from jchop._round.arguments import (
-    SpecLike,
-    as_operands,
-    carrier_of_dtype,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import SpecLike, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.math._row import as_dtype

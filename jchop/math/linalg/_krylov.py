@@ -15,12 +15,7 @@ from jchop._common.checks import check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.linalg.direct import substitute_triangular
 from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
-from jchop._round.arguments import (
-    SpecLike,
-    as_array,
-    as_operands,
-    has_tracer,
-)
+from jchop._round.arguments import SpecLike, as_array, as_operands, has_tracer
 from jchop.math.linalg._evaluate import evaluate_systems, matrix_order, right_side_axes
 from jchop.math.linalg._operator import LinearOperator, as_linear_operator
 

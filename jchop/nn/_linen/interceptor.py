@@ -12,12 +12,7 @@ from flax import linen as nn
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import check_layout_axes, round_in_layout
-from jchop._quantized.products.rule import (
-    Location,
-    Rule,
-    is_stochastic,
-    refuse_code_products,
-)
+from jchop._quantized.products.rule import Location, Rule, is_stochastic, refuse_code_products
 from jchop._spec.spec import Spec
 from jchop.nn._linen.cache import DecodeStep, has_cache, pack_empty_cache
 from jchop.nn._linen.layer_kinds import LINEN_KINDS, LinenKind

@@ -24,13 +24,7 @@ from jchop._spec.spec import Spec
 from jchop.nn._linen.cache import CACHE_COLLECTION
 from jchop.nn._linen.interceptor import RoundingInterceptor
 from jchop.nn._linen.layer_kinds import learned_scale_name
-from jchop.nn._linen.layers import (
-    LayerMatch,
-    LinenPath,
-    linen_params,
-    match_linen_layers,
-    module_calls,
-)
+from jchop.nn._linen.layers import LayerMatch, LinenPath, linen_params, match_linen_layers, module_calls
 from jchop.nn._linen.report import linen_report
 from jchop.nn._linen.scales import initial_linen_scales
 from jchop.nn._report import ModelReport

@@ -12,12 +12,7 @@ import jax.numpy as jnp
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout
-from jchop._quantized.products.scale_from import (
-    LSQ,
-    DelayedScaling,
-    MovingAverage,
-    ScaleFrom,
-)
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
 from jchop._quantized.scales.formulas import (
     finite_range,
     initial_scale,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jchop._emulate import emulate
+from jchop._emulate.emulate import emulate
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.nn._nnx.rounding_modules import KeyStream, RoundingModule

@@ -11,18 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._quantized.products.operand_layout import OperandLayout
-from jchop._quantized.products.scale_from import (
-    LSQ,
-    DelayedScaling,
-    MovingAverage,
-    ScaleFrom,
-)
-from jchop._quantized.program.scale_slots import (
-    HISTORY,
-    RANGE,
-    Scales,
-    state_kind,
-)
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
+from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
 from jchop._quantized.scales.formulas import (
     initial_scale,
     round_in_range,

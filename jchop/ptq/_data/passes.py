@@ -17,18 +17,8 @@ from jchop._quantized.program.lazy_params import Keys
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.collect import Collector, ErrorCollector, PlainRunner
-from jchop.ptq._data.input_sums import (
-    InputSums,
-    add_sums,
-    pair_value,
-    sums_over_rows,
-)
-from jchop.ptq._data.sites import (
-    Stage,
-    WeightSite,
-    WeightSites,
-    find_sites,
-)
+from jchop.ptq._data.input_sums import InputSums, add_sums, pair_value, sums_over_rows
+from jchop.ptq._data.sites import Stage, WeightSite, WeightSites, find_sites
 
 Array = jax.Array
 

@@ -8,13 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
-from jchop.ptq._equalize.graph import (
-    LOOP_STACK,
-    LOOP_VALUE,
-    SAME_VALUE,
-    GraphNode,
-    GraphValue,
-)
+from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue
 from jchop.ptq._equalize.labels import (
     ChannelRun,
     FactorLabel,

@@ -21,18 +21,13 @@ from jchop.ptq._data.passes import BatchData, LazySums
 from jchop.ptq._data.sites import WeightSite
 from jchop.ptq._data.statistics import mean_statistics
 from jchop.ptq._equalize.factors import ChannelWeight, awq_factors, smooth_factors
-from jchop.ptq._equalize.graph import (
-    GraphValue,
-    ProductPlace,
-    ProgramGraph,
-    graph_of,
-)
+from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, graph_of
 from jchop.ptq._equalize.labels import FactorLabel, FoldError, has_one_factor
 from jchop.ptq._equalize.rotation_rules import GainError, rotation_of
 from jchop.ptq._equalize.search import Fold, channels_of, fold_of
-from jchop.ptq._steps.steps.map_steps import Awq, Mapping, Rotate
-from jchop.ptq._steps.steps.round import round_parameter
-from jchop.ptq._steps.steps.steps import CalibrationSteps
+from jchop.ptq._steps.map_steps import Awq, Mapping, Rotate
+from jchop.ptq._steps.round import round_parameter
+from jchop.ptq._steps.steps import CalibrationSteps
 
 Array = jax.Array
 

@@ -14,21 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jchop._quantized.products.product import ConvProduct, DotProduct
-from jchop.ptq._equalize.factor_rules import (
-    Port,
-    Tie,
-    Ways,
-    fit_broadcasts,
-    ways_of,
-)
-from jchop.ptq._equalize.graph import (
-    LOOP_STACK,
-    LOOP_VALUE,
-    SAME_VALUE,
-    GraphNode,
-    GraphValue,
-    ProductPlace,
-)
+from jchop.ptq._equalize.factor_rules import Port, Tie, Ways, fit_broadcasts, ways_of
+from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue, ProductPlace
 from jchop.ptq._equalize.labels import FactorLabel, FoldError, has_one_factor
 from jchop.ptq._equalize.search import Fold, fold_of
 

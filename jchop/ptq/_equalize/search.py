@@ -10,12 +10,7 @@ from typing import Any
 from jchop._quantized.products.product import ConvProduct, RaggedProduct
 from jchop.ptq._equalize.factor_rules import Tie, Ways, ways_of
 from jchop.ptq._equalize.graph import GraphNode, GraphValue, ProductPlace
-from jchop.ptq._equalize.labels import (
-    Channels,
-    FactorLabel,
-    FoldError,
-    RunAxis,
-)
+from jchop.ptq._equalize.labels import Channels, FactorLabel, FoldError, RunAxis
 
 __all__ = ["Fold", "channels_of", "fold_of"]
 

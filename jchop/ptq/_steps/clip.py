@@ -11,17 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jchop.ptq._steps.steps.steps import Clip
 
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop.formats.rounding import Rounding
-from jchop.ptq._data.columns import (
-    element_scales,
-    elementwise_spec,
-    qarray_of,
-    round_column,
-)
+from jchop.ptq._data.columns import element_scales, elementwise_spec, qarray_of, round_column
+from jchop.ptq._steps.steps import Clip
 from jchop.storage import QArray
 
 Array = jax.Array

@@ -9,17 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jchop.ptq._steps.steps.clip import clip_groups, round_under_scales
-from jchop.ptq._steps.steps.sign_round import sign_round_codes
-from jchop.ptq._steps.steps.steps import (
-    CalibrationSteps,
-    Correction,
-    HalfQuadratic,
-    SignDescent,
-    Sparse,
-    Sweep,
-)
-from jchop.ptq._steps.steps.sweep import column_order, gptq_sweep, inverse_factor
 
 from jchop._common.settings import always_jit
 from jchop._core.scaled.sparse import largest_mask, sparse_mask
@@ -27,13 +16,11 @@ from jchop._quantized.program.lazy_params import unpack_param
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._spec.spec import Spec
-from jchop.ptq._data.columns import (
-    ElementScales,
-    element_scales,
-    elementwise_spec,
-    qarray_of,
-    with_entries,
-)
+from jchop.ptq._data.columns import ElementScales, element_scales, elementwise_spec, qarray_of, with_entries
+from jchop.ptq._steps.clip import clip_groups, round_under_scales
+from jchop.ptq._steps.sign_round import sign_round_codes
+from jchop.ptq._steps.steps import CalibrationSteps, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
+from jchop.ptq._steps.sweep import column_order, gptq_sweep, inverse_factor
 from jchop.storage import QArray, dequantize, fit_half_quadratic
 
 Array = jax.Array

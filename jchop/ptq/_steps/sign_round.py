@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jchop.ptq._steps.steps.steps import SignDescent
 
 from jchop._common.settings import always_jit
 from jchop._spec.spec import Spec
 from jchop.ptq._data.columns import ElementScales, round_column
+from jchop.ptq._steps.steps import SignDescent
 
 Array = jax.Array
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jchop.ptq._steps.steps.map_steps import Mapping
-
 from jchop._common.checks import check_choice, check_int
+from jchop.ptq._steps.map_steps import Mapping
 from jchop.sparsity._masks import check_sparsity_pattern
 from jchop.storage._half_quadratic import check_hqq_search
 

@@ -23,14 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jchop._common.files import open_regular_file
-from jchop.storage._files.json import (
-    MOST_ENTRIES,
-    Reader,
-    read_object,
-    short_text,
-    small_value,
-    string_object,
-)
+from jchop.storage._files.json import MOST_ENTRIES, Reader, read_object, short_text, small_value, string_object
 
 #: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {

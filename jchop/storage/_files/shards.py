@@ -12,13 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from jchop._common.files import open_regular_file
-from jchop.storage._files.json import (
-    json_object,
-    read_object,
-    short_text,
-    small_value,
-    string_object,
-)
+from jchop.storage._files.json import json_object, read_object, short_text, small_value, string_object
 from jchop.storage._files.safetensors import TensorEntry, TensorFile
 
 INDEX_FILE, SINGLE_FILE, CONFIG_FILE = "model.safetensors.index.json", "model.safetensors", "config.json"

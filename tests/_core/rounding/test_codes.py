@@ -11,13 +11,7 @@ from further import Further
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.rounding.codes import (
-    decode_elements,
-    encode_elements,
-    extend_exponent,
-    pack_codes,
-    unpack_codes,
-)
+from jchop._core.rounding.codes import decode_elements, encode_elements, extend_exponent, pack_codes, unpack_codes
 from jchop._core.rounding.grid import carrier_holds
 
 further = Further()

@@ -18,13 +18,7 @@ from further import Further
 from jax import numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jchop._core.rounding.random_bits import (
-    _threefry,
-    flat_index,
-    random_words,
-    seed_words,
-    stream_words,
-)
+from jchop._core.rounding.random_bits import _threefry, flat_index, random_words, seed_words, stream_words
 
 further = Further()
 

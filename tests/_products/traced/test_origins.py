@@ -15,13 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jchop._quantized.program.param_uses import ProvenancePlanner
-from jchop._quantized.program.provenance import (
-    FROM_DATA,
-    FROM_KEYS,
-    ParamOrigin,
-    Provenance,
-    param_provenance,
-)
+from jchop._quantized.program.provenance import FROM_DATA, FROM_KEYS, ParamOrigin, Provenance, param_provenance
 
 SHAPE = (4, 6, 10)
 MESH = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

@@ -1,0 +1,1 @@
+"""An emulated program beside a reference."""

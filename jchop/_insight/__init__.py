@@ -1,0 +1,1 @@
+"""What a number format does to a program: reports, blame, digits, searches, comparisons."""

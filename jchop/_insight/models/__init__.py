@@ -1,0 +1,1 @@
+"""Searches over the layers of a model, and their scores."""

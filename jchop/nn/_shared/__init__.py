@@ -1,0 +1,1 @@
+"""What the faces of NNX, Linen and Equinox share."""

@@ -1,0 +1,1 @@
+"""Runs of a program for the statistics of its products."""

@@ -1,0 +1,1 @@
+"""Steps that choose the numbers or the codes of a weight."""
