@@ -220,9 +220,9 @@ class QArray:
             ValueError: if `axes` is not a permutation, or would move axes that vmap added before a tensor scale.
         """
         argument = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = (
-            list(range(self.ndim))[::-1] if not argument else [_nonnegative_axis(axis, self.ndim) for axis in argument]
-        )  # type: ignore[arg-type]
+        order = list(range(self.ndim))[::-1]
+        if argument:
+            order = [_nonnegative_axis(axis, self.ndim) for axis in argument]  # type: ignore[arg-type]
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(f"axes={argument} must name each of the {self.ndim} axes once")
         if order == list(range(self.ndim)):

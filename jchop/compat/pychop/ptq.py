@@ -16,7 +16,7 @@ import jax
 
 __all__ = ["dynamic_post_quantization", "mixed_post_quantization", "post_quantization", "static_post_quantization"]
 
-_TorchOrFlaxModel = TypeVar("_Model")
+_TorchOrFlaxModel = TypeVar("_TorchOrFlaxModel")
 #: The leaves of a Flax model that are rounded, as in Pychop.
 _FLAX_WEIGHT_NAMES = ("kernel", "weight", "bias", "scale")
 

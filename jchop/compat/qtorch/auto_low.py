@@ -19,7 +19,7 @@ from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
 
 __all__ = ["lower", "sequential_lower"]
 
-_TorchModel = TypeVar("_Model", bound=nn.Module)
+_TorchModel = TypeVar("_TorchModel", bound=nn.Module)
 #: The files of `torch.nn.modules` that define each type of layer.
 _LAYER_FILES = {
     "conv": ("conv", "fold"),
