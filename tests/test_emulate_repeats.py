@@ -352,7 +352,7 @@ def against_exact_rationals() -> None:
 
 @further
 def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "LEAST_TRIED", 1)
+    monkeypatch.setattr(chain, "MIN_CHAIN_ELEMENTS_TO_TRY", 1)
 
     def chained(x: Any, ys: Any) -> Any:
         for y in ys:
@@ -365,7 +365,7 @@ def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> No
     ys = list(np.linspace(0.5, 0.9, 6, dtype=np.float32))
     assert loops_of(chained, X, ys) == [(6, 20)]
     got = jax.jit(low)(X, ys)
-    monkeypatch.setattr(chain, "LEAST_TRIED", 1 << 40)
+    monkeypatch.setattr(chain, "MIN_CHAIN_ELEMENTS_TO_TRY", 1 << 40)
     assert_same(got, jc.emulate(chained, "bfloat16:stochastic", key=KEY)(X, ys))
 
 

@@ -42,7 +42,7 @@ WINGS: dict[str, set[str]] = {
     "_serving": set(),
     "_checkpoints": set(),
     "matlab": set(),
-    "compat": set(),
+    "compat": {"matlab"},
     "_insight": {"plot"},  # a report draws itself
     "plot": {"_insight"},
     "ptq": {"plot"},
@@ -52,10 +52,18 @@ WINGS: dict[str, set[str]] = {
 }
 # The rooms of the core of the core, in order; bodies of operations stand on top of them.
 CORE_ROOMS = ("xla", "rounding", "arithmetic", "matmul", "elementary", "scaled", "scaled_float32")
-MOST_FILES = 17  # in a folder
+MOST_FILES = 18  # in a folder
 MOST_MODULES = 120  # loaded by `import jchop`
-# Names that several files define for themselves: aliases of types, and type variables.
-SHARED_NAMES = {"Array"}
+# Names that several files define for themselves: aliases of types, type variables, registrars of JAX; and the public
+# names that several public modules have.
+SHARED_NAMES = {
+    *("Array", "Keys", "Number", "T", "Tensor", "ad", "batching"),
+    *("Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"),
+    *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
+    *("blame", "emulate", "report", "sensitivity", "tune", "ParameterRow"),
+    *("clip", "dot", "einsum", "matmul", "round_to_format"),
+    *("correct_biases", "dequantize", "quantize", "load_checkpoint", "save_checkpoint", "save"),
+}
 
 # What the hard dependencies are, and where each of the others may be imported.
 EVERYWHERE = {"jax", "jaxlib", "ml_dtypes", "numpy"}
@@ -252,7 +260,7 @@ def test_a_name_stands_once() -> None:
                 homes[name].add(module)
     doubles = {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
     assert {name: modules for name, modules in doubles.items() if name not in SHARED_NAMES} == {}
-    assert set(doubles) >= SHARED_NAMES and len(SHARED_NAMES) <= 40
+    assert doubles.keys() >= SHARED_NAMES and len(SHARED_NAMES) <= 40
 
 
 def test_import_is_light() -> None:

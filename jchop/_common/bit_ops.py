@@ -93,6 +93,7 @@ CARRIERS = {
         Carrier("float64", 52, 1023, 64),
     )
 }
+FLOAT32, FLOAT64 = CARRIERS["float32"], CARRIERS["float64"]
 
 
 def split_sign(x: jax.Array, carrier: Carrier) -> tuple[jax.Array, jax.Array]:

@@ -7,6 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+__all__ = ["load_name", "on_demand"]
+
+
+def load_name(module: str, name: str) -> Any:
+    """What a module that is loaded when first used has under a name."""
+    return getattr(import_module(module), name)
+
 
 def on_demand(
     package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]]
@@ -27,7 +34,7 @@ def on_demand(
 
     def load(name: str) -> Any:
         if name in homes:
-            value = getattr(import_module(homes[name]), name)
+            value = load_name(homes[name], name)
         elif name in modules:
             value = import_module(f"{package}.{name}")
         else:

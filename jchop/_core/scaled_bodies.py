@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.codes import encode_elements, pack_codes, unpack_codes
 from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words_like
 from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
@@ -338,5 +338,5 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
 def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
     scales = dequantize_body(*scale_arrays, plan=plan, shape=shape)
     bits = lax.bitcast_convert_type(scales, jnp.int32)
-    finite = bit_ops.lax_clip(bits, 1, CARRIERS["float32"].inf - 1)  # the largest may round up beyond the ends
+    finite = bit_ops.lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
     return lax.bitcast_convert_type(finite, jnp.float32)

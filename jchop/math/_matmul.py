@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jchop._common.bit_ops import CARRIERS, in_auto_mesh
+from jchop._common.bit_ops import FLOAT32, in_auto_mesh
 from jchop._common.checks import check_choice
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
@@ -154,10 +154,10 @@ def _matmul_operand(x: Array, side: int, spec: Spec | None, key: Array | None) -
         return (wide if spec is None else round_to_format(wide, spec, key),)
     rows = wide if side == 0 else wide.swapaxes(-1, -2)
     qarray = quantize(rows, spec)
-    elements = decode_unscaled(qarray.qvalue, spec.scaled.element, rows.shape[-1], CARRIERS["float32"])
+    elements = decode_unscaled(qarray.qvalue, spec.scaled.element, rows.shape[-1], FLOAT32)
     scales, *whole = qarray.scale if isinstance(qarray.scale, tuple) else (qarray.scale,)
     if not jnp.issubdtype(scales.dtype, jnp.floating):
-        scales = decode_elements(scales, spec.scaled.scale_format, CARRIERS["float32"])
+        scales = decode_elements(scales, spec.scaled.scale_format, FLOAT32)
     tensor = jnp.broadcast_to(whole[0], (*rows.shape[:-1], 1)) if whole else None
     parts = [round_to_format(rows, spec), elements, scales.astype(jnp.float32), *[tensor] * bool(whole)]
     return tuple(v if side == 0 else v.swapaxes(-1, -2) for v in parts)
@@ -194,7 +194,7 @@ def _batch_product(
 
 def _multiply_scales(x: Array, y: Array) -> Array:
     """The float32 product, to nearest."""
-    carrier = CARRIERS["float32"]
+    carrier = FLOAT32
     full_range = carrier_range(carrier)
     x, y = jnp.broadcast_arrays(x, y)
     return multiply_and_round(x, y, None, carrier, None, full_range, full_range)

@@ -2,18 +2,16 @@
 
 # ruff: noqa: E402
 
+from typing import TYPE_CHECKING
+
 from jchop._common.files import require_extra
 
 require_extra("jchop.nn", "flax", ("flax",))
 
-from jchop._checkpoints.models import load_checkpoint, save_checkpoint
-from jchop._insight.models.sensitivity import Sensitivity, SensitivityRow, sensitivity
-from jchop._insight.models.tune import LayerTuning, TunedLayer, tune
+from jchop._common.on_demand import on_demand
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.adapters import AdaptedParam
-from jchop._serving.attention import dot_product_attention
-from jchop._serving.kv_cache import KVCache
 from jchop.nn import linen
 from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
@@ -44,13 +42,34 @@ from jchop.nn._nnx.quantize import quantize
 from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._params import quantize_params
 from jchop.nn._recipes import keep_wide, recipe
-from jchop.nn._report import LayerRow, ModelReport, report
+from jchop.nn._report import report
 from jchop.nn._save_load import load, save
 from jchop.nn._shard import shard
 from jchop.nn._shared.lora_rule import LoraRule
+from jchop.nn._shared.model_report import LayerRow, ModelReport
 from jchop.nn._shared.scale_state import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._trees.lora import lora_mask
-from jchop.ptq._nnx_models import quantize_with_data
+
+if TYPE_CHECKING:
+    from jchop._checkpoints.models import load_checkpoint, save_checkpoint
+    from jchop._insight.models.sensitivity import Sensitivity, SensitivityRow, sensitivity
+    from jchop._insight.models.tune import LayerTuning, TunedLayer, tune
+    from jchop._serving.attention import dot_product_attention
+    from jchop._serving.kv_cache import KVCache
+    from jchop.ptq._models import quantize_with_data
+
+__getattr__, __dir__ = on_demand(
+    __name__,
+    (),
+    {
+        "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
+        "jchop._insight.models.sensitivity": ("Sensitivity", "SensitivityRow", "sensitivity"),
+        "jchop._insight.models.tune": ("LayerTuning", "TunedLayer", "tune"),
+        "jchop._serving.attention": ("dot_product_attention",),
+        "jchop._serving.kv_cache": ("KVCache",),
+        "jchop.ptq._models": ("quantize_with_data",),
+    },
+)
 
 __all__ = [
     "LSQ",

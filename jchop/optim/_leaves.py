@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
 
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import CARRIERS, FLOAT32
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports_operation
 from jchop._core.matmul.operations import operation_words, round_operation
@@ -157,7 +157,7 @@ def require_representable(name: str, spec: Spec, whose: str, x: Any) -> None:
     if carrier is None:
         raise TypeError(f"{whose} have a leaf of dtype {x.dtype}; allowed: {', '.join(CARRIERS)}")
     if carrier.width == 16 and spec.scaled is None:
-        spec_range, dtype_range = range_of(spec, CARRIERS["float32"]), carrier_range(carrier)
+        spec_range, dtype_range = range_of(spec, FLOAT32), carrier_range(carrier)
         if (
             spec_range.precision > dtype_range.precision
             or spec_range.quantum < dtype_range.quantum

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import CARRIERS, FLOAT32, FLOAT64, Carrier
 from jchop._common.settings import always_jit
 from jchop._core.rounding.codes import decode_elements, encode_elements, pack_codes, unpack_codes
 from jchop._core.rounding.elements import round_to_spec
@@ -191,12 +191,12 @@ def encode_unscaled(values: Array, fmt: ElementFormat) -> Array:
 
 def needs_float64(fmt: ElementFormat) -> bool:
     """Whether values of a plain format are computed in float64: binary64, and tapered formats with a wider range."""
-    return fmt == binary64 or (isinstance(fmt, TaperedFormat) and not carrier_holds(Spec(fmt), CARRIERS["float32"]))
+    return fmt == binary64 or (isinstance(fmt, TaperedFormat) and not carrier_holds(Spec(fmt), FLOAT32))
 
 
 def decode_unscaled(codes: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
     """The values of stored codes, rounded to nearest if `carrier` does not hold them."""
-    compute = CARRIERS["float64"] if needs_float64(fmt) else _arithmetic_carrier(carrier)
+    compute = FLOAT64 if needs_float64(fmt) else _arithmetic_carrier(carrier)
     values = decode_elements(unpack_entries(load_codes(codes, fmt), fmt, count), fmt, compute)
     if compute.width == carrier.width:
         return values

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._common.bit_ops import CARRIERS, enable_x64_for
+from jchop._common.bit_ops import FLOAT32, enable_x64_for
 from jchop._common.files import require_extra
 from jchop._core.rounding.codes import decode_elements
 from jchop._spec.spec import Spec
@@ -82,7 +82,7 @@ def to_qwix(q: QArray) -> Any:
         qvalue = _codes_to_native(jnp.asarray(q._entries()), fmt.element, qtype)
         scale = jnp.asarray(q.scale)
         if scale.dtype.name not in _QWIX_SCALES:
-            scale = decode_elements(scale, fmt.scale, CARRIERS["float32"])
+            scale = decode_elements(scale, fmt.scale, FLOAT32)
         carrier = jnp.promote_types(scale.dtype, q.dtype)
         zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(qvalue.dtype)
         return qwix.QArray(qvalue, scale.astype(carrier), zero_point, qtype)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import FLOAT64, Carrier
 from jchop._core.arithmetic import double_word, subnormal_scaling
 from jchop._core.arithmetic.exact import ExactResult, round_exact
 from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
@@ -219,7 +219,7 @@ def _refuse_wrapping(spec: Spec | None, result: ValueRange, carrier: Carrier) ->
     """Refuses a wrapping spec if the carrier may not hold an exact result: wrapping needs every bit of it."""
     if spec is None or spec.overflow is not Overflow.WRAP or _range_fits(result, carrier):
         return
-    able = ["float64"] if _range_fits(result, CARRIERS["float64"]) else []
+    able = ["float64"] if _range_fits(result, FLOAT64) else []
     remedy = f"saturate, or cast the operands to float64{x64_remedy(able)}" if able else "or saturate"
     raise ValueError(
         f"spec={str(spec)!r} wraps an exact result, which {carrier.name} must hold; these operands give up to "

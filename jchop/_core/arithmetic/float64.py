@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.arithmetic.ranges import ValueRange
 from jchop._core.rounding.modes import take_random_bits
 from jchop._spec.spec import Spec
@@ -25,9 +25,8 @@ from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-_NARROW_CARRIER, _WIDE_CARRIER = CARRIERS["float32"], CARRIERS["float64"]
 #: A sum with this number has its last place at 1; the half keeps signed sums in one binade.
-FLOAT64_LEAD = 1.5 * 2.0**_WIDE_CARRIER.fraction
+FLOAT64_LEAD = 1.5 * 2.0**FLOAT64.fraction
 #: Bits of a settled quotient, and of the divisor and the middle of two numbers of the format together.
 _SNAP_BITS, _DIVISOR_AND_MIDDLE_BITS = 46, 43
 
@@ -47,9 +46,9 @@ def widen_magnitude(magnitude: Array) -> Array:
 
 
 def _widen_in_two_ways(x: Array, magnitude: Array, count: Array) -> Array:
-    small = bit_ops.with_constant(lax.mul, _convert_dtype(count, jnp.float64), 2.0**_NARROW_CARRIER.tiny_exponent)
+    small = bit_ops.with_constant(lax.mul, _convert_dtype(count, jnp.float64), 2.0**FLOAT32.tiny_exponent)
     return lax.select(
-        bit_ops.with_constant(lax.lt, magnitude, 1 << _NARROW_CARRIER.fraction), small, _convert_dtype(x, jnp.float64)
+        bit_ops.with_constant(lax.lt, magnitude, 1 << FLOAT32.fraction), small, _convert_dtype(x, jnp.float64)
     )
 
 
@@ -62,14 +61,14 @@ def narrow_float64(x: Array) -> Array:
     # The last places of this sum count multiples of the smallest number.
     total = bit_ops.with_constant(
         lax.add,
-        bit_ops.with_constant(lax.mul, magnitude, 2.0**-_NARROW_CARRIER.tiny_exponent),
-        2.0**_WIDE_CARRIER.fraction,
+        bit_ops.with_constant(lax.mul, magnitude, 2.0**-FLOAT32.tiny_exponent),
+        2.0**FLOAT64.fraction,
     )
     small = lax.bitwise_or(
         _convert_dtype(double_to_bits(total), jnp.int32),
-        bit_ops.with_constant(lax.bitwise_and, bits, _NARROW_CARRIER.sign_bit),
+        bit_ops.with_constant(lax.bitwise_and, bits, FLOAT32.sign_bit),
     )
-    bits = lax.select(bit_ops.with_constant(lax.lt, magnitude, 2.0 ** (1 - _NARROW_CARRIER.bias)), small, bits)
+    bits = lax.select(bit_ops.with_constant(lax.lt, magnitude, 2.0 ** (1 - FLOAT32.bias)), small, bits)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -87,7 +86,7 @@ def double_to_bits(x: Array) -> Array:
 def format_spacing(x: Array, fmt: FloatFormat) -> Array:
     """The distance of the values of a format at positive numbers, as if its exponents had no upper end."""
     power = lax.bitcast_convert_type(
-        bit_ops.with_constant(lax.bitwise_and, double_to_bits(x), _WIDE_CARRIER.inf), jnp.float64
+        bit_ops.with_constant(lax.bitwise_and, double_to_bits(x), FLOAT64.inf), jnp.float64
     )
     return bit_ops.with_constant(lax.mul, bit_ops.with_constant(lax.max, power, 2.0**fmt.emin), 2.0**-fmt.frac_bits)
 
@@ -111,13 +110,13 @@ def quotient_bits(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: 
         Magnitude bits of float32; infinity for numbers above its range.
     """
     with jax.enable_x64(True):
-        whole = fmt.frac_bits == _NARROW_CARRIER.fraction  # then `narrow_float64` is the rounding
+        whole = fmt.frac_bits == FLOAT32.fraction  # then `narrow_float64` is the rounding
         x = (
             _near_quotient(magnitude, divisor, other, fmt)
             if whole
             else quotient_in_float64(magnitude, divisor, fmt, other)
         )
-        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW_CARRIER.bias
+        subnormal = fmt.emin - fmt.frac_bits < 1 - FLOAT32.bias
         return lax.bitcast_convert_type(narrow_float64(x) if subnormal else _convert_dtype(x, jnp.float32), jnp.int32)
 
 
@@ -142,7 +141,7 @@ def _near_quotient(magnitude: Array, divisor: Fraction, other: Array | None, fmt
 
 def _snap_quotient(x: Array) -> Array:
     """Positive numbers rounded to fewer bits; infinity and NaN unchanged."""
-    low = 1 << (_WIDE_CARRIER.fraction + 1 - _SNAP_BITS)
+    low = 1 << (FLOAT64.fraction + 1 - _SNAP_BITS)
     bits = bit_ops.with_constant(lax.bitwise_and, bit_ops.with_constant(lax.add, double_to_bits(x), low >> 1), -low)
     return lax.bitcast_convert_type(bits, jnp.float64)
 
@@ -167,10 +166,10 @@ def supports_float64_operation(name: str, spec: Spec, ranges: Sequence[ValueRang
     if spec.rounding not in _FLOAT64_MODES or spec.overflow not in (Overflow.IEEE, Overflow.SATURATE):
         return False
     near, most = fmt.frac_bits + 1, max(operand.bits for operand in ranges)
-    point = near + (_NARROW_CARRIER.work_width if spec.rounding.stochastic else 0)
+    point = near + (FLOAT32.work_width if spec.rounding.stochastic else 0)
     if name == "sqrt":
-        return max(2 * near, most) + 3 <= _DIVISOR_AND_MIDDLE_BITS and point <= _WIDE_CARRIER.fraction - 2
-    return max(near, most) + most + 1 <= _DIVISOR_AND_MIDDLE_BITS and point + most <= _WIDE_CARRIER.fraction + 1
+        return max(2 * near, most) + 3 <= _DIVISOR_AND_MIDDLE_BITS and point <= FLOAT64.fraction - 2
+    return max(near, most) + most + 1 <= _DIVISOR_AND_MIDDLE_BITS and point + most <= FLOAT64.fraction + 1
 
 
 def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Array | None) -> Array:
@@ -186,13 +185,13 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
     bits = [lax.bitcast_convert_type(x, jnp.int32) for x in args]
-    sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & _NARROW_CARRIER.sign_bit
+    sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & FLOAT32.sign_bit
     with jax.enable_x64(True):
         x, *divisors = (widen_magnitude(each & bit_ops.low_mask(31)) for each in bits)
         exact = _snap_quotient(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
         place = format_spacing(exact, fmt)
         value = (exact + place * FLOAT64_LEAD) - place * FLOAT64_LEAD
-        random = take_random_bits(word, spec, _NARROW_CARRIER)
+        random = take_random_bits(word, spec, FLOAT32)
         if random is not None:
             value = value - lax.select(value > exact, place, jnp.zeros_like(place))
             point = value + place - place * (random.word.astype(jnp.float64) * 2.0**-random.width)
@@ -204,7 +203,7 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
             value = bit_ops.lax_where(
                 lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value
             )
-        subnormal = fmt.emin - fmt.frac_bits < 1 - _NARROW_CARRIER.bias
+        subnormal = fmt.emin - fmt.frac_bits < 1 - FLOAT32.bias
         number = narrow_float64(value) if subnormal else value.astype(jnp.float32)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(number, jnp.int32) | sign, jnp.float32)
 

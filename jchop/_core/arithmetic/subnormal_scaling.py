@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import FLOAT32, Carrier
 from jchop._core.arithmetic.ranges import ValueRange
 from jchop._core.arithmetic.round_with_error import (
     error_of_sum,
@@ -36,16 +36,13 @@ from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-_SCALING_CARRIER = CARRIERS["float32"]
-_SCALING_FRACTION, _BIAS = _SCALING_CARRIER.fraction, _SCALING_CARRIER.bias
-
 
 def _bits_of_power(exponent: int) -> int:
-    return (exponent + _BIAS) << _SCALING_FRACTION
+    return (exponent + FLOAT32.bias) << FLOAT32.fraction
 
 
 #: The smallest normal number.
-_SMALLEST_NORMAL = 1 << _SCALING_FRACTION
+_SMALLEST_NORMAL = 1 << FLOAT32.fraction
 #: A sum is scaled up if both terms are below 2^-60. Other terms are halved if an error is needed, to prevent overflow.
 #: Only the sign of a subnormal term matters then: the term is below 2^-32 of the dropped part.
 _SMALL_TERM, _SUM_UP = _bits_of_power(-60), 100
@@ -56,8 +53,8 @@ _SMALL_FACTOR, _PRODUCT_UP = _bits_of_power(-62), 48
 
 
 def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
-    if spec is None or carrier is not _SCALING_CARRIER:
-        return carrier is _SCALING_CARRIER
+    if spec is None or carrier is not FLOAT32:
+        return carrier is FLOAT32
     return has_constant_drop(spec, carrier) and spec.format == FloatFormat(8, _precision_of_spec(spec) - 1)
 
 
@@ -73,7 +70,7 @@ def _precision_of_spec(spec: Spec) -> int:
 
 def supports_scaling_product(spec: Spec | None, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether `multiply_by_scaling` is right for these ranges: the carrier must have the bits of their product."""
-    few = xr.bits + yr.bits <= _SCALING_FRACTION + 1
+    few = xr.bits + yr.bits <= FLOAT32.fraction + 1
     return few and _is_of_full_range(spec, carrier) and (spec is None or _precision_of_spec(spec) <= 16)
 
 
@@ -84,30 +81,30 @@ def add_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | None, xr
     """`x + y`, its exact value rounded once; a sum that is exactly zero is +0, or -0 under `Rounding.DOWN`."""
     if spec is not None and not _hardware_rounds_right(spec, xr, yr):
         return _add_with_error(x, y, spec, word)
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, _SCALING_CARRIER), bit_ops.split_sign(y, _SCALING_CARRIER)
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
     small = jnp.maximum(xm, ym) < _SMALL_TERM
     scale = _scale_where(small, _SUM_UP)
     a, b = (_join_sign(s, _scale_up(m + scale.shift, scale)) for s, m in ((xs, xm), (ys, ym)))
-    sign, magnitude = bit_ops.split_sign(a + b, _SCALING_CARRIER)
+    sign, magnitude = bit_ops.split_sign(a + b, FLOAT32)
     bits = _scale_down(magnitude, scale.least) - scale.shift
     if spec is None:
-        return bit_ops.join_sign(sign, bits, _SCALING_CARRIER)
-    return round_with_error(sign, magnitude, bits, None, spec, _SCALING_CARRIER, word)
+        return bit_ops.join_sign(sign, bits, FLOAT32)
+    return round_with_error(sign, magnitude, bits, None, spec, FLOAT32, word)
 
 
 def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array:
     """`x + y` by Fast2Sum of the larger magnitude and the smaller one, which is negative if the signs differ."""
-    (_, xm), (_, ym) = bit_ops.split_sign(x, _SCALING_CARRIER), bit_ops.split_sign(y, _SCALING_CARRIER)
+    (_, xm), (_, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
     xb, yb = _float32_to_bits(x), _float32_to_bits(y)
     larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
     small = larger < _SMALL_TERM
     scale = _scale_where(small, _SUM_UP)
     shift = bit_ops.lax_where(
-        small, scale.shift, bit_ops.lax_where(larger < _SCALING_CARRIER.inf, np.int32(-_SMALLEST_NORMAL), np.int32(0))
+        small, scale.shift, bit_ops.lax_where(larger < FLOAT32.inf, np.int32(-_SMALLEST_NORMAL), np.int32(0))
     )
     a = _scale_up(larger + shift, scale)
     b = _scale_up(jnp.maximum(smaller + shift, _SMALLEST_NORMAL), scale)  # every term but zero stays a normal number
-    b = _join_sign((xb ^ yb) & _SCALING_CARRIER.sign_bit, bit_ops.lax_where(smaller == 0, np.float32(0), b))
+    b = _join_sign((xb ^ yb) & FLOAT32.sign_bit, bit_ops.lax_where(smaller == 0, np.float32(0), b))
     total = a + b
     error = b - (total - a)  # NaN beside infinities
     zero = total == 0
@@ -116,14 +113,14 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
     )
     magnitude = _float32_to_bits(total)
     bits = bit_ops.lax_where(zero, 0, _scale_down(magnitude, scale.least) - shift)
-    error, binade = error_of_sum(error, magnitude, spec, _SCALING_CARRIER)
+    error, binade = error_of_sum(error, magnitude, spec, FLOAT32)
     return round_with_error(
-        sign & _SCALING_CARRIER.sign_bit,
+        sign & FLOAT32.sign_bit,
         magnitude,
         bits,
         error,
         spec,
-        _SCALING_CARRIER,
+        FLOAT32,
         word,
         binade,
         may_exceed_infinity=True,
@@ -132,21 +129,21 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
 
 def multiply_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array:
     """`x * y`, its exact value rounded once; see `supports_scaling_product`."""
-    (xs, xm), (ys, ym) = bit_ops.split_sign(x, _SCALING_CARRIER), bit_ops.split_sign(y, _SCALING_CARRIER)
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
     less, more = jnp.minimum(xm, ym), jnp.maximum(xm, ym)
     small = less < _SMALL_FACTOR
     scale = _scale_where(small, _PRODUCT_UP)
     shift, least = scale.shift, scale.least
     product = _scale_up(less + shift, scale) * _bits_to_float32(more)
     if spec is not None and spec.rounding in TINY_SENSITIVE_MODES:
-        vanishes = (product < 2.0 ** (1 - _BIAS)) & (less > 0)
-        product = bit_ops.lax_where(vanishes, np.float32(2.0 ** (1 - _BIAS)), product)
+        vanishes = (product < 2.0 ** (1 - FLOAT32.bias)) & (less > 0)
+        product = bit_ops.lax_where(vanishes, np.float32(2.0 ** (1 - FLOAT32.bias)), product)
     sign, magnitude, subnormal = xs ^ ys, _float32_to_bits(product), product < least
     shift = bit_ops.lax_where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
         # Adding the power of two whose last bit is the format's smallest number rounds the product.
-        drop = _SCALING_FRACTION + 1 - _precision_of_spec(spec)
-        exponent = _PRODUCT_UP + 1 - _BIAS + drop
+        drop = FLOAT32.fraction + 1 - _precision_of_spec(spec)
+        exponent = _PRODUCT_UP + 1 - FLOAT32.bias + drop
         count = _float32_to_bits(product + np.float32(2.0**exponent)) - _bits_of_power(exponent)
         bits = bit_ops.lax_where(subnormal, count << drop, magnitude - shift)
         error = None
@@ -154,27 +151,23 @@ def multiply_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | Non
         offset = bit_ops.lax_where(subnormal, least, np.float32(0))
         total = product + offset
         bits = _float32_to_bits(total) - bit_ops.lax_where(
-            subnormal, np.int32(_bits_of_power(_PRODUCT_UP + 1 - _BIAS)), shift
+            subnormal, np.int32(_bits_of_power(_PRODUCT_UP + 1 - FLOAT32.bias)), shift
         )
         error = product - (total - offset)
     if spec is None:
-        return bit_ops.join_sign(sign, bits, _SCALING_CARRIER)
+        return bit_ops.join_sign(sign, bits, FLOAT32)
     if needs_error_digits(spec):
         assert error is not None
-        error = error * np.float32(
-            2.0 ** (word_surplus_bits(spec, _SCALING_CARRIER) - _SCALING_CARRIER.tiny_exponent - _PRODUCT_UP)
-        )
+        error = error * np.float32(2.0 ** (word_surplus_bits(spec, FLOAT32) - FLOAT32.tiny_exponent - _PRODUCT_UP))
     # A product that is too large becomes a finite number above all values of the format.
-    magnitude = bit_ops.lax_where(
-        more < _SCALING_CARRIER.inf, jnp.minimum(magnitude, _SCALING_CARRIER.inf - 1), magnitude
-    )
-    return round_with_error(sign, magnitude, bits, error, spec, _SCALING_CARRIER, word)
+    magnitude = bit_ops.lax_where(more < FLOAT32.inf, jnp.minimum(magnitude, FLOAT32.inf - 1), magnitude)
+    return round_with_error(sign, magnitude, bits, error, spec, FLOAT32, word)
 
 
 def _hardware_rounds_right(spec: Spec, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether the hardware's rounding of a sum has no effect: nearest modes, terms with few bits (Figueroa 1995)."""
     precision = _precision_of_spec(spec)
-    few = max(xr.bits, yr.bits) <= precision and 2 * precision + 2 <= _SCALING_FRACTION + 1
+    few = max(xr.bits, yr.bits) <= precision and 2 * precision + 2 <= FLOAT32.fraction + 1
     return few and spec.rounding in NEAREST_MODES and spec.overflow is not Overflow.PROPAGATE
 
 
@@ -192,7 +185,7 @@ class _PowerScale:
 
 def _scale_where(where: Array, up: int) -> _PowerScale:
     shift, step = (
-        bit_ops.lax_where(where, np.int32(bits), np.int32(0)) for bits in (up << _SCALING_FRACTION, _SMALLEST_NORMAL)
+        bit_ops.lax_where(where, np.int32(bits), np.int32(0)) for bits in (up << FLOAT32.fraction, _SMALLEST_NORMAL)
     )
     return _PowerScale(shift, step, bit_ops.lax_where(where, _scaled_normal(up), np.float32(0)))
 
@@ -210,7 +203,7 @@ def _scale_down(bits: Array, least: Array) -> Array:
 
 def _scaled_normal(up: int) -> np.float32:
     """2^K times the smallest normal number."""
-    return np.float32(2.0 ** (up + 1 - _BIAS))
+    return np.float32(2.0 ** (up + 1 - FLOAT32.bias))
 
 
 def _bits_to_float32(bits: Array) -> Array:
@@ -222,4 +215,4 @@ def _float32_to_bits(x: Array) -> Array:
 
 
 def _join_sign(sign: Array, value: Array) -> Array:
-    return bit_ops.join_sign(sign, _float32_to_bits(value), _SCALING_CARRIER)
+    return bit_ops.join_sign(sign, _float32_to_bits(value), FLOAT32)

@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.exact import ExactResult, significand
 from jchop._core.elementary.pairs import FloatPair
 
 Array = jax.Array
 
-FLOAT32_CARRIER = CARRIERS["float32"]
+FLOAT32_CARRIER = FLOAT32
 _BITS_OF_ONE = FLOAT32_CARRIER.bias << FLOAT32_CARRIER.fraction
 #: The least exponents of arguments: for smaller ones, f(x) = a + b x^n + ... is so close to a that only its side
 #: matters. FIRST_ORDER is for n = 1; SECOND_ORDER is for n = 2, relative to the first term.
@@ -190,23 +190,22 @@ def _exact_or_case(v: ExactResult, where: Array, number: Array | float) -> Exact
 
 # -- float64 -----------------------------------------------------------------------------------------------------------
 
-_FLOAT64_CARRIER = CARRIERS["float64"]
-_FLOAT64_MORE_BITS = _FLOAT64_CARRIER.fraction - FLOAT32_CARRIER.fraction
+_FLOAT64_MORE_BITS = FLOAT64.fraction - FLOAT32_CARRIER.fraction
 
 
 def narrow_by_bits(x: Array) -> Array:
     """Float64 values that float32 holds, as float32, by bits: devices would convert subnormal numbers to zero."""
-    sign, magnitude = bit_ops.split_sign(x, _FLOAT64_CARRIER)
-    field = (magnitude >> _FLOAT64_CARRIER.fraction) - _FLOAT64_CARRIER.bias + FLOAT32_CARRIER.bias
-    count = (magnitude & bit_ops.low_mask(_FLOAT64_CARRIER.fraction)) >> _FLOAT64_MORE_BITS
+    sign, magnitude = bit_ops.split_sign(x, FLOAT64)
+    field = (magnitude >> FLOAT64.fraction) - FLOAT64.bias + FLOAT32_CARRIER.bias
+    count = (magnitude & bit_ops.low_mask(FLOAT64.fraction)) >> _FLOAT64_MORE_BITS
     down = bit_ops.lax_clip(1 - field, 0, FLOAT32_CARRIER.fraction + 1)
     bits = bit_ops.lax_where(
         field < 1, (count | 1 << FLOAT32_CARRIER.fraction) >> down, (field << FLOAT32_CARRIER.fraction) + count
     )
     bits = bit_ops.lax_where(
-        magnitude == _FLOAT64_CARRIER.inf,
+        magnitude == FLOAT64.inf,
         FLOAT32_CARRIER.inf,
-        bit_ops.lax_where(magnitude > _FLOAT64_CARRIER.inf, FLOAT32_CARRIER.nan, bits),
+        bit_ops.lax_where(magnitude > FLOAT64.inf, FLOAT32_CARRIER.nan, bits),
     )
     return bit_ops.join_sign(_narrow_sign(sign), bits.astype(FLOAT32_CARRIER.work), FLOAT32_CARRIER)
 
@@ -219,14 +218,12 @@ def widen_by_bits(x: Array) -> Array:
     """Float32 values as float64, the inverse of `narrow_by_bits`."""
     sign, magnitude = bit_ops.split_sign(x, FLOAT32_CARRIER)
     exponent, count = double_word.normalize_magnitude(magnitude, FLOAT32_CARRIER)
-    exponent, count = exponent.astype(_FLOAT64_CARRIER.work), count.astype(_FLOAT64_CARRIER.work)
-    bits = ((exponent + _FLOAT64_CARRIER.bias - 1) << _FLOAT64_CARRIER.fraction) + (count << _FLOAT64_MORE_BITS)
+    exponent, count = exponent.astype(FLOAT64.work), count.astype(FLOAT64.work)
+    bits = ((exponent + FLOAT64.bias - 1) << FLOAT64.fraction) + (count << _FLOAT64_MORE_BITS)
     bits = bit_ops.lax_where(
         magnitude == FLOAT32_CARRIER.inf,
-        _FLOAT64_CARRIER.inf,
-        bit_ops.lax_where(magnitude > FLOAT32_CARRIER.inf, _FLOAT64_CARRIER.nan, bits),
+        FLOAT64.inf,
+        bit_ops.lax_where(magnitude > FLOAT32_CARRIER.inf, FLOAT64.nan, bits),
     )
     bits = bit_ops.lax_where(magnitude == 0, 0, bits)
-    return bit_ops.join_sign(
-        bit_ops.lax_where(sign != 0, _FLOAT64_CARRIER.sign_bit, 0).astype(_FLOAT64_CARRIER.work), bits, _FLOAT64_CARRIER
-    )
+    return bit_ops.join_sign(bit_ops.lax_where(sign != 0, FLOAT64.sign_bit, 0).astype(FLOAT64.work), bits, FLOAT64)

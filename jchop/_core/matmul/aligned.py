@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import FLOAT32, Carrier
 from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of, supports_operation
 from jchop._spec.accumulation import MERGED, MatmulSpec
 from jchop._spec.spec import Spec
@@ -21,14 +21,12 @@ __all__ = [
     "require_aligned_order",
 ]
 
-_UNIT_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS = _UNIT_CARRIER.fraction, _UNIT_CARRIER.bias
 #: The most fraction bits for which a product is cut to one word.
 MOST_WORD_BITS = 28
 #: What the sum of products keeps beyond the bits of c in ``aligned_apart``.
 EXTRA_SUM_BITS = 7
 #: The exponent by which products that are all zero are aligned without c; below that of every other product.
-LEAST_PRODUCT_EXPONENT = 4 * (1 - _BIAS)
+LEAST_PRODUCT_EXPONENT = 4 * (1 - FLOAT32.bias)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class TensorCoreUnit:
     def overflows(self) -> bool:
         """Whether a finite product may be 2^128 or more, and is then infinite."""
         return (
-            self.spec.order.kind == "aligned_apart" and 2 * range_of(self.spec.operands, _UNIT_CARRIER).top > _BIAS + 1
+            self.spec.order.kind == "aligned_apart" and 2 * range_of(self.spec.operands, FLOAT32).top > FLOAT32.bias + 1
         )
 
     @property
@@ -69,7 +67,7 @@ class TensorCoreUnit:
     @cached_property
     def operand_emin(self) -> int:
         """The least exponent of an operand."""
-        return 1 - _BIAS if self.spec.operands is None else _least_format_exponent(self.spec.operands.element)
+        return 1 - FLOAT32.bias if self.spec.operands is None else _least_format_exponent(self.spec.operands.element)
 
     @property
     def scale_emin(self) -> int:
@@ -80,14 +78,14 @@ class TensorCoreUnit:
     @cached_property
     def sum_emin(self) -> int:
         """The least exponent of an accumulator that is not zero."""
-        return 1 - _BIAS if self.spec.accumulate is None else _least_format_exponent(self.spec.accumulate.format)
+        return 1 - FLOAT32.bias if self.spec.accumulate is None else _least_format_exponent(self.spec.accumulate.format)
 
     @cached_property
     def exact_floats(self) -> bool:
         """Whether the product of two significands is exact in float32."""
         operands = self.spec.operands
         return (operands is not None and operands.scaled is not None) or (
-            2 * range_of(operands, _UNIT_CARRIER).bits <= _FRACTION + 1
+            2 * range_of(operands, FLOAT32).bits <= FLOAT32.fraction + 1
         )
 
     @cached_property
@@ -104,7 +102,7 @@ class TensorCoreUnit:
     @property
     def _element(self) -> ValueRange:
         assert self.spec.operands is not None
-        return range_of(Spec(self.spec.operands.element), _UNIT_CARRIER)
+        return range_of(Spec(self.spec.operands.element), FLOAT32)
 
     @property
     def group(self) -> int:
@@ -113,7 +111,7 @@ class TensorCoreUnit:
 
 
 def _least_format_exponent(fmt: ElementFormat | ScaledFormat) -> int:
-    return max(fmt.emin, 1 - _BIAS) if isinstance(fmt, FloatFormat) else 1 - _BIAS
+    return max(fmt.emin, 1 - FLOAT32.bias) if isinstance(fmt, FloatFormat) else 1 - FLOAT32.bias
 
 
 def require_aligned_order(spec: MatmulSpec, carrier: Carrier) -> None:
@@ -125,7 +123,7 @@ def require_aligned_order(spec: MatmulSpec, carrier: Carrier) -> None:
     has_scales = spec.operands is not None and spec.operands.scaled is not None
     own, whole = (
         carrier_range(carrier) if has_scales else range_of(spec.operands, carrier),
-        carrier_range(_UNIT_CARRIER),
+        carrier_range(FLOAT32),
     )
     if own.precision > whole.precision or own.quantum < whole.quantum or own.top > whole.top:
         raise ValueError(
@@ -134,7 +132,7 @@ def require_aligned_order(spec: MatmulSpec, carrier: Carrier) -> None:
         )
     total = spec.accumulate
     if total is None or (
-        total.overflow is not Overflow.WRAP and (is_float32_grid(total) or supports_operation(total, _UNIT_CARRIER))
+        total.overflow is not Overflow.WRAP and (is_float32_grid(total) or supports_operation(total, FLOAT32))
     ):
         return
     raise ValueError(
@@ -148,7 +146,7 @@ def is_float32_grid(spec: Spec) -> bool:
     fmt = spec.format
     return (
         isinstance(fmt, FloatFormat)
-        and (fmt.frac_bits, fmt.emin, fmt.exact_max) == (_FRACTION, 1 - _BIAS, _UNIT_CARRIER.max)
+        and (fmt.frac_bits, fmt.emin, fmt.exact_max) == (FLOAT32.fraction, 1 - FLOAT32.bias, FLOAT32.max)
         and fmt.subnormals
         and fmt.zero
         and fmt.has_inf

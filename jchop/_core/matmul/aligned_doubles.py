@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.arithmetic import float64
 from jchop._core.matmul import aligned_limbs
 from jchop._core.matmul.aligned import EXTRA_SUM_BITS, LEAST_PRODUCT_EXPONENT, MOST_WORD_BITS, TensorCoreUnit
@@ -28,8 +28,6 @@ __all__ = ["DoubleFactors", "double_factors", "fused_add_doubles", "narrow_doubl
 
 Array = jax.Array
 
-_DOUBLE_CARRIER, _RESULT_CARRIER = CARRIERS["float64"], CARRIERS["float32"]
-_DOUBLE_FRACTION, _DOUBLE_BIAS = _DOUBLE_CARRIER.fraction, _DOUBLE_CARRIER.bias
 #: The least exponent of a factor that is not zero is far above it.
 _LEAST_DOUBLE_EXPONENT = -600
 
@@ -47,7 +45,7 @@ jax.tree_util.register_dataclass(DoubleFactors, ["value", "exponent"], [])
 
 def suits_doubles(unit: TensorCoreUnit) -> bool:
     """Whether float64 holds every sum, and is faster than words of 32 bits."""
-    exact = unit.most_units <= 1 << (_DOUBLE_FRACTION + 1)
+    exact = unit.most_units <= 1 << (FLOAT64.fraction + 1)
     total = unit.spec.accumulate
     slow = unit.apart or not unit.exact_floats or unit.bits > MOST_WORD_BITS
     return exact and slow and not (total is not None and total.rounding.stochastic)
@@ -62,7 +60,7 @@ def double_factors(x: Array, unit: TensorCoreUnit, scales: Array | None = None) 
 
 def _double_power(exponent: Array) -> Array:
     """2^exponent of exponents of normal numbers."""
-    return lax.bitcast_convert_type((exponent.astype(jnp.int64) + _DOUBLE_BIAS) << _DOUBLE_FRACTION, jnp.float64)
+    return lax.bitcast_convert_type((exponent.astype(jnp.int64) + FLOAT64.bias) << FLOAT64.fraction, jnp.float64)
 
 
 def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFactors], unit: TensorCoreUnit) -> Array:
@@ -71,14 +69,14 @@ def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFa
     values = [a.value * b.value for a, b in zip(x, y, strict=True)]
     values, exponents = aligned_limbs.merge_terms(values, exponents, unit)
     if unit.overflows:
-        values = [jnp.where(jnp.abs(v) >= 2.0 ** (_RESULT_CARRIER.bias + 1), v * jnp.inf, v) for v in values]
-    magnitude = bit_ops.split_sign(c, _DOUBLE_CARRIER)[1]
+        values = [jnp.where(jnp.abs(v) >= 2.0 ** (FLOAT32.bias + 1), v * jnp.inf, v) for v in values]
+    magnitude = bit_ops.split_sign(c, FLOAT64)[1]
     own = jnp.clip(
-        (magnitude >> _DOUBLE_FRACTION).astype(jnp.int32) - _DOUBLE_BIAS,
-        1 - _RESULT_CARRIER.bias,
-        _RESULT_CARRIER.bias + 1,
+        (magnitude >> FLOAT64.fraction).astype(jnp.int32) - FLOAT64.bias,
+        1 - FLOAT32.bias,
+        FLOAT32.bias + 1,
     )
-    own = jnp.where(magnitude == 0, 1 - _RESULT_CARRIER.bias, jnp.maximum(own, unit.sum_emin))
+    own = jnp.where(magnitude == 0, 1 - FLOAT32.bias, jnp.maximum(own, unit.sum_emin))
     total, exponent = (_sum_of_products_first if unit.apart else _sum_of_all_terms)(c, own, values, exponents, unit)
     zero = -0.0 if unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN else 0.0
     return _round_double_sum(jnp.where(total == 0, zero, total * _double_power(exponent)), unit.spec.accumulate)
@@ -120,11 +118,11 @@ def _sum_of_products_first(
 def _round_double_sum(v: Array, spec: Spec | None) -> Array:
     """`v` rounded once; beyond float32 it is infinite, unless the spec saturates."""
     spec = Spec(binary32) if spec is None else spec
-    out = round_to_spec(v, spec, _DOUBLE_CARRIER)
+    out = round_to_spec(v, spec, FLOAT64)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
-        sign, magnitude = bit_ops.split_sign(v, _DOUBLE_CARRIER)
-        beyond = magnitude >> _DOUBLE_FRACTION > _DOUBLE_BIAS + _RESULT_CARRIER.bias
-        infinite = bit_ops.join_sign(sign, jnp.maximum(magnitude, _DOUBLE_CARRIER.inf), _DOUBLE_CARRIER)  # or NaN
+        sign, magnitude = bit_ops.split_sign(v, FLOAT64)
+        beyond = magnitude >> FLOAT64.fraction > FLOAT64.bias + FLOAT32.bias
+        infinite = bit_ops.join_sign(sign, jnp.maximum(magnitude, FLOAT64.inf), FLOAT64)  # or NaN
         out = jnp.where(beyond, infinite, out)
     return out
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic.exact import ExactResult, round_exact
 from jchop._core.matmul.aligned import (
     EXTRA_SUM_BITS,
@@ -39,8 +39,6 @@ __all__ = ["LimbFactors", "fused_add_limbs", "limb_factors", "merge_terms"]
 
 Array = jax.Array
 
-_LIMB_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS = _LIMB_CARRIER.fraction, _LIMB_CARRIER.bias
 _LIMB = 24
 _LIMB_MASK = (1 << _LIMB) - 1
 #: The exponent of a zero factor: its products are never the largest.
@@ -68,21 +66,21 @@ def limb_factors(x: Array, unit: TensorCoreUnit, scales: Array | None = None) ->
     if scales is not None:
         scale, power = _significands_and_exponents(scales, unit.scale_emin)
         return LimbFactors(x * scale, power, None) if unit.merge_count > 1 else LimbFactors(s * scale, e + power, None)
-    count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**_FRACTION)).astype(jnp.int32)
+    count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**FLOAT32.fraction)).astype(jnp.int32)
     return LimbFactors(s, e, count)
 
 
 def _significands_and_exponents(x: Array, emin: int) -> tuple[Array, Array]:
     """Significands, with their sign, and exponents that are `emin` or more."""
-    sign, magnitude = bit_ops.split_sign(x, _LIMB_CARRIER)
-    field, fraction = magnitude >> _FRACTION, magnitude & bit_ops.low_mask(_FRACTION)
-    lead = jnp.where(field > 0, _FRACTION, bit_ops.floor_log2_integers(jnp.maximum(fraction, 1), _LIMB_CARRIER))
-    fraction = (fraction << (_FRACTION - lead)) & bit_ops.low_mask(_FRACTION)
-    s = lax.bitcast_convert_type(fraction | _BIAS << _FRACTION, jnp.float32)
-    e = jnp.maximum(field, 1) - _BIAS - (_FRACTION - lead)
+    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+    field, fraction = magnitude >> FLOAT32.fraction, magnitude & bit_ops.low_mask(FLOAT32.fraction)
+    lead = jnp.where(field > 0, FLOAT32.fraction, bit_ops.floor_log2_integers(jnp.maximum(fraction, 1), FLOAT32))
+    fraction = (fraction << (FLOAT32.fraction - lead)) & bit_ops.low_mask(FLOAT32.fraction)
+    s = lax.bitcast_convert_type(fraction | FLOAT32.bias << FLOAT32.fraction, jnp.float32)
+    e = jnp.maximum(field, 1) - FLOAT32.bias - (FLOAT32.fraction - lead)
     s = jnp.where(magnitude == 0, np.float32(0), s * _power_or_zero(jnp.minimum(e - emin, 0)))
     bits = lax.bitcast_convert_type(s, jnp.int32) | sign
-    s = jnp.where(field == 2 * _BIAS + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
+    s = jnp.where(field == 2 * FLOAT32.bias + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
     return s, jnp.where(magnitude == 0, _ZERO_EXPONENT, jnp.maximum(e, emin))
 
 
@@ -97,7 +95,7 @@ def merge_terms(floats: list[Array], exponents: list[Array], unit: TensorCoreUni
 
 def _power_or_zero(exponent: Array) -> Array:
     """2^exponent for exponents up to 127; 0 below -126."""
-    return lax.bitcast_convert_type(jnp.maximum(exponent + _BIAS, 0) << _FRACTION, jnp.float32)
+    return lax.bitcast_convert_type(jnp.maximum(exponent + FLOAT32.bias, 0) << FLOAT32.fraction, jnp.float32)
 
 
 # -- integers of two limbs ---------------------------------------------------------------------------------------------
@@ -161,7 +159,7 @@ def _limbs_of_long_product(
     (x1, x0), (y1, y0) = ((v >> 12, v & 0xFFF) for v in (x.count, y.count))
     middle = x1 * y0 + x0 * y1
     high, low = _carry_limbs(x1 * y1 + (middle >> 12), x0 * y0 + ((middle & 0xFFF) << 12))
-    shift = largest - e + (2 * _FRACTION - unit.bits)
+    shift = largest - e + (2 * FLOAT32.fraction - unit.bits)
     high, low = _shift_limbs(high, low, shift)
     negative = lax.bitcast_convert_type(product, jnp.int32) < 0
     return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
@@ -169,27 +167,27 @@ def _limbs_of_long_product(
 
 def _accumulator_parts(c: Array) -> tuple[Array, Array, Array]:
     """Whether c is negative, its significand as an integer, and its exponent."""
-    sign, magnitude = bit_ops.split_sign(c, _LIMB_CARRIER)
-    field = magnitude >> _FRACTION
-    count = magnitude & bit_ops.low_mask(_FRACTION) | jnp.where(field > 0, 1 << _FRACTION, 0)
-    return sign != 0, count, jnp.maximum(field, 1) - _BIAS
+    sign, magnitude = bit_ops.split_sign(c, FLOAT32)
+    field = magnitude >> FLOAT32.fraction
+    count = magnitude & bit_ops.low_mask(FLOAT32.fraction) | jnp.where(field > 0, 1 << FLOAT32.fraction, 0)
+    return sign != 0, count, jnp.maximum(field, 1) - FLOAT32.bias
 
 
 def _exponent_of_sum(count: Array, exponent: Array, unit: TensorCoreUnit) -> Array:
     """The exponent with which c enters the largest; of zero that of float32's subnormals."""
-    if unit.sum_emin == 1 - _BIAS:
+    if unit.sum_emin == 1 - FLOAT32.bias:
         return exponent
-    return jnp.where(count == 0, 1 - _BIAS, jnp.maximum(exponent, unit.sum_emin))
+    return jnp.where(count == 0, 1 - FLOAT32.bias, jnp.maximum(exponent, unit.sum_emin))
 
 
 def _limbs_of_accumulator(negative: Array, count: Array, down: Array, bits: int, floor: bool) -> _Limbs:
     """C in units of 2^(M - bits), `down` = M minus the exponent of c: toward zero, or downward."""
-    up = max(bits - _FRACTION, 0)
+    up = max(bits - FLOAT32.fraction, 0)
     high, low = (count >> (_LIMB - up), count << up & _LIMB_MASK) if up else (jnp.zeros_like(count), count)
     if floor:
         high, low = _negate_limbs_if(negative, high, low)
-        return _shift_limbs(high, low, jnp.minimum(down + max(_FRACTION - bits, 0), 55))
-    high, low = _shift_limbs(high, low, jnp.minimum(down + max(_FRACTION - bits, 0), 55))
+        return _shift_limbs(high, low, jnp.minimum(down + max(FLOAT32.fraction - bits, 0), 55))
+    high, low = _shift_limbs(high, low, jnp.minimum(down + max(FLOAT32.fraction - bits, 0), 55))
     return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
 
 
@@ -216,7 +214,7 @@ def fused_add_limbs(
     floats = [a.significand * b.significand for a, b in zip(x, y, strict=True)]
     floats, exponents = merge_terms(floats, exponents, unit)
     if unit.overflows:
-        beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > _BIAS for p, e in zip(floats, exponents, strict=True)]
+        beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > FLOAT32.bias for p, e in zip(floats, exponents, strict=True)]
         floats = [jnp.where(over, p * np.float32(np.inf), p) for p, over in zip(floats, beyond, strict=True)]
     negative, digits, own = _accumulator_parts(c)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
@@ -243,7 +241,11 @@ def _exact_sum_of_all_terms(
         multiples = [
             (p * _power_or_zero(e - unit_exponent)).astype(jnp.int32) for p, e in zip(floats, exponents, strict=True)
         ]
-        cut = digits << max(bits - _FRACTION, 0) >> jnp.minimum(largest - own + max(_FRACTION - bits, 0), 31)
+        cut = (
+            digits
+            << max(bits - FLOAT32.fraction, 0)
+            >> jnp.minimum(largest - own + max(FLOAT32.fraction - bits, 0), 31)
+        )
         return _exact_of_word(reduce(jnp.add, multiples, jnp.where(negative, -cut, cut)), unit_exponent, unit)
     total = _limbs_of_products(x, y, exponents, largest, unit, floats)
     return _exact_of_limbs(
@@ -287,12 +289,12 @@ def _exact_sum_of_products_first(
 
 def _sign_of_zero_sum(unit: TensorCoreUnit) -> int:
     down = unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN
-    return _LIMB_CARRIER.sign_bit if down else 0
+    return FLOAT32.sign_bit if down else 0
 
 
 def _leading_bit(word: Array) -> Array:
     """floor(log2 word) of positive integers below 2^31; clearing bits below the first prevents a carry."""
-    return bit_ops.floor_log2_integers(word & ~(word >> 1), _LIMB_CARRIER)
+    return bit_ops.floor_log2_integers(word & ~(word >> 1), FLOAT32)
 
 
 def _exact_of_word(total: Array, exponent: Array, unit: TensorCoreUnit) -> ExactResult:
@@ -322,32 +324,32 @@ def _exact_of_64_bits(
     negative: Array, zero: Array, top: Array, below: Array, exponent: Array, unit: TensorCoreUnit
 ) -> ExactResult:
     """The number of the 64 bits top, below, whose first bit is set and counts 2^exponent; zero if `zero`."""
-    drop = 31 - _FRACTION
-    field = exponent + _BIAS
+    drop = 31 - FLOAT32.fraction
+    field = exponent + FLOAT32.bias
     depth = jnp.clip(1 - field, 0, 31).astype(jnp.uint32)  # of a subnormal number
     head = top >> depth
     rest = jnp.where(depth > 0, top << (32 - depth) % 32, 0) | below >> depth
     has_tail = (below << (32 - depth) % 32 != 0) & (depth > 0)
     t = (head >> drop).astype(jnp.int32)
-    magnitude = jnp.where(field > 0, (field << _FRACTION) + (t - (1 << _FRACTION)), t)
+    magnitude = jnp.where(field > 0, (field << FLOAT32.fraction) + (t - (1 << FLOAT32.fraction)), t)
     word = head << (32 - drop) | rest >> drop
     sticky = (rest & ((1 << drop) - 1) != 0) | has_tail
     rest_depth = jnp.clip(1 - field - 31, 0, 31).astype(jnp.uint32)
     word, sticky = word >> rest_depth, sticky | (word >> rest_depth << rest_depth != word)
-    beyond = (field > 2 * _BIAS) & ~zero
-    magnitude = jnp.where(beyond, _LIMB_CARRIER.inf - 1, jnp.where(zero, 0, magnitude))
+    beyond = (field > 2 * FLOAT32.bias) & ~zero
+    magnitude = jnp.where(beyond, FLOAT32.inf - 1, jnp.where(zero, 0, magnitude))
     word = jnp.where(beyond, np.uint32(0xFFFFFFFF), jnp.where(zero, np.uint32(0), word))
     sticky = (sticky | beyond) & ~zero
-    sign = jnp.where(zero, _sign_of_zero_sum(unit), jnp.where(negative, _LIMB_CARRIER.sign_bit, 0))
+    sign = jnp.where(zero, _sign_of_zero_sum(unit), jnp.where(negative, FLOAT32.sign_bit, 0))
     return ExactResult(sign.astype(jnp.int32), magnitude, (word != 0) | sticky, word, sticky, beyond)
 
 
 def _exact_or_special(v: ExactResult, special: Array) -> ExactResult:
     """`special` in place of v unless it is finite; every NaN is one pattern."""
-    sign, magnitude = bit_ops.split_sign(special, _LIMB_CARRIER)
-    finite = magnitude < _LIMB_CARRIER.inf
-    is_nan = magnitude > _LIMB_CARRIER.inf
-    magnitude = jnp.where(is_nan, _LIMB_CARRIER.nan, magnitude)
+    sign, magnitude = bit_ops.split_sign(special, FLOAT32)
+    finite = magnitude < FLOAT32.inf
+    is_nan = magnitude > FLOAT32.inf
+    magnitude = jnp.where(is_nan, FLOAT32.nan, magnitude)
     return ExactResult(
         jnp.where(finite, v.sign, jnp.where(is_nan, 0, sign)),
         jnp.where(finite, v.magnitude, magnitude),
@@ -387,24 +389,16 @@ class _BelowFloat32(modes.DiscardedFraction):
 def _round_exact_sum(v: ExactResult, spec: Spec | None, word: Array | None) -> Array:
     """`v` rounded once; beyond float32 it is infinite, unless the spec saturates."""
     if spec is None:
-        return round_exact(v, None, _LIMB_CARRIER, None)
+        return round_exact(v, None, FLOAT32, None)
     if is_float32_grid(spec):
-        away = jnp.asarray(
-            modes.AWAY_FROM_ZERO[spec.rounding](_BelowFloat32(v, take_random_bits(word, spec, _LIMB_CARRIER)))
-        )
+        away = jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](_BelowFloat32(v, take_random_bits(word, spec, FLOAT32))))
         magnitude = v.magnitude + away.astype(jnp.int32)
         if spec.overflow is not Overflow.IEEE:
-            ends = (
-                v.magnitude >= _LIMB_CARRIER.inf
-                if spec.overflow is Overflow.PROPAGATE
-                else v.magnitude > _LIMB_CARRIER.inf
-            )
-            magnitude = jnp.where(ends, magnitude, jnp.minimum(magnitude, _LIMB_CARRIER.inf - 1))
-        out = bit_ops.join_sign(v.sign, magnitude, _LIMB_CARRIER)
+            ends = v.magnitude >= FLOAT32.inf if spec.overflow is Overflow.PROPAGATE else v.magnitude > FLOAT32.inf
+            magnitude = jnp.where(ends, magnitude, jnp.minimum(magnitude, FLOAT32.inf - 1))
+        out = bit_ops.join_sign(v.sign, magnitude, FLOAT32)
     else:
-        out = round_exact(v, spec, _LIMB_CARRIER, word)
+        out = round_exact(v, spec, FLOAT32, word)
     if spec.overflow is Overflow.IEEE and isinstance(spec.format, FloatFormat) and spec.format.has_inf:
-        out = jnp.where(
-            v.beyond, bit_ops.join_sign(v.sign, jnp.full_like(v.magnitude, _LIMB_CARRIER.inf), _LIMB_CARRIER), out
-        )
+        out = jnp.where(v.beyond, bit_ops.join_sign(v.sign, jnp.full_like(v.magnitude, FLOAT32.inf), FLOAT32), out)
     return out

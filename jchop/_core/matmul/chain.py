@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import subnormal_scaling
 from jchop._core.arithmetic.basic import ValueRange, range_of
 from jchop._core.matmul.operations import round_operation, spec_draws
@@ -44,7 +44,6 @@ _KEEPS_MAGNITUDE, _CHAIN_PRODUCTS = frozenset({"neg", "abs"}), frozenset({"mul",
 #: operands, and the number of its rounding in the random stream.
 ChainLink = tuple[str, tuple[int, ...], tuple[Spec, ...], int]
 
-_CHAIN_CARRIER = CARRIERS["float32"]
 #: Operands are multiples of 2^_QUANTUM below 2^_TOP. Products are then multiples of 2^-126 below 2^111; larger numbers
 #: could not be rounded by an addition. Checked numbers must be below 2^_SEEN.
 _OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
@@ -52,9 +51,9 @@ _OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
 
 def gains_by_trial(spec: Spec) -> bool:
     """Whether trying makes a chain under a spec faster."""
-    whole = range_of(spec, _CHAIN_CARRIER)
-    return subnormal_scaling.supports_scaling_sum(spec, _CHAIN_CARRIER) and subnormal_scaling.supports_scaling_product(
-        spec, _CHAIN_CARRIER, whole, whole
+    whole = range_of(spec, FLOAT32)
+    return subnormal_scaling.supports_scaling_sum(spec, FLOAT32) and subnormal_scaling.supports_scaling_product(
+        spec, FLOAT32, whole, whole
     )
 
 
@@ -65,7 +64,7 @@ def is_constant_in_safe_range(value: float, spec: Spec) -> bool:
 
 def _least_safe_exponent(spec: Spec) -> int:
     """The least e for which numbers of the spec's format from 2^e on are multiples of 2^_QUANTUM."""
-    return _OPERAND_QUANTUM + range_of(spec, _CHAIN_CARRIER).precision - 1
+    return _OPERAND_QUANTUM + range_of(spec, FLOAT32).precision - 1
 
 
 def chain_body(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
@@ -81,7 +80,7 @@ def chain_body(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, .
     """
     values, seeds = _split_arrays(arrays, spec)
     for name, places, operand_specs, number in links:
-        ranges = [range_of(operand_spec, _CHAIN_CARRIER) for operand_spec in operand_specs]
+        ranges = [range_of(operand_spec, FLOAT32) for operand_spec in operand_specs]
         word = chain_words(seeds, shape, number) if seeds else None
         values.append(round_operation(name, [values[place] for place in places], spec, word, ranges=ranges))
     return values[result]
@@ -101,7 +100,7 @@ def _split_arrays(arrays: Sequence[Array], spec: Spec) -> tuple[list[Array], Seq
 
 def try_chain(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
     """The result of `chain_body`, or NaN if an intermediate number was not moderate; it is never another number."""
-    precision = range_of(spec, _CHAIN_CARRIER).precision
+    precision = range_of(spec, FLOAT32).precision
     values, seeds = _split_arrays(arrays, spec)
     history = [_NumberHistory(_CHECK_TOP, (x,), (x,)) for x in values]
     for name, places, _, number in links:
@@ -142,9 +141,7 @@ def _distinct_arrays(parts: Iterable[Sequence[Array]]) -> tuple[Array, ...]:
 
 
 def _nan_outside_safe_range(value: Array, history: _NumberHistory, least: int) -> Array:
-    low, high = (
-        np.uint32((exponent + _CHAIN_CARRIER.bias) << _CHAIN_CARRIER.fraction) for exponent in (least, _CHECK_TOP)
-    )
+    low, high = (np.uint32((exponent + FLOAT32.bias) << FLOAT32.fraction) for exponent in (least, _CHECK_TOP))
     smallest, largest = np.uint32(0xFFFFFFFF), np.uint32(0)
     for x in history.small:
         smallest = jnp.minimum(smallest, _magnitude_word(x) - np.uint32(1))  # zero wraps to the largest of all

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, low_mask
+from jchop._common.bit_ops import CARRIERS, FLOAT32, low_mask
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.grid import carrier_holds
 from jchop._spec.spec import Spec
@@ -119,7 +119,7 @@ def decode_parts(code_bytes: Array, format: ElementFormat, dtype: np.dtype) -> t
     words, bits = code_bytes.astype(jnp.int32), format.bits
     codes = [words >> bits * part & low_mask(bits) for part in range(8 // bits)]
     narrow = dtype == jnp.bfloat16 and is_exact_in(format, "bfloat16")
-    values = [decode_elements(code, format, CARRIERS["float32"], short=True) for code in codes]
+    values = [decode_elements(code, format, FLOAT32, short=True) for code in codes]
     return tuple(value.astype(jnp.bfloat16) if narrow else value for value in values)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
+from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, enable_x64_for
 from jchop._core.arithmetic.basic import (
     ValueRange,
     add_and_round,
@@ -407,11 +407,11 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
     if order.promote_every is None:
         return add_blocks(zero, x_factors, y_factors, 0).astype(plan.carrier.name)
     count = order.promote_every // block
-    whole = carrier_range(CARRIERS["float32"])
+    whole = carrier_range(FLOAT32)
 
     def add_part(total: Array, x: Any, y: Any, part: StepIndex) -> Array:
         c = add_blocks(zero, x, y, _multiply_step(part, count))
-        return add_and_round(total, c, None, CARRIERS["float32"], None, whole, whole)
+        return add_and_round(total, c, None, FLOAT32, None, whole, whole)
 
     return _in_chunks(add_part, zero, x_factors, y_factors, order.promote_every).astype(plan.carrier.name)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import FLOAT64, Carrier
 from jchop._core.rounding.bins import take_in_bounds
 from jchop._core.rounding.codebooks import pick_level
 from jchop._core.rounding.modes import rounding_threshold
@@ -119,7 +119,7 @@ def _threshold_point(mode: Rounding, odd: int, negative: bool) -> Fraction:
 
 def _floor_log_takum_code(magnitude: Array, fmt: LogTakumFormat) -> Array:
     """The strings of logarithms l = c + f, cut: of linear takums (1 + f) 2^c. By errors one too large or too small."""
-    carrier = CARRIERS["float64"]
+    carrier = FLOAT64
     ends = (carrier.magnitude_bits(Fraction(end)) for end in (fmt.smallest, fmt.max))
     within = bit_ops.lax_clip(magnitude, *ends)
     l = 2 * jnp.log(bit_ops.join_sign(jnp.zeros_like(within), within, carrier))  # noqa: E741

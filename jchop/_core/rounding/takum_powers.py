@@ -16,14 +16,13 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT64
 from jchop._core.rounding.bins import take_in_bounds
 from jchop._core.rounding.tapered import takum_exponent
 from jchop.formats._log_takum import POWER_BITS, sqrt_e_power
 
 Array = jax.Array
 
-_TAKUM_CARRIER = CARRIERS["float64"]
 #: Limbs of 32 bits: one before the point, four after it.
 _TAKUM_LIMBS, _TAKUM_LIMB_BITS = 5, 32
 _TAKUM_LIMB_MASK = np.uint64((1 << _TAKUM_LIMB_BITS) - 1)
@@ -55,11 +54,11 @@ def takum_power(string: Array, bits: int, *, above: bool = False) -> Array:
     head = limbs[0] << 53 | limbs[1] << 21 | limbs[2] >> 11
     head = (head >> lead.astype(jnp.uint64)).astype(jnp.int64)
     significand = (head >> 1) + 1 if above else (head + 1) >> 1
-    bias = _TAKUM_CARRIER.bias - 1  # the leading bit of the significand counts one, too
+    bias = FLOAT64.bias - 1  # the leading bit of the significand counts one, too
     magnitude = (
-        (take_in_bounds(jnp.asarray(shifts), exponent - _LEAST_TAKUM_EXPONENT) + lead + bias) << _TAKUM_CARRIER.fraction
+        (take_in_bounds(jnp.asarray(shifts), exponent - _LEAST_TAKUM_EXPONENT) + lead + bias) << FLOAT64.fraction
     ) + significand
-    one = jnp.full_like(magnitude, _TAKUM_CARRIER.bias << _TAKUM_CARRIER.fraction)  # the one power that is a number
+    one = jnp.full_like(magnitude, FLOAT64.bias << FLOAT64.fraction)  # the one power that is a number
     return lax.optimization_barrier(bit_ops.lax_where((exponent == 0) & (fraction == 0), one + above, magnitude))
 
 

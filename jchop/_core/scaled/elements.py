@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import FLOAT32, Carrier
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.basic import multiply_and_round, range_of
 from jchop._core.arithmetic.exact import exact_overflow_mask, round_exact
@@ -58,7 +58,7 @@ def widen_16_bit(x: Array, carrier: Carrier) -> Array:
     if carrier.name == "bfloat16":
         bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
         return lax.bitcast_convert_type(bits, jnp.float32)
-    return decode_elements(lax.bitcast_convert_type(x, jnp.uint16), binary16, CARRIERS["float32"])
+    return decode_elements(lax.bitcast_convert_type(x, jnp.uint16), binary16, FLOAT32)
 
 
 def narrow_16_bit(x: Array, carrier: Carrier) -> Array:
@@ -68,7 +68,7 @@ def narrow_16_bit(x: Array, carrier: Carrier) -> Array:
     if carrier.name == "bfloat16":
         bits = lax.bitcast_convert_type(x, jnp.uint32) >> 16
         return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
-    return lax.bitcast_convert_type(encode_elements(x, binary16, CARRIERS["float32"]), jnp.float16)
+    return lax.bitcast_convert_type(encode_elements(x, binary16, FLOAT32), jnp.float16)
 
 
 # -- division ----------------------------------------------------------------------------------------------------------

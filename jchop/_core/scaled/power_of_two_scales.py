@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import narrow_16_bit
 from jchop._core.scaled.scales import ScaledPlan, exponent_carry, exponent_lag
@@ -26,7 +26,6 @@ Array = jax.Array
 #: The largest magnitudes of plain blocks are zero or from 2^-60 to 2^60; the values of element formats, from 2^-30 to
 #: 2^20.
 _PLAIN_BLOCK_EXPONENT, _PLAIN_LEAST_EXPONENT, _PLAIN_MOST_EXPONENT = 60, 30, 20
-_PLAIN_CARRIER = CARRIERS["float32"]
 
 
 def round_tile_by_powers(
@@ -62,7 +61,7 @@ def supports_plain_power_tiles(plan: ScaledPlan) -> bool:
     """Whether the plan allows the short way for plain blocks."""
     element = plan.element
     fmt = element.format
-    if plan.compute is not _PLAIN_CARRIER or not plan.stores_exponents or plan.rule.carry is None or element.flush:
+    if plan.compute is not FLOAT32 or not plan.stores_exponents or plan.rule.carry is None or element.flush:
         return False
     low, _, high = plan.exponents
     if (
@@ -91,14 +90,13 @@ def supports_plain_power_tiles(plan: ScaledPlan) -> bool:
 
 def largest_with_specials(x: Array, axis: int) -> Array:
     """Bits of the largest magnitude of each block, infinities and NaN included."""
-    return jnp.max(bit_ops.split_sign(x, _PLAIN_CARRIER)[1], axis=axis, keepdims=True)
+    return jnp.max(bit_ops.split_sign(x, FLOAT32)[1], axis=axis, keepdims=True)
 
 
 def are_plain(largest: Array) -> Array:
     """Whether each block's largest magnitude is zero or far from both ends of the carrier."""
     low, high = (
-        _PLAIN_CARRIER.magnitude_bits(Fraction(2) ** exponent)
-        for exponent in (-_PLAIN_BLOCK_EXPONENT, _PLAIN_BLOCK_EXPONENT)
+        FLOAT32.magnitude_bits(Fraction(2) ** exponent) for exponent in (-_PLAIN_BLOCK_EXPONENT, _PLAIN_BLOCK_EXPONENT)
     )
     assert low is not None and high is not None
     return (largest == 0) | (largest >= low) & (largest <= high)
@@ -110,12 +108,12 @@ def all_true(blocks: Array) -> Array:
 
 
 def _plain_scale_exponent(largest: Array, plan: ScaledPlan) -> Array:
-    exponent = ((largest + exponent_carry(plan)) >> _PLAIN_CARRIER.fraction) - exponent_lag(plan)
+    exponent = ((largest + exponent_carry(plan)) >> FLOAT32.fraction) - exponent_lag(plan)
     return bit_ops.lax_where(largest == 0, plan.exponents[1], exponent)
 
 
 def _plain_scale(exponent: Array) -> Array:
-    return lax.bitcast_convert_type((exponent + _PLAIN_CARRIER.bias) << _PLAIN_CARRIER.fraction, jnp.float32)
+    return lax.bitcast_convert_type((exponent + FLOAT32.bias) << FLOAT32.fraction, jnp.float32)
 
 
 def _quantize_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> tuple[Array, Array]:
@@ -142,11 +140,11 @@ def _round_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> Array:
 
 def _add_float_shift(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, Array, Array]:
     """Sign bit, exponent bits (at least the smallest normal number's), 2^(q + F), and the sum."""
-    sign, bits = bit_ops.split_sign(quotient, _PLAIN_CARRIER)
+    sign, bits = bit_ops.split_sign(quotient, FLOAT32)
     magnitude = jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), float(fmt.max))
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-    exponent = jnp.maximum(bits & _PLAIN_CARRIER.inf, (fmt.emin + _PLAIN_CARRIER.bias) << _PLAIN_CARRIER.fraction)
-    shift = exponent + ((_PLAIN_CARRIER.fraction - fmt.frac_bits) << _PLAIN_CARRIER.fraction)
+    exponent = jnp.maximum(bits & FLOAT32.inf, (fmt.emin + FLOAT32.bias) << FLOAT32.fraction)
+    shift = exponent + ((FLOAT32.fraction - fmt.frac_bits) << FLOAT32.fraction)
     shift = lax.bitcast_convert_type(shift, jnp.float32)
     return sign, exponent, shift, magnitude + shift
 
@@ -154,9 +152,7 @@ def _add_float_shift(quotient: Array, fmt: FloatFormat) -> tuple[Array, Array, A
 def _encode_plain_float(quotient: Array, fmt: FloatFormat) -> Array:
     sign, exponent, shift, total = _add_float_shift(quotient, fmt)
     count = lax.bitcast_convert_type(total, jnp.int32) - lax.bitcast_convert_type(shift, jnp.int32)
-    binades = (exponent - ((fmt.emin + _PLAIN_CARRIER.bias) << _PLAIN_CARRIER.fraction)) >> (
-        _PLAIN_CARRIER.fraction - fmt.frac_bits
-    )
+    binades = (exponent - ((fmt.emin + FLOAT32.bias) << FLOAT32.fraction)) >> (FLOAT32.fraction - fmt.frac_bits)
     return count + binades | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 
@@ -171,7 +167,7 @@ def _round_plain_float(quotient: Array, fmt: FloatFormat) -> Array:
 
 
 def _uniform_shift(fmt: UniformFormat) -> float:
-    return 1.5 * 2.0 ** (_PLAIN_CARRIER.fraction - fmt.frac_bits)
+    return 1.5 * 2.0 ** (FLOAT32.fraction - fmt.frac_bits)
 
 
 def _encode_plain_uniform(quotient: Array, fmt: UniformFormat) -> Array:

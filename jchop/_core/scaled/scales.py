@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
 from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.basic import divide_and_round, range_of, require_operation
 from jchop._core.arithmetic.exact import round_exact
@@ -152,7 +152,7 @@ def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     if spec.scaled.sparse is not None:
         raise ValueError(f"spec={str(spec)!r} drops numbers, which this operation cannot; leave sparse out")
     again = spec.scaled.scale
-    of_scales = make_scaled_plan(Spec(again), CARRIERS["float32"]) if isinstance(again, ScaledFormat) else None
+    of_scales = make_scaled_plan(Spec(again), FLOAT32) if isinstance(again, ScaledFormat) else None
     plan = ScaledPlan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
     compute, element, scale = plan.compute, plan.element, Spec(plan.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import rounding_threshold
@@ -33,12 +33,10 @@ from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-_CODEBOOK_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _CODEBOOK_CARRIER.fraction, _CODEBOOK_CARRIER.bias, _CODEBOOK_CARRIER.inf
 #: Thresholds are integers of 26 bits, or of fewer, times a power of two; nonzero ones are from 2^-_REACH to 2^_TOP.
 _THRESHOLD_BITS, _THRESHOLD_REACH, _THRESHOLD_TOP = 26, 40, 20
 #: Bits of a threshold's index, and bits of a threshold's integer that do not fit into a number of the carrier.
-_INDEX_BITS, _CUT_BITS = 8, _THRESHOLD_BITS - _FRACTION - 1
+_INDEX_BITS, _CUT_BITS = 8, _THRESHOLD_BITS - FLOAT32.fraction - 1
 #: The margin of bins in units in the last place of a guess, a few more than its error.
 _BIN_MARGIN = 16
 #: The largest error of a guess in units in its last place; a guess this close to a threshold does not decide. Then t s,
@@ -83,7 +81,7 @@ def _bin_table(fmt: CodebookFormat, mode: Rounding) -> _BinTable | None:
     strict = tuple({beyond for value, beyond in thresholds if (value > 0) is above} for above in (True, False))
     if max(map(len, strict)) > 1 or not all(map(_threshold_fits, values)):
         return None
-    bins = make_bins([_CODEBOOK_CARRIER.ceil_bits(value) for value in values], _BIN_MARGIN)
+    bins = make_bins([FLOAT32.ceil_bits(value) for value in values], _BIN_MARGIN)
     if bins is None:
         return None
     parts = [_cut_threshold(value) for value in values]
@@ -108,7 +106,7 @@ def _cut_threshold(value: Fraction) -> tuple[Fraction, int]:
     """A threshold cut to a number of the carrier, and the cut bits of its integer."""
     if not value:
         return value, 0
-    unit = Fraction(2) ** (_floor_log2_of_fraction(abs(value)) - _FRACTION)
+    unit = Fraction(2) ** (_floor_log2_of_fraction(abs(value)) - FLOAT32.fraction)
     count = int(value / unit)
     return count * unit, int((abs(value) / unit - abs(count)) * (1 << _CUT_BITS))
 
@@ -121,7 +119,7 @@ def _floor_log2_of_fraction(value: Fraction) -> int:
 def supports_codebook_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_codebook` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if plan.compute is not _CODEBOOK_CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
+    if plan.compute is not FLOAT32 or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
     return _bin_table(fmt, element.rounding) is not None
 
@@ -132,7 +130,7 @@ def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     assert isinstance(fmt, CodebookFormat)
     table = _bin_table(fmt, plan.element.rounding)
     assert table is not None
-    bits = extend_exponent(scale_magnitude(scales, plan), _CODEBOOK_CARRIER)
+    bits = extend_exponent(scale_magnitude(scales, plan), FLOAT32)
     factor, small, inverse, significand, exponent = materialize_per_group(_prepare_scales(bits))
     # Not by `_bits.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
     # both uses.
@@ -150,7 +148,7 @@ def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     if table.has_zero:
         side = bit_ops.lax_where(below, -magnitude, magnitude)
         reaches = bit_ops.lax_where(number == 0, side > 0 if table.strict[1] else side >= 0, reaches)
-    nan = magnitude > _INF
+    nan = magnitude > FLOAT32.inf
     index = rest & bit_ops.low_mask(_INDEX_BITS)
     return bit_ops.lax_where(nan, len(fmt.levels) - 1, index + reaches).astype(fmt.code_dtype)
 
@@ -162,29 +160,29 @@ def _prepare_scales(bits: Array) -> tuple[Array, ...]:
     factor = bit_ops.lax_where(divisor.tiny, jnp.float32(2.0**integers.TINY_FACTOR_EXPONENT), divisor.factor)
     # With all other scales such numbers have the effect of zero.
     small = bit_ops.lax_where(
-        divisor.tiny, jnp.float32(2.0 ** (_CODEBOOK_CARRIER.tiny_exponent + integers.TINY_FACTOR_EXPONENT)), 0
+        divisor.tiny, jnp.float32(2.0 ** (FLOAT32.tiny_exponent + integers.TINY_FACTOR_EXPONENT)), 0
     )
     return (
         factor,
         small,
         1 / divisor.value,
         _significand_of_bits(bits),
-        _BIAS + _THRESHOLD_BITS - 1 - (bits >> _FRACTION),
+        FLOAT32.bias + _THRESHOLD_BITS - 1 - (bits >> FLOAT32.fraction),
     )
 
 
 def _significand_of_bits(bits: Array) -> Array:
-    return bits & bit_ops.low_mask(_FRACTION) | 1 << _FRACTION
+    return bits & bit_ops.low_mask(FLOAT32.fraction) | 1 << FLOAT32.fraction
 
 
 def _clear_sign_bit(word: Array) -> Array:
-    return word & bit_ops.low_mask(_CODEBOOK_CARRIER.width - 1)
+    return word & bit_ops.low_mask(FLOAT32.width - 1)
 
 
 def _move_with_scales(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
     """Numbers moved like their scales."""
     count = bit_ops.lax_where(below, -magnitude, magnitude).astype(jnp.float32)
-    return bit_ops.lax_where(magnitude < 1 << _FRACTION, count * small, x * factor)
+    return bit_ops.lax_where(magnitude < 1 << FLOAT32.fraction, count * small, x * factor)
 
 
 def _threshold_difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
@@ -192,8 +190,8 @@ def _threshold_difference(magnitude: Array, number: Array, low: Array, significa
 
     Otherwise k, the difference of the exponents, may have no meaning, and the result is not used.
     """
-    field = number >> _FRACTION & bit_ops.low_mask(8)
-    shift = exponent + jnp.maximum(magnitude >> _FRACTION, 1) - field
+    field = number >> FLOAT32.fraction & bit_ops.low_mask(8)
+    shift = exponent + jnp.maximum(magnitude >> FLOAT32.fraction, 1) - field
     threshold = _significand_of_bits(number) << _CUT_BITS | low
     # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
     return lax.shift_left(magnitude, shift) - threshold * significand
@@ -211,13 +209,13 @@ def _reaches_threshold(side: Array, number: Array, table: _BinTable) -> Array:
 def supports_codebook_decode(plan: ScaledPlan) -> bool:
     """Whether `decode_codebook` gives the numbers of the exact way."""
     fmt = plan.element.format
-    if plan.carrier is not _CODEBOOK_CARRIER or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
+    if plan.carrier is not FLOAT32 or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
     sizes = [abs(Fraction(level)) for level in fmt.levels if level]
     within = (
         Fraction(1, 1 << products.LEAST_FACTOR_EXPONENT) <= size <= 1 << products.MOST_FACTOR_EXPONENT for size in sizes
     )
-    return all(within) and all(_CODEBOOK_CARRIER.magnitude_bits(size) is not None for size in sizes)
+    return all(within) and all(FLOAT32.magnitude_bits(size) is not None for size in sizes)
 
 
 def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:

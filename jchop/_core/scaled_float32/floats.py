@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.scaled.scales import TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
@@ -27,8 +27,6 @@ from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-_FLOAT_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _FLOAT_CARRIER.fraction, _FLOAT_CARRIER.bias, _FLOAT_CARRIER.inf
 #: The element values are from 2^-30 to 2^20.
 _LEAST_ELEMENT_EXPONENT, _MOST_ELEMENT_EXPONENT = 30, 20
 #: Bits of the upper half of a significand.
@@ -48,7 +46,7 @@ def supports_float_encode(plan: ScaledPlan) -> bool:
     # The bits of the middle of a step, times a block's scale if the tensor has one too, times half of the other scale.
     tensor_scale = plan.rule.tensor_scale
     other = plan.scale.frac_bits + 1 if tensor_scale else 0
-    fits = fmt.frac_bits + 2 + other + _UPPER_HALF_BITS <= _FRACTION + 1
+    fits = fmt.frac_bits + 2 + other + _UPPER_HALF_BITS <= FLOAT32.fraction + 1
     return fits and (not tensor_scale or _is_near_one(plan))
 
 
@@ -66,20 +64,20 @@ def supports_float_decode(plan: ScaledPlan) -> bool:
         return False
     if plan.rule.tensor_scale:
         return _supports_two_scales(plan)
-    return plan.carrier is _FLOAT_CARRIER or (_float_products_are_exact(plan) and _float_products_are_multiples(plan))
+    return plan.carrier is FLOAT32 or (_float_products_are_exact(plan) and _float_products_are_multiples(plan))
 
 
 def _float_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products with scales need rounding only below the normal range."""
     fmt = plan.element.format
     assert isinstance(fmt, FloatFormat)
-    return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= _FRACTION + 1
+    return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= FLOAT32.fraction + 1
 
 
 def _float_products_are_multiples(plan: ScaledPlan) -> bool:
     """Whether every product is a multiple of the smallest number."""
     smallest = Fraction(plan.scale.smallest) * Fraction(plan.element.format.smallest or 1)
-    return smallest >= Fraction(2) ** _FLOAT_CARRIER.tiny_exponent
+    return smallest >= Fraction(2) ** FLOAT32.tiny_exponent
 
 
 def _supports_two_scales(plan: ScaledPlan) -> bool:
@@ -87,7 +85,7 @@ def _supports_two_scales(plan: ScaledPlan) -> bool:
     assert isinstance(fmt, FloatFormat)
     ends = (scale.smallest * fmt.smallest, scale.max * fmt.max)
     within = all(2.0**-products.LEAST_FACTOR_EXPONENT <= end <= 2.0**products.MOST_FACTOR_EXPONENT for end in ends)
-    return plan.carrier is _FLOAT_CARRIER and _float_products_are_exact(plan) and within
+    return plan.carrier is FLOAT32 and _float_products_are_exact(plan) and within
 
 
 def clamps_overflow(plan: ScaledPlan) -> bool:
@@ -99,7 +97,7 @@ def clamps_overflow(plan: ScaledPlan) -> bool:
 def has_plain_floats(plan: ScaledPlan) -> bool:
     """Whether the elements are those of a narrow float format with subnormal numbers and signed zeros."""
     fmt = plan.element.format
-    if plan.compute is not _FLOAT_CARRIER or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
+    if plan.compute is not FLOAT32 or not isinstance(fmt, FloatFormat) or not fmt.has_negative_zero:
         return False
     # With one bit of precision the parity of the exponent decides a tie.
     plain = fmt.subnormals and fmt.frac_bits > 0 and fmt.bits <= 16
@@ -125,7 +123,7 @@ class _GridStep:
 
     def code(self, fmt: FloatFormat) -> Array:
         count = float_to_bits(self.total) - float_to_bits(self.shift)
-        return count + ((self.exponent - _least_exponent_bits(fmt)) >> (_FRACTION - fmt.frac_bits))
+        return count + ((self.exponent - _least_exponent_bits(fmt)) >> (FLOAT32.fraction - fmt.frac_bits))
 
     @property
     def number(self) -> Array:
@@ -134,22 +132,22 @@ class _GridStep:
 
 def _least_exponent_bits(fmt: FloatFormat) -> int:
     """Exponent bits of the smallest normal number."""
-    return (fmt.emin + _BIAS) << _FRACTION
+    return (fmt.emin + FLOAT32.bias) << FLOAT32.fraction
 
 
 def _nearest_grid_step(magnitude: Array, fmt: FloatFormat, below_middle: bool) -> _GridStep:
     """The multiple nearest to a magnitude; if `below_middle`, the multiple below the middle of its step."""
-    exponent = jnp.maximum(float_to_bits(magnitude) & _INF, _least_exponent_bits(fmt))
-    shift = exponent + ((_FRACTION - fmt.frac_bits) << _FRACTION)
+    exponent = jnp.maximum(float_to_bits(magnitude) & FLOAT32.inf, _least_exponent_bits(fmt))
+    shift = exponent + ((FLOAT32.fraction - fmt.frac_bits) << FLOAT32.fraction)
     if below_middle:
-        magnitude = magnitude - bits_to_float(shift - ((_FRACTION + 1) << _FRACTION))
+        magnitude = magnitude - bits_to_float(shift - ((FLOAT32.fraction + 1) << FLOAT32.fraction))
     return _GridStep(bits_to_float(shift), magnitude + bits_to_float(shift), exponent)
 
 
 def encode_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
     fmt = _float_format_of(plan)
-    sign, magnitude = bit_ops.split_sign(x, _FLOAT_CARRIER)
+    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     top = fmt.code_of(fmt.max)
     assert top is not None
     code = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).code(fmt), top, magnitude, plan)
@@ -159,18 +157,18 @@ def encode_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
 def sign_codes(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> Array:
     """Codes of magnitudes with the signs of numbers; NaN has its code, or that of the largest number."""
     nan = fmt.code_of(math.nan)
-    negative = lax.shift_right_logical(sign, jnp.full_like(sign, _FLOAT_CARRIER.width - fmt.bits))
+    negative = lax.shift_right_logical(sign, jnp.full_like(sign, FLOAT32.width - fmt.bits))
     nan = fmt.code_of(fmt.max) if nan is None else nan
-    return bit_ops.lax_where(magnitude > _INF, nan, code | negative).astype(fmt.code_dtype)
+    return bit_ops.lax_where(magnitude > FLOAT32.inf, nan, code | negative).astype(fmt.code_dtype)
 
 
 def round_float_quotients(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The values of the codes of `encode_floats`, without the scales."""
     fmt = _float_format_of(plan)
-    sign, magnitude = bit_ops.split_sign(x, _FLOAT_CARRIER)
+    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     number = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
     nan = math.nan if fmt.has_nan else float(fmt.max)
-    return bit_ops.lax_where(magnitude > _INF, nan, bits_to_float(float_to_bits(number) | sign))
+    return bit_ops.lax_where(magnitude > FLOAT32.inf, nan, bits_to_float(float_to_bits(number) | sign))
 
 
 def _float_format_of(plan: ScaledPlan) -> FloatFormat:
@@ -181,7 +179,7 @@ def _float_format_of(plan: ScaledPlan) -> FloatFormat:
 
 def _saturate_at_top(value: Array, top: float, magnitude: Array, plan: ScaledPlan) -> Array:
     value = jnp.minimum(value, top)
-    return value if plan.in_safe_range else bit_ops.lax_where(magnitude >= _INF, top, value)
+    return value if plan.in_safe_range else bit_ops.lax_where(magnitude >= FLOAT32.inf, top, value)
 
 
 def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
@@ -196,11 +194,11 @@ def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: Sca
 def _divide_floats_by_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
     exponent = scales.value
     # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
-    most = (_INF - 1) + (jnp.minimum(exponent, 0) << _FRACTION)
+    most = (FLOAT32.inf - 1) + (jnp.minimum(exponent, 0) << FLOAT32.fraction)
     within = jnp.minimum(
-        jnp.maximum(extend_exponent(magnitude, _FLOAT_CARRIER), -(_LEAST_ELEMENT_EXPONENT << _FRACTION)), most
+        jnp.maximum(extend_exponent(magnitude, FLOAT32), -(_LEAST_ELEMENT_EXPONENT << FLOAT32.fraction)), most
     )
-    bits = within - (exponent << _FRACTION)
+    bits = within - (exponent << FLOAT32.fraction)
     low, high = (
         float_to_bits(jnp.float32(end))
         for end in (2.0 ** -(_LEAST_ELEMENT_EXPONENT + 2), 2.0 ** (_MOST_ELEMENT_EXPONENT + 2))
@@ -210,7 +208,9 @@ def _divide_floats_by_power(magnitude: Array, scales: BlockScales, fmt: FloatFor
 
 def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
     """`_divide_floats_by_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
-    quotient = bits_to_float(magnitude) * materialize_per_group(bits_to_float((_BIAS - scales.value) << _FRACTION))
+    quotient = bits_to_float(magnitude) * materialize_per_group(
+        bits_to_float((FLOAT32.bias - scales.value) << FLOAT32.fraction)
+    )
     return _nearest_grid_step(
         bit_ops.lax_where(quotient < float(fmt.max), quotient, float(fmt.max)), fmt, below_middle=False
     )
@@ -220,13 +220,11 @@ def _divide_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep
     fmt = _float_format_of(plan)
     divisor, high, low = _halves_of_scales(scales, plan)
     divisor, inverse, high, low = integers.materialize_quanta((divisor, 1 / (high + low), high, low))
-    numbers = bits_to_float(
-        float_to_bits(integers.move_with_quanta(x, divisor)) & bit_ops.low_mask(_FLOAT_CARRIER.width - 1)
-    )
+    numbers = bits_to_float(float_to_bits(integers.move_with_quanta(x, divisor)) & bit_ops.low_mask(FLOAT32.width - 1))
     guess = numbers * inverse
     guess = bit_ops.lax_where(guess < float(fmt.max), guess, float(fmt.max))
     step = _nearest_grid_step(guess, fmt, below_middle=True)
-    middle = step.number + bits_to_float(float_to_bits(step.shift) - ((_FRACTION + 1) << _FRACTION))
+    middle = step.number + bits_to_float(float_to_bits(step.shift) - ((FLOAT32.fraction + 1) << FLOAT32.fraction))
     side = float_to_bits((numbers - middle * high) - middle * low)
     up = side + (float_to_bits(step.total) & 1) > 0
     return replace(step, total=bits_to_float(float_to_bits(step.total) + up))
@@ -238,14 +236,14 @@ def _halves_of_scales(scales: BlockScales, plan: ScaledPlan) -> tuple[GroupQuant
         divisor = integers.quanta_of(scales, plan)
         high = _upper_half_of_float(divisor.value)
         return divisor, high, divisor.value - high
-    divisor = integers.quanta_of_bits(extend_exponent(scales.tensor, _FLOAT_CARRIER))
+    divisor = integers.quanta_of_bits(extend_exponent(scales.tensor, FLOAT32))
     own, high = bits_to_float(scale_magnitude(scales, plan)), _upper_half_of_float(divisor.value)
-    assert TENSOR_SCALE.frac_bits == _FRACTION
+    assert TENSOR_SCALE.frac_bits == FLOAT32.fraction
     return divisor, own * high, own * (divisor.value - high)
 
 
 def _upper_half_of_float(x: Array) -> Array:
-    return bits_to_float(float_to_bits(x) & ~bit_ops.low_mask(_FRACTION + 1 - _UPPER_HALF_BITS))
+    return bits_to_float(float_to_bits(x) & ~bit_ops.low_mask(FLOAT32.fraction + 1 - _UPPER_HALF_BITS))
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -276,13 +274,13 @@ def multiply_floats_by_scales(values: Array, scales: BlockScales, plan: ScaledPl
 def _decode_float_codes(codes: Array, fmt: FloatFormat) -> Array:
     width = fmt.bits - 1
     code = codes & bit_ops.low_mask(width)
-    normal = (code << (_FRACTION - fmt.frac_bits)) + ((_BIAS - fmt.bias) << _FRACTION)
+    normal = (code << (FLOAT32.fraction - fmt.frac_bits)) + ((FLOAT32.bias - fmt.bias) << FLOAT32.fraction)
     small = float_to_bits(code.astype(jnp.float32) * 2.0 ** (fmt.emin - fmt.frac_bits))
     bits = bit_ops.lax_where(code < 1 << fmt.frac_bits, small, normal)
     if fmt.has_inf:
-        bits = bit_ops.lax_where(code == fmt.inf_code, _INF, bits)
-    bits = bits | codes >> width << (_FLOAT_CARRIER.width - 1)
+        bits = bit_ops.lax_where(code == fmt.inf_code, FLOAT32.inf, bits)
+    bits = bits | codes >> width << (FLOAT32.width - 1)
     if fmt.has_nan:
         last = fmt.max_code if fmt.inf_code is None else fmt.inf_code
-        bits = bit_ops.lax_where(code > last, _FLOAT_CARRIER.nan, bits)
+        bits = bit_ops.lax_where(code > last, FLOAT32.nan, bits)
     return bits_to_float(bits)

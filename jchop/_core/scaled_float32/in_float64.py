@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.arithmetic.float64 import (
     FLOAT64_LEAD,
     double_to_bits,
@@ -34,7 +34,6 @@ from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-_VALUE_CARRIER, _ARITHMETIC_CARRIER = CARRIERS["float32"], CARRIERS["float64"]
 #: The most bits of scales. Then a quotient that is not half a multiple of the grid's spacing differs from it by more
 #: than 2^-_SETTLED of the spacing.
 _MOST_SCALE_BITS, _SNAP_PLACES = 30, 32
@@ -43,7 +42,7 @@ _MOST_SCALE_BITS, _SNAP_PLACES = 30, 32
 def supports_float64_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_in_float64` and `round_in_float64` give the results of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if not plan.float64 or plan.compute is not _VALUE_CARRIER or _bits_of_scales(plan) > _MOST_SCALE_BITS:
+    if not plan.float64 or plan.compute is not FLOAT32 or _bits_of_scales(plan) > _MOST_SCALE_BITS:
         return False
     if element.rounding not in {*integers.NEAREST_INCREMENTS, *integers.DIRECTIONAL_MODES, *integers.STOCHASTIC_MODES}:
         return False
@@ -137,7 +136,7 @@ def _round_integers_in_float64(
     near = total - start
     rest = number - near * value
     v = integers.NearWhole(double_to_bits(total).astype(jnp.int32), rest)
-    random = take_random_bits(word, plan.element, _VALUE_CARRIER)
+    random = take_random_bits(word, plan.element, FLOAT32)
     if random is None:
         count = integers.DIRECTIONAL_MODES[mode](v)
     else:
@@ -162,7 +161,7 @@ def _compare_share_in_float64(rest: Array, step: Array, word: Array) -> tuple[Ar
 def _halves_of_step(step: Array) -> tuple[Array, Array]:
     """Steps as sums of two numbers of few bits."""
     high = lax.bitcast_convert_type(
-        double_to_bits(step) & ~bit_ops.low_mask(_ARITHMETIC_CARRIER.fraction + 1 - _MOST_SCALE_BITS // 2), jnp.float64
+        double_to_bits(step) & ~bit_ops.low_mask(FLOAT64.fraction + 1 - _MOST_SCALE_BITS // 2), jnp.float64
     )
     return high, step - high
 
@@ -196,7 +195,7 @@ def _round_floats_in_float64(
         inexact,
         integers.float_to_bits(x) < 0,
         (count - under) & 1 != 0,
-        take_random_bits(word, plan.element, _VALUE_CARRIER),
+        take_random_bits(word, plan.element, FLOAT32),
     )
     away = AWAY_FROM_ZERO[mode](tail)
     move = jnp.asarray(away).astype(jnp.int32) - under
@@ -234,13 +233,13 @@ def encode_in_float64(
             return integers.encode_integers(_round_integers_in_float64(x, scales, zero, plan, word)[0], plan)
         assert isinstance(fmt, FloatFormat)
         count, unit, *_ = _round_floats_in_float64(x, scales, plan, word)
-        binade = (double_to_bits(unit) >> _ARITHMETIC_CARRIER.fraction).astype(jnp.int32) - (
-            _ARITHMETIC_CARRIER.bias + fmt.emin - fmt.frac_bits
+        binade = (double_to_bits(unit) >> FLOAT64.fraction).astype(jnp.int32) - (
+            FLOAT64.bias + fmt.emin - fmt.frac_bits
         )
         top = fmt.code_of(fmt.max)
         assert top is not None
         code = jnp.minimum(count + (binade << fmt.frac_bits), top)
-        return floats.sign_codes(code, *bit_ops.split_sign(x, _VALUE_CARRIER), fmt)
+        return floats.sign_codes(code, *bit_ops.split_sign(x, FLOAT32), fmt)
 
 
 def round_in_float64(
@@ -254,7 +253,7 @@ def round_in_float64(
             return narrow_float64(lax.mul(number, value))
         _, _, number, value = _round_floats_in_float64(x, scales, plan, word)
         product = narrow_float64(jnp.minimum(number, float(fmt.max)) * value)
-        sign, magnitude = bit_ops.split_sign(x, _VALUE_CARRIER)
-        nan = magnitude > _VALUE_CARRIER.inf
+        sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+        nan = magnitude > FLOAT32.inf
         bits = integers.float_to_bits(product) | bit_ops.lax_where(nan, 0, sign)
-        return integers.bits_to_float(bit_ops.lax_where(nan, _VALUE_CARRIER.nan, bits) if fmt.has_nan else bits)
+        return integers.bits_to_float(bit_ops.lax_where(nan, FLOAT32.nan, bits) if fmt.has_nan else bits)

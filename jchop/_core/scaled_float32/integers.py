@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import RandomBits, take_random_bits
 from jchop._core.scaled.scales import SAFE_EXPONENT, BlockScales, ScaledPlan, scale_magnitude
@@ -33,8 +33,6 @@ from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
 
-_INTEGER_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _INTEGER_CARRIER.fraction, _INTEGER_CARRIER.bias, _INTEGER_CARRIER.inf
 #: The most bits of elements: a significand holds two bits more, plus the 12 bits of half a scale.
 _MOST_ELEMENT_BITS = 10
 _MOST_FRACTION_BITS = 16
@@ -44,14 +42,14 @@ MOST_ZERO_POINT = 1 << 10
 _TINY_BELOW, TINY_FACTOR_EXPONENT, _HUGE_FROM = 64, 100, 64
 assert SAFE_EXPONENT + _MOST_FRACTION_BITS <= _TINY_BELOW and SAFE_EXPONENT <= _HUGE_FROM
 #: Adding this number rounds to a whole number, which is then in the low bits, in two's complement.
-_WHOLE_SHIFT = 1.5 * 2.0**_FRACTION
+_WHOLE_SHIFT = 1.5 * 2.0**FLOAT32.fraction
 _WHOLE_SHIFT_BITS = int(np.float32(_WHOLE_SHIFT).view(np.int32))
 
 
 def supports_integer_encode(plan: ScaledPlan) -> bool:
     """Whether `round_to_integers` gives the results of the exact way."""
     has_mode = plan.element.rounding in {*NEAREST_INCREMENTS, *DIRECTIONAL_MODES, *STOCHASTIC_MODES}
-    return plan.compute is _INTEGER_CARRIER and not plan.rule.tensor_scale and has_mode and has_plain_integers(plan)
+    return plan.compute is FLOAT32 and not plan.rule.tensor_scale and has_mode and has_plain_integers(plan)
 
 
 def has_plain_integers(plan: ScaledPlan) -> bool:
@@ -65,19 +63,19 @@ def has_plain_integers(plan: ScaledPlan) -> bool:
 def supports_integer_decode(plan: ScaledPlan) -> bool:
     """Whether `multiply_integers_by_scales` gives the results of the exact way."""
     fmt, scale = plan.element.format, plan.scale
-    if plan.compute is not _INTEGER_CARRIER or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
+    if plan.compute is not FLOAT32 or plan.rule.tensor_scale or not isinstance(fmt, UniformFormat):
         return False
     if not (fmt.bits <= _MOST_ELEMENT_BITS and 0 <= fmt.frac_bits <= _MOST_FRACTION_BITS):
         return False
     # Rounded once: a product is exact except in the subnormal range, or a multiple of the smallest number.
     exact = _integer_products_are_exact(plan)
-    multiple = Fraction(scale.smallest) / (1 << fmt.frac_bits) >= Fraction(2) ** _INTEGER_CARRIER.tiny_exponent
-    return (exact and multiple) or (plan.carrier is _INTEGER_CARRIER and (exact or multiple))
+    multiple = Fraction(scale.smallest) / (1 << fmt.frac_bits) >= Fraction(2) ** FLOAT32.tiny_exponent
+    return (exact and multiple) or (plan.carrier is FLOAT32 and (exact or multiple))
 
 
 def _integer_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products of elements and scales have no more bits than a number of the normal range."""
-    return plan.is_power or plan.element.format.bits + plan.scale.frac_bits + 1 < _FRACTION
+    return plan.is_power or plan.element.format.bits + plan.scale.frac_bits + 1 < FLOAT32.fraction
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
@@ -96,7 +94,7 @@ def quanta_of(scales: BlockScales, plan: ScaledPlan, *, huge_too: bool = True) -
     """The quanta of integers and fixed point; for other elements the scales."""
     fmt, scale = plan.element.format, plan.scale
     places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
-    bits = extend_exponent(scale_magnitude(scales, plan), _INTEGER_CARRIER) - (places << _FRACTION)
+    bits = extend_exponent(scale_magnitude(scales, plan), FLOAT32) - (places << FLOAT32.fraction)
     least = Fraction(scale.smallest) / (1 << places)
     if plan.in_safe_range or (Fraction(2) ** -_TINY_BELOW <= least and scale.max < 2**_HUGE_FROM):
         return GroupQuanta(bits_to_float(bits), None, None)
@@ -105,11 +103,14 @@ def quanta_of(scales: BlockScales, plan: ScaledPlan, *, huge_too: bool = True) -
 
 def quanta_of_bits(bits: Array, *, huge_too: bool = True, least: int = _TINY_BELOW) -> GroupQuanta:
     """Quanta from their extended bits; quanta below 2^-least count as tiny."""
-    tiny, huge = bits < (_BIAS - least) << _FRACTION, bits >= (_BIAS + _HUGE_FROM) << _FRACTION
-    bits = bit_ops.lax_where(tiny, bits + (TINY_FACTOR_EXPONENT << _FRACTION), bits)
+    tiny, huge = (
+        bits < (FLOAT32.bias - least) << FLOAT32.fraction,
+        bits >= (FLOAT32.bias + _HUGE_FROM) << FLOAT32.fraction,
+    )
+    bits = bit_ops.lax_where(tiny, bits + (TINY_FACTOR_EXPONENT << FLOAT32.fraction), bits)
     if not huge_too:
         return GroupQuanta(bits_to_float(bits), tiny, None)
-    bits = bit_ops.lax_where(huge, bits - (_HUGE_FROM << _FRACTION), bits)
+    bits = bit_ops.lax_where(huge, bits - (_HUGE_FROM << FLOAT32.fraction), bits)
     return GroupQuanta(bits_to_float(bits), tiny, bit_ops.lax_where(huge, jnp.float32(2.0**-_HUGE_FROM), 1))
 
 
@@ -120,12 +121,15 @@ def move_with_quanta(x: Array, quanta: GroupQuanta) -> Array:
     bits = float_to_bits(x)
     magnitude = bits & bit_ops.low_mask(31)
     number = bits_to_float(
-        jnp.minimum(magnitude, (2 * _BIAS - TINY_FACTOR_EXPONENT) << _FRACTION) + (TINY_FACTOR_EXPONENT << _FRACTION)
+        jnp.minimum(magnitude, (2 * FLOAT32.bias - TINY_FACTOR_EXPONENT) << FLOAT32.fraction)
+        + (TINY_FACTOR_EXPONENT << FLOAT32.fraction)
     )
     # The bits of a subnormal number are read with a leading one that it does not have.
-    number = bit_ops.lax_where(magnitude < 1 << _FRACTION, (number - 2.0 ** (TINY_FACTOR_EXPONENT - _BIAS)) * 2, number)
+    number = bit_ops.lax_where(
+        magnitude < 1 << FLOAT32.fraction, (number - 2.0 ** (TINY_FACTOR_EXPONENT - FLOAT32.bias)) * 2, number
+    )
     large = bits_to_float(float_to_bits(number) | bits ^ magnitude)
-    return bit_ops.lax_where(quanta.tiny & (magnitude <= _INF), large, x * quanta.factor)
+    return bit_ops.lax_where(quanta.tiny & (magnitude <= FLOAT32.inf), large, x * quanta.factor)
 
 
 def float_to_bits(x: Array) -> Array:
@@ -201,7 +205,7 @@ def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: S
     shift = jnp.float32(0) if zero is None else zero.astype(jnp.float32)
     # For directed modes the ends are one step further out, and the result is clamped afterwards.
     top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
-    high = bits_to_float(float_to_bits(quanta.value) & ~bit_ops.low_mask(_FRACTION // 2 + 1))
+    high = bits_to_float(float_to_bits(quanta.value) & ~bit_ops.low_mask(FLOAT32.fraction // 2 + 1))
     # All are materialized, also the last one, so that sums with constants are not rearranged.
     quanta, top, bottom, inverse, high, low, start = materialize_quanta(
         (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _WHOLE_SHIFT)
@@ -220,11 +224,9 @@ def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: S
         result = total + 1 + ((float_to_bits(rest) + NEAREST_INCREMENTS[mode](total) - 1) >> 31)
         # Numbers within the ends of elements stay within them.
         return result if zero is None or plan.in_safe_range else bit_ops.lax_clip(result, fmt.min_code, fmt.max_code)
-    side = bit_ops.lax_where(
-        near == 0, bit_ops.ordered_integers(*bit_ops.split_sign(x, _INTEGER_CARRIER)), float_to_bits(rest)
-    )
+    side = bit_ops.lax_where(near == 0, bit_ops.ordered_integers(*bit_ops.split_sign(x, FLOAT32)), float_to_bits(rest))
     v = NearWhole(total, side)
-    random = take_random_bits(word, plan.element, _INTEGER_CARRIER)
+    random = take_random_bits(word, plan.element, FLOAT32)
     compare = (
         partial(_compare_share_by_halves, rest, high, low)
         if plan.in_safe_range
@@ -257,11 +259,11 @@ def _compare_share_by_words(rest: Array, quantum: Array, word: Array) -> tuple[A
     """Whether |rest| / quantum is more than word 2^-32, or equal, by integers of two words."""
     bits = float_to_bits(quantum)
     # A whole number and its fraction, in units in the last place of the quantum.
-    scale = bits_to_float((2 * _BIAS + _FRACTION - (bits >> _FRACTION)) << _FRACTION)
+    scale = bits_to_float((2 * FLOAT32.bias + FLOAT32.fraction - (bits >> FLOAT32.fraction)) << FLOAT32.fraction)
     whole, fraction = _whole_and_fraction(jnp.abs(rest) * scale)
     upper, fraction = _whole_and_fraction(fraction * 2.0**16)
     lower, fraction = _whole_and_fraction(fraction * 2.0**16)
-    significand = (bits & bit_ops.low_mask(_FRACTION) | 1 << _FRACTION).astype(jnp.uint32)
+    significand = (bits & bit_ops.low_mask(FLOAT32.fraction) | 1 << FLOAT32.fraction).astype(jnp.uint32)
     high, low = _multiply_24_by_32_bits(significand, word)
     of_rest = (upper << 16 | lower).astype(jnp.uint32)
     whole = whole.astype(jnp.uint32)
@@ -347,12 +349,12 @@ def multiply_by_quanta(elements: Array, quanta: GroupQuanta, *, prevent: bool) -
     # If 2^-TINY times the product is subnormal, it becomes a whole multiple of the smallest number.
     bits = float_to_bits(product)
     magnitude = bits_to_float(bits & bit_ops.low_mask(31))
-    lead = 2.0**_FRACTION
-    small = float_to_bits(
-        magnitude * 2.0 ** (-_INTEGER_CARRIER.tiny_exponent - TINY_FACTOR_EXPONENT) + lead
-    ) - float_to_bits(jnp.float32(lead))
-    subnormal = bits_to_float(small | bits & _INTEGER_CARRIER.sign_bit)
+    lead = 2.0**FLOAT32.fraction
+    small = float_to_bits(magnitude * 2.0 ** (-FLOAT32.tiny_exponent - TINY_FACTOR_EXPONENT) + lead) - float_to_bits(
+        jnp.float32(lead)
+    )
+    subnormal = bits_to_float(small | bits & FLOAT32.sign_bit)
     tiny_product = bit_ops.lax_where(
-        magnitude < 2.0 ** (1 - _BIAS + TINY_FACTOR_EXPONENT), subnormal, product * 2.0**-TINY_FACTOR_EXPONENT
+        magnitude < 2.0 ** (1 - FLOAT32.bias + TINY_FACTOR_EXPONENT), subnormal, product * 2.0**-TINY_FACTOR_EXPONENT
     )
     return bit_ops.lax_where(quanta.tiny, tiny_product, product)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import float64
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.scaled_float32.integers import bits_to_float, float_to_bits
@@ -21,8 +21,6 @@ from jchop._core.xla.cpu import materialize_per_group, prevent_fma
 
 Array = jax.Array
 
-_PRODUCT_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS = _PRODUCT_CARRIER.fraction, _PRODUCT_CARRIER.bias
 #: Nonzero numbers are from 2^-LEAST to 2^MOST; products with scales below 2^-_TINY may be subnormal.
 LEAST_FACTOR_EXPONENT, MOST_FACTOR_EXPONENT, _TINY_SCALE_EXPONENT = 40, 40, 64
 
@@ -38,9 +36,9 @@ def multiply_by_scale_bits(numbers: Array, scales: Array, in_float64: bool = Fal
     if in_float64:
         with jax.enable_x64(True):
             return float64.narrow_float64(numbers.astype(jnp.float64) * float64.widen_magnitude(scales))
-    scales = extend_exponent(scales, _PRODUCT_CARRIER)
-    tiny = scales < (_BIAS - _TINY_SCALE_EXPONENT) << _FRACTION
-    large_scales = scales - (_PRODUCT_CARRIER.tiny_exponent << _FRACTION)
+    scales = extend_exponent(scales, FLOAT32)
+    tiny = scales < (FLOAT32.bias - _TINY_SCALE_EXPONENT) << FLOAT32.fraction
+    large_scales = scales - (FLOAT32.tiny_exponent << FLOAT32.fraction)
     scale, tiny = materialize_per_group((bits_to_float(bit_ops.lax_where(tiny, large_scales, scales)), tiny))
     product = prevent_fma(numbers * scale, scale)
     return bit_ops.lax_where(tiny, _round_subnormal_product(numbers, scale, product), product)
@@ -49,22 +47,22 @@ def multiply_by_scale_bits(numbers: Array, scales: Array, in_float64: bool = Fal
 def _round_subnormal_product(number: Array, scale: Array, product: Array) -> Array:
     """Number times scale times the smallest number, rounded once; `product` is the rounded number times scale."""
     number, magnitude = (
-        bits_to_float(float_to_bits(x) & bit_ops.low_mask(_PRODUCT_CARRIER.width - 1)) for x in (number, product)
+        bits_to_float(float_to_bits(x) & bit_ops.low_mask(FLOAT32.width - 1)) for x in (number, product)
     )
     # The number of multiples is `count` or one more; the middle between the two decides.
-    lead = np.float32(2.0**_FRACTION)
+    lead = np.float32(2.0**FLOAT32.fraction)
     count = float_to_bits(jnp.maximum(magnitude - 0.5, 0) + lead) - int(lead.view(np.int32))
     middle = count.astype(jnp.float32) + 0.5
     (high, low), (upper, lower) = (_halves_of_12_bits(x) for x in (number, scale))
     rest = (((high * upper - middle) + high * lower) + low * upper) + low * lower
-    count = count + (bit_ops.ordered_integers(*bit_ops.split_sign(rest, _PRODUCT_CARRIER)) + (count & 1) > 0)
-    normal = float_to_bits(magnitude) + (_PRODUCT_CARRIER.tiny_exponent << _FRACTION)
+    count = count + (bit_ops.ordered_integers(*bit_ops.split_sign(rest, FLOAT32)) + (count & 1) > 0)
+    normal = float_to_bits(magnitude) + (FLOAT32.tiny_exponent << FLOAT32.fraction)
     bits = bit_ops.lax_where(magnitude < lead, count, normal)
-    bits = bit_ops.lax_where(float_to_bits(magnitude) >= _PRODUCT_CARRIER.inf, float_to_bits(magnitude), bits)
-    return bits_to_float(bits | float_to_bits(product) & _PRODUCT_CARRIER.sign_bit)
+    bits = bit_ops.lax_where(float_to_bits(magnitude) >= FLOAT32.inf, float_to_bits(magnitude), bits)
+    return bits_to_float(bits | float_to_bits(product) & FLOAT32.sign_bit)
 
 
 def _halves_of_12_bits(x: Array) -> tuple[Array, Array]:
     """Numbers as sums of two numbers of 12 bits each."""
-    high = bits_to_float(float_to_bits(x) & ~bit_ops.low_mask((_FRACTION + 1) // 2))
+    high = bits_to_float(float_to_bits(x) & ~bit_ops.low_mask((FLOAT32.fraction + 1) // 2))
     return high, x - high

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic.quotient import significand_of_extended
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import rounding_threshold
@@ -30,8 +30,6 @@ from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-_THRESHOLD_CARRIER = CARRIERS["float32"]
-_FRACTION, _INF = _THRESHOLD_CARRIER.fraction, _THRESHOLD_CARRIER.inf
 #: The most bits of codes.
 _MOST_THRESHOLD_CODE_BITS = 4
 #: Thresholds are integers of 28 bits, four digits, times a power of two; nonzero ones are from 2^-_REACH to 2^_REACH.
@@ -41,11 +39,7 @@ _DIGIT_BITS, _DIGIT_COUNT, _LEVEL_REACH = 7, 4, 40
 def supports_threshold_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_by_thresholds` gives the codes of the exact way."""
     element, fmt = plan.element, plan.element.format
-    if (
-        plan.compute is not _THRESHOLD_CARRIER
-        or not isinstance(fmt, CodebookFormat)
-        or fmt.bits > _MOST_THRESHOLD_CODE_BITS
-    ):
+    if plan.compute is not FLOAT32 or not isinstance(fmt, CodebookFormat) or fmt.bits > _MOST_THRESHOLD_CODE_BITS:
         return False
     return not plan.rule.tensor_scale and _threshold_table(fmt, element.rounding) is not None
 
@@ -53,9 +47,7 @@ def supports_threshold_encode(plan: ScaledPlan) -> bool:
 def has_level_products(plan: ScaledPlan) -> bool:
     """Whether the numbers of a group are selected from its products."""
     fmt = plan.element.format
-    return (
-        plan.compute is _THRESHOLD_CARRIER and isinstance(fmt, CodebookFormat) and fmt.bits <= _MOST_THRESHOLD_CODE_BITS
-    )
+    return plan.compute is FLOAT32 and isinstance(fmt, CodebookFormat) and fmt.bits <= _MOST_THRESHOLD_CODE_BITS
 
 
 @lru_cache(maxsize=64)
@@ -92,11 +84,9 @@ def encode_by_thresholds(x: Array, scales: BlockScales, plan: ScaledPlan) -> Arr
     assert isinstance(fmt, CodebookFormat)
     table = _threshold_table(fmt, plan.element.rounding)
     assert table is not None
-    starts = materialize_per_group(
-        _starts_of_levels(extend_exponent(scale_magnitude(scales, plan), _THRESHOLD_CARRIER), table)
-    )
-    sign, magnitude = bit_ops.split_sign(x, _THRESHOLD_CARRIER)
-    value = bit_ops.lax_where(magnitude > _INF, _INF, bit_ops.ordered_integers(sign, magnitude))
+    starts = materialize_per_group(_starts_of_levels(extend_exponent(scale_magnitude(scales, plan), FLOAT32), table))
+    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+    value = bit_ops.lax_where(magnitude > FLOAT32.inf, FLOAT32.inf, bit_ops.ordered_integers(sign, magnitude))
     no_start = jnp.full_like(starts[0], np.iinfo(np.int32).max)
     candidates = [starts[i] if i < len(table) else no_start for i in range((1 << fmt.bits) - 1)]
     code = jnp.zeros_like(value)
@@ -131,14 +121,14 @@ def _starts_of_levels(scale: Array, table: Sequence[tuple[Fraction, bool]]) -> A
     )
     strict, sign = column(beyond for _, beyond in table), column((v > 0) - (v < 0) for v, _ in table)
     # Positive infinity reaches all thresholds; negative infinity reaches none.
-    up = jnp.minimum(floor + bit_ops.lax_where(strict != 0, 1, inexact), _INF)
-    down = jnp.maximum(bit_ops.lax_where(strict != 0, 1 - (floor + inexact), -floor), 1 - _INF)
+    up = jnp.minimum(floor + bit_ops.lax_where(strict != 0, 1, inexact), FLOAT32.inf)
+    down = jnp.maximum(bit_ops.lax_where(strict != 0, 1 - (floor + inexact), -floor), 1 - FLOAT32.inf)
     return bit_ops.lax_where(sign > 0, up, bit_ops.lax_where(sign < 0, down, jnp.zeros_like(up) + strict))
 
 
 def _truncate_threshold_product(scale: Array, count: np.ndarray, exponent: np.ndarray) -> tuple[Array, Array]:
-    """Magnitude bits of scale times count 2^exponent toward zero (`_INF` or more if too large); 1 if inexact."""
-    significand, mask = significand_of_extended(scale, _THRESHOLD_CARRIER), bit_ops.low_mask(_DIGIT_BITS)
+    """Magnitude bits of scale times count 2^exponent toward zero (`FLOAT32.inf` or more if too large); 1 if inexact."""
+    significand, mask = significand_of_extended(scale, FLOAT32), bit_ops.low_mask(_DIGIT_BITS)
     top, tail = jnp.zeros_like(scale), jnp.zeros_like(scale)
     for i in range(_DIGIT_COUNT):
         tail = tail | top & mask
@@ -146,11 +136,11 @@ def _truncate_threshold_product(scale: Array, count: np.ndarray, exponent: np.nd
     # `top` is the part of the product above the three lower digits: 30 or 31 bits.
     drop = 6 + (top >> 30)
     field = jnp.minimum(
-        (scale >> _FRACTION) + drop + ((_DIGIT_COUNT - 1) * _DIGIT_BITS + exponent), 2 * _THRESHOLD_CARRIER.bias + 1
+        (scale >> FLOAT32.fraction) + drop + ((_DIGIT_COUNT - 1) * _DIGIT_BITS + exponent), 2 * FLOAT32.bias + 1
     )
-    drop = drop + bit_ops.lax_clip(1 - field, 0, _FRACTION + 1)
+    drop = drop + bit_ops.lax_clip(1 - field, 0, FLOAT32.fraction + 1)
     tail = tail | top & bit_ops.low_mask(drop)
-    floor = (jnp.maximum(field - 1, 0) << _FRACTION) + (top >> drop)
+    floor = (jnp.maximum(field - 1, 0) << FLOAT32.fraction) + (top >> drop)
     return floor, (tail != 0).astype(floor.dtype)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.codes import encode_elements
 from jchop._core.scaled import elements, power_of_two_scales
 from jchop._core.scaled.power_of_two_scales import all_true, are_plain, largest_with_specials
@@ -36,12 +36,10 @@ from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-_TILE_CARRIER = CARRIERS["float32"]
-_FRACTION, _BIAS, _INF = _TILE_CARRIER.fraction, _TILE_CARRIER.bias, _TILE_CARRIER.inf
 #: Bits of half a significand.
 _HALF_SIGNIFICAND_BITS = 12
 #: The bits of 1.5 2^(F - 1). In sums with it a half is the last bit.
-_HALF_STEP_BITS = int(np.float32(1.5 * 2.0 ** (_FRACTION - 1)).view(np.int32))
+_HALF_STEP_BITS = int(np.float32(1.5 * 2.0 ** (FLOAT32.fraction - 1)).view(np.int32))
 
 
 def supports_plain_tiles(plan: ScaledPlan) -> bool:
@@ -93,7 +91,7 @@ def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:
 
 def _clear_lower_half(x: Array) -> Array:
     """The numbers without the lower half of their significands."""
-    return bits_to_float(float_to_bits(x) & ~bit_ops.low_mask(_FRACTION + 1 - _HALF_SIGNIFICAND_BITS))
+    return bits_to_float(float_to_bits(x) & ~bit_ops.low_mask(FLOAT32.fraction + 1 - _HALF_SIGNIFICAND_BITS))
 
 
 def encode_tile(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
@@ -103,7 +101,7 @@ def encode_tile(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
 
 def _are_scales_moderate(scales: BlockScales, plan: ScaledPlan) -> Array:
     """Whether each scale, and that of the tensor, is in the safe range, and none is NaN."""
-    low, high = ((exponent + _BIAS) << _FRACTION for exponent in (-SAFE_EXPONENT, SAFE_EXPONENT))
+    low, high = ((exponent + FLOAT32.bias) << FLOAT32.fraction for exponent in (-SAFE_EXPONENT, SAFE_EXPONENT))
     bits = [scale_magnitude(scales, plan), *(() if scales.tensor is None else (scales.tensor,))]
     inside = (bits[0] >= low) & (bits[0] <= high) & (bits[-1] >= low) & (bits[-1] <= high)
     return inside if scales.nan is None else inside & ~scales.nan
@@ -144,7 +142,7 @@ def _encode_uniform_tile(
     guess = guess if ends is None else jnp.minimum(jnp.maximum(guess, ends[0]), ends[1])
     # Where XLA interprets a kernel, it would remove the addition and subtraction of a constant. It does not know that
     # the sign bit of a magnitude is 0.
-    shift = bits_to_float(_HALF_STEP_BITS | largest & _TILE_CARRIER.sign_bit)
+    shift = bits_to_float(_HALF_STEP_BITS | largest & FLOAT32.sign_bit)
     total = guess + shift
     up = _is_above_middle(total, total - shift, x, high, low)
     return (float_to_bits(total) + up) >> 1 & bit_ops.low_mask(fmt.bits)
@@ -153,21 +151,21 @@ def _encode_uniform_tile(
 def _encode_float_tile(
     x: Array, inverse: Array, high: Array, low: Array, ends: tuple[float, float] | None, fmt: FloatFormat
 ) -> Array:
-    sign, magnitude = bit_ops.split_sign(x, _TILE_CARRIER)
+    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     magnitude = bits_to_float(magnitude)
     guess = magnitude * inverse
     guess = guess if ends is None else jnp.minimum(guess, ends[1])
-    exponent = jnp.maximum(float_to_bits(guess) & _INF, (_BIAS + 1) << _FRACTION)
-    shift = bits_to_float(exponent) * 2.0 ** (_FRACTION - fmt.frac_bits - 1)
+    exponent = jnp.maximum(float_to_bits(guess) & FLOAT32.inf, (FLOAT32.bias + 1) << FLOAT32.fraction)
+    shift = bits_to_float(exponent) * 2.0 ** (FLOAT32.fraction - fmt.frac_bits - 1)
     total = guess + shift
     up = _is_above_middle(total, total - shift, magnitude, high, low)
     # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: those of
     # the exponent of `shift`, and the bias, which is 128.
-    code = (float_to_bits(total) + (exponent >> (_FRACTION - fmt.frac_bits - 1)) + up) >> 1
+    code = (float_to_bits(total) + (exponent >> (FLOAT32.fraction - fmt.frac_bits - 1)) + up) >> 1
     return code & bit_ops.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 
 def _is_above_middle(total: Array, middle: Array, x: Array, high: Array, low: Array) -> Array:
     """1 if a number is above its middle, or in it below an even number, else 0. If `middle` is none, it may be both."""
     side = float_to_bits((middle * high - x) + middle * low) - (float_to_bits(total) & 2)
-    return lax.shift_right_logical(side, jnp.full_like(side, _TILE_CARRIER.width - 1))
+    return lax.shift_right_logical(side, jnp.full_like(side, FLOAT32.width - 1))

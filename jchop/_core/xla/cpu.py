@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT32
 from jchop._common.settings import always_jit
 from jchop._core.xla.sizes import are_static, if_static
 
@@ -431,5 +431,5 @@ def prevent_fma(product: Array, factor: Array) -> Array:
     compiler can know this if the factor is read from memory.
     """
     bits = lax.bitcast_convert_type(product, jnp.int32)
-    sign = lax.bitcast_convert_type(factor, jnp.int32) & CARRIERS["float32"].sign_bit
+    sign = lax.bitcast_convert_type(factor, jnp.int32) & FLOAT32.sign_bit
     return lax.bitcast_convert_type(bits | sign, jnp.float32)

@@ -25,7 +25,7 @@ from jchop.nn._nnx.layer_kinds import NnxKind
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._nnx.quantize import quantize
 from jchop.nn._ratios import LayerCall, record_layer_calls, weight_names, weight_ratio
-from jchop.nn._report import bytes_of_tree
+from jchop.nn._shared.model_report import bytes_of_tree
 
 __all__ = ["LayerTuning", "TunedLayer", "tune"]
 

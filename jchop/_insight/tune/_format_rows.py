@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._common.bit_ops import CARRIERS
+from jchop._common.bit_ops import FLOAT64
 from jchop._kernels.primitive import make_op
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
@@ -25,10 +25,8 @@ __all__ = ["FLOAT64_ROW", "format_row", "is_spec_traceable", "round_to_44_bits",
 
 Array = jax.Array
 
-_ROW_CARRIER = CARRIERS["float64"]
-_ROW_FRACTION, _ROW_BIAS = _ROW_CARRIER.fraction, _ROW_CARRIER.bias
 #: The most significant bits: 2 p + 2 are at most those of float64.
-_MOST_PRECISION = (_ROW_FRACTION + 1 - 2) // 2
+_MOST_PRECISION = (FLOAT64.fraction + 1 - 2) // 2
 #: Products of the smallest values, and of the largest, are normal numbers of float64.
 _LEAST_EXPONENT, _MOST_EXPONENT = -500, 500
 
@@ -52,39 +50,37 @@ def format_row(spec: Spec) -> np.ndarray:
     """
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
-    largest = _ROW_CARRIER.ceil_bits(Fraction(fmt.exact_max))
-    beyond = largest if fmt.saturates else _ROW_CARRIER.inf if fmt.has_inf else _ROW_CARRIER.nan
+    largest = FLOAT64.ceil_bits(Fraction(fmt.exact_max))
+    beyond = largest if fmt.saturates else FLOAT64.inf if fmt.has_inf else FLOAT64.nan
     finite = beyond if spec.overflow is Overflow.IEEE else largest
     infinity = largest if spec.overflow is Overflow.SATURATE else beyond
     return np.array([fmt.precision, fmt.emin, largest, finite, infinity], np.int64)
 
 
 #: float64 itself, which rounds nothing.
-FLOAT64_ROW = np.array(
-    [_ROW_FRACTION + 1, 1 - _ROW_BIAS, _ROW_CARRIER.inf - 1, _ROW_CARRIER.inf, _ROW_CARRIER.inf], np.int64
-)
+FLOAT64_ROW = np.array([FLOAT64.fraction + 1, 1 - FLOAT64.bias, FLOAT64.inf - 1, FLOAT64.inf, FLOAT64.inf], np.int64)
 
 
 def _round_bits_to_row(x: Array, row: Array) -> Array:
     precision, emin, largest, finite, infinity = (row[..., i] for i in range(5))
     bits = lax.bitcast_convert_type(x, jnp.int64)
     magnitude = bits & jnp.int64((1 << 63) - 1)
-    exponent = (magnitude >> _ROW_FRACTION) - _ROW_BIAS
-    fraction = magnitude & jnp.int64((1 << _ROW_FRACTION) - 1)
-    excess = (_ROW_FRACTION + 1 - precision) + jnp.maximum(emin - exponent, 0)
-    shift = jnp.minimum(excess, _ROW_FRACTION)
-    last = ((fraction | jnp.int64(1 << _ROW_FRACTION)) >> shift) & 1
+    exponent = (magnitude >> FLOAT64.fraction) - FLOAT64.bias
+    fraction = magnitude & jnp.int64((1 << FLOAT64.fraction) - 1)
+    excess = (FLOAT64.fraction + 1 - precision) + jnp.maximum(emin - exponent, 0)
+    shift = jnp.minimum(excess, FLOAT64.fraction)
+    last = ((fraction | jnp.int64(1 << FLOAT64.fraction)) >> shift) & 1
     half = (jnp.int64(1) << shift) >> 1
     new_magnitude = magnitude + jnp.where(shift > 0, half - 1 + last, 0)
     new_magnitude = (new_magnitude >> shift) << shift
     # Below the smallest value: from half of it on, which is a tie, up to it.
-    smallest = jnp.where(fraction == 0, jnp.int64(0), (exponent + 1 + _ROW_BIAS) << _ROW_FRACTION)
+    smallest = jnp.where(fraction == 0, jnp.int64(0), (exponent + 1 + FLOAT64.bias) << FLOAT64.fraction)
     new_magnitude = jnp.where(
-        excess <= _ROW_FRACTION, new_magnitude, jnp.where(excess == _ROW_FRACTION + 1, smallest, 0)
+        excess <= FLOAT64.fraction, new_magnitude, jnp.where(excess == FLOAT64.fraction + 1, smallest, 0)
     )
     new_magnitude = jnp.where(new_magnitude > largest, finite, new_magnitude)
-    new_magnitude = jnp.where(magnitude == _ROW_CARRIER.inf, infinity, new_magnitude)
-    new_magnitude = jnp.where(magnitude > _ROW_CARRIER.inf, magnitude, new_magnitude)
+    new_magnitude = jnp.where(magnitude == FLOAT64.inf, infinity, new_magnitude)
+    new_magnitude = jnp.where(magnitude > FLOAT64.inf, magnitude, new_magnitude)
     return lax.bitcast_convert_type(new_magnitude | (bits & jnp.int64(-(1 << 63))), jnp.float64)
 
 

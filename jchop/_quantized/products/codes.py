@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._common.bit_ops import CARRIERS, varying_like
+from jchop._common.bit_ops import CARRIERS, FLOAT32, varying_like
 from jchop._common.settings import always_jit
 from jchop._core.rounding.grid import carrier_holds
 from jchop._core.scaled.groups import Groups
@@ -117,7 +117,7 @@ def check_code_format(field: str, spec: Spec, where: Any, instead: str = "leave 
         ValueError: that names the field and what is allowed.
     """
     fmt, scaled_format = spec.element, spec.scaled
-    if not isinstance(fmt, FloatFormat) and (fmt.bits > 8 or not carrier_holds(Spec(fmt), _FLOAT32_CARRIER)):
+    if not isinstance(fmt, FloatFormat) and (fmt.bits > 8 or not carrier_holds(Spec(fmt), FLOAT32)):
         why = "its elements have more than 8 bits, or are no numbers of float32"
     elif scaled_format is not None and scaled_format.zero_point == "float":
         why = "its zero points are numbers"
@@ -220,15 +220,14 @@ def _unit_elements(q: QArray) -> tuple[Array, int]:
             raw = q.qvalue.reshape(q.shape)
             whole = raw if fmt.signed else (raw.astype(jnp.int16) - 128).astype(jnp.int8)
         else:
-            whole = decode_unscaled(q.qvalue, fmt, count, _FLOAT32_CARRIER).reshape(q.shape).astype(jnp.int8)
+            whole = decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape).astype(jnp.int8)
         return whole, shift
     if native_dtype(fmt) is not None:
         return q.qvalue.reshape(q.shape), 0
-    numbers = decode_unscaled(q.qvalue, fmt, count, _FLOAT32_CARRIER).reshape(q.shape)
+    numbers = decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape)
     return numbers.astype(float8_operand_dtype(fmt) or jnp.float32), 0
 
 
-_FLOAT32_CARRIER = CARRIERS["float32"]
 _FLOAT8_OPERANDS = ((float8_e4m3fn, jnp.float8_e4m3fn), (float8_e5m2, jnp.float8_e5m2))
 
 

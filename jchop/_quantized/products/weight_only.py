@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._common.bit_ops import CARRIERS, varying_like
+from jchop._common.bit_ops import FLOAT32, varying_like
 from jchop._core.matmul.dequantize_matmul import is_exact_in
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.xla.sizes import if_static
@@ -168,7 +168,7 @@ def _panel_reader(w: CodedArray, leading: bool, dtype: Any) -> tuple[int, Callab
     The function gives these as floats, (size, n) or (n, size): one array for each place in a byte, since to put them
     side by side takes longer than to multiply them apart.
     """
-    axis, qarray, carrier = 0 if leading else 1, w.qarray, CARRIERS["float32"]
+    axis, qarray, carrier = 0 if leading else 1, w.qarray, FLOAT32
     if qarray is None:
         elements = lax.optimization_barrier(w.elements.T if leading else w.elements)  # as they would lie if stored
         return 1, lambda start, size: [lax.dynamic_slice_in_dim(elements, start, size, axis).astype(dtype)]

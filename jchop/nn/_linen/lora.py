@@ -28,7 +28,6 @@ from jchop.nn._linen.layers import (
     module_calls,
 )
 from jchop.nn._linen.quantized import Packed, Quantized, unpack_variables
-from jchop.nn._lora_files import read_adapters, write_adapters
 from jchop.nn._shared.lora_rule import (
     LoraRule,
     add_adapter_output,
@@ -38,6 +37,7 @@ from jchop.nn._shared.lora_rule import (
     merge_lora_weight,
     weight_as_matrix,
 )
+from jchop.nn._shared.peft_files import read_adapters, write_adapters
 
 Array = jax.Array
 

@@ -12,6 +12,7 @@ from flax import linen as nn
 from flax.core.scope import in_filter
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jchop._common.on_demand import load_name
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
@@ -22,9 +23,6 @@ from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.nn._linen.layers import module_calls
 from jchop.nn._linen.scales import SCALE_COLLECTION
-from jchop.ptq._data.passes import check_batches, map_batches
-from jchop.ptq._quantize import calibrate_params
-from jchop.ptq._report import PtqReport
 
 __all__ = ["Program"]
 
@@ -154,7 +152,7 @@ class Program:
         sequential: bool | None = None,
         rngs: Any = None,
         progress: Callable[[int], object] | None = None,
-    ) -> tuple[Any, PtqReport]:
+    ) -> tuple[Any, Any]:
         """The packed variables, rounded with data, and a report, as `jchop.ptq.quantize` gives them.
 
         Args:
@@ -165,15 +163,11 @@ class Program:
             rngs: streams of keys by name.
             progress: called with the number of batches that were run.
         """
+        data = load_name("jchop.ptq._models", "ModelData")(batches, steps, sequential, progress)
         params, rest, _ = self._split_variables(variables)
-        first: tuple[Any, ...] = ()
-        if any(rule.layer is not None for rule in self.rules):  # a call shows the classes of layers
-            check_batches(batches, again=False)
-            batches = [*batches]
-            first = batch_arguments(batches[0]) if batches else ()
-        function = self._function(variables, first, rngs, {})
-        calls = map_batches(batches, lambda args: (rest, args, rngs, {}))
-        packed_params, report = calibrate_params(function, params, calls, steps, sequential, self._key(rngs), progress)
+        by_layer = any(rule.layer is not None for rule in self.rules)  # a call shows the classes of layers
+        function = self._function(variables, data.first() if by_layer else (), rngs, {})
+        packed_params, report = data.round(function, params, lambda args: (rest, args, rngs, {}), self._key(rngs))
         return {**rest, "params": packed_params}, report
 
     def report(

@@ -27,7 +27,7 @@ from jchop.nn._linen.layer_kinds import learned_scale_name
 from jchop.nn._linen.layers import LayerMatch, LinenPath, linen_params, match_linen_layers, module_calls
 from jchop.nn._linen.report import linen_report
 from jchop.nn._linen.scales import initial_linen_scales
-from jchop.nn._report import ModelReport
+from jchop.nn._shared.model_report import ModelReport
 from jchop.storage import QArray, dequantize
 from jchop.storage._array import PackedParam, refuse_qarray_dicts
 from jchop.storage._axis_groupings import map_over_stack

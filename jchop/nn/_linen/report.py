@@ -12,7 +12,7 @@ from jchop._quantized.products.chip_operands import operand_types_on
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule
 from jchop.nn._linen.layer_kinds import LINEN_KINDS
 from jchop.nn._linen.layers import LayerMatch, LinenLayerRule, LinenPath, ModuleCalls, linen_layer_rules
-from jchop.nn._report import LayerRow, ModelReport, bytes_of_tree, why_wide
+from jchop.nn._shared.model_report import LayerRow, ModelReport, bytes_of_tree, why_wide
 
 __all__ = ["linen_report"]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jchop._common.checks import check_choice
 from jchop._common.paths import nearest_paths_hint
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
@@ -26,19 +25,15 @@ from jchop.nn._nnx.modules import ModuleEntry, module_entries
 from jchop.nn._nnx.programs import INPUTS_ADVICE, is_nnx_program
 from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._shared import cache
+from jchop.nn._shared.modes import LayerMode, check_layer_modes
 from jchop.nn._shared.program_classes import is_plain_flax_layer, plain_class
 from jchop.nn._shared.scale_state import ScaleSource
 
 Array = jax.Array
-LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]
-LAYER_MODES = ("qat", "ptq", "weight_only", "emulate")
 
 __all__ = [
-    "LAYER_MODES",
     "QUANTIZED_CLASSES",
-    "LayerMode",
     "NnxLayerRule",
-    "check_layer_modes",
     "check_norm_wrappers",
     "entry_parameters",
     "layer_entries",
@@ -332,15 +327,6 @@ def check_norm_wrappers(model: nnx.Module) -> None:
             )
 
 
-def check_layer_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None:
-    """Refuse a mode that is none, and fields of rules that it does not have."""
-    check_choice("mode", mode, LAYER_MODES)
-    if program and mode == "emulate":
-        raise ValueError("mode='emulate' is for layers of Flax: leave out inputs, or use jchop.emulate on the function")
-    for rule in rules:
-        _check_rule_mode(rule, mode)
-
-
 def needs_nnx_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
     """Whether a rule that rounds matches a module with parameters that is no layer of Flax."""
     if mode == "emulate" or is_nnx_program(model):
@@ -422,19 +408,3 @@ def _check_nnx_rules_have_effect(rules: Sequence[Rule], layer_rules: Sequence[Nn
                 f"{rule}: {', '.join(idle)} has no effect on any of its layers: "
                 f"{', '.join(sorted({type(one.entry.module).__name__ for one in matches}))}"
             )
-
-
-#: The fields of a rule that a mode allows, and its purpose.
-_MODE_FIELDS = {
-    "weight_only": (("weight", "bias", "cache", "scale_from"), "rounds weights, biases and caches; use mode='ptq'"),
-    "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),
-}
-
-
-def _check_rule_mode(rule: Rule, mode: str) -> None:
-    if mode not in _MODE_FIELDS:
-        return
-    mode_fields, why = _MODE_FIELDS[mode]
-    wrong = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in mode_fields]
-    if wrong:
-        raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {why}")

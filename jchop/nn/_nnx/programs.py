@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -34,9 +34,6 @@ from jchop.nn._shared.program_classes import (
     plain_class,
 )
 from jchop.nn._shared.scale_state import ProgramScales
-from jchop.ptq._data.passes import map_batches
-from jchop.ptq._quantize import calibrate_params
-from jchop.ptq._report import PtqReport
 
 Array = jax.Array
 
@@ -48,12 +45,14 @@ __all__ = [
     "program_rules",
     "quantize_program",
     "report_program",
-    "round_program_with_data",
+    "round_program_by",
     "set_program_params",
     "trace_nnx_part",
     "trace_nnx_programs",
     "variable_paths",
 ]
+
+T = TypeVar("T")
 
 _PARAMETER_TYPES = (nnx.Param, QuantizedParam)
 #: The attributes that hold the rules of a model, the stream of its stochastic roundings, its kept scales, and of the
@@ -207,19 +206,20 @@ def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], Non
     return end
 
 
-def round_program_with_data(
-    model: Any,
-    rules: Sequence[Rule],
-    batches: Iterable[Any],
-    steps: Any,
-    sequential: bool | None,
-    rngs: nnx.Rngs | None,
-    progress: Callable[[int], object] | None,
-) -> PtqReport:
-    """Round the parameters of a model with data, in place, and give it the class whose methods run under rules.
+def round_program_by(
+    model: Any, rules: Sequence[Rule], rngs: nnx.Rngs | None, round_params: Callable[..., tuple[Any, T]]
+) -> T:
+    """Round the parameters of a model, in place, and give it the class whose methods run under rules.
+
+    Args:
+        model: a model of NNX.
+        rules: its rules.
+        rngs: the streams of keys.
+        round_params: of the function of the model's call, its parameters, a function from the arguments of the model to
+            those of its function after the parameters, and a key; the packed parameters, and what is returned.
 
     Raises:
-        ValueError: as `jchop.ptq.quantize`; for a model that runs under rules already.
+        ValueError: for a model that runs under rules already.
     """
     if is_nnx_program(model):
         raise ValueError("model is quantized already; give the model that it was made from")
@@ -228,8 +228,8 @@ def round_program_with_data(
     key = fork_rounding_stream(stochastic[0], rngs, "the model")() if stochastic else None
     graph, params, rest = _split_program_state(model)
     function = _nnx_method_function(model, graph, method_of(type(model), "__call__"), ProgramPart(tuple(rules)))
-    calls = map_batches(batches, lambda args: (rest, _MethodArguments(args, {}).split()))
-    packed_params, report = calibrate_params(function, params, calls, steps, sequential, key, progress)
+    arguments = lambda args: (rest, _MethodArguments(args, {}).split())  # noqa: E731
+    packed_params, report = round_params(function, params, arguments, key)
     _put_packed_params(model, packed_params)
     _attach_program_rules(model, rules, rngs, Scales({}, {}))
     return report

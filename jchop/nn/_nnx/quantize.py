@@ -11,8 +11,6 @@ from flax import nnx
 from jchop._common.checks import short_repr
 from jchop._quantized.products.rule import Rule, as_rule_tuple
 from jchop.nn._nnx.layers import (
-    LayerMode,
-    check_layer_modes,
     check_norm_wrappers,
     check_program_inputs,
     needs_nnx_program,
@@ -20,6 +18,7 @@ from jchop.nn._nnx.layers import (
     refuse_quantized_layers,
 )
 from jchop.nn._nnx.programs import quantize_program
+from jchop.nn._shared.modes import LayerMode, check_layer_modes
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import is_equinox_module, quantize_equinox_module
 

@@ -19,7 +19,7 @@ from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop._round.arguments import check_key
-from jchop.nn._nnx.layers import LayerMode, check_layer_modes
+from jchop.nn._shared.modes import LayerMode, check_layer_modes
 from jchop.nn._shared.program_classes import ExampleInputs, ProgramPart, class_body, method_inputs, plain_class
 
 Array = jax.Array

@@ -9,13 +9,47 @@ from flax import nnx
 
 from jchop._common.checks import short_repr
 from jchop._quantized.products.rule import Rule, as_rule_tuple
+from jchop._quantized.program.call import batch_arguments
 from jchop.nn._nnx.layers import refuse_quantized_layers
-from jchop.nn._nnx.programs import round_program_with_data
-from jchop.ptq import PtqReport
+from jchop.nn._nnx.programs import round_program_by
+from jchop.ptq._data.passes import check_batches, map_batches
+from jchop.ptq._quantize import calibrate_params
+from jchop.ptq._report import PtqReport
 
 T = TypeVar("T", bound=nnx.Module)
 
-__all__ = ["quantize_with_data"]
+__all__ = ["ModelData", "quantize_with_data"]
+
+
+class ModelData:
+    """Batches of a model's arguments, and the steps that round parameters with them.
+
+    Args:
+        batches: arguments of the model: tuples, or the only argument.
+        steps: as of `jchop.ptq.quantize`.
+        sequential: as of `jchop.ptq.quantize`.
+        progress: called with the number of batches that were run.
+    """
+
+    def __init__(
+        self, batches: Any, steps: Any, sequential: bool | None, progress: Callable[[int], object] | None
+    ) -> None:
+        check_batches(batches, again=False)
+        self.batches = batches
+        self._options = steps, sequential
+        self._progress = progress
+
+    def first(self) -> tuple[Any, ...]:
+        """The arguments of the first batch; the batches are kept."""
+        self.batches = [*self.batches]
+        return batch_arguments(self.batches[0]) if self.batches else ()
+
+    def round(
+        self, function: Any, params: Any, arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]], key: Any
+    ) -> tuple[Any, PtqReport]:
+        """The packed parameters of a function and a report, from the arguments after the parameters."""
+        calls = map_batches(self.batches, arguments)
+        return calibrate_params(function, params, calls, *self._options, key, self._progress)
 
 
 def quantize_with_data(
@@ -65,4 +99,5 @@ def quantize_with_data(
         )
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     refuse_quantized_layers(result, all_rules)
-    return result, round_program_with_data(result, all_rules, batches, steps, sequential, rngs, progress)
+    data = ModelData(batches, steps, sequential, progress)
+    return result, round_program_by(result, all_rules, rngs, data.round)

@@ -1,0 +1,42 @@
+"""The modes of quantized models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jchop._common.checks import check_choice
+from jchop._quantized.products.rule import (
+    ROUNDING_FIELDS,
+    Rule,
+)
+
+__all__ = ["LAYER_MODES", "LayerMode", "check_layer_modes"]
+
+LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]
+
+
+#: The fields of a rule that a mode allows, and its purpose.
+_MODE_FIELDS = {
+    "weight_only": (("weight", "bias", "cache", "scale_from"), "rounds weights, biases and caches; use mode='ptq'"),
+    "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),
+}
+LAYER_MODES = ("qat", "ptq", "weight_only", "emulate")
+
+
+def check_layer_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None:
+    """Refuse a mode that is none, and fields of rules that it does not have."""
+    check_choice("mode", mode, LAYER_MODES)
+    if program and mode == "emulate":
+        raise ValueError("mode='emulate' is for layers of Flax: leave out inputs, or use jchop.emulate on the function")
+    for rule in rules:
+        _check_rule_mode(rule, mode)
+
+
+def _check_rule_mode(rule: Rule, mode: str) -> None:
+    if mode not in _MODE_FIELDS:
+        return
+    mode_fields, why = _MODE_FIELDS[mode]
+    wrong = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in mode_fields]
+    if wrong:
+        raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {why}")
