@@ -57,7 +57,7 @@ MOST_MODULES = 120  # loaded by `import jchop`
 # Names that several files define for themselves: aliases of types, type variables, registrars of JAX; and the public
 # names that several public modules have.
 SHARED_NAMES = {
-    *("Array", "Keys", "Number", "T", "Tensor", "ad", "batching"),
+    *("Array", "Keys", "Number", "T", "Tensor"),
     *("Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"),
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
     *("blame", "emulate", "report", "sensitivity", "tune", "ParameterRow"),
@@ -249,7 +249,8 @@ def defined_names(module: str) -> Iterator[str]:
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
         for target in targets:
-            yield from (part.id for part in ast.walk(target) if isinstance(part, ast.Name))
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (part.id for part in parts if isinstance(part, ast.Name))
 
 
 def test_a_name_stands_once() -> None:
