@@ -4,10 +4,10 @@ Which values (format), which neighbour (rounding, overflow): each question is an
 `round_to_format` applies the answer, exactly.
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from jchop import formats, storage
-from jchop._common.on_demand import on_demand
+from jchop._common.on_demand import on_demand as _on_demand
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._spec.accumulation import MatmulSpec, Order
@@ -78,7 +78,7 @@ from jchop.storage import (
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from jchop import math
     from jchop._insight.compare import Comparison, compare
     from jchop._insight.probe import Probe, probe
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
     from jchop._serving.kv_cache import KVCache
     from jchop.storage._round_file import round_file
 
-__getattr__, __dir__ = on_demand(
+__getattr__, __dir__ = _on_demand(
     __name__,
     ("compat", "distributed", "math", "matlab", "nn", "optim", "plot", "ptq", "sparsity", "study", "torch"),
     {

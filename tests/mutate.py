@@ -59,8 +59,7 @@ _PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-seed=17", "-W", "ignore
 _CORE = tuple(
     f"jchop/{name}"
     for name in (
-        *("_core/", "formats/", "_round/", "_bits.py", "spec.py", "rounding.py"),
-        *("gradients.py", "accumulation.py", "tensor_cores.py"),
+        *("_core/", "_spec/", "formats/", "_round/", "_common/bit_ops.py", "_common/gradients.py"),
     )
 )
 #: Files that only make words.
@@ -119,48 +118,48 @@ def drawn(found: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 SOWN: dict[str, tuple[str, str, str]] = {
     "GPTQ: the errors of a block never leave it": (
         "jchop/ptq/_steps/sweep.py",
-        "work = work - jnp.matmul(ahead.T, errors, precision=_PRECISION)",
+        "work = work - jnp.matmul(ahead.T, errors, precision=_SWEEP_PRECISION)",
         "pass",
     ),
     "`low_precision`: accumulator and weight draw the same bits": (
         "jchop/optim/_low_precision.py",
-        "_stored(second, held, p, to_weight)",
-        "_stored(first, held, p, to_weight)",
+        "_master_as_param(second, master, p, to_weight)",
+        "_master_as_param(first, master, p, to_weight)",
     ),
     '`DelayedScaling(take="last")` takes the maximum': (
         "jchop/_quantized/scales/formulas.py",
-        'past = history[0] if how.take == "last" else history.max()',
-        "past = history.max()",
+        'past_magnitude = history[0] if source.take == "last" else history.max()',
+        "past_magnitude = history.max()",
     ),
     "`MovingAverage` has its two weights swapped": (
         "jchop/_quantized/scales/formulas.py",
-        "how.decay * known + (1 - how.decay) * found",
-        "(1 - how.decay) * known + how.decay * found",
+        "source.decay * current + (1 - source.decay) * own_range",
+        "(1 - source.decay) * current + source.decay * own_range",
     ),
     "`average_params` divides by all steps, not by those that it averages": (
         "jchop/optim/_average.py",
-        "/ taken.astype(average.dtype)",
+        "/ count.astype(average.dtype)",
         "/ steps.astype(average.dtype)",
     ),
     "`compensate` forgets the earlier error": (
         "jchop/optim/_compensation.py",
-        "wanted = u.astype(wide) + lost.astype(wide)\n            target",
-        "wanted = u.astype(wide)\n            target",
+        "change = u.astype(wide) + error.astype(wide)",
+        "change = u.astype(wide)",
     ),
     "`psum_with_feedback`: the error of a sum is never reset": (
         "jchop/distributed/_feedback.py",
-        "own = summed - numbers(q, summed.dtype)",
-        "own = summed",
+        "own = piece_sum - decode_messages(q, piece_sum.dtype)",
+        "own = piece_sum",
     ),
     "the ring of `psum` draws the same bits in every turn": (
         "jchop/distributed/_reduce.py",
-        "drawn = fold(key, Phase.SUM, turn, axes.rank)\n        return",
-        "drawn = fold(key, Phase.SUM, 0, axes.rank)\n        return",
+        "sum_key = fold_in_numbers(key, Phase.SUM, step, axes.rank)",
+        "sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)",
     ),
     "SmoothQuant: inverted factors": (
         "jchop/ptq/_equalize/factors.py",
-        "known[0] ** step.alpha / known[1] ** (1 - step.alpha)",
-        "known[1] ** (1 - step.alpha) / known[0] ** step.alpha",
+        "bases[0] ** step.alpha / bases[1] ** (1 - step.alpha)",
+        "bases[1] ** (1 - step.alpha) / bases[0] ** step.alpha",
     ),
     "AWQ: losses are of weights whose factors are not divided out": (
         "jchop/ptq/_equalize/factors.py",
@@ -169,8 +168,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "LoRA: the factor of an adapter beside its layer is ignored": (
         "jchop/nn/_shared/lora_rule.py",
-        "(low @ b * rule.factor)",
-        "(low @ b)",
+        "(projection @ b * rule.factor)",
+        "(projection @ b)",
     ),
     "NNX: a quantized program leaves the state as it was": (
         "jchop/nn/_nnx/programs.py",
@@ -184,18 +183,18 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "a paged `KVCache` writes at the position, not at the place in its page": (
         "jchop/_serving/kv_cache.py",
-        "slot, there = position % slots, there & (row != NO_PAGE)",
-        "slot, there = position, there & (row != NO_PAGE)",
+        "slot, fits = position % slots, fits & (row != NO_PAGE)",
+        "slot, fits = position, fits & (row != NO_PAGE)",
     ),
     "GPTQ checkpoints: scales are read without being transposed": (
         "jchop/_checkpoints/gptq_awq.py",
-        "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = from_words(zeros, bits, out)",
-        "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = from_words(zeros, bits, out)",
+        "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = codes_from_words(zeros, bits, out)",
+        "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = codes_from_words(zeros, bits, out)",
     ),
     "`jchop.torch.OptimLP` draws the same bits in every step": (
         "jchop/torch/_optim.py",
-        "folded = (self.steps, leaf.index,",
-        "folded = (0, leaf.index,",
+        "numbers = (self.steps, leaf.index,",
+        "numbers = (0, leaf.index,",
     ),
     "`blame`: the derivative of the output is that at the emulated result alone": (
         "jchop/_insight/reports/blame.py",

@@ -112,7 +112,7 @@ def test_a_draw_takes_turns_of_kinds_and_stays(mutate, tmp_path):
 def test_every_package_has_its_share(mutate):
     folders = {path.name for path in (ROOT / "jchop").iterdir() if path.is_dir() and list(path.glob("*.py"))}
     packages = {mutate.package(path) for path in mutate.files()}
-    assert packages == folders - {"_core", "_round", "formats", "_text"} | {"core", "root"}
+    assert packages == folders - {"_core", "_round", "_spec", "formats"} | {"core", "root"}
     lines = dict.fromkeys(packages, 10) | {"core": 5000, "nn": 4000}
     counts = mutate.shares(lines)
     assert counts["core"] == 80 and counts["root"] == 12 and counts["nn"] > 200

@@ -177,7 +177,7 @@ def arrows(module: str) -> Iterator[tuple[int, str]]:
 @functools.cache
 def annotation_lines(module: str) -> set[int]:
     """The lines under `if TYPE_CHECKING:`, which never run."""
-    tests = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+    tests = {"TYPE_CHECKING", "typing.TYPE_CHECKING", "_typing.TYPE_CHECKING"}
     blocks = [node for node in nodes_of(module) if isinstance(node, ast.If) and ast.unparse(node.test) in tests]
     return {line for node in blocks for line in range(node.lineno, (node.body[-1].end_lineno or 0) + 1)}
 
@@ -273,7 +273,7 @@ def test_import_is_light() -> None:
 def test_what_is_loaded_later_is_what_checkers_see() -> None:
     """A package that loads names when first used imports the same names for type checkers."""
     for module in (module for module in FILES if is_face(module)):
-        calls = [node for node in nodes_of(module) if isinstance(node, ast.Call) and called(node) == "on_demand"]
+        calls = [node for node in nodes_of(module) if isinstance(node, ast.Call) and called(node).lstrip("_") == "on_demand"]
         for call in calls:
             names = {home: list(own) for home, own in ast.literal_eval(call.args[2]).items()}
             seen: dict[str, list[str]] = collections.defaultdict(list)
