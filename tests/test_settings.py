@@ -32,7 +32,7 @@ _SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in _CASES if name !
 
 @pytest.mark.parametrize("name", ["round", *_SLOW])
 def test_fast_math_of_xla_is_refused_where_a_function_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def options(**sizes: int) -> Any:
+    def options(**sizes: Any) -> Any:
         found = get_compile_options(**sizes)
         found.executable_build_options.debug_options.xla_cpu_enable_fast_math = True
         return found
