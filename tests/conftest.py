@@ -91,12 +91,12 @@ def _compiled_code_dropped(_tests_of_module: Iterator[int]) -> Iterator[None]:
 _AS_USERS = (
     "tests/_core/arithmetic/",
     "tests/_core/elementary/",
-    "tests/_core/test_xla_cpu.py",
+    "tests/_core/xla/test_cpu.py",
     "tests/_kernels/test_compile.py",
     "tests/_kernels/test_partitioned.py",
     "tests/math/test_contract.py",
     "tests/test_compile_cost.py",
-    "tests/test_round_values.py",
+    "tests/_round/test_round_values.py",
 )
 
 

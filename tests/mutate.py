@@ -58,9 +58,7 @@ _PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-seed=17", "-W", "ignore
 
 _CORE = tuple(
     f"jchop/{name}"
-    for name in (
-        *("_core/", "_spec/", "formats/", "_round/", "_common/bit_ops.py", "_common/gradients.py"),
-    )
+    for name in (*("_core/", "_spec/", "formats/", "_round/", "_common/bit_ops.py", "_common/gradients.py"),)
 )
 #: Files that only make words.
 _WORDS = ("jchop/_common/text/", "jchop/_cli/_text.py", "jchop/_cli/_completion.py")
@@ -188,8 +186,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "GPTQ checkpoints: scales are read without being transposed": (
         "jchop/_checkpoints/gptq_awq.py",
-        "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = codes_from_words(zeros, bits, out)",
-        "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = codes_from_words(zeros, bits, out)",
+        "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = codes_from_words(zeros, bits",
+        "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = codes_from_words(zeros, bits",
     ),
     "`jchop.torch.OptimLP` draws the same bits in every step": (
         "jchop/torch/_optim.py",

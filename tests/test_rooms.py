@@ -273,8 +273,9 @@ def test_import_is_light() -> None:
 def test_what_is_loaded_later_is_what_checkers_see() -> None:
     """A package that loads names when first used imports the same names for type checkers."""
     for module in (module for module in FILES if is_face(module)):
-        calls = [node for node in nodes_of(module) if isinstance(node, ast.Call) and called(node).lstrip("_") == "on_demand"]
-        for call in calls:
+        for call in nodes_of(module):
+            if not isinstance(call, ast.Call) or called(call).lstrip("_") != "on_demand":
+                continue
             names = {home: list(own) for home, own in ast.literal_eval(call.args[2]).items()}
             seen: dict[str, list[str]] = collections.defaultdict(list)
             for node in nodes_of(module):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _core.arithmetic.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
+from _core.matmul.test_dequantize_matmul import DTYPES, FORMATS, FOUR, exact_data, random_data, rounded, within
 from _kernels.quickly import compiled
 
 from jchop._kernels.products import dequantize_matmul_gpu, dequantize_matmul_tpu

@@ -1,7 +1,7 @@
 """The rounding kernels, interpreted: bit for bit what the portable body gives, for one table of cases.
 
-The body's values are proven against exact rationals by tests/test_round_values.py. The table of specifications and
-shapes is that of compile_round.py, where the same kernels are compiled.
+The body's values are proven against exact rationals by tests/_round/test_round_values.py. The table of specifications
+and shapes is that of compile_round.py, where the same kernels are compiled.
 """
 
 from __future__ import annotations

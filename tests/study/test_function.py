@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _cli.test_cli import error
 from further import Further
 from html_check import check_html
 from refusals import assert_refused
-from test_cli import error
 
 import jchop as jc
 from jchop import study

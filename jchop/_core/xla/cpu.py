@@ -1,6 +1,6 @@
 """The quirks of XLA's CPU backend, and the functions that work around them.
 
-`CPU_QUIRKS` describes them. `tests/_core/test_xla_cpu.py` shows each in a small program, and fails when a quirk is
+`CPU_QUIRKS` describes them. `tests/_core/xla/test_cpu.py` shows each in a small program, and fails when a quirk is
 gone; then its workaround can be removed. Other files name the quirk that they work around.
 """
 

@@ -1,4 +1,4 @@
-"""Which carriers hold the results of a spec; the grids themselves are seen in tests/test_round_values.py."""
+"""Which carriers hold the results of a spec; the grids themselves are seen in tests/_round/test_round_values.py."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from _cli.test_cli import PNG, error, lines
 from each_case import each
 from html_check import check_html
-from test_cli import PNG, error, lines
 
 import jchop as jc
 from jchop.__main__ import main

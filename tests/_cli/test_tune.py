@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _cli.test_cli import PNG, error, lines
 from each_case import each
 from further import Further
 from html_check import check_html
-from test_cli import PNG, error, lines
 
 import jchop as jc
 

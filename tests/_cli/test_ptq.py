@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from _cli.test_cli import error
 from further import Further
-from test_cli import error
 
 import jchop as jc
 from jchop.__main__ import main
 
 further = Further()
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
 import jax.numpy as jnp
 

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from _round.test_round_values import SIZES, by_itself
 from further import Further
 from gfloat.types import Domain, Signedness
 from oracle import CARRIERS
-from test_round_values import SIZES, by_itself
 
 import jchop as jc
 

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from _cli.test_cli import error
+from _cli.test_quantize import ROOT, run
 from checkpoint_layouts import CASES, make_nvfp4, write_folder
 from further import Further
-from test_cli import error
-from test_cli_quantize import ROOT, run
 
 import jchop as jc
 from jchop._checkpoints.load_save import convert_checkpoint

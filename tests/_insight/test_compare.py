@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from _cli.test_cli import error, lines
 from further import Further
 from html_check import check_html
-from test_cli import error, lines
 
 import jchop as jc
 from jchop.__main__ import main

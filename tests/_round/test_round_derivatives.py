@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from _round.test_round_transforms import KEY, OTHER, numbers, rounded, same
 from further import Further
 from jax import lax
-from test_round_transforms import KEY, OTHER, numbers, rounded, same
 
 import jchop as jc
 

@@ -26,7 +26,7 @@ from jchop._core.rounding.elements import round_to_spec
 
 further = Further()
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 
 #: Formats of at most 16 bits. e5m10, e8m7 and e4m3 are left out here because they are named formats
 #: (test_formats_are_the_documented_sets).
@@ -399,7 +399,7 @@ def test_codebooks(name, carrier):
 # --- the conformance file -----------------------------------------------------------------------------------------
 
 CONFORMANCE = json.loads((DATA / "exact_cases.json").read_text())
-#: Cases of scaled formats ("mx") are those of tests/test_round_scaled_peers.py.
+#: Cases of scaled formats ("mx") are those of tests/_round/test_round_scaled_peers.py.
 PLAIN = [case for case in CONFORMANCE if "mx" not in case["spec"]]
 ROUNDED = [case for case in PLAIN if "round" in case["spec"]]
 SETS = [case for case in PLAIN if "property" in case["spec"]]

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from _round.test_round_values import build, by_itself, round_as
 from each_case import each
 from further import Further
 from oracle import CARRIERS, PROPORTIONAL, STOCHASTIC
-from test_round_values import build, by_itself, round_as
 
 import jchop as jc
 

@@ -31,7 +31,7 @@ def test_every_command_has_json() -> None:
 
 
 def test_the_page_names_every_command() -> None:
-    page = (Path(__file__).resolve().parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
     assert [name for name in words_by_command(_command_parser()) if f"`jchop {name}" not in page] == []
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import jchop as jc
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KEY = jax.random.key(7)
 
 

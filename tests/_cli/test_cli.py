@@ -20,7 +20,7 @@ from jchop.__main__ import main
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import CATALOGUE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = {"flax", "optax", "torch", "matplotlib", "sklearn", "dask", "treescope", "equinox"}
 PNG = b"\x89PNG\r\n\x1a\n"
 

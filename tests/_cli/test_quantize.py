@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from _cli.test_cli import error
 from each_case import each
-from test_cli import error
 
 import jchop as jc
 from jchop.__main__ import main
 from jchop.storage._files.safetensors import TensorWriter
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _round.test_round_transforms import KEY, OTHER, numbers, rounded, same
 from further import Further
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_round_transforms import KEY, OTHER, numbers, rounded, same
 
 further = Further()
 

@@ -15,7 +15,7 @@ from each_case import each
 
 from jchop._common.files import exclusive_folder, open_regular_file, remove_part_files, write_atomically
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 posix = pytest.mark.skipif(os.name != "posix", reason="permissions, links and FIFOs of POSIX")
 
 

@@ -163,7 +163,7 @@ def dynamic_map():
 
 # -- conformance -------------------------------------------------------------------------------------------------------
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 CONFORMANCE = [case for case in json.loads((DATA / "exact_cases.json").read_text()) if "mx" in case["spec"]]
 ELEMENTS = {"e4m3fn": jc.mxfp8_e4m3, "e5m2": jc.mxfp8_e5m2, "e3m2fn": jc.mxfp6_e3m2, "e2m3fn": jc.mxfp6_e2m3,
             "e2m1fn": jc.mxfp4, "int8": jc.mxint8}  # fmt: skip

@@ -415,7 +415,7 @@ def every_quirk_has_a_guard() -> None:
 
 
 def test_quirks_that_are_times_have_a_benchmark() -> None:
-    tree = ast.parse((Path(__file__).parents[2] / "benchmarks" / "quirks.py").read_text("utf-8"))
+    tree = ast.parse((Path(__file__).parents[3] / "benchmarks" / "quirks.py").read_text("utf-8"))
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert {quirk.name for quirk in CPU_QUIRKS if quirk.benchmark_only} <= functions
 

@@ -15,7 +15,7 @@ import pytest
 from jchop.__main__ import main
 from jchop._cli import _doctor
 
-PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 #: Extras for work on jchop itself.
 OTHERS = {"test", "aot", "docs", "dev", "all"}
 
