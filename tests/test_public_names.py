@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SECOND_NAMES: dict[str, str] = {}
 
 NAMES = list(jchop.__all__)
+# Scaled formats can be called too.
+CONSTANTS = [name for name in NAMES if isinstance(getattr(jchop, name), ElementFormat | ScaledFormat)]
 
 
 def loads(name: str) -> bool:
@@ -79,19 +81,14 @@ def test_every_named_format_is_public_and_prints_its_name() -> None:
         assert str(fmt) == name
 
 
-def is_format(name: str) -> bool:
-    """Whether a name is a constant: a scaled format can be called too."""
-    return isinstance(getattr(jchop, name), ElementFormat | ScaledFormat)
-
-
-@each("name", [name for name in NAMES if is_format(name)])
+@each("name", CONSTANTS)
 def test_every_constant_is_what_its_name_means_as_text(name: str) -> None:
     fmt = getattr(jchop, name)
     assert str(fmt) == name
     assert jchop.parse(name) == jchop.Spec(fmt)
 
 
-@each("name", [name for name in NAMES if callable(getattr(jchop, name)) and not is_format(name)])
+@each("name", [name for name in NAMES if callable(getattr(jchop, name)) and name not in CONSTANTS])
 def test_classes_and_functions_are_documented_where_they_are_defined(name: str) -> None:
     obj = getattr(jchop, name)
     assert obj.__module__.startswith("jchop."), f"{name} is defined in {obj.__module__}"
@@ -118,10 +115,24 @@ def dotted_names() -> list[str]:
     return [f"{module.__name__}.{name}" for module in [jchop, *on_demand] for name in module.__all__]
 
 
+def rows_of_formats() -> list[str]:
+    """The names in the first column of the tables of docs/formats.md."""
+    page = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    return [
+        name for row in re.findall(r"^\| (`\w+`[^|]*)\|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    ]
+
+
+def test_every_constant_has_its_row_in_the_documented_formats() -> None:
+    rows = rows_of_formats()
+    assert [name for name in CONSTANTS if rows.count(name) != 1] == []
+
+
 @further.first
 def every_name_is_on_the_reference_page() -> None:
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     there = {a or b for a, b in re.findall(r"^\.\. auto\w+:: (\S+)$|`(jchop[\w.]*)`", page, re.MULTILINE)}
+    there |= {f"jchop.{name}" for name in CONSTANTS}  # whose rows are in docs/formats.md
     missing = [name for name in dotted_names() if name not in there]
     assert not missing, f"docs/api.md has no entry for {missing}"
 

@@ -1,58 +1,25 @@
 """Which values exist: number formats as frozen, hashable values that know nothing of JAX."""
 
+from jchop.formats import _catalogue
 from jchop.formats._base import ElementFormat
+from jchop.formats._catalogue import *  # noqa: F403
 from jchop.formats._catalogue import (
     ALIASES,
     CATALOGUE,
-    bfloat16,
-    binary16,
-    binary32,
-    binary64,
-    float4_e2m1fn,
-    float6_e2m3fn,
-    float6_e3m2fn,
-    float8_e3m4,
-    float8_e4m3,
-    float8_e4m3b11fnuz,
-    float8_e4m3fn,
-    float8_e4m3fnuz,
-    float8_e5m2,
-    float8_e5m2fnuz,
-    float8_e8m0fnu,
-    p3109,
-    tf32,
 )
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._log_takum import LogTakumFormat
 from jchop.formats._tapered import HiFloat8Format, PositFormat, StringFormat, TakumFormat, TaperedFormat
+from jchop.formats.scaled import catalogue as _scaled_catalogue
+from jchop.formats.scaled.catalogue import *  # noqa: F403
 from jchop.formats.scaled.scale_rules import SCALE_RULES
 from jchop.formats.scaled.scaled import (
     SCALED_CATALOGUE,
     ScaledFormat,
     bfp,
-    dynamic4,
-    dynamic8,
-    hif4,
-    int2,
-    int3,
-    int4,
-    int8,
-    mxfp4,
-    mxfp6_e2m3,
-    mxfp6_e3m2,
-    mxfp8_e4m3,
-    mxfp8_e5m2,
-    mxint8,
-    nf4,
-    nvfp4,
-    nvfp4_e5m3,
     parse_format,
-    udynamic8,
-    udynamic8nz,
-    uint4,
-    uint8,
 )
 
 __all__ = [
@@ -73,43 +40,8 @@ __all__ = [
     "TakumFormat",
     "TaperedFormat",
     "UniformFormat",
-    "bfloat16",
     "bfp",
-    "binary16",
-    "binary32",
-    "binary64",
-    "dynamic4",
-    "dynamic8",
-    "float4_e2m1fn",
-    "float6_e2m3fn",
-    "float6_e3m2fn",
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "hif4",
-    "int2",
-    "int3",
-    "int4",
-    "int8",
-    "mxfp4",
-    "mxfp6_e2m3",
-    "mxfp6_e3m2",
-    "mxfp8_e4m3",
-    "mxfp8_e5m2",
-    "mxint8",
-    "nf4",
-    "nvfp4",
-    "nvfp4_e5m3",
-    "p3109",
     "parse_format",
-    "tf32",
-    "udynamic8",
-    "udynamic8nz",
-    "uint4",
-    "uint8",
 ]
+__all__ += _catalogue.__all__
+__all__ += _scaled_catalogue.__all__

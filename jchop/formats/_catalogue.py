@@ -1,4 +1,7 @@
-"""Named formats, each with the document that defines it."""
+"""Named formats, each with the document that defines it.
+
+A name is written here alone, but for other names of it: `jchop` and `jchop.formats` take it from this file.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +46,8 @@ float4_e2m1fn = FloatFormat(2, 1, infinities=False, nans="none").named("float4_e
 
 #: The named formats by their one canonical name.
 CATALOGUE: Mapping[str, FloatFormat] = MappingProxyType(
-    {
-        str(fmt): fmt
-        for fmt in (
-            binary16, binary32, binary64, bfloat16, tf32,
-            float8_e5m2, float8_e4m3, float8_e4m3fn, float8_e5m2fnuz, float8_e4m3fnuz, float8_e4m3b11fnuz,
-            float8_e3m4, float8_e8m0fnu, float6_e3m2fn, float6_e2m3fn, float4_e2m1fn,
-        )
-    }
-)  # fmt: skip
+    {name: value for name, value in list(globals().items()) if isinstance(value, FloatFormat)}
+)
 
 #: Other names for them: IEEE and NumPy words, MATLAB chop's letters.
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -101,3 +97,6 @@ def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True)
         p3109=True,
     )
     return fmt.named(f"binary{bits}p{precision}{'s' if signed else 'u'}{'e' if extended else 'f'}")
+
+
+__all__ = [*CATALOGUE, "p3109"]  # pyright: ignore[reportUnsupportedDunderAll]

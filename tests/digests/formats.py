@@ -21,9 +21,7 @@ TEXTS = (*cases.NAMED, *cases.P3109, "e5m10(bias=20)", "e4m3(subnormals=false)",
          "fixed4.4", "ufixed3.5", "fixed1.7(symmetric=true)", "integer8", "uinteger4",
          "integer4(narrow=true)", "posit8", "posit16", "takum8", "takum_linear12", "takum_linear8", "hif8",
          "codebook(-3,-1,0,0.5,8)")
-SCALED = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4", "nvfp4_e5m3", "hif4",
-          "int2", "int3", "int4", "int8", "uint4", "uint8", "nf4", "dynamic8", "dynamic4", "udynamic8",
-          "udynamic8nz")
+SCALED = tuple(name for name in jchop.__all__ if isinstance(getattr(jchop, name), jchop.ScaledFormat))
 SPECS = ("bfloat16", "e5m2:up", "e4m3fn:saturate", "e5m10:flush", "fixed4.4:wrap", "e5m2:stochastic:bits=8",
          "bfloat16:gradient=clipped", "bfloat16:gradient=e5m2", "int8(group=32,axis=0):stochastic", "nf4", "e9m99",
          "int4(group=16,scale=bfloat16,zero_point=float)", "mxfp4(group=16,nan_block=true)", "e4m3:sideways", "x7",

@@ -32,7 +32,6 @@ from jchop.formats.scaled.grouping import (
 )
 from jchop.formats.scaled.scale_rules import ScaleRule, as_scale_rule_name, scale_rule_of
 from jchop.formats.scaled.scaled_checks import check_scaled_format
-from jchop.formats.scaled.scaled_fields import SCALED_FORMAT_FIELDS
 from jchop.formats.scaled.scaled_text import option_text, parse_element_or_scaled, scaled_element_text
 
 
@@ -359,27 +358,15 @@ def _as_format_of_kind(name: str, value: object, kinds: Any) -> Any:
 # -- formats in use ----------------------------------------------------------------------------------------------------
 
 
-def _scaled_format_of_fields(fields: Mapping[str, Any]) -> ScaledFormat:
-    arguments: dict[str, Any] = {
-        name: _scaled_format_of_fields(value) if isinstance(value, Mapping) else value for name, value in fields.items()
-    }
-    return ScaledFormat(**arguments)
-
-
+_SCALED_FORMATS: dict[str, ScaledFormat] = {}
 #: The named scaled formats of the text grammar, without ``int8`` and the like, which match a pattern.
-SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(
-    {name: _scaled_format_of_fields(fields).named(name) for name, fields in SCALED_FORMAT_FIELDS.items()}
-)
-mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, mxint8 = map(
-    SCALED_CATALOGUE.__getitem__, ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8")
-)
-nvfp4, nvfp4_e5m3, hif4, nf4 = map(SCALED_CATALOGUE.__getitem__, ("nvfp4", "nvfp4_e5m3", "hif4", "nf4"))
-dynamic8, dynamic4, udynamic8, udynamic8nz = map(
-    SCALED_CATALOGUE.__getitem__, ("dynamic8", "dynamic4", "udynamic8", "udynamic8nz")
-)
-#: Integers under one binary32 scale of the whole tensor, until a call says otherwise.
-int2, int3, int4, int8 = (ScaledFormat(IntegerFormat(bits)) for bits in (2, 3, 4, 8))
-uint4, uint8 = (ScaledFormat(IntegerFormat(bits, signed=False)) for bits in (4, 8))
+SCALED_CATALOGUE: Mapping[str, ScaledFormat] = MappingProxyType(_SCALED_FORMATS)
+
+
+def add_to_catalogue(fmt: ScaledFormat) -> ScaledFormat:
+    """Makes the name of a format, which is returned, known to the text grammar."""
+    _SCALED_FORMATS[str(fmt)] = fmt
+    return fmt
 
 
 def bfp(bits: int, group: Any = None, **options: Any) -> ScaledFormat:
