@@ -18,7 +18,7 @@ from jchop._checkpoints.row import check
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat, bfloat16, binary16, binary32, float8_e8m0fnu
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, with_groupings
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, grouping_fields
 from jchop.storage._codes import load_codes, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
 from jchop.storage._files.safetensors import TensorEntry
@@ -56,11 +56,6 @@ def kinds_from(shape: Sequence[int], scales: Sequence[int], block: Sequence[int]
         + (f"groups of {list(sizes)}" if block else "blocks of a known size" if unsure else "equal groups"),
     )
     return kinds
-
-
-def with_grouping(fmt: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFormat:
-    """A format with a grouping for each axis."""
-    return with_groupings(fmt if WHOLE_AXIS in kinds else fmt(group=1), kinds)
 
 
 def over_elements(values: np.ndarray, kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> np.ndarray:
@@ -115,11 +110,11 @@ def integer_array(
         codes = np.where(over_elements(nothing, kinds, shape), np.uint8(middle), codes)
         zeros = np.where(nothing, middle, zeros)
         scale = np.where(nothing, scale.dtype.type(1), scale)
+    fields = {"scale": SCALE_FORMATS[scale.dtype], **grouping_fields(kinds)}
     if (zeros == middle).all():
-        fmt = ScaledFormat(IntegerFormat(bits), scale=SCALE_FORMATS[scale.dtype])
-        return qarray_of_codes(codes ^ np.uint8(middle), scale, None, with_grouping(fmt, kinds))
-    fmt = ScaledFormat(IntegerFormat(bits, signed=False), scale=SCALE_FORMATS[scale.dtype], zero_point="integer")
-    return qarray_of_codes(codes, scale, zeros.astype(np.int32), with_grouping(fmt, kinds))
+        return qarray_of_codes(codes ^ np.uint8(middle), scale, None, ScaledFormat(IntegerFormat(bits), **fields))
+    fmt = ScaledFormat(IntegerFormat(bits, signed=False), zero_point="integer", **fields)
+    return qarray_of_codes(codes, scale, zeros.astype(np.int32), fmt)
 
 
 def float_array(codes: np.ndarray, scale: np.ndarray, element: ElementFormat, kinds: Sequence[AxisGrouping]) -> QArray:
@@ -136,7 +131,7 @@ def float_array(codes: np.ndarray, scale: np.ndarray, element: ElementFormat, ki
         codes = np.where(over_elements(below, kinds, codes.shape), codes ^ sign, codes)
         scale = np.abs(scale)
     codes, scale = replace_zero_scales(codes, scale, sign, scale.dtype.type(1), kinds)
-    fmt = with_grouping(ScaledFormat(element, scale=SCALE_FORMATS[scale.dtype]), kinds)
+    fmt = ScaledFormat(element, scale=SCALE_FORMATS[scale.dtype], **grouping_fields(kinds))
     return qarray_of_codes(codes, scale, None, fmt)
 
 
@@ -153,8 +148,8 @@ def replace_zero_scales(
 def qarray_of_codes(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledFormat) -> QArray:
     """A QArray of one byte for each code; its dtype is float32."""
     element = fmt.element
-    packed_codes = store_codes(
-        pack_bits(codes, element.bits) if element.bits < 8 else np.ascontiguousarray(codes), element
+    packed_codes = (
+        pack_bits(codes, element.bits) if element.bits < 8 else store_codes(np.ascontiguousarray(codes), element)
     )
     if fmt.scale == float8_e8m0fnu:
         scale = scale.view(np.uint8)

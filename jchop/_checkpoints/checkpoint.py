@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +56,7 @@ class Checkpoint(ABC):
         """An array, with NumPy leaves; ValueError for one that cannot be read."""
         if name in self.unread:
             raise ValueError(f"{self.path}: {self.unread[name]}")
-        with _PlaceInErrors(self.path, name):
+        with _place_in_errors(self.path, name):
             return self._read(name, exact)
 
     @abstractmethod
@@ -132,7 +133,7 @@ class _SafetensorsCheckpoint(Checkpoint):
     def __init__(self, path: Path, layout: str) -> None:
         self.path, self._source, self.unread = path, ShardFiles(path), {}
         try:
-            with _PlaceInErrors(path, None):
+            with _place_in_errors(path, None):
                 self._find(layout)
         except BaseException:
             self._source.close()
@@ -193,15 +194,13 @@ class _SafetensorsCheckpoint(Checkpoint):
         self._source.close()
 
 
-class _PlaceInErrors:
+@contextmanager
+def _place_in_errors(path: Path, name: str | None) -> Iterator[None]:
     """Names the file and the array in a ValueError, as which numbers and arrays that are too large are raised, too."""
-
-    def __init__(self, path: Path, name: str | None) -> None:
-        self._place = f"{path}: " + ("" if name is None else f"{short_text(name)}: ")
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if isinstance(error, ValueError | ArithmeticError | MemoryError) and not str(error).startswith(self._place):
-            raise ValueError(self._place + (str(error) or "it does not fit in memory")) from None
+    try:
+        yield
+    except (ValueError, ArithmeticError, MemoryError) as error:
+        place = f"{path}: " + ("" if name is None else f"{short_text(name)}: ")
+        if str(error).startswith(place):
+            raise
+        raise ValueError(place + (str(error) or "it does not fit in memory")) from None

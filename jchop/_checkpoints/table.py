@@ -84,8 +84,9 @@ class CheckpointLayout:
             )
             owners = (name.removesuffix(end) for name, end in sure)
             return list(dict.fromkeys(owner for owner in owners if owner.strip(".")))
-        matches = ((name, anchor) for name in entries for anchor in anchors if has_anchor(name, self.stem(""), anchor))
-        return list(dict.fromkeys(name[: -len(self.stem("") + anchor)].removesuffix(".") for name, anchor in matches))
+        stem = self.stem("")
+        matches = ((name, anchor) for name in entries for anchor in anchors if has_anchor(name, stem, anchor))
+        return list(dict.fromkeys(name[: -len(stem + anchor)].removesuffix(".") for name, anchor in matches))
 
     def has_pair(self, entries: Mapping[str, TensorEntry]) -> bool:
         """Whether a weight has all the tensors of a row."""
@@ -110,7 +111,7 @@ class CheckpointLayout:
             try:
                 facts = ChainMap(_metadata_record(source, owner)) if self.records else ChainMap(own(owner), config)
                 weight = self._weight(owner, entries, names, facts)
-                weights[name] = _with_shape(weight, source, entries)
+                weights[name] = weight if weight.row.peek is None else _with_shape(weight, *weight.row.peek, source)
             except ValueError as error:
                 ends_of = {part for row in self.rows for part in (*row.parts, *row.optional)}
                 unread.setdefault(
@@ -165,13 +166,12 @@ class CheckpointLayout:
 _LONGEST_SHAPE_BYTES = 1 << 12
 
 
-def _with_shape(weight: LayoutWeight, source: ShardFiles, entries: Mapping[str, TensorEntry]) -> LayoutWeight:
-    """A weight with the shape that one of its tensors holds, if its row has such a tensor."""
-    if weight.row.peek is None:
-        return weight
-    part, shape_in = weight.row.peek
+def _with_shape(
+    weight: LayoutWeight, part: str, shape_in: Callable[[np.ndarray], tuple[int, ...]], source: ShardFiles
+) -> LayoutWeight:
+    """A weight with the shape that one of its tensors holds."""
     name = weight.names[part]
-    if entries[name].nbytes > _LONGEST_SHAPE_BYTES:
+    if source.entries[name].nbytes > _LONGEST_SHAPE_BYTES:
         raise ValueError(f"tensor {short_text(name)} has more than {_LONGEST_SHAPE_BYTES} bytes")
     try:
         return replace(weight, shape=shape_in(source.read(name)))
@@ -249,7 +249,9 @@ def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[st
     unread: dict[str, UnreadWeight] = {}
     for name, entry in entries.items():
         path = f".{name}"
-        for codes, scales in _CODE_SCALE_PAIRS if _may_be_codes(entry.dtype) else ():
+        dtype = entry.dtype
+        may_be_codes = dtype != np.bool_ and (dtype.itemsize == 1 or np.issubdtype(dtype, np.integer))
+        for codes, scales in _CODE_SCALE_PAIRS if may_be_codes else ():
             beside = (path.removesuffix(codes) + scales).removeprefix(".")
             other = _CODE_SCALE_PAIRS[codes, scales]
             if not path.endswith(codes) or beside not in entries or other == layout:
@@ -259,10 +261,6 @@ def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[st
                 why = f"the tensors {short_text(name)} and {short_text(beside)} are {why}; {_AS_PLAIN}"
                 unread.setdefault(name, UnreadWeight(why, [name, beside]))
     return unread
-
-
-def _may_be_codes(dtype: np.dtype) -> bool:
-    return dtype != np.bool_ and (dtype.itemsize == 1 or np.issubdtype(dtype, np.integer))
 
 
 #: Formats of compressed-tensors whose weights are not those of the table.

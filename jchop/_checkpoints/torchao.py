@@ -29,13 +29,12 @@ from jchop._checkpoints.arrays import (
     qarray_of_codes,
     row_group_size,
     unsigned_pieces,
-    with_grouping,
 )
 from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
 from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
 from jchop.formats import IntegerFormat, ScaledFormat, float8_e4m3fn
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import AxisGrouping
+from jchop.storage._axis_groupings import AxisGrouping, grouping_fields
 from jchop.storage._files.json import short_text
 from jchop.storage._files.safetensors import are_counts
 
@@ -120,8 +119,8 @@ def offset_array(
     if (nothing := scale == 0).any():
         codes = np.where(over_elements(nothing, kinds, codes.shape), np.uint8(0), codes)
         scale = np.where(nothing, scale.dtype.type(1), scale)
-    fmt = ScaledFormat(element, scale=SCALE_FORMATS[scale.dtype], zero_point="float")
-    return qarray_of_codes(codes, scale, zero, with_grouping(fmt, kinds))
+    fmt = ScaledFormat(element, scale=SCALE_FORMATS[scale.dtype], zero_point="float", **grouping_fields(kinds))
+    return qarray_of_codes(codes, scale, zero, fmt)
 
 
 def is_array_matrix(array: np.ndarray) -> bool:

@@ -75,6 +75,16 @@ def with_sparse_axis(fmt: ScaledFormat, axis: int) -> ScaledFormat:
     return default if default.axis_of_sparse == axis else fmt(sparse_axis=axis)
 
 
+def grouping_fields(kinds: Sequence[AxisGrouping]) -> dict[str, Any]:
+    """The fields `group` and `axis`, or `channel`, of a scaled format with a grouping for each axis."""
+    axes = range(-len(kinds), 0)
+    if any(isinstance(kind, int) for kind in kinds):
+        sizes = {axis: "all" if kind == WHOLE_AXIS else kind for axis, kind in zip(axes, kinds, strict=True)}
+        named = {axis: size for axis, size in sizes.items() if size != OWN_SCALE}
+        return {"group": tuple(named.values()), "axis": tuple(named)}
+    return {"channel": tuple(axis for axis, kind in zip(axes, kinds, strict=True) if kind == OWN_SCALE) or None}
+
+
 def with_groupings(fmt: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFormat:
     """`fmt` with the grouping `kinds`, its axes counted from the end."""
     ndim = len(kinds)

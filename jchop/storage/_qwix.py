@@ -29,7 +29,7 @@ from jchop.formats import (
     nf4,
 )
 from jchop.storage._array import QArray, check_qarray
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, with_groupings
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
 from jchop.storage._codes import load_codes, pack_entries, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
 
@@ -112,9 +112,9 @@ def from_qwix(q: Any) -> QArray:
     if q.zero_point is not None and q.zero_point.shape != q.scale.shape:
         raise ValueError(f"zero_point has shape {q.zero_point.shape}, and scale {q.scale.shape}; they must be alike")
     element, dtype = _element_of_qtype(q.qtype), np.dtype(q.scale.dtype)
-    fmt = ScaledFormat(element, scale=_QWIX_SCALES[dtype.name], zero_point=None if q.zero_point is None else "integer")
     kinds = [_grouping_of_count(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
-    fmt = with_groupings(fmt if WHOLE_AXIS in kinds else fmt(group=1), kinds)
+    zero_point = None if q.zero_point is None else "integer"
+    fmt = ScaledFormat(element, scale=_QWIX_SCALES[dtype.name], zero_point=zero_point, **grouping_fields(kinds))
     with enable_x64_for(dtype):
         codes = _native_to_codes(q.qvalue, element)
         qvalue = store_codes(pack_entries(codes.reshape(codes.shape or (1,)), element), element)

@@ -117,8 +117,13 @@ class Counted(dict[str, Any]):
 def test_names_are_visited_a_few_times(tmp_path: Path, names: str, monkeypatch: Any) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(pack_file({names.format(i): np.zeros(0, np.uint8) for i in range(200)}, {}))
-    whole = ShardFiles.entries
-    monkeypatch.setattr(ShardFiles, "entries", property(lambda self: Counted(whole.fget(self))))  # type: ignore[misc]
+    opened = ShardFiles.__init__
+
+    def counted(self: ShardFiles, path: Path) -> None:
+        opened(self, path)
+        self.entries = Counted(self.entries)
+
+    monkeypatch.setattr(ShardFiles, "__init__", counted)
     Counted.visits = 0
     with contextlib.suppress(ValueError):
         open_checkpoint(path, "auto").close()

@@ -58,6 +58,10 @@ hif4 = _catalogued(
     scale=ScaledFormat(_ONE_OR_TWO, 2, scale=ScaledFormat(_ONE_OR_TWO, 8, scale=_HIF4_SCALE)),
     rule="levels",
 )
+#: Integers under one binary32 scale of the whole tensor, until a call says otherwise. Their texts match a pattern.
+int2, int3, int4, int8 = (ScaledFormat(IntegerFormat(bits)) for bits in (2, 3, 4, 8))
+uint4, uint8 = (ScaledFormat(IntegerFormat(bits, signed=False)) for bits in (4, 8))
+
 #: NormalFloat4 in groups of 64 (Dettmers et al., arXiv 2305.14314).
 nf4 = _catalogued("nf4", nf4_levels(), 64)
 #: The dynamic maps of 8-bit optimizers in groups of 256 (Dettmers et al., arXiv 2110.02861); the unsigned ones are for
@@ -66,9 +70,5 @@ dynamic8 = _catalogued("dynamic8", dynamic_levels(8), 256)
 dynamic4 = _catalogued("dynamic4", dynamic_levels(4), 256)
 udynamic8 = _catalogued("udynamic8", dynamic_levels(8, signed=False), 256)
 udynamic8nz = _catalogued("udynamic8nz", dynamic_levels(8, signed=False, zero=False), 256)
-
-#: Integers under one binary32 scale of the whole tensor, until a call says otherwise. Their texts match a pattern.
-int2, int3, int4, int8 = (ScaledFormat(IntegerFormat(bits)) for bits in (2, 3, 4, 8))
-uint4, uint8 = (ScaledFormat(IntegerFormat(bits, signed=False)) for bits in (4, 8))
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, ScaledFormat)]  # pyright: ignore[reportUnsupportedDunderAll]

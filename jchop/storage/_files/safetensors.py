@@ -177,15 +177,11 @@ def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, TensorEntr
 
 def _entry_reader(size: int, name: str) -> Reader[Any]:
     """The reader for the value of a header's key, in a file with `size` bytes of data."""
-
-    def read(text: str, at: int) -> tuple[TensorEntry, int]:
-        fields, end = small_value(text, at)
-        return _parse_entry(name, fields, size), end
-
-    return string_object if name == _METADATA_KEY else read
+    return string_object if name == _METADATA_KEY else partial(_read_entry, size, name)
 
 
-def _parse_entry(name: str, fields: Any, size: int) -> TensorEntry:
+def _read_entry(size: int, name: str, text: str, at: int) -> tuple[TensorEntry, int]:
+    fields, end = small_value(text, at)
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
         raise ValueError(f"tensor {short_text(name)} must be an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -206,7 +202,7 @@ def _parse_entry(name: str, fields: Any, size: int) -> TensorEntry:
         raise ValueError(
             f"tensor {short_text(name)}: data_offsets {offsets} do not fit shape {short_text(shape)} and the file"
         )
-    return entry
+    return entry, end
 
 
 def are_counts(numbers: Any) -> bool:

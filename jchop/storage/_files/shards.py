@@ -30,6 +30,12 @@ class ShardFiles:
         path: a safetensors file, or a folder with ``model.safetensors``, ``model.safetensors.index.json``, or all files
             ``NAME-00001-of-0000N.safetensors`` of one name.
 
+    Attributes:
+        files: the open files, in the order of their names.
+        entries: the dtypes and shapes of the tensors.
+        metadata: of all files.
+        config: the fields of ``config.json``; empty if there is none.
+
     Raises:
         OSError: if it cannot be read.
         ValueError: for an invalid file, index or configuration, or an index that the files contradict.
@@ -40,16 +46,17 @@ class ShardFiles:
         self._stack = ExitStack()
         try:
             self.config = _read_config(path / CONFIG_FILE) if path.is_dir() else {}
-            self._files = [self._stack.enter_context(TensorFile(name)) for name in self._paths(path)]
+            self.files = [self._stack.enter_context(TensorFile(name)) for name in self._paths(path)]
+            self.entries: dict[str, TensorEntry] = {}
             self._homes: dict[str, TensorFile] = {}
             self.metadata: dict[str, str] = {}
-            for file in self._files:
-                for name in file.entries:
+            for file in self.files:
+                for name, entry in file.entries.items():
                     if name in self._homes:
                         raise ValueError(
                             f"{file.path}: tensor {short_text(name)} is in {self._homes[name].path.name}, too"
                         )
-                    self._homes[name] = file
+                    self._homes[name], self.entries[name] = file, entry
                 self.metadata |= file.metadata
             self._check_index()
         except BaseException:
@@ -80,16 +87,6 @@ class ShardFiles:
                     f"{self.path / INDEX_FILE}: tensor {short_text(name)} is not in {short_text(file)}; "
                     "if it is tied to another, remove its line from the index"
                 )
-
-    @property
-    def files(self) -> list[TensorFile]:
-        """The open files, in the order of their names."""
-        return self._files
-
-    @property
-    def entries(self) -> dict[str, TensorEntry]:
-        """The dtypes and shapes of the tensors."""
-        return {name: file.entries[name] for name, file in self._homes.items()}
 
     def home(self, name: str) -> str:
         """The name of the file that a tensor is in."""
