@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -63,19 +62,10 @@ class Checkpoint(ABC):
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:
         """An array that is not `unread`."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Closes the files."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-def open_checkpoint(path: Path, layout: str) -> Checkpoint:
-    """Opens a checkpoint.
+@contextmanager
+def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
+    """A checkpoint, open until the end of the context.
 
     Args:
         path: a file or a folder.
@@ -90,20 +80,22 @@ def open_checkpoint(path: Path, layout: str) -> Checkpoint:
     gguf = not path.is_dir() and is_gguf(path)
     if gguf != (layout == GGUF_LAYOUT) and not (gguf and layout == "auto"):
         raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
-    return _GGUFCheckpoint(path) if gguf else _SafetensorsCheckpoint(path, layout)
+    if gguf:
+        with GGUFFile(path, block_sizes(GGUF_BLOCKS)) as gguf_file:
+            yield _GGUFCheckpoint(path, gguf_file)
+        return
+    with ShardFiles(path) as source:
+        with _place_in_errors(path, None):
+            checkpoint = _SafetensorsCheckpoint(path, source, layout)
+        yield checkpoint
 
 
 class _GGUFCheckpoint(Checkpoint):
     """A GGUF file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._file, self.layout, self.config = (
-            path,
-            GGUFFile(path, block_sizes(GGUF_BLOCKS)),
-            GGUF_LAYOUT,
-            {},
-        )
-        self.items, self.unread = {}, {}
+    def __init__(self, path: Path, file: GGUFFile) -> None:
+        self.path, self._file, self.layout = path, file, GGUF_LAYOUT
+        self.config, self.items, self.unread = {}, {}, {}
         for name, blob in self._file.tensors.items():
             block = GGUF_BLOCKS.get(blob.kind)
             kind = f"type {blob.kind}" if block is None else block.name
@@ -123,43 +115,33 @@ class _GGUFCheckpoint(Checkpoint):
         rows = data.reshape(-1, blob.shape[-1] // block.count, block.size)
         return block.read(rows).reshape(blob.shape)  # such as (experts, out, in)
 
-    def close(self) -> None:
-        self._file.__exit__(None, None, None)
-
 
 class _SafetensorsCheckpoint(Checkpoint):
     """Safetensors files."""
 
-    def __init__(self, path: Path, layout: str) -> None:
-        self.path, self._source, self.unread = path, ShardFiles(path), {}
-        try:
-            with _place_in_errors(path, None):
-                self._find(layout)
-        except BaseException:
-            self._source.close()
-            raise
-
-    def _find(self, layout: str) -> None:
-        source, entries = self._source, self._source.entries
-        self.config = source.config
+    def __init__(self, path: Path, source: ShardFiles, layout: str) -> None:
+        self.path, self._source, self.config = path, source, source.config
         own = any(QARRAYS_KEY in file.metadata for file in source.files)
         self.layout = layout if layout != "auto" else OWN_LAYOUT if own else detect_layout(source) or PLAIN_LAYOUT
         self._weights, unread = LAYOUTS[self.layout].find(source) if self.layout in LAYOUTS else ({}, {})
         if layout == "auto" and self.layout == PLAIN_LAYOUT:
-            unread = code_scale_pairs(entries, PLAIN_LAYOUT)
+            unread = code_scale_pairs(source.entries, PLAIN_LAYOUT)
         self._descriptions: dict[str, Any] = {}
         if self.layout == OWN_LAYOUT:
             bad: dict[str, str] = {}
             for file in source.files:
                 self._descriptions |= qarrays_in(file, bad)
             unread = {
-                name: UnreadWeight(why, [one for one in entries if f"{one}.".startswith(f"{name}.")])
+                name: UnreadWeight(why, [one for one in source.entries if f"{one}.".startswith(f"{name}.")])
                 for name, why in bad.items()
             }
-        self.items, used = {}, set()
+        self._find_items(unread)
+
+    def _find_items(self, unread: Mapping[str, UnreadWeight]) -> None:
+        entries, used = self._source.entries, set[str]()
+        self.items, self.unread = {}, {name: weight.why for name, weight in unread.items()}
         for name, weight in unread.items():
             used |= set(weight.tensors)
-            self.unread[name] = weight.why
             self.items[name] = CheckpointItem(
                 "unread", (), sum(entries[part].nbytes for part in weight.tensors), quantized=True
             )
@@ -189,9 +171,6 @@ class _SafetensorsCheckpoint(Checkpoint):
             return self._source.read(name)
         parts = {part: self._source.read(tensor) for part, tensor in weight.names.items()}
         return weight.row.read(parts, weight.facts.new_child({"exact": exact}))
-
-    def close(self) -> None:
-        self._source.close()
 
 
 @contextmanager

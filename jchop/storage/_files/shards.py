@@ -100,10 +100,6 @@ class ShardFiles:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the files."""
         self._stack.close()
 
 
