@@ -294,16 +294,11 @@ def round_on_entry(
     """The rounded arguments and constants, and the seeds of the operations."""
     entry, inside = (None, None) if seeds is None else (seeds.turn(0), seeds.turn(1))
     count = len(program.values)
-    every = zip((*program.values, *program.plan.consts), program.rounds, strict=True)
-    values = [_round_argument(x, i, spec if rounds else None, entry) for i, (x, rounds) in enumerate(every)]
+    values = list(map(as_jax_value, (*program.values, *program.plan.consts)))
+    if spec is not None:
+        every = enumerate(zip(values, program.rounds, strict=True))
+        values = [round_with_draw(x, spec, entry, i) if rounds else x for i, (x, rounds) in every]
     return values[:count], values[count:], inside
-
-
-def _round_argument(x: Any, number: int, spec: Spec | None, seeds: Seeds | None) -> Any:
-    x = as_jax_value(x)
-    if spec is None:
-        return x
-    return round_with_draw(x, spec, seeds, number)
 
 
 def call_seeds(settings: Settings, key: Array | None) -> Seeds | None:

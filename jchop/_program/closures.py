@@ -72,17 +72,17 @@ def reachable_objects(*roots: Any) -> tuple[Any, ...] | None:
     Example:
         >>> scale = [2.0]
         >>> double = lambda x: scale[0] * x
-        >>> before = captured(double)
-        >>> same_objects(before, captured(double))
+        >>> before = reachable_objects(double)
+        >>> same_objects(before, reachable_objects(double))
         True
         >>> scale[0] = 3.0
-        >>> same_objects(before, captured(double))
+        >>> same_objects(before, reachable_objects(double))
         False
-        >>> captured(np.ones(3)) is None
+        >>> reachable_objects(np.ones(3)) is None
         True
     """
     try:
-        return tuple(_ObjectWalk().of_all(roots))
+        return tuple(_walk_objects(roots, {}))
     except _MayChangeError:
         return None
 
@@ -91,59 +91,50 @@ def same_objects(before: tuple[Any, ...] | None, after: tuple[Any, ...] | None) 
     """Whether two walks met the same objects."""
     if before is None or after is None or len(before) != len(after):
         return False
-    return all(map(_is_same_object, before, after))
+    return all(
+        a is b or (type(a) is type(b) and type(a) in _BY_VALUE and a == b) for a, b in zip(before, after, strict=True)
+    )
 
 
-def _is_same_object(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and type(a) in _BY_VALUE and a == b)
-
-
-class _ObjectWalk:
-    """A walk over objects; each object is entered once."""
-
-    def __init__(self) -> None:
-        self.objects: dict[int, Any] = {}  # keeps the objects, so that no id is used again
-
-    def of_all(self, values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            yield from self.of(value)
-
-    def of(self, value: Any) -> Iterator[Any]:
-        if type(value) in _SCALARS or isinstance(value, _IMMUTABLE_TYPES) or id(value) in self.objects:
+def _walk_objects(values: Iterable[Any], objects: dict[int, Any]) -> Iterator[Any]:
+    """Every object among the values and their parts; those in `objects`, which keeps them, are not entered again."""
+    for value in values:
+        if type(value) in _SCALARS or isinstance(value, _IMMUTABLE_TYPES) or id(value) in objects:
             yield value
-            return
-        self.objects[id(value)] = value
-        if len(self.objects) > _MOST_OBJECTS or isinstance(value, Tracer):
+            continue
+        objects[id(value)] = value  # so that no id is used again
+        if len(objects) > _MOST_OBJECTS or isinstance(value, Tracer):
             raise _MayChangeError
-        parts = self.parts(value)
+        parts = _parts_of_object(value)
         yield from (type(value), len(parts)) if parts else (value,)
-        yield from self.of_all(parts)
+        yield from _walk_objects(parts, objects)
 
-    def parts(self, value: Any) -> Sequence[Any]:
-        """The parts of an object; none if it never changes."""
-        if type(value) in (tuple, list):
-            return value
-        if type(value) is dict:
-            return (*value, *value.values())
-        if isinstance(value, enum.Enum):
-            return tuple(part for name, part in vars(value).items() if name != "__objclass__")
-        if isinstance(value, types.FunctionType):
-            return tuple(_parts_of_function(value))
-        if isinstance(value, types.MethodType):
-            return (value.__func__, value.__self__)
-        if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
-            return _parts_of_builtin(value)
-        if isinstance(value, functools.partial):
-            return (value.func, value.args, value.keywords)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_immutable_dataclass(value):
-            return (type(value), *(getattr(value, field.name) for field in dataclasses.fields(value)))
-        if type(value).__module__.partition(".")[0] == "jax" and hasattr(value, "__wrapped__") and vars(value):
-            return tuple(vars(value).values())  # functions with derivative rules
-        if _is_jit_function(value):
-            return tuple(part for name, part in vars(value).items() if not name.startswith("_"))
-        if _is_immutable(value):
-            return ()
-        raise _MayChangeError
+
+def _parts_of_object(value: Any) -> Sequence[Any]:
+    """The parts of an object; none if it never changes."""
+    if type(value) in (tuple, list):
+        return value
+    if type(value) is dict:
+        return (*value, *value.values())
+    if isinstance(value, enum.Enum):
+        return tuple(part for name, part in vars(value).items() if name != "__objclass__")
+    if isinstance(value, types.FunctionType):
+        return tuple(_parts_of_function(value))
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+        return _parts_of_builtin(value)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_immutable_dataclass(value):
+        return (type(value), *(getattr(value, field.name) for field in dataclasses.fields(value)))
+    if type(value).__module__.partition(".")[0] == "jax" and hasattr(value, "__wrapped__") and vars(value):
+        return tuple(vars(value).values())  # functions with derivative rules
+    if _is_jit_function(value):
+        return tuple(part for name, part in vars(value).items() if not name.startswith("_"))
+    if _is_immutable(value):
+        return ()
+    raise _MayChangeError
 
 
 def _is_immutable_dataclass(value: Any) -> bool:

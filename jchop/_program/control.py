@@ -57,13 +57,12 @@ def without_weak_types(values: Sequence[Any]) -> list[Any]:
 
 def with_weak_types(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """The results of a program as JAX arrays, with the weak types that their variables have."""
-
-    def one(x: Any, v: Any) -> Any:
-        if not getattr(v.aval, "weak_type", False) or x.weak_type:
-            return x
-        return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
-
-    return [one(as_jax_value(x), v) for x, v in zip(values, variables, strict=True)]
+    return [
+        lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+        if getattr(v.aval, "weak_type", False) and not x.weak_type
+        else x
+        for x, v in zip(map(as_jax_value, values), variables, strict=True)
+    ]
 
 
 def as_jax_value(x: Any) -> Any:

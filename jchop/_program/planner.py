@@ -31,7 +31,9 @@ __all__ = ["Planner", "variables_outside_jchop"]
 
 
 class Planner:
-    """Makes plans. A table of rules is a subclass; it defines the facts about values. `None` means no facts."""
+    """Makes plans. A table of rules is a subclass; it defines the facts about values, and those of an unknown one."""
+
+    no_facts: Any = None
 
     def __init__(self) -> None:
         self._implementation_programs: dict[int, Any] = {}
@@ -61,7 +63,8 @@ class Planner:
 
     def read(self, v: Any, env: dict[Any, Any]) -> Any:
         """The facts about a variable or a literal."""
-        return None if isinstance(v, Literal) else env[v]
+        fact = None if isinstance(v, Literal) else env[v]
+        return self.no_facts if fact is None else fact
 
     def draws(self, step: Any) -> int:
         """The most random draws that a step without inner plans may take."""

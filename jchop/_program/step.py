@@ -23,7 +23,7 @@ __all__ = [
     "ProgramPlan",
     "ProgramStep",
     "carry_count",
-    "count_equations",
+    "equations_of",
     "is_own_result",
     "is_own_scope",
     "is_reference",
@@ -121,17 +121,21 @@ def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(value, "jaxpr", value), tuple(getattr(value, "consts", ()))
 
 
-def count_equations(program: Any) -> int:
-    """The number of equations of a jaxpr, including the equations of programs that they hold."""
-    eqns = jaxpr_of(program)[0].eqns
-    return len(eqns) + sum(count_equations(inner) for eqn in eqns for inner in programs_of(eqn))
+def equations_of(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and those of the programs that they hold."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in programs_of(eqn):
+            yield from equations_of(inner)
 
 
 def programs_of(eqn: Any) -> Iterator[Any]:
     """The jaxprs, without their constants, among the parameters of an equation."""
     for param in eqn.params.values():
-        inner = (jaxpr_of(value)[0] for value in (param if isinstance(param, tuple | list) else (param,)))
-        yield from (jaxpr for jaxpr in inner if hasattr(jaxpr, "eqns"))
+        for value in param if isinstance(param, tuple | list) else (param,):
+            jaxpr = getattr(value, "jaxpr", value)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
 
 
 def carry_count(params: dict[str, Any]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Literal
 
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 
 from jchop._program.control import with_weak_types
 from jchop._program.run import interpret
-from jchop._quantized.products.contraction import ProductRoundings, rounds_weight_again
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import Rule, as_rule_tuple
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling
@@ -19,7 +19,7 @@ from jchop._quantized.program.adapters import LoraAdapter
 from jchop._quantized.program.calibration import ScaleCalibration, per_iteration, stack_entries
 from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
 from jchop._quantized.program.lazy_params import Keys, LazyParam, is_packed_param, unpack_param
-from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program, weight_spec
+from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales, ScaleSlot, check_entry_names
 from jchop._quantized.program.stateful_runner import ScaleStateRunner
@@ -183,7 +183,7 @@ class QuantizedFunction:
         call = CallArguments(params, args, kwargs)
         program = self._program(call)
         scales = Scales({}, {slot.name: slot.start() for slot in program.slots.values() if slot.follows})
-        for i, (name, placement, source) in program.weights_with_state().items():
+        for i, (name, placement, source) in program.weights_with_state.items():
             value = call.values[i]
             if is_packed_param(value):
                 raise ValueError(f"params: {program.paths[i]!r} is packed; start with the parameters themselves")
@@ -285,7 +285,7 @@ class QuantizedFunction:
     def _pack(self, call: CallArguments, scales: Scales | None, key: Array | None, again: bool) -> Any:
         _refuse_adapters(call)
         program = self._valid_program(call)
-        leaves, scale_states = list(call.leaves), program.weights_with_state()
+        leaves, scale_states = list(call.leaves), program.weights_with_state
         for i, (placement, _) in program.placements.items():
             value = call.values[i]
             if is_packed_param(value) and again:
@@ -354,7 +354,7 @@ class QuantizedFunction:
     ) -> tuple[Any, dict[str, Array], dict[str, Array]]:
         """The result, the ranges and histories after the call, and the observed arrays."""
         program = self._program(call)
-        keys, scale_states = self._keys(key), program.weights_with_state()
+        keys, scale_states = self._keys(key), program.weights_with_state
         keeping = any(slot.source is not None for slot in program.slots.values())
         keeping |= not all(is_packed_param(call.values[i]) for i in scale_states)
         if scales is None and keeping:
@@ -363,7 +363,7 @@ class QuantizedFunction:
         if scales is not None and not isinstance(scales, Scales):
             raise TypeError(f"scales={scales!r} must be what start, update or calibrate returns")
         scales = Scales({}, {}) if scales is None else scales
-        if self.all_in_use and mode != "observe":
+        if self.all_in_use and mode != "observe" and (scales.stats or scales.learned):
             check_entry_names(scales.entries, program.slots.values(), program.rules_by_path)
         values, weight_updates = list(call.values), {}
         for i in range(call.count):
@@ -406,16 +406,8 @@ class QuantizedFunction:
             return LazyParam(value if is_packed_param(value) else jnp.asarray(value), None, i, adapter=adapter)
         if i not in program.placements:
             return unpack_param(value) if is_packed_param(value) else value
-        (placement, use), rule = program.placements[i], program.rule_of(i)
-        by_codes = rule.product == "codes" and use.kind == "product"
-        roundings = ProductRoundings(
-            right=weight_spec(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
-            rotation=rule.rotation, codes=by_codes,
-        )  # fmt: skip
-        keeps_full = rule.weight is not None and rounds_weight_again(roundings)
-        barrier = any(other.kind == "other" for other in program.uses[i])
         array = value if is_packed_param(value) else jnp.asarray(value)
-        return LazyParam(array, placement, i, keeps_full, by_codes, entry, barrier, adapter)
+        return replace(program.lazy_params[i], value=array, scale_state=entry, adapter=adapter)
 
     def _valid_program(self, call: CallArguments) -> QuantizedProgram:
         """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""

@@ -82,16 +82,11 @@ def _takes_arguments(function: Any, args: list[Any], params: dict[str, Any]) -> 
 
 def round_with_draw(x: Array, spec: Spec, seeds: Seeds | None, number: int) -> Array:
     """`x`, or its two parts, rounded with the draw of this number; the derivative is the identity's."""
-    if not spec_draws(spec):
-        return _round_number(x, spec, None)
-    assert seeds is not None
-    return _round_number(
-        x, spec, seeds.draw(jax.eval_shape(lax.real, x) if jnp.iscomplexobj(x) else jax.typeof(x), number)
-    )
-
-
-def _round_number(x: Array, spec: Spec, draw: SeedDraw | None) -> Array:
-    return (_round_complex if jnp.iscomplexobj(x) else round_value)(x, spec, draw)
+    has_parts, draw = jnp.iscomplexobj(x), None
+    if spec_draws(spec):
+        assert seeds is not None
+        draw = seeds.draw(jax.eval_shape(lax.real, x) if has_parts else jax.typeof(x), number)
+    return (_round_complex if has_parts else round_value)(x, spec, draw)
 
 
 @partial(always_jit, static_argnums=1)

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 from jchop._emulate.rules.rules import PRIMITIVE_KINDS
 from jchop._emulate.rules.value_facts import is_carrier_float
-from jchop._program.step import CALLS, HIGH_CALLS, programs_of
+from jchop._program.step import CALLS, HIGH_CALLS, equations_of, programs_of
 
 __all__ = ["Counts"]
 
@@ -41,6 +41,8 @@ _TERM_LENGTHS = {
 _INTEGER_OPS = frozenset(
     ("add", "add_any", "sub", "mul", "neg", "abs", "convert_element_type", "iota", "reduce_max", "reduce_min")
 )
+#: Primitives that read counts: a sum is divided by one, or multiplied by the inverse of one.
+_COUNT_READERS = ("div", "mul")
 _STRUCTURAL_OPS = frozenset(name for name, kind in PRIMITIVE_KINDS.items() if kind in ("structural", "extremum"))
 
 
@@ -98,7 +100,7 @@ class Counts:
 
     def add(self, jaxpr: Any) -> None:
         """Finds the counts of a jaxpr and of the programs within it."""
-        if id(jaxpr) in self._jaxprs:
+        if id(jaxpr) in self._jaxprs or all(eqn.primitive.name not in _COUNT_READERS for eqn in equations_of(jaxpr)):
             return
         ops: list[_CountOp] = []
         self._flatten(jaxpr, [_CountValue() for _ in jaxpr.invars], ops, outermost=True)
@@ -215,14 +217,13 @@ def _propagate_copies(op: _CountOp) -> None:
 
 def _count_operands(op: _CountOp) -> list[int]:
     """The places of the operands that are counts: of a divisor, of its inverse, and of an integer that is divided."""
-    if op.name not in ("div", "mul") or not is_carrier_float(op.eqn.outvars[0].aval):
+    if op.name not in _COUNT_READERS or not is_carrier_float(op.eqn.outvars[0].aval):
         return []
     lengths = op.results[0].copies
     if op.name == "div":
         x, n = op.operands
-        if n.number is not None and _is_count(n.number, x.terms | lengths):
-            return [0, 1] if x.whole and x.number is None else [1]
-        if n.number is None and n.whole and (x.terms or lengths or x.whole):
+        known = n.number is not None
+        if _is_count(n.number, x.terms | lengths) if known else n.whole and (x.terms or lengths or x.whole):
             return [0, 1] if x.whole and x.number is None else [1]
         return []
     for place, (n, x) in enumerate((op.operands, op.operands[::-1])):

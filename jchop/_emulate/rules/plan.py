@@ -33,7 +33,7 @@ from jchop._emulate.rules.value_facts import (
 from jchop._program import planner
 from jchop._program.bind import constant_of
 from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, count_equations, is_own_result, is_own_scope, jaxpr_of, scope_of
+from jchop._program.step import ProgramPlan, equations_of, is_own_result, is_own_scope, jaxpr_of, scope_of
 from jchop._program.widening import Widening
 from jchop._spec.spec import Spec
 
@@ -55,11 +55,12 @@ class EmulationPlanner(planner.Planner):
         self, closed: Any, known: Sequence[ValueFact], scope: str = "", constants: Sequence[ValueFact] | None = None
     ) -> ProgramPlan:
         """The plan of a jaxpr; its calls of `jax.random` are found first."""
+        jaxpr = jaxpr_of(closed)[0]
         if self._apart is None:
-            self._apart = count_equations(closed) >= _MANY_EQUATIONS
+            self._apart = sum(1 for _ in equations_of(jaxpr)) >= _MANY_EQUATIONS
         program = _copy_constant_results(closed)
         self._draws |= draws_of(program.jaxpr)
-        self._counts.add(jaxpr_of(closed)[0])
+        self._counts.add(jaxpr)
         return super().plan(program, known, scope, constants)
 
     def read(self, v: Any, env: dict[Any, ValueFact]) -> ValueFact:
@@ -86,14 +87,12 @@ class EmulationPlanner(planner.Planner):
         draw = self._draws.get(id(eqn))
         if draw is not None:
             scope = scope_of(scope, "", eqn.params.get("name"))
-            make_step = partial(make_step, scope=scope)
         choice = self.settings.choose(name, scope, self.used)
         if id(eqn) in self._counts.equations and choice.function is None:
             return own
-        make_step = partial(make_step, counts=self._counts.operands.get(id(eqn), ()))
-        eqn = _literals_at_limits(eqn, choice.spec)
+        counts, eqn = self._counts.operands.get(id(eqn), ()), _literals_at_limits(eqn, choice.spec)
         facts = tuple(_fact_of(v, env, choice.spec) for v in eqn.invars)
-        make_step = partial(make_step, eqn=eqn, choice=choice, known=facts)
+        make_step = partial(make_step, eqn=eqn, scope=scope, choice=choice, known=facts, counts=counts)
         if draw is not None:
             return STEP_FACTS["draw"](make_step(kind="draw", draw=draw))
         step = make_step(kind=primitive_kind(eqn.primitive))
@@ -168,16 +167,12 @@ def _complex_kind(step: EmulatedStep) -> str:
 
 def _check_narrow_results(step: EmulatedStep) -> None:
     """Refuses arithmetic in dtypes of 8 bits and fewer, which are only stored, moved and converted."""
-    if (
-        step.choice.spec is None
-        or step.kind in _NARROW_KINDS
-        or not any(is_narrow_float(v.aval) for v in step.eqn.outvars)
-    ):
+    narrow = [v.aval.dtype.name for v in step.eqn.outvars if is_narrow_float(v.aval)]
+    if step.choice.spec is None or step.kind in _NARROW_KINDS or not narrow:
         return
-    name = next(v.aval.dtype.name for v in step.eqn.outvars if is_narrow_float(v.aval))
     raise TypeError(
-        f"primitive {step.name!r} (scope {step.scope!r}) computes in dtype {name}, which is not a carrier; convert the "
-        f"operands to one of {', '.join(CARRIER_DTYPES)}, or leave it alone by a rule, such as "
+        f"primitive {step.name!r} (scope {step.scope!r}) computes in dtype {narrow[0]}, which is not a carrier; "
+        f"convert the operands to one of {', '.join(CARRIER_DTYPES)}, or leave it alone by a rule, such as "
         f"rules={{{step.name!r}: None}}"
     )
 

@@ -65,10 +65,6 @@ class Task:
         out = bind(self.primitive, dict(self.params), *args)
         return out if self.primitive.multiple_results else out[0]
 
-    def run(self, args: Sequence[Array], words: Sequence[Array]) -> Any:
-        """The rounded result, given the random words of its roundings."""
-        return _TASK_RULES[self.kind](self, args, list(words))
-
 
 def run_task(task: Task, args: Sequence[Array], words: Sequence[Array | SeedDraw] = ()) -> list[Any]:
     """The results of a task, given a draw for each rounding that draws, or its words."""
@@ -89,7 +85,8 @@ def _is_apart(task: Task, args: Sequence[Array], words: Sequence[Any]) -> bool:
 
 
 def _run_task_words(task: Task, args: Sequence[Array], words: Sequence[Any]) -> Any:
-    return task.run(args, [one.words() if isinstance(one, SeedDraw) else one for one in words])
+    words = [one.words() if isinstance(one, SeedDraw) else one for one in words]
+    return _TASK_RULES[task.kind](task, args, words)
 
 
 def _run_task_apart(task: Task, args: Sequence[Array], words: Sequence[Any]) -> Array:

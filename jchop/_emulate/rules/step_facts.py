@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,10 +37,12 @@ def _facts_of_results(step: EmulatedStep, fact: ValueFact) -> tuple[ValueFact, .
     return tuple(fact if is_number(v.aval) else None for v in step.eqn.outvars)
 
 
-def _with_rounded_operands(step: EmulatedStep, spec: Spec | None) -> EmulatedStep:
-    numbers = [is_number(v.aval) for v in step.eqn.invars]
-    rounds = [n and not is_exact_under(k, spec) for n, k in zip(numbers, step.known, strict=True)]
-    rounds = tuple(r and i not in step.counts for i, r in enumerate(rounds))
+def _with_rounded_operands(step: EmulatedStep, spec: Spec | None, among: Sequence[bool] | None = None) -> EmulatedStep:
+    """The operands that `spec` may change are rounded, except counts; of those that `among` marks. None: of all."""
+    rounds = tuple(
+        (among is None or among[i]) and is_number(v.aval) and i not in step.counts and not is_exact_under(k, spec)
+        for i, (v, k) in enumerate(zip(step.eqn.invars, step.known, strict=True))
+    )
     facts = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
     return replace(step, rounds=rounds, known=facts)
 
@@ -47,15 +50,14 @@ def _with_rounded_operands(step: EmulatedStep, spec: Spec | None) -> EmulatedSte
 def _operation_facts(step: EmulatedStep) -> EmulatedStep:
     """Operands rounded, the result rounded."""
     spec = step.choice.spec
-    for v in (*step.eqn.invars, *step.eqn.outvars):
-        _check_dtype_of_step(step, spec, v.aval, exact=step.kind in ("exact", "power", "linear", "complex"))
+    exact = step.kind in ("exact", "power", "linear", "complex")
+    _check_dtypes_of_step(step, spec, (*step.eqn.invars, *step.eqn.outvars), exact)
     _check_double_rounding(step)
     return replace(_with_rounded_operands(step, spec), out=_facts_of_results(step, spec))
 
 
 def _carrier_result_facts(step: EmulatedStep) -> EmulatedStep:
-    for v in step.eqn.outvars:
-        _check_dtype_of_step(step, step.choice.spec, v.aval, exact=False)
+    _check_dtypes_of_step(step, step.choice.spec, step.eqn.outvars)
     _check_double_rounding(step)
     return replace(step, out=_facts_of_results(step, step.choice.spec))
 
@@ -116,20 +118,13 @@ def _structural_computes(step: EmulatedStep) -> bool:
 def _round_constants(step: EmulatedStep) -> EmulatedStep:
     """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds."""
     spec = step.choice.spec
-    rounds = tuple(
-        spec is not None
-        and isinstance(v, Literal)
-        and is_number(v.aval)
-        and k is None
-        and bool(np.isfinite(v.val))
-        and i not in step.counts
-        for i, (v, k) in enumerate(zip(step.eqn.invars, step.known, strict=True))
-    )
-    for v, r in zip(step.eqn.invars, rounds, strict=True):
-        if r:
-            _check_dtype_of_step(step, spec, v.aval, exact=False)
-    facts = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
-    return replace(step, rounds=rounds, known=facts)
+    among = [
+        k is None and isinstance(v, Literal) and is_number(v.aval) and bool(np.isfinite(v.val))
+        for v, k in zip(step.eqn.invars, step.known, strict=True)
+    ]
+    step = _with_rounded_operands(step, spec, among)
+    _check_dtypes_of_step(step, spec, itertools.compress(step.eqn.invars, step.rounds))
+    return step
 
 
 #: Structural primitives whose result i has the numbers of operand i.
@@ -147,21 +142,17 @@ _RESULT_BY_OPERAND = {
 
 def _comparison_facts(step: EmulatedStep) -> EmulatedStep:
     """Operands are rounded, results are not numbers. Infinite constants are not rounded: they are bounds."""
-    operands = _with_rounded_operands(step, step.choice.spec)
-    bounds = (isinstance(v, Literal) and is_number(v.aval) and bool(np.isinf(v.val)) for v in step.eqn.invars)
-    rounds = tuple(r and not infinite for r, infinite in zip(operands.rounds, bounds, strict=True))
-    for v, r in zip(step.eqn.invars, rounds, strict=True):
-        if r:
-            _check_dtype_of_step(step, step.choice.spec, v.aval, exact=False)
-    facts = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
-    return replace(step, rounds=rounds, known=facts, out=(None,) * len(step.eqn.outvars))
+    among = [not (isinstance(v, Literal) and is_number(v.aval) and np.isinf(v.val)) for v in step.eqn.invars]
+    step = _with_rounded_operands(step, step.choice.spec, among)
+    _check_dtypes_of_step(step, step.choice.spec, itertools.compress(step.eqn.invars, step.rounds))
+    return _no_facts(step)
 
 
 def _conversion_facts(step: EmulatedStep) -> EmulatedStep:
     """A conversion: the known format is kept if the new dtype holds all its values."""
     spec, (source,), (target,) = step.choice.spec, step.eqn.invars, step.eqn.outvars
     try:
-        _check_dtype_of_step(step, spec, target.aval, exact=not is_carrier_float(source.aval))
+        _check_dtypes_of_step(step, spec, [target], exact=not is_carrier_float(source.aval))
     except ValueError as error:
         raise ValueError(f"{error}; x is what the program casts to {target.aval.dtype} there") from None
     fact = step.known[0]
@@ -190,20 +181,12 @@ def _draw_facts(step: EmulatedStep) -> EmulatedStep:
     draw, spec, eqn = step.draw, step.choice.spec, step.eqn
     if draw is None:  # a primitive that draws
         return _operation_facts(step)
-    from_user = (draw.calls if isinstance(v, Literal) else v not in draw.inner for v in eqn.invars)
-    operands = _with_rounded_operands(step, spec)
-    rounds = tuple(r and g for r, g in zip(operands.rounds, from_user, strict=True))
-    facts = tuple(new if r else k for r, new, k in zip(rounds, operands.known, step.known, strict=True))
-    out = tuple(
-        spec if leaves and is_number(v.aval) else None for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)
-    )
-    for v, k in zip(eqn.outvars, out, strict=True):
-        _check_dtype_of_step(step, k, v.aval, exact=False)
-    if any(leaves and is_number(v.aval) for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)):
-        kind = "draw" if spec is not None else "carrier"
-    else:
-        kind = "own"
-    return replace(step, kind=kind, rounds=rounds, known=facts, out=out)
+    from_user = [draw.calls if isinstance(v, Literal) else v not in draw.inner for v in eqn.invars]
+    step = _with_rounded_operands(step, spec, from_user)
+    leaving = [leaves and is_number(v.aval) for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)]
+    _check_dtypes_of_step(step, spec, itertools.compress(eqn.outvars, leaving))
+    kind = "own" if not any(leaving) else "carrier" if spec is None else "draw"
+    return replace(step, kind=kind, out=tuple(spec if leaves else None for leaves in leaving))
 
 
 STEP_FACTS = {
@@ -236,22 +219,22 @@ def _part_dtype(dtype: Any) -> Any:
     return _PART_DTYPES.get(dtype.name, dtype)
 
 
-def _check_dtype_of_step(step: EmulatedStep, spec: Spec | None, aval: Any, exact: bool) -> None:
-    """Refuses a dtype that cannot hold the values of the spec."""
-    if spec is None or not is_number(aval):
+def _check_dtypes_of_step(step: EmulatedStep, spec: Spec | None, variables: Iterable[Any], exact: bool = False) -> None:
+    """Refuses a dtype of numbers that cannot hold the values of the spec."""
+    if spec is None:
         return
-    dtype = _part_dtype(aval.dtype)
-    try:
-        with errors_at(step):
-            if exact:
-                check_operation(spec, dtype)
-            else:
-                require_carrier(spec, CARRIERS[dtype.name])
-    except ValueError as error:
-        if dtype.itemsize > 2 and step.kind != "converted":
-            raise
-        why = "narrow='carrier' computes in the dtype of wider arguments, except results and foreign functions"
-        raise ValueError(f"{error}; {why}") from None
+    for dtype in dict.fromkeys(_part_dtype(v.aval.dtype) for v in variables if is_number(v.aval)):
+        try:
+            with errors_at(step):
+                if exact:
+                    check_operation(spec, dtype)
+                else:
+                    require_carrier(spec, CARRIERS[dtype.name])
+        except ValueError as error:
+            if dtype.itemsize > 2 and step.kind != "converted":
+                raise
+            why = "narrow='carrier' computes in the dtype of wider arguments, except results and foreign functions"
+            raise ValueError(f"{error}; {why}") from None
 
 
 #: Kinds whose results the carrier computes, and those of their primitives whose results are exact.

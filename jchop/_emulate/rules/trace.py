@@ -208,7 +208,7 @@ class ProgramCache:
                 if not in_trace or same_program(old.source, jaxpr):
                     return replace(old, plan=replace(old.plan, consts=consts))
                 has_plan = True  # with other derivative rules; the old plan has compiled programs
-        new = self._make(jaxpr, free, tree, widening)
+        new = self._make(jaxpr, rounds, tree, widening)
         if not has_plan and not any(isinstance(x, Tracer) for x in consts):
             with self._lock:
                 self._programs.insert(0, replace(new, plan=replace(new.plan, consts=())))
@@ -231,14 +231,13 @@ class ProgramCache:
         numbers = (is_number(v.aval) and not (widening and widening.is_narrower(v.aval)) for v in variables)
         return tuple(self.settings.spec is not None and f and n for f, n in zip(free, numbers, strict=True))
 
-    def _make(self, jaxpr: Any, free: tuple[bool, ...], tree: Any, widening: Widening | None) -> EmulatedProgram:
-        planner = EmulationPlanner(self.settings, widening)
+    def _make(self, jaxpr: Any, rounds: tuple[bool, ...], tree: Any, widening: Widening | None) -> EmulatedProgram:
+        planner, count = EmulationPlanner(self.settings, widening), len(rounds)
         others = variables_outside_jchop(jaxpr)
-        entering = (*free, *(v in others for v in jaxpr.constvars))
-        rounds = self._rounds((*jaxpr.invars, *jaxpr.constvars), entering, widening)
+        rounds += self._rounds(jaxpr.constvars, [v in others for v in jaxpr.constvars], widening)
         facts = tuple(self.settings.spec if r else None for r in rounds)
         wide = jaxpr if widening is None else widening.program(jaxpr)
-        plan = planner.plan(wide, facts[: len(free)], constants=facts[len(free) :])
+        plan = planner.plan(wide, facts[:count], constants=facts[count:])
         _refuse_rules_without_effect(self.settings, planner.used, plan)
         return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr)
 
@@ -258,10 +257,11 @@ def _trees_are_equal(one: Any, other: Any) -> bool:
 
 
 def _refuse_rules_without_effect(settings: Settings, used: set[str], plan: ProgramPlan) -> None:
-    steps = [step for step in plan.walk() if step.kind != "own"]
-    idle = [f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in settings.rules if rule[0] not in used]
+    idle = [rule for rule in settings.rules if rule[0] not in used]
     if idle:
-        raise ValueError(f"rules: {'; '.join(idle)}. emulate.report shows all paths")
+        steps = [step for step in plan.walk() if step.kind != "own"]
+        reasons = "; ".join(f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in idle)
+        raise ValueError(f"rules: {reasons}. emulate.report shows all paths")
 
 
 def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:

@@ -20,16 +20,12 @@ ValueFact = Spec | None
 
 #: The dtypes that are rounded.
 CARRIER_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_CARRIER_FLOATS = frozenset(map(jnp.dtype, CARRIER_DTYPES))
 
 
 def is_carrier_float(aval: Any) -> bool:
     """Whether a value has a real dtype that carries other formats, and so is rounded; False for a reference."""
-    return hasattr(aval, "dtype") and _is_carrier_dtype(aval.dtype) and not is_reference(aval)
-
-
-@lru_cache(maxsize=256)
-def _is_carrier_dtype(dtype: Any) -> bool:
-    return dtype.name in CARRIER_DTYPES
+    return hasattr(aval, "dtype") and aval.dtype in _CARRIER_FLOATS and not is_reference(aval)
 
 
 def is_narrow_float(aval: Any) -> bool:

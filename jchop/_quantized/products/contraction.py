@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from jchop._quantized.products.codes import (
     restore_param_axes,
 )
 from jchop._quantized.products.operand_layout import (
+    OperandLayout,
     check_layout_axes,
     rotate_along_sum,
     round_in_layout,
@@ -51,11 +52,11 @@ Array = jax.Array
 
 __all__ = [
     "ProductRoundings",
+    "check_operand_specs",
     "contract",
     "rounded_conv",
     "rounded_dot_general",
     "rounded_einsum",
-    "rounds_weight_again",
 ]
 
 
@@ -125,6 +126,24 @@ class ProductRoundings:
         own = self.weight_gradient
         return (self.left, self.gradient) if own is None else (own, own)
 
+    @property
+    def rounds_input_again(self) -> bool:
+        """Whether dw takes an x that is rounded otherwise than the forward product's, or whose codes it needs."""
+        return (
+            (self.codes and self.gradient is not None)
+            or self.weight_gradient is not None
+            or self.weight_rotation is not None
+            or (self.gradient is not None and not rounds_transpose_alike(self.left))
+        )
+
+    @property
+    def rounds_weight_again(self) -> bool:
+        """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
+        return self.input_gradient is not None or (
+            self.gradient is not None
+            and (self.codes or self.input_rotation is not None or not rounds_transpose_alike(self.right))
+        )
+
 
 def contract(
     product: AnyProduct,
@@ -141,7 +160,7 @@ def contract(
     """``product(x, w)``, its operands rounded along the contracting axes, and its derivative as `roundings` says.
 
     Args:
-        product: which product.
+        product: which product; `check_operand_specs` has let it and `roundings` through.
         x: the left operand, a carrier.
         w: the right operand, of the same dtype.
         roundings: the roundings.
@@ -154,7 +173,6 @@ def contract(
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
-    check_operand_specs(product, roundings)
     try:
         return _contract_operands(
             product, replace(roundings, place=NO_LOCATION), x, w, key, rounded, codes, left_codes, extra
@@ -186,7 +204,7 @@ def _contract_operands(
                 if rounded_weight is None
                 else rotate_along_sum(product.forward.right, rounded_weight, roundings.forward_rotation)
             )
-    keys = _ProductKeys.of(key if roundings.stochastic else None)
+    keys = _ProductKeys() if key is None or not roundings.stochastic else _ProductKeys(*split_prng_key(key, 11))
     left = round_in_layout(product.forward.left, x, roundings.left, keys.left, keys.left_gradient)
     right = rounded_weight
     if right is None:
@@ -196,7 +214,7 @@ def _contract_operands(
     if not roundings.backward and not roundings.codes:
         return product(left, right, *extra)
     full = lax.stop_gradient(
-        (x if _rounds_input_again(roundings) else None, w if rounds_weight_again(roundings) else None)
+        (x if roundings.rounds_input_again else None, w if roundings.rounds_weight_again else None)
     )
     both = _encode_operands(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
     if not roundings.backward and roundings.input_rotation is None and roundings.weight_rotation is None:
@@ -241,20 +259,17 @@ def _encode_operands(
 
 def check_operand_specs(product: AnyProduct, roundings: ProductRoundings) -> None:
     """Refuse formats that name axes which an operand has not, in any of the three products."""
-    forward, for_input, for_weight = product.forward, product.for_input, product.for_weight
     rule = roundings.place.rule
     right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
-    operands = [("activation", roundings.left, forward.left), (right, roundings.right, forward.right)]
-    g_input, w_input = roundings.for_input
-    x_weight, g_weight = roundings.for_weight
-    names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
-    operands += [(names[0], g_input, for_input.left)]
-    if rounds_weight_again(roundings):
-        operands += [(names[1], w_input, for_input.right)]
-    names = ("activation", "gradient") if roundings.weight_gradient is None else ("weight_gradient",) * 2
-    if _rounds_input_again(roundings):
-        operands += [(names[0], x_weight, for_weight.left)]
-    operands += [(names[1], g_weight, for_weight.right)]
+    operands = [
+        ("activation", roundings.left, product.forward.left),
+        (right, roundings.right, product.forward.right),
+        *(
+            _backward_operands(product, roundings, right)
+            if roundings.backward or roundings.rotation is not None
+            else ()
+        ),
+    ]
     rotates = DotProduct if roundings.weight_rotation is not None else DotProduct | RaggedProduct
     if roundings.rotation is not None and not isinstance(_base_product(product), rotates):
         raise NotImplementedError(
@@ -267,22 +282,19 @@ def check_operand_specs(product: AnyProduct, roundings: ProductRoundings) -> Non
             check_code_format(field, spec, roundings.place)
 
 
-def _rounds_input_again(roundings: ProductRoundings) -> bool:
-    """Whether dw takes an x that is rounded otherwise than the forward product's, or whose codes it needs."""
-    return (
-        (roundings.codes and roundings.gradient is not None)
-        or roundings.weight_gradient is not None
-        or roundings.weight_rotation is not None
-        or (roundings.gradient is not None and not rounds_transpose_alike(roundings.left))
-    )
-
-
-def rounds_weight_again(roundings: ProductRoundings) -> bool:
-    """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
-    return roundings.input_gradient is not None or (
-        roundings.gradient is not None
-        and (roundings.codes or roundings.input_rotation is not None or not rounds_transpose_alike(roundings.right))
-    )
+def _backward_operands(
+    product: AnyProduct, roundings: ProductRoundings, right: str
+) -> Iterator[tuple[str, Spec | None, OperandLayout]]:
+    """The field, spec and layout of the operands that backward products round; `right` is the field of w."""
+    for_input, for_weight = product.for_input, product.for_weight
+    names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
+    yield names[0], roundings.for_input[0], for_input.left
+    if roundings.rounds_weight_again:
+        yield names[1], roundings.for_input[1], for_input.right
+    names = ("activation", "gradient") if roundings.weight_gradient is None else ("weight_gradient",) * 2
+    if roundings.rounds_input_again:
+        yield names[0], roundings.for_weight[0], for_weight.left
+    yield names[1], roundings.for_weight[1], for_weight.right
 
 
 @partial(
@@ -308,10 +320,6 @@ class _ProductKeys:
     gradient_weight: Array | None = None
     left_weight: Array | None = None
     right_input: Array | None = None
-
-    @staticmethod
-    def of(key: Array | None) -> _ProductKeys:
-        return _ProductKeys() if key is None else _ProductKeys(*split_prng_key(key, 11))
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
@@ -444,6 +452,7 @@ def rounded_dot_general(
     contracting = tuple(a % x.ndim for a in cx), tuple(a % w.ndim for a in cw)
     batch = tuple(a % x.ndim for a in bx), tuple(a % w.ndim for a in bw)
     product = DotProduct(contracting, batch, (x.ndim, w.ndim), precision, preferred_element_type, out_sharding)
+    check_operand_specs(product, how)
     return contract(product, x, w, how, key, **options)
 
 
@@ -478,6 +487,7 @@ def rounded_conv(
         preferred_element_type,
         out_sharding,
     )
+    check_operand_specs(product, how)
     return contract(product, x, w, how, key, **options)
 
 

@@ -87,21 +87,19 @@ class OperandLayout:
         front = (*entries[:stack], *(entries[stack + axis] for axis in self.free))
         return (*front, None if first is None else entries[stack + first])
 
-    def matters_for(self, spec: Spec) -> bool:
-        """Whether rounding to `spec` in this layout may differ from rounding the array with its own axes."""
-        fmt = spec.format
-        if not isinstance(fmt, ScaledFormat) or (fmt.group is None and fmt.channel is None and fmt.sparse is None):
-            return False
-        return self._order != tuple(range(len(self._order))) or len(self.contracting) != 1
-
     def spec_in_place(self, spec: Spec, shape: Sequence[int]) -> Spec | None:
         """A spec that rounds an array of `shape` with its own axes as `spec` does in this layout, or None.
 
-        Groups along one axis need not be moved. But drawn bits depend on the layout, and so do sums over a group, where
-        a rule takes some, and groups of scales.
+        It is `spec` itself if the layout is that of the array, or there are no groups. Groups along one axis need not
+        be moved. But drawn bits depend on the layout, and so do sums over a group, where a rule takes some, and groups
+        of scales.
         """
-        fmt, backward = spec.format, spec.gradient.round
-        if not isinstance(fmt, ScaledFormat) or not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
+        fmt, backward, order = spec.format, spec.gradient.round, self._order
+        if not isinstance(fmt, ScaledFormat) or (fmt.group is None and fmt.channel is None and fmt.sparse is None):
+            return spec
+        if order == tuple(range(len(order))) and len(self.contracting) == 1:
+            return spec
+        if not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
         fastest = next(reversed(self.contracting), None)
         if fmt.sparse is not None:
@@ -140,10 +138,10 @@ def round_in_layout(
         x = rotate_along_sum(layout, x, rotation)
     if spec is None:
         return x
-    if layout is None or not layout.matters_for(spec):
+    if layout is None:
         y = round_to_format(x, spec, key, gradient_key=gradient_key)
     elif (same := layout.spec_in_place(spec, x.shape)) is not None:
-        y = round_to_format(jnp.asarray(x), same, key, gradient_key=gradient_key)
+        y = round_to_format(x if same is spec else jnp.asarray(x), same, key, gradient_key=gradient_key)
     else:
         y = layout.back(round_to_format(layout.lay(jnp.asarray(x)), spec, key, gradient_key=gradient_key), x.shape)
     return keep_nan(x, y, spec)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ class DotProduct:
         run = partial(
             lax.dot_general, precision=self.precision, preferred_element_type=self.preferred_element_type, **more
         )
-        free, contracting = self._free(0), self.contracting[0]
+        free, contracting = self.forward.left.free[len(self.batch[0]) :], self.contracting[0]
         if len(free) < 2 or (*free, *contracting) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
         # The quirk `rows_of_two_axes_moved` (`_core/xla_cpu.py`): with one axis of rows dw is up to twice as fast. But
@@ -67,36 +67,33 @@ class DotProduct:
         y = run(rows, w, ((tuple(range(1, rows.ndim)), self.contracting[1]), self.batch))
         return y.reshape(*(x.shape[axis] for axis in free), *y.shape[1:])
 
-    def _free(self, side: int) -> tuple[int, ...]:
-        others = {*self.contracting[side], *self.batch[side]}
-        return tuple(axis for axis in range(self.ndims[side]) if axis not in others)
-
-    def _of_result(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The axes of the result: of the batch, from x, from w."""
-        b, m, n = len(self.batch[0]), len(self._free(0)), len(self._free(1))
-        return tuple(range(b)), tuple(range(b, b + m)), tuple(range(b + m, b + m + n))
-
-    @property
+    @cached_property
     def forward(self) -> OperandLayouts:
         """Of x and w."""
-        return OperandLayouts(*(OperandLayout((*self.batch[i], *self._free(i)), self.contracting[i]) for i in (0, 1)))
+        layouts = []
+        for ndim, batch, contracting in zip(self.ndims, self.batch, self.contracting, strict=True):
+            free = (axis for axis in range(ndim) if axis not in (*batch, *contracting))
+            layouts.append(OperandLayout((*batch, *free), contracting))
+        return OperandLayouts(*layouts)
 
     @property
     def for_input(self) -> OperandLayouts:
         """Of g and w, for dx."""
-        batch, rows, columns = self._of_result()
+        b, rows, columns = len(self.batch[1]), self.forward.left.free, self.forward.right.free
+        result = tuple(range(len(rows) + len(columns) - b))
         return OperandLayouts(
-            OperandLayout((*batch, *rows), columns),
-            OperandLayout((*self.batch[1], *self.contracting[1]), self._free(1)),
+            OperandLayout(result[: len(rows)], result[len(rows) :]),
+            OperandLayout((*self.batch[1], *self.contracting[1]), columns[b:]),
         )
 
     @property
     def for_weight(self) -> OperandLayouts:
         """Of x and g, for dw."""
-        batch, rows, columns = self._of_result()
+        b, rows, columns = len(self.batch[0]), self.forward.left.free, self.forward.right.free
+        result = tuple(range(len(rows) + len(columns) - b))
         return OperandLayouts(
-            OperandLayout((*self.batch[0], *self.contracting[0]), self._free(0)),
-            OperandLayout((*batch, *columns), rows),
+            OperandLayout((*self.batch[0], *self.contracting[0]), rows[b:]),
+            OperandLayout((*result[:b], *result[len(rows) :]), result[b : len(rows)]),
         )
 
     def _matrices(self, operands: OperandLayouts, left: Array, right: Array) -> tuple[Array, Array]:
@@ -109,7 +106,8 @@ class DotProduct:
     def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
         """The product, in an emulated arithmetic."""
         left, right = self._matrices(self.forward, x, w)
-        shape = [x.shape[axis] for axis in self.forward.left.free] + [w.shape[axis] for axis in self._free(1)]
+        rows, columns = self.forward.left.free, self.forward.right.free[len(self.batch[1]) :]
+        shape = [x.shape[axis] for axis in rows] + [w.shape[axis] for axis in columns]
         return emulated_matmul(left, right.swapaxes(1, 2), spec, key).reshape(shape)
 
     def by_codes(self, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:

@@ -11,8 +11,9 @@ import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.lazy_params import is_packed_param
 from jchop._quantized.program.provenance import FROM_DATA, FROM_KEYS, NO_PROVENANCE, Provenance, param_provenance
+from jchop._quantized.program.weight_layout import StoredAs
+from jchop.storage import QArray
 
 Array = jax.Array
 
@@ -44,24 +45,22 @@ class CallArguments:
     """
 
     def __init__(self, params: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.leaves, self.tree = jax.tree.flatten(((params, *args), kwargs), is_leaf=is_param_leaf)
-        own = len(jax.tree.leaves(params, is_leaf=is_param_leaf))
-        arrays = [i for i, leaf in enumerate(self.leaves) if _is_array_leaf(leaf)]
-        self.places = arrays
-        array_leaves = [self.leaves[i] for i in arrays]
+        leaves_with_path, self.tree = jax.tree_util.tree_flatten_with_path(
+            ((params, *args), kwargs), is_leaf=is_param_leaf
+        )
+        self.leaves = [leaf for _, leaf in leaves_with_path]
+        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, _ARRAY_LEAF_TYPES)]
+        array_leaves = [self.leaves[i] for i in self.places]
         self.adapters: dict[int, LoraAdapter] = {
             i: x.adapter for i, x in enumerate(array_leaves) if isinstance(x, AdaptedParam)
         }
         self.values = [x.base if isinstance(x, AdaptedParam) else x for x in array_leaves]
-        self.count = sum(i < own for i in arrays)
-        leaves_with_path = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_param_leaf)
-        self.keys = tuple(path for path, leaf in leaves_with_path if _is_array_leaf(leaf))
-        self.paths = tuple(map(_path_text, self.keys))
+        paths = (leaves_with_path[i][0] for i in self.places)
+        self.keys = tuple(_strip_box(path[2:]) for path in paths if path[:2] == _PATH_OF_PARAMS)
+        self.paths = tuple(jax.tree_util.keystr(keys, simple=True, separator="/") for keys in self.keys)
+        self.count = len(self.keys)
         self.params = params
-        self.abstract = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if is_packed_param(x) or not isinstance(x, Array) else x
-            for x in self.values
-        ]
+        self.abstract = [x if isinstance(x, Array) else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.values]
 
     def with_values(self, values: Sequence[Any]) -> Any:
         """The arguments, ``((params, ...), keywords)``, with other arrays in their places."""
@@ -90,20 +89,17 @@ class CallArguments:
     @property
     def signature(self) -> Any:
         """What a traced program depends on; None if that cannot be compared."""
-        static = tuple((i, leaf) for i, leaf in enumerate(self.leaves) if not _is_array_leaf(leaf))
+        static = tuple(
+            (i, type(leaf), leaf) for i, leaf in enumerate(self.leaves) if not isinstance(leaf, _ARRAY_LEAF_TYPES)
+        )
         avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)
         settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
-        signature = (self.tree, self.paths, avals, tuple((i, type(leaf), leaf) for i, leaf in static), settings)
+        signature = (self.tree, self.paths, avals, static, settings)
         try:
             hash(signature)
         except TypeError:
             return None
         return signature
-
-
-def _path_text(path: tuple[Any, ...]) -> str:
-    """The path of a parameter as text."""
-    return jax.tree_util.keystr(_strip_box(path), simple=True, separator="/")
 
 
 def _strip_box(path: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -114,7 +110,7 @@ def _strip_box(path: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _holder_class(node: Any, path: tuple[Any, ...]) -> str:
     """The class of the node that holds the end of a path; empty if a node on the way gives no names of its parts."""
-    for key in _strip_box(path)[:-1]:
+    for key in path[:-1]:
         if isinstance(key, jax.tree_util.GetAttrKey):
             node = getattr(node, key.name, None)
         elif isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey):
@@ -126,8 +122,9 @@ def _holder_class(node: Any, path: tuple[Any, ...]) -> str:
 
 def is_param_leaf(leaf: Any) -> bool:
     """Whether a node of a pytree is one parameter: packed, or with an adapter."""
-    return is_packed_param(leaf) or isinstance(leaf, AdaptedParam)
+    return isinstance(leaf, _PARAM_LEAF_TYPES)
 
 
-def _is_array_leaf(leaf: Any) -> bool:
-    return is_param_leaf(leaf) or isinstance(leaf, Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+_PARAM_LEAF_TYPES = QArray, StoredAs, AdaptedParam
+_ARRAY_LEAF_TYPES = (*_PARAM_LEAF_TYPES, Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_PATH_OF_PARAMS = (jax.tree_util.SequenceKey(0),) * 2  # in ((params, ...), keywords)

@@ -134,6 +134,8 @@ class ProductStep(step.ProgramStep):
 class ProvenancePlanner(planner.Planner):
     """Follows parameters through a program."""
 
+    no_facts = NO_PROVENANCE
+
     def __init__(self) -> None:
         super().__init__()
         self._last = self._outer = ""  # the sources of the last equation, and of the one that holds the program
@@ -150,10 +152,6 @@ class ProvenancePlanner(planner.Planner):
             return super().plan(closed, known, scope, constants)
         finally:
             self._outer, self._last, self._name = before
-
-    def read(self, v: Any, env: dict[Any, Provenance]) -> Provenance:
-        """What is known of a variable; a literal or a constant is nothing."""
-        return super().read(v, env) or NO_PROVENANCE
 
     def common(self, knowns: Iterable[Provenance | None]) -> Provenance:
         """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""

@@ -28,6 +28,7 @@ from jchop._quantized.products.rule import (
 )
 from jchop._quantized.products.scale_from import LSQ, ScaleFrom
 from jchop._quantized.program.call import CallArguments
+from jchop._quantized.program.lazy_params import LazyParam
 from jchop._quantized.program.lora_layouts import lora_layouts
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.param_uses import (
@@ -44,7 +45,7 @@ from jchop._quantized.program.weight_layout import WeightLayout, blocks_fit_axes
 from jchop._quantized.program.weight_rotation import weight_rotation_of, with_weight_rotation
 from jchop._spec.spec import Spec
 
-__all__ = ["QuantizedProgram", "check_weight_rules", "plan_quantized_program", "weight_spec"]
+__all__ = ["QuantizedProgram", "check_weight_rules", "plan_quantized_program"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,23 @@ class QuantizedProgram:
         pairs = zip(self.paths, self.rule_indexes, strict=True)
         return {path or "params": self.rules[number] for path, number in pairs if number is not None}
 
+    @cached_property
+    def lazy_params(self) -> dict[int, LazyParam]:
+        """How a run takes each parameter that is rounded, without its numbers."""
+        params = {}
+        for leaf, (placement, use) in self.placements.items():
+            rule = self.rule_of(leaf)
+            by_codes = rule.product == "codes" and use.kind == "product"
+            roundings = ProductRoundings(
+                right=_weight_spec(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
+                rotation=rule.rotation, codes=by_codes,
+            )  # fmt: skip
+            keeps_full = rule.weight is not None and roundings.rounds_weight_again
+            barrier = any(other.kind == "other" for other in self.uses[leaf])
+            params[leaf] = LazyParam(None, placement, leaf, keeps_full, by_codes, barrier=barrier)
+        return params
+
+    @cached_property
     def weights_with_state(self) -> dict[int, tuple[str, WeightLayout, ScaleFrom]]:
         """The parameters whose scales are kept: the name of the entry, the rounding, the source."""
         states = {}
@@ -179,7 +197,7 @@ def _operand_types(step: ProductStep, rule: Rule, platform: str) -> str:
     )
 
 
-def weight_spec(rule: Rule) -> Spec | None:
+def _weight_spec(rule: Rule) -> Spec | None:
     """The rounding of a weight for each product, unless its scales are kept: then it is rounded once for all."""
     has_state = rule.scale_from is not None and "weight" in rule.scale_from.fields
     return None if has_state else rule.weight
@@ -222,10 +240,11 @@ def plan_quantized_program(
         for use in (*(use for some in step.uses for use in some), *step.opaque_uses):
             uses.setdefault(use.leaf, []).append(use)
     shapes = tuple(tuple(x.shape) for x in call.abstract[: call.count])
-    numbers = tuple(
-        param_rule_index(path, rules, classes.get(path, ""), _operation_of_use(_main_use(uses.get(leaf, ()))))
-        for leaf, path in enumerate(call.paths)
-    )
+    numbers = []
+    for leaf, path in enumerate(call.paths):
+        use = _main_use(uses.get(leaf, ()))
+        operation = "" if use is None or use.view is None else OPERATION_NAMES.get(use.primitive, "")
+        numbers.append(param_rule_index(path, rules, classes.get(path, ""), operation))
     results = frozenset(o.leaf for fact in plan.out if fact is not None for o in fact.origins)
     placements = _weight_layouts(rules, call.paths, shapes, numbers, uses, results)
     products = tuple(_products_with_rules(plan, rules, numbers))
@@ -258,7 +277,7 @@ def plan_quantized_program(
         call.paths,
         shapes,
         uses,
-        numbers,
+        tuple(numbers),
         placements,
         QuantizedRunner(roundings, call.paths),
         products,
@@ -325,7 +344,7 @@ def _roundings_of_product(
     weights = [i for i in (0, 1) if step.uses and step.uses[i]]
     weight = weights[0] if weights else -1
     place = Location(step.name, step.scope or step.source, rule)
-    right = weight_spec(rule) if weights else rule.activation
+    right = _weight_spec(rule) if weights else rule.activation
     if weights and not any(use.leaf in placements for use in step.uses[weight]):
         right = None  # no weight of its is rounded
     codes = rule.product == "codes" and (rule.activation is not None or right is not None)
@@ -336,7 +355,8 @@ def _roundings_of_product(
     idle = (
         roundings.left is None and not roundings.backward and not roundings.codes and roundings.forward_rotation is None
     )
-    if idle or _scales_complex_operands(step, roundings):
+    scaled = any(spec is not None and spec.scaled is not None for spec in roundings.specs)
+    if idle or (scaled and is_complex_product(step.eqn)):  # only real numbers have scales
         return None
     check_operand_specs(OperandSwap(step.product) if weight == 0 else step.product, roundings)
     return roundings, weight
@@ -528,19 +548,7 @@ def _multiplies_params_alone(step: ProductStep) -> bool:
     return bool(step.uses) and all(step.uses[:2])
 
 
-def _scales_complex_operands(step: ProductStep, roundings: ProductRoundings) -> bool:
-    """Whether complex operands would have scales, which formats give to real numbers alone."""
-    return is_complex_product(step.eqn) and any(
-        spec is not None and spec.scaled is not None for spec in roundings.specs
-    )
-
-
 _USE_ORDER = {"product": 0, "rows": 1, "complex": 2, "sum": 3, "opaque": 4, "other": 5}
-
-
-def _operation_of_use(use: ParamUse | None) -> str:
-    """The operation that takes a parameter, as a rule's `operation` names it."""
-    return OPERATION_NAMES.get(use.primitive, "") if use is not None and use.view is not None else ""
 
 
 def _main_use(uses: Sequence[ParamUse]) -> ParamUse | None:

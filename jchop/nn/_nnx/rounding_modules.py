@@ -185,15 +185,15 @@ class RoundedProduct(RoundingModule):
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
-        elif self.range is not None and how.codes:
-            assert how.left is not None
-            operand_key, key = (None, None) if key is None else split_prng_key(key)
-            x, code_arguments["left_codes"] = round_in_range_with_codes(x, how.left, self.range[...], operand_key)
-            how = replace(how, left=None)
         elif self.range is not None or self.left is not None:
             assert how.left is not None
             operand_key, key = (None, None) if key is None else split_prng_key(key)
-            x = self._round_left(x, how.left, operand_key)
+            if self.range is not None and how.codes:
+                x, code_arguments["left_codes"] = round_in_range_with_codes(x, how.left, self.range[...], operand_key)
+            elif self.range is not None:
+                x = round_in_range(x, how.left, self.range[...], operand_key)
+            elif self.left is not None:
+                x = self.left(x, how.left, operand_key)
             how = replace(how, left=None)
         if self.right is not None:
             assert how.right is not None
@@ -210,12 +210,6 @@ class RoundedProduct(RoundingModule):
                     f"{type(variable).__name__} of the {self.how.place} has shape {variable.shape}, and that rule "
                     f"needs {shape}: it belongs to a model with another rule"
                 )
-
-    def _round_left(self, x: Array, spec: Spec, key: Array | None) -> Array:
-        if self.range is not None:
-            return round_in_range(x, spec, self.range[...], key)
-        assert self.left is not None
-        return self.left(x, spec, key)
 
 
 class RoundedDotGeneral(RoundedProduct):
