@@ -90,7 +90,7 @@ class Carrier:
         with np.errstate(over="ignore"):
             return bool((given.astype(self.name) == given).all())
 
-    def ordered_bits(self, numbers: Sequence[float]) -> np.ndarray:
+    def ordered_bits(self, numbers: Sequence[float] | np.ndarray) -> np.ndarray:
         """Ordered integers (see `ordered_integers`) of numbers that the carrier holds exactly."""
         bits = np.array(numbers, np.float64).astype(self.name).view(f"int{self.width}")
         return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits).astype(self.work)

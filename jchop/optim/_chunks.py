@@ -46,21 +46,22 @@ class Chunks:
         """For each leaf of the state, whether it is cut."""
         return tuple(owner is not None and self.update_is_cut[owner] for owner in self.owners)
 
-    def rest(self, updates: Any, state: list[Any], params: Any) -> tuple[Any, list[Any], Any]:
-        """Updates, leaves of the state and parameters, with empty arrays for the leaves that are cut."""
+    def rest(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any, Any]:
+        """Updates, state and parameters, with empty arrays for the leaves that are cut."""
         return self._each(updates, state, params, lambda leaf, cut: _empty_like_leaf(leaf) if cut else leaf)
 
-    def chunk(self, updates: Any, state: list[Any], params: Any, i: Array) -> tuple[Any, list[Any], Any]:
+    def chunk(self, updates: Any, state: Any, params: Any, i: Array) -> tuple[Any, Any, Any]:
         """Chunk i of the leaves that are cut, and empty arrays for others. State without a leaf of updates stays."""
         return self._each(
             updates, state, params, lambda leaf, cut: self._part(leaf, i) if cut else _empty_like_leaf(leaf)
         )
 
-    def _each(
-        self, updates: Any, state: list[Any], params: Any, change: Callable[[Any, bool], Any]
-    ) -> tuple[Any, list[Any], Any]:
-        leaves_and_owners = zip(state, self.owners, self.state_is_cut, strict=True)
-        state = [leaf if owner is None else change(leaf, cut) for leaf, owner, cut in leaves_and_owners]
+    def _each(self, updates: Any, state: Any, params: Any, change: Callable[[Any, bool], Any]) -> tuple[Any, Any, Any]:
+        leaves, structure = jax.tree.flatten(state, is_leaf=is_packed_leaf)
+        leaves_and_owners = zip(leaves, self.owners, self.state_is_cut, strict=True)
+        state = structure.unflatten(
+            [leaf if owner is None else change(leaf, cut) for leaf, owner, cut in leaves_and_owners]
+        )
         updates, params = (self._map(change, tree) for tree in (updates, params))
         return updates, state, params
 
@@ -83,7 +84,7 @@ class Chunks:
         return i.astype(jnp.uint32) * jnp.uint32(math.prod(leaf.shape) // self.count)
 
 
-def plan_chunks(updates: Any, leaves: list[tuple[tuple[Any, ...], Any]], count: int) -> Chunks | None:
+def plan_chunks(updates: Any, state: Any, count: int) -> Chunks | None:
     """The leaves that can be cut into `count` chunks; None if there are none.
 
     The leaves of the state that belong to a leaf of the updates have its shape, and a path that ends with its path. The
@@ -92,11 +93,14 @@ def plan_chunks(updates: Any, leaves: list[tuple[tuple[Any, ...], Any]], count: 
 
     Args:
         updates: a pytree of arrays.
-        leaves: of the state of the wrapped transformation, with their paths; a packed array is one leaf.
+        state: the state of the wrapped transformation, with packed leaves.
         count: number of chunks, 2 or more.
     """
     update_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
-    state_leaves = [(tuple(map(str, path)), leaf) for path, leaf in leaves]
+    state_leaves = [
+        (tuple(map(str, path)), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_packed_leaf)[0]
+    ]
     owners = [_owner_index(path, leaf, update_leaves) for path, leaf in state_leaves]
     cut = []
     for place, (_, update) in enumerate(update_leaves):

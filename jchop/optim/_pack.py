@@ -230,22 +230,36 @@ class QuantizedState(NamedTuple):
         return jax.tree.unflatten(structure, leaves)
 
 
-def as_quantized_state(
-    structure: Any, leaves: list[Any], key: Any, skips: Mapping[str, Any], like: Any
-) -> QuantizedState:
+def first_quantized_state(structure: Any, leaves: list[Any], key: Array | None, like: Any) -> QuantizedState:
     """The state whose `inner_state` has these leaves, some packed; codes are sharded as the arrays of `like`."""
-    arrays, entries, scales = list(leaves), [], []
+    packed = [(place, leaf, leaf_codes(leaf)) for place, leaf in enumerate(leaves) if is_packed_leaf(leaf)]
+    packing = Packing(
+        tuple(
+            (place, str(codes.spec), codes.length, np.dtype(codes.dtype).name, _shape_before_rows(leaf))
+            for place, leaf, codes in packed
+        )
+    )
+    facts = [(text, tuple(leaves[place].shape), dtype) for place, text, _, dtype, _ in packing.entries]
+    skips = {_packing_fingerprint(facts): jnp.zeros([], jnp.int32)}
+    return QuantizedState(skips, *stored_parts(structure, leaves, like), packing, key)
+
+
+def stored_parts(structure: Any, leaves: list[Any], like: Any) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
+    """The `arrays` and `scales` of a `QuantizedState` with these leaves; codes are sharded as the arrays of `like`."""
+    arrays, scales = list(leaves), []
     for place, (leaf, own) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True)):
         if is_packed_leaf(leaf):
-            codes, shape = leaf_codes(leaf), leaf.shape if isinstance(leaf, PackedRows) else None
-            rows = codes.qvalue.shape
-            arrays[place] = place_like(
-                codes.qvalue if shape is None else _reshape_or_struct(codes.qvalue, _array_codes_shape(shape, rows)),
-                own,
-            )
-            entries.append((place, str(codes.spec), codes.length, np.dtype(codes.dtype).name, shape))
+            codes, shape = leaf_codes(leaf), _shape_before_rows(leaf)
+            stored = codes.qvalue
+            if shape is not None:
+                stored = _reshape_or_struct(stored, _array_codes_shape(shape, stored.shape))
+            arrays[place] = place_like(stored, own)
             scales.append((codes.scale, codes.zero_point))
-    return QuantizedState(dict(skips), structure.unflatten(arrays), tuple(scales), Packing(tuple(entries)), key)
+    return structure.unflatten(arrays), tuple(scales)
+
+
+def _shape_before_rows(leaf: QArray | PackedRows) -> tuple[int, ...] | None:
+    return leaf.shape if isinstance(leaf, PackedRows) else None
 
 
 def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSharding:
@@ -300,13 +314,11 @@ def _spec_of_packed_leaf(spec: Spec, shape: tuple[int, ...]) -> Spec:
     return replace(spec, format=axes_from_end(spec.scaled, len(packed_row_shape(shape, spec))))
 
 
-def packing_fingerprint(leaves: list[Any]) -> str:
+def _packing_fingerprint(facts: list[tuple[str, tuple[int, ...], str]]) -> str:
     """A name for the specs, shapes and dtypes of packed leaves, in order: a word for each spec, and a hash.
 
     It does not depend on paths, which change with the versions of other programs.
     """
-    pairs = [(leaf_codes(leaf), tuple(leaf.shape)) for leaf in leaves if is_packed_leaf(leaf)]
-    facts = [(str(codes.spec), shape, np.dtype(codes.dtype).name) for codes, shape in pairs]
     words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
     return "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
 

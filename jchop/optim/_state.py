@@ -36,17 +36,17 @@ from jchop.optim._leaves import (
 from jchop.optim._nonfinite import count_skips
 from jchop.optim._pack import (
     QuantizedState,
-    as_quantized_state,
     as_state_rules,
+    first_quantized_state,
     is_packed_leaf,
     leaf_codes,
     pack_by_plan,
-    packing_fingerprint,
     plan_packing,
     repack_leaf,
     require_plan,
     rows_sharding,
     stochastic_rule,
+    stored_parts,
     unpack_leaf,
 )
 
@@ -125,11 +125,11 @@ def quantize_state(
         specs = structure.unflatten(plan_packing(leaves, rules, least))
         following, packed_tree = map_with_keys(pack_by_plan, start, inner_state, specs)
         packed_leaves = structure.flatten_up_to(packed_tree)
-        skips = {packing_fingerprint(packed_leaves): jnp.zeros([], jnp.int32)}
-        return as_quantized_state(structure, packed_leaves, following, skips, inner_state)
+        return first_quantized_state(structure, packed_leaves, following, inner_state)
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
-        leaves, structure = jax.tree_util.tree_flatten_with_path(state.inner_state, is_leaf=is_packed_leaf)
+        inner_state = state.inner_state
+        leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed_leaf)
         require_plan(state.skips, leaves, rules, least)
         following, keys = split_key(state.key, len(leaves))
 
@@ -140,21 +140,21 @@ def quantize_state(
 
         leaves_out = nonfinite == "skip"
         operands = updates, [leaf for _, leaf in leaves], params
-        cuts = plan_chunks(updates, leaves, count) if count > 1 else None
+        cuts = plan_chunks(updates, inner_state, count) if count > 1 else None
         if cuts is None:
             inner_updates, packed_leaves, sound = _step_whole(advance, keys, operands, leaves_out)
         else:
             inner_updates, packed_leaves, sound = _step_in_chunks(advance, keys, operands, leaves_out, cuts)
+        skips, parts = state.skips, stored_parts(structure, packed_leaves, state.arrays)
         if leaves_out:
             sound = sound_on_all_ranks(sound, advance, *operands)
-        skips = {name: count_skips(total, sound) for name, total in state.skips.items()} if leaves_out else state.skips
-        after = as_quantized_state(structure, packed_leaves, following, skips, state.arrays)
-        if not leaves_out:
-            return inner_updates, after
-        # A choice between codes in the shape of their array keeps the sharding that the old ones have.
-        codes, treedef = jax.tree.flatten((after.arrays, after.scales))
-        arrays, scales = treedef.unflatten(select_tree(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
-        return zeros_unless(sound, inner_updates), after._replace(arrays=arrays, scales=scales)
+            skips = {name: count_skips(total, sound) for name, total in skips.items()}
+            # A choice between codes in the shape of their array keeps the sharding that the old ones have.
+            codes, treedef = jax.tree.flatten(parts)
+            parts = treedef.unflatten(select_tree(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
+            inner_updates = zeros_unless(sound, inner_updates)
+        arrays, scales = parts
+        return inner_updates, QuantizedState(skips, arrays, scales, state.packing, following)
 
     return make_transformation(init, update)
 

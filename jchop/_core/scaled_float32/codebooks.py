@@ -76,19 +76,18 @@ def _bin_table(fmt: CodebookFormat, mode: Rounding) -> _BinTable | None:
     thresholds = rounding_thresholds(mode, fmt.levels)
     strict = tuple({beyond for value, beyond in thresholds if (value > 0) is above} for above in (True, False))
     values = np.array([float(value) for value, _ in thresholds])
-    spare = FLOAT64.fraction + 1 - _THRESHOLD_BITS
-    word, sizes = values.view(np.int64), np.abs(values[values != 0])
-    if max(map(len, strict)) > 1 or (word & bit_ops.low_mask(spare)).any() or any(values != [v for v, _ in thresholds]):
-        return None
-    if (sizes < 2.0**-_THRESHOLD_REACH).any() or (sizes > 2.0**_THRESHOLD_TOP).any():
+    word, sizes, spare = values.view(np.int64), np.abs(values[values != 0]), FLOAT64.fraction + 1 - _THRESHOLD_BITS
+    exact = all(values == [value for value, _ in thresholds]) and not (word & bit_ops.low_mask(spare)).any()
+    within = ((sizes >= 2.0**-_THRESHOLD_REACH) & (sizes <= 2.0**_THRESHOLD_TOP)).all()
+    if max(map(len, strict)) > 1 or not (exact and within):
         return None
     low = (word >> spare) & bit_ops.low_mask(_CUT_BITS)
     number = (word - (low << spare)).view(np.float64).astype(np.float32)
     bins = make_bins((FLOAT32.ordered_bits(number) + ((low > 0) & (number > 0))).tolist(), _BIN_MARGIN)
     if bins is None:
         return None
-    number, rest = number.view(np.int32)[bins.below], (np.arange(len(low)) | low << _INDEX_BITS).astype(np.uint16)
-    return _BinTable(bins, number, rest[bins.below], 0 in values, (True in strict[0], True in strict[1]))
+    rest = (np.arange(len(low)) | (low << _INDEX_BITS)).astype(np.uint16)[bins.below]
+    return _BinTable(bins, number.view(np.int32)[bins.below], rest, 0 in values, (True in strict[0], True in strict[1]))
 
 
 def supports_codebook_encode(plan: ScaledPlan) -> bool:
