@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -31,32 +32,32 @@ class Carrier:
     bias: int
     width: int
 
-    @property
+    @cached_property
     def work(self) -> np.dtype:
         """Signed integer dtype of the arithmetic."""
         return np.dtype("int64" if self.width == 64 else "int32")
 
-    @property
+    @cached_property
     def work_width(self) -> int:
         """Bits of `work`."""
         return 64 if self.width == 64 else 32
 
-    @property
+    @cached_property
     def sign_bit(self) -> int:
         """The sign bit, as a value of `work`."""
         return 1 << 15 if self.width == 16 else -(1 << (self.width - 1))
 
-    @property
+    @cached_property
     def inf(self) -> int:
         """Magnitude bits of infinity."""
         return (2 * self.bias + 1) << self.fraction
 
-    @property
+    @cached_property
     def nan(self) -> int:
         """Magnitude bits of the quiet NaN."""
         return self.inf | (1 << (self.fraction - 1))
 
-    @property
+    @cached_property
     def tiny_exponent(self) -> int:
         """Exponent of the smallest positive (subnormal) value."""
         return 1 - self.bias - self.fraction
@@ -82,6 +83,17 @@ class Carrier:
         """Ordered integer (see `ordered_integers`) of the smallest carrier value >= value."""
         bits, exact = self.toward_zero(value)
         return -bits if value < 0 else bits if exact else bits + 1
+
+    def holds_all(self, numbers: Sequence[float]) -> bool:
+        """Whether the carrier holds each of some finite binary64 numbers exactly."""
+        given = np.array(numbers, np.float64)
+        with np.errstate(over="ignore"):
+            return bool((given.astype(self.name) == given).all())
+
+    def ordered_bits(self, numbers: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Ordered integers (see `ordered_integers`) of numbers that the carrier holds exactly."""
+        bits = np.array(numbers, np.float64).astype(self.name).view(f"int{self.width}")
+        return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits).astype(self.work)
 
 
 CARRIERS = {

@@ -30,6 +30,8 @@ Array = jax.Array
 _StateSpec = Spec | ElementFormat | ScaledFormat | str
 #: Path patterns, each with the spec for the leaves that it matches; None leaves them unpacked.
 StateRules = tuple[tuple[str, Spec | None], ...]
+#: The leaves of a state with their paths; a packed array is one leaf.
+_PathsAndLeaves = list[tuple[tuple[Any, ...], Any]]
 
 #: The substitute for zero in a format without zero: far below any moment's square root, far above underflow.
 _ZERO_SUBSTITUTE = 2.0**-100
@@ -92,8 +94,8 @@ def stochastic_rule(rules: StateRules) -> Spec | None:
 # -- packing -----------------------------------------------------------------------------------------------------------
 
 
-def plan_packing(tree: Any, rules: StateRules, min_size: int) -> Any:
-    """A tree with the spec of each leaf that is packed or will be packed, and None for other leaves.
+def plan_packing(leaves: _PathsAndLeaves, rules: StateRules, min_size: int) -> list[Spec | None]:
+    """The spec of each leaf of a state that is packed or will be packed, and None for other leaves.
 
     The first rule whose pattern matches a leaf's path decides. Leaves that are not floating-point arrays, or have
     fewer than `min_size` elements, stay unpacked.
@@ -101,44 +103,34 @@ def plan_packing(tree: Any, rules: StateRules, min_size: int) -> Any:
     Raises:
         ValueError: for a rule whose pattern matches no floating-point leaf.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed_leaf)
     without_match = {pattern for pattern, _ in rules}
     specs: list[Spec | None] = []
+    names = []
     for path, leaf in leaves:
-        if not _holds_floats(leaf):
+        packed = is_packed_leaf(leaf)
+        if not (packed or is_float_leaf(leaf)):
             specs.append(None)
             continue
-        matching = [(pattern, spec) for pattern, spec in rules if matches_path(pattern, path_text(path))]
+        names.append(path_text(path))
+        matching = [(pattern, spec) for pattern, spec in rules if matches_path(pattern, names[-1])]
         without_match -= {pattern for pattern, _ in matching}
-        large = is_packed_leaf(leaf) or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
+        large = packed or math.prod(leaf.shape) >= min_size  # a shard of a packed leaf may be small
         specs.append(matching[0][1] if matching and large else None)
-    if without_match and any(_holds_floats(leaf) for _, leaf in leaves):
-        names = [path_text(path) for path, leaf in leaves if _holds_floats(leaf)]
+    if without_match and names:
         raise ValueError(
             f"rules: {', '.join(map(repr, sorted(without_match)))} matches none of the state's arrays"
             f"{nearest_paths_hint(without_match, names)}"
         )
-    return jax.tree.unflatten(structure, [_LeafPlan(spec) for spec in specs])
+    return specs
 
 
-def _holds_floats(leaf: Any) -> bool:
-    return is_packed_leaf(leaf) or is_float_leaf(leaf)
-
-
-@dataclass(frozen=True)
-class _LeafPlan:
-    """The spec for a leaf. It is a leaf of a pytree; None alone would not be one."""
-
-    spec: Spec | None
-
-
-def pack_by_plan(key: Array | None, leaf: Any, leaf_plan: _LeafPlan) -> Any:
-    """A leaf packed as its plan says.
+def pack_by_plan(key: Array | None, leaf: Any, spec: Spec | None) -> Any:
+    """A leaf packed as planned.
 
     Because of the barrier, the first state is packed at run time, not by the compiler
     (`known_results_computed_by_compiler` in `_core/xla_cpu.py`).
     """
-    return leaf if leaf_plan.spec is None else pack_leaf(key, jax.lax.optimization_barrier(leaf), leaf_plan.spec)
+    return leaf if spec is None else pack_leaf(key, jax.lax.optimization_barrier(leaf), spec)
 
 
 def repack_leaf(key: Array | None, old: Any, leaf: Any, offset: Any = 0) -> Any:
@@ -155,7 +147,7 @@ def pack_leaf(key: Array | None, x: Array, spec: Spec, offset: Any = 0) -> QArra
     `offset` is the index of its first element in a larger array, for the random bits.
     """
     rows = reshape(x, packed_row_shape(x.shape, spec))
-    if isinstance(spec.element, ElementFormat) and not _has_zero(spec.element):
+    if spec.element.code_of(0) is None:
         rows = jnp.where(rows == 0, jnp.asarray(_ZERO_SUBSTITUTE, rows.dtype), rows)
     codes = quantize(rows, spec, key, offset=offset) if spec.rounding.stochastic else quantize(rows, spec)
     return codes if rows.shape == x.shape else PackedRows(codes, tuple(x.shape))
@@ -168,26 +160,18 @@ def unpack_leaf(leaf: Any) -> Any:
     return dequantize(leaf) if isinstance(leaf, QArray) else leaf
 
 
-def unpack_tree(tree: Any) -> Any:
-    """A tree with its packed leaves unpacked."""
-    return jax.tree.map(unpack_leaf, tree, is_leaf=is_packed_leaf)
-
-
 def packed_row_shape(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
     """The shape in which an array is packed: with a last axis of whole groups, or of four groups and more."""
     if not shape:
         return (1,)
-    group = None if spec.scaled is None or spec.scaled.axis != -1 else spec.scaled.group
+    fmt = spec.scaled
+    group = None if fmt is None or fmt.axis != -1 else fmt.group
     if not isinstance(group, int):
         return tuple(shape)
     lead, last = list(shape[:-1]), shape[-1]
     while lead and last % group and last < 4 * group:
         last *= lead.pop()
     return (*lead, last)
-
-
-def _has_zero(fmt: ElementFormat) -> bool:
-    return fmt.code_of(0) is not None
 
 
 # -- bundles of plain arrays -----------------------------------------------------------------------------------------
@@ -246,23 +230,36 @@ class QuantizedState(NamedTuple):
         return jax.tree.unflatten(structure, leaves)
 
 
-def as_quantized_state(inner_state: Any, key: Any, skips: Mapping[str, Any], like: Any) -> QuantizedState:
-    """The state whose `inner_state` is a tree with packed leaves; codes are sharded as the arrays of `like`."""
-    leaves, structure = jax.tree.flatten(inner_state, is_leaf=is_packed_leaf)
-    entries, scales = [], []
-    for place, (leaf, own) in enumerate(zip(leaves, jax.tree.leaves(like, is_leaf=is_packed_leaf), strict=True)):
-        if is_packed_leaf(leaf):
-            codes, shape = leaf_codes(leaf), leaf.shape if isinstance(leaf, PackedRows) else None
-            rows = codes.qvalue.shape
-            leaves[place] = place_like(
-                codes.qvalue if shape is None else _reshape_or_struct(codes.qvalue, _array_codes_shape(shape, rows)),
-                own,
-            )
-            entries.append((place, str(codes.spec), codes.length, np.dtype(codes.dtype).name, shape))
-            scales.append((codes.scale, codes.zero_point))
-    return QuantizedState(
-        dict(skips), jax.tree.unflatten(structure, leaves), tuple(scales), Packing(tuple(entries)), key
+def first_quantized_state(structure: Any, leaves: list[Any], key: Array | None, like: Any) -> QuantizedState:
+    """The state whose `inner_state` has these leaves, some packed; codes are sharded as the arrays of `like`."""
+    packed = [(place, leaf, leaf_codes(leaf)) for place, leaf in enumerate(leaves) if is_packed_leaf(leaf)]
+    packing = Packing(
+        tuple(
+            (place, str(codes.spec), codes.length, np.dtype(codes.dtype).name, _shape_before_rows(leaf))
+            for place, leaf, codes in packed
+        )
     )
+    facts = [(text, tuple(leaves[place].shape), dtype) for place, text, _, dtype, _ in packing.entries]
+    skips = {_packing_fingerprint(facts): jnp.zeros([], jnp.int32)}
+    return QuantizedState(skips, *stored_parts(structure, leaves, like), packing, key)
+
+
+def stored_parts(structure: Any, leaves: list[Any], like: Any) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
+    """The `arrays` and `scales` of a `QuantizedState` with these leaves; codes are sharded as the arrays of `like`."""
+    arrays, scales = list(leaves), []
+    for place, (leaf, own) in enumerate(zip(leaves, jax.tree.leaves(like), strict=True)):
+        if is_packed_leaf(leaf):
+            codes, shape = leaf_codes(leaf), _shape_before_rows(leaf)
+            stored = codes.qvalue
+            if shape is not None:
+                stored = _reshape_or_struct(stored, _array_codes_shape(shape, stored.shape))
+            arrays[place] = place_like(stored, own)
+            scales.append((codes.scale, codes.zero_point))
+    return structure.unflatten(arrays), tuple(scales)
+
+
+def _shape_before_rows(leaf: QArray | PackedRows) -> tuple[int, ...] | None:
+    return leaf.shape if isinstance(leaf, PackedRows) else None
 
 
 def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSharding:
@@ -290,25 +287,19 @@ def _reshape_or_struct(x: Any, shape: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else reshape(x, shape)
 
 
-def require_plan(state: QuantizedState, rules: StateRules, min_size: int) -> None:
-    """Refuses a state whose arrays are not packed as in `plan_packing`.
+def require_plan(skips: Mapping[str, Any], leaves: _PathsAndLeaves, rules: StateRules, min_size: int) -> None:
+    """Refuses the skips and the leaves of a state whose arrays are not packed as in `plan_packing`.
 
     Raises:
         ValueError: for the first array that is packed differently, or not at all; for a state mixed from two.
     """
-    if len(state.skips) != 1:
-        raise ValueError(
-            f"state.skips has the names {', '.join(state.skips)}: it is made of the states of several specs"
-        )
-    inner_state = state.inner_state
-    leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed_leaf)
-    for (path, leaf), leaf_plan in zip(
-        leaves, structure.flatten_up_to(plan_packing(inner_state, rules, min_size)), strict=True
-    ):
+    if len(skips) != 1:
+        raise ValueError(f"state.skips has the names {', '.join(skips)}: it is made of the states of several specs")
+    for (path, leaf), spec in zip(leaves, plan_packing(leaves, rules, min_size), strict=True):
         actual = leaf_codes(leaf).spec if is_packed_leaf(leaf) else None
-        target = None if leaf_plan.spec is None else _spec_of_packed_leaf(leaf_plan.spec, leaf.shape)
+        target = None if spec is None else _spec_of_packed_leaf(spec, leaf.shape)
         if actual != target:
-            texts = ["as it is" if spec is None else f"as {_short_spec_text(spec)}" for spec in (actual, target)]
+            texts = ["as it is" if s is None else f"as {_short_spec_text(s)}" for s in (actual, target)]
             raise ValueError(
                 f"state keeps {path_text(path)} {texts[0]}, and this transformation keeps it {texts[1]}: the state "
                 "comes from a transformation with other rules"
@@ -323,13 +314,11 @@ def _spec_of_packed_leaf(spec: Spec, shape: tuple[int, ...]) -> Spec:
     return replace(spec, format=axes_from_end(spec.scaled, len(packed_row_shape(shape, spec))))
 
 
-def packing_fingerprint(inner_state: Any) -> str:
-    """A name for the specs, shapes and dtypes of a tree's packed leaves, in order: a word for each spec, and a hash.
+def _packing_fingerprint(facts: list[tuple[str, tuple[int, ...], str]]) -> str:
+    """A name for the specs, shapes and dtypes of packed leaves, in order: a word for each spec, and a hash.
 
     It does not depend on paths, which change with the versions of other programs.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(inner_state, is_leaf=is_packed_leaf) if is_packed_leaf(leaf)]
-    facts = [(str(leaf_codes(x).spec), tuple(x.shape), np.dtype(leaf_codes(x).dtype).name) for x in leaves]
     words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
     return "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
 

@@ -36,18 +36,18 @@ from jchop.optim._leaves import (
 from jchop.optim._nonfinite import count_skips
 from jchop.optim._pack import (
     QuantizedState,
-    as_quantized_state,
     as_state_rules,
+    first_quantized_state,
     is_packed_leaf,
     leaf_codes,
     pack_by_plan,
-    packing_fingerprint,
     plan_packing,
     repack_leaf,
     require_plan,
     rows_sharding,
     stochastic_rule,
-    unpack_tree,
+    stored_parts,
+    unpack_leaf,
 )
 
 Array = jax.Array
@@ -121,64 +121,62 @@ def quantize_state(
 
     def init(params: Any) -> QuantizedState:
         inner_state = inner.init(params)
-        following, packed_leaves = map_with_keys(
-            pack_by_plan, start, inner_state, plan_packing(inner_state, rules, least)
-        )
-        return as_quantized_state(
-            packed_leaves, following, {packing_fingerprint(packed_leaves): jnp.zeros([], jnp.int32)}, inner_state
-        )
+        leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed_leaf)
+        specs = structure.unflatten(plan_packing(leaves, rules, least))
+        following, packed_tree = map_with_keys(pack_by_plan, start, inner_state, specs)
+        packed_leaves = structure.flatten_up_to(packed_tree)
+        return first_quantized_state(structure, packed_leaves, following, inner_state)
 
     def update(updates: Any, state: QuantizedState, params: Any = None, **extra: Any) -> tuple[Any, QuantizedState]:
-        require_plan(state, rules, least)
-        old_leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=is_packed_leaf)
-        following, keys = split_key(state.key, len(old_leaves))
+        inner_state = state.inner_state
+        leaves, structure = jax.tree_util.tree_flatten_with_path(inner_state, is_leaf=is_packed_leaf)
+        require_plan(state.skips, leaves, rules, least)
+        following, keys = split_key(state.key, len(leaves))
 
-        def advance(updates: Any, inner_state: Any, params: Any) -> tuple[Any, list[Any]]:
-            inner_updates, new = inner.update(updates, unpack_tree(inner_state), params, **extra)
-            return inner_updates, list(
-                map(_in_old_dtype, structure.flatten_up_to(inner_state), structure.flatten_up_to(new))
-            )
+        def advance(updates: Any, old_leaves: list[Any], params: Any) -> tuple[Any, list[Any]]:
+            unpacked = structure.unflatten(map(unpack_leaf, old_leaves))
+            inner_updates, new = inner.update(updates, unpacked, params, **extra)
+            return inner_updates, list(map(_in_old_dtype, old_leaves, structure.flatten_up_to(new)))
 
         leaves_out = nonfinite == "skip"
-        cuts = plan_chunks(updates, state.inner_state, count) if count > 1 else None
+        operands = updates, [leaf for _, leaf in leaves], params
+        cuts = plan_chunks(updates, inner_state, count) if count > 1 else None
         if cuts is None:
-            inner_updates, packed_leaves, sound = _step_whole(
-                advance, keys, (updates, state.inner_state, params), leaves_out
-            )
+            inner_updates, packed_leaves, sound = _step_whole(advance, keys, operands, leaves_out)
         else:
-            inner_updates, packed_leaves, sound = _step_in_chunks(
-                advance, keys, (updates, state.inner_state, params), leaves_out, cuts
-            )
+            inner_updates, packed_leaves, sound = _step_in_chunks(advance, keys, operands, leaves_out, cuts)
+        skips, parts = state.skips, stored_parts(structure, packed_leaves, state.arrays)
         if leaves_out:
-            sound = sound_on_all_ranks(sound, advance, updates, state.inner_state, params)
-        skips = {name: count_skips(total, sound) for name, total in state.skips.items()} if leaves_out else state.skips
-        after = as_quantized_state(structure.unflatten(packed_leaves), following, skips, state.arrays)
-        if not leaves_out:
-            return inner_updates, after
-        # A choice between codes in the shape of their array keeps the sharding that the old ones have.
-        codes, treedef = jax.tree.flatten((after.arrays, after.scales))
-        arrays, scales = treedef.unflatten(select_tree(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
-        return zeros_unless(sound, inner_updates), after._replace(arrays=arrays, scales=scales)
+            sound = sound_on_all_ranks(sound, advance, *operands)
+            skips = {name: count_skips(total, sound) for name, total in skips.items()}
+            # A choice between codes in the shape of their array keeps the sharding that the old ones have.
+            codes, treedef = jax.tree.flatten(parts)
+            parts = treedef.unflatten(select_tree(sound, codes, jax.tree.leaves((state.arrays, state.scales))))
+            inner_updates = zeros_unless(sound, inner_updates)
+        arrays, scales = parts
+        return inner_updates, QuantizedState(skips, arrays, scales, state.packing, following)
 
     return make_transformation(init, update)
 
 
-_StateAdvance = Callable[[Any, Any, Any], tuple[Any, list[Any]]]
+_StateAdvance = Callable[[Any, list[Any], Any], tuple[Any, list[Any]]]
+#: Updates, the leaves of the state, and parameters.
+_StepOperands = tuple[Any, list[Any], Any]
 
 
 def _step_whole(
-    advance: _StateAdvance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool
+    advance: _StateAdvance, keys: list[Array | None], operands: _StepOperands, skips: bool
 ) -> tuple[Any, list[Any], Array]:
     """The updates, the packed leaves of the new state, and whether all numbers are sound.
 
     Args:
         advance: computes the updates and the unpacked leaves of the new state.
         keys: a key or None for each leaf.
-        operands: updates, state and parameters.
+        operands: updates, the leaves of the state, and parameters.
         skips: whether unsound steps are skipped, so that soundness is computed.
     """
     inner_updates, new = advance(*operands)
-    old_leaves = jax.tree.leaves(operands[1], is_leaf=is_packed_leaf)
+    old_leaves = operands[1]
     if not skips:
         return inner_updates, list(map(repack_leaf, keys, old_leaves, new)), jnp.asarray(True)
     stays = list(map(_leaf_stays_finite, old_leaves, new))
@@ -187,17 +185,17 @@ def _step_whole(
 
 
 def _step_in_chunks(
-    advance: _StateAdvance, keys: list[Array | None], operands: tuple[Any, Any, Any], skips: bool, cuts: Chunks
+    advance: _StateAdvance, keys: list[Array | None], operands: _StepOperands, skips: bool, cuts: Chunks
 ) -> tuple[Any, list[Any], Array]:
     """`_step_whole` with the leaves that can be cut computed chunk by chunk."""
     whole, packed_leaves, sound = _step_whole(advance, keys, cuts.rest(*operands), skips)
-    leaves = jax.tree.leaves(operands[1], is_leaf=is_packed_leaf)
+    leaves = operands[1]
 
     def step_of_chunk(i: Array) -> tuple[Any, Any, Array]:
         part = cuts.chunk(*operands, i)
         # The barrier keeps the compiler from fusing the computation of new moments with their uses.
         inner_updates, new = jax.lax.optimization_barrier(advance(*part))
-        old_leaves = jax.tree.leaves(part[1], is_leaf=is_packed_leaf)
+        old_leaves = part[1]
         places = [place for place, is_cut in enumerate(cuts.state_is_cut) if is_cut]
         codes = [
             repack_leaf(keys[place], old_leaves[place], new[place], cuts.start(leaves[place], i)) for place in places
@@ -246,7 +244,7 @@ def _leaf_stays_finite(old: Any, new: Any) -> Array:
     if not _may_be_nonfinite(leaf_codes(old).spec):
         return finite
     of_both = partial(_vary_like_both, new, old)
-    return jax.lax.cond(finite, lambda: of_both(jnp.asarray(True)), lambda: stays_finite(new, unpack_tree(old)))
+    return jax.lax.cond(finite, lambda: of_both(jnp.asarray(True)), lambda: stays_finite(new, unpack_leaf(old)))
 
 
 @always_jit

@@ -7,8 +7,7 @@ a smaller F. If a threshold has an equal F, R decides.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
@@ -21,7 +20,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.arithmetic.exact import ExactResult
 from jchop._core.rounding.codebooks import pick_level
-from jchop._core.rounding.modes import rounding_threshold
+from jchop._core.rounding.modes import rounding_thresholds
 from jchop.formats import CodebookFormat
 from jchop.formats.rounding import Rounding
 
@@ -74,37 +73,36 @@ def require_levels(fmt: CodebookFormat, mode: Rounding, carrier: Carrier) -> _Th
     Raises:
         ValueError: if a threshold has too many bits.
     """
-    levels = [Fraction(level) for level in fmt.levels]
-    thresholds = [rounding_threshold(mode, index, *pair) for index, pair in enumerate(itertools.pairwise(levels))]
+    thresholds = rounding_thresholds(mode, fmt.levels)
+    level_bits = carrier.ordered_bits(fmt.levels).tolist()
     if mode is Rounding.ODD:
-        return _columns_of_odd_rounding(levels, thresholds, carrier)
-    parts = [_floor_and_exact_rest(value, carrier) for value, _ in thresholds]
-    floors = [floor for floor, _ in parts]  # all different: a level lies between two
-    if any(rest.denominator != 1 for _, rest in parts):
+        return _columns_of_odd_rounding(level_bits, thresholds, carrier)
+    work, width = carrier.work, carrier.work_width
+    wide = replace(carrier, fraction=carrier.fraction + width)  # its bits are those of F, and below them R
+    parts = [(value < 0, *wide.toward_zero(value)) for value, _ in thresholds]
+    if not all(exact for *_, exact in parts):
         raise ValueError(
             f"rounding={mode.value!r}: {carrier.name} cannot tell quotients between the levels of {fmt} apart"
         )
-    work, width = carrier.work, carrier.work_width
-    rests = [int(rest) - (1 << width if rest >= 1 << (width - 1) else 0) for _, rest in parts]
-    level_bits = [carrier.ceil_bits(level) for level in levels]
+    both = [-bits if negative else bits for negative, bits, _ in parts]
+    floors = [bits >> width for bits in both]  # all different: a level lies between two
     columns = (
         level_bits,
         [*level_bits[1:], level_bits[-1]],
         [*floors, np.iinfo(work).max],
-        [*rests, 0],
+        [*np.array([bits % (1 << width) for bits in both], f"uint{width}").view(work), 0],
         [*(int(strict) for _, strict in thresholds), 0],
     )
     return _ThresholdColumns(np.array(floors, work), tuple(np.array(column, work) for column in columns))
 
 
 def _columns_of_odd_rounding(
-    levels: list[Fraction], thresholds: list[tuple[Fraction, bool]], carrier: Carrier
+    level_bits: list[int], thresholds: list[tuple[Fraction, bool]], carrier: Carrier
 ) -> _ThresholdColumns:
     """Only a number equal to a level of even index takes it: its two thresholds are one, and the next level follows.
 
     The thresholds are levels, so they are values of the carrier, and differ in F.
     """
-    level_bits = [carrier.ceil_bits(level) for level in levels]
     rows: list[tuple[int, ...]] = []
     for i, (value, strict) in enumerate(thresholds):
         floor = carrier.ceil_bits(value)
@@ -116,14 +114,3 @@ def _columns_of_odd_rounding(
     rows.append((last, last, np.iinfo(carrier.work).max, 0, 0, last))
     columns = np.array(rows, carrier.work).T
     return _ThresholdColumns(columns[2][:-1], tuple(columns))
-
-
-def _floor_and_exact_rest(value: Fraction, carrier: Carrier) -> tuple[int, Fraction]:
-    """F and R of an exact number; R is a fraction if W bits do not hold it."""
-    bits, exact = carrier.toward_zero(value)
-    field, fraction = bits >> carrier.fraction, bits & (1 << carrier.fraction) - 1
-    ulp = Fraction(2) ** (max(field, 1) - carrier.bias - carrier.fraction)
-    rest = abs(value) / ulp - (fraction + (1 << carrier.fraction if field else 0))
-    if value < 0 and not exact:
-        bits, rest = bits + 1, 1 - rest
-    return -bits if value < 0 else bits, rest * (1 << carrier.work_width)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 
 import jax
@@ -16,7 +14,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
-from jchop._core.rounding.modes import RandomBits, rounding_threshold, take_random_bits
+from jchop._core.rounding.modes import RandomBits, rounding_thresholds, take_random_bits
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, ElementFormat
 from jchop.formats.rounding import Rounding
@@ -55,25 +53,14 @@ class _LevelTable:
 
 @lru_cache(maxsize=64)
 def _level_table(fmt: CodebookFormat, carrier: Carrier) -> _LevelTable:
-    levels = [Fraction(level) for level in fmt.levels]
-    pairs = list(itertools.pairwise(levels))
-
-    def to_array(values: list[int]) -> np.ndarray:
-        return np.array(values, carrier.work)
-
-    def at_least(value: Fraction) -> int:  # first ordered integer whose value is >= value
-        return carrier.ceil_bits(value)
-
-    def above(value: Fraction) -> int:  # first ordered integer whose value is > value
-        return -carrier.ceil_bits(-value) + 1
-
-    def first(mode: Rounding) -> np.ndarray:
-        points = (rounding_threshold(mode, index, *pair) for index, pair in enumerate(pairs))
-        return to_array([above(point) if strict else at_least(point) for point, strict in points])
+    def starts(mode: Rounding) -> np.ndarray:
+        points = rounding_thresholds(mode, fmt.levels)
+        # The first number above a point, or from it on.
+        bits = [1 - carrier.ceil_bits(-point) if strict else carrier.ceil_bits(point) for point, strict in points]
+        return np.array(bits, carrier.work)
 
     return _LevelTable(
-        levels=to_array([at_least(level) for level in levels]),
-        thresholds={mode: first(mode) for mode in Rounding if not mode.stochastic},
+        carrier.ordered_bits(fmt.levels), {mode: starts(mode) for mode in Rounding if not mode.stochastic}
     )
 
 

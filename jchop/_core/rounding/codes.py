@@ -57,11 +57,9 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
         codes = encode_hif8(sign, magnitude, fmt, carrier)
     else:
         assert isinstance(fmt, CodebookFormat)
-        levels = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
+        levels = carrier.ordered_bits(fmt.levels)
         indexes = np.arange(len(levels), dtype=carrier.work)
-        codes = codebooks.pick_level(
-            bit_ops.ordered_integers(sign, magnitude), np.array(levels[1:], carrier.work), indexes
-        )
+        codes = codebooks.pick_level(bit_ops.ordered_integers(sign, magnitude), levels[1:], indexes)
     return codes.astype(fmt.code_dtype)
 
 
@@ -90,9 +88,8 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
     if isinstance(fmt, HiFloat8Format):
         return decode_hif8(codes, carrier)
     assert isinstance(fmt, CodebookFormat)
-    level_bits = [carrier.ceil_bits(Fraction(level)) for level in fmt.levels]
-    patterns = [abs(bits) | (carrier.sign_bit if bits < 0 else 0) for bits in level_bits] + [carrier.nan]
-    table = np.array(patterns, carrier.work)
+    levels = carrier.ordered_bits(fmt.levels)
+    table = np.append(np.where(levels < 0, -levels | carrier.sign_bit, levels), carrier.nan).astype(carrier.work)
     if len(table) > codebooks.MOST_COMPARISONS:
         bits = take_in_bounds(jnp.asarray(table), jnp.minimum(codes, len(table) - 1))
     elif short:

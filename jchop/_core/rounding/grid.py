@@ -160,7 +160,7 @@ def carrier_holds(spec: Spec, carrier: Carrier) -> bool:
     """Whether every result of rounding values of `carrier` under `spec` is a value of `carrier`."""
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
-        return all(carrier.magnitude_bits(Fraction(level)) is not None for level in fmt.levels)
+        return carrier.holds_all(fmt.levels)
     if isinstance(fmt, TaperedFormat):
         ends = (Fraction(fmt.smallest or 0), Fraction(fmt.max))
         return ends[0] >= Fraction(2) ** (1 - carrier.bias) and ends[1] <= carrier.max

@@ -17,7 +17,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT64, Carrier
 from jchop._core.rounding.bins import take_in_bounds
 from jchop._core.rounding.codebooks import pick_level
-from jchop._core.rounding.modes import rounding_threshold
+from jchop._core.rounding.modes import rounding_thresholds
 from jchop._core.rounding.takum_powers import takum_power
 from jchop._core.rounding.tapered import encode_tapered
 from jchop.formats import LogTakumFormat, TakumFormat
@@ -76,7 +76,7 @@ def _log_takum_magnitudes(bits: int) -> np.ndarray:
 def _log_takum_thresholds(bits: int, mode: Rounding, negative: bool) -> np.ndarray:
     """For each code k from 1 on, the smallest magnitude bits that become k + 1.
 
-    `rounding_threshold` has the point of the mode between neighbours at 0 and 1, or -1 and 0: a value, or the middle,
+    `rounding_thresholds` has the point of the mode between neighbours at 0 and 1, or -1 and 0: a value, or the middle,
     for which the point between the strings stands here.
     """
     levels = _log_takum_magnitudes(bits)
@@ -114,7 +114,7 @@ def _threshold_point(mode: Rounding, odd: int, negative: bool) -> Fraction:
         negative: whether they are magnitudes of negative numbers.
     """
     low, index = (-1, 1 - odd) if negative else (0, odd)
-    return abs(rounding_threshold(mode, index, Fraction(low), Fraction(low + 1))[0])
+    return abs(rounding_thresholds(mode, (low, low + 1), index)[0][0])
 
 
 def _floor_log_takum_code(magnitude: Array, fmt: LogTakumFormat) -> Array:

@@ -4,15 +4,16 @@
   low d bits then cleared. A carry into the exponent is right, because a carrier's bits have the order of its values.
 * `AWAY_FROM_ZERO`: one comparison of the discarded part, if it is not the low bits of a magnitude. Below T the
   neighbours are 0 and T.
-* `rounding_threshold`: the point between two levels above which the upper one is taken.
+* `rounding_thresholds`: the points between levels above which the upper one is taken.
 
 The facts of modes at the end are for overflow and for short cuts.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -311,21 +312,31 @@ AWAY_FROM_ZERO: dict[Rounding, Callable[[Any], Array | bool]] = {
 # -- between levels ----------------------------------------------------------------------------------------------------
 
 
-def rounding_threshold(mode: Rounding, index: int, low: Fraction, high: Fraction) -> tuple[Fraction, bool]:
-    """The point from which on level `index` + 1 is taken instead of level `index`, and whether the point is excluded.
+def rounding_thresholds(mode: Rounding, levels: Sequence[float], first: int = 0) -> list[tuple[Fraction, bool]]:
+    """For each pair of neighbouring levels, the point from which on the upper one is taken, and whether it is excluded.
 
-    Stochastic modes have no threshold.
+    Stochastic modes have no thresholds.
+
+    Args:
+        mode: a deterministic mode.
+        levels: increasing numbers.
+        first: the index of the first level.
     """
-    middle = (low + high) / 2
-    return {
-        Rounding.NEAREST_EVEN: (middle, False),
-        Rounding.NEAREST_AWAY: (middle, middle <= 0),
-        Rounding.NEAREST_ZERO: (middle, middle > 0),
-        Rounding.UP: (low, True),
-        Rounding.DOWN: (high, False),
-        Rounding.TOWARD_ZERO: (high, False) if middle > 0 else (low, True),
-        Rounding.ODD: (low, True) if index % 2 == 0 else (high, False),
-    }[mode]
+    points = []
+    for index, (low, high) in enumerate(itertools.pairwise(map(Fraction, levels)), first):
+        middle = (low + high) / 2
+        at_low, at_high = (low, True), (high, False)
+        point_of_mode = {
+            Rounding.NEAREST_EVEN: (middle, False),
+            Rounding.NEAREST_AWAY: (middle, middle <= 0),
+            Rounding.NEAREST_ZERO: (middle, middle > 0),
+            Rounding.UP: at_low,
+            Rounding.DOWN: at_high,
+            Rounding.TOWARD_ZERO: at_high if middle > 0 else at_low,
+            Rounding.ODD: at_low if index % 2 == 0 else at_high,
+        }
+        points.append(point_of_mode[mode])
+    return points
 
 
 # -- facts of modes ----------------------------------------------------------------------------------------------------

@@ -8,9 +8,7 @@ divisions, and contractions of products and sums, do not change a bit.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 
 import jax
@@ -19,10 +17,10 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32
+from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
 from jchop._core.rounding.codes import extend_exponent
-from jchop._core.rounding.modes import rounding_threshold
+from jchop._core.rounding.modes import rounding_thresholds
 from jchop._core.scaled.scales import BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import bits_to_float, float_to_bits
@@ -75,45 +73,21 @@ def _bin_table(fmt: CodebookFormat, mode: Rounding) -> _BinTable | None:
     """The table; None if thresholds are too close, too many, too far from 1, or have too many bits."""
     if mode.stochastic or fmt.bits > _INDEX_BITS:
         return None
-    pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
-    thresholds = [rounding_threshold(mode, index, *pair) for index, pair in enumerate(pairs)]
-    values = [value for value, _ in thresholds]
+    thresholds = rounding_thresholds(mode, fmt.levels)
     strict = tuple({beyond for value, beyond in thresholds if (value > 0) is above} for above in (True, False))
-    if max(map(len, strict)) > 1 or not all(map(_threshold_fits, values)):
+    values = np.array([float(value) for value, _ in thresholds])
+    word, sizes, spare = values.view(np.int64), np.abs(values[values != 0]), FLOAT64.fraction + 1 - _THRESHOLD_BITS
+    exact = all(values == [value for value, _ in thresholds]) and not (word & bit_ops.low_mask(spare)).any()
+    within = ((sizes >= 2.0**-_THRESHOLD_REACH) & (sizes <= 2.0**_THRESHOLD_TOP)).all()
+    if max(map(len, strict)) > 1 or not (exact and within):
         return None
-    bins = make_bins([FLOAT32.ceil_bits(value) for value in values], _BIN_MARGIN)
+    low = (word >> spare) & bit_ops.low_mask(_CUT_BITS)
+    number = (word - (low << spare)).view(np.float64).astype(np.float32)
+    bins = make_bins((FLOAT32.ordered_bits(number) + ((low > 0) & (number > 0))).tolist(), _BIN_MARGIN)
     if bins is None:
         return None
-    parts = [_cut_threshold(value) for value in values]
-    number = np.array([float(part) for part, _ in parts], np.float32).view(np.int32)
-    rest = np.array([index | low << _INDEX_BITS for index, (_, low) in enumerate(parts)], np.uint16)
-    return _BinTable(bins, number[bins.below], rest[bins.below], 0 in values, (True in strict[0], True in strict[1]))
-
-
-def _threshold_fits(value: Fraction) -> bool:
-    if not value:
-        return True
-    odd = abs(value.numerator) // (value.numerator & -value.numerator)
-    power = value.denominator & value.denominator - 1 == 0
-    return (
-        power
-        and odd.bit_length() <= _THRESHOLD_BITS
-        and Fraction(1, 1 << _THRESHOLD_REACH) <= abs(value) <= 1 << _THRESHOLD_TOP
-    )
-
-
-def _cut_threshold(value: Fraction) -> tuple[Fraction, int]:
-    """A threshold cut to a number of the carrier, and the cut bits of its integer."""
-    if not value:
-        return value, 0
-    unit = Fraction(2) ** (_floor_log2_of_fraction(abs(value)) - FLOAT32.fraction)
-    count = int(value / unit)
-    return count * unit, int((abs(value) / unit - abs(count)) * (1 << _CUT_BITS))
-
-
-def _floor_log2_of_fraction(value: Fraction) -> int:
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    return exponent - (value < Fraction(2) ** exponent)
+    rest = (np.arange(len(low)) | (low << _INDEX_BITS)).astype(np.uint16)[bins.below]
+    return _BinTable(bins, number.view(np.int32)[bins.below], rest, 0 in values, (True in strict[0], True in strict[1]))
 
 
 def supports_codebook_encode(plan: ScaledPlan) -> bool:
@@ -211,19 +185,16 @@ def supports_codebook_decode(plan: ScaledPlan) -> bool:
     fmt = plan.element.format
     if plan.carrier is not FLOAT32 or not isinstance(fmt, CodebookFormat) or plan.rule.tensor_scale:
         return False
-    sizes = [abs(Fraction(level)) for level in fmt.levels if level]
-    within = (
-        Fraction(1, 1 << products.LEAST_FACTOR_EXPONENT) <= size <= 1 << products.MOST_FACTOR_EXPONENT for size in sizes
-    )
-    return all(within) and all(FLOAT32.magnitude_bits(size) is not None for size in sizes)
+    least, most = 2.0**-products.LEAST_FACTOR_EXPONENT, 2.0**products.MOST_FACTOR_EXPONENT
+    return all(least <= abs(level) <= most for level in fmt.levels if level) and FLOAT32.holds_all(fmt.levels)
 
 
 def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Codes times scales, rounded once to nearest even; float32, with NaN for an unused code."""
     fmt = plan.element.format
     assert isinstance(fmt, CodebookFormat)
-    values = [fmt.value_of(code) for code in range(1 << fmt.bits)]
-    table = np.array([np.nan if value is None else float(value) for value in values], np.float32)
+    table = np.full(1 << fmt.bits, np.nan, np.float32)
+    table[: len(fmt.levels)] = fmt.levels
     level = take_in_bounds(jnp.asarray(table), codes.astype(jnp.int32))
     few = plan.float64 and if_static(lambda: codes.size <= _MOST_DECODES_IN_FLOAT64)
     return products.multiply_by_scale_bits(level, scale_magnitude(scales, plan), in_float64=few)

@@ -8,7 +8,6 @@ tiles have too many groups.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -21,7 +20,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic.quotient import significand_of_extended
 from jchop._core.rounding.codes import extend_exponent
-from jchop._core.rounding.modes import rounding_threshold
+from jchop._core.rounding.modes import rounding_thresholds
 from jchop._core.scaled.scales import BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32.integers import bits_to_float
 from jchop._core.xla.cpu import materialize_per_group
@@ -55,8 +54,7 @@ def _threshold_table(fmt: CodebookFormat, mode: Rounding) -> tuple[tuple[Fractio
     """The thresholds, and whether only numbers beyond each one reach it; None if they have too many bits."""
     if mode.stochastic:
         return None
-    pairs = itertools.pairwise([Fraction(level) for level in fmt.levels])
-    table = tuple(rounding_threshold(mode, index, *pair) for index, pair in enumerate(pairs))
+    table = tuple(rounding_thresholds(mode, fmt.levels))
     least, most = Fraction(1, 1 << _LEVEL_REACH), Fraction(1 << _LEVEL_REACH)
     for value, _ in table:
         if value and not (least <= abs(value) <= most and _normalize_threshold(value)[0].denominator == 1):
