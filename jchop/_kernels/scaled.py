@@ -300,6 +300,21 @@ def _collapse_dequantize(
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
+
+def _types_of_quantized(
+    x: Any, *arrays: Any, plan: ScaledPlan, given: int = 0, as_dtype: Any = "uint8", **_: Any
+) -> tuple[Any, ...]:
+    """The types of the results of `quantize_body`."""
+    codes, *scales = code_and_scale_shapes(Spec(plan.fmt), x.shape)
+    own = arrays[:given] or flatten_scales(*scales)
+    return (*(() if as_dtype is None else (jax.ShapeDtypeStruct(codes.shape, as_dtype),)), *own)
+
+
+def _types_of_numbers(*_: Any, plan: ScaledPlan, shape: tuple[int, ...]) -> tuple[Any]:
+    """The type of the result of `dequantize_body`."""
+    return (jax.ShapeDtypeStruct(shape, plan.carrier.name),)
+
+
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
@@ -308,7 +323,7 @@ round_scaled_op = make_op(
         _round_blocks_kernel(_run_gpu_round_blocks), blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu
     ),
     like_first=True,
-    single_cpu=partial(round_body, may_branch=True),
+    by_backend=True,
     apart=True,
     canonical=_collapse_round,
 )
@@ -323,7 +338,8 @@ quantize_scaled_op = make_op(
         _quantize_pays_on_gpu,
     ),
     single=False,
-    single_cpu=partial(quantize_body, may_branch=True),
+    results=_types_of_quantized,
+    by_backend=True,
     canonical=_collapse_quantize,
     stores=True,
 )
@@ -331,7 +347,8 @@ quantize_scaled_op = make_op(
 dequantize_scaled_op = make_op(
     "jchop_dequantize_scaled",
     dequantize_body,
-    single_cpu=partial(dequantize_body, may_branch=True),
+    results=_types_of_numbers,
+    by_backend=True,
     canonical=_collapse_dequantize,
 )
 
@@ -429,7 +446,7 @@ def round_scaled(
     dense, number, mask = dense_of(spec, x)
     plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
     run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
-    result = _across_parts(run, plan.fmt, x, number, *seeds_and_starts)
+    result = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
     return result if mask is None else jnp.where(mask, result, 0)
 
 
@@ -439,7 +456,8 @@ def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: Strea
         return jnp.zeros_like(x, bool)
     dense, number, mask = dense_of(spec, x)
     plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
-    overflow = _across_parts(partial(overflow_body, plan=plan, place=place), plan.fmt, x, number, *seeds_and_starts)
+    run = partial(overflow_body, plan=plan, place=place)
+    overflow = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
     return overflow if mask is None else mask & overflow
 
 
@@ -565,16 +583,14 @@ def _quantize_in_groups(
     as_dtype: Any,
 ) -> tuple:
     static = {"plan": plan, "given": len(fixed_scales), "place": place, "as_dtype": as_dtype}
-    codes, *scale_structs = code_and_scale_shapes(Spec(plan.fmt), x.shape)
-    like = (*([] if as_dtype is None else [codes]), *flatten_scales(*scale_structs))
-    return _across_parts(
-        partial(quantize_scaled_op, impl=impl, **static), plan.fmt, like, x, *fixed_scales, *seeds_and_starts
-    )
+    like = partial(_types_of_quantized, x, *fixed_scales, **static)
+    run = partial(quantize_scaled_op, impl=impl, **static)
+    return _across_parts(run, plan.fmt, like, x, *fixed_scales, *seeds_and_starts)
 
 
 @partial(always_jit, static_argnames=("plan", "shape"), inline=True)
 def _dequantize_in_groups(codes: Array, all_scales: tuple, *, plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
-    like = jax.ShapeDtypeStruct(shape, plan.carrier.name)
+    like = partial(jax.ShapeDtypeStruct, shape, plan.carrier.name)
     run = partial(dequantize_scaled_op, plan=plan, shape=shape)
     return _across_parts(run, plan.fmt, like, codes, *all_scales, bits=plan.fmt.bits)
 
@@ -583,7 +599,7 @@ def _dequantize_in_groups(codes: Array, all_scales: tuple, *, plan: ScaledPlan, 
 
 
 def _across_parts(
-    run: Callable[..., Any], fmt: ScaledFormat, like: Any, x: Array, *arrays: Array, bits: int = 8
+    run: Callable[..., Any], fmt: ScaledFormat, like: Callable[[], Any], x: Array, *arrays: Array, bits: int = 8
 ) -> Any:
     """``run(x, *arrays)``; as in an automatic mesh, if an explicit sharding of `x` cuts groups.
 
@@ -593,19 +609,20 @@ def _across_parts(
     Args:
         run: the operation.
         fmt: its format.
-        like: the shapes of the results, each of which is sharded like `x` as far as its shape allows.
+        like: gives the shapes of the results, each of which is sharded like `x` as far as its shape allows.
         x: numbers; or packed codes, of which `like` are the numbers.
         arrays: the other operands.
         bits: of a code.
     """
     if not has_sharding(x):
         return run(x, *arrays)
-    *units, last = _group_units(fmt, x.shape if bits == 8 else like.shape)
+    shapes = like()
+    *units, last = _group_units(fmt, x.shape if bits == 8 else shapes.shape)
     cut = axes_cut_by_sharding(x, [*units, last * bits // math.gcd(8, last * bits)])
     if not cut:
         return run(x, *arrays)
     whole = x if _depends_on_ends(fmt) else gather_axes(x, cut)
-    where, then = (jax.tree.map(partial(_sharding_like, part), like) for part in (whole, x))
+    where, then = (jax.tree.map(partial(_sharding_like, part), shapes) for part in (whole, x))
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     # In two steps: a sharding of the results along gathered axes would spread to the sums.
     out = jax.sharding.auto_axes(run, axes=explicit, out_sharding=where)(whole, *arrays)

@@ -21,7 +21,6 @@ from jchop._core.rounding.codes import extend_exponent
 from jchop._core.scaled.scales import TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import GroupQuanta, bits_to_float, float_to_bits
-from jchop._core.xla.cpu import materialize_per_group
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
 
@@ -186,12 +185,10 @@ def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: Sca
     """The quotients' magnitudes on the grid; a magnitude too large for the format stays above its largest number."""
     if not plan.is_power:
         return _divide_floats(x, scales, plan)
-    return (_divide_floats_by_safe_power if plan.in_safe_range else _divide_floats_by_power)(
-        magnitude, scales, _float_format_of(plan)
-    )
+    return (_divide_floats_by_safe_power if plan.in_safe_range else _divide_floats_by_power)(magnitude, scales, plan)
 
 
-def _divide_floats_by_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
+def _divide_floats_by_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
     exponent = scales.value
     # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
     most = (FLOAT32.inf - 1) + (jnp.minimum(exponent, 0) << FLOAT32.fraction)
@@ -203,12 +200,15 @@ def _divide_floats_by_power(magnitude: Array, scales: BlockScales, fmt: FloatFor
         float_to_bits(jnp.float32(end))
         for end in (2.0 ** -(_LEAST_ELEMENT_EXPONENT + 2), 2.0 ** (_MOST_ELEMENT_EXPONENT + 2))
     )
-    return _nearest_grid_step(bits_to_float(bit_ops.lax_clip(bits, low, high)), fmt, below_middle=False)
+    return _nearest_grid_step(
+        bits_to_float(bit_ops.lax_clip(bits, low, high)), _float_format_of(plan), below_middle=False
+    )
 
 
-def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
+def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
     """`_divide_floats_by_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
-    quotient = bits_to_float(magnitude) * materialize_per_group(
+    fmt = _float_format_of(plan)
+    quotient = bits_to_float(magnitude) * plan.backend.per_group(
         bits_to_float((FLOAT32.bias - scales.value) << FLOAT32.fraction)
     )
     return _nearest_grid_step(
@@ -219,7 +219,7 @@ def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, fmt: Flo
 def _divide_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
     fmt = _float_format_of(plan)
     divisor, high, low = _halves_of_scales(scales, plan)
-    divisor, inverse, high, low = integers.materialize_quanta((divisor, 1 / (high + low), high, low))
+    divisor, inverse, high, low = plan.backend.per_group((divisor, 1 / (high + low), high, low))
     numbers = bits_to_float(float_to_bits(integers.move_with_quanta(x, divisor)) & bit_ops.low_mask(FLOAT32.width - 1))
     guess = numbers * inverse
     guess = bit_ops.lax_where(guess < float(fmt.max), guess, float(fmt.max))
@@ -261,14 +261,12 @@ def multiply_floats_by_scales(values: Array, scales: BlockScales, plan: ScaledPl
     scale is exact.
     """
     if scales.tensor is not None:
-        own = bits_to_float(materialize_per_group(scale_magnitude(scales, plan)))
-        return products.multiply_by_scale_bits(values * own, scales.tensor)
+        own = bits_to_float(plan.backend.per_group(scale_magnitude(scales, plan)))
+        return products.multiply_by_scale_bits(values * own, scales.tensor, plan)
     if not (_float_products_are_exact(plan) or plan.in_safe_range):
-        return products.multiply_by_scale_bits(values, scale_magnitude(scales, plan))
-    (divisor,) = integers.materialize_quanta((integers.quanta_of(scales, plan, huge_too=False),))
-    return integers.multiply_by_quanta(
-        values, divisor, prevent=not (_float_products_are_exact(plan) or plan.in_safe_range)
-    )
+        return products.multiply_by_scale_bits(values, scale_magnitude(scales, plan), plan)
+    quanta = plan.backend.per_group(integers.quanta_of(scales, plan, huge_too=False))
+    return integers.move_back_products(values * quanta.value, quanta)
 
 
 def _decode_float_codes(codes: Array, fmt: FloatFormat) -> Array:
