@@ -228,13 +228,6 @@ def _round_with_zero_points(view: Array, group_scales: _GroupScales, plan: Scale
     return rounds(view, group_scales.scales, group_scales.zero, plan, word)
 
 
-def _encode_rounded_elements(values: Array, group_scales: _GroupScales, plan: ScaledPlan) -> Array:
-    """The codes of the results of `_round_to_elements`."""
-    if group_scales.zero is None:
-        return encode_elements(values, plan.element.format, plan.compute)
-    return integers.encode_integers(values, plan)
-
-
 def _dequantize_elements(values: Array, group_scales: _GroupScales, plan: ScaledPlan) -> Array:
     assert group_scales.zero is not None
     if group_scales.zero_is_number:
@@ -325,9 +318,10 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
         sign, magnitude = bit_ops.split_sign(values, plan.compute)
         smallest = plan.compute.toward_zero(fitting.smallest_positive(plan.element.format))[0]
         values = bit_ops.join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
-    return _pack_view(_encode_rounded_elements(values, group_scales, plan), groups, plan.fmt.bits), *flatten_scales(
-        *group_scales.store()
-    )
+        codes = encode_elements(values, plan.element.format, plan.compute)
+    else:
+        codes = integers.encode_integers(values, plan)
+    return _pack_view(codes, groups, plan.fmt.bits), *flatten_scales(*group_scales.store())
 
 
 def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: ScaledPlan, shape: tuple[int, ...]) -> Array:

@@ -17,7 +17,7 @@ def simplify_callees(call: Any, module: Any) -> None:
         module: JAX's context of the module.
     """
     remove = passmanager.PassManager.parse("func.func(cse)", module.context)
-    names = [_callee_name(call)] if "callee" in call.attributes else []
+    names = [call.attributes["callee"].value] if "callee" in call.attributes else []
     for name in names:  # which grow
         function = module.symbol_table[name].operation
         callees, broadcasts = _calls_and_broadcasts(function)
@@ -27,10 +27,6 @@ def simplify_callees(call: Any, module: Any) -> None:
         names += [callee for callee in dict.fromkeys(callees) if callee not in names]
 
 
-def _callee_name(call: Any) -> str:
-    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
-
-
 def _calls_and_broadcasts(function: Any) -> tuple[list[str], list[Any]]:
     """The names of the functions that a function calls, and its broadcasts of constants."""
     callees: list[str] = []
@@ -38,7 +34,7 @@ def _calls_and_broadcasts(function: Any) -> tuple[list[str], list[Any]]:
 
     def look(operation: Any) -> Any:
         if operation.name == "func.call":
-            callees.append(_callee_name(operation))
+            callees.append(operation.attributes["callee"].value)
         elif operation.name == "stablehlo.broadcast_in_dim":
             maker = operation.operands[0].owner
             if getattr(maker, "name", None) == "stablehlo.constant":  # and no argument of a block

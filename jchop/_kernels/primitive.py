@@ -60,18 +60,6 @@ CanonicalForm = tuple[_OpShapes, dict[str, Hashable]]
 _MIN_KERNEL_CAPABILITY = 8.0
 
 
-def _refuse_nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _always_profitable(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def _least_capability_of_kernels(*_: Any, **__: Any) -> float:
-    return _MIN_KERNEL_CAPABILITY
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A Pallas implementation of an operation for one platform.
@@ -86,9 +74,9 @@ class Kernel:
     """
 
     run: Callable[..., Any]
-    refuse: Callable[..., str | None] = _refuse_nothing
-    profitable: Callable[..., bool] = _always_profitable
-    capability: Callable[..., float] = _least_capability_of_kernels
+    refuse: Callable[..., str | None] = lambda *_, **__: None
+    profitable: Callable[..., bool] = lambda *_, **__: True
+    capability: Callable[..., float] = lambda *_, **__: _MIN_KERNEL_CAPABILITY
     below: float = math.inf
 
 
@@ -171,7 +159,6 @@ def make_op(
         for platform, kernel in platform_kernels
         if kernel is not None
     )
-    results = _first_array if like_first else results
     op = _OpDefinition(name, body, kernels, single, like_first, results)
     primitive = OpPrimitive(name, stores)
     primitive.def_impl(partial(_evaluate_op, op, primitive))
@@ -229,21 +216,17 @@ def _evaluate_op(op: _OpDefinition, primitive: Primitive, *args: Any, impl: str,
 
 
 def _result_avals(op: _OpDefinition, *avals: Any, impl: str, wide: bool, vmaps: _VmapAxes, static: _StaticItems) -> Any:
-    if op.results and all(axes[0] is not None for axes in vmaps) and all(map(_is_shape_and_dtype, avals)):
-        outer = avals[0].shape[: len(vmaps)]
-        own = op.results(*_innermost_avals(avals, vmaps), **dict(static))
-        return [jax.core.ShapedArray((*outer, *result.shape), result.dtype) for result in own]
+    x, shaped = avals[0], jax.core.ShapedArray
+    # Only shapes and dtypes, without shardings or varying axes.
+    plain = all(aval == shaped(aval.shape, aval.dtype, aval.weak_type) for aval in avals)
+    if plain and all(axes[0] is not None for axes in vmaps):
+        if op.like_first:
+            return [shaped(x.shape, x.dtype)]
+        if op.results is not None:
+            own = op.results(*_innermost_avals(avals, vmaps), **dict(static))
+            return [shaped((*x.shape[: len(vmaps)], *result.shape), result.dtype) for result in own]
     # From a trace of the body, so that the results have its shardings and varying axes.
     return jax.make_jaxpr(_results_under_vmaps(op, op.body, wide, vmaps, static))(*avals).out_avals
-
-
-def _first_array(x: Any, *_: Any, **__: Any) -> tuple[Any]:
-    return (x,)
-
-
-def _is_shape_and_dtype(aval: Any) -> bool:
-    """Whether a type is only a shape and a dtype, without a sharding or varying axes."""
-    return aval == jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
 def _lower_portable(

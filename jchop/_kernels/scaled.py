@@ -17,12 +17,10 @@ from jax.errors import InconclusiveDimensionOperation
 from jchop._common.bit_ops import (
     CARRIERS,
     axes_cut_by_sharding,
-    enable_x64_for,
     fit_sharding,
     gather_axes,
     has_sharding,
 )
-from jchop._common.settings import always_jit
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
@@ -47,6 +45,7 @@ from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 
 __all__ = [
+    "check_scales",
     "code_and_scale_shapes",
     "dense_of",
     "dequantize_scaled",
@@ -63,28 +62,51 @@ Array = jax.Array
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _run_tpu_round_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> Array:
-    from jchop._kernels import scaled_tpu
+def _round_blocks_on_tpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> Array:
+    from jchop._kernels.scaled_tpu import tpu_round_blocks
 
-    return scaled_tpu.tpu_round_blocks(x, words, plan=plan)
-
-
-def _run_gpu_round_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> Array:
-    from jchop._kernels import scaled_gpu
-
-    return scaled_gpu.gpu_round_blocks(x, words, plan=plan)
+    return tpu_round_blocks(x, _words_of_kernel(x, seeds_and_starts, plan, **static)[0], plan=plan)
 
 
-def _run_tpu_quantize_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> tuple[Array, Array]:
-    from jchop._kernels import scaled_tpu
+def _round_blocks_on_gpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> Array:
+    from jchop._kernels.scaled_gpu import gpu_round_blocks
 
-    return scaled_tpu.tpu_quantize_blocks(x, words, plan=plan)
+    return gpu_round_blocks(x, _words_of_kernel(x, seeds_and_starts, plan, **static)[0], plan=plan)
 
 
-def _run_gpu_quantize_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> tuple[Array, Array]:
-    from jchop._kernels import scaled_gpu
+def _quantize_blocks_on_tpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> tuple[Array, ...]:
+    from jchop._kernels.scaled_tpu import tpu_quantize_blocks
 
-    return scaled_gpu.gpu_quantize_blocks(x, words, plan=plan)
+    return _quantize_blocks(tpu_quantize_blocks, x, seeds_and_starts, plan, **static)
+
+
+def _quantize_blocks_on_gpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> tuple[Array, ...]:
+    from jchop._kernels.scaled_gpu import gpu_quantize_blocks
+
+    return _quantize_blocks(gpu_quantize_blocks, x, seeds_and_starts, plan, **static)
+
+
+def _quantize_blocks(
+    kernel: Callable[..., tuple[Array, Array]],
+    x: Array,
+    seeds_and_starts: Sequence[Array],
+    plan: ScaledPlan,
+    given: int = 0,
+    place: StreamOffset = STREAM_START,
+    as_dtype: Any = "uint8",
+) -> tuple[Array, ...]:
+    """The results of `quantize_body` by a kernel, which fits the scales."""
+    words, tensor = _words_of_kernel(x, seeds_and_starts, plan, place)
+    codes, scales = kernel(x, words, plan=plan)
+    return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
+
+
+def _words_of_kernel(
+    x: Array, seeds_and_starts: Sequence[Array], plan: ScaledPlan, place: StreamOffset = STREAM_START
+) -> tuple[Array, Array | None]:
+    """The words of a kernel, and the scale of the tensor, if the rule has one."""
+    tensor = tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+    return kernel_words(tensor, seeds_and_starts, place), tensor
 
 
 def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:
@@ -95,38 +117,6 @@ def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place:
     scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
     words = jnp.concatenate([scale, *kernel_seeds_and_start(tuple(seeds_and_starts), place)])
     return jnp.pad(words, (0, KERNEL_WORD_COUNT - words.size))[None]
-
-
-def _scale_of_tensor(x: Array, plan: ScaledPlan) -> Array | None:
-    """The scale of the tensor, if the rule has one."""
-    return tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
-
-
-def _round_blocks_kernel(kernel: Callable[..., Array]) -> Callable[..., Array]:
-    """A kernel with the arguments of `round_body`."""
-
-    def run(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> Array:
-        return kernel(x, kernel_words(_scale_of_tensor(x, plan), seeds_and_starts, place), plan=plan)
-
-    return run
-
-
-def _quantize_blocks_kernel(kernel: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, ...]]:
-    """A kernel with the arguments of `quantize_body`."""
-
-    def run(
-        x: Array,
-        *seeds_and_starts: Array,
-        plan: ScaledPlan,
-        given: int = 0,
-        place: StreamOffset = STREAM_START,
-        as_dtype: Any = "uint8",
-    ) -> tuple[Array, ...]:
-        tensor = _scale_of_tensor(x, plan)
-        codes, scales = kernel(x, kernel_words(tensor, seeds_and_starts, place), plan=plan)
-        return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
-
-    return run
 
 
 def refuse_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
@@ -318,10 +308,8 @@ def _types_of_numbers(*_: Any, plan: ScaledPlan, shape: tuple[int, ...]) -> tupl
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
-    tpu=Kernel(_round_blocks_kernel(_run_tpu_round_blocks), blocks_only(refuse_tpu_round_blocks)),
-    gpu=Kernel(
-        _round_blocks_kernel(_run_gpu_round_blocks), blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu
-    ),
+    tpu=Kernel(_round_blocks_on_tpu, blocks_only(refuse_tpu_round_blocks)),
+    gpu=Kernel(_round_blocks_on_gpu, blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu),
     like_first=True,
     by_backend=True,
     apart=True,
@@ -331,9 +319,9 @@ round_scaled_op = make_op(
 quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
-    tpu=Kernel(_quantize_blocks_kernel(_run_tpu_quantize_blocks), blocks_only(refuse_tpu_quantize_blocks)),
+    tpu=Kernel(_quantize_blocks_on_tpu, blocks_only(refuse_tpu_quantize_blocks)),
     gpu=Kernel(
-        _quantize_blocks_kernel(_run_gpu_quantize_blocks),
+        _quantize_blocks_on_gpu,
         blocks_only(refuse_gpu_quantize_blocks, rows=True),
         _quantize_pays_on_gpu,
     ),
@@ -496,15 +484,12 @@ def quantize_scaled(
     """
     fmt = _require_byte_codes(spec)
     plan = require_scaled_plan(spec, x.shape, x.dtype.name)
-    fixed_scales = _check_scales(spec, x.shape, scale, zero_point)
+    fixed_scales = check_scales(spec, x.shape, scale, zero_point)
     if _has_no_elements(x.shape):
         codes, *rest = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return codes.astype(as_dtype), *rest
-    with enable_x64_for(x.dtype):
-        codes, *rest = _quantize_in_groups(
-            x, fixed_scales, seeds_and_starts, plan=plan, place=place, impl=impl, as_dtype=as_dtype
-        )
-        return codes, *unflatten_scales(rest, fmt)
+    codes, *rest = _bind_quantize(x, fixed_scales, seeds_and_starts, impl, plan=plan, place=place, as_dtype=as_dtype)
+    return codes, *unflatten_scales(rest, fmt)
 
 
 def dequantize_scaled(
@@ -528,13 +513,14 @@ def dequantize_scaled(
     codes = code_and_scale_shapes(spec, shape)[0]
     if qvalue.shape != codes.shape or qvalue.dtype != codes.dtype:
         raise ValueError(f"qvalue is {qvalue.dtype}{qvalue.shape}; for {spec} and {shape} it is uint8{codes.shape}")
-    all_scales = _check_scales(spec, shape, scale, zero_point)
+    all_scales = check_scales(spec, shape, scale, zero_point)
     if not all_scales:
         raise ValueError(f"scale=None: {spec} needs the scales that the array was quantized under")
-    with enable_x64_for(dtype):
-        if _has_no_elements(shape):
-            return jnp.zeros(shape, dtype)
-        return _dequantize_in_groups(qvalue, all_scales, plan=plan, shape=shape)
+    if _has_no_elements(shape):
+        return jnp.zeros(shape, dtype)
+    like = partial(jax.ShapeDtypeStruct, shape, dtype)
+    run = partial(dequantize_scaled_op, plan=plan, shape=shape)
+    return _across_parts(run, plan.fmt, like, qvalue, *all_scales, bits=plan.fmt.bits)
 
 
 def fit_scaled(x: Array, *, spec: Spec) -> tuple[ScaleArrays, Array | None]:
@@ -544,55 +530,40 @@ def fit_scaled(x: Array, *, spec: Spec) -> tuple[ScaleArrays, Array | None]:
     if _has_no_elements(x.shape):
         _, scale, zero_point = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return scale, zero_point
-    with enable_x64_for(x.dtype):
-        return unflatten_scales(
-            _quantize_in_groups(x, (), (), plan=plan, place=STREAM_START, impl="auto", as_dtype=None), plan.fmt
-        )
+    return unflatten_scales(_bind_quantize(x, (), (), "auto", plan=plan, as_dtype=None), plan.fmt)
 
 
-def _check_scales(spec: Spec, shape: Sequence[int], scale: ScaleArrays, zero_point: Array | None) -> tuple[Array, ...]:
-    """Scales and zero points, checked, as a tuple of arrays; empty if they will be fitted."""
+def _bind_quantize(x: Array, fixed_scales: tuple, seeds_and_starts: tuple, impl: str, **static: Any) -> tuple:
+    arrays, given = (*fixed_scales, *seeds_and_starts), len(fixed_scales)
+    like = partial(_types_of_quantized, x, *arrays, given=given, **static)
+    return _across_parts(
+        partial(quantize_scaled_op, impl=impl, given=given, **static), static["plan"].fmt, like, x, *arrays
+    )
+
+
+def check_scales(spec: Spec, shape: Sequence[int], scale: ScaleArrays, zero_point: Any) -> tuple[Array, ...]:
+    """Scales and zero points of the form of `fit_scaled`, as a tuple of arrays; empty if they will be fitted."""
     if scale is None:
         if zero_point is not None:
-            raise ValueError("zero_point is given without scale; the two are fitted together")
+            raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
         return ()
     _, *structs = code_and_scale_shapes(spec, shape)
-    names = ("scale", "zero_point")
-    for name, value, struct in zip(names, (scale, zero_point), structs, strict=True):
-        leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), value)
-        expected_leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), struct)
-        if leaves != expected_leaves:
+    for name, value, struct in zip(("scale", "zero_point"), (scale, zero_point), structs, strict=True):
+        if _leaf_text(value) != _leaf_text(struct):
             raise ValueError(
-                f"{name} has shape and dtype {leaves}; for {spec} and {tuple(shape)} it is {expected_leaves}"
+                f"{name} is {_leaf_text(value)}; for x of shape {tuple(shape)} and spec={str(spec)!r} it must be "
+                f"{_leaf_text(struct)}"
             )
     return flatten_scales(scale, zero_point)
 
 
-# -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-@partial(always_jit, static_argnames=("plan", "place", "impl", "as_dtype"), inline=True)
-def _quantize_in_groups(
-    x: Array,
-    fixed_scales: tuple,
-    seeds_and_starts: tuple,
-    *,
-    plan: ScaledPlan,
-    place: StreamOffset,
-    impl: str,
-    as_dtype: Any,
-) -> tuple:
-    static = {"plan": plan, "given": len(fixed_scales), "place": place, "as_dtype": as_dtype}
-    like = partial(_types_of_quantized, x, *fixed_scales, **static)
-    run = partial(quantize_scaled_op, impl=impl, **static)
-    return _across_parts(run, plan.fmt, like, x, *fixed_scales, *seeds_and_starts)
-
-
-@partial(always_jit, static_argnames=("plan", "shape"), inline=True)
-def _dequantize_in_groups(codes: Array, all_scales: tuple, *, plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
-    like = partial(jax.ShapeDtypeStruct, shape, plan.carrier.name)
-    run = partial(dequantize_scaled_op, plan=plan, shape=shape)
-    return _across_parts(run, plan.fmt, like, codes, *all_scales, bits=plan.fmt.bits)
+def _leaf_text(parts: Any) -> str:
+    """The dtypes and shapes of parts."""
+    if isinstance(parts, tuple):
+        return " and ".join(map(_leaf_text, parts))
+    if not hasattr(parts, "dtype") or not hasattr(parts, "shape"):
+        return repr(parts)
+    return f"{jnp.dtype(parts.dtype).name}{list(parts.shape)}"
 
 
 # -- explicit shardings ------------------------------------------------------------------------------------------------

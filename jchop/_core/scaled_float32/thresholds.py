@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +80,7 @@ def _normalize_threshold(value: Fraction) -> tuple[Fraction, int]:
 
 def encode_by_thresholds(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
-    fmt = plan.element.format
-    assert isinstance(fmt, CodebookFormat)
+    fmt: Any = plan.element.format
     table = _threshold_table(fmt, plan.element.rounding)
     assert table is not None
     starts = plan.backend.per_group(_starts_of_levels(extend_exponent(scale_magnitude(scales, plan), FLOAT32), table))

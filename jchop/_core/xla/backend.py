@@ -21,7 +21,7 @@ class Backend:
     """A kind of programs, which the dispatch chooses (`make_op`): all give the same bits.
 
     Args:
-        maximum: `jax.numpy.max` of integers along axes, which stay with length 1.
+        maximum: `jax.numpy.max` of integers, with its `axis` and `keepdims`.
         per_group: returns a pytree of arrays, each computed once for each group.
         once: returns scalars of one dtype of integers, computed once for all uses.
         prevent_fma: returns a product with a nonnegative factor, rounded before it enters a sum.
