@@ -366,7 +366,7 @@ def require_scaled_plan(spec: Spec, shape: Sequence[int], dtype: str) -> ScaledP
 def dense_of(spec: Spec, x: Array) -> tuple[Spec, Array, Array | None]:
     """The spec without `sparse`, `x` without the numbers that it drops, and which are kept; None for all."""
     fmt = _require_scaled_format(spec)
-    if fmt.sparse is None or _has_no_elements(x.shape):
+    if fmt.sparse is None or 0 in x.shape:
         return spec if fmt.sparse is None else replace(spec, format=fmt.dense), x, None
     mask = sparse_mask(x, fmt)
     return replace(spec, format=fmt.dense), drop_outside_mask(x, mask, fmt), mask
@@ -406,10 +406,6 @@ def _require_byte_codes(spec: Spec) -> ScaledFormat:
     return fmt
 
 
-def _has_no_elements(shape: Sequence[int]) -> bool:
-    return 0 in shape
-
-
 def _zeros_of_shapes(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
@@ -429,7 +425,7 @@ def round_scaled(
         place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
     """
-    if _has_no_elements(x.shape):
+    if 0 in x.shape:
         return x
     dense, number, mask = dense_of(spec, x)
     plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
@@ -440,7 +436,7 @@ def round_scaled(
 
 def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START) -> Array:
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
-    if _has_no_elements(x.shape):
+    if 0 in x.shape:
         return jnp.zeros_like(x, bool)
     dense, number, mask = dense_of(spec, x)
     plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
@@ -485,7 +481,7 @@ def quantize_scaled(
     fmt = _require_byte_codes(spec)
     plan = require_scaled_plan(spec, x.shape, x.dtype.name)
     fixed_scales = check_scales(spec, x.shape, scale, zero_point)
-    if _has_no_elements(x.shape):
+    if 0 in x.shape:
         codes, *rest = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return codes.astype(as_dtype), *rest
     codes, *rest = _bind_quantize(x, fixed_scales, seeds_and_starts, impl, plan=plan, place=place, as_dtype=as_dtype)
@@ -516,7 +512,7 @@ def dequantize_scaled(
     all_scales = check_scales(spec, shape, scale, zero_point)
     if not all_scales:
         raise ValueError(f"scale=None: {spec} needs the scales that the array was quantized under")
-    if _has_no_elements(shape):
+    if 0 in shape:
         return jnp.zeros(shape, dtype)
     like = partial(jax.ShapeDtypeStruct, shape, dtype)
     run = partial(dequantize_scaled_op, plan=plan, shape=shape)
@@ -527,7 +523,7 @@ def fit_scaled(x: Array, *, spec: Spec) -> tuple[ScaleArrays, Array | None]:
     """The scales and zero points of `quantize_scaled` for `x`, in their stored form."""
     plan = require_scaled_plan(spec, x.shape, x.dtype.name)
     _, x, _ = dense_of(spec, x)
-    if _has_no_elements(x.shape):
+    if 0 in x.shape:
         _, scale, zero_point = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return scale, zero_point
     return unflatten_scales(_bind_quantize(x, (), (), "auto", plan=plan, as_dtype=None), plan.fmt)
