@@ -17,7 +17,7 @@ def simplify_callees(call: Any, module: Any) -> None:
         module: JAX's context of the module.
     """
     remove = passmanager.PassManager.parse("func.func(cse)", module.context)
-    names = [call.attributes["callee"].value] if "callee" in call.attributes else []
+    names = [ir.FlatSymbolRefAttr(call.attributes["callee"]).value] if "callee" in call.attributes else []
     for name in names:  # which grow
         function = module.symbol_table[name].operation
         callees, broadcasts = _calls_and_broadcasts(function)
@@ -34,7 +34,7 @@ def _calls_and_broadcasts(function: Any) -> tuple[list[str], list[Any]]:
 
     def look(operation: Any) -> Any:
         if operation.name == "func.call":
-            callees.append(operation.attributes["callee"].value)
+            callees.append(ir.FlatSymbolRefAttr(operation.attributes["callee"]).value)
         elif operation.name == "stablehlo.broadcast_in_dim":
             maker = operation.operands[0].owner
             if getattr(maker, "name", None) == "stablehlo.constant":  # and no argument of a block

@@ -37,13 +37,9 @@ class Backend:
     float64: bool = False
 
 
-def _same(values: Any) -> Any:
-    return values
-
-
 #: A program that XLA compiles for any device, and partitions over any mesh.
 PORTABLE = Backend(integer_maximum, materialize_per_group, compute_once, prevent_fma)
 #: A program for one CPU.
 ONE_CPU = replace(PORTABLE, branch=branch_in_functions, float64=True)
 #: A tile of a kernel, whose values are in registers.
-TILE = replace(PORTABLE, maximum=jnp.max, per_group=_same)
+TILE = replace(PORTABLE, maximum=jnp.max, per_group=lambda values: values)
