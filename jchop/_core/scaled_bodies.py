@@ -30,8 +30,8 @@ from jchop._core.scaled.scales import (
     store_scales,
     tensor_scale,
 )
-from jchop._core.scaled_float32 import codebooks, dispatch, in_float64, integers
-from jchop._core.xla.cpu import integer_maximum, materialize_per_group
+from jchop._core.scaled_float32 import dispatch, in_float64, integers
+from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat, ScaledFormat
 
@@ -64,7 +64,11 @@ class _GroupScales:
 
 
 def round_body(
-    x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: StreamOffset = STREAM_START, may_branch: bool = False
+    x: Array,
+    *seeds_and_starts: Array,
+    plan: ScaledPlan,
+    place: StreamOffset = STREAM_START,
+    backend: Backend = PORTABLE,
 ) -> Array:
     """`x` after quantization and dequantization.
 
@@ -73,9 +77,9 @@ def round_body(
         seeds_and_starts: for a stochastic element, the words of `seed_words`, then the traced starts of `place`.
         plan: the plan of the scaled format in arrays like `x`.
         place: the position of `x` in the random stream.
-        may_branch: whether the program is for one CPU: it may branch on the scales' sizes, and has fast float64.
+        backend: of the program; it may branch on the scales' sizes, and compute in float64.
     """
-    plan = replace(plan, float64=may_branch and dispatch.prefers_float64(x, plan))
+    plan = dispatch.plan_to_encode(x, plan, backend)
     groups = _groups_of_plan(x.shape, plan)
     group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan)
 
@@ -83,13 +87,13 @@ def round_body(
         view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, seeds_and_starts, groups, place)
         if group_scales.zero is None:
             return groups.back(dispatch.round_groups(view, group_scales.scales, plan, word))
-        if not group_scales.zero_is_number and dispatch.rounds_in_float64(plan):
+        if not group_scales.zero_is_number and plan.float64_numbers:
             return groups.back(
                 dispatch.round_groups_in_float64(view, group_scales.scales, group_scales.zero, plan, word)
             )
         return groups.back(_dequantize_elements(_round_to_elements(view, group_scales, plan, word), group_scales, plan))
 
-    return dispatch.branch_on_range(run, x, group_scales.scales, plan, may_branch, group_scales.zero)
+    return dispatch.branch_on_range(run, x, group_scales.scales, plan, group_scales.zero)
 
 
 def quantize_body(
@@ -99,7 +103,7 @@ def quantize_body(
     given: int = 0,
     place: StreamOffset = STREAM_START,
     as_dtype: Any = "uint8",
-    may_branch: bool = False,
+    backend: Backend = PORTABLE,
 ) -> tuple[Array, ...]:
     """`x` as packed codes, then the stored scales and zero points.
 
@@ -110,14 +114,14 @@ def quantize_body(
         given: the number of arrays of scales and zero points; 0 if they are fitted.
         place: as for `round_body`.
         as_dtype: dtype of the codes, of 8 bits. None: only scales and zero points, no codes.
-        may_branch: as for `round_body`.
+        backend: as for `round_body`.
     """
-    plan = replace(plan, float64=may_branch and dispatch.prefers_float64(x, plan))
+    plan = dispatch.plan_to_encode(x, plan, backend)
     groups = _groups_of_plan(x.shape, plan)
     if given:
         group_scales = _load_groups(arrays[:given], groups, plan)
     else:
-        group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, may_branch)
+        group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan, stores=True)
     scale_arrays = flatten_scales(*group_scales.store())
     if as_dtype is None:
         return scale_arrays
@@ -126,23 +130,20 @@ def quantize_body(
         view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, arrays[given:], groups, place)
         if group_scales.zero is None:
             codes = dispatch.encode_groups(view, group_scales.scales, plan, word)
-        elif not group_scales.zero_is_number and in_float64.supports_float64_encode(plan):
+        elif not group_scales.zero_is_number and plan.float64_elements:
             codes = in_float64.encode_in_float64(view, group_scales.scales, plan, word, group_scales.zero)
         else:
             codes = integers.encode_integers(_round_to_elements(view, group_scales, plan, word), plan)
         return lax.bitcast_convert_type(_pack_view(codes, groups, plan.fmt.bits), as_dtype)
 
-    return dispatch.branch_on_range(run, x, group_scales.scales, plan, may_branch, group_scales.zero), *scale_arrays
+    return dispatch.branch_on_range(run, x, group_scales.scales, plan, group_scales.zero), *scale_arrays
 
 
 def dequantize_body(
-    codes: Array, *scale_arrays: Array, plan: ScaledPlan, shape: tuple[int, ...], may_branch: bool = False
+    codes: Array, *scale_arrays: Array, plan: ScaledPlan, shape: tuple[int, ...], backend: Backend = PORTABLE
 ) -> Array:
-    """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit.
-
-    `may_branch` says, as there, whether the program is for one CPU, which has fast float64.
-    """
-    plan = replace(plan, float64=may_branch and codebooks.supports_codebook_decode(plan))
+    """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit; `backend` as there."""
+    plan = dispatch.plan_to_decode(plan, backend)
     groups = _groups_of_plan(shape, plan)
     group_scales = _load_groups(scale_arrays, groups, plan)
     view = _unpack_view(codes, groups, plan.fmt.bits)
@@ -199,7 +200,7 @@ def _round_to_elements(view: Array, group_scales: _GroupScales, plan: ScaledPlan
     """The elements as numbers, or as whole numbers of the work dtype if there are zero points."""
     if group_scales.zero is None:
         return elements.round_block_quotients(view, group_scales.scales, plan, word)
-    if integers.supports_integer_encode(plan) and not group_scales.zero_is_number:
+    if plan.encoding == "integers" and not group_scales.zero_is_number:
         return integers.round_to_integers(view, group_scales.scales, group_scales.zero, plan, word)
     return zero_points.clamp_to_ends(_round_with_zero_points(view, group_scales, plan, word), plan)
 
@@ -227,19 +228,12 @@ def _round_with_zero_points(view: Array, group_scales: _GroupScales, plan: Scale
     return rounds(view, group_scales.scales, group_scales.zero, plan, word)
 
 
-def _encode_rounded_elements(values: Array, group_scales: _GroupScales, plan: ScaledPlan) -> Array:
-    """The codes of the results of `_round_to_elements`."""
-    if group_scales.zero is None:
-        return encode_elements(values, plan.element.format, plan.compute)
-    return integers.encode_integers(values, plan)
-
-
 def _dequantize_elements(values: Array, group_scales: _GroupScales, plan: ScaledPlan) -> Array:
     assert group_scales.zero is not None
     if group_scales.zero_is_number:
         return float_zero_points.add_zero_points(values, group_scales.scales, group_scales.zero, plan)
     values = values - group_scales.zero.astype(values.dtype)
-    if integers.supports_integer_decode(plan):
+    if plan.decoding == "integers":
         return dispatch.multiply_integers_of_groups(values, group_scales.scales, plan)
     difference = values.astype(plan.compute.name)
     wider = Spec(IntegerFormat(plan.element.format.bits + 1))
@@ -249,11 +243,12 @@ def _dequantize_elements(values: Array, group_scales: _GroupScales, plan: Scaled
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, may_branch: bool = False) -> _GroupScales:
+def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores: bool = False) -> _GroupScales:
     """Scales and zero points of the groups of `x`, computed once for each group.
 
     Otherwise a compiler may compute them again for every element, or take minutes to compile the fused program. They
-    are also materialized before they are stored, so that both uses share one computation.
+    are also materialized before they are stored, so that both uses share one computation. `stores` as in
+    `choose_scales`.
     """
     fmt, zero = plan.fmt, None
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
@@ -264,15 +259,11 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, may_bra
     elif plan.rule.fit in fitting.SCALE_FITS:
         scales = fitting.SCALE_FITS[plan.rule.fit](view, groups.axes, plan, tensor)
     elif plan.rule.fit == "levels":
-        largest = largest_finite_magnitude(
-            bit_ops.split_sign(view, plan.compute)[1], groups.axes, plan.compute, integer_maximum
-        )
+        largest = largest_finite_magnitude(bit_ops.split_sign(view, plan.compute)[1], groups.axes, plan)
         scales = BlockScales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
-        scales = choose_scales(
-            view, groups.axes, plan, tensor, integer_maximum, may_branch, dispatch.rounds_in_float64(plan)
-        )
-    scales, zero = dispatch.materialize_scales(scales, plan), materialize_per_group(zero)
+        scales = choose_scales(view, groups.axes, plan, tensor, stores)
+    scales, zero = dispatch.materialize_scales(scales, plan), plan.backend.per_group(zero)
 
     def scale_arrays() -> ScaleArrays:
         own = groups.squeeze(store_scales(scales, plan))
@@ -285,17 +276,13 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, may_bra
         return float_zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
-        return _GroupScales(scales, zero, lambda: _materialize_scale_arrays(scale_arrays(), zero_array()))
+        return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())))
     parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(scale_arrays()), plan.of_scales))
     return _GroupScales(
         dispatch.materialize_scales(_load_block_scales(parts, groups, plan), plan),
         zero,
-        lambda: _materialize_scale_arrays(parts, zero_array()),
+        lambda: plan.backend.per_group((parts, zero_array())),
     )
-
-
-def _materialize_scale_arrays(scale_arrays: ScaleArrays, zero: Array | None) -> tuple[ScaleArrays, Array | None]:
-    return materialize_per_group((scale_arrays, zero))
 
 
 def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _GroupScales:
@@ -322,6 +309,7 @@ def _load_block_scales(parts: ScaleArrays, groups: Groups, plan: ScaledPlan) -> 
 
 def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
     """binary32 scales in their own scaled format, never zero: codes, scales, and zero points if any."""
+    plan = dispatch.plan_to_encode(scales, plan, PORTABLE)
     groups = _groups_of_plan(scales.shape, plan)
     view = _view_of_groups(scales, groups, plan)
     group_scales = _fit_groups(scales, view, groups, plan)
@@ -330,9 +318,10 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
         sign, magnitude = bit_ops.split_sign(values, plan.compute)
         smallest = plan.compute.toward_zero(fitting.smallest_positive(plan.element.format))[0]
         values = bit_ops.join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
-    return _pack_view(_encode_rounded_elements(values, group_scales, plan), groups, plan.fmt.bits), *flatten_scales(
-        *group_scales.store()
-    )
+        codes = encode_elements(values, plan.element.format, plan.compute)
+    else:
+        codes = integers.encode_integers(values, plan)
+    return _pack_view(codes, groups, plan.fmt.bits), *flatten_scales(*group_scales.store())
 
 
 def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: ScaledPlan, shape: tuple[int, ...]) -> Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._core.matmul.chain import chain_body, try_chain
-from jchop._core.xla.cpu import branch_in_functions
+from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels.primitive import make_op
 
 __all__ = ["MIN_CHAIN_ELEMENTS_TO_TRY", "chain_op"]
@@ -22,9 +22,11 @@ MIN_CHAIN_ELEMENTS_TO_TRY = 1 << 14
 _try_op = make_op("jchop_try_chain", try_chain, apart=True)
 
 
-def _try_chain_on_cpu(*arrays: Array, **static: Any) -> Array:
+def _chain_on_backend(*arrays: Array, backend: Backend = PORTABLE, **static: Any) -> Array:
+    if backend.branch is None:
+        return chain_body(*arrays, **static)
     out = _try_op(*arrays, **static)
-    return branch_in_functions(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
+    return backend.branch(jnp.any(jnp.isnan(out)), lambda: chain_body(*arrays, **static), lambda: out)
 
 
-chain_op = make_op("jchop_chain", chain_body, single_cpu=_try_chain_on_cpu)
+chain_op = make_op("jchop_chain", _chain_on_backend, by_backend=True)

@@ -7,15 +7,21 @@ from typing import Any
 import jax
 
 from jchop._common.gradients import CustomJvp
+from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels.primitive import make_op
 
 Array = jax.Array
 
 __all__ = ["materialize", "materialize_on_cpu"]
 
+
+def _barrier_on_one_cpu(x: Array, backend: Backend = PORTABLE) -> Array:
+    return x if backend is PORTABLE else jax.lax.optimization_barrier(x)
+
+
 _materialize_op = make_op("jchop_settled", jax.lax.optimization_barrier, like_first=True, apart=True)
 _materialize_on_cpu_op = make_op(
-    "jchop_settled_on_cpu", lambda x: x, like_first=True, single_cpu=jax.lax.optimization_barrier, apart=True
+    "jchop_settled_on_cpu", _barrier_on_one_cpu, like_first=True, by_backend=True, apart=True
 )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.ranges import ValueRange, range_of
 from jchop._core.matmul.operations import operation_carrier, round_operation, widen_operand
+from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels.primitive import make_op
 from jchop._spec.spec import Spec
 
@@ -33,16 +34,13 @@ def operation_on_device(
     return out.astype(args[0].dtype)
 
 
-def _quotient_or_root_body(*arrays: Array, name: str, spec: Spec, ranges: tuple[ValueRange, ...]) -> Array:
-    args, word = arrays[: len(ranges)], arrays[len(ranges) :]
-    return round_operation(name, args, spec, *word, ranges=ranges)
+def _quotient_or_root_body(
+    *arrays: Array, name: str, spec: Spec, ranges: tuple[ValueRange, ...], backend: Backend = PORTABLE
+) -> Array:
+    args, (word, *_) = arrays[: len(ranges)], (*arrays[len(ranges) :], None)
+    if backend.float64:
+        return float64.operation_in_float64(name, args, spec, word)
+    return round_operation(name, args, spec, word, ranges=ranges)
 
 
-def _quotient_or_root_in_float64(*arrays: Array, name: str, spec: Spec, ranges: tuple[ValueRange, ...]) -> Array:
-    args, word = arrays[: len(ranges)], arrays[len(ranges) :]
-    return float64.operation_in_float64(name, args, spec, word[0] if word else None)
-
-
-_quotient_or_root_op = make_op(
-    "jchop_quotient_or_root", _quotient_or_root_body, single_cpu=_quotient_or_root_in_float64, like_first=True
-)
+_quotient_or_root_op = make_op("jchop_quotient_or_root", _quotient_or_root_body, like_first=True, by_backend=True)

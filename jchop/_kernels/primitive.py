@@ -24,13 +24,14 @@ import jax.core
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir, passmanager
 from jax.interpreters import batching, mlir
 
 from jchop._common.bit_ops import reshard_like
 from jchop._common.checks import check_choice
 from jchop._common.settings import always_jit, jax_default_settings
+from jchop._core.xla.backend import ONE_CPU
 from jchop._core.xla.sizes import are_static
+from jchop._kernels.lowering_passes import simplify_callees
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -59,18 +60,6 @@ CanonicalForm = tuple[_OpShapes, dict[str, Hashable]]
 _MIN_KERNEL_CAPABILITY = 8.0
 
 
-def _refuse_nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _always_profitable(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def _least_capability_of_kernels(*_: Any, **__: Any) -> float:
-    return _MIN_KERNEL_CAPABILITY
-
-
 @dataclass(frozen=True)
 class Kernel:
     """A Pallas implementation of an operation for one platform.
@@ -85,9 +74,9 @@ class Kernel:
     """
 
     run: Callable[..., Any]
-    refuse: Callable[..., str | None] = _refuse_nothing
-    profitable: Callable[..., bool] = _always_profitable
-    capability: Callable[..., float] = _least_capability_of_kernels
+    refuse: Callable[..., str | None] = lambda *_, **__: None
+    profitable: Callable[..., bool] = lambda *_, **__: True
+    capability: Callable[..., float] = lambda *_, **__: _MIN_KERNEL_CAPABILITY
     below: float = math.inf
 
 
@@ -98,6 +87,7 @@ class _OpDefinition:
     kernels: tuple[tuple[str, tuple[Kernel, ...]], ...]
     single: bool
     like_first: bool
+    results: Callable[..., Sequence[Any]] | None
 
 
 class OpPrimitive(Primitive):
@@ -123,7 +113,8 @@ def make_op(
     gpu: Kernel | Sequence[Kernel] | None = None,
     single: bool = True,
     like_first: bool = False,
-    single_cpu: Callable[..., Any] | None = None,
+    results: Callable[..., Sequence[Any]] | None = None,
+    by_backend: bool = False,
     apart: bool = False,
     canonical: Callable[..., CanonicalForm | None] | None = None,
     stores: bool = False,
@@ -140,9 +131,10 @@ def make_op(
         gpu: a kernel for NVIDIA GPUs of compute capability 8.0 and more; or several, the preferred one first.
         single: the result is one array; else a tuple of arrays.
         like_first: the result has the shape and the dtype of the first array, so its type needs no trace of the body.
-        single_cpu: the body of programs for one CPU. It gives the bits of `body`, and may branch on values; `body` may
-            be partitioned or run under vmap, and so should not.
-        apart: in programs for one CPU, neither body is fused with the operations around it. This is for bodies that
+        results: of the types of the arrays and the static keywords, those of the results, so that these need no trace.
+        by_backend: the body has a keyword `backend`. It is `ONE_CPU` in programs for one CPU, except under vmap, and
+            absent in others.
+        apart: in programs for one CPU, the body is not fused with the operations around it. This is for bodies that
             read an array more than once, or whose results are read more than once.
         canonical: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same
             numbers in the same order, or None. A program for one CPU then has one body for all that share them.
@@ -167,13 +159,14 @@ def make_op(
         for platform, kernel in platform_kernels
         if kernel is not None
     )
-    op = _OpDefinition(name, body, kernels, single, like_first)
+    op = _OpDefinition(name, body, kernels, single, like_first, results)
     primitive = OpPrimitive(name, stores)
     primitive.def_impl(partial(_evaluate_op, op, primitive))
     primitive.def_abstract_eval(partial(_result_avals, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
-    if apart or single_cpu is not None or canonical is not None:
-        lower = partial(_lower_single_cpu, op, single_cpu or body, apart, canonical)
+    if apart or by_backend or canonical is not None:
+        own = partial(body, backend=ONE_CPU) if by_backend else body
+        lower = partial(_lower_single_cpu, op, own, apart, canonical)
         mlir.register_lowering(primitive, lower, platform="cpu")
     for platform, several in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, several), platform=platform)
@@ -223,16 +216,17 @@ def _evaluate_op(op: _OpDefinition, primitive: Primitive, *args: Any, impl: str,
 
 
 def _result_avals(op: _OpDefinition, *avals: Any, impl: str, wide: bool, vmaps: _VmapAxes, static: _StaticItems) -> Any:
-    x = avals[0]
-    if op.like_first and all(axes[0] is not None for axes in vmaps) and all(map(_is_shape_and_dtype, avals)):
-        return [jax.core.ShapedArray(x.shape, x.dtype)]
+    x, shaped = avals[0], jax.core.ShapedArray
+    # Only shapes and dtypes, without shardings or varying axes.
+    plain = all(aval == shaped(aval.shape, aval.dtype, aval.weak_type) for aval in avals)
+    if plain and all(axes[0] is not None for axes in vmaps):
+        if op.like_first:
+            return [shaped(x.shape, x.dtype)]
+        if op.results is not None:
+            own = op.results(*_innermost_avals(avals, vmaps), **dict(static))
+            return [shaped((*x.shape[: len(vmaps)], *result.shape), result.dtype) for result in own]
     # From a trace of the body, so that the results have its shardings and varying axes.
     return jax.make_jaxpr(_results_under_vmaps(op, op.body, wide, vmaps, static))(*avals).out_avals
-
-
-def _is_shape_and_dtype(aval: Any) -> bool:
-    """Whether a type is only a shape and a dtype, without a sharding or varying axes."""
-    return aval == jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type)
 
 
 def _lower_portable(
@@ -248,7 +242,7 @@ def _lower_portable(
 
 def _lower_single_cpu(
     op: _OpDefinition,
-    single_cpu: Callable[..., Any],
+    own: Callable[..., Any],
     apart: bool,
     canonical: Callable[..., CanonicalForm | None] | None,
     ctx: Any,
@@ -260,15 +254,12 @@ def _lower_single_cpu(
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     if params["vmaps"]:  # both sides of a branch would be computed
         return _lower_call(ctx, op, op.body, args, apart, **params)
-    shapes = tuple(aval.shape for aval in ctx.avals_in)
-    form = None if canonical is None else canonical(*shapes, **dict(params["static"]))
-    if form is None:
-        return _lower_call(ctx, op, single_cpu, args, apart, **params)
-    shapes, static = form
-    reshapes = shapes, tuple(aval.shape for aval in ctx.avals_out)
-    return _lower_call(
-        ctx, op, single_cpu, args, apart, reshapes, **{**params, "static": tuple(sorted(static.items()))}
-    )
+    shapes, static, reshapes = tuple(aval.shape for aval in ctx.avals_in), dict(params["static"]), None
+    if form := canonical and canonical(*shapes, **static):
+        shapes, static = form
+        reshapes = shapes, tuple(aval.shape for aval in ctx.avals_out)
+    params["static"] = tuple(sorted(static.items()))
+    return _lower_call(ctx, op, own, args, apart, reshapes, **params)
 
 
 def _lower_kernel(
@@ -317,56 +308,9 @@ def _lower_call(
     call = out[0].owner
     if call.name == "stablehlo.reshape":
         call = call.operands[0].owner
-    if new and "callee" in call.attributes:  # else a sharding constraint follows the call
-        # JAX writes a constant and its broadcast for each use: half of the lines are repetitions.
-        remove = passmanager.PassManager.parse("func.func(cse)", module.context)
-        for function in _reachable_functions(
-            module.symbol_table, ir.FlatSymbolRefAttr(call.attributes["callee"]).value, {}
-        ):
-            _fold_broadcasts(function.operation)
-            remove.run(function.operation)
+    if new:
+        simplify_callees(call, module)
     return out
-
-
-def _fold_broadcasts(function: Any) -> None:
-    """Writes a broadcast constant as a constant array, which is one operation and not two."""
-    broadcasts = []
-
-    def look(operation: Any) -> Any:
-        if operation.name == "stablehlo.broadcast_in_dim":
-            maker = operation.operands[0].owner
-            if getattr(maker, "name", None) == "stablehlo.constant":  # and no argument of a block
-                broadcasts.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    function.walk(look)
-    for operation in broadcasts:
-        value, (kind,) = ir.DenseElementsAttr(operation.operands[0].owner.attributes["value"]), operation.results.types
-        if value.is_splat:
-            array = ir.DenseElementsAttr.get_splat(kind, value.get_splat_value())
-            constant = ir.Operation.create(
-                "stablehlo.constant",
-                results=[kind],
-                attributes={"value": array},
-                loc=operation.location,
-                ip=ir.InsertionPoint(operation),
-            )
-            operation.results[0].replace_all_uses_with(constant.results[0])
-            operation.erase()
-
-
-def _reachable_functions(table: Any, name: str, functions: dict[str, Any]) -> Iterable[Any]:
-    """A function of a module, and the functions that it calls."""
-    if name not in functions:
-        functions[name] = table[name]
-
-        def collect_calls(operation: Any) -> Any:
-            if operation.name == "func.call":
-                _reachable_functions(table, ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, functions)
-            return ir.WalkResult.ADVANCE
-
-        functions[name].operation.walk(collect_calls)
-    return functions.values()
 
 
 @lru_cache(maxsize=4096)

@@ -17,12 +17,10 @@ from jax.errors import InconclusiveDimensionOperation
 from jchop._common.bit_ops import (
     CARRIERS,
     axes_cut_by_sharding,
-    enable_x64_for,
     fit_sharding,
     gather_axes,
     has_sharding,
 )
-from jchop._common.settings import always_jit
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
@@ -47,6 +45,7 @@ from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 
 __all__ = [
+    "check_scales",
     "code_and_scale_shapes",
     "dense_of",
     "dequantize_scaled",
@@ -63,28 +62,51 @@ Array = jax.Array
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _run_tpu_round_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> Array:
-    from jchop._kernels import scaled_tpu
+def _round_blocks_on_tpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> Array:
+    from jchop._kernels.scaled_tpu import tpu_round_blocks
 
-    return scaled_tpu.tpu_round_blocks(x, words, plan=plan)
-
-
-def _run_gpu_round_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> Array:
-    from jchop._kernels import scaled_gpu
-
-    return scaled_gpu.gpu_round_blocks(x, words, plan=plan)
+    return tpu_round_blocks(x, _words_of_kernel(x, seeds_and_starts, plan, **static)[0], plan=plan)
 
 
-def _run_tpu_quantize_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> tuple[Array, Array]:
-    from jchop._kernels import scaled_tpu
+def _round_blocks_on_gpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> Array:
+    from jchop._kernels.scaled_gpu import gpu_round_blocks
 
-    return scaled_tpu.tpu_quantize_blocks(x, words, plan=plan)
+    return gpu_round_blocks(x, _words_of_kernel(x, seeds_and_starts, plan, **static)[0], plan=plan)
 
 
-def _run_gpu_quantize_blocks(x: Array, words: Array, *, plan: ScaledPlan) -> tuple[Array, Array]:
-    from jchop._kernels import scaled_gpu
+def _quantize_blocks_on_tpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> tuple[Array, ...]:
+    from jchop._kernels.scaled_tpu import tpu_quantize_blocks
 
-    return scaled_gpu.gpu_quantize_blocks(x, words, plan=plan)
+    return _quantize_blocks(tpu_quantize_blocks, x, seeds_and_starts, plan, **static)
+
+
+def _quantize_blocks_on_gpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> tuple[Array, ...]:
+    from jchop._kernels.scaled_gpu import gpu_quantize_blocks
+
+    return _quantize_blocks(gpu_quantize_blocks, x, seeds_and_starts, plan, **static)
+
+
+def _quantize_blocks(
+    kernel: Callable[..., tuple[Array, Array]],
+    x: Array,
+    seeds_and_starts: Sequence[Array],
+    plan: ScaledPlan,
+    given: int = 0,
+    place: StreamOffset = STREAM_START,
+    as_dtype: Any = "uint8",
+) -> tuple[Array, ...]:
+    """The results of `quantize_body` by a kernel, which fits the scales."""
+    words, tensor = _words_of_kernel(x, seeds_and_starts, plan, place)
+    codes, scales = kernel(x, words, plan=plan)
+    return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
+
+
+def _words_of_kernel(
+    x: Array, seeds_and_starts: Sequence[Array], plan: ScaledPlan, place: StreamOffset = STREAM_START
+) -> tuple[Array, Array | None]:
+    """The words of a kernel, and the scale of the tensor, if the rule has one."""
+    tensor = tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+    return kernel_words(tensor, seeds_and_starts, place), tensor
 
 
 def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:
@@ -95,38 +117,6 @@ def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place:
     scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
     words = jnp.concatenate([scale, *kernel_seeds_and_start(tuple(seeds_and_starts), place)])
     return jnp.pad(words, (0, KERNEL_WORD_COUNT - words.size))[None]
-
-
-def _scale_of_tensor(x: Array, plan: ScaledPlan) -> Array | None:
-    """The scale of the tensor, if the rule has one."""
-    return tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
-
-
-def _round_blocks_kernel(kernel: Callable[..., Array]) -> Callable[..., Array]:
-    """A kernel with the arguments of `round_body`."""
-
-    def run(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> Array:
-        return kernel(x, kernel_words(_scale_of_tensor(x, plan), seeds_and_starts, place), plan=plan)
-
-    return run
-
-
-def _quantize_blocks_kernel(kernel: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, ...]]:
-    """A kernel with the arguments of `quantize_body`."""
-
-    def run(
-        x: Array,
-        *seeds_and_starts: Array,
-        plan: ScaledPlan,
-        given: int = 0,
-        place: StreamOffset = STREAM_START,
-        as_dtype: Any = "uint8",
-    ) -> tuple[Array, ...]:
-        tensor = _scale_of_tensor(x, plan)
-        codes, scales = kernel(x, kernel_words(tensor, seeds_and_starts, place), plan=plan)
-        return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
-
-    return run
 
 
 def refuse_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
@@ -300,15 +290,28 @@ def _collapse_dequantize(
 
 # -- operations --------------------------------------------------------------------------------------------------------
 
+
+def _types_of_quantized(
+    x: Any, *arrays: Any, plan: ScaledPlan, given: int = 0, as_dtype: Any = "uint8", **_: Any
+) -> tuple[Any, ...]:
+    """The types of the results of `quantize_body`."""
+    codes, *scales = code_and_scale_shapes(Spec(plan.fmt), x.shape)
+    own = arrays[:given] or flatten_scales(*scales)
+    return (*(() if as_dtype is None else (jax.ShapeDtypeStruct(codes.shape, as_dtype),)), *own)
+
+
+def _types_of_numbers(*_: Any, plan: ScaledPlan, shape: tuple[int, ...]) -> tuple[Any]:
+    """The type of the result of `dequantize_body`."""
+    return (jax.ShapeDtypeStruct(shape, plan.carrier.name),)
+
+
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
-    tpu=Kernel(_round_blocks_kernel(_run_tpu_round_blocks), blocks_only(refuse_tpu_round_blocks)),
-    gpu=Kernel(
-        _round_blocks_kernel(_run_gpu_round_blocks), blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu
-    ),
+    tpu=Kernel(_round_blocks_on_tpu, blocks_only(refuse_tpu_round_blocks)),
+    gpu=Kernel(_round_blocks_on_gpu, blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu),
     like_first=True,
-    single_cpu=partial(round_body, may_branch=True),
+    by_backend=True,
     apart=True,
     canonical=_collapse_round,
 )
@@ -316,14 +319,15 @@ round_scaled_op = make_op(
 quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
-    tpu=Kernel(_quantize_blocks_kernel(_run_tpu_quantize_blocks), blocks_only(refuse_tpu_quantize_blocks)),
+    tpu=Kernel(_quantize_blocks_on_tpu, blocks_only(refuse_tpu_quantize_blocks)),
     gpu=Kernel(
-        _quantize_blocks_kernel(_run_gpu_quantize_blocks),
+        _quantize_blocks_on_gpu,
         blocks_only(refuse_gpu_quantize_blocks, rows=True),
         _quantize_pays_on_gpu,
     ),
     single=False,
-    single_cpu=partial(quantize_body, may_branch=True),
+    results=_types_of_quantized,
+    by_backend=True,
     canonical=_collapse_quantize,
     stores=True,
 )
@@ -331,7 +335,8 @@ quantize_scaled_op = make_op(
 dequantize_scaled_op = make_op(
     "jchop_dequantize_scaled",
     dequantize_body,
-    single_cpu=partial(dequantize_body, may_branch=True),
+    results=_types_of_numbers,
+    by_backend=True,
     canonical=_collapse_dequantize,
 )
 
@@ -361,7 +366,7 @@ def require_scaled_plan(spec: Spec, shape: Sequence[int], dtype: str) -> ScaledP
 def dense_of(spec: Spec, x: Array) -> tuple[Spec, Array, Array | None]:
     """The spec without `sparse`, `x` without the numbers that it drops, and which are kept; None for all."""
     fmt = _require_scaled_format(spec)
-    if fmt.sparse is None or _has_no_elements(x.shape):
+    if fmt.sparse is None or 0 in x.shape:
         return spec if fmt.sparse is None else replace(spec, format=fmt.dense), x, None
     mask = sparse_mask(x, fmt)
     return replace(spec, format=fmt.dense), drop_outside_mask(x, mask, fmt), mask
@@ -401,10 +406,6 @@ def _require_byte_codes(spec: Spec) -> ScaledFormat:
     return fmt
 
 
-def _has_no_elements(shape: Sequence[int]) -> bool:
-    return 0 in shape
-
-
 def _zeros_of_shapes(shapes: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
@@ -424,22 +425,23 @@ def round_scaled(
         place: the position of `x` in the random stream.
         impl: "auto", "xla" or "pallas".
     """
-    if _has_no_elements(x.shape):
+    if 0 in x.shape:
         return x
     dense, number, mask = dense_of(spec, x)
     plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
     run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
-    result = _across_parts(run, plan.fmt, x, number, *seeds_and_starts)
+    result = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
     return result if mask is None else jnp.where(mask, result, 0)
 
 
 def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START) -> Array:
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
-    if _has_no_elements(x.shape):
+    if 0 in x.shape:
         return jnp.zeros_like(x, bool)
     dense, number, mask = dense_of(spec, x)
     plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
-    overflow = _across_parts(partial(overflow_body, plan=plan, place=place), plan.fmt, x, number, *seeds_and_starts)
+    run = partial(overflow_body, plan=plan, place=place)
+    overflow = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
     return overflow if mask is None else mask & overflow
 
 
@@ -478,15 +480,12 @@ def quantize_scaled(
     """
     fmt = _require_byte_codes(spec)
     plan = require_scaled_plan(spec, x.shape, x.dtype.name)
-    fixed_scales = _check_scales(spec, x.shape, scale, zero_point)
-    if _has_no_elements(x.shape):
+    fixed_scales = check_scales(spec, x.shape, scale, zero_point)
+    if 0 in x.shape:
         codes, *rest = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return codes.astype(as_dtype), *rest
-    with enable_x64_for(x.dtype):
-        codes, *rest = _quantize_in_groups(
-            x, fixed_scales, seeds_and_starts, plan=plan, place=place, impl=impl, as_dtype=as_dtype
-        )
-        return codes, *unflatten_scales(rest, fmt)
+    codes, *rest = _bind_quantize(x, fixed_scales, seeds_and_starts, impl, plan=plan, place=place, as_dtype=as_dtype)
+    return codes, *unflatten_scales(rest, fmt)
 
 
 def dequantize_scaled(
@@ -510,80 +509,64 @@ def dequantize_scaled(
     codes = code_and_scale_shapes(spec, shape)[0]
     if qvalue.shape != codes.shape or qvalue.dtype != codes.dtype:
         raise ValueError(f"qvalue is {qvalue.dtype}{qvalue.shape}; for {spec} and {shape} it is uint8{codes.shape}")
-    all_scales = _check_scales(spec, shape, scale, zero_point)
+    all_scales = check_scales(spec, shape, scale, zero_point)
     if not all_scales:
         raise ValueError(f"scale=None: {spec} needs the scales that the array was quantized under")
-    with enable_x64_for(dtype):
-        if _has_no_elements(shape):
-            return jnp.zeros(shape, dtype)
-        return _dequantize_in_groups(qvalue, all_scales, plan=plan, shape=shape)
+    if 0 in shape:
+        return jnp.zeros(shape, dtype)
+    like = partial(jax.ShapeDtypeStruct, shape, dtype)
+    run = partial(dequantize_scaled_op, plan=plan, shape=shape)
+    return _across_parts(run, plan.fmt, like, qvalue, *all_scales, bits=plan.fmt.bits)
 
 
 def fit_scaled(x: Array, *, spec: Spec) -> tuple[ScaleArrays, Array | None]:
     """The scales and zero points of `quantize_scaled` for `x`, in their stored form."""
     plan = require_scaled_plan(spec, x.shape, x.dtype.name)
     _, x, _ = dense_of(spec, x)
-    if _has_no_elements(x.shape):
+    if 0 in x.shape:
         _, scale, zero_point = _zeros_of_shapes(code_and_scale_shapes(spec, x.shape))
         return scale, zero_point
-    with enable_x64_for(x.dtype):
-        return unflatten_scales(
-            _quantize_in_groups(x, (), (), plan=plan, place=STREAM_START, impl="auto", as_dtype=None), plan.fmt
-        )
+    return unflatten_scales(_bind_quantize(x, (), (), "auto", plan=plan, as_dtype=None), plan.fmt)
 
 
-def _check_scales(spec: Spec, shape: Sequence[int], scale: ScaleArrays, zero_point: Array | None) -> tuple[Array, ...]:
-    """Scales and zero points, checked, as a tuple of arrays; empty if they will be fitted."""
+def _bind_quantize(x: Array, fixed_scales: tuple, seeds_and_starts: tuple, impl: str, **static: Any) -> tuple:
+    arrays, given = (*fixed_scales, *seeds_and_starts), len(fixed_scales)
+    like = partial(_types_of_quantized, x, *arrays, given=given, **static)
+    return _across_parts(
+        partial(quantize_scaled_op, impl=impl, given=given, **static), static["plan"].fmt, like, x, *arrays
+    )
+
+
+def check_scales(spec: Spec, shape: Sequence[int], scale: ScaleArrays, zero_point: Any) -> tuple[Array, ...]:
+    """Scales and zero points of the form of `fit_scaled`, as a tuple of arrays; empty if they will be fitted."""
     if scale is None:
         if zero_point is not None:
-            raise ValueError("zero_point is given without scale; the two are fitted together")
+            raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
         return ()
     _, *structs = code_and_scale_shapes(spec, shape)
-    names = ("scale", "zero_point")
-    for name, value, struct in zip(names, (scale, zero_point), structs, strict=True):
-        leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), value)
-        expected_leaves = jax.tree.map(lambda leaf: (leaf.shape, jnp.dtype(leaf.dtype).name), struct)
-        if leaves != expected_leaves:
+    for name, value, struct in zip(("scale", "zero_point"), (scale, zero_point), structs, strict=True):
+        if _leaf_text(value) != _leaf_text(struct):
             raise ValueError(
-                f"{name} has shape and dtype {leaves}; for {spec} and {tuple(shape)} it is {expected_leaves}"
+                f"{name} is {_leaf_text(value)}; for x of shape {tuple(shape)} and spec={str(spec)!r} it must be "
+                f"{_leaf_text(struct)}"
             )
     return flatten_scales(scale, zero_point)
 
 
-# -- compiled ----------------------------------------------------------------------------------------------------------
-
-
-@partial(always_jit, static_argnames=("plan", "place", "impl", "as_dtype"), inline=True)
-def _quantize_in_groups(
-    x: Array,
-    fixed_scales: tuple,
-    seeds_and_starts: tuple,
-    *,
-    plan: ScaledPlan,
-    place: StreamOffset,
-    impl: str,
-    as_dtype: Any,
-) -> tuple:
-    static = {"plan": plan, "given": len(fixed_scales), "place": place, "as_dtype": as_dtype}
-    codes, *scale_structs = code_and_scale_shapes(Spec(plan.fmt), x.shape)
-    like = (*([] if as_dtype is None else [codes]), *flatten_scales(*scale_structs))
-    return _across_parts(
-        partial(quantize_scaled_op, impl=impl, **static), plan.fmt, like, x, *fixed_scales, *seeds_and_starts
-    )
-
-
-@partial(always_jit, static_argnames=("plan", "shape"), inline=True)
-def _dequantize_in_groups(codes: Array, all_scales: tuple, *, plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
-    like = jax.ShapeDtypeStruct(shape, plan.carrier.name)
-    run = partial(dequantize_scaled_op, plan=plan, shape=shape)
-    return _across_parts(run, plan.fmt, like, codes, *all_scales, bits=plan.fmt.bits)
+def _leaf_text(parts: Any) -> str:
+    """The dtypes and shapes of parts."""
+    if isinstance(parts, tuple):
+        return " and ".join(map(_leaf_text, parts))
+    if not hasattr(parts, "dtype") or not hasattr(parts, "shape"):
+        return repr(parts)
+    return f"{jnp.dtype(parts.dtype).name}{list(parts.shape)}"
 
 
 # -- explicit shardings ------------------------------------------------------------------------------------------------
 
 
 def _across_parts(
-    run: Callable[..., Any], fmt: ScaledFormat, like: Any, x: Array, *arrays: Array, bits: int = 8
+    run: Callable[..., Any], fmt: ScaledFormat, like: Callable[[], Any], x: Array, *arrays: Array, bits: int = 8
 ) -> Any:
     """``run(x, *arrays)``; as in an automatic mesh, if an explicit sharding of `x` cuts groups.
 
@@ -593,19 +576,20 @@ def _across_parts(
     Args:
         run: the operation.
         fmt: its format.
-        like: the shapes of the results, each of which is sharded like `x` as far as its shape allows.
+        like: gives the shapes of the results, each of which is sharded like `x` as far as its shape allows.
         x: numbers; or packed codes, of which `like` are the numbers.
         arrays: the other operands.
         bits: of a code.
     """
     if not has_sharding(x):
         return run(x, *arrays)
-    *units, last = _group_units(fmt, x.shape if bits == 8 else like.shape)
+    shapes = like()
+    *units, last = _group_units(fmt, x.shape if bits == 8 else shapes.shape)
     cut = axes_cut_by_sharding(x, [*units, last * bits // math.gcd(8, last * bits)])
     if not cut:
         return run(x, *arrays)
     whole = x if _depends_on_ends(fmt) else gather_axes(x, cut)
-    where, then = (jax.tree.map(partial(_sharding_like, part), like) for part in (whole, x))
+    where, then = (jax.tree.map(partial(_sharding_like, part), shapes) for part in (whole, x))
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     # In two steps: a sharding of the results along gathered axes would spread to the sums.
     out = jax.sharding.auto_axes(run, axes=explicit, out_sharding=where)(whole, *arrays)

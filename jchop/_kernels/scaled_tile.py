@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jchop._common.checks import check_int
 from jchop._core.rounding.random_bits import SEEDS
 from jchop._core.scaled.scales import ScaledPlan, scale_dtype
+from jchop._core.xla.backend import TILE
 from jchop._kernels.round_tile import KernelStream
 
 __all__ = [
@@ -41,7 +42,7 @@ class ScaledBlocksProblem:
     @classmethod
     def of(cls, x: Any, plan: ScaledPlan) -> ScaledBlocksProblem:
         """The problem of an array, or of its shape and dtype."""
-        return cls(plan, tuple(x.shape))
+        return cls(replace(plan, backend=TILE), tuple(x.shape))
 
     @property
     def axis(self) -> int:

@@ -20,7 +20,7 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._kernels.scaled import code_and_scale_shapes, dense_of, fit_scaled, quantize_scaled
+from jchop._kernels.scaled import check_scales, dense_of, fit_scaled, quantize_scaled
 from jchop._round.arguments import (
     JCHOP_SCOPE,
     as_array,
@@ -97,9 +97,11 @@ def quantize(
         if not isinstance(spec.format, ElementFormat):
             place, starts = stream_offset(offset, array.shape)
             how = _QuantizeOptions(spec, place, impl)
-            own_scales = _check_scale_argument(array, spec, scale, zero_point)
-            *parts, places = _quantize_groups(array, draw_key, starts, *own_scales, how=how)
-            parts = (*(parts if scale is None else (parts[0], *own_scales)), places)
+            if check_scales(spec, array.shape, scale, zero_point):
+                _check_scale_values(scale, spec, array.shape)
+                _check_zero_point_values(zero_point, spec)
+            *parts, places = _quantize_groups(array, draw_key, starts, scale, zero_point, how=how)
+            parts = (*(parts if scale is None else (parts[0], scale, zero_point)), places)
         else:
             if scale is not None or zero_point is not None:
                 raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale and no zero_point")
@@ -260,24 +262,6 @@ def _dequantize_leaves(
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check_scale_argument(x: Any, spec: Spec, scale: Scale, zero_point: Any) -> tuple[Scale, Any]:
-    """A given scale and zero point, checked to have the form of `fit_scale`."""
-    if scale is None and zero_point is None:
-        return None, None
-    if scale is None:
-        raise ValueError("zero_point without scale; pass both, as returned by fit_scale")
-    _, *own_leaves = code_and_scale_shapes(spec, x.shape)
-    for name, value, own_leaf in zip(("scale", "zero_point"), (scale, zero_point), own_leaves, strict=True):
-        if _leaf_text(value) != _leaf_text(own_leaf):
-            raise ValueError(
-                f"{name} is {_leaf_text(value)}; for x of shape {x.shape} and spec={str(spec)!r} it must be "
-                f"{_leaf_text(own_leaf)}"
-            )
-    _check_scale_values(scale, spec, x.shape)
-    _check_zero_point_values(zero_point, spec)
-    return scale, zero_point
-
-
 def _check_scale_values(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     """Refuses scales that `fit_scale` cannot return. Traced values are not known and not checked."""
     if has_tracer(scale):
@@ -330,15 +314,6 @@ def _distinct_values(scales: Any, fmt: ElementFormat) -> np.ndarray:
         return distinct
     values = (fmt.value_of(int(code) % (1 << fmt.bits)) for code in distinct)
     return np.array([math.nan if value is None else float(value) for value in values])
-
-
-def _leaf_text(parts: Any) -> str:
-    """The dtypes and shapes of parts."""
-    if isinstance(parts, tuple):
-        return " and ".join(map(_leaf_text, parts))
-    if not hasattr(parts, "dtype") or not hasattr(parts, "shape"):
-        return repr(parts)
-    return f"{np.dtype(parts.dtype).name}{list(parts.shape)}"
 
 
 def _leaf_to_numpy(leaf: Any) -> Any:

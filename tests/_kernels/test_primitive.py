@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
+from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels import primitive
 from jchop._kernels.primitive import Kernel, make_op
 
@@ -292,10 +293,12 @@ def test_a_partitioned_body_is_not_apart(kind):
 
 
 def test_a_body_that_branches_runs_in_the_program_of_one_cpu_alone():
-    def branches(x: jax.Array, scale: jax.Array, *, shift: int) -> jax.Array:
-        return lax.cond(scale > 0, lambda: body(x, scale, shift=shift), lambda: jnp.zeros_like(x))
+    def branches(x: jax.Array, scale: jax.Array, *, shift: int, backend: Backend = PORTABLE) -> jax.Array:
+        if backend.branch is None:
+            return body(x, scale, shift=shift)
+        return backend.branch(scale > 0, lambda: body(x, scale, shift=shift), lambda: jnp.zeros_like(x))
 
-    op = make_op("toy_branches", body, single_cpu=branches)
+    op = make_op("toy_branches", branches, by_backend=True)
     run, x = times(op), jax.device_put(X, NamedSharding(mesh(), P("a")))
     np.testing.assert_array_equal(run(X), X * 3 + 1)
     assert "stablehlo.case" in lowered_for("cpu", run, X)

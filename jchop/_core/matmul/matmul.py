@@ -30,6 +30,7 @@ from jchop._core.matmul import aligned_doubles, aligned_limbs
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import SEEDS, random_words
+from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import are_static
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
@@ -42,15 +43,12 @@ WordSource = Callable[[str, StepIndex], Array]
 
 @dataclass(frozen=True)
 class MatmulPlan:
-    """The static data of a sum of `k` products on `carrier`; the operands are already rounded.
-
-    With `one_cpu` the program is for one CPU, and may use float64.
-    """
+    """The static data of a sum of `k` products on `carrier`; the operands are already rounded."""
 
     spec: MatmulSpec
     carrier: Carrier
     k: int
-    one_cpu: bool = False
+    backend: Backend = PORTABLE
 
     @property
     def draws(self) -> bool:
@@ -200,7 +198,9 @@ _STEPS_PER_ITERATION = 2
 _TREE_PRODUCTS = 4
 
 
-def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any = None, one_cpu: bool = False) -> Array:
+def matmul_body(
+    a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any = None, backend: Backend = PORTABLE
+) -> Array:
     """The product of matrices, with the roundings and the order of sums of `spec`.
 
     Args:
@@ -211,7 +211,7 @@ def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any 
             Then twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
         spec: the arithmetic.
         tiling: for the kernels alone.
-        one_cpu: whether the program is for one CPU: the same bits, and aligned sums may use float64. Default False.
+        backend: of the program; aligned sums may use its float64.
 
     Returns:
         Shape (batch, m, n), the dtype of `a`.
@@ -222,7 +222,7 @@ def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any 
             f"shape={tuple(a.shape)}: a sum in a named order has a known number of steps, so none runs along a "
             "symbolic length, here the last one; export the program for known lengths"
         )
-    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], a.shape[2], one_cpu)
+    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], a.shape[2], backend)
     zero = _zero_outputs(a, b)
     if not plan.k:
         return zero
@@ -232,7 +232,7 @@ def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any 
     if scales:
         over = [jnp.repeat(jnp.moveaxis(s, i, 0), spec.group, 0)[: plan.k] for s, i in zip(scales, (2, 1), strict=True)]
         x, y = zip((x, y), over, strict=True)
-    with enable_x64_for(jnp.float64 if one_cpu and spec.order.aligned else a.dtype):
+    with enable_x64_for(jnp.float64 if backend.float64 and spec.order.aligned else a.dtype):
         return _ORDER_BODIES[spec.order.kind](x, y, zero, plan, draw)
 
 
@@ -387,7 +387,7 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
     block = order.block or plan.k
     unit = TensorCoreUnit(plan.spec, min(block, plan.k))
     x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
-    wide = plan.one_cpu and aligned_doubles.suits_doubles(unit)
+    wide = plan.backend.float64 and aligned_doubles.suits_doubles(unit)
     find = aligned_doubles.double_factors if wide else aligned_limbs.limb_factors
     x_factors, y_factors = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
 

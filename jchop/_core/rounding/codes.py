@@ -284,8 +284,9 @@ def pack_codes(codes: Array, bits: int) -> Array:
     """
     if bits == 8:
         return codes.astype(jnp.uint8)
-    groups = _split_last_axis(codes.astype(jnp.uint8), _codes_per_group(bits))
-    starts = bits * np.arange(_codes_per_group(bits)) - 8 * np.arange(_bytes_per_group(bits))[:, None]
+    unit, unit_bytes = _packing_unit(bits)
+    groups = _split_last_axis(codes.astype(jnp.uint8), unit)
+    starts = bits * np.arange(unit) - 8 * np.arange(unit_bytes)[:, None]
     return _merge_last_axes(_shift_and_combine(groups, starts))[..., : packed_size(codes.shape[-1], bits)]
 
 
@@ -315,18 +316,15 @@ def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
         )
         shifts = np.arange(0, 32, bits, dtype=np.int32)
         return _merge_last_axes(words[..., None] >> shifts & bit_ops.low_mask(bits)).astype(jnp.uint8)
-    groups = _split_last_axis(code_bytes, _bytes_per_group(bits))
-    starts = 8 * np.arange(_bytes_per_group(bits)) - bits * np.arange(_codes_per_group(bits))[:, None]
+    unit, unit_bytes = _packing_unit(bits)
+    groups = _split_last_axis(code_bytes, unit_bytes)
+    starts = 8 * np.arange(unit_bytes) - bits * np.arange(unit)[:, None]
     return _merge_last_axes(_shift_and_combine(groups, starts) & np.uint8(bit_ops.low_mask(bits)))[..., :count]
 
 
-def _codes_per_group(bits: int) -> int:
-    """The least number of codes that fill whole bytes; `_bytes_per_group` is the number of these bytes."""
-    return 8 // math.gcd(8, bits)
-
-
-def _bytes_per_group(bits: int) -> int:
-    return bits // math.gcd(8, bits)
+def _packing_unit(bits: int) -> tuple[int, int]:
+    """The least number of codes that fill whole bytes, and the number of these bytes."""
+    return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
 
 
 def _split_last_axis(row: Array, size: int) -> Array:

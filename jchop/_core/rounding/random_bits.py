@@ -49,7 +49,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 
 from jchop._common.settings import always_jit
-from jchop._core.xla.cpu import compute_once
+from jchop._core.xla.backend import PORTABLE
 from jchop._core.xla.sizes import are_static
 
 _WORD_MASK = 0xFFFF_FFFF
@@ -84,7 +84,7 @@ def _seeds_of_key_data(data: Array) -> tuple[Array, ...]:
     for i in range(2, len(d), 2):
         h = _threefry(h, (d[i], d[i + 1]))
     a, b = _threefry(h, (jnp.full(3, _SEED_DOMAIN + len(d), jnp.uint32), jnp.arange(3, dtype=jnp.uint32)))
-    return compute_once((a[0], b[0], a[1], b[1], a[2], b[2]))
+    return PORTABLE.once((a[0], b[0], a[1], b[1], a[2], b[2]))
 
 
 #: The number of words of `seed_words`.

@@ -58,7 +58,7 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Ar
     """
     compute = plan.compute
     magnitude = bit_ops.split_sign(x, compute)[1]
-    largest = largest_finite_magnitude(magnitude, axes, compute)
+    largest = largest_finite_magnitude(magnitude, axes, plan)
     finite = magnitude < compute.inf
 
     def count(within: Array) -> Array:
@@ -95,7 +95,7 @@ def fit_squares(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array
         tensor: None; the rule has no scale of the tensor.
     """
     compute = plan.compute
-    largest = largest_finite_magnitude(bit_ops.split_sign(x, compute)[1], axes, compute)
+    largest = largest_finite_magnitude(bit_ops.split_sign(x, compute)[1], axes, plan)
     error_of = _make_squared_error(x, axes, largest, plan)
     whole = range_of(None, compute)
 
@@ -123,7 +123,7 @@ def fit_either(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array 
         tensor: for a rule with a scale of the tensor, its bits, int32.
     """
     compute = plan.compute
-    largest = largest_finite_magnitude(bit_ops.split_sign(x, compute)[1], axes, compute)
+    largest = largest_finite_magnitude(bit_ops.split_sign(x, compute)[1], axes, plan)
     whole = None if tensor is None else tensor_scale_bits(tensor, largest.shape, plan)
     candidates = [
         BlockScales(round_scales((largest,), whole, plan, (divisor,))[0], None, whole) for divisor in plan.divisors
@@ -145,7 +145,7 @@ def fit_power(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Array |
     """
     compute = plan.compute
     magnitude = bit_ops.split_sign(x, compute)[1]
-    largest = largest_finite_magnitude(magnitude, axes, compute)
+    largest = largest_finite_magnitude(magnitude, axes, plan)
     lag = compute.bias - (largest >> compute.fraction)
     finite = magnitude < compute.inf
     near_one = elements.multiply_by_power(_zero_subnormals(x, plan), jnp.broadcast_to(lag, x.shape), compute)

@@ -6,10 +6,10 @@ Integer arithmetic on bits: the exponents of scales come from exponent bits, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, reduce
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,7 @@ from jchop._core.matmul.levels import require_levels
 from jchop._core.rounding.codes import decode_magnitude, encode_elements, extend_exponent
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import require_carrier
-from jchop._core.xla import cpu
-from jchop._core.xla.cpu import branch_in_functions
+from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import (
@@ -50,6 +49,8 @@ from jchop.formats.rounding import Overflow
 from jchop.formats.scaled.scale_rules import ScaleRule
 
 Array = jax.Array
+Encoding = Literal["integers", "floats", "thresholds", "codebooks", "exact"]
+Decoding = Literal["integers", "floats", "codebooks", "level_products", "exact"]
 
 #: Scale formats whose scales are stored as numbers of a dtype; others are stored as codes.
 _SCALE_NUMBER_DTYPES = {binary16: "float16", bfloat16: "bfloat16", binary32: "float32", binary64: "float64"}
@@ -74,29 +75,39 @@ class ScaledPlan:
         element: the format of the elements, and their rounding.
         carrier: the carrier of the numbers.
         of_scales: the plan of the scales if they are quantized again.
+        backend: the kind of the program.
+        encoding: the fastest exact way to the elements of a group; "exact" is the way of tiles (`elements`).
+        decoding: the fastest exact way to the numbers of codes.
+        float64: whether the program computes in float64 where it can.
+        float64_elements: whether it finds the elements in float64.
+        float64_numbers: whether it finds the rounded numbers and the scales in float64, too.
         in_safe_range: whether all scales are known to be in the safe range, and none is NaN. Then subnormal
             intermediate results have no effect.
-        float64: whether the device has float64 arithmetic that is about as fast as float32.
     """
 
     fmt: ScaledFormat
     element: Spec
     carrier: Carrier
     of_scales: ScaledPlan | None = None
-    in_safe_range: bool = False
+    backend: Backend = PORTABLE
+    encoding: Encoding = "exact"
+    decoding: Decoding = "exact"
     float64: bool = False
+    float64_elements: bool = False
+    float64_numbers: bool = False
+    in_safe_range: bool = False
 
-    @property
+    @cached_property
     def compute(self) -> Carrier:
         """The carrier of the arithmetic: float32 also for 16-bit data."""
         return CARRIERS["float64" if self.carrier.width == 64 else "float32"]
 
-    @property
+    @cached_property
     def rule(self) -> ScaleRule:
         """The rule that chooses the scales."""
         return self.fmt.scale_rule
 
-    @property
+    @cached_property
     def scale(self) -> FloatFormat:
         """The format to which the rule rounds scales."""
         return self.fmt.scale_format
@@ -126,7 +137,7 @@ class ScaledPlan:
         ends = (smallest, max(Fraction(1), smallest), largest)
         return tuple(self.compute.toward_zero(end)[0] for end in ends)  # type: ignore[return-value]
 
-    @property
+    @cached_property
     def exponents(self) -> tuple[int, int, int]:
         """Exponents of power-of-two scales: the least one, the one for a block of zeros, and the largest one."""
         fmt = self.scale
@@ -134,7 +145,7 @@ class ScaledPlan:
         least = max(least, self.compute.tiny_exponent)
         return least, max(least, 0), min(fmt.emax, self.compute.bias)
 
-    @property
+    @cached_property
     def stores_exponents(self) -> bool:
         """Whether the code of a scale is its biased exponent."""
         fmt = self.scale
@@ -252,30 +263,20 @@ def all_in_safe_range(scales: BlockScales, plan: ScaledPlan) -> Array:
 
 
 def choose_scales(
-    x: Array,
-    axis: int | tuple[int, ...],
-    plan: ScaledPlan,
-    tensor: Array | None = None,
-    maximum: Callable[..., Array] = jnp.max,
-    may_branch: bool = False,
-    numbers: bool = False,
+    x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, tensor: Array | None = None, stores: bool = False
 ) -> BlockScales:
-    """The scales of blocks.
+    """The scales of blocks; numbers of float64 if the plan has `float64_numbers`.
 
     Args:
         x: a tile of numbers of the arithmetic's carrier; a block may be padded with zeros.
         axis: the axis, or several, of the blocks.
         plan: the plan with the rule.
         tensor: for a rule with a scale of the tensor, its bits, int32.
-        maximum: a function with the arguments of `jnp.max`. Default: `jnp.max`.
-        may_branch: whether the program may branch on the sizes of numbers, which is faster on a CPU. Default False.
-        numbers: whether to find float64 numbers, if `_divides_in_float64` holds. Default False.
+        stores: whether the results are codes, for which no new pages as large as `x` are written. Default False.
     """
     compute = plan.compute
     sign, magnitude = bit_ops.split_sign(x, compute)
-    largest = _largest_magnitude(
-        x, partial(largest_finite_magnitude, axis=axis, carrier=compute, maximum=maximum), axis, compute, may_branch
-    )
+    largest = _largest_magnitude(x, axis, plan, stores)
     tensor = None if tensor is None else tensor_scale_bits(tensor, largest.shape, plan)
     if plan.rule.carry is not None:
         value, beyond = choose_exponents(largest, plan)
@@ -283,50 +284,48 @@ def choose_scales(
     else:
         if len(plan.divisors) == 2:
             ends = (
-                largest_finite_magnitude(bit_ops.lax_where(side, magnitude, 0), axis, compute, maximum)
+                largest_finite_magnitude(bit_ops.lax_where(side, magnitude, 0), axis, plan)
                 for side in (sign == 0, sign != 0)
             )
         else:
             ends = (largest,)
-        ends, numbers = tuple(ends), numbers and not plan.is_power
+        ends, numbers = tuple(ends), plan.float64_numbers and not plan.is_power
         if numbers and all(_divides_in_float64(divisor, plan.scale, plan, tensor) for divisor in plan.divisors):
             value, beyond = _round_scales_in_float64(ends, tensor, plan)
         else:
             value, beyond = round_scales(ends, tensor, plan)
     if not plan.fmt.nan_block:
         return BlockScales(value, None, tensor)
-    return BlockScales(value, beyond | (maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor)
+    return BlockScales(
+        value, beyond | (plan.backend.maximum(magnitude, axis=axis, keepdims=True) >= compute.inf), tensor
+    )
 
 
-def _largest_magnitude(
-    x: Array, largest: Callable[[Array], Array], axis: int | tuple[int, ...], carrier: Carrier, may_branch: bool
-) -> Array:
-    """The result of `largest`, found by a maximum of numbers if it is a normal number in each block.
+def _largest_magnitude(x: Array, axis: int | tuple[int, ...], plan: ScaledPlan, stores: bool) -> Array:
+    """The largest finite magnitudes, found by a maximum of numbers if it is a normal number in each block.
 
     For many rows, XLA's CPU backend writes integers to memory before it finds the largest, on new pages if no result of
     that size exists. It does not write numbers, but their maximum may lose the numbers before a NaN. The sum of all
     numbers shows whether there is a NaN or an infinity.
     """
-    axes = (axis,) if isinstance(axis, int) else axis
+    axes, carrier, branch = (axis,) if isinstance(axis, int) else axis, plan.compute, plan.backend.branch
 
     def exactly() -> Array:  # from the numbers: operands of a branch are written to memory
-        return largest(bit_ops.split_sign(x, carrier)[1])
+        return largest_finite_magnitude(bit_ops.split_sign(x, carrier)[1], axis, plan)
 
     long = if_static(lambda: x.size > MOST_WITHOUT_BRANCH and math.prod(x.shape[i] for i in axes) > _MANY_ROWS)
-    if not (may_branch and long) or carrier.name != "float32" or x.ndim - 1 in axes:
+    if branch is None or not (stores and long) or carrier.name != "float32" or x.ndim - 1 in axes:
         return exactly()
     by_numbers = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=axes, keepdims=True), carrier.work)
     normal = (by_numbers >= 1 << carrier.fraction) & (by_numbers < carrier.inf)
-    return branch_in_functions(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: by_numbers, exactly)
+    return branch(jnp.all(normal) & jnp.isfinite(jnp.sum(x)), lambda: by_numbers, exactly)
 
 
-def largest_finite_magnitude(
-    magnitude: Array, axis: int | tuple[int, ...], carrier: Carrier, maximum: Callable[..., Array] = jnp.max
-) -> Array:
+def largest_finite_magnitude(magnitude: Array, axis: int | tuple[int, ...], plan: ScaledPlan) -> Array:
     """The largest finite magnitude of each block."""
     # One addition makes infinities and NaN negative, and keeps the order of the others.
-    step = 1 << carrier.fraction
-    largest = maximum(bit_ops.with_constant(lax.add, magnitude, step), axis=axis, keepdims=True)
+    step = 1 << plan.compute.fraction
+    largest = plan.backend.maximum(bit_ops.with_constant(lax.add, magnitude, step), axis=axis, keepdims=True)
     return bit_ops.with_constant(lax.sub, bit_ops.with_constant(lax.max, largest, step), step)
 
 
@@ -478,7 +477,7 @@ def tensor_scale(x: Array, plan: ScaledPlan) -> Array:
     if not x.size:
         return jnp.ones((), jnp.float32)
     magnitude = bit_ops.split_sign(x, compute)[1]
-    largest = largest_finite_magnitude(magnitude, tuple(range(x.ndim)), compute, cpu.integer_maximum).reshape(())
+    largest = largest_finite_magnitude(magnitude, tuple(range(x.ndim)), plan).reshape(())
     divisor = plan.rule.top(plan.scale) * Fraction(plan.element.format.max)
     spec = Spec(TENSOR_SCALE, overflow=Overflow.SATURATE)
     bits = _divide_by_short_constant(largest, divisor, spec, plan)

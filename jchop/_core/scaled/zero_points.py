@@ -28,7 +28,6 @@ from jchop._core.scaled.scales import (
     scale_magnitude,
     scale_rounding,
 )
-from jchop._core.xla.cpu import integer_maximum
 from jchop.formats import IntegerFormat
 
 Array = jax.Array
@@ -188,8 +187,7 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockS
     compute, fmt = plan.compute, _integer_format(plan)
     sign, magnitude = bit_ops.split_sign(x, compute)
     top, low = (
-        largest_finite_magnitude(bit_ops.lax_where(side, magnitude, 0), axes, compute, integer_maximum)
-        for side in (sign == 0, sign != 0)
+        largest_finite_magnitude(bit_ops.lax_where(side, magnitude, 0), axes, plan) for side in (sign == 0, sign != 0)
     )
     quotient = round_exact(
         _divide_sum(top, low, fmt.max_code - fmt.min_code, compute), scale_rounding(plan), compute, None

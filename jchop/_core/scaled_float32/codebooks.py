@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,13 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
+from jchop._core.arithmetic import float64
 from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import rounding_thresholds
 from jchop._core.scaled.scales import BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import bits_to_float, float_to_bits
-from jchop._core.xla.cpu import materialize_per_group
 from jchop._core.xla.sizes import if_static
 from jchop.formats import CodebookFormat
 from jchop.formats.rounding import Rounding
@@ -100,12 +101,11 @@ def supports_codebook_encode(plan: ScaledPlan) -> bool:
 
 def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
-    fmt = plan.element.format
-    assert isinstance(fmt, CodebookFormat)
+    fmt: Any = plan.element.format
     table = _bin_table(fmt, plan.element.rounding)
     assert table is not None
     bits = extend_exponent(scale_magnitude(scales, plan), FLOAT32)
-    factor, small, inverse, significand, exponent = materialize_per_group(_prepare_scales(bits))
+    factor, small, inverse, significand, exponent = plan.backend.per_group(_prepare_scales(bits))
     # Not by `_bits.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
     # both uses.
     below, magnitude = float_to_bits(x) < 0, _clear_sign_bit(float_to_bits(x))
@@ -191,10 +191,12 @@ def supports_codebook_decode(plan: ScaledPlan) -> bool:
 
 def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Codes times scales, rounded once to nearest even; float32, with NaN for an unused code."""
-    fmt = plan.element.format
-    assert isinstance(fmt, CodebookFormat)
+    fmt: Any = plan.element.format
     table = np.full(1 << fmt.bits, np.nan, np.float32)
     table[: len(fmt.levels)] = fmt.levels
     level = take_in_bounds(jnp.asarray(table), codes.astype(jnp.int32))
-    few = plan.float64 and if_static(lambda: codes.size <= _MOST_DECODES_IN_FLOAT64)
-    return products.multiply_by_scale_bits(level, scale_magnitude(scales, plan), in_float64=few)
+    scale = scale_magnitude(scales, plan)
+    if plan.float64 and if_static(lambda: codes.size <= _MOST_DECODES_IN_FLOAT64):
+        with jax.enable_x64(True):  # products are exact, so that one conversion rounds them
+            return float64.narrow_float64(level.astype(jnp.float64) * float64.widen_magnitude(scale))
+    return products.multiply_by_scale_bits(level, scale, plan)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from jchop._core.rounding.codes import extend_exponent
 from jchop._core.scaled.scales import TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import integers, products
 from jchop._core.scaled_float32.integers import GroupQuanta, bits_to_float, float_to_bits
-from jchop._core.xla.cpu import materialize_per_group
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
 
@@ -37,10 +37,9 @@ _MOST_SMALLNESS = 38
 
 def supports_float_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_floats` and `round_float_quotients` give the results of the exact way."""
-    element, fmt = plan.element, plan.element.format
-    if not (has_plain_floats(plan) and clamps_overflow(plan)) or element.rounding is not Rounding.NEAREST_EVEN:
+    fmt: Any = plan.element.format
+    if not (has_plain_floats(plan) and clamps_overflow(plan)) or plan.element.rounding is not Rounding.NEAREST_EVEN:
         return False
-    assert isinstance(fmt, FloatFormat)
     if plan.is_power:
         return True
     # The bits of the middle of a step, times a block's scale if the tensor has one too, times half of the other scale.
@@ -69,8 +68,7 @@ def supports_float_decode(plan: ScaledPlan) -> bool:
 
 def _float_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products with scales need rounding only below the normal range."""
-    fmt = plan.element.format
-    assert isinstance(fmt, FloatFormat)
+    fmt: Any = plan.element.format
     return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= FLOAT32.fraction + 1
 
 
@@ -81,8 +79,8 @@ def _float_products_are_multiples(plan: ScaledPlan) -> bool:
 
 
 def _supports_two_scales(plan: ScaledPlan) -> bool:
-    fmt, scale = plan.element.format, plan.scale
-    assert isinstance(fmt, FloatFormat)
+    scale, fmt = plan.scale, plan.element.format
+    assert fmt.smallest is not None
     ends = (scale.smallest * fmt.smallest, scale.max * fmt.max)
     within = all(2.0**-products.LEAST_FACTOR_EXPONENT <= end <= 2.0**products.MOST_FACTOR_EXPONENT for end in ends)
     return plan.carrier is FLOAT32 and _float_products_are_exact(plan) and within
@@ -146,7 +144,7 @@ def _nearest_grid_step(magnitude: Array, fmt: FloatFormat, below_middle: bool) -
 
 def encode_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
-    fmt = _float_format_of(plan)
+    fmt: Any = plan.element.format
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     top = fmt.code_of(fmt.max)
     assert top is not None
@@ -164,17 +162,11 @@ def sign_codes(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> 
 
 def round_float_quotients(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The values of the codes of `encode_floats`, without the scales."""
-    fmt = _float_format_of(plan)
+    fmt: Any = plan.element.format
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     number = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
     nan = math.nan if fmt.has_nan else float(fmt.max)
     return bit_ops.lax_where(magnitude > FLOAT32.inf, nan, bits_to_float(float_to_bits(number) | sign))
-
-
-def _float_format_of(plan: ScaledPlan) -> FloatFormat:
-    fmt = plan.element.format
-    assert isinstance(fmt, FloatFormat)
-    return fmt
 
 
 def _saturate_at_top(value: Array, top: float, magnitude: Array, plan: ScaledPlan) -> Array:
@@ -186,12 +178,10 @@ def _nearest_quotient(x: Array, magnitude: Array, scales: BlockScales, plan: Sca
     """The quotients' magnitudes on the grid; a magnitude too large for the format stays above its largest number."""
     if not plan.is_power:
         return _divide_floats(x, scales, plan)
-    return (_divide_floats_by_safe_power if plan.in_safe_range else _divide_floats_by_power)(
-        magnitude, scales, _float_format_of(plan)
-    )
+    return (_divide_floats_by_safe_power if plan.in_safe_range else _divide_floats_by_power)(magnitude, scales, plan)
 
 
-def _divide_floats_by_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
+def _divide_floats_by_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
     exponent = scales.value
     # Zero, and numbers far larger than the scale, are clamped so that the field of the quotient does not overflow.
     most = (FLOAT32.inf - 1) + (jnp.minimum(exponent, 0) << FLOAT32.fraction)
@@ -203,12 +193,14 @@ def _divide_floats_by_power(magnitude: Array, scales: BlockScales, fmt: FloatFor
         float_to_bits(jnp.float32(end))
         for end in (2.0 ** -(_LEAST_ELEMENT_EXPONENT + 2), 2.0 ** (_MOST_ELEMENT_EXPONENT + 2))
     )
+    fmt: Any = plan.element.format
     return _nearest_grid_step(bits_to_float(bit_ops.lax_clip(bits, low, high)), fmt, below_middle=False)
 
 
-def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, fmt: FloatFormat) -> _GridStep:
+def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
     """`_divide_floats_by_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
-    quotient = bits_to_float(magnitude) * materialize_per_group(
+    fmt: Any = plan.element.format
+    quotient = bits_to_float(magnitude) * plan.backend.per_group(
         bits_to_float((FLOAT32.bias - scales.value) << FLOAT32.fraction)
     )
     return _nearest_grid_step(
@@ -217,9 +209,9 @@ def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, fmt: Flo
 
 
 def _divide_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
-    fmt = _float_format_of(plan)
+    fmt: Any = plan.element.format
     divisor, high, low = _halves_of_scales(scales, plan)
-    divisor, inverse, high, low = integers.materialize_quanta((divisor, 1 / (high + low), high, low))
+    divisor, inverse, high, low = plan.backend.per_group((divisor, 1 / (high + low), high, low))
     numbers = bits_to_float(float_to_bits(integers.move_with_quanta(x, divisor)) & bit_ops.low_mask(FLOAT32.width - 1))
     guess = numbers * inverse
     guess = bit_ops.lax_where(guess < float(fmt.max), guess, float(fmt.max))
@@ -251,7 +243,8 @@ def _upper_half_of_float(x: Array) -> Array:
 
 def decode_floats(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Codes times scales, if `multiply_floats_by_scales` applies."""
-    return multiply_floats_by_scales(_decode_float_codes(codes.astype(jnp.int32), _float_format_of(plan)), scales, plan)
+    fmt: Any = plan.element.format
+    return multiply_floats_by_scales(_decode_float_codes(codes.astype(jnp.int32), fmt), scales, plan)
 
 
 def multiply_floats_by_scales(values: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
@@ -261,14 +254,12 @@ def multiply_floats_by_scales(values: Array, scales: BlockScales, plan: ScaledPl
     scale is exact.
     """
     if scales.tensor is not None:
-        own = bits_to_float(materialize_per_group(scale_magnitude(scales, plan)))
-        return products.multiply_by_scale_bits(values * own, scales.tensor)
+        own = bits_to_float(plan.backend.per_group(scale_magnitude(scales, plan)))
+        return products.multiply_by_scale_bits(values * own, scales.tensor, plan)
     if not (_float_products_are_exact(plan) or plan.in_safe_range):
-        return products.multiply_by_scale_bits(values, scale_magnitude(scales, plan))
-    (divisor,) = integers.materialize_quanta((integers.quanta_of(scales, plan, huge_too=False),))
-    return integers.multiply_by_quanta(
-        values, divisor, prevent=not (_float_products_are_exact(plan) or plan.in_safe_range)
-    )
+        return products.multiply_by_scale_bits(values, scale_magnitude(scales, plan), plan)
+    quanta = plan.backend.per_group(integers.quanta_of(scales, plan, huge_too=False))
+    return integers.move_back_products(values * quanta.value, quanta)
 
 
 def _decode_float_codes(codes: Array, fmt: FloatFormat) -> Array:

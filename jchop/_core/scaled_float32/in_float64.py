@@ -28,7 +28,6 @@ from jchop._core.arithmetic.float64 import (
 from jchop._core.rounding.modes import AWAY_FROM_ZERO, BetweenNeighbours, RandomBits, take_random_bits
 from jchop._core.scaled.scales import TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32 import floats, integers
-from jchop._core.xla.cpu import materialize_per_group
 from jchop.formats import FloatFormat, UniformFormat
 from jchop.formats.rounding import Rounding
 
@@ -40,9 +39,9 @@ _MOST_SCALE_BITS, _SNAP_PLACES = 30, 32
 
 
 def supports_float64_encode(plan: ScaledPlan) -> bool:
-    """Whether `encode_in_float64` and `round_in_float64` give the results of the exact way."""
+    """Whether `encode_in_float64` and `round_in_float64` give the results of the exact way, in float64."""
     element, fmt = plan.element, plan.element.format
-    if not plan.float64 or plan.compute is not FLOAT32 or _bits_of_scales(plan) > _MOST_SCALE_BITS:
+    if plan.compute is not FLOAT32 or _bits_of_scales(plan) > _MOST_SCALE_BITS:
         return False
     if element.rounding not in {*integers.NEAREST_INCREMENTS, *integers.DIRECTIONAL_MODES, *integers.STOCHASTIC_MODES}:
         return False
@@ -69,7 +68,7 @@ def materialize_scale_pairs(scales: BlockScales, plan: ScaledPlan) -> BlockScale
         first = lax.broadcasted_iota(jnp.int32, shape, 0) == 0
         both = lax.broadcast_in_dim(value, shape, tuple(range(1, len(shape))))
         pair = bit_ops.lax_where(first, both, 1.0) / bit_ops.lax_where(first, 1.0, both)
-        return replace(scales, nan=materialize_per_group(scales.nan), pair=(pair[0], pair[1]))
+        return replace(scales, nan=plan.backend.per_group(scales.nan), pair=(pair[0], pair[1]))
 
 
 def _scales_in_float64(scales: BlockScales, plan: ScaledPlan) -> Array:

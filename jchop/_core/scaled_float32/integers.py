@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,6 @@ from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import RandomBits, take_random_bits
 from jchop._core.scaled.scales import SAFE_EXPONENT, BlockScales, ScaledPlan, scale_magnitude
-from jchop._core.xla.cpu import materialize_per_group, prevent_fma
 from jchop.formats import UniformFormat
 from jchop.formats.rounding import Overflow, Rounding
 
@@ -81,8 +81,7 @@ def _integer_products_are_exact(plan: ScaledPlan) -> bool:
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GroupQuanta:
+class GroupQuanta(NamedTuple):
     """The quanta of groups, scale times the element's quantum, moved so that no result is subnormal."""
 
     value: Array
@@ -140,13 +139,6 @@ def float_to_bits(x: Array) -> Array:
 def bits_to_float(bits: Array) -> Array:
     """The inverse of `float_to_bits`."""
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def materialize_quanta(values: tuple) -> tuple:
-    """Quanta and arrays, computed once for each group."""
-    quanta, *rest = values
-    (value, tiny, factor), rest = materialize_per_group(((quanta.value, quanta.tiny, quanta.factor), tuple(rest)))
-    return (GroupQuanta(value, tiny, factor), *rest)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
@@ -207,7 +199,7 @@ def round_to_integers(x: Array, scales: BlockScales, zero: Array | None, plan: S
     top, bottom = ((end - shift) * quanta.value for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     high = bits_to_float(float_to_bits(quanta.value) & ~bit_ops.low_mask(FLOAT32.fraction // 2 + 1))
     # All are materialized, also the last one, so that sums with constants are not rearranged.
-    quanta, top, bottom, inverse, high, low, start = materialize_quanta(
+    quanta, top, bottom, inverse, high, low, start = plan.backend.per_group(
         (quanta, top, bottom, 1 / quanta.value, high, quanta.value - high, shift + _WHOLE_SHIFT)
     )
     numbers = move_with_quanta(x, quanta)
@@ -314,8 +306,7 @@ def encode_integers(whole: Array, plan: ScaledPlan) -> Array:
 
 def decode_integers(codes: Array, plan: ScaledPlan) -> tuple[Array, Array | None]:
     """Codes as quanta; and whether each code is unused, which means NaN."""
-    fmt = plan.element.format
-    assert isinstance(fmt, UniformFormat)
+    fmt: Any = plan.element.format
     codes, spare = codes.astype(jnp.int32), 32 - fmt.bits
     whole = (codes << spare) >> spare if fmt.signed else codes
     return whole, whole < fmt.min_code if fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1)) else None
@@ -329,21 +320,19 @@ def multiply_integers_by_scales(whole: Array, scales: BlockScales, plan: ScaledP
 
     In a narrower carrier the products are exact; rounding to it remains.
     """
-    (quanta,) = materialize_quanta((quanta_of(scales, plan, huge_too=False),))
-    return multiply_by_quanta(
-        whole.astype(jnp.float32), quanta, prevent=not (_integer_products_are_exact(plan) or plan.in_safe_range)
-    )
+    quanta = plan.backend.per_group(quanta_of(scales, plan, huge_too=False))
+    product = whole.astype(jnp.float32) * quanta.value
+    # Not if a branch returns the products, which writes them to memory.
+    if not (_integer_products_are_exact(plan) or plan.in_safe_range):
+        product = plan.backend.prevent_fma(product, quanta.value)
+    return move_back_products(product, quanta)
 
 
-def multiply_by_quanta(elements: Array, quanta: GroupQuanta, *, prevent: bool) -> Array:
-    """Elements from 2^-30 on times quanta, rounded once to nearest even.
+def move_back_products(product: Array, quanta: GroupQuanta) -> Array:
+    """Products of elements from 2^-30 on and quanta, rounded once to nearest even, without the move of the quanta.
 
-    A subnormal product must be a multiple of the smallest number, or exact before the last rounding. `prevent` protects
-    the products from contraction. It is not needed if all are exact, or if a branch returns them, which writes them to
-    memory.
+    A subnormal product must be a multiple of the smallest number, or exact before the last rounding.
     """
-    product = elements * quanta.value
-    product = prevent_fma(product, quanta.value) if prevent else product
     if quanta.tiny is None:
         return product
     # If 2^-TINY times the product is subnormal, it becomes a whole multiple of the smallest number.

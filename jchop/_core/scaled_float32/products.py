@@ -2,8 +2,7 @@
 
 A product is rounded right except below the normal range, where a device may read and write zeros. Scales that may lead
 there are multiplied by 2^149, so that the product counts multiples of the smallest number. The product guesses the
-count; then the side of the middle of two counts on which the exact product lies decides, as in `integers`. In float64
-products are exact, so that one conversion rounds them: a quarter of the operations.
+count; then the side of the middle of two counts on which the exact product lies decides, as in `integers`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import numpy as np
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
-from jchop._core.arithmetic import float64
 from jchop._core.rounding.codes import extend_exponent
+from jchop._core.scaled.scales import ScaledPlan
 from jchop._core.scaled_float32.integers import bits_to_float, float_to_bits
-from jchop._core.xla.cpu import materialize_per_group, prevent_fma
 
 Array = jax.Array
 
@@ -25,22 +23,19 @@ Array = jax.Array
 LEAST_FACTOR_EXPONENT, MOST_FACTOR_EXPONENT, _TINY_SCALE_EXPONENT = 40, 40, 64
 
 
-def multiply_by_scale_bits(numbers: Array, scales: Array, in_float64: bool = False) -> Array:
+def multiply_by_scale_bits(numbers: Array, scales: Array, plan: ScaledPlan) -> Array:
     """Numbers times scales, rounded to nearest, ties to even; float32.
 
     Args:
         numbers: float32: zero, NaN, infinite, or from 2^-LEAST to 2^MOST.
         scales: magnitude bits, for each group.
-        in_float64: whether the device has fast float64, in which products are exact. Default False.
+        plan: the plan.
     """
-    if in_float64:
-        with jax.enable_x64(True):
-            return float64.narrow_float64(numbers.astype(jnp.float64) * float64.widen_magnitude(scales))
     scales = extend_exponent(scales, FLOAT32)
     tiny = scales < (FLOAT32.bias - _TINY_SCALE_EXPONENT) << FLOAT32.fraction
     large_scales = scales - (FLOAT32.tiny_exponent << FLOAT32.fraction)
-    scale, tiny = materialize_per_group((bits_to_float(bit_ops.lax_where(tiny, large_scales, scales)), tiny))
-    product = prevent_fma(numbers * scale, scale)
+    scale, tiny = plan.backend.per_group((bits_to_float(bit_ops.lax_where(tiny, large_scales, scales)), tiny))
+    product = plan.backend.prevent_fma(numbers * scale, scale)
     return bit_ops.lax_where(tiny, _round_subnormal_product(numbers, scale, product), product)
 
 

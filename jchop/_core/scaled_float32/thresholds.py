@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import rounding_thresholds
 from jchop._core.scaled.scales import BlockScales, ScaledPlan, scale_magnitude
 from jchop._core.scaled_float32.integers import bits_to_float
-from jchop._core.xla.cpu import materialize_per_group
 from jchop.formats import CodebookFormat, ElementFormat
 from jchop.formats.rounding import Rounding
 
@@ -78,11 +78,10 @@ def _normalize_threshold(value: Fraction) -> tuple[Fraction, int]:
 
 def encode_by_thresholds(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
-    fmt = plan.element.format
-    assert isinstance(fmt, CodebookFormat)
+    fmt: Any = plan.element.format
     table = _threshold_table(fmt, plan.element.rounding)
     assert table is not None
-    starts = materialize_per_group(_starts_of_levels(extend_exponent(scale_magnitude(scales, plan), FLOAT32), table))
+    starts = plan.backend.per_group(_starts_of_levels(extend_exponent(scale_magnitude(scales, plan), FLOAT32), table))
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     value = bit_ops.lax_where(magnitude > FLOAT32.inf, FLOAT32.inf, bit_ops.ordered_integers(sign, magnitude))
     no_start = jnp.full_like(starts[0], np.iinfo(np.int32).max)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -88,5 +87,5 @@ matmul_op = make_op(
     matmul_body,
     tpu=Kernel(_run_tpu_matmul, _refuse_tpu_matmul),
     gpu=Kernel(_run_gpu_matmul, _refuse_gpu_matmul),
-    single_cpu=partial(matmul_body, one_cpu=True),
+    by_backend=True,
 )

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._core.xla.cpu import prevent_fma
+from jchop._core.xla.backend import TILE
 from jchop._kernels.products.float8_dot_gpu import dot_float8
 from jchop._kernels.products.product_of_blocks_tile import (
     LONGEST_PRODUCT_STEP,
@@ -179,7 +179,7 @@ class _ProductOfBlocksGpuTile:
         for name in names:
             numbers = numbers * values[name]
             if self.interpret:
-                numbers = prevent_fma(numbers, jnp.broadcast_to(values[name], numbers.shape))
+                numbers = TILE.prevent_fma(numbers, jnp.broadcast_to(values[name], numbers.shape))
         return numbers
 
 

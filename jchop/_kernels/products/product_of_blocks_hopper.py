@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from jchop._core.xla.cpu import prevent_fma
+from jchop._core.xla.backend import TILE
 from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksHopperTiling
 
 Array = jax.Array
@@ -233,7 +233,7 @@ class _ProductOfBlocksHopperTile:
             scale = plgpu.load(place, *_LOAD_INDEX, layout=layout, optimized=False)
             scale = lax.broadcast_in_dim(scale, numbers.shape, (axis,))
             numbers = numbers * scale
-        return prevent_fma(numbers, scale) if scale is not None and feeds_sum else numbers
+        return TILE.prevent_fma(numbers, scale) if scale is not None and feeds_sum else numbers
 
 
 def _shared_memory_transforms(row: int, dtype: Any) -> tuple[Any, ...]:

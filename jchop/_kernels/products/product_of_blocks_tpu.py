@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jchop._core.xla.cpu import prevent_fma
+from jchop._core.xla.backend import TILE
 from jchop._kernels.products.product_of_blocks_tile import PRODUCT_LANES, ProductOfBlocksTpuTiling, sums_of_blocks
 
 Array = jax.Array
@@ -166,7 +166,7 @@ class _ProductOfBlocksTpuTile:
 
     def _times(self, numbers: Array, scale: Array) -> Array:
         numbers = numbers * scale
-        return prevent_fma(numbers, jnp.broadcast_to(scale, numbers.shape)) if self.interpret else numbers
+        return TILE.prevent_fma(numbers, jnp.broadcast_to(scale, numbers.shape)) if self.interpret else numbers
 
 
 #: Both operands have the sum along their last axis.

@@ -15,6 +15,7 @@ from jchop._core.rounding.random_bits import seed_words
 from jchop._core.scaled.scales import make_scaled_plan
 from jchop._core.scaled_bodies import quantize_body, round_body
 from jchop._core.scaled_float32 import dispatch
+from jchop._core.xla.backend import ONE_CPU, PORTABLE
 
 further = Further()
 
@@ -79,11 +80,11 @@ def every_bit(text, mode, dtype):
         pytest.skip("the same numbers as in float32, by the exact way on both sides")
     plan = make_scaled_plan(spec, CARRIERS[dtype])
     drawn = seed_words(jax.random.key(1)) if spec.rounding.stochastic else ()
-    assert dispatch.prefers_float64(x, plan)
+    assert dispatch.plan_to_encode(x, plan, ONE_CPU).float64
     for body in (round_body, quantize_body):
         one, other = (
-            jax.tree.leaves(jax.jit(partial(body, plan=plan, may_branch=allowed))(x, *drawn))
-            for allowed in (True, False)
+            jax.tree.leaves(jax.jit(partial(body, plan=plan, backend=backend))(x, *drawn))
+            for backend in (ONE_CPU, PORTABLE)
         )
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))

@@ -23,6 +23,7 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, extend_
 from jchop._core.scaled import elements, groups, zero_points
 from jchop._core.scaled.scales import SAFE_EXPONENT, BlockScales, ScaledPlan, all_in_safe_range, make_scaled_plan
 from jchop._core.scaled_float32 import codebooks, dispatch, floats, integers, thresholds
+from jchop._core.xla.backend import PORTABLE
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat
 
@@ -65,7 +66,11 @@ def words_of(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def plan_of(element: ElementFormat, mode: str, scale: Any = jc.binary32, carrier: str = "float32") -> ScaledPlan:
-    return make_scaled_plan(Spec(ScaledFormat(element, ROW, scale=scale), rounding=mode), CARRIERS[carrier])
+    return plan_of_spec(Spec(ScaledFormat(element, ROW, scale=scale), rounding=mode), carrier)
+
+
+def plan_of_spec(spec: Spec, carrier: str = "float32") -> ScaledPlan:
+    return dispatch.plan_to_encode(jnp.zeros(1), make_scaled_plan(spec, CARRIERS[carrier]), PORTABLE)
 
 
 def fast_codes(x: jax.Array, scales: BlockScales, plan: ScaledPlan, words: jax.Array) -> jax.Array:
@@ -214,7 +219,7 @@ def test_uniform(case: Any) -> None:
 def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
     """A mode that first rounds to the random bits, of which there are few, to nearest."""
     spec = Spec(ScaledFormat(jc.IntegerFormat(4), ROW), rounding="stochastic_c", random_bits=2)
-    plan = make_scaled_plan(spec, CARRIERS["float32"])
+    plan = plan_of_spec(spec)
     assert not integers.supports_integer_encode(plan) and integers.supports_integer_decode(plan)
     s, words = np.array([[1.0], [3.0]], np.float32), words_of(rng, (2, 64))
     x = (rng.integers(-64, 64, (2, 64)) / 8 * s).astype(np.float32)
@@ -270,7 +275,7 @@ MINIFLOATS: list[tuple[ScaledFormat, str, float | None]] = [
 )
 def test_minifloats(cases: list[tuple[ScaledFormat, str, float | None]]) -> None:
     for i, (fmt, carrier, tensor) in enumerate(cases):
-        plan = make_scaled_plan(Spec(fmt), CARRIERS[carrier])
+        plan = plan_of_spec(Spec(fmt), carrier)
         assert floats.supports_float_encode(plan)
         assert floats.supports_float_decode(plan) or carrier != "float32"
         check(plan, halves(fmt.element), ROWS if len(cases) == 1 else 10_000, i, tensor)
