@@ -19,7 +19,7 @@ Array = jax.Array
 MIN_CHAIN_ELEMENTS_TO_TRY = 1 << 14
 
 #: Compiled apart, so that the test for NaN reads the result from memory and does not compute it again.
-_try_op = make_op("jchop_try_chain", try_chain, apart=True)
+_try_op = make_op("jchop_try_chain", try_chain, no_inline=True)
 
 
 def _chain_on_backend(*arrays: Array, backend: Backend = PORTABLE, **static: Any) -> Array:

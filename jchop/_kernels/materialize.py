@@ -19,9 +19,9 @@ def _barrier_on_one_cpu(x: Array, backend: Backend = PORTABLE) -> Array:
     return x if backend is PORTABLE else jax.lax.optimization_barrier(x)
 
 
-_materialize_op = make_op("jchop_settled", jax.lax.optimization_barrier, like_first=True, apart=True)
+_materialize_op = make_op("jchop_settled", jax.lax.optimization_barrier, like_first=True, no_inline=True)
 _materialize_on_cpu_op = make_op(
-    "jchop_settled_on_cpu", _barrier_on_one_cpu, like_first=True, by_backend=True, apart=True
+    "jchop_settled_on_cpu", _barrier_on_one_cpu, like_first=True, by_backend=True, no_inline=True
 )
 
 

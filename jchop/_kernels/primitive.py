@@ -115,7 +115,7 @@ def make_op(
     like_first: bool = False,
     results: Callable[..., Sequence[Any]] | None = None,
     by_backend: bool = False,
-    apart: bool = False,
+    no_inline: bool = False,
     canonical: Callable[..., CanonicalForm | None] | None = None,
     stores: bool = False,
 ) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def make_op(
         results: of the types of the arrays and the static keywords, those of the results, so that these need no trace.
         by_backend: the body has a keyword `backend`. It is `ONE_CPU` in programs for one CPU, except under vmap, and
             absent in others.
-        apart: in programs for one CPU, the body is not fused with the operations around it. This is for bodies that
+        no_inline: in programs for one CPU, the body is not fused with the operations around it. This is for bodies that
             read an array more than once, or whose results are read more than once.
         canonical: of the shapes of the arrays and the static keywords, other shapes and keywords that give the same
             numbers in the same order, or None. A program for one CPU then has one body for all that share them.
@@ -164,9 +164,9 @@ def make_op(
     primitive.def_impl(partial(_evaluate_op, op, primitive))
     primitive.def_abstract_eval(partial(_result_avals, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
-    if apart or by_backend or canonical is not None:
+    if no_inline or by_backend or canonical is not None:
         own = partial(body, backend=ONE_CPU) if by_backend else body
-        lower = partial(_lower_single_cpu, op, own, apart, canonical)
+        lower = partial(_lower_single_cpu, op, own, no_inline, canonical)
         mlir.register_lowering(primitive, lower, platform="cpu")
     for platform, several in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, several), platform=platform)
@@ -243,7 +243,7 @@ def _lower_portable(
 def _lower_single_cpu(
     op: _OpDefinition,
     own: Callable[..., Any],
-    apart: bool,
+    no_inline: bool,
     canonical: Callable[..., CanonicalForm | None] | None,
     ctx: Any,
     *args: Any,
@@ -253,13 +253,13 @@ def _lower_single_cpu(
     if impl == "pallas" or not _is_for_one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     if params["vmaps"]:  # both sides of a branch would be computed
-        return _lower_call(ctx, op, op.body, args, apart, **params)
+        return _lower_call(ctx, op, op.body, args, no_inline, **params)
     shapes, static, reshapes = tuple(aval.shape for aval in ctx.avals_in), dict(params["static"]), None
     if form := canonical and canonical(*shapes, **static):
         shapes, static = form
         reshapes = shapes, tuple(aval.shape for aval in ctx.avals_out)
     params["static"] = tuple(sorted(static.items()))
-    return _lower_call(ctx, op, own, args, apart, reshapes, **params)
+    return _lower_call(ctx, op, own, args, no_inline, reshapes, **params)
 
 
 def _lower_kernel(
@@ -297,18 +297,18 @@ def _lower_call(
     op: _OpDefinition,
     fun: Callable[..., Any],
     args: tuple,
-    apart: bool = False,
+    no_inline: bool = False,
     reshapes: _OpReshapes | None = None,
     **params: Any,
 ) -> Any:
     module = ctx.module_context
     cache_size = len(module.cached_primitive_lowerings)
-    out = mlir.lower_fun(_op_call(op, fun, apart, reshapes, **params), multiple_results=True)(ctx, *args)
-    new = len(module.cached_primitive_lowerings) > cache_size
+    out = mlir.lower_fun(_op_call(op, fun, no_inline, reshapes, **params), multiple_results=True)(ctx, *args)
+    is_new_lowering = len(module.cached_primitive_lowerings) > cache_size
     call = out[0].owner
     if call.name == "stablehlo.reshape":
         call = call.operands[0].owner
-    if new:
+    if is_new_lowering:
         simplify_callees(call, module)
     return out
 
@@ -325,13 +325,13 @@ def _compile_op(
 def _op_call(
     op: _OpDefinition,
     fun: Callable[..., Any],
-    apart: bool,
+    no_inline: bool,
     reshapes: _OpReshapes | None,
     wide: bool,
     vmaps: _VmapAxes,
     static: _StaticItems,
 ) -> Any:
-    """`fun` as a call of a function that a program has once for each shape; with `apart`, XLA does not inline it.
+    """`fun` as a call of a function that a program has once for each shape; with `no_inline`, XLA does not inline it.
 
     If there is `reshapes`, the arrays have these shapes in the function, and the results these shapes after it.
     """
@@ -341,7 +341,7 @@ def _op_call(
         # A lowering may come after the context in which 64-bit data was traced.
         with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
             out: Any = function(*(args if reshapes is None else _reshape_to(args, reshapes[0])))
-            out = set_xla_metadata(out, inlineable="false") if apart else out
+            out = set_xla_metadata(out, inlineable="false") if no_inline else out
             return out if reshapes is None else _reshape_to(out, reshapes[1])
 
     return call

@@ -217,24 +217,32 @@ class _SlabBlocks:
 
     def kernel(self, *refs: Any) -> None:
         *stream_refs, x, out = refs
-        block = [pl.program_id(axis) for axis in range(3)]
+        block_index = [pl.program_id(axis) for axis in range(3)]
         if self.seed is not None:
-            _, down, across = self.grid
-            self.seed(stream_refs, ((block[0] * down + block[1]) * across + block[2]).astype(jnp.uint32))
+            _, row_blocks, column_blocks = self.grid
+            self.seed(
+                stream_refs,
+                ((block_index[0] * row_blocks + block_index[1]) * column_blocks + block_index[2]).astype(jnp.uint32),
+            )
         chunk, (_, rows, columns) = self.tiling.chunk, self.whole
-        local = _flat_indices_of_tile((chunk, self.tiling.columns), columns)
-        corner = [number * size for number, size in zip(block, self.size, strict=True)]
-        chunks = self.tiling.rows // chunk
+        tile_indices = _flat_indices_of_tile((chunk, self.tiling.columns), columns)
+        block_start = [number * size for number, size in zip(block_index, self.size, strict=True)]
+        chunks_per_slab = self.tiling.rows // chunk
 
-        def step(number: Array, _: None) -> None:
-            slab, row = lax.div(number, np.int32(chunks)), lax.rem(number, np.int32(chunks)) * chunk
-            first = ((corner[0] + slab) * rows + corner[1] + row) * columns + corner[2]
-            place = self._place(slab, row)
-            tile = x[place]
-            rounded_tile = self.round_chunk(tile.reshape(local.shape), stream_refs, first.astype(jnp.uint32), local)
-            out[place] = rounded_tile.reshape(tile.shape)
+        def step(chunk_index: Array, _: None) -> None:
+            slab, row = (
+                lax.div(chunk_index, np.int32(chunks_per_slab)),
+                lax.rem(chunk_index, np.int32(chunks_per_slab)) * chunk,
+            )
+            first_index = ((block_start[0] + slab) * rows + block_start[1] + row) * columns + block_start[2]
+            ref_index = self._place(slab, row)
+            tile = x[ref_index]
+            rounded_tile = self.round_chunk(
+                tile.reshape(tile_indices.shape), stream_refs, first_index.astype(jnp.uint32), tile_indices
+            )
+            out[ref_index] = rounded_tile.reshape(tile.shape)
 
-        lax.fori_loop(0, self.tiling.slabs * chunks, step, None)
+        lax.fori_loop(0, self.tiling.slabs * chunks_per_slab, step, None)
 
     def _place(self, slab: Array, row: Array) -> Any:
         """The indexes of a chunk in the block."""

@@ -312,7 +312,7 @@ round_scaled_op = make_op(
     gpu=Kernel(_round_blocks_on_gpu, blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu),
     like_first=True,
     by_backend=True,
-    apart=True,
+    no_inline=True,
     canonical=_collapse_round,
 )
 #: Codes, scales and zero points; without codes, only fits.

@@ -22,7 +22,7 @@ from jchop._program.step import (
     HIGH_CALLS,
     ProgramPlan,
     carry_count,
-    is_own_scope,
+    is_jchop_scope,
     jaxpr_of,
     scope_of,
 )
@@ -168,6 +168,6 @@ _CONTROL_PLANS = {
 
 def variables_outside_jchop(jaxpr: Any) -> set[Any]:
     """The results of a program, and the operands of equations outside of jchop's public functions."""
-    others = (eqn for eqn in jaxpr.eqns if not is_own_scope(scope_of("", eqn.source_info.name_stack)))
+    others = (eqn for eqn in jaxpr.eqns if not is_jchop_scope(scope_of("", eqn.source_info.name_stack)))
     operands = (v for eqn in others for v in eqn.invars)
     return {v for v in (*operands, *jaxpr.outvars) if not isinstance(v, Literal)}

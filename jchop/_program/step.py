@@ -24,8 +24,8 @@ __all__ = [
     "ProgramStep",
     "carry_count",
     "equations_of",
-    "is_own_result",
-    "is_own_scope",
+    "is_jchop_result",
+    "is_jchop_scope",
     "is_reference",
     "jaxpr_of",
     "programs_of",
@@ -160,11 +160,11 @@ def is_reference(x: Any) -> bool:
     return isinstance(x, jax.Ref) or hasattr(x, "inner_aval")
 
 
-def is_own_result(eqn: Any, scope: str) -> bool:
+def is_jchop_result(eqn: Any, scope: str) -> bool:
     """Whether an equation marks the result of a public function of jchop that no other public function calls."""
     return eqn.primitive.name == JCHOP_RESULT and scope.split("/").count(JCHOP_SCOPE) == 1
 
 
-def is_own_scope(scope: str) -> bool:
+def is_jchop_scope(scope: str) -> bool:
     """Whether an equation of this scope is part of a public function of jchop, which defines its own arithmetic."""
     return JCHOP_SCOPE in scope.split("/")

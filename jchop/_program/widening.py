@@ -17,8 +17,8 @@ from jchop._program.control import as_jax_value
 from jchop._program.step import (
     BATCHED_CALLS,
     CUSTOM_CALLS,
-    is_own_result,
-    is_own_scope,
+    is_jchop_result,
+    is_jchop_scope,
     is_reference,
     jaxpr_of,
     programs_of,
@@ -28,7 +28,9 @@ from jchop._program.step import (
 __all__ = ["Widening", "widest_carrier"]
 
 #: Primitives that depend on the dtype of their operands or results.
-_OF_ONE_DTYPE = frozenset(("bitcast_convert_type", "ffi_call", "io_callback", "pallas_call", "pure_callback"))
+_DTYPE_DEPENDENT_PRIMITIVES = frozenset(
+    ("bitcast_convert_type", "ffi_call", "io_callback", "pallas_call", "pure_callback")
+)
 
 
 def widest_carrier(variables: Sequence[Any]) -> Any:
@@ -127,47 +129,47 @@ class _WideEquations:
         aval = aval or self.to.wide(v.aval)
         if isinstance(v, Literal):
             return v if aval is v.aval else Literal(self._constant(v).astype(aval.dtype), aval)
-        now = self._new.get(v, v)
-        if not _is_wide_number(aval) or now.aval.dtype == aval.dtype:
-            return now
-        if (now, aval.dtype) not in self._cast:
+        variable = self._new.get(v, v)
+        if not _is_wide_number(aval) or variable.aval.dtype == aval.dtype:
+            return variable
+        if (variable, aval.dtype) not in self._cast:
             (cast,) = jax.make_jaxpr(lambda x: lax.convert_element_type(x, aval.dtype))(
-                np.zeros((), now.aval.dtype)
+                np.zeros((), variable.aval.dtype)
             ).eqns
-            result = type(cast.outvars[0])(now.aval.update(dtype=aval.dtype))
-            self.eqns.append(cast.replace(invars=[now], outvars=[result], **self._place(cast)))
-            self._cast[now, aval.dtype] = result
-        return self._cast[now, aval.dtype]
+            result = type(cast.outvars[0])(variable.aval.update(dtype=aval.dtype))
+            self.eqns.append(cast.replace(invars=[variable], outvars=[result], **self._place(cast)))
+            self._cast[variable, aval.dtype] = result
+        return self._cast[variable, aval.dtype]
 
     def _place(self, eqn: Any) -> dict[str, Any]:
-        at = self._at or eqn
-        return {"source_info": at.source_info, "ctx": at.ctx}
+        source = self._at or eqn
+        return {"source_info": source.source_info, "ctx": source.ctx}
 
     def _constant(self, v: Any) -> Any:
-        value, at = np.asarray(constant_of(v)), self._at
-        if at is None or not jnp.issubdtype(value.dtype, jnp.floating):
+        value, eqn = np.asarray(constant_of(v)), self._at
+        if eqn is None or not jnp.issubdtype(value.dtype, jnp.floating):
             return value
-        return self.to.constant(value, at.primitive.name, scope_of(self.scope, at.source_info.name_stack))
+        return self.to.constant(value, eqn.primitive.name, scope_of(self.scope, eqn.source_info.name_stack))
 
     def add(self, eqn: Any) -> None:
         """Writes an equation in the carrier, or in its own dtypes if it has no other form or is a part of jchop."""
         self._at, name = eqn, eqn.primitive.name
         scope = scope_of(self.scope, eqn.source_info.name_stack)
-        own = is_own_scope(scope) and not is_own_result(eqn, scope)
-        if not own and name in CUSTOM_CALLS:
+        is_jchop_eqn = is_jchop_scope(scope) and not is_jchop_result(eqn, scope)
+        if not is_jchop_eqn and name in CUSTOM_CALLS:
             self._add_custom(eqn, scope)
             return
         params = eqn.params
-        if not own and name not in _OF_ONE_DTYPE:
-            inside = scope_of(scope, "", params.get("name"))
-            params = {key: self.to.param(value, inside) for key, value in params.items()}
-        if own or name in _OF_ONE_DTYPE or not self._has_wide(eqn, params):
+        if not is_jchop_eqn and name not in _DTYPE_DEPENDENT_PRIMITIVES:
+            inner_scope = scope_of(scope, "", params.get("name"))
+            params = {key: self.to.param(value, inner_scope) for key, value in params.items()}
+        if is_jchop_eqn or name in _DTYPE_DEPENDENT_PRIMITIVES or not self._supports_carrier(eqn, params):
             self.eqns.append(eqn.replace(invars=[self.read(v, v.aval) for v in eqn.invars]))
             return
         operands = list(map(self.read, eqn.invars))
         self.eqns.append(eqn.replace(invars=operands, outvars=list(map(self.new, eqn.outvars)), params=params))
 
-    def _has_wide(self, eqn: Any, params: dict[str, Any]) -> bool:
+    def _supports_carrier(self, eqn: Any, params: dict[str, Any]) -> bool:
         """Whether a primitive takes and gives wide numbers; those without a rule are asked."""
         name, narrow = eqn.primitive.name, any(self.to.is_narrower(v.aval) for v in (*eqn.invars, *eqn.outvars))
         if not narrow or name in self.to.primitives or name in BATCHED_CALLS:

@@ -75,8 +75,8 @@ class _DecimalMultiple:
     def __call__(self, operands: tuple[Array, ...], spec: Spec, word: Array | None) -> Array:
         (x,) = operands
         result = (_round_to_decimals if self.decimals > 0 else _round_to_tens)(x, abs(self.decimals), spec, word)
-        integer = self.decimals > 0 and jnp.abs(x) >= 2.0 ** CARRIERS[x.dtype.name].fraction
-        return jnp.where(~jnp.isfinite(x) | integer, x, result)
+        is_integer = self.decimals > 0 and jnp.abs(x) >= 2.0 ** CARRIERS[x.dtype.name].fraction
+        return jnp.where(~jnp.isfinite(x) | is_integer, x, result)
 
 
 def _round_to_decimals(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:

@@ -203,15 +203,15 @@ def _slice_digits(x: tuple[Array, ...], axis: int, count: int) -> tuple[Array, A
     upper = magnitude + (1 << (carrier.fraction - _SLICE_BITS))
     exponent = jnp.where(magnitude == 0, 0, (upper >> carrier.fraction) - carrier.bias + 1).astype(jnp.int32)
 
-    def cut(rest: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], Array]:
-        digit = jnp.round(rest[0])
-        high = rest[0] - digit
-        rest = tuple(pairs.two_sum(high, rest[1])) if rest[1:] else (high,)
-        return tuple(part * (1 << _SLICE_BITS) for part in rest), digit.astype(jnp.int8)
+    def split_digit(remainder: tuple[Array, ...], _: None) -> tuple[tuple[Array, ...], Array]:
+        digit = jnp.round(remainder[0])
+        high = remainder[0] - digit
+        remainder = tuple(pairs.two_sum(high, remainder[1])) if remainder[1:] else (high,)
+        return tuple(part * (1 << _SLICE_BITS) for part in remainder), digit.astype(jnp.int8)
 
     # A loop, because XLA would compute the digits before a digit anew for each use.
     _, digits = lax.scan(
-        cut, tuple(_times_power_of_two(part, _SLICE_BITS - exponent) for part in x), None, length=count
+        split_digit, tuple(_times_power_of_two(part, _SLICE_BITS - exponent) for part in x), None, length=count
     )
     return digits, exponent
 

@@ -117,7 +117,7 @@ class _ProductTerm:
 
     weight: ParamOrigin
     sign: int = 1
-    has_others: bool = False
+    has_other_terms: bool = False
 
 
 _ProductTerms = tuple[_ProductTerm, ...]
@@ -133,7 +133,7 @@ class _BiasSearch:
         self.loops: dict[int, tuple[int, ...]] = {}  # the loops that run over each parameter
 
     def walk(
-        self, plan: ProgramPlan, env: dict[Any, _ProductTerms], loops: Mapping[int, tuple[int, ...]]
+        self, plan: ProgramPlan, env: dict[Any, _ProductTerms], loops_by_leaf: Mapping[int, tuple[int, ...]]
     ) -> list[_ProductTerms]:
         """What is known of the results of a program."""
         reads = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
@@ -141,10 +141,14 @@ class _BiasSearch:
 
         def terms(v: Any) -> _ProductTerms:
             """The products in a value; a sum that has several uses is not followed."""
-            return () if hasattr(v, "val") else tuple(t for t in env.get(v, ()) if uses[v] == 1 or not t.has_others)
+            return (
+                ()
+                if hasattr(v, "val")
+                else tuple(term for term in env.get(v, ()) if uses[v] == 1 or not term.has_other_terms)
+            )
 
         for step in plan.steps:
-            results = self._step(step, [terms(v) for v in step.eqn.invars], uses, loops)
+            results = self._step(step, [terms(v) for v in step.eqn.invars], uses, loops_by_leaf)
             env.update(zip(step.eqn.outvars, results, strict=False))
         return [terms(v) for v in plan.jaxpr.outvars]
 
@@ -153,13 +157,13 @@ class _BiasSearch:
         step: Any,
         operand_terms: list[_ProductTerms],
         uses: Mapping[Any, int],
-        loops: Mapping[int, tuple[int, ...]],
+        loops_by_leaf: Mapping[int, tuple[int, ...]],
     ) -> Sequence[_ProductTerms]:
         if id(step) in self.sites.of_step:
             side, sites = self.sites.of_step[id(step)]
             for site in sites:
                 self.products[site.leaf] = self.products.get(site.leaf, 0) + 1
-                self.loops[site.leaf] = loops.get(site.leaf, ())
+                self.loops[site.leaf] = loops_by_leaf.get(site.leaf, ())
             if len(sites) != 1:
                 return []
             return [
@@ -172,21 +176,26 @@ class _BiasSearch:
         if step.kind == "control":
             if step.name in INLINE_CALLS:
                 inner = step.inner[0]
-                return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)), loops)
-            more = loops
+                return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)), loops_by_leaf)
+            inner_loops = loops_by_leaf
             if step.name == "scan":
                 num_consts, num_carry = carry_count(step.eqn.params)
                 stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
-                more = {**loops, **{leaf: (*loops.get(leaf, ()), id(step)) for leaf in stacked_leaves}}
+                inner_loops = {
+                    **loops_by_leaf,
+                    **{leaf: (*loops_by_leaf.get(leaf, ()), id(step)) for leaf in stacked_leaves},
+                }
             for inner in step.inner:
-                self.walk(inner, {}, more)
+                self.walk(inner, {}, inner_loops)
             return []
         if step.name in _SUM_SIGNS and any(operand_terms):
-            return self._sum(step, operand_terms, uses, loops)
+            return self._sum(step, operand_terms, uses, loops_by_leaf)
         if operand_terms and operand_terms[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
-            out = [(t, move_origin(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
-            return [tuple(replace(t, weight=o) for t, o in out if o is not None and o.is_intact)]
+            out = [
+                (term, move_origin(step.name, step.eqn.params, term.weight, before, after)) for term in operand_terms[0]
+            ]
+            return [tuple(replace(term, weight=o) for term, o in out if o is not None and o.is_intact)]
         return []
 
     def _sum(
@@ -194,7 +203,7 @@ class _BiasSearch:
         step: Any,
         operand_terms: list[_ProductTerms],
         uses: Mapping[Any, int],
-        loops: Mapping[int, tuple[int, ...]],
+        loops_by_leaf: Mapping[int, tuple[int, ...]],
     ) -> Sequence[_ProductTerms]:
         """The terms of a sum; none of one with a parameter, which is noted."""
         shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUM_SIGNS[step.name]
@@ -203,7 +212,7 @@ class _BiasSearch:
             every = zip(signs, step.eqn.invars, operand_terms, strict=True)
             return [
                 tuple(
-                    replace(term, sign=sign * term.sign, has_others=True)
+                    replace(term, sign=sign * term.sign, has_other_terms=True)
                     for sign, v, terms in every
                     for term in terms
                     if uses[v] == 1 and v.aval.shape == shape
@@ -211,7 +220,7 @@ class _BiasSearch:
             ]
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
             (bias,) = parameter_origins[0]
-            self.loops[bias.leaf] = loops.get(bias.leaf, ())
+            self.loops[bias.leaf] = loops_by_leaf.get(bias.leaf, ())
             bias_sum = _BiasSum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
             self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return []

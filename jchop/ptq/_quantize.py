@@ -126,21 +126,24 @@ def calibrate_params(
     plan = as_steps([gptq()] if steps is None else steps)
     if plan.correction is not None and sequential is False:
         raise ValueError("sequential=False, but correct_error needs the errors of the layers before; leave it out")
-    if keeping := next((rule for rule in low.rules if rule.scale_from is not None), None):
-        raise NotImplementedError(f"{keeping} keeps scales: round with data under rules without scale_from")
+    if stateful_rule := next((rule for rule in low.rules if rule.scale_from is not None), None):
+        raise NotImplementedError(f"{stateful_rule} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
     check_resume(resume)
-    most = memory_bytes(memory)
-    check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None or most is not None)
+    memory_limit = memory_bytes(memory)
+    check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None)
     if key is not None:
         check_key("key", key)
     journal = None
     if resume is not None:
-        journal = Journal(resume, run_facts(low, params, batches, plan, in_order, key, most))
+        journal = Journal(resume, run_facts(low, params, batches, plan, in_order, key, memory_limit))
     data = BatchData(low, params, batches, key, progress)
-    mapping_record = map_parameters(data, plan.mappings, most)
-    job = _CalibrationJob(low, data, plan, key, mapping_record, journal, tell, most)
-    job.in_order() if in_order else job.at_once() if most is None else job.in_parts()
+    mapping_record = map_parameters(data, plan.mappings, memory_limit)
+    job = _CalibrationJob(low, data, plan, key, mapping_record, journal, tell, memory_limit)
+    if in_order:
+        job.round_sequentially()
+    else:
+        job.round_in_one_pass() if memory_limit is None else job.round_in_several_passes()
     return job.result()
 
 
@@ -158,20 +161,20 @@ class _CalibrationJob:
         self.rows: list[WeightRow] = []
         self.passes = mapping_record.passes
 
-    def at_once(self) -> None:
+    def round_in_one_pass(self) -> None:
         """All weights by the inputs of the model in full precision."""
         sums = None if self.journal is None else self.journal.sums()
         if self.journal is not None and sums is not None:
-            last = self.data.program(self.journal.last)
+            trace = self.data.program(self.journal.last)
         else:
-            sums, last = self.data.sums()
+            sums, trace = self.data.sums()
             if self.journal is not None:
                 self.journal.keep_sums(sums)
         self.passes += 1
-        self._start(last)
-        self._stages(self.stages, lambda stage: _turn_sums(sums, stage))
+        self._start(trace)
+        self._round_stages(self.stages, lambda stage: _sums_of_stage(sums, stage))
 
-    def in_parts(self) -> None:
+    def round_in_several_passes(self) -> None:
         """As `at_once`, with the statistics of some weights at a time."""
         assert self.memory is not None
         self._start(self.data.first())
@@ -185,11 +188,11 @@ class _CalibrationJob:
                 current[:] = None, {}
                 current[:] = part, self.data.sums(leaves=part.leaves, window=part.window)[0]
                 self.passes += 1
-            return _turn_sums(current[1], stage, part.window)
+            return _sums_of_stage(current[1], stage, part.window)
 
-        self._stages([stage for part in parts for stage in part.stages], sums_of)
+        self._round_stages([stage for part in parts for stage in part.stages], sums_of)
 
-    def in_order(self) -> None:
+    def round_sequentially(self) -> None:
         """One stage after the other, by the inputs of the model as it is rounded so far."""
         self._start(self.data.first())
         full: dict[int, Array] = {}
@@ -201,10 +204,10 @@ class _CalibrationJob:
         def sums_of(stage: Stage) -> Mapping[int, InputSums]:
             window = (stage.turn[0], 1) if self.memory is not None and stage.turn else None
             sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves, window)
-            return _turn_sums(sums, stage, window)
+            return _sums_of_stage(sums, stage, window)
 
         self.passes += len(self.stages)
-        self._stages(self.stages, sums_of)
+        self._round_stages(self.stages, sums_of)
 
     def _sizes(self, both: bool) -> dict[int, tuple[int, int]]:
         """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
@@ -216,7 +219,7 @@ class _CalibrationJob:
             sizes[leaf] = each, loops[0] if loops else 1
         return sizes
 
-    def _stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, InputSums]]) -> None:
+    def _round_stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, InputSums]]) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
         for number, stage in enumerate(stages):
             record = None if self.journal is None else self.journal.stage(number)
@@ -491,7 +494,7 @@ def _use_name(other: tuple[Any, int, ParamUse]) -> str:
     return f"{use.primitive} at {use.source}" if use.source else use.primitive
 
 
-def _turn_sums(
+def _sums_of_stage(
     sums: Mapping[int, InputSums], stage: Stage, window: tuple[int, int] | None = None
 ) -> dict[int, InputSums]:
     """The sums of one turn of the loops, of all turns or of those in a window of the outermost loop."""

@@ -112,5 +112,5 @@ class PtqReport(Tables):
         return [[head, *rows]]
 
 
-def _format_number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else format(value, form)
+def _format_number(value: float, format_spec: str) -> str:
+    return "" if math.isnan(value) else format(value, format_spec)

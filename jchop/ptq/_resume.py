@@ -173,11 +173,11 @@ class Journal:
             return None
         parts: dict[int, dict[int, Any]] = {}  # by parameter, then by the place in its sums
         for name, array in load_safetensors(self.folder / _SUMS_FILE).items():
-            leaf, number = map(int, name.split("."))
-            parts.setdefault(leaf, {})[number] = array
+            leaf, part_index = map(int, name.split("."))
+            parts.setdefault(leaf, {})[part_index] = array
         return {
-            leaf: jax.tree.unflatten(_SUMS_STRUCTURE, [own[i] for i in sorted(own)])
-            for leaf, own in sorted(parts.items())
+            leaf: jax.tree.unflatten(_SUMS_STRUCTURE, [leaf_parts[i] for i in sorted(leaf_parts)])
+            for leaf, leaf_parts in sorted(parts.items())
         }
 
     def keep_sums(self, sums: Mapping[int, InputSums]) -> None:

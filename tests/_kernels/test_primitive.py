@@ -270,7 +270,7 @@ def test_several_results_come_as_a_tuple():
 
 @pytest.mark.smoke
 def test_a_body_apart_is_a_call_in_the_program_of_one_cpu():
-    op = make_op("toy_apart", body, apart=True)
+    op = make_op("toy_apart", body, no_inline=True)
     for program, _ in PROGRAMS.values():
         np.testing.assert_array_equal(jax.jit(program(op))(X), X * 3 + 1)
     run = jax.jit(lambda x: times(op)(x * 2).T)
@@ -283,7 +283,7 @@ def test_a_body_apart_is_a_call_in_the_program_of_one_cpu():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_partitioned_body_is_not_apart(kind):
-    op = make_op("toy_apart", body, apart=True)
+    op = make_op("toy_apart", body, no_inline=True)
     sharding = NamedSharding(mesh(kind), P("a"))
     x = jax.device_put(X, sharding)
     with jax.set_mesh(mesh(kind)):
@@ -312,7 +312,7 @@ def test_a_64_bit_body_apart_stays_so_when_lowered_without_x64():
     def wide(x: jax.Array, *, by: int) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.int64) + by
 
-    op = make_op("toy_wide_apart", wide, apart=True)
+    op = make_op("toy_wide_apart", wide, no_inline=True)
     with jax.enable_x64(True):
         traced = jax.jit(lambda x: op(x, by=2)).trace(jnp.ones(3, jnp.float64))
     text = traced.lower().as_text()

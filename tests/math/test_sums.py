@@ -24,7 +24,7 @@ from refusals import assert_refused
 import jchop as jc
 from jchop import MatmulSpec
 from jchop._core.matmul.operations import fold_seeds
-from jchop._core.matmul.sums import _ranges_with_start
+from jchop._core.matmul.sums import _recurrence_ranges
 from jchop._core.rounding.random_bits import random_words, seed_words
 
 further = Further()
@@ -207,10 +207,10 @@ def a_centre_draws_from_a_part_of_the_key_of_its_own() -> None:
 def test_the_range_of_what_a_product_runs_through_holds_its_start() -> None:
     """It is the format's where 1 lies in it: a multiple of the last place, and not above the largest value."""
     for text, held in (("e4m3", True), ("e3m2(bias=-1)", True), ("e3m2(bias=-2)", False), ("e3m2(bias=6)", True)):
-        first, own = _ranges_with_start(jc.parse(text), np.float32)
+        first, own = _recurrence_ranges(jc.parse(text), np.float32)
         assert first.quantum <= 0 < first.top
         assert (first == own) is held, text
-    assert _ranges_with_start(jc.parse("e3m2(bias=6)"), np.float32)[0].top == 1
+    assert _recurrence_ranges(jc.parse("e3m2(bias=6)"), np.float32)[0].top == 1
 
 
 @further

@@ -64,8 +64,8 @@ def _spec_if_holds_one(value_spec: Spec | None, dtype: Any) -> Spec | None:
     """`value_spec` if 1 is in the range of its values, else None."""
     if value_spec is None:
         return None
-    r = range_of(value_spec, operation_carrier(dtype))
-    return replace(value_spec, gradient="straight_through") if r.bottom <= 0 < r.top else None
+    value_range = range_of(value_spec, operation_carrier(dtype))
+    return replace(value_spec, gradient="straight_through") if value_range.bottom <= 0 < value_range.top else None
 
 
 def product_along(
@@ -113,7 +113,7 @@ def _scan_recurrence(
 ) -> tuple[Array, Array]:
     """The last value and all values of c along the first axis; iteration k has the seeds of iteration k of loop 0."""
     name, start = _RECURRENCES[kind]
-    ranges = _ranges_with_start(spec, columns.dtype)
+    ranges = _recurrence_ranges(spec, columns.dtype)
 
     def iterate(carry: tuple[Array, Array], element: tuple[Array, Array | None]) -> tuple[tuple[Array, Array], Array]:
         (c, k), (column, counts) = carry, element
@@ -127,11 +127,11 @@ def _scan_recurrence(
     return last, values
 
 
-def _ranges_with_start(spec: Spec, dtype: Any) -> tuple[ValueRange, ValueRange]:
+def _recurrence_ranges(spec: Spec, dtype: Any) -> tuple[ValueRange, ValueRange]:
     """The range of c, which is a value of the format or the start 0 or 1, and the range of an element."""
     carrier = operation_carrier(dtype)
-    r = range_of(spec, carrier)
-    return (r if r.bottom <= 0 < r.top else carrier_range(carrier)), r
+    value_range = range_of(spec, carrier)
+    return (value_range if value_range.bottom <= 0 < value_range.top else carrier_range(carrier)), value_range
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

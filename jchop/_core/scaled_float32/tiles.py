@@ -109,19 +109,21 @@ def _are_scales_moderate(scales: BlockScales, plan: ScaledPlan) -> Array:
 
 def encode_plain_tile(x: Array, scales: BlockScales, largest: Array, plan: ScaledPlan) -> Array:
     """The result of `encode_tile` for a plain tile and its scales."""
-    fmt, own = plan.element.format, bits_to_float(scale_magnitude(scales, plan))
+    fmt, block_scale = plan.element.format, bits_to_float(scale_magnitude(scales, plan))
     assert isinstance(fmt, FloatFormat | UniformFormat)
     # Of elements in units of the quantum, or of half the smallest normal number.
     unit = Fraction(2) ** (fmt.emin - 1 if isinstance(fmt, FloatFormat) else -fmt.frac_bits)
-    whole = own if scales.tensor is None else bits_to_float(scales.tensor)
-    high = _clear_lower_half(whole)
-    factor = float(unit) if scales.tensor is None else own * float(unit)
-    high, low = high * factor, (whole - high) * factor
-    inverse = 1 / (high + low)
-    ends = None if _stays_within_ends(plan) else (float(fmt.min / unit), float(fmt.max / unit))
+    split_scale = block_scale if scales.tensor is None else bits_to_float(scales.tensor)
+    scale_high = _clear_lower_half(split_scale)
+    other_factor = float(unit) if scales.tensor is None else block_scale * float(unit)
+    scale_high, scale_low = scale_high * other_factor, (split_scale - scale_high) * other_factor
+    inverse_scale = 1 / (scale_high + scale_low)
+    quotient_limits = None if _stays_within_ends(plan) else (float(fmt.min / unit), float(fmt.max / unit))
     if isinstance(fmt, FloatFormat):
-        return _encode_float_tile(x, inverse, high, low, ends, fmt).astype(fmt.code_dtype)
-    return _encode_uniform_tile(x, inverse, high, low, largest, ends, fmt).astype(fmt.code_dtype)
+        return _encode_float_tile(x, inverse_scale, scale_high, scale_low, quotient_limits, fmt).astype(fmt.code_dtype)
+    return _encode_uniform_tile(x, inverse_scale, scale_high, scale_low, largest, quotient_limits, fmt).astype(
+        fmt.code_dtype
+    )
 
 
 def _stays_within_ends(plan: ScaledPlan) -> bool:
@@ -136,36 +138,49 @@ def _stays_within_ends(plan: ScaledPlan) -> bool:
 
 
 def _encode_uniform_tile(
-    x: Array, inverse: Array, high: Array, low: Array, largest: Array, ends: tuple | None, fmt: UniformFormat
+    x: Array,
+    inverse_scale: Array,
+    scale_high: Array,
+    scale_low: Array,
+    largest: Array,
+    quotient_limits: tuple | None,
+    fmt: UniformFormat,
 ) -> Array:
-    guess = x * inverse
-    guess = guess if ends is None else jnp.minimum(jnp.maximum(guess, ends[0]), ends[1])
+    guess = x * inverse_scale
+    guess = (
+        guess if quotient_limits is None else jnp.minimum(jnp.maximum(guess, quotient_limits[0]), quotient_limits[1])
+    )
     # Where XLA interprets a kernel, it would remove the addition and subtraction of a constant. It does not know that
     # the sign bit of a magnitude is 0.
-    shift = bits_to_float(_HALF_STEP_BITS | largest & FLOAT32.sign_bit)
-    total = guess + shift
-    up = _is_above_middle(total, total - shift, x, high, low)
-    return (float_to_bits(total) + up) >> 1 & bit_ops.low_mask(fmt.bits)
+    half_step_shift = bits_to_float(_HALF_STEP_BITS | largest & FLOAT32.sign_bit)
+    total = guess + half_step_shift
+    round_up = _is_above_middle(total, total - half_step_shift, x, scale_high, scale_low)
+    return (float_to_bits(total) + round_up) >> 1 & bit_ops.low_mask(fmt.bits)
 
 
 def _encode_float_tile(
-    x: Array, inverse: Array, high: Array, low: Array, ends: tuple[float, float] | None, fmt: FloatFormat
+    x: Array,
+    inverse_scale: Array,
+    scale_high: Array,
+    scale_low: Array,
+    quotient_limits: tuple[float, float] | None,
+    fmt: FloatFormat,
 ) -> Array:
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     magnitude = bits_to_float(magnitude)
-    guess = magnitude * inverse
-    guess = guess if ends is None else jnp.minimum(guess, ends[1])
+    guess = magnitude * inverse_scale
+    guess = guess if quotient_limits is None else jnp.minimum(guess, quotient_limits[1])
     exponent = jnp.maximum(float_to_bits(guess) & FLOAT32.inf, (FLOAT32.bias + 1) << FLOAT32.fraction)
-    shift = bits_to_float(exponent) * 2.0 ** (FLOAT32.fraction - fmt.frac_bits - 1)
-    total = guess + shift
-    up = _is_above_middle(total, total - shift, magnitude, high, low)
+    half_step_shift = bits_to_float(exponent) * 2.0 ** (FLOAT32.fraction - fmt.frac_bits - 1)
+    total = guess + half_step_shift
+    round_up = _is_above_middle(total, total - half_step_shift, magnitude, scale_high, scale_low)
     # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: those of
     # the exponent of `shift`, and the bias, which is 128.
-    code = (float_to_bits(total) + (exponent >> (FLOAT32.fraction - fmt.frac_bits - 1)) + up) >> 1
+    code = (float_to_bits(total) + (exponent >> (FLOAT32.fraction - fmt.frac_bits - 1)) + round_up) >> 1
     return code & bit_ops.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 
-def _is_above_middle(total: Array, middle: Array, x: Array, high: Array, low: Array) -> Array:
+def _is_above_middle(total: Array, middle: Array, x: Array, scale_high: Array, scale_low: Array) -> Array:
     """1 if a number is above its middle, or in it below an even number, else 0. If `middle` is none, it may be both."""
-    side = float_to_bits((middle * high - x) + middle * low) - (float_to_bits(total) & 2)
+    side = float_to_bits((middle * scale_high - x) + middle * scale_low) - (float_to_bits(total) & 2)
     return lax.shift_right_logical(side, jnp.full_like(side, FLOAT32.width - 1))

@@ -14,7 +14,7 @@ from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
 Array = jax.Array
 
 
-def substitute_triangular(steps: SpecArithmetic, a: Array, b: Array, *, lower: bool, unit: bool) -> Array:
+def substitute_triangular(arithmetic: SpecArithmetic, a: Array, b: Array, *, lower: bool, unit: bool) -> Array:
     """The solution for one right-hand side, or for each column of several (Higham, algorithm 8.1).
 
     By columns of the matrix: each known element is eliminated from the remaining equations.
@@ -22,65 +22,65 @@ def substitute_triangular(steps: SpecArithmetic, a: Array, b: Array, *, lower: b
     n = b.shape[0]
     if not b.size:
         return b
-    places = jnp.arange(n)[:, None]
+    row_indices = jnp.arange(n)[:, None]
 
     def iterate(i: Array, x: Array) -> Array:
         j = i if lower else n - 1 - i
-        ops = steps.at(i)
+        ops = arithmetic.at(i)
         column = a[:, j, None]
         solution = x[j] if unit else ops.div(x[j], column[j])
         rest = ops.sub(x, ops.mul(column, solution[None]))
-        remaining = places > j if lower else places < j
-        return jnp.where(remaining, rest, jnp.where(places == j, solution[None], x))
+        remaining = row_indices > j if lower else row_indices < j
+        return jnp.where(remaining, rest, jnp.where(row_indices == j, solution[None], x))
 
     return lax.fori_loop(0, n, iterate, b.reshape(n, -1)).reshape(b.shape)
 
 
-def factor_lu(steps: SpecArithmetic, a: Array) -> tuple[Array, Array, Array]:
+def factor_lu(arithmetic: SpecArithmetic, a: Array) -> tuple[Array, Array, Array]:
     """The packed factors, the rows in pivot order, and the pivot row of each step."""
     n = a.shape[0]
-    places = jnp.arange(n)
+    row_indices = jnp.arange(n)
     if not n:
         return a, jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
 
     def iterate(k: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         a, p, pivots = state
-        ops = steps.at(k)
-        candidates = jnp.where(places >= k, jnp.abs(a[:, k]), -1)
+        ops = arithmetic.at(k)
+        candidates = jnp.where(row_indices >= k, jnp.abs(a[:, k]), -1)
         best = jnp.argmax(candidates)
-        order = places.at[k].set(best).at[best].set(k)
+        order = row_indices.at[k].set(best).at[best].set(k)
         a, p = a[order], p[order]
-        below = places > k
+        below = row_indices > k
         multipliers = ops.div(a[:, k], a[k, k])
-        rest = ops.sub(a, ops.mul(multipliers[:, None], a[k][None, :]))
-        a = jnp.where(below[:, None] & below[None, :], rest, a)
+        schur_complement = ops.sub(a, ops.mul(multipliers[:, None], a[k][None, :]))
+        a = jnp.where(below[:, None] & below[None, :], schur_complement, a)
         a = a.at[:, k].set(jnp.where(below, multipliers, a[:, k]))
         return a, p, pivots.at[k].set(best.astype(jnp.int32))
 
     return lax.fori_loop(0, n, iterate, (a, jnp.arange(n, dtype=jnp.int32), jnp.zeros(n, jnp.int32)))
 
 
-def solve_with_factors(steps: SpecArithmetic, packed_factors: Array, b: Array) -> Array:
+def solve_with_factors(arithmetic: SpecArithmetic, packed_factors: Array, b: Array) -> Array:
     """The solution for a right-hand side in pivot order."""
-    y = substitute_triangular(steps, packed_factors, b, lower=True, unit=True)
-    return substitute_triangular(steps, packed_factors, y, lower=False, unit=False)
+    y = substitute_triangular(arithmetic, packed_factors, b, lower=True, unit=True)
+    return substitute_triangular(arithmetic, packed_factors, y, lower=False, unit=False)
 
 
-def factor_cholesky(steps: SpecArithmetic, a: Array) -> Array:
+def factor_cholesky(arithmetic: SpecArithmetic, a: Array) -> Array:
     """Cholesky's lower factor, from the lower triangle (Higham, algorithm 10.2, by outer products)."""
     n = a.shape[0]
     if not n:
         return a
-    places = jnp.arange(n)
+    row_indices = jnp.arange(n)
 
     def iterate(k: Array, a: Array) -> Array:
-        ops = steps.at(k)
+        ops = arithmetic.at(k)
         root = ops.sqrt(a[k, k])
         column = ops.div(a[:, k], root)
-        rest = ops.sub(a, ops.mul(column[:, None], column[None, :]))
-        below = places > k
-        a = jnp.where(below[:, None] & below[None, :], rest, a)
-        return a.at[:, k].set(jnp.where(places == k, root, jnp.where(below, column, a[:, k])))
+        schur_complement = ops.sub(a, ops.mul(column[:, None], column[None, :]))
+        below = row_indices > k
+        a = jnp.where(below[:, None] & below[None, :], schur_complement, a)
+        return a.at[:, k].set(jnp.where(row_indices == k, root, jnp.where(below, column, a[:, k])))
 
     return jnp.tril(lax.fori_loop(0, n, iterate, a))
 

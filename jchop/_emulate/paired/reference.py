@@ -64,23 +64,25 @@ class Float64Reference(CarrierReference):
 
     def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
         """The results of an equation, of operands in any dtype."""
-        run = partial(bind_shards, axes, step.eqn.primitive)
+        bind_primitive = partial(bind_shards, axes, step.eqn.primitive)
         out = None
         args = [_in_program_dtype(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
         if not any(is_number(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)):
-            return run(step.eqn.params, args)
+            return bind_primitive(step.eqn.params, args)
         if not step.inner and step.kind not in ("draw", "own", "result") and step.draw is None:
             with jax.enable_x64(True):
-                wide = [self.as_reference(x) for x in args]
+                float64_args = [self.as_reference(x) for x in args]
                 try:
-                    out = [self.as_reference(x) for x in run(_params_in_float64(step.eqn.params), wide)]
+                    out = [
+                        self.as_reference(x) for x in bind_primitive(_params_in_float64(step.eqn.params), float64_args)
+                    ]
                 except Exception:  # any error of a primitive without a float64 form
                     self.narrow |= {step.name}
         elif step.inner:
             self.narrow |= {step.name}
         if out is None:
-            narrow = [_in_carrier_dtype(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
-            return [self.as_reference(x) for x in run(step.eqn.params, narrow)]
+            carrier_args = [_in_carrier_dtype(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
+            return [self.as_reference(x) for x in bind_primitive(step.eqn.params, carrier_args)]
         return [self._round(x) for x in out] if rounds and step.kind not in _MOVE_KINDS else out
 
     def select(self, active: Any, new: Any, old: Any) -> Any:

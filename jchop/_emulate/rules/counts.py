@@ -29,7 +29,7 @@ _MOST_LENGTHS = 128
 #: A length that is not known: of axes of a mesh, or a symbolic one.
 _UNKNOWN_LENGTH = 0
 #: Primitives that add numbers, by the lengths of the axes that they add.
-_TERM_LENGTHS = {
+_REDUCED_AXIS_LENGTHS = {
     "reduce_sum": lambda eqn: [eqn.invars[0].aval.shape[axis] for axis in eqn.params["axes"]],
     "reduce_window_sum": lambda eqn: eqn.params["window_dimensions"],
     "cumsum": lambda eqn: [eqn.invars[0].aval.shape[eqn.params["axis"]]],
@@ -62,12 +62,12 @@ class _CountValue:
     whole: bool = False
     number: Any = None
     terms: frozenset[int] = frozenset()
-    copies: frozenset[int] = frozenset()
+    copy_counts: frozenset[int] = frozenset()
     counts: bool = False
     other: bool = False
 
     @property
-    def only_counts(self) -> bool:
+    def is_only_count(self) -> bool:
         return self.whole and self.counts and not self.other
 
 
@@ -149,7 +149,7 @@ class Counts:
         call_operands: dict[tuple[int, int], list[bool]] = {}
         for op, own in zip(ops, places, strict=True):
             if op.place is not None:
-                call_operands.setdefault((id(op.eqn), op.place), []).append(op.results[0].only_counts)
+                call_operands.setdefault((id(op.eqn), op.place), []).append(op.results[0].is_only_count)
                 continue
             computing.setdefault(id(op.eqn), []).append(_makes_counts(op))
             operands.setdefault(id(op.eqn), []).append(set(own))
@@ -170,56 +170,56 @@ def _count_value_of(v: Any) -> _CountValue:
     return _CountValue(number.is_integer(), number)
 
 
-def _length_products(lengths: Iterable[int]) -> frozenset[int]:
+def _subset_products(lengths: Iterable[int]) -> frozenset[int]:
     """The products of some of these lengths."""
     lengths = [int(n) if isinstance(n, int | np.integer) else _UNKNOWN_LENGTH for n in lengths]
-    some = itertools.chain.from_iterable(itertools.combinations(lengths, k + 1) for k in range(len(lengths)))
-    return frozenset(map(math.prod, some)) if len(lengths) < 8 else frozenset([math.prod(lengths)])
+    subsets = itertools.chain.from_iterable(itertools.combinations(lengths, k + 1) for k in range(len(lengths)))
+    return frozenset(map(math.prod, subsets)) if len(lengths) < 8 else frozenset([math.prod(lengths)])
 
 
 def _multiply_lengths(new: frozenset[int], old: frozenset[int]) -> frozenset[int]:
-    every = new | old | {a * b for a in new for b in old}
-    return frozenset(sorted(every)[-_MOST_LENGTHS:])
+    products = new | old | {a * b for a in new for b in old}
+    return frozenset(sorted(products)[-_MOST_LENGTHS:])
 
 
 def _propagate_terms(op: _CountOp) -> None:
     """Whether results are integers, and sums of how many terms."""
-    name, numbers = op.name, op.operands
+    name, operands = op.name, op.operands
     if name == "select_n":
-        numbers = numbers[1:]
-    if name not in _TERM_LENGTHS and name not in _INTEGER_OPS and name not in _STRUCTURAL_OPS and name != "div":
+        operands = operands[1:]
+    if name not in _REDUCED_AXIS_LENGTHS and name not in _INTEGER_OPS and name not in _STRUCTURAL_OPS and name != "div":
         return
-    terms = frozenset().union(*(x.terms for x in (numbers[:1] if name == "div" else numbers)))
-    if name in _TERM_LENGTHS:
-        terms = _multiply_lengths(_length_products(_TERM_LENGTHS[name](op.eqn)), terms)
+    terms = frozenset().union(*(x.terms for x in (operands[:1] if name == "div" else operands)))
+    if name in _REDUCED_AXIS_LENGTHS:
+        terms = _multiply_lengths(_subset_products(_REDUCED_AXIS_LENGTHS[name](op.eqn)), terms)
     for result in op.results:
         result.terms = terms
-        result.whole = result.whole or (name != "div" and all(x.whole for x in numbers))
+        result.whole = result.whole or (name != "div" and all(x.whole for x in operands))
 
 
 def _propagate_copies(op: _CountOp) -> None:
     """How many copies are made of operands."""
     name = op.name
-    copies = frozenset().union(*(x.copies for x in op.results))
+    copies = frozenset().union(*(x.copy_counts for x in op.results))
     if name == "broadcast_in_dim":
         (x, *_), params = op.eqn.invars, op.eqn.params
         own_axes = {to for to, n in zip(params["broadcast_dimensions"], x.aval.shape, strict=True) if n != 1}
         copies = _multiply_lengths(
-            _length_products(n for axis, n in enumerate(params["shape"]) if axis not in own_axes), copies
+            _subset_products(n for axis, n in enumerate(params["shape"]) if axis not in own_axes), copies
         )
     elif name == "reduce_window_sum":
-        copies = _multiply_lengths(_length_products(op.eqn.params["window_dimensions"]), copies)
+        copies = _multiply_lengths(_subset_products(op.eqn.params["window_dimensions"]), copies)
     elif name not in _INTEGER_OPS and name not in _STRUCTURAL_OPS and name not in ("div", "reduce_sum"):
         return
     for x in op.operands[:1] if name == "div" else op.operands:
-        x.copies |= copies
+        x.copy_counts |= copies
 
 
 def _count_operands(op: _CountOp) -> list[int]:
     """The places of the operands that are counts: of a divisor, of its inverse, and of an integer that is divided."""
     if op.name not in _COUNT_READERS or not is_carrier_float(op.eqn.outvars[0].aval):
         return []
-    lengths = op.results[0].copies
+    lengths = op.results[0].copy_counts
     if op.name == "div":
         x, n = op.operands
         known = n.number is not None
@@ -253,4 +253,4 @@ def _makes_counts(op: _CountOp) -> bool:
     numbers = [
         x for x, v in zip(op.results, op.eqn.outvars, strict=False) if op.place is not None or is_carrier_float(v.aval)
     ]
-    return bool(numbers) and all(x.only_counts for x in numbers)
+    return bool(numbers) and all(x.is_only_count for x in numbers)

@@ -33,7 +33,14 @@ from jchop._emulate.rules.value_facts import (
 from jchop._program import planner
 from jchop._program.bind import constant_of
 from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, equations_of, is_own_result, is_own_scope, jaxpr_of, scope_of
+from jchop._program.step import (
+    ProgramPlan,
+    equations_of,
+    is_jchop_result,
+    is_jchop_scope,
+    jaxpr_of,
+    scope_of,
+)
 from jchop._program.widening import Widening
 from jchop._spec.spec import Spec
 
@@ -78,11 +85,11 @@ class EmulationPlanner(planner.Planner):
         make_step = partial(
             EmulatedStep, eqn=eqn, scope=scope, number=number, rounds=no_rounding, apart=bool(self._apart)
         )
-        if is_own_result(eqn, scope):
+        if is_jchop_result(eqn, scope):
             choice = self.settings.choose(name, scope, self.used)
             return STEP_FACTS["result"](make_step(kind="result", choice=choice, known=(None,)))
         own = make_step(kind="own", choice=ArithmeticChoice(None, None), known=(None,) * len(eqn.invars), out=nothing)
-        if is_own_scope(scope):
+        if is_jchop_scope(scope):
             return own
         draw = self._draws.get(id(eqn))
         if draw is not None:

@@ -103,8 +103,8 @@ def _task_body(*leaves: Array, task: Task, tree: Any) -> Array:
 
 #: Compiled apart, because XLA would compile and compute an operation once for each use. The words of its draws are made
 #: in it, and not by a loop of their own.
-_operation_op = make_op("jchop_operation", _task_body, apart=True)
-_elementary_op = make_op("jchop_elementary", _task_body, like_first=True, apart=True)
+_operation_op = make_op("jchop_operation", _task_body, no_inline=True)
+_elementary_op = make_op("jchop_elementary", _task_body, like_first=True, no_inline=True)
 
 
 def _run_exact(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
@@ -241,4 +241,4 @@ def _round_value_body(x: Array, *leaves: Array, spec: Spec, tree: Any) -> Array:
 
 #: Compiled apart for the same reasons. Roundings of arrays of one shape differ in the numbers of their draws, which are
 #: operands, so XLA's CPU backend compiles one of them.
-_round_value_op = make_op("jchop_rounded", _round_value_body, like_first=True, apart=True)
+_round_value_op = make_op("jchop_rounded", _round_value_body, like_first=True, no_inline=True)

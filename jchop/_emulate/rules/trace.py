@@ -92,7 +92,7 @@ def has_codes(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _TraceKey:
+class _FlatFunction:
     """A function of arrays only, as a key of JAX's cache, and the objects that `fun` read during tracing.
 
     The function does not refer to this object: in a cycle it would stay in JAX's cache after its last use.
@@ -117,7 +117,7 @@ class ProgramCache:
 
     fun: Callable[..., Any]
     settings: Settings
-    _functions: dict[Any, _TraceKey] = field(default_factory=dict)
+    _functions: dict[Any, _FlatFunction] = field(default_factory=dict)
     _programs: list[EmulatedProgram] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
 
@@ -132,39 +132,43 @@ class ProgramCache:
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
         is_variable = tuple(map(is_program_variable, leaves))
-        values = tuple(leaf for leaf, m in zip(leaves, is_variable, strict=True) if m)
-        others = tuple(None if m else leaf for leaf, m in zip(leaves, is_variable, strict=True))
-        if any(map(is_torch_tensor, others)):
+        values = tuple(leaf for leaf, is_array in zip(leaves, is_variable, strict=True) if is_array)
+        static_leaves = tuple(None if is_array else leaf for leaf, is_array in zip(leaves, is_variable, strict=True))
+        if any(map(is_torch_tensor, static_leaves)):
             _refuse_torch_tensors(args, kwargs)
-        key, entry = self._function_of_variables(tree, is_variable, others)
+        key, flat_function = self._function_of_variables(tree, is_variable, static_leaves)
         with jax.disable_jit(False):  # loops, branches and the names of calls are parts of the program
-            source, shapes = jax.make_jaxpr(entry.function, return_shape=True)(*values)
-        read = list(entry.read)  # other threads may trace it, too
-        if not read:  # after the trace: objects that it changes itself are not a change
-            entry.read[:] = read = [reachable_objects(self.fun, others)]
-            self._keep(key, entry, read[0])
+            source, shapes = jax.make_jaxpr(flat_function.function, return_shape=True)(*values)
+        objects_read = list(flat_function.read)  # other threads may trace it, too
+        if not objects_read:  # after the trace: objects that it changes itself are not a change
+            flat_function.read[:] = objects_read = [reachable_objects(self.fun, static_leaves)]
+            self._keep(key, flat_function, objects_read[0])
         jaxpr, consts = jaxpr_of(source)
-        if read[0] is None:  # it may have arrays of NumPy, which may change
+        if objects_read[0] is None:  # it may have arrays of NumPy, which may change
             jaxpr = jaxpr_of(with_own_constants(source, (None,) * len(consts)))[0]
-        units = jax.tree.leaves((args, kwargs), is_leaf=has_codes)
-        are_codes = [has_codes(unit) for unit in units for _ in jax.tree.leaves(unit)]
-        rounds = tuple(not s for s, m in zip(are_codes, is_variable, strict=True) if m)
+        leaves_and_qarrays = jax.tree.leaves((args, kwargs), is_leaf=has_codes)
+        are_codes = [has_codes(unit) for unit in leaves_and_qarrays for _ in jax.tree.leaves(unit)]
+        rounds = tuple(not is_code for is_code, is_array in zip(are_codes, is_variable, strict=True) if is_array)
         in_trace = any(isinstance(x, Tracer) for x in (*values, *consts))
         program = self._program(jaxpr, consts, rounds, jax.tree.structure(shapes), in_trace)
-        return replace(program, values=values, plan=replace(program.plan, consts=self._entering(program)))
+        return replace(program, values=values, plan=replace(program.plan, consts=self._constants_on_entry(program)))
 
-    def _entering(self, program: EmulatedProgram) -> tuple[Any, ...]:
+    def _constants_on_entry(self, program: EmulatedProgram) -> tuple[Any, ...]:
         """The constants; those that are rounded on entry with the format's limits in place of the carrier's."""
         consts = program.plan.consts
         rounds = program.rounds[len(program.rounds) - len(consts) :]
-        floats = [r and is_carrier_float(x) and not isinstance(x, Tracer) for r, x in zip(rounds, consts, strict=True)]
+        floats = [
+            rounds_entry and is_carrier_float(x) and not isinstance(x, Tracer)
+            for rounds_entry, x in zip(rounds, consts, strict=True)
+        ]
         return tuple(
-            _constant_at_limits(x, self.settings.spec) if k else x for k, x in zip(floats, consts, strict=True)
+            _constant_at_limits(x, self.settings.spec) if is_rounded else x
+            for is_rounded, x in zip(floats, consts, strict=True)
         )
 
     def _function_of_variables(
         self, tree: Any, is_variable: tuple[bool, ...], others: tuple[Any, ...]
-    ) -> tuple[Any, _TraceKey]:
+    ) -> tuple[Any, _FlatFunction]:
         """A key and the function of the variables; the earlier one if it read nothing that has changed."""
         key = (tree, is_variable, tuple(x if isinstance(x, int | str | bool) else None for x in others))
         try:
@@ -179,14 +183,14 @@ class ProgramCache:
         def flat(*values: Any) -> Any:
             read.clear()
             variables = iter(values)
-            every = [next(variables) if m else x for m, x in zip(is_variable, others, strict=True)]
+            every = [next(variables) if is_array else x for is_array, x in zip(is_variable, others, strict=True)]
             args, kwargs = jax.tree.unflatten(tree, every)
             return fun(*args, **kwargs)
 
         flat.__wrapped__ = fun  # type: ignore[attr-defined] # JAX's errors name it
-        return key, _TraceKey(flat, read)
+        return key, _FlatFunction(flat, read)
 
-    def _keep(self, key: Any, entry: _TraceKey, read: tuple[Any, ...] | None) -> None:
+    def _keep(self, key: Any, entry: _FlatFunction, read: tuple[Any, ...] | None) -> None:
         """Keeps a function that may be used again: one that has read nothing that may change unseen."""
         if key is None:
             return

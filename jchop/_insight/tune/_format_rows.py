@@ -85,7 +85,7 @@ def _round_bits_to_row(x: Array, row: Array) -> Array:
 
 
 #: Compiled apart: fused, it would be computed again for each use of its result.
-_round_to_row_op = make_op("jchop_round_to_row", _round_bits_to_row, apart=True)
+_round_to_row_op = make_op("jchop_round_to_row", _round_bits_to_row, no_inline=True)
 
 
 def round_to_row(x: Array, row: Array) -> Array:

@@ -99,11 +99,11 @@ class _ProductOfBlocksHopperTile:
     def call(self, x: Array, w: Array, scales: dict[str, Array]) -> Array:
         # (blocks, rows): a copy of the scales of a block is a row; and whole tiles, since ordinary loads have no ends.
         tiled_scales = {name: self._to_tiles(name, v.T) for name, v in scales.items()}
-        changing = [name for name, v in tiled_scales.items() if v.shape[0] > 1]
+        block_scale_names = [name for name, v in tiled_scales.items() if v.shape[0] > 1]
         out = jax.ShapeDtypeStruct((self.m, self.n), self.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
         def product_of_blocks(x: Any, w: Any, *refs: Any) -> None:  # a profiler shows this name
-            self.kernel(x, w, dict(zip(tiled_scales, refs[:-1], strict=True)), changing, refs[-1])
+            self.kernel(x, w, dict(zip(tiled_scales, refs[:-1], strict=True)), block_scale_names, refs[-1])
 
         return plgpu.kernel(
             product_of_blocks,
@@ -119,69 +119,79 @@ class _ProductOfBlocksHopperTile:
         unit = _COMPUTE_WARPGROUPS * self.tiling.rows if name.startswith("x") else self.tiling.columns
         return jnp.pad(scales.astype(jnp.float32), ((0, 0), (0, -scales.shape[1] % unit)))
 
-    def kernel(self, x: Any, w: Any, scales: dict[str, Any], changing: Sequence[str], out: Any) -> None:
-        operands = x, w, *(scales[name] for name in changing)
+    def kernel(self, x: Any, w: Any, scales: dict[str, Any], block_scale_names: Sequence[str], out: Any) -> None:
+        operands = x, w, *(scales[name] for name in block_scale_names)
         no_op: Any = lambda *_: None  # noqa: E731
-        allocations = self._pipeline(x, changing, no_op, no_op).get_allocations(*operands)
+        allocations = self._pipeline(x, block_scale_names, no_op, no_op).get_allocations(*operands)
         per_row = _ROW_BYTES // self.dtype.itemsize
 
         def program(allocations: Any, staging: Any) -> None:
-            group = lax.axis_index("warpgroup")
+            warpgroup = lax.axis_index("warpgroup")
 
             @plgpu.nd_loop((self.tiles[0] * self.tiles[1],), collective_axes="program")
             def _(loop: Any) -> None:
                 i, j = plgpu.planar_snake(loop.index[0], self.tiles, 0, _SNAKE_WIDTH)
                 height, width = _COMPUTE_WARPGROUPS * self.tiling.rows, self.tiling.columns
                 # Of the two operands what a tile takes, and what a warpgroup takes of that.
-                here = {"x": pl.ds(i * height, height), "w": pl.ds(j * width, width)}
-                own = {"x": pl.ds(group * self.tiling.rows, self.tiling.rows), "w": slice(None)}
+                tile_slices = {"x": pl.ds(i * height, height), "w": pl.ds(j * width, width)}
+                warpgroup_slices = {"x": pl.ds(warpgroup * self.tiling.rows, self.tiling.rows), "w": slice(None)}
 
-                def step(_: Any, a: Any, b: Any, *rest: Any) -> Any:
-                    *near, carry = rest
+                def step(_: Any, x_tile: Any, w_tile: Any, *scales_and_carry: Any) -> Any:
+                    *block_scales, carry = scales_and_carry
 
                     def multiply(sums: Any) -> Any:
-                        plgpu.wgmma(sums, a.at[own["x"]], b.transpose((1, 0)))
+                        plgpu.wgmma(sums, x_tile.at[warpgroup_slices["x"]], w_tile.transpose((1, 0)))
                         plgpu.wgmma_wait(0)
-                        return None if self._is_one_sum(x) else sums[...]
+                        return None if self._has_one_accumulator(x) else sums[...]
 
-                    if self._is_one_sum(x):
+                    if self._has_one_accumulator(x):
                         multiply(carry)
                         return carry
-                    term = pl.run_scoped(multiply, plgpu.ACC(self.shape, self._kind(x))).astype(jnp.float32)
-                    places = [v.at[0, own[name[0]]] for name, v in zip(changing, near, strict=True)]
-                    return carry + self._times(term, changing, places, feeds_sum=True)
+                    partial_sum = pl.run_scoped(multiply, plgpu.ACC(self.shape, self._accumulator_dtype(x))).astype(
+                        jnp.float32
+                    )
+                    scale_refs = [
+                        v.at[0, warpgroup_slices[name[0]]]
+                        for name, v in zip(block_scale_names, block_scales, strict=True)
+                    ]
+                    return carry + self._times(partial_sum, block_scale_names, scale_refs, feeds_sum=True)
 
                 def write(total: Array) -> None:
-                    once = [name for name in ("x_scale", "w_scale") if name in scales and name not in changing]
-                    places = [scales[name].at[0, here[name[0]]].at[own[name[0]]] for name in once]
-                    total = self._times(total.astype(jnp.float32), once, places).astype(self.dtype)
+                    constant_scale_names = [
+                        name for name in ("x_scale", "w_scale") if name in scales and name not in block_scale_names
+                    ]
+                    scale_refs = [
+                        scales[name].at[0, tile_slices[name[0]]].at[warpgroup_slices[name[0]]]
+                        for name in constant_scale_names
+                    ]
+                    total = self._times(total.astype(jnp.float32), constant_scale_names, scale_refs).astype(self.dtype)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    place = out.at[here["x"], here["w"]].at[own["x"]]
-                    for number, (row, column) in enumerate(
+                    out_tile = out.at[tile_slices["x"], tile_slices["w"]].at[warpgroup_slices["x"]]
+                    for store_index, (row, column) in enumerate(
                         np.ndindex(self.shape[0] // _STORE_ROWS, self.shape[1] // per_row)
                     ):
                         part = np.s_[
                             row * _STORE_ROWS : (row + 1) * _STORE_ROWS, column * per_row : (column + 1) * per_row
                         ]
                         plgpu.wait_smem_to_gmem(_STORE_SLOTS - 1, wait_read_only=True)
-                        staging[group, number % _STORE_SLOTS] = total[part]
+                        staging[warpgroup, store_index % _STORE_SLOTS] = total[part]
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(staging.at[group, number % _STORE_SLOTS], place.at[part])
+                        plgpu.copy_smem_to_gmem(staging.at[warpgroup, store_index % _STORE_SLOTS], out_tile.at[part])
 
-                def context(run: Any) -> None:
-                    if not self._is_one_sum(x):
-                        write(run(jnp.zeros(self.shape, jnp.float32)))
+                def compute_context(run_pipeline: Any) -> None:
+                    if not self._has_one_accumulator(x):
+                        write(run_pipeline(jnp.zeros(self.shape, jnp.float32)))
                         return
 
-                    def whole(sums: Any) -> None:
-                        run(sums)
+                    def run_and_write(sums: Any) -> None:
+                        run_pipeline(sums)
                         write(sums[...])
 
-                    pl.run_scoped(whole, plgpu.ACC(self.shape, self._kind(x)))
+                    pl.run_scoped(run_and_write, plgpu.ACC(self.shape, self._accumulator_dtype(x)))
 
-                near = [scales[name].at[:, here[name[0]]] for name in changing]
-                operand_tiles = x.at[here["x"], :], w.at[here["w"], :], *near
-                self._pipeline(x, changing, step, context)(*operand_tiles, allocations=allocations)
+                block_scale_tiles = [scales[name].at[:, tile_slices[name[0]]] for name in block_scale_names]
+                operand_tiles = x.at[tile_slices["x"], :], w.at[tile_slices["w"], :], *block_scale_tiles
+                self._pipeline(x, block_scale_names, step, compute_context)(*operand_tiles, allocations=allocations)
 
         pl.run_scoped(
             program,
@@ -195,16 +205,16 @@ class _ProductOfBlocksHopperTile:
         )
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _pipeline(self, x: Any, changing: Sequence[str], step: Any, context: Any) -> Any:
+    def _pipeline(self, x: Any, block_scale_names: Sequence[str], step: Any, context: Any) -> Any:
         """The steps along the sum."""
         tiling, transforms = self.tiling, _shared_memory_transforms(_ROW_BYTES, x.dtype)
 
-        def spec(*shape: int, move: Any, transforms: Sequence[Any] = ()) -> Any:
-            return plgpu.BlockSpec(shape, move, memory_space=plgpu.SMEM, transforms=transforms)
+        def spec(*shape: int, index_map: Any, transforms: Sequence[Any] = ()) -> Any:
+            return plgpu.BlockSpec(shape, index_map, memory_space=plgpu.SMEM, transforms=transforms)
 
         tiles = [_COMPUTE_WARPGROUPS * tiling.rows, tiling.columns]
-        specs = [spec(rows, tiling.depth, move=lambda i: (0, i), transforms=transforms) for rows in tiles]
-        specs += [spec(1, tiles[name[0] == "w"], move=lambda i: (i, 0)) for name in changing]
+        specs = [spec(rows, tiling.depth, index_map=lambda i: (0, i), transforms=transforms) for rows in tiles]
+        specs += [spec(1, tiles[name[0] == "w"], index_map=lambda i: (i, 0)) for name in block_scale_names]
         return plgpu.emit_pipeline_warp_specialized(
             step,
             grid=(pl.cdiv(x.shape[1], tiling.depth),),
@@ -216,18 +226,20 @@ class _ProductOfBlocksHopperTile:
             compute_context=context,
         )
 
-    def _is_one_sum(self, x: Any) -> bool:
+    def _has_one_accumulator(self, x: Any) -> bool:
         """Whether the unit sums all products: of integers whose scales do not change."""
         return x.dtype == jnp.int8 and self.block >= x.shape[1]
 
     @staticmethod
-    def _kind(x: Any) -> Any:
+    def _accumulator_dtype(x: Any) -> Any:
         return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
-    def _times(self, numbers: Array, names: Sequence[str], places: Sequence[Any], *, feeds_sum: bool = False) -> Array:
+    def _times(
+        self, numbers: Array, names: Sequence[str], scale_refs: Sequence[Any], *, feeds_sum: bool = False
+    ) -> Array:
         """Sums times scales, one after the other, rounded before they are `feeds_sum` to something."""
         scale = None
-        for name, place in zip(names, places, strict=True):
+        for name, place in zip(names, scale_refs, strict=True):
             axis = 0 if name[0] == "x" else 1
             layout = plgpu.Layout.WGMMA.reduce(1 - axis)
             scale = plgpu.load(place, *_LOAD_INDEX, layout=layout, optimized=False)

@@ -91,7 +91,7 @@ class CodedArray:
     qarray: QArray | None = None
     shift: int = 0
 
-    def map_parts(self, move: Callable[[Array], Array]) -> CodedArray:
+    def map_arrays(self, move: Callable[[Array], Array]) -> CodedArray:
         """The array after a move of each of its parts."""
         scale, zero = (None if part is None else move(part) for part in (self.scale, self.zero))
         return CodedArray(move(self.elements), scale, zero, self.block)
@@ -104,7 +104,7 @@ class CodedArray:
 
     def reshape(self, *shape: int) -> CodedArray:
         """The array in another shape."""
-        return self.map_parts(lambda v: v.reshape(shape))
+        return self.map_arrays(lambda v: v.reshape(shape))
 
 
 # -- from numbers to codes ---------------------------------------------------------------------------------------------
@@ -251,13 +251,13 @@ def _holds_values_of(wide: ElementFormat, fmt: ElementFormat) -> bool:
 
 def to_batched_matrices(x: CodedArray, batch: int) -> CodedArray:
     """An array in the layout of its product as (batch, rows, contracting)."""
-    return x.map_parts(lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
+    return x.map_arrays(lambda v: v.reshape(math.prod(v.shape[:batch]), math.prod(v.shape[batch:-1]), v.shape[-1]))
 
 
 def param_codes(qarray: QArray, layout: OperandLayout | None, shape: tuple[int, ...]) -> CodedArray:
     """The codes of a parameter of `shape` that is stored in a layout (None: with its own axes)."""
     parts = expand_codes(qarray)
-    return parts if layout is None else parts.map_parts(lambda v: layout.back(v, shape))
+    return parts if layout is None else parts.map_arrays(lambda v: layout.back(v, shape))
 
 
 def restore_param_axes(q: QArray, layout: OperandLayout, shape: tuple[int, ...]) -> QArray | None:

@@ -242,7 +242,7 @@ def _encode_operands(
 ) -> tuple[CodedArray, CodedArray]:
     """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
     left, right = product.forward.left, product.forward.right
-    first = encode_operand(left.lay(x), roundings.left, keys.left) if data is None else data.map_parts(left.lay)
+    first = encode_operand(left.lay(x), roundings.left, keys.left) if data is None else data.map_arrays(left.lay)
     if weight is None and roundings.left is None and roundings.right is not None and data is None:
         qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys.right)
         own = restore_param_axes(qarray, right, w.shape)  # a weight alone is read in its own order of axes
@@ -253,7 +253,7 @@ def _encode_operands(
         )  # not in the shape of w
     assert roundings.right is not None
     block = block_along_sum(roundings.right, right.ndim) if weight.block is None else weight.block
-    second = replace(weight.map_parts(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)
+    second = replace(weight.map_arrays(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)
     return first, jax.tree.map(lax.stop_gradient, second)
 
 

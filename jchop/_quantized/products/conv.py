@@ -224,7 +224,7 @@ def convolve_codes(image: CodedArray, kernel: CodedArray, geometry: ConvGeometry
         return multiply_codes(image, kernel, dtype, sums)
     out = sums.shape(image.elements, kernel.elements)
     y = multiply_codes(
-        _windows_as_rows(image, sums), replace(kernel.map_parts(_kernel_rows), block=kernel.block), dtype
+        _windows_as_rows(image, sums), replace(kernel.map_arrays(_kernel_rows), block=kernel.block), dtype
     )
     return _windows_from_rows(y, out)
 
@@ -289,9 +289,9 @@ def correlate_codes(
     def split_groups(v: Array) -> Array:
         return v.reshape(groups, v.shape[0] // groups, -1)
 
-    left = replace(gradient.map_parts(split_groups), block=gradient.block)
+    left = replace(gradient.map_arrays(split_groups), block=gradient.block)
     if same:
-        right = replace(image.map_parts(split_groups), block=image.block)
+        right = replace(image.map_arrays(split_groups), block=image.block)
         y = multiply_codes(left, right, dtype)
         return y.reshape(*places, *y.shape)
     fill = None if image.zero is None else _channel_numbers(image.zero).reshape(-1)
@@ -306,7 +306,7 @@ def correlate_codes(
         scale, zero = (
             None if v is None else jnp.broadcast_to(_channel_numbers(v), part.shape) for v in (image.scale, image.zero)
         )
-        return multiply_codes(left, CodedArray(part, scale, zero).map_parts(split_groups), dtype)
+        return multiply_codes(left, CodedArray(part, scale, zero).map_arrays(split_groups), dtype)
 
     index = np.stack(np.unravel_index(np.arange(math.prod(places)), tuple(places)), -1).astype(np.int32)
     y = lax.map(at_place, jnp.asarray(index))

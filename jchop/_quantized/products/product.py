@@ -244,7 +244,7 @@ class ConvProduct:
         (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
         groups = self.feature_groups
         image = x.reshape(n, *space, groups, channels // groups)
-        kernel = w.reshape(groups, rows // groups, *places, inner).map_parts(
+        kernel = w.reshape(groups, rows // groups, *places, inner).map_arrays(
             lambda v: jnp.moveaxis(v, (0, 1), (-3, -2))
         )
         y = convolve_codes(image, kernel, geometry, dtype)
@@ -255,7 +255,7 @@ class ConvProduct:
         (n, _, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
         groups, windows = self.feature_groups, geometry.windows(space, places)
         image = g.reshape(n, *windows, groups, rows // groups)
-        kernel = w.reshape(inner, *places, groups, rows // groups).map_parts(lambda v: jnp.moveaxis(v, 0, -2))
+        kernel = w.reshape(inner, *places, groups, rows // groups).map_arrays(lambda v: jnp.moveaxis(v, 0, -2))
         return _image_from_groups(
             convolve_codes(image, kernel, geometry.backward(space, places), dtype), self.numbers.lhs_spec
         )

@@ -208,8 +208,8 @@ def _multiply_qarrays(
 def _qarray_operand(value: Any, layout: OperandLayout, block: int | None) -> CodedArray:
     if not isinstance(value, QArray):
         return encode_operand(layout.lay(value), None)
-    parts = expand_codes(value)
-    return replace(parts.map_parts(layout.lay), block=block, qarray=parts.qarray, shift=parts.shift)
+    coded_array = expand_codes(value)
+    return replace(coded_array.map_arrays(layout.lay), block=block, qarray=coded_array.qarray, shift=coded_array.shift)
 
 
 def _multiply_qarrays_fwd(

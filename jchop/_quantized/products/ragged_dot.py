@@ -95,7 +95,7 @@ def expert_weight_gradients(gradient: CodedArray, x: CodedArray, sizes: Array, e
             none = jnp.zeros((), v.elements.dtype) if v.zero is None else v.zero.astype(v.elements.dtype)
             return replace(v, elements=jnp.where(is_own_row, v.elements, none))
 
-        left, right = (replace(mask_other_rows(v).map_parts(lambda u: u[None]), block=v.block) for v in (gradient, x))
+        left, right = (replace(mask_other_rows(v).map_arrays(lambda u: u[None]), block=v.block) for v in (gradient, x))
         return multiply_codes(left, right, dtype)[0].T
 
     return lax.map(gradient_of_expert, jnp.arange(experts))

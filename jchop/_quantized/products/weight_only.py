@@ -81,7 +81,7 @@ def multiply_packed_weights(x: CodedArray, w: CodedArray, leading: bool, dtype: 
     def on_device(x: CodedArray, w: CodedArray) -> Array:
         if x.is_plain and leading and _fits_dequantize_kernel(x.elements, w, dtype):
             return _multiply_by_kernel(x.elements, w, dtype)
-        left, right = (replace(v.map_parts(lambda u: u[None]), block=v.block) for v in (x, w))
+        left, right = (replace(v.map_arrays(lambda u: u[None]), block=v.block) for v in (x, w))
         return multiply_codes(left, right, dtype)[0]
 
     return by_platform(on_device, x, w, cpu=on_cpu)

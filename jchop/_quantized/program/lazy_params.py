@@ -109,7 +109,7 @@ def _packed_param_codes(packed: QArray | StoredAs, numbers: jax.Array | None) ->
         return expand_codes(packed, numbers)
     qarray = packed.stored
     parts = expand_codes(qarray, None if numbers is None else numbers.reshape(qarray.shape))
-    return parts.map_parts(lambda v: v.reshape(packed.shape))
+    return parts.map_arrays(lambda v: v.reshape(packed.shape))
 
 
 def rounded_value(value: Any) -> Any:

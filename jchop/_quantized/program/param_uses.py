@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from jchop._program import planner, step
 from jchop._program.source import source_line_of
-from jchop._program.step import CONTROL, ProgramPlan, is_own_scope
+from jchop._program.step import CONTROL, ProgramPlan, is_jchop_scope
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
 from jchop._quantized.program.matrix_layout import MatrixView
@@ -138,7 +138,9 @@ class ProvenancePlanner(planner.Planner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = self._outer = ""  # the sources of the last equation, and of the one that holds the program
+        self._last_source = self._outer_source = (
+            ""  # the sources of the last equation, and of the one that holds the program
+        )
         self._name = ""  # the primitive of the last equation
         self.data_changes: dict[int, ParamUse] = {}
 
@@ -146,12 +148,12 @@ class ProvenancePlanner(planner.Planner):
         self, closed: Any, known: Sequence[Any], scope: str = "", constants: Sequence[Any] | None = None
     ) -> ProgramPlan:
         """The plan of a jaxpr. An equation whose frames are all of libraries has the source of what holds it."""
-        before = self._outer, self._last, self._name
-        self._outer = self._last
+        before = self._outer_source, self._last_source, self._name
+        self._outer_source = self._last_source
         try:
             return super().plan(closed, known, scope, constants)
         finally:
-            self._outer, self._last, self._name = before
+            self._outer_source, self._last_source, self._name = before
 
     def common(self, knowns: Iterable[Provenance | None]) -> Provenance:
         """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""
@@ -160,7 +162,7 @@ class ProvenancePlanner(planner.Planner):
         if not both.data:
             return both
         leaves = (origin.leaf for fact in facts for origin in fact.origins)
-        uses = [ParamUse(leaf, "other", self._name, self._last, why=_DATA_CHANGE_REASON) for leaf in leaves]
+        uses = [ParamUse(leaf, "other", self._name, self._last_source, why=_DATA_CHANGE_REASON) for leaf in leaves]
         for use in uses:
             self.data_changes.setdefault(use.leaf, use)
         return replace(both, opaque_uses=(*both.opaque_uses, *(replace(use, kind="product") for use in uses)))
@@ -181,13 +183,13 @@ class ProvenancePlanner(planner.Planner):
         """What becomes of one equation."""
         name = eqn.primitive.name
         facts = tuple(self.read(v, env) for v in eqn.invars)
-        source = self._last = source_line_of(eqn.source_info, self._outer)
+        source = self._last_source = source_line_of(eqn.source_info, self._outer_source)
         self._name = name
         result = ProductStep(
             eqn=eqn, kind="bound", scope=scope, number=number, known=facts, data=tuple(f.data for f in facts),
             source=source,
         )  # fmt: skip
-        if name in CONTROL and not is_own_scope(scope):
+        if name in CONTROL and not is_jchop_scope(scope):
             return replace(result, kind="control")
         if name == "optimization_barrier":  # each result is its own operand
             return replace(result, out=facts, moves=True)

@@ -163,7 +163,7 @@ class QuantizedRunner(Runner):
                 codes = [first.codes]
             elif part.name in _CODE_MOVES and not _fills_past_end(part):
                 codes = [
-                    first.codes.map_parts(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))
+                    first.codes.map_arrays(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))
                 ]
         return [RoundedAndFull(*each) for each in zip(low, full, codes, strict=True)]
 

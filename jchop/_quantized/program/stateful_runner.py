@@ -124,24 +124,28 @@ class ScaleStateRunner(QuantizedRunner):
     def _scan(self, step: ProductStep, seeds: Any, args: list[Any], slots: Sequence[ScaleSlot]) -> list[Any]:
         params = step.eqn.params
         consts, carry_length = carry_count(params)
-        fixed, start, xs = args[:consts], args[consts : consts + carry_length], args[consts + carry_length :]
+        const_values, start, xs = args[:consts], args[consts : consts + carry_length], args[consts + carry_length :]
         names_per_iteration = self.entries_of_scan.get(id(step), ())
         names = [slot.name for slot in slots if slot.name in self.entries]
         entry_per_iteration = {name: self.entries[name] for name in names if name in names_per_iteration}
         carry_entries = {name: self.entries[name] for name in names if name not in names_per_iteration}
-        follows = self._following(slots) if self.mode == "update" else ()
+        updated_names = self._following(slots) if self.mode == "update" else ()
 
         def body(carry: Any, x: Any) -> Any:
-            values, count, entries = carry
-            own, mine = x
-            inside = None if seeds is None else seeds.turn(step.number, count)
-            out, updates = self._inside(step.inner[0], inside, [*fixed, *values, *own], {**entries, **mine})
+            carry_values, iteration, loop_entries = carry
+            x_slices, entry_slices = x
+            inner_seeds = None if seeds is None else seeds.turn(step.number, iteration)
+            out, updates = self._inside(
+                step.inner[0], inner_seeds, [*const_values, *carry_values, *x_slices], {**loop_entries, **entry_slices}
+            )
             out = without_weak_types(out)
             outputs = {
-                name: updates[name] for name in updates if self.mode == "observe" or (name in mine and name in follows)
+                name: updates[name]
+                for name in updates
+                if self.mode == "observe" or (name in entry_slices and name in updated_names)
             }
-            entries = {name: updates.get(name, value) for name, value in entries.items()}
-            return (out[:carry_length], count + jnp.uint32(1), entries), (out[carry_length:], outputs)
+            loop_entries = {name: updates.get(name, value) for name, value in loop_entries.items()}
+            return (out[:carry_length], iteration + jnp.uint32(1), loop_entries), (out[carry_length:], outputs)
 
         (last, _, after), (ys, outputs) = lax.scan(
             body,
@@ -151,7 +155,7 @@ class ScaleStateRunner(QuantizedRunner):
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        self._take({**{name: after[name] for name in after if name in follows}, **outputs})
+        self._take({**{name: after[name] for name in after if name in updated_names}, **outputs})
         return [*last, *ys]
 
     def _inside(

@@ -155,17 +155,21 @@ class ScaledFormat:
         if changes.get("sparse", self.sparse) is None and "sparse_axis" not in arguments:
             changes["sparse_axis"] = None
         if "axis" in changes and "scale" not in arguments:
-            changes["scale"] = self._scale_along(changes["axis"])
+            changes["scale"] = self._scale_with_axis(changes["axis"])
         result = replace(self, **changes)
         object.__setattr__(result, "base", None if "element" in arguments else self.base)
         return result
 
-    def _scale_along(self, axis: Any) -> FloatFormat | ScaledFormat:
+    def _scale_with_axis(self, axis: Any) -> FloatFormat | ScaledFormat:
         """The format of scales with its levels along another axis, as the rule "levels" wants them."""
         if self.scale_rule.fit == "levels" and isinstance(self.scale, ScaledFormat) and isinstance(axis, int):
-            levels = self.scale
-            inner = replace(levels.scale, axis=axis) if isinstance(levels.scale, ScaledFormat) else levels.scale
-            return replace(levels, axis=axis, scale=inner)
+            scale_format = self.scale
+            inner_scale_format = (
+                replace(scale_format.scale, axis=axis)
+                if isinstance(scale_format.scale, ScaledFormat)
+                else scale_format.scale
+            )
+            return replace(scale_format, axis=axis, scale=inner_scale_format)
         return self.scale
 
     # -- groups --------------------------------------------------------------------------------------------------------
@@ -318,7 +322,7 @@ class ScaledFormat:
         rule = base.rule if self.zero_point == base.zero_point else as_scale_rule_name(None, self.zero_point)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         differences = {name: value for name, value in fields.items() if value != getattr(base, name)}
-        if self.scale == base._scale_along(self.axis):
+        if self.scale == base._scale_with_axis(self.axis):
             differences.pop("scale", None)
         if self.rule == rule:
             differences.pop("rule", None)

@@ -33,11 +33,11 @@ def linen_report(calls: ModuleCalls, rules: Sequence[Rule], variables: Any, plat
 
 
 def _linen_layer_row(
-    path: LinenPath, one: LinenLayerRule, calls: ModuleCalls, rules: Sequence[Rule], platform: str | None
+    path: LinenPath, layer_rule: LinenLayerRule, calls: ModuleCalls, rules: Sequence[Rule], platform: str | None
 ) -> LayerRow:
     layer, shapes = calls.get(path, (None, {}))
-    (params, number, rule), kind = one, LINEN_KINDS.get(type(layer))
-    matching_rule = None if number is None else rules[number]
+    (params, rule_index, rule), kind = layer_rule, LINEN_KINDS.get(type(layer))
+    matching_rule = None if rule_index is None else rules[rule_index]
     name = "parameters" if layer is None else type(layer).__name__
     wide = []
     for key, value in params.items():

@@ -19,18 +19,18 @@ from jchop.ptq._equalize.labels import (
     reshape_runs,
 )
 
-__all__ = ["Port", "Tie", "Ways", "fit_broadcasts", "ways_of"]
+__all__ = ["FactorAssignments", "Port", "TiedChannels", "factor_assignments", "fit_broadcast_axes"]
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedChannels:
     """Channels that must have one factor before anything else can be said."""
 
     runs: tuple[ChannelRun, ...]
 
 
 #: The factors of all operands and of all results, None for one without; the first one that leads on is taken.
-Ways = Iterator[tuple[list[FactorLabel | None], list[FactorLabel | None]] | Tie]
+FactorAssignments = Iterator[tuple[list[FactorLabel | None], list[FactorLabel | None]] | TiedChannels]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Port:
         return len(self.node.outs[0].loops)
 
     @property
-    def around(self) -> tuple[RunAxis, ...]:
+    def loop_axes(self) -> tuple[RunAxis, ...]:
         """The axes of loops."""
         return self.label.axes[: self.loops]
 
@@ -64,11 +64,11 @@ class Port:
         """The axes of the value itself."""
         return self.label.axes[self.loops :]
 
-    def on(self, axes: Sequence[RunAxis]) -> FactorLabel:
+    def with_value_axes(self, axes: Sequence[RunAxis]) -> FactorLabel:
         """The factors on other axes of the value itself."""
-        return self.label.to((*self.around, *axes))
+        return self.label.to((*self.loop_axes, *axes))
 
-    def all_alike(self) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
+    def same_for_all(self) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
         """Every value has the factors."""
         return [self.label] * len(self.node.ins), [self.label] * len(self.node.outs)
 
@@ -78,13 +78,13 @@ class Port:
         """The first operand and all results have factors."""
         return [ins, *[None] * (len(self.node.ins) - 1)], [outs] * len(self.node.outs)
 
-    def flat_on(self, axes: Sequence[int], what: str) -> None:
+    def require_one_factor(self, axes: Sequence[int], what: str) -> None:
         """Refuse factors that differ along some axes."""
         if any(not has_one_factor(self.own[axis]) for axis in axes):
             raise FoldError(f"{self.node} {what}")
 
 
-def ways_of(node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> Ways:
+def factor_assignments(node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> FactorAssignments:
     """The factors that the values of a node may have, if one of them has those of `label`.
 
     Args:
@@ -102,50 +102,52 @@ def ways_of(node: GraphNode, label: FactorLabel, place: int, is_result: bool) ->
     rule = _FACTOR_RULES.get(node.name)
     if rule is None:
         raise FoldError(f"{node} does not commute with factors")
-    return fit_broadcasts(port, rule(port))
+    return fit_broadcast_axes(port, rule(port))
 
 
-def fit_broadcasts(port: Port, ways: Ways) -> Ways:
+def fit_broadcast_axes(port: Port, assignments: FactorAssignments) -> FactorAssignments:
     """Ways in which operands of length 1 along an axis, if they are broadcast, have one factor there."""
-    for way in ways:
-        if isinstance(way, Tie) or port.node.name not in _BROADCAST_PRIMITIVES:
-            yield way
+    for assignment in assignments:
+        if isinstance(assignment, TiedChannels) or port.node.name not in _BROADCAST_PRIMITIVES:
+            yield assignment
             continue
-        ties: list[ChannelRun] = []
-        some = [
-            [_fit_label(port, value, label, ties) for value, label in zip(values, labels, strict=True)]
-            for values, labels in zip((port.node.ins, port.node.outs), way, strict=True)
+        tied_runs: list[ChannelRun] = []
+        fitted_labels = [
+            [_fit_broadcast_label(port, value, label, tied_runs) for value, label in zip(values, labels, strict=True)]
+            for values, labels in zip((port.node.ins, port.node.outs), assignment, strict=True)
         ]
-        yield Tie(tuple(ties)) if ties else (some[0], some[1])
+        yield TiedChannels(tuple(tied_runs)) if tied_runs else (fitted_labels[0], fitted_labels[1])
 
 
-def _fit_label(port: Port, value: GraphValue, label: FactorLabel | None, ties: list[ChannelRun]) -> FactorLabel | None:
+def _fit_broadcast_label(
+    port: Port, value: GraphValue, label: FactorLabel | None, tied_runs: list[ChannelRun]
+) -> FactorLabel | None:
     if label is None or len(value.shape) != len(port.own):
         return label
     axes = list(label.axes)
-    for i, n in enumerate(value.shape):
+    for i, length in enumerate(value.shape):
         axis = axes[port.loops + i]
-        if axis_lengths([axis]) != (n,):
-            ties += [] if has_one_factor(axis) or value.zero else axis
-            axes[port.loops + i] = _runs_of_one_factor(n)
+        if axis_lengths([axis]) != (length,):
+            tied_runs += [] if has_one_factor(axis) or value.zero else axis
+            axes[port.loops + i] = _runs_of_one_factor(length)
     return label.to(axes)
 
 
 # -- values that differ in their axes alone ----------------------------------------------------------------------------
 
 
-def _same_factors(port: Port) -> Ways:
-    yield port.all_alike()
+def _same_factors(port: Port) -> FactorAssignments:
+    yield port.same_for_all()
 
 
-def _one_to_one(port: Port) -> Ways:
+def _one_to_one(port: Port) -> FactorAssignments:
     """Each result is one operand."""
     ins: list[FactorLabel | None] = [None] * len(port.node.ins)
     ins[port.place] = port.label
     yield ins, list(ins)
 
 
-def _loop_value_factors(port: Port) -> Ways:
+def _loop_value_factors(port: Port) -> FactorAssignments:
     """A value outside of a loop, and in all of its turns."""
     (outer,), (inner,) = port.node.ins, port.node.outs
     place, length = len(outer.loops), inner.loops[-1]
@@ -154,7 +156,7 @@ def _loop_value_factors(port: Port) -> Ways:
         yield [port.label], [port.label.to((*axes[:place], _runs_of_one_factor(length), *axes[place:]))]
         return
     if not has_one_factor(port.label.axes[place]):
-        yield Tie(port.label.axes[place])
+        yield TiedChannels(port.label.axes[place])
         return
     yield [port.label.to(axis for i, axis in enumerate(port.label.axes) if i != place)], [port.label]
 
@@ -163,19 +165,19 @@ def _runs_of_one_factor(size: int) -> RunAxis:
     return () if size == 1 else ((size, 0),)
 
 
-def _reshape_factors(port: Port) -> Ways:
+def _reshape_factors(port: Port) -> FactorAssignments:
     (before,), (after,) = port.node.ins[:1], port.node.outs
     if port.node.params.get("dimensions") is not None:
         raise FoldError(f"{port.node} moves axes too")
     other = before if port.is_result else after
-    yield _first_and_result(port, port.on(reshape_runs(port.own, other.shape)))
+    yield _first_and_result(port, port.with_value_axes(reshape_runs(port.own, other.shape)))
 
 
 def _first_and_result(port: Port, other: FactorLabel) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
     return port.from_first(other, port.label) if port.is_result else port.from_first(port.label, other)
 
 
-def _transpose_factors(port: Port) -> Ways:
+def _transpose_factors(port: Port) -> FactorAssignments:
     order = port.node.params["permutation"]
     if port.is_result:
         axes: list[RunAxis] = [()] * len(order)
@@ -183,10 +185,10 @@ def _transpose_factors(port: Port) -> Ways:
             axes[axis] = port.own[i]
     else:
         axes = [port.own[axis] for axis in order]
-    yield _first_and_result(port, port.on(axes))
+    yield _first_and_result(port, port.with_value_axes(axes))
 
 
-def _broadcast_factors(port: Port) -> Ways:
+def _broadcast_factors(port: Port) -> FactorAssignments:
     dims, shape = port.node.params["broadcast_dimensions"], port.node.ins[0].shape
     out = port.node.outs[0].shape
     if port.is_result:
@@ -198,7 +200,7 @@ def _broadcast_factors(port: Port) -> Ways:
             for run in runs
         ]
         if ties:
-            yield Tie(tuple(ties))
+            yield TiedChannels(tuple(ties))
             return
         axes = [port.own[axis] if axis in same_size else () for axis in dims]
     else:
@@ -206,16 +208,16 @@ def _broadcast_factors(port: Port) -> Ways:
         for i, axis in enumerate(dims):
             if shape[i] == out[axis]:
                 axes[axis] = port.own[i]
-    yield _first_and_result(port, port.on(axes))
+    yield _first_and_result(port, port.with_value_axes(axes))
 
 
-def _along_axes_rule(name: str, what: str) -> Callable[[Port], Ways]:
+def _along_axes_rule(name: str, what: str) -> Callable[[Port], FactorAssignments]:
     """A primitive that does not mix numbers but along the axes that a parameter names."""
 
-    def rule(port: Port) -> Ways:
+    def rule(port: Port) -> FactorAssignments:
         axes = port.node.params[name]
-        port.flat_on([axes] if isinstance(axes, int) else [int(axis) for axis in axes], what)
-        yield port.all_alike()
+        port.require_one_factor([axes] if isinstance(axes, int) else [int(axis) for axis in axes], what)
+        yield port.same_for_all()
 
     return rule
 
@@ -227,19 +229,21 @@ def _label_of_other(port: Port) -> FactorLabel:
         runs if axis_lengths([runs]) == (n,) else _runs_of_one_factor(n)
         for runs, n in zip(port.own, other.shape, strict=True)
     ]
-    return port.on(axes)
+    return port.with_value_axes(axes)
 
 
-def _join_rule(name: str, what: str) -> Callable[[Port], Ways]:
+def _join_rule(name: str, what: str) -> Callable[[Port], FactorAssignments]:
     """A primitive that joins values along the axis that a parameter names, or takes one apart."""
 
-    def rule(port: Port) -> Ways:
+    def rule(port: Port) -> FactorAssignments:
         axis = port.node.params[name]
-        port.flat_on([axis], what)
+        port.require_one_factor([axis], what)
 
         def labels(values: Sequence[GraphValue]) -> list[FactorLabel | None]:
             return [
-                port.on([_runs_of_one_factor(v.shape[i]) if i == axis else runs for i, runs in enumerate(port.own)])
+                port.with_value_axes(
+                    [_runs_of_one_factor(v.shape[i]) if i == axis else runs for i, runs in enumerate(port.own)]
+                )
                 for v in values
             ]
 
@@ -248,57 +252,57 @@ def _join_rule(name: str, what: str) -> Callable[[Port], Ways]:
     return rule
 
 
-def _slice_factors(port: Port) -> Ways:
+def _slice_factors(port: Port) -> FactorAssignments:
     """A part of an axis: along it numbers must have one factor."""
     (before, *_), (after,) = port.node.ins, port.node.outs
-    port.flat_on(
+    port.require_one_factor(
         [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b], "takes some channels"
     )
     yield _first_and_result(port, _label_of_other(port))
 
 
-def _pad_factors(port: Port) -> Ways:
+def _pad_factors(port: Port) -> FactorAssignments:
     pad_axes = [i for i, some in enumerate(port.node.params["padding_config"]) if tuple(some) != (0, 0, 0)]
-    port.flat_on(pad_axes, "adds channels")
+    port.require_one_factor(pad_axes, "adds channels")
     if not port.node.ins[1].zero:
         raise FoldError(f"{port.node} adds other numbers than zeros")
     yield _first_and_result(port, _label_of_other(port))
 
 
-def _reduce_factors(port: Port) -> Ways:
+def _reduce_factors(port: Port) -> FactorAssignments:
     reduce_axes = {int(axis) for axis in port.node.params["axes"]}
     if not port.is_result:
-        port.flat_on(sorted(reduce_axes), "reduces its channels to one")
+        port.require_one_factor(sorted(reduce_axes), "reduces its channels to one")
         axes = [runs for i, runs in enumerate(port.own) if i not in reduce_axes]
     else:
         rest = iter(port.own)
         axes = [
             _runs_of_one_factor(n) if i in reduce_axes else next(rest) for i, n in enumerate(port.node.ins[0].shape)
         ]
-    yield _first_and_result(port, port.on(axes))
+    yield _first_and_result(port, port.with_value_axes(axes))
 
 
-def _squeeze_factors(port: Port) -> Ways:
+def _squeeze_factors(port: Port) -> FactorAssignments:
     squeeze_axes = {axis % len(port.node.ins[0].shape) for axis in port.node.params["dimensions"]}
     rest = iter(port.own)
     if port.is_result:
         axes = [() if i in squeeze_axes else next(rest) for i in range(len(port.node.ins[0].shape))]
     else:
         axes = [runs for i, runs in enumerate(port.own) if i not in squeeze_axes]
-    yield _first_and_result(port, port.on(axes))
+    yield _first_and_result(port, port.with_value_axes(axes))
 
 
-def _expand_factors(port: Port) -> Ways:
+def _expand_factors(port: Port) -> FactorAssignments:
     new = {axis % len(port.node.outs[0].shape) for axis in port.node.params["dimensions"]}
     rest = iter(port.own)
     if port.is_result:
         axes = [runs for i, runs in enumerate(port.own) if i not in new]
     else:
         axes = [() if i in new else next(rest) for i in range(len(port.node.outs[0].shape))]
-    yield _first_and_result(port, port.on(axes))
+    yield _first_and_result(port, port.with_value_axes(axes))
 
 
-def _gather_factors(port: Port) -> Ways:
+def _gather_factors(port: Port) -> FactorAssignments:
     """Whole rows that are looked up."""
     table, numbers = port.node.ins[0], port.node.params["dimension_numbers"]
     sizes, single = port.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -308,7 +312,7 @@ def _gather_factors(port: Port) -> Ways:
     yield _first_and_result(port, _label_by_axes(port, there, table if port.is_result else port.node.outs[0]))
 
 
-def _scatter_factors(port: Port) -> Ways:
+def _scatter_factors(port: Port) -> FactorAssignments:
     """Whole rows that are put, or added, to others."""
     (rows, _, updates), numbers = port.node.ins, port.node.params["dimension_numbers"]
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
@@ -329,20 +333,20 @@ def _label_by_axes(port: Port, there: Mapping[int, int], other: GraphValue) -> F
             axes[there[i]] = runs
         elif not has_one_factor(runs):
             raise FoldError(f"{port.node} takes some of its channels")
-    return port.on(axes)
+    return port.with_value_axes(axes)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def _convert_factors(port: Port) -> Ways:
+def _convert_factors(port: Port) -> FactorAssignments:
     if not (port.node.ins[0].real and port.node.outs[0].real):
         raise FoldError(f"{port.node} makes other numbers of it")
-    yield port.all_alike()
+    yield port.same_for_all()
 
 
-def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Port], Ways]:
-    def rule(port: Port) -> Ways:
+def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Port], FactorAssignments]:
+    def rule(port: Port) -> FactorAssignments:
         by = exponent(port.node.params)
         if not by:
             raise FoldError(f"{port.node} does not commute with factors")
@@ -351,7 +355,7 @@ def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Por
     return rule
 
 
-def _mul_factors(port: Port) -> Ways:
+def _mul_factors(port: Port) -> FactorAssignments:
     a, b = port.node.ins
     if a is b:
         other = port.label.to_power(Fraction(1, 2) if port.is_result else 2)
@@ -372,7 +376,7 @@ def _mul_factors(port: Port) -> Ways:
             yield ins, [port.label]
 
 
-def _div_factors(port: Port) -> Ways:
+def _div_factors(port: Port) -> FactorAssignments:
     if port.is_result:
         ways: list[list[FactorLabel | None]] = [[port.label, None], [None, port.label.to_power(-1)]]
         for way, value in zip(ways, port.node.ins, strict=True):
@@ -386,23 +390,23 @@ def _div_factors(port: Port) -> Ways:
         yield [port.label, port.label], [None]
 
 
-def _compare_factors(port: Port) -> Ways:
+def _compare_factors(port: Port) -> FactorAssignments:
     """With zero, and with a value of the same factors: these are positive."""
     yield [port.label, port.label], [None]
 
 
-def _sign_factors(port: Port) -> Ways:
+def _sign_factors(port: Port) -> FactorAssignments:
     yield [port.label], [None]
 
 
-def _select_factors(port: Port) -> Ways:
+def _select_factors(port: Port) -> FactorAssignments:
     yield [None, *[port.label] * (len(port.node.ins) - 1)], [port.label]
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-def _dot_factors(port: Port) -> Ways:
+def _dot_factors(port: Port) -> FactorAssignments:
     dot: DotProduct = port.node.product
     ndims = [len(v.shape) for v in port.node.ins[:2]]
     used = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
@@ -416,22 +420,24 @@ def _dot_factors(port: Port) -> Ways:
     ins: list[FactorLabel | None] = [None, None]
     ins[side] = port.label
     if sum_axes:
-        port.flat_on(free[side], "sums over a part of its channels")
+        port.require_one_factor(free[side], "sums over a part of its channels")
         axes = [_runs_of_one_factor(n) for n in port.node.ins[other].shape]
         for kind in (dot.contracting, dot.batch):
             for own, theirs in zip(kind[side], kind[other], strict=True):
                 axes[theirs] = port.own[own]
-        ins[other] = port.on(axes).to_power(-1)
+        ins[other] = port.with_value_axes(axes).to_power(-1)
         yield ins, [None]
         return
     axes = [_runs_of_one_factor(n) for n in port.node.outs[0].shape]
     axes[:num_batch] = [port.own[axis] for axis in dot.batch[side]]
     start = num_batch + (0 if side == 0 else len(free[0]))
     axes[start : start + len(free[side])] = [port.own[axis] for axis in free[side]]
-    yield ins, [port.on(axes)]
+    yield ins, [port.with_value_axes(axes)]
 
 
-def _dot_result_factors(port: Port, dot: DotProduct, free: Sequence[Sequence[int]], ndims: Sequence[int]) -> Ways:
+def _dot_result_factors(
+    port: Port, dot: DotProduct, free: Sequence[Sequence[int]], ndims: Sequence[int]
+) -> FactorAssignments:
     """From a result to the operand whose axes have the factors."""
     num_batch = len(dot.batch[0])
     cut = (num_batch, num_batch + len(free[0]), len(port.own))
@@ -439,7 +445,7 @@ def _dot_result_factors(port: Port, dot: DotProduct, free: Sequence[Sequence[int
     sides = [0, 1] if port.node.ins[0].is_parameter or not port.node.ins[1].is_parameter else [1, 0]
     if runs[0] and runs[1]:
         for side in sides:
-            yield Tie(tuple(runs[1 - side]))
+            yield TiedChannels(tuple(runs[1 - side]))
         return
     for side in sides:
         if runs[1 - side]:
@@ -450,16 +456,16 @@ def _dot_result_factors(port: Port, dot: DotProduct, free: Sequence[Sequence[int
         for i, axis in enumerate(free[side]):
             axes[axis] = port.own[cut[side] + i]
         ins: list[FactorLabel | None] = [None, None]
-        ins[side] = port.on(axes)
+        ins[side] = port.with_value_axes(axes)
         yield ins, [port.label]
 
 
-def _conv_factors(port: Port) -> Ways:
+def _conv_factors(port: Port) -> FactorAssignments:
     conv: ConvProduct = port.node.product
     image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
 
     def label(value: Any, axis: int, runs: RunAxis) -> FactorLabel:
-        return port.on([runs if i == axis else _runs_of_one_factor(n) for i, n in enumerate(value.shape)])
+        return port.with_value_axes([runs if i == axis else _runs_of_one_factor(n) for i, n in enumerate(value.shape)])
 
     if conv.feature_groups != 1:
         axes = image[1], kernel[0], out[1]
@@ -467,24 +473,24 @@ def _conv_factors(port: Port) -> Ways:
         if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
             raise FoldError(f"{port.node} has feature_group_count={conv.feature_groups}")
         own = axes[2 if port.is_result else port.place]
-        port.flat_on([i for i in range(len(port.own)) if i != own], "does not keep its channels apart")
+        port.require_one_factor([i for i in range(len(port.own)) if i != own], "does not keep its channels apart")
         yield from _depthwise_factors(
             port, [label(v, axis, port.own[own]) for v, axis in zip(values, axes, strict=True)]
         )
         return
     if port.is_result or (port.place == 1 and not has_one_factor(port.own[kernel[0]])):
         axis = out[1] if port.is_result else kernel[0]
-        port.flat_on([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
+        port.require_one_factor([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
         runs = port.own[axis]
         yield [None, label(port.node.ins[1], kernel[0], runs)], [label(port.node.outs[0], out[1], runs)]
         return
     axis = (image, kernel)[port.place][1]
-    port.flat_on([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
+    port.require_one_factor([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
     both = [label(value, (image, kernel)[i][1], port.own[axis]) for i, value in enumerate(port.node.ins)]
     yield [own.to_power(1 if i == port.place else -1) for i, own in enumerate(both)], [None]
 
 
-def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> Ways:
+def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> FactorAssignments:
     """Each channel of an image times one of a kernel: two of image, kernel and result have factors."""
     pairs = [(1, 2), (0, 2)] if port.is_result else [(0, 1), (0, 2)] if port.place == 0 else [(1, 2), (0, 1)]
     for pair in pairs:
@@ -497,24 +503,24 @@ def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> Ways:
         yield way[:2], way[2:]
 
 
-def _ragged_dot_factors(port: Port) -> Ways:
+def _ragged_dot_factors(port: Port) -> FactorAssignments:
     """Rows (m, k) and matrices (g, k, n): which matrix a row meets depends on data."""
     flat = [[_runs_of_one_factor(n) for n in v.shape] for v in (*port.node.ins[:2], port.node.outs[0])]
     none: list[FactorLabel | None] = [None] * len(port.node.ins)
     if port.is_result or port.place == 0:
-        port.flat_on([0], "does not keep its channels apart")
+        port.require_one_factor([0], "does not keep its channels apart")
     elif not has_one_factor(port.own[0]):
-        yield Tie(tuple(port.own[0]))
+        yield TiedChannels(tuple(port.own[0]))
         return
     if port.is_result or (port.place == 1 and has_one_factor(port.own[1])):
         runs = port.own[-1]
-        weight = port.on([*flat[1][:2], runs])
-        yield [None, weight, *none[2:]], [port.on([flat[2][0], runs])]
+        weight = port.with_value_axes([*flat[1][:2], runs])
+        yield [None, weight, *none[2:]], [port.with_value_axes([flat[2][0], runs])]
         return
     if port.place == 1:
-        port.flat_on([2], "sums over a part of its channels")
+        port.require_one_factor([2], "sums over a part of its channels")
     runs, way = port.own[1], (-1 if port.place else 1)
-    rows, weight = port.on([flat[0][0], runs]), port.on([flat[1][0], runs, flat[1][2]])
+    rows, weight = port.with_value_axes([flat[0][0], runs]), port.with_value_axes([flat[1][0], runs, flat[1][2]])
     yield [rows.to_power(way), weight.to_power(-way), *none[2:]], [None]
 
 
@@ -523,12 +529,12 @@ _HOMOGENEOUS_NAMES = """
     reduce_precision
 """
 _COMPARISONS = "ge gt le lt eq ne"
-_PRODUCT_FACTOR_RULES: dict[type, Callable[[Port], Ways]] = {
+_PRODUCT_FACTOR_RULES: dict[type, Callable[[Port], FactorAssignments]] = {
     DotProduct: _dot_factors,
     ConvProduct: _conv_factors,
     RaggedProduct: _ragged_dot_factors,
 }
-_FACTOR_RULES: dict[str, Callable[[Port], Ways]] = {
+_FACTOR_RULES: dict[str, Callable[[Port], FactorAssignments]] = {
     SAME_VALUE: _same_factors,
     LOOP_STACK: _same_factors,
     LOOP_VALUE: _loop_value_factors,

@@ -14,7 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jchop._quantized.products.product import ConvProduct, DotProduct
-from jchop.ptq._equalize.factor_rules import Port, Tie, Ways, fit_broadcasts, ways_of
+from jchop.ptq._equalize.factor_rules import (
+    FactorAssignments,
+    Port,
+    TiedChannels,
+    factor_assignments,
+    fit_broadcast_axes,
+)
 from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue, ProductPlace
 from jchop.ptq._equalize.labels import FactorLabel, FoldError, has_one_factor
 from jchop.ptq._equalize.search import Fold, fold_of
@@ -57,18 +63,18 @@ class _RotationWays:
         self.value_of = value_of
         self.cache: dict[tuple[GraphValue, tuple[int, ...]], frozenset[int] | None] = {}
 
-    def ways_of(self, node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> Ways:
+    def ways_of(self, node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> FactorAssignments:
         """As `factor_rules.ways_of`, of a rotation."""
         port = Port(node, label, place, is_result)
         for way in self._ways(port):
-            if not isinstance(way, Tie):
+            if not isinstance(way, TiedChannels):
                 yield _without_signs(port, way[0]), _without_signs(port, way[1])
             elif {run for axis in label.axes for run in axis if run[1]} <= set(way.runs):
                 raise _fold_rotation_error(port)  # no channels would be left
             else:
                 yield way
 
-    def _ways(self, port: Port) -> Ways:
+    def _ways(self, port: Port) -> FactorAssignments:
         node = port.node
         rule = _ROTATION_RULES.get(node.name)
         if port.label.power == 2 and node.name not in _OF_SQUARES:
@@ -78,10 +84,10 @@ class _RotationWays:
         if isinstance(node.product, ConvProduct) and node.product.feature_groups != 1:
             raise _fold_rotation_error(port)
         if rule is not None:
-            return fit_broadcasts(port, rule(self, port))
+            return fit_broadcast_axes(port, rule(self, port))
         if node.product is None and node.name not in _ROTATION_LINEAR:
             raise _fold_rotation_error(port)
-        return ways_of(node, port.label, port.place, port.is_result)
+        return factor_assignments(node, port.label, port.place, port.is_result)
 
     # -- values that are the same along channels -----------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ def _one_operand(port: Port, side: int) -> tuple[list[FactorLabel | None], list[
     return [port.label if i == side else None for i in range(len(port.node.ins))], [port.label]
 
 
-def _mul_rotation(rotation: _RotationWays, port: Port) -> Ways:
+def _mul_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
     a, b = port.node.ins
     if a is b:
         yield from _square_rotation(rotation, port)
@@ -175,7 +181,7 @@ def _mul_rotation(rotation: _RotationWays, port: Port) -> Ways:
     yield _one_operand(port, side)
 
 
-def _div_rotation(rotation: _RotationWays, port: Port) -> Ways:
+def _div_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
     by = rotation.varying(port.node.ins[1], _rotation_axes(port) if port.node.ins[1].shape else ())
     if by is None or (port.place == 1 and not port.is_result):
         raise _fold_rotation_error(port)
@@ -184,7 +190,7 @@ def _div_rotation(rotation: _RotationWays, port: Port) -> Ways:
     yield _one_operand(port, 0)
 
 
-def _square_rotation(_: _RotationWays, port: Port) -> Ways:
+def _square_rotation(_: _RotationWays, port: Port) -> FactorAssignments:
     if port.node.params.get("y", 2) != 2:
         raise _fold_rotation_error(port)
     powers = (Fraction(1, 2), 1) if port.is_result else (1, 2)
@@ -192,20 +198,20 @@ def _square_rotation(_: _RotationWays, port: Port) -> Ways:
     yield [before] * len(port.node.ins), [after]
 
 
-def _sum_rotation(_: _RotationWays, port: Port) -> Ways:
+def _sum_rotation(_: _RotationWays, port: Port) -> FactorAssignments:
     """A sum of squares of all rotated channels, or along other axes."""
     reduce_axes = {int(axis) for axis in port.node.params["axes"]}
     if port.label.power == 2 and not port.is_result and reduce_axes.issuperset(_rotation_axes(port)):
         yield [port.label], [None]
     else:
-        yield from ways_of(port.node, port.label, port.place, port.is_result)
+        yield from factor_assignments(port.node, port.label, port.place, port.is_result)
 
 
-def _select_rotation(rotation: _RotationWays, port: Port) -> Ways:
+def _select_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
     condition = port.node.ins[0]
     if rotation.varying(condition, _rotation_axes(port) if condition.shape else ()) != frozenset():
         raise _fold_rotation_error(port)
-    yield from ways_of(port.node, port.label, port.place, port.is_result)
+    yield from factor_assignments(port.node, port.label, port.place, port.is_result)
 
 
 def _dot_rotation(port: Port) -> Iterator[Any]:
@@ -214,12 +220,12 @@ def _dot_rotation(port: Port) -> Iterator[Any]:
     batch = range(len(dot.batch[0])) if port.is_result else dot.batch[port.place]
     ties = [run for axis in batch for run in port.own[axis] if run[1]]
     if ties:
-        yield Tie(tuple(ties))
+        yield TiedChannels(tuple(ties))
     else:
-        yield from ways_of(port.node, port.label, port.place, port.is_result)
+        yield from factor_assignments(port.node, port.label, port.place, port.is_result)
 
 
-_ROTATION_RULES: dict[str, Callable[[_RotationWays, Port], Ways]] = {
+_ROTATION_RULES: dict[str, Callable[[_RotationWays, Port], FactorAssignments]] = {
     "mul": _mul_rotation,
     "div": _div_rotation,
     "square": _square_rotation,

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from jchop._quantized.products.product import ConvProduct, RaggedProduct
-from jchop.ptq._equalize.factor_rules import Tie, Ways, ways_of
+from jchop.ptq._equalize.factor_rules import FactorAssignments, TiedChannels, factor_assignments
 from jchop.ptq._equalize.graph import GraphNode, GraphValue, ProductPlace
 from jchop.ptq._equalize.labels import Channels, FactorLabel, FoldError, RunAxis
 
@@ -53,7 +53,9 @@ def channels_of(place: ProductPlace) -> tuple[int, tuple[int, ...], list[tuple[i
     return count, shape, channel_axes[::-1]
 
 
-def fold_of(place: ProductPlace, ways: Callable[..., Ways] = ways_of, together: bool = False) -> Fold:
+def fold_of(
+    place: ProductPlace, ways: Callable[..., FactorAssignments] = factor_assignments, together: bool = False
+) -> Fold:
     """How factors of the inputs of a product can be folded into parameters.
 
     The weight takes the factors s, so that its input must have 1/s, and so on through the program, equation by
@@ -83,7 +85,7 @@ def fold_of(place: ProductPlace, ways: Callable[..., Ways] = ways_of, together: 
 
 
 class _FoldSearch:
-    def __init__(self, place: ProductPlace, ways: Callable[..., Ways]) -> None:
+    def __init__(self, place: ProductPlace, ways: Callable[..., FactorAssignments]) -> None:
         self.place, self.ways, self.budget = place, ways, _MOST_EQUATIONS
 
     def start(self, channels: Channels) -> Fold:
@@ -112,7 +114,7 @@ class _FoldSearch:
                 open_pairs.insert(0, (value, node))
             elif len(ways) > 1:
                 return self._first_way(channels, labels, open_pairs, node, ways)
-            elif isinstance(ways[0], Tie):
+            elif isinstance(ways[0], TiedChannels):
                 return self.start(channels.tie(ways[0].runs))
             else:
                 self._apply_way(labels, pending, node, ways[0])
@@ -125,7 +127,7 @@ class _FoldSearch:
         reasons: list[FoldError] = []
         for way in ways:
             try:
-                if isinstance(way, Tie):
+                if isinstance(way, TiedChannels):
                     return self.start(channels.tie(way.runs))
                 own, more = dict(labels), list(pending)
                 self._apply_way(own, more, node, way)
@@ -141,7 +143,7 @@ class _FoldSearch:
         is_result = value not in node.ins
         place = (node.outs if is_result else node.ins).index(value)
         ways = list(self.ways(node, label, place, is_result))
-        fitting = [way for way in ways if isinstance(way, Tie) or self._fits(labels, node, way)]
+        fitting = [way for way in ways if isinstance(way, TiedChannels) or self._fits(labels, node, way)]
         if not fitting:
             raise FoldError(f"the factors that its values need disagree at {node}")
         return fitting

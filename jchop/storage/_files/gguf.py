@@ -90,7 +90,7 @@ class _GGUFHeader:
 
     def __init__(self, file: BufferedReader, path: Path) -> None:
         self._file, self._path = file, path
-        self._rest = os.fstat(file.fileno()).st_size
+        self._remaining_bytes = os.fstat(file.fileno()).st_size
         self._strings = 0
 
     def read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, GGUFTensor], int]:
@@ -100,18 +100,18 @@ class _GGUFHeader:
             raise ValueError(f"{self._path} is not a GGUF file: {error}") from None
 
     def _read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, GGUFTensor], int]:
-        total = self._rest
+        total = self._remaining_bytes
         if self._bytes(4) != _GGUF_MAGIC:
             raise ValueError("it does not begin with GGUF")
         if (version := self._number(4)) not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
         tensors, keys = self._number(8), self._number(8)
         for name, count in (("tensors", tensors), ("keys", keys)):
-            if count > min(MOST_ENTRIES, self._rest):
+            if count > min(MOST_ENTRIES, self._remaining_bytes):
                 raise ValueError(f"it has {count} {name}, more than its bytes or {MOST_ENTRIES}")
         alignment = 32
         for _ in range(keys):
-            key, kind = self._text(), self._number(4)
+            key, kind = self._read_string(), self._number(4)
             if key == _ALIGNMENT_KEY and kind == _UINT32_TYPE:
                 alignment = self._number(4)
                 if not 1 <= alignment <= 1 << 20 or alignment & alignment - 1:
@@ -120,7 +120,7 @@ class _GGUFHeader:
                 self._skip_value(kind, 0)
         blobs: dict[str, GGUFTensor] = {}
         for _ in range(tensors):
-            name = self._text()
+            name = self._read_string()
             if name in blobs:
                 raise ValueError(f"tensor {short_text(name)} is duplicated")
             blobs[name] = self._tensor(name, sizes, alignment)
@@ -128,7 +128,7 @@ class _GGUFHeader:
         if blobs and len(unknown) == len(blobs):
             kind, types = blobs[unknown[0]].kind, ", ".join(map(str, sizes))
             raise ValueError(f"tensor {short_text(unknown[0])} has type {kind}; known are {types}")
-        data = -(-(total - self._rest) // alignment) * alignment
+        data = -(-(total - self._remaining_bytes) // alignment) * alignment
         _check_gguf_places(blobs, total - data)
         return blobs, data
 
@@ -152,14 +152,14 @@ class _GGUFHeader:
         return data
 
     def _take(self, count: int) -> None:
-        if count > self._rest:
+        if count > self._remaining_bytes:
             raise ValueError("it ends within its header")
-        self._rest -= count
+        self._remaining_bytes -= count
 
     def _number(self, size: int) -> int:
         return int.from_bytes(self._bytes(size), "little")
 
-    def _text(self) -> str:
+    def _read_string(self) -> str:
         if (length := self._number(8)) > _LONGEST_NAME:
             raise ValueError(f"a name of {length} bytes is longer than {_LONGEST_NAME}")
         return self._bytes(length).decode("utf-8")

@@ -233,7 +233,9 @@ def computed_once_for_each_use() -> bool:
 
 @guard
 def constants_enter_calls() -> bool:
-    double = make_op("double", lambda x, number: jnp.sin(x * number.astype(jnp.float32)), like_first=True, apart=True)
+    double = make_op(
+        "double", lambda x, number: jnp.sin(x * number.astype(jnp.float32)), like_first=True, no_inline=True
+    )
 
     def numbers_read(make: Callable[[int], jax.Array]) -> int:
         """How many operands the fusions of the two calls have together."""

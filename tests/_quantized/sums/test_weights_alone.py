@@ -81,9 +81,9 @@ def test_integers_by_panels(axis: int, left: str, text: str) -> None:
 
     @jax.jit
     def both(x: jc.QArray, w: jc.QArray) -> tuple[jax.Array, jax.Array]:
-        rows, parts = (expand_codes(v).map_parts(lambda u: u[None]) for v in (x, w))
+        rows, parts = (expand_codes(v).map_arrays(lambda u: u[None]) for v in (x, w))
         rows = replace(rows, block=None if "all" in left else 16)
-        turned = parts.map_parts(lambda u: u.swapaxes(1, 2)) if axis == 0 else parts
+        turned = parts.map_arrays(lambda u: u.swapaxes(1, 2)) if axis == 0 else parts
         plain = multiply_codes(rows, replace(turned, block=None if "all" in text else 16), jnp.float32)[0]
         return jc.einsum("bk,kn->bn" if axis == 0 else "bk,nk->bn", x, w), plain
 
@@ -101,7 +101,7 @@ def which_integers_are_multiplied_by_panels() -> None:
             rows, parts = encode_operand(x, as_spec(left, "", scaled=True)), expand_codes(jc.quantize(w, right))
             block, parts = None if "all" in right else 16, parts if stored else replace(parts, qarray=None)
             found.append(
-                suits_panels(rows, replace(parts.map_parts(jnp.transpose), block=block, qarray=parts.qarray), True)
+                suits_panels(rows, replace(parts.map_arrays(jnp.transpose), block=block, qarray=parts.qarray), True)
             )
 
         jax.eval_shape(choose, x, w)
@@ -133,7 +133,7 @@ def the_kernel_takes_stored_codes(texts: list[str]) -> None:
         stored = jc.quantize(jax.random.normal(jax.random.key(0), (64, 12)), text)
         block = None if "all" in text else 32 if "mx" in text else 16
         w = expand_codes(stored)
-        laid = replace(w.map_parts(jnp.transpose), block=block, qarray=stored, shift=w.shift)
+        laid = replace(w.map_arrays(jnp.transpose), block=block, qarray=stored, shift=w.shift)
         assert _fits_dequantize_kernel(x, laid, jnp.float32)
         np.testing.assert_allclose(
             _multiply_by_kernel(x, laid, jnp.float32), x @ jc.dequantize(stored), rtol=1e-5, atol=1e-5
