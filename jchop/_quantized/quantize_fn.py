@@ -407,7 +407,7 @@ class QuantizedFunction:
         if i not in program.placements:
             return unpack_param(value) if is_packed_param(value) else value
         (placement, use), rule = program.placements[i], program.rule_of(i)
-        by_codes = rule.product == "codes" and use.kind == "product"
+        by_codes = use.kind == "product" and (rule.product == "codes" or i in program.coded_leaves)
         roundings = ProductRoundings(
             right=weight_spec(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
             rotation=rule.rotation, codes=by_codes,

@@ -28,7 +28,6 @@ from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._quantized.products.codes import CodedArray, exact_block_sum, group_scales, multiply_codes, scale_sums
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
-from jchop.storage import QArray
 from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings
 from jchop.storage._codes import decode_unscaled, load_codes, unpack_entries
 from jchop.storage._decode import repeat_over_groups
@@ -98,7 +97,7 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
     block = min(_scale_block(x), _scale_block(w))
     x_within, w_within = _scale_block(x) < count, _scale_block(w) < count  # whose scales change along the sum
     most = _INTEGER_PANEL if integers else _SHORT_PANEL if if_static(lambda: rows <= _FEW_ROWS) else _LONG_PANEL
-    scales_numbers = not integers and 2 * block <= _SHORT_PANEL  # then a panel has several blocks
+    scales_numbers = w_within and not integers and 2 * block <= _SHORT_PANEL  # then a panel has several blocks
     size = most // block * block if scales_numbers else block
     size = min(size if block < count else most, count)
     per_byte, panel = _panel_reader(w, leading, kind)
@@ -234,8 +233,7 @@ def _multiply_by_kernel(x: Array, w: CodedArray, dtype: Any) -> Array:
     return dequantize_matmul(x, codes, scales, format=w.qarray.spec.element, group=group).astype(dtype)
 
 
-def reads_panels(qarray: QArray, leading: bool, block: int | None) -> bool:
-    """Whether panels of a stored matrix can be read from its bytes."""
-    bits = qarray.spec.element.bits
-    whole = all(size * bits % 8 == 0 for size in (block or _SHORT_PANEL, qarray.shape[-1]))
-    return qarray.ndim == 2 and (leading or bits >= 8 or whole)
+def reads_panels(bits: int, shape: tuple[int, ...], leading: bool, block: int | None) -> bool:
+    """Whether panels of a stored matrix of elements of `bits` can be read from its bytes."""
+    whole = all(size * bits % 8 == 0 for size in (block or _SHORT_PANEL, shape[-1]))
+    return len(shape) == 2 and (leading or bits >= 8 or whole)
