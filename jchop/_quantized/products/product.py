@@ -126,7 +126,10 @@ class DotProduct:
         leading, last = self._sum_axes_at_ends()
         if not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
             rows = replace(x.reshape(-1, x.elements.shape[-1]), block=x.block)
-            qarray = w.qarray
+            qarray, columns = w.qarray, w.elements.size // w.elements.shape[-1]
+            if qarray is not None and x.is_plain and qarray.ndim > 2:
+                matrix = (-1, columns) if leading else (columns, -1)
+                qarray = _as_matrix(qarray, *matrix)
             if qarray is not None and not reads_panels(qarray.spec.element.bits, qarray.shape, leading, w.block):
                 qarray = None
             right = replace(w.reshape(-1, w.elements.shape[-1]), block=w.block, qarray=qarray, shift=w.shift)
@@ -145,7 +148,9 @@ class DotProduct:
         """Whether a weight alone of a shape is multiplied from its bytes, without an array of its elements."""
         leading, last = self._sum_axes_at_ends()
         bits, block = spec.element.bits, block_along_sum(spec, len(self._free(1)) + 1)
-        reads = bits >= 8 or reads_panels(bits, shape, leading, block)
+        columns = math.prod(shape[axis] for axis in self._free(1))
+        matrix = (math.prod(shape) // max(columns, 1), columns)
+        reads = reads_panels(bits, matrix if leading else matrix[::-1], leading, block)
         return not self.batch[0] and (leading or last) and reads and not why_no_codes(spec)
 
     def input_by_codes(self, g: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
@@ -409,6 +414,13 @@ class OperandSwap:
         """The product dw of `shape`, in an emulated arithmetic."""
         assert isinstance(self.product, DotProduct)
         return self.product.emulate_input(g, x, shape, spec, key)
+
+
+def _as_matrix(q: Any, *shape: int) -> Any:
+    try:
+        return q.reshape(*shape)
+    except ValueError:
+        return None
 
 
 AnyProduct = DotProduct | ConvProduct | RaggedProduct | OperandSwap
