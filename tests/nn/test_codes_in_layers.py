@@ -135,6 +135,36 @@ def layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
         np.testing.assert_array_equal(run(served, X), y)
 
 
+@further.first
+@pytest.mark.parametrize("name", ["Linear", "LinearGeneral", "Einsum", "Conv", "MultiHeadAttention"])
+def weights_alone_are_multiplied_as_they_are_stored(name: str) -> None:
+    """By layers and as a program, where a product of matrices can; else as floats; an explicit product decides."""
+    model, run = layers(name), nnx.jit(lambda model, x: model(x))
+    for weight in ("int8(group=all)", "int4(group=8)", "uint8(group=8,zero_point=float)"):
+        rule = jc.Rule(weight=weight)
+        floats, told = run(jc.nn.quantize(model, rule, "ptq"), X), replace(rule, product="float")
+        np.testing.assert_array_equal(run(jc.nn.quantize(model, told, "weight_only"), X), floats)
+        takes = name not in ("Conv", "MultiHeadAttention") and "float" not in weight
+        want = run(jc.nn.quantize(model, replace(rule, product="codes"), "ptq"), X) if takes else floats
+        low = run(jc.nn.quantize(model, rule, "weight_only"), X)
+        np.testing.assert_allclose(low, floats, rtol=1e-5, atol=1e-5)
+        if name != "MultiHeadAttention":  # whose own layers are multiplied by codes
+            np.testing.assert_array_equal(low, want)
+            np.testing.assert_array_equal(run(jc.nn.quantize(model, rule, "weight_only", inputs=(X,)), X), low)
+            np.testing.assert_array_equal(run(jc.nn.quantize(model, replace(rule, product="auto")), X), low)
+
+
+def weights_alone_in_programs_of_any_form() -> None:
+    """Where a weight has no codes, or no blocks along the sum, its product is of floats, and nothing is refused."""
+    w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (4, 32))
+    for fun in (lambda w, x: x @ (w * 2), lambda w, x: (x @ w) @ w.T, lambda w, x: w @ x.T):
+        low, floats = (jc.quantize_fn(fun, jc.Rule(weight="int4(group=16)", product=p)) for p in ("auto", "float"))
+        packed = low.pack(w, x)
+        y = jax.jit(low)(packed, x)
+        np.testing.assert_array_equal(y, jax.jit(low)(w, x))
+        np.testing.assert_allclose(y, jax.jit(floats)(packed, x), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "check",
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ __all__ = [
     "integer_maximum",
     "is_short_float",
     "loop_entry",
+    "loop_slice",
     "materialize_per_group",
     "prevent_fma",
 ]
@@ -186,7 +188,8 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "stack_of_short_floats_converted",
         "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
-        "`loop_entry`, in `unshard` (`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
+        "`loop_slice`, in the loops over panels (`_quantized/products/weight_only.py`), and `loop_entry`, in `unshard` "
+        "(`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",
@@ -355,23 +358,29 @@ def is_short_float(x: Any) -> bool:
 
 
 def loop_entry(stack: Array, index: Array) -> Array:
-    """The entry of an array at an index along its first axis, in a loop over the entries.
+    """The entry of an array at an index along its first axis, in a loop over the entries."""
+    return lax.squeeze(loop_slice(stack, index, 1, 0), (0,))
 
-    Quirk `stack_of_short_floats_converted`. The entry is taken of the bits. A barrier with the index keeps XLA from
+
+def loop_slice(x: Array, start: Any, size: int, axis: int) -> Array:
+    """`jax.lax.dynamic_slice_in_dim`, in a loop over the parts of an array.
+
+    Quirk `stack_of_short_floats_converted`. The part is taken of the bits. A barrier with the index keeps XLA from
     reading the bits of the whole array before the loop.
     """
-    return _entry_of_bits(stack, index) if is_short_float(stack) else lax.dynamic_index_in_dim(stack, index, 0, False)
+    part = _slice_of_bits if is_short_float(x) else lax.dynamic_slice_in_dim
+    return part(x, start, size, axis)
 
 
-@jax.custom_jvp
-def _entry_of_bits(stack: Array, index: Array) -> Array:
-    stack, index = lax.optimization_barrier((stack, index))
-    return lax.bitcast_convert_type(lax.dynamic_index_in_dim(_unsigned_bits(stack), index, 0, False), stack.dtype)
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _slice_of_bits(x: Array, start: Any, size: int, axis: int) -> Array:
+    x, start = lax.optimization_barrier((x, start))
+    return lax.bitcast_convert_type(lax.dynamic_slice_in_dim(_unsigned_bits(x), start, size, axis), x.dtype)
 
 
-@_entry_of_bits.defjvp
-def _entry_of_bits_jvp(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    return _entry_of_bits(*primals), lax.dynamic_index_in_dim(tangents[0], primals[1], 0, False)
+@_slice_of_bits.defjvp
+def _slice_of_bits_jvp(size: int, axis: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _slice_of_bits(*primals, size, axis), lax.dynamic_slice_in_dim(tangents[0], primals[1], size, axis)
 
 
 def integer_maximum(x: Array, axis: int | tuple[int, ...], keepdims: bool = True) -> Array:

@@ -56,7 +56,8 @@ def operand_types_on(platform: str, rule: Rule, carrier: str, has_weight: bool, 
     """
     check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
     left, right = rule.activation, rule.weight if has_weight else rule.activation
-    if rule.product == "float" or (left is None and right is None):
+    by_codes = rule.product == "codes" or (rule.product == "auto" and left is None and has_weight and matrices)
+    if not by_codes or (left is None and right is None):
         return f"{carrier} x {carrier}"
     kinds, operands = {_operand_kind(left), _operand_kind(right)}, OPERANDS_BY_PLATFORM[platform]
     if kinds in ({"int8"}, {"float8"}):

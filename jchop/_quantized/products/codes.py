@@ -63,6 +63,7 @@ __all__ = [
     "restore_param_axes",
     "scale_sums",
     "to_batched_matrices",
+    "why_no_codes",
 ]
 
 
@@ -116,18 +117,20 @@ def check_code_format(field: str, spec: Spec, where: Any, instead: str = "leave 
     Raises:
         ValueError: that names the field and what is allowed.
     """
+    if why := why_no_codes(spec):
+        raise ValueError(f"{field}={str(spec)!r} of the {where}: {why}, so its codes cannot be multiplied; {instead}")
+
+
+def why_no_codes(spec: Spec) -> str:
+    """Why elements of a format are not multiplied as codes; empty if they are."""
     fmt, scaled_format = spec.element, spec.scaled
     if not isinstance(fmt, FloatFormat) and (fmt.bits > 8 or not carrier_holds(Spec(fmt), FLOAT32)):
-        why = "its elements have more than 8 bits, or are no numbers of float32"
-    elif scaled_format is not None and scaled_format.zero_point == "float":
-        why = "its zero points are numbers"
-    elif scaled_format is not None and scaled_format.sparse is not None:
-        why = "it stores no codes of the numbers that sparse drops"
-    elif scaled_format is not None and fmt.code_of(1) is None:
-        why = "its elements have no 1"
-    else:
-        return
-    raise ValueError(f"{field}={str(spec)!r} of the {where}: {why}, so its codes cannot be multiplied; {instead}")
+        return "its elements have more than 8 bits, or are no numbers of float32"
+    if scaled_format is not None and scaled_format.zero_point == "float":
+        return "its zero points are numbers"
+    if scaled_format is not None and scaled_format.sparse is not None:
+        return "it stores no codes of the numbers that sparse drops"
+    return "its elements have no 1" if scaled_format is not None and fmt.code_of(1) is None else ""
 
 
 def block_along_sum(spec: Spec, ndim: int) -> int | None:

@@ -64,6 +64,7 @@ __all__ = [
 class ProductRoundings:
     """The roundings of a product: the fields of a rule by operand, its location, and whether codes are multiplied.
 
+    `stored_only`: whether codes are multiplied only of a right operand alone that is read as it is stored.
     `skip_weight_rotation`: whether a right operand that is rounded already was rotated before, if there is a rotation
     of the product.
     """
@@ -77,7 +78,16 @@ class ProductRoundings:
     rotation: Hadamard | None = None
     place: Location = NO_LOCATION
     codes: bool = False
+    stored_only: bool = False
     skip_weight_rotation: bool = False
+
+    def for_operand(self, product: AnyProduct, shape: tuple[int, ...]) -> ProductRoundings:
+        """These, without codes if a right operand of a shape is not read as it is stored and has to be."""
+        others = (self.left, *self.specs[2:], self.matmul, self.rotation)
+        reads = isinstance(product, DotProduct) and self.right is not None and product.reads_stored(self.right, shape)
+        return replace(
+            self, codes=self.codes and (not self.stored_only or (reads and not any(others))), stored_only=False
+        )
 
     @property
     def specs(self) -> tuple[Spec | None, ...]:
@@ -173,6 +183,7 @@ def contract(
     Returns:
         The product. Its derivative is straight-through in the roundings of x and w, or as their specs say.
     """
+    roundings = roundings.for_operand(product, w.shape)
     try:
         return _contract_operands(
             product, replace(roundings, place=NO_LOCATION), x, w, key, rounded, codes, left_codes, extra

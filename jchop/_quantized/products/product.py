@@ -18,12 +18,20 @@ import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
-from jchop._quantized.products.codes import CodedArray, MatrixSums, multiply_codes, to_batched_matrices
+from jchop._quantized.products.codes import (
+    CodedArray,
+    MatrixSums,
+    block_along_sum,
+    multiply_codes,
+    to_batched_matrices,
+    why_no_codes,
+)
 from jchop._quantized.products.conv import ConvGeometry, convolve_codes, correlate_codes
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.ragged_dot import ExpertSums, expert_weight_gradients
 from jchop._quantized.products.weight_only import multiply_packed_weights, reads_panels, suits_panels
 from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
 from jchop.math import conv as emulated_conv
 from jchop.math import matmul as emulated_matmul
 
@@ -113,17 +121,35 @@ class DotProduct:
     def by_codes(self, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
         """The product of codes, each in its layout; `shapes` are those of x and w."""
         b, shape = len(self.batch[0]), (*x.elements.shape[:-1], *w.elements.shape[len(self.batch[0]) : -1])
-        axes = self.contracting[1]
-        leading, last = axes == tuple(range(len(axes))), axes == tuple(range(self.ndims[1] - len(axes), self.ndims[1]))
+        leading, last = self._sum_axes_at_ends()
         if not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
             rows = replace(x.reshape(-1, x.elements.shape[-1]), block=x.block)
-            qarray = w.qarray if w.qarray is not None and reads_panels(w.qarray, leading, w.block) else None
+            qarray, columns = w.qarray, w.elements.size // w.elements.shape[-1]
+            if qarray is not None and x.is_plain and qarray.ndim > 2:
+                matrix = (-1, columns) if leading else (columns, -1)
+                qarray = _as_matrix(qarray, *matrix)
+            if qarray is not None and not reads_panels(qarray.spec.element.bits, qarray.shape, leading, w.block):
+                qarray = None
             right = replace(w.reshape(-1, w.elements.shape[-1]), block=w.block, qarray=qarray, shift=w.shift)
             if suits_panels(rows, right, leading):
                 return multiply_packed_weights(rows, right, leading, dtype).reshape(shape)
             sums = MatrixSums(apart=qarray is not None and leading and not last)
             return multiply_codes(to_batched_matrices(x, b), to_batched_matrices(w, b), dtype, sums).reshape(shape)
         return multiply_codes(to_batched_matrices(x, b), to_batched_matrices(w, b), dtype).reshape(shape)
+
+    def _sum_axes_at_ends(self) -> tuple[bool, bool]:
+        """Whether the weight is summed over its first axes, and over its last."""
+        axes, ndim = self.contracting[1], self.ndims[1]
+        return axes == tuple(range(len(axes))), axes == tuple(range(ndim - len(axes), ndim))
+
+    def reads_stored(self, spec: Spec, shape: tuple[int, ...]) -> bool:
+        """Whether a weight alone of a shape is multiplied from its bytes, without an array of its elements."""
+        leading, last = self._sum_axes_at_ends()
+        bits, block = spec.element.bits, block_along_sum(spec, len(self._free(1)) + 1)
+        columns = math.prod(shape[axis] for axis in self._free(1))
+        matrix = (math.prod(shape) // max(columns, 1), columns)
+        reads = reads_panels(bits, matrix if leading else matrix[::-1], leading, block)
+        return not self.batch[0] and (leading or last) and reads and not why_no_codes(spec)
 
     def input_by_codes(self, g: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
         """The product dx, of codes in their layouts."""
@@ -386,6 +412,13 @@ class OperandSwap:
         """The product dw of `shape`, in an emulated arithmetic."""
         assert isinstance(self.product, DotProduct)
         return self.product.emulate_input(g, x, shape, spec, key)
+
+
+def _as_matrix(q: Any, *shape: int) -> Any:
+    try:
+        return q.reshape(*shape)
+    except ValueError:
+        return None
 
 
 AnyProduct = DotProduct | ConvProduct | RaggedProduct | OperandSwap

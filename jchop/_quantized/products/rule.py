@@ -29,6 +29,7 @@ __all__ = [
     "exclusion_advice",
     "is_stochastic",
     "module_rule_indexes",
+    "multiplies_codes",
     "param_rule_index",
     "refuse_code_products",
     "refuse_forward_rotation",
@@ -101,7 +102,9 @@ class Rule:
             such scales an operand is rounded once, for all three products. Default None: from each array itself.
         product: ``"float"``: rounded operands are multiplied as floats, in the carrier. ``"codes"``: their codes are
             multiplied and the sums scaled, as the units of chips do; [](products.md) states the sum. A ``gradient`` has
-            the backward products computed so, too; without one they are those of floats.
+            the backward products computed so, too; without one they are those of floats. ``"auto"``: codes in products
+            of matrices that read a weight alone as it is stored, else floats; layers of Linen have floats. Default
+            None: ``"float"``; in ``mode="weight_only"`` ``"auto"``, unless there is a `scale_from`.
         stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 
     Raises:
@@ -129,7 +132,7 @@ class Rule:
     rotation: Hadamard | None = None
     matmul: MatmulSpec | None = None
     scale_from: ScaleFrom | None = None
-    product: str = "float"
+    product: str | None = None
     stochastic_stream: str = "rounding"
 
     if TYPE_CHECKING:  # the arguments may have more types than the fields
@@ -151,7 +154,7 @@ class Rule:
             rotation: Hadamard | None = ...,
             matmul: MatmulSpec | None = ...,
             scale_from: ScaleFrom | None = ...,
-            product: Literal["float", "codes"] = ...,
+            product: Literal["float", "codes", "auto"] | None = ...,
             stochastic_stream: str = ...,
         ) -> None: ...
 
@@ -181,7 +184,8 @@ class Rule:
             raise ValueError(f"matmul={str(self.matmul)!r} rounds operands, which activation= and weight= are for")
         if self.scale_from is not None:
             check_scale_from(self.scale_from, {name: getattr(self, name) for name in SPEC_FIELDS})
-        check_choice("product", self.product, ("float", "codes"))
+        if self.product is not None:
+            check_choice("product", self.product, ("float", "codes", "auto"))
         if self.product == "codes" and self.matmul is not None:
             raise ValueError(
                 f"product='codes' and matmul={str(self.matmul)!r} both say how a sum is computed; leave one of them out"
@@ -256,7 +260,7 @@ class Rule:
             fields.append(f"matmul=({self.matmul})")
         if self.scale_from is not None:
             fields.append(f"scale_from={self.scale_from}")
-        if self.product != "float":
+        if self.product not in (None, "float"):
             fields.append(f"product={self.product}")
         return f"Rule({', '.join([repr(self.path), *fields])})"
 
@@ -286,6 +290,11 @@ def refuse_forward_rotation(rule: Rule, what: str) -> None:
             "jc.nn.quantize(model, rules, inputs=...), jc.nn.linen.quantize(module, rules, program=True) or "
             "jc.quantize_fn"
         )
+
+
+def multiplies_codes(rule: Rule) -> bool:
+    """Whether a rule wants products of codes, if only of weights that are read as they are stored."""
+    return rule.product == "codes" or (rule.product == "auto" and rule.scale_from is None)
 
 
 def is_stochastic(spec: Spec | None) -> bool:

@@ -1,8 +1,9 @@
 """Products with packed weights, which are never unpacked whole: of floats, and of int8 with several scales or few bits.
 
 On a CPU panel by panel along the sum, each decoded where it is multiplied: a block, if scales of an operand change
-along the sum; else 512 integers or 128 floats, or 1,024 floats for more than 256 rows. On other devices floats are
-multiplied by the kernel of `dequantize_matmul` if it takes such codes; the rest is as other products of codes.
+along the sum; else 512 integers or 128 floats, or 1,024 floats for more than 256 rows. Beside floats, blocks of at most
+64 numbers share such a panel: each number is multiplied by its scale first, as if dequantized. On other devices floats
+are multiplied by the kernel of `dequantize_matmul` if it takes such codes; the rest is as other products of codes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from jax import lax
 from jchop._common.bit_ops import FLOAT32, varying_like
 from jchop._core.matmul.dequantize_matmul import is_exact_in
 from jchop._core.rounding.codes import decode_elements
+from jchop._core.xla.cpu import loop_slice
 from jchop._core.xla.sizes import if_static
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
 from jchop._quantized.products.codes import CodedArray, exact_block_sum, group_scales, multiply_codes, scale_sums
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
-from jchop.storage import QArray
 from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings
-from jchop.storage._codes import decode_unscaled
+from jchop.storage._codes import decode_unscaled, load_codes, unpack_entries
 from jchop.storage._decode import repeat_over_groups
 
 Array = jax.Array
@@ -96,7 +97,9 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
     block = min(_scale_block(x), _scale_block(w))
     x_within, w_within = _scale_block(x) < count, _scale_block(w) < count  # whose scales change along the sum
     most = _INTEGER_PANEL if integers else _SHORT_PANEL if if_static(lambda: rows <= _FEW_ROWS) else _LONG_PANEL
-    size = block if block < count else min(most, count)
+    scales_numbers = w_within and not integers and 2 * block <= _SHORT_PANEL  # then a panel has several blocks
+    size = most // block * block if scales_numbers else block
+    size = min(size if block < count else most, count)
     per_byte, panel = _panel_reader(w, leading, kind)
     columns = per_byte if leading else 1  # of which each has numbers of its own
 
@@ -105,26 +108,35 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
         row = lax.dynamic_index_in_dim(values, start // block, 0, keepdims=False).astype(dtype)
         return list(row.reshape(-1, columns).T) * (per_byte // columns)
 
+    def panel_numbers(values: Array, start: Any, size: int) -> list[Array]:
+        """A number of each of a panel, for each place in a byte."""
+        blocks = lax.dynamic_slice_in_dim(values, start // block, -(-size // block), 0).astype(sum_dtype)
+        if leading:
+            places = jnp.moveaxis(blocks.reshape(len(blocks), -1, columns), 2, 0)
+            return [jnp.repeat(place, min(block, size), 0)[:size] for place in places]
+        return [jnp.repeat(blocks.T, min(block, size) // per_byte, 1)[:, : size // per_byte]] * per_byte
+
     def row_numbers(values: Array, start: Any) -> Array:
         return lax.dynamic_index_in_dim(values, start // block, 1)
 
     # One number of each block, before the loop, so that it does not carry a number for each element.
-    scales, zeros = (None if v is None else v[:, ::block].T for v in (w.scale, w.zero))
+    scales, zeros = (None if v is None else v.T[::block] if leading else v[:, ::block].T for v in (w.scale, w.zero))
     x_scales, x_zeros = (None if v is None else v[:, ::block] for v in (x.scale, x.zero))
 
     def product_of_panel(rows: Array, part: Array, zero: Array | None, x_zero: Array | None) -> Array:
         if not integers:
-            axis = 0 if leading else 1
-            return _panel_dot(
-                rows, part if zero is None else part - (zero if leading else zero[:, None]), axis, sum_dtype
-            )
+            return _panel_dot(rows, part, 0 if leading else 1, sum_dtype)
         left, right = (None if v is None else v.reshape(1, -1, 1) for v in (x_zero, zero))
         b = part.T if leading else part
         return exact_block_sum(CodedArray(rows[None], None, left), CodedArray(b[None], None, right), rows.shape[1])[0]
 
     def sums_of_panel(start: Any, size: int) -> list[Array]:
         parts = panel(start, size)
-        own = [None] * per_byte if zeros is None else column_numbers(zeros, start, jnp.int32 if integers else sum_dtype)
+        own = [None] * per_byte if zeros is None or not integers else column_numbers(zeros, start, jnp.int32)
+        if zeros is not None and not integers:
+            parts = list(map(jnp.subtract, parts, panel_numbers(zeros, start, size)))
+        if scales is not None and scales_numbers:
+            parts = list(map(jnp.multiply, parts, panel_numbers(scales, start, size)))
         a = lax.dynamic_slice_in_dim(x_elements, start, size, 1)
         apart = [a] * per_byte if leading else list(jnp.moveaxis(a.reshape(-1, size // per_byte, per_byte), 2, 0))
         x_zero = None if x_zeros is None else row_numbers(x_zeros, start)
@@ -134,7 +146,7 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
             sums = [_scale_sums_in(sum_dtype)(v, row_numbers(x_scales, start)) for v in sums]
         return (
             sums
-            if not w_within or scales is None
+            if not w_within or scales is None or scales_numbers
             else list(map(_scale_sums_in(sum_dtype), sums, column_numbers(scales, start, sum_dtype)))
         )
 
@@ -171,16 +183,21 @@ def _panel_reader(w: CodedArray, leading: bool, dtype: Any) -> tuple[int, Callab
     axis, qarray, carrier = 0 if leading else 1, w.qarray, FLOAT32
     if qarray is None:
         elements = lax.optimization_barrier(w.elements.T if leading else w.elements)  # as they would lie if stored
-        return 1, lambda start, size: [lax.dynamic_slice_in_dim(elements, start, size, axis).astype(dtype)]
+        return 1, lambda start, size: [loop_slice(elements, start, size, axis).astype(dtype)]
     fmt, values = qarray.spec.element, qarray.qvalue
     bits = fmt.bits if fmt.bits < 8 else 8  # of an element, in the unit of `values`
     per_byte = 8 // bits if 8 % bits == 0 and qarray.shape[1] % (8 // bits) == 0 else 1
 
     def read(start: Any, size: int) -> list[Array]:
         along = 8 if leading else bits
-        part = lax.dynamic_slice_in_dim(values, start * along // 8, -(-size * along // 8), axis)
+        part = loop_slice(values, start * along // 8, -(-size * along // 8), axis)
         if per_byte == 1:
-            numbers = [decode_unscaled(part, fmt, qarray.shape[1] if leading else size, carrier)]
+            size = qarray.shape[1] if leading else size
+            numbers = [
+                decode_elements(unpack_entries(load_codes(part, fmt), fmt, size), fmt, carrier, short=True)
+                if fmt.bits <= 8
+                else decode_unscaled(part, fmt, size, carrier)
+            ]
         else:
             mask = jnp.uint8((1 << bits) - 1)
             numbers = [decode_elements((part >> (bits * i)) & mask, fmt, carrier, short=True) for i in range(per_byte)]
@@ -216,8 +233,7 @@ def _multiply_by_kernel(x: Array, w: CodedArray, dtype: Any) -> Array:
     return dequantize_matmul(x, codes, scales, format=w.qarray.spec.element, group=group).astype(dtype)
 
 
-def reads_panels(qarray: QArray, leading: bool, block: int | None) -> bool:
-    """Whether panels of a stored matrix can be read from its bytes."""
-    bits = qarray.spec.element.bits
-    whole = all(size * bits % 8 == 0 for size in (block or _SHORT_PANEL, qarray.shape[-1]))
-    return qarray.ndim == 2 and (leading or bits >= 8 or whole)
+def reads_panels(bits: int, shape: tuple[int, ...], leading: bool, block: int | None) -> bool:
+    """Whether panels of a stored matrix of elements of `bits` can be read from its bytes."""
+    whole = all(size * bits % 8 == 0 for size in (block or _SHORT_PANEL, shape[-1]))
+    return len(shape) == 2 and (leading or bits >= 8 or whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
     Location,
     Rule,
+    multiplies_codes,
     param_rule_index,
     rule_index,
 )
@@ -92,6 +94,12 @@ class QuantizedProgram:
         return bool(self.placements or self.runner.roundings)
 
     @cached_property
+    def coded_leaves(self) -> frozenset[int]:
+        """The parameters whose codes a product takes."""
+        roundings = ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
+        return frozenset(use.leaf for step, found in roundings if found and found[0].codes for use in chain(*step.uses))
+
+    @cached_property
     def adaptable(self) -> dict[int, MatrixLayout | str]:
         """The parameters that reach products, by number: each as a matrix, or why it can have no adapter."""
         return lora_layouts(self.plan, self.shapes)
@@ -114,7 +122,7 @@ class QuantizedProgram:
         params = {}
         for leaf, (placement, use) in self.placements.items():
             rule = self.rule_of(leaf)
-            by_codes = rule.product == "codes" and use.kind == "product"
+            by_codes = use.kind == "product" and (rule.product == "codes" or leaf in self.coded_leaves)
             roundings = ProductRoundings(
                 right=_weight_spec(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
                 rotation=rule.rotation, codes=by_codes,
@@ -257,9 +265,12 @@ def plan_quantized_program(
         roundings_of_step = None if rule is None else _roundings_of_product(step, rule, placements)
         roundings_of_step = with_weight_rotation(step, roundings_of_step, placements, call.paths, by_leaf)
         if rule is not None and roundings_of_step is not None:
-            roundings[id(step)] = roundings_of_step
-            if roundings_of_step[0].codes:
-                refusals |= dict(_params_without_blocks(step, rule, call.paths, shapes, placements))
+            roundings[id(step)], how = roundings_of_step, roundings_of_step[0]
+            if how.codes:
+                no_blocks = dict(_params_without_blocks(step, rule, call.paths, shapes, placements))
+                if how.stored_only and no_blocks:
+                    roundings[id(step)] = replace(how, codes=False), roundings_of_step[1]
+                refusals |= {} if how.stored_only else no_blocks
     if refusals:
         path, *others = refusals
         pattern = common_path_pattern(refusals, (path for path in call.paths if path not in refusals))
@@ -347,18 +358,21 @@ def _roundings_of_product(
     right = _weight_spec(rule) if weights else rule.activation
     if weights and not any(use.leaf in placements for use in step.uses[weight]):
         right = None  # no weight of its is rounded
-    codes = rule.product == "codes" and (rule.activation is not None or right is not None)
+    codes = multiplies_codes(rule) and (rule.activation is not None or right is not None)
     roundings = ProductRoundings(
         rule.activation, right, rule.gradient, rule.input_gradient, rule.weight_gradient, rule.matmul, rule.rotation,
-        place, codes,
+        place, codes, rule.product == "auto",
     )  # fmt: skip
+    product = OperandSwap(step.product) if weight == 0 else step.product
+    if roundings.stored_only and not roundings.for_operand(product, step.eqn.invars[weight].aval.shape).codes:
+        roundings = replace(roundings, codes=False)
     idle = (
         roundings.left is None and not roundings.backward and not roundings.codes and roundings.forward_rotation is None
     )
     scaled = any(spec is not None and spec.scaled is not None for spec in roundings.specs)
     if idle or (scaled and is_complex_product(step.eqn)):  # only real numbers have scales
         return None
-    check_operand_specs(OperandSwap(step.product) if weight == 0 else step.product, roundings)
+    check_operand_specs(product, roundings)
     return roundings, weight
 
 

@@ -51,7 +51,7 @@ class QuantizedRunner(Runner):
         #: Products of codes whose weight has none, by the path of the weight, in a run that has not ended.
         self.without_codes: dict[str, tuple[ProductStep, int, ProductRoundings]] = {}
         #: Whether a run may find a weight without codes; False after one that did not.
-        self.is_doubtful = any(how.codes and weight >= 0 for how, weight in roundings.values())
+        self.is_doubtful = any(how.codes and not how.stored_only and weight >= 0 for how, weight in roundings.values())
 
     def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
         """Parameters are rounded once, before the first equation that computes with them."""
@@ -182,7 +182,8 @@ class QuantizedRunner(Runner):
         codes = w.codes if isinstance(w, RoundedAndFull) and roundings.codes else None
         if roundings.codes and roundings.right is not None and codes is None:  # an error, when all of them are known
             path = next((self.paths[use.leaf] for use in step.uses[weight] if use.leaf < len(self.paths)), "*")
-            self.without_codes.setdefault(path, (step, weight, roundings))
+            if not roundings.stored_only:
+                self.without_codes.setdefault(path, (step, weight, roundings))
             roundings = replace(roundings, codes=False)
         group = (
             None

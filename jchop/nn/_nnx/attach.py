@@ -19,6 +19,7 @@ from jchop._quantized.products.rule import (
     Rule,
     exclusion_advice,
     is_stochastic,
+    multiplies_codes,
     refuse_code_products,
     refuse_forward_rotation,
 )
@@ -93,13 +94,17 @@ def attach(
         return fork_rounding_stream(rule, rngs, path) if any(stochastic) else None
 
     weight = None if packs else rule.weight
+    by_codes = multiplies_codes(rule)
     if kind.product is not None:
         attribute, module_class, _ = kind.product
-        codes = rule.product == "codes" and (rule.activation is not None or rule.weight is not None)
+        codes = by_codes and (rule.activation is not None or rule.weight is not None)
         right_spec = rule.activation if not kind.parameters else rule.weight if codes else weight
         fields = (getattr(rule, name) for name in PRODUCT_RULE_FIELDS)
-        how = ProductRoundings(rule.activation, right_spec, *fields, place=place, codes=codes)
-        module = module_class(how, stream(how.stochastic), input_source, None if packs else weight_source)
+        how = ProductRoundings(
+            rule.activation, right_spec, *fields, place=place, codes=codes, stored_only=rule.product == "auto"
+        )
+        draws = how.stochastic and not (packs and how.stored_only)
+        module = module_class(how, stream(draws), input_source, None if packs else weight_source)
         if before is not None and before.how.left == rule.activation and input_source is None and how.keeps_left:
             module.keep(before.range)
         setattr(layer, attribute, module.as_attribute())
@@ -107,8 +112,7 @@ def attach(
         specs = tuple(_promotion_specs(layer, kind, rule, packs))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
         if specs or packed_params:
-            codes = rule.product == "codes"
-            promote = RoundedPromotion(layer.promote_dtype, kind.slots, specs, packed_params, draws, place, codes)
+            promote = RoundedPromotion(layer.promote_dtype, kind.slots, specs, packed_params, draws, place, by_codes)
             layer.promote_dtype = promote.as_attribute()
     if kind.caches:
         layer.cache = rule.cache

@@ -13,7 +13,6 @@ from jchop._common.paths import nearest_paths_hint
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
     Rule,
-    as_rule_tuple,
     exclusion_advice,
     module_rule_indexes,
     param_rule_index,
@@ -25,7 +24,7 @@ from jchop.nn._nnx.modules import ModuleEntry, module_entries
 from jchop.nn._nnx.programs import INPUTS_ADVICE, is_nnx_program
 from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._shared import cache
-from jchop.nn._shared.modes import LayerMode, check_layer_modes
+from jchop.nn._shared.modes import LayerMode, check_layer_modes, rules_of_mode
 from jchop.nn._shared.program_classes import is_plain_flax_layer, plain_class
 from jchop.nn._shared.scale_state import ScaleSource
 
@@ -112,7 +111,7 @@ _RECURRENT_CELLS = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.Simple
 def _make_layer_init(base: type) -> Any:
     def __init__(self: Any, *args: Any, rule: Rule, rngs: nnx.Rngs, mode: LayerMode = "qat", **kwargs: Any) -> None:
         base.__init__(self, *args, rngs=rngs, **kwargs)
-        quantize_layers(self, as_rule_tuple(rule), mode, rngs)
+        quantize_layers(self, rules_of_mode(rule, mode), mode, rngs)
 
     return __init__
 

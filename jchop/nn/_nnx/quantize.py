@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jchop._common.checks import short_repr
-from jchop._quantized.products.rule import Rule, as_rule_tuple
+from jchop._quantized.products.rule import Rule
 from jchop.nn._nnx.layers import (
     check_norm_wrappers,
     check_program_inputs,
@@ -18,7 +18,7 @@ from jchop.nn._nnx.layers import (
     refuse_quantized_layers,
 )
 from jchop.nn._nnx.programs import quantize_program
-from jchop.nn._shared.modes import LayerMode, check_layer_modes
+from jchop.nn._shared.modes import LayerMode, check_layer_modes, rules_of_mode
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import is_equinox_module, quantize_equinox_module
 
@@ -61,8 +61,10 @@ def quantize(
         rules: a `Rule`, or several; the first that matches a layer's path applies.
         mode: ``"qat"`` (default): parameters are rounded at each use, with straight-through gradients. ``"ptq"``:
             weights and biases are rounded once and stored packed, as `QuantizedParam`; other tensors are rounded at
-            each use. ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else. These three compute the same
-            numbers, bit for bit, if the rounding is not stochastic. ``"emulate"``: `jchop.emulate` runs the layer, with
+            each use. These two compute the same numbers, bit for bit, if the rounding is not stochastic.
+            ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else; a rule without a `product` has
+            ``"auto"``, so that products read weights as they are stored, and sums differ in last digits from those of
+            ``"ptq"``. ``"emulate"``: `jchop.emulate` runs the layer, with
             every operation rounded to the rule's activation, and sums by its matmul.
         inputs: example arguments of the model's call, ``(x,)`` or by name ``{"x": x, "cache": cache}``, or of several
             methods, ``{"decode": (x, step), "encode": {"x": x}}``: arrays or `jax.ShapeDtypeStruct`. With them the
@@ -94,7 +96,7 @@ def quantize(
         >>> bool((trained(x) == packed(x)).all()), packed.layers[0].kernel[...].nbytes
         (True, 32)
     """
-    all_rules = as_rule_tuple(rules)
+    all_rules = rules_of_mode(rules, mode)
     if is_equinox_module(model):
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")

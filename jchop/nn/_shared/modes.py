@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from jchop._common.checks import check_choice
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
     Rule,
+    as_rule_tuple,
 )
 
-__all__ = ["LAYER_MODES", "LayerMode", "check_layer_modes"]
+__all__ = ["LAYER_MODES", "LayerMode", "check_layer_modes", "rules_of_mode"]
 
 LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]
 
@@ -31,6 +33,16 @@ def check_layer_modes(rules: Sequence[Rule], mode: str, program: bool = False) -
         raise ValueError("mode='emulate' is for layers of Flax: leave out inputs, or use jchop.emulate on the function")
     for rule in rules:
         _check_rule_mode(rule, mode)
+
+
+def rules_of_mode(rules: Any, mode: str) -> tuple[Rule, ...]:
+    """Rules as a mode has them: weights alone are multiplied as they are stored if a rule does not say otherwise."""
+    return tuple(
+        replace(rule, product="auto")
+        if mode == "weight_only" and rule.product is None and rule.scale_from is None
+        else rule
+        for rule in as_rule_tuple(rules)
+    )
 
 
 def _check_rule_mode(rule: Rule, mode: str) -> None:
