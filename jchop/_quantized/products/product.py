@@ -145,8 +145,9 @@ class DotProduct:
     def reads_stored(self, spec: Spec, shape: tuple[int, ...]) -> bool:
         """Whether a weight alone of a shape is multiplied from its bytes, without an array of its elements."""
         leading, last = self._sum_axes_at_ends()
-        bits, block = spec.element.bits, block_along_sum(spec, len(self._free(1)) + 1)
-        columns = math.prod(shape[axis] for axis in self._free(1))
+        free = self.forward.right.free[len(self.batch[1]) :]
+        bits, block = spec.element.bits, block_along_sum(spec, len(free) + 1)
+        columns = math.prod(shape[axis] for axis in free)
         matrix = (math.prod(shape) // max(columns, 1), columns)
         reads = reads_panels(bits, matrix if leading else matrix[::-1], leading, block)
         return not self.batch[0] and (leading or last) and reads and not why_no_codes(spec)
