@@ -61,8 +61,8 @@ def as_rank_axes(axis_name: AxisName) -> RankAxes:
         try:
             sizes.append(int(lax.axis_size(name)))
         except (NameError, KeyError, TypeError, ValueError):
-            here = tuple(map(str, jax.sharding.get_abstract_mesh().axis_names))
-            mesh_text = ", ".join(map(repr, here)) if here else "none"
+            mesh_axes = tuple(map(str, jax.sharding.get_abstract_mesh().axis_names))
+            mesh_text = ", ".join(map(repr, mesh_axes)) if mesh_axes else "none"
             raise ValueError(
                 f"axis_name={axis_name!r}: {name!r} is not an axis here; axes of the mesh: {mesh_text}. Call it inside "
                 "jax.shard_map over the axis, or use jchop.distributed.sharded_psum"
@@ -100,8 +100,8 @@ def ppermute_over(x: Array, axes: RankAxes, perm: tuple[tuple[int, int], ...]) -
     if not in_vmap or (len(axes.names) == 1 and len(perm) == axes.size):
         return lax.ppermute(x, axes.name, perm)
     sources = {target: source for source, target in perm}
-    of_rank = jnp.asarray([sources.get(rank, axes.size) for rank in range(axes.size)])[axes.rank]
-    return all_gather_over(x, axes).at[of_rank].get(mode="fill", fill_value=0)
+    source_rank = jnp.asarray([sources.get(rank, axes.size) for rank in range(axes.size)])[axes.rank]
+    return all_gather_over(x, axes).at[source_rank].get(mode="fill", fill_value=0)
 
 
 def types_track_axes(axes: RankAxes) -> bool:

@@ -37,7 +37,7 @@ def carrier_leaves(x: Any) -> tuple[list[Array], Any]:
 def map_leaves(x: Any, key: Array | None, function: Callable[[Array, Array | None], Array]) -> Any:
     """`function` of every leaf of a tree, with the key and the number of the leaf folded in; empty leaves unchanged."""
     leaves, structure = carrier_leaves(x)
-    return structure.unflatten([function(leaf, fold_in_numbers(key, number)) for number, leaf in enumerate(leaves)])
+    return structure.unflatten([function(leaf, fold_in_numbers(key, index)) for index, leaf in enumerate(leaves)])
 
 
 def map_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | None], Array], bucket: int | None) -> Any:
@@ -53,12 +53,12 @@ def map_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | No
         return map_leaves(x, key, lambda leaf, k: function(leaf, k) if leaf.size else leaf)
     leaves, structure = carrier_leaves(x)
     results: list[Array] = list(leaves)
-    for number, members in enumerate(_bucket_members(leaves, bucket)):
+    for bucket_index, members in enumerate(_bucket_members(leaves, bucket)):
         vector = jnp.concatenate([leaves[at].reshape(-1) for at in members])
-        result = function(vector, fold_in_numbers(key, number))
+        result = function(vector, fold_in_numbers(key, bucket_index))
         ends = list(itertools.accumulate(leaves[at].size for at in members))
-        for at, end in zip(members, ends, strict=True):
-            results[at] = result[end - leaves[at].size : end].reshape(leaves[at].shape)
+        for leaf_index, end in zip(members, ends, strict=True):
+            results[leaf_index] = result[end - leaves[leaf_index].size : end].reshape(leaves[leaf_index].shape)
     return structure.unflatten(results)
 
 
@@ -68,19 +68,19 @@ def _bucket_members(leaves: list[Array], bucket: int) -> list[list[int]]:
     A bucket is closed when it has `bucket` elements.
     """
     buckets: list[list[int]] = []
-    open_ones: dict[tuple[Any, Any], list[int]] = {}
-    for at, leaf in enumerate(leaves):
+    open_buckets: dict[tuple[Any, Any], list[int]] = {}
+    for leaf_index, leaf in enumerate(leaves):
         if not leaf.size:
             continue
-        kind = (leaf.dtype, varying_axes(leaf))
+        dtype_and_axes = (leaf.dtype, varying_axes(leaf))
         if leaf.size >= bucket:
-            buckets.append([at])
+            buckets.append([leaf_index])
             continue
-        members = open_ones.get(kind)
+        members = open_buckets.get(dtype_and_axes)
         if members is None:
-            members = open_ones[kind] = []
+            members = open_buckets[dtype_and_axes] = []
             buckets.append(members)
-        members.append(at)
+        members.append(leaf_index)
         if math.fsum(leaves[i].size for i in members) >= bucket:
-            del open_ones[kind]
+            del open_buckets[dtype_and_axes]
     return buckets

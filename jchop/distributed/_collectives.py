@@ -152,9 +152,9 @@ def psum_scatter(
 
     def scatter_leaf(v: Array, k: Array | None) -> Array:
         axis = _collective_axis("scatter_dimension", scatter_dimension, v.ndim)
-        part = _check_piece_shape(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
+        piece_shape = _check_piece_shape(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
         return move_linearly(
-            partial(scatter_piece, axis, tiled, part),
+            partial(scatter_piece, axis, tiled, piece_shape),
             partial(gather_pieces, axis, tiled),
             wire,
             vary_over(v, wire.axes),
@@ -200,11 +200,11 @@ def all_gather(
     check_bool("tiled", tiled)
 
     def gather_leaf(v: Array, k: Array | None) -> Array:
-        at = _collective_axis("axis", axis, v.ndim + (not tiled))
+        join_axis = _collective_axis("axis", axis, v.ndim + (not tiled))
         if tiled:
-            check_whole_groups(wire.spec, v.shape, at, wire.axes.size, f"axis={axis}")
-        back = partial(scatter_piece, at, tiled, v.shape)
-        return move_linearly(partial(gather_pieces, at, tiled), back, wire, vary_over(v, wire.axes), k)
+            check_whole_groups(wire.spec, v.shape, join_axis, wire.axes.size, f"axis={axis}")
+        backward = partial(scatter_piece, join_axis, tiled, v.shape)
+        return move_linearly(partial(gather_pieces, join_axis, tiled), backward, wire, vary_over(v, wire.axes), k)
 
     with jax_default_settings():
         return map_leaves(x, key, gather_leaf)
@@ -256,8 +256,8 @@ def all_to_all(
             _collective_axis("concat_axis", concat_axis, v.ndim),
         )
         _check_piece_shape(wire, v.shape, split, tiled, f"split_axis={split_axis}")
-        forward, back = partial(exchange_pieces, split, concat, tiled), partial(exchange_pieces, concat, split, tiled)
-        return move_linearly(forward, back, wire, vary_over(v, wire.axes), k)
+        move, adjoint = partial(exchange_pieces, split, concat, tiled), partial(exchange_pieces, concat, split, tiled)
+        return move_linearly(move, adjoint, wire, vary_over(v, wire.axes), k)
 
     with jax_default_settings():
         return map_leaves(x, key, exchange_leaf)
@@ -293,11 +293,11 @@ def ppermute(
     """
     wire, key = check_collective(axis_name, spec, key, TWO_SHOT, None, x)
     pairs = _check_perm(perm, wire.axes.size)
-    back = tuple((target, source) for source, target in pairs)
+    inverse = tuple((target, source) for source, target in pairs)
 
     def permute_leaf(v: Array, k: Array | None) -> Array:
         return move_linearly(
-            partial(permute_array, pairs), partial(permute_array, back), wire, vary_over(v, wire.axes), k
+            partial(permute_array, pairs), partial(permute_array, inverse), wire, vary_over(v, wire.axes), k
         )
 
     with jax_default_settings():
@@ -320,16 +320,16 @@ def check_collective(
     axes = as_rank_axes(axis_name)
     stages_of(algorithm, axes)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")}
-    sums = sum_arithmetic(accumulate, dtypes)
+    arithmetic = sum_arithmetic(accumulate, dtypes)
     backward = spec.gradient.round
-    drawing = next((s for s in (spec, backward) if s is not None and s.rounding.stochastic), None)
-    if drawing is None and sums is not None and sums.stochastic:
-        drawing = sums  # type: ignore[assignment]
-    key = rounding_key(key, drawing is not None, drawing)
-    if key is not None and (moving := set(axes.names) & set(varying_axes(key))):
-        raise ValueError(f"key differs along {sorted(map(str, moving))}; pass the same key on every rank: the number "
+    stochastic = next((s for s in (spec, backward) if s is not None and s.rounding.stochastic), None)
+    if stochastic is None and arithmetic is not None and arithmetic.stochastic:
+        stochastic = arithmetic  # type: ignore[assignment]
+    key = rounding_key(key, stochastic is not None, stochastic)
+    if key is not None and (varying := set(axes.names) & set(varying_axes(key))):
+        raise ValueError(f"key differs along {sorted(map(str, varying))}; pass the same key on every rank: the number "
                          "of the rank is folded in")  # fmt: skip
-    return Wire(axes, spec, algorithm, sums), key
+    return Wire(axes, spec, algorithm, arithmetic), key
 
 
 def _collective_axis(name: str, axis: int, ndim: int) -> int:
@@ -347,9 +347,9 @@ def _check_piece_shape(wire: Wire, shape: tuple[int, ...], axis: int, tiled: boo
                          f"{length} there")  # fmt: skip
     if not tiled:
         return (*shape[:axis], *shape[axis + 1 :])
-    part = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
-    check_whole_groups(wire.spec, part, axis, count, name)
-    return part
+    piece_shape = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
+    check_whole_groups(wire.spec, piece_shape, axis, count, name)
+    return piece_shape
 
 
 def _check_perm(perm: Any, count: int) -> tuple[tuple[int, int], ...]:

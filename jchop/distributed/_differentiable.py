@@ -37,8 +37,8 @@ def _sum_everywhere(wire: Wire, x: Array, key: Array | None) -> Array:
         if x.ndim
         else plan_piece_cut((1,), wire.spec, wire.axes.size)
     )
-    own = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
-    return cut.join(gather_numbers(wire, own, key, x.dtype, to="invarying")).reshape(x.shape)
+    piece_sum = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
+    return cut.join(gather_numbers(wire, piece_sum, key, x.dtype, to="invarying")).reshape(x.shape)
 
 
 sum_everywhere = CustomJvp(_sum_everywhere, nondiff_argnums=(0,))
@@ -47,24 +47,24 @@ sum_everywhere = CustomJvp(_sum_everywhere, nondiff_argnums=(0,))
 @sum_everywhere.defjvp
 def _sum_jvp(wire: Wire, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
     x, key = primals
-    back = None if types_track_axes(wire.axes) else _cotangent_wire(wire)
-    pull_back = None if back is None else partial(sum_everywhere, back)
+    backward_wire = None if types_track_axes(wire.axes) else _cotangent_wire(wire)
+    pull_back = None if backward_wire is None else partial(sum_everywhere, backward_wire)
     return sum_everywhere(wire, x, key), _move_tangent(
         lambda t: lax.psum(t, wire.axes.name), pull_back, tangents[0], key
     )
 
 
 def _move_tangent(
-    forward: Callable[..., Array], back: Callable[..., Array] | None, tangent: Array, key: Array | None
+    forward: Callable[..., Array], backward: Callable[..., Array] | None, tangent: Array, key: Array | None
 ) -> Array:
     """A tangent moved as floats by a linear function; its cotangent in codes, if there is another way back for it."""
-    if back is None:
+    if backward is None:
         return forward(tangent)
     keys = [] if key is None else [fold_in_numbers(key, Phase.BACKWARD)]
 
     def pull_back(cotangent: Array, *keys: Array) -> Array:
         with jax_default_settings():
-            return back(cotangent, *(keys or [None]))
+            return backward(cotangent, *(keys or [None]))
 
     return linear_with_transpose(lambda tangent, *keys: forward(tangent), pull_back, tangent, *keys)
 
@@ -88,8 +88,8 @@ class _FloatWire:
 _MoveFunction = Callable[[Any, Array, Any], Array]
 
 
-def _move_linearly(forward: _MoveFunction, back: _MoveFunction, wire: Wire, x: Array, key: Array | None) -> Array:
-    """`x` moved by `forward`, in codes; cotangents are moved by `back`. Arrays without elements move as they are."""
+def _move_linearly(forward: _MoveFunction, backward: _MoveFunction, wire: Wire, x: Array, key: Array | None) -> Array:
+    """`x` moved by `forward`, in codes; cotangents move by `backward`. Arrays without elements move as they are."""
     return forward(wire if x.size else _FloatWire(wire.axes), x, key)
 
 
@@ -98,13 +98,13 @@ move_linearly = CustomJvp(_move_linearly, nondiff_argnums=(0, 1, 2))
 
 @move_linearly.defjvp
 def _move_jvp(
-    forward: _MoveFunction, back: _MoveFunction, wire: Wire, primals: Any, tangents: Any
+    forward: _MoveFunction, backward: _MoveFunction, wire: Wire, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
     x, key = primals
-    over = _cotangent_wire(wire) if x.size else None
-    pull_back = None if over is None else lambda g, key: back(over, vary_over(g, wire.axes), key)
+    backward_wire = _cotangent_wire(wire) if x.size else None
+    pull_back = None if backward_wire is None else lambda g, key: backward(backward_wire, vary_over(g, wire.axes), key)
     tangent = _move_tangent(lambda t: forward(_FloatWire(wire.axes), t, None), pull_back, tangents[0], key)
-    return move_linearly(forward, back, wire, x, key), tangent
+    return move_linearly(forward, backward, wire, x, key), tangent
 
 
 def _split_pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:
@@ -121,11 +121,11 @@ def _join_pieces(pieces: Array, axis: int, tiled: bool) -> Array:
     return parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :]) if tiled else parts
 
 
-def scatter_piece(axis: int, tiled: bool, part: tuple[int, ...], wire: Wire | _FloatWire, x: Array, key: Any) -> Array:
+def scatter_piece(axis: int, tiled: bool, shape: tuple[int, ...], wire: Wire | _FloatWire, x: Array, key: Any) -> Array:
     if isinstance(wire, _FloatWire):
         return psum_scatter_over(x, wire.axes, axis, tiled)
-    own = reduce_scatter(wire, _split_pieces(x, axis, tiled, wire.axes.size), key)
-    return own.astype(x.dtype).reshape(part)
+    piece_sum = reduce_scatter(wire, _split_pieces(x, axis, tiled, wire.axes.size), key)
+    return piece_sum.astype(x.dtype).reshape(shape)
 
 
 def gather_pieces(axis: int, tiled: bool, wire: Wire | _FloatWire, x: Array, key: Any) -> Array:

@@ -90,13 +90,13 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
         inner_updates, inner_state = inner.update(updates, state.inner, params, **extra)
         count = state.count + 1
 
-        def alone() -> tuple[Any, Any, Any]:
+        def keep_anchor() -> tuple[Any, Any, Any]:
             return jax.tree.map(_vary_and_cast_like, inner_updates, params), state.anchor, state.outer
 
         def exchange() -> tuple[Any, Any, Any]:
-            own = jax.tree.map(_add_in_dtype, params, inner_updates)
+            rank_params = jax.tree.map(_add_in_dtype, params, inner_updates)
             outer_updates, outer_state = outer.update(
-                jax.tree.map(jnp.subtract, state.anchor, own), state.outer, state.anchor
+                jax.tree.map(jnp.subtract, state.anchor, rank_params), state.outer, state.anchor
             )
             anchor = jax.tree.map(_add_in_dtype, state.anchor, outer_updates)
             change = jax.tree.map(
@@ -104,7 +104,7 @@ def diloco(inner: Any, outer: Any, every: int) -> Transformation:
             )
             return change, anchor, outer_state
 
-        change, anchor, outer_state = lax.cond(count == every, exchange, alone)
+        change, anchor, outer_state = lax.cond(count == every, exchange, keep_anchor)
         return change, DilocoState(count % every, anchor, inner_state, outer_state)
 
     return Transformation(init, update)

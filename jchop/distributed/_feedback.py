@@ -99,13 +99,13 @@ def psum_with_feedback(
     """
     spec = as_spec(spec, scaled=True)
     check_int("bucket", bucket, 0)
-    size = bucket if quantizes_vectors(spec) else None
+    bucket_size = bucket if quantizes_vectors(spec) else None
 
     def wire_and_key(x: Any, key: Array | None) -> tuple[Wire, Array | None]:
         return check_collective(axis_name, spec, key, TWO_SHOT, accumulate, x)
 
     def init(params: Any) -> FeedbackState:
-        wire, start = wire_and_key(params, key)
+        wire, start_key = wire_and_key(params, key)
         send_errors: list[Array] = []
         sum_errors: list[Array] = []
 
@@ -116,8 +116,8 @@ def psum_with_feedback(
             return v
 
         with jax_default_settings():
-            map_buckets(params, None, zeros, size)
-        return FeedbackState(tuple(send_errors), tuple(sum_errors), start)
+            map_buckets(params, None, zeros, bucket_size)
+        return FeedbackState(tuple(send_errors), tuple(sum_errors), start_key)
 
     def update(updates: Any, state: FeedbackState, params: Any = None, **extra: Any) -> tuple[Any, FeedbackState]:
         del params, extra
@@ -126,19 +126,19 @@ def psum_with_feedback(
         new_errors: list[tuple[Array, Array]] = []
 
         def step(v: Array, k: Array | None) -> Array:
-            result, *new = _feedback_step(wire, v, k, *next(errors))
-            new_errors.append((new[0], new[1]))
+            result, *step_errors = _feedback_step(wire, v, k, *next(errors))
+            new_errors.append((step_errors[0], step_errors[1]))
             return result
 
         with jax_default_settings():
-            following, own = (None, None) if step_key is None else split_prng_key(step_key)
-            results = map_buckets(updates, own, step, size)
+            next_key, sum_key = (None, None) if step_key is None else split_prng_key(step_key)
+            results = map_buckets(updates, sum_key, step, bucket_size)
             send_errors, sum_errors = zip(*new_errors, strict=True) if new_errors else ((), ())
             new, old = (send_errors, sum_errors), (state.sent, state.total)
-            sound = _all_ranks_finite(wire.axes, new)
-            send_errors, sum_errors = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, old)
-            results = jax.tree.map(lambda y: jnp.where(sound, y, jnp.nan) if jnp.size(y) else y, results)
-        return results, FeedbackState(send_errors, sum_errors, following)
+            is_finite = _all_ranks_finite(wire.axes, new)
+            send_errors, sum_errors = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, old)
+            results = jax.tree.map(lambda y: jnp.where(is_finite, y, jnp.nan) if jnp.size(y) else y, results)
+        return results, FeedbackState(send_errors, sum_errors, next_key)
 
     rounding_key(key, spec.rounding.stochastic, spec)
     return Transformation(init, update)
@@ -161,12 +161,12 @@ def _feedback_step(
     axes, cut = wire.axes, _feedback_cut(v, wire)
     pieces = cut.pieces(vary_over(v, axes)).astype(send_error.dtype) + send_error
     q = encode_messages(pieces, wire.spec, fold_in_numbers(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size))
-    error = pieces - decode_messages(q, pieces.dtype)
+    new_send_error = pieces - decode_messages(q, pieces.dtype)
     messages = decode_messages(
         move_leaves(q, lambda leaf: lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)), pieces.dtype
     )
     sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)
     piece_sum = sum_in_rank_order(messages[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
     q = encode_piece(wire, piece_sum, key)
-    own = piece_sum - decode_messages(q, piece_sum.dtype)
-    return cut.join(decode_messages(gather_codes(wire, q, to="invarying"), v.dtype)), error, own
+    new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)
+    return cut.join(decode_messages(gather_codes(wire, q, to="invarying"), v.dtype)), new_send_error, new_sum_error

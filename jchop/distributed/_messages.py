@@ -43,7 +43,7 @@ def fold_in_numbers(key: Array | None, *numbers: Any) -> Array | None:
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-def encode_messages(messages: Array, spec: Spec, key: Array | None, places: Any) -> QArray:
+def encode_messages(messages: Array, spec: Spec, key: Array | None, indexes: Any) -> QArray:
     """Each of the arrays along the first axis, quantized by itself.
 
     Element j of the message with place p draws the word at index ``p size + j``.
@@ -52,16 +52,16 @@ def encode_messages(messages: Array, spec: Spec, key: Array | None, places: Any)
         messages: (k, ...).
         spec: of the codes.
         key: the key, if `spec` draws.
-        places: k integers: the number of each message among all messages of the collective.
+        indexes: k integers: the number of each message among all messages of the collective.
     """
     if not spec_draws(spec):
         return jax.vmap(lambda message: quantize(message, spec))(messages)
     size = math.prod(messages.shape[1:])
-    starts = jnp.asarray(places, jnp.uint32) * jnp.uint32(size)
+    starts = jnp.asarray(indexes, jnp.uint32) * jnp.uint32(size)
     return jax.vmap(lambda message, start: quantize(message, spec, key, offset=start))(messages, starts)
 
 
-def check_places(spec: Spec, count: int, size: int) -> None:
+def check_draw_count(spec: Spec, count: int, size: int) -> None:
     """Refuses random words beyond index 2^32, for which starts would need 64 bits."""
     if spec_draws(spec) and count * size >= _MAX_MESSAGE_DRAWS:
         raise ValueError(f"x has {count * size} numbers on the wire, and a stochastic spec draws for fewer than 2^32; "
@@ -107,24 +107,24 @@ def sum_arithmetic(value: Any, dtypes: Any) -> MatmulSpec | None:
     return spec
 
 
-def sum_in_rank_order(messages: Array, accumulate: MatmulSpec | None, key: Array | None, places: Array) -> Array:
+def sum_in_rank_order(messages: Array, accumulate: MatmulSpec | None, key: Array | None, indexes: Array) -> Array:
     """The sum over the first axis, rank 0 first.
 
     Args:
         messages: (ranks, k, ...), float32 or float64.
         accumulate: the arithmetic. None: c <- c + x_r in the dtype, from the numbers of rank 0.
         key: the key, if `accumulate` draws.
-        places: k integers, the number of each sum.
+        indexes: k integers, the number of each sum.
     """
     if accumulate is None:
         return lax.scan(lambda c, x: (c + x, None), messages[0], messages[1:])[0]
 
-    def sum_rows(rows: Array, place: Array) -> Array:
-        own = fold_in_numbers(key, place)
+    def sum_rows(rows: Array, index: Array) -> Array:
+        row_key = fold_in_numbers(key, index)
         if accumulate.operands is not None:
-            rows = round_to_format(rows, accumulate.operands, fold_in_numbers(own, 0))
-        sum_key = fold_in_numbers(own, 1) if spec_draws(accumulate.accumulate) else None
+            rows = round_to_format(rows, accumulate.operands, fold_in_numbers(row_key, 0))
+        sum_key = fold_in_numbers(row_key, 1) if spec_draws(accumulate.accumulate) else None
         seeds = None if sum_key is None else jnp.stack([*seed_words(sum_key)] * 2)
         return sum_along(rows, 0, accumulate, seeds, matmul=matmul_op)
 
-    return jax.vmap(sum_rows, in_axes=(1, 0))(messages, jnp.asarray(places, jnp.uint32))
+    return jax.vmap(sum_rows, in_axes=(1, 0))(messages, jnp.asarray(indexes, jnp.uint32))

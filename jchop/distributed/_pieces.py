@@ -22,10 +22,10 @@ def quantizes_vectors(spec: Spec) -> bool:
     fmt = spec.scaled
     if fmt is None:
         return True
-    parts = [fmt]
-    while isinstance(parts[-1].scale, ScaledFormat):
-        parts.append(parts[-1].scale)
-    return all(part.channel is None and (part.group is None or part.axis == -1) for part in parts)
+    formats = [fmt]
+    while isinstance(formats[-1].scale, ScaledFormat):
+        formats.append(formats[-1].scale)
+    return all(fmt_part.channel is None and (fmt_part.group is None or fmt_part.axis == -1) for fmt_part in formats)
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class PieceCut:
 
     def join(self, pieces: Array) -> Array:
         """The array of pieces."""
-        back = jnp.moveaxis(pieces, 0, self.axis)
-        whole = back.reshape(*back.shape[: self.axis], -1, *back.shape[self.axis + 2 :])
-        return jax.lax.slice_in_dim(whole, 0, self.shape[self.axis], axis=self.axis)
+        split = jnp.moveaxis(pieces, 0, self.axis)
+        padded = split.reshape(*split.shape[: self.axis], -1, *split.shape[self.axis + 2 :])
+        return jax.lax.slice_in_dim(padded, 0, self.shape[self.axis], axis=self.axis)
 
 
 def plan_piece_cut(shape: Sequence[int], spec: Spec, count: int) -> PieceCut:
@@ -69,12 +69,12 @@ def plan_piece_cut(shape: Sequence[int], spec: Spec, count: int) -> PieceCut:
         ValueError: for a format that has an axis that the array lacks, or groups that span every axis.
     """
     shape = tuple(shape)
-    kinds = (OWN_SCALE,) * len(shape) if spec.scaled is None else axis_groupings(spec.scaled, len(shape))
+    groups = (OWN_SCALE,) * len(shape) if spec.scaled is None else axis_groupings(spec.scaled, len(shape))
     if quantizes_vectors(spec):
         axis = len(shape) - 1
-        return PieceCut(count, shape, axis, _piece_length(shape[axis], kinds[axis], count))
+        return PieceCut(count, shape, axis, _piece_length(shape[axis], groups[axis], count))
     lengths = {
-        axis: _piece_length(n, kinds[axis], count, 0) for axis, n in enumerate(shape) if kinds[axis] != WHOLE_AXIS
+        axis: _piece_length(n, groups[axis], count, 0) for axis, n in enumerate(shape) if groups[axis] != WHOLE_AXIS
     }
     if not lengths:
         raise ValueError(f"spec={str(spec)!r} has groups that span every axis of x, of shape {shape}, so it cannot be "
@@ -83,10 +83,10 @@ def plan_piece_cut(shape: Sequence[int], spec: Spec, count: int) -> PieceCut:
     return PieceCut(count, shape, axis, lengths[axis])
 
 
-def _piece_length(n: int, kind: AxisGrouping, count: int, most_cut: int = 1) -> int:
+def _piece_length(n: int, grouping: AxisGrouping, count: int, most_cut: int = 1) -> int:
     """The least length of `count` equal pieces of an axis of length n, of whole groups if of more than `most_cut`."""
     length = -(-n // count)
-    return -(-length // kind) * kind if isinstance(kind, int) and length > kind * most_cut else length
+    return -(-length // grouping) * grouping if isinstance(grouping, int) and length > grouping * most_cut else length
 
 
 def check_whole_groups(spec: Spec, shape: Sequence[int], axis: int, count: int, name: str) -> None:
@@ -102,17 +102,17 @@ def check_whole_groups(spec: Spec, shape: Sequence[int], axis: int, count: int, 
     if spec.scaled is None or not shape:
         return
     formats: list[Any] = [spec.scaled]
-    unit = 1
+    block = 1
     while formats:
         fmt = formats.pop()
-        kind = axis_groupings(fmt, len(shape))[axis]
-        unit *= kind if isinstance(kind, int) else 1
+        grouping = axis_groupings(fmt, len(shape))[axis]
+        block *= grouping if isinstance(grouping, int) else 1
         formats += [fmt.scale] if isinstance(fmt.scale, ScaledFormat) else []
-    if shape[axis] % unit:
-        whole = shape[axis] * count
-        fits = [n for n in range(1, math.isqrt(whole) * 8 + 2) if whole % (n * unit) == 0]
-        counts = ", ".join(map(str, fits[:12])) or "none"
+    if shape[axis] % block:
+        total = shape[axis] * count
+        part_counts = [n for n in range(1, math.isqrt(total) * 8 + 2) if total % (n * block) == 0]
+        counts_text = ", ".join(map(str, part_counts[:12])) or "none"
         raise ValueError(
-            f"{name}: {count} parts of length {shape[axis]} cut groups of {unit} of spec={str(spec)!r}; numbers of "
-            f"parts that fit a length of {whole}: {counts}"
+            f"{name}: {count} parts of length {shape[axis]} cut groups of {block} of spec={str(spec)!r}; numbers of "
+            f"parts that fit a length of {total}: {counts_text}"
         )

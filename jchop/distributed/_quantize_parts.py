@@ -75,14 +75,14 @@ def quantize_parts(
     def prepare(v: Array, k: Array | None) -> Array:
         if not v.ndim:
             raise ValueError("x has an array without axes, of which no axis can be cut")
-        at = check_int("axis", axis, -v.ndim, v.ndim - 1) % v.ndim
-        parts.append(_array_part(vary_over(v, axes), k, spec, axes, at))
+        cut_axis = check_int("axis", axis, -v.ndim, v.ndim - 1) % v.ndim
+        parts.append(_array_part(vary_over(v, axes), k, spec, axes, cut_axis))
         return v
 
     with jax_default_settings():
         map_leaves(x, key, prepare)
-        ends = _max_over_ranks([part.ends() for part in parts if part.shares], axes)
-        qarrays = [part.to_qarray(axes, ends.pop(0) if part.shares else None) for part in parts]
+        ends = _max_over_ranks([part.ends() for part in parts if part.shares_scales], axes)
+        qarrays = [part.to_qarray(axes, ends.pop(0) if part.shares_scales else None) for part in parts]
     return jax.tree.structure(x).unflatten(qarrays)
 
 
@@ -95,18 +95,18 @@ class _ArrayPart:
         key: for its codes.
         spec: of the codes, with axes counted from the end.
         axis: of the cut.
-        whole: the axes along which scales are shared, also between ranks; none if ranks share no scale.
+        shared_axes: the axes along which scales are shared, also between ranks; none if ranks share no scale.
     """
 
     x: Array
     key: Array | None
     spec: Spec
     axis: int
-    whole: tuple[int, ...]
+    shared_axes: tuple[int, ...]
 
     @property
-    def shares(self) -> bool:
-        return bool(self.whole) and self.x.size > 0
+    def shares_scales(self) -> bool:
+        return bool(self.shared_axes) and self.x.size > 0
 
     @property
     def carrier(self) -> Carrier:
@@ -119,13 +119,13 @@ class _ArrayPart:
         """
         sign, magnitude = bit_ops.split_sign(self.x, self.carrier)
         fmt = self.spec.scaled
-        least = jnp.iinfo(self.carrier.work).min + 1
-        counts = magnitude < self.carrier.inf
+        none = jnp.iinfo(self.carrier.work).min + 1
+        is_counted = magnitude < self.carrier.inf
         if fmt is not None and fmt.nan_block:
-            magnitude, counts = jnp.minimum(magnitude, self.carrier.inf), jnp.ones_like(counts)
-        high = bit_ops.ordered_integers(sign, magnitude)
-        ends = (jnp.where(counts, end, least) for end in (high, -high))
-        return jnp.stack([jnp.max(end, axis=self.whole, keepdims=True) for end in ends])
+            magnitude, is_counted = jnp.minimum(magnitude, self.carrier.inf), jnp.ones_like(is_counted)
+        ordered = bit_ops.ordered_integers(sign, magnitude)
+        ends = (jnp.where(is_counted, end, none) for end in (ordered, -ordered))
+        return jnp.stack([jnp.max(end, axis=self.shared_axes, keepdims=True) for end in ends])
 
     def to_qarray(self, axes: RankAxes, ends: Array | None) -> Any:
         """The codes of the part; `ends` of the whole array if ranks share scales."""
@@ -145,22 +145,22 @@ class _ArrayPart:
         """
         fmt = self.spec.scaled
         assert fmt is not None
-        least = jnp.iinfo(ends.dtype).min + 1
-        ends = jnp.where(ends == least, 0, ends)  # no finite number
+        none = jnp.iinfo(ends.dtype).min + 1
+        ends = jnp.where(ends == none, 0, ends)  # no finite number
         signed = jnp.stack([ends[0], -ends[1]])
         sign = jnp.where(signed < 0, self.carrier.sign_bit, 0).astype(signed.dtype)
-        two = bit_ops.join_sign(sign, jnp.abs(signed), self.carrier)
+        end_values = bit_ops.join_sign(sign, jnp.abs(signed), self.carrier)
         if not fmt.scale_rule.tensor_scale:
-            samples = jnp.concatenate([two[0], two[1]], axis=self.axis)
+            samples = jnp.concatenate([end_values[0], end_values[1]], axis=self.axis)
             scale, zero_point = fit_scale(samples, self.spec)
             return {"scale": scale, "zero_point": zero_point}
-        kind = axis_groupings(fmt, self.x.ndim)[self.axis]
-        unit = kind if isinstance(kind, int) else 1
-        shape = (*self.x.shape[: self.axis], unit, *self.x.shape[self.axis + 1 :])
-        front = [jnp.broadcast_to(end, shape) for end in two]
-        (scale, tensor), zero_point = fit_scale(jnp.concatenate([*front, self.x], axis=self.axis), self.spec)
-        own = lax.slice_in_dim(scale, 2, None, axis=self.axis)
-        return {"scale": (own, tensor), "zero_point": zero_point}
+        grouping = axis_groupings(fmt, self.x.ndim)[self.axis]
+        length = grouping if isinstance(grouping, int) else 1
+        shape = (*self.x.shape[: self.axis], length, *self.x.shape[self.axis + 1 :])
+        end_blocks = [jnp.broadcast_to(end, shape) for end in end_values]
+        (scale, tensor), zero_point = fit_scale(jnp.concatenate([*end_blocks, self.x], axis=self.axis), self.spec)
+        block_scales = lax.slice_in_dim(scale, 2, None, axis=self.axis)
+        return {"scale": (block_scales, tensor), "zero_point": zero_point}
 
 
 def _array_part(x: Array, key: Array | None, spec: Spec, axes: RankAxes, axis: int) -> _ArrayPart:
@@ -171,17 +171,17 @@ def _array_part(x: Array, key: Array | None, spec: Spec, axes: RankAxes, axis: i
         return _ArrayPart(x, key, spec, axis, ())
     fmt = axes_from_end(spec.scaled, x.ndim)
     spec = replace(spec, format=fmt)
-    kinds = axis_groupings(fmt, x.ndim)
-    if isinstance(fmt.scale, ScaledFormat) and WHOLE_AXIS in (kinds[axis], axis_groupings(fmt.scale, x.ndim)[axis]):
+    groupings = axis_groupings(fmt, x.ndim)
+    if isinstance(fmt.scale, ScaledFormat) and WHOLE_AXIS in (groupings[axis], axis_groupings(fmt.scale, x.ndim)[axis]):
         raise ValueError(f"axis={axis}: scales of {str(spec)!r} share a scale along it; cut another axis")
     if fmt.scale_rule.tensor_scale:
         return _ArrayPart(x, key, spec, axis, tuple(range(x.ndim)))
-    if kinds[axis] != WHOLE_AXIS:
+    if groupings[axis] != WHOLE_AXIS:
         return _ArrayPart(x, key, spec, axis, ())
     if not fmt.scale_rule.by_extremes:
         raise ValueError(f"axis={axis} cuts groups of {str(spec)!r}, whose rule reads all numbers of a group; cut "
                          "another axis, or use a rule of the largest magnitude")  # fmt: skip
-    return _ArrayPart(x, key, spec, axis, tuple(i for i, kind in enumerate(kinds) if kind == WHOLE_AXIS))
+    return _ArrayPart(x, key, spec, axis, tuple(i for i, grouping in enumerate(groupings) if grouping == WHOLE_AXIS))
 
 
 def _max_over_ranks(ends: list[Array], axes: RankAxes) -> list[Array]:
@@ -190,6 +190,6 @@ def _max_over_ranks(ends: list[Array], axes: RankAxes) -> list[Array]:
     for dtype in dict.fromkeys(end.dtype for end in ends):
         members = [at for at, end in enumerate(ends) if end.dtype == dtype]
         vector = lax.pmax(jnp.concatenate([ends[at].reshape(-1) for at in members]), axes.name)
-        for at in members:
-            maxima[at], vector = vector[: ends[at].size].reshape(ends[at].shape), vector[ends[at].size :]
+        for index in members:
+            maxima[index], vector = vector[: ends[index].size].reshape(ends[index].shape), vector[ends[index].size :]
     return maxima

@@ -16,7 +16,7 @@ from jchop.distributed._algorithms import Algorithm, stages_of
 from jchop.distributed._axes import RankAxes, all_gather_over, ppermute_over, types_track_axes
 from jchop.distributed._messages import (
     Phase,
-    check_places,
+    check_draw_count,
     decode_messages,
     encode_messages,
     fold_in_numbers,
@@ -53,7 +53,7 @@ def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
         pieces: (ranks, ...): piece p is for rank p.
         key: the key, if something draws.
     """
-    check_places(wire.spec, pieces.shape[0], pieces[0].size)
+    check_draw_count(wire.spec, pieces.shape[0], pieces[0].size)
     stages = stages_of(wire.algorithm, wire.axes)
     return _ring_sum(wire, pieces, key) if stages is None else _exchange_and_sum(wire, stages, pieces, key)
 
@@ -61,53 +61,53 @@ def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
 def _exchange_and_sum(wire: Wire, stages: tuple[RankAxes, ...], pieces: Array, key: Array | None) -> Array:
     """Exchanges of codes along one stage after the other, each followed by a sum of what arrived."""
     axes, shape = wire.axes, pieces.shape[1:]
-    wide = operation_carrier(pieces.dtype).name
+    sum_dtype = operation_carrier(pieces.dtype).name
     # One axis of pieces for each stage that is left, in the order of the mesh axes.
     remaining_axes = (
         [axes] if len(stages) == 1 else [RankAxes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
     )
-    places = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in remaining_axes])
-    values = pieces.reshape(*places.shape, *shape)
-    for number, stage in enumerate(stages):
-        at = remaining_axes.index(stage)
-        remaining_axes.pop(at)
-        values, places = jnp.moveaxis(values, at, 0), jnp.moveaxis(places, at, 0)
-        rest = places.shape[1:]
+    indexes = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in remaining_axes])
+    values = pieces.reshape(*indexes.shape, *shape)
+    for stage_index, stage in enumerate(stages):
+        stage_axis = remaining_axes.index(stage)
+        remaining_axes.pop(stage_axis)
+        values, indexes = jnp.moveaxis(values, stage_axis, 0), jnp.moveaxis(indexes, stage_axis, 0)
+        shape_left = indexes.shape[1:]
         q = encode_messages(
             values.reshape(-1, *shape),
             wire.spec,
-            fold_in_numbers(key, Phase.SEND, number, axes.rank),
-            places.reshape(-1),
+            fold_in_numbers(key, Phase.SEND, stage_index, axes.rank),
+            indexes.reshape(-1),
         )
         q = move_leaves(q, lambda leaf, name=stage.name: lax.all_to_all(leaf, name, 0, 0, tiled=True))
-        messages = decode_messages(q, wide).reshape(stage.size, -1, *shape)
-        places = lax.dynamic_index_in_dim(places, stage.rank, 0, keepdims=False)
-        sum_key = fold_in_numbers(key, Phase.SUM, number, axes.rank)
-        values = sum_in_rank_order(messages, wire.accumulate, sum_key, places.reshape(-1)).reshape(*rest, *shape)
+        messages = decode_messages(q, sum_dtype).reshape(stage.size, -1, *shape)
+        indexes = lax.dynamic_index_in_dim(indexes, stage.rank, 0, keepdims=False)
+        sum_key = fold_in_numbers(key, Phase.SUM, stage_index, axes.rank)
+        values = sum_in_rank_order(messages, wire.accumulate, sum_key, indexes.reshape(-1)).reshape(*shape_left, *shape)
     return values
 
 
 def _ring_sum(wire: Wire, pieces: Array, key: Array | None) -> Array:
     """The partial sum of piece p starts at rank p + 1, and each rank adds its numbers; rank p adds last."""
     axes, count = wire.axes, wire.axes.size
-    wide = operation_carrier(pieces.dtype).name
-    following = tuple((rank, (rank + 1) % count) for rank in range(count))
+    sum_dtype = operation_carrier(pieces.dtype).name
+    ring = tuple((rank, (rank + 1) % count) for rank in range(count))
 
-    def own(place: Array) -> Array:
-        return lax.dynamic_index_in_dim(pieces, place, 0, keepdims=False).astype(wide)
+    def piece_of(index: Array) -> Array:
+        return lax.dynamic_index_in_dim(pieces, index, 0, keepdims=False).astype(sum_dtype)
 
     def hop(partial_sum: Array, step: Array) -> tuple[Array, None]:
-        send_place = (axes.rank + 2 * count - step - 1) % count
+        send_index = (axes.rank + 2 * count - step - 1) % count
         q = encode_messages(
-            partial_sum[None], wire.spec, fold_in_numbers(key, Phase.SEND, step, axes.rank), send_place[None]
+            partial_sum[None], wire.spec, fold_in_numbers(key, Phase.SEND, step, axes.rank), send_index[None]
         )
-        q = move_leaves(q, lambda leaf: ppermute_over(leaf, axes, following))
-        place = (axes.rank + 2 * count - step - 2) % count
-        messages = jnp.stack([decode_messages(q, wide)[0], own(place)])[:, None]
+        q = move_leaves(q, lambda leaf: ppermute_over(leaf, axes, ring))
+        sum_index = (axes.rank + 2 * count - step - 2) % count
+        messages = jnp.stack([decode_messages(q, sum_dtype)[0], piece_of(sum_index)])[:, None]
         sum_key = fold_in_numbers(key, Phase.SUM, step, axes.rank)
-        return sum_in_rank_order(messages, wire.accumulate, sum_key, place[None])[0], None
+        return sum_in_rank_order(messages, wire.accumulate, sum_key, sum_index[None])[0], None
 
-    first = own((axes.rank + count - 1) % count)
+    first = piece_of((axes.rank + count - 1) % count)
     return lax.scan(hop, first, jnp.arange(count - 1, dtype=jnp.int32))[0]
 
 
@@ -126,7 +126,7 @@ def gather_numbers(wire: Wire, piece: Array, key: Array | None, dtype: Any, *, t
 
 def encode_piece(wire: Wire, piece: Array, key: Array | None) -> QArray:
     """The codes of this rank's piece, before they are gathered."""
-    check_places(wire.spec, wire.axes.size, piece.size)
+    check_draw_count(wire.spec, wire.axes.size, piece.size)
     return move_leaves(
         encode_messages(piece[None], wire.spec, fold_in_numbers(key, Phase.GATHER), wire.axes.rank[None]),
         lambda leaf: leaf[0],
@@ -154,7 +154,7 @@ def _join_stage_axes(leaf: Array, order: list[int]) -> Array:
 
 def exchange_numbers(wire: Wire, pieces: Array, key: Array | None) -> Array:
     """(ranks, ...): the pieces that every rank sent to this one; piece p of `pieces` is sent to rank p."""
-    check_places(wire.spec, pieces.shape[0], pieces[0].size)
+    check_draw_count(wire.spec, pieces.shape[0], pieces[0].size)
     q = encode_messages(
         pieces, wire.spec, fold_in_numbers(key, Phase.SEND, 0, wire.axes.rank), jnp.arange(wire.axes.size)
     )
@@ -164,7 +164,7 @@ def exchange_numbers(wire: Wire, pieces: Array, key: Array | None) -> Array:
 
 def permute_numbers(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int], ...]) -> Array:
     """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
-    check_places(wire.spec, wire.axes.size, x.size)
+    check_draw_count(wire.spec, wire.axes.size, x.size)
     q = encode_messages(x[None], wire.spec, fold_in_numbers(key, Phase.SEND, 0), wire.axes.rank[None])
     message = decode_messages(move_leaves(q, lambda leaf: ppermute_over(leaf, wire.axes, perm)), x.dtype)[0]
     targets = {target for _, target in perm}

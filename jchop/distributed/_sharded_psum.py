@@ -61,8 +61,8 @@ def sharded_psum(
     leaves, structure = carrier_leaves(x)
     mesh = _mesh_of_call(mesh, leaves)
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    if lacking := [name for name in names if name not in mesh.axis_names]:
-        raise ValueError(f"axis_name={axis_name!r}: the mesh has no axis {lacking[0]!r}; its axes: {mesh.axis_names}")
+    if missing := [name for name in names if name not in mesh.axis_names]:
+        raise ValueError(f"axis_name={axis_name!r}: the mesh has no axis {missing[0]!r}; its axes: {mesh.axis_names}")
     count = 1
     for name in names:
         count *= mesh.shape[name]
@@ -71,13 +71,13 @@ def sharded_psum(
             raise ValueError(f"x{jax.tree_util.keystr(path)} has shape {tuple(leaf.shape)}; its first axis must have "
                              f"an entry for each of the {count} ranks along {axis_name!r}")  # fmt: skip
 
-    def local(x: Any, key: Array | None) -> Any:
-        own = jax.tree.map(lambda leaf: leaf[0], x)
-        return psum(own, axis_name, spec, key, algorithm=algorithm, accumulate=accumulate, bucket=bucket)
+    def sum_on_rank(x: Any, key: Array | None) -> Any:
+        rank_x = jax.tree.map(lambda leaf: leaf[0], x)
+        return psum(rank_x, axis_name, spec, key, algorithm=algorithm, accumulate=accumulate, bucket=bucket)
 
-    whole = structure.unflatten(leaves)
-    shards = jax.tree.map(lambda leaf: _put_on_ranks(leaf, NamedSharding(mesh, P(names))), whole)
-    run = jax.shard_map(local, mesh=mesh, in_specs=(P(names), P()), out_specs=P())
+    arrays = structure.unflatten(leaves)
+    shards = jax.tree.map(lambda leaf: _put_on_ranks(leaf, NamedSharding(mesh, P(names))), arrays)
+    run = jax.shard_map(sum_on_rank, mesh=mesh, in_specs=(P(names), P()), out_specs=P())
     return run(shards, key)
 
 

@@ -83,18 +83,18 @@ def unshard(
         raise ValueError(f"axis_name=None inside jax.shard_map; pass one of {mesh.axis_names}")
     explicit = AxisType.Explicit in mesh.axis_types
 
-    def whole(leaf: Array) -> Array:
+    def replicate(leaf: Array) -> Array:
         leaf = lax.optimization_barrier(leaf)  # short floats are integers here, and have to be when they move
         return jax.reshard(leaf, P()) if explicit else lax.with_sharding_constraint(leaf, NamedSharding(mesh, P()))
 
-    return jax.tree.map(lambda leaf: move_leaves(leaf, whole), tree, is_leaf=_is_unshard_leaf)
+    return jax.tree.map(lambda leaf: move_leaves(leaf, replicate), tree, is_leaf=_is_unshard_leaf)
 
 
 def _take_layer(tree: Any, entry: Any) -> Any:
     leaves = jax.tree.leaves_with_path(tree)
     shapes = {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
-    length, *others = {shape[:1] for shape in shapes.values()} or {(1,)}
-    if others or not length:
+    length, *other_lengths = {shape[:1] for shape in shapes.values()} or {(1,)}
+    if other_lengths or not length:
         raise ValueError(f"entry={entry!r}: every leaf must have a first axis of one length, of layers; they have the "
                          f"shapes {shapes}")  # fmt: skip
     if isinstance(entry, Array):
@@ -111,35 +111,35 @@ def _is_unshard_leaf(leaf: Any) -> bool:
 
 
 def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
-    at = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
+    dim = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
     if not isinstance(leaf, QArray):
-        return all_gather_over(leaf, axes, at, tiled=True)
-    size, length, unit, fmt = leaf.length, leaf.shape[at], group_length(leaf, at), leaf.spec.scaled
-    if at == leaf.ndim - 1:
+        return all_gather_over(leaf, axes, dim, tiled=True)
+    size, length, group_size, fmt = leaf.length, leaf.shape[dim], group_length(leaf, dim), leaf.spec.scaled
+    if dim == leaf.ndim - 1:
         element, ranks = leaf.spec.element, axes.size
-        rows, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)
+        stored, bits = (leaf.qvalue, element.bits) if leaf.places is None else (leaf.places, 1)
         whole_width = packed_size(length, bits) if packs_codes(element) or leaf.places is not None else length
         if (
-            rows.shape[-1] != whole_width
+            stored.shape[-1] != whole_width
         ):  # jax.shard_map cuts leaves, and a QArray keeps the length of its whole last axis
             length //= ranks
         element_count = length if fmt is None else fmt.kept_shape((*leaf.shape[:-1], length))[-1]
         if element_count * element.bits % 8 or (length * bits) % 8:
             raise ValueError(f"axis={axis}: parts of length {length} do not fill bytes of packed codes")
         size = length * ranks
-    if length % unit:
-        raise ValueError(f"axis={axis}: parts of length {length} cut groups of {unit} of {str(leaf.spec)!r}")
+    if length % group_size:
+        raise ValueError(f"axis={axis}: parts of length {length} cut groups of {group_size} of {str(leaf.spec)!r}")
 
-    def of(part: Array) -> Array:
-        return all_gather_over(part, axes, at, tiled=True)
+    def gather(part: Array) -> Array:
+        return all_gather_over(part, axes, dim, tiled=True)
 
     scale, zero_point = leaf.scale, leaf.zero_point
     formats = [] if fmt is None else [fmt, fmt.scale]
-    kinds = [axis_groupings(each, leaf.ndim)[at] for each in formats if isinstance(each, ScaledFormat)]
-    if WHOLE_AXIS in kinds[1:]:
+    groupings = [axis_groupings(part, leaf.ndim)[dim] for part in formats if isinstance(part, ScaledFormat)]
+    if WHOLE_AXIS in groupings[1:]:
         raise ValueError(f"axis={axis}: scales of {str(leaf.spec)!r} share a scale along it; gather another axis")
-    if fmt is not None and kinds[0] != WHOLE_AXIS:  # a scale of the tensor is on every device
-        scale = (move_leaves(scale[0], of), scale[1]) if fmt.scale_rule.tensor_scale else move_leaves(scale, of)
-        zero_point = move_leaves(zero_point, of)
-    places = None if leaf.places is None else of(leaf.places)
-    return QArray(move_leaves(leaf.qvalue, of), scale, zero_point, leaf.spec, size, leaf.dtype, places)
+    if fmt is not None and groupings[0] != WHOLE_AXIS:  # a scale of the tensor is on every device
+        scale = (move_leaves(scale[0], gather), scale[1]) if fmt.scale_rule.tensor_scale else move_leaves(scale, gather)
+        zero_point = move_leaves(zero_point, gather)
+    places = None if leaf.places is None else gather(leaf.places)
+    return QArray(move_leaves(leaf.qvalue, gather), scale, zero_point, leaf.spec, size, leaf.dtype, places)

@@ -45,9 +45,9 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
     rows = [_positive_values(fmt) for fmt in elements]
     figure = new_figure(10, 1.5 + 0.55 * len(rows), title, size=13)
     axes = figure.subplots()
-    for place, values in enumerate(rows):
+    for row, values in enumerate(rows):
         width = float(np.clip(200 / len(values), 0.2, 1.6))
-        axes.vlines(values, place - 0.38, place + 0.38, color=BAR_COLOURS[place % len(BAR_COLOURS)], linewidth=width)
+        axes.vlines(values, row - 0.38, row + 0.38, color=BAR_COLOURS[row % len(BAR_COLOURS)], linewidth=width)
     axes.set_xscale("log", base=2)
     axes.set_yticks(range(len(rows)), [f"{format_label(fmt)}\n{fmt.bits} bits" for fmt in elements], fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)

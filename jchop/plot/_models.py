@@ -51,10 +51,10 @@ def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") 
     lengths = {name: [value if math.isfinite(value) else 0.0 for value in values] for name, values in bars.items()}
     draw_bars(axes, lengths, 0.0, lambda value: f" {value:.1f}")
     for shift, values in zip((-0.19, 0.19), bars.values(), strict=True):
-        for place, value in enumerate(values):
+        for row_index, value in enumerate(values):
             if not value > 0 or math.isinf(value):
                 text = "exact" if value > 0 else f"{value:.1f}"
-                axes.text(0, place + shift, f" {text}", va="center", fontsize=8, color=INK)
+                axes.text(0, row_index + shift, f" {text}", va="center", fontsize=8, color=INK)
     axes.set_xlim(low, 1.15 * high)
     axes.set_xlabel("signal-to-noise ratio on the data (dB)", fontsize=10)
     axes.set_yticks(range(len(rows)), [f"{row.path}\n{row.spec}" for row in rows], fontsize=8)

@@ -53,11 +53,11 @@ def pareto(
         raise ValueError(f"names, bits and values have lengths {len(names)}, {len(bits)}, {len(values)}; they must be "
                          "equal, and at least 1")  # fmt: skip
     x, y = np.asarray(bits, np.float64), np.asarray(values, np.float64)
-    inside = np.isfinite(y) & ((y > 0) | (not log))
-    exact = ~inside & (y == (math.inf if higher_is_better else 0.0))
-    bottom, top = _axis_ends(y[inside], log)
+    on_axis = np.isfinite(y) & ((y > 0) | (not log))
+    exact = ~on_axis & (y == (math.inf if higher_is_better else 0.0))
+    bottom, top = _axis_ends(y[on_axis], log)
     good, bad = (top, bottom) if higher_is_better else (bottom, top)
-    y = np.where(inside, y, np.where(exact, good, bad))
+    y = np.where(on_axis, y, np.where(exact, good, bad))
     figure = new_figure(10, max(4.2, 1.6 + 0.24 * len(names)), title, size=14)
     axes = figure.subplots()
     axes.set_yscale("log" if log else "linear")
@@ -65,15 +65,15 @@ def pareto(
     left, right = float(x.min()), float(x.max())
     span = (right - left) or 1.0
     axes.set_xlim(left - 0.06 * span, right + 0.1 * span)
-    front = _pareto_front(x, y if not higher_is_better else -y, inside | exact)
-    line = front[inside[front]]
+    front = _pareto_front(x, y if not higher_is_better else -y, on_axis | exact)
+    line = front[on_axis[front]]
     axes.plot(x[line], y[line], color=BLUE, linewidth=1.2, alpha=0.6, zorder=1, label="Pareto front")
     best = np.isin(np.arange(len(x)), front)
-    for group, colour in ((best & inside, BLUE), (~best & inside, "#888888")):
+    for group, colour in ((best & on_axis, BLUE), (~best & on_axis, "#888888")):
         axes.scatter(x[group], y[group], color=colour, s=36, zorder=2, clip_on=False)
     draw_at_edge(axes, x[exact], good, "exact", BLUE)
-    draw_at_edge(axes, x[~inside & ~exact], bad, "infinite or NaN", RED)
-    if not inside.any():  # nothing on the axis has a value
+    draw_at_edge(axes, x[~on_axis & ~exact], bad, "infinite or NaN", RED)
+    if not on_axis.any():  # nothing on the axis has a value
         axes.set_yticks([])
         axes.set_yticks([], minor=True)
     _draw_names(axes, names, x, y, best)
@@ -114,17 +114,17 @@ def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
     height = np.log(y / low) / np.log(high / low) if axes.get_yscale() == "log" else (y - low) / (high - low)
     order = np.lexsort((-x, height))
     step = 1.0 / len(names)
-    places = np.empty(len(names))
-    next_place = 0.0
+    label_heights = np.empty(len(names))
+    next_height = 0.0
     arrow = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0.0, 0.5)}
     for rank, i in enumerate(order):  # as near the point as the names below and above leave room for
-        places[i] = min(max(height[i], next_place), 1.0 - (len(names) - 1 - rank) * step)
-        next_place = places[i] + step
+        label_heights[i] = min(max(height[i], next_height), 1.0 - (len(names) - 1 - rank) * step)
+        next_height = label_heights[i] + step
     for i, name in enumerate(names):
         axes.annotate(
             name,
             xy=(x[i], y[i]),
-            xytext=(1.02, places[i]),
+            xytext=(1.02, label_heights[i]),
             textcoords="axes fraction",
             va="center",
             fontsize=8.5,

@@ -73,7 +73,7 @@ def _draw_errors(axes: Axes, rows: Sequence[ReportRow]) -> None:
     positive = [value for values in bars.values() for value in values if value > 0]
     low, high = min(positive, default=1e-3) / 4, 8 * max(positive, default=1.0)  # room for the numbers
     draw_bars(axes, bars, low, lambda value: f" {value:.1e}")
-    empty_rows = [place for place, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
+    empty_rows = [index for index, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
     if empty_rows:
         name = "no finite result to compare"
         axes.barh(empty_rows, high - low, 0.76, low, color="white", edgecolor=RED, hatch="///", label=name)
@@ -122,19 +122,17 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
         raise TypeError(f"seen={seen!r} must be a result of jchop.blame")
     if not rows:
         raise ValueError("seen must have rows: a program without roundings has none")
-    top_rows, others = rows[:most], rows[most:]
-    names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(others)} more rows"] if others else [])
-    values = [row.contribution for row in top_rows] + (
-        [math.fsum(row.contribution for row in others)] if others else []
-    )
+    top_rows, tail = rows[:most], rows[most:]
+    names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(tail)} more rows"] if tail else [])
+    values = [row.contribution for row in top_rows] + ([math.fsum(row.contribution for row in tail)] if tail else [])
     turns = [row for row in top_rows if len(row.turns) > 1]
     figure = new_figure(14 if turns else 9, 1.9 + 0.62 * len(names), title)
     panels = np.ravel(figure.subplots(1, 2 if turns else 1))
     axes = panels[0]
     axes.barh(range(len(names)), values, 0.7, color=[RED if value < 0 else BLUE for value in values])
-    for place, value in enumerate(values):
+    for row_index, value in enumerate(values):
         axes.annotate(
-            f"{value:.2g}", (value, place), (-4 if value < 0 else 4, 0), textcoords="offset points", fontsize=8,
+            f"{value:.2g}", (value, row_index), (-4 if value < 0 else 4, 0), textcoords="offset points", fontsize=8,
             va="center", ha="right" if value < 0 else "left", color=INK,
         )  # fmt: skip
     axes.axvline(0, color=INK, linewidth=0.8)

@@ -76,7 +76,7 @@ def draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> 
     height = 0.76 / len(bars)
     for index, (name, values) in enumerate(bars.items()):
         shift = (index + 0.5) * height - 0.38
-        labels = [(place + shift, value) for place, value in enumerate(values) if value > 0]
+        labels = [(row_index + shift, value) for row_index, value in enumerate(values) if value > 0]
         # Bars of length zero for the others: without any bar, the legend's colour would be Matplotlib's own.
         lengths = [max(value - low, 0.0) if value > 0 else 0.0 for value in values]
         axes.barh(np.arange(len(values)) + shift, lengths, 0.95 * height, low, color=BAR_COLOURS[index], label=name)

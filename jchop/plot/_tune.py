@@ -39,9 +39,9 @@ def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
     figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
     left, right = figure.subplots(1, 2)
     left.barh(range(len(rows)), [row.bits for row in rows], 0.7, color=BLUE)
-    for place, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         left.annotate(
-            row.spec, (row.bits, place), (4, 0), textcoords="offset points", fontsize=8, va="center", color=INK
+            row.spec, (row.bits, row_index), (4, 0), textcoords="offset points", fontsize=8, va="center", color=INK
         )
     left.margins(x=0.25)
     left.set_yticks(range(len(rows)), [row.path for row in rows], fontsize=9)
@@ -57,15 +57,15 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
     """The front, the tolerance and the chosen assignment; errors of zero are crosses at the lower edge."""
     cost, error = (np.array([getattr(point, name) for point in tuning.front]) for name in ("cost", "error"))
     errors = [*error, tuning.error, tuning.tolerance]
-    least = min((value for value in errors if value > 0), default=1.0) / 3
+    lowest = min((value for value in errors if value > 0), default=1.0) / 3
     axes.set_yscale("log")
     positive = error > 0
     axes.step(cost[positive], error[positive], where="post", color=BLUE, linewidth=1.2, label="best measured")
     axes.scatter(cost[positive], error[positive], color=BLUE, s=18)
-    axes.axhline(max(tuning.tolerance, least), color=RED, linewidth=1.0, linestyle="--", label="tolerance")
+    axes.axhline(max(tuning.tolerance, lowest), color=RED, linewidth=1.0, linestyle="--", label="tolerance")
     axes.scatter(
         [tuning.cost],
-        [max(tuning.error, least)],
+        [max(tuning.error, lowest)],
         color=RED,
         marker="*",
         s=140,
@@ -73,8 +73,8 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
         clip_on=False,
         label="chosen",
     )
-    axes.set_ylim(bottom=least)
-    draw_at_edge(axes, cost[~positive], least, "exact", BLUE)
+    axes.set_ylim(bottom=lowest)
+    draw_at_edge(axes, cost[~positive], lowest, "exact", BLUE)
     axes.set_xlabel(f"cost ({tuning.cost_name})")
     axes.set_ylabel("largest error of the inputs")
     axes.grid(color="#e5e5e5", linewidth=0.7)

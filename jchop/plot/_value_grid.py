@@ -67,8 +67,8 @@ def _draw_rug(axes: Axes, fmt: ElementFormat, rows: dict[str, np.ndarray]) -> No
     normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
     for height, row in enumerate(reversed(rows.values())):
         width = float(np.clip(300 / len(row), 0.2, 1.4))
-        for part, colour in ((row[row < normal], ORANGE), (row[row >= normal], BLUE)):
-            axes.vlines(part, height + 0.1, height + 0.9, color=colour, linewidth=width)
+        for magnitudes, colour in ((row[row < normal], ORANGE), (row[row >= normal], BLUE)):
+            axes.vlines(magnitudes, height + 0.1, height + 0.9, color=colour, linewidth=width)
     axes.set_xscale("log", base=2)
     axes.set_yticks([height + 0.5 for height in range(len(rows))], list(reversed(rows)), fontsize=9)
     axes.set_ylim(0, len(rows) * 2.0)
@@ -93,17 +93,17 @@ def _landmarks(fmt: ElementFormat, row: np.ndarray) -> dict[float, str]:
 
 
 def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
-    places = sorted(marks)
-    steps = np.diff(np.log2(places))
-    close = [*(steps < 0.2 * steps.sum()), False]
+    positions = sorted(marks)
+    steps = np.diff(np.log2(positions))
+    is_close = [*(steps < 0.2 * steps.sum()), False]
     level = 0
-    for index in reversed(range(len(places))):
+    for index in reversed(range(len(positions))):
         # A label too close to the next one on its right is placed above it.
-        level = level + 1 if close[index] else 0
-        has_neighbour = close[index] or close[index - 1]
+        level = level + 1 if is_close[index] else 0
+        has_neighbour = is_close[index] or is_close[index - 1]
         axes.annotate(
-            f"{marks[places[index]]}\n{_value_label(places[index])}",
-            xy=(places[index], top * 0.92),
+            f"{marks[positions[index]]}\n{_value_label(positions[index])}",
+            xy=(positions[index], top * 0.92),
             xytext=(0, 12 + 36 * level),
             textcoords="offset points",
             ha="left" if has_neighbour else "center",
@@ -143,9 +143,9 @@ def _draw_relative_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> Non
     thresholds = _rounding_thresholds(fmt, row)
     error = np.maximum(thresholds - below, above - thresholds) / thresholds
     normal = float(fmt.smallest_normal) if isinstance(fmt, FloatFormat) else 0.0
-    for part, colour, name in ((below < normal, ORANGE, "subnormal"), (below >= normal, BLUE, "normal")):
-        if part.any():
-            axes.hlines(error[part], below[part], above[part], color=colour, linewidth=1.6, label=name)
+    for mask, colour, name in ((below < normal, ORANGE, "subnormal"), (below >= normal, BLUE, "normal")):
+        if mask.any():
+            axes.hlines(error[mask], below[mask], above[mask], color=colour, linewidth=1.6, label=name)
     if isinstance(fmt, FloatFormat):
         roundoff = float(fmt.eps) / 2
         name = f"unit roundoff, {_value_label(roundoff)}"

@@ -35,10 +35,10 @@ class BiasSite:
     """A parameter that is added to the product of a weight.
 
     Args:
-        leaf: its index.
-        sign: 1, or -1 if it is subtracted.
-        shape: its shape, without axes of a stack.
-        axes: of each axis of the product that it has, the parts of the weight's and of its own axes.
+        leaf: the index of the parameter.
+        sign: 1, or -1 if the parameter is subtracted.
+        shape: the shape of the parameter, without axes of a stack.
+        axes: for each axis of the product that the parameter has, the factors of the weight's axes and of its axes.
     """
 
     leaf: int
@@ -46,33 +46,33 @@ class BiasSite:
     shape: tuple[int, ...]
     axes: tuple[tuple[AxisFactors, AxisFactors], ...]
 
-    def places(self, layout: MatrixLayout) -> np.ndarray:
-        """Which of its numbers, counted as they lie, is added to each result of the matrices: (batch, kept)."""
+    def result_entries(self, layout: MatrixLayout) -> np.ndarray:
+        """The flat index of the bias entry that is added to each result of the matrices: (batch, kept)."""
         ndim = len(layout.shape)
-        index = [layout.results(_axis_indexes(layout.shape, axis)) for axis in range(ndim)]
+        result_indexes = [layout.results(_axis_indexes(layout.shape, axis)) for axis in range(ndim)]
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        flat = np.zeros((layout.matrices[0], layout.matrices[2]), np.int64)
-        for of_weight, own in self.axes:
-            at = np.zeros_like(flat)
-            for part in of_weight:
-                at = at * part.size + index[part.axis] // part.inner % part.size
-            for part in reversed(own):
-                flat += at % part.size * part.inner * strides[part.axis]
-                at //= part.size
-        return flat
+        bias_indexes = np.zeros((layout.matrices[0], layout.matrices[2]), np.int64)
+        for weight_factors, bias_factors in self.axes:
+            position = np.zeros_like(bias_indexes)
+            for factor in weight_factors:
+                position = position * factor.size + result_indexes[factor.axis] // factor.inner % factor.size
+            for factor in reversed(bias_factors):
+                bias_indexes += position % factor.size * factor.inner * strides[factor.axis]
+                position //= factor.size
+        return bias_indexes
 
 
 def _axis_indexes(shape: Sequence[int], axis: int) -> np.ndarray:
-    """The index along an axis, in a shape; no memory but that of the axis."""
-    own = [n if i == axis else 1 for i, n in enumerate(shape)]
-    return np.broadcast_to(np.arange(shape[axis]).reshape(own), shape)
+    """The index along one axis, broadcast to a shape without a copy."""
+    index_shape = [n if i == axis else 1 for i, n in enumerate(shape)]
+    return np.broadcast_to(np.arange(shape[axis]).reshape(index_shape), shape)
 
 
 def find_biases(program: Any, sites: WeightSites) -> tuple[dict[int, BiasSite], dict[int, str]]:
     """The bias of each weight whose inputs are looked at, and of the other weights why there is none.
 
-    A product is followed through whatever only moves its numbers, and through sums with data that nothing else takes,
-    to the first sum with a parameter.
+    A product is followed to the first sum with a parameter: through steps that only move its numbers, and through sums
+    with data that have no other use.
     """
     search = _BiasSearch(sites)
     search.walk(program.plan, {}, {})
@@ -135,7 +135,7 @@ class _BiasSearch:
     def walk(
         self, plan: ProgramPlan, env: dict[Any, _ProductTerms], loops_by_leaf: Mapping[int, tuple[int, ...]]
     ) -> list[_ProductTerms]:
-        """What is known of the results of a program."""
+        """Follow products through a program; the product terms in each of its results."""
         reads = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
         uses = Counter(v for v in reads if not hasattr(v, "val"))
 
@@ -192,10 +192,8 @@ class _BiasSearch:
             return self._sum(step, operand_terms, uses, loops_by_leaf)
         if operand_terms and operand_terms[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
-            out = [
-                (term, move_origin(step.name, step.eqn.params, term.weight, before, after)) for term in operand_terms[0]
-            ]
-            return [tuple(replace(term, weight=o) for term, o in out if o is not None and o.is_intact)]
+            origins = [(t, move_origin(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
+            return [tuple(replace(t, weight=o) for t, o in origins if o is not None and o.is_intact)]
         return []
 
     def _sum(
@@ -205,15 +203,15 @@ class _BiasSearch:
         uses: Mapping[Any, int],
         loops_by_leaf: Mapping[int, tuple[int, ...]],
     ) -> Sequence[_ProductTerms]:
-        """The terms of a sum; none of one with a parameter, which is noted."""
+        """The product terms in a sum; a sum with a parameter has none, and is appended to `sums`."""
         shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUM_SIGNS[step.name]
         parameter_origins = [fact.origins for fact in step.known if not fact.data and fact.origins]
         if not parameter_origins:
-            every = zip(signs, step.eqn.invars, operand_terms, strict=True)
+            signed_operands = zip(signs, step.eqn.invars, operand_terms, strict=True)
             return [
                 tuple(
                     replace(term, sign=sign * term.sign, has_other_terms=True)
-                    for sign, v, terms in every
+                    for sign, v, terms in signed_operands
                     for term in terms
                     if uses[v] == 1 and v.aval.shape == shape
                 )
@@ -227,14 +225,14 @@ class _BiasSearch:
 
 
 def _axes_of_result(product: Any, side: int, view: MatrixView, eqn: Any) -> tuple[AxisFactors, ...]:
-    """The parts of a weight's axes that the axes of a product are."""
+    """For each axis of a product, the factors of the weight's axes that it consists of."""
     ndim = len(eqn.outvars[0].aval.shape)
     if isinstance(product, DotProduct):
         batch = len(product.batch[0])
-        own, free = view.free[batch:], ((),) * (ndim - len(view.free))
-        return (*view.free[:batch], *((*own, *free) if side == 0 else (*free, *own)))
-    last = product.numbers.out_spec[1] if isinstance(product, ConvProduct) else ndim - 1
-    return tuple(view.free[-1] if axis == last else () for axis in range(ndim))
+        weight_axes, input_axes = view.free[batch:], ((),) * (ndim - len(view.free))
+        return (*view.free[:batch], *((*weight_axes, *input_axes) if side == 0 else (*input_axes, *weight_axes)))
+    channel_axis = product.numbers.out_spec[1] if isinstance(product, ConvProduct) else ndim - 1
+    return tuple(view.free[-1] if axis == channel_axis else () for axis in range(ndim))
 
 
 def _bias_of_sum(
@@ -247,20 +245,20 @@ def _bias_of_sum(
         return f"its bias {path!r} is computed with before it is added"
     if len(program.uses[leaf]) != 1:
         return f"its bias {path!r} is used elsewhere, too"
-    before = stack_ndim(shape, MatrixView(bias_sum.bias.axes, ()))
-    if stack != turns or before != turns or loops[leaf] != loops[bias_sum.weight.leaf]:
+    bias_stack = stack_ndim(shape, MatrixView(bias_sum.bias.axes, ()))
+    if stack != turns or bias_stack != turns or loops[leaf] != loops[bias_sum.weight.leaf]:
         return f"its bias {path!r} is not that of each layer of the stack alone"
     axes = []
     bias_axes = bias_sum.bias.axes or ((),) * len(bias_sum.shape)  # a number without axes is not broadcast before a sum
-    for size, of_weight, own in zip(bias_sum.shape, bias_sum.weight.axes, bias_axes, strict=True):
-        if own and (_axis_length(of_weight) != size or _axis_length(own) != size or not of_weight):
+    for size, weight_axis, bias_axis in zip(bias_sum.shape, bias_sum.weight.axes, bias_axes, strict=True):
+        if bias_axis and (_axis_length(weight_axis) != size or _axis_length(bias_axis) != size or not weight_axis):
             return f"its bias {path!r} has an axis that the weight has not"
-        if own:
-            axes.append((_without_stack(of_weight, stack), _without_stack(own, before)))
-    core = shape[before:]
-    if math.prod(_axis_length(own) for _, own in axes) != math.prod(core):
+        if bias_axis:
+            axes.append((_without_stack(weight_axis, stack), _without_stack(bias_axis, bias_stack)))
+    layer_shape = shape[bias_stack:]
+    if math.prod(_axis_length(own) for _, own in axes) != math.prod(layer_shape):
         return f"only a part of its bias {path!r} is added"
-    return BiasSite(leaf, bias_sum.sign, tuple(core), tuple(axes))
+    return BiasSite(leaf, bias_sum.sign, tuple(layer_shape), tuple(axes))
 
 
 def _axis_length(parts: AxisFactors) -> int:
@@ -274,36 +272,36 @@ def _without_stack(parts: AxisFactors, stack: int) -> AxisFactors:
 
 @partial(always_jit, static_argnames=("layout",))
 def mean_errors(
-    weight: Array, low: Array, mean: Array, shift: Array | None, *, layout: MatrixLayout
+    weight: Array, rounded_weight: Array, mean: Array, shift: Array | None, *, layout: MatrixLayout
 ) -> tuple[Array, Array]:
     """The means of W x - W' x and of W x - W' y for inputs y of a rounded weight W': two of (batch, kept).
 
     Args:
         weight: the weight W.
-        low: W'.
+        rounded_weight: W'.
         mean: of the inputs y, (batch, summed).
         shift: of x - y; None: they are the same.
         layout: the weight as matrices.
     """
-    full, rest = (layout.lay(v).astype(mean.dtype) for v in (weight, weight - low))
+    weight_matrices, error_matrices = (layout.lay(v).astype(mean.dtype) for v in (weight, weight - rounded_weight))
 
     def product(x: Array, w: Array) -> Array:
         return jnp.einsum("bk,bkn->bn", x, w, precision=lax.Precision.HIGHEST)
 
-    own = product(mean, rest)
-    return own, own if shift is None else own + product(shift, full)
+    rounding_error = product(mean, error_matrices)
+    return rounding_error, rounding_error if shift is None else rounding_error + product(shift, weight_matrices)
 
 
-def bias_means(values: np.ndarray, counts: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
+def bias_means(values: np.ndarray, counts: np.ndarray, bias_indexes: np.ndarray, bias_size: int) -> np.ndarray:
     """The mean of the results to which each number of a bias is added; zero if it is added to none.
 
     Args:
         values: of the results, (batch, kept).
         counts: how many rows each index of the batch has, (batch,).
-        places: of `BiasSite.places`.
-        size: how many numbers the bias has.
+        bias_indexes: of `BiasSite.result_entries`.
+        bias_size: how many numbers the bias has.
     """
     weights = np.broadcast_to(counts[:, None], values.shape).ravel()
-    total = np.bincount(places.ravel(), weights=weights, minlength=size)
-    value_sums = np.bincount(places.ravel(), weights=weights * values.ravel(), minlength=size)
-    return value_sums / np.where(total > 0, total, 1)
+    weight_sums = np.bincount(bias_indexes.ravel(), weights=weights, minlength=bias_size)
+    value_sums = np.bincount(bias_indexes.ravel(), weights=weights * values.ravel(), minlength=bias_size)
+    return value_sums / np.where(weight_sums > 0, weight_sums, 1)

@@ -34,7 +34,7 @@ class ModelData:
     def __init__(
         self, batches: Any, steps: Any, sequential: bool | None, progress: Callable[[int], object] | None
     ) -> None:
-        check_batches(batches, again=False)
+        check_batches(batches, repeated=False)
         self.batches = batches
         self._options = steps, sequential
         self._progress = progress

@@ -131,7 +131,7 @@ def calibrate_params(
     in_order = bool(sequential) or plan.correction is not None
     check_resume(resume)
     memory_limit = memory_bytes(memory)
-    check_batches(batches, again=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None)
+    check_batches(batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None)
     if key is not None:
         check_key("key", key)
     journal = None
@@ -148,7 +148,7 @@ def calibrate_params(
 
 
 class _CalibrationJob:
-    """The state of a calibration: packed parameters, their numbers, and rows of the report."""
+    """The state of a calibration: packed parameters, their current values, and rows of the report."""
 
     def __init__(
         self, low: QuantizedFunction, data: BatchData, steps: CalibrationSteps, key: Array | None,
@@ -163,13 +163,13 @@ class _CalibrationJob:
 
     def round_in_one_pass(self) -> None:
         """All weights by the inputs of the model in full precision."""
-        sums = None if self.journal is None else self.journal.sums()
+        sums = None if self.journal is None else self.journal.load_sums()
         if self.journal is not None and sums is not None:
-            trace = self.data.program(self.journal.last)
+            trace = self.data.program(self.journal.last_batch)
         else:
             sums, trace = self.data.sums()
             if self.journal is not None:
-                self.journal.keep_sums(sums)
+                self.journal.save_sums(sums)
         self.passes += 1
         self._start(trace)
         self._round_stages(self.stages, lambda stage: _sums_of_stage(sums, stage))
@@ -178,90 +178,90 @@ class _CalibrationJob:
         """As `at_once`, with the statistics of some weights at a time."""
         assert self.memory is not None
         self._start(self.data.first())
-        parts = split_stages(self.stages, self._sizes(False), self.memory, self.program.paths.__getitem__)
-        part_of = {stage: part for part in parts for stage in part.stages}
-        current: list[Any] = [None, {}]
+        parts = split_stages(self.stages, self._sum_bytes(False), self.memory, self.program.paths.__getitem__)
+        part_by_stage = {stage: part for part in parts for stage in part.stages}
+        part_and_sums: list[Any] = [None, {}]
 
         def sums_of(stage: Stage) -> Mapping[int, InputSums]:
-            part = part_of[stage]
-            if current[0] is not part:
-                current[:] = None, {}
-                current[:] = part, self.data.sums(leaves=part.leaves, window=part.window)[0]
+            part = part_by_stage[stage]
+            if part_and_sums[0] is not part:
+                part_and_sums[:] = None, {}
+                part_and_sums[:] = part, self.data.sums(leaves=part.leaves, window=part.window)[0]
                 self.passes += 1
-            return _sums_of_stage(current[1], stage, part.window)
+            return _sums_of_stage(part_and_sums[1], stage, part.window)
 
         self._round_stages([stage for part in parts for stage in part.stages], sums_of)
 
     def round_sequentially(self) -> None:
         """One stage after the other, by the inputs of the model as it is rounded so far."""
         self._start(self.data.first())
-        full: dict[int, Array] = {}
-        both = self.steps.correction is not None or self.steps.biases is not None
-        trajectories = [full] if both else []
+        full_precision: dict[int, Array] = {}
+        two_trajectories = self.steps.correction is not None or self.steps.biases is not None
+        trajectories = [full_precision] if two_trajectories else []
         if self.memory is not None:
-            check_memory(self.stages, self._sizes(both), self.memory, self.program.paths.__getitem__)
+            check_memory(self.stages, self._sum_bytes(two_trajectories), self.memory, self.program.paths.__getitem__)
 
         def sums_of(stage: Stage) -> Mapping[int, InputSums]:
             window = (stage.turn[0], 1) if self.memory is not None and stage.turn else None
-            sums, _ = self.data.sums([*trajectories, self.numbers], True, stage.leaves, window)
+            sums, _ = self.data.sums([*trajectories, self.values], True, stage.leaves, window)
             return _sums_of_stage(sums, stage, window)
 
         self.passes += len(self.stages)
         self._round_stages(self.stages, sums_of)
 
-    def _sizes(self, both: bool) -> dict[int, tuple[int, int]]:
+    def _sum_bytes(self, two_trajectories: bool) -> dict[int, tuple[int, int]]:
         """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
         sizes = {}
         for leaf, site in self.weight_sites.items():
             loops = self.program.shapes[leaf][: site.turns]
             dtype = jnp.promote_types(self.call.values[leaf].dtype, jnp.float32)
-            each = turn_bytes(site, dtype, both) * math.prod(loops[1:])
-            sizes[leaf] = each, loops[0] if loops else 1
+            iteration_bytes = turn_bytes(site, dtype, two_trajectories) * math.prod(loops[1:])
+            sizes[leaf] = iteration_bytes, loops[0] if loops else 1
         return sizes
 
     def _round_stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, InputSums]]) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
-        for number, stage in enumerate(stages):
-            record = None if self.journal is None else self.journal.stage(number)
-            before = len(self.rows)
+        for stage_index, stage in enumerate(stages):
+            record = None if self.journal is None else self.journal.load_stage(stage_index)
+            earlier_rows = len(self.rows)
             if record is not None:
                 self._restore_stage(record)
             else:
                 sums = sums_of(stage)
-                self.fresh = StageRecord([], [], {})
+                self.stage_record = StageRecord([], [], {})
                 for leaf in stage.leaves:
                     self._round(leaf, stage.turn, sums.get(leaf))
                 if self.journal is not None:
-                    self.journal.keep(number, self.fresh._replace(rows=self.rows[before:]))
+                    self.journal.save_stage(stage_index, self.stage_record._replace(rows=self.rows[earlier_rows:]))
             if self.tell is not None:
-                for row in self.rows[before:]:
-                    self.tell(row, number + 1, len(stages))
+                for row in self.rows[earlier_rows:]:
+                    self.tell(row, stage_index + 1, len(stages))
 
     def _restore_stage(self, record: StageRecord) -> None:
-        """Take a stage from the folder of a run."""
+        """Store the rows, weights and biases of a stage that was read from the folder of a run."""
         self.rows += record.rows
-        for leaf, turn, parts in record.weights:
-            like = self.low_leaves[leaf]
-            self._keep(leaf, turn, jax.tree.unflatten(jax.tree.structure(like), parts))
+        for leaf, turn, arrays in record.weights:
+            packed_weight = self.low_leaves[leaf]
+            self._store_weight(leaf, turn, jax.tree.unflatten(jax.tree.structure(packed_weight), arrays))
         for leaf, bias in record.biases.items():
-            self._keep_bias(leaf, bias)
+            self._store_bias(leaf, bias)
 
-    def _keep(self, leaf: int, turn: tuple[int, ...], packed_weight: Any) -> None:
-        """Take a rounded weight, or a layer of a stack of them."""
-        numbers = unpack_param(packed_weight)
+    def _store_weight(self, leaf: int, turn: tuple[int, ...], packed_weight: Any) -> None:
+        """Store a rounded weight, or a layer of a stack of them, and its values."""
+        values = unpack_param(packed_weight)
         if turn:
             self.low_leaves[leaf] = jax.tree.map(
-                lambda a, one: a.at[turn].set(one), self.low_leaves[leaf], packed_weight
+                lambda a, layer: a.at[turn].set(layer), self.low_leaves[leaf], packed_weight
             )
-            self.numbers[leaf] = self.numbers[leaf].at[turn].set(numbers)
+            self.values[leaf] = self.values[leaf].at[turn].set(values)
         else:
-            self.low_leaves[leaf], self.numbers[leaf] = packed_weight, numbers
+            self.low_leaves[leaf], self.values[leaf] = packed_weight, values
 
-    def _keep_bias(self, leaf: int, bias: Array) -> None:
-        """Take a corrected bias."""
+    def _store_bias(self, leaf: int, bias: Array) -> None:
+        """Store a corrected bias, and its values as its rule rounds them."""
         self.biases[leaf] = bias
         low_bias = self._pack_bias(leaf, bias)
-        self.numbers[leaf] = unpack_param(low_bias) if is_packed_param(low_bias) else low_bias
+        self.values[leaf] = unpack_param(low_bias) if is_packed_param(low_bias) else low_bias
 
     def result(self) -> tuple[Any, PtqReport]:
         """The packed parameters and the report."""
@@ -276,7 +276,7 @@ class _CalibrationJob:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _start(self, trace: tuple[Any, Any, WeightSites]) -> None:
-        """Everything rounded by itself; weights that are calibrated still count in full precision."""
+        """Pack all parameters; those to be calibrated have values in full precision until they are rounded."""
         self.program, self.call, self.sites = trace
         placements = self.program.placements
         weight_sites = {i: v for i, v in self.sites.by_leaf.items() if i in placements and self._in_first_product(i, v)}
@@ -287,21 +287,21 @@ class _CalibrationJob:
         packed_leaves = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
         self.weight_sites = weight_sites
         self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in self.weight_sites}
-        self.numbers = {i: unpack_param(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
-        self.numbers |= {
+        self.values = {i: unpack_param(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
+        self.values |= {
             i: self.program.placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in self.weight_sites
         }
         self.stages = list(self.sites.stages(list(weight_sites)))
         self.other_layers = [
-            some for some in self.sites.other_layers(self.program, self.stages) if some[0] in weight_sites
+            layer for layer in self.sites.other_layers(self.program, self.stages) if layer[0] in weight_sites
         ]
-        for leaf, place, _ in self.other_layers:
-            self.numbers[leaf] = self.numbers[leaf].at[place].set(unpack_param(packed_leaves[leaf])[place])
-        several = (i for i in weight_sites if i in self.sites.others)
-        self.nearest = {i: unpack_param(packed_leaves[i]) for i in several if placements[i][0].rotation is None}
+        for leaf, indexes, _ in self.other_layers:
+            self.values[leaf] = self.values[leaf].at[indexes].set(unpack_param(packed_leaves[leaf])[indexes])
+        weights = (i for i in weight_sites if i in self.sites.others)
+        self.nearest = {i: unpack_param(packed_leaves[i]) for i in weights if placements[i][0].rotation is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
-        self.bias_of, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
+        self.bias_sites, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
     def _in_first_product(self, leaf: int, site: WeightSite) -> bool:
         return self.program.placements[leaf][1].view == site.view
@@ -319,34 +319,34 @@ class _CalibrationJob:
             return
         count = pair_value(inputs.count)
         has_input = bool((count > 0).any())
-        missing = int((count == 0).sum())
+        without_input = int((count == 0).sum())
         note = "" if site.turns == site.stack else "one statistic for the whole stack"
-        if missing:
-            note = _NO_INPUT if not has_input else f"no input reached {missing} of its {count.size} matrices"
-        few = int(((count > 0) & (count < site.layout.matrices[1])).sum())
-        limits = jnp.finfo(inputs.largest.dtype)
-        least = float(np.sqrt(float(limits.tiny) / float(limits.eps)))
-        if bool(((inputs.largest > 0).any(-1) & (inputs.largest < least).all(-1)).any()):
+        if without_input:
+            note = _NO_INPUT if not has_input else f"no input reached {without_input} of its {count.size} matrices"
+        few_rows = int(((count > 0) & (count < site.layout.matrices[1])).sum())
+        dtype_info = jnp.finfo(inputs.largest.dtype)
+        square_limit = float(np.sqrt(float(dtype_info.tiny) / float(dtype_info.eps)))
+        if bool(((inputs.largest > 0).any(-1) & (inputs.largest < square_limit).all(-1)).any()):
             note = _join_notes(
-                note, f"inputs below {least:.2g}: their squares underflow, and count as zero or lose digits"
+                note, f"inputs below {square_limit:.2g}: their squares underflow, and count as zero or lose digits"
             )
         steps = self._steps_of(leaf)
         if steps != self.steps:
             note = _join_notes(
                 note, _SEVERAL_USES.format(", ".join(dict.fromkeys(map(_use_name, self.sites.others[leaf]))))
             )
-        if few and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
-            some = "" if few == count.size else f" in {few} of its {count.size} matrices"
-            note = _join_notes(note, f"fewer rows than inputs{some}")
+        if few_rows and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
+            matrices_text = "" if few_rows == count.size else f" in {few_rows} of its {count.size} matrices"
+            note = _join_notes(note, f"fewer rows than inputs{matrices_text}")
         shared_shape = self.call.values[leaf].shape[len(turn) : site.stack]
-        for place in np.ndindex(*shared_shape):
-            self._round_one(leaf, (*turn, *place), inputs, note, placement)
+        for indexes in np.ndindex(*shared_shape):
+            self._round_layer(leaf, (*turn, *indexes), inputs, note, placement)
 
     def _steps_of(self, leaf: int) -> CalibrationSteps:
         """The steps of a weight: those by inputs of its product would make its other uses worse."""
         return self.steps.without_data if leaf in self.sites.others else self.steps
 
-    def _round_one(
+    def _round_layer(
         self, leaf: int, turn: tuple[int, ...], inputs: InputSums, note: str, placement: WeightLayout
     ) -> None:
         rows = pair_value(inputs.count)
@@ -358,33 +358,33 @@ class _CalibrationJob:
         if placement.spec.rounding.stochastic:
             assert self.key is not None
             rounding_key = jax.random.fold_in(self.key, leaf)
-            for number in turn:
-                rounding_key = jax.random.fold_in(rounding_key, number)
+            for index in turn:
+                rounding_key = jax.random.fold_in(rounding_key, index)
         path = self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
         layout, mean = self.weight_sites[leaf].layout, pair_value(inputs.total) / divisor
         shift = None if inputs.shift is None else pair_value(inputs.shift) / divisor
         with enable_x64_for(weight.dtype):
             if placement.rotation is not None:  # the statistics are of inputs that are not rotated
-                both, one = placement.rotation.gram, placement.rotation.inputs
-                weight, gram, mean = placement.rotate(weight), both(gram), one(mean)
-                cross, shift = None if cross is None else both(cross), None if shift is None else one(shift)
-            how: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
-            out = round_parameter(weight, gram, cross, rounding_key, **how)
-        if bool(out.no_factor.any()):
+                rotate_gram, rotate_x = placement.rotation.gram, placement.rotation.inputs
+                weight, gram, mean = placement.rotate(weight), rotate_gram(gram), rotate_x(mean)
+                cross, shift = None if cross is None else rotate_gram(cross), None if shift is None else rotate_x(shift)
+            options: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
+            outcome = round_parameter(weight, gram, cross, rounding_key, **options)
+        if bool(outcome.no_factor.any()):
             raise ValueError(
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
-                f"{float(out.damping.max()):g}; its numbers lie too far apart"
+                f"{float(outcome.damping.max()):g}; its numbers lie too far apart"
             )
-        self._keep(leaf, turn, out.weight)
-        self.fresh.weights.append((leaf, turn, jax.tree.leaves(out.weight)))
+        self._store_weight(leaf, turn, outcome.weight)
+        self.stage_record.weights.append((leaf, turn, jax.tree.leaves(outcome.weight)))
         if self.steps.biases is not None:
-            out, why = self._correct_bias(leaf, turn, weight, out, mean, shift, rows)
-            note = _join_notes(note, why)
-        row = self._row(leaf, turn, out, rows, note)
+            outcome, reason = self._correct_bias(leaf, turn, weight, outcome, mean, shift, rows)
+            note = _join_notes(note, reason)
+        row = self._row(leaf, turn, outcome, rows, note)
         if self.steps.pruning is None and round(row.after, 2) < round(row.before, 2):  # as the report shows them
-            why = "worse than nearest" if self.steps.correction is None else _WORSE_WITHOUT_CORRECTION
-            row = replace(row, note=_join_notes(row.note, why))
+            reason = "worse than nearest" if self.steps.correction is None else _WORSE_WITHOUT_CORRECTION
+            row = replace(row, note=_join_notes(row.note, reason))
         self.rows.append(self._with_mapping(leaf, turn, row))
 
     def _with_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
@@ -399,39 +399,39 @@ class _CalibrationJob:
         )  # fmt: skip
 
     def _correct_bias(
-        self, leaf: int, turn: tuple[int, ...], weight: Array, out: RoundingOutcome, mean: Array, shift: Array | None,
-        rows: Array,
+        self, leaf: int, turn: tuple[int, ...], weight: Array, outcome: RoundingOutcome, mean: Array,
+        shift: Array | None, rows: Array,
     ) -> tuple[RoundingOutcome, str]:  # fmt: skip
-        """Put the mean error of a product into its bias: the errors after that, or why there is no such bias."""
-        site = self.bias_of.get(leaf)
+        """Subtract the mean error of a product in its bias; the outcome with new errors, or why there is no bias."""
+        site = self.bias_sites.get(leaf)
         if site is None:
-            return out, f"correct_biases: {self.no_bias[leaf]}"
+            return outcome, f"correct_biases: {self.no_bias[leaf]}"
         layout = self.weight_sites[leaf].layout
-        means = mean_errors(weight, out.numbers, mean, shift, layout=layout)
-        own, whole = (np.asarray(v, np.float64) for v in means)
-        places, counts = site.places(layout), np.asarray(rows, np.float64)
-        mean_error, mean_own = (bias_means(v, counts, places, math.prod(site.shape)) for v in (whole, own))
-        before = self.biases.get(site.leaf, jnp.asarray(self.call.values[site.leaf]))
-        change = jnp.asarray(site.sign * mean_error.reshape(site.shape), before.dtype)
-        self._keep_bias(site.leaf, before.at[turn].add(change) if turn else before + change)
-        self.fresh.biases[site.leaf] = self.biases[site.leaf]
-        correction = mean_own[places]
-        gain = (2 * own * correction - correction * correction).sum(1)
-        return out._replace(after=jnp.maximum(out.after - jnp.asarray(gain, out.after.dtype), 0)), ""
+        means = mean_errors(weight, outcome.numbers, mean, shift, layout=layout)
+        rounding, total = (np.asarray(v, np.float64) for v in means)
+        entries, counts = site.result_entries(layout), np.asarray(rows, np.float64)
+        mean_error, mean_rounding = (bias_means(v, counts, entries, math.prod(site.shape)) for v in (total, rounding))
+        bias = self.biases.get(site.leaf, jnp.asarray(self.call.values[site.leaf]))
+        change = jnp.asarray(site.sign * mean_error.reshape(site.shape), bias.dtype)
+        self._store_bias(site.leaf, bias.at[turn].add(change) if turn else bias + change)
+        self.stage_record.biases[site.leaf] = self.biases[site.leaf]
+        correction = mean_rounding[entries]
+        reduction = (2 * rounding * correction - correction * correction).sum(1)
+        return outcome._replace(after=jnp.maximum(outcome.after - jnp.asarray(reduction, outcome.after.dtype), 0)), ""
 
     def _pack_bias(self, leaf: int, bias: Array) -> Any:
         """A bias as its rule stores it."""
-        entry = self.program.placements.get(leaf)
-        if entry is None:
+        placement_and_use = self.program.placements.get(leaf)
+        if placement_and_use is None:
             return bias
         rounding_key = None
-        if entry[0].spec.rounding.stochastic:
+        if placement_and_use[0].spec.rounding.stochastic:
             assert self.key is not None
             rounding_key = jax.random.fold_in(self.key, leaf)
-        return entry[0].pack(bias, rounding_key)
+        return placement_and_use[0].pack(bias, rounding_key)
 
     def _row(
-        self, leaf: int, turn: tuple[int, ...] = (), out: RoundingOutcome | None = None, rows: Array | None = None,
+        self, leaf: int, turn: tuple[int, ...] = (), outcome: RoundingOutcome | None = None, rows: Array | None = None,
         note: str = "",
     ) -> WeightRow:  # fmt: skip
         array = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
@@ -439,15 +439,15 @@ class _CalibrationJob:
             ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _shape_size(array.shape)))
         )
         path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
-        if out is None:
+        if outcome is None:
             return WeightRow(path, shape, spec, bits, "nearest" if array is not None else "", note=note)
-        bias = self.program.paths[self.bias_of[leaf].leaf] if leaf in self.bias_of else ""
+        bias = self.program.paths[self.bias_sites[leaf].leaf] if leaf in self.bias_sites else ""
         assert rows is not None
-        energy, before, after = (float((v * rows).sum()) for v in (out.energy, out.before, out.after))
+        energy, before, after = (float((v * rows).sum()) for v in (outcome.energy, outcome.before, outcome.after))
         return WeightRow(
             path, shape, spec, bits, self._steps_of(leaf).names, _snr_of(energy, before), _snr_of(energy, after),
-            float(out.damping.max()), int(out.tries.max()), int(out.dead.sum()), float(rows.sum()),
-            float(out.zeros), bias, note,
+            float(outcome.damping.max()), int(outcome.tries.max()), int(outcome.dead.sum()), float(rows.sum()),
+            float(outcome.zeros), bias, note,
         )  # fmt: skip
 
     def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
@@ -456,19 +456,19 @@ class _CalibrationJob:
     def _add_other_rows(self) -> None:
         """Rows of other uses, of what is rounded by itself, and of weights that no rule rounds."""
         self._add_use_rows()
-        for leaf, place, use in self.other_layers:
-            row = self._row(leaf, place, note=_USES_WITHOUT_PRODUCT.get(use, _NO_INPUT))
-            self.rows.append(self._with_mapping(leaf, place, row))
+        for leaf, indexes, use in self.other_layers:
+            row = self._row(leaf, indexes, note=_USES_WITHOUT_PRODUCT.get(use, _NO_INPUT))
+            self.rows.append(self._with_mapping(leaf, indexes, row))
         for leaf in sorted(
             {*self.program.placements, *self.sites.by_leaf, *self.sites.reasons} - set(self.weight_sites)
         ):
-            entry = self.program.placements.get(leaf)
-            if entry is None:
+            placement_and_use = self.program.placements.get(leaf)
+            if placement_and_use is None:
                 note = "no rule rounds it"
             elif leaf in self.sites.reasons:
                 note = self.sites.reasons[leaf]
             else:
-                note = _USES_WITHOUT_PRODUCT.get(entry[1].kind, "its product is not in every batch")
+                note = _USES_WITHOUT_PRODUCT.get(placement_and_use[1].kind, "its product is not in every batch")
             self.rows.append(self._row(leaf, note=note))
 
     def _add_use_rows(self) -> None:
@@ -476,21 +476,21 @@ class _CalibrationJob:
         others = {leaf: self.sites.others[leaf] for leaf in self.nearest}
         errors: dict[Any, tuple[float, float, float]] = {}
         if others and iter(self.data.batches) is not iter(self.data.batches):
-            errors = self.data.errors(others, [self.nearest, {leaf: self.numbers[leaf] for leaf in others}])
+            errors = self.data.errors(others, [self.nearest, {leaf: self.values[leaf] for leaf in others}])
             self.passes += 1
-        for leaf, place, use in ((leaf, place, use) for leaf, uses in others.items() for place, use in enumerate(uses)):
+        for leaf, index, use in ((leaf, index, use) for leaf, uses in others.items() for index, use in enumerate(uses)):
             row = self._row(leaf, note=f"taken by {_use_name(use)}")
-            squares = errors.get((leaf, place))
-            if squares is None:
+            sums = errors.get((leaf, index))
+            if sums is None:
                 row = replace(row, note=_join_notes(row.note, "its errors are not measured"))
             else:
-                row = replace(row, before=_snr_of(squares[0], squares[1]), after=_snr_of(squares[0], squares[2]))
+                row = replace(row, before=_snr_of(sums[0], sums[1]), after=_snr_of(sums[0], sums[2]))
             self.rows.append(replace(row, method=self._steps_of(leaf).names))
 
 
-def _use_name(other: tuple[Any, int, ParamUse]) -> str:
-    """The name of a use."""
-    use = other[2]
+def _use_name(step_operand_use: tuple[Any, int, ParamUse]) -> str:
+    """The primitive of a use and its source line; `step_operand_use` is an entry of `WeightSites.others`."""
+    use = step_operand_use[2]
     return f"{use.primitive} at {use.source}" if use.source else use.primitive
 
 
@@ -498,8 +498,8 @@ def _sums_of_stage(
     sums: Mapping[int, InputSums], stage: Stage, window: tuple[int, int] | None = None
 ) -> dict[int, InputSums]:
     """The sums of one turn of the loops, of all turns or of those in a window of the outermost loop."""
-    place = stage.turn if window is None else (stage.turn[0] - window[0], *stage.turn[1:])
-    return {leaf: jax.tree.map(lambda v: v[place], sums[leaf]) for leaf in stage.leaves if leaf in sums}
+    index = stage.turn if window is None else (stage.turn[0] - window[0], *stage.turn[1:])
+    return {leaf: jax.tree.map(lambda v: v[index], sums[leaf]) for leaf in stage.leaves if leaf in sums}
 
 
 _SEVERAL_USES = "no step by the inputs of one use, since it has others: {}"
@@ -521,7 +521,7 @@ def _check_step_formats(
         if steps.pruning is not None and (steps.pruning.n, steps.pruning.m) != fmt.sparse:
             raise ValueError(f"{steps.pruning} prunes {path!r}, which {str(spec)!r} does otherwise; leave one of them "
                              "out, or give both the same numbers")  # fmt: skip
-        if not _along_sum(shape, placement, use):
+        if not _sparse_along_sum(shape, placement, use):
             raise ValueError(f"{path!r}: {str(spec)!r} counts along another axis than the sum, along which {pruning} "
                              "prunes; leave sparse_axis out, or pass steps=[]")  # fmt: skip
     if isinstance(steps.scales, HalfQuadratic):
@@ -531,12 +531,12 @@ def _check_step_formats(
             raise ValueError(f"{steps.scales} of {path!r}: {error}") from None
 
 
-def _along_sum(shape: Sequence[int], placement: WeightLayout, use: ParamUse) -> bool:
+def _sparse_along_sum(shape: Sequence[int], placement: WeightLayout, use: ParamUse) -> bool:
     """Whether the numbers that a format with `sparse` counts together are those of consecutive inputs."""
     assert use.view is not None and placement.spec.scaled is not None
-    last = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
-    inner = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
-    return last is None or last.inner * _shape_size(shape[last.axis + 1 :]) == _shape_size(inner)
+    factor = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
+    inner_shape = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
+    return factor is None or factor.inner * _shape_size(shape[factor.axis + 1 :]) == _shape_size(inner_shape)
 
 
 def _join_notes(*notes: str) -> str:

@@ -44,11 +44,11 @@ class RunFacts(NamedTuple):
 
     Args:
         facts: digests and texts, by name.
-        last: the last batch.
+        last_batch: the last batch.
     """
 
     facts: dict[str, str]
-    last: Any
+    last_batch: Any
 
 
 class StageRecord(NamedTuple):
@@ -70,17 +70,17 @@ def run_facts(
     memory: int | None = None,
 ) -> RunFacts:  # fmt: skip
     """What a run depends on; runs once through the batches."""
-    data, last, text = hashlib.sha256(), None, hashlib.sha256()
-    for number, batch in enumerate_batches(batches):
-        _update_digest(data, batch)
-        if number == 1:
+    batch_digest, last_batch, program_digest = hashlib.sha256(), None, hashlib.sha256()
+    for batch_number, batch in enumerate_batches(batches):
+        _update_digest(batch_digest, batch)
+        if batch_number == 1:
             program, _ = low.traced(params, *batch_arguments(batch))
-            text.update(re.sub(r"0x[0-9a-f]+", "", str(program.plan.jaxpr)).encode())
+            program_digest.update(re.sub(r"0x[0-9a-f]+", "", str(program.plan.jaxpr)).encode())
             for plan in (program.plan, *(plan for step in program.plan.walk() for plan in step.inner)):
-                _update_digest(text, list(plan.consts))
-        last = batch
-    weights = hashlib.sha256()
-    _update_digest(weights, params)
+                _update_digest(program_digest, list(plan.consts))
+        last_batch = batch
+    param_digest = hashlib.sha256()
+    _update_digest(param_digest, params)
     facts = {
         "versions": f"jchop {_run_version()}, jax {jax.__version__}",
         "rules": repr(low.rules),
@@ -88,11 +88,11 @@ def run_facts(
         "sequential": str(in_order),
         "memory": str(memory),
         "key": "none" if key is None else str(np.asarray(jax.random.key_data(key)).tolist()),
-        "function": text.hexdigest(),
-        "params": weights.hexdigest(),
-        "batches": data.hexdigest(),
+        "function": program_digest.hexdigest(),
+        "params": param_digest.hexdigest(),
+        "batches": batch_digest.hexdigest(),
     }
-    return RunFacts(facts, last)
+    return RunFacts(facts, last_batch)
 
 
 def _run_version() -> str:
@@ -121,7 +121,7 @@ class Journal:
     """The folder of a run.
 
     Args:
-        folder: it; made if there is none.
+        folder: its path; created if it does not exist.
         run: what the run depends on.
 
     Raises:
@@ -130,19 +130,19 @@ class Journal:
     """
 
     def __init__(self, folder: str | os.PathLike[str], run: RunFacts) -> None:
-        self.folder, self.last = Path(folder), run.last
+        self.folder, self.last_batch = Path(folder), run.last_batch
         self.folder.mkdir(exist_ok=True)
         path = self.folder / _RUN_FILE
         names = sorted(p.name for p in self.folder.iterdir())
-        others = [name for name in names if not _JOURNAL_FILES.fullmatch(name)]
-        if others:
-            raise ValueError(f"resume={str(folder)!r} has files of something else, such as {others[0]!r}")
+        other_files = [name for name in names if not _JOURNAL_FILES.fullmatch(name)]
+        if other_files:
+            raise ValueError(f"resume={str(folder)!r} has files of something else, such as {other_files[0]!r}")
         self._facts, self._files = run.facts, {}
         if not any(name.endswith(".safetensors") for name in names):  # nothing is done yet
             self._write()
-        before = _read_run_facts(path)
-        self._files = before.pop("files")
-        differences = sorted(name for name in {*before, *run.facts} if before.get(name) != run.facts.get(name))
+        prior = _read_run_facts(path)
+        self._files = prior.pop("files")
+        differences = sorted(name for name in {*prior, *run.facts} if prior.get(name) != run.facts.get(name))
         if len(differences) > 1 and "function" in differences:
             differences.remove("function")  # its digest is that of a trace for parameters and data, and follows them
         if differences:
@@ -156,20 +156,20 @@ class Journal:
         text = json.dumps({**self._facts, "files": self._files}, indent=1)
         write_atomically(self.folder / _RUN_FILE, lambda file: file.write(text.encode()))
 
-    def _keep(self, name: str, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-        """Keep a file, whole or not at all, and then its digest."""
+    def _save_file(self, name: str, arrays: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+        """Write a file atomically, and then its digest."""
         save_safetensors(self.folder / name, arrays, metadata=metadata)
         self._files[name] = _file_digest(self.folder / name)
         self._write()
 
-    def _has(self, name: str) -> bool:
-        """Whether a file is there as it was written; one that is not, is written again."""
+    def _has_file(self, name: str) -> bool:
+        """Whether a file has the digest that it was written with; the caller writes another one again."""
         path = self.folder / name
         return name in self._files and path.is_file() and _file_digest(path) == self._files[name]
 
-    def sums(self) -> dict[int, InputSums] | None:
+    def load_sums(self) -> dict[int, InputSums] | None:
         """The sums of a run that rounds all weights at once, if its pass is done."""
-        if not self._has(_SUMS_FILE):
+        if not self._has_file(_SUMS_FILE):
             return None
         parts: dict[int, dict[int, Any]] = {}  # by parameter, then by the place in its sums
         for name, array in load_safetensors(self.folder / _SUMS_FILE).items():
@@ -180,29 +180,29 @@ class Journal:
             for leaf, leaf_parts in sorted(parts.items())
         }
 
-    def keep_sums(self, sums: Mapping[int, InputSums]) -> None:
-        """Keep the sums of the pass over the data."""
-        self._keep(
-            _SUMS_FILE, {f"{leaf}.{i}": part for leaf, own in sums.items() for i, part in _enumerate_leaves(own)}
+    def save_sums(self, sums: Mapping[int, InputSums]) -> None:
+        """Write the sums of the pass over the data."""
+        self._save_file(
+            _SUMS_FILE, {f"{leaf}.{i}": array for leaf, tree in sums.items() for i, array in _enumerate_leaves(tree)}
         )
 
-    def stage(self, number: int) -> StageRecord | None:
+    def load_stage(self, stage_index: int) -> StageRecord | None:
         """What a stage has changed, if it is done."""
-        path = self.folder / _STAGE_FILE.format(number)
-        if not self._has(path.name):
+        path = self.folder / _STAGE_FILE.format(stage_index)
+        if not self._has_file(path.name):
             return None
         with TensorFile(path) as file:
             record = json.loads(file.metadata["ptq"])
         arrays = load_safetensors(path)
         rows = [WeightRow(**{**row, "shape": tuple(row["shape"])}) for row in record["rows"]]
         weights = [
-            (leaf, tuple(turn), [arrays[f"weight{i}.{j}"] for j in range(count)])
-            for i, (leaf, turn, count) in enumerate(record["weights"])
+            (leaf, tuple(turn), [arrays[f"weight{i}.{j}"] for j in range(array_count)])
+            for i, (leaf, turn, array_count) in enumerate(record["weights"])
         ]
         return StageRecord(rows, weights, {leaf: arrays[f"bias{leaf}"] for leaf in record["biases"]})
 
-    def keep(self, number: int, record: StageRecord) -> None:
-        """Keep a stage, whole or not at all."""
+    def save_stage(self, stage_index: int, record: StageRecord) -> None:
+        """Write what a stage has changed, atomically."""
         arrays: dict[str, Any] = {f"bias{leaf}": array for leaf, array in record.biases.items()}
         for i, (_, _, leaves) in enumerate(record.weights):
             arrays |= {f"weight{i}.{j}": leaf for j, leaf in enumerate(leaves)}
@@ -211,7 +211,7 @@ class Journal:
             "weights": [(leaf, turn, len(leaves)) for leaf, turn, leaves in record.weights],
             "biases": list(record.biases),
         }
-        self._keep(_STAGE_FILE.format(number), arrays, {"ptq": json.dumps(facts)})
+        self._save_file(_STAGE_FILE.format(stage_index), arrays, {"ptq": json.dumps(facts)})
 
 
 def _enumerate_leaves(tree: Any) -> list[tuple[int, Any]]:
@@ -225,13 +225,13 @@ def _file_digest(path: Path) -> str:
 
 def _read_run_facts(path: Path) -> dict[str, Any]:
     """The facts of a run, and the digests of its files."""
-    why = "it has no facts of a run and digests of its files"
+    problem = "it has no facts of a run and digests of its files"
     try:
         facts: Any = json.loads(path.read_bytes())
     except (ValueError, RecursionError, FileNotFoundError) as error:
-        facts, why = None, str(error)
+        facts, problem = None, str(error)
     if not isinstance(facts, dict) or not isinstance(facts.get("files"), dict):
-        raise ValueError(f"{path} is damaged ({why}); delete the folder to begin anew")
+        raise ValueError(f"{path} is damaged ({problem}); delete the folder to begin anew")
     return facts
 
 

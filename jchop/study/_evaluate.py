@@ -51,15 +51,15 @@ class Evaluator:
 
     def _as_floats(self, runs: list[tuple[Array, Array]]) -> np.ndarray:
         """(accuracy, cross-entropy), a column for each run; the share of correct answers is computed in float64."""
-        right, entropy = np.asarray(jax.device_get(runs), np.float64).T
-        return np.stack([right / len(self._y), entropy])
+        correct, entropy = np.asarray(jax.device_get(runs), np.float64).T
+        return np.stack([correct / len(self._y), entropy])
 
     def _measure(self, flat: Array, spec: Spec | None, key: Array | None) -> tuple[Array, Array]:
         """(number of correct answers, mean cross-entropy) on the test set."""
         model = nnx.merge(self._graph, self._unravel(flat))
         logits = model(self._x) if spec is None else model(self._x, _activation_rounding(spec, key))
-        right = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
-        return right.sum(), cross_entropy(logits, self._y)
+        is_correct = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
+        return is_correct.sum(), cross_entropy(logits, self._y)
 
 
 def _outputs_first(parameter: Array) -> Array:

@@ -123,11 +123,11 @@ class FunctionStudy(Tables):
         goal, unit = ("", " % changed") if self._counts_changes() else ("an error of ", " %")
         mode = next((row.rounding for row in self.rows if row.rounding == "nearest_even"), self.rows[0].rounding)
         findings = []
-        for most in (0.1, 0.01, 0.001):
-            candidates = [row for row in self.rows if row.rounding == mode and _figure_of_merit(row) <= most]
+        for limit in (0.1, 0.01, 0.001):
+            candidates = [row for row in self.rows if row.rounding == mode and _figure_of_merit(row) <= limit]
             best = min(candidates, key=lambda row: row.bits, default=None)
             narrowest = "none" if best is None else f"{best.format} ({best.bits:g} bits)"
-            findings.append(f"{100 * most:g}{unit}: {narrowest}")
+            findings.append(f"{100 * limit:g}{unit}: {narrowest}")
         return f"The narrowest format under {mode} for {goal}at most {'; '.join(findings)}."
 
     def _counts_changes(self) -> bool:
@@ -267,7 +267,7 @@ def run_function(
         raise ValueError(f"fun={name}: its result in the carrier has no finite number, so it has no error")
     keys = list(jax.random.split(jax.random.key(seed), seeds))
     rows = []
-    for number, (names, spec) in enumerate(specs, start=1):
+    for index, (names, spec) in enumerate(specs, start=1):
         row = FunctionRow(names[0], spec.rounding.value, str(spec), float(spec.format.bits))
         if budget_seconds is not None and time.perf_counter() - start > budget_seconds:
             row = dataclasses.replace(row, note=_BUDGET_NOTE)
@@ -275,7 +275,7 @@ def run_function(
             row = _measure_row(row, fun, args, spec, keys, reference)
         rows.append(row)
         if progress is not None:
-            progress("rounding", number, len(specs), f"{names[0]} {spec.rounding.value}")
+            progress("rounding", index, len(specs), f"{names[0]} {spec.rounding.value}")
     if not any(row.runs or row.note == _BUDGET_NOTE for row in rows):
         raise ValueError(f"fun={name} runs in none of the formats; {rows[0].spec}: {rows[0].note}")
     settings = {
@@ -326,11 +326,11 @@ def _measure_row(
 def _result_errors(results: list[np.ndarray], reference: list[np.ndarray]) -> tuple[float, float, float, float]:
     """Relative error in the 2-norm, largest absolute error, share lost, share of integers changed."""
     pairs = list(zip(results, reference, strict=True))
-    wide = [(_float64_parts(y), _float64_parts(r)) for y, r in pairs if _is_inexact(r)]
-    whole = [(y.ravel(), r.ravel()) for y, r in pairs if not _is_inexact(r)]
+    float_pairs = [(_float64_parts(y), _float64_parts(r)) for y, r in pairs if _is_inexact(r)]
+    integer_pairs = [(y.ravel(), r.ravel()) for y, r in pairs if not _is_inexact(r)]
     error = absolute = loss_share = change_share = math.nan
-    if wide:
-        y, r = (np.concatenate(parts) for parts in zip(*wide, strict=True))
+    if float_pairs:
+        y, r = (np.concatenate(parts) for parts in zip(*float_pairs, strict=True))
         finite = np.isfinite(r)
         y, r = y[finite], r[finite]
         not_finite = ~np.isfinite(y)
@@ -338,8 +338,8 @@ def _result_errors(results: list[np.ndarray], reference: list[np.ndarray]) -> tu
         difference = np.where(not_finite, np.inf, y - np.where(not_finite, 0.0, r)) if not_finite.any() else y - r
         absolute = float(np.abs(difference).max(initial=0.0))
         error = _relative_error(difference, r, absolute)
-    if whole:
-        y, r = (np.concatenate(parts) for parts in zip(*whole, strict=True))
+    if integer_pairs:
+        y, r = (np.concatenate(parts) for parts in zip(*integer_pairs, strict=True))
         change_share = float(np.mean(y != r)) if r.size else 0.0
     return error, absolute, loss_share, change_share
 

@@ -92,7 +92,7 @@ def train(
         return params, state, losses.mean()
 
     state = optimizer.init(params)
-    for number, key in enumerate(jax.random.split(jax.random.key(seed), epochs), start=1):
+    for epoch_index, key in enumerate(jax.random.split(jax.random.key(seed), epochs), start=1):
         params, state, mean = epoch(params, state, key)
-        report(number, float(mean))
+        report(epoch_index, float(mean))
     return params

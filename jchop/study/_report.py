@@ -56,8 +56,8 @@ def table(result: StudyResult) -> str:
     )
 
 
-def _mean_text(mean: float, deviation: float, runs: int, form: str) -> str:
-    return f"{mean:{form}}" + (f"±{deviation:{form if form.endswith('f') else '.2g'}}" if runs > 1 else "")
+def _mean_text(mean: float, deviation: float, runs: int, spec: str) -> str:
+    return f"{mean:{spec}}" + (f"±{deviation:{spec if spec.endswith('f') else '.2g'}}" if runs > 1 else "")
 
 
 def _grid_lines(result: StudyResult, text: Any) -> list[str]:

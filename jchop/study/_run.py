@@ -102,18 +102,18 @@ def run(
     graph, params = make_model(data, seed)
     losses: list[float] = []
 
-    def record_loss(number: int, loss: float) -> None:
+    def record_loss(epoch: int, loss: float) -> None:
         losses.append(loss)
-        report("training", number, epochs, f"loss {loss:.4f}")
+        report("training", epoch, epochs, f"loss {loss:.4f}")
 
     params = train(graph, params, data, epochs=epochs, seed=seed, report=record_loss)
     evaluator = Evaluator(graph, params, data)
     accuracy, entropy = evaluator.evaluate(evaluator.flat)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), seeds)
     rows = []
-    for number, (names, spec) in enumerate(specs, start=1):
+    for index, (names, spec) in enumerate(specs, start=1):
         rows.append(_study_row(names, spec, evaluator.cell(spec, keys, activations)))
-        report("rounding", number, len(specs), f"{names[0]} {spec.rounding.value}")
+        report("rounding", index, len(specs), f"{names[0]} {spec.rounding.value}")
     settings = {
         "dataset": dataset,
         "formats": list(dict.fromkeys(name for names, _ in specs for name in names)),
@@ -157,14 +157,14 @@ def study_specs(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
     if not names or not roundings:
         raise ValueError("formats and modes must each name at least one")
     by_bits = sorted(names.items(), key=lambda item: _bits_per_number(item[0]))
-    return [(tuple(same), _with_rounding(spec, mode)) for spec, same in by_bits for mode in roundings]
+    return [(tuple(format_names), _with_rounding(spec, mode)) for spec, format_names in by_bits for mode in roundings]
 
 
 def _trace_roundings(specs: Iterable[tuple[tuple[str, ...], Spec]]) -> None:
     """Traces the rounding of binary32 numbers under each spec, so that errors are raised before training."""
-    one, key = jax.ShapeDtypeStruct((1,), jnp.float32), jax.random.key(0)
+    scalar, key = jax.ShapeDtypeStruct((1,), jnp.float32), jax.random.key(0)
     for _, spec in specs:
-        jax.eval_shape(lambda x, spec=spec: round_to_format(x, spec, key if spec.rounding.stochastic else None), one)
+        jax.eval_shape(lambda x, spec=spec: round_to_format(x, spec, key if spec.rounding.stochastic else None), scalar)
 
 
 def _bits_per_number(spec: Spec) -> float:

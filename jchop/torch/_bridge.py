@@ -104,9 +104,9 @@ def contiguous(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
         ValueError: for a tensor that would have to be copied.
     """
     data = tensor.detach()
-    if (why := _hindrance(data)) is None and not data.is_contiguous():
-        why = f"has strides {tuple(data.stride())} for shape {tuple(data.shape)}"
-    return data if why is None else _copy_or_raise(data, why, copy)
+    if (reason := _hindrance(data)) is None and not data.is_contiguous():
+        reason = f"has strides {tuple(data.stride())} for shape {tuple(data.shape)}"
+    return data if reason is None else _copy_or_raise(data, reason, copy)
 
 
 def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -117,15 +117,15 @@ def dense(tensor: torch.Tensor, copy: bool) -> tuple[torch.Tensor, tuple[int, ..
     Raises:
         ValueError: for a tensor that would have to be copied.
     """
-    why = _hindrance(tensor)
-    if why is None:
+    reason = _hindrance(tensor)
+    if reason is None:
         if tensor.is_contiguous():
             return tensor, tuple(range(tensor.ndim))
         order = tuple(sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis)))
         if (view := tensor.permute(order)).is_contiguous():
             return view, order
-        why = f"has gaps or overlaps in memory (strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)})"
-    return _copy_or_raise(tensor, why, copy), tuple(range(tensor.ndim))
+        reason = f"has gaps or overlaps in memory (strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)})"
+    return _copy_or_raise(tensor, reason, copy), tuple(range(tensor.ndim))
 
 
 def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
@@ -142,9 +142,9 @@ def _hindrance(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _copy_or_raise(tensor: torch.Tensor, why: str, copy: bool) -> torch.Tensor:
+def _copy_or_raise(tensor: torch.Tensor, reason: str, copy: bool) -> torch.Tensor:
     if not copy:
-        raise ValueError(f"tensor {why}, so its memory cannot be shared with JAX: pass copy=True to allow a copy")
+        raise ValueError(f"tensor {reason}, so its memory cannot be shared with JAX: pass copy=True to allow a copy")
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 

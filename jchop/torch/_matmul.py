@@ -92,8 +92,8 @@ def matmul(
 def _matmul_text(spec: Any) -> tuple[str, bool]:
     """A text of a spec for `_matmul_spec`, and whether it is stochastic."""
     if not isinstance(spec, MatmulSpec):
-        alone = as_spec(spec)
-        spec = MatmulSpec(alone, alone, alone)
+        same_spec = as_spec(spec)
+        spec = MatmulSpec(same_spec, same_spec, same_spec)
     arguments = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return json.dumps(
         {name: v if isinstance(v, bool | None) else str(v) for name, v in arguments.items()}
@@ -115,8 +115,8 @@ def _matmul_spec(text: str) -> MatmulSpec:
 )
 def matmul_operator(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     """The product of batches of factors."""
-    (a, first), (b, second) = (dense(x.detach(), copy) for x in (a, b))
-    return run_on_tensors(_matmul_rows, [a, b], words, spec=spec, batch=batch, orders=(first, second))
+    (a, order_a), (b, order_b) = (dense(x.detach(), copy) for x in (a, b))
+    return run_on_tensors(_matmul_rows, [a, b], words, spec=spec, batch=batch, orders=(order_a, order_b))
 
 
 @torch.library.custom_op(
@@ -166,10 +166,10 @@ def _vmap_matmul_gradients(
 
 def _product_shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
     """The shape of a batch of products."""
-    rows, x, y = a[:batch], a[batch:], b[batch:]
-    if len(x) == 0 or len(y) == 0 or x[-1] != y[-2:][0]:
-        raise ValueError(f"a has shape {tuple(x)} and b has shape {tuple(y)}, which cannot be multiplied")
-    return (*rows, *torch.broadcast_shapes(x[:-2], y[:-2]), *x[:-1][-1:], *y[1:][-1:])
+    batch_shape, a_shape, b_shape = a[:batch], a[batch:], b[batch:]
+    if len(a_shape) == 0 or len(b_shape) == 0 or a_shape[-1] != b_shape[-2:][0]:
+        raise ValueError(f"a has shape {tuple(a_shape)} and b has shape {tuple(b_shape)}, which cannot be multiplied")
+    return (*batch_shape, *torch.broadcast_shapes(a_shape[:-2], b_shape[:-2]), *a_shape[:-1][-1:], *b_shape[1:][-1:])
 
 
 @lru_cache(maxsize=256)

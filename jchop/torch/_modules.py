@@ -35,32 +35,32 @@ def convert_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], se
     check_choice("mode", mode, _QUANTIZE_MODES)
     module_rules = as_module_rules(rules)
     for pattern, roundings in module_rules.items() if mode == "weight_only" else ():
-        if passing := [name for name in _TENSOR_FIELDS if getattr(roundings, name) is not None]:
-            raise ValueError(f"rules[{pattern!r}] has {passing[0]}, and mode='weight_only' does not; use mode='ptq'")
+        if fields := [name for name in _TENSOR_FIELDS if getattr(roundings, name) is not None]:
+            raise ValueError(f"rules[{pattern!r}] has {fields[0]}, and mode='weight_only' does not; use mode='ptq'")
     result = copy.deepcopy(module)
     layers = list(parameter_layers(result))
-    used: dict[str, set[str]] = {}
+    used_fields: dict[str, set[str]] = {}
     packed_tensors: _PackedTensors | None = None if mode == "qat" else {}
     patterns = [first_match(path, module_rules) for path, *_ in layers]
-    weights = [_weight_names(layer) for _, layer, _ in layers]
-    wide = {pattern for pattern, own in zip(patterns, weights, strict=True) if own}
-    for number, (pattern, own, (path, layer, opaque)) in enumerate(zip(patterns, weights, layers, strict=True)):
+    layer_names = [_weight_names(layer) for _, layer, _ in layers]
+    weight_patterns = {pattern for pattern, own in zip(patterns, layer_names, strict=True) if own}
+    for index, (pattern, weights, (path, layer, opaque)) in enumerate(zip(patterns, layer_names, layers, strict=True)):
         if pattern is not None:
             roundings, names = module_rules[pattern], parameter_names(layer)
-            if pattern in wide:  # a gain and an input of a norm enter no product
-                names = [name for name in names if name.endswith("bias") or name in own]
-                if not own:
+            if pattern in weight_patterns:  # a gain and an input of a norm enter no product
+                names = [name for name in names if name.endswith("bias") or name in weights]
+                if not weights:
                     roundings = ModuleRoundings(bias=roundings.bias, output=roundings.output)
             _check_layer(layer, path, roundings, opaque)
-            used.setdefault(pattern, set()).update(
-                _equip(layer, path, roundings, names, (seed, number), packed_tensors)
+            used_fields.setdefault(pattern, set()).update(
+                _equip(layer, path, roundings, names, (seed, index), packed_tensors)
             )
     for pattern, roundings in module_rules.items():
-        if pattern not in used:
+        if pattern not in used_fields:
             raise ValueError(f"rules: {pattern!r} matches {_pattern_fault(pattern, module_rules, layers)}")
-        idle = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used[pattern]]
-        if idle:
-            raise ValueError(f"rules[{pattern!r}]: {idle[0]} has no effect, since no layer that it matches has one")
+        unused = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used_fields[pattern]]
+        if unused:
+            raise ValueError(f"rules[{pattern!r}]: {unused[0]} has no effect, since no layer that it matches has one")
     return result
 
 
@@ -69,16 +69,16 @@ def _pattern_fault(
 ) -> str:
     """What a pattern matches that is the first match of no layer."""
     paths = [path for path, _, _ in layers]
-    takers = dict.fromkeys(first_match(path, rules) for path in paths if matches_path(pattern, path))
-    if not takers:
+    earlier_patterns = dict.fromkeys(first_match(path, rules) for path in paths if matches_path(pattern, path))
+    if not earlier_patterns:
         for path, layer, _ in layers:
             for name in (*parameter_names(layer), *packed_parameters(layer)):
                 if matches_path(pattern, f"{path}.{name}"):
                     return f"no layer, but its parameter {name!r}: name the layer alone, as {path_pattern(path)!r}"
         return f"no layer{nearest_paths_hint([pattern], paths)}"
-    names = ", ".join(map(repr, takers))
-    earlier = f"rule {names} takes" if len(takers) == 1 else f"rules {names} take"
-    return f"only layers that the earlier {earlier}; put {pattern!r} first"
+    names = ", ".join(map(repr, earlier_patterns))
+    clause = f"rule {names} takes" if len(earlier_patterns) == 1 else f"rules {names} take"
+    return f"only layers that the earlier {clause}; put {pattern!r} first"
 
 
 #: The packed form of each parameter and spec, so that tied parameters share it. It keeps the parameters alive.
@@ -91,8 +91,8 @@ def parameter_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]
     for path, layer in module.named_modules():
         if isinstance(layer, nn.MultiheadAttention):
             opaque += (f"{path}." if path else "",)
-        own = parameter_names(layer) or packed_parameters(layer)
-        if own and not isinstance(layer, parametrize.ParametrizationList):
+        has_parameters = parameter_names(layer) or packed_parameters(layer)
+        if has_parameters and not isinstance(layer, parametrize.ParametrizationList):
             yield path, layer, f"{path}.".startswith(opaque)
 
 
@@ -121,26 +121,26 @@ _PRODUCT_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding
 
 def _check_layer(layer: nn.Module, path: str, roundings: ModuleRoundings, opaque: bool) -> None:
     """Refuse a layer that cannot follow its rule."""
-    what = f"the layer {path!r} ({type(layer).__name__})"
+    layer_text = f"the layer {path!r} ({type(layer).__name__})"
     if isinstance(layer, nn.RNNBase):
         raise NotImplementedError(
-            f"{what} keeps its weights in a list, so they can be neither parametrized nor packed; the cells "
+            f"{layer_text} keeps its weights in a list, so they can be neither parametrized nor packed; the cells "
             "torch.nn.GRUCell, LSTMCell and RNNCell hold theirs by name"
         )
-    passing = [name for name in _TENSOR_FIELDS if getattr(roundings, name) is not None]
-    if opaque and passing:
+    fields = [name for name in _TENSOR_FIELDS if getattr(roundings, name) is not None]
+    if opaque and fields:
         raise NotImplementedError(
-            f"{what} computes within one function of torch, in which {passing[0]} cannot be rounded"
+            f"{layer_text} computes within one function of torch, in which {fields[0]} cannot be rounded"
         )
     if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
-        raise ValueError(f"{what} has no weights yet: run it once first")
+        raise ValueError(f"{layer_text} has no weights yet: run it once first")
     parametrizations = getattr(layer, "parametrizations", {})
     if (
         packed_parameters(layer)
         or hasattr(layer, INPUT_QUANTIZER)
         or any(isinstance(p, Quantizer) for name in parametrizations for p in parametrizations[name])
     ):
-        raise ValueError(f"{what} is quantized already; quantize the original module")
+        raise ValueError(f"{layer_text} is quantized already; quantize the original module")
 
 
 def _equip(
@@ -153,15 +153,15 @@ def _equip(
 ) -> set[str]:
     """Add roundings to a layer and to some of its parameters, and return the kinds of these."""
     kinds = set()
-    for place, name in ((place, name) for place, name in enumerate(parameter_names(layer)) if name in names):
+    for index, name in ((place, name) for place, name in enumerate(parameter_names(layer)) if name in names):
         field = "bias" if name.endswith("bias") else "weight"
         kinds.add(field)
         spec = getattr(roundings, field)
         if spec is not None and packed_tensors is None:
             _check_readable(layer, path, name)
-            parametrize.register_parametrization(layer, name, Quantizer(spec, seed=(*seed, 2 + place)))
+            parametrize.register_parametrization(layer, name, Quantizer(spec, seed=(*seed, 2 + index)))
         elif spec is not None and packed_tensors is not None:
-            _pack_in_layer(layer, path, name, spec, (*seed, 2 + place), packed_tensors)
+            _pack_in_layer(layer, path, name, spec, (*seed, 2 + index), packed_tensors)
     if roundings.activation is not None:
         layer.add_module(INPUT_QUANTIZER, Quantizer(roundings.activation, seed=(*seed, 0)))
         layer.register_forward_pre_hook(_round_inputs, with_kwargs=True)

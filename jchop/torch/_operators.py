@@ -44,10 +44,10 @@ def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None
     assert isinstance(value, Tensor)
     dtypes = [dtype for dtype in CARRIER_NAMES if complex_too or not dtype.is_complex]
     if value.dtype not in dtypes:
-        parts = f"Pass its parts, {name}.real and {name}.imag"
-        how = parts if value.is_complex() else "Convert it first, for example x.float()"
+        complex_remedy = f"Pass its parts, {name}.real and {name}.imag"
+        remedy = complex_remedy if value.is_complex() else "Convert it first, for example x.float()"
         raise TypeError(
-            f"{name} has dtype {value.dtype}, which is not a carrier; allowed: {', '.join(map(str, dtypes))}. {how}"
+            f"{name} has dtype {value.dtype}, which is not a carrier; allowed: {', '.join(map(str, dtypes))}. {remedy}"
         )
 
 
@@ -79,16 +79,16 @@ def within_range_operator(gradient: Tensor, x: Tensor, words: Tensor, spec: str,
 
 
 def _run_elementwise(
-    function: Callable[..., Array], tensors: Sequence[Tensor], words: Tensor, copy: bool, **how: Any
+    function: Callable[..., Array], tensors: Sequence[Tensor], words: Tensor, copy: bool, **options: Any
 ) -> Tensor:
     """A jitted function of tensors, with all axes in the memory order of the first tensor."""
     views = [dense(tensor.detach(), copy) for tensor in tensors]
     order = views[0][1]
-    result = run_on_tensors(function, [view for view, _ in views], words, order=order, **how)
+    result = run_on_tensors(function, [view for view, _ in views], words, order=order, **options)
     return _restore_order(result, order, views[0][0])
 
 
-def run_on_tensors(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, **how: Any) -> Any:
+def run_on_tensors(function: Callable[..., Any], tensors: Sequence[Tensor], words: Tensor, **options: Any) -> Any:
     """A jitted function of tensors, contiguous and aligned, and words; its results as tensors.
 
     On the CPU the tensors are passed as NumPy arrays of the same memory, which JAX reads in place; this has less
@@ -96,12 +96,12 @@ def run_on_tensors(function: Callable[..., Any], tensors: Sequence[Tensor], word
     """
     with enable_x64_for(CARRIER_NAMES[tensors[0].dtype]):
         if tensors[0].is_cuda:
-            result = function(*map(import_tensor, tensors), import_words(words), **how)
+            result = function(*map(import_tensor, tensors), import_words(words), **options)
         else:
             with jax.default_device(_cpu_device()):
-                result = function(*map(_host_array, tensors), import_words(words), **how)
-    back = as_tensor if tensors[0].is_cuda else _fetch
-    return back(result) if isinstance(result, Array) else jax.tree.map(back, result)  # traversing a tree takes time
+                result = function(*map(_host_array, tensors), import_words(words), **options)
+    to_tensor = as_tensor if tensors[0].is_cuda else _fetch
+    return to_tensor(result) if isinstance(result, Array) else jax.tree.map(to_tensor, result)  # a tree takes time
 
 
 #: Bytes that can be copied in the time in which JAX wakes a thread to share its memory.
@@ -223,6 +223,6 @@ def key_of_words(words: Array | None) -> Array | None:
         return None
     bits = lax.bitcast_convert_type(jnp.asarray(words), jnp.uint32)
     key = jax.random.wrap_key_data(bits[:2], impl="threefry2x32")
-    for number in range(2, words.shape[-1]):
-        key = jax.random.fold_in(key, bits[number])
+    for index in range(2, words.shape[-1]):
+        key = jax.random.fold_in(key, bits[index])
     return key

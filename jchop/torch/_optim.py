@@ -128,18 +128,18 @@ class OptimLP(Optimizer):
 
     def _evaluating(self, closure: Callable[[], Any], leaves: list[_OptimizerLeaf]) -> Callable[[], Any]:
         """The closure, evaluated at rounded parameters; the optimizer gets rounded gradients and accumulators."""
-        again = False
+        repeated = False
 
         def evaluate() -> Any:
-            nonlocal again
-            if again:
+            nonlocal repeated
+            if repeated:
                 self._round_updates(leaves, weights_alone=True)
             for leaf in leaves:
                 leaf.lower()
             with torch.enable_grad():
                 loss = closure()
             self._lift(leaves)
-            again = True
+            repeated = True
             return loss
 
         return evaluate
@@ -167,27 +167,27 @@ class OptimLP(Optimizer):
     def _round_moments(self, leaves: list[_OptimizerLeaf]) -> None:
         if _MOMENTUM_ROLE not in self._plans:
             return
-        moving = list(filter(_OptimizerLeaf.moves, leaves))
+        trained = list(filter(_OptimizerLeaf.moves, leaves))
         moments = [
-            (leaf, list(_moment_tensors(self.state.get(leaf.parameter, {}), leaf.memory.shape))) for leaf in moving
+            (leaf, list(_moment_tensors(self.state.get(leaf.parameter, {}), leaf.memory.shape))) for leaf in trained
         ]
         for leaf, values in moments:
-            for number, value in enumerate(values):
-                value.copy_(self._round(_MOMENTUM_ROLE, leaf, value, _MOMENTUM_ROLE + number))
-        if moving and not any(values for _, values in moments):
+            for index, value in enumerate(values):
+                value.copy_(self._round(_MOMENTUM_ROLE, leaf, value, _MOMENTUM_ROLE + index))
+        if trained and not any(values for _, values in moments):
             raise ValueError(
                 f"momentum={self._plans[_MOMENTUM_ROLE].spec!r}, but {type(self.optimizer).__name__} keeps none"
             )
 
-    def _round(self, role: int, leaf: _OptimizerLeaf, x: Tensor, place: int | None = None) -> Tensor:
+    def _round(self, role: int, leaf: _OptimizerLeaf, x: Tensor, fold_in: int | None = None) -> Tensor:
         plan = self._plans.get(role)
         if plan is None:
             return x
-        numbers = (self.steps, leaf.index, role if place is None else place)
+        fold_ins = (self.steps, leaf.index, role if fold_in is None else fold_in)
         if not plan.draws:
             words = key_words(())
         else:
-            words = generator_words() if self.seed is None else words_of_seed(self.seed, *numbers)
+            words = generator_words() if self.seed is None else words_of_seed(self.seed, *fold_ins)
         return round_now(x, words, plan.spec, 0, True)
 
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ class OptimLP(Optimizer):
         Args:
             param_group: the parameters and their options.
         """
-        adding = self.__dict__.get("optimizer")
-        if adding is None:  # during construction
+        optimizer = self.__dict__.get("optimizer")
+        if optimizer is None:  # during construction
             super().add_param_group(param_group)
         else:
-            adding.add_param_group(param_group)
+            optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer, the accumulators, and the number of steps."""

@@ -213,36 +213,36 @@ class PackedTensor(nn.Module):
         names = (*self._buffers, _STATE_TEXT)
         parts = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
         missing_keys += [prefix + name for name in names if name not in parts]
-        own = (key for key in state_dict if key.startswith(prefix))
-        unexpected_keys += [key for key in own if key.removeprefix(prefix) not in names]
+        own_keys = (key for key in state_dict if key.startswith(prefix))
+        unexpected_keys += [key for key in own_keys if key.removeprefix(prefix) not in names]
         fault = self._fault(parts) if parts else None
         if fault is not None:
             error_msgs.append(f"{prefix.removesuffix('.')}: {fault}")
         if fault is not None or not parts:
             return
-        keep = local_metadata.get("assign_to_params_buffers", False)
+        assigns = local_metadata.get("assign_to_params_buffers", False)
         for name, part in self._buffers.items():
             assert part is not None
             value = parts[name].detach()
             # A new tensor, since JAX arrays may share the memory of the old one.
             device = value.device if part.is_meta else part.device
-            self._buffers[name] = value if keep else value.to(device, copy=True)
+            self._buffers[name] = value if assigns else value.to(device, copy=True)
 
     def _fault(self, parts: Mapping[str, Any]) -> str | None:
         """The reason why parts of a state dict cannot be loaded; None if they can."""
-        if lacking := [name for name in self._buffers if name not in parts]:
-            return f"the state has {', '.join(parts)}, but not {', '.join(lacking)}"
-        own = json.loads(self.text)
+        if missing := [name for name in self._buffers if name not in parts]:
+            return f"the state has {', '.join(parts)}, but not {', '.join(missing)}"
+        description = json.loads(self.text)
         if _STATE_TEXT in parts:
             try:
                 state = json.loads(bytes(parts[_STATE_TEXT].tolist()))
                 state = {key: state[key] for key in ("spec", "size")}
             except (AttributeError, KeyError, TypeError, ValueError):
                 return f"{_STATE_TEXT} is not the description of a PackedTensor"
-            if state != {key: own[key] for key in state}:
+            if state != {key: description[key] for key in state}:
                 return (
                     f"the state has spec={state['spec']!r} with a last axis of {state['size']}, and the module "
-                    f"has spec={own['spec']!r} with one of {own['size']}"
+                    f"has spec={description['spec']!r} with one of {description['size']}"
                 )
         for name, part in self._buffers.items():
             value = parts[name]
@@ -270,8 +270,8 @@ def packed_parameters(layer: nn.Module) -> dict[str, PackedTensor]:
 
 def pack_parameter(layer: nn.Module, name: str, tensor: PackedTensor) -> None:
     """Replaces a parameter of a layer by a submodule; reading it gives the numbers of that module."""
-    before, base = tuple(packed_parameters(layer)), type(layer)
-    if before:
+    earlier_names, base = tuple(packed_parameters(layer)), type(layer)
+    if earlier_names:
         base = base.__bases__[0]
     if parametrize.is_parametrized(layer, name):
         # parametrize.remove_parametrizations changes the class, which the layer shares with those it was copied from.
@@ -282,7 +282,7 @@ def pack_parameter(layer: nn.Module, name: str, tensor: PackedTensor) -> None:
     else:
         delattr(layer, name)
     layer.add_module(name + PACKED_SUFFIX, tensor)
-    layer.__class__ = _packed_class(base, (*before, name))
+    layer.__class__ = _packed_class(base, (*earlier_names, name))
 
 
 @lru_cache(maxsize=256)
@@ -297,9 +297,9 @@ def _packed_class(base: type, names: tuple[str, ...]) -> type:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> tuple:
         return _restore_layer, (base, names), self.__dict__  # the class has no place from which pickle could import it
 
-    more = {name: _numbers_property(name) for name in names}
-    own = {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
-    return type(f"Packed{base.__name__}", (base,), more | own)
+    properties = {name: _numbers_property(name) for name in names}
+    methods = {"__setattr__": __setattr__, "__reduce_ex__": __reduce_ex__, "__module__": __name__}
+    return type(f"Packed{base.__name__}", (base,), properties | methods)
 
 
 def _numbers_property(name: str) -> property:

@@ -67,13 +67,13 @@ def plan_of(spec: Any) -> SpecPlan:
 @lru_cache(maxsize=256)
 def _cached_plan(value: Spec | str) -> SpecPlan:
     spec = as_spec(value, scaled=True)
-    back = spec.gradient.round
+    backward = spec.gradient.round
     forward = replace(spec, gradient=Gradient(clipped=spec.gradient.clipped))
     return SpecPlan(
         str(forward),
         spec.rounding.stochastic,
-        None if back is None else str(back),
-        back is not None and back.rounding.stochastic,
+        None if backward is None else str(backward),
+        backward is not None and backward.rounding.stochastic,
     )
 
 

@@ -69,7 +69,7 @@ class Quantizer(nn.Module):
             backward = self.rounding.gradient
         self.gradient = None if backward is None else _plan_of_gradient(backward)
         self.words = None if seed is None else _seed_numbers(seed)
-        if self._counts:
+        if self._counts_calls:
             self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
 
     @property
@@ -85,7 +85,7 @@ class Quantizer(nn.Module):
         """
         if not (x.is_floating_point() or x.is_complex()):
             return x
-        call = self._next_call() if self._counts else None
+        call = self._next_call() if self._counts_calls else None
         if self.rounding is not None:
             x = round_straight_through(
                 x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD_DRAW), True
@@ -104,7 +104,7 @@ class Quantizer(nn.Module):
         return ", ".join(f"{name}={plan.spec}" for name, plan in plans.items() if plan is not None)
 
     @property
-    def _counts(self) -> bool:
+    def _counts_calls(self) -> bool:
         return self.stochastic and self.words is not None
 
     def _next_call(self) -> Tensor:
@@ -112,13 +112,13 @@ class Quantizer(nn.Module):
         self.calls += 1
         return call
 
-    def _words(self, draws: bool, call: Tensor | None, place: int) -> Tensor:
+    def _words(self, draws: bool, call: Tensor | None, draw: int) -> Tensor:
         if not draws:
             return key_words(())
         if self.words is None or call is None:
             return generator_words()
-        last = torch.full((1,), place, dtype=torch.int32, device=call.device)
-        return torch.cat([key_words(self.words).to(call.device), call.reshape(1), last])
+        draw_word = torch.full((1,), draw, dtype=torch.int32, device=call.device)
+        return torch.cat([key_words(self.words).to(call.device), call.reshape(1), draw_word])
 
 
 def first_words(seed: tuple[int, ...], draws: bool) -> Tensor:
@@ -134,6 +134,6 @@ def _plan_of_gradient(backward: TorchSpecLike) -> SpecPlan:
 
 
 def _seed_numbers(seed: int | tuple[int, ...]) -> tuple[int, ...]:
-    first, *others = seed if isinstance(seed, tuple) else (seed,)
+    first, *fold_ins = seed if isinstance(seed, tuple) else (seed,)
     first = check_int("seed", first, 0, (1 << 64) - 1)
-    return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", number, 0, (1 << 32) - 1) for number in others))
+    return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", fold_in, 0, (1 << 32) - 1) for fold_in in fold_ins))

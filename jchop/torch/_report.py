@@ -110,16 +110,16 @@ def report(module: nn.Module) -> ModuleReport:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={short_repr(module)} must be a torch.nn.Module")
-    ids: set[int] = set()
+    earlier_ids: set[int] = set()
     rows = []
     for path, layer, _ in parameter_layers(module):
         parameters = {**packed_parameters(layer), **{name: _parameter(layer, name) for name in parameter_names(layer)}}
         for name, value in parameters.items():
-            full = f"{path}.{name}" if path else name
-            nbytes = 0 if id(value) in ids else value.nbytes
-            ids.add(id(value))
+            full_path = f"{path}.{name}" if path else name
+            nbytes = 0 if id(value) in earlier_ids else value.nbytes
+            earlier_ids.add(id(value))
             rows.append(
-                ParameterRow(full, type(layer).__name__, *_forms(layer, name, value), tuple(value.shape), nbytes)
+                ParameterRow(full_path, type(layer).__name__, *_forms(layer, name, value), tuple(value.shape), nbytes)
             )
     return ModuleReport(tuple(rows))
 

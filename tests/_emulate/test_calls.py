@@ -358,7 +358,7 @@ def test_an_error_names_the_function() -> None:
     def with_text(x: Any) -> Any:
         return x / 3, "text"
 
-    with pytest.raises(TypeError, match=r"with_text at .*test_emulate_calls\.py.*'str'"):
+    with pytest.raises(TypeError, match=r"with_text at .*test_calls\.py.*'str'"):
         jc.emulate(with_text, "bfloat16")(1.0)
 
 

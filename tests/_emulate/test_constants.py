@@ -181,7 +181,7 @@ def test_reports_count_constants_that_are_lost(name: str) -> None:
     report = jc.emulate.report(jc.emulate(program, "binary16"), jnp.ones(1), trace_values=True)
     (row,) = [row for row in report.rows if row.primitive == "constant"]
     assert (getattr(row, field), row.equations, row.results) == (1, 1, 1)
-    assert row.place.startswith("test_emulate_constants.py:")
+    assert row.place.startswith("test_constants.py:")
 
 
 @each("name", [name for name, (_, field) in LOST.items() if field == "overflows"])
@@ -206,7 +206,7 @@ def test_blame_names_constants_that_vanish() -> None:
 
 def test_blame_refuses_a_constant_that_overflows() -> None:
     """Its error is infinite, so that there are no parts; the message has its line."""
-    with pytest.raises(ValueError, match=r"the result of constant \(.*test_emulate_constants.py:\d+\) is not finite"):
+    with pytest.raises(ValueError, match=r"the result of constant \(.*test_constants.py:\d+\) is not finite"):
         jc.blame(jc.emulate(lambda x: x / 1e6, "binary16"), jnp.array([1e3]))
 
 

@@ -114,7 +114,7 @@ def test_solvers_know_what_they_close_over() -> None:
 
 def test_primitives_without_a_rule() -> None:
     fun = FOREIGN.bind
-    with pytest.raises(NotImplementedError, match=r"test_emulate_plan\.py:\d+\): there is no rule for it"):
+    with pytest.raises(NotImplementedError, match=r"test_plan\.py:\d+\): there is no rule for it"):
         plan_of(lambda x: fun(x), X)
     assert last(fun, X, unknown="carrier").out == (None,)
     assert last(fun, X, unknown="round_output").out == (SPEC,)
@@ -137,10 +137,10 @@ def test_complex_numbers() -> None:
     [
         (
             lambda x: x * x,
-            r"primitive 'mul' \(.*test_emulate_plan.py:\d+\): spec='fixed8.8:wrap' wraps an exact result.* narrower "
+            r"primitive 'mul' \(.*test_plan.py:\d+\): spec='fixed8.8:wrap' wraps an exact result.* narrower "
             "operands, saturate, or cast the operands to float64; JAX arrays are float64 only with jax_enable_x64",
         ),
-        (lambda x: jnp.mean(x), r"primitive 'div' \(.*test_emulate_plan.py:\d+\): .* a quotient has no last bit"),
+        (lambda x: jnp.mean(x), r"primitive 'div' \(.*test_plan.py:\d+\): .* a quotient has no last bit"),
         (lambda x: x**-1, "primitive 'integer_pow' .* a quotient has no last bit, so it cannot wrap; saturate instead"),
         (jnp.sqrt, "primitive 'sqrt' .* a root has no last bit, so it cannot wrap; saturate instead"),
         (lambda x: (x + 1j * x) * 2j, "primitive 'mul' .* wraps an exact result"),

@@ -470,7 +470,7 @@ def test_a_limit_of_turns_keeps_each_line() -> None:
             x = lax.while_loop(lambda y: jnp.max(y) < 4, lambda y: y + 0.001, x * 0.5)
         return x
 
-    with pytest.warns(RuntimeWarning, match=r"test_emulate_repeats\.py"):
+    with pytest.warns(RuntimeWarning, match=r"test_repeats\.py"):
         jax.jit(jc.emulate(rising, "bfloat16", max_turns=3))(X)
         jax.effects_barrier()
     assert "while" in jax.jit(jc.emulate(short, "bfloat16")).lower(X, WEIGHTS).as_text()

@@ -471,18 +471,18 @@ def test_every_row_of_the_report_names_its_line() -> None:
     table = str(report).splitlines()
     assert table[0].split()[-1] == "source"
     assert [line.split()[-1] for line in table[1:]] == [
-        f"test_emulate_rules.py:{r.source.split(':')[-1]}" for r in report.rows
+        f"test_rules.py:{r.source.split(':')[-1]}" for r in report.rows
     ]
     gradient = jc.emulate.report(jc.emulate(jax.grad(lambda x: halved(x).sum()), "e5m2"), X)
     assert {row.place for row in gradient.rows} <= {
-        f"test_emulate_rules.py:{n}" for n in (inner + 2, head + 1, *range(head + 20, head + 60))
+        f"test_rules.py:{n}" for n in (inner + 2, head + 1, *range(head + 20, head + 60))
     }
 
 
 @further.first
 def a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
     (row,) = jc.emulate.report(jc.emulate(jnp.exp, "e5m2"), X).rows
-    assert row.place.startswith("test_emulate_rules.py:")
+    assert row.place.startswith("test_rules.py:")
 
 
 def test_the_report_counts_infinities_and_nans() -> None:

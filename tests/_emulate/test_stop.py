@@ -25,8 +25,8 @@ def late(x: Array) -> Array:
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        ("overflow", r"first overflow: exp of 8.0 is inf .*test_emulate_stop.py:\d+ in scope 'head'"),
-        ("nan", r"first nan: sub of inf, inf is nan .*test_emulate_stop.py:\d+"),
+        ("overflow", r"first overflow: exp of 8.0 is inf .*test_stop.py:\d+ in scope 'head'"),
+        ("nan", r"first nan: sub of inf, inf is nan .*test_stop.py:\d+"),
         ("invalid", r"first invalid: sub of inf, inf is nan"),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_row_has_its_first_event() -> None:
     rows = {row.primitive: row for row in seen.rows}
     head = grown.__code__.co_firstlineno
     mul, exp, sub = rows["mul"], rows["exp"], rows["sub"]
-    assert (mul.scope, mul.place) == ("inner", f"test_emulate_reports.py:{head + 3}")
+    assert (mul.scope, mul.place) == ("inner", f"test_reports.py:{head + 3}")
     assert (mul.first_overflow.turn, mul.first_overflow.where) == ((1, 1), (1,))  # type: ignore[union-attr]
     assert (exp.first_overflow.turn, exp.first_overflow.where) == ((0,), (1,))  # type: ignore[union-attr]
     assert str(sub.first_invalid) == str(sub.first_nan) == "turn 0, [1]"
@@ -51,7 +51,7 @@ def test_a_row_has_its_first_event() -> None:
     assert seen.first("overflow") == exp and seen.first("nan") == seen.first("invalid") == sub
     text = str(seen).splitlines()
     assert {"first_overflow", "first_nan", "first_invalid"} <= set(text[0].split())
-    places = [line.rstrip().rfind("test_emulate_reports.py") for line in text[1:4]]
+    places = [line.rstrip().rfind("test_reports.py") for line in text[1:4]]
     assert len(set(places)) == 1 and places[0] == text[0].rfind("source")
 
 
@@ -117,10 +117,10 @@ def test_infinities_and_nan_have_rows_wherever_they_are_born() -> None:
     rows = {row.primitive: row for row in seen.rows}
     assert rows["argument [0]"].overflows == 1 and str(rows["argument [0]"].first_overflow) == "[1]"
     assert rows["argument ['scale']"].nans == 1 and rows["constant"].infinities == 1
-    assert rows["argument [0]"].place == f"test_emulate_reports.py:{fun.__code__.co_firstlineno}"
+    assert rows["argument [0]"].place == f"test_reports.py:{fun.__code__.co_firstlineno}"
     line = fun.__code__.co_firstlineno + 1
     born = {row.place for row in seen.rows if row.spec == "float8_e4m3" and row.primitive not in ("mul", "add")}
-    assert f"test_emulate_reports.py:{line}" in born  # the NaN of where, and what fills the gather
+    assert f"test_reports.py:{line}" in born  # the NaN of where, and what fills the gather
     plain = report(jc.emulate(fun, "e4m3"), jnp.array([0.5, 2.0]), scale=jnp.float32(1), trace_values=True)
     assert not any(row.primitive.startswith("argument") for row in plain.rows)
 
@@ -130,9 +130,9 @@ def test_infinities_and_nan_have_rows_wherever_they_are_born() -> None:
     [
         (
             "overflow",
-            r"stopped at the first overflow: exp of 8.0 is inf \(turn 0, \[1\]\) at .*test_emulate_reports.py:",
+            r"stopped at the first overflow: exp of 8.0 is inf \(turn 0, \[1\]\) at .*test_reports.py:",
         ),
-        ("nan", r"stopped at the first nan: sub of inf, inf is nan \(turn 0, \[1\]\) at .*test_emulate_reports.py:"),
+        ("nan", r"stopped at the first nan: sub of inf, inf is nan \(turn 0, \[1\]\) at .*test_reports.py:"),
         ("invalid", r"stopped at the first invalid: sub of inf, inf is nan"),
     ],
 )
@@ -323,7 +323,7 @@ def test_constants_of_a_condition_are_those_that_it_has() -> None:
     with pytest.warns(RuntimeWarning, match=r"still holds: 0\.25 >= 0\.3125 is false$"):
         low()
     flag = lambda: lax.while_loop(lambda c: c[0], lambda c: (c[0], c[1] * 1.0), (True, 1.0))  # noqa: E731
-    with pytest.warns(RuntimeWarning, match=r"test_emulate_reports.py:\d+ .*still holds$"):
+    with pytest.warns(RuntimeWarning, match=r"test_reports.py:\d+ .*still holds$"):
         jc.emulate(flag, "e4m3", max_turns=3)()
 
 

@@ -250,7 +250,7 @@ def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any,
     exponent = _fit_exponent(float(np.abs(array[finite]).max()), spec.format) if fit and fmt is None else 0
     scaled_array = array if not exponent else np.ldexp(array.astype(np.float64), exponent)
     rounded_array = round_to_format(scaled_array, replace(spec, gradient=Gradient()), key)
-    clips = _clip_mask(scaled_array, rounded_array, spec, key)
+    is_clipped = _clip_mask(scaled_array, rounded_array, spec, key)
     x, y = scaled_array[finite].astype(np.float64), rounded_array[finite].astype(np.float64)
     nonfinite, nonzero = ~np.isfinite(y), x != 0
     with np.errstate(invalid="ignore", over="ignore"):
@@ -264,7 +264,7 @@ def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any,
         worst,
         relative,
         float(nonfinite.mean()),
-        math.nan if clips is None else float(clips[finite].mean()),
+        math.nan if is_clipped is None else float(is_clipped[finite].mean()),
         float((nonzero & (y == 0)).mean()),
         math.nan if fmt is not None else _float_or_infinity(spec.format.max),
         exponent,
@@ -278,20 +278,20 @@ def _snr_decibels(x: np.ndarray, error: np.ndarray) -> float:
         return math.inf
     if math.isinf(worst) or largest == 0:
         return -math.inf
-    tops = [math.frexp(value)[1] for value in (largest, worst)]
-    power, noise = (float(np.sum(np.ldexp(v, -top) ** 2)) for v, top in zip((x, error), tops, strict=True))
-    return 10 * math.log10(power / noise) + 20 * (tops[0] - tops[1]) * math.log10(2)
+    exponents = [math.frexp(value)[1] for value in (largest, worst)]
+    power, noise = (float(np.sum(np.ldexp(v, -exp) ** 2)) for v, exp in zip((x, error), exponents, strict=True))
+    return 10 * math.log10(power / noise) + 20 * (exponents[0] - exponents[1]) * math.log10(2)
 
 
 def _fit_exponent(largest: float, fmt: ElementFormat) -> int:
     """The largest k with largest · 2^k within the format; 0 for a number that is zero."""
-    end = _float_or_infinity(fmt.max)
-    if largest == 0 or not 0 < end < math.inf:
+    limit = _float_or_infinity(fmt.max)
+    if largest == 0 or not 0 < limit < math.inf:
         return 0
-    exponent = math.frexp(end)[1] - math.frexp(largest)[1]
+    exponent = math.frexp(limit)[1] - math.frexp(largest)[1]
     # Numbers times 2^k, and what they are rounded to, have to stay in float64.
     exponent = min(exponent, 1000 - math.frexp(largest)[1])
-    return exponent - (math.ldexp(largest, exponent) > end)
+    return exponent - (math.ldexp(largest, exponent) > limit)
 
 
 def _float_or_infinity(value: Any) -> float:
@@ -310,14 +310,14 @@ def _clip_mask(x: np.ndarray, y: np.ndarray, spec: Spec, key: Any) -> np.ndarray
             return None
         return clip_mask(q, x.astype(np.float64))
     fmt = spec.format
-    halves = {fmt.max: _half_step_at_end(fmt, True), fmt.min: _half_step_at_end(fmt, False)}
+    half_steps = {fmt.max: _half_step_at_end(fmt, True), fmt.min: _half_step_at_end(fmt, False)}
     result = np.zeros(x.shape, bool)
-    for sign, (end, half) in zip((1, -1), halves.items(), strict=True):
+    for sign, (end, half_step) in zip((1, -1), half_steps.items(), strict=True):
         with np.errstate(invalid="ignore", over="ignore"):
             result |= (
                 (y == _float_or_infinity(end))
                 & np.isfinite(x)
-                & (sign * (x.astype(np.float64) - _float_or_infinity(end)) > half)
+                & (sign * (x.astype(np.float64) - _float_or_infinity(end)) > half_step)
             )
     return result
 

@@ -193,7 +193,7 @@ def tune(
         raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
     check_choice("score", score, TUNE_SCORES)
     batches = _data_batches(data)
-    targets, others = _tunable_layers(model, layers, groups)
+    targets, other_layers = _tunable_layers(model, layers, groups)
     costs = [[_weight_bytes(layer, option) for option in options] for layer in targets]
     count = sum(_weight_count(layer) for layer in targets)
     budget = _byte_budget(bits, bytes, count)
@@ -204,23 +204,23 @@ def tune(
             cache[tuple(choice)] = _mean_loss(loss, _model_under_options(model, targets, options, choice), batches)
         return cache[tuple(choice)]
 
-    none = _mean_loss(loss, model, batches)
+    model_loss = _mean_loss(loss, model, batches)
     # First, since errors about rules of the whole model have the paths of the layers.
     uniform = {
         _option_text(option): (8 * sum(row[j] for row in costs) / count, loss_under([j] * len(targets)))
         for j, option in enumerate(options)
     }
-    scores, ratios, unseen, idle = _fisher_scores(model, loss, batches, targets, options)
-    if unseen and score == "fisher":
+    scores, ratios, opaque, uncalled = _fisher_scores(model, loss, batches, targets, options)
+    if opaque and score == "fisher":
         raise ValueError(
-            f"score='fisher': the calls of {_first_names(sorted(map(repr, unseen)))} are within a transformation of "
+            f"score='fisher': the calls of {_first_names(sorted(map(repr, opaque)))} are within a transformation of "
             "JAX, as a scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. "
             "Use score='loss', or leave them out by layers="
         )
     if score == "loss":
         carrier = [-1] * len(targets)
         scores = [
-            [loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - none for j in range(len(options))]
+            [loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - model_loss for j in range(len(options))]
             for i in range(len(targets))
         ]
     front = knapsack_front(*(_group_sums(table, targets) for table in (costs, scores)))
@@ -232,10 +232,10 @@ def tune(
         )
     choice = [best.options[layer.group] for layer in targets]
     notes = _single_format_notes(choice, loss_under, costs, budget, options)
-    if others:
-        notes += (f"without a format, and not in the budget: {_first_names(others)}",)
-    if idle:
-        notes += (f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, idle)))}",)
+    if other_layers:
+        notes += (f"without a format, and not in the budget: {_first_names(other_layers)}",)
+    if uncalled:
+        notes += (f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, uncalled)))}",)
     rows = tuple(
         TunedLayer(
             layer.path,
@@ -256,9 +256,9 @@ def tune(
         8 * total / count,
         total,
         loss_under(choice),
-        none,
+        model_loss,
         uniform,
-        tuple((8 * one.cost / count, one.score) for one in front),
+        tuple((8 * point.cost / count, point.score) for point in front),
         notes,
     )
 
@@ -302,19 +302,19 @@ def _tunable_layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tu
     check_path_pattern("layers", layers)
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(f"groups={groups!r} must be a list of patterns")
-    every, others = [], []
+    usable, others = [], []
     for path, module, kind in nnx_layers(model):
         if kind is not None and not weight_names(module, kind):
             continue
         if kind is not None and kind.operation:
-            every.append(_TunableLayer(path, module, kind))
+            usable.append(_TunableLayer(path, module, kind))
         elif matches_path(layers, path):  # the scale of a norm, or parameters that no layer of Flax holds
             others.append(f"{path!r} ({type(module).__name__})")
-    targets = [layer for layer in every if matches_path(layers, layer.path)]
+    targets = [layer for layer in usable if matches_path(layers, layer.path)]
     if not targets:
-        near = f", only {_first_names(others)}" if others else nearest_paths_hint([layers], [one.path for one in every])
-        raise ValueError(f"layers={layers!r} matches no layer with weights of a product{near}")
-    numbers: dict[Any, int] = {}
+        hint = f", only {_first_names(others)}" if others else nearest_paths_hint([layers], [x.path for x in usable])
+        raise ValueError(f"layers={layers!r} matches no layer with weights of a product{hint}")
+    group_indexes: dict[Any, int] = {}
     for pattern in groups:
         check_path_pattern("groups", pattern)
         if not any(matches_path(pattern, layer.path) for layer in targets):
@@ -324,7 +324,7 @@ def _tunable_layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tu
     for layer in targets:
         pattern = next((one for one in groups if matches_path(one, layer.path)), None)
         key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
-        layer.group = numbers.setdefault(key, len(numbers))
+        layer.group = group_indexes.setdefault(key, len(group_indexes))
     return targets, others
 
 
@@ -349,17 +349,17 @@ def _weight_bytes(layer: _TunableLayer, option: Rule | None) -> int:
 
 def _group_sums(table: list[list[Any]], targets: Sequence[_TunableLayer]) -> list[list[Any]]:
     """The sums over the layers of each group."""
-    out = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in targets))]
+    sums = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in targets))]
     for layer, row in zip(targets, table, strict=True):
-        out[layer.group] = [one + two for one, two in zip(out[layer.group], row, strict=True)]
-    return out
+        sums[layer.group] = [total + value for total, value in zip(sums[layer.group], row, strict=True)]
+    return sums
 
 
 def _option_text(option: Rule | None) -> str:
     if option is None:
         return "carrier"
-    alone = option == Rule(weight=option.weight)
-    return str(option.weight) if alone else str(option)
+    is_weight_only = option == Rule(weight=option.weight)
+    return str(option.weight) if is_weight_only else str(option)
 
 
 # -- models under rules ------------------------------------------------------------------------------------------------
@@ -426,33 +426,33 @@ def _fisher_scores(
     scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     power = np.zeros(len(targets))
     call_paths: set[str] = set()
-    unseen: set[str] = set()
-    numbers = {layer.path: i for i, layer in enumerate(targets)}
+    opaque: set[str] = set()
+    layer_indexes = {layer.path: i for i, layer in enumerate(targets)}
     for batch in batches:
-        calls, gradients, opaque_paths = _calls_and_gradients(model, loss, batch, list(numbers))
+        calls, gradients, opaque_paths = _calls_and_gradients(model, loss, batch, list(layer_indexes))
         for call, gradient in zip(calls, gradients, strict=True):
-            i, y = numbers[call.path], call.result
+            i, y = layer_indexes[call.path], call.result
             power[i] += float(jnp.sum(jnp.square(y)))
-            for j, (low, inputs) in enumerate(zip(rounded_layers, input_layers, strict=True)):
-                if low is None:
+            for j, (rounded, input_rounded) in enumerate(zip(rounded_layers, input_layers, strict=True)):
+                if rounded is None:
                     continue
-                error = call.of(low) - y
+                error = call.of(rounded) - y
                 scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
                 noise[i, j] += float(jnp.sum(jnp.square(error)))
-                if inputs is not None:
-                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(inputs) - y)))
+                if input_rounded is not None:
+                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(input_rounded) - y)))
         call_paths |= {call.path for call in calls}
-        unseen |= opaque_paths
+        opaque |= opaque_paths
     ratios = [
         [
             (decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j]))
-            if layer.path in call_paths - unseen
+            if layer.path in call_paths - opaque
             else (math.nan, math.nan)
             for j in range(len(options))
         ]
         for i, layer in enumerate(targets)
     ]
-    return (scores / len(batches)).tolist(), ratios, unseen, set(numbers) - call_paths - unseen
+    return (scores / len(batches)).tolist(), ratios, opaque, set(layer_indexes) - call_paths - opaque
 
 
 def _inputs_only_rule(option: Rule | None) -> Rule | None:
@@ -465,7 +465,7 @@ def _layers_under_options(
 ) -> list[dict[str, Any] | None]:
     """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
     return [
-        None if option is None else {one.path: quantize(one.module, replace(option, path="/")) for one in targets}
+        None if option is None else {layer.path: quantize(layer.module, replace(option, path="/")) for layer in targets}
         for option in options
     ]
 
@@ -476,24 +476,24 @@ def _calls_and_gradients(
     """The calls of layers, the gradient of the loss by the result of each, and the layers whose calls are unknown."""
     shapes: list[Any] = []
 
-    def outline() -> Any:
+    def record_shapes() -> Any:
         out, calls, _ = record_layer_calls(model, lambda copy: loss(copy, *batch), paths)
         shapes.extend((call.result.shape, call.result.dtype) for call in calls)
         return out
 
-    jax.eval_shape(outline)
+    jax.eval_shape(record_shapes)
     traced_calls: list[LayerCall] = []
-    unseen: set[str] = set()
+    opaque: set[str] = set()
 
-    def whole(probes: list[Array]) -> Any:
+    def loss_and_calls(probes: list[Array]) -> Any:
         out, calls, opaque_paths = record_layer_calls(model, lambda copy: loss(copy, *batch), paths, probes)
         traced_calls[:] = calls
-        unseen.update(opaque_paths)
+        opaque.update(opaque_paths)
         return out, [(call.args, call.kwargs, call.result) for call in calls]
 
-    gradients, arrays = jax.grad(whole, has_aux=True)([jnp.zeros(*shape) for shape in shapes])
+    gradients, arrays = jax.grad(loss_and_calls, has_aux=True)([jnp.zeros(*shape) for shape in shapes])
     return (
-        [LayerCall(call.path, call.method, *each) for call, each in zip(traced_calls, arrays, strict=True)],
+        [LayerCall(call.path, call.method, *values) for call, values in zip(traced_calls, arrays, strict=True)],
         gradients,
-        unseen,
+        opaque,
     )

@@ -154,7 +154,7 @@ class _UnitUnderTest:
 
     def __init__(self, matmul: Callable[[Any, Any], Any], length: int) -> None:
         self.matmul, self.length = matmul, length
-        self.kind, self.k = "other", 1
+        self.order_name, self.k = "other", 1
         self.product_range = 0  # how many of the products 2^13, 2^12 and so on operands hold beside 2^14
 
     def results(self, sums: Iterable[Sequence[_ProbeProduct]]) -> np.ndarray:
@@ -165,8 +165,8 @@ class _UnitUnderTest:
     def _results(self, sums: Sequence[Sequence[_ProbeProduct]]) -> np.ndarray:
         a, b = np.zeros((self.length, self.length), np.float32), np.zeros((self.length, self.length), np.float32)
         for i, products in enumerate(sums):
-            for place, x, y in products:
-                a[i, place], b[place, i] = x, y
+            for index, x, y in products:
+                a[i, index], b[index, i] = x, y
         out = np.asarray(self.matmul(a, b))
         if out.shape != a.shape:
             raise ValueError(f"matmul gave shape {out.shape} for operands of shapes {a.shape} and {b.shape}")
@@ -177,43 +177,43 @@ class _UnitUnderTest:
     def order(self) -> dict[str, Any]:
         """The kind of order, its block length and its parts."""
         losses = self._loss_counts()
-        places = np.arange(1, self.length)
-        if np.array_equal(losses, places + 1):
-            self.kind, self.k = "sequential", 1
-        elif np.array_equal(losses, np.minimum(_pairwise_sum_length(places), self.length)):
-            self.kind = "pairwise"
+        indexes = np.arange(1, self.length)
+        if np.array_equal(losses, indexes + 1):
+            self.order_name, self.k = "sequential", 1
+        elif np.array_equal(losses, np.minimum(_pairwise_sum_length(indexes), self.length)):
+            self.order_name = "pairwise"
         else:
-            self._find_blocks(losses, places)
-        if self.kind == "other":
+            self._find_blocks(losses, indexes)
+        if self.order_name == "other":
             self._find_order_by_rounding()
-        every = self._promotion_interval(losses, places) if self.kind == "aligned" else None
-        return {"order": self.kind, "k": self.k if self.k > 1 else None, "promote_every": every}
+        interval = self._promotion_interval(losses, indexes) if self.order_name == "aligned" else None
+        return {"order": self.order_name, "k": self.k if self.k > 1 else None, "promote_every": interval}
 
     def _loss_counts(self) -> np.ndarray:
         """The number of products that are lost with M first and -M at each other place, M and -M included."""
         high, low = 2.0 ** (_LARGE_EXPONENT - 7), 2.0 ** (_SMALL_EXPONENT // 2)
         sums = []
-        for place in range(1, self.length):
-            rest: list[_ProbeProduct] = [(i, low, low) for i in range(1, self.length) if i != place]
-            sums.append([(0, high, 128.0), (place, -high, 128.0), *rest])
+        for index in range(1, self.length):
+            small_products: list[_ProbeProduct] = [(i, low, low) for i in range(1, self.length) if i != index]
+            sums.append([(0, high, 128.0), (index, -high, 128.0), *small_products])
         survivors = np.nan_to_num(self.results(sums), nan=0, posinf=0, neginf=0)  # of operands that hold no 128
         return self.length - np.rint(survivors / 2.0**_SMALL_EXPONENT).astype(int)
 
-    def _find_blocks(self, losses: np.ndarray, places: np.ndarray) -> None:
+    def _find_blocks(self, losses: np.ndarray, indexes: np.ndarray) -> None:
         """A block length for which the products lost within the first 64 places are explained."""
-        near = slice(0, min(64, self.length) - 1)
+        first = slice(0, min(64, self.length) - 1)
         for k in range(2, 65):
-            whole = np.minimum(k * -(-(places + 1) // k), self.length)
-            inside = np.where(places < k, np.minimum(_pairwise_sum_length(places), k), whole)
-            if np.array_equal(losses[near], whole[near]):
-                at_once = self._loses_the_sum(k)
-                if at_once and k > self.length - 4:  # the other probes of a block need four products of the next
+            block_ends = np.minimum(k * -(-(indexes + 1) // k), self.length)
+            pair_ends = np.where(indexes < k, np.minimum(_pairwise_sum_length(indexes), k), block_ends)
+            if np.array_equal(losses[first], block_ends[first]):
+                one_sum = self._loses_the_sum(k)
+                if one_sum and k > self.length - 4:  # the other probes of a block need four products of the next
                     raise ValueError(f"length={self.length} must be {k + 4} or more: matmul sums {k} or more at once")
                 if k < self.length:  # else the first product is added last
-                    self.kind, self.k = "aligned" if at_once else "blocked_pairwise", k
+                    self.order_name, self.k = "aligned" if one_sum else "blocked_pairwise", k
                 return
-            if np.array_equal(losses[near], inside[near]):
-                self.kind, self.k = "blocked_pairwise", k
+            if np.array_equal(losses[first], pair_ends[first]):
+                self.order_name, self.k = "blocked_pairwise", k
                 return
 
     def _find_order_by_rounding(self) -> None:
@@ -227,13 +227,13 @@ class _UnitUnderTest:
             return
         rng, shape = np.random.default_rng(0), (max(32, _RANDOM_PRODUCTS // self.length), self.length)
         # Down to less than a unit of most sums, if operands hold such products.
-        least, most = (
+        lowest, highest = (
             (_SMALL_EXPONENT, 7)
             if bits <= 24
             else (max(6 - bits, _LARGE_EXPONENT - self.product_range), _LARGE_EXPONENT)
         )
-        low, all_sizes = rng.integers(least, least + 8, shape), rng.integers(least, most, shape)
-        exponents, signs = np.where(rng.random(shape) < 0.5, low, all_sizes), rng.choice([-1, 1], shape)
+        small, any_size = rng.integers(lowest, lowest + 8, shape), rng.integers(lowest, highest, shape)
+        exponents, signs = np.where(rng.random(shape) < 0.5, small, any_size), rng.choice([-1, 1], shape)
         factors = [[_power_of_two_factors(e) for e in row] for row in exponents.tolist()]
         results = self.results([[(i, s * x, y) for i, (s, (x, y)) in enumerate(zip(*row, strict=True))]
                              for row in zip(signs, factors, strict=True)])  # fmt: skip
@@ -245,15 +245,15 @@ class _UnitUnderTest:
                 matches.append((kind, k, sums(partial(_round_to_fraction_bits, bits=4, rule=rule))))
         # Several explain sums that are hardly rounded. Those that also agree in 4 bits are one order.
         if matches and all(np.array_equal(coarse, matches[0][2]) for _, _, coarse in matches):
-            self.kind, k, _ = matches[0]
-            self.k = 1 if self.kind == "pairwise" else k
+            self.order_name, k, _ = matches[0]
+            self.k = 1 if self.order_name == "pairwise" else k
 
     def _loses_the_sum(self, k: int) -> bool:
         """Whether a small accumulator is lost beside two large products that cancel."""
-        place = min(k, self.length - 2)
+        index = min(k, self.length - 2)
         return (
             self.results(
-                [self._accumulator_beside_large(place, 2.0 ** (_SMALL_EXPONENT // 2), 2.0 ** (_SMALL_EXPONENT // 2))]
+                [self._accumulator_beside_large(index, 2.0 ** (_SMALL_EXPONENT // 2), 2.0 ** (_SMALL_EXPONENT // 2))]
             )[0]
             == 0
         )
@@ -263,21 +263,21 @@ class _UnitUnderTest:
         high = 2.0 ** (_LARGE_EXPONENT - 7)
         return [(0, x, y), (k, high, 128.0), (k + 1, -high, 128.0)]
 
-    def _promotion_interval(self, losses: np.ndarray, places: np.ndarray) -> int | None:
-        odd = np.flatnonzero(losses != np.minimum(self.k * -(-(places + 1) // self.k), self.length))
-        return int(places[odd[0]]) if len(odd) else None
+    def _promotion_interval(self, losses: np.ndarray, indexes: np.ndarray) -> int | None:
+        unequal = np.flatnonzero(losses != np.minimum(self.k * -(-(indexes + 1) // self.k), self.length))
+        return int(indexes[unequal[0]]) if len(unequal) else None
 
     # -- alignment and rounding ----------------------------------------------------------------------------------------
 
     def accumulator(self) -> dict[str, Any]:
         """The bits that alignment keeps, and the roundings."""
         properties: dict[str, Any] = {}
-        if self.kind == "aligned":
+        if self.order_name == "aligned":
             properties["bits"], properties["cut"] = self._alignment(self._block_beside_large)
             properties["sum_bits"], properties["sum_cut"] = self._alignment(
                 lambda x, y: self._accumulator_beside_large(self.k, x, y)
             )
-        properties["out_bits"] = bits = None if self.kind == "other" else self._out_bits()
+        properties["out_bits"] = bits = None if self.order_name == "other" else self._out_bits()
         if bits is not None:
             properties["rounding"] = self._rounding(bits)
         return properties
@@ -290,21 +290,21 @@ class _UnitUnderTest:
     def _alignment(self, sum_of: Callable[[float, float], list[_ProbeProduct]]) -> tuple[int | None, str | None]:
         """The place of the last bit beside 2^14, and how 1.5 of its units are rounded, positive and negative."""
         exponents = range(_LARGE_EXPONENT - 1, _SMALL_EXPONENT - 1, -1)
-        survives = self.results([sum_of(*_power_of_two_factors(e)) for e in exponents]) != 0
-        if survives.all() or not survives.any():
+        is_kept = self.results([sum_of(*_power_of_two_factors(e)) for e in exponents]) != 0
+        if is_kept.all() or not is_kept.any():
             return None, None
-        last = exponents[int(np.flatnonzero(survives).max())]
-        x, y = _power_of_two_factors(last)
-        up, down = self.results([sum_of(1.5 * x, y), sum_of(-1.5 * x, y)]) / 2.0**last
-        away = int(up == 2), int(down == -2)
-        return _LARGE_EXPONENT - last, _ROUNDING_OF_QUARTERS.get(away, "nearest")
+        last_exponent = exponents[int(np.flatnonzero(is_kept).max())]
+        x, y = _power_of_two_factors(last_exponent)
+        up, down = self.results([sum_of(1.5 * x, y), sum_of(-1.5 * x, y)]) / 2.0**last_exponent
+        rounds_away = int(up == 2), int(down == -2)
+        return _LARGE_EXPONENT - last_exponent, _ROUNDING_OF_QUARTERS.get(rounds_away, "nearest")
 
     def _out_bits(self) -> int | None:
         """The largest j for which 2^14 + 2^(14 - j) is exact, if operands also hold half of that unit."""
         high, exponents = 2.0 ** (_LARGE_EXPONENT - 7), range(_LARGE_EXPONENT - 1, 5 - _MAX_PROBE_BITS, -1)
         small: list[_ProbeProduct] = [(self.k, *_power_of_two_factors(e)) for e in exponents]
-        place = 2 if self.k == 1 else 1
-        in_range = self.results([[(0, high, 0), (place, 0, 128), product] for product in small]) == np.exp2(exponents)
+        index = 2 if self.k == 1 else 1
+        in_range = self.results([[(0, high, 0), (index, 0, 128), product] for product in small]) == np.exp2(exponents)
         self.product_range = int(np.argmin([*in_range, False]))
         is_exact = self.results([[(0, high, 128), product] for product in small]) == 2.0**_LARGE_EXPONENT + np.exp2(
             exponents
@@ -318,12 +318,12 @@ class _UnitUnderTest:
             return None
         x, y = _power_of_two_factors(_LARGE_EXPONENT - bits - 2)  # a quarter of a unit
         sums = [self._sum_with(sign, count * x, y) for sign, count in ((1, 3), (-1, 3), (1, 2), (1, 6))]
-        out = (np.abs(self.results(sums)) - 2.0**_LARGE_EXPONENT) / 2.0 ** (_LARGE_EXPONENT - bits)
-        away = int(out[0] == 1), int(out[1] == 1)
-        return _ROUNDING_OF_QUARTERS.get(away) or _ROUNDING_OF_TIES.get((int(out[2]), int(out[3])), "nearest")
+        units = (np.abs(self.results(sums)) - 2.0**_LARGE_EXPONENT) / 2.0 ** (_LARGE_EXPONENT - bits)
+        beyond = int(units[0] == 1), int(units[1] == 1)
+        return _ROUNDING_OF_QUARTERS.get(beyond) or _ROUNDING_OF_TIES.get((int(units[2]), int(units[3])), "nearest")
 
     def _sum_with(self, sign: int, x: float, y: float) -> list[_ProbeProduct]:
-        if self.kind != "aligned" or self.k < 4:
+        if self.order_name != "aligned" or self.k < 4:
             return [(0, sign * 2.0 ** (_LARGE_EXPONENT - 7), 128.0), (self.k, sign * x, y)]
         quarter = (sign * 64.0, 64.0)
         return [(0, *quarter), *((self.k + i, *quarter) for i in range(3)), (self.k + 3, sign * x, y)]
@@ -337,16 +337,16 @@ class _UnitUnderTest:
         bits = int(np.argmin([*is_exact, False]))
         exponents = np.arange(-149, 1)
         nonzero = self.results([[(0, 2.0**e, 1.0)] for e in exponents]) != 0
-        last = 1 + 2.0**-bits if bits else 1.0
-        full = self.results([[(0, last * 2.0**e, 1.0)] for e in exponents]) == last * np.exp2(exponents)
-        emin = int(exponents[len(exponents) - int(np.argmin([*full[::-1], False]))]) if full[-1] else None
-        halves = range(0, -150, -1)
-        products = self.results([[(0, *_power_of_two_factors(e))] for e in halves]) != 0
+        widest = 1 + 2.0**-bits if bits else 1.0
+        is_full = self.results([[(0, widest * 2.0**e, 1.0)] for e in exponents]) == widest * np.exp2(exponents)
+        emin = int(exponents[len(exponents) - int(np.argmin([*is_full[::-1], False]))]) if is_full[-1] else None
+        sum_exponents = range(0, -150, -1)
+        products = self.results([[(0, *_power_of_two_factors(e))] for e in sum_exponents]) != 0
         return {
             "operand_bits": bits,
             "operand_emin": emin,
             "subnormal_operands": None if emin is None else bool(nonzero[exponents < emin].any()),
-            "smallest_result": halves[int(np.argmin([*products, False])) - 1] if products[0] else None,
+            "smallest_result": sum_exponents[int(np.argmin([*products, False])) - 1] if products[0] else None,
         }
 
 
@@ -355,9 +355,9 @@ def _power_of_two_factors(exponent: int) -> tuple[float, float]:
     return 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
 
 
-def _pairwise_sum_length(places: np.ndarray) -> np.ndarray:
+def _pairwise_sum_length(indexes: np.ndarray) -> np.ndarray:
     """The least power of two above each place: the products of the pairwise sum that holds it and the first."""
-    return 1 << np.array([int(place).bit_length() for place in places])
+    return 1 << np.array([int(index).bit_length() for index in indexes])
 
 
 # -- sums of the definitions -------------------------------------------------------------------------------------------
@@ -400,10 +400,10 @@ def _sum_in_pairs(x: np.ndarray, round_sum: Callable[[np.ndarray], np.ndarray]) 
 _SUM_WITHIN_BLOCK = {"blocked": _sum_in_sequence, "blocked_pairwise": _sum_in_pairs}
 
 
-def _sum_in_blocks(x: np.ndarray, k: int, inside: Callable[..., np.ndarray], round_sum: Any) -> np.ndarray:
+def _sum_in_blocks(x: np.ndarray, k: int, sum_block: Callable[..., np.ndarray], round_sum: Any) -> np.ndarray:
     """The sums of rows, in blocks of k."""
     x = _pad_terms(x, k)
-    return _sum_in_sequence(inside(x.reshape(len(x), -1, k), round_sum), round_sum)
+    return _sum_in_sequence(sum_block(x.reshape(len(x), -1, k), round_sum), round_sum)
 
 
 def _pad_terms(x: np.ndarray, k: int) -> np.ndarray:

@@ -196,32 +196,32 @@ def blame(
         raise TypeError(f"low={low!r} must be a function that jchop.emulate returned")
     if output is not None and not callable(output):
         raise TypeError(f"output={output!r} must be a function of the result, or None")
-    most = max_turns if max_turns is not None else low.settings.max_turns
+    limit = max_turns if max_turns is not None else low.settings.max_turns
     tape = Tape(
-        CarrierReference(), check_int("max_turns", _MOST_BLAME_TURNS if most is None else most, 1, (1 << 32) - 1)
+        CarrierReference(), check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
     )
     program = trace_program(low.fun, low.settings, args, kwargs)
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
-    outer = user_line()
-    start = first_line_of(low.fun, outer)
+    call = user_line()
+    first = first_line_of(low.fun, call)
     # Of a constant result, `emulate` makes an equation in this call.
-    steps = [(step, times, start if at == outer else at) for step, times, at in walk_sources(program.plan, 1, outer)]
+    steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, 1, call)]
     tape.sources.update((id(step), source) for step, _, source in steps)
     seeds = low.seeds(key, args, kwargs)
-    results = _run_tape(low, program, tape, argument_names(args, kwargs), seeds, most is not None)
+    results = _run_tape(low, program, tape, argument_names(args, kwargs), seeds, limit is not None)
     error, value, reference, cotangents = _output_cotangents(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     rows = [
-        *_argument_blame_rows(shares, str(low.settings.spec), start, error),
+        *_argument_blame_rows(shares, str(low.settings.spec), first, error),
         *_blame_rows(tape.with_literal_steps(steps), shares, error),
     ]
     rows.sort(key=lambda row: -abs(row.contribution))
-    rest = error - math.fsum(row.contribution for row in rows)
-    notes = (*dict.fromkeys(tape.notes), *_blame_notes(tape.diverges, error, value, rest, rows))
-    return Blame(tuple(rows), error, value, reference, rest, notes)
+    unexplained = error - math.fsum(row.contribution for row in rows)
+    notes = (*dict.fromkeys(tape.notes), *_blame_notes(tape.diverges, error, value, unexplained, rows))
+    return Blame(tuple(rows), error, value, reference, unexplained, notes)
 
 
 def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: Sequence[BlameRow]) -> Iterator[str]:
@@ -248,26 +248,26 @@ def _run_tape(
     seeds: Seeds | None,
     has_limit: bool,
 ) -> list[ValuePair]:
-    entry = values, constants, inside = round_on_entry(program, low.settings.spec, seeds)
+    entry = values, constants, inner_seeds = round_on_entry(program, low.settings.spec, seeds)
     if not has_limit:
         tape.check = partial(_check_loop_turns, program, entry)
-    every = (*program.values, *program.plan.consts)
+    all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
     pairs: list[ValuePair] = [
-        tape.enter(name, x, as_jax_value(whole))
-        for name, x, whole in zip(names, (*values, *constants), every, strict=True)
+        tape.enter(name, x, as_jax_value(exact))
+        for name, x, exact in zip(names, (*values, *constants), all_values, strict=True)
     ]
-    return tape.run(program.plan, inside, pairs[: len(values)], pairs[len(values) :])
+    return tape.run(program.plan, inner_seeds, pairs[: len(values)], pairs[len(values) :])
 
 
 def _check_loop_turns(program: EmulatedProgram, entry: tuple[list[Any], list[Any], Seeds | None]) -> None:
     """Refuses loops of too many turns, by a run of the emulated program alone, which is much faster."""
-    values, constants, inside = entry
+    values, constants, inner_seeds = entry
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        interpret(EagerRunner(_MOST_BLAME_TURNS), program.plan, inside, values, constants)
+        interpret(EagerRunner(_MOST_BLAME_TURNS), program.plan, inner_seeds, values, constants)
         jax.effects_barrier()
-    messages = [str(one.message) for one in records if issubclass(one.category, RuntimeWarning)]
+    messages = [str(record.message) for record in records if issubclass(record.category, RuntimeWarning)]
     if messages:
         raise ValueError(
             f"{messages[0]}. blame records every operation of every turn: max_turns=100 gives the parts of the first "
@@ -291,8 +291,8 @@ def _output_cotangents(
     cotangents: list[Any] = [None] * len(low)
     if sum(error.size for error in errors) == 1 and not np.iscomplexobj(errors[0]):
         cotangents[numbers[0]] = jnp.ones_like(low[numbers[0]])
-        one, two = (float(np.ravel(_as_double(side[numbers[0]]))[0]) for side in (low, wide))
-        return one - two, one, two, cotangents
+        value, reference = (float(np.ravel(_as_double(side[numbers[0]]))[0]) for side in (low, wide))
+        return value - reference, value, reference, cotangents
     norm = math.sqrt(sum(float(np.sum(np.abs(error) ** 2)) for error in errors))
     for i, error in zip(numbers, errors, strict=True):
         cotangents[i] = jnp.asarray(np.conj(error) / (norm or 1.0), low[i].dtype)
@@ -303,10 +303,10 @@ def _cotangents_of_output(
     program: EmulatedProgram, low: list[Any], wide: list[Any], numbers: list[int], output: Callable[[Any], Any]
 ) -> tuple[float, float, float, list[Any]]:
     def number(side: list[Any], values: Sequence[Any]) -> Any:
-        every = list(side)
+        leaves = list(side)
         for i, value in zip(numbers, values, strict=True):
-            every[i] = value
-        out = jnp.asarray(output(jax.tree.unflatten(program.tree, every)))
+            leaves[i] = value
+        out = jnp.asarray(output(jax.tree.unflatten(program.tree, leaves)))
         if out.size != 1 or not jnp.issubdtype(out.dtype, jnp.floating):
             raise TypeError(f"output={output!r} must give a real number, but gives {jax.typeof(out)}")
         return jnp.reshape(out, ())
@@ -315,11 +315,11 @@ def _cotangents_of_output(
         jax.value_and_grad(lambda values, side=side: number(side, values))([side[i] for i in numbers])
         for side in (low, wide)
     ]
-    (one, first), (two, second) = gradients
-    if not (math.isfinite(one) and math.isfinite(two)):
-        raise _not_finite_error(one, two)
+    (value, low_gradient), (reference, wide_gradient) = gradients
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        raise _not_finite_error(value, reference)
     cotangents: list[Any] = [None] * len(low)
-    for i, x, y in zip(numbers, first, second, strict=True):
+    for i, x, y in zip(numbers, low_gradient, wide_gradient, strict=True):
         mean = (x + y) / 2
         # A number that is equal in both results adds nothing, so that 0 is as good as an infinite derivative.
         cotangents[i] = jnp.where(~jnp.isfinite(mean) & (low[i] == wide[i]), 0, mean)
@@ -328,7 +328,7 @@ def _cotangents_of_output(
                 f"output={output!r} has no finite derivative at both results; the norm of an error has none at zero, "
                 "and output=None gives the parts of that norm"
             )
-    return float(one) - float(two), float(one), float(two), cotangents
+    return float(value) - float(reference), float(value), float(reference), cotangents
 
 
 def _not_finite_error(*output: Any) -> ValueError:
@@ -370,7 +370,7 @@ def _blame_row(
     count = sum(share.count for share in members)
     rms = math.sqrt(sum(share.squares for share in members) / count) if count else 0.0
     contribution = math.fsum(share.contribution for share in members)
-    last = max((turn for share in members for turn in share.turns), default=-1)
-    turns = tuple(math.fsum(share.turns.get(turn, 0.0) for share in members) for turn in range(last + 1))
+    last_turn = max((turn for share in members for turn in share.turns), default=-1)
+    turns = tuple(math.fsum(share.turns.get(turn, 0.0) for share in members) for turn in range(last_turn + 1))
     share = contribution / error if error else math.nan
     return BlameRow(scope, name, spec, equations, count, rms, contribution, share, source, turns)

@@ -147,15 +147,15 @@ class SignificantDigits(Tables):
         return {**out, "most": self.most, "samples": self.samples, "instabilities": rows, "notes": list(self.notes)}
 
     def _parts(self) -> Iterator[TableOrLine]:
-        every = [np.ravel(x) for x in jax.tree.leaves(self.digits)]
-        numbers = np.concatenate(every) if every else np.zeros(0)
+        leaves = [np.ravel(x) for x in jax.tree.leaves(self.digits)]
+        numbers = np.concatenate(leaves) if leaves else np.zeros(0)
         if numbers.size == 1:
             yield f"significant digits: {_digits_text(numbers[0])} of {self.most:.1f} ({self.samples} samples)"
         elif numbers.size:
-            worst, middle = _digits_text(float(np.min(numbers))), _digits_text(float(np.median(numbers)))
-            none = int(np.sum(numbers < 1))
-            yield f"significant digits of {numbers.size} numbers: worst {worst}, median {middle} of {self.most:.1f}"
-            yield f"{none} numbers have none ({self.samples} samples)"
+            worst, median = _digits_text(float(np.min(numbers))), _digits_text(float(np.median(numbers)))
+            without_digits = int(np.sum(numbers < 1))
+            yield f"significant digits of {numbers.size} numbers: worst {worst}, median {median} of {self.most:.1f}"
+            yield f"{without_digits} numbers have none ({self.samples} samples)"
         if self.instabilities:
             rows = [(r.kind, str(r.count), r.primitive, r.scope, r.place) for r in self.instabilities]
             yield [("unstable", "count", "primitive", "scope", "source"), *rows]
@@ -248,31 +248,31 @@ def significant_digits(
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function")
     settings = make_settings(_DEFAULT_SPEC if spec is None else spec, None, None, "raise", narrow=narrow)
-    own = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    own_x64 = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     with jax.enable_x64(True):
-        program = _trace_in_float64(fun, _require_stochastic(settings), args, kwargs, own)
+        program = _trace_in_float64(fun, _require_stochastic(settings), args, kwargs, own_x64)
         return _measure_digits(settings, program, key, samples, float(confidence), max_turns)
 
 
-def _trace_in_float64(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any, own: Any) -> EmulatedProgram:
-    """The program of a function of float64 arguments; `own` is the context of its own dtypes."""
+def _trace_in_float64(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any, x64: Any) -> EmulatedProgram:
+    """The program of a function of float64 arguments; `x64` is the context of its own dtypes."""
     widens, run = settings.narrow == "carrier", fun
     if widens:
         run = lambda *args, **kwargs: jax.tree.map(_number_in_float64, fun(*args, **kwargs))  # noqa: E731
     try:
         return trace_program(run, settings, *jax.tree.map(_number_in_float64, (args, kwargs)))
     except TypeError as error:
-        with own:  # its own error, if it has one
+        with x64:  # its own error, if it has one
             program = trace_program(fun, make_settings(None, None, None, "carrier"), args, kwargs)
         if widens:
             return trace_program(
                 partial(_rerun_program, program), settings, list(map(_number_in_float64, program.values)), {}
             )
-        why = str(error).splitlines()[0].rstrip(":")
+        reason = str(error).splitlines()[0].rstrip(":")
         raise TypeError(
             f"fun={fun!r} does not run in float64: it mixes its arguments, which are float64 here, with values of a "
             "fixed dtype such as jnp.float32(0); pass narrow='carrier', which computes those in float64, or give them "
-            f"the dtype of an argument, as in jnp.zeros((), x.dtype). JAX: {why}"
+            f"the dtype of an argument, as in jnp.zeros((), x.dtype). JAX: {reason}"
         ) from error
 
 
@@ -304,15 +304,15 @@ def _measure_digits(
     measure = _DigitsMeasure.of(samples, confidence, bits * math.log10(2))
     _check_carrier_digits(program.plan)
     seeds = [call_seeds(settings, jax.random.fold_in(key, i)) for i in range(samples)]
-    entries = [round_on_entry(program, settings.spec, one) for one in seeds]
+    entries = [round_on_entry(program, settings.spec, sample_seeds) for sample_seeds in seeds]
     # Each sample writes to its own references.
     values, constants = (
         [list(map(copy_if_reference, many)) for many in zip(*(e[i] for e in entries), strict=True)] for i in (0, 1)
     )
-    outer = user_line()
-    run = _SampleRun(measure, max_turns)
-    results = run.run(program.plan, [e[2] for e in entries], values, constants)
-    for note in dict.fromkeys(run.notes):
+    call_line = user_line()
+    sample_run = _SampleRun(measure, max_turns)
+    results = sample_run.run(program.plan, [e[2] for e in entries], values, constants)
+    for note in dict.fromkeys(sample_run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=3)
     facts = [
         measure.facts(many)
@@ -321,8 +321,8 @@ def _measure_digits(
         for many in results
     ]
     digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
-    rows = tuple(_instability_rows(walk_sources(program.plan, 1, outer), run.counts))
-    return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(run.notes)))
+    rows = tuple(_instability_rows(walk_sources(program.plan, 1, call_line), sample_run.counts))
+    return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(sample_run.notes)))
 
 
 def _check_carrier_digits(plan: ProgramPlan) -> None:
@@ -388,16 +388,16 @@ class _DigitsMeasure:
 
     def facts(self, many: ValueSamples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The digits, mean and standard deviation of samples; a complex number has the digits of its worse part."""
-        every = np.stack([np.asarray(x) for x in many])
-        if np.iscomplexobj(every):
-            real, imaginary = (self.facts(list(part)) for part in (np.real(every), np.imag(every)))
+        stacked = np.stack([np.asarray(x) for x in many])
+        if np.iscomplexobj(stacked):
+            real, imaginary = (self.facts(list(part)) for part in (np.real(stacked), np.imag(stacked)))
             spread = np.hypot(real[2], imaginary[2])
             return np.minimum(real[0], imaginary[0]), real[1] + 1j * imaginary[1], spread
-        every = every.astype(np.float64)
+        stacked = stacked.astype(np.float64)
         with np.errstate(all="ignore"):
-            deviations = every - every[0]  # equal samples have a spread of exactly zero
-            mean, spread = every[0] + deviations.mean(0), deviations.std(0, ddof=1)
-        return np.where(np.all(np.isfinite(every), axis=0), self.digits(mean, spread), 0.0), mean, spread
+            deviations = stacked - stacked[0]  # equal samples have a spread of exactly zero
+            mean, spread = stacked[0] + deviations.mean(0), deviations.std(0, ddof=1)
+        return np.where(np.all(np.isfinite(stacked), axis=0), self.digits(mean, spread), 0.0), mean, spread
 
     def digits(self, mean: np.ndarray, spread: np.ndarray) -> np.ndarray:
         """The digits of numbers with this mean and standard deviation."""
@@ -442,32 +442,32 @@ class _SampleRun:
         return [read(v) for v in plan.jaxpr.outvars]
 
     def _step(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
-        each = [[many[i] for many in args] for i in range(len(seeds))]
+        by_sample = [[samples[i] for samples in args] for i in range(len(seeds))]
         walk = (
             _SAMPLE_WALKS.get(step.name, _SampleRun._call if step.inner else None) if step.kind == "control" else None
         )
         if walk is not None:
-            each = self._each(partial(round_operands, step), seeds, each)
-            return walk(self, step, seeds, _transpose_samples(each, len(args)))
+            by_sample = self._run_each(partial(round_operands, step), seeds, by_sample)
+            return walk(self, step, seeds, _transpose_samples(by_sample, len(args)))
         run = partial(
             self.runner.control if step.kind == "control" else self.runner.run, with_vmap_collective(step, self.axes)
         )
-        results = _transpose_samples(self._each(run, seeds, each), len(step.eqn.outvars))
+        results = _transpose_samples(self._run_each(run, seeds, by_sample), len(step.eqn.outvars))
         if len(seeds) > 1 and step.kind != "control":
-            self._look(step, seeds, each, results)
+            self._count_unstable(step, seeds, by_sample, results)
         return results
 
-    def _each(
-        self, run: Callable[[Seeds | None, list[Any]], Any], seeds: Sequence[Seeds | None], each: list[list[Any]]
+    def _run_each(
+        self, run: Callable[[Seeds | None, list[Any]], Any], seeds: Sequence[Seeds | None], by_sample: list[list[Any]]
     ) -> list[Any]:
         """``run(seeds, args)`` for each sample."""
-        return [map_shards(self.axes, run, one, x) for one, x in zip(seeds, each, strict=True)]
+        return [map_shards(self.axes, run, sample_seeds, x) for sample_seeds, x in zip(seeds, by_sample, strict=True)]
 
     def _inside(self, seeds: Sequence[Seeds | None], number: int, turn: int = 0) -> list[Seeds | None]:
-        return [seeds_of_turn(self.axes, one, number, turn) for one in seeds]
+        return [seeds_of_turn(self.axes, sample_seeds, number, turn) for sample_seeds in seeds]
 
-    def _look(
-        self, step: EmulatedStep, seeds: Sequence[Seeds | None], each: list[list[Any]], results: list[ValueSamples]
+    def _count_unstable(
+        self, step: EmulatedStep, seeds: Sequence[Seeds | None], by_sample: list[list[Any]], results: list[ValueSamples]
     ) -> None:
         """Counts the instabilities of one equation."""
         if step.name in COMPARISONS:
@@ -481,7 +481,7 @@ class _SampleRun:
         if after and all(np.all(x > self.measure.most - _CANCELLATION_DIGITS) for x in after):
             return  # no operand has more than the most digits
         operands = _transpose_samples(
-            self._each(partial(self.runner.prepare_operands, step), seeds, each), len(step.eqn.invars)
+            self._run_each(partial(self.runner.prepare_operands, step), seeds, by_sample), len(step.eqn.invars)
         )
         if name in _TERM_SUMS | _PRODUCT_SUMS:
             before = self._digits_without_cancellation(with_vmap_collective(step, self.axes), operands)
@@ -557,11 +557,11 @@ class _SampleRun:
         branches = [np.clip(np.asarray(x), 0, last) for x in args[0]]
         out: list[ValueSamples] = [[None] * len(seeds) for _ in step.eqn.outvars]
         for index in map(int, np.unique(np.stack(branches))):
-            who = [i for i, x in enumerate(branches) if np.any(x == index)]
-            inside = self._inside(_select_samples(seeds, who), step.number + index)
-            new = self.run(step.inner[index], inside, [_select_samples(many, who) for many in args[1:]])
+            chosen = [i for i, x in enumerate(branches) if np.any(x == index)]
+            inner_seeds = self._inside(_select_samples(seeds, chosen), step.number + index)
+            new = self.run(step.inner[index], inner_seeds, [_select_samples(many, chosen) for many in args[1:]])
             for many, old in zip(new, out, strict=True):  # shards of one sample may take several branches
-                for k, i in enumerate(who):
+                for k, i in enumerate(chosen):
                     old[i] = (
                         many[k] if old[i] is None else where_active(jnp.asarray(branches[i] == index), many[k], old[i])
                     )
@@ -570,12 +570,12 @@ class _SampleRun:
     def _scan(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
         params = step.eqn.params
         consts, carry_size = carry_count(params)
-        fixed, carry, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
+        const_args, carry, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
         order = range(params["length"])
         turns: list[list[ValueSamples]] = []
         for turn, k in enumerate(reversed(order) if params["reverse"] else order):
             row = [[shard_row(x, k, self.axes) for x in many] for many in xs]
-            out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*fixed, *carry, *row])
+            out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*const_args, *carry, *row])
             carry = out[:carry_size]
             turns.append(out[carry_size:])
         if params["reverse"]:
@@ -588,53 +588,55 @@ class _SampleRun:
 
     def _while(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
         test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-        first, fixed, carry = args[:test], args[test : test + body], [list(many) for many in args[test + body :]]
-        who, active = list(range(len(seeds))), [jnp.asarray(True)] * len(seeds)
+        cond, fixed, carry = args[:test], args[test : test + body], [list(many) for many in args[test + body :]]
+        live, active = list(range(len(seeds))), [jnp.asarray(True)] * len(seeds)
         turn = 0
-        while who:
-            here = _select_samples(seeds, who)
-            now = [_select_samples(many, who) for many in carry]
+        while live:
+            keys = _select_samples(seeds, live)
+            state = [_select_samples(many, live) for many in carry]
             conditions = self.run(
-                step.inner[0], self._inside(here, step.number, turn), [*(_select_samples(x, who) for x in first), *now]
+                step.inner[0],
+                self._inside(keys, step.number, turn),
+                [*(_select_samples(x, live) for x in cond), *state],
             )[0]
-            for i, one in zip(who, conditions, strict=True):
-                active[i] = active[i] & one
-            who = [i for i in who if bool(jnp.any(active[i]))]
-            if not who:
+            for i, condition in zip(live, conditions, strict=True):
+                active[i] = active[i] & condition
+            live = [i for i in live if bool(jnp.any(active[i]))]
+            if not live:
                 break
-            here, now = _select_samples(seeds, who), [_select_samples(many, who) for many in carry]
+            keys, state = _select_samples(seeds, live), [_select_samples(many, live) for many in carry]
             if turn >= self.max_turns:
-                sample = [many[who[0]] for many in (*first, *carry)]
-                (inside,) = self._inside(_select_samples(seeds, who[:1]), step.number, turn)
-                why = f"after max_turns={turn} turns"
-                self.notes.append(note_of_stop(self.runner, step, why, inside, sample, self.axes))
+                sample = [many[live[0]] for many in (*cond, *carry)]
+                (inner_seeds,) = self._inside(_select_samples(seeds, live[:1]), step.number, turn)
+                reason = f"after max_turns={turn} turns"
+                self.notes.append(note_of_stop(self.runner, step, reason, inner_seeds, sample, self.axes))
                 break
             out = self.run(
                 step.inner[1],
-                self._inside(here, step.number + 1, turn),
-                [*(_select_samples(x, who) for x in fixed), *now],
+                self._inside(keys, step.number + 1, turn),
+                [*(_select_samples(x, live) for x in fixed), *state],
             )
             new = [
-                [where_active(active[i], as_jax_value(x), y) for i, x, y in zip(who, *pair, strict=True)]
-                for pair in zip(out, now, strict=True)
+                [where_active(active[i], as_jax_value(x), y) for i, x, y in zip(live, *pair, strict=True)]
+                for pair in zip(out, state, strict=True)
             ]
             turn += 1
-            _put_samples(carry, who, new)
+            _put_samples(carry, live, new)
         return carry
 
 
-def _transpose_samples(each: Sequence[Sequence[Any]], count: int) -> list[ValueSamples]:
+def _transpose_samples(by_sample: Sequence[Sequence[Any]], count: int) -> list[ValueSamples]:
     """Values by sample as samples by value."""
-    return [[values[i] for values in each] for i in range(count)]
+    return [[values[i] for values in by_sample] for i in range(count)]
 
 
-def _select_samples(many: Sequence[Any], who: Sequence[int]) -> ValueSamples:
-    return [many[i] for i in who]
+def _select_samples(many: Sequence[Any], indexes: Sequence[int]) -> ValueSamples:
+    return [many[i] for i in indexes]
 
 
-def _put_samples(into: list[ValueSamples], who: Sequence[int], values: list[ValueSamples]) -> None:
+def _put_samples(into: list[ValueSamples], indexes: Sequence[int], values: list[ValueSamples]) -> None:
     for many, new in zip(into, values, strict=True):
-        for i, x in zip(who, new, strict=True):
+        for i, x in zip(indexes, new, strict=True):
             many[i] = x
 
 

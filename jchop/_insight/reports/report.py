@@ -263,13 +263,13 @@ def report(
     trace_values = check_bool("trace_values", trace_values) or reference is not None or stop_at is not None
     if stop_at is not None:
         check_choice("stop_at", stop_at, EVENTS)
-    most = max_turns if max_turns is not None else fun.settings.max_turns or MOST_REPORT_TURNS
-    beside = PairedRun(make_reference(reference), check_int("max_turns", most, 1, (1 << 32) - 1), stop_at)
+    limit = max_turns if max_turns is not None else fun.settings.max_turns or MOST_REPORT_TURNS
+    paired_run = PairedRun(make_reference(reference), check_int("max_turns", limit, 1, (1 << 32) - 1), stop_at)
     program = trace_program(
         fun.fun, fun.settings, args, kwargs
     )  # traced again, because an equal program may have other lines
-    outer = user_line()
-    steps = list(walk_sources(program.plan, 1, outer))
+    call_line = user_line()
+    steps = list(walk_sources(program.plan, 1, call_line))
     if not trace_values:
         return Report(tuple(_report_rows(steps, {})), notes=tuple(_carrier_notes(steps)))
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
@@ -277,37 +277,37 @@ def report(
     stop_text, spec = "", fun.settings.spec
     seeds = fun.seeds(key, args, kwargs)
     try:
-        beside.whole(program, spec, round_on_entry(program, spec, seeds), argument_names(args, kwargs))
+        paired_run.whole(program, spec, round_on_entry(program, spec, seeds), argument_names(args, kwargs))
     except StopEventError as stop:
-        stop_text = text_of_event(stop, program.plan, outer, first_line_of(fun.fun, outer))
-    for note in dict.fromkeys(beside.notes):
+        stop_text = text_of_event(stop, program.plan, call_line, first_line_of(fun.fun, call_line))
+    for note in dict.fromkeys(paired_run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
-    notes = (*dict.fromkeys(beside.notes), *_report_notes(steps, beside), *_carrier_notes(steps))
-    entry_rows = _entry_rows(beside, spec, first_line_of(fun.fun, outer))
-    rows = (*entry_rows, *_report_rows(beside.with_literal_steps(steps), beside.measures))
-    return Report(rows, True, beside.reference.text, notes, stop_text)
+    notes = (*dict.fromkeys(paired_run.notes), *_report_notes(steps, paired_run), *_carrier_notes(steps))
+    entry_rows = _entry_rows(paired_run, spec, first_line_of(fun.fun, call_line))
+    rows = (*entry_rows, *_report_rows(paired_run.with_literal_steps(steps), paired_run.measures))
+    return Report(rows, True, paired_run.reference.text, notes, stop_text)
 
 
-def _entry_rows(beside: PairedRun, spec: Spec | None, source: str) -> Iterator[ReportRow]:
+def _entry_rows(paired_run: PairedRun, spec: Spec | None, source: str) -> Iterator[ReportRow]:
     """Rows of the arguments and constants with overflows, infinities, NaN or underflows."""
-    for name, rounds, size, measure in beside.entries:
+    for name, rounds, size, measure in paired_run.entries:
         if measure.overflows or measure.infinities or measure.nans or measure.underflows:
             yield ReportRow("", name, str(spec) if rounds else "carrier", "", 1, size, source, **measure.facts())
 
 
-def _report_notes(steps: Sequence[tuple[EmulatedStep, int, str]], beside: PairedRun) -> Iterator[str]:
+def _report_notes(steps: Sequence[tuple[EmulatedStep, int, str]], paired_run: PairedRun) -> Iterator[str]:
     if any(step.name == "while" for step, _, _ in steps):
-        yield f"while loops make at most {beside.max_turns} turns in this report (max_turns)"
-    if beside.reference.narrow:
-        yield f"the reference is the carrier's for: {', '.join(sorted(beside.reference.narrow))}"
+        yield f"while loops make at most {paired_run.max_turns} turns in this report (max_turns)"
+    if paired_run.reference.narrow:
+        yield f"the reference is the carrier's for: {', '.join(sorted(paired_run.reference.narrow))}"
 
 
 def _carrier_notes(steps: Sequence[tuple[EmulatedStep, int, str]]) -> Iterator[str]:
     """A sentence about the operations that rules and `unknown` leave in the carrier."""
-    wide = [step for step, _, _ in steps if step.kind not in SILENT_KINDS and step_spec_text(step) == "carrier"]
-    if wide:
-        counts = {step_label(step): 0 for step in wide}
-        for step in wide:
+    unrounded = [step for step, _, _ in steps if step.kind not in SILENT_KINDS and step_spec_text(step) == "carrier"]
+    if unrounded:
+        counts = {step_label(step): 0 for step in unrounded}
+        for step in unrounded:
             counts[step_label(step)] += 1
         yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 

@@ -106,9 +106,9 @@ class Tape(PairedRun):
         ):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
             exact = self.reference.bind(with_vmap_collective(step, self.axes), low, self.axes, rounds=False)
-            for v, node, same in zip(step.eqn.outvars, out, exact, strict=True):
+            for v, node, exact_result in zip(step.eqn.outvars, out, exact, strict=True):
                 if is_number(v.aval):
-                    node.rounding_error = _rounding_error(node[0], same)
+                    node.rounding_error = _rounding_error(node[0], exact_result)
         axes = self.axes
         self._record(step, args, out, lambda cotangents: self._pull_back_step(step, axes, args, out, cotangents))
         return list(out)
@@ -134,11 +134,11 @@ class Tape(PairedRun):
             return args
         args = list(args)
         for i, low, _ in self.literals_out_of_range(step, seeds, args):
-            own = self.literal_steps.setdefault(id(step), replace(step, kind="constant"))
-            self.sources[id(own)] = self.sources.get(id(step), step.place)
+            literal_step = self.literal_steps.setdefault(id(step), replace(step, kind="constant"))
+            self.sources[id(literal_step)] = self.sources.get(id(step), step.place)
             node = TapeNode((low, args[i][1]))
             node.rounding_error = _rounding_error(*node)
-            self._record(own, [args[i]], [node], lambda cotangents: cotangents)
+            self._record(literal_step, [args[i]], [node], lambda cotangents: cotangents)
             args[i] = node
         return args
 
@@ -178,8 +178,8 @@ class Tape(PairedRun):
     def row(self, pair: ValuePair, k: int) -> ValuePair:
         """Row k of arrays."""
         node, shape = TapeNode(super().map_pair(lambda x: shard_row(x, k, self.axes), pair)), jnp.shape(pair[0])
-        place = (slice(None),) * len(self.axes) + (k,)
-        self._record(None, [pair], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[place].set(cts[0])])
+        index = (slice(None),) * len(self.axes) + (k,)
+        self._record(None, [pair], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[index].set(cts[0])])
         return node
 
     def stack(self, rows: list[ValuePair], aval: Any) -> ValuePair:
@@ -244,15 +244,15 @@ class Tape(PairedRun):
         name = self._name(entries[-1].step)
         if self.steep is None and all(_are_finite(pair) for entry in self.entries for pair in _number_nodes(entry)):
             # Values and derivatives of single equations are finite, so products or sums of these derivatives are not.
-            of = "the result of " if isinstance(entries[-1].step, EmulatedStep) else ""
+            prefix = "the result of " if isinstance(entries[-1].step, EmulatedStep) else ""
             carrier = jnp.finfo(_number_nodes(entries[-1])[0][0].dtype).dtype
             wider = "" if carrier == jnp.float64 else "use float64 arrays (jax_enable_x64), or "
             raise ValueError(
-                f"the derivative of the output by {of}{name} overflows {carrier}, {_NO_PARTS}; "
+                f"the derivative of the output by {prefix}{name} overflows {carrier}, {_NO_PARTS}; "
                 f"{wider}blame fewer turns of a loop"
             )
-        why = self.steep or f"the part of {name} is not finite although the output is"
-        raise ValueError(f"{why}, {_NO_PARTS}; it may have parts at other arguments")
+        reason = self.steep or f"the part of {name} is not finite although the output is"
+        raise ValueError(f"{reason}, {_NO_PARTS}; it may have parts at other arguments")
 
     def _name(self, step: Any) -> str:
         if not isinstance(step, EmulatedStep):
@@ -263,16 +263,16 @@ class Tape(PairedRun):
     def _pull_back_step(
         self, step: EmulatedStep, axes: ShardAxes, args: list[ValuePair], out: list[TapeNode], cotangents: list[Any]
     ) -> list[Any]:
-        fixed = [
+        is_literal = [
             isinstance(v, Literal) and not isinstance(x, TapeNode) for v, x in zip(step.eqn.invars, args, strict=True)
         ]
-        places = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not fixed[i]]
+        operands = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not is_literal[i]]
         result: list[Any] = [None] * len(args)
         if any(is_reference(v.aval) for v in step.eqn.invars):
             raise NotImplementedError(
                 f"blame needs the derivative of {self._name(step)}, which reads a mutable reference"
             )
-        if not places:
+        if not operands:
             return result
         if step.name == "stop_gradient":
             return list(cotangents)
@@ -280,13 +280,13 @@ class Tape(PairedRun):
         # Without the results that do not count: the vectors of equal eigenvalues have no derivative, the values have.
         numbers = [i for i, x in enumerate(cotangents) if x is not None and np.any(np.asarray(x) != 0)]
         if not numbers:
-            for i in places:
+            for i in operands:
                 result[i] = jnp.zeros(low[i].shape, low[i].dtype)
             return result
         eqn = with_vmap_collective(step, axes).eqn
         params = tuple(sorted(eqn.params.items()))
         kinds = (step.kind in ELEMENTWISE_KINDS, step.kind in CHOOSING_KINDS)
-        equation = _EquationFacts(eqn.primitive, params, tuple(places), tuple(numbers), axes, *kinds)
+        equation = _EquationFacts(eqn.primitive, params, tuple(operands), tuple(numbers), axes, *kinds)
         number_cotangents = [cotangents[i] for i in numbers]
 
         def pull(cotangents: list[Any]) -> list[Any]:
@@ -299,11 +299,11 @@ class Tape(PairedRun):
             raise type(error)(f"blame needs the derivative of {self._name(step)}: {error}") from error
         if self.steep is None and _are_finite(number_cotangents) and not _are_finite(pullback):
             # With smaller derivatives of the output: these may be too large, and not the derivative of the equation.
-            own = pull([x / jnp.max(jnp.abs(x), initial=1.0) for x in number_cotangents])
-            at = None if _are_finite(own) else _steep_operands(equation, args, [out[i] for i in numbers], own)
-            if at is not None:
-                self.steep = f"the derivative of {self._name(step)} is not finite{at} although its result is"
-        for i, cotangent in zip(places, pullback, strict=True):
+            unit = pull([x / jnp.max(jnp.abs(x), initial=1.0) for x in number_cotangents])
+            where = None if _are_finite(unit) else _steep_operands(equation, args, [out[i] for i in numbers], unit)
+            if where is not None:
+                self.steep = f"the derivative of {self._name(step)} is not finite{where} although its result is"
+        for i, cotangent in zip(operands, pullback, strict=True):
             result[i] = cotangent
         return result
 
@@ -332,10 +332,10 @@ class _EquationFacts:
 
     def results(self, args: list[Any], values: Sequence[Any]) -> list[Any]:
         """The results that are numbers, with other values for the operands that move."""
-        every = list(args)
+        operands = list(args)
         for i, value in zip(self.operand_places, values, strict=True):
-            every[i] = value
-        out = bind_shards(self.axes, self.primitive, dict(self.params), every)
+            operands[i] = value
+        out = bind_shards(self.axes, self.primitive, dict(self.params), operands)
         return [out[i] for i in self.numbers]
 
     def sorts(self, x: Any) -> bool:
@@ -347,9 +347,9 @@ class _EquationFacts:
 @partial(always_jit, static_argnums=0)
 def _pull_back(equation: _EquationFacts, low: list[Any], wide: list[Any], cotangents: list[Any]) -> list[Any]:
     """The mean of an equation's transposed derivatives at both ends, or a secant."""
-    places, numbers = equation.operand_places, equation.numbers
+    operands, numbers = equation.operand_places, equation.numbers
     ends = [(lambda *values, side=side: equation.results(side, values)) for side in (low, wide)]
-    sides = [[side[i] for i in places] for side in (low, wide)]
+    sides = [[side[i] for i in operands] for side in (low, wide)]
     (out, pull), (reference, back) = (jax.vjp(end, *side) for end, side in zip(ends, sides, strict=True))
     first = second = cotangents
     if equation.choosing:
@@ -360,11 +360,11 @@ def _pull_back(equation: _EquationFacts, low: list[Any], wide: list[Any], cotang
         first = [w * x for w, x in zip(weights, cotangents, strict=True)]
         second = [(2 - w) * x for w, x in zip(weights, cotangents, strict=True)]
     mean = [(x + y) / 2 for x, y in zip(pull(first), back(second), strict=True)]
-    x, y = low[places[0]], wide[places[0]]
-    if equation.elementwise and len(places) == len(numbers) == 1 and x.shape == out[0].shape:
-        far = jnp.abs(x - y) > _FAR_OPERANDS * jnp.maximum(jnp.abs(x), jnp.abs(y))
-        slope = (out[0] - reference[0]) / jnp.where(far, x - y, 1)
-        mean = [jnp.where(far, (slope * cotangents[0]).astype(mean[0].dtype), mean[0])]
+    x, y = low[operands[0]], wide[operands[0]]
+    if equation.elementwise and len(operands) == len(numbers) == 1 and x.shape == out[0].shape:
+        is_far = jnp.abs(x - y) > _FAR_OPERANDS * jnp.maximum(jnp.abs(x), jnp.abs(y))
+        slope = (out[0] - reference[0]) / jnp.where(is_far, x - y, 1)
+        mean = [jnp.where(is_far, (slope * cotangents[0]).astype(mean[0].dtype), mean[0])]
     if equation.elementwise:  # a result that does not count has operands that do not, at infinite slopes too
         mean = [jnp.where(cotangents[0] == 0, 0, x) if x.shape == cotangents[0].shape else x for x in mean]
     return mean
@@ -378,10 +378,10 @@ def _secant_weights(
     Such weights exist for a maximum: its change lies between those of the operands that the two programs choose.
     """
     changes = tuple(map(_finite_change, *sides))
-    along = (jax.jvp(end, tuple(side), changes)[1] for end, side in zip(ends, sides, strict=True))
+    slopes = (jax.jvp(end, tuple(side), changes)[1] for end, side in zip(ends, sides, strict=True))
     weights = []
-    for x, y, one, two in zip(out, reference, *along, strict=True):
-        weight = 2 * jnp.real((_finite_change(x, y) - two) / (one - two))
+    for x, y, first, second in zip(out, reference, *slopes, strict=True):
+        weight = 2 * jnp.real((_finite_change(x, y) - second) / (first - second))
         weights.append(jnp.where(jnp.isfinite(weight), jnp.clip(weight, 0, 2), 1))
     return weights
 
@@ -396,9 +396,9 @@ def _sort_moves(equation: _EquationFacts, x: Any, y: Any) -> list[Callable[[Any]
     axis = params["axis" if top else "dimension"] + len(equation.axes)
     order = jnp.argsort(y, axis, descending=top)
     x = jnp.take_along_axis(x, order, axis)
-    x, place = -x if top else x, lax.broadcasted_iota(order.dtype, x.shape, axis)
-    last = lax.cummax(jnp.where(x >= lax.cummax(x, axis), place, 0), axis)
-    first = lax.cummin(jnp.where(x <= lax.cummin(x, axis, reverse=True), place, place.size), axis, reverse=True)
+    x, position = -x if top else x, lax.broadcasted_iota(order.dtype, x.shape, axis)
+    last = lax.cummax(jnp.where(x >= lax.cummax(x, axis), position, 0), axis)
+    first = lax.cummin(jnp.where(x <= lax.cummin(x, axis, reverse=True), position, position.size), axis, reverse=True)
 
     def move(values: Any, places: Any) -> list[Any]:
         places = jnp.take_along_axis(order, lax.slice_in_dim(places, 0, params.get("k"), axis=axis), axis)
@@ -422,7 +422,7 @@ def _with_secants(
     result = [jnp.where(a & _equal_or_nan(x, y), 0, one) for a, one, (x, y) in zip(steep, pullback, pairs, strict=True)]
     if not equation.elementwise or any(x.shape != cotangents[0].shape for x, _ in pairs):
         return result
-    here = jnp.any(jnp.stack([~jnp.isfinite(x) for x in result]), 0)
+    unresolved = jnp.any(jnp.stack([~jnp.isfinite(x) for x in result]), 0)
     changes: list[Any] = [0] * len(pairs)
     for order in (range(len(pairs)), reversed(range(len(pairs)))):
         values = [y for _, y in pairs]
@@ -433,9 +433,9 @@ def _with_secants(
             changes[k] += _finite_change(after, before) / 2
             before = after
     for k, (x, y) in enumerate(pairs):
-        apart = here & ~_equal_or_nan(x, y)
-        secant = changes[k] / jnp.where(apart, x - y, 1) * cotangents[0]
-        result[k] = jnp.where(apart, secant.astype(pullback[k].dtype), result[k])
+        uses_secant = unresolved & ~_equal_or_nan(x, y)
+        secant = changes[k] / jnp.where(uses_secant, x - y, 1) * cotangents[0]
+        result[k] = jnp.where(uses_secant, secant.astype(pullback[k].dtype), result[k])
     return result
 
 
@@ -500,15 +500,15 @@ def _add_share(share: ErrorShare, node: TapeNode, turn: tuple[int, ...]) -> None
 
 def _on_devices_of(cotangent: Any, like: Any) -> Any:
     """The cotangent on the devices of a value; JAX compares them if the axes of a mesh are explicit."""
-    several = isinstance(like, Array) and like.sharding.num_devices > 1
-    return jax.device_put(cotangent, like.sharding) if several else cotangent
+    is_sharded = isinstance(like, Array) and like.sharding.num_devices > 1
+    return jax.device_put(cotangent, like.sharding) if is_sharded else cotangent
 
 
-def _rounding_error(low: Any, same: Any) -> np.ndarray:
+def _rounding_error(low: Any, exact: Any) -> np.ndarray:
     """Their difference in float64, which holds that of two numbers of float32 almost always, to half a unit else."""
-    low, same = np.asarray(low), np.asarray(same)
-    wide = np.complex128 if np.iscomplexobj(low) else np.float64
-    low, same = low.astype(wide), same.astype(wide)
-    alike = (low == same) | (np.isnan(low) & np.isnan(same))
+    low, exact = np.asarray(low), np.asarray(exact)
+    dtype = np.complex128 if np.iscomplexobj(low) else np.float64
+    low, exact = low.astype(dtype), exact.astype(dtype)
+    is_equal = (low == exact) | (np.isnan(low) & np.isnan(exact))
     with np.errstate(invalid="ignore"):
-        return np.where(alike, 0, low - same)
+        return np.where(is_equal, 0, low - exact)

@@ -38,9 +38,9 @@ def is_spec_traceable(spec: Spec | None) -> bool:
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding is not Rounding.NEAREST_EVEN or spec.flush:
         return False
-    usual = fmt.signed and fmt.zero and fmt.subnormals and fmt.has_negative_zero
-    small = fmt.emin - fmt.frac_bits >= _LEAST_EXPONENT and fmt.emax <= _MOST_EXPONENT
-    return usual and small and fmt.precision <= _MOST_PRECISION
+    is_signed_ieee = fmt.signed and fmt.zero and fmt.subnormals and fmt.has_negative_zero
+    is_in_range = fmt.emin - fmt.frac_bits >= _LEAST_EXPONENT and fmt.emax <= _MOST_EXPONENT
+    return is_signed_ieee and is_in_range and fmt.precision <= _MOST_PRECISION
 
 
 def format_row(spec: Spec) -> np.ndarray:
@@ -69,9 +69,9 @@ def _round_bits_to_row(x: Array, row: Array) -> Array:
     fraction = magnitude & jnp.int64((1 << FLOAT64.fraction) - 1)
     excess = (FLOAT64.fraction + 1 - precision) + jnp.maximum(emin - exponent, 0)
     shift = jnp.minimum(excess, FLOAT64.fraction)
-    last = ((fraction | jnp.int64(1 << FLOAT64.fraction)) >> shift) & 1
+    last_bit = ((fraction | jnp.int64(1 << FLOAT64.fraction)) >> shift) & 1
     half = (jnp.int64(1) << shift) >> 1
-    new_magnitude = magnitude + jnp.where(shift > 0, half - 1 + last, 0)
+    new_magnitude = magnitude + jnp.where(shift > 0, half - 1 + last_bit, 0)
     new_magnitude = (new_magnitude >> shift) << shift
     # Below the smallest value: from half of it on, which is a tie, up to it.
     smallest = jnp.where(fraction == 0, jnp.int64(0), (exponent + 1 + FLOAT64.bias) << FLOAT64.fraction)

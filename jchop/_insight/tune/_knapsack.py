@@ -34,20 +34,20 @@ def knapsack_front(costs: Sequence[Sequence[int]], scores: Sequence[Sequence[flo
         scores: a number for each option of each group; less is better.
     """
     front = [KnapsackChoice(0, 0.0, ())]
-    for own_costs, own_scores in zip(costs, scores, strict=True):
+    for group_costs, group_scores in zip(costs, scores, strict=True):
         candidates = [
-            KnapsackChoice(one.cost + cost, one.score + score, (*one.options, number))
+            KnapsackChoice(one.cost + cost, one.score + score, (*one.options, option))
             for one in front
-            for number, (cost, score) in enumerate(zip(own_costs, own_scores, strict=True))
+            for option, (cost, score) in enumerate(zip(group_costs, group_scores, strict=True))
         ]
         candidates.sort(key=lambda one: (one.cost, one.score, one.options))
         front = []
-        for one in candidates:
-            if not front or one.score < front[-1].score:
-                front.append(one)
+        for choice in candidates:
+            if not front or choice.score < front[-1].score:
+                front.append(choice)
     return front
 
 
 def choice_within_budget(front: Sequence[KnapsackChoice], budget: int) -> KnapsackChoice | None:
     """The choice of the least score that costs no more than the budget; None if every one costs more."""
-    return next((one for one in reversed(front) if one.cost <= budget), None)
+    return next((choice for choice in reversed(front) if choice.cost <= budget), None)

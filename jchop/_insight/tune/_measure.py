@@ -77,7 +77,7 @@ class TuningProblem:
         levels = np.asarray(assignment, np.int32)
         plan = case.program.plan
         with jax.enable_x64(True):
-            values, consts = ([_as_host_float64(x) for x in every] for every in (case.program.values, plan.consts))
+            values, consts = ([_as_host_float64(x) for x in arrays] for arrays in (case.program.values, plan.consts))
             results = self.run_of(case)(levels, values, consts)
         avals = [v.aval for v in plan.jaxpr.outvars]
         out = [
@@ -104,7 +104,7 @@ class TuningProblem:
         """Refuses sites that rules do not tell apart."""
         marks = [ArithmeticChoice(Spec("e8m1"), None), ArithmeticChoice(Spec("e8m2"), None)]
         for bit in range(len(self.sites).bit_length()):
-            choices = [marks[number >> bit & 1] for number in range(len(self.sites))]
+            choices = [marks[site >> bit & 1] for site in range(len(self.sites))]
             settings = make_settings(None, make_tuning_rules(self.sites, self.others, choices), None, "raise")
             for case in self.cases:
                 check_tuning_rules(settings, case.program.plan, case.sites, choices)
@@ -117,7 +117,7 @@ def errors_of_emulation(low: EmulatedFunction, cases: Sequence[TuningCase], metr
         with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("always")
             error = error_by_metric(metric, low(*case.args), case.exact)
-        hit_limit = any(issubclass(one.category, RuntimeWarning) and "max_turns" in str(one.message) for one in records)
+        hit_limit = any(issubclass(w.category, RuntimeWarning) and "max_turns" in str(w.message) for w in records)
         errors.append(math.inf if hit_limit else error)
     return errors
 
@@ -147,29 +147,29 @@ def make_tuning_problem(
     """
     mark = next(choice.spec for choice in menu if choice.spec is not None)
     programs = ProgramCache(fun, Settings(mark, (), None, "raise", max_turns))
-    first: list[TuningSite] | None = None
+    all_sites: list[TuningSite] | None = None
     others: set[tuple[str, str]] = set()
     plans: dict[int, dict[int, int]] = {}
     cases: list[TuningCase] = []
-    for number, args in enumerate((*inputs, *held_out)):
-        name = f"inputs[{number}]" if number < len(inputs) else f"held_out[{number - len(inputs)}]"
+    for index, args in enumerate((*inputs, *held_out)):
+        name = f"inputs[{index}]" if index < len(inputs) else f"held_out[{index - len(inputs)}]"
         program = programs.of(args, {})
-        sites, site_of_step, rest = tuning_sites(program.plan, by)
-        if first is None:
-            first = sites
-        elif [site.path for site in sites] != [site.path for site in first]:
+        sites, site_of_step, other_pairs = tuning_sites(program.plan, by)
+        if all_sites is None:
+            all_sites = sites
+        elif [site.path for site in sites] != [site.path for site in all_sites]:
             raise ValueError(f"{name} has other operations than inputs[0], so that no rules fit both")
-        others |= rest
+        others |= other_pairs
         site_of_step = plans.setdefault(id(program.plan.steps), site_of_step)
         exact = fun(*as_program_arguments(args))
         if not callable(metric):
             check_finite_result(name, exact)
         cases.append(TuningCase(args, program, site_of_step, exact))
-    assert first is not None
-    if not first:
+    assert all_sites is not None
+    if not all_sites:
         raise ValueError("fun has no operation that rounds, so there is nothing to tune")
-    used = {pair for site in first for pair in site.pairs}
+    pairs = {pair for site in all_sites for pair in site.pairs}
     has_program = all(is_plan_traceable(case.program.plan, menu) for case in cases)
-    problem = TuningProblem(fun, menu, first, others - used, cases[: len(inputs)], metric, max_turns, has_program)
+    problem = TuningProblem(fun, menu, all_sites, others - pairs, cases[: len(inputs)], metric, max_turns, has_program)
     problem.check()
     return problem, cases[len(inputs) :]

@@ -79,8 +79,8 @@ class AssignmentSearch:
 
     def within_tolerance(self, most: int) -> list[Trial]:
         """The cheapest measured assignments within the tolerance, the cheapest first."""
-        within = [trial for trial in self.trials.values() if trial.error <= self.tolerance]
-        return sorted(within, key=lambda trial: (trial.cost, trial.error, trial.assignment))[:most]
+        trials = [trial for trial in self.trials.values() if trial.error <= self.tolerance]
+        return sorted(trials, key=lambda trial: (trial.cost, trial.error, trial.assignment))[:most]
 
     def front(self) -> list[Trial]:
         """The measured assignments that no other one beats in cost and error, the cheapest first."""
@@ -98,8 +98,8 @@ class AssignmentSearch:
         error = self.measure(assignment)
         trial = Trial(assignment, self.cost(assignment), math.inf if math.isnan(error) else error)
         self.trials[assignment] = trial
-        better = self.best is None or (trial.cost, trial.error) < (self.best.cost, self.best.error)
-        if trial.error <= self.tolerance and better:
+        is_better = self.best is None or (trial.cost, trial.error) < (self.best.cost, self.best.error)
+        if trial.error <= self.tolerance and is_better:
             self.best = trial
         if self.progress is not None:
             self.progress(len(self.trials), self.evaluations, self.best)
@@ -114,52 +114,52 @@ class AssignmentSearch:
     def _moves(self, trial: Trial) -> list[tuple[int, int]]:
         return [(s, v) for s in range(self.sites) for v in range(self.levels) if v != trial.assignment[s]]
 
-    def _lower_levels(self, now: Trial) -> Trial:
+    def _lower_levels(self, current: Trial) -> Trial:
         """Lowers one site after the other, always with the least error per saved cost.
 
         A move waits with the score of its last measurement. It is measured again when it comes first, and taken if it
         is still first.
         """
-        waiting: list[tuple[float, float, int, int]] = []
-        for site, level in self._moves(now):
-            self._queue_move(waiting, now, site, level)
-        while waiting:
-            _, _, site, level = heapq.heappop(waiting)
-            if level == now.assignment[site]:
+        queue: list[tuple[float, float, int, int]] = []
+        for site, level in self._moves(current):
+            self._queue_move(queue, current, site, level)
+        while queue:
+            _, _, site, level = heapq.heappop(queue)
+            if level == current.assignment[site]:
                 continue
-            again: list[tuple[float, float, int, int]] = []
-            self._queue_move(again, now, site, level)
-            if not again:
+            remeasured: list[tuple[float, float, int, int]] = []
+            self._queue_move(remeasured, current, site, level)
+            if not remeasured:
                 continue
-            if waiting and waiting[0] < again[0]:
-                heapq.heappush(waiting, again[0])
+            if queue and queue[0] < remeasured[0]:
+                heapq.heappush(queue, remeasured[0])
                 continue
-            now = self._trial(self._neighbour(now, (site, level)))
-        return now
+            current = self._trial(self._neighbour(current, (site, level)))
+        return current
 
-    def _queue_move(self, waiting: list[tuple[float, float, int, int]], now: Trial, site: int, level: int) -> None:
-        after = self._neighbour(now, (site, level))
-        saving = now.cost - self.cost(after)
+    def _queue_move(self, queue: list[tuple[float, float, int, int]], current: Trial, site: int, level: int) -> None:
+        assignment = self._neighbour(current, (site, level))
+        saving = current.cost - self.cost(assignment)
         if saving <= 0:
             return
-        trial = self._trial(after)
+        trial = self._trial(assignment)
         if trial.error <= self.tolerance:
-            heapq.heappush(waiting, ((trial.error - now.error) / saving, -saving, site, level))
+            heapq.heappush(queue, ((trial.error - current.error) / saving, -saving, site, level))
 
-    def _raise_levels(self, now: Trial) -> Trial | None:
+    def _raise_levels(self, current: Trial) -> Trial | None:
         """From a cheap assignment, the changes that lower the error most for their cost, until it is allowed."""
-        while now.error > self.tolerance:
-            after = [self._trial(self._neighbour(now, move)) for move in self._moves(now)]
-            after = [trial for trial in after if trial.error < now.error and trial.cost > now.cost]
-            if not after:
+        while current.error > self.tolerance:
+            trials = [self._trial(self._neighbour(current, move)) for move in self._moves(current)]
+            trials = [trial for trial in trials if trial.error < current.error and trial.cost > current.cost]
+            if not trials:
                 return None
 
-            def worth(trial: Trial, now: Trial = now) -> float:
-                gain = now.error - max(trial.error, self.tolerance)
-                return math.inf if math.isinf(now.error) else gain / (trial.cost - now.cost)
+            def worth(trial: Trial, current: Trial = current) -> float:
+                gain = current.error - max(trial.error, self.tolerance)
+                return math.inf if math.isinf(current.error) else gain / (trial.cost - current.cost)
 
-            now = max(after, key=lambda trial: (worth(trial), -trial.error, -trial.cost))
-        return now
+            current = max(trials, key=lambda trial: (worth(trial), -trial.error, -trial.cost))
+        return current
 
     def _reduce_error(self, now: Trial) -> Trial | None:
         """From an assignment of small error, the changes that lower it most, until it is allowed."""
@@ -172,27 +172,27 @@ class AssignmentSearch:
             now = best
         return now
 
-    def _exchange_levels(self, now: Trial) -> Trial:
+    def _exchange_levels(self, current: Trial) -> Trial:
         """Exchanges: one site changes its level, or one is lowered and another one changes, if that is cheaper."""
         while True:
-            better = self._cheaper_neighbour(now)
-            if better is None:
-                return now
-            now = better
+            cheaper = self._cheaper_neighbour(current)
+            if cheaper is None:
+                return current
+            current = cheaper
 
-    def _cheaper_neighbour(self, now: Trial) -> Trial | None:
-        moves = self._moves(now)
-        ones = [(move,) for move in moves]
+    def _cheaper_neighbour(self, current: Trial) -> Trial | None:
+        moves = self._moves(current)
+        single_moves = [(move,) for move in moves]
         pairs = [(one, two) for one in moves for two in moves if one[0] < two[0]]
         candidates: list[tuple[float, LevelAssignment]] = []
-        for change in [*ones, *pairs]:
-            after = self._neighbour(now, *change)
-            cost = self.cost(after)
-            if cost < now.cost:
-                candidates.append((cost, after))
+        for change in [*single_moves, *pairs]:
+            assignment = self._neighbour(current, *change)
+            cost = self.cost(assignment)
+            if cost < current.cost:
+                candidates.append((cost, assignment))
         # Those that save little are the likeliest to be allowed; what they save adds up.
-        for _, after in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
-            trial = self._trial(after)
+        for _, assignment in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
+            trial = self._trial(assignment)
             if trial.error <= self.tolerance:
                 return trial
         return None

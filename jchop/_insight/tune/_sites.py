@@ -55,32 +55,32 @@ def tuning_sites(plan: ProgramPlan, by: str) -> tuple[list[TuningSite], dict[int
     sites: dict[str, TuningSite] = {}
     steps = [(step, turns) for step, turns in _walk_with_iterations(plan.steps, 1) if step.kind != "own"]
     pairs = {(step.scope, step.name) for step, _ in steps if _makes_errors(step)}
-    place: dict[int, str] = {}
+    path_of_step: dict[int, str] = {}
     for step, iterations in steps:
         if (step.scope, step.name) not in pairs:
             continue
         path = "/".join(part for part in (step.scope, step.name if by == "equation" else "") if part) or "/"
         pattern = _site_pattern(step.scope, step.name if by == "equation" else None)
         site = sites.setdefault(path, TuningSite(path, pattern))
-        place[id(step)] = path
+        path_of_step[id(step)] = path
         site.pairs.add((step.scope, step.name))
         if step.kind == "accumulating":
             site.sums.add((step.scope, step.name))
-        numbers = [v.aval for v in step.eqn.outvars if is_inexact_aval(v.aval)]
-        site.equations += bool(numbers)
-        site.results += iterations * sum(math.prod(aval.shape) for aval in numbers)
-        site.bits = max([site.bits, *(8 * aval.dtype.itemsize for aval in numbers)])
-    number = {path: i for i, path in enumerate(sites)}
+        avals = [v.aval for v in step.eqn.outvars if is_inexact_aval(v.aval)]
+        site.equations += bool(avals)
+        site.results += iterations * sum(math.prod(aval.shape) for aval in avals)
+        site.bits = max([site.bits, *(8 * aval.dtype.itemsize for aval in avals)])
+    site_index = {path: i for i, path in enumerate(sites)}
     others = {(step.scope, step.name) for step, _ in steps} - pairs
-    return list(sites.values()), {key: number[path] for key, path in place.items()}, others
+    return list(sites.values()), {key: site_index[path] for key, path in path_of_step.items()}, others
 
 
 def _walk_with_iterations(steps: Sequence[Any], iterations: int) -> Iterator[tuple[Any, int]]:
     for step in steps:
         yield step, iterations
-        inside = iterations * (step.eqn.params["length"] if step.name == "scan" else 1)
+        inner_iterations = iterations * (step.eqn.params["length"] if step.name == "scan" else 1)
         for plan in step.inner:
-            yield from _walk_with_iterations(plan.steps, inside)
+            yield from _walk_with_iterations(plan.steps, inner_iterations)
 
 
 def _makes_errors(step: EmulatedStep) -> bool:
@@ -113,9 +113,9 @@ def make_tuning_rules(
 ) -> dict[str, Spec | MatmulSpec | None]:
     """The rules of `emulate` for an assignment, with the carrier for all else."""
     scopes = {scope for site in sites if site.pattern.endswith("/*/") for scope, _ in site.pairs}
-    inside = {(scope, name) for scope, name in others if scope in scopes}
-    used = {name for site in sites for _, name in site.pairs}
-    names = sorted({name for _, name in inside} - used)
+    rest_of_scopes = {(scope, name) for scope, name in others if scope in scopes}
+    site_names = {name for site in sites for _, name in site.pairs}
+    names = sorted({name for _, name in rest_of_scopes} - site_names)
     # The rules of sums come first: None, the carrier, would end them.
     rules: dict[str, Spec | MatmulSpec | None] = {
         f"{_site_pattern(scope, None).removesuffix('*/')}{{{_literal_pattern(name)}}}/": choice.accumulate
@@ -127,8 +127,8 @@ def make_tuning_rules(
         rules[
             "{" + ",".join(map(_literal_pattern, names)) + "}/" if len(names) > 1 else f"{_literal_pattern(names[0])}/"
         ] = None
-    for scope, name in sorted(inside):
-        if name in used:
+    for scope, name in sorted(rest_of_scopes):
+        if name in site_names:
             rules[_site_pattern(scope, name)] = None
     return rules | {site.pattern: choice.spec for site, choice in zip(sites, choices, strict=True)}
 
@@ -147,8 +147,8 @@ def check_tuning_rules(
     for step in plan.walk():
         if step.kind == "own":
             continue
-        number = sites.get(id(step))
-        if settings.choose(step.name, step.scope).spec != (None if number is None else choices[number].spec):
+        site = sites.get(id(step))
+        if settings.choose(step.name, step.scope).spec != (None if site is None else choices[site].spec):
             raise ValueError(
                 f"scope {step.scope!r}: no rule of emulate tells its {step.name!r} from other operations; give the "
                 "scope another name by jax.named_scope"

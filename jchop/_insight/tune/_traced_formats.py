@@ -208,19 +208,19 @@ class _LevelRunner(Runner):
 
     def _while(self, step: EmulatedStep, args: list[Any]) -> list[Any]:
         test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-        first, fixed, start = args[:test], args[test : test + body], without_weak_types(args[test + body :])
+        cond_args, fixed, start = args[:test], args[test : test + body], without_weak_types(args[test + body :])
 
         def cond_fun(values: list[Any]) -> Any:
-            return self._inner(step.inner[0], None, [*first, *values])[0]
+            return self._inner(step.inner[0], None, [*cond_args, *values])[0]
 
         def body_fun(state: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
             return without_weak_types(self._inner(step.inner[1], None, [*fixed, *state[0]])), state[1] + jnp.uint32(1)
 
-        last, count = lax.while_loop(
+        carry, count = lax.while_loop(
             lambda state: cond_fun(state[0]) & (state[1] < self.turn_limit), body_fun, (start, jnp.uint32(0))
         )
-        hit_limit = (count >= self.turn_limit) & cond_fun(last)
-        return [jnp.where(hit_limit, jnp.nan, x) if x.dtype == jnp.float64 else x for x in last]
+        hit_limit = (count >= self.turn_limit) & cond_fun(carry)
+        return [jnp.where(hit_limit, jnp.nan, x) if x.dtype == jnp.float64 else x for x in carry]
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -248,10 +248,10 @@ def _round_to_program_dtype(x: Any, step: EmulatedStep) -> Array:
 
 def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> list[Any]:
     """The carrier's results."""
-    narrow = [
+    carrier_args = [
         x.astype(v.aval.dtype) if _is_carrier_aval(v.aval) else x for x, v in zip(args, step.eqn.invars, strict=True)
     ]
-    return [_as_float64(x) for x in bind(step.eqn.primitive, {**step.eqn.params, **params}, *narrow)]
+    return [_as_float64(x) for x in bind(step.eqn.primitive, {**step.eqn.params, **params}, *carrier_args)]
 
 
 # -- operations by kind; operands and results are rounded around them --------------------------------------------------
@@ -283,39 +283,39 @@ def _tunable_power(run: _LevelRunner, step: EmulatedStep, site: int, args: list[
 
 def _tunable_elementary(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
     """The exact value to 44 digits for the formats in which `emulate` rounds it, else the carrier's."""
-    exactly = [choice.spec is not None and supports_function(step.name, choice.spec) for choice in run.menu]
+    is_exact = [choice.spec is not None and supports_function(step.name, choice.spec) for choice in run.menu]
     results = []
-    if any(exactly):
+    if any(is_exact):
         results.append(round_to_44_bits(bind(step.eqn.primitive, step.eqn.params, *args)[0]))
-    if not all(exactly):
+    if not all(is_exact):
         results.append(_bind_in_carrier(step, args)[0])
     if len(results) == 1:
         return results
-    return [jnp.where(jnp.asarray(exactly)[run.levels[site]], *results)]
+    return [jnp.where(jnp.asarray(is_exact)[run.levels[site]], *results)]
 
 
 def _tunable_sum(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
     """The carrier's sum, or that of the site's rule of sums."""
-    high = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    params = {"precision": high} if "precision" in step.eqn.params else {}
+    highest = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    params = {"precision": highest} if "precision" in step.eqn.params else {}
     rules = [choice.accumulate for choice in run.menu]
     if not any(rules):
         return _bind_in_carrier(step, args, **params)
-    ways = [
+    branches = [
         partial(_bind_in_carrier, step, **params)
         if choice.accumulate is None
         else partial(_accumulate_by_choice, step, choice)
         for choice in run.menu
     ]
-    return lax.switch(run.levels[site], ways, args)
+    return lax.switch(run.levels[site], branches, args)
 
 
 def _accumulate_by_choice(step: EmulatedStep, choice: ArithmeticChoice, args: Sequence[Any]) -> list[Any]:
-    narrow = [
+    carrier_args = [
         x.astype(v.aval.dtype) if _is_carrier_aval(v.aval) else x for x, v in zip(args, step.eqn.invars, strict=True)
     ]
-    specs = (choice.spec,) * len(narrow)
-    return [_as_float64(x) for x in accumulate_in_order(replace(step, choice=choice, known=specs), None, narrow)]
+    specs = (choice.spec,) * len(carrier_args)
+    return [_as_float64(x) for x in accumulate_in_order(replace(step, choice=choice, known=specs), None, carrier_args)]
 
 
 def _tunable_conversion(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:

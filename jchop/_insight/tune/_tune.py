@@ -125,7 +125,7 @@ def tune(
     evaluations = check_int("evaluations", evaluations, 1)
     seconds = None if seconds is None else _as_positive_float("seconds", seconds)
     max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
-    problem, others = make_tuning_problem(fun, inputs, held_out, levels, by, metric, max_turns)
+    problem, held_out_cases = make_tuning_problem(fun, inputs, held_out, levels, by, metric, max_turns)
     search = AssignmentSearch(
         len(problem.sites),
         len(levels),
@@ -140,9 +140,9 @@ def tune(
     )
     search.run()
     trial, errors, emulations = _emulate_cheapest(problem, search)
-    outside = tuple(problem.emulation_errors(trial.assignment, others)) if others else ()
+    held_errors = tuple(problem.emulation_errors(trial.assignment, held_out_cases)) if held_out_cases else ()
     name = _COST_UNITS[cost] if isinstance(cost, str) else getattr(cost, "__name__", "cost")
-    return _as_tuning(problem, search, trial, errors, outside, name, _tuning_notes(search, emulations, outside))
+    return _as_tuning(problem, search, trial, errors, held_errors, name, _tuning_notes(search, emulations, held_errors))
 
 
 def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -194,9 +194,9 @@ def _as_menu_choice(value: Any, name: str) -> ArithmeticChoice:
             raise TypeError(f"{name}={value!r} must be a format, or a pair of a format and a MatmulSpec")
         value, sums = value
     spec = None if value is None else as_spec(value, name)
-    for one, stochastic in ((spec, spec is not None and spec.rounding.stochastic), (sums, sums and sums.stochastic)):
+    for item, stochastic in ((spec, spec is not None and spec.rounding.stochastic), (sums, sums and sums.stochastic)):
         if stochastic:
-            raise ValueError(f"{name}={str(one)!r} rounds stochastically; tune needs deterministic roundings")
+            raise ValueError(f"{name}={str(item)!r} rounds stochastically; tune needs deterministic roundings")
     return ArithmeticChoice(spec, sums)
 
 
@@ -223,16 +223,16 @@ def _site_bits(problem: TuningProblem, site: int, spec: Spec | None) -> int:
 def _mean_site_bits(problem: TuningProblem, site: int, level: int) -> float:
     """The bits of a site: those of its format, or their mean with those of its accumulator."""
     choice = problem.menu[level]
-    own = _site_bits(problem, site, choice.spec)
-    if not problem.sites[site].sums or not any(one.accumulate for one in problem.menu):
-        return own
-    return (own + _site_bits(problem, site, _choice_accumulator(choice))) / 2
+    format_bits = _site_bits(problem, site, choice.spec)
+    if not problem.sites[site].sums or not any(option.accumulate for option in problem.menu):
+        return format_bits
+    return (format_bits + _site_bits(problem, site, _choice_accumulator(choice))) / 2
 
 
 def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable[[tuple[int, ...]], float]:
     if callable(cost):
 
-        def own(assignment: tuple[int, ...]) -> float:
+        def custom_cost(assignment: tuple[int, ...]) -> float:
             choices = [problem.menu[level] for level in assignment]
             values = [one.spec if one.accumulate is None else (one.spec, one.accumulate) for one in choices]
             number = float(cost({site.path: value for site, value in zip(problem.sites, values, strict=True)}))
@@ -240,7 +240,7 @@ def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable
                 raise ValueError(f"cost={cost!r} gave {number}; a cost must be finite")
             return number
 
-        return own
+        return custom_cost
 
     def result_bytes(assignment: tuple[int, ...]) -> float:
         specs = [problem.menu[level].spec for level in assignment]
@@ -271,7 +271,7 @@ def _progress_text(best: Trial | None) -> str:
     return "nothing within the tolerance yet" if best is None else f"cost {best.cost:.4g}, error {best.error:.3g}"
 
 
-def _tuning_notes(search: AssignmentSearch, emulations: int, outside: Sequence[float]) -> tuple[str, ...]:
+def _tuning_notes(search: AssignmentSearch, emulations: int, held_out_errors: Sequence[float]) -> tuple[str, ...]:
     notes = []
     if search.out_of_budget:
         notes.append(f"the search ended by its budget, after {len(search.trials)} assignments")
@@ -279,7 +279,7 @@ def _tuning_notes(search: AssignmentSearch, emulations: int, outside: Sequence[f
         notes.append(
             f"{emulations - 1} cheaper assignments were within the tolerance when measured, but not when emulated"
         )
-    beyond = [i for i, error in enumerate(outside) if error > search.tolerance]
+    beyond = [i for i, error in enumerate(held_out_errors) if error > search.tolerance]
     if beyond:
         notes.append(f"beyond the tolerance: held_out {', '.join(map(str, beyond))}")
     return tuple(notes)
@@ -290,7 +290,7 @@ def _as_tuning(
     search: AssignmentSearch,
     trial: Trial,
     errors: Sequence[float],
-    outside: Sequence[float],
+    held_out_errors: Sequence[float],
     name: str,
     notes: tuple[str, ...],
 ) -> Tuning:
@@ -298,10 +298,10 @@ def _as_tuning(
         return _choice_text(problem.menu[level])
 
     uniform = [search.trials.get((level,) * search.sites) for level in range(search.levels)]
-    trials = [one for one in uniform if one is not None]
-    finest = min(trials, key=lambda one: one.error).assignment[0] if trials else 0
-    within = [one for one in trials if one.error <= search.tolerance]
-    single = min(within, key=lambda one: (one.cost, one.error), default=None)
+    trials = [run for run in uniform if run is not None]
+    finest = min(trials, key=lambda run: run.error).assignment[0] if trials else 0
+    feasible = [run for run in trials if run.error <= search.tolerance]
+    single = min(feasible, key=lambda run: (run.cost, run.error), default=None)
     rows = []
     for i, (site, level) in enumerate(zip(problem.sites, trial.assignment, strict=True)):
         alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
@@ -309,14 +309,14 @@ def _as_tuning(
         bits = _site_bits(problem, i, problem.menu[level].spec)
         rows.append(TunedSite(site.path, text(level), bits, site.equations, site.results, error))
     front = tuple(
-        TuningPoint(one.cost, one.error, tuple(text(level) for level in one.assignment)) for one in search.front()
+        TuningPoint(run.cost, run.error, tuple(text(level) for level in run.assignment)) for run in search.front()
     )
     return Tuning(
         problem.rules(trial.assignment),
         tuple(rows),
         search.tolerance,
         tuple(errors),
-        tuple(outside),
+        tuple(held_out_errors),
         trial.cost,
         name,
         None if single is None else (text(single.assignment[0]), single.cost),

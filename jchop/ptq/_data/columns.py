@@ -45,8 +45,8 @@ class ElementScales:
         """The arrays that have a number for each element."""
         return (*self.scale[:1], *(() if self.zero is None else (self.zero,)))
 
-    def of(self, by_element: Sequence[Array]) -> tuple[Any, Any]:
-        """Scale and zero point as `quantize` takes them, for others by element."""
+    def quantize_args(self, by_element: Sequence[Array]) -> tuple[Any, Any]:
+        """The arguments scale and zero_point of `quantize`, from a part of the arrays `by_element`."""
         if not self.scale:
             return None, None
         first, *zero = by_element
@@ -64,24 +64,24 @@ def element_scales(q: QArray) -> ElementScales:
     fmt = q.spec.scaled
     if fmt is None:
         return ElementScales((), None)
-    kinds = axis_groupings(fmt, q.ndim)
+    groupings = axis_groupings(fmt, q.ndim)
 
-    def spread_out(values: Array) -> Array:
-        return jnp.broadcast_to(repeat_over_groups(values, kinds, q.shape), q.shape)
+    def repeat_to_elements(values: Array) -> Array:
+        return jnp.broadcast_to(repeat_over_groups(values, groupings, q.shape), q.shape)
 
     if isinstance(fmt.scale, ScaledFormat):
-        counts = fmt.scale_shape(q.shape)
-        codes, *rest = q.scale
-        inner, zero = unflatten_scales(rest, fmt.scale)
-        size = counts[-1] if counts else None
-        again = QArray(codes, inner, zero, Spec(fmt.scale), size, np.dtype(np.float32))
-        finite = jnp.clip(dequantize(again), np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max)
-        scale: tuple[Array, ...] = (spread_out(finite),)
+        scale_shape = fmt.scale_shape(q.shape)
+        codes, *inner_arrays = q.scale
+        inner_scale, zero = unflatten_scales(inner_arrays, fmt.scale)
+        length = scale_shape[-1] if scale_shape else None
+        scale_qarray = QArray(codes, inner_scale, zero, Spec(fmt.scale), length, np.dtype(np.float32))
+        scales = jnp.clip(dequantize(scale_qarray), np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max)
+        scale: tuple[Array, ...] = (repeat_to_elements(scales),)
     elif isinstance(q.scale, tuple):
-        scale = (spread_out(q.scale[0]), q.scale[1])
+        scale = (repeat_to_elements(q.scale[0]), q.scale[1])
     else:
-        scale = (spread_out(q.scale),)
-    return ElementScales(scale, None if q.zero_point is None else spread_out(q.zero_point))
+        scale = (repeat_to_elements(q.scale),)
+    return ElementScales(scale, None if q.zero_point is None else repeat_to_elements(q.zero_point))
 
 
 def elementwise_spec(spec: Spec) -> Spec:
@@ -89,10 +89,10 @@ def elementwise_spec(spec: Spec) -> Spec:
     fmt = spec.scaled
     if fmt is None:
         return spec
-    alone = with_groupings(fmt, (OWN_SCALE,))
+    elementwise_format = with_groupings(fmt, (OWN_SCALE,))
     if isinstance(fmt.scale, ScaledFormat):
-        alone = replace(alone, scale=binary32, rule=None)  # the scales are given
-    return replace(spec, format=alone)
+        elementwise_format = replace(elementwise_format, scale=binary32, rule=None)  # the caller passes scales
+    return replace(spec, format=elementwise_format)
 
 
 def round_column(

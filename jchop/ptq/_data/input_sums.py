@@ -72,37 +72,37 @@ def sums_over_rows(x: Array, y: Array | None = None, mask: Array | None = None) 
         mask: which rows count, (batch, rows). Default: all.
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    both = [x] if y is None else [x, y.astype(x.dtype)]
+    operands = [x] if y is None else [x, y.astype(x.dtype)]
     batch, rows, _ = x.shape
     if mask is not None:
-        both = [jnp.where(mask[..., None], v, 0) for v in both]
-    number = jnp.full((batch,), rows) if mask is None else mask.sum(1)
-    count = number.astype(x.dtype)
-    chunk = min(_ROWS_PER_PRODUCT, max(rows, 1))
-    parts = [_row_chunks(v, chunk) for v in both]
+        operands = [jnp.where(mask[..., None], v, 0) for v in operands]
+    row_counts = jnp.full((batch,), rows) if mask is None else mask.sum(1)
+    count = row_counts.astype(x.dtype)
+    chunk_rows = min(_ROWS_PER_PRODUCT, max(rows, 1))
+    chunks = [_row_chunks(v, chunk_rows) for v in operands]
 
-    def add_chunk(before: InputSums, some: list[Array]) -> tuple[InputSums, None]:
-        return add_sums(before, _chunk_sums(some, jnp.zeros_like(count))), None
+    def add_chunk(earlier_sums: InputSums, chunk: list[Array]) -> tuple[InputSums, None]:
+        return add_sums(earlier_sums, _chunk_sums(chunk, jnp.zeros_like(count))), None
 
-    first = _chunk_sums([v[0] for v in parts], count)
-    return lax.scan(add_chunk, first, [v[1:] for v in parts])[0] if rows > chunk else first
+    first_sums = _chunk_sums([v[0] for v in chunks], count)
+    return lax.scan(add_chunk, first_sums, [v[1:] for v in chunks])[0] if rows > chunk_rows else first_sums
 
 
-def _row_chunks(x: Array, chunk: int) -> Array:
+def _row_chunks(x: Array, chunk_rows: int) -> Array:
     """Rows in chunks, the last one filled up with zeros: (chunks, batch, rows, summed)."""
     batch, rows, inputs = x.shape
-    x = jnp.pad(x, [(0, 0), (0, -rows % chunk), (0, 0)])
-    return x.reshape(batch, -1, chunk, inputs).swapaxes(0, 1)
+    x = jnp.pad(x, [(0, 0), (0, -rows % chunk_rows), (0, 0)])
+    return x.reshape(batch, -1, chunk_rows, inputs).swapaxes(0, 1)
 
 
-def _chunk_sums(both: list[Array], count: Array) -> InputSums:
+def _chunk_sums(operands: list[Array], count: Array) -> InputSums:
     """The sums over one chunk, of x and, if there is one, y."""
 
     def product(a: Array, b: Array) -> FloatPair:
         return pairs.pair_of_number(jnp.einsum("btk,btl->bkl", a, b, precision=lax.Precision.HIGHEST))
 
-    x, *y = both
-    size = jnp.abs(x)
+    x, *y = operands
+    magnitude = jnp.abs(x)
     cross = product(x, y[0] - x) if y else None
     total, shift = pairs.pair_of_number(x.sum(1)), pairs.pair_of_number((y[0] - x).sum(1)) if y else None
     return InputSums(
@@ -110,7 +110,7 @@ def _chunk_sums(both: list[Array], count: Array) -> InputSums:
         cross,
         total,
         shift,
-        pairs.pair_of_number(size.sum(1)),
-        size.max(1, initial=0),
+        pairs.pair_of_number(magnitude.sum(1)),
+        magnitude.max(1, initial=0),
         pairs.pair_of_number(count),
     )

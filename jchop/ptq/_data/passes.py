@@ -37,15 +37,15 @@ __all__ = [
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def check_batches(batches: Any, again: bool) -> None:
-    """Refuse what are no batches, or can be run through once where that is not enough.
+def check_batches(batches: Any, repeated: bool) -> None:
+    """Refuse what are no batches, and an iterator if the batches are `repeated`, that is, run through more than once.
 
     Raises:
         TypeError: that names the argument.
     """
     if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
         raise TypeError(f"batches={batches!r} must be an iterable of arguments, such as [(x,), (x,)]")
-    if again and iter(batches) is iter(batches):
+    if repeated and iter(batches) is iter(batches):
         raise TypeError(
             f"batches={batches!r} can be run through once, and these steps need them more often (rounding layer after "
             "layer: for each layer; resume: for each start); pass a list, or an object whose __iter__ starts anew"
@@ -59,14 +59,14 @@ def _check_not_empty(batch: Any) -> None:
         raise ValueError(f"batches: one has an argument of shape {empty[0]}, which holds no number; leave it out")
 
 
-def map_batches(batches: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
+def map_batches(batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
     """Batches with other arguments; they can be run through as often as the given ones."""
-    check_batches(batches, again=False)
+    check_batches(batches, repeated=False)
 
-    def each() -> Iterator[tuple[Any, ...]]:
-        return (change(batch_arguments(batch)) for batch in batches)
+    def iterate() -> Iterator[tuple[Any, ...]]:
+        return (map_arguments(batch_arguments(batch)) for batch in batches)
 
-    return each() if iter(batches) is iter(batches) else _RestartableBatches(each)
+    return iterate() if iter(batches) is iter(batches) else _RestartableBatches(iterate)
 
 
 class _RestartableBatches:
@@ -100,16 +100,16 @@ def memory_bytes(memory: Any) -> int | None:
     return count
 
 
-def turn_bytes(site: WeightSite, dtype: Any, both: bool) -> int:
+def turn_bytes(site: WeightSite, dtype: Any, two_trajectories: bool) -> int:
     """The bytes of the statistics of a parameter in one turn of its loops: the totals and those of a batch.
 
     Args:
         site: the parameter.
         dtype: of its inputs.
-        both: whether there are two trajectories.
+        two_trajectories: whether there are two trajectories, as `sums_over_rows` of x and y.
     """
-    like = jax.ShapeDtypeStruct((site.layout.matrices[0], 1, site.layout.matrices[1]), dtype)
-    sums = jax.eval_shape(sums_over_rows, like, like if both else None)
+    inputs = jax.ShapeDtypeStruct((site.layout.matrices[0], 1, site.layout.matrices[1]), dtype)
+    sums = jax.eval_shape(sums_over_rows, inputs, inputs if two_trajectories else None)
     return 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
 
 
@@ -117,7 +117,7 @@ class StagePart(NamedTuple):
     """Stages whose statistics are summed up in one pass over the data.
 
     Args:
-        stages: them.
+        stages: the stages.
         leaves: the indexes of their parameters.
         window: the first turn, and how many turns, of the loops over them; None for all.
     """
@@ -127,24 +127,24 @@ class StagePart(NamedTuple):
     window: tuple[int, int] | None
 
 
-def check_memory(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any) -> None:
+def check_memory(stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path_of: Any) -> None:
     """Refuse less memory than each turn of weights that share an input needs; arguments as of `split_stages`.
 
     Raises:
         ValueError: that names those that need the most.
     """
     needs = {stage.leaves: sum(sizes[i][0] for i in stage.leaves) for stage in stages}
-    most = max(needs.values(), default=0)
-    if most > memory:
-        leaves = next(leaves for leaves, need in needs.items() if need == most)
+    largest = max(needs.values(), default=0)
+    if largest > memory:
+        leaves = next(leaves for leaves, need in needs.items() if need == largest)
         raise ValueError(
-            f"memory={memory} bytes is less than the {most} bytes that the statistics of "
-            f"{', '.join(repr(path(i)) for i in leaves)} need, the most of all"
+            f"memory={memory} bytes is less than the {largest} bytes that the statistics of "
+            f"{', '.join(repr(path_of(i)) for i in leaves)} need, the most of all"
         )
 
 
 def split_stages(
-    stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path: Any
+    stages: Sequence[Stage], sizes: Mapping[int, tuple[int, int]], memory: int, path_of: Any
 ) -> list[StagePart]:
     """Stages cut into parts whose statistics need no more memory than there is.
 
@@ -154,12 +154,12 @@ def split_stages(
         stages: all of them.
         sizes: the bytes of each parameter in each turn of its outermost loop, and the number of these turns, by index.
         memory: in bytes.
-        path: of a parameter by its index, for an error.
+        path_of: of a parameter by its index, for an error.
 
     Raises:
         ValueError: as `check_memory`.
     """
-    check_memory(stages, sizes, memory, path)
+    check_memory(stages, sizes, memory, path_of)
     groups: dict[tuple[int, ...], list[Stage]] = {}
     for stage in stages:
         groups.setdefault(stage.leaves, []).append(stage)
@@ -168,24 +168,24 @@ def split_stages(
 
     def flush() -> None:
         if pending:
-            some = tuple(stage for leaves in pending for stage in groups[leaves])
-            parts.append(StagePart(some, tuple(dict.fromkeys(i for leaves in pending for i in leaves)), None))
+            part_stages = tuple(stage for leaves in pending for stage in groups[leaves])
+            parts.append(StagePart(part_stages, tuple(dict.fromkeys(i for leaves in pending for i in leaves)), None))
         pending.clear()
 
-    def whole(several: Sequence[tuple[int, ...]]) -> int:
-        return sum(math.prod(sizes[i]) for i in {i for leaves in several for i in leaves})
+    def total_bytes(leaf_groups: Sequence[tuple[int, ...]]) -> int:
+        return sum(math.prod(sizes[i]) for i in {i for leaves in leaf_groups for i in leaves})
 
-    for leaves, own in groups.items():
-        if whole([*pending, leaves]) > memory:
+    for leaves, group in groups.items():
+        if total_bytes([*pending, leaves]) > memory:
             flush()
-        if whole([leaves]) <= memory:
+        if total_bytes([leaves]) <= memory:
             pending.append(leaves)
             continue
         count, turns = memory // sum(sizes[i][0] for i in leaves), max(sizes[i][1] for i in leaves)
         for start in range(0, turns, count):
-            some = tuple(stage for stage in own if start <= stage.turn[0] < start + count)
+            part_stages = tuple(stage for stage in group if start <= stage.turn[0] < start + count)
             first = min(start, turns - count)  # every window has one size, so that it is compiled once
-            parts.append(StagePart(some, leaves, (first, count)))
+            parts.append(StagePart(part_stages, leaves, (first, count)))
     flush()
     return parts
 
@@ -212,7 +212,7 @@ class BatchData:
         self.low, self.params, self.batches, self.progress = low, params, batches, progress
         self.keys = None if key is None or not any(rule.stochastic for rule in low.rules) else Keys(key)
         self.count = 0
-        self._sites: dict[int, tuple[Any, WeightSites]] = {}  # with the program, so that its id stays its own
+        self._sites: dict[int, tuple[Any, WeightSites]] = {}  # with the program, so that no other gets its id
         self._functions: dict[Any, Any] = {}
 
     def first(self) -> tuple[Any, Any, WeightSites]:
@@ -265,11 +265,11 @@ class BatchData:
         for _, batch in enumerate_batches(self.batches):
             last = program, call, sites = self.program(batch)
             default = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
-            some = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
+            leaf_set = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
             start, size = (None, None) if window is None else window
-            run = self._run(program, sites, len(trajectories), round_activations, some, size)
-            new = run([*map(_as_jax_leaf, call.values)], [dict(own) for own in trajectories], self.keys, start)
-            for leaf, sums in new.items():
+            run = self._run(program, sites, len(trajectories), round_activations, leaf_set, size)
+            batch_sums = run([*map(_as_jax_leaf, call.values)], [*map(dict, trajectories)], self.keys, start)
+            for leaf, sums in batch_sums.items():
                 total[leaf] = _add_in_place(total[leaf], sums) if leaf in total else sums
             self.count += 1
             if self.progress is not None:
@@ -305,39 +305,39 @@ class BatchData:
                 def run(
                     values: list[Any], overrides: Any, collector: ErrorCollector = collector, plan: Any = program.plan
                 ) -> Any:
-                    return collector.collect(plan, None, collector.values(values, overrides))
+                    return collector.collect(plan, None, collector.lane_values(values, overrides))
 
                 self._functions[id(program), "errors"] = jax.jit(run), collector
             function, collector = self._functions[id(program), "errors"]
             for key, sums in function([*map(_as_jax_leaf, call.values)], [{}, *map(dict, roundings)]).items():
-                place = collector.places[key]
-                total[place] = total.get(place, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
-        return {place: tuple(map(float, sums)) for place, sums in total.items()}  # type: ignore[misc]
+                use_key = collector.use_of_key[key]
+                total[use_key] = total.get(use_key, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
+        return {use_key: tuple(map(float, sums)) for use_key, sums in total.items()}  # type: ignore[misc]
 
     def _run(
         self,
         program: Any,
         sites: WeightSites,
-        lanes: int,
+        lane_count: int,
         round_activations: bool,
         leaves: frozenset[int],
-        size: int | None,
+        window_size: int | None,
     ) -> Any:
-        key = (id(program), lanes, round_activations, leaves, size)
+        key = (id(program), lane_count, round_activations, leaves, window_size)
         if key not in self._functions:
             roundings = {
-                number: (replace(how, codes=False), weight)
-                for number, (how, weight) in program.runner.roundings.items()
+                step_id: (replace(rounding, codes=False), weight)
+                for step_id, (rounding, weight) in program.runner.roundings.items()
                 if round_activations
             }
-            runners = [*[PlainRunner()] * (lanes - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
+            runners = [*[PlainRunner()] * (lane_count - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
             collector = Collector(runners, roundings, sites, leaves)
 
             def run(
                 values: list[Any], overrides: list[dict[int, Array]], keys: Any, start: Any
             ) -> dict[int, InputSums]:
-                window = None if size is None else (start, size)
-                return collector.collect(program.plan, keys, collector.values(values, overrides), window)
+                window = None if window_size is None else (start, window_size)
+                return collector.collect(program.plan, keys, collector.lane_values(values, overrides), window)
 
             self._functions[key] = jax.jit(run)
         with jax.disable_jit(False):
@@ -362,7 +362,7 @@ class LazySums:
         self.data, self.sites, self.trace, self.memory = data, sites, trace, memory
         self.sums, self.passes = sums or {}, 0 if sums is None else 1
 
-    def of(self, leaves: Sequence[int], step: object) -> dict[int, InputSums]:
+    def sums_of(self, leaves: Sequence[int], step: object) -> dict[int, InputSums]:
         """The sums of some parameters at once.
 
         Raises:
@@ -375,12 +375,12 @@ class LazySums:
                     f"memory={self.memory} bytes is less than the {sum(map(self._bytes, leaves))} bytes that the "
                     f"statistics of {paths} need, all of which {step} looks at together"
                 )
-            some, order = list(leaves), list(self.sites)
-            for leaf in order[order.index(leaves[0]) :]:  # and of those after them
-                if leaf not in some and self.fits([*some, leaf]):
-                    some.append(leaf)
+            pass_leaves, all_leaves = list(leaves), list(self.sites)
+            for leaf in all_leaves[all_leaves.index(leaves[0]) :]:  # and of those after them
+                if leaf not in pass_leaves and self.fits([*pass_leaves, leaf]):
+                    pass_leaves.append(leaf)
             self.sums = {}
-            self.sums = self.data.sums(leaves=some)[0]
+            self.sums = self.data.sums(leaves=pass_leaves)[0]
             self.passes += 1
         return {leaf: self.sums[leaf] for leaf in leaves}
 

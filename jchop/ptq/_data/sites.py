@@ -29,10 +29,10 @@ class WeightSite:
     """A parameter that is the weight of a product.
 
     Args:
-        leaf: its index.
-        view: how its first product takes it.
+        leaf: the index of the parameter.
+        view: how its first product views it.
         batch: how many of the axes that its product keeps, the first ones, are axes of a batch.
-        layout: it as matrices.
+        layout: the parameter as matrices.
         stack: how many axes of a stack it has in front.
         turns: how many of these are turns of loops, or have constant indexes, and are looked at one by one.
         groups: how many groups of channels its convolution has; each is a matrix of the batch of `layout`.
@@ -70,7 +70,7 @@ _LoopLengths = dict[int, tuple[int, ...]]
 class _LoopSites:
     leaves: frozenset[int]
     turns: tuple[int, ...]
-    parts: list[Any]  # loops, and a leaf, the constant indexes of its stack, and the input of its product
+    inputs: list[Any]  # loops, and a leaf, the constant indexes of its stack, and the input of its product
 
 
 @dataclass
@@ -86,7 +86,7 @@ class WeightSites:
         reasons: why a parameter that reaches a product is not looked at.
         others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
             and the use.
-        parts: the products in the order of the program.
+        inputs: the products in the order of the program, as in `_LoopSites`.
         dependence: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that
             was joined with something; by the identity of its step.
     """
@@ -97,53 +97,53 @@ class WeightSites:
     stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     others: dict[int, list[tuple[ProductStep, int, ParamUse]]] = field(default_factory=dict)
-    parts: list[Any] = field(default_factory=list)
+    inputs: list[Any] = field(default_factory=list)
     dependence: dict[int, list[int]] = field(default_factory=dict)
 
     def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
         """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
         earlier: set[tuple[int, tuple[int, ...]]] = set()
-        for some in _leaves_by_input(self.parts, {}):
-            fresh = [pair for pair in dict.fromkeys(some) if pair[0] in leaves and pair not in earlier]
-            earlier.update(fresh)
-            for place in dict.fromkeys(place for _, place in fresh):
-                yield Stage(tuple(leaf for leaf, own in fresh if own == place), place)
+        for input_pairs in _leaves_by_input(self.inputs, {}):
+            new_pairs = [pair for pair in dict.fromkeys(input_pairs) if pair[0] in leaves and pair not in earlier]
+            earlier.update(new_pairs)
+            for indexes in dict.fromkeys(indexes for _, indexes in new_pairs):
+                yield Stage(tuple(leaf for leaf, leaf_indexes in new_pairs if leaf_indexes == indexes), indexes)
 
     def other_layers(self, program: Any, stages: Sequence[Stage]) -> list[tuple[int, tuple[int, ...], str]]:
         """The layers of stacks that are in none of some stages: the parameter, the indexes, and its use if known."""
         stage_layers = {(leaf, stage.turn) for stage in stages for leaf in stage.leaves}
         layers = []
-        for leaf, place in ((leaf, place) for leaf, own in self.stacks.items() for place in np.ndindex(*own)):
-            if (leaf, place) not in stage_layers:
+        for leaf, layer in ((leaf, layer) for leaf, shape in self.stacks.items() for layer in np.ndindex(*shape)):
+            if (leaf, layer) not in stage_layers:
                 uses = [use for use in program.uses[leaf] if use.kind == "rows"]
                 lookups = [_layer_indexes(use, program.shapes[leaf]) for use in uses]
-                is_lookup = any(indexes == place[: len(indexes)] for indexes in lookups)
-                layers.append((leaf, place, "rows" if is_lookup else ""))
+                is_lookup = any(indexes == layer[: len(indexes)] for indexes in lookups)
+                layers.append((leaf, layer, "rows" if is_lookup else ""))
         return layers
 
 
 def _leaves_by_input(
-    parts: Sequence[Any], turn: dict[int, tuple[int, ...]]
+    inputs: Sequence[Any], iterations: dict[int, tuple[int, ...]]
 ) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
     """Parameters whose products have one input, each with the turns of the loops that run over it, or its indexes."""
     pending: list[tuple[int, tuple[int, ...]]] = []
-    last: Any = None
-    for part in parts:
-        if isinstance(part, _LoopSites):
+    last_source: Any = None
+    for entry in inputs:
+        if isinstance(entry, _LoopSites):
             if pending:
                 yield pending
-            pending, last = [], None
-            for number in part.turns:
+            pending, last_source = [], None
+            for iteration in entry.turns:
                 yield from _leaves_by_input(
-                    part.parts, {**turn, **{i: (*turn.get(i, ()), number) for i in part.leaves}}
+                    entry.inputs, {**iterations, **{i: (*iterations.get(i, ()), iteration) for i in entry.leaves}}
                 )
             continue
-        leaf, indexes, source = part
-        if pending and source is not last:
+        leaf, indexes, source = entry
+        if pending and source is not last_source:
             yield pending
             pending = []
-        pending.append((leaf, indexes or turn.get(leaf, ())))
-        last = source
+        pending.append((leaf, indexes or iterations.get(leaf, ())))
+        last_source = source
     if pending:
         yield pending
 
@@ -153,11 +153,11 @@ def find_sites(program: Any) -> WeightSites:
     sites = WeightSites()
     arguments = [int(i < len(program.paths)) for i in range(len(program.plan.jaxpr.invars))]
     _follow_parameters(program.plan, arguments, sites.dependence)
-    first: dict[int, MatrixView] = {}
+    first_views: dict[int, MatrixView] = {}
     for leaf, uses in program.uses.items():
         view = next((use.view for use in uses if use.kind == "product"), None)
         if view is not None:
-            first[leaf] = view
+            first_views[leaf] = view
     index_counts: dict[int, list[int]] = {}  # how many constant indexes each product takes
     for step in (step for step in program.plan.walk() if step.product is not None):
         for uses, dependence in zip(step.uses, sites.dependence[id(step)], strict=False):
@@ -165,51 +165,51 @@ def find_sites(program: Any) -> WeightSites:
                 indexes = _layer_indexes(use, program.shapes[use.leaf]) if dependence != _MIXED else ()
                 index_counts.setdefault(use.leaf, []).append(len(indexes))
     sites.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in index_counts.items() if all(counts)}
-    _walk_sites(program.plan, program, first, sites, {}, "")
+    _walk_sites(program.plan, program, first_views, sites, {}, "")
     for leaf in set(sites.reasons) & set(sites.by_leaf):
         del sites.reasons[leaf]
     for step in program.plan.walk():
-        for place, use in ((place, use) for place, some in enumerate(step.uses) for use in some):
-            if use.leaf in sites.by_leaf and _is_other_use(step, place, use, program.shapes[use.leaf], sites):
-                sites.others.setdefault(use.leaf, []).append((step, place, use))
+        for operand, use in ((operand, use) for operand, uses in enumerate(step.uses) for use in uses):
+            if use.leaf in sites.by_leaf and _is_other_use(step, operand, use, program.shapes[use.leaf], sites):
+                sites.others.setdefault(use.leaf, []).append((step, operand, use))
     return sites
 
 
-def _is_other_use(step: ProductStep, place: int, use: ParamUse, shape: tuple[int, ...], sites: WeightSites) -> bool:
-    """Whether a use is none that is looked at, and takes numbers that one of these takes, too."""
+def _is_other_use(step: ProductStep, operand: int, use: ParamUse, shape: tuple[int, ...], sites: WeightSites) -> bool:
+    """Whether a use is no site, and reads numbers that a site of the parameter reads, too."""
     side, step_sites = sites.of_step.get(id(step), (0, []))
-    if (side == place and any(site.leaf == use.leaf for site in step_sites)) or not (step.product or any(step.data)):
+    if (side == operand and any(site.leaf == use.leaf for site in step_sites)) or not (step.product or any(step.data)):
         return False
     layer = _layer_indexes(use, shape) if use.leaf in sites.stacks else ()
-    layers = [own for (_, leaf), own in sites.indexes.items() if leaf == use.leaf]
-    return not layers or any(own[: len(layer)] == layer for own in layers)
+    layers = [indexes for (_, leaf), indexes in sites.indexes.items() if leaf == use.leaf]
+    return not layers or any(indexes[: len(layer)] == layer for indexes in layers)
 
 
 def _walk_sites(
-    plan: ProgramPlan, program: Any, first: dict[int, MatrixView], sites: WeightSites, loops: _LoopLengths, inside: str
+    plan: ProgramPlan, program: Any, views: dict[int, MatrixView], sites: WeightSites, loops: _LoopLengths, refusal: str
 ) -> None:
-    parts = sites.parts
+    inputs = sites.inputs
     for step in plan.steps:
         if step.product is not None:
-            parts += _sites_of_product(step, program, first, sites, loops, inside)
+            inputs += _sites_of_product(step, program, views, sites, loops, refusal)
         elif step.kind == "control":
-            reason = inside or _call_refusal(step)
+            reason = refusal or _call_refusal(step)
             if step.name == "scan":
                 num_consts, num_carry = carry_count(step.eqn.params)
                 stacked_leaves = frozenset(
                     o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins
                 )
-                turns = range(step.eqn.params["length"])
-                more = {leaf: (*loops.get(leaf, ()), len(turns)) for leaf in stacked_leaves}
-                loop = _LoopSites(stacked_leaves, tuple(reversed(turns) if step.eqn.params["reverse"] else turns), [])
-                sites.parts = loop.parts
-                _walk_sites(step.inner[0], program, first, sites, {**loops, **more}, reason)
-                sites.parts = parts
-                if loop.parts:
-                    parts.append(loop)
+                order = range(step.eqn.params["length"])
+                inner_loops = {leaf: (*loops.get(leaf, ()), len(order)) for leaf in stacked_leaves}
+                loop = _LoopSites(stacked_leaves, tuple(reversed(order) if step.eqn.params["reverse"] else order), [])
+                sites.inputs = loop.inputs
+                _walk_sites(step.inner[0], program, views, sites, {**loops, **inner_loops}, reason)
+                sites.inputs = inputs
+                if loop.inputs:
+                    inputs.append(loop)
             else:
                 for inner in step.inner:
-                    _walk_sites(inner, program, first, sites, loops, reason)
+                    _walk_sites(inner, program, views, sites, loops, reason)
 
 
 def _call_refusal(step: Any) -> str:
@@ -218,14 +218,14 @@ def _call_refusal(step: Any) -> str:
 
 
 def _sites_of_product(
-    step: ProductStep, program: Any, first: dict[int, MatrixView], sites: WeightSites, loops: _LoopLengths, inside: str
+    step: ProductStep, program: Any, views: dict[int, MatrixView], sites: WeightSites, loops: _LoopLengths, refusal: str
 ) -> Iterator[tuple[int, tuple[int, ...], Any]]:
     """The sites of one product, each with the constant indexes of its layer and the variable that is its input."""
     sides = [i for i in (0, 1) if step.uses and step.uses[i]]
     for side in sides:
         step_sites = []
         for use in step.uses[side]:
-            reason = inside or _product_refusal(step, side, use, first, sites.dependence[id(step)])
+            reason = refusal or _product_refusal(step, side, use, views, sites.dependence[id(step)])
             site = None
             if not reason:
                 site = _site_of_use(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, ()))
@@ -239,8 +239,8 @@ def _sites_of_product(
             if indexes:
                 site = replace(site, turns=len(indexes))
                 sites.indexes[id(step), use.leaf] = indexes
-            before = sites.by_leaf.setdefault(use.leaf, site)
-            if before != site:
+            first_site = sites.by_leaf.setdefault(use.leaf, site)
+            if first_site != site:
                 sites.reasons.setdefault(use.leaf, "another product takes it in another loop")
                 continue
             step_sites.append(site)
@@ -276,25 +276,25 @@ def _follow_parameters(plan: ProgramPlan, dependence: Sequence[int], operands: d
         return 0 if isinstance(v, Literal) else env.get(v, 0)
 
     for step in plan.steps:
-        own = [read(v) for v in step.eqn.invars]
-        most = max(own, default=0)
-        outs = [_MIXED if most and step.name in _MIXING_PRIMITIVES else most] * len(step.eqn.outvars)
+        levels = [read(v) for v in step.eqn.invars]
+        highest = max(levels, default=0)
+        outs = [_MIXED if highest and step.name in _MIXING_PRIMITIVES else highest] * len(step.eqn.outvars)
         if step.product is not None:
-            operands[id(step)] = own
+            operands[id(step)] = levels
         elif not step.inner:
             pass
         elif step.name in INLINE_CALLS:
-            outs = _follow_parameters(step.inner[0], own, operands)
+            outs = _follow_parameters(step.inner[0], levels, operands)
         elif step.name == "cond":
-            branches = [_follow_parameters(inner, own[1:], operands) for inner in step.inner]
-            outs = [max(own[0], *some) for some in zip(*branches, strict=True)]
+            branches = [_follow_parameters(inner, levels[1:], operands) for inner in step.inner]
+            outs = [max(levels[0], *branch_outs) for branch_outs in zip(*branches, strict=True)]
         elif step.name == "scan":
             num_consts, num_carry = carry_count(step.eqn.params)
-            before: list[int] | None = None
-            while before != own[num_consts : num_consts + num_carry]:
-                before = own[num_consts : num_consts + num_carry]
-                outs = _follow_parameters(step.inner[0], own, operands)
-                own[num_consts : num_consts + num_carry] = [max(pair) for pair in zip(before, outs, strict=False)]
+            earlier: list[int] | None = None
+            while earlier != levels[num_consts : num_consts + num_carry]:
+                earlier = levels[num_consts : num_consts + num_carry]
+                outs = _follow_parameters(step.inner[0], levels, operands)
+                levels[num_consts : num_consts + num_carry] = [max(pair) for pair in zip(earlier, outs, strict=False)]
         else:
             for inner in step.inner:
                 _follow_parameters(inner, [_MIXED] * len(inner.jaxpr.invars), operands)
@@ -303,12 +303,12 @@ def _follow_parameters(plan: ProgramPlan, dependence: Sequence[int], operands: d
 
 
 def _product_refusal(
-    step: ProductStep, side: int, use: ParamUse, first: dict[int, MatrixView], dependence: Sequence[int]
+    step: ProductStep, side: int, use: ParamUse, views: dict[int, MatrixView], dependence: Sequence[int]
 ) -> str:
     """Why a product is not looked at; empty if it is."""
     if not step.data[1 - side] and dependence[1 - side]:
         return "a product of parameters alone"
-    if use.view != first[use.leaf]:
+    if use.view != views[use.leaf]:
         return "another product takes it along other axes"
     if not use.is_intact:
         return "its numbers are computed with before the product"
@@ -328,28 +328,28 @@ def _site_of_use(
     assert product is not None and view is not None
     batch = len(product.batch[0]) if isinstance(product, DotProduct) else 1 if isinstance(product, RaggedProduct) else 0
     operand = (product.forward.left, product.forward.right)[side]
-    sizes = step.eqn.invars[side].aval.shape
-    partial = "its product takes a part of an axis"
+    operand_shape = step.eqn.invars[side].aval.shape
+    part_reason = "its product takes a part of an axis"
     groups = product.feature_groups if isinstance(product, ConvProduct) else 1
-    free_sizes, axes, batches = [sizes[axis] for axis in operand.free], view.free, batch
+    free_sizes, axes, num_batch = [operand_shape[axis] for axis in operand.free], view.free, batch
     if groups > 1:  # the axis of the outputs has the groups and, within them, their outputs
-        apart = [groups, free_sizes[0] // groups]
-        origin = move_origin("reshape", {}, ParamOrigin(use.leaf, axes), free_sizes, apart)
+        group_shape = [groups, free_sizes[0] // groups]
+        origin = move_origin("reshape", {}, ParamOrigin(use.leaf, axes), free_sizes, group_shape)
         if origin is None:
-            return partial
-        free_sizes, axes, batches = apart, origin.axes, 1
-    part_sizes = [math.prod(part.size for part in parts) for parts in (*axes[:batches], view.contracting)]
-    axis_lengths = [*free_sizes[:batches], math.prod(sizes[axis] for axis in operand.contracting)]
-    partly = part_sizes[-1] != axis_lengths[-1] or any(
+            return part_reason
+        free_sizes, axes, num_batch = group_shape, origin.axes, 1
+    part_sizes = [math.prod(part.size for part in parts) for parts in (*axes[:num_batch], view.contracting)]
+    axis_lengths = [*free_sizes[:num_batch], math.prod(operand_shape[axis] for axis in operand.contracting)]
+    takes_part = part_sizes[-1] != axis_lengths[-1] or any(
         n not in (1, size) for n, size in zip(part_sizes, axis_lengths, strict=True)
     )
     stack = stack_ndim(shape, view)
-    layout = None if partly else MatrixLayout.of(shape, stack, MatrixView(axes, view.contracting), batches)
+    layout = None if takes_part else MatrixLayout.of(shape, stack, MatrixView(axes, view.contracting), num_batch)
     if layout is None:
-        return partial
+        return part_reason
     if len(turns) not in (0, stack):
         return "it is a stack of stacks, and not all of them are turns of a loop"
-    cut = any(part.axis < stack for parts, *_ in use.cuts for part in parts)
-    if turns and (cut or tuple(turns) != shape[:stack]):
+    cuts_stack = any(part.axis < stack for parts, *_ in use.cuts for part in parts)
+    if turns and (cuts_stack or tuple(turns) != shape[:stack]):
         return "its loop runs over a part of the stack, or over several stacks"
     return WeightSite(use.leaf, view, batch, layout, stack, len(turns), groups)

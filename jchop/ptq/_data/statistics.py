@@ -61,9 +61,9 @@ class Statistics(Mapping[str, InputStatistics]):
 
     def __str__(self) -> str:
         rows = [("parameter", "inputs", "rows", "largest")]
-        for path, own in self.items():
-            shape = "×".join(map(str, own.mean_abs.shape))
-            rows.append((path, shape, f"{float(own.count.sum()):.0f}", f"{float(own.max_abs.max()):.4g}"))
+        for path, inputs in self.items():
+            shape = "×".join(map(str, inputs.mean_abs.shape))
+            rows.append((path, shape, f"{float(inputs.count.sum()):.0f}", f"{float(inputs.max_abs.max()):.4g}"))
         rows += [(path, "left out", "", reason) for path, reason in self.left_out.items()]
         return "\n".join(table_lines(rows))
 
@@ -107,10 +107,10 @@ def statistics(
     """
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function of parameters and other arguments")
-    check_batches(batches, again=False)
+    check_batches(batches, repeated=False)
     data = BatchData(QuantizedFunction(fun, ()), params, batches, progress=progress)
     sums, (program, _, sites) = data.sums()
-    by_path = {program.paths[leaf]: mean_statistics(own) for leaf, own in sums.items()}
+    by_path = {program.paths[leaf]: mean_statistics(leaf_sums) for leaf, leaf_sums in sums.items()}
     return Statistics(by_path, {program.paths[leaf]: reason for leaf, reason in sites.reasons.items()})
 
 

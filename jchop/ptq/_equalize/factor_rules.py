@@ -78,10 +78,10 @@ class Port:
         """The first operand and all results have factors."""
         return [ins, *[None] * (len(self.node.ins) - 1)], [outs] * len(self.node.outs)
 
-    def require_one_factor(self, axes: Sequence[int], what: str) -> None:
+    def require_one_factor(self, axes: Sequence[int], reason: str) -> None:
         """Refuse factors that differ along some axes."""
         if any(not has_one_factor(self.own[axis]) for axis in axes):
-            raise FoldError(f"{self.node} {what}")
+            raise FoldError(f"{self.node} {reason}")
 
 
 def factor_assignments(node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> FactorAssignments:
@@ -94,7 +94,7 @@ def factor_assignments(node: GraphNode, label: FactorLabel, place: int, is_resul
         is_result: whether it is a result.
 
     Raises:
-        RefusedError: if there are none.
+        FoldError: if there are none.
     """
     port = Port(node, label, place, is_result)
     if node.product is not None:
@@ -150,15 +150,15 @@ def _one_to_one(port: Port) -> FactorAssignments:
 def _loop_value_factors(port: Port) -> FactorAssignments:
     """A value outside of a loop, and in all of its turns."""
     (outer,), (inner,) = port.node.ins, port.node.outs
-    place, length = len(outer.loops), inner.loops[-1]
+    loop_axis, length = len(outer.loops), inner.loops[-1]
     if not port.is_result:
         axes = port.label.axes
-        yield [port.label], [port.label.to((*axes[:place], _runs_of_one_factor(length), *axes[place:]))]
+        yield [port.label], [port.label.to((*axes[:loop_axis], _runs_of_one_factor(length), *axes[loop_axis:]))]
         return
-    if not has_one_factor(port.label.axes[place]):
-        yield TiedChannels(port.label.axes[place])
+    if not has_one_factor(port.label.axes[loop_axis]):
+        yield TiedChannels(port.label.axes[loop_axis])
         return
-    yield [port.label.to(axis for i, axis in enumerate(port.label.axes) if i != place)], [port.label]
+    yield [port.label.to(axis for i, axis in enumerate(port.label.axes) if i != loop_axis)], [port.label]
 
 
 def _runs_of_one_factor(size: int) -> RunAxis:
@@ -211,12 +211,12 @@ def _broadcast_factors(port: Port) -> FactorAssignments:
     yield _first_and_result(port, port.with_value_axes(axes))
 
 
-def _along_axes_rule(name: str, what: str) -> Callable[[Port], FactorAssignments]:
+def _along_axes_rule(axes_param: str, reason: str) -> Callable[[Port], FactorAssignments]:
     """A primitive that does not mix numbers but along the axes that a parameter names."""
 
     def rule(port: Port) -> FactorAssignments:
-        axes = port.node.params[name]
-        port.require_one_factor([axes] if isinstance(axes, int) else [int(axis) for axis in axes], what)
+        axes = port.node.params[axes_param]
+        port.require_one_factor([axes] if isinstance(axes, int) else [int(axis) for axis in axes], reason)
         yield port.same_for_all()
 
     return rule
@@ -232,12 +232,12 @@ def _label_of_other(port: Port) -> FactorLabel:
     return port.with_value_axes(axes)
 
 
-def _join_rule(name: str, what: str) -> Callable[[Port], FactorAssignments]:
+def _join_rule(axis_param: str, reason: str) -> Callable[[Port], FactorAssignments]:
     """A primitive that joins values along the axis that a parameter names, or takes one apart."""
 
     def rule(port: Port) -> FactorAssignments:
-        axis = port.node.params[name]
-        port.require_one_factor([axis], what)
+        axis = port.node.params[axis_param]
+        port.require_one_factor([axis], reason)
 
         def labels(values: Sequence[GraphValue]) -> list[FactorLabel | None]:
             return [
@@ -262,7 +262,7 @@ def _slice_factors(port: Port) -> FactorAssignments:
 
 
 def _pad_factors(port: Port) -> FactorAssignments:
-    pad_axes = [i for i, some in enumerate(port.node.params["padding_config"]) if tuple(some) != (0, 0, 0)]
+    pad_axes = [i for i, padding in enumerate(port.node.params["padding_config"]) if tuple(padding) != (0, 0, 0)]
     port.require_one_factor(pad_axes, "adds channels")
     if not port.node.ins[1].zero:
         raise FoldError(f"{port.node} adds other numbers than zeros")
@@ -284,53 +284,53 @@ def _reduce_factors(port: Port) -> FactorAssignments:
 
 def _squeeze_factors(port: Port) -> FactorAssignments:
     squeeze_axes = {axis % len(port.node.ins[0].shape) for axis in port.node.params["dimensions"]}
-    rest = iter(port.own)
+    other_runs = iter(port.own)
     if port.is_result:
-        axes = [() if i in squeeze_axes else next(rest) for i in range(len(port.node.ins[0].shape))]
+        axes = [() if i in squeeze_axes else next(other_runs) for i in range(len(port.node.ins[0].shape))]
     else:
         axes = [runs for i, runs in enumerate(port.own) if i not in squeeze_axes]
     yield _first_and_result(port, port.with_value_axes(axes))
 
 
 def _expand_factors(port: Port) -> FactorAssignments:
-    new = {axis % len(port.node.outs[0].shape) for axis in port.node.params["dimensions"]}
-    rest = iter(port.own)
+    new_axes = {axis % len(port.node.outs[0].shape) for axis in port.node.params["dimensions"]}
+    other_runs = iter(port.own)
     if port.is_result:
-        axes = [runs for i, runs in enumerate(port.own) if i not in new]
+        axes = [runs for i, runs in enumerate(port.own) if i not in new_axes]
     else:
-        axes = [() if i in new else next(rest) for i in range(len(port.node.outs[0].shape))]
+        axes = [() if i in new_axes else next(other_runs) for i in range(len(port.node.outs[0].shape))]
     yield _first_and_result(port, port.with_value_axes(axes))
 
 
 def _gather_factors(port: Port) -> FactorAssignments:
     """Whole rows that are looked up."""
-    table, numbers = port.node.ins[0], port.node.params["dimension_numbers"]
-    sizes, single = port.node.params["slice_sizes"], {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    rows = zip((i for i in range(len(sizes)) if i not in single), numbers.offset_dims, strict=True)
-    whole = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
-    there = {out: axis for axis, out in whole} if port.is_result else dict(whole)
-    yield _first_and_result(port, _label_by_axes(port, there, table if port.is_result else port.node.outs[0]))
+    table, dims = port.node.ins[0], port.node.params["dimension_numbers"]
+    sizes, dropped = port.node.params["slice_sizes"], {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
+    rows = zip((i for i in range(len(sizes)) if i not in dropped), dims.offset_dims, strict=True)
+    whole_axes = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
+    target_axes = {out: axis for axis, out in whole_axes} if port.is_result else dict(whole_axes)
+    yield _first_and_result(port, _label_by_axes(port, target_axes, table if port.is_result else port.node.outs[0]))
 
 
 def _scatter_factors(port: Port) -> FactorAssignments:
     """Whole rows that are put, or added, to others."""
-    (rows, _, updates), numbers = port.node.ins, port.node.params["dimension_numbers"]
-    single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    windows = zip((i for i in range(len(rows.shape)) if i not in single), numbers.update_window_dims, strict=True)
-    whole = {axis: own for axis, own in windows if rows.shape[axis] == updates.shape[own]}
+    (rows, _, updates), dims = port.node.ins, port.node.params["dimension_numbers"]
+    dropped = {*dims.inserted_window_dims, *dims.operand_batching_dims}
+    windows = zip((i for i in range(len(rows.shape)) if i not in dropped), dims.update_window_dims, strict=True)
+    update_axes = {axis: update_axis for axis, update_axis in windows if rows.shape[axis] == updates.shape[update_axis]}
     if port.is_result or not port.place:
-        yield [port.label, None, _label_by_axes(port, whole, updates)], [port.label]
+        yield [port.label, None, _label_by_axes(port, update_axes, updates)], [port.label]
     else:
-        label = _label_by_axes(port, {own: axis for axis, own in whole.items()}, rows)
+        label = _label_by_axes(port, {update_axis: axis for axis, update_axis in update_axes.items()}, rows)
         yield [label, None, port.label], [label]
 
 
-def _label_by_axes(port: Port, there: Mapping[int, int], other: GraphValue) -> FactorLabel:
+def _label_by_axes(port: Port, target_axes: Mapping[int, int], other: GraphValue) -> FactorLabel:
     """The factors of another value, whose axes are those of this one by number."""
     axes = [_runs_of_one_factor(n) for n in other.shape]
     for i, runs in enumerate(port.own):
-        if i in there:
-            axes[there[i]] = runs
+        if i in target_axes:
+            axes[target_axes[i]] = runs
         elif not has_one_factor(runs):
             raise FoldError(f"{port.node} takes some of its channels")
     return port.with_value_axes(axes)
@@ -347,10 +347,10 @@ def _convert_factors(port: Port) -> FactorAssignments:
 
 def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Port], FactorAssignments]:
     def rule(port: Port) -> FactorAssignments:
-        by = exponent(port.node.params)
-        if not by:
+        power = exponent(port.node.params)
+        if not power:
             raise FoldError(f"{port.node} does not commute with factors")
-        yield _first_and_result(port, port.label.to_power(1 / by if port.is_result else by))
+        yield _first_and_result(port, port.label.to_power(1 / power if port.is_result else power))
 
     return rule
 
@@ -422,9 +422,9 @@ def _dot_factors(port: Port) -> FactorAssignments:
     if sum_axes:
         port.require_one_factor(free[side], "sums over a part of its channels")
         axes = [_runs_of_one_factor(n) for n in port.node.ins[other].shape]
-        for kind in (dot.contracting, dot.batch):
-            for own, theirs in zip(kind[side], kind[other], strict=True):
-                axes[theirs] = port.own[own]
+        for axis_lists in (dot.contracting, dot.batch):
+            for side_axis, other_axis in zip(axis_lists[side], axis_lists[other], strict=True):
+                axes[other_axis] = port.own[side_axis]
         ins[other] = port.with_value_axes(axes).to_power(-1)
         yield ins, [None]
         return
@@ -440,8 +440,8 @@ def _dot_result_factors(
 ) -> FactorAssignments:
     """From a result to the operand whose axes have the factors."""
     num_batch = len(dot.batch[0])
-    cut = (num_batch, num_batch + len(free[0]), len(port.own))
-    runs = [[run for axis in port.own[cut[i] : cut[i + 1]] for run in axis if run[1]] for i in (0, 1)]
+    bounds = (num_batch, num_batch + len(free[0]), len(port.own))
+    runs = [[run for axis in port.own[bounds[i] : bounds[i + 1]] for run in axis if run[1]] for i in (0, 1)]
     sides = [0, 1] if port.node.ins[0].is_parameter or not port.node.ins[1].is_parameter else [1, 0]
     if runs[0] and runs[1]:
         for side in sides:
@@ -454,7 +454,7 @@ def _dot_result_factors(
         for i, axis in enumerate(dot.batch[side]):
             axes[axis] = port.own[i]
         for i, axis in enumerate(free[side]):
-            axes[axis] = port.own[cut[side] + i]
+            axes[axis] = port.own[bounds[side] + i]
         ins: list[FactorLabel | None] = [None, None]
         ins[side] = port.with_value_axes(axes)
         yield ins, [port.label]
@@ -472,10 +472,12 @@ def _conv_factors(port: Port) -> FactorAssignments:
         values = [*port.node.ins[:2], *port.node.outs]
         if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
             raise FoldError(f"{port.node} has feature_group_count={conv.feature_groups}")
-        own = axes[2 if port.is_result else port.place]
-        port.require_one_factor([i for i in range(len(port.own)) if i != own], "does not keep its channels apart")
+        channel_axis = axes[2 if port.is_result else port.place]
+        port.require_one_factor(
+            [i for i in range(len(port.own)) if i != channel_axis], "does not keep its channels apart"
+        )
         yield from _depthwise_factors(
-            port, [label(v, axis, port.own[own]) for v, axis in zip(values, axes, strict=True)]
+            port, [label(v, axis, port.own[channel_axis]) for v, axis in zip(values, axes, strict=True)]
         )
         return
     if port.is_result or (port.place == 1 and not has_one_factor(port.own[kernel[0]])):
@@ -486,8 +488,8 @@ def _conv_factors(port: Port) -> FactorAssignments:
         return
     axis = (image, kernel)[port.place][1]
     port.require_one_factor([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
-    both = [label(value, (image, kernel)[i][1], port.own[axis]) for i, value in enumerate(port.node.ins)]
-    yield [own.to_power(1 if i == port.place else -1) for i, own in enumerate(both)], [None]
+    operand_labels = [label(value, (image, kernel)[i][1], port.own[axis]) for i, value in enumerate(port.node.ins)]
+    yield [label.to_power(1 if i == port.place else -1) for i, label in enumerate(operand_labels)], [None]
 
 
 def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> FactorAssignments:
@@ -495,18 +497,18 @@ def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> FactorAssig
     pairs = [(1, 2), (0, 2)] if port.is_result else [(0, 1), (0, 2)] if port.place == 0 else [(1, 2), (0, 1)]
     for pair in pairs:
         inverse = pair == (0, 1)
-        first = port.place if not port.is_result else 2
-        way = [
-            None if i not in pair else own.to_power(-1) if inverse and i != first else own
-            for i, own in enumerate(labels)
+        source_index = port.place if not port.is_result else 2
+        channel_labels = [
+            None if i not in pair else label.to_power(-1) if inverse and i != source_index else label
+            for i, label in enumerate(labels)
         ]
-        yield way[:2], way[2:]
+        yield channel_labels[:2], channel_labels[2:]
 
 
 def _ragged_dot_factors(port: Port) -> FactorAssignments:
     """Rows (m, k) and matrices (g, k, n): which matrix a row meets depends on data."""
-    flat = [[_runs_of_one_factor(n) for n in v.shape] for v in (*port.node.ins[:2], port.node.outs[0])]
-    none: list[FactorLabel | None] = [None] * len(port.node.ins)
+    flat_axes = [[_runs_of_one_factor(n) for n in v.shape] for v in (*port.node.ins[:2], port.node.outs[0])]
+    no_labels: list[FactorLabel | None] = [None] * len(port.node.ins)
     if port.is_result or port.place == 0:
         port.require_one_factor([0], "does not keep its channels apart")
     elif not has_one_factor(port.own[0]):
@@ -514,14 +516,17 @@ def _ragged_dot_factors(port: Port) -> FactorAssignments:
         return
     if port.is_result or (port.place == 1 and has_one_factor(port.own[1])):
         runs = port.own[-1]
-        weight = port.with_value_axes([*flat[1][:2], runs])
-        yield [None, weight, *none[2:]], [port.with_value_axes([flat[2][0], runs])]
+        weight = port.with_value_axes([*flat_axes[1][:2], runs])
+        yield [None, weight, *no_labels[2:]], [port.with_value_axes([flat_axes[2][0], runs])]
         return
     if port.place == 1:
         port.require_one_factor([2], "sums over a part of its channels")
-    runs, way = port.own[1], (-1 if port.place else 1)
-    rows, weight = port.with_value_axes([flat[0][0], runs]), port.with_value_axes([flat[1][0], runs, flat[1][2]])
-    yield [rows.to_power(way), weight.to_power(-way), *none[2:]], [None]
+    runs, sign = port.own[1], (-1 if port.place else 1)
+    rows, weight = (
+        port.with_value_axes([flat_axes[0][0], runs]),
+        port.with_value_axes([flat_axes[1][0], runs, flat_axes[1][2]]),
+    )
+    yield [rows.to_power(sign), weight.to_power(-sign), *no_labels[2:]], [None]
 
 
 _HOMOGENEOUS_NAMES = """

@@ -38,9 +38,9 @@ class ChannelWeight:
         weight: with the axes of a stack.
         stack: how many of these there are.
         turns: how many of these are turns of loops.
-        placement: its rounding.
-        layout: it as matrices.
-        sums: of its inputs.
+        placement: how the weight is rounded.
+        layout: the weight as matrices.
+        sums: the sums over its inputs.
         channels: the channel of each input of each of its matrices, (turns, batch, summed) in one.
     """
 
@@ -53,14 +53,14 @@ class ChannelWeight:
     channels: np.ndarray
 
     @property
-    def places(self) -> list[tuple[int, ...]]:
+    def layers(self) -> list[tuple[int, ...]]:
         """The indexes of its layers."""
         return list(np.ndindex(*self.weight.shape[: self.stack]))
 
-    def turn(self, place: tuple[int, ...]) -> int:
-        """The number of the statistics of a layer."""
+    def turn(self, layer: tuple[int, ...]) -> int:
+        """The index of the loop iteration, and so of the statistics, of a layer."""
         shape = self.weight.shape[: self.turns]
-        return int(np.ravel_multi_index(place[: self.turns], shape)) if shape else 0
+        return int(np.ravel_multi_index(layer[: self.turns], shape)) if shape else 0
 
     def by_turn(self, values: np.ndarray) -> np.ndarray:
         """Numbers of channels as (turns, batch, summed)."""
@@ -72,11 +72,11 @@ def smooth_factors(step: Smooth, members: Sequence[ChannelWeight], count: int) -
     inputs, weights = np.zeros(count), np.zeros(count)
     for member in members:
         np.maximum.at(inputs, member.channels, np.asarray(member.sums.largest, np.float64).reshape(-1))
-        for place in member.places:
-            rows = np.asarray(jnp.abs(member.layout.lay(jnp.asarray(member.weight)[place])).max(2), np.float64)
-            np.maximum.at(weights, member.by_turn(np.arange(count))[member.turn(place)].reshape(-1), rows.reshape(-1))
-    bases = np.where(inputs > 0, inputs, 1.0), np.where(weights > 0, weights, 1.0)
-    factors = bases[0] ** step.alpha / bases[1] ** (1 - step.alpha)
+        for layer in member.layers:
+            rows = np.asarray(jnp.abs(member.layout.lay(jnp.asarray(member.weight)[layer])).max(2), np.float64)
+            np.maximum.at(weights, member.by_turn(np.arange(count))[member.turn(layer)].reshape(-1), rows.reshape(-1))
+    bounds = np.where(inputs > 0, inputs, 1.0), np.where(weights > 0, weights, 1.0)
+    factors = bounds[0] ** step.alpha / bounds[1] ** (1 - step.alpha)
     return np.where(inputs > 0, factors.clip(_LEAST_FACTOR, _MOST_FACTOR), 1.0)
 
 
@@ -89,65 +89,65 @@ def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: 
         count: how many channels there are.
         units: how many parts of the channels, one after the other, have an exponent of their own.
     """
-    used = np.zeros(count, bool)
+    is_used = np.zeros(count, bool)
     for member in members:
-        used[member.channels] = True
+        is_used[member.channels] = True
     inputs = _channel_means(
         ((m.channels, np.asarray(mean_statistics(m.sums).mean_abs, np.float64).reshape(-1)) for m in members), count
     )
     weights = (
-        _channel_means((_channel_magnitudes(m, place) for m in members for place in m.places), count)
+        _channel_means((_channel_magnitudes(m, place) for m in members for place in m.layers), count)
         if step.duo
         else None
     )
     ratios = [i / step.points for i in range(step.points)]
-    candidates = np.stack([np.ones(count), *(_candidate_factors(inputs, weights, used, r, units) for r in ratios)])
+    candidates = np.stack([np.ones(count), *(_candidate_factors(inputs, weights, is_used, r, units) for r in ratios)])
     losses = np.zeros((len(candidates), units))
     for member in members:
         shape = (len(candidates), -1, *member.layout.matrices[:2])
         factors = np.stack([member.by_turn(s) for s in candidates]).reshape(shape)
-        for place in member.places:
-            turn = member.turn(place)
+        for layer in member.layers:
+            turn = member.turn(layer)
             sums = jax.tree.map(lambda v, turn=turn, m=member: v.reshape(-1, *v.shape[m.turns :])[turn], member.sums)
             moments = mean_statistics(sums)
-            weight = jnp.asarray(member.weight)[place]
+            weight = jnp.asarray(member.weight)[layer]
             with enable_x64_for(weight.dtype):
-                own = _factor_losses(
+                member_losses = _factor_losses(
                     weight, moments.gram, moments.count, jnp.asarray(factors[:, turn], moments.gram.dtype),
                     placement=member.placement, layout=member.layout,
                 )  # fmt: skip
-            losses[:, turn if units > 1 else 0] += np.asarray(own, np.float64)
+            losses[:, turn if units > 1 else 0] += np.asarray(member_losses, np.float64)
     best = np.where(np.isfinite(losses), losses, np.inf).argmin(0)
     factors = np.concatenate([candidates[b].reshape(units, -1)[unit] for unit, b in enumerate(best)])
     return factors, [f"r={ratios[b - 1]:g}" if b else "no factors were better" for b in best]
 
 
 def _candidate_factors(
-    inputs: np.ndarray, weights: np.ndarray | None, used: np.ndarray, ratio: float, units: int
+    inputs: np.ndarray, weights: np.ndarray | None, is_used: np.ndarray, ratio: float, units: int
 ) -> np.ndarray:
     """The factors of one exponent; those of a unit have 1 in the middle of their range."""
     factors = inputs**ratio if weights is None else inputs**ratio / (weights ** (1 - ratio) + 1e-4)
     factors = np.where(np.isfinite(factors), factors, 1.0).clip(1e-4)
-    parts = np.where(used, factors, np.nan).reshape(units, -1)
-    middle = np.sqrt(np.nanmax(parts, 1, keepdims=True) * np.nanmin(parts, 1, keepdims=True))
-    return np.where(used, (parts / middle).reshape(-1), 1.0).clip(_LEAST_FACTOR, _MOST_FACTOR)
+    unit_factors = np.where(is_used, factors, np.nan).reshape(units, -1)
+    middle = np.sqrt(np.nanmax(unit_factors, 1, keepdims=True) * np.nanmin(unit_factors, 1, keepdims=True))
+    return np.where(is_used, (unit_factors / middle).reshape(-1), 1.0).clip(_LEAST_FACTOR, _MOST_FACTOR)
 
 
-def _channel_means(some: Any, count: int) -> np.ndarray:
+def _channel_means(channel_values: Any, channel_count: int) -> np.ndarray:
     """The mean of the numbers of each channel."""
-    total, number = np.zeros(count), np.zeros(count)
-    for channels, values in some:
-        np.add.at(total, channels, values)
-        np.add.at(number, channels, 1)
-    return total / np.maximum(number, 1)
+    totals, counts = np.zeros(channel_count), np.zeros(channel_count)
+    for channels, values in channel_values:
+        np.add.at(totals, channels, values)
+        np.add.at(counts, channels, 1)
+    return totals / np.maximum(counts, 1)
 
 
-def _channel_magnitudes(member: ChannelWeight, place: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _channel_magnitudes(member: ChannelWeight, layer: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """The channels of a matrix, and the mean of abs(w) over the largest of its group."""
-    weight = jnp.asarray(member.weight)[place]
+    weight = jnp.asarray(member.weight)[layer]
     with enable_x64_for(weight.dtype):
         magnitudes = _mean_in_scale_units(weight, placement=member.placement, layout=member.layout)
-    channels = member.channels.reshape(-1, *member.layout.matrices[:2])[member.turn(place)]
+    channels = member.channels.reshape(-1, *member.layout.matrices[:2])[member.turn(layer)]
     return channels.reshape(-1), np.asarray(magnitudes, np.float64).reshape(-1)
 
 
@@ -155,11 +155,11 @@ def _channel_magnitudes(member: ChannelWeight, place: tuple[int, ...]) -> tuple[
 def _mean_in_scale_units(weight: Array, *, placement: WeightLayout, layout: MatrixLayout) -> Array:
     """The mean over the outputs of abs(w) in units of its group's scale, the largest being 1."""
     q = qarray_of(placement.pack(weight, None))
-    sizes = jnp.abs(weight).reshape(q.shape)
+    magnitudes = jnp.abs(weight).reshape(q.shape)
     for scale in element_scales(q).scale:
-        sizes = sizes / scale.astype(sizes.dtype)
-    sizes = jnp.where(jnp.isfinite(sizes), sizes, 0)
-    return layout.lay(sizes / jnp.maximum(sizes.max(), jnp.finfo(sizes.dtype).tiny)).mean(2)
+        magnitudes = magnitudes / scale.astype(magnitudes.dtype)
+    magnitudes = jnp.where(jnp.isfinite(magnitudes), magnitudes, 0)
+    return layout.lay(magnitudes / jnp.maximum(magnitudes.max(), jnp.finfo(magnitudes.dtype).tiny)).mean(2)
 
 
 @partial(always_jit, static_argnames=("placement", "layout"))
@@ -167,12 +167,12 @@ def _factor_losses(
     weight: Array, gram: Array, rows: Array, factors: Array, *, placement: WeightLayout, layout: MatrixLayout
 ) -> Array:
     """For each s, the squared error of the outputs of a weight that is multiplied by s, rounded, and divided by s."""
-    wide = layout.lay(weight).astype(gram.dtype)
+    matrices = layout.lay(weight).astype(gram.dtype)
 
     def loss(s: Array) -> Array:
-        scaled_weight = layout.back(wide * s[:, :, None]).astype(weight.dtype)
-        low = layout.lay(unpack_param(placement.pack(scaled_weight, None))).astype(gram.dtype) / s[:, :, None]
-        error = wide - low
+        scaled_weight = layout.back(matrices * s[:, :, None]).astype(weight.dtype)
+        rounded_w = layout.lay(unpack_param(placement.pack(scaled_weight, None))).astype(gram.dtype) / s[:, :, None]
+        error = matrices - rounded_w
         outputs = jnp.einsum("bkl,bln->bkn", gram, error, precision=lax.Precision.HIGHEST)
         return ((error * outputs).sum((1, 2)) * rows).sum()
 

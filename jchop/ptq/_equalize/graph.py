@@ -161,12 +161,12 @@ class _GraphBuilder:
     ) -> list[GraphValue]:
         """The results of a program; `stacked_leaves` are the parameters that each loop runs over."""
         consts = zip(plan.jaxpr.constvars, plan.consts, strict=True)
-        env: dict[Any, GraphValue] = {v: self._fixed(v, loops, _is_zero_constant(v, x)) for v, x in consts}
+        env: dict[Any, GraphValue] = {v: self._constant(v, loops, _is_zero_constant(v, x)) for v, x in consts}
         env.update(zip(plan.jaxpr.invars, ins, strict=True))
 
         def read(v: Any) -> GraphValue:
             if isinstance(v, Literal):
-                return self._fixed(v, loops, _is_zero_constant(v, v.val))
+                return self._constant(v, loops, _is_zero_constant(v, v.val))
             return env[v]
 
         for step in plan.steps:
@@ -174,7 +174,7 @@ class _GraphBuilder:
             env.update(zip(step.eqn.outvars, results, strict=True))
         return [read(v) for v in plan.jaxpr.outvars]
 
-    def _fixed(self, v: Any, loops: tuple[int, ...], zero: bool) -> GraphValue:
+    def _constant(self, v: Any, loops: tuple[int, ...], zero: bool) -> GraphValue:
         return GraphValue(loops, _aval_shape(v), _is_real_aval(v.aval), _CONSTANT, zero=zero)
 
     def _step(
@@ -184,14 +184,14 @@ class _GraphBuilder:
             return self.enter(step.inner[0], ins, loops, stacked_leaves)
         if step.inner and step.name == "cond":
             branches = [self.enter(plan, ins[1:], loops, stacked_leaves) for plan in step.inner]
-            outs = [self._new(v, loops) for v in step.eqn.outvars]
+            outs = [self._new_value(v, loops) for v in step.eqn.outvars]
             for out, *branch_values in zip(outs, *branches, strict=True):
                 for value in branch_values:
-                    self._join(GraphNode(SAME_VALUE, {}, (value,), (out,)))
+                    self._add_node(GraphNode(SAME_VALUE, {}, (value,), (out,)))
             return outs
         if step.inner and step.name == "scan":
             return self._scan(step, ins, loops, stacked_leaves)
-        outs = [self._new(v, loops) for v in step.eqn.outvars]
+        outs = [self._new_value(v, loops) for v in step.eqn.outvars]
         function = step.scope.rpartition("/")[2]
         where = " ".join(text for text in (function and f"of {function}", step.source and f"at {step.source}") if text)
         product = step.product
@@ -200,16 +200,16 @@ class _GraphBuilder:
         node = GraphNode(step.name, dict(step.eqn.params), tuple(ins), tuple(outs), where, product)
         if step.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
             outs[0].zero = ins[0].zero
-        fixed = all(value.is_constant for value in ins)
-        own = not fixed and all(v.is_parameter or v.is_constant for v in ins)
+        is_constant = all(value.is_constant for value in ins)
+        is_parameter = not is_constant and all(v.is_parameter or v.is_constant for v in ins)
         for value in outs:
-            value.is_parameter, value.source = own, _CONSTANT if fixed else ""
-        self._join(node)
+            value.is_parameter, value.source = is_parameter, _CONSTANT if is_constant else ""
+        self._add_node(node)
         side, step_sites = self.sites.of_step.get(id(step), (0, ()))
         for site in step_sites:
             if site.groups == 1:
                 self.graph.places.append(
-                    ProductPlace(node, side, site, tuple(site.leaf in some for some in stacked_leaves))
+                    ProductPlace(node, side, site, tuple(site.leaf in leaves for leaves in stacked_leaves))
                 )
         return outs
 
@@ -218,25 +218,25 @@ class _GraphBuilder:
     ) -> list[GraphValue]:
         plan, params = step.inner[0], step.eqn.params
         num_consts, num_carry = carry_count(params)
-        inside = (*loops, params["length"])
-        over = frozenset(o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins)
-        inner = [self._new(v, inside) for v in plan.jaxpr.invars]
-        for i, (outer, value) in enumerate(zip(ins, inner, strict=True)):
-            self._join(GraphNode(LOOP_VALUE if i < num_consts + num_carry else LOOP_STACK, {}, (outer,), (value,)))
+        inner_loops = (*loops, params["length"])
+        scanned_leaves = frozenset(o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins)
+        inner_values = [self._new_value(v, inner_loops) for v in plan.jaxpr.invars]
+        for i, (outer, value) in enumerate(zip(ins, inner_values, strict=True)):
+            self._add_node(GraphNode(LOOP_VALUE if i < num_consts + num_carry else LOOP_STACK, {}, (outer,), (value,)))
             if not num_consts <= i < num_consts + num_carry:
                 value.is_parameter, value.zero, value.source = outer.is_parameter, outer.zero, outer.source
-        results = self.enter(plan, inner, inside, (*stacked_leaves, over))
-        outs = [self._new(v, loops) for v in step.eqn.outvars]
+        results = self.enter(plan, inner_values, inner_loops, (*stacked_leaves, scanned_leaves))
+        outs = [self._new_value(v, loops) for v in step.eqn.outvars]
         for i, (value, out) in enumerate(zip(results, outs, strict=True)):
             # The value outside comes first, for both directions are the same relation.
-            self._join(GraphNode(LOOP_VALUE if i < num_carry else LOOP_STACK, {}, (out,), (value,)))
-        for before, after in zip(inner[num_consts : num_consts + num_carry], results[:num_carry], strict=True):
-            self._join(GraphNode(SAME_VALUE, {}, (after,), (before,)))
+            self._add_node(GraphNode(LOOP_VALUE if i < num_carry else LOOP_STACK, {}, (out,), (value,)))
+        for before, after in zip(inner_values[num_consts : num_consts + num_carry], results[:num_carry], strict=True):
+            self._add_node(GraphNode(SAME_VALUE, {}, (after,), (before,)))
         return outs
 
-    def _new(self, v: Any, loops: tuple[int, ...]) -> GraphValue:
+    def _new_value(self, v: Any, loops: tuple[int, ...]) -> GraphValue:
         return GraphValue(loops, _aval_shape(v), _is_real_aval(v.aval))
 
-    def _join(self, node: GraphNode) -> None:
+    def _add_node(self, node: GraphNode) -> None:
         for value in dict.fromkeys((*node.ins, *node.outs)):
             value.nodes.append(node)

@@ -60,10 +60,10 @@ class FactorLabel:
         """The channel of each number; axes of one factor have length 1."""
         channels = np.zeros((1,) * len(self.axes), np.int64)
         for i, axis in enumerate(self.axes):
-            own = np.zeros(1, np.int64)
+            axis_channels = np.zeros(1, np.int64)
             for size, stride in axis if not has_one_factor(axis) else ():
-                own = (own[:, None] + stride * np.arange(size)).reshape(-1)
-            channels = channels + own.reshape([-1 if j == i else 1 for j in range(len(self.axes))])
+                axis_channels = (axis_channels[:, None] + stride * np.arange(size)).reshape(-1)
+            channels = channels + axis_channels.reshape([-1 if j == i else 1 for j in range(len(self.axes))])
         return channels
 
 
@@ -89,12 +89,12 @@ def reshape_runs(axes: Sequence[RunAxis], shape: Sequence[int]) -> tuple[RunAxis
     """The runs of axes that are taken apart and put together.
 
     Raises:
-        RefusedError: if a run would be cut at a place that is no multiple.
+        FoldError: if a run would be cut at a place that is no multiple.
     """
     runs = list(merge_runs(run for axis in axes for run in axis))
     result: list[RunAxis] = []
     for remaining in reversed(shape):
-        own: list[ChannelRun] = []
+        axis_runs: list[ChannelRun] = []
         while remaining > 1:
             size, stride = runs.pop()
             if size > remaining:
@@ -104,9 +104,9 @@ def reshape_runs(axes: Sequence[RunAxis], shape: Sequence[int]) -> tuple[RunAxis
                 size = remaining
             elif remaining % size:
                 raise FoldError("a reshape cuts its channels into unequal parts")
-            own.insert(0, (size, stride))
+            axis_runs.insert(0, (size, stride))
             remaining //= size
-        result.insert(0, merge_runs(own))
+        result.insert(0, merge_runs(axis_runs))
     return tuple(result)
 
 
@@ -126,22 +126,22 @@ class Channels:
         """With more runs tied.
 
         Raises:
-            RefusedError: if no channel would have a factor of its own.
+            FoldError: if no channel would have a factor of its own.
         """
-        more = Channels(self.count, self.tied | {run for run in runs if run[1]})
-        if has_one_factor(more.axis(self.count, 1)):
+        tied_channels = Channels(self.count, self.tied | {run for run in runs if run[1]})
+        if has_one_factor(tied_channels.axis(self.count, 1)):
             raise FoldError("all channels would be tied")
-        return more
+        return tied_channels
 
     def axis(self, size: int, stride: int) -> RunAxis:
         """The runs of an axis over channels that lie `stride` apart."""
         cuts = {stride, stride * size}
-        for n, inner in self.tied:
-            cuts |= {place for place in (inner, inner * n) if stride < place < stride * size}
-        places = sorted(cuts)
-        if any(b % a for a, b in pairwise(places)):
+        for tied_size, tied_stride in self.tied:
+            cuts |= {bound for bound in (tied_stride, tied_stride * tied_size) if stride < bound < stride * size}
+        bounds = sorted(cuts)
+        if any(b % a for a, b in pairwise(bounds)):
             raise FoldError("its channels would be tied in parts that overlap")
-        runs = [(b // a, 0 if self._is_tied(a) else a) for a, b in pairwise(places)]
+        runs = [(b // a, 0 if self._is_tied(a) else a) for a, b in pairwise(bounds)]
         return merge_runs(reversed(runs))
 
     @property
@@ -150,7 +150,7 @@ class Channels:
         return math.prod(size for size, stride in self.axis(self.count, 1) if stride)
 
     def _is_tied(self, stride: int) -> bool:
-        return any(inner <= stride < inner * size for size, inner in self.tied)
+        return any(tied_stride <= stride < tied_stride * size for size, tied_stride in self.tied)
 
 
 def axis_lengths(axes: Sequence[RunAxis]) -> tuple[int, ...]:

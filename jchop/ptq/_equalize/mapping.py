@@ -52,12 +52,12 @@ class MappingRecord:
     passes: int = 0
 
     def note(self, leaf: int, turn: tuple[int, ...]) -> str:
-        """What there is to say of a weight."""
-        places = [turn[:i] for i in range(len(turn) + 1)]
-        return "; ".join(text for place in places for text in self.notes.get((leaf, place), ()))
+        """The notes on a weight, or on a layer of a stack."""
+        prefixes = [turn[:i] for i in range(len(turn) + 1)]
+        return "; ".join(text for prefix in prefixes for text in self.notes.get((leaf, prefix), ()))
 
     def add(self, leaf: int, text: str, turn: tuple[int, ...] = ()) -> None:
-        """Say something of a weight."""
+        """Add a note on a weight, or on a layer of a stack."""
         self.notes.setdefault((leaf, turn), []).append(text)
 
 
@@ -85,7 +85,7 @@ def map_parameters(data: BatchData, steps: Sequence[Mapping], memory: int | None
         for leaf, site in weight_sites.items():
             if site.groups > 1:
                 record.add(leaf, f"not by {step.name}: a convolution of feature_group_count={site.groups}")
-        graphs = [graph_of(*some) for some in data.programs if some[0] is not program]
+        graphs = [graph_of(*entry) for entry in data.programs if entry[0] is not program]
         lazy_sums = LazySums(data, weight_sites, trace, memory or 0, sums)
         job = _MappingJob(step, program, call, graph_of(program, sites), graphs, lazy_sums, weight_sites, record)
         job.run()
@@ -102,22 +102,22 @@ class _MappingJob:
         program: the program.
         call: its arguments.
         graph: the program as a graph.
-        others: programs of batches of other shapes.
+        other_graphs: the programs of batches of other shapes.
         lazy_sums: the statistics of the inputs.
         weight_sites: the sites of the weights that are rounded, by their indexes.
         record: what is reported.
     """
 
     def __init__(
-        self, step: Mapping, program: Any, call: Any, graph: ProgramGraph, others: Sequence[ProgramGraph],
+        self, step: Mapping, program: Any, call: Any, graph: ProgramGraph, other_graphs: Sequence[ProgramGraph],
         lazy_sums: LazySums, weight_sites: dict[int, WeightSite], record: MappingRecord,
     ) -> None:  # fmt: skip
-        self.step, self.program, self.call, self.graph, self.others = step, program, call, graph, others
+        self.step, self.program, self.call, self.graph, self.other_graphs = step, program, call, graph, other_graphs
         self.lazy_sums, self.weight_sites, self.record = lazy_sums, weight_sites, record
         self.new_values: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Every weight that is rounded, with those that share its input."""
+        """Map every weight that is rounded, together with those that share its input."""
         previous: set[int] = set()
         for place in self.graph.places:
             leaf = place.site.leaf
@@ -132,7 +132,7 @@ class _MappingJob:
                 continue
             members = self._members(fold)
             previous |= set(members)
-            self._map(place, fold, members)
+            self._map_products(place, fold, members)
 
     def result(self, params: Any) -> Any:
         """The parameters with those that are changed."""
@@ -144,27 +144,27 @@ class _MappingJob:
     def _fold(self, place: ProductPlace) -> Fold:
         if not isinstance(self.step, Rotate):
             return self._fold_in_all_batches(place, fold_of)
-        before = dict(self.new_values)
+        earlier_values = dict(self.new_values)
         while True:
             try:
-                return self._fold_in_all_batches(place, lambda own: rotation_of(own, self._value))
+                return self._fold_in_all_batches(place, lambda product_place: rotation_of(product_place, self._value))
             except GainError as reason:
                 try:
                     self._move_gain(min(reason.leaves))
-                except FoldError as why:
-                    self.new_values = before
-                    raise FoldError(f"{reason}, {why}") from None
+                except FoldError as gain_reason:
+                    self.new_values = earlier_values
+                    raise FoldError(f"{reason}, {gain_reason}") from None
             except FoldError:
-                self.new_values = before
+                self.new_values = earlier_values
                 raise
 
     def _fold_in_all_batches(self, place: ProductPlace, search: Callable[[ProductPlace], Fold]) -> Fold:
         fold = search(place)
-        own = _labels_by_leaf(fold)
-        for graph in self.others:
-            again = next((other for other in graph.places if other.site.leaf == place.site.leaf), None)
-            alike = _labels_by_leaf(search(again)) == own if again else not any(graph.parameters[i].nodes for i in own)
-            if not alike:
+        labels = _labels_by_leaf(fold)
+        for graph in self.other_graphs:
+            hit = next((other for other in graph.places if other.site.leaf == place.site.leaf), None)
+            same = _labels_by_leaf(search(hit)) == labels if hit else not any(graph.parameters[i].nodes for i in labels)
+            if not same:
                 raise FoldError("other batches have a program in which the factors would go elsewhere")
         return fold
 
@@ -172,7 +172,7 @@ class _MappingJob:
         """Make the scale of a norm 1 by factors that go into the weights after it.
 
         Raises:
-            RefusedError: if they cannot.
+            FoldError: if they cannot.
         """
         path, gain = self.program.paths[leaf], np.asarray(self._value(leaf), np.float64)
         for place in self.graph.places:
@@ -200,23 +200,23 @@ class _MappingJob:
         places: dict[int, ProductPlace] = {}
         for place in self.graph.places:
             weight, inputs = (fold.labels.get(place.node.ins[side]) for side in (place.side, 1 - place.side))
-            own = weight is not None and inputs is not None and weight.power == 1
-            if own and place.site.leaf in self.weight_sites and self.graph.parameters[place.site.leaf] in fold.labels:
+            fits = weight is not None and inputs is not None and weight.power == 1
+            if fits and place.site.leaf in self.weight_sites and self.graph.parameters[place.site.leaf] in fold.labels:
                 places.setdefault(place.site.leaf, place)
         return places
 
-    def _map(self, place: ProductPlace, fold: Fold, places: dict[int, ProductPlace]) -> None:
-        more = [leaf for leaf in _labels_by_leaf(fold) if self._needs_errors(leaf)]
-        if self.lazy_sums.fits({*places, *more}):
-            self.lazy_sums.of([*dict.fromkeys([*places, *more])], self.step)
+    def _map_products(self, place: ProductPlace, fold: Fold, places: dict[int, ProductPlace]) -> None:
+        error_leaves = [leaf for leaf in _labels_by_leaf(fold) if self._needs_errors(leaf)]
+        if self.lazy_sums.fits({*places, *error_leaves}):
+            self.lazy_sums.sums_of([*dict.fromkeys([*places, *error_leaves])], self.step)
         if isinstance(self.step, Rotate):
-            by = HadamardBlocks.of(fold.channels.free, self.step.seed)
-            self._report(fold, places, f"{self.step.name} by {by}")
+            hadamard = HadamardBlocks.of(fold.channels.free, self.step.seed)
+            self._report(fold, places, f"{self.step.name} by {hadamard}")
             for leaf, label in _labels_by_leaf(fold).items():
-                self._change(leaf, partial(rotate_channels, label=label, by=by))
+                self._change(leaf, partial(rotate_channels, label=label, hadamard=hadamard))
             return
-        sums = self.lazy_sums.of([*places], self.step)
-        members = [self._member(fold, own, sums[leaf]) for leaf, own in places.items()]
+        sums = self.lazy_sums.sums_of([*places], self.step)
+        members = [self._member(fold, product_place, sums[leaf]) for leaf, product_place in places.items()]
         count = fold.channels.count
         if isinstance(self.step, Awq):
             units = self._units(place, members, count)
@@ -229,9 +229,9 @@ class _MappingJob:
             self._change(leaf, partial(multiply_by_factors, label=label, factors=factors))
 
     def _report(
-        self, fold: Fold, places: dict[int, ProductPlace], what: str, choices: Sequence[str] = (), by_turn: bool = False
+        self, fold: Fold, places: dict[int, ProductPlace], text: str, choices: Sequence[str] = (), by_turn: bool = False
     ) -> None:
-        """Say of the weights what was done, where it went, and what was chosen in each turn, or in all."""
+        """Report for each weight the step, the parameters it was folded into, and the choice for each turn or all."""
         leaves = (
             leaf
             for leaf in _labels_by_leaf(fold)
@@ -241,10 +241,10 @@ class _MappingJob:
         for leaf in places:
             self.record.methods.setdefault(leaf, []).append(self.step.name)
             if targets:
-                self.record.add(leaf, f"{what} folded into {', '.join(targets)}")
+                self.record.add(leaf, f"{text} folded into {', '.join(targets)}")
             turns = list(np.ndindex(*self._shape(leaf)[: self.weight_sites[leaf].turns])) if by_turn else [()]
-            for turn, text in zip(turns, choices, strict=False):
-                self.record.add(leaf, text, turn)
+            for turn, choice in zip(turns, choices, strict=False):
+                self.record.add(leaf, choice, turn)
 
     def _shape(self, leaf: int) -> tuple[int, ...]:
         return self.program.shapes[leaf]
@@ -256,8 +256,8 @@ class _MappingJob:
         site, node = place.site, place.node
         label = fold.labels[node.ins[place.side]]
         _, shape, axes = channels_of(place)
-        own = FactorLabel(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
-        channels = np.broadcast_to(own, [shape[axis] for axis, _ in axes]).reshape(-1)
+        channel_indexes = FactorLabel(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
+        channels = np.broadcast_to(channel_indexes, [shape[axis] for axis, _ in axes]).reshape(-1)
         placement = _placement_to_nearest(self.program.placements[site.leaf][0])
         turns = sum(place.turns)
         if turns < site.turns:  # constant indexes: all layers have the same factors
@@ -268,40 +268,40 @@ class _MappingJob:
     def _units(self, place: ProductPlace, members: Sequence[ChannelWeight], count: int) -> int:
         """How many parts of the channels belong to turns of loops, each with the matrices of its own turn."""
         _, shape, axes = channels_of(place)
-        loops = len(place.node.ins[place.side].loops)
-        turns = int(np.prod([shape[axis] for axis, _ in axes if axis < loops], dtype=np.int64))
+        loop_count = len(place.node.ins[place.side].loops)
+        turns = int(np.prod([shape[axis] for axis, _ in axes if axis < loop_count], dtype=np.int64))
         for member in members:
             if int(np.prod(member.weight.shape[: member.turns], dtype=np.int64)) != turns:
                 return 1
-            parts = member.channels.reshape(turns, -1) // (count // turns)
-            if not (parts == np.arange(turns)[:, None]).all():
+            unit_indexes = member.channels.reshape(turns, -1) // (count // turns)
+            if not (unit_indexes == np.arange(turns)[:, None]).all():
                 return 1
         return turns
 
     def _needs_errors(self, leaf: int) -> bool:
         """Whether the errors of a weight before any step are needed, and not known."""
-        return leaf in self.weight_sites and not any(own == leaf for own, _ in self.record.before)
+        return leaf in self.weight_sites and not any(recorded_leaf == leaf for recorded_leaf, _ in self.record.before)
 
     def _record_errors(self, leaf: int) -> None:
         """The errors of a weight that is rounded as it was before any step."""
         if not self._needs_errors(leaf):
             return
-        site, sums = self.weight_sites[leaf], self.lazy_sums.of([leaf], self.step)[leaf]
+        site, sums = self.weight_sites[leaf], self.lazy_sums.sums_of([leaf], self.step)[leaf]
         placement = _placement_to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
-        for place in np.ndindex(*weights.shape[: site.stack]):
+        for layer in np.ndindex(*weights.shape[: site.stack]):
             inputs, weight = (
-                mean_statistics(jax.tree.map(lambda v, turn=place[: site.turns]: v[turn], sums)),
-                weights[place],
+                mean_statistics(jax.tree.map(lambda v, turn=layer[: site.turns]: v[turn], sums)),
+                weights[layer],
             )
             with enable_x64_for(weight.dtype):
-                out = round_parameter(
+                outcome = round_parameter(
                     weight, inputs.gram, None, None, placement=placement, layout=site.layout, steps=CalibrationSteps()
                 )
-            energy, before = (float((v * inputs.count).sum()) for v in (out.energy, out.before))
-            self.record.before[leaf, place] = energy, before
+            energy, before = (float((v * inputs.count).sum()) for v in (outcome.energy, outcome.before))
+            self.record.before[leaf, layer] = energy, before
 
-    def _change(self, leaf: int, change: Callable[[Any], Any]) -> None:
+    def _change(self, leaf: int, transform: Callable[[Any], Any]) -> None:
         """Change a parameter.
 
         Raises:
@@ -309,7 +309,7 @@ class _MappingJob:
         """
         self._record_errors(leaf)
         before = self._value(leaf)
-        after = change(before)
+        after = transform(before)
         if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(jnp.asarray(after))).any()):
             raise ValueError(
                 f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
@@ -320,26 +320,26 @@ class _MappingJob:
 
 def multiply_by_factors(parameter: Any, label: FactorLabel, factors: np.ndarray) -> Any:
     """A parameter times its factors, in float32 or its own wider type, rounded once to its own."""
-    own = factors[label.indexes()] ** float(label.power)
+    scale = factors[label.indexes()] ** float(label.power)
     with enable_x64_for(parameter.dtype):
-        wide = jnp.promote_types(parameter.dtype, jnp.float32)
-        after = (jnp.asarray(parameter).astype(wide) * jnp.asarray(own, wide)).astype(parameter.dtype)
-    return np.asarray(after) if isinstance(parameter, np.ndarray) else after
+        dtype = jnp.promote_types(parameter.dtype, jnp.float32)
+        product = (jnp.asarray(parameter).astype(dtype) * jnp.asarray(scale, dtype)).astype(parameter.dtype)
+    return np.asarray(product) if isinstance(parameter, np.ndarray) else product
 
 
-def rotate_channels(parameter: Any, label: FactorLabel, by: HadamardBlocks) -> Any:
+def rotate_channels(parameter: Any, label: FactorLabel, hadamard: HadamardBlocks) -> Any:
     """A parameter times a matrix along the channels that are not tied, in float64, rounded once to its own type."""
     axes = [axis or ((1, 0),) for axis in label.axes]
     runs = [(size, 0 if has_one_factor(axis) else stride) for axis in axes for size, stride in axis]
-    along = sorted((i for i, (_, stride) in enumerate(runs) if stride), key=lambda i: -runs[i][1])
-    order = [*(i for i in range(len(runs)) if i not in along), *along]
-    apart = np.asarray(parameter, np.float64).reshape([size for size, _ in runs]).transpose(order)
-    product = by.apply(apart.reshape(-1, by.size)).reshape(apart.shape).transpose(np.argsort(order))
-    after = product.reshape(parameter.shape).astype(parameter.dtype)
+    channel_axes = sorted((i for i, (_, stride) in enumerate(runs) if stride), key=lambda i: -runs[i][1])
+    order = [*(i for i in range(len(runs)) if i not in channel_axes), *channel_axes]
+    split = np.asarray(parameter, np.float64).reshape([size for size, _ in runs]).transpose(order)
+    product = hadamard.apply(split.reshape(-1, hadamard.size)).reshape(split.shape).transpose(np.argsort(order))
+    rotated_parameter = product.reshape(parameter.shape).astype(parameter.dtype)
     if isinstance(parameter, np.ndarray):
-        return after
+        return rotated_parameter
     with enable_x64_for(parameter.dtype):
-        return jnp.asarray(after)
+        return jnp.asarray(rotated_parameter)
 
 
 def _labels_by_leaf(fold: Fold) -> dict[int, FactorLabel]:
@@ -347,9 +347,9 @@ def _labels_by_leaf(fold: Fold) -> dict[int, FactorLabel]:
 
 
 def _reaches_data(parameter: GraphValue, fold: Fold) -> bool:
-    """Whether a value that is computed of a parameter and of data has the factors, as rows that are looked up."""
-    read = [node for node in parameter.nodes if parameter in node.ins]
-    results = [value for node in read for value in node.outs if value in fold.labels]
+    """Whether the factors of a parameter reach a value that depends on data, such as rows that are looked up."""
+    readers = [node for node in parameter.nodes if parameter in node.ins]
+    results = [value for node in readers for value in node.outs if value in fold.labels]
     return any(not value.is_parameter or _reaches_data(value, fold) for value in results)
 
 

@@ -50,9 +50,9 @@ def rotation_of(place: ProductPlace, value_of: Callable[[int], Any]) -> Fold:
 
     Raises:
         GainError: if it could be, were some parameters the same for all channels.
-        RefusedError: if it cannot.
+        FoldError: if it cannot.
     """
-    fold = fold_of(place, _RotationWays(value_of).ways_of, together=True)
+    fold = fold_of(place, _RotationWays(value_of).ways_of, same_factors=True)
     if fold.channels.free % 2:
         raise FoldError(f"its {fold.channels.free} channels are an odd number, for which there is no Hadamard matrix")
     return fold
@@ -91,7 +91,7 @@ class _RotationWays:
 
     # -- values that are the same along channels -----------------------------------------------------------------------
 
-    def varying(self, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
+    def varying_leaves(self, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
         """The parameters that make a value differ along some of its axes; None if other things do."""
         if all(value.shape[axis] == 1 for axis in axes):
             return frozenset()
@@ -102,45 +102,45 @@ class _RotationWays:
         key = value, axes
         if key not in self.cache:
             self.cache[key] = None  # a value that a loop carries may vary
-            makers = [node for node in value.nodes if value in node.outs]
-            parts = [self._of_maker(node, value, axes) for node in makers]
-            self.cache[key] = _union_of_leaves(parts) if makers else None
+            producers = [node for node in value.nodes if value in node.outs]
+            leaf_sets = [self._varying_from_node(node, value, axes) for node in producers]
+            self.cache[key] = _union_of_leaves(leaf_sets) if producers else None
         return self.cache[key]
 
-    def _of_maker(self, node: GraphNode, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
+    def _varying_from_node(self, node: GraphNode, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
         if not node.ins:
             return None
         first, params = node.ins[0], node.params
         if node.name in (LOOP_VALUE, SAME_VALUE):
-            return self.varying(first, axes)
+            return self.varying_leaves(first, axes)
         if node.name == LOOP_STACK:  # the stack has an axis of turns in front, unless it is inside of the loop
-            more = len(first.shape) - len(value.shape)
-            return self.varying(first, tuple(axis + more for axis in axes)) if more > 0 else None
+            extra_axes = len(first.shape) - len(value.shape)
+            return self.varying_leaves(first, tuple(axis + extra_axes for axis in axes)) if extra_axes > 0 else None
         if node.name in _ROTATION_ELEMENTWISE:
-            return _union_of_leaves(self.varying(v, axes if v.shape else ()) for v in node.ins)
+            return _union_of_leaves(self.varying_leaves(v, axes if v.shape else ()) for v in node.ins)
         if node.name == "broadcast_in_dim":
             dims = params["broadcast_dimensions"]
-            return self.varying(first, tuple(i for i, axis in enumerate(dims) if axis in axes))
+            return self.varying_leaves(first, tuple(i for i, axis in enumerate(dims) if axis in axes))
         if node.name == "reshape":  # one that adds or drops axes of length 1
-            long = [[i for i, n in enumerate(v.shape) if n > 1] for v in (first, value)]
-            if [first.shape[i] for i in long[0]] != [value.shape[i] for i in long[1]]:
+            long_axes = [[i for i, n in enumerate(v.shape) if n > 1] for v in (first, value)]
+            if [first.shape[i] for i in long_axes[0]] != [value.shape[i] for i in long_axes[1]]:
                 return None
-            return self.varying(first, tuple(a for a, b in zip(*long, strict=True) if b in axes))
+            return self.varying_leaves(first, tuple(a for a, b in zip(*long_axes, strict=True) if b in axes))
         if node.name == "squeeze":
             squeeze_axes = {axis % len(first.shape) for axis in params["dimensions"]}
             other_axes = [i for i in range(len(first.shape)) if i not in squeeze_axes]
-            return self.varying(first, tuple(other_axes[axis] for axis in axes))
+            return self.varying_leaves(first, tuple(other_axes[axis] for axis in axes))
         if node.name in ("slice", "dynamic_slice"):
-            return self.varying(first, axes)
+            return self.varying_leaves(first, axes)
         return None
 
 
-def _union_of_leaves(parts: Any) -> frozenset[int] | None:
+def _union_of_leaves(leaf_sets: Any) -> frozenset[int] | None:
     leaves: frozenset[int] = frozenset()
-    for part in parts:
-        if part is None:
+    for leaf_set in leaf_sets:
+        if leaf_set is None:
             return None
-        leaves |= part
+        leaves |= leaf_set
     return leaves
 
 
@@ -171,22 +171,22 @@ def _mul_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
     if a is b:
         yield from _square_rotation(rotation, port)
         return
-    by = [rotation.varying(v, _rotation_axes(port) if v.shape else ()) for v in (a, b)]
-    side = port.place if not port.is_result else 1 if by[0] == frozenset() else 0
-    other = by[1 - side]
-    if other is None:
+    varying_leaves = [rotation.varying_leaves(v, _rotation_axes(port) if v.shape else ()) for v in (a, b)]
+    side = port.place if not port.is_result else 1 if varying_leaves[0] == frozenset() else 0
+    gain_leaves = varying_leaves[1 - side]
+    if gain_leaves is None:
         raise _fold_rotation_error(port)
-    if other:
-        raise GainError(port.node, other)
+    if gain_leaves:
+        raise GainError(port.node, gain_leaves)
     yield _one_operand(port, side)
 
 
 def _div_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
-    by = rotation.varying(port.node.ins[1], _rotation_axes(port) if port.node.ins[1].shape else ())
-    if by is None or (port.place == 1 and not port.is_result):
+    divisor_leaves = rotation.varying_leaves(port.node.ins[1], _rotation_axes(port) if port.node.ins[1].shape else ())
+    if divisor_leaves is None or (port.place == 1 and not port.is_result):
         raise _fold_rotation_error(port)
-    if by:
-        raise GainError(port.node, by)
+    if divisor_leaves:
+        raise GainError(port.node, divisor_leaves)
     yield _one_operand(port, 0)
 
 
@@ -209,7 +209,7 @@ def _sum_rotation(_: _RotationWays, port: Port) -> FactorAssignments:
 
 def _select_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
     condition = port.node.ins[0]
-    if rotation.varying(condition, _rotation_axes(port) if condition.shape else ()) != frozenset():
+    if rotation.varying_leaves(condition, _rotation_axes(port) if condition.shape else ()) != frozenset():
         raise _fold_rotation_error(port)
     yield from factor_assignments(port.node, port.label, port.place, port.is_result)
 
@@ -218,9 +218,9 @@ def _dot_rotation(port: Port) -> Iterator[Any]:
     """A product sums over all of the channels, or none; those of its batch are not mixed."""
     dot: Any = port.node.product
     batch = range(len(dot.batch[0])) if port.is_result else dot.batch[port.place]
-    ties = [run for axis in batch for run in port.own[axis] if run[1]]
-    if ties:
-        yield TiedChannels(tuple(ties))
+    batch_runs = [run for axis in batch for run in port.own[axis] if run[1]]
+    if batch_runs:
+        yield TiedChannels(tuple(batch_runs))
     else:
         yield from factor_assignments(port.node, port.label, port.place, port.is_result)
 

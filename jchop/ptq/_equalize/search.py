@@ -44,7 +44,7 @@ def channels_of(place: ProductPlace) -> tuple[int, tuple[int, ...], list[tuple[i
     shape, loops = (*value.loops, *value.shape), len(value.loops)
     operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
     batch = [operand.free[i] for i in range(place.site.batch) if place.site.view.free[i]]
-    axes = [i for i, over in enumerate(place.turns) if over]
+    axes = [i for i, is_stacked in enumerate(place.turns) if is_stacked]
     axes += [loops + axis for axis in (*batch, *operand.contracting)]
     count, channel_axes = 1, []
     for axis in reversed(axes):
@@ -54,7 +54,7 @@ def channels_of(place: ProductPlace) -> tuple[int, tuple[int, ...], list[tuple[i
 
 
 def fold_of(
-    place: ProductPlace, ways: Callable[..., FactorAssignments] = factor_assignments, together: bool = False
+    place: ProductPlace, ways: Callable[..., FactorAssignments] = factor_assignments, same_factors: bool = False
 ) -> Fold:
     """How factors of the inputs of a product can be folded into parameters.
 
@@ -64,24 +64,24 @@ def fold_of(
     Args:
         place: the product.
         ways: how one equation passes them on.
-        together: whether all turns of loops, and all matrices of a batch, have the same. Default False.
+        same_factors: whether all turns of loops, and all matrices of a batch, have the same. Default False.
 
     Raises:
-        RefusedError: if they cannot.
+        FoldError: if they cannot.
     """
     count, shape, axes = channels_of(place)
-    tied: list[tuple[int, int]] = []
-    loops = len(place.node.ins[place.side].loops)
+    tied_runs: list[tuple[int, int]] = []
+    loop_count = len(place.node.ins[place.side].loops)
     if isinstance(place.node.product, ConvProduct):  # the factors of an image's channel, whatever the place in a patch
-        inputs = loops + place.node.product.numbers.rhs_spec[1]
-        tied = [(shape[axis], stride) for axis, stride in axes if axis >= loops and axis != inputs]
+        input_axis = loop_count + place.node.product.numbers.rhs_spec[1]
+        tied_runs = [(shape[axis], stride) for axis, stride in axes if axis >= loop_count and axis != input_axis]
     elif isinstance(place.node.product, RaggedProduct):  # any row may be of any group
-        tied = [(shape[axis], stride) for axis, stride in axes if axis == loops]
-    if together:
+        tied_runs = [(shape[axis], stride) for axis, stride in axes if axis == loop_count]
+    if same_factors:
         operand = (place.node.product.forward.left, place.node.product.forward.right)[place.side]
-        sum_axes = {loops + axis for axis in operand.contracting}
-        tied += [(shape[axis], stride) for axis, stride in axes if axis not in sum_axes]
-    return _FoldSearch(place, ways).start(Channels(count).tie(tied))
+        sum_axes = {loop_count + axis for axis in operand.contracting}
+        tied_runs += [(shape[axis], stride) for axis, stride in axes if axis not in sum_axes]
+    return _FoldSearch(place, ways).start(Channels(count).tie(tied_runs))
 
 
 class _FoldSearch:
@@ -104,13 +104,13 @@ class _FoldSearch:
         """Equations with one way first; then each way of the others in turn."""
         open_pairs: list[_ValueAndNode] = []
         while pending or open_pairs:
-            several = not pending
+            has_choices_only = not pending
             value, node = (pending or open_pairs).pop()
             self.budget -= 1
             if self.budget < 0:
                 raise FoldError("the program is too long to follow")
             ways = self._ways(labels, value, node)
-            if len(ways) > 1 and not several:
+            if len(ways) > 1 and not has_choices_only:
                 open_pairs.insert(0, (value, node))
             elif len(ways) > 1:
                 return self._first_way(channels, labels, open_pairs, node, ways)
@@ -129,9 +129,9 @@ class _FoldSearch:
             try:
                 if isinstance(way, TiedChannels):
                     return self.start(channels.tie(way.runs))
-                own, more = dict(labels), list(pending)
-                self._apply_way(own, more, node, way)
-                return self._solve(channels, own, more)
+                branch_labels, branch_pending = dict(labels), list(pending)
+                self._apply_way(branch_labels, branch_pending, node, way)
+                return self._solve(channels, branch_labels, branch_pending)
             except FoldError as reason:
                 reasons.append(reason)
         raise reasons[0]

@@ -26,7 +26,7 @@ __all__ = ["clip_groups", "round_under_scales"]
 _CLIP_PRECISION = lax.Precision.HIGHEST
 
 
-def clip_groups(by: Clip, target: Array, gram: Array, *, placement: WeightLayout, layout: MatrixLayout) -> Array:
+def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayout, layout: MatrixLayout) -> Array:
     """A parameter whose groups are clipped so that the errors of its product are least.
 
     Each group is rounded by itself: its share of the error is that of its own inputs, tr(E^T H E) for the errors E of
@@ -34,7 +34,7 @@ def clip_groups(by: Clip, target: Array, gram: Array, *, placement: WeightLayout
     and are rounded to the ends of its scale.
 
     Args:
-        by: the step.
+        step: the step.
         target: the parameter.
         gram: the mean H of x x^T over the inputs, (batch, summed, summed).
         placement: its rounding.
@@ -45,26 +45,26 @@ def clip_groups(by: Clip, target: Array, gram: Array, *, placement: WeightLayout
         spec = replace(spec, rounding=Rounding.NEAREST_EVEN, random_bits=None)
     nearest_placement, numbers = replace(placement, spec=spec), group_numbers(placement, layout, jnp)
     count = group_count(placement)
-    wide = layout.lay(target).astype(gram.dtype)
-    inside = _inner_products(placement, layout, gram)
-    flat = numbers.reshape(-1)
-    low, high = (of(wide.reshape(-1), flat, count) for of in (jax.ops.segment_min, jax.ops.segment_max))
+    matrices = layout.lay(target).astype(gram.dtype)
+    group_products = _inner_products(placement, layout, gram)
+    groups = numbers.reshape(-1)
+    low, high = (bound(matrices.reshape(-1), groups, count) for bound in (jax.ops.segment_min, jax.ops.segment_max))
 
     def clip_to(share: Array) -> Array:
-        return jnp.clip(wide, (share * low)[numbers], (share * high)[numbers])
+        return jnp.clip(matrices, (share * low)[numbers], (share * high)[numbers])
 
-    def try_share(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        best, least = state
-        share = (1 - i * (1 - by.least) / by.points).astype(wide.dtype)
+    def try_share(iteration: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        best_share, least_loss = state
+        share = (1 - iteration * (1 - step.least) / step.points).astype(matrices.dtype)
         packed_weight = nearest_placement.pack(layout.back(clip_to(share)).astype(target.dtype))
         _, values = round_under_scales(packed_weight, target, layout)
-        error = wide - layout.lay(values).astype(wide.dtype)
-        losses = jax.ops.segment_sum((error * inside(error)).reshape(-1), flat, count)
-        better = losses < least
-        return jnp.where(better, share, best), jnp.minimum(losses, least)
+        error = matrices - layout.lay(values).astype(matrices.dtype)
+        losses = jax.ops.segment_sum((error * group_products(error)).reshape(-1), groups, count)
+        is_better = losses < least_loss
+        return jnp.where(is_better, share, best_share), jnp.minimum(losses, least_loss)
 
-    start = jnp.ones(count, wide.dtype), jnp.full(count, jnp.inf, wide.dtype)
-    best, _ = lax.fori_loop(0, by.points + 1, try_share, start)
+    initial_state = jnp.ones(count, matrices.dtype), jnp.full(count, jnp.inf, matrices.dtype)
+    best, _ = lax.fori_loop(0, step.points + 1, try_share, initial_state)
     return layout.back(clip_to(best)).astype(target.dtype)
 
 
@@ -86,40 +86,40 @@ def group_numbers(placement: WeightLayout, layout: MatrixLayout, xp: Any) -> Any
     numbers = xp.zeros(shape, np.int32)
     if fmt is not None:
         for axis, (size, counts) in enumerate(zip(fmt.group_shape(shape), fmt.scale_shape(shape), strict=True)):
-            along = (xp.arange(shape[axis], dtype=np.int32) // size).reshape([-1, *[1] * (len(shape) - axis - 1)])
-            numbers = numbers * counts + along
+            indexes = (xp.arange(shape[axis], dtype=np.int32) // size).reshape([-1, *[1] * (len(shape) - axis - 1)])
+            numbers = numbers * counts + indexes
     return layout.lay(numbers.reshape(layout.shape))
 
 
 def _inner_products(placement: WeightLayout, layout: MatrixLayout, gram: Array) -> Callable[[Array], Array]:
     """The product of H, without its entries between elements of different groups, with a matrix of each batch."""
     numbers = group_numbers(placement, layout, np)
-    first = numbers[:1, :, :1]
-    if not (numbers - first == (numbers - first)[:, :1]).all():  # columns are cut in different ways
+    first_number = numbers[:1, :, :1]
+    if not (numbers - first_number == (numbers - first_number)[:, :1]).all():  # columns are cut in different ways
 
-        def one(args: tuple[Array, Array, Array]) -> Array:
-            gram, own, error = args
-            return jnp.matmul(jnp.where(own[:, None] == own, gram, 0), error, precision=_CLIP_PRECISION)
+        def column_dot(args: tuple[Array, Array, Array]) -> Array:
+            gram, groups, error = args
+            return jnp.matmul(jnp.where(groups[:, None] == groups, gram, 0), error, precision=_CLIP_PRECISION)
 
-        def each(error: Array) -> Array:
+        def products_by_column(error: Array) -> Array:
             groups = group_numbers(placement, layout, jnp)
             parts = [groups.swapaxes(1, 2), error.swapaxes(1, 2)]
-            return lax.map(lambda v: lax.map(lambda w: one((v[0], *w)), v[1:]), (gram, *parts)).swapaxes(1, 2)
+            return lax.map(lambda v: lax.map(lambda w: column_dot((v[0], *w)), v[1:]), (gram, *parts)).swapaxes(1, 2)
 
-        return each
-    pattern = first[0, :, 0]
+        return products_by_column
+    pattern = first_number[0, :, 0]
     count, size = len(pattern), int((pattern == pattern[:1]).sum())
     if size and count % size == 0 and (np.unique(pattern, return_inverse=True)[1] == np.arange(count) // size).all():
-        apart = gram.reshape(-1, count // size, size, count // size, size)
-        blocks = jnp.moveaxis(jnp.diagonal(apart, axis1=1, axis2=3), -1, 1)
+        split_gram = gram.reshape(-1, count // size, size, count // size, size)
+        blocks = jnp.moveaxis(jnp.diagonal(split_gram, axis1=1, axis2=3), -1, 1)
 
-        def of_blocks(error: Array) -> Array:
+        def products_by_block(error: Array) -> Array:
             parts = error.reshape(error.shape[0], -1, size, error.shape[2])
             return jnp.matmul(blocks, parts, precision=_CLIP_PRECISION).reshape(error.shape)
 
-        return of_blocks
-    within = jnp.where(pattern[:, None] == pattern, gram, 0)
-    return lambda error: jnp.matmul(within, error, precision=_CLIP_PRECISION)
+        return products_by_block
+    group_gram = jnp.where(pattern[:, None] == pattern, gram, 0)
+    return lambda error: jnp.matmul(group_gram, error, precision=_CLIP_PRECISION)
 
 
 def round_under_scales(
@@ -130,5 +130,5 @@ def round_under_scales(
     scales = element_scales(q)
     spec, dtype = elementwise_spec(q.spec), target.dtype
     parts = [part.reshape(-1) for part in scales.by_element]
-    entries, numbers = round_column(target.reshape(-1), *scales.of(parts), spec, dtype, key)
+    entries, numbers = round_column(target.reshape(-1), *scales.quantize_args(parts), spec, dtype, key)
     return entries.reshape(layout.shape), numbers.reshape(layout.shape)

@@ -80,8 +80,8 @@ def round_parameter(
         layout: it as matrices.
         steps: what is done.
     """
-    work = jnp.promote_types(weight.dtype, jnp.float32)
-    gram = gram.astype(work)
+    dtype = jnp.promote_types(weight.dtype, jnp.float32)
+    gram = gram.astype(dtype)
     nearest, final_placement = placement.pack(weight, key), placement
     pruning = pruning_of(steps, placement.spec)
     if pruning is not None and pruning is not steps.pruning:  # the format drops numbers, and these steps choose them
@@ -90,11 +90,11 @@ def round_parameter(
     target, no_factor = weight, jnp.zeros(layout.matrices[0], bool)
     if steps.correction is not None and cross is not None:
         new_matrices = _each_matrix(
-            partial(_correct_matrix, steps.correction), layout.lay(weight).astype(work), gram, cross.astype(work)
+            partial(_correct_matrix, steps.correction), layout.lay(weight).astype(dtype), gram, cross.astype(dtype)
         )
         no_factor = ~jnp.isfinite(new_matrices).all((1, 2))
         target = layout.back(new_matrices).astype(weight.dtype)
-    target_matrices, mask = layout.lay(target).astype(work), None
+    target_matrices, mask = layout.lay(target).astype(dtype), None
     if pruning is not None and pruning.by != "loss":
         mask = _each_matrix(partial(_pruning_mask, pruning), target_matrices, gram)
         target = jnp.where(layout.back(mask), target, 0)
@@ -108,39 +108,39 @@ def round_parameter(
         packed_weight = placement.pack(clip_groups(steps.scales, target, gram, placement=placement, layout=layout), key)
         if steps.sweep is None:
             packed_weight = with_entries(packed_weight, round_under_scales(packed_weight, target, layout, key)[0])
-    none = jnp.zeros(layout.matrices[0], work)
-    damping, tries, dead = none, none.astype(jnp.int32), (jnp.diagonal(gram, axis1=1, axis2=2) == 0).sum(1)
+    zeros = jnp.zeros(layout.matrices[0], dtype)
+    damping, tries, dead = zeros, zeros.astype(jnp.int32), (jnp.diagonal(gram, axis1=1, axis2=2) == 0).sum(1)
     if steps.sweep is not None:
         q = qarray_of(packed_weight)
         scales = element_scales(q)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
         spec = elementwise_spec(q.spec)
 
-        def descend_one(matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None) -> Array:
+        def descend(matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None) -> Array:
             assert isinstance(steps.sweep, SignDescent)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "mask": mask}
-            return sign_round_codes(matrix, gram, by_element, scales, **how)
+            options: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "mask": mask}
+            return sign_round_codes(matrix, gram, by_element, scales, **options)
 
-        def sweep_one(
-            number: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None
+        def sweep(
+            matrix_index: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None
         ) -> tuple[Array, ...]:
-            matrix_key = None if key is None else jax.random.fold_in(key, number)
-            how: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "pruning": pruning, "mask": mask}
-            return _sweep_matrix(matrix, gram, by_element, scales, matrix_key, **how)
+            matrix_key = None if key is None else jax.random.fold_in(key, matrix_index)
+            options: Any = {"spec": spec, "dtype": weight.dtype, "sweep": steps.sweep, "pruning": pruning, "mask": mask}
+            return _sweep_matrix(matrix, gram, by_element, scales, matrix_key, **options)
 
         if isinstance(steps.sweep, SignDescent):
-            entries, bad = _each_matrix(descend_one, target_matrices, gram, by_element, mask), jnp.zeros_like(no_factor)
+            entries, fails = _each_matrix(descend, target_matrices, gram, by_element, mask), jnp.zeros_like(no_factor)
         else:
             numbers = jnp.arange(layout.matrices[0])
-            entries, damping, tries, bad = _each_matrix(sweep_one, numbers, target_matrices, gram, by_element, mask)
+            entries, damping, tries, fails = _each_matrix(sweep, numbers, target_matrices, gram, by_element, mask)
         packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))
-        no_factor |= bad
+        no_factor |= fails
     packed_weight = _in_sparse_format(packed_weight, final_placement)
-    low = unpack_param(packed_weight)
-    differences = [layout.lay(v).astype(work) for v in (weight, weight - unpack_param(nearest), weight - low)]
+    values = unpack_param(packed_weight)
+    differences = [layout.lay(v).astype(dtype) for v in (weight, weight - unpack_param(nearest), weight - values)]
     energy, before, after = (_each_matrix(_quadratic_form, v, gram) for v in differences)
     return RoundingOutcome(
-        packed_weight, low, energy, before, after, damping, tries, dead, (low == 0).mean(dtype=work), no_factor
+        packed_weight, values, energy, before, after, damping, tries, dead, (values == 0).mean(dtype=dtype), no_factor
     )
 
 
@@ -163,16 +163,16 @@ def _in_sparse_format(packed_weight: QArray | StoredAs, placement: WeightLayout)
     if spec.scaled is None or spec.scaled.sparse is None or q.places is not None:
         return packed_weight
     mask = sparse_mask(dequantize(q), spec.scaled)
-    thin = q.thinned(mask, spec, spec.scaled.axis_of_sparse % q.ndim)
-    return replace(packed_weight, stored=thin) if isinstance(packed_weight, StoredAs) else thin
+    sparse_array = q.thinned(mask, spec, spec.scaled.axis_of_sparse % q.ndim)
+    return replace(packed_weight, stored=sparse_array) if isinstance(packed_weight, StoredAs) else sparse_array
 
 
 def _each_matrix(function: Any, *args: Any) -> Any:
-    """A function of each matrix; of a single one without a loop."""
+    """Apply a function to each matrix, the first axis of all arguments; without a loop if there is one."""
     if jax.tree.leaves(args)[0].shape[0] == 1:
         out = function(*jax.tree.map(lambda v: v[0], args))
         return jax.tree.map(lambda v: v[None], out)
-    return lax.map(lambda own: function(*own), args)
+    return lax.map(lambda matrix_args: function(*matrix_args), args)
 
 
 def _sweep_matrix(
@@ -184,31 +184,31 @@ def _sweep_matrix(
     *,
     spec: Any,
     dtype: Any,
-    by: Sweep | SignDescent | None,
+    sweep: Sweep | SignDescent | None,
     pruning: Sparse | None,
     mask: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
     """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed."""
-    assert isinstance(by, Sweep)
+    assert isinstance(sweep, Sweep)
     sparsity = None if pruning is None or mask is not None else (pruning.n, pruning.m)
-    order = column_order(gram, by.order == "activation", 1 if sparsity is None else sparsity[1])
-    factorization = inverse_factor(gram[order][:, order], jnp.asarray(by.damping, gram.dtype))
+    order = column_order(gram, sweep.order == "activation", 1 if sparsity is None else sparsity[1])
+    factorization = inverse_factor(gram[order][:, order], jnp.asarray(sweep.damping, gram.dtype))
     # A column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
     worth = None if sparsity is None else jnp.where(factorization.dead, 0, 1 / jnp.diagonal(factorization.upper))
     codes, _ = gptq_sweep(
         matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, key,
-        spec=spec, dtype=dtype, block=by.block, mask=None if mask is None else mask[order], worth=worth,
+        spec=spec, dtype=dtype, block=sweep.block, mask=None if mask is None else mask[order], worth=worth,
         sparsity=sparsity,
     )  # fmt: skip
     entries = jnp.zeros_like(codes).at[order].set(codes)
     return entries, factorization.damping, factorization.tries, ~jnp.isfinite(factorization.upper).all()
 
 
-def _pruning_mask(by: Sparse, matrix: Array, gram: Array) -> Array:
+def _pruning_mask(pruning: Sparse, matrix: Array, gram: Array) -> Array:
     """Which numbers of a matrix (summed, kept) stay, if that is chosen before they are rounded."""
-    size = jnp.abs(matrix)
-    inputs = (size * jnp.sqrt(jnp.diagonal(gram))[:, None],) if by.by == "inputs" else ()
-    return largest_mask((*inputs, size), by.n, by.m)
+    magnitude = jnp.abs(matrix)
+    output_magnitude = (magnitude * jnp.sqrt(jnp.diagonal(gram))[:, None],) if pruning.by == "inputs" else ()
+    return largest_mask((*output_magnitude, magnitude), pruning.n, pruning.m)
 
 
 def _correct_matrix(correction: Correction, matrix: Array, gram: Array, cross: Array) -> Array:

@@ -53,10 +53,10 @@ def neighbours(
     def towards(mode: str) -> tuple[Array, Array]:
         mode_spec = replace(spec, rounding=mode, random_bits=None, overflow="saturate")
 
-        def one(column: Array, *parts: Array) -> tuple[Array, Array]:
-            return round_column(column, *scales.of(parts), mode_spec, dtype)
+        def round_row(column: Array, *parts: Array) -> tuple[Array, Array]:
+            return round_column(column, *scales.quantize_args(parts), mode_spec, dtype)
 
-        entries, numbers = jax.vmap(one)(matrix, *by_element)
+        entries, numbers = jax.vmap(round_row)(matrix, *by_element)
         return entries, numbers.astype(matrix.dtype)
 
     down, up = towards("down"), towards("up")
@@ -90,17 +90,17 @@ def sign_descent(
     fraction = jnp.where(gap > 0, (matrix - below) / jnp.where(gap > 0, gap, 1), 0)
 
     def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        offset, sums, best, least = state
-        up = (fraction + offset > 0.5) & (gap > 0)
-        error = jnp.where(up, above, below) - matrix
+        offset, slope_sum, best, least_loss = state
+        takes_above = (fraction + offset > 0.5) & (gap > 0)
+        error = jnp.where(takes_above, above, below) - matrix
         slope = jnp.matmul(gram, error, precision=_DESCENT_PRECISION)
         loss = (error * slope).sum(0)
-        better = loss < least
-        sums = momentum * sums + slope
-        offset = jnp.clip(offset - rate * (1 - i / iterations) / iterations * jnp.sign(sums), -0.5, 0.5)
-        return offset, sums, jnp.where(better[None, :], up, best), jnp.minimum(loss, least)
+        is_better = loss < least_loss
+        slope_sum = momentum * slope_sum + slope
+        offset = jnp.clip(offset - rate * (1 - i / iterations) / iterations * jnp.sign(slope_sum), -0.5, 0.5)
+        return offset, slope_sum, jnp.where(is_better[None, :], takes_above, best), jnp.minimum(loss, least_loss)
 
     zeros = jnp.zeros_like(matrix)
-    start = zeros, zeros, jnp.zeros(matrix.shape, bool), jnp.full(matrix.shape[1], jnp.inf, matrix.dtype)
-    _, _, best, least = lax.fori_loop(0, iterations + 1, step, start)
-    return best, least
+    initial_state = zeros, zeros, jnp.zeros(matrix.shape, bool), jnp.full(matrix.shape[1], jnp.inf, matrix.dtype)
+    _, _, best, least_loss = lax.fori_loop(0, iterations + 1, step, initial_state)
+    return best, least_loss

@@ -383,19 +383,19 @@ def as_steps(steps: Any) -> CalibrationSteps:
         TypeError: for what is no step.
         ValueError: for two steps of one kind, a correction after the rounding, or a mapping after either.
     """
-    listing = [steps] if isinstance(steps, CalibrationStep) else list(steps) if isinstance(steps, Iterable) else None
-    wrong = [step for step in listing or () if not isinstance(step, CalibrationStep)]
-    if listing is None or wrong:
+    values = [steps] if isinstance(steps, CalibrationStep) else list(steps) if isinstance(steps, Iterable) else None
+    other_types = [step for step in values or () if not isinstance(step, CalibrationStep)]
+    if values is None or other_types:
         raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
-    mappings = [step for step in listing if isinstance(step, Mapping)]
-    rest = listing[len(mappings) :]  # one that stands later has no field, and is refused
-    fields = [_STEP_FIELDS.get(type(step)) for step in rest]
+    mappings = [step for step in values if isinstance(step, Mapping)]
+    others = values[len(mappings) :]  # one that stands later has no field, and is refused
+    fields = [_STEP_FIELDS.get(type(step)) for step in others]
     if fields != [name for name in dict.fromkeys(_STEP_FIELDS.values()) if name in fields]:
         raise ValueError(
-            f"steps=[{', '.join(map(str, listing))}] may have smooth, awq and rotate, then one correct_error, then one "
+            f"steps=[{', '.join(map(str, values))}] may have smooth, awq and rotate, then one correct_error, then one "
             "sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
         )
-    by_field: dict[str, Any] = {str(name): step for name, step in zip(fields, rest, strict=True)}
+    by_field: dict[str, Any] = {str(name): step for name, step in zip(fields, others, strict=True)}
     result = CalibrationSteps(mappings=tuple(mappings), **by_field)
     if result.pruning is not None and result.pruning.by == "loss" and not isinstance(result.sweep, Sweep):
         raise ValueError(f"{result.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")

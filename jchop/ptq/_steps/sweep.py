@@ -52,12 +52,12 @@ def column_order(gram: Array, by_activation: bool, m: int = 1) -> Array:
     size = gram.shape[0]
     if not by_activation:
         return jnp.arange(size)
-    falling = -jnp.diagonal(gram)
-    whole = size - size % m
-    groups = falling[:whole].reshape(-1, m)
-    within = jnp.argsort(groups, axis=1, stable=True) + jnp.arange(0, whole, m)[:, None]
-    last = whole + jnp.argsort(falling[whole:], stable=True)
-    return jnp.concatenate([within[jnp.argsort(groups.min(1), stable=True)].reshape(-1), last])
+    negated = -jnp.diagonal(gram)
+    grouped = size - size % m
+    groups = negated[:grouped].reshape(-1, m)
+    group_order = jnp.argsort(groups, axis=1, stable=True) + jnp.arange(0, grouped, m)[:, None]
+    rest_order = grouped + jnp.argsort(negated[grouped:], stable=True)
+    return jnp.concatenate([group_order[jnp.argsort(groups.min(1), stable=True)].reshape(-1), rest_order])
 
 
 def inverse_factor(gram: Array, damping: Array) -> InverseFactor:
@@ -73,24 +73,24 @@ def inverse_factor(gram: Array, damping: Array) -> InverseFactor:
     size = gram.shape[0]
     diagonal = jnp.diagonal(gram)
     dead = diagonal == 0
-    alive = jnp.where(dead[:, None] | dead[None, :], 0, gram) + jnp.diag(dead.astype(gram.dtype))
+    nonsingular = jnp.where(dead[:, None] | dead[None, :], 0, gram) + jnp.diag(dead.astype(gram.dtype))
     mean = jnp.where(dead.all(), 1, diagonal.sum() / jnp.maximum(1, size - dead.sum()))
     identity = jnp.eye(size, dtype=gram.dtype)
 
-    def attempt(damping: Array) -> Array:
-        lower = lax.linalg.cholesky((alive + damping * mean * identity)[::-1, ::-1], symmetrize_input=False)
+    def invert(damping: Array) -> Array:
+        lower = lax.linalg.cholesky((nonsingular + damping * mean * identity)[::-1, ::-1], symmetrize_input=False)
         return solve_triangular(lower[::-1, ::-1], identity, lower=False)
 
     def fails(state: tuple[Array, Array, Array]) -> Array:
         upper, _, tries = state
         return ~jnp.isfinite(upper).all() & (tries < _MOST_TRIES)
 
-    def again(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def retry(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         _, damping, tries = state
         damping = jnp.maximum(damping * _DAMPING_GROWTH, _LEAST_DAMPING)
-        return attempt(damping), damping, tries + 1
+        return invert(damping), damping, tries + 1
 
-    upper, damping, tries = lax.while_loop(fails, again, (attempt(damping), damping, jnp.int32(1)))
+    upper, damping, tries = lax.while_loop(fails, retry, (invert(damping), damping, jnp.int32(1)))
     return InverseFactor(upper, damping, tries, dead)
 
 
@@ -135,59 +135,59 @@ def gptq_sweep(
     count, rows = columns.shape
     group = 1 if sparsity is None else sparsity[1]
     block = -(-min(block, count) // group) * group
-    extra = -count % block
-    by_element = tuple(jnp.pad(part, [(0, extra), (0, 0)], mode="edge") for part in by_element)
-    work = jnp.pad(columns, [(0, extra), (0, 0)])
-    upper = jnp.pad(upper, [(0, extra), (0, extra)]) + jnp.diag(
-        (jnp.arange(count + extra) >= count).astype(upper.dtype)
+    padding = -count % block
+    by_element = tuple(jnp.pad(part, [(0, padding), (0, 0)], mode="edge") for part in by_element)
+    work = jnp.pad(columns, [(0, padding), (0, 0)])
+    upper = jnp.pad(upper, [(0, padding), (0, padding)]) + jnp.diag(
+        (jnp.arange(count + padding) >= count).astype(upper.dtype)
     )
-    mask = None if mask is None else jnp.pad(mask, [(0, extra), (0, 0)])
-    worth = None if worth is None else jnp.pad(worth, [(0, extra)])
+    mask = None if mask is None else jnp.pad(mask, [(0, padding), (0, 0)])
+    worth = None if worth is None else jnp.pad(worth, [(0, padding)])
     scales = ElementScales((*by_element[:1], *tensor_scale), None if len(by_element) < 2 else by_element[1])
 
-    def round_at(index: Array, column: Array) -> tuple[Array, Array]:
+    def round_at_index(index: Array, column: Array) -> tuple[Array, Array]:
         parts = [lax.dynamic_index_in_dim(part, index, keepdims=False) for part in by_element]
         column_key = None if key is None else jax.random.fold_in(key, index)
-        entries, numbers = round_column(column, *scales.of(parts), spec, dtype, column_key)
+        entries, numbers = round_column(column, *scales.quantize_args(parts), spec, dtype, column_key)
         return entries, numbers.astype(column.dtype)
 
-    kind = jax.eval_shape(lambda: round_at(jnp.int32(0), work[0])[0]).dtype
+    code_dtype = jax.eval_shape(lambda: round_at_index(jnp.int32(0), work[0])[0]).dtype
 
-    def one_block(number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def sweep_block(block_index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         work, codes, loss = state
-        start = number * block
-        ahead = lax.dynamic_slice_in_dim(upper, start, block)
-        own = lax.dynamic_slice_in_dim(ahead, start, block, axis=1)
+        start = block_index * block
+        upper_rows = lax.dynamic_slice_in_dim(upper, start, block)
+        block_upper = lax.dynamic_slice_in_dim(upper_rows, start, block, axis=1)
 
-        def choose(i: Array, part: Array, stay: Array) -> Array:
+        def choose_mask(i: Array, matrix: Array, mask: Array) -> Array:
             assert sparsity is not None and worth is not None
-            size = jnp.abs(lax.dynamic_slice_in_dim(part, i, group))
-            score = size * lax.dynamic_slice_in_dim(worth, start + i, group)[:, None]
-            return lax.dynamic_update_slice_in_dim(stay, largest_mask((score, size), *sparsity), i, 0)
+            magnitude = jnp.abs(lax.dynamic_slice_in_dim(matrix, i, group))
+            score = magnitude * lax.dynamic_slice_in_dim(worth, start + i, group)[:, None]
+            return lax.dynamic_update_slice_in_dim(mask, largest_mask((score, magnitude), *sparsity), i, 0)
 
-        def one_column(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            part, errors, block_codes, *stay = state
+        def sweep_column(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            matrix, errors, block_codes, *masks = state
             if sparsity is not None:
-                stay = [lax.cond(i % group == 0, choose, lambda i, part, stay: stay, i, part, *stay)]
-            column, line = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (part, own))
-            target = jnp.where(lax.dynamic_index_in_dim(stay[0], i, keepdims=False), column, 0) if stay else column
-            entries, numbers = round_at(start + i, target)
-            error = (column - numbers) / line[i]
-            part = part - line[:, None] * error[None, :]
+                masks = [lax.cond(i % group == 0, choose_mask, lambda i, part, stay: stay, i, matrix, *masks)]
+            column, upper_row = (lax.dynamic_index_in_dim(v, i, keepdims=False) for v in (matrix, block_upper))
+            target = jnp.where(lax.dynamic_index_in_dim(masks[0], i, keepdims=False), column, 0) if masks else column
+            entries, numbers = round_at_index(start + i, target)
+            error = (column - numbers) / upper_row[i]
+            matrix = matrix - upper_row[:, None] * error[None, :]
             errors = lax.dynamic_update_index_in_dim(errors, error, i, 0)
-            return part, errors, lax.dynamic_update_index_in_dim(block_codes, entries, i, 0), *stay
+            return matrix, errors, lax.dynamic_update_index_in_dim(block_codes, entries, i, 0), *masks
 
-        part, block_codes = (lax.dynamic_slice_in_dim(v, start, block) for v in (work, codes))
-        stay = [] if mask is None else [lax.dynamic_slice_in_dim(mask, start, block)]
+        matrix, block_codes = (lax.dynamic_slice_in_dim(v, start, block) for v in (work, codes))
+        masks = [] if mask is None else [lax.dynamic_slice_in_dim(mask, start, block)]
         if sparsity is not None:
-            stay = [jnp.ones(part.shape, bool)]
+            masks = [jnp.ones(matrix.shape, bool)]
         _, errors, block_codes, *_ = lax.fori_loop(
-            0, block, one_column, (part, jnp.zeros_like(part), block_codes, *stay)
+            0, block, sweep_column, (matrix, jnp.zeros_like(matrix), block_codes, *masks)
         )
-        work = work - jnp.matmul(ahead.T, errors, precision=_SWEEP_PRECISION)
+        work = work - jnp.matmul(upper_rows.T, errors, precision=_SWEEP_PRECISION)
         codes = lax.dynamic_update_slice_in_dim(codes, block_codes, start, 0)
         return work, codes, loss + (errors * errors).sum(0)
 
-    start = (work, jnp.zeros(work.shape, kind), jnp.zeros(rows, work.dtype))
-    _, codes, loss = lax.fori_loop(0, (count + extra) // block, one_block, start)
+    start = (work, jnp.zeros(work.shape, code_dtype), jnp.zeros(rows, work.dtype))
+    _, codes, loss = lax.fori_loop(0, (count + padding) // block, sweep_block, start)
     return codes[:count], loss
