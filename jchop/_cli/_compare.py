@@ -59,12 +59,12 @@ def run_compare(options: argparse.Namespace) -> None:
 
 def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, scale: Any) -> Comparison:
     """The array in each format, with progress on a terminal: a first rounding in a format takes seconds to compile."""
-    bar = terminal_progress_bar() or (lambda *step: None)
-    parts = []
-    for number, fmt in enumerate(formats, start=1):
-        parts.append(compare(array, [fmt], key, scale=scale))
-        bar("compare", number, len(formats), printable(f"{name} {fmt}"))
-    return replace(parts[0], rows=tuple(row for part in parts for row in part.rows))
+    show_progress = terminal_progress_bar() or (lambda *step: None)
+    comparisons = []
+    for count, fmt in enumerate(formats, start=1):
+        comparisons.append(compare(array, [fmt], key, scale=scale))
+        show_progress("compare", count, len(formats), printable(f"{name} {fmt}"))
+    return replace(comparisons[0], rows=tuple(row for part in comparisons for row in part.rows))
 
 
 def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]]:
@@ -87,13 +87,13 @@ def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.nda
         ]
         matches = [name for name in numbers if matches_path(pattern, name)]
         if not matches:
-            near = nearest_paths_hint([pattern], numbers)
-            raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{near}")
+            hint = nearest_paths_hint([pattern], numbers)
+            raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{hint}")
         others = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
         if others and sys.stderr is not None:
-            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
             listing = printable(", ".join(map(repr, others[:3])))
-            print(f"note: without a table, since empty or of a type that has none: {listing}{more}", file=sys.stderr)
+            print(f"note: without a table, since empty or of a type that has none: {listing}{rest}", file=sys.stderr)
         for name in matches:
             value = file.read(name)
             yield name, np.asarray(dequantize(value)) if isinstance(value, QArray) else value

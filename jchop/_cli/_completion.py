@@ -29,7 +29,7 @@ _OPTION_WORDS = {
 
 
 def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    choices = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return dict(choices[0]) if choices else {}
 
 
@@ -52,10 +52,10 @@ def _bash_script(table: dict[str, dict[str, list[str]]]) -> str:
         word_cases = [f"            {o}) words='{' '.join(words)}' ;;" for o, words in options.items() if o and words]
         flags = " ".join(option for option in options if option)
         others = f"            *) words='{' '.join(options.get('', []))}' ;;"
-        inner = "\n".join(
+        case_lines = "\n".join(
             ["        case $before in", *word_cases, others, "        esac", f"        options='{flags}' ;;"]
         )
-        cases.append(f"    {name})\n{inner}")
+        cases.append(f"    {name})\n{case_lines}")
     return f"""_jchop() {{
     local now=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words= options=
     if [ "$COMP_CWORD" -eq 1 ]; then

@@ -81,15 +81,15 @@ def environment_facts() -> dict[str, Any]:
     return facts
 
 
-def _device_facts(kind: str, where: str, kernels: bool, count: int) -> dict[str, Any]:
+def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> dict[str, Any]:
     chip = (
-        where
-        if where == "cpu"
-        else next((name for name in OPERANDS_BY_PLATFORM if name in _platform_letters(kind)), None)
+        backend
+        if backend == "cpu"
+        else next((name for name in OPERANDS_BY_PLATFORM if name in _platform_letters(device_kind)), None)
     )
     units = OPERANDS_BY_PLATFORM.get(chip or "", {})
     return {
-        "device": f"{where}: {kind}" if kind != where else kind,
+        "device": f"{backend}: {device_kind}" if device_kind != backend else device_kind,
         "number": count,
         "runs": "XLA, Pallas kernels" if kernels else "XLA",
         "int8": units.get("int8"),
@@ -98,13 +98,13 @@ def _device_facts(kind: str, where: str, kernels: bool, count: int) -> dict[str,
     }
 
 
-def _platform_letters(kind: str) -> str:
+def _platform_letters(device_kind: str) -> str:
     """The kind of a device as `OPERANDS_BY_PLATFORM` writes it: a TPU "v5 lite" is a v5e."""
-    return kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
+    return device_kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
 
 
 def _extra_facts(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
-    versions = {each: _distribution_version(each) for each in row[0]}
+    versions = {distribution: _distribution_version(distribution) for distribution in row[0]}
     install = None if all(versions.values()) else INSTALL_EXTRA.format(extra=name)
     return {"extra": name, "for": row[1], "installed": versions, "install": install}
 

@@ -64,8 +64,8 @@ def run_formats(options: argparse.Namespace) -> None:
 
 
 def run_info(options: argparse.Namespace) -> None:
-    whole_format = parse_format(options.format)
-    fmt = whole_format.element if isinstance(whole_format, ScaledFormat) else whole_format
+    parsed_format = parse_format(options.format)
+    fmt = parsed_format.element if isinstance(parsed_format, ScaledFormat) else parsed_format
     picture = None
     if options.plot:
         check_suffix("--plot", options.plot, ".png")
@@ -78,19 +78,19 @@ def run_info(options: argparse.Namespace) -> None:
             raise ValueError(f"--plot: {error}") from None
     head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
     if options.json:
-        report: dict[str, Any] = {"format": str(whole_format), "element": str(fmt)}
+        report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
         report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
-        report |= _scaling_facts(whole_format) if isinstance(whole_format, ScaledFormat) else {}
+        report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
         report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
         print(json.dumps(report, indent=1))
         _write_picture(options, picture)
         return
-    if isinstance(whole_format, ScaledFormat):
-        facts = _scaling_facts(whole_format)
+    if isinstance(parsed_format, ScaledFormat):
+        facts = _scaling_facts(parsed_format)
         facts["bits per element"] = f"{facts['bits per element']:g}" + " in a large array" * (
-            whole_format.bits == facts["bits per element"]
+            parsed_format.bits == facts["bits per element"]
         )
-        print(f"{whole_format}\n\n{_facts_table(facts)}\n\nElements:")
+        print(f"{parsed_format}\n\n{_facts_table(facts)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
     print(_code_layout(fmt))
@@ -116,13 +116,13 @@ def _code_layout(fmt: ElementFormat) -> str:
     else:
         uniform = isinstance(fmt, UniformFormat)
         fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]
-    boxes, top = [], fmt.bits
+    boxes, bits_left = [], fmt.bits
     for name, width in fields:
         if width:
-            place = f"bit {top - 1}" if width == 1 else f"bits {top - 1}..{top - width}"
-            size = max(len(name), len(place))
-            boxes.append((name.center(size), place.center(size), "-" * (size + 2)))
-            top -= width
+            bit_range = f"bit {bits_left - 1}" if width == 1 else f"bits {bits_left - 1}..{bits_left - width}"
+            box_width = max(len(name), len(bit_range))
+            boxes.append((name.center(box_width), bit_range.center(box_width), "-" * (box_width + 2)))
+            bits_left -= width
     edge = "  +" + "+".join(box[2] for box in boxes) + "+"
     return "\n".join(["", edge, *("  | " + " | ".join(box[line] for box in boxes) + " |" for line in (0, 1)), edge, ""])
 
@@ -140,11 +140,11 @@ def _facts_table(facts: dict[str, Any]) -> str:
     return text_table([(f"  {name}", _cell_text(value, fact_text)) for name, value in facts.items()], "<<", rule=False)
 
 
-def _cell_text(value: Any, number: Callable[[Any], str]) -> str:
+def _cell_text(value: Any, format_number: Callable[[Any], str]) -> str:
     """A cell of a table."""
     if isinstance(value, bool):
         return yes_or_no(value)
-    return str(value) if isinstance(value, str | int) else number(value)
+    return str(value) if isinstance(value, str | int) else format_number(value)
 
 
 def _scaling_facts(fmt: ScaledFormat) -> dict[str, Any]:
@@ -183,6 +183,6 @@ def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
         if code is not None:
             names.setdefault(code, []).append(name)
     return [
-        (hexadecimal_code(fmt, code), binary_code(fmt, code), fmt.value_of(code), ", ".join(which))
-        for code, which in names.items()
+        (hexadecimal_code(fmt, code), binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
+        for code, descriptions in names.items()
     ]

@@ -77,10 +77,10 @@ def run_ptq(options: argparse.Namespace) -> None:
 
 
 def _batch_progress(count: int) -> Callable[[int], None]:
-    def tell(step: int) -> None:
+    def show_step(step: int) -> None:
         _print_progress(f"data: batch {(step - 1) % count + 1} of {count}")
 
-    return tell
+    return show_step
 
 
 def _print_weight_progress(row: Any, stage: int, total: int) -> None:
@@ -100,22 +100,22 @@ def _parse_steps(text: str, ptq: Any) -> list[Any]:
     """The steps of a text such as ``correct_error(0.5), gptq(order='plain')``."""
     if text.strip() == NEAREST_METHOD:
         return []
-    wrong = (
+    message = (
         f"--method {text!r} must be {NEAREST_METHOD}, or steps of {', '.join(PTQ_STEPS)}, as 'correct_error(0.5), gptq'"
     )
     try:
         calls = ast.parse(f"[{text}]", mode="eval").body
     except (SyntaxError, ValueError):
-        raise ValueError(wrong) from None
+        raise ValueError(message) from None
     steps = []
     for call in calls.elts if isinstance(calls, ast.List) else [calls]:
         name = call.func if isinstance(call, ast.Call) else call
         if not (isinstance(name, ast.Name) and name.id in PTQ_STEPS):
-            raise ValueError(wrong)
+            raise ValueError(message)
         try:
             args = [ast.literal_eval(arg) for arg in call.args] if isinstance(call, ast.Call) else []
-            more = call.keywords if isinstance(call, ast.Call) else []
-            steps.append(getattr(ptq, name.id)(*args, **{str(k.arg): ast.literal_eval(k.value) for k in more}))
+            keywords = call.keywords if isinstance(call, ast.Call) else []
+            steps.append(getattr(ptq, name.id)(*args, **{str(k.arg): ast.literal_eval(k.value) for k in keywords}))
         except (ValueError, TypeError) as error:
             raise ValueError(f"--method {text!r}: {error}") from None
     return steps
@@ -128,10 +128,10 @@ def _load_parameters(path: Path) -> Any:
     return load_safetensors(path, nested=has_tree)
 
 
-def _load_batches(path: Path, function: Callable[..., Any], size: int) -> list[tuple[Any, ...]]:
+def _load_batches(path: Path, function: Callable[..., Any], batch_size: int) -> list[tuple[Any, ...]]:
     """The arrays of a file as arguments after the parameters, cut along their first axis."""
-    if size < 1:
-        raise ValueError(f"--batch {size} must be at least 1")
+    if batch_size < 1:
+        raise ValueError(f"--batch {batch_size} must be at least 1")
     arrays = load_arrays("DATA", path)
     order = argument_order(list(arrays), function, f"DATA {path}", after=1)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
@@ -141,7 +141,7 @@ def _load_batches(path: Path, function: Callable[..., Any], size: int) -> list[t
     count = arrays[order[0]].shape[0]
     if not count:
         raise ValueError(f"DATA {path} has no sample")
-    return [tuple(arrays[name][at : at + size] for name in order) for at in range(0, count, size)]
+    return [tuple(arrays[name][start : start + batch_size] for name in order) for start in range(0, count, batch_size)]
 
 
 def add_ptq(commands: argparse._SubParsersAction) -> None:

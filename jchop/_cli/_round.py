@@ -58,7 +58,7 @@ def run_round(options: argparse.Namespace) -> None:
     if options.out:
         check_suffix("--out", options.out, ".npy")
         check_new_file("--out", options.out, options.force)
-    if any(word.lower().endswith(".npy") for word in options.values):
+    if any(text.lower().endswith(".npy") for text in options.values):
         _round_npy_file(options, spec, key)
     else:
         _round_numbers(options, spec, key)
@@ -101,7 +101,7 @@ class _TypedNumber:
 def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     from jchop._round.round_to_format import round_to_format
 
-    numbers = [_parse_number(word.strip()) for word in _number_words(options.values)]
+    numbers = [_parse_number(text.strip()) for text in _number_words(options.values)]
     element = _format_with_codes(spec)
     is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW_BITS
     values = _round_to_carrier([number.exact for number in numbers], options.carrier or "float64", is_narrow)
@@ -126,63 +126,63 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         return
     print(f"to {spec}, carrier {values.dtype}")
     cells = [
-        (_clip_word(word), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
-        for word, result, code, bits, *errors in rows
+        (_clip_word(text), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
+        for text, result, code, bits, *errors in rows
     ]
     print(text_table([_ROUND_HEAD, *cells], "<<<<>>"))
 
 
-def _number_words(words: list[str]) -> list[str]:
-    if words in ([], ["-"]):
+def _number_words(texts: list[str]) -> list[str]:
+    if texts in ([], ["-"]):
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
-        words = sys.stdin.read().split()
-        if not words:
+        texts = sys.stdin.read().split()
+        if not texts:
             raise ValueError("no values: standard input is empty")
-    return words
+    return texts
 
 
-def _parse_number(word: str) -> _TypedNumber:
+def _parse_number(text: str) -> _TypedNumber:
     """The exact value of a decimal or hexadecimal number."""
-    decimal = re.fullmatch(r"[+-]?(?=\.?[0-9])([0-9]*)\.?([0-9]*)(?:e([+-]?[0-9]+))?", word, re.IGNORECASE)
-    hexa = re.fullmatch(r"([+-]?)0x(?=\.?[0-9a-f])([0-9a-f]*)\.?([0-9a-f]*)(?:p([+-]?[0-9]+))?", word, re.IGNORECASE)
-    if re.fullmatch(r"[+-]?(inf|infinity|nan)", word, re.IGNORECASE):
-        return _TypedNumber(word, float(word))
+    decimal = re.fullmatch(r"[+-]?(?=\.?[0-9])([0-9]*)\.?([0-9]*)(?:e([+-]?[0-9]+))?", text, re.IGNORECASE)
+    hexa = re.fullmatch(r"([+-]?)0x(?=\.?[0-9a-f])([0-9a-f]*)\.?([0-9a-f]*)(?:p([+-]?[0-9]+))?", text, re.IGNORECASE)
+    if re.fullmatch(r"[+-]?(inf|infinity|nan)", text, re.IGNORECASE):
+        return _TypedNumber(text, float(text))
     if not (decimal or hexa):
-        raise _bad_number_error(word)
+        raise _bad_number_error(text)
     exponent = (decimal[3] if decimal else hexa[4] if hexa else None) or "0"
     if (
-        len(word) > _MAX_LENGTH
+        len(text) > _MAX_LENGTH
         or len(exponent.lstrip("+-0")) > len(str(_MAX_EXPONENT))
         or abs(int(exponent)) > _MAX_EXPONENT
     ):
         raise ValueError(
-            f"number {_clip_word(word)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
+            f"number {_clip_word(text)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
         )
     if hexa:
         scale = Fraction(2) ** (int(exponent) - 4 * len(hexa[3]))
         value = int(hexa[2] + hexa[3], 16) * scale * (-1 if hexa[1] == "-" else 1)
     else:
-        value = Fraction(word)
-    return _TypedNumber(word, -0.0 if value == 0 and word.startswith("-") else value)
+        value = Fraction(text)
+    return _TypedNumber(text, -0.0 if value == 0 and text.startswith("-") else value)
 
 
-def _bad_number_error(word: str) -> ValueError:
+def _bad_number_error(text: str) -> ValueError:
     """The error for a word that is not a number: perhaps a file of another kind."""
-    path = Path(word)
+    path = Path(text)
     try:
         if path.is_dir():
-            return ValueError(f"{word!r} is a folder; allowed are numbers, or one .npy file")
+            return ValueError(f"{text!r} is a folder; allowed are numbers, or one .npy file")
         if path.suffix.lower() == ".npz" and path.is_file():
             return ValueError(
-                f"{word!r} holds {_arrays_in_npz(path)}; allowed are numbers, or one .npy file of numpy.save"
+                f"{text!r} holds {_arrays_in_npz(path)}; allowed are numbers, or one .npy file of numpy.save"
             )
         if path.is_file():
-            return ValueError(f"{word!r} is not a .npy file; numbers in a text file are read from standard input")
+            return ValueError(f"{text!r} is not a .npy file; numbers in a text file are read from standard input")
     except (OSError, ValueError):
         pass  # not the name of a file
     return ValueError(
-        f"bad number {_clip_word(word)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
+        f"bad number {_clip_word(text)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
     )
 
 
@@ -192,12 +192,12 @@ def _arrays_in_npz(path: Path) -> str:
             names = [name.removesuffix(".npy") for name in file.namelist()]
     except (zipfile.BadZipFile, NotImplementedError):
         return "no arrays that numpy.load can read"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{'the array' if len(names) == 1 else 'the arrays'} {', '.join(map(repr, names[:3]))}{more}"
+    more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{'the array' if len(names) == 1 else 'the arrays'} {', '.join(map(repr, names[:3]))}{more_text}"
 
 
-def _clip_word(word: str) -> str:
-    return word if len(word) <= 60 else f"{word[:60]}..."
+def _clip_word(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _round_to_carrier(exact: list[Fraction | float], carrier: str, for_narrow_format: bool) -> np.ndarray:
@@ -339,7 +339,7 @@ class _RoundingSummary:
         """Adds a chunk."""
         exact, result = (_stack_real_parts(x).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
-        stays, overflows = np.isfinite(result), finite & ~np.isfinite(result)
+        is_finite_result, overflows = np.isfinite(result), finite & ~np.isfinite(result)
         self.changes += _count_numbers((exact != result) & ~(nan & np.isnan(result)))
         self.overflows += _count_numbers(overflows)
         if self.fmt is not None:
@@ -350,9 +350,9 @@ class _RoundingSummary:
         self.underflows += _count_numbers(finite & (exact != 0) & (result == 0))
         self.infinities += _count_numbers(infinite)
         self.infinities_to_nan += _count_numbers(infinite & np.isnan(result))
-        self.infinities_to_finite += _count_numbers(infinite & stays)
+        self.infinities_to_finite += _count_numbers(infinite & is_finite_result)
         self.nans += _count_numbers(nan)
-        self.nans_to_finite += _count_numbers(nan & stays)
+        self.nans_to_finite += _count_numbers(nan & is_finite_result)
         exact, result = exact[finite & ~overflows], result[finite & ~overflows]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
@@ -378,12 +378,12 @@ class _RoundingSummary:
 
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""
-        but = " (overflows apart)" if self.overflows else ""
+        note = " (overflows apart)" if self.overflows else ""
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),
             ("changed", str(self.changes)),
-            ("largest abs. error", short_decimal(self.absolute) + but),
-            ("largest rel. error", short_decimal(self.relative) + but),
+            ("largest abs. error", short_decimal(self.absolute) + note),
+            ("largest rel. error", short_decimal(self.relative) + note),
             ("finite overflows", f"{self.overflows} to inf or nan, {self.saturations} to a finite value"),
             ("underflows", f"{self.underflows} to zero"),
             (

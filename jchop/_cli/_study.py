@@ -110,9 +110,9 @@ def add_study(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--budget-seconds", metavar="S", type=float, help="begin no format after this time")
     command.add_argument("--dataset", choices=DATASETS, help="default digits (images)")
-    for option, *both in (("--formats", FORMATS, FUNCTION_FORMATS), ("--modes", MODES, FUNCTION_MODES)):
-        text = "default {}; of a function: {}".format(*map(" ".join, both))
-        command.add_argument(option, nargs="+", metavar="TEXT", help=text)
+    for option, *defaults in (("--formats", FORMATS, FUNCTION_FORMATS), ("--modes", MODES, FUNCTION_MODES)):
+        help_text = "default {}; of a function: {}".format(*map(" ".join, defaults))
+        command.add_argument(option, nargs="+", metavar="TEXT", help=help_text)
     command.add_argument(
         "--seeds", type=int, metavar="N", help="draws of each stochastic mode; default 10, of a function 3"
     )

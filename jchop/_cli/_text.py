@@ -35,12 +35,12 @@ def rows_as_dicts(rows: Sequence[Sequence[str]], align: str) -> list[dict[str, A
     return [dict(zip(rows[0], map(_json_cell, row, align), strict=True)) for row in rows[1:]]
 
 
-def _json_cell(text: str, side: str) -> Any:
-    plain = text.replace(",", "")
-    if side == ">" and re.fullmatch(r"-?\d+", plain):
-        return int(plain)
-    if side == ">" and re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", plain):
-        return float(plain)
+def _json_cell(text: str, alignment: str) -> Any:
+    digits = text.replace(",", "")
+    if alignment == ">" and re.fullmatch(r"-?\d+", digits):
+        return int(digits)
+    if alignment == ">" and re.fullmatch(r"-?\d+(\.\d+)?(e[+-]?\d+)?", digits):
+        return float(digits)
     return None if text in ("", "-") else text
 
 
@@ -80,11 +80,11 @@ class PercentProgress:
         self._bar = ProgressBar(sys.stderr) if sys.stderr is not None else None  # None: the shell has closed it
 
     def __call__(self, name: str, count: int, total: int) -> None:
-        now = 100 * count // total if total else 100
-        for percent in range(self._percent + 1, now + 1):
+        percent_done = 100 * count // total if total else 100
+        for percent in range(self._percent + 1, percent_done + 1):
             if self._bar is not None:
                 self._bar(self._stage, percent, 100, printable(name))
-        self._percent = max(now, self._percent)
+        self._percent = max(percent_done, self._percent)
 
 
 def terminal_progress_bar() -> ProgressBar | None:
@@ -188,6 +188,6 @@ def check_new_file(option: str, path: Path, force: bool) -> None:
 
 def check_folder(option: str, path: Path) -> None:
     """Refuses, before any work, a folder that cannot be created or written to."""
-    ancestor = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    ancestor = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not (ancestor.is_dir() and os.access(ancestor, os.W_OK)):
         raise ValueError(f"{option} {path}: {ancestor} is not a folder that can be written to")

@@ -57,12 +57,12 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
         raise ValueError(f"{argument} {text!r} cannot be loaded: {reason}") from None
     except Exception as error:  # those of the module, too
         files = (path.stem for path in Path().glob("*.py"))
-        near = (
+        hint = (
             close_names_hint(name, vars(sys.modules[module]))
             if module in sys.modules
             else close_names_hint(module, files)
         )
-        raise ValueError(f"{argument} {text!r} cannot be loaded: {error}{near}") from None
+        raise ValueError(f"{argument} {text!r} cannot be loaded: {error}{hint}") from None
     if not callable(function):
         raise ValueError(f"{argument} {text!r} is {type(function).__name__}, and no function")
 
@@ -98,10 +98,10 @@ def _keyword_only_arguments(function: Callable[..., Any]) -> tuple[int, list[str
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # as of functions in C
         return 0, []
-    keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    if any(each.kind is each.VAR_POSITIONAL for each in parameters):  # which takes all that is positional
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):  # which takes all that is positional
         return 0, []
-    return sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters), keywords
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters), keywords
 
 
 def _error_place(error: Exception) -> str:
@@ -136,9 +136,9 @@ def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:
 
 def _check_npz(file: BufferedReader) -> None:
     """Refuses what is no archive of numpy.savez, and one whose arrays take memory out of proportion to the file."""
-    start = file.read(6)
+    head = file.read(6)
     file.seek(0)
-    if start == b"\x93NUMPY":
+    if head == b"\x93NUMPY":
         raise ValueError("it is a single array")
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()

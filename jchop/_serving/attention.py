@@ -101,8 +101,8 @@ def dot_product_attention(
                 f"query has {tokens} tokens, and the rolling cache {slots} slots: attend in smaller chunks"
             )
         window = cache.window if window is None else window
-    page = cache.slot_positions.shape[1] if cache.table is not None else 1
-    block = min(max(check_int("block_size", block_size, 1) // page, 1) * page, slots)
+    page_size = cache.slot_positions.shape[1] if cache.table is not None else 1
+    block = min(max(check_int("block_size", block_size, 1) // page_size, 1) * page_size, slots)
     scale = size**-0.5 if scale is None else scale
     query_positions = cache.query_positions(positions, tokens)
     options = {"is_causal": is_causal, "window": window, "block": block, "precision": precision}
@@ -122,11 +122,11 @@ def _attend_in_blocks(
     block: int,
     precision: Any,
 ) -> Array:
-    batch, slots, kv_heads, size = cache.shape
+    batch, slots, kv_heads, head_dim = cache.shape
     tokens, heads = query.shape[1:3]
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(query.dtype, cache.dtype))
-    q = jnp.moveaxis(query.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, size), 1, 3)
-    product = partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
+    q = jnp.moveaxis(query.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, head_dim), 1, 3)
+    multiply = partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
 
     def block_start(i: Array) -> Array:
         return jnp.minimum(i * block, slots - block)  # the last block ends with the cache
@@ -138,25 +138,25 @@ def _attend_in_blocks(
 
     def step(i: Array, state: Any) -> Any:
         # The next block is loaded here and unpacked in its iteration: `slice_fused_into_loop` in `_core/xla_cpu.py`.
-        (keys, values, positions), (largest, total, weighted_sum) = state
+        (keys, values, positions), (running_max, running_sum, weighted_sum) = state
         # The last block may begin with slots of the block before.
         positions = jnp.where(block_start(i) + jnp.arange(block) < i * block, -1, positions)
         mask = attention_mask(query_positions, positions, is_causal, window)[:, None, None]
         k, v = (masked_numbers(rows, positions[:, None]).astype(dtype) for rows in (keys, values))
-        scores = product("bngth,bnsh->bngts", q, k) * jnp.asarray(scale, dtype)
+        scores = multiply("bngth,bnsh->bngts", q, k) * jnp.asarray(scale, dtype)
         scores = jnp.where(mask, scores, -jnp.inf)
-        after = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-        base = jnp.where(after == -jnp.inf, 0, after)  # nothing seen yet
-        weights, correction = jnp.exp(scores - base), jnp.exp(largest - base)
-        total = total * correction + jnp.sum(weights, axis=-1, keepdims=True)
-        weighted_sum = weighted_sum * correction + product("bngts,bnsh->bngth", weights, v)
-        return load_block(i + 1), (after, total, weighted_sum)
+        new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1, keepdims=True))
+        shift = jnp.where(new_max == -jnp.inf, 0, new_max)  # nothing seen yet
+        weights, correction = jnp.exp(scores - shift), jnp.exp(running_max - shift)
+        running_sum = running_sum * correction + jnp.sum(weights, axis=-1, keepdims=True)
+        weighted_sum = weighted_sum * correction + multiply("bngts,bnsh->bngth", weights, v)
+        return load_block(i + 1), (new_max, running_sum, weighted_sum)
 
     shape = (batch, kv_heads, heads // kv_heads, tokens)
-    zeros = (jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype), jnp.zeros((*shape, size), dtype))
-    zeros = tuple(varying_like(v, *jax.tree.leaves((q, cache, query_positions))) for v in zeros)
+    init = (jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype), jnp.zeros((*shape, head_dim), dtype))
+    init = tuple(varying_like(v, *jax.tree.leaves((q, cache, query_positions))) for v in init)
     first, end = _attention_block_range(cache, query_positions, is_causal, window, block)
-    start = load_block(first), zeros
+    start = load_block(first), init
     _, (_, total, weighted_sum) = lax.fori_loop(first, end, step, start)
     y = jnp.where(total == 0, 0, weighted_sum / jnp.where(total == 0, 1, total))
     y = jnp.moveaxis(y, 3, 1).reshape(query.shape)

@@ -223,11 +223,11 @@ class KVCache:
                 the slots, unless the cache is rolling.
             TypeError: for positions that are no integers.
         """
-        batch, capacity, heads, size = self.shape
+        batch, capacity, heads, head_dim = self.shape
         k, v = jnp.asarray(k), jnp.asarray(v)
         for name, x in (("k", k), ("v", v)):
-            if x.ndim != KV_NDIM or x.shape[0] != batch or x.shape[2:] != (heads, size):
-                raise ValueError(f"{name} has the shape {x.shape}; it must be ({batch}, tokens, {heads}, {size})")
+            if x.ndim != KV_NDIM or x.shape[0] != batch or x.shape[2:] != (heads, head_dim):
+                raise ValueError(f"{name} has the shape {x.shape}; it must be ({batch}, tokens, {heads}, {head_dim})")
         if k.shape != v.shape:
             raise ValueError(f"k has the shape {k.shape}, and v {v.shape}; they must be the same")
         count = k.shape[1]
@@ -316,14 +316,14 @@ class KVCache:
             raise ValueError(f"lengths hold {np.asarray(limit).min()}; they must be 0 or more")
         limit = jnp.clip(limit, 0, self.lengths).astype(jnp.int32)
         rows, slots = self.slot_positions.shape
-        positions, table, after = self.slot_positions, self.table, limit[:, None]
+        positions, table, end = self.slot_positions, self.table, limit[:, None]
         if table is not None:
             page_rows = jnp.where(table == NO_PAGE, rows, table)
-            after = jnp.zeros(rows, jnp.int32).at[page_rows].set(after, mode="drop")[:, None]
+            end = jnp.zeros(rows, jnp.int32).at[page_rows].set(end, mode="drop")[:, None]
             table = jnp.where(jnp.arange(table.shape[1]) * slots < limit[:, None], table, NO_PAGE)
-        drops, mark = jnp.maximum(positions, _eviction_mark(positions)) >= after, NO_TOKEN
+        drops, mark = jnp.maximum(positions, _eviction_mark(positions)) >= end, NO_TOKEN
         if self.window is not None:
-            mark = jnp.minimum(_eviction_mark(after - 1 - (after - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
+            mark = jnp.minimum(_eviction_mark(end - 1 - (end - 1 - jnp.arange(slots)) % slots), NO_TOKEN)
         return replace(self, slot_positions=jnp.where(drops, mark, positions), lengths=limit, table=table)
 
     def take(self, sequences: Any) -> KVCache:
@@ -352,25 +352,25 @@ class KVCache:
             raise TypeError(f"sequences have the dtype {index.dtype}; they must be integers")
         if index.ndim != 1:
             raise ValueError(f"sequences have the shape {index.shape}; it must be (sequences,)")
-        last = self.lengths.shape[0] - 1
-        if not has_tracer(index) and (wrong := [n for n in np.asarray(index).tolist() if not 0 <= n <= last]):
-            raise ValueError(f"sequences hold {wrong[0]}; the cache has sequences 0 to {last}")
-        index = jnp.clip(index, 0, last)
+        last_sequence = self.lengths.shape[0] - 1
+        if not has_tracer(index) and (wrong := [n for n in np.asarray(index).tolist() if not 0 <= n <= last_sequence]):
+            raise ValueError(f"sequences hold {wrong[0]}; the cache has sequences 0 to {last_sequence}")
+        index = jnp.clip(index, 0, last_sequence)
         if self.table is None:
             return jax.tree.map(lambda leaf: leaf[index], self)
         rows, source_pages = self.slot_positions.shape[0], self.table[index]
-        first = jnp.argmax(index[:, None] == index, axis=1) == jnp.arange(index.size)
-        table, has_page = jnp.where(first[:, None], source_pages, NO_PAGE), source_pages != NO_PAGE
+        is_first_copy = jnp.argmax(index[:, None] == index, axis=1) == jnp.arange(index.size)
+        table, has_page = jnp.where(is_first_copy[:, None], source_pages, NO_PAGE), source_pages != NO_PAGE
         page = jnp.broadcast_to(jnp.arange(table.shape[1]), table.shape)
         table = assign_pages(table, rows, page, has_page, table.size)
         page_rows = jnp.where(table == NO_PAGE, rows, table)
-        origin = jnp.full(rows, NO_PAGE).at[page_rows].set(source_pages, mode="drop")
-        take_rows = partial(jnp.take, indices=jnp.maximum(origin, 0), axis=0)
+        source_page = jnp.full(rows, NO_PAGE).at[page_rows].set(source_pages, mode="drop")
+        take_rows = partial(jnp.take, indices=jnp.maximum(source_page, 0), axis=0)
         return replace(
             self,
             key_slots=self.key_slots.part(take_rows),
             value_slots=self.value_slots.part(take_rows),
-            slot_positions=jnp.where((origin == NO_PAGE)[:, None], NO_TOKEN, take_rows(self.slot_positions)),
+            slot_positions=jnp.where((source_page == NO_PAGE)[:, None], NO_TOKEN, take_rows(self.slot_positions)),
             lengths=self.lengths[index],
             overflowed=self.overflowed[index] | (has_page & (table == NO_PAGE)).any(axis=1),
             table=table,
@@ -383,10 +383,10 @@ class KVCache:
             take = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=count, axis=1)
             positions = jnp.maximum(take(self.slot_positions), NO_TOKEN)
         else:
-            page = self.slot_positions.shape[1]
-            table = lax.dynamic_slice_in_dim(self.table, start // page, count // page, axis=1)
+            page_size = self.slot_positions.shape[1]
+            table = lax.dynamic_slice_in_dim(self.table, start // page_size, count // page_size, axis=1)
             take = partial(_gather_pages, table=table)
-            positions = jnp.where(jnp.repeat(table == NO_PAGE, page, axis=1), NO_TOKEN, take(self.slot_positions))
+            positions = jnp.where(jnp.repeat(table == NO_PAGE, page_size, axis=1), NO_TOKEN, take(self.slot_positions))
         return self.key_slots.part(take), self.value_slots.part(take), positions
 
     def query_positions(self, positions: Any, tokens: int | None) -> Array:
@@ -428,13 +428,13 @@ class KVCache:
             )
 
     def __repr__(self) -> str:
-        kind = "paged" if self.table is not None else "full" if self.window is None else "rolling"
+        layout = "paged" if self.table is not None else "full" if self.window is None else "rolling"
         facts = [
             f"{name}={str(rows.spec)!r}" for name, rows in (("keys", self.key_slots), ("values", self.value_slots))
         ]
         facts += [] if self.window is None else [f"window={self.window}"]
         shape = getattr(self.slot_positions, "shape", None)  # none, if something else stands for the leaves
-        return f"KVCache({kind}, slots={shape}, {', '.join(facts)}, dtype={self.dtype.name})"
+        return f"KVCache({layout}, slots={shape}, {', '.join(facts)}, dtype={self.dtype.name})"
 
 
 def attention_mask(query: Array, slots: Array, is_causal: bool, window: int | None) -> Array:

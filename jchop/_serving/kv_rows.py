@@ -74,7 +74,7 @@ class KVRows:
     def tokens(self) -> QArray | Array:
         """The tokens as a QArray or an array."""
         tree, dtypes = _kv_rows_structure(self.spec, self.size, self.dtype)
-        leaves = (lax.bitcast_convert_type(w, dtype) for w, dtype in zip(self.words, dtypes, strict=True))
+        leaves = (lax.bitcast_convert_type(word, dtype) for word, dtype in zip(self.words, dtypes, strict=True))
         return jax.tree.unflatten(tree, leaves)
 
     def numbers(self) -> Array:

@@ -34,12 +34,12 @@ def as_numbers(x: Any) -> Any:
 
 def as_whole_numbers(n: Any) -> Any:
     """Whole numbers, floats too, as int32; the largest become 2^30. JAX arrays and other numbers stay."""
-    n, end = as_numbers(n), 1 << 30
+    n, limit = as_numbers(n), 1 << 30
     if is_torch(n):
-        return n if n.is_floating_point() else n.clamp(-end, end).int()
+        return n if n.is_floating_point() else n.clamp(-limit, limit).int()
     if isinstance(n, jax.Array) or not np.equal(n, np.trunc(n)).all():
         return n
-    return np.clip(n, -end, end).astype(np.int32)
+    return np.clip(n, -limit, limit).astype(np.int32)
 
 
 def narrow_dtype(x: Any, dtype: Any) -> Any:

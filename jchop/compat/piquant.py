@@ -102,9 +102,9 @@ def quantize(
     vector = _as_vector("array", array)
     if not isinstance(round_mode, RoundMode):
         raise TypeError(f"round_mode={round_mode!r} must be a RoundMode")
-    parts = _scale_parameters(scale, zero_point)
+    parameters = _scale_parameters(scale, zero_point)
     codes = _quantize(
-        vector, Spec(_code_format(quant_dtype), round_mode.value), key, scale=parts[0], zero_point=parts[1]
+        vector, Spec(_code_format(quant_dtype), round_mode.value), key, scale=parameters[0], zero_point=parameters[1]
     )
     return codes.qvalue.reshape(array.shape) if quant_dtype == "uint8" else codes.qvalue
 

@@ -48,10 +48,10 @@ def carrier_sign(x: Array) -> Array:
 def carrier_modf(x: Array) -> tuple[Array, Array]:
     """The fraction and the integer part, both of the sign of `x`."""
     _, magnitude, one, infinity = _carrier_sign_and_magnitude(x)
-    whole = jnp.trunc(x)
-    rest = jnp.where(magnitude == infinity, 0, x - whole)
-    rest = jnp.where(magnitude < one, x, jnp.copysign(rest, x))
-    return jnp.where(magnitude > infinity, x, rest), whole
+    integer_part = jnp.trunc(x)
+    fraction = jnp.where(magnitude == infinity, 0, x - integer_part)
+    fraction = jnp.where(magnitude < one, x, jnp.copysign(fraction, x))
+    return jnp.where(magnitude > infinity, x, fraction), integer_part
 
 
 @CustomJvp
@@ -59,14 +59,14 @@ def carrier_frexp(x: Array) -> tuple[Array, Array]:
     """The significand in [0.5, 1) and the int32 exponent of `x`; zeros, infinities and NaN have exponent 0."""
     carrier = CARRIERS[x.dtype.name]
     sign, magnitude = bit_ops.split_sign(x, carrier)
-    count = jnp.where(magnitude >> carrier.fraction == 0, magnitude, 1 << carrier.fraction)
-    up = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
-    exponent = jnp.maximum(magnitude >> carrier.fraction, 1) - up - (carrier.bias - 1)
-    fraction = (magnitude << up) & bit_ops.low_mask(carrier.fraction)
-    special = (magnitude == 0) | (magnitude >= carrier.inf)
-    half = (carrier.bias - 1) << carrier.fraction
-    bits = jnp.where(special, magnitude, half | fraction)
-    return bit_ops.join_sign(sign, bits, carrier), jnp.where(special, 0, exponent).astype(jnp.int32)
+    significand = jnp.where(magnitude >> carrier.fraction == 0, magnitude, 1 << carrier.fraction)
+    shift = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(significand, 1), carrier).astype(magnitude.dtype)
+    exponent = jnp.maximum(magnitude >> carrier.fraction, 1) - shift - (carrier.bias - 1)
+    fraction = (magnitude << shift) & bit_ops.low_mask(carrier.fraction)
+    is_special = (magnitude == 0) | (magnitude >= carrier.inf)
+    bits_of_half = (carrier.bias - 1) << carrier.fraction
+    bits = jnp.where(is_special, magnitude, bits_of_half | fraction)
+    return bit_ops.join_sign(sign, bits, carrier), jnp.where(is_special, 0, exponent).astype(jnp.int32)
 
 
 @carrier_frexp.defjvp

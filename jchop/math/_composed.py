@@ -112,37 +112,37 @@ def cross(
     spec, (x, y) = _spec_and_operands(("a", "b"), (a, b), spec)
     if axis is not None:
         axisa = axisb = axisc = axis
-    places = check_axis(axisa, x.ndim, "axisa"), check_axis(axisb, y.ndim, "axisb")
-    lengths = x.shape[places[0]], y.shape[places[1]]
+    vector_axes = check_axis(axisa, x.ndim, "axisa"), check_axis(axisb, y.ndim, "axisb")
+    lengths = x.shape[vector_axes[0]], y.shape[vector_axes[1]]
     if not {*lengths} <= {2, 3}:
         raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: their vectors must have 2 or 3 elements")
-    rest = [tuple(np.delete(v.shape, place)) for v, place in zip((x, y), places, strict=True)]
+    outer_shapes = [tuple(np.delete(v.shape, place)) for v, place in zip((x, y), vector_axes, strict=True)]
     try:
-        outer = np.broadcast_shapes(*rest)
+        outer_shape = np.broadcast_shapes(*outer_shapes)
     except ValueError:
         raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they do not broadcast") from None
-    flat = lengths == (2, 2)
-    last = -1 if flat else check_axis(axisc, len(outer) + 1, "axisc")
+    is_planar = lengths == (2, 2)
+    result_axis = -1 if is_planar else check_axis(axisc, len(outer_shape) + 1, "axisc")
     key = rounding_key(key, spec.rounding.stochastic, spec)
-    return run_on_operands(partial(_traced_cross, spec, places, last, flat), (x, y), key)
+    return run_on_operands(partial(_traced_cross, spec, vector_axes, result_axis, is_planar), (x, y), key)
 
 
 @partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _traced_cross(
-    spec: Spec, places: tuple[int, int], last: int, flat: bool, a: Array, b: Array, key: Array | None
+    spec: Spec, vector_axes: tuple[int, int], result_axis: int, is_planar: bool, a: Array, b: Array, key: Array | None
 ) -> Array:
     keys = _split_into_keys(key, 5)
     x, y = (
         jnp.moveaxis(widen_operand(v), place, -1)
-        for v, place in zip(_round_operands(spec, (a, b), keys), places, strict=True)
+        for v, place in zip(_round_operands(spec, (a, b), keys), vector_axes, strict=True)
     )
-    if not flat:
+    if not is_planar:
         x, y = (jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 3 - v.shape[-1])]) for v in (x, y))
-    i, j = (np.array([0]), np.array([1])) if flat else (np.array([1, 2, 0]), np.array([2, 0, 1]))
+    i, j = (np.array([0]), np.array([1])) if is_planar else (np.array([1, 2, 0]), np.array([2, 0, 1]))
     left = exact_operation("mul", (x[..., i], y[..., j]), spec, keys[2])
     right = exact_operation("mul", (x[..., j], y[..., i]), spec, keys[3])
     result = as_dtype(exact_operation("sub", (left, right), spec, keys[4]), a.dtype)
-    return result[..., 0] if flat else jnp.moveaxis(result, -1, last)
+    return result[..., 0] if is_planar else jnp.moveaxis(result, -1, result_axis)
 
 
 def linspace(
@@ -183,9 +183,9 @@ def linspace(
     """
     spec, arrays = _spec_and_operands(("start", "stop"), (start, stop), spec)
     check_bool("endpoint", endpoint)
-    width = 4 if arrays[0].dtype.itemsize <= 4 else 8
-    most = 2 << CARRIERS[f"float{8 * width}"].fraction
-    num = check_int("num", num, 0, most)
+    carrier_bytes = 4 if arrays[0].dtype.itemsize <= 4 else 8
+    max_count = 2 << CARRIERS[f"float{8 * carrier_bytes}"].fraction
+    num = check_int("num", num, 0, max_count)
     axis = check_axis(axis, len(np.broadcast_shapes(*(array.shape for array in arrays))) + 1)
     key = rounding_key(key, spec.rounding.stochastic, spec)
     return run_on_operands(partial(_traced_linspace, spec, num, endpoint, axis), arrays, key)
@@ -196,7 +196,7 @@ def _traced_linspace(spec: Spec, num: int, endpoint: bool, axis: int, a: Array, 
     keys = _split_into_keys(key, 6)
     # Quirk `long_fusion_compiled_for_minutes`: each of these is read by several operations.
     start, stop = jnp.broadcast_arrays(
-        *(widen_operand(materialize(end)) for end in _round_operands(spec, (a, b), keys))
+        *(widen_operand(materialize(operand)) for operand in _round_operands(spec, (a, b), keys))
     )
     carrier = CARRIERS[start.dtype.name]
     intervals = num - 1 if endpoint else num
@@ -205,10 +205,10 @@ def _traced_linspace(spec: Spec, num: int, endpoint: bool, axis: int, a: Array, 
         step = materialize(
             exact_operation("div", (span, jnp.full_like(span, intervals)), spec, keys[3], carrier_range_pair(span))
         )
-        i = jnp.arange(num, dtype=start.dtype).reshape(-1, *(1,) * start.ndim)
-        whole, own = carrier_range(carrier), range_of(spec, carrier)
-        steps = exact_operation("mul", (i, step[None]), spec, keys[4], (whole, own))
-        result = exact_operation("add", (start[None], steps), spec, keys[5])
+        indices = jnp.arange(num, dtype=start.dtype).reshape(-1, *(1,) * start.ndim)
+        full_range, format_range = carrier_range(carrier), range_of(spec, carrier)
+        offsets = exact_operation("mul", (indices, step[None]), spec, keys[4], (full_range, format_range))
+        result = exact_operation("add", (start[None], offsets), spec, keys[5])
         result = jnp.concatenate([result[:-1], stop[None]]) if endpoint else result
     else:
         result = jnp.broadcast_to(start, (num, *start.shape))
@@ -262,27 +262,27 @@ def interp(
 @partial(always_jit, static_argnums=(0, 1), inline=True)
 def _traced_interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array:
     *operands, key = operands_and_key
-    parts: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
-    keys: dict[str, Array | None] = dict(zip(parts, _split_into_keys(key, len(parts)), strict=True))
+    rounding_names: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
+    keys: dict[str, Array | None] = dict(zip(rounding_names, _split_into_keys(key, len(rounding_names)), strict=True))
     arrays = _round_operands(spec, operands, [keys[name] for name in names])
     by_name = {name: widen_operand(value) for name, value in zip(names, arrays, strict=True)}
     x, xp, fp = by_name["x"], by_name["xp"], by_name["fp"]
-    order, nodes = sort_keys(x, zeros_equal=True), sort_keys(xp, zeros_equal=True)
+    x_keys, node_keys = sort_keys(x, zeros_equal=True), sort_keys(xp, zeros_equal=True)
     # Places among the nodes are found by bits, since a device may read subnormal numbers as zero.
     # Quirk `long_fusion_compiled_for_minutes`: the search is read by every operand of the quotient.
-    i = materialize(jnp.clip(jnp.searchsorted(nodes, order, side="right") - 1, 0, xp.shape[0] - 1))
-    following = jnp.minimum(i + 1, xp.shape[0] - 1)
-    is_node = (order == nodes[i]) | (following == i)
-    d = exact_operation("sub", (x, xp[i]), spec, keys["d"])
-    h = exact_operation("sub", (xp[following], xp[i]), spec, keys["h"])
-    e = exact_operation("sub", (fp[following], fp[i]), spec, keys["e"])
+    node_index = materialize(jnp.clip(jnp.searchsorted(node_keys, x_keys, side="right") - 1, 0, xp.shape[0] - 1))
+    next_index = jnp.minimum(node_index + 1, xp.shape[0] - 1)
+    is_node = (x_keys == node_keys[node_index]) | (next_index == node_index)
+    offset = exact_operation("sub", (x, xp[node_index]), spec, keys["d"])
+    gap = exact_operation("sub", (xp[next_index], xp[node_index]), spec, keys["h"])
+    value_gap = exact_operation("sub", (fp[next_index], fp[node_index]), spec, keys["e"])
     slope = exact_operation(
-        "div", (jnp.where(is_node, 0, d), jnp.where(is_node, 1, h)), spec, keys["div"], carrier_range_pair(x)
+        "div", (jnp.where(is_node, 0, offset), jnp.where(is_node, 1, gap)), spec, keys["div"], carrier_range_pair(x)
     )
-    change = exact_operation("mul", (slope, e), spec, keys["mul"])
-    result = jnp.where(is_node, fp[i], exact_operation("add", (fp[i], change), spec, keys["add"]))
-    result = jnp.where(order < nodes[0], by_name.get("left", fp[0]), result)
-    result = jnp.where(order > nodes[-1], by_name.get("right", fp[-1]), result)
+    increment = exact_operation("mul", (slope, value_gap), spec, keys["mul"])
+    result = jnp.where(is_node, fp[node_index], exact_operation("add", (fp[node_index], increment), spec, keys["add"]))
+    result = jnp.where(x_keys < node_keys[0], by_name.get("left", fp[0]), result)
+    result = jnp.where(x_keys > node_keys[-1], by_name.get("right", fp[-1]), result)
     return as_dtype(jnp.where(jnp.isnan(x), x, result), operands[0].dtype)
 
 

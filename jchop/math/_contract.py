@@ -183,30 +183,30 @@ def _conv_window(x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, paddi
         )
     axes = len(x) - 2
     strides, dilations = _per_spatial_axis("stride", stride, axes), _per_spatial_axis("dilation", dilation, axes)
-    spans = [(size - 1) * step + 1 for size, step in zip(kernel[2:], dilations, strict=True)]
-    pads = _conv_padding(padding, x[2:], spans, strides)
-    for size, span, pad in zip(x[2:], spans, pads, strict=True):
+    dilated_sizes = [(size - 1) * step + 1 for size, step in zip(kernel[2:], dilations, strict=True)]
+    pads = _conv_padding(padding, x[2:], dilated_sizes, strides)
+    for size, span, pad in zip(x[2:], dilated_sizes, pads, strict=True):
         if size + pad[0] + pad[1] < span or span < 1:
             raise ValueError(f"x has shape {x}, too small for a kernel of shape {kernel} with padding={padding!r}")
     return _ConvWindow(strides, pads, dilations)
 
 
-def _per_spatial_axis(name: str, value: Any, axes: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
-    if len(values) != axes:
-        raise ValueError(f"{name}={value!r} must be one integer, or one for each of {axes} axes")
+def _per_spatial_axis(name: str, value: Any, axis_count: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * axis_count
+    if len(values) != axis_count:
+        raise ValueError(f"{name}={value!r} must be one integer, or one for each of {axis_count} axes")
     return tuple(check_int(name, v, 1) for v in values)
 
 
 def _conv_padding(
-    padding: Any, sizes: Sequence[int], spans: list[int], strides: Sequence[int]
+    padding: Any, sizes: Sequence[int], dilated_sizes: list[int], strides: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
     if padding == "VALID":
         return ((0, 0),) * len(sizes)
     if padding == "SAME":
         totals = [
             max((math.ceil(size / step) - 1) * step + span - size, 0)
-            for size, span, step in zip(sizes, spans, strides, strict=True)
+            for size, span, step in zip(sizes, dilated_sizes, strides, strict=True)
         ]
         return tuple((total // 2, total - total // 2) for total in totals)
     pairs = [] if isinstance(padding, str) or np.ndim(padding) != 2 else [tuple(pair) for pair in padding]
@@ -230,13 +230,13 @@ def _conv_as_matmul(spec: MatmulSpec, window: _ConvWindow, x: Any, kernel: Any, 
     keys = _split_conv_key(key)
     a, w = _round_conv_operands(spec, keys, x, kernel)
     a = jnp.pad(a, ((0, 0), (0, 0), *window.padding))
-    axes, space = len(window.stride), []
-    for i, (size, step, gap) in enumerate(zip(w.shape[2:], window.stride, window.dilation, strict=True)):
+    axis_count, output_sizes = len(window.stride), []
+    for i, (window_size, stride, dilation) in enumerate(zip(w.shape[2:], window.stride, window.dilation, strict=True)):
         axis = 2 + 2 * i  # each earlier axis is now two axes: the position of the window, and the position within it
-        starts = np.arange(0, a.shape[axis] - (size - 1) * gap, step)
-        a = jnp.take(a, starts[:, None] + gap * np.arange(size), axis=axis)
-        space.append(len(starts))
-    order = (0, *range(2, 2 + 2 * axes, 2), 1, *range(3, 2 + 2 * axes, 2))
-    rows = a.transpose(order).reshape(1, a.shape[0] * math.prod(space), -1)
+        starts = np.arange(0, a.shape[axis] - (window_size - 1) * dilation, stride)
+        a = jnp.take(a, starts[:, None] + dilation * np.arange(window_size), axis=axis)
+        output_sizes.append(len(starts))
+    axis_order = (0, *range(2, 2 + 2 * axis_count, 2), 1, *range(3, 2 + 2 * axis_count, 2))
+    rows = a.transpose(axis_order).reshape(1, a.shape[0] * math.prod(output_sizes), -1)
     out = product_of_matrices(rows, w.reshape(1, w.shape[0], -1).transpose(0, 2, 1), spec, x.dtype, keys)
-    return jnp.moveaxis(out.reshape(a.shape[0], *space, w.shape[0]), -1, 1)
+    return jnp.moveaxis(out.reshape(a.shape[0], *output_sizes, w.shape[0]), -1, 1)

@@ -56,8 +56,8 @@ def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0
         (2.0, 0.2001953125)
     """
     (array,) = as_operands("x", (x,))
-    most = _MOST_DECIMALS[operation_carrier(array.dtype).name] if array.dtype.name in CARRIERS else 0
-    decimals = check_int("decimals", decimals, -most, most)
+    max_decimals = _MOST_DECIMALS[operation_carrier(array.dtype).name] if array.dtype.name in CARRIERS else 0
+    decimals = check_int("decimals", decimals, -max_decimals, max_decimals)
     row = (
         MathRow("round", ("x",), jnp.round, "", exact=_DecimalMultiple(decimals))
         if decimals
@@ -86,35 +86,35 @@ def _round_to_decimals(x: Array, decimals: int, spec: Spec, word: Array | None) 
     carrier, or, if h has no fraction, h and the integer next to l. In that case the multiple and x differ by less than
     two places of the carrier, and the difference, rounded to odd, is added to x.
     """
-    carrier, ten = CARRIERS[x.dtype.name], jnp.full_like(x, 10.0**decimals)
-    own = Spec(_DECIMAL_FORMATS[carrier.name])
-    high = x * ten
-    low = _decimal_operation("fma", (x, ten, -high), own)
-    near = jnp.round(high)
-    beside = high - near
-    integer = near + ((beside == 0.5) & (low > 0)).astype(x.dtype) - ((beside == -0.5) & (low < 0)).astype(x.dtype)
+    carrier, power = CARRIERS[x.dtype.name], jnp.full_like(x, 10.0**decimals)
+    carrier_spec = Spec(_DECIMAL_FORMATS[carrier.name])
+    high = x * power
+    low = _decimal_operation("fma", (x, power, -high), carrier_spec)
+    nearest = jnp.round(high)
+    rest = high - nearest
+    integer = nearest + ((rest == 0.5) & (low > 0)).astype(x.dtype) - ((rest == -0.5) & (low < 0)).astype(x.dtype)
     integer = jnp.where(integer == 0, jnp.copysign(integer, x), integer)
-    few = _decimal_operation("div", (integer, ten), spec, word)
-    odd = Spec(own.format, rounding=Rounding.ODD)
-    difference = _decimal_operation("div", (jnp.round(low) - low, ten), odd)
-    many = _decimal_operation("add", (x, difference), spec, word)
-    return jnp.where(jnp.abs(high) < 2.0**carrier.fraction, few, many)
+    quotient = _decimal_operation("div", (integer, power), spec, word)
+    odd_spec = Spec(carrier_spec.format, rounding=Rounding.ODD)
+    difference = _decimal_operation("div", (jnp.round(low) - low, power), odd_spec)
+    corrected = _decimal_operation("add", (x, difference), spec, word)
+    return jnp.where(jnp.abs(high) < 2.0**carrier.fraction, quotient, corrected)
 
 
 def _round_to_tens(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
     """The multiple for a negative number of decimals: x plus its exact distance to the multiple of 10^zeros."""
-    ten = jnp.full_like(x, 10.0**zeros)
-    rest = lax.rem(x, ten)
-    past = jnp.abs(rest)
-    odd = jnp.abs(lax.rem(x, 2 * ten)) >= ten
-    away = (past > ten / 2) | ((past == ten / 2) & odd)
-    distance = jnp.where(away, jnp.copysign(ten - past, x), -rest)
-    total = _decimal_operation("add", (x, distance), spec, word)
-    nothing = ~away & (jnp.abs(x) < ten)
-    return jnp.where(nothing, _decimal_operation("mul", (jnp.zeros_like(x), x), spec, word), total)
+    power = jnp.full_like(x, 10.0**zeros)
+    remainder = lax.rem(x, power)
+    excess = jnp.abs(remainder)
+    is_odd = jnp.abs(lax.rem(x, 2 * power)) >= power
+    rounds_away = (excess > power / 2) | ((excess == power / 2) & is_odd)
+    distance = jnp.where(rounds_away, jnp.copysign(power - excess, x), -remainder)
+    result = _decimal_operation("add", (x, distance), spec, word)
+    is_zero = ~rounds_away & (jnp.abs(x) < power)
+    return jnp.where(is_zero, _decimal_operation("mul", (jnp.zeros_like(x), x), spec, word), result)
 
 
 def _decimal_operation(name: str, operands: tuple[Array, ...], spec: Spec, word: Array | None = None) -> Array:
     """An operation on arbitrary values of the carrier."""
-    whole = carrier_range(CARRIERS[operands[0].dtype.name])
-    return round_operation(name, operands, spec, word, ranges=[whole] * len(operands))
+    full_range = carrier_range(CARRIERS[operands[0].dtype.name])
+    return round_operation(name, operands, spec, word, ranges=[full_range] * len(operands))

@@ -111,11 +111,11 @@ def tensordot(
     x, y = as_operands("ab", (a, b))
     left, right = _tensordot_axes(axes, x.shape, y.shape)
     letters = iter(string.ascii_letters)
-    names = [next(letters) for _ in range(x.ndim)]
-    others = [names[left[right.index(axis)]] if axis in right else next(letters) for axis in range(y.ndim)]
-    result = [name for axis, name in enumerate(names) if axis not in left]
-    result += [name for axis, name in enumerate(others) if axis not in right]
-    return _run_einsum(("".join(names), "".join(others)), "".join(result), [x, y], spec, key, ((0, 1),))
+    x_letters = [next(letters) for _ in range(x.ndim)]
+    y_letters = [x_letters[left[right.index(axis)]] if axis in right else next(letters) for axis in range(y.ndim)]
+    result = [name for axis, name in enumerate(x_letters) if axis not in left]
+    result += [name for axis, name in enumerate(y_letters) if axis not in right]
+    return _run_einsum(("".join(x_letters), "".join(y_letters)), "".join(result), [x, y], spec, key, ((0, 1),))
 
 
 def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
@@ -262,17 +262,17 @@ def _parse_subscripts(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[l
 
 def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """The summed axes of both arrays, in the order of the first array's axes."""
-    wrong = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
+    message = f"axes={axes!r} must be a number, or two axes or sequences of as many axes"
     if isinstance(axes, int):
         count = check_int("axes", axes, 0, min(len(left), len(right)))
         axes = (range(len(left) - count, len(left)), range(count))
     if not isinstance(axes, Sequence) or len(axes) != 2:
-        raise ValueError(wrong)
-    sides = [list(side) if isinstance(side, Sequence) else [side] for side in axes]
+        raise ValueError(message)
+    axis_lists = [list(side) if isinstance(side, Sequence) else [side] for side in axes]
     shapes = (left, right)
-    first, second = ([check_axis(a, len(s), "axes") for a in side] for side, s in zip(sides, shapes, strict=True))
+    first, second = ([check_axis(a, len(s), "axes") for a in side] for side, s in zip(axis_lists, shapes, strict=True))
     if len(first) != len(second) or len(set(first)) < len(first) or len(set(second)) < len(second):
-        raise ValueError(wrong)
+        raise ValueError(message)
     pairs = sorted(zip(first, second, strict=True))
     for one, other in pairs:
         if left[one] != right[other]:
@@ -296,8 +296,8 @@ def _contraction_path(subscripts: str, arrays: list[Any], optimize: Any) -> _Con
     path = [tuple(step) for step in steps if not isinstance(step, str)]
     count = len(arrays)
     for step in path:
-        places = {check_int("optimize", place, 0, count - 1) for place in step}
-        if len(places) != 2 or len(step) != 2:
+        indices = {check_int("optimize", index, 0, count - 1) for index in step}
+        if len(indices) != 2 or len(step) != 2:
             raise ValueError(f"optimize={optimize!r}: {step} is not a pair of the {count} arrays that are left")
         count -= 1
     if count != 1:
@@ -314,13 +314,13 @@ def _array_module(x: Any) -> Any:
 
 def _diagonal_of_axes(x: Any, first: int, second: int, offset: int = 0) -> Any:
     """The diagonal of two axes of an array, as its last axis."""
-    diagonal = partial(_array_module(x).diagonal, offset=offset, axis1=first, axis2=second)
+    take_diagonal = partial(_array_module(x).diagonal, offset=offset, axis1=first, axis2=second)
     others = [axis for axis in range(x.ndim) if axis not in (first, second)]
 
     def like(x: Array) -> Array:
         return jnp.max(jnp.transpose(x, (*others, first, second)), -1)
 
-    return in_auto_mesh(diagonal, x, along=((first - x.ndim, second - x.ndim),), like=like)
+    return in_auto_mesh(take_diagonal, x, along=((first - x.ndim, second - x.ndim),), like=like)
 
 
 def _take_diagonals(x: Any, term: str) -> tuple[Any, str]:
@@ -354,14 +354,14 @@ def _contraction_steps(
     terms: tuple[str, ...], result: str, path: _ContractionPath
 ) -> Iterator[tuple[tuple[int, ...], tuple[str, str], str]]:
     """For each contraction: the places of the pair, the subscripts of both arrays, and the subscripts of the result."""
-    remaining = list(terms)
-    for number, (i, j) in enumerate(path):
-        pair = (remaining[i], remaining[j])
-        remaining = [term for place, term in enumerate(remaining) if place not in (i, j)]
-        live_letters = "".join(remaining) + result
-        last = number == len(path) - 1
-        output = result if last else "".join(c for c in dict.fromkeys("".join(pair)) if c in live_letters)
-        remaining.append(output)
+    remaining_terms = list(terms)
+    for step_index, (i, j) in enumerate(path):
+        pair = (remaining_terms[i], remaining_terms[j])
+        remaining_terms = [term for index, term in enumerate(remaining_terms) if index not in (i, j)]
+        live_letters = "".join(remaining_terms) + result
+        is_last = step_index == len(path) - 1
+        output = result if is_last else "".join(c for c in dict.fromkeys("".join(pair)) if c in live_letters)
+        remaining_terms.append(output)
         yield (i, j), pair, output
 
 
@@ -380,10 +380,10 @@ def _contract_in_pairs(
     spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _ContractionPath, *arrays_and_key: Any
 ) -> Array:
     *remaining, key = arrays_and_key
-    for number, ((i, j), pair, output) in enumerate(_contraction_steps(terms, result, path)):
-        pair_key = key if len(path) == 1 else fold_key(key, number)
+    for step_index, ((i, j), pair, output) in enumerate(_contraction_steps(terms, result, path)):
+        pair_key = key if len(path) == 1 else fold_key(key, step_index)
         a, b = remaining[i], remaining[j]
-        remaining = [array for place, array in enumerate(remaining) if place not in (i, j)]
+        remaining = [array for index, array in enumerate(remaining) if index not in (i, j)]
         remaining.append(_contract_pair(spec, pair, output, jnp.asarray(a), jnp.asarray(b), pair_key))
     return remaining[0]
 
@@ -400,9 +400,9 @@ def _contract_pair(
     batch = [letter for letter in result if letter in left and letter in right]
     rows = [letter for letter in result if letter in left and letter not in right]
     columns = [letter for letter in result if letter in right and letter not in left]
-    length = [math.prod(sizes[letter] for letter in part) for part in (batch, rows, contracting, columns)]
-    x3 = _arrange_axes(x, left, [*batch, *rows, *contracting], sizes).reshape(length[0], length[1], length[2])
-    y3 = _arrange_axes(y, right, [*batch, *contracting, *columns], sizes).reshape(length[0], length[2], length[3])
+    lengths = [math.prod(sizes[letter] for letter in letters) for letters in (batch, rows, contracting, columns)]
+    x3 = _arrange_axes(x, left, [*batch, *rows, *contracting], sizes).reshape(lengths[0], lengths[1], lengths[2])
+    y3 = _arrange_axes(y, right, [*batch, *contracting, *columns], sizes).reshape(lengths[0], lengths[2], lengths[3])
     out = product_of_matrices(x3, y3, spec, a.dtype, keys)
     axes = [*batch, *rows, *columns]
     return out.reshape([sizes[letter] for letter in axes]).transpose([axes.index(letter) for letter in result])

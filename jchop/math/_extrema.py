@@ -164,7 +164,7 @@ def argmin(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
 
 
 def _run_extremum(
-    kind: str, x: Any, spec: SpecLike, key: Any, axis: AxisArgument, keepdims: bool, where: Any, initial: Any
+    extremum: str, x: Any, spec: SpecLike, key: Any, axis: AxisArgument, keepdims: bool, where: Any, initial: Any
 ) -> Any:
     check_bool("keepdims", keepdims)
     arrays = as_reduction_operands(x, initial)
@@ -174,7 +174,7 @@ def _run_extremum(
         if mask:
             raise ValueError("where without initial: a group without elements would have no result; pass initial")
         _check_nonempty_axes(arrays[0].shape, axes)
-    function = partial(_traced_extremum, kind, spec, axes, keepdims, len(arrays) > 1)
+    function = partial(_traced_extremum, extremum, spec, axes, keepdims, len(arrays) > 1)
     return run_on_operands(function, (*arrays, *mask), rounding_key(key, spec_draws(spec), spec))
 
 
@@ -206,35 +206,35 @@ def _check_nonempty_axes(shape: tuple[int, ...], axes: AxisIndices) -> None:
 
 @partial(always_jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
 def _traced_extremum(
-    kind: str, spec: Spec, axes: AxisIndices, keepdims: bool, starts: bool, *operands_and_key: Any
+    extremum: str, spec: Spec, axes: AxisIndices, keepdims: bool, has_initial: bool, *operands_and_key: Any
 ) -> Array:
-    """The operands are x, the initial value if `starts`, and the mask if there is one."""
-    x, *more, key = operands_and_key
+    """The operands are x, the initial value if `has_initial`, and the mask if there is one."""
+    x, *others, key = operands_and_key
     keys = (None, None) if key is None else tuple(split_prng_key(key))
     x = jnp.asarray(x)
-    rows, outer = as_rows(round_to_format(x, spec, keys[0]), axes)
-    if starts:
-        first = jnp.broadcast_to(round_to_format(jnp.asarray(more[0]), spec, keys[1]), (rows.shape[0], 1))
-        mask = mask_rows(more[1] if len(more) > 1 else None, x, axes)
-        rows = rows if mask is None else jnp.where(mask, rows, first)
-        rows = jnp.concatenate([first, rows], 1)
-    result = row_extremum(kind, rows).reshape(outer)
+    rows, outer_shape = as_rows(round_to_format(x, spec, keys[0]), axes)
+    if has_initial:
+        start = jnp.broadcast_to(round_to_format(jnp.asarray(others[0]), spec, keys[1]), (rows.shape[0], 1))
+        mask = mask_rows(others[1] if len(others) > 1 else None, x, axes)
+        rows = rows if mask is None else jnp.where(mask, rows, start)
+        rows = jnp.concatenate([start, rows], 1)
+    result = row_extremum(extremum, rows).reshape(outer_shape)
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
 @partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _traced_arg_extremum(
-    kind: str, spec: Spec, axes: AxisIndices, keepdims: bool, x: Array, key: Array | None
+    extremum: str, spec: Spec, axes: AxisIndices, keepdims: bool, x: Array, key: Array | None
 ) -> Array:
     values = round_to_format(jnp.asarray(x), spec, None if key is None else split_prng_key(key)[0])
-    rows, outer = as_rows(lax.stop_gradient(values), axes)
-    order = sort_keys(rows, zeros_equal=True)
-    nan = jnp.isnan(rows)
-    if kind == "max":
-        places = jnp.argmax(jnp.where(nan, jnp.iinfo(order.dtype).max, order), 1)
+    rows, outer_shape = as_rows(lax.stop_gradient(values), axes)
+    order_keys = sort_keys(rows, zeros_equal=True)
+    is_nan = jnp.isnan(rows)
+    if extremum == "max":
+        indices = jnp.argmax(jnp.where(is_nan, jnp.iinfo(order_keys.dtype).max, order_keys), 1)
     else:
-        places = jnp.argmin(jnp.where(nan, jnp.iinfo(order.dtype).min, order), 1)
-    result = places.astype(jnp.int32).reshape(outer)
+        indices = jnp.argmin(jnp.where(is_nan, jnp.iinfo(order_keys.dtype).min, order_keys), 1)
+    result = indices.astype(jnp.int32).reshape(outer_shape)
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
@@ -245,20 +245,20 @@ def sort_keys(x: Array, *, zeros_equal: bool = False) -> Array:
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
-def row_extremum(kind: str, rows: Array) -> Array:
+def row_extremum(extremum: str, rows: Array) -> Array:
     """The largest or the smallest element of each row, by bits; NaN if one is."""
     carrier = CARRIERS[rows.dtype.name]
-    order = sort_keys(rows)
-    best = (jnp.max if kind == "max" else jnp.min)(order, 1)
-    negative = best < 0
+    order_keys = sort_keys(rows)
+    best = (jnp.max if extremum == "max" else jnp.min)(order_keys, 1)
+    is_negative = best < 0
     value = bit_ops.join_sign(
-        jnp.where(negative, carrier.sign_bit, 0).astype(best.dtype), jnp.where(negative, ~best, best), carrier
+        jnp.where(is_negative, carrier.sign_bit, 0).astype(best.dtype), jnp.where(is_negative, ~best, best), carrier
     )
     return jnp.where(jnp.isnan(rows).any(1), jnp.asarray(jnp.nan, rows.dtype), value)
 
 
 @row_extremum.defjvp
-def _row_extremum_jvp(kind: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _row_extremum_jvp(extremum: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """The derivative, as in `jax.numpy`: elements that are equal to the result share it."""
-    smooth = partial(jnp.max if kind == "max" else jnp.min, axis=1)
-    return row_extremum(kind, *primals), jax.jvp(smooth, primals, tangents)[1]
+    carrier_extremum = partial(jnp.max if extremum == "max" else jnp.min, axis=1)
+    return row_extremum(extremum, *primals), jax.jvp(carrier_extremum, primals, tangents)[1]

@@ -119,17 +119,17 @@ def _matmul_of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulS
         _matmul_operand(v, i, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((x, y))
     )
 
-    def product(left: Sequence[Array], right: Sequence[Array]) -> Array:
+    def multiply(left: Sequence[Array], right: Sequence[Array]) -> Array:
         scaled_parts = tuple(v for pair in zip(left[1:], right[1:], strict=True) for v in pair)
         return _batch_product(spec, impl, a.dtype, left[0], right[0], seeds, scaled_parts)
 
     if y.ndim == 2:  # one matrix for all rows of x
         # In two steps: explicit shardings support no other reshape.
         rows = [v.reshape(math.prod(v.shape[:-1]), v.shape[-1])[None] for v in left]
-        out = jnp.squeeze(product(rows, [v[None] for v in right]), 0)
+        out = jnp.squeeze(multiply(rows, [v[None] for v in right]), 0)
     else:
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-        out = product([_as_one_batch(v, batch) for v in left], [_as_one_batch(v, batch) for v in right])
+        out = multiply([_as_one_batch(v, batch) for v in left], [_as_one_batch(v, batch) for v in right])
     return out.reshape(_matmul_shape(a, b))
 
 
@@ -155,11 +155,11 @@ def _matmul_operand(x: Array, side: int, spec: Spec | None, key: Array | None) -
     rows = wide if side == 0 else wide.swapaxes(-1, -2)
     qarray = quantize(rows, spec)
     elements = decode_unscaled(qarray.qvalue, spec.scaled.element, rows.shape[-1], FLOAT32)
-    scales, *whole = qarray.scale if isinstance(qarray.scale, tuple) else (qarray.scale,)
+    scales, *tensor_scales = qarray.scale if isinstance(qarray.scale, tuple) else (qarray.scale,)
     if not jnp.issubdtype(scales.dtype, jnp.floating):
         scales = decode_elements(scales, spec.scaled.scale_format, FLOAT32)
-    tensor = jnp.broadcast_to(whole[0], (*rows.shape[:-1], 1)) if whole else None
-    parts = [round_to_format(rows, spec), elements, scales.astype(jnp.float32), *[tensor] * bool(whole)]
+    row_scales = jnp.broadcast_to(tensor_scales[0], (*rows.shape[:-1], 1)) if tensor_scales else None
+    parts = [round_to_format(rows, spec), elements, scales.astype(jnp.float32), *[row_scales] * bool(tensor_scales)]
     return tuple(v if side == 0 else v.swapaxes(-1, -2) for v in parts)
 
 
@@ -217,9 +217,9 @@ def _batch_product_jvp(spec: MatmulSpec, impl: str, dtype: Any, primals: tuple, 
     x, y = primals[:2]
     dx, dy = tangents[:2]
     out = _batch_product(spec, impl, dtype, *primals)
-    exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    multiply = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
     terms = [
-        exact(left, right)
+        multiply(left, right)
         for left, right in ((dx, y), (x, dy))
         if not isinstance(left, SymbolicZero) and not isinstance(right, SymbolicZero)
     ]

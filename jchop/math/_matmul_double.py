@@ -77,13 +77,13 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
         >>> float(high) + float(low) == float(third) ** 2 * (1 + 2.0**-26)
         True
     """
-    count = slice_count(tolerance)
+    slices = slice_count(tolerance)
     if isinstance(a, tuple) != isinstance(b, tuple):
         raise TypeError("a and b must be of one kind: two float64 arrays, or two pairs (high, low) of float32 arrays")
     if isinstance(a, tuple):
         x, y = _as_float32_pair("a", a), _as_float32_pair("b", b)
         check_matmul_shapes(x[0].shape, y[0].shape)
-        return run_on_operands(partial(_product_of_pairs, count=count), (*x, *y), None)
+        return run_on_operands(partial(_product_of_pairs, count=slices), (*x, *y), None)
     x, y = as_operands("ab", (a, b))
     if x.dtype.name != "float64":
         raise TypeError(
@@ -91,7 +91,7 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
             "arrays, as in (x, zeros)"
         )
     check_matmul_shapes(x.shape, y.shape)
-    return run_on_operands(partial(_product_of_arrays, count=count), (x, y), None)
+    return run_on_operands(partial(_product_of_arrays, count=slices), (x, y), None)
 
 
 def slice_count(tolerance: float) -> int:
@@ -148,20 +148,20 @@ def _product_by_slices(a: tuple[Array, ...], b: tuple[Array, ...], count: int) -
     a = tuple(part[None] if part.ndim == 1 else part for part in a)
     b = tuple(part[:, None] if part.ndim == 1 else part for part in b)
     (left, left_exponent), (right, right_exponent) = _slice_digits(a, -1, count), _slice_digits(b, -2, count)
-    total = _sum_of_slice_products(left, right, count, pair=len(a) == 2)
-    total = tuple(_times_power_of_two(part, left_exponent + right_exponent) for part in total)
-    finite = jnp.isfinite(a[0]).all() & jnp.isfinite(b[0]).all()
-    total = lax.cond(finite, lambda *_: total, lambda x, y: _with_infinities_and_nan(total, x, y), a[0], b[0])
-    return tuple(part.reshape(shape) for part in total)
+    product = _sum_of_slice_products(left, right, count, is_pair=len(a) == 2)
+    product = tuple(_times_power_of_two(part, left_exponent + right_exponent) for part in product)
+    is_finite = jnp.isfinite(a[0]).all() & jnp.isfinite(b[0]).all()
+    product = lax.cond(is_finite, lambda *_: product, lambda x, y: _with_infinities_and_nan(product, x, y), a[0], b[0])
+    return tuple(part.reshape(shape) for part in product)
 
 
 @partial(_product_by_slices.defjvp, symbolic_zeros=True)
 def _product_by_slices_jvp(count: int, primals: tuple, tangents: tuple) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     (a, b), (da, db) = primals, tangents
     out = _product_by_slices(a, b, count)
-    exact = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    terms = [exact(d, b[0]) for d in da if not isinstance(d, SymbolicZero)]
-    terms += [exact(a[0], d) for d in db if not isinstance(d, SymbolicZero)]
+    multiply = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    terms = [multiply(d, b[0]) for d in da if not isinstance(d, SymbolicZero)]
+    terms += [multiply(a[0], d) for d in db if not isinstance(d, SymbolicZero)]
     tangent = sum(terms[1:], terms[0]) if terms else jnp.zeros_like(out[0])
     return out, (tangent, *(jnp.zeros_like(part) for part in out[1:]))
 
@@ -170,19 +170,19 @@ def _with_infinities_and_nan(total: tuple[Array, ...], a: Array, b: Array) -> tu
     """The results, with the infinities and NaN that those of the factors give: terms are counted, by integers too."""
     (a_sign, a_inf, a_nan, a_zero), (b_sign, b_inf, b_nan, b_zero) = map(_sign_inf_nan_zero, (a, b))
     finite = a_sign * (1 - abs(a_inf))  # so that inf times inf is one term
-    none, one = jnp.zeros_like(a_sign), jnp.ones_like(a_sign)
-    left = [(a_inf, finite, none, none), (abs(a_inf), abs(finite), none, none), (a_nan, one, abs(a_inf), a_zero)]
-    none, one = jnp.zeros_like(b_sign), jnp.ones_like(b_sign)
-    right = [(b_sign, b_inf, none, none), (abs(b_sign), abs(b_inf), none, none), (one, b_nan, b_zero, abs(b_inf))]
+    zeros, ones = jnp.zeros_like(a_sign), jnp.ones_like(a_sign)
+    left = [(a_inf, finite, zeros, zeros), (abs(a_inf), abs(finite), zeros, zeros), (a_nan, ones, abs(a_inf), a_zero)]
+    zeros, ones = jnp.zeros_like(b_sign), jnp.ones_like(b_sign)
+    right = [(b_sign, b_inf, zeros, zeros), (abs(b_sign), abs(b_inf), zeros, zeros), (ones, b_nan, b_zero, abs(b_inf))]
     columns = jnp.stack([jnp.concatenate(parts, -1) for parts in left], -3)
     rows = jnp.stack([jnp.concatenate(parts, -2) for parts in right], -3)
     counts = _int8_matmul(columns, rows)
     # The infinite terms, of which those of unlike signs cancel; their number; the number of terms that are NaN.
-    infinite, terms, nothing = (counts[..., i, :, :] for i in range(3))
-    special = jnp.where(infinite < 0, -jnp.inf, jnp.inf).astype(total[0].dtype)
-    special = jnp.where((nothing > 0) | (abs(infinite) != terms), jnp.nan, special)
-    keep = (terms == 0) & (nothing == 0)
-    return (jnp.where(keep, total[0], special), *(jnp.where(keep, part, 0) for part in total[1:]))
+    infinity_signs, infinite_terms, nan_terms = (counts[..., i, :, :] for i in range(3))
+    special = jnp.where(infinity_signs < 0, -jnp.inf, jnp.inf).astype(total[0].dtype)
+    special = jnp.where((nan_terms > 0) | (abs(infinity_signs) != infinite_terms), jnp.nan, special)
+    is_finite = (infinite_terms == 0) & (nan_terms == 0)
+    return (jnp.where(is_finite, total[0], special), *(jnp.where(is_finite, part, 0) for part in total[1:]))
 
 
 def _sign_inf_nan_zero(x: Array) -> tuple[Array, ...]:
@@ -220,20 +220,20 @@ def _times_power_of_two(x: Array, exponent: Array) -> Array:
     """The numbers x 2^exponent, by two factors, since one may be beyond the range of a carrier."""
     carrier = CARRIERS[x.dtype.name]
     half = exponent >> 1
-    for part in (half, exponent - half):
-        word = (part.astype(carrier.work) + carrier.bias) << carrier.fraction
-        x = x * lax.bitcast_convert_type(word, x.dtype)
+    for exponent_part in (half, exponent - half):
+        factor_bits = (exponent_part.astype(carrier.work) + carrier.bias) << carrier.fraction
+        x = x * lax.bitcast_convert_type(factor_bits, x.dtype)
     return x
 
 
-def _sum_of_slice_products(left: Array, right: Array, count: int, pair: bool) -> tuple[Array, ...]:
+def _sum_of_slice_products(left: Array, right: Array, count: int, is_pair: bool) -> tuple[Array, ...]:
     """The sum of the products of slices whose numbers add up to at most `count`, the smallest first.
 
     It is a loop with one product, since XLA compiles each product of integers for a CPU in a tenth of a second.
     """
-    of_pairs = [(i, j) for i in range(count) for j in range(count) if i + j <= count]
-    order = np.array(sorted(of_pairs, key=sum, reverse=True), np.int32)
-    dtype = np.float32 if pair else np.float64
+    slice_pairs = [(i, j) for i in range(count) for j in range(count) if i + j <= count]
+    order = np.array(sorted(slice_pairs, key=sum, reverse=True), np.int32)
+    dtype = np.float32 if is_pair else np.float64
     units = (2.0 ** (-_SLICE_BITS * (order.sum(1) + 2))).astype(dtype)
     shape = jax.eval_shape(jnp.matmul, left[0], right[0]).shape
     zero = jnp.zeros(shape, dtype)
@@ -243,11 +243,11 @@ def _sum_of_slice_products(left: Array, right: Array, count: int, pair: bool) ->
         a, b = (lax.dynamic_index_in_dim(v, n, keepdims=False) for v, n in ((left, i), (right, j)))
         for start in range(0, max(a.shape[-1], 1), _EXACT_TERMS):
             stop = start + _EXACT_TERMS
-            whole = _int8_matmul(a[..., start:stop], b[..., start:stop, :])
-            total = _add_float_sums(total, _as_float_sum(whole, unit, pair))
+            product = _int8_matmul(a[..., start:stop], b[..., start:stop, :])
+            total = _add_float_sums(total, _as_float_sum(product, unit, is_pair))
         return total, None
 
-    return lax.scan(add, (zero, zero) if pair else (zero,), (jnp.asarray(order), jnp.asarray(units)))[0]
+    return lax.scan(add, (zero, zero) if is_pair else (zero,), (jnp.asarray(order), jnp.asarray(units)))[0]
 
 
 def _int8_matmul(a: Array, b: Array) -> Array:
@@ -261,12 +261,12 @@ def _int8_matmul(a: Array, b: Array) -> Array:
     )
 
 
-def _as_float_sum(whole: Array, unit: Array, pair: bool) -> tuple[Array, ...]:
+def _as_float_sum(integers: Array, unit: Array, is_pair: bool) -> tuple[Array, ...]:
     """Integers of 32 bits times a power of two, exactly: float64, or a sum of two float32 numbers."""
-    if not pair:
-        return (whole.astype(jnp.float64) * unit,)
-    high = whole >> 12
-    parts = high.astype(jnp.float32) * (unit * 4096), (whole & 4095).astype(jnp.float32) * unit
+    if not is_pair:
+        return (integers.astype(jnp.float64) * unit,)
+    high = integers >> 12
+    parts = high.astype(jnp.float32) * (unit * 4096), (integers & 4095).astype(jnp.float32) * unit
     return tuple(pairs.two_sum(*parts))
 
 

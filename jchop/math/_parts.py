@@ -185,10 +185,10 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
 @partial(always_jit, static_argnums=(0, 1, 2), inline=True)
 def _traced_diff(spec: Spec, n: int, axis: int, x: Array, key: Array | None) -> Array:
     keys = [None] * (n + 1) if key is None else list(split_prng_key(key, n + 1))
-    d = jnp.moveaxis(widen_operand(round_to_format(jnp.asarray(x), spec, keys[0])), axis, 0)
-    for each in keys[1:]:
-        d = exact_operation("sub", (d[1:], d[:-1]), spec, each)
-    return as_dtype(jnp.moveaxis(d, 0, axis), x.dtype)
+    differences = jnp.moveaxis(widen_operand(round_to_format(jnp.asarray(x), spec, keys[0])), axis, 0)
+    for step_key in keys[1:]:
+        differences = exact_operation("sub", (differences[1:], differences[:-1]), spec, step_key)
+    return as_dtype(jnp.moveaxis(differences, 0, axis), x.dtype)
 
 
 def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:

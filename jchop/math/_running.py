@@ -138,23 +138,23 @@ def _check_running_spec(spec: Spec, array: Any) -> None:
 
 
 @partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _traced_prod(spec: Spec, axes: AxisIndices, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
-    function = partial(_prod_along_axes, spec, axes, keepdims, starts)
+def _traced_prod(spec: Spec, axes: AxisIndices, keepdims: bool, has_initial: bool, *operands_and_key: Any) -> Array:
+    function = partial(_prod_along_axes, spec, axes, keepdims, has_initial)
     return reduce_in_auto_mesh(function, axes, keepdims, *operands_and_key)
 
 
-def _prod_along_axes(spec: Spec, axes: AxisIndices, keepdims: bool, starts: bool, *operands_and_key: Any) -> Array:
-    """The operands are x, the initial value if `starts`, and the mask if there is one."""
-    x, *more, key = operands_and_key
+def _prod_along_axes(spec: Spec, axes: AxisIndices, keepdims: bool, has_initial: bool, *operands_and_key: Any) -> Array:
+    """The operands are x, the initial value if `has_initial`, and the mask if there is one."""
+    x, *others, key = operands_and_key
     keys = (None, None) if key is None else tuple(split_prng_key(key))
     x = jnp.asarray(x)
-    rows, outer = as_rows(widen_operand(round_to_format(x, spec, keys[0])), axes)
-    mask = mask_rows(more[-1] if len(more) > starts else None, x, axes)
-    if starts:
-        first = widen_operand(round_to_format(jnp.asarray(more[0]), spec, fold_key(keys[0], 0)))
-        rows = jnp.concatenate([jnp.broadcast_to(first, (rows.shape[0], 1)), rows], 1)
+    rows, outer_shape = as_rows(widen_operand(round_to_format(x, spec, keys[0])), axes)
+    mask = mask_rows(others[-1] if len(others) > has_initial else None, x, axes)
+    if has_initial:
+        start = widen_operand(round_to_format(jnp.asarray(others[0]), spec, fold_key(keys[0], 0)))
+        rows = jnp.concatenate([jnp.broadcast_to(start, (rows.shape[0], 1)), rows], 1)
         mask = None if mask is None else jnp.pad(mask, ((0, 0), (1, 0)), constant_values=True)
-    result = _row_products(spec, rows, mask, keys[1]).reshape(outer)
+    result = _row_products(spec, rows, mask, keys[1]).reshape(outer_shape)
     return (jnp.expand_dims(result, axes) if keepdims else result).astype(x.dtype)
 
 
@@ -167,44 +167,44 @@ def _row_products(spec: Spec, rows: Array, mask: Array | None, key: Array | None
 def _row_products_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     rows, mask, _ = primals
 
-    def smooth(rows: Array) -> Array:
+    def carrier_product(rows: Array) -> Array:
         return jnp.prod(rows if mask is None else jnp.where(mask, rows, 1), axis=1)
 
-    return _row_products(spec, *primals), jax.jvp(smooth, (rows,), tangents[:1])[1]
+    return _row_products(spec, *primals), jax.jvp(carrier_product, (rows,), tangents[:1])[1]
 
 
-def _run_cumulative(kind: str, x: Any, spec: SpecLike, key: Any, axis: int | None) -> Any:
+def _run_cumulative(operation: str, x: Any, spec: SpecLike, key: Any, axis: int | None) -> Any:
     spec = as_spec(spec)
     (array,) = as_operands("x", (x,))
     _check_running_spec(spec, array)
     axes = None if axis is None else (check_axis(axis, array.ndim),)
     return run_on_operands(
-        partial(_traced_cumulative, kind, spec, axes), (array,), rounding_key(key, spec_draws(spec), spec)
+        partial(_traced_cumulative, operation, spec, axes), (array,), rounding_key(key, spec_draws(spec), spec)
     )
 
 
 @partial(always_jit, static_argnums=(0, 1, 2), inline=True)
-def _traced_cumulative(kind: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
+def _traced_cumulative(operation: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
     along = [i - x.ndim for i in (range(x.ndim) if axes is None else axes)], ()
     like = None if axes is not None else lambda x, key: x.ravel()
-    return in_auto_mesh(partial(_cumulative_along_axes, kind, spec, axes), x, key, along=along, like=like)
+    return in_auto_mesh(partial(_cumulative_along_axes, operation, spec, axes), x, key, along=along, like=like)
 
 
-def _cumulative_along_axes(kind: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
+def _cumulative_along_axes(operation: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
     keys = (None, None) if key is None else tuple(split_prng_key(key))
     values = widen_operand(round_to_format(jnp.asarray(x), spec, keys[0]))
-    return _cumulative_op(kind, spec, axes, values, keys[1]).astype(x.dtype)
+    return _cumulative_op(operation, spec, axes, values, keys[1]).astype(x.dtype)
 
 
 @partial(CustomJvp, nondiff_argnums=(0, 1, 2))
-def _cumulative_op(kind: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
-    flat, axis = (x.ravel(), 0) if axes is None else (x, axes[0])
-    return cumulative_along(kind, flat, axis, spec, None if key is None else seed_words(key))
+def _cumulative_op(operation: str, spec: Spec, axes: AxisIndices | None, x: Array, key: Array | None) -> Array:
+    values, axis = (x.ravel(), 0) if axes is None else (x, axes[0])
+    return cumulative_along(operation, values, axis, spec, None if key is None else seed_words(key))
 
 
 @_cumulative_op.defjvp
 def _cumulative_op_jvp(
-    kind: str, spec: Spec, axes: AxisIndices | None, primals: tuple, tangents: tuple
+    operation: str, spec: Spec, axes: AxisIndices | None, primals: tuple, tangents: tuple
 ) -> tuple[Array, Array]:
-    smooth = partial({"sum": jnp.cumsum, "prod": jnp.cumprod}[kind], axis=None if axes is None else axes[0])
-    return _cumulative_op(kind, spec, axes, *primals), jax.jvp(smooth, primals[:1], tangents[:1])[1]
+    cumulate = partial({"sum": jnp.cumsum, "prod": jnp.cumprod}[operation], axis=None if axes is None else axes[0])
+    return _cumulative_op(operation, spec, axes, *primals), jax.jvp(cumulate, primals[:1], tangents[:1])[1]

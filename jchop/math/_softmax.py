@@ -142,12 +142,12 @@ def _softmax_along_axes(
     x, *masks, key = operands_and_key
     keys = (None,) * 4 if key is None else tuple(split_prng_key(key, 4))
     x = jnp.asarray(x)
-    rows, outer = as_rows(round_operand(x, spec, keys[0]), axes)
+    rows, outer_shape = as_rows(round_operand(x, spec, keys[0]), axes)
     mask = mask_rows(masks[0] if masks else None, x, axes)
     result = round_to_dtype(function(rows, spec, keys, mask), spec, x.dtype)
     if result.ndim == 2:
         return from_rows(result, axes, x.shape)
-    return jnp.expand_dims(result.reshape(outer), axes) if keepdims else result.reshape(outer)
+    return jnp.expand_dims(result.reshape(outer_shape), axes) if keepdims else result.reshape(outer_shape)
 
 
 _SoftmaxKeys = tuple[Array | None, ...]
@@ -159,9 +159,9 @@ def _row_exponentials(rows: Array, shift: Array, spec: MatmulSpec, keys: _Softma
     shift = jnp.broadcast_to(shift[:, None], rows.shape)
     if mask is not None:
         rows = jnp.where(mask, rows, shift)
-    d = exact_operation("sub", (rows, shift), spec.operands, keys[1] if stochastic else None)
-    e = evaluate_function(_elementwise.exp, d, spec.operands, keys[2] if stochastic else None)
-    return e if mask is None else jnp.where(mask, e, 0)
+    differences = exact_operation("sub", (rows, shift), spec.operands, keys[1] if stochastic else None)
+    exponentials = evaluate_function(_elementwise.exp, differences, spec.operands, keys[2] if stochastic else None)
+    return exponentials if mask is None else jnp.where(mask, exponentials, 0)
 
 
 def _row_maximum(rows: Array, mask: Array | None) -> Array:
@@ -183,9 +183,9 @@ def _row_softmax(rows: Array, spec: MatmulSpec, keys: _SoftmaxKeys, mask: Array 
 
 def _row_logsumexp(rows: Array, spec: MatmulSpec, keys: _SoftmaxKeys, mask: Array | None) -> Array:
     largest = _row_maximum(rows, mask)
-    m = jnp.where(jnp.isfinite(largest), largest, 0)
-    total = row_sums(_row_exponentials(rows, m, spec, keys, mask), spec, keys)
-    log = evaluate_function(_elementwise.log, total, spec.accumulate, _accumulate_key(spec, keys[3], 0))
+    shift = jnp.where(jnp.isfinite(largest), largest, 0)
+    total = row_sums(_row_exponentials(rows, shift, spec, keys, mask), spec, keys)
+    log_total = evaluate_function(_elementwise.log, total, spec.accumulate, _accumulate_key(spec, keys[3], 0))
     return exact_operation(
-        "add", (log, m), spec.accumulate, _accumulate_key(spec, keys[3], 1), carrier_range_pair(rows)
+        "add", (log_total, shift), spec.accumulate, _accumulate_key(spec, keys[3], 1), carrier_range_pair(rows)
     )

@@ -235,8 +235,8 @@ def norm(
     """
     if ord not in _VECTOR_NORMS:
         raise ValueError(f"ord={ord!r} must be one of None, 1, 2, inf")
-    several = axis is None or isinstance(axis, Sequence)
-    if ord is not None and several and as_array("x", x).ndim > 1:
+    has_several_axes = axis is None or isinstance(axis, Sequence)
+    if ord is not None and has_several_axes and as_array("x", x).ndim > 1:
         raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; pass one axis, or ord=None")
     mspec = as_sum_spec(spec) if ord == 1 else as_matmul_spec(spec)
     return _run_reduction(_VECTOR_NORMS[ord], x, mspec, key, axis, keepdims)
@@ -283,10 +283,10 @@ def _traced_reduction(
     spec: MatmulSpec,
     axes: AxisIndices,
     keepdims: bool,
-    starts: bool,
+    has_initial: bool,
     *operands_and_key: Any,
 ) -> Array:
-    in_rows = partial(_reduce_rows, function, spec, axes, keepdims, starts)
+    in_rows = partial(_reduce_rows, function, spec, axes, keepdims, has_initial)
     return reduce_in_auto_mesh(in_rows, axes, keepdims, *operands_and_key)
 
 
@@ -295,24 +295,24 @@ def _reduce_rows(
     spec: MatmulSpec,
     axes: AxisIndices,
     keepdims: bool,
-    starts: bool,
+    has_initial: bool,
     *operands_and_key: Any,
 ) -> Array:
     """`function` of rows, a matrix of float32 or float64, in C order of the reduced axes.
 
-    The operands are x, the initial value if `starts`, and the mask if there is one.
+    The operands are x, the initial value if `has_initial`, and the mask if there is one.
     """
-    x, *more, key = operands_and_key
+    x, *others, key = operands_and_key
     keys = (None,) * 4 if key is None else tuple(split_prng_key(key, 4))
     x = jnp.asarray(x)
-    rows, outer = as_rows(round_operand(x, spec, keys[0]), axes)
-    mask = mask_rows(more[-1] if len(more) > starts else None, x, axes)
+    rows, outer_shape = as_rows(round_operand(x, spec, keys[0]), axes)
+    mask = mask_rows(others[-1] if len(others) > has_initial else None, x, axes)
     if mask is not None:
         rows = jnp.where(mask, rows, 0)
-    if starts:
-        first = round_operand(jnp.asarray(more[0]), spec, fold_key(keys[0], 0))
-        rows = jnp.concatenate([jnp.broadcast_to(first, (rows.shape[0], 1)), rows], 1)
-    result = round_to_dtype(function(rows, spec, keys, mask), spec, x.dtype).reshape(outer)
+    if has_initial:
+        start = round_operand(jnp.asarray(others[0]), spec, fold_key(keys[0], 0))
+        rows = jnp.concatenate([jnp.broadcast_to(start, (rows.shape[0], 1)), rows], 1)
+    result = round_to_dtype(function(rows, spec, keys, mask), spec, x.dtype).reshape(outer_shape)
     return jnp.expand_dims(result, axes) if keepdims else result
 
 
@@ -360,41 +360,41 @@ def _divide_by_row_count(total: Array, count: int | Array, spec: MatmulSpec, key
     """A(total / count), the count an integer that is not rounded."""
     carrier = CARRIERS[total.dtype.name]
     if isinstance(count, int):
-        n = carrier.fraction + 1
-        if abs(count).bit_length() > n and count % (1 << (abs(count).bit_length() - n)):
+        precision = carrier.fraction + 1
+        if abs(count).bit_length() > precision and count % (1 << (abs(count).bit_length() - precision)):
             raise ValueError(f"the number of elements, {count}, is not held by {total.dtype}; cast x to float64")
-    whole = jnp.broadcast_to(jnp.asarray(count, total.dtype), total.shape)
+    counts = jnp.broadcast_to(jnp.asarray(count, total.dtype), total.shape)
     key = fold_key(keys[3], 0) if spec_draws(spec.accumulate) else None
-    return exact_operation("div", (total, whole), spec.accumulate, key, carrier_range_pair(total))
+    return exact_operation("div", (total, counts), spec.accumulate, key, carrier_range_pair(total))
 
 
 def carrier_range_pair(x: Array) -> tuple[ValueRange, ValueRange]:
     """The ranges of two operands that hold any number of the dtype."""
-    whole = carrier_range(CARRIERS[x.dtype.name])
-    return whole, whole
+    full_range = carrier_range(CARRIERS[x.dtype.name])
+    return full_range, full_range
 
 
 def _row_variance(ddof: int, rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: Array | None) -> Array:
-    n, count = rows.shape[1], _row_counts(rows, mask)
-    if ddof >= max(n, 1):
-        raise ValueError(f"ddof={ddof} must be less than the number of elements, {n}")
+    row_length, count = rows.shape[1], _row_counts(rows, mask)
+    if ddof >= max(row_length, 1):
+        raise ValueError(f"ddof={ddof} must be less than the number of elements, {row_length}")
     # Quirk `long_fusion_compiled_for_minutes` of `_core/xla_cpu.py`: each difference would repeat the mean of its row.
     centre = materialize(_row_mean(rows, spec, (keys[0], None, None, fold_key(keys[3], 1)), mask))
     key = keys[1] if spec_draws(spec.operands) else None
-    d = exact_operation(
+    differences = exact_operation(
         "sub", (rows, jnp.broadcast_to(centre[:, None], rows.shape)), spec.operands, key, carrier_range_pair(rows)
     )
     if mask is None:
-        return _divide_by_row_count(_row_squares(d, spec, keys), count - ddof, spec, keys)
+        return _divide_by_row_count(_row_squares(differences, spec, keys), count - ddof, spec, keys)
     total = _divide_by_row_count(
-        _row_squares(jnp.where(mask, d, 0), spec, keys), jnp.maximum(count - ddof, 1), spec, keys
+        _row_squares(jnp.where(mask, differences, 0), spec, keys), jnp.maximum(count - ddof, 1), spec, keys
     )
     return jnp.where(count > ddof, total, jnp.nan)
 
 
-def _row_squares(d: Array, spec: MatmulSpec, keys: _SumKeys) -> Array:
+def _row_squares(rows: Array, spec: MatmulSpec, keys: _SumKeys) -> Array:
     """The sum of the squares of each row."""
-    return product_of_matrices(d[:, None, :], d[:, :, None], spec, d.dtype, keys)[:, 0, 0]
+    return product_of_matrices(rows[:, None, :], rows[:, :, None], spec, rows.dtype, keys)[:, 0, 0]
 
 
 def _root_of_total(total: Array, spec: MatmulSpec, keys: _SumKeys) -> Array:

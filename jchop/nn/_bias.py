@@ -101,13 +101,13 @@ def correct_biases(
         if isinstance(layer.bias, QuantizedParam):
             raise NotImplementedError(f"{type(layer).__name__} at {path!r} has a packed bias; correct before packing")
     exact_means = _output_means(model, of_exact, data, call)
-    for number, path in enumerate(exact_means, start=1):
+    for count, path in enumerate(exact_means, start=1):
         layer = layers[path]
         mean = _output_means(result, {path: layer}, data, call)[path]
-        shift = jnp.asarray(exact_means[path] - mean, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
-        set_layer_bias(layer, shift if layer.bias is None else layer.bias[...] + shift)
+        change = jnp.asarray(exact_means[path] - mean, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
+        set_layer_bias(layer, change if layer.bias is None else layer.bias[...] + change)
         if progress is not None:
-            progress(number)
+            progress(count)
     return result
 
 
@@ -118,8 +118,8 @@ def _copy_model(model: Any) -> Any:
 class _OutputMean:
     """Sums the outputs of a layer for each channel, in place of the rounding of its result."""
 
-    def __init__(self, path: str, then: Any, order: list[str]) -> None:
-        self.path, self.then, self.order = path, then, order
+    def __init__(self, path: str, rounding: Any, call_order: list[str]) -> None:
+        self.path, self.then, self.order = path, rounding, call_order
         self.total: Any = 0.0
         self.count = 0
 
@@ -138,19 +138,19 @@ def _output_means(
     model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[Any, Any], Any]
 ) -> dict[str, Any]:
     """The mean output of each layer over data, in the order of the calls; the model is not changed."""
-    model, order = _copy_model(model), []
+    model, call_order = _copy_model(model), []
     recorders = {}
     for path, layer, _ in nnx_layers(model):
         if path in layers:
-            recorders[path] = _OutputMean(path, getattr(layer, "output", None), order)
+            recorders[path] = _OutputMean(path, getattr(layer, "output", None), call_order)
             layer.__class__ = QUANTIZED_CLASSES.get(type(layer), type(layer))
             layer.output = nnx.static(recorders[path])
     for batch in data:
         _ = call(model, batch)
-    missing = [path for path in recorders if path not in order]
+    missing = [path for path in recorders if path not in call_order]
     if missing:
         raise ValueError(f"batches reach no layer at {', '.join(map(repr, missing))}")
-    means = {path: recorders[path].total / max(recorders[path].count, 1) for path in order}
+    means = {path: recorders[path].total / max(recorders[path].count, 1) for path in call_order}
     for path, mean in means.items():
         if not recorders[path].count or not np.isfinite(mean).all():
             raise ValueError(f"batches give the layer at {path!r} no finite mean: {mean.tolist()}")

@@ -77,7 +77,7 @@ def calibrate(
     check_run_arguments(batches, run, progress)
     if is_equinox_module(model):
         return calibrate_equinox_module(model, batches, method, combine, run, progress)
-    make = range_observer_for(method, combine)
+    make_observer = range_observer_for(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     finish = None
     if is_nnx_program(result):
@@ -88,7 +88,7 @@ def calibrate(
             "model has no layer whose activation has one scale for the whole array, such as 'int8', "
             "without a gradient of its own, backward roundings or a history"
         )
-    observers: list[RangeObserver] = [make(product.how.left) for product in products]
+    observers: list[RangeObserver] = [make_observer(product.how.left) for product in products]
     for product, observer in zip(products, observers, strict=True):
         product.range = nnx.data(None)
         product.observe = nnx.static(partial(_observe_input, observer, product.how.place))
@@ -100,9 +100,9 @@ def calibrate(
         finish()
     for product, observer in zip(products, observers, strict=True):
         product.observe = nnx.static(None)
-        span = observer.range()
-        if span is not None:
-            product.start(span)
+        value_range = observer.range()
+        if value_range is not None:
+            product.start(value_range)
     return result
 
 

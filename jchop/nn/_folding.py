@@ -92,8 +92,8 @@ def fold_batch_norms(model: T, pairs: Mapping[str, str]) -> T:
     for layer, norm in pairs.items():
         _check_single_place(pairs, layer, modules)
         _fold_norm(layer, modules[layer][1].module, norm, modules[norm][1].module)
-        *parent, last = modules[norm][0]
-        _replace_norm(modules, parent, last)
+        *parent, key = modules[norm][0]
+        _replace_norm(modules, parent, key)
     return result
 
 
@@ -101,22 +101,22 @@ def _check_single_place(pairs: Mapping[str, str], path: str, modules: Mapping[st
     """Refuse a layer that stands twice in `pairs`, or in several places of which some have no norm behind it."""
     entry = modules[path][1]
     holders = [modules.get(keys_as_path(keys[:-1]), (keys, None))[1] for keys in entry.keys]
-    places = {(id(holder), keys[-1:]) for holder, keys in zip(holders, entry.keys, strict=True)}
-    if len(places) > 1 or sum(modules[layer][1] is entry for layer in pairs) > 1:
+    slots = {(id(holder), keys[-1:]) for holder, keys in zip(holders, entry.keys, strict=True)}
+    if len(slots) > 1 or sum(modules[layer][1] is entry for layer in pairs) > 1:
         raise ValueError(
             f"pairs has {path!r}, a layer that is reached as {', '.join(map(repr, entry.paths))}: folded, it would "
             "change in all of these places; name a layer that stands in one, once"
         )
 
 
-def _replace_norm(modules: Mapping[str, Any], parent: list[Any], last: Any) -> None:
+def _replace_norm(modules: Mapping[str, Any], parent: list[Any], key: Any) -> None:
     holder = modules[keys_as_path(parent)][1].module if keys_as_path(parent) in modules else None
     if holder is None:
-        raise NotImplementedError(f"the batch norm at {keys_as_path([*parent, last])!r} is held by no module")
-    if isinstance(last, int):
-        holder[last] = Folded()
+        raise NotImplementedError(f"the batch norm at {keys_as_path([*parent, key])!r} is held by no module")
+    if isinstance(key, int):
+        holder[key] = Folded()
     else:
-        setattr(holder, last, Folded())
+        setattr(holder, key, Folded())
 
 
 def _fold_norm(path: str, layer: Any, norm_path: str, norm: Any) -> None:

@@ -103,14 +103,14 @@ def load_lora(
         set_program_params(result, params, program_rules(result), rngs)
         return result
     layers = {path: entry.module for entry, _ in layer_entries(result) for path in entry.paths}
-    linear = {path: layer for path, layer in layers.items() if is_linear_layer(layer)}
+    linear_layers = {path: layer for path, layer in layers.items() if is_linear_layer(layer)}
     adapters: dict[int, Adapted] = {}
     for path, (a, b, rule) in read_adapters(
-        folder, linear, lambda path: linear_weight(linear[path]).shape[-2:]
+        folder, linear_layers, lambda path: linear_weight(linear_layers[path]).shape[-2:]
     ).items():
-        if linear_weight(linear[path]).ndim > 2:
+        if linear_weight(linear_layers[path]).ndim > 2:
             raise ValueError(f"{folder}: the layer {path!r} is a stack, which a file of PEFT has not")
         rule = rule if rngs is not None else replace(rule, dropout=0.0)
         dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
-        adapters[id(linear[path])] = Adapted(linear[path], a, b, rule, dropout)
+        adapters[id(linear_layers[path])] = Adapted(linear_layers[path], a, b, rule, dropout)
     return replace_with_adapters(result, adapters)

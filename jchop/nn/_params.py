@@ -59,18 +59,18 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
         raise TypeError(f"key={key!r} must be a typed key, as jax.random.key(0) gives")
     keys = [None] * len(leaves) if key is None else list(split_prng_key(key, len(leaves)))
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    numbers = [rule_index(path, all_rules) for path in paths]
-    idle = [rule for number, rule in enumerate(all_rules) if number not in numbers]
-    if idle:
+    rule_indices = [rule_index(path, all_rules) for path in paths]
+    idle_rules = [rule for index, rule in enumerate(all_rules) if index not in rule_indices]
+    if idle_rules:
         raise ValueError(
-            f"{', '.join(map(str, idle))} matches no leaf, or only such as an earlier rule matches"
-            f"{nearest_paths_hint([rule.path for rule in idle], paths)}"
+            f"{', '.join(map(str, idle_rules))} matches no leaf, or only such as an earlier rule matches"
+            f"{nearest_paths_hint([rule.path for rule in idle_rules], paths)}"
         )
     return jax.tree.unflatten(
         tree,
         [
-            leaf if number is None else _quantize_leaf(path, leaf, all_rules[number], key)
-            for path, number, (_, leaf), key in zip(paths, numbers, leaves, keys, strict=True)
+            leaf if index is None else _quantize_leaf(path, leaf, all_rules[index], key)
+            for path, index, (_, leaf), key in zip(paths, rule_indices, leaves, keys, strict=True)
         ],
     )
 

@@ -76,8 +76,8 @@ def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:
     for name in weight_names(module, kind):
         spec = None if rule is None else kind.spec(rule, name)
         if spec is not None:
-            exact, low = (np.asarray(x, np.float64) for x in exact_and_rounded_param(module, kind, name, spec))
-            power, noise = power + float(np.sum(exact**2)), noise + float(np.sum((low - exact) ** 2))
+            exact, rounded = (np.asarray(x, np.float64) for x in exact_and_rounded_param(module, kind, name, spec))
+            power, noise = power + float(np.sum(exact**2)), noise + float(np.sum((rounded - exact) ** 2))
     return decibels(power, noise)
 
 
@@ -97,10 +97,10 @@ def record_layer_calls(
     copy = nnx.merge(*nnx.split(model), copy=True)
     calls: list[LayerCall] = []
     opaque_paths: set[str] = set()
-    path_set, here = set(paths), TraceState()
+    path_set, outer_trace = set(paths), TraceState()
 
-    def note(call: LayerCall, stack: bool) -> Any:
-        if stack or not here.is_valid():
+    def record_call(call: LayerCall, is_stack: bool) -> Any:
+        if is_stack or not outer_trace.is_valid():
             opaque_paths.add(call.path)
             return call.result
         calls.append(call)
@@ -109,17 +109,17 @@ def record_layer_calls(
     for path, module, kind in list(nnx_layers(copy)):
         if path in path_set:
             stack = kind is not None and any(param_layout(module, kind, name)[1] for name in weight_names(module, kind))
-            _record_calls_of(module, path, partial(note, stack=stack))
+            _record_calls_of(module, path, partial(record_call, is_stack=stack))
     return run(copy), calls, opaque_paths
 
 
-def _record_calls_of(module: Any, path: str, note: Callable[[LayerCall], Any]) -> None:
-    """Has a layer note its calls, and return what `note` gives."""
+def _record_calls_of(module: Any, path: str, record_call: Callable[[LayerCall], Any]) -> None:
+    """Has a layer note its calls, and return what `record_call` gives."""
     base = type(module)
 
     def record_method(method: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return note(LayerCall(path, method, args, kwargs, getattr(base, method)(self, *args, **kwargs)))
+            return record_call(LayerCall(path, method, args, kwargs, getattr(base, method)(self, *args, **kwargs)))
 
         return call
 
@@ -144,8 +144,8 @@ def layer_ratios(
     inputs_only = [
         Rule(rule.path, layer=rule.layer, operation=rule.operation, activation=rule.activation) for rule in rules
     ]
-    under, inside = (
-        {path: module for path, module, _ in nnx_layers(quantize(model, each))} for each in (rules, inputs_only)
+    rounded, input_rounded = (
+        {path: module for path, module, _ in nnx_layers(quantize(model, rule_set))} for rule_set in (rules, inputs_only)
     )
     sums = {path: np.zeros(3) for path in layer_rules}
     unknown: set[str] = set()
@@ -154,18 +154,18 @@ def layer_ratios(
         count += 1
         _, calls, opaque_paths = record_layer_calls(model, lambda copy, batch=batch: copy(batch), layer_rules)
         for call in calls:
-            errors = [_sum_squares_of_leaves(call.of(low), call.result) for low in (inside, under)]
+            errors = [_sum_squares_of_leaves(call.of(layers), call.result) for layers in (input_rounded, rounded)]
             sums[call.path] += (_sum_squares_of_leaves(call.result, None), *errors)
         unknown |= opaque_paths
     if not count:
         raise ValueError("batches: there must be at least one")
     layers = {path: (module, kind) for path, module, kind in nnx_layers(model)}
     ratios = {}
-    for path, (power, of_inputs, of_results) in sums.items():
+    for path, (power, input_noise, result_noise) in sums.items():
         module, kind = layers[path]
         assert kind is not None
         has_calls = power and path not in unknown
-        results = (decibels(power, of_inputs), decibels(power, of_results)) if has_calls else (math.nan, math.nan)
+        results = (decibels(power, input_noise), decibels(power, result_noise)) if has_calls else (math.nan, math.nan)
         ratios[path] = LayerRatios(weight_ratio(module, kind, layer_rules[path]), *results)
     return ratios
 

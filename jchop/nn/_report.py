@@ -134,25 +134,25 @@ def _row_with_ratios(row: LayerRow, ratios: LayerRatios) -> LayerRow:
     return replace(row, weight_snr=ratios.weights, activation_snr=ratios.inputs, output_snr=ratios.results)
 
 
-def _nnx_layer_row(one: NnxLayerRule, under_rules: bool, platform: str | None) -> LayerRow:
-    entry, kind, _, matching_rule, rule = one
+def _nnx_layer_row(decision: NnxLayerRule, under_rules: bool, platform: str | None) -> LayerRow:
+    entry, kind, _, matching_rule, rule = decision
     (path, *also), layer = entry.paths, entry.module
-    name, rule_text, own = (
+    name, rule_text, params = (
         type(layer).__name__,
         "" if matching_rule is None else str(matching_rule),
         entry_parameters(entry),
     )
-    before = sum(map(bytes_of_tree, own.values()))
+    before = sum(map(bytes_of_tree, params.values()))
     wide = []
-    for key, value in own.items() if under_rules else ():
+    for key, value in params.items() if under_rules else ():
         why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    packed_values = {key: value.get_value() for key, value in own.items() if isinstance(value, QuantizedParam)}
-    packed_specs = tuple((key, str(q.spec)) for key, q in packed_values.items() if isinstance(q, QArray))
-    more: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": packed_specs}
+    packed_values = {key: value.get_value() for key, value in params.items() if isinstance(value, QuantizedParam)}
+    packed_specs = tuple((key, str(qarray.spec)) for key, qarray in packed_values.items() if isinstance(qarray, QArray))
+    extra_fields: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": packed_specs}
     if kind is None or rule is None:
-        return LayerRow(path, name, rule_text, (), before, before, kind is not None, **more)
+        return LayerRow(path, name, rule_text, (), before, before, kind is not None, **extra_fields)
     fields = kind.fields(layer)
     specs = tuple((f, str(getattr(rule, f))) for f in ROUNDING_FIELDS if f in fields and getattr(rule, f) is not None)
     check_param_axes(layer, kind, Location(name, path, rule))
@@ -164,5 +164,5 @@ def _nnx_layer_row(one: NnxLayerRule, under_rules: bool, platform: str | None) -
     if platform is not None and kind.product is not None and not isinstance(layer, nnx.Embed):
         carrier = jnp.dtype(getattr(layer, "dtype", None) or getattr(layer, "param_dtype", "float32")).name
         matrices = kind.product[1] is not RoundedConvolution
-        more["operands"] = operand_types_on(platform, rule, carrier, bool(kind.parameters), matrices)
-    return LayerRow(path, name, rule_text, specs, before, after, **more)
+        extra_fields["operands"] = operand_types_on(platform, rule, carrier, bool(kind.parameters), matrices)
+    return LayerRow(path, name, rule_text, specs, before, after, **extra_fields)

@@ -159,9 +159,9 @@ def _restore_leaf(like: Any, leaf: Any) -> Any:
     if isinstance(like, Packed):
         return replace(like, stored=leaf)
     if _is_typed_key(like):
-        kinds: list[Any] = []
-        jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
-        return jax.random.wrap_key_data(leaf, impl=kinds[0])
+        key_impls: list[Any] = []
+        jax.eval_shape(lambda key: key_impls.append(jax.random.key_impl(key)), like)
+        return jax.random.wrap_key_data(leaf, impl=key_impls[0])
     return leaf
 
 
@@ -177,11 +177,11 @@ def _restore_packed_param(array: Any, fields: Any) -> Packed:
             f"{short_text(fields)} must be an object of {', '.join(sorted(names))}: lists of integers >= 0"
         )
     free_axes, sum_axes, shape = (tuple(fields[name]) for name in ("kept", "summed", "shape"))
-    axes = len(free_axes) + len(sum_axes)
-    if sorted(free_axes + sum_axes) != list(range(axes)) or axes > len(shape):
+    axis_count = len(free_axes) + len(sum_axes)
+    if sorted(free_axes + sum_axes) != list(range(axis_count)) or axis_count > len(shape):
         raise ValueError(f"kept={list(free_axes)} and summed={list(sum_axes)} are not the axes of shape {list(shape)}")
-    stack, own = shape[: len(shape) - axes], shape[len(shape) - axes :]
-    codes_shape = (*stack, *(own[axis] for axis in free_axes), math.prod(own[axis] for axis in sum_axes))
+    stack, sizes = shape[: len(shape) - axis_count], shape[len(shape) - axis_count :]
+    codes_shape = (*stack, *(sizes[axis] for axis in free_axes), math.prod(sizes[axis] for axis in sum_axes))
     if not isinstance(array, QArray) or array.shape != codes_shape:
         raise ValueError(
             f"{_describe_array(array)} is stored, and {short_text(fields)} needs a QArray of shape {list(codes_shape)}"

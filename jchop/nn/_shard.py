@@ -48,9 +48,9 @@ def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
     if isinstance(model, nnx.Module):
         graph, state = nnx.split(model)
         arrays = _shard_tree(nnx.to_pure_dict(state), mesh, rules)
-        _, fresh = nnx.split(nnx.merge(graph, state, copy=True))
-        nnx.replace_by_pure_dict(fresh, arrays)
-        return nnx.merge(graph, fresh)
+        _, new_state = nnx.split(nnx.merge(graph, state, copy=True))
+        nnx.replace_by_pure_dict(new_state, arrays)
+        return nnx.merge(graph, new_state)
     return _shard_tree(model, mesh, rules)
 
 

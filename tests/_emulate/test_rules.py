@@ -470,9 +470,7 @@ def test_every_row_of_the_report_names_its_line() -> None:
     assert {line for _, line in lines} <= {inner + 2, *range(head, head + 7)}
     table = str(report).splitlines()
     assert table[0].split()[-1] == "source"
-    assert [line.split()[-1] for line in table[1:]] == [
-        f"test_rules.py:{r.source.split(':')[-1]}" for r in report.rows
-    ]
+    assert [line.split()[-1] for line in table[1:]] == [f"test_rules.py:{r.source.split(':')[-1]}" for r in report.rows]
     gradient = jc.emulate.report(jc.emulate(jax.grad(lambda x: halved(x).sum()), "e5m2"), X)
     assert {row.place for row in gradient.rows} <= {
         f"test_rules.py:{n}" for n in (inner + 2, head + 1, *range(head + 20, head + 60))

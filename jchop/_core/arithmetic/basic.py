@@ -165,20 +165,20 @@ def _none_if_own(spec: Spec | None, carrier: Carrier) -> Spec | None:
 
 def _only_flushes(spec: Spec | None, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether `spec` is the carrier's own rounding with subnormal results made zero, of operands that are normal."""
-    own = spec is not None and spec.flush and replace(spec, flush=False) == _OWN_SPECS[carrier.name]
-    return own and xr.is_normal(carrier) and yr.is_normal(carrier)
+    is_carrier_rounding = spec is not None and spec.flush and replace(spec, flush=False) == _OWN_SPECS[carrier.name]
+    return is_carrier_rounding and xr.is_normal(carrier) and yr.is_normal(carrier)
 
 
 def _product_is_exact(xr: ValueRange, yr: ValueRange, carrier: Carrier) -> bool:
     """Whether the hardware's product is exact, or infinite if it is too large."""
     product = product_range(xr, yr)
-    return all(r.is_normal(carrier) for r in (xr, yr, product)) and product.bits <= carrier.fraction + 1
+    return all(each.is_normal(carrier) for each in (xr, yr, product)) and product.bits <= carrier.fraction + 1
 
 
 def _ends_agree(result: ValueRange, spec: Spec | None, carrier: Carrier) -> bool:
     """Whether a result that is infinite in the carrier, if there is one, is rounded like its exact value."""
-    inexact = result.bits > carrier.fraction + 1  # may be rounded up to 2^top
-    if result.top + inexact <= carrier.bias + 1:
+    may_round_up = result.bits > carrier.fraction + 1  # may be rounded up to 2^top
+    if result.top + may_round_up <= carrier.bias + 1:
         return True
     if spec is None or isinstance(spec.format, StringFormat):  # an infinity becomes NaR, a large number does not
         return False
@@ -230,20 +230,20 @@ def _refuse_wrapping(spec: Spec | None, result: ValueRange, carrier: Carrier) ->
 
 def _range_fits(result: ValueRange, carrier: Carrier) -> bool:
     """Whether a carrier holds every result of a range."""
-    whole = carrier_range(carrier)
-    return result.bits <= whole.precision and result.quantum >= whole.quantum and result.top <= whole.top
+    full_range = carrier_range(carrier)
+    return result.bits <= full_range.precision and result.quantum >= full_range.quantum and result.top <= full_range.top
 
 
 # -- ways 1 and 2 ------------------------------------------------------------------------------------------------------
 
 
 def round_hardware_result(
-    value: Array, r: ValueRange, spec: Spec | None, carrier: Carrier, word: Array | None
+    value: Array, result_range: ValueRange, spec: Spec | None, carrier: Carrier, word: Array | None
 ) -> Array:
-    """`value`, the hardware's result for an exact result in the range `r`, rounded under `spec`."""
+    """`value`, the hardware's result for an exact result in the range `result_range`, rounded under `spec`."""
     if spec is None:
         return value
-    if adds_to_round(spec, r, carrier):
+    if adds_to_round(spec, result_range, carrier):
         return round_by_adding(value, spec, carrier)
     return round_to_spec(value, spec, carrier, word)
 
@@ -283,8 +283,8 @@ def _sum_and_error(x: Array, y: Array, zero_sign: int, carrier: Carrier) -> tupl
     The sum and its terms must be normal values of the carrier, zeros, infinities or NaN.
     """
     total = x + y
-    back = total - x
-    error = (x - (total - back)) + (y - back)
+    y_part = total - x
+    error = (x - (total - y_part)) + (y - y_part)
     sign, magnitude = bit_ops.split_sign(_fix_sign_of_zero_sum(total, x, y, zero_sign, carrier), carrier)
     return sign, magnitude, lax.bitcast_convert_type(lax.bitcast_convert_type(error, carrier.work) ^ sign, error.dtype)
 
@@ -312,6 +312,6 @@ def _exact_of_sum_and_error(
     power = 2 * carrier.bias + carrier.fraction + width - 1 - (magnitude >> carrier.fraction)
     power = jnp.minimum(power, 2 * carrier.bias)  # has an effect only if the error is zero
     multiple = error * lax.bitcast_convert_type(power << carrier.fraction, error.dtype)
-    whole = jnp.floor(multiple)
-    rest = whole.astype(carrier.work).astype(unsigned) << 1
-    return ExactResult(sign, magnitude, inexact, rest, multiple != whole, quantum=total.quantum)
+    units = jnp.floor(multiple)
+    rest = units.astype(carrier.work).astype(unsigned) << 1
+    return ExactResult(sign, magnitude, inexact, rest, multiple != units, quantum=total.quantum)

@@ -90,16 +90,16 @@ def divide_exactly(x: Array, y: Array, carrier: Carrier, bits: int, exponent: in
     """The exact quotient times 2^exponent, with `bits` bits in its `rest`."""
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     (xe, dividend), (ye, divisor) = normalize_magnitude(xm, carrier), normalize_magnitude(ym, carrier)
-    smaller = dividend < divisor
-    remainder = bit_ops.lax_where(smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
+    is_smaller = dividend < divisor
+    remainder = bit_ops.lax_where(is_smaller, dividend + dividend, dividend) - divisor  # the leading digit is 1
     top, rest, remainder = _quotient_digits(remainder, divisor, bits, carrier)
     zero = (xm == 0) | (ym == carrier.inf)
     top, rest, remainder = (bit_ops.lax_where(zero, 0, word) for word in (top, rest, remainder))
-    lift = carrier.work_width - 2 - carrier.fraction
-    high = top.astype(rest.dtype) << lift | rest >> (carrier.work_width - lift)
+    shift = carrier.work_width - 2 - carrier.fraction
+    high = top.astype(rest.dtype) << shift | rest >> (carrier.work_width - shift)
     if exponent:
         xe = xe + exponent
-    quotient = DoubleWord(xs ^ ys, xe - ye - smaller.astype(xe.dtype), high, rest << lift)
+    quotient = DoubleWord(xs ^ ys, xe - ye - is_smaller.astype(xe.dtype), high, rest << shift)
     v = exact_of_double_word(shift_to_top(quotient, 1), remainder.astype(rest.dtype), carrier)
     infinite = (xm == carrier.inf) | (ym == 0)
     return with_special_values(v, infinite, infinite & zero | _any_nan(carrier, xm, ym), quotient.sign, carrier)
@@ -120,8 +120,8 @@ def _exponent_and_significand(magnitude: Array, carrier: Carrier) -> tuple[Array
 def normalize_magnitude(magnitude: Array, carrier: Carrier) -> tuple[Array, Array]:
     """Exponent and significand in [2^M, 2^(M+1)); for zero an exponent below the exponents of all products, and 0."""
     exponent, count = _exponent_and_significand(magnitude, carrier)
-    up = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
-    return bit_ops.lax_where(count == 0, -4 * carrier.bias, exponent - up), count << up
+    shift = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(count, 1), carrier).astype(magnitude.dtype)
+    return bit_ops.lax_where(count == 0, -4 * carrier.bias, exponent - shift), count << shift
 
 
 def double_word_of(sign: Array, exponent: Array, count: Array, carrier: Carrier) -> DoubleWord:
@@ -135,10 +135,10 @@ def _all_ones(where: Array, like: Array) -> Array:
 
 
 def _any_nan(carrier: Carrier, *magnitudes: Array) -> Array:
-    some = magnitudes[0] > carrier.inf
+    is_nan = magnitudes[0] > carrier.inf
     for magnitude in magnitudes[1:]:
-        some = some | (magnitude > carrier.inf)
-    return some
+        is_nan = is_nan | (magnitude > carrier.inf)
+    return is_nan
 
 
 # -- two words ---------------------------------------------------------------------------------------------------------
@@ -163,12 +163,12 @@ def shift_words_left(high: Array, low: Array, count: Array | int) -> tuple[Array
 def _shift_words_right(high: Array, low: Array, count: Array) -> tuple[Array, Array, Array]:
     """Two words shifted right by `count` in [0, 2W), and a word that is zero only if no bit that was set is lost."""
     width = high.dtype.itemsize * 8
-    whole = count >= width
-    part = (count & width - 1).astype(high.dtype)
-    tail = bit_ops.lax_where(whole, low, 0)
-    high, low = bit_ops.lax_where(whole, 0, high), bit_ops.lax_where(whole, high, low)
-    back = width - 1 - part
-    return high >> part, low >> part | high << 1 << back, tail | low << 1 << back
+    crosses_word = count >= width
+    shift = (count & width - 1).astype(high.dtype)
+    tail = bit_ops.lax_where(crosses_word, low, 0)
+    high, low = bit_ops.lax_where(crosses_word, 0, high), bit_ops.lax_where(crosses_word, high, low)
+    back_shift = width - 1 - shift
+    return high >> shift, low >> shift | high << 1 << back_shift, tail | low << 1 << back_shift
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def _shift_words_right(high: Array, low: Array, count: Array) -> tuple[Array, Ar
 
 def _multiply_magnitudes(xs: Array, xm: Array, ys: Array, ym: Array, carrier: Carrier) -> DoubleWord:
     (xe, a), (ye, b) = normalize_magnitude(xm, carrier), normalize_magnitude(ym, carrier)
-    word, up = _unsigned_dtype(carrier), carrier.work_width - 1 - carrier.fraction
-    return _multiply_significands(xs ^ ys, xe + ye, a.astype(word) << up, b.astype(word) << up)
+    word_dtype, shift = _unsigned_dtype(carrier), carrier.work_width - 1 - carrier.fraction
+    return _multiply_significands(xs ^ ys, xe + ye, a.astype(word_dtype) << shift, b.astype(word_dtype) << shift)
 
 
 def _multiply_significands(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
@@ -209,11 +209,11 @@ def add_double_words(a: DoubleWord, b: DoubleWord, zero_sign: int) -> tuple[Doub
     )
     # A difference adds the complement and 1. If bits of the subtrahend were lost, the 1 is not added.
     opposite = a.sign != b.sign
-    flip = _all_ones(opposite, high)
-    total = low + (low2 ^ flip)
-    first = total < low
+    complement = _all_ones(opposite, high)
+    total = low + (low2 ^ complement)
+    has_carry = total < low
     low = total + bit_ops.lax_where(opposite & (tail == 0), one, 0)
-    high = high + (high2 ^ flip) + first.astype(high.dtype) + (low < total).astype(high.dtype)
+    high = high + (high2 ^ complement) + has_carry.astype(high.dtype) + (low < total).astype(high.dtype)
     sign = bit_ops.lax_where(opposite & ((high | low | tail) == 0), zero_sign, sign)
     return DoubleWord(sign, exponent, high, low), tail
 
@@ -222,17 +222,17 @@ def _quotient_digits(remainder: Array, divisor: Array, bits: int, carrier: Carri
     """The significand, the rest and the last remainder of 1 + remainder / divisor, a number below 2."""
     width, fraction = carrier.work_width, carrier.fraction
     inverse = _reciprocal(divisor, carrier)
-    top = jnp.ones_like(remainder)
-    for step in (fraction // 2, fraction - fraction // 2):
-        digit, remainder = next_quotient_digit(remainder, divisor, inverse, step, carrier)
-        top = top << step | digit
-    rest, place = jnp.zeros_like(top, _unsigned_dtype(carrier)), width
-    while place > width - bits:
-        step = min(width // 2, place - width + bits)
-        digit, remainder = next_quotient_digit(remainder, divisor, inverse, step, carrier)
-        place -= step
-        rest = rest | digit.astype(rest.dtype) << place
-    return top, rest, remainder
+    significand = jnp.ones_like(remainder)
+    for digit_bits in (fraction // 2, fraction - fraction // 2):
+        digit, remainder = next_quotient_digit(remainder, divisor, inverse, digit_bits, carrier)
+        significand = significand << digit_bits | digit
+    rest, bits_left = jnp.zeros_like(significand, _unsigned_dtype(carrier)), width
+    while bits_left > width - bits:
+        digit_bits = min(width // 2, bits_left - width + bits)
+        digit, remainder = next_quotient_digit(remainder, divisor, inverse, digit_bits, carrier)
+        bits_left -= digit_bits
+        rest = rest | digit.astype(rest.dtype) << bits_left
+    return significand, rest, remainder
 
 
 def _reciprocal(divisor: Array, carrier: Carrier) -> Array:
@@ -250,8 +250,8 @@ def next_quotient_digit(
     """
     guess = (remainder.astype(carrier.name) * inverse * 2.0**bits).astype(remainder.dtype)
     remainder = (remainder << bits) - guess * divisor
-    less, more = remainder < 0, remainder >= divisor
-    step = more.astype(guess.dtype) - less.astype(guess.dtype)
+    is_negative, is_too_large = remainder < 0, remainder >= divisor
+    step = is_too_large.astype(guess.dtype) - is_negative.astype(guess.dtype)
     return guess + step, remainder - step * divisor
 
 
@@ -287,23 +287,23 @@ def _exact_of_product(product: DoubleWord, carrier: Carrier) -> ExactResult:
 
 def leading_zeros(word: Array, carrier: Carrier) -> Array:
     """The number of zeros above the leading bit of unsigned words; W - 1 for zero."""
-    half = (word >> 1).astype(carrier.work)
-    half = half & ~(half >> 1)  # otherwise a rounding conversion could carry into the next power of two
-    zeros = carrier.work_width - 2 - bit_ops.floor_log2_integers(jnp.maximum(half, 1), carrier).astype(carrier.work)
-    return bit_ops.lax_where(half == 0, carrier.work_width - 1, zeros)
+    halved = (word >> 1).astype(carrier.work)
+    halved = halved & ~(halved >> 1)  # otherwise a rounding conversion could carry into the next power of two
+    zeros = carrier.work_width - 2 - bit_ops.floor_log2_integers(jnp.maximum(halved, 1), carrier).astype(carrier.work)
+    return bit_ops.lax_where(halved == 0, carrier.work_width - 1, zeros)
 
 
 def _exact_of_top(v: DoubleWord, tail: Array, carrier: Carrier) -> ExactResult:
     """A number in the form of `shift_to_top`, with an exponent of the carrier or above, as t and the rest."""
-    keep, drop = carrier.fraction + 1, carrier.work_width - 1 - carrier.fraction
-    top = (v.high >> drop).astype(carrier.work)
-    rest = v.high << keep | v.low >> drop
+    kept_bits, dropped_bits = carrier.fraction + 1, carrier.work_width - 1 - carrier.fraction
+    top = (v.high >> dropped_bits).astype(carrier.work)
+    rest = v.high << kept_bits | v.low >> dropped_bits
     beyond = v.exponent > carrier.bias
-    field = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
-    magnitude = bit_ops.lax_where(top == 0, 0, ((field - 1) << carrier.fraction) + top)
+    exponent_field = jnp.minimum(v.exponent, carrier.bias) + carrier.bias
+    magnitude = bit_ops.lax_where(top == 0, 0, ((exponent_field - 1) << carrier.fraction) + top)
     magnitude = bit_ops.lax_where(beyond, carrier.inf - 1, magnitude)
     rest = rest | _all_ones(beyond, rest)
-    tail = tail | v.low << keep
+    tail = tail | v.low << kept_bits
     return ExactResult(v.sign, magnitude, (rest | tail) != 0, rest, tail != 0, beyond)
 
 

@@ -56,10 +56,10 @@ def exact_overflow_mask(v: ExactResult, spec: Spec, carrier: Carrier, word: Arra
     """Whether `v`, rounded under `spec`, is beyond the ends of its format; NaN counts as inside."""
     fmt = spec.format
     if isinstance(fmt, CodebookFormat):
-        value, more = bit_ops.ordered_integers(v.sign, v.magnitude), v.inexact.astype(carrier.work)
+        ordered_bits, is_inexact = bit_ops.ordered_integers(v.sign, v.magnitude), v.inexact.astype(carrier.work)
         floor, ceiling = (
-            value - bit_ops.lax_where(v.sign != 0, more, 0),
-            value + bit_ops.lax_where(v.sign != 0, 0, more),
+            ordered_bits - bit_ops.lax_where(v.sign != 0, is_inexact, 0),
+            ordered_bits + bit_ops.lax_where(v.sign != 0, 0, is_inexact),
         )
         low, high = (carrier.ceil_bits(Fraction(end)) for end in (fmt.min, fmt.max))  # numbers of the carrier
         return ((floor < low) | (ceiling > high)) & (v.magnitude <= carrier.inf)
@@ -100,15 +100,15 @@ def _nearest_increment(v: ExactResult, mode: Rounding) -> Array:
     return jnp.asarray(modes.AWAY_FROM_ZERO[mode](_BelowLastPlace(v))).astype(v.magnitude.dtype)
 
 
-def _round_on_carrier_grid(v: ExactResult, odd: Array, spec: Spec, carrier: Carrier) -> Array:
+def _round_on_carrier_grid(v: ExactResult, odd_bits: Array, spec: Spec, carrier: Carrier) -> Array:
     """Rounded magnitude bits, which `round_to_spec` changes only at the ends of the format."""
     assert isinstance(spec.format, FloatFormat)
     grid = make_grid(spec.format, carrier)
     nearest = v.magnitude + _nearest_increment(v, spec.rounding)
     if spec.overflow is not Overflow.IEEE:  # a finite value does not become infinity here
         nearest = bit_ops.lax_where(v.magnitude < carrier.inf, jnp.minimum(nearest, carrier.inf - 1), nearest)
-    keep = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)
-    return bit_ops.lax_where(v.magnitude < keep, odd, nearest) if keep else nearest
+    kept_below = max(grid.tiny_bits, grid.normal_bits if spec.flush else 0)
+    return bit_ops.lax_where(v.magnitude < kept_below, odd_bits, nearest) if kept_below else nearest
 
 
 # -- stochastic modes --------------------------------------------------------------------------------------------------
@@ -149,13 +149,13 @@ class _StochasticTail(modes.DiscardedFraction):
             high, depth = layout.word.astype(unsigned), layout.depth
         if isinstance(depth, int):
             return high << (width - depth) | v.rest >> depth, (v.rest << (width - depth) != 0) | v.sticky
-        up = bit_ops.lax_clip(width - depth, 0, width - 1).astype(unsigned)
-        down = bit_ops.lax_clip(depth - width, 0, width - 1).astype(unsigned)
-        within = bit_ops.lax_clip(depth, 0, width - 1).astype(unsigned)
-        inside = depth < width
-        share = (high << up >> down) | bit_ops.lax_where(inside, v.rest >> within, 0)
+        left_shift = bit_ops.lax_clip(width - depth, 0, width - 1).astype(unsigned)
+        right_shift = bit_ops.lax_clip(depth - width, 0, width - 1).astype(unsigned)
+        depth_in_word = bit_ops.lax_clip(depth, 0, width - 1).astype(unsigned)
+        is_in_word = depth < width
+        share = (high << left_shift >> right_shift) | bit_ops.lax_where(is_in_word, v.rest >> depth_in_word, 0)
         tail = bit_ops.lax_where(
-            inside, v.rest & (jnp.ones_like(v.rest) << within) - 1, v.rest | (high ^ share << down)
+            is_in_word, v.rest & (jnp.ones_like(v.rest) << depth_in_word) - 1, v.rest | (high ^ share << right_shift)
         )
         return share, (tail != 0) | v.sticky
 
@@ -171,5 +171,5 @@ def _tail_depth(v: ExactResult, grid: Grid) -> Array | int:
     if not grid.tiny_bits:
         return depth
     carrier = grid.carrier
-    below = grid.tiny_exponent + carrier.bias + carrier.fraction - jnp.maximum(v.magnitude >> carrier.fraction, 1)
-    return bit_ops.lax_where(v.magnitude < grid.tiny_bits, below, depth)
+    depth_below = grid.tiny_exponent + carrier.bias + carrier.fraction - jnp.maximum(v.magnitude >> carrier.fraction, 1)
+    return bit_ops.lax_where(v.magnitude < grid.tiny_bits, depth_below, depth)

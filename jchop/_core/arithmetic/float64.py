@@ -46,9 +46,9 @@ def widen_magnitude(magnitude: Array) -> Array:
 
 
 def _widen_in_two_ways(x: Array, magnitude: Array, count: Array) -> Array:
-    small = bit_ops.with_constant(lax.mul, _convert_dtype(count, jnp.float64), 2.0**FLOAT32.tiny_exponent)
+    subnormal = bit_ops.with_constant(lax.mul, _convert_dtype(count, jnp.float64), 2.0**FLOAT32.tiny_exponent)
     return lax.select(
-        bit_ops.with_constant(lax.lt, magnitude, 1 << FLOAT32.fraction), small, _convert_dtype(x, jnp.float64)
+        bit_ops.with_constant(lax.lt, magnitude, 1 << FLOAT32.fraction), subnormal, _convert_dtype(x, jnp.float64)
     )
 
 
@@ -64,11 +64,11 @@ def narrow_float64(x: Array) -> Array:
         bit_ops.with_constant(lax.mul, magnitude, 2.0**-FLOAT32.tiny_exponent),
         2.0**FLOAT64.fraction,
     )
-    small = lax.bitwise_or(
+    subnormal_bits = lax.bitwise_or(
         _convert_dtype(double_to_bits(total), jnp.int32),
         bit_ops.with_constant(lax.bitwise_and, bits, FLOAT32.sign_bit),
     )
-    bits = lax.select(bit_ops.with_constant(lax.lt, magnitude, 2.0 ** (1 - FLOAT32.bias)), small, bits)
+    bits = lax.select(bit_ops.with_constant(lax.lt, magnitude, 2.0 ** (1 - FLOAT32.bias)), subnormal_bits, bits)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -110,10 +110,10 @@ def quotient_bits(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: 
         Magnitude bits of float32; infinity for numbers above its range.
     """
     with jax.enable_x64(True):
-        whole = fmt.frac_bits == FLOAT32.fraction  # then `narrow_float64` is the rounding
+        is_binary32 = fmt.frac_bits == FLOAT32.fraction  # then `narrow_float64` is the rounding
         x = (
             _near_quotient(magnitude, divisor, other, fmt)
-            if whole
+            if is_binary32
             else quotient_in_float64(magnitude, divisor, fmt, other)
         )
         subnormal = fmt.emin - fmt.frac_bits < 1 - FLOAT32.bias
@@ -141,8 +141,8 @@ def _near_quotient(magnitude: Array, divisor: Fraction, other: Array | None, fmt
 
 def _snap_quotient(x: Array) -> Array:
     """Positive numbers rounded to fewer bits; infinity and NaN unchanged."""
-    low = 1 << (FLOAT64.fraction + 1 - _SNAP_BITS)
-    bits = bit_ops.with_constant(lax.bitwise_and, bit_ops.with_constant(lax.add, double_to_bits(x), low >> 1), -low)
+    unit = 1 << (FLOAT64.fraction + 1 - _SNAP_BITS)
+    bits = bit_ops.with_constant(lax.bitwise_and, bit_ops.with_constant(lax.add, double_to_bits(x), unit >> 1), -unit)
     return lax.bitcast_convert_type(bits, jnp.float64)
 
 
@@ -165,11 +165,11 @@ def supports_float64_operation(name: str, spec: Spec, ranges: Sequence[ValueRang
         return False
     if spec.rounding not in _FLOAT64_MODES or spec.overflow not in (Overflow.IEEE, Overflow.SATURATE):
         return False
-    near, most = fmt.frac_bits + 1, max(operand.bits for operand in ranges)
-    point = near + (FLOAT32.work_width if spec.rounding.stochastic else 0)
+    middle, widest = fmt.frac_bits + 1, max(operand.bits for operand in ranges)
+    point = middle + (FLOAT32.work_width if spec.rounding.stochastic else 0)
     if name == "sqrt":
-        return max(2 * near, most) + 3 <= _DIVISOR_AND_MIDDLE_BITS and point <= FLOAT64.fraction - 2
-    return max(near, most) + most + 1 <= _DIVISOR_AND_MIDDLE_BITS and point + most <= FLOAT64.fraction + 1
+        return max(2 * middle, widest) + 3 <= _DIVISOR_AND_MIDDLE_BITS and point <= FLOAT64.fraction - 2
+    return max(middle, widest) + widest + 1 <= _DIVISOR_AND_MIDDLE_BITS and point + widest <= FLOAT64.fraction + 1
 
 
 def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Array | None) -> Array:
@@ -187,18 +187,18 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
     bits = [lax.bitcast_convert_type(x, jnp.int32) for x in args]
     sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & FLOAT32.sign_bit
     with jax.enable_x64(True):
-        x, *divisors = (widen_magnitude(each & bit_ops.low_mask(31)) for each in bits)
+        x, *divisors = (widen_magnitude(magnitude_bits & bit_ops.low_mask(31)) for magnitude_bits in bits)
         exact = _snap_quotient(x * (1 / divisors[0]) if divisors else lax.sqrt(x))
-        place = format_spacing(exact, fmt)
-        value = (exact + place * FLOAT64_LEAD) - place * FLOAT64_LEAD
-        random = take_random_bits(word, spec, FLOAT32)
-        if random is not None:
-            value = value - lax.select(value > exact, place, jnp.zeros_like(place))
-            point = value + place - place * (random.word.astype(jnp.float64) * 2.0**-random.width)
+        spacing = format_spacing(exact, fmt)
+        value = (exact + spacing * FLOAT64_LEAD) - spacing * FLOAT64_LEAD
+        random_bits = take_random_bits(word, spec, FLOAT32)
+        if random_bits is not None:
+            value = value - lax.select(value > exact, spacing, jnp.zeros_like(spacing))
+            point = value + spacing - spacing * (random_bits.word.astype(jnp.float64) * 2.0**-random_bits.width)
             reaches = x >= point * divisors[0] if divisors else _root_reaches(x, point)
-            value = value + lax.select(reaches, place, jnp.zeros_like(place))
-        ends = fmt.max if spec.overflow is Overflow.SATURATE or fmt.saturates else np.inf if fmt.has_inf else np.nan
-        value = bit_ops.lax_where((exact == np.inf) | (value > float(fmt.max)), np.float64(ends), value)
+            value = value + lax.select(reaches, spacing, jnp.zeros_like(spacing))
+        overflow = fmt.max if spec.overflow is Overflow.SATURATE or fmt.saturates else np.inf if fmt.has_inf else np.nan
+        value = bit_ops.lax_where((exact == np.inf) | (value > float(fmt.max)), np.float64(overflow), value)
         if not divisors:  # a root of -0 is -0
             value = bit_ops.lax_where(
                 lax.bitcast_convert_type(bits[0], jnp.uint32) > 1 << 31, np.float64(np.nan), value

@@ -31,27 +31,27 @@ def adds_to_round(spec: Spec, result: ValueRange, carrier: Carrier) -> bool:
     if not isinstance(fmt, FloatFormat) or spec.rounding is not Rounding.NEAREST_EVEN or spec.flush:
         return False
     # With one bit of precision the parity of the exponent decides a tie.
-    plain = fmt.frac_bits > 0 and fmt.has_negative_zero and fmt.subnormals
-    plain = plain and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
-    drop, least = carrier.fraction - fmt.frac_bits, 1 - carrier.bias
-    in_range = least <= fmt.emin and least <= result.quantum and result.top + drop <= carrier.bias
-    return plain and drop > 0 and in_range and carrier.magnitude_bits(fmt.exact_max) is not None
+    is_plain = fmt.frac_bits > 0 and fmt.has_negative_zero and fmt.subnormals
+    is_plain = is_plain and spec.overflow in (Overflow.IEEE, Overflow.SATURATE)
+    drop, min_exponent = carrier.fraction - fmt.frac_bits, 1 - carrier.bias
+    in_range = min_exponent <= fmt.emin and min_exponent <= result.quantum and result.top + drop <= carrier.bias
+    return is_plain and drop > 0 and in_range and carrier.magnitude_bits(fmt.exact_max) is not None
 
 
 def round_by_adding(x: Array, spec: Spec, carrier: Carrier) -> Array:
     """`x` rounded under `spec`; see `adds_to_round`."""
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
-    kind, fraction = carrier.work.type, carrier.fraction
+    int_type, fraction = carrier.work.type, carrier.fraction
     sign, magnitude = bit_ops.split_sign(x, carrier)
     # The exponent of infinities and NaN wraps to the exponent of a small number, which changes neither.
-    exponent = jnp.maximum(magnitude & kind(carrier.inf), kind((fmt.emin + carrier.bias) << fraction))
-    power = _bits_to_float_like(exponent + kind((fraction - fmt.frac_bits) << fraction), x)
+    exponent = jnp.maximum(magnitude & int_type(carrier.inf), int_type((fmt.emin + carrier.bias) << fraction))
+    power = _bits_to_float_like(exponent + int_type((fraction - fmt.frac_bits) << fraction), x)
     value = (_bits_to_float_like(magnitude, x) + power) - power
-    top = np.dtype(carrier.name).type(fmt.max)
+    largest = np.dtype(carrier.name).type(fmt.max)
     saturates = spec.overflow is Overflow.SATURATE or fmt.saturates
-    beyond = top if saturates else np.inf if fmt.has_inf else np.nan
-    value = bit_ops.lax_where(value > top, x.dtype.type(beyond), value)
+    overflow_value = largest if saturates else np.inf if fmt.has_inf else np.nan
+    value = bit_ops.lax_where(value > largest, x.dtype.type(overflow_value), value)
     return bit_ops.join_sign(sign, lax.bitcast_convert_type(value, carrier.work), carrier)
 
 

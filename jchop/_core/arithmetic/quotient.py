@@ -56,27 +56,27 @@ def divisor_of(magnitude: Array, carrier: Carrier) -> Divisor:
 
 
 def divisor_of_product(
-    count: Array, width: int, exponent: Array | int, other: Array, own: int, carrier: Carrier
+    count: Array, width: int, exponent: Array | int, factor: Array, factor_bits: int, carrier: Carrier
 ) -> Divisor:
-    """The products of count 2^exponent and a number of at most `own` + 1 significant bits.
+    """The products of count 2^exponent and a number of at most `factor_bits` + 1 significant bits.
 
     Args:
-        count: integers of exactly `width` bits; `width` + `own` is less than `divisor_bits`.
+        count: integers of exactly `width` bits; `width` + `factor_bits` is less than `divisor_bits`.
         width: bits of the integers.
         exponent: integers.
-        other: magnitude bits of a positive number.
-        own: its fraction bits.
+        factor: magnitude bits of a positive number.
+        factor_bits: its fraction bits.
         carrier: of the magnitudes.
     """
-    bits = extend_exponent(other, carrier)
+    bits = extend_exponent(factor, carrier)
     product = count * (
-        significand_of_extended(bits, carrier) >> (carrier.fraction - own)
+        significand_of_extended(bits, carrier) >> (carrier.fraction - factor_bits)
     )  # of width + own bits, or one more
-    top = divisor_bits(carrier) - 1
-    product = product << (top - (width + own))
-    small = product >> top == 0
-    field = (bits >> carrier.fraction) + exponent + width - small.astype(product.dtype)
-    return Divisor.of(bit_ops.lax_where(small, product << 1, product), field, carrier)
+    top_bit = divisor_bits(carrier) - 1
+    product = product << (top_bit - (width + factor_bits))
+    is_short = product >> top_bit == 0
+    exponent_field = (bits >> carrier.fraction) + exponent + width - is_short.astype(product.dtype)
+    return Divisor.of(bit_ops.lax_where(is_short, product << 1, product), exponent_field, carrier)
 
 
 def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: bool = False) -> Array:
@@ -86,13 +86,13 @@ def odd_quotient(magnitude: Array, divisor: Divisor, carrier: Carrier, ends: boo
     quotients below the normal range become its smallest value, and quotients above it become some number of its largest
     binade. For formats whose range ends far within the carrier's range, this makes no difference.
     """
-    field, count, _, following, remainder = _divide_to_digits(magnitude, divisor, carrier)
-    sticky = following | (remainder != 0).astype(following.dtype)
+    exponent_field, digits, _, next_bit, remainder = _divide_to_digits(magnitude, divisor, carrier)
+    sticky = next_bit | (remainder != 0).astype(next_bit.dtype)
     if not ends:
-        return _clamp_to_normal(field, count, carrier) | sticky
-    down = bit_ops.lax_clip(1 - field, 0, carrier.fraction + 2)
-    bits = (bit_ops.lax_clip(field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (count >> down)
-    return jnp.minimum(bits | sticky | (count & bit_ops.low_mask(down) != 0), carrier.inf - 1)
+        return _clamp_to_normal(exponent_field, digits, carrier) | sticky
+    shift = bit_ops.lax_clip(1 - exponent_field, 0, carrier.fraction + 2)
+    bits = (bit_ops.lax_clip(exponent_field - 1, 0, 2 * carrier.bias) << carrier.fraction) + (digits >> shift)
+    return jnp.minimum(bits | sticky | (digits & bit_ops.low_mask(shift) != 0), carrier.inf - 1)
 
 
 def is_short_divisor(count: int, carrier: Carrier) -> bool:
@@ -112,26 +112,26 @@ def quotient_by_constant(magnitude: Array, count: int, exponent: int, carrier: C
         carrier: of the magnitudes.
         odd: whether to round to odd.
     """
-    fraction, more_bits = carrier.fraction, count.bit_length() + 1
+    fraction, extra_bits = carrier.fraction, count.bit_length() + 1
     bits = extend_exponent(magnitude, carrier)
-    whole = significand_of_extended(bits, carrier)
-    low = fraction + 1 - (fraction + 1) // 2
-    first, rest = _divide_by_count(whole >> low, count, carrier)
-    second, rest = _divide_by_count(rest << low | whole & bit_ops.low_mask(low), count, carrier)
-    third, rest = _divide_by_count(rest << more_bits, count, carrier)
+    digits = significand_of_extended(bits, carrier)
+    low_bits = fraction + 1 - (fraction + 1) // 2
+    first, remainder = _divide_by_count(digits >> low_bits, count, carrier)
+    second, remainder = _divide_by_count(remainder << low_bits | digits & bit_ops.low_mask(low_bits), count, carrier)
+    third, remainder = _divide_by_count(remainder << extra_bits, count, carrier)
     # The quotient times 2^(M + 2 - field), or with one bit more, and whether further bits follow.
-    quotient = (first << low | second) << more_bits | third
-    sticky = (rest != 0).astype(bits.dtype)
-    more = quotient >> (fraction + 2)
-    field = (bits >> fraction) - (exponent + count.bit_length()) + more
-    down = 1 + more + bit_ops.lax_clip(1 - field, 0, fraction + 2)
-    head = quotient >> down
+    quotient = (first << low_bits | second) << extra_bits | third
+    sticky = (remainder != 0).astype(bits.dtype)
+    has_extra_bit = quotient >> (fraction + 2)
+    exponent_field = (bits >> fraction) - (exponent + count.bit_length()) + has_extra_bit
+    drop = 1 + has_extra_bit + bit_ops.lax_clip(1 - exponent_field, 0, fraction + 2)
+    kept_bits = quotient >> drop
     if odd:
-        rounded_bits = head | (quotient & bit_ops.low_mask(down) != 0) | sticky
+        rounded_bits = kept_bits | (quotient & bit_ops.low_mask(drop) != 0) | sticky
     else:
         # A tie goes up if the number above is even.
-        rounded_bits = (quotient + ((1 << (down - 1)) - 1) + (head & 1 | sticky)) >> down
-    rounded_bits = rounded_bits + (bit_ops.lax_clip(field - 1, 0, 2 * carrier.bias) << fraction)
+        rounded_bits = (quotient + ((1 << (drop - 1)) - 1) + (kept_bits & 1 | sticky)) >> drop
+    rounded_bits = rounded_bits + (bit_ops.lax_clip(exponent_field - 1, 0, 2 * carrier.bias) << fraction)
     return bit_ops.lax_where(magnitude == 0, 0, jnp.minimum(rounded_bits, carrier.inf - odd))
 
 
@@ -150,23 +150,23 @@ def _clamp_to_normal(field: Array, count: Array, carrier: Carrier) -> Array:
     return jnp.maximum(bits, 1 << carrier.fraction)
 
 
-def exact_quotient(sign: Array, magnitude: Array, plain: Array, divisor: Divisor, carrier: Carrier) -> ExactResult:
-    """The exact quotient, as `odd_quotient` without `ends`; the magnitude itself if not `plain`."""
-    field, count, more, following, remainder = _divide_to_digits(magnitude, divisor, carrier)
-    bits = _clamp_to_normal(field, count, carrier)
+def exact_quotient(sign: Array, magnitude: Array, is_divided: Array, divisor: Divisor, carrier: Carrier) -> ExactResult:
+    """The exact quotient, as `odd_quotient` without `ends`; the magnitude itself if not `is_divided`."""
+    exponent_field, digits, has_extra_bit, next_bit, remainder = _divide_to_digits(magnitude, divisor, carrier)
+    bits = _clamp_to_normal(exponent_field, digits, carrier)
     width, unsigned = carrier.work_width, jnp.dtype(f"uint{carrier.work_width}")
-    rest, place = jnp.zeros(bits.shape, unsigned), width
-    while place:
-        step = min(place, carrier.fraction // 2)
+    rest, bits_left = jnp.zeros(bits.shape, unsigned), width
+    while bits_left:
+        digit_bits = min(bits_left, carrier.fraction // 2)
         digit, remainder = double_word.next_quotient_digit(
-            remainder, divisor.significand, divisor.inverse, step, carrier
+            remainder, divisor.significand, divisor.inverse, digit_bits, carrier
         )
-        place -= step
-        rest = rest | digit.astype(unsigned) << place
-    last = rest & more.astype(unsigned)
-    rest = following.astype(unsigned) << (width - 1) | rest >> more.astype(unsigned)
-    rest, sticky = bit_ops.lax_where(plain, rest, 0), plain & ((remainder != 0) | (last != 0))
-    return ExactResult(sign, bit_ops.lax_where(plain, bits, magnitude), (rest != 0) | sticky, rest, sticky)
+        bits_left -= digit_bits
+        rest = rest | digit.astype(unsigned) << bits_left
+    lost_bit = rest & has_extra_bit.astype(unsigned)
+    rest = next_bit.astype(unsigned) << (width - 1) | rest >> has_extra_bit.astype(unsigned)
+    rest, sticky = bit_ops.lax_where(is_divided, rest, 0), is_divided & ((remainder != 0) | (lost_bit != 0))
+    return ExactResult(sign, bit_ops.lax_where(is_divided, bits, magnitude), (rest != 0) | sticky, rest, sticky)
 
 
 def _divide_to_digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> tuple[Array, Array, Array, Array, Array]:
@@ -175,11 +175,11 @@ def _divide_to_digits(magnitude: Array, divisor: Divisor, carrier: Carrier) -> t
     bits = extend_exponent(magnitude, carrier)
     remainder = significand_of_extended(bits, carrier) << (divisor_bits(carrier) - fraction - 1)
     count = jnp.zeros_like(bits)
-    for step in ((fraction + 1) // 2, fraction + 1 - (fraction + 1) // 2):
+    for digit_bits in ((fraction + 1) // 2, fraction + 1 - (fraction + 1) // 2):
         digit, remainder = double_word.next_quotient_digit(
-            remainder, divisor.significand, divisor.inverse, step, carrier
+            remainder, divisor.significand, divisor.inverse, digit_bits, carrier
         )
-        count = (count << step) + digit
-    more = count >> (fraction + 1)  # 1 if the dividend has the larger significand, so that a bit is left over
-    field = (bits >> fraction) - divisor.field + carrier.bias - 1 + more
-    return field, count >> more, more, count & more, remainder
+        count = (count << digit_bits) + digit
+    has_extra_bit = count >> (fraction + 1)  # 1 if the dividend has the larger significand, so that a bit is left over
+    exponent_field = (bits >> fraction) - divisor.field + carrier.bias - 1 + has_extra_bit
+    return exponent_field, count >> has_extra_bit, has_extra_bit, count & has_extra_bit, remainder

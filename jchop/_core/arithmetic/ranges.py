@@ -91,18 +91,16 @@ def _range_of_format(fmt: ElementFormat) -> ValueRange:
     if isinstance(fmt, TaperedFormat):
         return ValueRange(fmt.last_place, fmt.most_fraction_bits + 1, fmt.emax + 1)
     assert isinstance(fmt, CodebookFormat)
-    parts = [_exponents_of_ends(Fraction(level)) for level in fmt.levels if level] or [(0, 1)]
-    return ValueRange(
-        min(low for low, _ in parts), max(high - low for low, high in parts), max(high for _, high in parts)
-    )
+    ends = [_exponents_of_ends(Fraction(level)) for level in fmt.levels if level] or [(0, 1)]
+    return ValueRange(min(low for low, _ in ends), max(high - low for low, high in ends), max(high for _, high in ends))
 
 
 def _exponents_of_ends(value: Fraction) -> tuple[int, int]:
     """The exponent of the last significant bit of a dyadic number, and the exponent of the first bit plus 1."""
     count = abs(value.numerator)
-    last = (count & -count).bit_length() - 1
+    last_bit = (count & -count).bit_length() - 1
     shift = value.denominator.bit_length() - 1
-    return last - shift, count.bit_length() - shift
+    return last_bit - shift, count.bit_length() - shift
 
 
 # -- which result formats an operation can have ------------------------------------------------------------------------
@@ -150,8 +148,8 @@ def supports_operation(spec: Spec, carrier: Carrier) -> bool:
 def has_spare_bits(fmt: ElementFormat, carrier: Carrier) -> bool:
     """Whether the carrier has two bits more than `fmt` in the whole range of `fmt`."""
     if isinstance(fmt, FloatFormat):
-        last = fmt.emin - fmt.frac_bits
-        return fmt.frac_bits + 2 <= carrier.fraction and last >= carrier.tiny_exponent + 2
+        last_place = fmt.emin - fmt.frac_bits
+        return fmt.frac_bits + 2 <= carrier.fraction and last_place >= carrier.tiny_exponent + 2
     if isinstance(fmt, TaperedFormat):
         return fmt.most_fraction_bits + 2 <= carrier.fraction and fmt.last_place >= carrier.tiny_exponent + 2
     assert isinstance(fmt, UniformFormat)
@@ -164,8 +162,8 @@ def rounds_on_carrier_grid(spec: Spec, carrier: Carrier) -> bool:
     if not isinstance(fmt, FloatFormat) or spec.rounding not in NEAREST_MODES or fmt.frac_bits != carrier.fraction:
         return False
     holds_largest = carrier.magnitude_bits(fmt.exact_max) is not None
-    own_subnormals = fmt.subnormals and fmt.zero
-    return holds_largest and (fmt.emin == 1 - carrier.bias if own_subnormals else fmt.emin >= 1 - carrier.bias)
+    has_subnormals = fmt.subnormals and fmt.zero
+    return holds_largest and (fmt.emin == 1 - carrier.bias if has_subnormals else fmt.emin >= 1 - carrier.bias)
 
 
 def wraps_results(spec: Spec | None) -> bool:

@@ -24,7 +24,7 @@ Array = jax.Array
 # -- roots -------------------------------------------------------------------------------------------------------------
 
 
-def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> ExactResult:
+def square_root(x: Array, carrier: Carrier, all_bits: bool) -> ExactResult:
     """The exact root; its `rest` has all bits, or only the first bit.
 
     With M fraction bits, v = X 2^(2f) for an integer X of 2M + 1 or 2M + 2 bits, so T = floor(sqrt X) has M + 1. The
@@ -39,7 +39,7 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> ExactResult:
     root, remainder = _integer_root(radicand, _float_root(count, odd, carrier), carrier)
     bits = ((((exponent - odd) >> 1) + carrier.bias - 1) << fraction) + root
     unsigned = np.dtype(f"uint{carrier.work_width}")
-    if whole_rest:
+    if all_bits:
         rest, more = _further_bits(root.astype(unsigned), remainder.astype(unsigned))
     else:
         rest = (remainder > root).astype(unsigned) << (carrier.work_width - 1)
@@ -55,24 +55,24 @@ def square_root(x: Array, carrier: Carrier, whole_rest: bool) -> ExactResult:
 
 def _float_root(count: Array, odd: Array, carrier: Carrier) -> Array:
     """About the root of count 2^(M + odd), as an integer."""
-    kind = np.dtype(carrier.name).type
-    scale = bit_ops.lax_where(odd != 0, kind(2.0 ** (carrier.fraction + 1)), kind(2.0**carrier.fraction))
+    float_type = np.dtype(carrier.name).type
+    scale = bit_ops.lax_where(odd != 0, float_type(2.0 ** (carrier.fraction + 1)), float_type(2.0**carrier.fraction))
     return lax.sqrt(count.astype(carrier.name) * scale).astype(count.dtype)
 
 
 def _integer_root(radicand: Array, guess: Array, carrier: Carrier) -> tuple[Array, Array]:
     """floor(sqrt X) and X - floor(sqrt X)^2, from X modulo 2^W and a guess with an error below 64."""
-    miss = radicand - guess * guess
-    step = jnp.floor(miss.astype(carrier.name) / (guess + guess).astype(carrier.name))
+    error = radicand - guess * guess
+    step = jnp.floor(error.astype(carrier.name) / (guess + guess).astype(carrier.name))
     root = guess + step.astype(guess.dtype)
     remainder = radicand - root * root
     for _ in range(2):
-        low = (remainder < 0).astype(root.dtype)
-        root = root - low
-        remainder = remainder + low * (root + root + 1)
-        high = (remainder > root + root).astype(root.dtype)
-        remainder = remainder - high * (root + root + 1)
-        root = root + high
+        is_too_large = (remainder < 0).astype(root.dtype)
+        root = root - is_too_large
+        remainder = remainder + is_too_large * (root + root + 1)
+        is_too_small = (remainder > root + root).astype(root.dtype)
+        remainder = remainder - is_too_small * (root + root + 1)
+        root = root + is_too_small
     return root, remainder
 
 
@@ -135,8 +135,8 @@ def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: ValueRan
     bits = lax.bitcast_convert_type(_hardware_quotient(dividend, divisor), carrier.work)
     bits = (jnp.minimum(bits, carrier.nan) + _QUOTIENT_ERROR) >> drop << drop
     remainder = dividend - lax.bitcast_convert_type(bits, x.dtype) * divisor
-    below, above = remainder < 0, remainder > 0  # neither for NaN, beside infinities
-    bits = (bits - (below.astype(bits.dtype) << drop)) | (below | above).astype(bits.dtype)
+    is_below, is_above = remainder < 0, remainder > 0  # neither for NaN, beside infinities
+    bits = (bits - (is_below.astype(bits.dtype) << drop)) | (is_below | is_above).astype(bits.dtype)
     low = xr.quantum - yr.top
     odd = ValueRange(low - carrier.fraction, carrier.fraction + 1, xr.top - yr.quantum + 1)
     return round_hardware_result(bit_ops.join_sign(xs ^ ys, bits, carrier), odd, spec, carrier, None)

@@ -28,9 +28,9 @@ def has_constant_drop(spec: Spec, carrier: Carrier) -> bool:
     fmt = spec.format
     if not isinstance(fmt, FloatFormat) or spec.rounding is Rounding.STOCHASTIC_C or spec.flush:
         return False
-    whole = fmt.subnormals and fmt.zero and fmt.signed and fmt.has_negative_zero
-    spare = 0 < fmt.frac_bits <= carrier.fraction - 2 and fmt.emin >= 1 - carrier.bias
-    return whole and spare and spec.overflow is not Overflow.WRAP
+    has_all_signs = fmt.subnormals and fmt.zero and fmt.signed and fmt.has_negative_zero
+    has_spare = 0 < fmt.frac_bits <= carrier.fraction - 2 and fmt.emin >= 1 - carrier.bias
+    return has_all_signs and has_spare and spec.overflow is not Overflow.WRAP
 
 
 def needs_error_digits(spec: Spec) -> bool:
@@ -62,11 +62,11 @@ def _least_binade(spec: Spec, carrier: Carrier) -> int:
 
 def _error_in_parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Carrier) -> Array:
     """The error of a sum in units of 2^-F of the last place of `below`, the next lower bits if it is negative."""
-    extra = word_surplus_bits(spec, carrier) + carrier.fraction
+    surplus = word_surplus_bits(spec, carrier) + carrier.fraction
     # If the error is not zero, the sum is not small, and the unit's factor is finite.
-    least = carrier.work_width - 2 + carrier.fraction
-    below = jnp.maximum(below, least << carrier.fraction) & carrier.inf
-    bits = ((extra - least + 2 * carrier.bias) << carrier.fraction) - (below - (least << carrier.fraction))
+    min_field = carrier.work_width - 2 + carrier.fraction
+    below = jnp.maximum(below, min_field << carrier.fraction) & carrier.inf
+    bits = ((surplus - min_field + 2 * carrier.bias) << carrier.fraction) - (below - (min_field << carrier.fraction))
     many = error * lax.bitcast_convert_type(bits, error.dtype)
     many = bit_ops.lax_where(error < 0, jnp.minimum(many, error.dtype.type(-0.5)), many)  # also an error that vanished
     return bit_ops.lax_where(magnitude < carrier.inf, many, error.dtype.type(0))
@@ -129,16 +129,16 @@ def _add_error_and_word(
     bits: Array, error: Array, binade: Array | None, word: Array, spec: Spec, carrier: Carrier
 ) -> Array:
     """The sum of the bits, the error and the word, whose last F bits are below the bits; the dropped bits remain."""
-    extra, fraction, kind = word_surplus_bits(spec, carrier), carrier.fraction, np.dtype(carrier.name).type
-    bits = bits + (word >> extra).astype(bits.dtype)
-    if extra > fraction:
-        low = _low_word_bits(word, extra).astype(bits.dtype)
-        return bits + ((jnp.floor(error).astype(bits.dtype) + low) >> extra)
+    surplus, fraction, float_type = word_surplus_bits(spec, carrier), carrier.fraction, np.dtype(carrier.name).type
+    bits = bits + (word >> surplus).astype(bits.dtype)
+    if surplus > fraction:
+        low = _low_word_bits(word, surplus).astype(bits.dtype)
+        return bits + ((jnp.floor(error).astype(bits.dtype) + low) >> surplus)
     # The low bits of the word as the low bits of a float, which is too large by 2^first.
-    first = fraction if binade is None else -extra
-    exponent = word.dtype.type((first + carrier.bias) << fraction)
-    low = lax.bitcast_convert_type(_low_word_bits(word, extra) | exponent, error.dtype)
-    over, under = low - kind(2.0**first + 2.0 ** (first - fraction + extra)), low - kind(2.0**first)
+    lead = fraction if binade is None else -surplus
+    exponent = word.dtype.type((lead + carrier.bias) << fraction)
+    low = lax.bitcast_convert_type(_low_word_bits(word, surplus) | exponent, error.dtype)
+    over, under = low - float_type(2.0**lead + 2.0 ** (lead - fraction + surplus)), low - float_type(2.0**lead)
     if binade is not None:
         over, under = over * binade, under * binade
     return bits + (error + over >= 0).astype(bits.dtype) - (error + under < 0).astype(bits.dtype)

@@ -70,8 +70,8 @@ def _precision_of_spec(spec: Spec) -> int:
 
 def supports_scaling_product(spec: Spec | None, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether `multiply_by_scaling` is right for these ranges: the carrier must have the bits of their product."""
-    few = xr.bits + yr.bits <= FLOAT32.fraction + 1
-    return few and _is_of_full_range(spec, carrier) and (spec is None or _precision_of_spec(spec) <= 16)
+    fits_float32 = xr.bits + yr.bits <= FLOAT32.fraction + 1
+    return fits_float32 and _is_of_full_range(spec, carrier) and (spec is None or _precision_of_spec(spec) <= 16)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ def add_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | None, xr
     if spec is not None and not _hardware_rounds_right(spec, xr, yr):
         return _add_with_error(x, y, spec, word)
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
-    small = jnp.maximum(xm, ym) < _SMALL_TERM
-    scale = _scale_where(small, _SUM_UP)
+    is_small = jnp.maximum(xm, ym) < _SMALL_TERM
+    scale = _scale_where(is_small, _SUM_UP)
     a, b = (_join_sign(s, _scale_up(m + scale.shift, scale)) for s, m in ((xs, xm), (ys, ym)))
     sign, magnitude = bit_ops.split_sign(a + b, FLOAT32)
     bits = _scale_down(magnitude, scale.least) - scale.shift
@@ -97,22 +97,22 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
     (_, xm), (_, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
     xb, yb = _float32_to_bits(x), _float32_to_bits(y)
     larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
-    small = larger < _SMALL_TERM
-    scale = _scale_where(small, _SUM_UP)
+    is_small = larger < _SMALL_TERM
+    scale = _scale_where(is_small, _SUM_UP)
     shift = bit_ops.lax_where(
-        small, scale.shift, bit_ops.lax_where(larger < FLOAT32.inf, np.int32(-_SMALLEST_NORMAL), np.int32(0))
+        is_small, scale.shift, bit_ops.lax_where(larger < FLOAT32.inf, np.int32(-_SMALLEST_NORMAL), np.int32(0))
     )
     a = _scale_up(larger + shift, scale)
     b = _scale_up(jnp.maximum(smaller + shift, _SMALLEST_NORMAL), scale)  # every term but zero stays a normal number
     b = _join_sign((xb ^ yb) & FLOAT32.sign_bit, bit_ops.lax_where(smaller == 0, np.float32(0), b))
     total = a + b
     error = b - (total - a)  # NaN beside infinities
-    zero = total == 0
+    is_zero = total == 0
     sign = bit_ops.lax_where(
-        zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, bit_ops.lax_where(xm > ym, xb, yb)
+        is_zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, bit_ops.lax_where(xm > ym, xb, yb)
     )
     magnitude = _float32_to_bits(total)
-    bits = bit_ops.lax_where(zero, 0, _scale_down(magnitude, scale.least) - shift)
+    bits = bit_ops.lax_where(is_zero, 0, _scale_down(magnitude, scale.least) - shift)
     error, binade = error_of_sum(error, magnitude, spec, FLOAT32)
     return round_with_error(
         sign & FLOAT32.sign_bit,
@@ -130,28 +130,28 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
 def multiply_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | None) -> Array:
     """`x * y`, its exact value rounded once; see `supports_scaling_product`."""
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
-    less, more = jnp.minimum(xm, ym), jnp.maximum(xm, ym)
-    small = less < _SMALL_FACTOR
-    scale = _scale_where(small, _PRODUCT_UP)
+    smaller, larger = jnp.minimum(xm, ym), jnp.maximum(xm, ym)
+    is_small = smaller < _SMALL_FACTOR
+    scale = _scale_where(is_small, _PRODUCT_UP)
     shift, least = scale.shift, scale.least
-    product = _scale_up(less + shift, scale) * _bits_to_float32(more)
+    product = _scale_up(smaller + shift, scale) * _bits_to_float32(larger)
     if spec is not None and spec.rounding in TINY_SENSITIVE_MODES:
-        vanishes = (product < 2.0 ** (1 - FLOAT32.bias)) & (less > 0)
+        vanishes = (product < 2.0 ** (1 - FLOAT32.bias)) & (smaller > 0)
         product = bit_ops.lax_where(vanishes, np.float32(2.0 ** (1 - FLOAT32.bias)), product)
-    sign, magnitude, subnormal = xs ^ ys, _float32_to_bits(product), product < least
+    sign, magnitude, is_subnormal = xs ^ ys, _float32_to_bits(product), product < least
     shift = bit_ops.lax_where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
         # Adding the power of two whose last bit is the format's smallest number rounds the product.
         drop = FLOAT32.fraction + 1 - _precision_of_spec(spec)
         exponent = _PRODUCT_UP + 1 - FLOAT32.bias + drop
         count = _float32_to_bits(product + np.float32(2.0**exponent)) - _bits_of_power(exponent)
-        bits = bit_ops.lax_where(subnormal, count << drop, magnitude - shift)
+        bits = bit_ops.lax_where(is_subnormal, count << drop, magnitude - shift)
         error = None
     else:
-        offset = bit_ops.lax_where(subnormal, least, np.float32(0))
+        offset = bit_ops.lax_where(is_subnormal, least, np.float32(0))
         total = product + offset
         bits = _float32_to_bits(total) - bit_ops.lax_where(
-            subnormal, np.int32(_bits_of_power(_PRODUCT_UP + 1 - FLOAT32.bias)), shift
+            is_subnormal, np.int32(_bits_of_power(_PRODUCT_UP + 1 - FLOAT32.bias)), shift
         )
         error = product - (total - offset)
     if spec is None:
@@ -160,15 +160,15 @@ def multiply_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | Non
         assert error is not None
         error = error * np.float32(2.0 ** (word_surplus_bits(spec, FLOAT32) - FLOAT32.tiny_exponent - _PRODUCT_UP))
     # A product that is too large becomes a finite number above all values of the format.
-    magnitude = bit_ops.lax_where(more < FLOAT32.inf, jnp.minimum(magnitude, FLOAT32.inf - 1), magnitude)
+    magnitude = bit_ops.lax_where(larger < FLOAT32.inf, jnp.minimum(magnitude, FLOAT32.inf - 1), magnitude)
     return round_with_error(sign, magnitude, bits, error, spec, FLOAT32, word)
 
 
 def _hardware_rounds_right(spec: Spec, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether the hardware's rounding of a sum has no effect: nearest modes, terms with few bits (Figueroa 1995)."""
     precision = _precision_of_spec(spec)
-    few = max(xr.bits, yr.bits) <= precision and 2 * precision + 2 <= FLOAT32.fraction + 1
-    return few and spec.rounding in NEAREST_MODES and spec.overflow is not Overflow.PROPAGATE
+    has_few_bits = max(xr.bits, yr.bits) <= precision and 2 * precision + 2 <= FLOAT32.fraction + 1
+    return has_few_bits and spec.rounding in NEAREST_MODES and spec.overflow is not Overflow.PROPAGATE
 
 
 # -- scaling -----------------------------------------------------------------------------------------------------------
@@ -201,9 +201,9 @@ def _scale_down(bits: Array, least: Array) -> Array:
     return jnp.maximum(bits, _float32_to_bits(_bits_to_float32(bits) + least) - _SMALLEST_NORMAL)
 
 
-def _scaled_normal(up: int) -> np.float32:
+def _scaled_normal(exponent: int) -> np.float32:
     """2^K times the smallest normal number."""
-    return np.float32(2.0 ** (up + 1 - FLOAT32.bias))
+    return np.float32(2.0 ** (exponent + 1 - FLOAT32.bias))
 
 
 def _bits_to_float32(bits: Array) -> Array:

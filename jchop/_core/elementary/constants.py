@@ -150,15 +150,15 @@ def _scaled_erfc_taylor(x: Fraction) -> list[Fraction]:
 
 def _scaled_erfc_at(x: Fraction) -> Fraction:
     """h(x) = exp(x²) - exp(x²) erf(x), by exp(x²) erf(x) = 2 / √π sum 2^n x^(2n + 1) / (2n + 1)!!."""
-    power, total, n = _FIXED_POINT_ONE, 0, 0
-    while power:
-        total, n = total + power, n + 1
-        power = int(power * x * x / n)
-    odd, error, n = int(_FIXED_POINT_ONE * x), 0, 0
-    while odd:
-        error, n = error + odd, n + 1
-        odd = int(2 * odd * x * x / (2 * n + 1))
-    return Fraction(total, _FIXED_POINT_ONE) - 2 / root_of_fraction(pi()) * Fraction(error, _FIXED_POINT_ONE)
+    exp_term, exp_sum, n = _FIXED_POINT_ONE, 0, 0
+    while exp_term:
+        exp_sum, n = exp_sum + exp_term, n + 1
+        exp_term = int(exp_term * x * x / n)
+    erf_term, erf_sum, n = int(_FIXED_POINT_ONE * x), 0, 0
+    while erf_term:
+        erf_sum, n = erf_sum + erf_term, n + 1
+        erf_term = int(2 * erf_term * x * x / (2 * n + 1))
+    return Fraction(exp_sum, _FIXED_POINT_ONE) - 2 / root_of_fraction(pi()) * Fraction(erf_sum, _FIXED_POINT_ONE)
 
 
 #: The parts of the interval from 1 to 2 for `logarithm_table`, and the first of those whose logarithms are taken of a
@@ -183,8 +183,8 @@ def logarithm_table() -> tuple[np.ndarray, ...]:
 
 def _first_12_bits(value: Fraction) -> np.float32:
     """A number to its first 12 bits, toward zero."""
-    hi = pair_of_constant(value).hi
-    return (hi.view(np.int32) & np.int32(~0xFFF)).view(np.float32)
+    nearest = pair_of_constant(value).hi
+    return (nearest.view(np.int32) & np.int32(~0xFFF)).view(np.float32)
 
 
 @lru_cache(maxsize=1)
@@ -202,7 +202,7 @@ def inverse_of_two_pi() -> list[np.ndarray]:
     """For each place k, the fraction of 2^k / (2 π), in words of 32 bits."""
     bits = 32 * TWO_PI_WORDS
     words = []
-    for place in range(LEAST_PLACE, MOST_PLACE + 1):
-        count = int(Fraction(2) ** (place + bits) / (2 * pi())) % (1 << bits)
-        words.append([count >> 32 * (TWO_PI_WORDS - 1 - i) & 0xFFFFFFFF for i in range(TWO_PI_WORDS)])
+    for exponent in range(LEAST_PLACE, MOST_PLACE + 1):
+        fraction_bits = int(Fraction(2) ** (exponent + bits) / (2 * pi())) % (1 << bits)
+        words.append([fraction_bits >> 32 * (TWO_PI_WORDS - 1 - i) & 0xFFFFFFFF for i in range(TWO_PI_WORDS)])
     return list(np.array(words, np.uint32).T.copy())

@@ -42,10 +42,10 @@ def _power_of_small_term(exponent: Array) -> Array:
 
 def _split_constant(value: Fraction, *bits: int) -> list[np.float32]:
     """A positive constant below 1 as a sum of numbers, each with the next `bits` binary places, and the rest."""
-    parts, place = [], 0
+    parts, total_bits = [], 0
     for count in bits:
-        place += count
-        part = Fraction(int(value * 2**place), 2**place)
+        total_bits += count
+        part = Fraction(int(value * 2**total_bits), 2**total_bits)
         parts.append(np.float32(part.numerator / part.denominator))
         value -= part
     return [*parts, pair_of_constant(value).hi]
@@ -62,8 +62,8 @@ def reduce_to_eighths(x: FloatPair) -> tuple[FloatPair, Array]:
     unit = constants.log_of_integer(2) / 8
     first, second, third = _split_constant(unit, 15, 12)
     n = _nearest_integer_of(x.hi * pair_of_constant(1 / unit).hi)
-    rest = pairs.two_sum(x.hi - n * first, -n * second)
-    return pairs.fast_two_sum(rest.hi, rest.lo + (x.lo - n * third)), n.astype(jnp.int32)
+    remainder = pairs.two_sum(x.hi - n * first, -n * second)
+    return pairs.fast_two_sum(remainder.hi, remainder.lo + (x.lo - n * third)), n.astype(jnp.int32)
 
 
 def _exp_of_eighths(r: FloatPair, n: Array) -> tuple[FloatPair, Array]:
@@ -100,8 +100,8 @@ def _reduce_by_log2(x: FloatPair) -> tuple[FloatPair, Array]:
     """The r and n of x = n log(2) + r, |r| <= log(2) / 2, for |x| <= 350; r = x exactly if n = 0."""
     first, second, third = _split_constant(constants.log_of_integer(2), 14, 14)
     n = _nearest_integer_of(x.hi * pair_of_constant(1 / constants.log_of_integer(2)).hi)
-    rest = pairs.two_sum(x.hi - n * first, -n * second)
-    return pairs.fast_two_sum(rest.hi, rest.lo + (x.lo - n * third)), n.astype(jnp.int32)
+    remainder = pairs.two_sum(x.hi - n * first, -n * second)
+    return pairs.fast_two_sum(remainder.hi, remainder.lo + (x.lo - n * third)), n.astype(jnp.int32)
 
 
 def _expm1_of_remainder(r: FloatPair) -> FloatPair:
@@ -115,8 +115,8 @@ def _exp_of_pair(x: FloatPair) -> tuple[FloatPair, Array]:
 
 
 def _clamp_size(x: Argument, least: int, most: float) -> tuple[Array, Array]:
-    size, shift = x.size(least, 30)
-    return jnp.minimum(size, most), shift
+    abs_x, shift = x.size(least, 30)
+    return jnp.minimum(abs_x, most), shift
 
 
 def _exp(x: Argument) -> FunctionValue:
@@ -135,69 +135,69 @@ def _exp2(x: Argument) -> FunctionValue:
 
 
 def _expm1(x: Argument) -> FunctionValue:
-    size, shift = _clamp_size(x, FIRST_ORDER, _MOST_EXPONENTIAL)
-    number = x.signed(size)
+    abs_x, shift = _clamp_size(x, FIRST_ORDER, _MOST_EXPONENTIAL)
+    number = x.signed(abs_x)
     r, n = _reduce_by_log2(pair_of_number(number))
-    up = jnp.maximum(n, 0)
-    part = pairs.multiply_pair_by_power(_expm1_of_remainder(r), _power_of_small_term(n - up))
-    whole = pairs.two_sum(_power_of_small_term(n - up), -_power_of_small_term(-up))
+    scale_exponent = jnp.maximum(n, 0)
+    scaled_expm1 = pairs.multiply_pair_by_power(_expm1_of_remainder(r), _power_of_small_term(n - scale_exponent))
+    power_difference = pairs.two_sum(_power_of_small_term(n - scale_exponent), -_power_of_small_term(-scale_exponent))
     cases = ((x.zero, x.signed(jnp.zeros_like(number))), (x.infinite, _UNARY_INF), (x.infinite & x.negative, -1.0))
-    return FunctionValue(pairs.add_pairs(whole, part), up + shift, cases)
+    return FunctionValue(pairs.add_pairs(power_difference, scaled_expm1), scale_exponent + shift, cases)
 
 
 def _logistic(x: Argument) -> FunctionValue:
     """1 / (1 + t) with t = e^-|x|; for negative x, t / (1 + t)."""
-    size = jnp.abs(x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL))
-    t, n = _exp_of_pair(pair_of_number(-size))
-    below = pairs.fast_add_pairs(_UNARY_ONE, pairs.multiply_pair_by_power(t, _power_of_small_term(n)))
-    top = pairs.select_pair(x.negative, t, pair_of_number(jnp.ones_like(size)))
+    abs_x = jnp.abs(x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL))
+    t, n = _exp_of_pair(pair_of_number(-abs_x))
+    divisor = pairs.fast_add_pairs(_UNARY_ONE, pairs.multiply_pair_by_power(t, _power_of_small_term(n)))
+    top = pairs.select_pair(x.negative, t, pair_of_number(jnp.ones_like(abs_x)))
     cases = ((x.infinite, 1.0), (x.infinite & x.negative, 0.0))
-    return FunctionValue(pairs.divide_pairs(top, below), bit_ops.lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
+    return FunctionValue(pairs.divide_pairs(top, divisor), bit_ops.lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
 
 
-def _sinh_and_cosh(size: Array) -> tuple[FloatPair, FloatPair, Array]:
+def _sinh_and_cosh(abs_x: Array) -> tuple[FloatPair, FloatPair, Array]:
     """sinh(x) / 2^n, cosh(x) / 2^n and n, for x >= 0.
 
     With e^x = 2^n (C + S) and w = 2^-2n they are (S (1 + w) + C (1 - w)) / 2 and (C (1 + w) + S (1 - w)) / 2.
     """
-    r, n = _reduce_by_log2(pair_of_number(size))
+    r, n = _reduce_by_log2(pair_of_number(abs_x))
     z = pairs.square_pair(r)
     s = pairs.multiply_pairs(r, pairs.polynomial_of_pair(z, constants.hyperbolic_sine_series(), 3))
     c = pairs.fast_add_pairs(
         _UNARY_ONE, pairs.multiply_pairs(z, pairs.polynomial_of_pair(z, constants.hyperbolic_cosine_series(), 3))
     )
     w = _power_of_small_term(-2 * n)
-    more = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), w), np.float32(0.5))
-    less = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), -w), np.float32(0.5))
-    sine = pairs.add_pairs(pairs.multiply_pairs(s, more), pairs.multiply_pairs(c, less))
-    cosine = pairs.add_pairs(pairs.multiply_pairs(c, more), pairs.multiply_pairs(s, less))
+    half_plus = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), w), np.float32(0.5))
+    half_minus = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), -w), np.float32(0.5))
+    sine = pairs.add_pairs(pairs.multiply_pairs(s, half_plus), pairs.multiply_pairs(c, half_minus))
+    cosine = pairs.add_pairs(pairs.multiply_pairs(c, half_plus), pairs.multiply_pairs(s, half_minus))
     return sine, cosine, n
 
 
 def _sinh(x: Argument) -> FunctionValue:
-    size, shift = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
-    sine, _, n = _sinh_and_cosh(size)
+    abs_x, shift = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
+    sine, _, n = _sinh_and_cosh(abs_x)
     return FunctionValue(sine, n + shift, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
 
 
 def _cosh(x: Argument) -> FunctionValue:
-    size, _ = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
-    _, cosine, n = _sinh_and_cosh(size)
+    abs_x, _ = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
+    _, cosine, n = _sinh_and_cosh(abs_x)
     return FunctionValue(cosine, n, ((x.zero, 1.0), (x.infinite, _UNARY_INF)))
 
 
 def _tanh(x: Argument) -> FunctionValue:
     """Taylor's series, or (1 - t) / (1 + t) with t = e^-2|x|."""
-    size, shift = _clamp_size(x, SECOND_ORDER, 60.0)
+    abs_x, shift = _clamp_size(x, SECOND_ORDER, 60.0)
     series = pairs.multiply_pair_by_number(
-        pairs.polynomial_of_pair(pairs.two_product(size, size), constants.hyperbolic_tangent_series(), 2), size
+        pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.hyperbolic_tangent_series(), 2), abs_x
     )
-    t, n = _exp_of_pair(pair_of_number(-2 * size))
+    t, n = _exp_of_pair(pair_of_number(-2 * abs_x))
     t = pairs.multiply_pair_by_power(t, _power_of_small_term(n))
     quotient = pairs.divide_pairs(
         pairs.fast_add_pairs(_UNARY_ONE, pairs.negate_pair(t)), pairs.fast_add_pairs(_UNARY_ONE, t)
     )
-    value = pairs.select_pair(size < 0.125, series, quotient)
+    value = pairs.select_pair(abs_x < 0.125, series, quotient)
     return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
 
@@ -227,9 +227,9 @@ def _normalize_pair(number: FloatPair) -> tuple[FloatPair, Array]:
 
 def _artanh_argument(m: FloatPair) -> FloatPair:
     """The s = (m - 1) / (m + 1) for which log(m) = 2 artanh(s)."""
-    near = pairs.two_sum(m.hi - 1, m.lo)
-    above = pairs.two_sum(m.hi, np.float32(1))
-    return pairs.divide_pairs(near, pairs.fast_two_sum(above.hi, above.lo + m.lo))
+    numerator = pairs.two_sum(m.hi - 1, m.lo)
+    denominator = pairs.two_sum(m.hi, np.float32(1))
+    return pairs.divide_pairs(numerator, pairs.fast_two_sum(denominator.hi, denominator.lo + m.lo))
 
 
 def arctangent_series(s: FloatPair, sign: int) -> FloatPair:
@@ -241,14 +241,14 @@ def arctangent_series(s: FloatPair, sign: int) -> FloatPair:
 
 def _log_of_artanh_argument(s: FloatPair, n: Array, base: int = 0) -> FloatPair:
     """log(m 2^n), from s."""
-    part = arctangent_series(s, 1)
+    log_m = arctangent_series(s, 1)
     factor = 2 if not base else 2 / constants.log_of_integer(base)
-    part = (
-        pairs.multiply_pair_by_power(part, np.float32(2))
+    log_m = (
+        pairs.multiply_pair_by_power(log_m, np.float32(2))
         if not base
-        else pairs.multiply_pairs(part, pair_of_constant(factor))
+        else pairs.multiply_pairs(log_m, pair_of_constant(factor))
     )
-    return pairs.add_pairs(_times_log2(n.astype(jnp.float32), base), part)
+    return pairs.add_pairs(_times_log2(n.astype(jnp.float32), base), log_m)
 
 
 def _logarithm_cases(x: Argument) -> tuple[tuple[Array, float], ...]:
@@ -260,9 +260,9 @@ def _make_logarithm(base: int) -> Callable[[Argument], FunctionValue]:
         m, n = _normalize_pair(pair_of_number(x.significand))
         total = _log_of_artanh_argument(_artanh_argument(m), n + x.exponent, base)
         if base == 10:  # powers of ten that float32 holds: no other number has a logarithm so close
-            near = _nearest_integer_of(total.hi)
-            is_power_of_ten = (near >= 0) & (near <= 10) & (jnp.abs((total.hi - near) + total.lo) < 2.0**-28)
-            total = pairs.select_pair(is_power_of_ten, pair_of_number(near), total)
+            nearest = _nearest_integer_of(total.hi)
+            is_power_of_ten = (nearest >= 0) & (nearest <= 10) & (jnp.abs((total.hi - nearest) + total.lo) < 2.0**-28)
+            total = pairs.select_pair(is_power_of_ten, pair_of_number(nearest), total)
         return FunctionValue(total, 0, ((total.hi == 0, 0.0), *_logarithm_cases(x)))
 
     return log
@@ -273,55 +273,55 @@ _LARGE_ARGUMENT_EXPONENT = 30
 
 
 def _log1p(x: Argument) -> FunctionValue:
-    size, shift = x.size(FIRST_ORDER, 2 * _LARGE_ARGUMENT_EXPONENT)
-    m, n = _normalize_pair(pairs.two_sum(x.signed(size), np.float32(1)))
-    beyond = x.negative & x.exceeds(1.0)
-    cases = ((x.zero, x.signed(jnp.zeros_like(size))), (x.infinite, _UNARY_INF), (beyond, _UNARY_NAN))
-    minus_one = x.negative & x.equals(1.0)
-    m = pairs.select_pair(beyond | minus_one, pair_of_number(jnp.ones_like(size)), m)
+    abs_x, shift = x.size(FIRST_ORDER, 2 * _LARGE_ARGUMENT_EXPONENT)
+    m, n = _normalize_pair(pairs.two_sum(x.signed(abs_x), np.float32(1)))
+    is_below_domain = x.negative & x.exceeds(1.0)
+    cases = ((x.zero, x.signed(jnp.zeros_like(abs_x))), (x.infinite, _UNARY_INF), (is_below_domain, _UNARY_NAN))
+    is_minus_one = x.negative & x.equals(1.0)
+    m = pairs.select_pair(is_below_domain | is_minus_one, pair_of_number(jnp.ones_like(abs_x)), m)
     n = n + jnp.maximum(x.exponent - 2 * _LARGE_ARGUMENT_EXPONENT, 0)
-    return FunctionValue(_log_of_artanh_argument(_artanh_argument(m), n), shift, (*cases, (minus_one, -_UNARY_INF)))
+    return FunctionValue(_log_of_artanh_argument(_artanh_argument(m), n), shift, (*cases, (is_minus_one, -_UNARY_INF)))
 
 
 def _arcsinh(x: Argument) -> FunctionValue:
     """artanh(x / √(1 + x²)), or log(x + √(1 + x²))."""
-    size, shift = x.size(SECOND_ORDER, _LARGE_ARGUMENT_EXPONENT)
-    root = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(size, size), _UNARY_ONE))
-    m, n = _normalize_pair(pairs.fast_add_pairs(root, pair_of_number(size)))
+    abs_x, shift = x.size(SECOND_ORDER, _LARGE_ARGUMENT_EXPONENT)
+    root = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(abs_x, abs_x), _UNARY_ONE))
+    m, n = _normalize_pair(pairs.fast_add_pairs(root, pair_of_number(abs_x)))
     n = n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0)
-    small = size < 0.17
-    s = pairs.select_pair(small, pairs.divide_pairs(pair_of_number(size), root), _artanh_argument(m))
-    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(small, 0, n)), np.float32(0.5))
+    is_small = abs_x < 0.17
+    s = pairs.select_pair(is_small, pairs.divide_pairs(pair_of_number(abs_x), root), _artanh_argument(m))
+    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)), np.float32(0.5))
     cases = ((x.zero, 0.0), (x.infinite, _UNARY_INF))
-    return FunctionValue(total, shift + (~small).astype(shift.dtype), cases, x.sign)
+    return FunctionValue(total, shift + (~is_small).astype(shift.dtype), cases, x.sign)
 
 
 def _arccosh(x: Argument) -> FunctionValue:
     """log(1 + t) with t = d + √(d (2 + d)), d = x - 1."""
-    size, _ = x.size(0, _LARGE_ARGUMENT_EXPONENT)
-    size = jnp.maximum(size, np.float32(1 + 2.0**-23))
-    below, above = pairs.two_sum(size, np.float32(-1)), pairs.two_sum(size, np.float32(1))
-    root = pairs.root_of_pair(pairs.multiply_pairs(below, above))
-    t = pairs.add_pairs(root, below)
-    m, n = _normalize_pair(pairs.add_pairs(root, pair_of_number(size)))
-    small = size < 1.05
-    s = pairs.select_pair(small, pairs.divide_pairs(t, pairs.add_pairs(t, pair_of_constant(2))), _artanh_argument(m))
-    n = bit_ops.lax_where(small, 0, n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0))
-    one = x.equals(1.0) & ~x.negative
-    outside = x.negative | ~x.exceeds(1.0)
+    abs_x, _ = x.size(0, _LARGE_ARGUMENT_EXPONENT)
+    abs_x = jnp.maximum(abs_x, np.float32(1 + 2.0**-23))
+    x_minus_one, x_plus_one = pairs.two_sum(abs_x, np.float32(-1)), pairs.two_sum(abs_x, np.float32(1))
+    root = pairs.root_of_pair(pairs.multiply_pairs(x_minus_one, x_plus_one))
+    t = pairs.add_pairs(root, x_minus_one)
+    m, n = _normalize_pair(pairs.add_pairs(root, pair_of_number(abs_x)))
+    is_small = abs_x < 1.05
+    s = pairs.select_pair(is_small, pairs.divide_pairs(t, pairs.add_pairs(t, pair_of_constant(2))), _artanh_argument(m))
+    n = bit_ops.lax_where(is_small, 0, n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0))
+    is_one = x.equals(1.0) & ~x.negative
+    is_outside = x.negative | ~x.exceeds(1.0)
     return FunctionValue(
-        _log_of_artanh_argument(s, n), 0, ((x.infinite, _UNARY_INF), (outside, _UNARY_NAN), (one, 0.0))
+        _log_of_artanh_argument(s, n), 0, ((x.infinite, _UNARY_INF), (is_outside, _UNARY_NAN), (is_one, 0.0))
     )
 
 
 def _arctanh(x: Argument) -> FunctionValue:
     """artanh(x), or log((1 + x) / (1 - x)) / 2."""
-    size, shift = x.size(SECOND_ORDER, -1)
-    ratio = pairs.divide_pairs(pairs.two_sum(size, np.float32(1)), pairs.two_sum(-size, np.float32(1)))
+    abs_x, shift = x.size(SECOND_ORDER, -1)
+    ratio = pairs.divide_pairs(pairs.two_sum(abs_x, np.float32(1)), pairs.two_sum(-abs_x, np.float32(1)))
     m, n = _normalize_pair(ratio)
-    small = size < 0.17
-    s = pairs.select_pair(small, pair_of_number(size), _artanh_argument(m))
-    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(small, 0, n)), np.float32(0.5))
+    is_small = abs_x < 0.17
+    s = pairs.select_pair(is_small, pair_of_number(abs_x), _artanh_argument(m))
+    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)), np.float32(0.5))
     return FunctionValue(
         total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _UNARY_NAN), (x.equals(1.0), _UNARY_INF)), x.sign
     )
@@ -336,12 +336,12 @@ def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
     As in Payne and Hanek (SIGNUM Newsletter 18 (1983) 19): the fraction of 2^k / (2 π), times the significand as an
     integer, in 96 bits.
     """
-    place = bit_ops.lax_clip(x.exponent - 23, constants.LEAST_PLACE, constants.MOST_PLACE) - constants.LEAST_PLACE
-    first, second, third = (take_in_bounds(jnp.asarray(word), place) for word in constants.inverse_of_two_pi())
-    count = (x.significand * 2.0**23).astype(jnp.uint32)
-    (high, low), (lower, lowest) = _product_with_24_bits(second, count), _product_with_24_bits(third, count)
+    table_index = bit_ops.lax_clip(x.exponent - 23, constants.LEAST_PLACE, constants.MOST_PLACE) - constants.LEAST_PLACE
+    first, second, third = (take_in_bounds(jnp.asarray(word), table_index) for word in constants.inverse_of_two_pi())
+    significand = (x.significand * 2.0**23).astype(jnp.uint32)
+    (high, low), (lower, lowest) = _product_with_24_bits(second, significand), _product_with_24_bits(third, significand)
     middle = low + lower
-    top = first * count + high + (middle < low).astype(jnp.uint32)
+    top = first * significand + high + (middle < low).astype(jnp.uint32)
     quarter = (top + np.uint32(1 << 29)) >> 30
     top = (top << 2 | middle >> 30).astype(jnp.int32)  # a signed fraction of a quarter turn
     middle = middle << 2 | lowest >> 30
@@ -349,9 +349,9 @@ def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
     a, b, c, d, e = (
         word.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0 ** (-16 * (i + 1))) for i, word in enumerate(words)
     )
-    rest = pairs.fast_two_sum(a, b)
-    rest = pairs.add_pairs(rest, pairs.fast_two_sum(c, d + e))
-    return pairs.multiply_pairs(rest, pair_of_constant(constants.pi() / 2)), (quarter & 3).astype(jnp.int32)
+    quarter_turns = pairs.fast_two_sum(a, b)
+    quarter_turns = pairs.add_pairs(quarter_turns, pairs.fast_two_sum(c, d + e))
+    return pairs.multiply_pairs(quarter_turns, pair_of_constant(constants.pi() / 2)), (quarter & 3).astype(jnp.int32)
 
 
 def _product_with_24_bits(a: Array, b: Array) -> tuple[Array, Array]:
@@ -363,20 +363,20 @@ def _product_with_24_bits(a: Array, b: Array) -> tuple[Array, Array]:
 
 def _reduce_angle(x: Argument) -> tuple[FloatPair, Array, Array, Array]:
     """The r and q of an argument, the change of its exponent if it was clamped, and whether it is infinite."""
-    size, shift = x.size(SECOND_ORDER, 0)
+    abs_x, shift = x.size(SECOND_ORDER, 0)
     r, q = _payne_hanek_reduction(x)
-    small = ~x.exceeds(0.75)
-    return pairs.select_pair(small, pair_of_number(size), r), bit_ops.lax_where(small, 0, q), shift, x.infinite
+    is_small = ~x.exceeds(0.75)
+    return pairs.select_pair(is_small, pair_of_number(abs_x), r), bit_ops.lax_where(is_small, 0, q), shift, x.infinite
 
 
 def _sine_or_cosine(r: FloatPair, cosine: Array | bool) -> FloatPair:
     """sin(r), or cos(r) if `cosine`."""
     z = pairs.square_pair(r)
-    both = zip(constants.cosine_series(), constants.sine_series(), strict=True)
+    coefficients = zip(constants.cosine_series(), constants.sine_series(), strict=True)
     if isinstance(cosine, bool):
         terms = constants.cosine_series() if cosine else constants.sine_series()
     else:
-        terms = tuple(pairs.select_pair(cosine, a, b) for a, b in both)
+        terms = tuple(pairs.select_pair(cosine, a, b) for a, b in coefficients)
     series = pairs.polynomial_of_pair(z, terms, 4)
     if cosine is True:
         return series
@@ -403,12 +403,12 @@ def _cos(x: Argument) -> FunctionValue:
 def _tan(x: Argument) -> FunctionValue:
     r, q, shift, infinite = _reduce_angle(x)
     sine, cosine = _sine_or_cosine(r, False), _sine_or_cosine(r, True)
-    inverse = (q & 1) != 0
-    negative = sine.hi < 0
-    sine = pairs.select_pair(negative, pairs.negate_pair(sine), sine)
-    value = pairs.divide_pairs(pairs.select_pair(inverse, cosine, sine), pairs.select_pair(inverse, sine, cosine))
+    is_inverse = (q & 1) != 0
+    is_negative = sine.hi < 0
+    sine = pairs.select_pair(is_negative, pairs.negate_pair(sine), sine)
+    value = pairs.divide_pairs(pairs.select_pair(is_inverse, cosine, sine), pairs.select_pair(is_inverse, sine, cosine))
     return FunctionValue(
-        value, shift, ((x.zero, 0.0), (infinite, _UNARY_NAN)), x.sign ^ _sign_bit_if(negative ^ inverse)
+        value, shift, ((x.zero, 0.0), (infinite, _UNARY_NAN)), x.sign ^ _sign_bit_if(is_negative ^ is_inverse)
     )
 
 
@@ -422,26 +422,26 @@ def angle_of(
 
     t = (y - c x) / (x + c y), or t = -x / y for c = ∞. If `negative_x`, the result is π minus the angle.
     """
-    steep, unit = y.hi > 4 * x.hi, np.float32(1)
-    flat, half, even = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
-    c = bit_ops.lax_where(flat, 0 * unit, bit_ops.lax_where(half, unit / 2, bit_ops.lax_where(even, unit, 2 * unit)))
-    none = pair_of_number(jnp.zeros_like(c))
-    above = pairs.add_pairs(
-        pairs.select_pair(steep, none, y), pairs.multiply_pair_by_power(x, -bit_ops.lax_where(steep, unit, c))
+    steep, one = y.hi > 4 * x.hi, np.float32(1)
+    flat, half, diagonal = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
+    c = bit_ops.lax_where(flat, 0 * one, bit_ops.lax_where(half, one / 2, bit_ops.lax_where(diagonal, one, 2 * one)))
+    zero = pair_of_number(jnp.zeros_like(c))
+    numerator = pairs.add_pairs(
+        pairs.select_pair(steep, zero, y), pairs.multiply_pair_by_power(x, -bit_ops.lax_where(steep, one, c))
     )
-    below = pairs.add_pairs(
-        pairs.select_pair(steep, y, x), pairs.multiply_pair_by_power(y, bit_ops.lax_where(steep, 0 * unit, c))
+    denominator = pairs.add_pairs(
+        pairs.select_pair(steep, y, x), pairs.multiply_pair_by_power(y, bit_ops.lax_where(steep, 0 * one, c))
     )
     half_angle, right = constants.arctangent_of_inverse(2), constants.pi() / 2
-    angles = ((even, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
-    t = divide(above, below)
-    start = _constant_of_case(right - half_angle, angles)
+    angles = ((diagonal, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
+    t = divide(numerator, denominator)
+    base_angle = _constant_of_case(right - half_angle, angles)
     if negative_x is not None:
-        start = pairs.select_pair(
-            negative_x, _constant_of_case(right + half_angle, [(at, 2 * right - v) for at, v in angles]), start
+        base_angle = pairs.select_pair(
+            negative_x, _constant_of_case(right + half_angle, [(case, 2 * right - v) for case, v in angles]), base_angle
         )
-        t = pairs.multiply_pair_by_power(t, bit_ops.lax_where(negative_x, -unit, unit))
-    return pairs.add_pairs(start, arctangent_series(t, -1))
+        t = pairs.multiply_pair_by_power(t, bit_ops.lax_where(negative_x, -one, one))
+    return pairs.add_pairs(base_angle, arctangent_series(t, -1))
 
 
 def _constant_of_case(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> FloatPair:
@@ -453,36 +453,36 @@ def _constant_of_case(default: Fraction, cases: Sequence[tuple[Array, Fraction]]
 
 
 def _arctan(x: Argument) -> FunctionValue:
-    size, shift = x.size(SECOND_ORDER, 60)
-    value = angle_of(pair_of_number(size), pair_of_number(jnp.ones_like(size)))
+    abs_x, shift = x.size(SECOND_ORDER, 60)
+    value = angle_of(pair_of_number(abs_x), pair_of_number(jnp.ones_like(abs_x)))
     return FunctionValue(value, shift, ((x.zero, 0.0),), x.sign)
 
 
-def _cosine_of_arcsin(size: Array) -> FloatPair:
+def _cosine_of_arcsin(abs_x: Array) -> FloatPair:
     """√(1 - x²) for 0 <= x < 1; for other x, an unused number.
 
     For small x it uses 1 - x², because a product of pairs lacks the product of their second numbers.
     """
-    size = jnp.minimum(size, np.float32(1 - 2.0**-24))
-    small = pairs.add_pairs(pairs.two_product(-size, size), _UNARY_ONE)
-    large = pairs.multiply_pairs(pairs.two_sum(size, np.float32(1)), pairs.two_sum(-size, np.float32(1)))
-    return pairs.root_of_pair(pairs.select_pair(size < 0.5, small, large))
+    abs_x = jnp.minimum(abs_x, np.float32(1 - 2.0**-24))
+    small = pairs.add_pairs(pairs.two_product(-abs_x, abs_x), _UNARY_ONE)
+    large = pairs.multiply_pairs(pairs.two_sum(abs_x, np.float32(1)), pairs.two_sum(-abs_x, np.float32(1)))
+    return pairs.root_of_pair(pairs.select_pair(abs_x < 0.5, small, large))
 
 
 def _arcsin(x: Argument) -> FunctionValue:
-    size, shift = x.size(SECOND_ORDER, 0)
-    one = x.equals(1.0)
-    cofactor = pairs.select_pair(one, pair_of_number(jnp.zeros_like(size)), _cosine_of_arcsin(size))
-    value = angle_of(pair_of_number(size), cofactor)
+    abs_x, shift = x.size(SECOND_ORDER, 0)
+    is_one = x.equals(1.0)
+    cofactor = pairs.select_pair(is_one, pair_of_number(jnp.zeros_like(abs_x)), _cosine_of_arcsin(abs_x))
+    value = angle_of(pair_of_number(abs_x), cofactor)
     return FunctionValue(value, shift, ((x.zero, 0.0), (x.exceeds(1.0), _UNARY_NAN)), x.sign)
 
 
 def _arccos(x: Argument) -> FunctionValue:
-    size, _ = x.size(FIRST_ORDER, 0)
-    one = x.equals(1.0)
-    cofactor = pairs.select_pair(one, pair_of_number(jnp.zeros_like(size)), _cosine_of_arcsin(size))
-    value = angle_of(cofactor, pair_of_number(size), x.negative)
-    return FunctionValue(value, 0, ((one & ~x.negative, 0.0), (x.exceeds(1.0), _UNARY_NAN)))
+    abs_x, _ = x.size(FIRST_ORDER, 0)
+    is_one = x.equals(1.0)
+    cofactor = pairs.select_pair(is_one, pair_of_number(jnp.zeros_like(abs_x)), _cosine_of_arcsin(abs_x))
+    value = angle_of(cofactor, pair_of_number(abs_x), x.negative)
+    return FunctionValue(value, 0, ((is_one & ~x.negative, 0.0), (x.exceeds(1.0), _UNARY_NAN)))
 
 
 # -- the error function ------------------------------------------------------------------------------------------------
@@ -491,57 +491,57 @@ def _arccos(x: Argument) -> FunctionValue:
 _MOST_ERFC = 11.0
 
 
-def _erf_and_erfc(size: Array) -> tuple[FloatPair, FloatPair, Array, Array]:
+def _erf_and_erfc(abs_x: Array) -> tuple[FloatPair, FloatPair, Array, Array]:
     """erf(x) for 0 <= x < 1; the h and n of erfc(x) = h 2^n for x >= 1; and whether x >= 1."""
-    inside = pairs.multiply_pairs(
-        pair_of_number(size),
-        pairs.polynomial_of_pair(pairs.two_product(size, size), constants.error_function_series(), 9),
+    erf = pairs.multiply_pairs(
+        pair_of_number(abs_x),
+        pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.error_function_series(), 9),
     )
-    large = jnp.maximum(size, np.float32(1))
-    bits = lax.bitcast_convert_type(large, jnp.int32)
+    clamped_x = jnp.maximum(abs_x, np.float32(1))
+    bits = lax.bitcast_convert_type(clamped_x, jnp.int32)
     index = (bits >> 21) - (127 << 2)
     middle = lax.bitcast_convert_type(bits & ~((1 << 21) - 1) | 1 << 20, jnp.float32)
     table = constants.scaled_erfc_series()
 
-    def word(of: Any) -> Array:
-        return take_in_bounds(jnp.asarray(of), jnp.minimum(index, len(of) - 1))
+    def take_entry(entries: Any) -> Array:
+        return take_in_bounds(jnp.asarray(entries), jnp.minimum(index, len(entries) - 1))
 
-    terms = tuple(FloatPair(word(c.hi), word(c.lo) if n < 8 else None) for n, c in enumerate(table))
-    scaled_erfc = pairs.polynomial_of_pair(pair_of_number(large - middle), terms, 8)
-    power, n = _exp_of_pair(pairs.negate_pair(pairs.two_product(large, large)))
-    return inside, pairs.multiply_pairs(scaled_erfc, power), n, size >= 1
+    terms = tuple(FloatPair(take_entry(c.hi), take_entry(c.lo) if n < 8 else None) for n, c in enumerate(table))
+    scaled_erfc = pairs.polynomial_of_pair(pair_of_number(clamped_x - middle), terms, 8)
+    power, n = _exp_of_pair(pairs.negate_pair(pairs.two_product(clamped_x, clamped_x)))
+    return erf, pairs.multiply_pairs(scaled_erfc, power), n, abs_x >= 1
 
 
 def _erf(x: Argument) -> FunctionValue:
-    size, shift = _clamp_size(x, SECOND_ORDER, _MOST_ERFC)
-    inside, outside, n, large = _erf_and_erfc(size)
-    rest = pairs.multiply_pair_by_power(outside, -_power_of_small_term(n))
-    value = pairs.select_pair(large, pairs.fast_add_pairs(_UNARY_ONE, rest), inside)
+    abs_x, shift = _clamp_size(x, SECOND_ORDER, _MOST_ERFC)
+    erf, scaled_erfc, n, is_large = _erf_and_erfc(abs_x)
+    erfc = pairs.multiply_pair_by_power(scaled_erfc, -_power_of_small_term(n))
+    value = pairs.select_pair(is_large, pairs.fast_add_pairs(_UNARY_ONE, erfc), erf)
     return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
 
 def _erfc(x: Argument) -> FunctionValue:
-    size, _ = _clamp_size(x, FIRST_ORDER, _MOST_ERFC)
-    inside, outside, n, large = _erf_and_erfc(size)
-    inside = pairs.fast_add_pairs(_UNARY_ONE, pairs.select_pair(x.negative, inside, pairs.negate_pair(inside)))
+    abs_x, _ = _clamp_size(x, FIRST_ORDER, _MOST_ERFC)
+    erf, scaled_erfc, n, is_large = _erf_and_erfc(abs_x)
+    erf = pairs.fast_add_pairs(_UNARY_ONE, pairs.select_pair(x.negative, erf, pairs.negate_pair(erf)))
     reflection = pairs.fast_add_pairs(
-        pair_of_constant(2), pairs.multiply_pair_by_power(outside, -_power_of_small_term(n))
+        pair_of_constant(2), pairs.multiply_pair_by_power(scaled_erfc, -_power_of_small_term(n))
     )
-    value = pairs.select_pair(large, pairs.select_pair(x.negative, reflection, outside), inside)
+    value = pairs.select_pair(is_large, pairs.select_pair(x.negative, reflection, scaled_erfc), erf)
     cases = ((x.zero, 1.0), (x.infinite, 0.0), (x.infinite & x.negative, 2.0))
-    return FunctionValue(value, bit_ops.lax_where(large & ~x.negative, n, 0), cases)
+    return FunctionValue(value, bit_ops.lax_where(is_large & ~x.negative, n, 0), cases)
 
 
 # -- roots and multiples -----------------------------------------------------------------------------------------------
 
 
 def _cbrt(x: Argument) -> FunctionValue:
-    third = (x.exponent + 300) // 3 - 100
-    number = x.significand * float32_power_of_two(x.exponent - 3 * third)
+    root_exponent = (x.exponent + 300) // 3 - 100
+    number = x.significand * float32_power_of_two(x.exponent - 3 * root_exponent)
     guess = pairs.hide_from_contraction(lax.cbrt(number), number)
     guess = pairs.fast_two_sum(guess, _cube_error(guess, number)).hi
     value = FloatPair(guess, _cube_error(guess, number))
-    return FunctionValue(value, third, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
+    return FunctionValue(value, root_exponent, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
 
 
 def _cube_error(guess: Array, number: Array) -> Array:
@@ -550,19 +550,19 @@ def _cube_error(guess: Array, number: Array) -> Array:
 
 
 def _rsqrt(x: Argument) -> FunctionValue:
-    odd = x.exponent & 1
-    number = x.significand * float32_power_of_two(odd)
+    is_odd = x.exponent & 1
+    number = x.significand * float32_power_of_two(is_odd)
     guess = pairs.hide_from_contraction(lax.rsqrt(number), number)
     guess = pairs.fast_two_sum(guess, _inverse_root_error(guess, number)).hi
     value = FloatPair(guess, _inverse_root_error(guess, number))
     signed_infinity = x.signed(jnp.full_like(number, _UNARY_INF))
     cases = ((x.infinite, 0.0), (x.negative, _UNARY_NAN), (x.zero, signed_infinity))
-    return FunctionValue(value, (odd - x.exponent) >> 1, cases)
+    return FunctionValue(value, (is_odd - x.exponent) >> 1, cases)
 
 
 def _inverse_root_error(guess: Array, number: Array) -> Array:
-    near = pairs.multiply_pair_by_number(pairs.two_product(guess, guess), number)
-    return ((1 - near.hi) - near.lo) * (0.5 * guess)
+    product = pairs.multiply_pair_by_number(pairs.two_product(guess, guess), number)
+    return ((1 - product.hi) - product.lo) * (0.5 * guess)
 
 
 def _make_multiple(factor: Callable[[], Fraction]) -> Callable[[Argument], FunctionValue]:

@@ -56,20 +56,20 @@ def _hypot(x: Argument, y: Argument) -> FunctionValue:
 def _arctan2(y: Argument, x: Argument) -> FunctionValue:
     """The angle of (x, y). Infinite coordinates are those of a point of the same angle."""
     both = x.infinite & y.infinite
-    flat = y.zero | (x.infinite & ~both)
-    steep = (x.zero & ~y.zero) | (y.infinite & ~both)
+    is_flat = y.zero | (x.infinite & ~both)
+    is_steep = (x.zero & ~y.zero) | (y.infinite & ~both)
     negative_x = x.negative
     difference = y.exponent - x.exponent
-    gap = bit_ops.lax_clip(difference, bit_ops.lax_where(negative_x, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
-    shift = bit_ops.lax_where(negative_x, 0, jnp.minimum(difference - gap, 0))
-    above = bit_ops.lax_where(both, 1.0, y.significand * float32_power_of_two(jnp.maximum(gap, -60)))
-    above, shift = (
-        bit_ops.lax_where(flat, 0.0, bit_ops.lax_where(steep, 1.0, above)),
-        bit_ops.lax_where(steep | both, 0, shift),
+    exponent_gap = bit_ops.lax_clip(difference, bit_ops.lax_where(negative_x, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
+    shift = bit_ops.lax_where(negative_x, 0, jnp.minimum(difference - exponent_gap, 0))
+    numerator = bit_ops.lax_where(both, 1.0, y.significand * float32_power_of_two(jnp.maximum(exponent_gap, -60)))
+    numerator, shift = (
+        bit_ops.lax_where(is_flat, 0.0, bit_ops.lax_where(is_steep, 1.0, numerator)),
+        bit_ops.lax_where(is_steep | both, 0, shift),
     )
-    below = bit_ops.lax_where(steep, 0.0, bit_ops.lax_where(both | flat, 1.0, x.significand))
-    value = angle_of(pair_of_number(above), pair_of_number(below), negative_x, pairs.divide_pairs_exactly)
-    return FunctionValue(value, shift, ((flat & ~negative_x, 0.0), (x.nan | y.nan, _BINARY_NAN)), y.sign)
+    denominator = bit_ops.lax_where(is_steep, 0.0, bit_ops.lax_where(both | is_flat, 1.0, x.significand))
+    value = angle_of(pair_of_number(numerator), pair_of_number(denominator), negative_x, pairs.divide_pairs_exactly)
+    return FunctionValue(value, shift, ((is_flat & ~negative_x, 0.0), (x.nan | y.nan, _BINARY_NAN)), y.sign)
 
 
 # -- exponentials and logarithms ---------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def _arctan2(y: Argument, x: Argument) -> FunctionValue:
 
 def _exp_of_eighths_precisely(r: FloatPair, n: Array) -> tuple[FloatPair, Array]:
     """e^r 2^(n / 8) as a pair and an exponent, for |r| <= log(2) / 16, to 2^-45."""
-    part = pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.exponential_series()[:9], 4))
-    return pairs.multiply_pairs(pairs.fast_add_pairs(_BINARY_ONE, part), two_to_eighths(n & 7)), n >> 3
+    expm1_r = pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.exponential_series()[:9], 4))
+    return pairs.multiply_pairs(pairs.fast_add_pairs(_BINARY_ONE, expm1_r), two_to_eighths(n & 7)), n >> 3
 
 
 def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
@@ -100,30 +100,30 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
     )
     a, b = (v.clamp(-100, 2.0**100) for v in (x, y))
     d = pairs.two_sum(bit_ops.lax_where(swap, a, b), -bit_ops.lax_where(swap, b, a))
-    far = d.hi < -300
+    is_far = d.hi < -300
     t, n = _exp_of_eighths_precisely(
-        *reduce_to_eighths(pairs.select_pair(far, pair_of_number(jnp.full_like(a, -300)), d))
+        *reduce_to_eighths(pairs.select_pair(is_far, pair_of_number(jnp.full_like(a, -300)), d))
     )
-    whole = pairs.multiply_pair_by_power(t, float32_power_of_two(jnp.maximum(n, -60)))
-    near = whole.hi > 0.41
-    n = bit_ops.lax_where(near, 0, n)
-    top = pairs.select_pair(near, pairs.add_pairs(whole, pair_of_constant(-1)), t)
-    below = pairs.fast_add_pairs(pairs.select_pair(near, pair_of_constant(3), pair_of_constant(2)), whole)
-    s = pairs.divide_pairs(top, below)
+    t_value = pairs.multiply_pair_by_power(t, float32_power_of_two(jnp.maximum(n, -60)))
+    is_near = t_value.hi > 0.41
+    n = bit_ops.lax_where(is_near, 0, n)
+    numerator = pairs.select_pair(is_near, pairs.add_pairs(t_value, pair_of_constant(-1)), t)
+    denominator = pairs.fast_add_pairs(pairs.select_pair(is_near, pair_of_constant(3), pair_of_constant(2)), t_value)
+    s = pairs.divide_pairs(numerator, denominator)
     z = pairs.square_pair(pairs.multiply_pair_by_power(s, float32_power_of_two(jnp.maximum(n, -60))))
-    part = pairs.multiply_pair_by_power(
+    term = pairs.multiply_pair_by_power(
         pairs.multiply_pairs(s, pairs.polynomial_of_pair(z, constants.arctangent_coefficients(1), 4)), np.float32(2)
     )
-    log = pairs.select_pair(near, pairs.fast_add_pairs(pair_of_constant(constants.log_of_integer(2)), part), part)
+    log = pairs.select_pair(is_near, pairs.fast_add_pairs(pair_of_constant(constants.log_of_integer(2)), term), term)
     scale = bit_ops.lax_where(zero, n, jnp.maximum(exponent, n))
     larger = significand * float32_power_of_two(_clamp_difference(exponent, scale, -FIRST_ORDER))
     larger = lax.bitcast_convert_type(lax.bitcast_convert_type(larger, jnp.int32) | sign, jnp.float32)
     log = pairs.multiply_pair_by_power(log, float32_power_of_two(_clamp_difference(n, scale, -FIRST_ORDER)))
     total = pairs.add_pairs(pair_of_number(bit_ops.lax_where(zero, 0.0, larger)), log)
-    minus = [v.infinite & v.negative for v in (x, y)]
+    lows = [v.infinite & v.negative for v in (x, y)]
     number = lax.bitcast_convert_type(bit_ops.lax_where(swap, y.magnitude, x.magnitude) | sign, jnp.float32)
     number = bit_ops.lax_where(zero, 0.0, number)
-    cases = ((minus[0] | minus[1], number), (infinite & (sign == 0), _BINARY_INF), (x.nan | y.nan, _BINARY_NAN))
+    cases = ((lows[0] | lows[1], number), (infinite & (sign == 0), _BINARY_INF), (x.nan | y.nan, _BINARY_NAN))
     return FunctionValue(total, scale, cases)
 
 
@@ -133,24 +133,24 @@ def _power_function(x: Argument, y: Argument) -> FunctionValue:
     log2 x is a number n plus the logarithm of one of 1024 numbers, known to 60 bits, plus log2(1 + t); t is zero for
     operands of 11 bits. Products with halves of y are exact.
     """
-    n, parts, more = _binary_logarithm(x)
+    n, log_parts, log_rest = _binary_logarithm(x)
     number = y.clamp(-60, 2.0**40)
     high, low = pairs.split_significand(number)
-    about = number * (n + (parts[0] + parts[1])) + number * more.hi
-    beyond = jnp.abs(about) > 300
-    eighth = bit_ops.lax_where(beyond, jnp.copysign(np.float32(2400), about), jnp.round(about * 8))
-    first = pairs.two_sum(high * n, high * parts[0])
-    large = pairs.add_pairs(
-        pairs.two_sum(first.hi - eighth / 8, low * n), pairs.two_sum(low * parts[0], high * parts[1])
+    estimate = number * (n + (log_parts[0] + log_parts[1])) + number * log_rest.hi
+    is_beyond = jnp.abs(estimate) > 300
+    eighths = bit_ops.lax_where(is_beyond, jnp.copysign(np.float32(2400), estimate), jnp.round(estimate * 8))
+    first = pairs.two_sum(high * n, high * log_parts[0])
+    high_sum = pairs.add_pairs(
+        pairs.two_sum(first.hi - eighths / 8, low * n), pairs.two_sum(low * log_parts[0], high * log_parts[1])
     )
-    small = pairs.add_pairs(pairs.two_sum(first.lo, low * parts[1]), pair_of_number(high * parts[2]))
-    small = FloatPair(small.hi, small.lo + (low * parts[2] + number * parts[3]))
-    rest = pairs.add_pairs(pairs.add_pairs(large, small), pairs.multiply_pair_by_number(more, number))
-    rest = pairs.select_pair(beyond, pair_of_number(jnp.zeros_like(number)), rest)
-    least = jnp.abs(about) < 2.0**FIRST_ORDER
-    rest = pairs.select_pair(least, pair_of_number(jnp.copysign(np.float32(2.0**FIRST_ORDER), about)), rest)
+    low_sum = pairs.add_pairs(pairs.two_sum(first.lo, low * log_parts[1]), pair_of_number(high * log_parts[2]))
+    low_sum = FloatPair(low_sum.hi, low_sum.lo + (low * log_parts[2] + number * log_parts[3]))
+    rest = pairs.add_pairs(pairs.add_pairs(high_sum, low_sum), pairs.multiply_pair_by_number(log_rest, number))
+    rest = pairs.select_pair(is_beyond, pair_of_number(jnp.zeros_like(number)), rest)
+    is_tiny = jnp.abs(estimate) < 2.0**FIRST_ORDER
+    rest = pairs.select_pair(is_tiny, pair_of_number(jnp.copysign(np.float32(2.0**FIRST_ORDER), estimate)), rest)
     value, exponent = _exp_of_eighths_precisely(
-        pairs.multiply_pairs(rest, pair_of_constant(constants.log_of_integer(2))), eighth.astype(jnp.int32)
+        pairs.multiply_pairs(rest, pair_of_constant(constants.log_of_integer(2))), eighths.astype(jnp.int32)
     )
     return FunctionValue(_drop_tail_if_exact(value, number), exponent, *_power_cases(x, y, number))
 
@@ -158,14 +158,14 @@ def _power_function(x: Argument, y: Argument) -> FunctionValue:
 def _binary_logarithm(x: Argument) -> tuple[Array, tuple[Array, ...], FloatPair]:
     """log2 |x| as an integer, four numbers, and a pair that is zero if x has no more than 11 bits."""
     bits = lax.bitcast_convert_type(x.significand, jnp.int32)
-    near = (bits + (1 << 12)) >> 13 << 13
-    c = lax.bitcast_convert_type(near, jnp.float32)
-    i = near >> 13 & (constants.LOG_PARTS - 1)
-    n = x.exponent + (c == 2).astype(x.exponent.dtype) + (i >= constants.FIRST_LOG_OF_HALF).astype(x.exponent.dtype)
+    nearest_bits = (bits + (1 << 12)) >> 13 << 13
+    c = lax.bitcast_convert_type(nearest_bits, jnp.float32)
+    index = nearest_bits >> 13 & (constants.LOG_PARTS - 1)
+    n = x.exponent + (c == 2).astype(x.exponent.dtype) + (index >= constants.FIRST_LOG_OF_HALF).astype(x.exponent.dtype)
     t = pairs.divide_pairs(pair_of_number(x.significand - c), pair_of_number(c))
-    more = pairs.multiply_pairs(t, pairs.polynomial_of_pair(t, constants.logarithm_series(), 2))
-    words = tuple(take_in_bounds(jnp.asarray(word), i) for word in constants.logarithm_table())
-    return n.astype(jnp.float32), words, more
+    correction = pairs.multiply_pairs(t, pairs.polynomial_of_pair(t, constants.logarithm_series(), 2))
+    log_parts = tuple(take_in_bounds(jnp.asarray(word), index) for word in constants.logarithm_table())
+    return n.astype(jnp.float32), log_parts, correction
 
 
 def _drop_tail_if_exact(value: FloatPair, exponent: Array) -> FloatPair:
@@ -174,30 +174,30 @@ def _drop_tail_if_exact(value: FloatPair, exponent: Array) -> FloatPair:
     A power of a dyadic number that is not a power of two is dyadic, and has 24 bits at most, only for exponents
     n / 8 <= 15: 3^16 has 26 bits, and so has the number of which 3 is a root of order 16.
     """
-    eighth = jnp.round(exponent * 8)
-    able = (eighth == exponent * 8) & (eighth >= 1) & (eighth <= 120)
-    close = jnp.abs(value.lo) < np.float32(2.0**-40) * value.hi
-    return FloatPair(value.hi, bit_ops.lax_where(able & close, 0.0, value.lo))
+    eighths = jnp.round(exponent * 8)
+    can_be_exact = (eighths == exponent * 8) & (eighths >= 1) & (eighths <= 120)
+    is_close = jnp.abs(value.lo) < np.float32(2.0**-40) * value.hi
+    return FloatPair(value.hi, bit_ops.lax_where(can_be_exact & is_close, 0.0, value.lo))
 
 
 def _power_cases(x: Argument, y: Argument, number: Array) -> tuple[tuple[tuple[Array, float], ...], Array]:
     """The special values, and the sign bits of the results."""
-    whole = jnp.round(number) == number
+    is_integer = jnp.round(number) == number
     half = np.float32(0.5) * number
-    odd = whole & (jnp.round(half) != half) & ~y.infinite & ~y.exceeds(2.0**24)
-    one = x.equals(1.0)
-    small = ~x.exceeds(1.0) & ~one
-    falls = y.negative ^ small  # x^y is below 1
-    flip = bit_ops.lax_where(odd & x.negative, x.sign, 0)
-    ends = y.infinite | x.zero | x.infinite
-    nan = x.negative & ~whole & ~x.zero & ~x.infinite & ~y.infinite
+    is_odd = is_integer & (jnp.round(half) != half) & ~y.infinite & ~y.exceeds(2.0**24)
+    is_one = x.equals(1.0)
+    is_below_one = ~x.exceeds(1.0) & ~is_one
+    falls = y.negative ^ is_below_one  # x^y is below 1
+    flip = bit_ops.lax_where(is_odd & x.negative, x.sign, 0)
+    is_extreme = y.infinite | x.zero | x.infinite
+    is_nan = x.negative & ~is_integer & ~x.zero & ~x.infinite & ~y.infinite
     cases = (
-        (one, 1.0),
-        (nan, _BINARY_NAN),
-        (ends & ~one & falls, 0.0),
-        (ends & ~one & ~falls, _BINARY_INF),
+        (is_one, 1.0),
+        (is_nan, _BINARY_NAN),
+        (is_extreme & ~is_one & falls, 0.0),
+        (is_extreme & ~is_one & ~falls, _BINARY_INF),
         (x.nan | y.nan, _BINARY_NAN),
-        (y.zero | (one & ~x.negative), 1.0),
+        (y.zero | (is_one & ~x.negative), 1.0),
     )
     return cases, flip
 

@@ -44,10 +44,10 @@ def pair_of_constant(value: Fraction | int) -> FloatPair:
 
 def _nearest_float32(value: Fraction) -> float:
     """The nearest float32, from the float64 rounded to odd; a quotient of Python's integers is the nearest float64."""
-    near = value.numerator / value.denominator
-    if Fraction(near) != value and not int(np.float64(near).view(np.int64)) & 1:
-        near = float(np.nextafter(near, np.inf if Fraction(near) < value else -np.inf))
-    return float(np.float32(near))
+    nearest = value.numerator / value.denominator
+    if Fraction(nearest) != value and not int(np.float64(nearest).view(np.int64)) & 1:
+        nearest = float(np.nextafter(nearest, np.inf if Fraction(nearest) < value else -np.inf))
+    return float(np.float32(nearest))
 
 
 def pair_of_number(x: Array) -> FloatPair:
@@ -86,8 +86,8 @@ def fast_two_sum(a: Any, b: Any) -> FloatPair:
 def two_sum(a: Array, b: Any) -> FloatPair:
     """The exact sum of two numbers; a constant must be the second one."""
     total = a + b
-    rest = total - a
-    return FloatPair(total, (a - (total - rest)) + (b - rest))
+    b_part = total - a
+    return FloatPair(total, (a - (total - b_part)) + (b - b_part))
 
 
 def add_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
@@ -111,13 +111,13 @@ def split_significand(x: Any) -> tuple[Any, Any]:
     return high, x - high
 
 
-def _two_product_plus(a: Any, b: Any, more: Any) -> FloatPair:
+def _two_product_plus(a: Any, b: Any, addend: Any) -> FloatPair:
     """The product of two numbers, plus a number near its last place; not quite normalised."""
     (ah, al), (bh, bl) = split_significand(a), split_significand(b)
     middle = two_sum(ah * bl, al * bh)
     top = fast_two_sum(ah * bh, middle.hi)
-    rest = al * bl if more is None else al * bl + more
-    return FloatPair(top.hi, top.lo + (middle.lo + rest))
+    low = al * bl if addend is None else al * bl + addend
+    return FloatPair(top.hi, top.lo + (middle.lo + low))
 
 
 def two_product(a: Any, b: Any) -> FloatPair:
@@ -149,10 +149,10 @@ def divide_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
     There is one division: XLA ends a fusion at each, and computes the operands anew in the next.
     """
     inverse = np.float32(1) / b.hi
-    first = hide_from_contraction(a.hi * inverse, b.hi)
-    near = two_product(first, b.hi)
-    rest = ((a.hi - near.hi) - near.lo) + (a.lo - first * b.lo)
-    return fast_two_sum(first, hide_from_contraction(rest * inverse, b.hi))
+    quotient = hide_from_contraction(a.hi * inverse, b.hi)
+    product = two_product(quotient, b.hi)
+    remainder = ((a.hi - product.hi) - product.lo) + (a.lo - quotient * b.lo)
+    return fast_two_sum(quotient, hide_from_contraction(remainder * inverse, b.hi))
 
 
 def divide_pairs_exactly(a: FloatPair, b: FloatPair) -> FloatPair:
@@ -160,11 +160,11 @@ def divide_pairs_exactly(a: FloatPair, b: FloatPair) -> FloatPair:
     inverse = np.float32(1) / b.hi
 
     def error(guess: Array) -> Array:
-        near = two_product(guess, b.hi)
-        return hide_from_contraction((((a.hi - near.hi) - near.lo) + (a.lo - guess * b.lo)) * inverse, b.hi)
+        product = two_product(guess, b.hi)
+        return hide_from_contraction((((a.hi - product.hi) - product.lo) + (a.lo - guess * b.lo)) * inverse, b.hi)
 
-    first = hide_from_contraction(a.hi * inverse, b.hi)
-    guess = fast_two_sum(first, error(first)).hi
+    quotient = hide_from_contraction(a.hi * inverse, b.hi)
+    guess = fast_two_sum(quotient, error(quotient)).hi
     return FloatPair(guess, error(guess))
 
 
@@ -174,8 +174,8 @@ def root_of_pair(a: FloatPair) -> FloatPair:
     inverse = np.float32(0.5) / guess  # the one division, as in `divide_pairs`
 
     def error(guess: Array) -> Array:
-        near = two_product(guess, guess)
-        return hide_from_contraction((((a.hi - near.hi) - near.lo) + a.lo) * inverse, a.hi)
+        square = two_product(guess, guess)
+        return hide_from_contraction((((a.hi - square.hi) - square.lo) + a.lo) * inverse, a.hi)
 
     guess = fast_two_sum(guess, error(guess)).hi
     return FloatPair(guess, error(guess))
@@ -190,10 +190,10 @@ def polynomial_of_pair(x: FloatPair, coefficients: tuple[FloatPair, ...], pairs:
     Each coefficient is larger than the sum of the later terms.
     """
     *first, last = coefficients[:pairs]
-    rest: Any = coefficients[-1].hi
+    float32_terms: Any = coefficients[-1].hi
     for c in reversed(coefficients[pairs:-1]):
-        rest = rest * x.hi + c.hi
-    total = _add_coefficient(last, _two_product_plus(rest, x.hi, rest * x.lo))
+        float32_terms = float32_terms * x.hi + c.hi
+    total = _add_coefficient(last, _two_product_plus(float32_terms, x.hi, float32_terms * x.lo))
     for c in reversed(first):
         total = _add_coefficient(c, _loose_pair_product(total, x))
     return total

@@ -110,17 +110,17 @@ def round_value_to_odd(value: FunctionValue) -> tuple[Array, Array]:
     sign, bits, low = _split_pair(value.pair)
     bits = (bits - (low < 0).astype(bits.dtype)) | (low != 0).astype(bits.dtype)
     if not (isinstance(value.exponent, int) and value.exponent == 0):
-        field = (bits >> FLOAT32_CARRIER.fraction) + value.exponent
-        down = bit_ops.lax_clip(1 - field, 0, FLOAT32_CARRIER.fraction + 1)
-        count = significand(bits, FLOAT32_CARRIER)
-        head = count >> down
-        small = head | (head << down != count).astype(bits.dtype)
-        large = bit_ops.lax_where(
-            field >= FLOAT32_CARRIER.inf >> FLOAT32_CARRIER.fraction,
+        exponent_field = (bits >> FLOAT32_CARRIER.fraction) + value.exponent
+        shift = bit_ops.lax_clip(1 - exponent_field, 0, FLOAT32_CARRIER.fraction + 1)
+        digits = significand(bits, FLOAT32_CARRIER)
+        kept_digits = digits >> shift
+        subnormal_bits = kept_digits | (kept_digits << shift != digits).astype(bits.dtype)
+        normal_bits = bit_ops.lax_where(
+            exponent_field >= FLOAT32_CARRIER.inf >> FLOAT32_CARRIER.fraction,
             FLOAT32_CARRIER.inf - 1,
             bits + (value.exponent << FLOAT32_CARRIER.fraction),
         )
-        bits = bit_ops.lax_where(field < 1, small, large)
+        bits = bit_ops.lax_where(exponent_field < 1, subnormal_bits, normal_bits)
     for where, number in value.cases:
         case_sign, case_bits = _sign_and_magnitude(number)
         sign, bits = bit_ops.lax_where(where, case_sign, sign), bit_ops.lax_where(where, case_bits, bits)
@@ -153,10 +153,10 @@ def exact_of_value(value: FunctionValue) -> ExactResult:
 def _rest_below_bits(bits: Array, low: Array) -> Array:
     """The part below the last place of `bits`, in units of 2^-32 of it; `low` plus one place if `low` is negative."""
     unit = jnp.maximum((bits >> FLOAT32_CARRIER.fraction) - FLOAT32_CARRIER.fraction, 1)  # the field of that place
-    share = low * lax.bitcast_convert_type(2 * _BITS_OF_ONE - (unit << FLOAT32_CARRIER.fraction), jnp.float32) * 65536.0
-    top = jnp.floor(share)
-    more = jnp.floor((share - top) * 65536.0)
-    return (top.astype(jnp.int32) << 16).astype(jnp.uint32) + more.astype(jnp.uint32)
+    units = low * lax.bitcast_convert_type(2 * _BITS_OF_ONE - (unit << FLOAT32_CARRIER.fraction), jnp.float32) * 65536.0
+    high_units = jnp.floor(units)
+    low_units = jnp.floor((units - high_units) * 65536.0)
+    return (high_units.astype(jnp.int32) << 16).astype(jnp.uint32) + low_units.astype(jnp.uint32)
 
 
 def _multiply_exact_by_power(v: ExactResult, exponent: Array | int) -> ExactResult:
@@ -165,12 +165,12 @@ def _multiply_exact_by_power(v: ExactResult, exponent: Array | int) -> ExactResu
     fraction = v.magnitude & bit_ops.low_mask(FLOAT32_CARRIER.fraction)
     beyond = field >= FLOAT32_CARRIER.inf >> FLOAT32_CARRIER.fraction
     magnitude = bit_ops.lax_where(beyond, FLOAT32_CARRIER.inf - 1, (field << FLOAT32_CARRIER.fraction) + fraction)
-    down = bit_ops.lax_clip(1 - field, 0, 31)
-    count = significand(v.magnitude, FLOAT32_CARRIER)
-    tail = count & bit_ops.low_mask(down)
-    magnitude = bit_ops.lax_where(field < 1, count >> down, magnitude)
-    word = down.astype(v.rest.dtype)
-    rest = bit_ops.lax_where(down > 0, tail.astype(word.dtype) << 1 << (31 - word) | v.rest >> word, v.rest)
+    shift = bit_ops.lax_clip(1 - field, 0, 31)
+    digits = significand(v.magnitude, FLOAT32_CARRIER)
+    tail = digits & bit_ops.low_mask(shift)
+    magnitude = bit_ops.lax_where(field < 1, digits >> shift, magnitude)
+    word = shift.astype(v.rest.dtype)
+    rest = bit_ops.lax_where(shift > 0, tail.astype(word.dtype) << 1 << (31 - word) | v.rest >> word, v.rest)
     rest = bit_ops.lax_where(beyond, ~jnp.zeros_like(rest), rest)
     return ExactResult(v.sign, magnitude, v.inexact | (tail != 0) | beyond, rest, v.inexact | beyond, beyond)
 
@@ -197,10 +197,10 @@ def narrow_by_bits(x: Array) -> Array:
     """Float64 values that float32 holds, as float32, by bits: devices would convert subnormal numbers to zero."""
     sign, magnitude = bit_ops.split_sign(x, FLOAT64)
     field = (magnitude >> FLOAT64.fraction) - FLOAT64.bias + FLOAT32_CARRIER.bias
-    count = (magnitude & bit_ops.low_mask(FLOAT64.fraction)) >> _FLOAT64_MORE_BITS
-    down = bit_ops.lax_clip(1 - field, 0, FLOAT32_CARRIER.fraction + 1)
+    fraction = (magnitude & bit_ops.low_mask(FLOAT64.fraction)) >> _FLOAT64_MORE_BITS
+    shift = bit_ops.lax_clip(1 - field, 0, FLOAT32_CARRIER.fraction + 1)
     bits = bit_ops.lax_where(
-        field < 1, (count | 1 << FLOAT32_CARRIER.fraction) >> down, (field << FLOAT32_CARRIER.fraction) + count
+        field < 1, (fraction | 1 << FLOAT32_CARRIER.fraction) >> shift, (field << FLOAT32_CARRIER.fraction) + fraction
     )
     bits = bit_ops.lax_where(
         magnitude == FLOAT64.inf,

@@ -45,10 +45,10 @@ jax.tree_util.register_dataclass(DoubleFactors, ["value", "exponent"], [])
 
 def suits_doubles(unit: TensorCoreUnit) -> bool:
     """Whether float64 holds every sum, and is faster than words of 32 bits."""
-    exact = unit.most_units <= 1 << (FLOAT64.fraction + 1)
+    is_exact = unit.most_units <= 1 << (FLOAT64.fraction + 1)
     total = unit.spec.accumulate
-    slow = unit.apart or not unit.exact_floats or unit.bits > MOST_WORD_BITS
-    return exact and slow and not (total is not None and total.rounding.stochastic)
+    is_slow_in_words = unit.apart or not unit.exact_floats or unit.bits > MOST_WORD_BITS
+    return is_exact and is_slow_in_words and not (total is not None and total.rounding.stochastic)
 
 
 def double_factors(x: Array, unit: TensorCoreUnit, scales: Array | None = None) -> DoubleFactors:
@@ -71,13 +71,13 @@ def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFa
     if unit.overflows:
         values = [jnp.where(jnp.abs(v) >= 2.0 ** (FLOAT32.bias + 1), v * jnp.inf, v) for v in values]
     magnitude = bit_ops.split_sign(c, FLOAT64)[1]
-    own = jnp.clip(
+    c_exp = jnp.clip(
         (magnitude >> FLOAT64.fraction).astype(jnp.int32) - FLOAT64.bias,
         1 - FLOAT32.bias,
         FLOAT32.bias + 1,
     )
-    own = jnp.where(magnitude == 0, 1 - FLOAT32.bias, jnp.maximum(own, unit.sum_emin))
-    total, exponent = (_sum_of_products_first if unit.apart else _sum_of_all_terms)(c, own, values, exponents, unit)
+    c_exp = jnp.where(magnitude == 0, 1 - FLOAT32.bias, jnp.maximum(c_exp, unit.sum_emin))
+    total, exponent = (_sum_of_products_first if unit.apart else _sum_of_all_terms)(c, c_exp, values, exponents, unit)
     zero = -0.0 if unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN else 0.0
     return _round_double_sum(jnp.where(total == 0, zero, total * _double_power(exponent)), unit.spec.accumulate)
 
@@ -92,27 +92,29 @@ def _sum_in_units(
 
 
 def _sum_of_all_terms(
-    c: Array, own: Array, values: list[Array], exponents: list[Array], unit: TensorCoreUnit
+    c: Array, c_exp: Array, values: list[Array], exponents: list[Array], unit: TensorCoreUnit
 ) -> tuple[Array, Array]:
-    total, largest = _sum_in_units([c, *values], exponents, own, unit)
+    total, largest = _sum_in_units([c, *values], exponents, c_exp, unit)
     return total, largest - unit.bits
 
 
 def _sum_of_products_first(
-    c: Array, own: Array, values: list[Array], exponents: list[Array], unit: TensorCoreUnit
+    c: Array, c_exp: Array, values: list[Array], exponents: list[Array], unit: TensorCoreUnit
 ) -> tuple[Array, Array]:
-    members = [slice(half, None, unit.halves) for half in range(unit.halves)]
-    parts = [_sum_in_units(values[i], exponents[i], jnp.full_like(own, LEAST_PRODUCT_EXPONENT), unit) for i in members]
-    largest = reduce(jnp.maximum, [most for _, most in parts])
-    total = parts[0][0]
+    groups = [slice(half, None, unit.halves) for half in range(unit.halves)]
+    part_sums = [
+        _sum_in_units(values[i], exponents[i], jnp.full_like(c_exp, LEAST_PRODUCT_EXPONENT), unit) for i in groups
+    ]
+    largest = reduce(jnp.maximum, [most for _, most in part_sums])
+    total = part_sums[0][0]
     if unit.halves > 1:
-        total = reduce(jnp.add, [jnp.floor(sums * _double_power(most - largest)) for sums, most in parts])
-    both = jnp.maximum(largest, own)
-    total = jnp.floor(total * _double_power(largest - both + EXTRA_SUM_BITS))
-    more = jnp.floor(c * _double_power(unit.bits - both)) * 2.0**EXTRA_SUM_BITS
+        total = reduce(jnp.add, [jnp.floor(sums * _double_power(most - largest)) for sums, most in part_sums])
+    common_exponent = jnp.maximum(largest, c_exp)
+    total = jnp.floor(total * _double_power(largest - common_exponent + EXTRA_SUM_BITS))
+    c_units = jnp.floor(c * _double_power(unit.bits - common_exponent)) * 2.0**EXTRA_SUM_BITS
     if unit.halves > 1:  # a far smaller c is dropped, also a negative one
-        more = jnp.where(both - own > unit.bits + 1, 0, more)
-    return total + more, both - (unit.bits + EXTRA_SUM_BITS)
+        c_units = jnp.where(common_exponent - c_exp > unit.bits + 1, 0, c_units)
+    return total + c_units, common_exponent - (unit.bits + EXTRA_SUM_BITS)
 
 
 def _round_double_sum(v: Array, spec: Spec | None) -> Array:

@@ -110,10 +110,10 @@ def _carry_limbs(high: Array, low: Array) -> _Limbs:
 
 def _shift_limbs(high: Array, low: Array, count: Array) -> _Limbs:
     """floor(v / 2^count) of an integer with 0 <= low < 2^24, for count >= 0."""
-    near, far = jnp.minimum(count, _LIMB - 1), jnp.clip(count - _LIMB, 0, 31)
+    down, far = jnp.minimum(count, _LIMB - 1), jnp.clip(count - _LIMB, 0, 31)
     inside = count < _LIMB
-    first = (low >> near | high << (_LIMB - near)) & _LIMB_MASK
-    return jnp.where(inside, high >> near, high >> 31), jnp.where(inside, first, (high >> far) & _LIMB_MASK)
+    first = (low >> down | high << (_LIMB - down)) & _LIMB_MASK
+    return jnp.where(inside, high >> down, high >> 31), jnp.where(inside, first, (high >> far) & _LIMB_MASK)
 
 
 def _limbs_of_word(word: Array) -> _Limbs:
@@ -216,10 +216,10 @@ def fused_add_limbs(
     if unit.overflows:
         beyond = [jnp.where(jnp.abs(p) >= 2, e + 1, e) > FLOAT32.bias for p, e in zip(floats, exponents, strict=True)]
         floats = [jnp.where(over, p * np.float32(np.inf), p) for p, over in zip(floats, beyond, strict=True)]
-    negative, digits, own = _accumulator_parts(c)
+    negative, digits, c_exp = _accumulator_parts(c)
     special = reduce(jnp.add, floats, c)  # not finite if a product or c is not; else below the largest finite number
     add = _exact_sum_of_products_first if unit.apart else _exact_sum_of_all_terms
-    v = add(x, y, exponents, floats, (negative, digits, own), unit)
+    v = add(x, y, exponents, floats, (negative, digits, c_exp), unit)
     return _round_exact_sum(_exact_or_special(v, special), unit.spec.accumulate, word)
 
 
@@ -234,22 +234,22 @@ def _exact_sum_of_all_terms(
     c: _Accumulator,
     unit: TensorCoreUnit,
 ) -> ExactResult:
-    negative, digits, own = c
-    largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, own, unit))
+    negative, digits, c_exp = c
+    largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
     if unit.one_word:
         multiples = [
             (p * _power_or_zero(e - unit_exponent)).astype(jnp.int32) for p, e in zip(floats, exponents, strict=True)
         ]
-        cut = (
+        c_units = (
             digits
             << max(bits - FLOAT32.fraction, 0)
-            >> jnp.minimum(largest - own + max(FLOAT32.fraction - bits, 0), 31)
+            >> jnp.minimum(largest - c_exp + max(FLOAT32.fraction - bits, 0), 31)
         )
-        return _exact_of_word(reduce(jnp.add, multiples, jnp.where(negative, -cut, cut)), unit_exponent, unit)
+        return _exact_of_word(reduce(jnp.add, multiples, jnp.where(negative, -c_units, c_units)), unit_exponent, unit)
     total = _limbs_of_products(x, y, exponents, largest, unit, floats)
     return _exact_of_limbs(
-        *_add_limbs([total, _limbs_of_accumulator(negative, digits, largest - own, bits, False)]), unit_exponent, unit
+        *_add_limbs([total, _limbs_of_accumulator(negative, digits, largest - c_exp, bits, False)]), unit_exponent, unit
     )
 
 
@@ -261,27 +261,27 @@ def _exact_sum_of_products_first(
     c: _Accumulator,
     unit: TensorCoreUnit,
 ) -> ExactResult:
-    negative, digits, own = c
+    negative, digits, c_exp = c
     parts = []
     for half in range(unit.halves):
         members = slice(half, None, unit.halves)
-        most = reduce(jnp.maximum, exponents[members], jnp.full_like(own, LEAST_PRODUCT_EXPONENT))
+        part_top = reduce(jnp.maximum, exponents[members], jnp.full_like(c_exp, LEAST_PRODUCT_EXPONENT))
         parts.append(
-            (_limbs_of_products(x[members], y[members], exponents[members], most, unit, floats[members]), most)
+            (_limbs_of_products(x[members], y[members], exponents[members], part_top, unit, floats[members]), part_top)
         )
     largest = reduce(jnp.maximum, [most for _, most in parts])
     high, low = parts[0][0]
     if unit.halves > 1:
         high, low = _add_limbs([_shift_limbs(v, w, jnp.minimum(largest - most, 55)) for (v, w), most in parts])
-    both = jnp.maximum(largest, _exponent_of_sum(digits, own, unit))
-    up = EXTRA_SUM_BITS
-    high, low = high << up | low >> (_LIMB - up), low << up & _LIMB_MASK
-    high, low = _shift_limbs(high, low, jnp.minimum(both - largest, 55))
-    more = _limbs_of_accumulator(negative, digits, both - own, unit.bits, True)
+    top = jnp.maximum(largest, _exponent_of_sum(digits, c_exp, unit))
+    extra = EXTRA_SUM_BITS
+    high, low = high << extra | low >> (_LIMB - extra), low << extra & _LIMB_MASK
+    high, low = _shift_limbs(high, low, jnp.minimum(top - largest, 55))
+    c_limbs = _limbs_of_accumulator(negative, digits, top - c_exp, unit.bits, True)
     if unit.halves > 1:  # a far smaller c is dropped, also a negative one
-        more = [jnp.where(both - _exponent_of_sum(digits, own, unit) > unit.bits + 1, 0, v) for v in more]
-    more = more[0] << up | more[1] >> (_LIMB - up), more[1] << up & _LIMB_MASK
-    return _exact_of_limbs(*_add_limbs([(high, low), more]), both - (unit.bits + up), unit)
+        c_limbs = [jnp.where(top - _exponent_of_sum(digits, c_exp, unit) > unit.bits + 1, 0, v) for v in c_limbs]
+    c_limbs = c_limbs[0] << extra | c_limbs[1] >> (_LIMB - extra), c_limbs[1] << extra & _LIMB_MASK
+    return _exact_of_limbs(*_add_limbs([(high, low), c_limbs]), top - (unit.bits + extra), unit)
 
 
 # -- the exact sum -----------------------------------------------------------------------------------------------------
@@ -313,23 +313,23 @@ def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUn
     # The 64 bits high 2^24 + low, moved left until the first is set.
     first, second = (high >> 8).astype(jnp.uint32), high.astype(jnp.uint32) << 24 | low.astype(jnp.uint32)
     shift = 63 - lead
-    near, far = jnp.minimum(shift, 31).astype(jnp.uint32), jnp.clip(shift - 32, 0, 31).astype(jnp.uint32)
-    inside = shift < 32  # and at least 9
-    top = jnp.where(inside, first << near | second >> (32 - near), second << far)
-    rest = jnp.where(inside, second << near, 0)
+    near_shift, far_shift = jnp.minimum(shift, 31).astype(jnp.uint32), jnp.clip(shift - 32, 0, 31).astype(jnp.uint32)
+    is_short_shift = shift < 32  # and at least 9
+    top = jnp.where(is_short_shift, first << near_shift | second >> (32 - near_shift), second << far_shift)
+    rest = jnp.where(is_short_shift, second << near_shift, 0)
     return _exact_of_64_bits(negative, (high | low) == 0, top, rest, exponent + lead, unit)
 
 
 def _exact_of_64_bits(
-    negative: Array, zero: Array, top: Array, below: Array, exponent: Array, unit: TensorCoreUnit
+    negative: Array, zero: Array, top: Array, low_word: Array, exponent: Array, unit: TensorCoreUnit
 ) -> ExactResult:
     """The number of the 64 bits top, below, whose first bit is set and counts 2^exponent; zero if `zero`."""
     drop = 31 - FLOAT32.fraction
     field = exponent + FLOAT32.bias
     depth = jnp.clip(1 - field, 0, 31).astype(jnp.uint32)  # of a subnormal number
     head = top >> depth
-    rest = jnp.where(depth > 0, top << (32 - depth) % 32, 0) | below >> depth
-    has_tail = (below << (32 - depth) % 32 != 0) & (depth > 0)
+    rest = jnp.where(depth > 0, top << (32 - depth) % 32, 0) | low_word >> depth
+    has_tail = (low_word << (32 - depth) % 32 != 0) & (depth > 0)
     t = (head >> drop).astype(jnp.int32)
     magnitude = jnp.where(field > 0, (field << FLOAT32.fraction) + (t - (1 << FLOAT32.fraction)), t)
     word = head << (32 - drop) | rest >> drop
@@ -394,8 +394,8 @@ def _round_exact_sum(v: ExactResult, spec: Spec | None, word: Array | None) -> A
         away = jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](_BelowFloat32(v, take_random_bits(word, spec, FLOAT32))))
         magnitude = v.magnitude + away.astype(jnp.int32)
         if spec.overflow is not Overflow.IEEE:
-            ends = v.magnitude >= FLOAT32.inf if spec.overflow is Overflow.PROPAGATE else v.magnitude > FLOAT32.inf
-            magnitude = jnp.where(ends, magnitude, jnp.minimum(magnitude, FLOAT32.inf - 1))
+            stays = v.magnitude >= FLOAT32.inf if spec.overflow is Overflow.PROPAGATE else v.magnitude > FLOAT32.inf
+            magnitude = jnp.where(stays, magnitude, jnp.minimum(magnitude, FLOAT32.inf - 1))
         out = bit_ops.join_sign(v.sign, magnitude, FLOAT32)
     else:
         out = round_exact(v, spec, FLOAT32, word)

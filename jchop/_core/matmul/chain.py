@@ -51,9 +51,9 @@ _OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
 
 def gains_by_trial(spec: Spec) -> bool:
     """Whether trying makes a chain under a spec faster."""
-    whole = range_of(spec, FLOAT32)
+    format_range = range_of(spec, FLOAT32)
     return subnormal_scaling.supports_scaling_sum(spec, FLOAT32) and subnormal_scaling.supports_scaling_product(
-        spec, FLOAT32, whole, whole
+        spec, FLOAT32, format_range, format_range
     )
 
 
@@ -79,10 +79,10 @@ def chain_body(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, .
         spec: the rounding of every result.
     """
     values, seeds = _split_arrays(arrays, spec)
-    for name, places, operand_specs, number in links:
+    for name, indices, operand_specs, number in links:
         ranges = [range_of(operand_spec, FLOAT32) for operand_spec in operand_specs]
         word = chain_words(seeds, shape, number) if seeds else None
-        values.append(round_operation(name, [values[place] for place in places], spec, word, ranges=ranges))
+        values.append(round_operation(name, [values[index] for index in indices], spec, word, ranges=ranges))
     return values[result]
 
 
@@ -103,12 +103,12 @@ def try_chain(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, ..
     precision = range_of(spec, FLOAT32).precision
     values, seeds = _split_arrays(arrays, spec)
     history = [_NumberHistory(_CHECK_TOP, (x,), (x,)) for x in values]
-    for name, places, _, number in links:
+    for name, indices, _, number in links:
         word = chain_words(seeds, shape, number) if seeds else None
-        past = [history[place] for place in places]
-        ranges = [ValueRange(_OPERAND_QUANTUM, precision, each.top) for each in past]
-        values.append(round_operation(name, [values[place] for place in places], spec, word, ranges=ranges))
-        history.append(_history_of_result(name, past, values[-1]))
+        operand_histories = [history[index] for index in indices]
+        ranges = [ValueRange(_OPERAND_QUANTUM, precision, operand.top) for operand in operand_histories]
+        values.append(round_operation(name, [values[index] for index in indices], spec, word, ranges=ranges))
+        history.append(_history_of_result(name, operand_histories, values[-1]))
     return _nan_outside_safe_range(values[result], history[result], _least_safe_exponent(spec))
 
 

@@ -52,13 +52,13 @@ def dequantize_matmul_body(
     if not k:
         return jnp.zeros((m, n), x.dtype)
     scale_parts = part_columns(scales, 8 // format.bits)
-    whole = k // group
-    split = whole * group
-    if not whole or split == k:
+    full_groups = k // group
+    split = full_groups * group
+    if not full_groups or split == k:
         total = _product_of_equal_groups(x, codes, scale_parts, format)
     else:
-        total = _product_of_equal_groups(x[:, :split], codes[:split], scale_parts[:, :whole], format)
-        total += _product_of_equal_groups(x[:, split:], codes[split:], scale_parts[:, whole:], format)
+        total = _product_of_equal_groups(x[:, :split], codes[:split], scale_parts[:, :full_groups], format)
+        total += _product_of_equal_groups(x[:, split:], codes[split:], scale_parts[:, full_groups:], format)
     return join_columns(total, n).astype(x.dtype)
 
 
@@ -76,22 +76,22 @@ def _product_of_equal_groups(x: Array, codes: Array, scales: Array, format: Elem
     steps = -(-groups // groups_per_step) * pieces
 
     def step(i: Array | int) -> Array:
-        first, offset = i // pieces * groups_per_step, i % pieces * rows
-        at_group = jnp.minimum(first, groups - groups_per_step)
-        at_row = jnp.minimum(offset, group - rows)
-        xs = lax.dynamic_slice_in_dim(x, at_group * group + at_row, groups_per_step * rows, 1)
-        cs = lax.dynamic_slice_in_dim(codes, at_group * group + at_row, groups_per_step * rows, 0)
+        first_group, offset = i // pieces * groups_per_step, i % pieces * rows
+        group_start = jnp.minimum(first_group, groups - groups_per_step)
+        row_start = jnp.minimum(offset, group - rows)
+        xs = lax.dynamic_slice_in_dim(x, group_start * group + row_start, groups_per_step * rows, 1)
+        cs = lax.dynamic_slice_in_dim(codes, group_start * group + row_start, groups_per_step * rows, 0)
         xs, cs = xs.reshape(x.shape[0], groups_per_step, rows), cs.reshape(groups_per_step, rows, codes.shape[1])
         if groups % groups_per_step or group % rows:
-            fresh = at_group + lax.iota(jnp.int32, groups_per_step) >= first
-            fresh = fresh[:, None] & (at_row + lax.iota(jnp.int32, rows) >= offset)
-            xs, cs = bit_ops.lax_where(fresh, xs, 0), bit_ops.lax_where(fresh[:, :, None], cs, 0)
-        ss = lax.dynamic_slice_in_dim(scales, at_group, groups_per_step, 1)
+            is_new = group_start + lax.iota(jnp.int32, groups_per_step) >= first_group
+            is_new = is_new[:, None] & (row_start + lax.iota(jnp.int32, rows) >= offset)
+            xs, cs = bit_ops.lax_where(is_new, xs, 0), bit_ops.lax_where(is_new[:, :, None], cs, 0)
+        ss = lax.dynamic_slice_in_dim(scales, group_start, groups_per_step, 1)
         values = decode_parts(cs, format, x.dtype)
         return jnp.stack([_sum_over_groups(xs, part, s) for part, s in zip(values, ss, strict=True)])
 
     total = step(jnp.int32(0))
-    return lax.fori_loop(jnp.int32(1), jnp.int32(steps), lambda i, so_far: so_far + step(i), total)
+    return lax.fori_loop(jnp.int32(1), jnp.int32(steps), lambda i, partial_sum: partial_sum + step(i), total)
 
 
 def _sum_over_groups(x: Array, values: Array, scales: Array) -> Array:

@@ -32,13 +32,13 @@ def round_to_levels(v: ExactResult, fmt: CodebookFormat, mode: Rounding, carrier
     table = require_levels(fmt, mode, carrier)
     floor, rest, sticky = _floor_and_rest(v)
     columns = (pick_level(floor, table.floors + 1, column) for column in table.columns)
-    lower, upper, next_floor, next_rest, strict, *beyond = columns
+    lower, upper, next_floor, next_rest, is_strict, *levels_beyond = columns
     next_rest = lax.bitcast_convert_type(next_rest, rest.dtype)
-    more = (rest > next_rest) | ((rest == next_rest) & sticky)
-    reaches = (floor == next_floor) & (more | ((rest == next_rest) & (strict == 0)))
+    exceeds = (rest > next_rest) | ((rest == next_rest) & sticky)
+    reaches = (floor == next_floor) & (exceeds | ((rest == next_rest) & (is_strict == 0)))
     result = bit_ops.lax_where(reaches, upper, lower)
-    if beyond:
-        result = bit_ops.lax_where((floor == next_floor) & more, beyond[0], result)
+    if levels_beyond:
+        result = bit_ops.lax_where((floor == next_floor) & exceeds, levels_beyond[0], result)
     is_nan = v.magnitude > carrier.inf
     sign = bit_ops.lax_where(result < 0, jnp.full_like(result, carrier.sign_bit), 0)
     return bit_ops.join_sign(
@@ -48,11 +48,11 @@ def round_to_levels(v: ExactResult, fmt: CodebookFormat, mode: Rounding, carrier
 
 def _floor_and_rest(v: ExactResult) -> tuple[Array, Array, Array]:
     """F, R, and whether further bits follow."""
-    down = (v.sign != 0) & v.inexact
-    floor = bit_ops.ordered_integers(v.sign, v.magnitude) - down.astype(v.magnitude.dtype)
+    rounds_down = (v.sign != 0) & v.inexact
+    floor = bit_ops.ordered_integers(v.sign, v.magnitude) - rounds_down.astype(v.magnitude.dtype)
     # 1 - rest, rounded down if further bits follow.
     complement = ~v.rest + (~v.sticky).astype(v.rest.dtype)
-    return floor, bit_ops.lax_where(down, complement, v.rest), v.sticky
+    return floor, bit_ops.lax_where(rounds_down, complement, v.rest), v.sticky
 
 
 @dataclass(frozen=True)

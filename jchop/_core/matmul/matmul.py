@@ -156,11 +156,11 @@ def _round_tile_sum(
     return add_and_round(x, y, spec, plan.carrier, word, x_range, y_range)
 
 
-def _step_word(spec: Spec | None, draw: WordSource | None, which: str, step: StepIndex) -> Array | None:
+def _step_word(spec: Spec | None, draw: WordSource | None, stream: str, step: StepIndex) -> Array | None:
     if not _rounding_draws(spec):
         return None
     assert draw is not None
-    return draw(which, step)
+    return draw(stream, step)
 
 
 # -- random words ------------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def make_word_source(seeds: Sequence[Array] | Array, index: Array, carrier: Carr
         carrier: float64 gets words of 64 bits.
     """
 
-    def draw(which: str, step: StepIndex) -> Array:
-        six = [seeds[_FIRST_SEEDS[which] + i] for i in range(SEEDS)]
+    def draw(stream: str, step: StepIndex) -> Array:
+        six = [seeds[_FIRST_SEEDS[stream] + i] for i in range(SEEDS)]
         high = step if isinstance(step, int) else step.astype(jnp.uint32)
         word = random_words(six, index, high)
         if carrier.width < 64:
@@ -272,26 +272,26 @@ def _in_chunks(body: Callable[[Any, Any, Any, StepIndex], Any], state: Any, x: A
     `x` and `y` are arrays, or trees of arrays of one length.
     """
     k = jax.tree.leaves(x)[0].shape[0]
-    whole = k // length
+    full_chunks = k // length
 
-    def each(change: Callable[[Array], Array], pair: tuple[Any, Any] = (x, y)) -> tuple[Any, Any]:
+    def map_both(change: Callable[[Array], Array], pair: tuple[Any, Any] = (x, y)) -> tuple[Any, Any]:
         return jax.tree.map(change, pair[0]), jax.tree.map(change, pair[1])
 
-    if whole == 1:
-        state = body(state, *each(lambda v: v[:length]), 0)
-    elif whole > 1:
-        parts = each(lambda v: v[: whole * length].reshape(whole, length, *v.shape[1:]))
+    if full_chunks == 1:
+        state = body(state, *map_both(lambda v: v[:length]), 0)
+    elif full_chunks > 1:
+        parts = map_both(lambda v: v[: full_chunks * length].reshape(full_chunks, length, *v.shape[1:]))
 
         # The parts of the next iteration are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
         def iterate(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            state, now = carry
-            after = each(lambda v: lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False), parts)
-            return body(state, now[0], now[1], i), after
+            state, current = carry
+            following = map_both(lambda v: lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False), parts)
+            return body(state, current[0], current[1], i), following
 
-        first = each(lambda v: v[0], parts)
-        state = lax.fori_loop(np.uint32(0), np.uint32(whole), iterate, (state, first))[0]
+        first = map_both(lambda v: v[0], parts)
+        state = lax.fori_loop(np.uint32(0), np.uint32(full_chunks), iterate, (state, first))[0]
     if k % length:
-        state = body(state, *each(lambda v: v[whole * length :]), whole)
+        state = body(state, *map_both(lambda v: v[full_chunks * length :]), full_chunks)
     return state
 
 
@@ -313,16 +313,16 @@ def _blockwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: Word
     length = plan.spec.order.block or plan.k
 
     def add_block(c: Array, x: Array, y: Array, block: StepIndex) -> Array:
-        s = _sequential_sum(x, y, zero, plan, draw, _multiply_step(block, length))
-        return combine_sums(c, s, plan, draw, _add_to_step(block, plan.k))
+        block_sum = _sequential_sum(x, y, zero, plan, draw, _multiply_step(block, length))
+        return combine_sums(c, block_sum, plan, draw, _add_to_step(block, plan.k))
 
     return _in_chunks(add_block, zero, x, y, length)
 
 
 def _matrix_unit_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
     def add_block(c: Array, x: Array, y: Array, block: StepIndex) -> Array:
-        d = lax.dot_general(x, y, (((0,), (0,)), ((1,), (1,))), precision=lax.Precision.HIGHEST)
-        return add_dot(c, d, plan, draw, block)
+        block_dot = lax.dot_general(x, y, (((0,), (0,)), ((1,), (1,))), precision=lax.Precision.HIGHEST)
+        return add_dot(c, block_dot, plan, draw, block)
 
     return _in_chunks(add_block, zero, x, y, plan.spec.order.block or plan.k)
 
@@ -332,30 +332,30 @@ def _pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordS
     if plan.k == 1:
         return round_single_product(round_products(*_outer_factors(x, y, 0), plan, draw, 0), plan, draw, 0)
     leaves = min(_TREE_PRODUCTS, 1 << (plan.k.bit_length() - 1))
-    trees, rest = divmod(plan.k, leaves)
+    trees, leftover = divmod(plan.k, leaves)
 
     def push(sums: Array, x: Array, y: Array, part: StepIndex) -> Array:
         """Digit d of the counter is the sum of 2^d trees, `sums[d]`; the last tree starts at `part`."""
-        last = jnp.uint32(part)
+        tree_index = jnp.uint32(part)
 
-        def carries(state: tuple[Array, Array]) -> Array:
-            return (last >> state[0]) & np.uint32(1) != 0
+        def has_carry(state: tuple[Array, Array]) -> Array:
+            return (tree_index >> state[0]) & np.uint32(1) != 0
 
-        def carry(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        def merge(state: tuple[Array, Array]) -> tuple[Array, Array]:
             digit, later = state
             earlier = lax.dynamic_index_in_dim(sums, digit, 0, keepdims=False)
-            start = (last + np.uint32(1) - (np.uint32(1) << digit)) * np.uint32(leaves)
+            start = (tree_index + np.uint32(1) - (np.uint32(1) << digit)) * np.uint32(leaves)
             return digit + np.uint32(1), combine_sums(earlier, later, plan, draw, start)
 
         tree = _tree_sum(x, y, plan, draw, _multiply_step(part, leaves))
-        digit, total = lax.while_loop(carries, carry, (jnp.uint32(0), tree))
+        digit, total = lax.while_loop(has_carry, merge, (jnp.uint32(0), tree))
         return lax.dynamic_update_index_in_dim(sums, total, digit, 0)
 
     sums = jnp.stack([zero] * trees.bit_length())
     sums = _in_chunks(push, sums, x[: trees * leaves], y[: trees * leaves], leaves)
     # At the end, the digits of the number of trees and a part of a tree are left.
-    start, add_rest = trees * leaves, _PART_SUMS[False, rest == 1]
-    total = _tree_sum(x[start:], y[start:], plan, draw, start) if rest else None
+    start, add_rest = trees * leaves, _PART_SUMS[False, leftover == 1]
+    total = _tree_sum(x[start:], y[start:], plan, draw, start) if leftover else None
     for digit in range(trees.bit_length()):
         if trees >> digit & 1:
             total = sums[digit] if total is None else add_rest(sums[digit], total, plan, draw, start)
@@ -368,8 +368,8 @@ def _blockwise_pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, d
     length = plan.spec.order.block or plan.k
 
     def add_block(c: Array, x: Array, y: Array, block: StepIndex) -> Array:
-        d = _tree_sum(x, y, plan, draw, _multiply_step(block, length))
-        return _PART_SUMS[False, x.shape[0] == 1](c, d, plan, draw, _add_to_step(block, plan.k))
+        block_sum = _tree_sum(x, y, plan, draw, _multiply_step(block, length))
+        return _PART_SUMS[False, x.shape[0] == 1](c, block_sum, plan, draw, _add_to_step(block, plan.k))
 
     return _in_chunks(add_block, zero, x, y, length)
 
@@ -387,31 +387,31 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
     block = order.block or plan.k
     unit = TensorCoreUnit(plan.spec, min(block, plan.k))
     x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
-    wide = plan.backend.float64 and aligned_doubles.suits_doubles(unit)
-    find = aligned_doubles.double_factors if wide else aligned_limbs.limb_factors
-    x_factors, y_factors = (find(v[0], unit, v[1]) if isinstance(v, tuple) else find(v, unit) for v in (x, y))
+    uses_float64 = plan.backend.float64 and aligned_doubles.suits_doubles(unit)
+    split = aligned_doubles.double_factors if uses_float64 else aligned_limbs.limb_factors
+    x_factors, y_factors = (split(v[0], unit, v[1]) if isinstance(v, tuple) else split(v, unit) for v in (x, y))
 
     def add_blocks(c: Array, x: Any, y: Any, first: StepIndex) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: StepIndex) -> Array:
             x, y = _factors_of_each_product(x, y)
-            if wide:
+            if uses_float64:
                 return aligned_doubles.fused_add_doubles(c, x, y, unit)
-            number = _add_to_step(index, first) if isinstance(first, int) else first + jnp.uint32(index)
+            step = _add_to_step(index, first) if isinstance(first, int) else first + jnp.uint32(index)
             return aligned_limbs.fused_add_limbs(
-                c, x, y, unit, _step_word(plan.spec.accumulate, draw, "accumulate", number)
+                c, x, y, unit, _step_word(plan.spec.accumulate, draw, "accumulate", step)
             )
 
-        c = _in_chunks(add_block, c.astype(jnp.float64) if wide else c, x, y, block)
-        return aligned_doubles.narrow_doubles(c) if wide else c
+        c = _in_chunks(add_block, c.astype(jnp.float64) if uses_float64 else c, x, y, block)
+        return aligned_doubles.narrow_doubles(c) if uses_float64 else c
 
     if order.promote_every is None:
         return add_blocks(zero, x_factors, y_factors, 0).astype(plan.carrier.name)
-    count = order.promote_every // block
-    whole = carrier_range(FLOAT32)
+    blocks_per_part = order.promote_every // block
+    float32_range = carrier_range(FLOAT32)
 
     def add_part(total: Array, x: Any, y: Any, part: StepIndex) -> Array:
-        c = add_blocks(zero, x, y, _multiply_step(part, count))
-        return add_and_round(total, c, None, FLOAT32, None, whole, whole)
+        c = add_blocks(zero, x, y, _multiply_step(part, blocks_per_part))
+        return add_and_round(total, c, None, FLOAT32, None, float32_range, float32_range)
 
     return _in_chunks(add_part, zero, x_factors, y_factors, order.promote_every).astype(plan.carrier.name)
 

@@ -258,13 +258,13 @@ def _hides_subnormals(step: _OperationStep) -> bool:
 def _select_by_bits(step: _OperationStep, x: Array, y: Array, larger: bool) -> Array:
     """The larger or the smaller operand, compared by bits; NaN if either is NaN."""
     (xs, xm), (ys, ym) = (bit_ops.split_sign(v, step.carrier) for v in (x, y))
-    a, b = (
+    x_key, y_key = (
         magnitude ^ bit_ops.lax_where(sign != 0, -1, 0).astype(magnitude.dtype)
         for sign, magnitude in ((xs, xm), (ys, ym))
     )
-    result = bit_ops.lax_where((a > b) == larger, x, y)
-    nan = (xm > step.carrier.inf) | (ym > step.carrier.inf)
-    return bit_ops.lax_where(nan, jnp.asarray(np.nan, x.dtype), result)
+    result = bit_ops.lax_where((x_key > y_key) == larger, x, y)
+    is_nan = (xm > step.carrier.inf) | (ym > step.carrier.inf)
+    return bit_ops.lax_where(is_nan, jnp.asarray(np.nan, x.dtype), result)
 
 
 _EXACT_OPERATIONS: dict[str, Callable[..., Array]] = {

@@ -86,12 +86,12 @@ def product_along(
 
 
 def cumulative_along(
-    kind: str, x: Array, axis: int, spec: Spec, seeds: Sequence[Array] | None = None, *, reverse: bool = False
+    operation: str, x: Array, axis: int, spec: Spec, seeds: Sequence[Array] | None = None, *, reverse: bool = False
 ) -> Array:
     """Sums or products of the elements up to each one: c <- A(c + x_k) from 0, or c <- A(c x_k) from 1.
 
     Args:
-        kind: ``"sum"`` or ``"prod"``.
+        operation: ``"sum"`` or ``"prod"``.
         x: values that are rounded to `spec` already.
         axis: the axis.
         spec: the rounding of every step.
@@ -101,25 +101,25 @@ def cumulative_along(
     columns = jnp.moveaxis(x, axis, 0)
     if not x.shape[axis]:
         return x
-    _, each = _scan_recurrence(kind, columns[::-1] if reverse else columns, spec, seeds)
-    return jnp.moveaxis(each[::-1] if reverse else each, 0, axis)
+    _, values = _scan_recurrence(operation, columns[::-1] if reverse else columns, spec, seeds)
+    return jnp.moveaxis(values[::-1] if reverse else values, 0, axis)
 
 
 _RECURRENCES = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
 
 
 def _scan_recurrence(
-    kind: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None, where: Array | None = None
+    operation: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None, where: Array | None = None
 ) -> tuple[Array, Array]:
     """The last value and all values of c along the first axis; iteration k has the seeds of iteration k of loop 0."""
-    name, start = _RECURRENCES[kind]
+    name, start = _RECURRENCES[operation]
     ranges = _recurrence_ranges(spec, columns.dtype)
 
     def iterate(carry: tuple[Array, Array], element: tuple[Array, Array | None]) -> tuple[tuple[Array, Array], Array]:
-        (c, k), (column, counts) = carry, element
+        (c, k), (column, is_included) = carry, element
         word = operation_words(fold_seeds(seeds, 0, k), c) if spec_draws(spec) and seeds is not None else None
-        following = round_operation(name, [c, column], spec, word, ranges=ranges)
-        c = following if counts is None else bit_ops.lax_where(counts, following, c)
+        next_c = round_operation(name, [c, column], spec, word, ranges=ranges)
+        c = next_c if is_included is None else bit_ops.lax_where(is_included, next_c, c)
         return (c, k + jnp.uint32(1)), c
 
     first = jnp.full_like(columns[0] if columns.shape[0] else columns.sum(0), start)

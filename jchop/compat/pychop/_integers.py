@@ -94,11 +94,11 @@ class Chopi:
         return apply_to_arrays(self._codes, as_numbers(x))
 
     def _codes(self, x: Any) -> Any:
-        q = self._as_qarray(x)
-        self.scale, self.zero_point = q.scale, q.zero_point
-        self._dtype = np.promote_types(x.dtype, q.scale.dtype)
-        fmt = q.spec.element
-        codes = unpack_entries(load_codes(q.qvalue, fmt), fmt, x.shape[-1] if x.ndim else 1)
+        qarray = self._as_qarray(x)
+        self.scale, self.zero_point = qarray.scale, qarray.zero_point
+        self._dtype = np.promote_types(x.dtype, qarray.scale.dtype)
+        fmt = qarray.spec.element
+        codes = unpack_entries(load_codes(qarray.qvalue, fmt), fmt, x.shape[-1] if x.ndim else 1)
         if not self.symmetric:
             return codes
         return ((codes.astype("int32") ^ -self.qmin) + self.qmin).astype("int8")

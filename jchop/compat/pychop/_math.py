@@ -131,16 +131,16 @@ PYCHOP_FUNCTIONS = [
 
 def call_method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) -> Any:
     """``chop.name(*args, **options)``."""
-    count, extra = PYCHOP_METHODS[name], _METHOD_OPTIONS.get(name, ())
-    operands, rest = args[:count], args[count:]
-    if len(operands) < count or len(rest) > len(extra) or set(options) - set(extra[len(rest) :]):
-        takes = f"{count} operand{'s' * (count > 1)}" + "".join(f" and {option}" for option in extra)
-        raise TypeError(f"{name} takes {takes}; it was given {len(args)} arguments and {sorted(options)}")
-    options |= dict(zip(extra, rest, strict=False))
+    count, names = PYCHOP_METHODS[name], _METHOD_OPTIONS.get(name, ())
+    operands, values = args[:count], args[count:]
+    if len(operands) < count or len(values) > len(names) or set(options) - set(names[len(values) :]):
+        signature = f"{count} operand{'s' * (count > 1)}" + "".join(f" and {option}" for option in names)
+        raise TypeError(f"{name} takes {signature}; it was given {len(args)} arguments and {sorted(options)}")
+    options |= dict(zip(names, values, strict=False))
     if options.pop("decimals", 0) != 0:
         raise ValueError("decimals must be 0: a binary format has no decimal places")
     function = getattr(math, name)
-    numbers = count - _EXPONENT_COUNTS.get(name, 0)
+    rounded_count = count - _EXPONENT_COUNTS.get(name, 0)
     return chop.compute(
-        lambda *arrays: function(*arrays, **options), operands[:numbers], key, exponents=operands[numbers:]
+        lambda *arrays: function(*arrays, **options), operands[:rounded_count], key, exponents=operands[rounded_count:]
     )

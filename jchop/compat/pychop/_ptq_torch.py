@@ -65,8 +65,8 @@ def round_layer_outputs(
                 RuntimeWarning,
                 stacklevel=3,
             )
-    for layer, ends in ranges.items():
-        layer.register_forward_hook(_output_hook(chop, ends))
+    for layer, output_range in ranges.items():
+        layer.register_forward_hook(_output_hook(chop, output_range))
 
 
 def _method_for_calibrate(chop: Any, method: str, percentile: float) -> str:
@@ -86,23 +86,23 @@ def _method_for_calibrate(chop: Any, method: str, percentile: float) -> str:
 def _leaf_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers by name. An attention is one layer: it does not call the module of its last product."""
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    products = [attention.out_proj for attention in attentions]
+    output_projections = [attention.out_proj for attention in attentions]
     return {
         name: module
         for name, module in model.named_modules()
         if (module in attentions or not list(module.children()))
-        and module not in products
+        and module not in output_projections
         and type(module).forward is not nn.Module.forward  # a list of layers or of parameters has none
     }
 
 
-def _output_hook(chop: Any, ends: list[float] | None) -> Any:
+def _output_hook(chop: Any, output_range: list[float] | None) -> Any:
     def round_output(output: Any) -> Any:
         if isinstance(output, PackedSequence):
             return output._replace(data=round_output(output.data))
         if isinstance(output, tuple):
             return round_output(output[0]), *output[1:]
-        return chop(output if ends is None else output.clamp(*ends))
+        return chop(output if output_range is None else output.clamp(*output_range))
 
     return lambda module, args, output: round_output(output)
 
@@ -132,16 +132,16 @@ class _MethodObserver:
         apply_to_arrays(self.observer.see, x.float())
 
     def range(self) -> list[float]:
-        ends = self.observer.range()
-        return [] if ends is None else ends.tolist()
+        value_range = self.observer.range()
+        return [] if value_range is None else value_range.tolist()
 
 
 def _output_ranges(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> dict[nn.Module, list[float]]:
     """The range of the outputs of each layer that returned numbers."""
     observers: dict[nn.Module, _MinMaxObserver | _MethodObserver] = {}
 
-    def see(module: nn.Module, args: Any, output: Any) -> None:
-        del args
+    def observe(module: nn.Module, _args: Any, output: Any) -> None:
+        del _args
         while isinstance(output, tuple) and output:  # sequences of several lengths begin with their data, too
             output = output[0]
         if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
@@ -150,7 +150,7 @@ def _output_ranges(model: nn.Module, data: Iterable[Any], method: str, chop: Any
                 observers[module] = _MinMaxObserver() if method == "minmax" else _MethodObserver(method, spec)
             observers[module].see(output)
 
-    handles = [layer.register_forward_hook(see) for layer in _leaf_layers(model).values()]
+    handles = [layer.register_forward_hook(observe) for layer in _leaf_layers(model).values()]
     batch = None
     try:
         with torch.no_grad():
@@ -163,7 +163,7 @@ def _output_ranges(model: nn.Module, data: Iterable[Any], method: str, chop: Any
         raise ValueError(
             "calibration_data has no batch, and outputs are clamped to their range on it; a generator can be read once"
         )
-    return {layer: ends for layer, observer in observers.items() if (ends := observer.range())}
+    return {layer: output_range for layer, observer in observers.items() if (output_range := observer.range())}
 
 
 # -- batch norms into convolutions -------------------------------------------------------------------------------------
@@ -180,8 +180,8 @@ def fuse_batch_norms(model: Any) -> Any:
     for convolution, norm in _conv_norm_pairs(result):
         both = fuse_conv_bn_eval(result.get_submodule(convolution), result.get_submodule(norm))  # type: ignore[type-var]
         for name, module in ((convolution, both), (norm, nn.Identity())):
-            parent, _, own = name.rpartition(".")
-            setattr(result.get_submodule(parent), own, module)
+            parent, _, attribute = name.rpartition(".")
+            setattr(result.get_submodule(parent), attribute, module)
     return result
 
 
@@ -192,13 +192,13 @@ def _conv_norm_pairs(model: nn.Module) -> list[tuple[str, str]]:
         raise ValueError(f"fuse_bn=True needs a model that torch.fx can trace ({error}); pass fuse_bn=False") from error
     modules = dict(model.named_modules())
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    times = Counter(modules[str(node.target)] for node in calls)
+    uses = Counter(modules[str(node.target)] for node in calls)
     pairs = []
     for norm in calls:
-        source = next(iter(norm.args), None)
-        if not isinstance(source, fx.Node) or source not in calls or len(source.users) > 1:
+        conv_node = next(iter(norm.args), None)
+        if not isinstance(conv_node, fx.Node) or conv_node not in calls or len(conv_node.users) > 1:
             continue
-        first, second = modules[str(source.target)], modules[str(norm.target)]
-        if type(first) in _CONVOLUTIONS and type(second) in _BATCH_NORMS and times[first] == times[second] == 1:
-            pairs.append((str(source.target), str(norm.target)))
+        conv, batch_norm = modules[str(conv_node.target)], modules[str(norm.target)]
+        if type(conv) in _CONVOLUTIONS and type(batch_norm) in _BATCH_NORMS and uses[conv] == uses[batch_norm] == 1:
+            pairs.append((str(conv_node.target), str(norm.target)))
     return pairs

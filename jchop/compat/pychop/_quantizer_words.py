@@ -35,14 +35,14 @@ class QuantizerWords:
         Raises:
             TypeError: if both are given, or an argument twice.
         """
-        words = [word for word in self.names if word in options]
-        if not words:
+        given_names = [name for name in self.names if name in options]
+        if not given_names:
             return self.kind(**self.defaults) if chop is None and self.defaults else chop
         if chop is not None:
-            raise TypeError(f"chop= and {words[0]}= both define the quantizer; pass one of them")
-        arguments = {self.names[word]: options.pop(word) for word in words}
-        if len(arguments) < len(words):
-            raise TypeError(f"{' and '.join(words)} set an argument of {self.kind.__name__} twice")
+            raise TypeError(f"chop= and {given_names[0]}= both define the quantizer; pass one of them")
+        arguments = {self.names[name]: options.pop(name) for name in given_names}
+        if len(arguments) < len(given_names):
+            raise TypeError(f"{' and '.join(given_names)} set an argument of {self.kind.__name__} twice")
         return self.kind(**{**self.defaults, **arguments})
 
 

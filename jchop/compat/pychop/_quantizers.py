@@ -134,13 +134,13 @@ class PychopQuantizer:
         in_jax = any(isinstance(x, jax.Array) for x in operands)
 
         def run(*arrays: Any) -> Any:
-            numbers, rest = arrays[: len(operands)], arrays[len(operands) :]
+            numbers, exponent_arrays = arrays[: len(operands)], arrays[len(operands) :]
             dtype = as_operands(["x"] * len(numbers), numbers, complex_too=True)[0].dtype
             # Functions of 16-bit numbers compute in float32.
             if in_jax or not self._needs_float64(dtype.name if dtype.itemsize > 2 else "float32"):
-                return function(*numbers, *rest, self.spec_for(dtype.name), key)
+                return function(*numbers, *exponent_arrays, self.spec_for(dtype.name), key)
             wide = (convert_dtype(x, np.dtype("float64")) for x in numbers)
-            results = function(*wide, *rest, self.spec_for("float64"), key)
+            results = function(*wide, *exponent_arrays, self.spec_for("float64"), key)
             return jax.tree.map(lambda y: narrow_dtype(y, dtype) if y.dtype == np.float64 else y, results)
 
         return apply_to_arrays(run, *operands, *map(as_whole_numbers, exponents))
@@ -177,8 +177,8 @@ class Chop(PychopQuantizer):
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        papers = isinstance(args[0], str) if args else "exp_bits" not in options
-        return super().__new__(FaultChop if cls is Chop and papers else cls)  # type: ignore[arg-type]
+        is_paper_call = isinstance(args[0], str) if args else "exp_bits" not in options
+        return super().__new__(FaultChop if cls is Chop and is_paper_call else cls)  # type: ignore[arg-type]
 
     def __getnewargs__(self) -> tuple[int, ...]:
         """Arguments for copies, which are created without the arguments of a `FaultChop`."""

@@ -142,15 +142,15 @@ class _RoundingLayer(nn.Module):
             args, chop = args[:-1], args[-1]
         args = _bits_to_options(self.of, args, options) if self.prefix == "Quantized" else args
         quantizer = QUANTIZER_WORDS[self.prefix].quantizer(chop, options)
-        papers = quantizer is not chop
-        if papers and (self.of in _RECURRENT or (self.of, self.prefix) == ("MultiheadAttention", "Quantized")):
+        is_paper_layer = quantizer is not chop
+        if is_paper_layer and (self.of in _RECURRENT or (self.of, self.prefix) == ("MultiheadAttention", "Quantized")):
             options.setdefault("batch_first", True)
         if self.of == "Softmax" and not args:
             options.setdefault("dim", -1)  # as in Pychop; torch has no default
         super().__init__(*args, **options)
         self.chop = quantizer
-        self.rounds_input = papers or self.of in _INPUT_ROUNDERS
-        self.rounds_output = self.of != "Identity" and (not papers or self.prefix == "IntQuantized")
+        self.rounds_input = is_paper_layer or self.of in _INPUT_ROUNDERS
+        self.rounds_output = self.of != "Identity" and (not is_paper_layer or self.prefix == "IntQuantized")
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """The layer's forward pass, with rounding.
@@ -170,18 +170,18 @@ class _RoundingLayer(nn.Module):
         return _round_first_output(output, self.chop) if self.rounds_output else output
 
 
-def _bits_to_options(of: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+def _bits_to_options(torch_name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments of torch's layer; ``exp_bits, sig_bits[, rmode]`` after its sizes move to `options`."""
-    sizes = _SIZE_ARGUMENTS.get(of)
-    if sizes is None or "exp_bits" in options or len(args) < sizes + 2:
+    size_count = _SIZE_ARGUMENTS.get(torch_name)
+    if size_count is None or "exp_bits" in options or len(args) < size_count + 2:
         return args
-    last = 2
-    if of in ("Identity", "Linear"):  # torch has fewer arguments here, or other types
-        last = 3
+    option_count = 2
+    if torch_name in ("Identity", "Linear"):  # torch has fewer arguments here, or other types
+        option_count = 3
     elif "rmode" not in options:
         return args
-    options |= dict(zip(("exp_bits", "sig_bits", "rmode"), args[sizes : sizes + last], strict=False))
-    return args[:sizes] + args[sizes + last :]
+    options |= dict(zip(("exp_bits", "sig_bits", "rmode"), args[size_count : size_count + option_count], strict=False))
+    return args[:size_count] + args[size_count + option_count :]
 
 
 def _round_floats(x: Any, chop: Any) -> Any:
@@ -227,8 +227,8 @@ def __getattr__(name: str) -> Any:
 
 
 @lru_cache(maxsize=len(QUANTIZER_WORDS) * len(_TORCH_NAMES))  # a class for each name
-def _layer_class(name: str, prefix: str, of: str) -> type[nn.Module]:
-    words = ", ".join(f"``{word}=``" for word in ("chop", *QUANTIZER_WORDS[prefix].names))
-    text = f"`torch.nn.{of}` with {words}: a quantizer, or its arguments; without one, nothing is rounded."
-    body = {"__doc__": text, "__module__": __name__, "prefix": prefix, "of": of}
-    return type(name, (_RoundingLayer, getattr(nn, of)), body)
+def _layer_class(name: str, prefix: str, torch_name: str) -> type[nn.Module]:
+    words = ", ".join(f"``{name}=``" for name in ("chop", *QUANTIZER_WORDS[prefix].names))
+    text = f"`torch.nn.{torch_name}` with {words}: a quantizer, or its arguments; without one, nothing is rounded."
+    body = {"__doc__": text, "__module__": __name__, "prefix": prefix, "of": torch_name}
+    return type(name, (_RoundingLayer, getattr(nn, torch_name)), body)

@@ -29,8 +29,8 @@ def __getattr__(name: str) -> Callable[..., Any]:
 def _call_function(name: str, *args: Any, chop: Any = None, **options: Any) -> Any:
     """``name(*operands, chop)``: the quantizer follows the operands, by name or position."""
     if chop is None:
-        place = next((i for i, arg in enumerate(args) if hasattr(arg, "compute")), None)
-        if place is None:
+        index = next((i for i, arg in enumerate(args) if hasattr(arg, "compute")), None)
+        if index is None:
             raise TypeError(f"{name} needs a quantizer after its operands, or as chop=")
-        chop, args = args[place], (*args[:place], *args[place + 1 :])
+        chop, args = args[index], (*args[:index], *args[index + 1 :])
     return call_method(chop, name, *args, **options)

@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
 
 
 @lru_cache(maxsize=len(_OPTIMIZER_PREFIXES) * len(_TORCH_OPTIMIZERS))  # a class for each name
-def _optimizer_class(name: str, prefix: str, of: str) -> type[torch.optim.Optimizer]:
-    text = f"`torch.optim.{of}` with ``chop=``, a quantizer of its moments; None (default) for none."
+def _optimizer_class(name: str, prefix: str, torch_name: str) -> type[torch.optim.Optimizer]:
+    text = f"`torch.optim.{torch_name}` with ``chop=``, a quantizer of its moments; None (default) for none."
     body = {"__doc__": text, "__module__": __name__, "prefix": prefix}
-    return type(name, (_RoundingOptimizer, getattr(torch.optim, of)), body)
+    return type(name, (_RoundingOptimizer, getattr(torch.optim, torch_name)), body)

@@ -155,8 +155,8 @@ def mixed_post_quantization(
 
     if not dynamic and calibration_data is None and activation_chop is not None:
         raise ValueError("calibration_data=None, but dynamic=False clamps outputs to their range on it")
-    keep = _keep_weight if weight_chop is None else weight_chop
-    result: Any = post_quantization(model, keep, eval_mode, verbose and weight_chop is not None)
+    round_weight = _keep_weight if weight_chop is None else weight_chop
+    result: Any = post_quantization(model, round_weight, eval_mode, verbose and weight_chop is not None)
     if activation_chop is not None:
         round_layer_outputs(
             result, activation_chop, None if dynamic else calibration_data, calibration_method, percentile
@@ -175,5 +175,5 @@ def _is_torch_module(model: Any) -> bool:
 def _require_torch_module(model: _TorchOrFlaxModel) -> _TorchOrFlaxModel:
     if _is_torch_module(model):
         return model
-    kind = "variables of a Flax model" if isinstance(model, Mapping) else type(model).__name__
-    raise TypeError(f"model must be a module of torch to round its outputs, not {kind}: see jchop.nn")
+    type_name = "variables of a Flax model" if isinstance(model, Mapping) else type(model).__name__
+    raise TypeError(f"model must be a module of torch to round its outputs, not {type_name}: see jchop.nn")

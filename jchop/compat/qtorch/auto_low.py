@@ -91,15 +91,15 @@ def lower(
         backward_rounding: as in `sequential_lower`.
     """
     layers = []
-    for kind in layer_types:
-        files = _LAYER_FILES[check_choice("layer_types", kind, tuple(_LAYER_FILES))]
+    for layer_type in layer_types:
+        files = _LAYER_FILES[check_choice("layer_types", layer_type, tuple(_LAYER_FILES))]
         matches = [module for module in model.modules() if _defining_module(module) in map(_torch_module_name, files)]
         if not matches:
-            raise ValueError(f"layer_types: the model has no layer of type {kind!r}")
+            raise ValueError(f"layer_types: the model has no layer of type {layer_type!r}")
         layers += matches
     for layer in layers:
-        rounds = Quantizer(forward_number, backward_number, forward_rounding, backward_rounding)
-        layer.add_module(_OUTPUT_MODULE, rounds)
+        output_quantizer = Quantizer(forward_number, backward_number, forward_rounding, backward_rounding)
+        layer.add_module(_OUTPUT_MODULE, output_quantizer)
         layer.register_forward_hook(_round_output)
 
 
@@ -116,7 +116,7 @@ def _torch_module_name(name: str) -> str:
 
 def _round_output(layer: nn.Module, args: Any, output: Any) -> Any:
     del args
-    rounds = getattr(layer, _OUTPUT_MODULE)
+    output_quantizer = getattr(layer, _OUTPUT_MODULE)
     if isinstance(output, tuple):
-        return rounds(output[0]), *output[1:]
-    return rounds(output)
+        return output_quantizer(output[0]), *output[1:]
+    return output_quantizer(output)

@@ -59,12 +59,12 @@ def solve_triangular(
     check_bool("lower", lower)
     check_bool("unit_diagonal", unit_diagonal)
     a, b = as_array("a", a), as_array("b", b)
-    cores = (2, right_side_axes(b, matrix_order(a)))
+    core_ndims = (2, right_side_axes(b, matrix_order(a)))
     return evaluate_systems(
         StaticPartial(substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal))),
         "ab",
         (a, b),
-        cores,
+        core_ndims,
         spec,
         key,
     )
@@ -98,8 +98,8 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     return evaluate_systems(_lu_factors, "a", (a,), (2,), spec, key)
 
 
-def _lu_factors(steps: SpecArithmetic, a: Array) -> tuple[Array, Array]:
-    return factor_lu(steps, a)[:2]
+def _lu_factors(arithmetic: SpecArithmetic, a: Array) -> tuple[Array, Array]:
+    return factor_lu(arithmetic, a)[:2]
 
 
 def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -129,10 +129,10 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
     lu_matrix, p = (as_array(f"factors[{i}]", factors[i]) for i in (0, 1))
     b = as_array("b", b)
     n = matrix_order(lu_matrix, "factors[0]")
-    cores = (2, right_side_axes(b, n))
+    core_ndims = (2, right_side_axes(b, n))
     check_permutation(p, n, "factors[1]")
     return evaluate_systems(
-        solve_with_factors, ("factors[0]", "b"), (lu_matrix, _in_pivot_order(b, p)), cores, spec, key
+        solve_with_factors, ("factors[0]", "b"), (lu_matrix, _in_pivot_order(b, p)), core_ndims, spec, key
     )
 
 
@@ -144,9 +144,9 @@ def _in_pivot_order(b: Any, p: Any) -> Any:
     if b.ndim == 1:
         return b[p]
     module: Any = jnp if isinstance(b, jax.Array) else np
-    places = p.reshape(*(1,) * (b.ndim - 1 - p.ndim), *p.shape, 1)
-    rows = b.reshape(*(1,) * (places.ndim - b.ndim), *b.shape)
-    return module.take_along_axis(rows, places, axis=-2)
+    indices = p.reshape(*(1,) * (b.ndim - 1 - p.ndim), *p.shape, 1)
+    rows = b.reshape(*(1,) * (indices.ndim - b.ndim), *b.shape)
+    return module.take_along_axis(rows, indices, axis=-2)
 
 
 def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:

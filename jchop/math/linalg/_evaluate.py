@@ -43,7 +43,7 @@ def evaluate_systems(
     function: Callable[..., Any],
     names: Sequence[str],
     operands: Sequence[Any],
-    cores: Sequence[int],
+    core_ndims: Sequence[int],
     spec: SpecLike,
     key: Array | None,
     constants: Sequence[Any] = (),
@@ -54,7 +54,7 @@ def evaluate_systems(
         function: a function of the arithmetic and the operands of one system.
         names: the names of the operands.
         operands: arrays; the axes before the axes of one system are batch axes, and broadcast.
-        cores: the number of axes of each operand of one system.
+        core_ndims: the number of axes of each operand of one system.
         spec: the rounding of every operation.
         key: for a batch, system i, in C order, draws from ``jax.random.fold_in(key, i)``.
         constants: further arguments, common to all systems, which are not rounded.
@@ -63,16 +63,16 @@ def evaluate_systems(
     arrays = as_operands(names, operands)
     check_linalg_specs([spec], arrays[0].dtype)
     key = rounding_key(key, spec_draws(spec), spec)
-    batch = batch_shape(names, arrays, cores)
+    batch_dims = batch_shape(names, arrays, core_ndims)
     system = StaticPartial(_evaluate_system, (function, spec, len(arrays)))
-    return run_on_operands(partial(_traced_systems, system, tuple(cores), batch), (*arrays, *constants), key)
+    return run_on_operands(partial(_traced_systems, system, tuple(core_ndims), batch_dims), (*arrays, *constants), key)
 
 
-def batch_shape(names: Sequence[str], arrays: Sequence[Any], cores: Sequence[int]) -> tuple[int, ...]:
+def batch_shape(names: Sequence[str], arrays: Sequence[Any], core_ndims: Sequence[int]) -> tuple[int, ...]:
     """The shape of a batch of systems, () for one."""
-    outer = [array.shape[: array.ndim - core] for array, core in zip(arrays, cores, strict=True)]
+    outer_shapes = [array.shape[: array.ndim - core_ndim] for array, core_ndim in zip(arrays, core_ndims, strict=True)]
     try:
-        return np.broadcast_shapes(*outer)
+        return np.broadcast_shapes(*outer_shapes)
     except ValueError:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
         raise ValueError(f"the leading axes of the operands do not broadcast: {shapes}") from None
@@ -80,34 +80,34 @@ def batch_shape(names: Sequence[str], arrays: Sequence[Any], cores: Sequence[int
 
 @partial(always_jit, static_argnums=(0, 1, 2), inline=True)
 def _traced_systems(
-    system: Callable[..., Any], cores: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
+    system: Callable[..., Any], core_ndims: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
 ) -> Any:
     *arrays, key = operands_and_key
-    return map_systems(system, cores, batch, list(map(jnp.asarray, arrays)), key)
+    return map_systems(system, core_ndims, batch, list(map(jnp.asarray, arrays)), key)
 
 
 def map_systems(
-    system: Callable[..., Any], cores: Sequence[int], batch: tuple[int, ...], operands: list[Array], key: Array | None
+    system: Callable[..., Any], ndims: Sequence[int], batch: tuple[int, ...], operands: list[Array], key: Array | None
 ) -> Any:
-    """``system(*operands, key)`` for each system of a batch; operands beyond `cores` belong to all of them."""
+    """``system(*operands, key)`` for each system of a batch; operands beyond `ndims` belong to all of them."""
     if not batch:
         return system(*operands, key)
     count = math.prod(batch)
     axes: list[int | None] = [None] * len(operands)
-    for i, core in enumerate(cores):
+    for i, core_ndim in enumerate(ndims):
         x = operands[i]
-        if x.ndim > core:
-            inner = x.shape[x.ndim - core :]
-            operands[i], axes[i] = jnp.broadcast_to(x, batch + inner).reshape(count, *inner), 0
+        if x.ndim > core_ndim:
+            core_shape = x.shape[x.ndim - core_ndim :]
+            operands[i], axes[i] = jnp.broadcast_to(x, batch + core_shape).reshape(count, *core_shape), 0
     keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count, dtype=jnp.uint32))
-    each = jax.vmap(system, in_axes=(*axes, None if key is None else 0), axis_size=count)(*operands, keys)
-    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), each)
+    results = jax.vmap(system, in_axes=(*axes, None if key is None else 0), axis_size=count)(*operands, keys)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results)
 
 
-def _evaluate_system(function: Callable[..., Any], spec: Spec, count: int, *operands_and_key: Any) -> Any:
+def _evaluate_system(function: Callable[..., Any], spec: Spec, operand_count: int, *operands_and_key: Any) -> Any:
     *arrays, key = operands_and_key
-    operands, constants = arrays[:count], arrays[count:]
-    keys = [None] * (count + 1) if key is None else list(split_prng_key(key, count + 1))
+    operands, constants = arrays[:operand_count], arrays[operand_count:]
+    keys = [None] * (operand_count + 1) if key is None else list(split_prng_key(key, operand_count + 1))
     values = [widen_operand(round_to_format(x, spec, k)) for x, k in zip(operands, keys, strict=False)]
     result = without_derivative(partial(_call_with_steps, function, spec), [*values, *constants], keys[-1])
     return as_dtype(result, operands[0].dtype)
@@ -123,8 +123,8 @@ def check_linalg_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] =
 
 
 def _call_with_steps(function: Callable[..., Any], spec: Spec, operands: list[Array], key: Array | None) -> Any:
-    steps = SpecArithmetic(spec, None if key is None else seed_words(key), operands[0].dtype)
-    return function(steps, *operands)
+    arithmetic = SpecArithmetic(spec, None if key is None else seed_words(key), operands[0].dtype)
+    return function(arithmetic, *operands)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))

@@ -36,25 +36,25 @@ class _KrylovPlan:
     maxiter: int
     restart: int
 
-    def __call__(self, steps: SpecArithmetic, *operands: Array) -> tuple[Array, Array]:
+    def __call__(self, arithmetic: SpecArithmetic, *operands: Array) -> tuple[Array, Array]:
         """The operands that are rounded, the two tolerances, and the constants of operators."""
         arrays = dict(zip(self.names, operands, strict=False))
         tol, atol, *constants = operands[len(self.names) :]
-        images: dict[str, _LinearMap] = {name: _matrix_map(arrays[name]) for name in ("a", "M") if name in arrays}
-        images |= {name: _operator_map(operator, constants[i:j]) for name, operator, i, j in self.operators}
+        maps: dict[str, _LinearMap] = {name: _matrix_map(arrays[name]) for name in ("a", "M") if name in arrays}
+        maps |= {name: _operator_map(operator, constants[i:j]) for name, operator, i, j in self.operators}
         b, x0 = arrays["b"], arrays.get("x0")
         if not b.size:
             return jnp.zeros_like(b), jnp.zeros((*b.shape[1:], self.maxiter * self.restart + 1), b.dtype)
         tol, atol = tol.astype(b.dtype), atol.astype(b.dtype)
-        system = _KrylovSystem(images["a"], images.get("M"), b, x0, tol, atol, self.maxiter, self.restart)
+        system = _KrylovSystem(maps["a"], maps.get("M"), b, x0, tol, atol, self.maxiter, self.restart)
         if b.ndim == 1:
-            return self.method(system, steps)
+            return self.method(system, arithmetic)
 
         def column(j: Array, b: Array, x0: Array | None) -> tuple[Array, Array]:
-            return self.method(replace(system, b=b, x0=x0), steps.at(j))
+            return self.method(replace(system, b=b, x0=x0), arithmetic.at(j))
 
-        each = jax.vmap(column, (0, 1, None if x0 is None else 1), (1, 0))
-        return each(jnp.arange(b.shape[1], dtype=jnp.uint32), b, x0)
+        solve_columns = jax.vmap(column, (0, 1, None if x0 is None else 1), (1, 0))
+        return solve_columns(jnp.arange(b.shape[1], dtype=jnp.uint32), b, x0)
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class _KrylovSystem:
         """The norm of the residual at which to stop, for a given norm of b; computed without rounding to the spec."""
         return jnp.maximum(self.tol * norm, self.atol)
 
-    def precondition(self, now: SpecArithmetic, r: Array) -> Array:
+    def precondition(self, ops: SpecArithmetic, r: Array) -> Array:
         """A residual times M."""
-        return r if self.inverse is None else self.inverse(now, r)
+        return r if self.inverse is None else self.inverse(ops, r)
 
 
 def _matrix_map(a: Array) -> _LinearMap:
@@ -105,22 +105,22 @@ def _run_krylov(
     if not b.ndim:
         raise ValueError("b is a scalar; it must be (n,), or (..., n, k) for k columns")
     n = matrix_order(arrays["a"]) if "a" in arrays else b.shape[0 if b.ndim == 1 else -2]
-    core = right_side_axes(b, n)
+    b_ndim = right_side_axes(b, n)
     if "x0" in arrays and arrays["x0"].shape != b.shape:
         raise ValueError(f"x0 has shape {arrays['x0'].shape}; it must be that of b, {b.shape}")
     if "M" in arrays and matrix_order(arrays["M"], "M") != n:
         raise ValueError(f"M has shape {arrays['M'].shape}; it must be that of a, {(n, n)}")
     iterations = 10 * n if maxiter is None else check_int("maxiter", maxiter, 1, (1 << 31) - 1)
-    cycle = 1 if restart is None else min(check_int("restart", restart, 1), n)
+    cycle_length = 1 if restart is None else min(check_int("restart", restart, 1), n)
     constants: list[Any] = [_as_tolerance("tol", tol), _as_tolerance("atol", atol)]
     operators = []
     for name, function in functions.items():
-        operator, more = as_linear_operator(name, function, n, operation_carrier(b.dtype).name)
-        operators.append((name, operator, len(constants) - 2, len(constants) - 2 + len(more)))
-        constants += more
-    plan = _KrylovPlan(method, tuple(names), tuple(operators), iterations, cycle)
-    cores = [2 if name in ("a", "M") else core for name in names]
-    return evaluate_systems(plan, names, list(arrays.values()), cores, spec, key, constants)
+        operator, operator_constants = as_linear_operator(name, function, n, operation_carrier(b.dtype).name)
+        operators.append((name, operator, len(constants) - 2, len(constants) - 2 + len(operator_constants)))
+        constants += operator_constants
+    plan = _KrylovPlan(method, tuple(names), tuple(operators), iterations, cycle_length)
+    core_ndims = [2 if name in ("a", "M") else b_ndim for name in names]
+    return evaluate_systems(plan, names, list(arrays.values()), core_ndims, spec, key, constants)
 
 
 def _as_tolerance(name: str, value: Any) -> Any:
@@ -186,33 +186,33 @@ def cg(
     return _run_krylov(_cg_of_system, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter)
 
 
-def _cg_of_system(system: _KrylovSystem, steps: SpecArithmetic) -> tuple[Array, Array]:
-    b, x0, inverse = system.b, system.x0, system.inverse
+def _cg_of_system(system: _KrylovSystem, arithmetic: SpecArithmetic) -> tuple[Array, Array]:
+    b, x0, preconditioner = system.b, system.x0, system.inverse
 
     def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        k, x, r, p, product, _, history = state
-        now = steps.at(k)
-        image = system.image(now, p)
-        length = now.div(product, now.dot(p, image))
-        x, r = now.add(x, now.mul(length, p)), now.sub(r, now.mul(length, image))
-        squares = now.dot(r, r)
-        z = system.precondition(now, r)
-        following = squares if inverse is None else now.dot(r, z)
-        p = now.add(z, now.mul(now.div(following, product), p))
-        return k + 1, x, r, p, following, squares, history.at[k + 1].set(squares)
+        k, x, r, direction, r_dot_z, _, history = state
+        ops = arithmetic.at(k)
+        image = system.image(ops, direction)
+        alpha = ops.div(r_dot_z, ops.dot(direction, image))
+        x, r = ops.add(x, ops.mul(alpha, direction)), ops.sub(r, ops.mul(alpha, image))
+        r_dot_r = ops.dot(r, r)
+        z = system.precondition(ops, r)
+        next_r_dot_z = r_dot_r if preconditioner is None else ops.dot(r, z)
+        direction = ops.add(z, ops.mul(ops.div(next_r_dot_z, r_dot_z), direction))
+        return k + 1, x, r, direction, next_r_dot_z, r_dot_r, history.at[k + 1].set(r_dot_r)
 
     def cond(state: tuple[Array, ...]) -> Array:
         return (state[0] < system.maxiter) & ~(state[5] <= limit)
 
-    r = b if x0 is None else steps.sub(b, system.image(steps, x0))
-    squares = steps.dot(r, r)
-    limit = system.limit(jnp.sqrt(squares if x0 is None else steps.dot(b, b))) ** 2
-    z = system.precondition(steps, r)
-    product = squares if inverse is None else steps.dot(r, z)
-    history = jnp.zeros(system.maxiter + 1, b.dtype).at[0].set(squares)
+    r = b if x0 is None else arithmetic.sub(b, system.image(arithmetic, x0))
+    r_dot_r = arithmetic.dot(r, r)
+    limit = system.limit(jnp.sqrt(r_dot_r if x0 is None else arithmetic.dot(b, b))) ** 2
+    z = system.precondition(arithmetic, r)
+    r_dot_z = r_dot_r if preconditioner is None else arithmetic.dot(r, z)
+    history = jnp.zeros(system.maxiter + 1, b.dtype).at[0].set(r_dot_r)
     x = jnp.zeros_like(b) if x0 is None else x0
-    k, x, *_, squares, history = lax.while_loop(cond, body, (jnp.int32(0), x, r, z, product, squares, history))
-    return x, jnp.where(jnp.arange(system.maxiter + 1) > k, squares, history)
+    k, x, *_, r_dot_r, history = lax.while_loop(cond, body, (jnp.int32(0), x, r, z, r_dot_z, r_dot_r, history))
+    return x, jnp.where(jnp.arange(system.maxiter + 1) > k, r_dot_r, history)
 
 
 def gmres(
@@ -263,106 +263,106 @@ def gmres(
     return _run_krylov(_gmres_of_system, {"a": a, "b": b, "x0": x0, "M": M}, spec, key, tol, atol, maxiter, restart)
 
 
-def _gmres_of_system(system: _KrylovSystem, steps: SpecArithmetic) -> tuple[Array, Array]:
-    b, x0, size = system.b, system.x0, system.restart
+def _gmres_of_system(system: _KrylovSystem, arithmetic: SpecArithmetic) -> tuple[Array, Array]:
+    b, x0, restart = system.b, system.x0, system.restart
 
-    def image(now: SpecArithmetic, v: Array) -> Array:
-        return system.precondition(now, system.image(now, v))
+    def apply(ops: SpecArithmetic, v: Array) -> Array:
+        return system.precondition(ops, system.image(ops, v))
 
-    def residual(now: SpecArithmetic, x: Array) -> Array:
-        return system.precondition(now, now.sub(b, system.image(now, x)))
+    def compute_residual(ops: SpecArithmetic, x: Array) -> Array:
+        return system.precondition(ops, ops.sub(b, system.image(ops, x)))
 
     def cycle(state: tuple[Array, ...]) -> tuple[Array, ...]:
         k, x, r, _, history = state
-        now = steps.at(k)
-        change, norms = minimal_residual(now, image, r, size)
-        x = now.add(x, change)
-        r = residual(now, x)
-        return k + 1, x, r, now.norm(r), lax.dynamic_update_slice(history, norms[1:], (k * size + 1,))
+        ops = arithmetic.at(k)
+        correction, norms = minimal_residual(ops, apply, r, restart)
+        x = ops.add(x, correction)
+        r = compute_residual(ops, x)
+        return k + 1, x, r, ops.norm(r), lax.dynamic_update_slice(history, norms[1:], (k * restart + 1,))
 
     def cond(state: tuple[Array, ...]) -> Array:
         return (state[0] < system.maxiter) & ~(state[3] <= limit)
 
-    r = system.precondition(steps, b) if x0 is None else residual(steps, x0)
-    change, norms = minimal_residual(steps, image, r, size)
-    limit = system.limit(norms[0] if x0 is None and system.inverse is None else steps.norm(b))
-    stays = norms[0] <= limit
-    x = jnp.where(stays, 0, change) if x0 is None else jnp.where(stays, x0, steps.add(x0, change))
-    history = jnp.zeros(system.maxiter * size + 1, b.dtype).at[: size + 1].set(norms)
+    r = system.precondition(arithmetic, b) if x0 is None else compute_residual(arithmetic, x0)
+    correction, norms = minimal_residual(arithmetic, apply, r, restart)
+    limit = system.limit(norms[0] if x0 is None and system.inverse is None else arithmetic.norm(b))
+    is_solved = norms[0] <= limit
+    x = jnp.where(is_solved, 0, correction) if x0 is None else jnp.where(is_solved, x0, arithmetic.add(x0, correction))
+    history = jnp.zeros(system.maxiter * restart + 1, b.dtype).at[: restart + 1].set(norms)
     k = jnp.int32(1)
     if system.maxiter > 1:
-        r = residual(steps, x)
-        norm = jnp.where(stays, norms[0], steps.norm(r))
+        r = compute_residual(arithmetic, x)
+        norm = jnp.where(is_solved, norms[0], arithmetic.norm(r))
         k, x, _, _, history = lax.while_loop(cond, cycle, (k, x, r, norm, history))
-    last = jnp.where(stays, 0, k) * size
-    return x, jnp.where(jnp.arange(system.maxiter * size + 1) > last, history[last], history)
+    last_index = jnp.where(is_solved, 0, k) * restart
+    return x, jnp.where(jnp.arange(system.maxiter * restart + 1) > last_index, history[last_index], history)
 
 
 def minimal_residual(
-    steps: SpecArithmetic, image: Callable[[SpecArithmetic, Array], Array], b: Array, count: int
+    arithmetic: SpecArithmetic, apply: Callable[[SpecArithmetic, Array], Array], b: Array, count: int
 ) -> tuple[Array, Array]:
     """The solution and the norms of the residual, for a matrix given as a function of vectors."""
-    dtype, length = b.dtype, steps.norm(b)
-    empty = length == 0
-    basis = jnp.zeros((count + 1, b.shape[0]), dtype).at[0].set(jnp.where(empty, 0, steps.div(b, length)))
-    small = jnp.zeros(count + 1, dtype).at[0].set(length)
+    dtype, b_norm = b.dtype, arithmetic.norm(b)
+    is_zero = b_norm == 0
+    basis = jnp.zeros((count + 1, b.shape[0]), dtype).at[0].set(jnp.where(is_zero, 0, arithmetic.div(b, b_norm)))
+    rhs = jnp.zeros(count + 1, dtype).at[0].set(b_norm)
 
     def body(j: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-        basis, triangle, cosines, sines, small, norms = state
-        now = steps.at(j)
-        w, h = _orthogonalize(now, basis, image(now, basis[j]), j)
-        following = now.norm(w)
-        h = _apply_rotations(now, h, cosines, sines, j)
-        c, s, top = _givens_rotation(now, h[j], following)
-        basis = basis.at[j + 1].set(jnp.where(following == 0, 0, now.div(w, following)))
+        basis, triangle, cosines, sines, rhs, norms = state
+        ops = arithmetic.at(j)
+        w, h = _orthogonalize(ops, basis, apply(ops, basis[j]), j)
+        w_norm = ops.norm(w)
+        h = _apply_rotations(ops, h, cosines, sines, j)
+        c, s, radius = _givens_rotation(ops, h[j], w_norm)
+        basis = basis.at[j + 1].set(jnp.where(w_norm == 0, 0, ops.div(w, w_norm)))
         # A basis that cannot grow gives a column of zeros, which the column of the identity replaces.
-        breakdown = top == 0
-        h = h.at[j].set(jnp.where(breakdown, 1, top))
-        left, right = now.mul(c, small[j]), now.mul(-s, small[j])
-        small = small.at[j].set(jnp.where(breakdown, 0, left)).at[j + 1].set(jnp.where(breakdown, small[j], right))
+        breakdown = radius == 0
+        h = h.at[j].set(jnp.where(breakdown, 1, radius))
+        head, tail = ops.mul(c, rhs[j]), ops.mul(-s, rhs[j])
+        rhs = rhs.at[j].set(jnp.where(breakdown, 0, head)).at[j + 1].set(jnp.where(breakdown, rhs[j], tail))
         return (
-            basis, triangle.at[:, j].set(h), cosines.at[j].set(c), sines.at[j].set(s), small,
-            norms.at[j + 1].set(jnp.abs(small[j + 1])),
+            basis, triangle.at[:, j].set(h), cosines.at[j].set(c), sines.at[j].set(s), rhs,
+            norms.at[j + 1].set(jnp.abs(rhs[j + 1])),
         )  # fmt: skip
 
     zeros = jnp.zeros(count, dtype)
-    norms = jnp.zeros(count + 1, dtype).at[0].set(length)
-    start = (basis, jnp.zeros((count, count), dtype), zeros, zeros, small, norms)
-    basis, triangle, _, _, small, norms = lax.fori_loop(0, count, body, start)
-    y = substitute_triangular(steps.at(count), triangle, small[:count], lower=False, unit=False)
-    return steps.matmul(basis[:count].T, y), norms
+    norms = jnp.zeros(count + 1, dtype).at[0].set(b_norm)
+    state = (basis, jnp.zeros((count, count), dtype), zeros, zeros, rhs, norms)
+    basis, triangle, _, _, rhs, norms = lax.fori_loop(0, count, body, state)
+    y = substitute_triangular(arithmetic.at(count), triangle, rhs[:count], lower=False, unit=False)
+    return arithmetic.matmul(basis[:count].T, y), norms
 
 
-def _orthogonalize(steps: SpecArithmetic, basis: Array, w: Array, last: Array) -> tuple[Array, Array]:
+def _orthogonalize(arithmetic: SpecArithmetic, basis: Array, w: Array, last_index: Array) -> tuple[Array, Array]:
     """`w` without its parts along the first vectors of the basis, up to the last one, and these parts."""
     count = basis.shape[0] - 1
 
     def body(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         w, h = state
-        now = steps.at(i)
-        part = now.dot(basis[i], w)
-        return now.sub(w, now.mul(part, basis[i])), h.at[i].set(part)
+        ops = arithmetic.at(i)
+        coefficient = ops.dot(basis[i], w)
+        return ops.sub(w, ops.mul(coefficient, basis[i])), h.at[i].set(coefficient)
 
-    return lax.fori_loop(0, last + 1, body, (w, jnp.zeros(count, w.dtype)))
+    return lax.fori_loop(0, last_index + 1, body, (w, jnp.zeros(count, w.dtype)))
 
 
-def _apply_rotations(steps: SpecArithmetic, h: Array, cosines: Array, sines: Array, last: Array) -> Array:
+def _apply_rotations(arithmetic: SpecArithmetic, h: Array, cosines: Array, sines: Array, count: Array) -> Array:
     """The rotations of the earlier columns, one after the other, on a new one."""
 
     def body(i: Array, h: Array) -> Array:
-        now = steps.at(i)
+        ops = arithmetic.at(i)
         a, b, c, s = h[i], h[i + 1], cosines[i], sines[i]
-        return h.at[i].set(now.add(now.mul(c, a), now.mul(s, b))).at[i + 1].set(now.sub(now.mul(c, b), now.mul(s, a)))
+        return h.at[i].set(ops.add(ops.mul(c, a), ops.mul(s, b))).at[i + 1].set(ops.sub(ops.mul(c, b), ops.mul(s, a)))
 
-    return lax.fori_loop(0, last, body, h)
+    return lax.fori_loop(0, count, body, h)
 
 
-def _givens_rotation(steps: SpecArithmetic, a: Array, b: Array) -> tuple[Array, Array, Array]:
+def _givens_rotation(ops: SpecArithmetic, a: Array, b: Array) -> tuple[Array, Array, Array]:
     """Cosine and sine that turn (a, b) to (length, 0), and the length; 1, 0 and 0 for zeros."""
-    length = steps.sqrt(steps.add(steps.mul(a, a), steps.mul(b, b)))
-    zero = length == 0
+    length = ops.sqrt(ops.add(ops.mul(a, a), ops.mul(b, b)))
+    is_zero = length == 0
     return (
-        jnp.where(zero, 1, steps.div(a, length)),
-        jnp.where(zero, 0, steps.div(b, length)),
+        jnp.where(is_zero, 1, ops.div(a, length)),
+        jnp.where(is_zero, 0, ops.div(b, length)),
         length,
     )

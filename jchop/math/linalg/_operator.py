@@ -60,18 +60,18 @@ def as_linear_operator(name: str, function: Callable[..., Any], n: int, dtype: A
         got = ("" if alone else f"a {type(result).__name__} of ") + (", ".join(map(str, images)) or "nothing")
         raise ValueError(f"{name} gives {got} for a vector of shape {(n,)}; it must give one such vector, of floats")
     operator = LinearOperator(
-        str(program.jaxpr), tuple(_values_of_program(program.jaxpr, whole=False)), program.jaxpr, len(program.consts)
+        str(program.jaxpr), tuple(_values_of_program(program.jaxpr, consts=False)), program.jaxpr, len(program.consts)
     )
     return operator, [*program.consts, *leaves]
 
 
-def _values_of_program(value: Any, *, whole: bool = True) -> Iterator[Hashable]:
+def _values_of_program(value: Any, *, consts: bool = True) -> Iterator[Hashable]:
     """The numbers of a program and its inner programs, and the identities of their arrays.
 
-    If not `whole`, the arrays of the program itself are left out; newer versions of JAX have them in every jaxpr.
+    If not `consts`, the arrays of the program itself are left out; newer versions of JAX have them in every jaxpr.
     """
     if hasattr(value, "eqns"):
-        yield from map(id, getattr(value, "consts", ()) if whole else ())
+        yield from map(id, getattr(value, "consts", ()) if consts else ())
         atoms = [atom for eqn in value.eqns for atom in eqn.invars]
         for atom in (*atoms, *getattr(value, "jaxpr", value).outvars):
             if isinstance(atom, Literal):
@@ -80,5 +80,5 @@ def _values_of_program(value: Any, *, whole: bool = True) -> Iterator[Hashable]:
             for param in eqn.params.values():
                 yield from _values_of_program(param)
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _values_of_program(each)
+        for item in value:
+            yield from _values_of_program(item)

@@ -102,7 +102,7 @@ def refine(
     """
     check_choice("method", method, ("lu", "gmres"))
     a, b = as_array("a", a), as_array("b", b)
-    core = right_side_axes(b, matrix_order(a))
+    b_ndim = right_side_axes(b, matrix_order(a))
     names = ("factor", "working", "residual")
     specs = [as_spec(spec, name) for spec, name in zip((factor, working, residual), names, strict=True)]
     plan = _RefinementPlan(
@@ -111,16 +111,16 @@ def refine(
     arrays = as_operands("ab", (a, b))
     check_linalg_specs(specs, arrays[0].dtype, names)
     stochastic = next((spec for spec in specs if spec_draws(spec)), None)
-    batch = batch_shape("ab", arrays, (2, core))
+    batch = batch_shape("ab", arrays, (2, b_ndim))
     key = rounding_key(key, stochastic is not None, stochastic)
-    return run_on_operands(partial(_traced_refine, plan, core, batch), arrays, key)
+    return run_on_operands(partial(_traced_refine, plan, b_ndim, batch), arrays, key)
 
 
 @partial(always_jit, static_argnums=(0, 1, 2), inline=True)
 def _traced_refine(
-    plan: _RefinementPlan, core: int, batch: tuple[int, ...], a: Array, b: Array, key: Array | None
+    plan: _RefinementPlan, b_ndim: int, batch: tuple[int, ...], a: Array, b: Array, key: Array | None
 ) -> Array:
-    return map_systems(partial(_refine_system, plan), (2, core), batch, [jnp.asarray(a), jnp.asarray(b)], key)
+    return map_systems(partial(_refine_system, plan), (2, b_ndim), batch, [jnp.asarray(a), jnp.asarray(b)], key)
 
 
 def _refine_system(plan: _RefinementPlan, a: Array, b: Array, key: Array | None) -> Array:
@@ -158,33 +158,33 @@ def _column_iterates(
     """The iterates of one right-hand side, with the matrix, its factors and its rows in pivot order."""
     a, lu_matrix, p = matrix
 
-    def from_factors(now: SpecArithmetic, r: Array) -> Array:
+    def from_factors(ops: SpecArithmetic, r: Array) -> Array:
         """(l u)⁻¹ r by the given factors, with `r` of any size."""
         scale = _residual_scale(r)
-        return solve_with_factors(now, lu_matrix, now.rounded(r[p] / scale)) * scale
+        return solve_with_factors(ops, lu_matrix, ops.rounded(r[p] / scale)) * scale
 
-    def update(now_f: SpecArithmetic, now: SpecArithmetic, now_r: SpecArithmetic, r: Array) -> Array:
+    def update(factor_ops: SpecArithmetic, ops: SpecArithmetic, residual_ops: SpecArithmetic, r: Array) -> Array:
         if plan.method == "lu":
-            return now.rounded(from_factors(now_f, r))
+            return ops.rounded(from_factors(factor_ops, r))
         scale = _residual_scale(r)
 
-        def image(inner: SpecArithmetic, v: Array) -> Array:
-            high = now_r.at(inner.iteration)
-            return inner.rounded(solve_with_factors(high, lu_matrix, high.matmul(a, v)[p]))
+        def image(inner_ops: SpecArithmetic, v: Array) -> Array:
+            high_ops = residual_ops.at(inner_ops.iteration)
+            return inner_ops.rounded(solve_with_factors(high_ops, lu_matrix, high_ops.matmul(a, v)[p]))
 
-        first = now.rounded(solve_with_factors(now_r, lu_matrix, (r / scale)[p]))
-        return now.rounded(minimal_residual(now, image, first, plan.inner)[0] * scale)
+        rhs = ops.rounded(solve_with_factors(residual_ops, lu_matrix, (r / scale)[p]))
+        return ops.rounded(minimal_residual(ops, image, rhs, plan.inner)[0] * scale)
 
     def body(x: Array, i: Array) -> tuple[Array, Array]:
-        now_f, now, now_r = factor.at(i), working.at(i), residual.at(i)
-        r = now.rounded(now_r.sub(b, now_r.matmul(a, x)))
-        x = now.add(x, update(now_f, now, now_r, r))
+        factor_ops, ops, residual_ops = factor.at(i), working.at(i), residual.at(i)
+        r = ops.rounded(residual_ops.sub(b, residual_ops.matmul(a, x)))
+        x = ops.add(x, update(factor_ops, ops, residual_ops, r))
         return x, x
 
-    first = from_factors(factor, b)
-    x = working.rounded(jnp.where(jnp.isfinite(first).all(), first, 0))
-    _, later = lax.scan(body, x, jnp.arange(plan.steps, dtype=jnp.uint32))
-    return jnp.concatenate([x[None], later])
+    start = from_factors(factor, b)
+    x = working.rounded(jnp.where(jnp.isfinite(start).all(), start, 0))
+    _, iterates = lax.scan(body, x, jnp.arange(plan.steps, dtype=jnp.uint32))
+    return jnp.concatenate([x[None], iterates])
 
 
 def _residual_scale(r: Array) -> Array:

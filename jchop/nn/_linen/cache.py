@@ -65,9 +65,9 @@ class DecodeStep:
     def put_token(self, *full: Array) -> tuple[Array, ...]:
         """Keys and values with the new token rounded, from those with it in full precision; the cache takes it."""
         updates = []
-        for name, q, whole in zip(_CACHE_VARIABLES, self.caches, full, strict=True):
-            token = lax.dynamic_slice_in_dim(whole, self.index, 1, whole.ndim - 3)
-            updates.append(cache_with_token(q, quantize(token.astype(q.dtype), self.spec), self.index))
+        for name, cache, full_array in zip(_CACHE_VARIABLES, self.caches, full, strict=True):
+            token = lax.dynamic_slice_in_dim(full_array, self.index, 1, full_array.ndim - 3)
+            updates.append(cache_with_token(cache, quantize(token.astype(cache.dtype), self.spec), self.index))
             self.layer.put_variable(CACHE_COLLECTION, name, updates[-1])
         return tuple(dequantize(q, whole.dtype) for q, whole in zip(updates, full, strict=True))
 

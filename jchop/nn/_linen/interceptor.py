@@ -45,17 +45,17 @@ class RoundingInterceptor:
         if kind is None or rule is None or context.method_name not in ("__call__", "attend"):
             return call(*args, **kwargs)
 
-        def keys(spec: Spec | None) -> tuple[Array | None, Array | None]:
+        def draw_keys(spec: Spec | None) -> tuple[Array | None, Array | None]:
             if not is_stochastic(spec):
                 return None, None
             forward, backward = split_prng_key(layer.make_rng(rule.stochastic_stream))
             return forward, backward
 
         cache = rule.cache if kind.caches and layer.decode else None
-        decodes = cache is not None and has_cache(layer)
+        is_decoding = cache is not None and has_cache(layer)
         if kind.hook is not None:
-            decoding = DecodeStep.of(layer, cache) if cache is not None and decodes else None
-            self._set_product(layer, kind, rule, decoding)
+            decode_step = DecodeStep.of(layer, cache) if cache is not None and is_decoding else None
+            self._set_product(layer, kind, rule, decode_step)
         elif rule.activation is not None and not _is_embedding_lookup(layer, context.method_name):
             layout = None if kind.inputs is None else kind.inputs(layer, args[0].ndim)
             check_layout_axes(
@@ -64,16 +64,16 @@ class RoundingInterceptor:
                 args[0].ndim if layout is None else layout.ndim,
                 linen_layer_location(layer, rule),
             )
-            args = (round_in_layout(layout, args[0], rule.activation, *keys(rule.activation)), *args[1:])
+            args = (round_in_layout(layout, args[0], rule.activation, *draw_keys(rule.activation)), *args[1:])
         y = call(*args, **kwargs)
-        if cache is not None and not decodes:
+        if cache is not None and not is_decoding:
             pack_empty_cache(layer, cache)
         if rule.output is None or not kind.parameters:
             return y
         check_layout_axes("output", rule.output, y.ndim, linen_layer_location(layer, rule))
-        return round_in_layout(None, y, rule.output, *keys(rule.output))
+        return round_in_layout(None, y, rule.output, *draw_keys(rule.output))
 
-    def _set_product(self, layer: Any, kind: LinenKind, rule: Rule, decoding: DecodeStep | None) -> None:
+    def _set_product(self, layer: Any, kind: LinenKind, rule: Rule, decode_step: DecodeStep | None) -> None:
         """The product of this one call; a layer of Linen is made anew for each."""
         assert kind.hook is not None
         name, product = kind.hook
@@ -106,7 +106,7 @@ class RoundingInterceptor:
             x, w, remaining, product_key = round_linen_operands(layer, source, layout, how, x, w, key(), self.starting)
             return product(x, w, *args, **kwargs, how=remaining, key=product_key, **code_arguments)
 
-        attend = _linen_attention_fn(product, how, key, decoding)
+        attend = _linen_attention_fn(product, how, key, decode_step)
         object.__setattr__(layer, name, multiply if kind.parameters else attend)
 
 
@@ -120,7 +120,7 @@ def _is_embedding_lookup(layer: nn.Module, method: str) -> bool:
 
 
 def _linen_attention_fn(
-    product: Any, how: ProductRoundings, draw: Callable[[], Any], decoding: DecodeStep | None
+    product: Any, how: ProductRoundings, draw_key: Callable[[], Any], decode_step: DecodeStep | None
 ) -> Callable[..., Array]:
     """In place of `flax.linen.dot_product_attention`."""
 
@@ -143,11 +143,11 @@ def _linen_attention_fn(
     ) -> Array:
         if force_fp32_for_softmax:
             raise NotImplementedError("force_fp32_for_softmax=True: a rounded attention has its softmax in its dtype")
-        if decoding is not None:
-            key, value = decoding.put_token(key, value)
+        if decode_step is not None:
+            key, value = decode_step.put_token(key, value)
         y, weights = product(
             query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
-            precision, how=how, keys=(draw(), draw()),
+            precision, how=how, keys=(draw_key(), draw_key()),
         )  # fmt: skip
         if module is not None:
             module.sow("intermediates", "attention_weights", weights)

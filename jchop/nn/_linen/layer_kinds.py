@@ -79,18 +79,18 @@ def _dense_layout(layer: Any, ndim: int) -> OperandLayout:
 
 def _dense_general_layout(layer: Any, ndim: int) -> OperandLayout:
     features = 1 if isinstance(layer.features, int) else len(layer.features)
-    batch, first = len(layer.batch_dims), ndim - features
-    return OperandLayout((*range(batch), *range(first, ndim)), tuple(range(batch, first)))
+    batch, first_feature = len(layer.batch_dims), ndim - features
+    return OperandLayout((*range(batch), *range(first_feature, ndim)), tuple(range(batch, first_feature)))
 
 
 def _linen_conv_transpose_layout(layer: nn.ConvTranspose, ndim: int) -> OperandLayout:
-    inside, out = (ndim - 1, ndim - 2) if layer.transpose_kernel else (ndim - 2, ndim - 1)
-    return OperandLayout((out,), (*range(ndim - 2), inside))
+    in_axis, out_axis = (ndim - 1, ndim - 2) if layer.transpose_kernel else (ndim - 2, ndim - 1)
+    return OperandLayout((out_axis,), (*range(ndim - 2), in_axis))
 
 
 def _conv_transpose_input_layout(layer: nn.ConvTranspose, ndim: int) -> OperandLayout:
-    space = 1 if isinstance(layer.kernel_size, int) else len(layer.kernel_size)
-    batch = ndim - space - 1
+    space_ndim = 1 if isinstance(layer.kernel_size, int) else len(layer.kernel_size)
+    batch = ndim - space_ndim - 1
     return OperandLayout(tuple(range(batch)), tuple(range(batch, ndim)))
 
 

@@ -105,8 +105,8 @@ class LayerMatch:
         assert spec is not None
         ndim = len(self.shapes[name])
         last_axis = OperandLayout(tuple(range(ndim - 1)), (ndim - 1,))
-        layout, stack = self.layout(name) or last_axis, self.stack_ndim(name, value)
-        codes, codes_layout = pack_param(self.in_compute_dtype(value), layout, stack, spec, key, scale)
+        layout, stack_ndim = self.layout(name) or last_axis, self.stack_ndim(name, value)
+        codes, codes_layout = pack_param(self.in_compute_dtype(value), layout, stack_ndim, spec, key, scale)
         return codes, codes_layout or last_axis
 
     def times_mask(self, name: str, value: Any) -> Any:
@@ -118,17 +118,17 @@ class LayerMatch:
         if self.kind.hook is None or self.kind.parameters[name] != "weight":
             return value  # it is rounded before the layer sees it, packed or not
         mask = getattr(self.layer, "mask", None)
-        way_out = "Quantize the program instead, by program=True, or leave the layer: "
-        way_out += exclusion_advice(["/".join(self.layer.path)], self.rule)
+        advice = "Quantize the program instead, by program=True, or leave the layer: "
+        advice += exclusion_advice(["/".join(self.layer.path)], self.rule)
         if self.kernel_change:
             raise NotImplementedError(
                 f"{name} of the {self.place} is changed by {self.kernel_change} before the product, and packed numbers "
-                f"are rounded before that. {way_out}"
+                f"are rounded before that. {advice}"
             )
         if isinstance(mask, jax.core.Tracer):
             raise NotImplementedError(
                 f"mask of the {self.place} is computed while the module runs, and its packed {name} is rounded after "
-                f"the mask: make the mask by NumPy, or outside. {way_out}"
+                f"the mask: make the mask by NumPy, or outside. {advice}"
             )
         return value if mask is None else value * mask
 
@@ -159,13 +159,13 @@ class LayerMatch:
             NotImplementedError: for a stack along another axis.
         """
         shape = self.shapes[name]
-        extra = value.ndim - len(shape)
-        if value.shape[extra:] != shape:
+        stack_ndim = value.ndim - len(shape)
+        if value.shape[stack_ndim:] != shape:
             raise NotImplementedError(
                 f"{type(self.layer).__name__} at {'/'.join(self.layer.path)!r}: {name} of shape {value.shape} is a "
                 f"stack of {shape}, and its layers must lie along the first axis: variable_axes={{'params': 0}}"
             )
-        return extra
+        return stack_ndim
 
 
 def linen_params(variables: Any) -> dict[LinenPath, Any]:
@@ -203,42 +203,42 @@ def _trace_module_calls(
 ) -> tuple[ModuleCalls, dict[LinenPath, str]]:
     """The layers that run in an abstract call, and what changes the kernels of some before."""
     kernel_changes: dict[LinenPath, str] = {}
-    above: list[nn.Module] = []
-    outside: Any = None
+    enclosing: list[nn.Module] = []
+    outer_trace: Any = None
     argument_ids: set[int] = set()
     calls: dict[LinenPath, tuple[nn.Module, dict[str, tuple[int, ...]]]] = {}
     leaves, structure = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if isinstance(leaf, _ARGUMENT_ARRAY_TYPES)]
 
-    def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        above.append(context.module)
+    def record_call(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        enclosing.append(context.module)
         try:
             y = call(*args, **kwargs)
         finally:
-            above.pop()
-        own = nn.meta.unbox(dict(context.module.variables).get("params", {}))
-        shapes = {name: value.shape for name, value in own.items() if isinstance(value, jax.Array)}
+            enclosing.pop()
+        params = nn.meta.unbox(dict(context.module.variables).get("params", {}))
+        shapes = {name: value.shape for name, value in params.items() if isinstance(value, jax.Array)}
         # The module itself holds tracers, which would outlive their trace.
         path = context.module.path
-        if "kernel" in own:
-            wrapper = next((m for m in reversed(above) if isinstance(m, _KERNEL_WRAPPERS)), None)
+        if "kernel" in params:
+            wrapper = next((m for m in reversed(enclosing) if isinstance(m, _KERNEL_WRAPPERS)), None)
             # A kernel comes as the tracer that was given, unless it is changed or a transformation (scan, remat) traces
             # anew; there only Flax's own wrappers are known.
-            is_outside = current_trace() == outside
-            if (id(own["kernel"]) not in argument_ids) if is_outside else wrapper is not None:
+            is_outside = current_trace() == outer_trace
+            if (id(params["kernel"]) not in argument_ids) if is_outside else wrapper is not None:
                 kernel_changes[path] = "nn.map_variables" if wrapper is None else f"nn.{type(wrapper).__name__}"
         calls[path] = context.module.clone(parent=Scope({}, path=path)), shapes
         return y
 
     def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
-        nonlocal outside
-        outside = current_trace()
+        nonlocal outer_trace
+        outer_trace = current_trace()
         argument_ids.update(map(id, jax.tree.leaves(variables)))
         remaining = iter(arrays)
         values = [next(remaining) if isinstance(leaf, _ARGUMENT_ARRAY_TYPES) else leaf for leaf in leaves]
         return module.apply(variables, *jax.tree.unflatten(structure, values), rngs=rngs, **kwargs)
 
-    with nn.intercept_methods(note):
+    with nn.intercept_methods(record_call):
         jax.eval_shape(run, variables, rngs, arrays)
     return calls, kernel_changes
 
@@ -280,15 +280,14 @@ def linen_layer_rules(calls: ModuleCalls, rules: Sequence[Rule], variables: Any)
     params = params_by_layer(calls, variables)
     layers = {path: calls[path][0] if path in calls else None for path in params}
     kinds = {path: LINEN_KINDS.get(type(layer)) for path, layer in layers.items()}
-    numbers = {path: linen_rule_index(path, layer, rules) for path, layer in layers.items()}
-    of_norms = rules_for_norms(rules, [(number, kinds[path]) for path, number in numbers.items() if number is not None])
+    indices = {path: linen_rule_index(path, layer, rules) for path, layer in layers.items()}
+    of_norms = rules_for_norms(rules, [(index, kinds[path]) for path, index in indices.items() if index is not None])
 
-    def effective_rule(number: int | None, kind: LinenKind | None) -> Rule | None:
-        return None if number is None else (rules if kind is None or kind.operation else of_norms)[number]
+    def effective_rule(index: int | None, kind: LinenKind | None) -> Rule | None:
+        return None if index is None else (rules if kind is None or kind.operation else of_norms)[index]
 
     return {
-        path: LinenLayerRule(params[path], number, effective_rule(number, kinds[path]))
-        for path, number in numbers.items()
+        path: LinenLayerRule(params[path], index, effective_rule(index, kinds[path])) for path, index in indices.items()
     }
 
 
@@ -297,31 +296,31 @@ def _match_linen_rules(
 ) -> dict[LinenPath, LayerMatch]:
     layer_rules = linen_layer_rules(calls, rules, variables)
     matches: dict[LinenPath, tuple[int, LayerMatch]] = {}
-    for path, (_, number, effective_rule) in layer_rules.items():
+    for path, (_, index, effective_rule) in layer_rules.items():
         layer, shapes = calls.get(path, (None, {}))
-        if number is not None and effective_rule is not None:
-            matches[path] = number, LayerMatch(layer, effective_rule, shapes, kernel_changes.get(path, ""))
+        if index is not None and effective_rule is not None:
+            matches[path] = index, LayerMatch(layer, effective_rule, shapes, kernel_changes.get(path, ""))
     idle = [number for number in range(len(rules)) if not any(number == n for n, _ in matches.values())]
     if idle:
-        near = nearest_paths_hint([rules[n].path for n in idle], ["/".join(path) for path in layer_rules])
+        hint = nearest_paths_hint([rules[n].path for n in idle], ["/".join(path) for path in layer_rules])
         raise ValueError(
-            f"{', '.join(str(rules[n]) for n in idle)} matches no layer, or only such as an earlier rule matches{near}"
+            f"{', '.join(str(rules[n]) for n in idle)} matches no layer, or only such as an earlier rule matches{hint}"
         )
     matches = {path: pair for path, pair in matches.items() if _rule_fields_in_use(pair[1].rule)}
     for path, (_, match) in matches.items():
         _check_layer_match(path, match)
-    for number, rule in enumerate(rules):
-        mine = {path: match for path, (n, match) in matches.items() if n == number}
-        rule_fields = [(match.rule, match.kind.fields(layer_rules[path].params)) for path, match in mine.items()]
-        silent = [
+    for index, rule in enumerate(rules):
+        matched = {path: match for path, (n, match) in matches.items() if n == index}
+        rule_fields = [(match.rule, match.kind.fields(layer_rules[path].params)) for path, match in matched.items()]
+        unused_fields = [
             name
             for name in _rule_fields_in_use(rule)
-            if not any(name in f and name in _rule_fields_in_use(own) for own, f in rule_fields)
+            if not any(name in fields and name in _rule_fields_in_use(effective) for effective, fields in rule_fields)
         ]
-        if silent:
+        if unused_fields:
             raise ValueError(
-                f"{rule}: {', '.join(silent)} has no effect on any of its layers: "
-                f"{', '.join(sorted({type(match.layer).__name__ for match in mine.values()}))}"
+                f"{rule}: {', '.join(unused_fields)} has no effect on any of its layers: "
+                f"{', '.join(sorted({type(match.layer).__name__ for match in matched.values()}))}"
             )
     return {path: match for path, (_, match) in matches.items()}
 
@@ -332,29 +331,29 @@ def _rule_fields_in_use(rule: Rule) -> list[str]:
 
 def _check_layer_match(path: LinenPath, match: LayerMatch) -> None:
     layer, rule = match.layer, match.rule
-    what = f"{type(layer).__name__} at {'/'.join(path)!r}"
+    layer_text = f"{type(layer).__name__} at {'/'.join(path)!r}"
     kind = LINEN_KINDS.get(type(layer))
     param_names = set() if kind is None else {*kind.parameters, *map(learned_scale_name, ("weight", "activation"))}
-    more = sorted(match.shapes.keys() - param_names)
-    own = f" ({', '.join(more)})" if more else ""
-    if kind is None or more or not is_plain_flax_layer(layer, type(layer), nn.Module):
+    extra_params = sorted(match.shapes.keys() - param_names)
+    own = f" ({', '.join(extra_params)})" if extra_params else ""
+    if kind is None or extra_params or not is_plain_flax_layer(layer, type(layer), nn.Module):
         raise NotImplementedError(
-            f"{what} has parameters{own} and is none of the plain layers that can be quantized: "
+            f"{layer_text} has parameters{own} and is none of the plain layers that can be quantized: "
             f"{', '.join(cls.__name__ for cls in LINEN_KINDS)}. Quantize the program instead, by program=True, "
             f"or leave it: {exclusion_advice(['/'.join(path)], rule)}"
         )
-    refuse_forward_rotation(rule, what)
+    refuse_forward_rotation(rule, layer_text)
     if set(kind.refuses) & set(PRODUCT_RULE_FIELDS):
-        refuse_code_products(rule, what, "Flax gives no access to its product")
+        refuse_code_products(rule, layer_text, "Flax gives no access to its product")
     wrong = [name for name in kind.refuses if getattr(rule, name) is not None]
     if wrong:
         raise NotImplementedError(
-            f"{what}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product. "
+            f"{layer_text}: {', '.join(wrong)} cannot be had, since Flax gives no access to its product. "
             f"{exclusion_advice(['/'.join(path)], rule, ', ...')}"
         )
     match.check_axes()
     hooks = (kind.hook[0], f"{kind.hook[0]}_cls", *_ATTENTION_EINSUM_FIELDS) if kind.hook is not None else ()
-    usual = (None, nn.dot_product_attention)
-    own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in usual)]
+    default_functions = (None, nn.dot_product_attention)
+    own = [name for name in hooks if not any(getattr(layer, name, None) is function for function in default_functions)]
     if own:
-        raise ValueError(f"{what} has a {own[0]} of its own, in whose place the rounding would stand")
+        raise ValueError(f"{layer_text} has a {own[0]} of its own, in whose place the rounding would stand")

@@ -144,48 +144,48 @@ def add_lora(
         >>> bool((adapted.apply(variables, x) == dense.apply(packed, x)).all()), variables["lora"]["lora_a"].shape
         (True, (64, 4))
     """
-    lora_rules, core = as_lora_rules(rules), _linen_module_of(module)
+    lora_rules, plain = as_lora_rules(rules), _linen_module_of(module)
     check_key("key", key)
     if LORA_COLLECTION in variables:
         raise ValueError("variables have adapters already; merge_lora or split_lora takes them out")
     shapes = jax.eval_shape(unpack_variables, variables)
-    calls = module_calls(core, shapes, args, rngs, kwargs)
+    calls = module_calls(plain, shapes, args, rngs, kwargs)
     params, original_params = dict(linen_params(variables)), linen_params({} if original is None else original)
     new_adapters: dict[LinenPath, Array] = {}
-    rests: dict[LinenPath, Array] = {}
+    base_weights: dict[LinenPath, Array] = {}
     layer_rules: dict[str, LoraRule] = {}
     used: set[int] = set()
     for path, (layer, _) in sorted(calls.items()):
-        place = "/".join(path)
-        number = next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, place)), None)
+        layer_path = "/".join(path)
+        index = next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, layer_path)), None)
         kernel = params.get((*path, "kernel"))
-        if number is None or kernel is None:
+        if index is None or kernel is None:
             continue
-        used.add(number)
-        rule, has_codes = lora_rules[number], isinstance(kernel, Packed)
+        used.add(index)
+        rule, has_codes = lora_rules[index], isinstance(kernel, Packed)
         if not isinstance(layer, _DENSE_LAYERS):
-            raise ValueError(f"{_not_dense_message(layer, place)}; exclude the layer with '!{place}'")
+            raise ValueError(f"{_not_dense_message(layer, layer_path)}; exclude the layer with '!{layer_path}'")
         key, layer_key = split_prng_key(key)
-        sizes = tuple(map(len, _dense_axes(layer)))
+        axis_counts = tuple(map(len, _dense_axes(layer)))
         exact = (
-            weight_as_matrix(_linen_param_numbers(original_params[*path, "kernel"]), *sizes)
+            weight_as_matrix(_linen_param_numbers(original_params[*path, "kernel"]), *axis_counts)
             if (*path, "kernel") in original_params
             else None
         )
-        what = f"{type(layer).__name__} at {place!r}, by {rule}"
-        weight = weight_as_matrix(_linen_param_numbers(kernel), *sizes)
-        a, b, rest = initial_adapter(rule, what, lambda layer_key=layer_key: layer_key, weight, exact, has_codes)
+        what = f"{type(layer).__name__} at {layer_path!r}, by {rule}"
+        weight = weight_as_matrix(_linen_param_numbers(kernel), *axis_counts)
+        a, b, base = initial_adapter(rule, what, lambda layer_key=layer_key: layer_key, weight, exact, has_codes)
         new_adapters |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
-        rests |= {} if rest is None else {path: rest}
-        layer_rules[place] = rule
+        base_weights |= {} if base is None else {path: base}
+        layer_rules[layer_path] = rule
     check_lora_rules_match(lora_rules, used, ["/".join(path) for path in calls])
-    if rests:
+    if base_weights:
         matches = (
-            match_linen_layers(core, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
+            match_linen_layers(plain, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
         )
         params |= {
             (*path, "kernel"): _replace_param_value(params[*path, "kernel"], rest, matches.get(path))
-            for path, rest in rests.items()
+            for path, rest in base_weights.items()
         }
     result = {**variables, "params": unflatten_dict(params), LORA_COLLECTION: unflatten_dict(new_adapters)}
     return Adapted(module, tuple(sorted(layer_rules.items()))), result
@@ -223,20 +223,20 @@ def merge_lora(
     """
     check_bool("requantize", requantize)
     base, adapters = _split_adapters(adapted, variables)
-    module, core, params = adapted.module, _linen_module_of(adapted.module), dict(linen_params(base))
+    module, plain, params = adapted.module, _linen_module_of(adapted.module), dict(linen_params(base))
     shapes = jax.eval_shape(unpack_variables, base)
     rules = module.rules if isinstance(module, Quantized) else ()
-    matches = match_linen_layers(core, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
-    packed_places = [place for place in adapters if isinstance(params[*_linen_path(place), "kernel"], Packed)]
-    for place, adapter in adapters.items():
-        leaf = params[*(path := _linen_path(place)), "kernel"]
-        weight = merge_lora_weight(_linen_param_numbers(leaf), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
-        params[*path, "kernel"] = _replace_param_value(leaf, weight, matches.get(path))
+    matches = match_linen_layers(plain, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
+    packed_paths = [place for place in adapters if isinstance(params[*_linen_path(place), "kernel"], Packed)]
+    for layer_path, adapter in adapters.items():
+        kernel = params[*(path := _linen_path(layer_path)), "kernel"]
+        weight = merge_lora_weight(_linen_param_numbers(kernel), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
+        params[*path, "kernel"] = _replace_param_value(kernel, weight, matches.get(path))
     result = {**base, "params": unflatten_dict(params)}
-    if requantize or not packed_places:
+    if requantize or not packed_paths:
         return module, result
-    remaining = _rules_excluding_layers(rules, packed_places, module_calls(core, shapes, args, rngs, kwargs), shapes)
-    return (Quantized(core, remaining) if any(rule.rounds for rule in remaining) else core), result
+    remaining = _rules_excluding_layers(rules, packed_paths, module_calls(plain, shapes, args, rngs, kwargs), shapes)
+    return (Quantized(plain, remaining) if any(rule.rounds for rule in remaining) else plain), result
 
 
 def split_lora(adapted: Adapted, variables: Any) -> tuple[nn.Module | Quantized, Any, dict[str, dict[str, Any]]]:
@@ -315,13 +315,13 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
     """
     _linen_module_of(module)
     kernels = {"/".join(path[:-1]): leaf for path, leaf in linen_params(variables).items() if path[-1] == "kernel"}
-    adapters = read_adapters(folder, kernels, lambda place: nn.meta.unbox(kernels[place]).shape)
+    adapters = read_adapters(folder, kernels, lambda layer_path: nn.meta.unbox(kernels[layer_path]).shape)
     arrays = {
-        (*_linen_path(place), name): part
-        for place, new in adapters.items()
-        for name, part in zip(_ADAPTER_ARRAYS, new, strict=False)
+        (*_linen_path(layer_path), name): array
+        for layer_path, adapter in adapters.items()
+        for name, array in zip(_ADAPTER_ARRAYS, adapter, strict=False)
     }
-    rules = tuple((place, adapters[place][2]) for place in sorted(adapters))
+    rules = tuple((layer_path, adapters[layer_path][2]) for layer_path in sorted(adapters))
     return Adapted(module, rules), {**variables, LORA_COLLECTION: unflatten_dict(arrays)}
 
 
@@ -337,12 +337,12 @@ def _linen_module_of(module: Any) -> nn.Module:
     )
 
 
-def _linen_path(place: str) -> LinenPath:
-    return tuple(place.split("/")) if place else ()
+def _linen_path(path: str) -> LinenPath:
+    return tuple(path.split("/")) if path else ()
 
 
-def _not_dense_message(layer: Any, place: str) -> str:
-    return f"{type(layer).__name__} at {place!r}: adapters are for flax.linen.Dense and DenseGeneral"
+def _not_dense_message(layer: Any, path: str) -> str:
+    return f"{type(layer).__name__} at {path!r}: adapters are for flax.linen.Dense and DenseGeneral"
 
 
 def _dense_axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -356,14 +356,14 @@ def _split_adapters(model: Adapted, variables: Any) -> tuple[dict[str, Any], dic
     """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
     base = dict(variables)
     arrays: Any = flatten_dict(dict(base.pop(LORA_COLLECTION, {})))
-    places = {(*_linen_path(place), part): (place, part) for place, _ in model.rules for part in _ADAPTER_ARRAYS}
-    if other := set(arrays) ^ set(places):
+    array_paths = {(*_linen_path(place), part): (place, part) for place, _ in model.rules for part in _ADAPTER_ARRAYS}
+    if difference := set(arrays) ^ set(array_paths):
         raise ValueError(
-            f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {'/'.join(min(other))!r}"
+            f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {'/'.join(min(difference))!r}"
         )
     adapters: dict[str, dict[str, Any]] = {place: {"rule": rule} for place, rule in model.rules}
-    for keys, (place, part) in places.items():
-        adapters[place][part] = arrays[keys]
+    for keys, (place, name) in array_paths.items():
+        adapters[place][name] = arrays[keys]
     return base, adapters
 
 
@@ -383,14 +383,14 @@ def _replace_param_value(leaf: Any, weight: Array, match: Any) -> Any:
     return Packed(codes, layout, weight.shape)
 
 
-def _rules_excluding_layers(rules: tuple[Rule, ...], places: list[str], calls: Any, shapes: Any) -> tuple[Rule, ...]:
+def _rules_excluding_layers(rules: tuple[Rule, ...], paths: list[str], calls: Any, shapes: Any) -> tuple[Rule, ...]:
     """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
-    all_rules = (Rule(" ".join(f"/{place}/" if place else "/" for place in places)), *rules)
+    all_rules = (Rule(" ".join(f"/{place}/" if place else "/" for place in paths)), *rules)
     used: dict[int | None, set[str]] = {}
-    for path, (params, _, own) in linen_layer_rules(calls, rules, shapes).items():
+    for path, (params, _, rule) in linen_layer_rules(calls, rules, shapes).items():
         layer = calls[path][0] if path in calls else None
         kind = LINEN_KINDS.get(type(layer))
-        fields = () if kind is None else {name for name in kind.fields(params) if getattr(own, name, None) is not None}
+        fields = () if kind is None else {name for name in kind.fields(params) if getattr(rule, name, None) is not None}
         used.setdefault(linen_rule_index(path, layer, all_rules), set()).update(fields)
-    idle = {number: dict.fromkeys(name for name in ROUNDING_FIELDS if name not in used[number]) for number in used}
-    return tuple(replace(rule, **idle[number]) for number, rule in enumerate(all_rules) if number in used)
+    idle_fields = {index: dict.fromkeys(name for name in ROUNDING_FIELDS if name not in used[index]) for index in used}
+    return tuple(replace(rule, **idle_fields[index]) for index, rule in enumerate(all_rules) if index in used)

@@ -70,9 +70,9 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, old_scales = self._split_variables(variables)
+        params, state, old_scales = self._split_variables(variables)
         function = self._function(variables, args, rngs, kwargs)
-        new_scales = function.start(params, rest, args, rngs, kwargs, key=self._key(rngs))
+        new_scales = function.start(params, state, args, rngs, kwargs, key=self._key(rngs))
         scales = (new | old for new, old in zip(new_scales, old_scales, strict=True))
         return {**variables, **_param_and_scale_collections(params, Scales(*scales))}
 
@@ -90,11 +90,11 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, old_scales = self._split_variables(variables)
+        params, state, old_scales = self._split_variables(variables)
         calls = [batch_arguments(batch) for _, batch in enumerate_batches(batches)]
         function = self._function(variables, calls[0], rngs, kwargs)
         scales = function.calibrate(
-            params, [(rest, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=old_scales,
+            params, [(state, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=old_scales,
             key=self._key(rngs),
         )  # fmt: skip
         return {**variables, **_param_and_scale_collections(params, scales)}
@@ -115,13 +115,13 @@ class Program:
         Raises:
             ValueError: as `jchop.quantize_fn`.
         """
-        params, rest, scales = self._split_variables(variables)
+        params, state, scales = self._split_variables(variables)
         function, key = self._function(variables, args, rngs, kwargs), self._key(rngs)
         if not scales.stats or not in_filter(kwargs.get("mutable", False), SCALE_COLLECTION):
             call_scales = scales if self._keeps or scales.stats else None
-            return function(params, rest, args, rngs, kwargs, scales=call_scales, key=key)
-        (y, after), scales = function.update(params, rest, args, rngs, kwargs, scales=scales, key=key)
-        return y, {**after, SCALE_COLLECTION: _nest_params(scales.stats)}
+            return function(params, state, args, rngs, kwargs, scales=call_scales, key=key)
+        (y, mutated), scales = function.update(params, state, args, rngs, kwargs, scales=scales, key=key)
+        return y, {**mutated, SCALE_COLLECTION: _nest_params(scales.stats)}
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The variables with the rounded parameters stored packed, in their own shapes and boxes, for `apply`.
@@ -134,10 +134,10 @@ class Program:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, rest, scales = self._split_variables(variables)
+        params, state, scales = self._split_variables(variables)
         function = self._function(variables, args, rngs, kwargs)
-        check_weight_rules([function.resolved(params, rest, args, rngs, kwargs)])
-        packed_params = function.pack(params, rest, args, rngs, kwargs, scales=scales, key=self._key(rngs))
+        check_weight_rules([function.resolved(params, state, args, rngs, kwargs)])
+        packed_params = function.pack(params, state, args, rngs, kwargs, scales=scales, key=self._key(rngs))
         activation_scales = {
             name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")
         }
@@ -164,19 +164,19 @@ class Program:
             progress: called with the number of batches that were run.
         """
         data = load_name("jchop.ptq._models", "ModelData")(batches, steps, sequential, progress)
-        params, rest, _ = self._split_variables(variables)
+        params, state, _ = self._split_variables(variables)
         by_layer = any(rule.layer is not None for rule in self.rules)  # a call shows the classes of layers
         function = self._function(variables, data.first() if by_layer else (), rngs, {})
-        packed_params, report = data.round(function, params, lambda args: (rest, args, rngs, {}), self._key(rngs))
-        return {**rest, "params": packed_params}, report
+        packed_params, report = data.round(function, params, lambda args: (state, args, rngs, {}), self._key(rngs))
+        return {**state, "params": packed_params}, report
 
     def report(
         self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
     ) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`, and a platform."""
-        params, rest, _ = self._split_variables(variables)
+        params, state, _ = self._split_variables(variables)
         function = self._function(variables, args, rngs, kwargs)
-        return function.report(params, rest, args, rngs, kwargs, platform=platform)
+        return function.report(params, state, args, rngs, kwargs, platform=platform)
 
     @property
     def _keeps(self) -> bool:
@@ -202,8 +202,8 @@ class Program:
         )
 
     def _function(self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> QuantizedFunction:
-        def pure(params: Any, rest: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> Any:
-            return self.module.apply({**rest, "params": params}, *args, rngs=rngs, **kwargs)
+        def pure(params: Any, state: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> Any:
+            return self.module.apply({**state, "params": params}, *args, rngs=rngs, **kwargs)
 
         classes = {}
         if any(rule.layer is not None for rule in self.rules):

@@ -121,10 +121,10 @@ class Quantized:
         variables = self.module.init(rngs, *args, **kwargs)
         if all(rule.scale_from is None and rule.cache is None for rule in self.rules):
             return variables
-        more = {name: value for name, value in kwargs.items() if name not in ("mutable", "capture_intermediates")}
+        options = {name: value for name, value in kwargs.items() if name not in ("mutable", "capture_intermediates")}
         cache = {name: value for name, value in variables.items() if name == CACHE_COLLECTION}
         others = {name: value for name, value in variables.items() if name != CACHE_COLLECTION}
-        return {**cache, **self.start(others, *args, rngs=rngs, **more)}
+        return {**cache, **self.start(others, *args, rngs=rngs, **options)}
 
     def start(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """Variables of the plain module, for example trained ones, extended by the variables of the rules.
@@ -168,11 +168,11 @@ class Quantized:
             collections[name] = unflatten_dict({**new, **flatten_dict(dict(collections.get(name, {})))})
         result = {**variables, **collections}
         if any(match.needs_run for match in layers.values()):
-            _, after = self._call(collections, args, rngs, kwargs, starting=True)
-            result["params"] = unflatten_dict({**linen_params(after), **linen_params(collections)})
+            _, new_variables = self._call(collections, args, rngs, kwargs, starts_scales=True)
+            result["params"] = unflatten_dict({**linen_params(new_variables), **linen_params(collections)})
             result |= (
-                {CACHE_COLLECTION: after[CACHE_COLLECTION]}
-                if CACHE_COLLECTION in after and CACHE_COLLECTION not in variables
+                {CACHE_COLLECTION: new_variables[CACHE_COLLECTION]}
+                if CACHE_COLLECTION in new_variables and CACHE_COLLECTION not in variables
                 else {}
             )
         return result
@@ -259,17 +259,17 @@ class Quantized:
             check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
         return linen_report(module_calls(self.module, variables, args, rngs, kwargs), self.rules, variables, platform)
 
-    def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starting: bool = False) -> Any:
-        plain = unpack_variables(variables)
-        layers = match_linen_layers(self.module, self.rules, plain, args, rngs, kwargs)
+    def _call(self, variables: Any, args: Any, rngs: Any, kwargs: Any, *, starts_scales: bool = False) -> Any:
+        plain_variables = unpack_variables(variables)
+        layers = match_linen_layers(self.module, self.rules, plain_variables, args, rngs, kwargs)
         packed_kernels = _packed_kernels(variables, layers)
         keys = _ParamKeys(rngs)
-        weights = dict(linen_params(plain))
+        weights = dict(linen_params(plain_variables))
         for path, match in layers.items():
             for name, role in match.kind.parameters.items():
                 spec = match.spec(name)
-                inside = match.kind.hook is not None and role == "weight"  # the product rounds it
-                if spec is None or inside or path in packed_kernels or (*path, name) not in weights:
+                is_product_operand = match.kind.hook is not None and role == "weight"  # the product rounds it
+                if spec is None or is_product_operand or path in packed_kernels or (*path, name) not in weights:
                     continue
                 value, layout = weights[(*path, name)], match.layout(name)
                 weights[(*path, name)] = map_over_stack(
@@ -279,7 +279,7 @@ class Quantized:
                     *keys.of(match.rule, spec),
                 )
         rules = {path: match.rule for path, match in layers.items()}
-        with nn.intercept_methods(RoundingInterceptor(rules, packed_kernels, starting)):
+        with nn.intercept_methods(RoundingInterceptor(rules, packed_kernels, starts_scales)):
             return self.module.apply({**variables, "params": unflatten_dict(weights)}, *args, rngs=rngs, **kwargs)
 
 
@@ -287,10 +287,10 @@ def unpack_variables(variables: Any) -> Any:
     """Variables as the module itself has them."""
     refuse_qarray_dicts("variables", variables)
 
-    def of(leaf: Any) -> Any:
+    def unpack_leaf(leaf: Any) -> Any:
         return leaf.unpack() if isinstance(leaf, Packed) else dequantize(leaf) if isinstance(leaf, QArray) else leaf
 
-    return jax.tree.map(of, variables, is_leaf=lambda leaf: isinstance(leaf, Packed | QArray))
+    return jax.tree.map(unpack_leaf, variables, is_leaf=lambda leaf: isinstance(leaf, Packed | QArray))
 
 
 def _round_linen_param(layout: OperandLayout | None, spec: Spec, x: Array, *keys: Array | None) -> Array:

@@ -38,7 +38,7 @@ _OPERAND_ROLES = (("left", "activation"), ("right", "weight"))
 
 def round_linen_operands(
     layer: Any, source: ScaleFrom | None, layout: OperandLayout, how: ProductRoundings, x: Array, w: Array,
-    key: Array | None, starting: bool,
+    key: Array | None, starts_scales: bool,
 ) -> tuple[Array, Array, ProductRoundings, Array | None]:  # fmt: skip
     """The operands of a product, rounded if their scales are kept, and the remaining roundings.
 
@@ -50,7 +50,7 @@ def round_linen_operands(
         x: the input.
         w: the kernel.
         key: of the product.
-        starting: whether the call is to begin scales, not to follow data.
+        starts_scales: whether the call is to begin scales, not to follow data.
     """
     if source is None:
         return x, w, how, key
@@ -62,7 +62,7 @@ def round_linen_operands(
         operand_key, key = (None, None) if key is None else split_prng_key(key)
         operand_layout = layout if role == "weight" else None
         operands[i] = _round_linen_operand(
-            layer, source, role, spec, operand_layout, operands[i], operand_key, starting
+            layer, source, role, spec, operand_layout, operands[i], operand_key, starts_scales
         )
         how = replace(how, **{side: None})
     return operands[0], operands[1], how, key
@@ -70,26 +70,26 @@ def round_linen_operands(
 
 def _round_linen_operand(
     layer: Any, source: ScaleFrom, role: str, spec: Spec, layout: OperandLayout | None, x: Array, key: Array | None,
-    starting: bool,
+    starts_scales: bool,
 ) -> Array:  # fmt: skip
     if isinstance(source, LSQ):
         name = learned_scale_name(role)
-        if starting and role == "activation":
+        if starts_scales and role == "activation":
             if not layer.has_variable("params", name):
                 layer.put_variable("params", name, initial_scale(finite_range(x), spec))
             return x  # as `calibrate` runs a layer: its input is seen, not rounded
         shape = () if layout is None else None  # that of a kernel is for `quantize` to see
         return round_lsq_operand(source, layout, x, spec, _scale_variable(layer, "params", name, shape), key)
-    fixed = starting or not layer.is_mutable_collection(SCALE_COLLECTION)
+    is_fixed = starts_scales or not layer.is_mutable_collection(SCALE_COLLECTION)
     if isinstance(source, MovingAverage):
         name = f"{role}_range"
-        span = after = update_range(source, _scale_variable(layer, SCALE_COLLECTION, name, (2,)), x, fixed)
+        span = stats = update_range(source, _scale_variable(layer, SCALE_COLLECTION, name, (2,)), x, is_fixed)
     else:
         assert isinstance(source, DelayedScaling)
         name = f"{role}_history"
-        span, after = update_history(source, _scale_variable(layer, SCALE_COLLECTION, name, (source.length,)), x)
-    if not fixed:
-        layer.put_variable(SCALE_COLLECTION, name, after)
+        span, stats = update_history(source, _scale_variable(layer, SCALE_COLLECTION, name, (source.length,)), x)
+    if not is_fixed:
+        layer.put_variable(SCALE_COLLECTION, name, stats)
     return round_in_range(x, spec, span, key)
 
 
@@ -104,12 +104,12 @@ def initial_linen_scales(
         layers: by path.
         params: by path.
     """
-    new: dict[str, dict[LinenPath, Array]] = {}
+    scales: dict[str, dict[LinenPath, Array]] = {}
     for path, match in layers.items():
         if match.kind.keeps_scales:
             for collection, name, value in _initial_layer_scales(match, params[(*path, "kernel")]):
-                new.setdefault(collection, {})[(*path, name)] = value
-    return new
+                scales.setdefault(collection, {})[(*path, name)] = value
+    return scales
 
 
 def _initial_layer_scales(match: LayerMatch, kernel: Array) -> Iterator[tuple[str, str, Array]]:

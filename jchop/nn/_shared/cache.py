@@ -66,8 +66,8 @@ def attend_from_cache(
         query, key = layer.query_ln(query), layer.key_ln(key)
     index = layer.cache_index[...]
     caches = [
-        cache_with_token(cache, quantize(new.astype(cache.dtype), spec), index)
-        for cache, new in ((layer.cached_key.get_value(), key), (layer.cached_value.get_value(), value))
+        cache_with_token(cache, quantize(token.astype(cache.dtype), spec), index)
+        for cache, token in ((layer.cached_key.get_value(), key), (layer.cached_value.get_value(), value))
     ]
     layer.cached_key.set_value(caches[0])
     layer.cached_value.set_value(caches[1])
@@ -96,7 +96,7 @@ def cache_with_token(cache: QArray, token: QArray, index: Array) -> QArray:
     if token.shape != token_shape:
         raise ValueError(f"inputs have keys of shape {token.shape}; with this cache they must have {token_shape}")
 
-    def put(whole: Array, part: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(whole, part, index, whole.ndim - 3)
+    def put(cache_array: Array, token_array: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(cache_array, token_array, index, cache_array.ndim - 3)
 
     return jax.tree.map(put, cache, token)

@@ -98,9 +98,9 @@ def as_lora_rules(rules: LoraRule | Iterable[LoraRule]) -> tuple[LoraRule, ...]:
 def check_lora_rules_match(rules: Sequence[LoraRule], used: Collection[int], paths: Sequence[str]) -> None:
     """Refuse rules that no layer has taken."""
     if idle := [rule for i, rule in enumerate(rules) if i not in used]:
-        near = nearest_paths_hint([rule.path for rule in idle], paths)
+        hint = nearest_paths_hint([rule.path for rule in idle], paths)
         raise ValueError(
-            f"{', '.join(map(str, idle))} matches no linear layer, or only such as an earlier rule matches{near}"
+            f"{', '.join(map(str, idle))} matches no linear layer, or only such as an earlier rule matches{hint}"
         )
 
 
@@ -132,12 +132,12 @@ def initial_adapter(
     exact = np.asarray(original if has_codes else weight, np.float64)
     if exact.shape != weight.shape:
         raise ValueError(f"{what}: original has a weight of shape {list(exact.shape)}, not {list(weight.shape)}")
-    whole = rule.init == "pissa"
+    is_pissa = rule.init == "pissa"
     a, b = (
         jnp.asarray(part, weight.dtype)
-        for part in _low_rank_factors(exact if whole else exact - np.asarray(weight), rule)
+        for part in _low_rank_factors(exact if is_pissa else exact - np.asarray(weight), rule)
     )
-    if not whole:
+    if not is_pissa:
         return a, b, None
     product = rule.factor * (np.asarray(a, np.float64) @ np.asarray(b, np.float64))
     return a, b, jnp.asarray(exact - product, weight.dtype)
@@ -147,29 +147,29 @@ def initial_stack_adapters(
     rule: LoraRule, what: str, draw: Callable[[int], Array], weight: Array, original: Any, has_codes: bool
 ) -> tuple[Array, Array, Array | None]:
     """`initial_adapter` of each layer of a stack, whose axes are in front; `draw` gives a key for each."""
-    stack = weight.shape[:-2]
+    stack_shape = weight.shape[:-2]
     parts = [
         initial_adapter(rule, what, partial(draw, i), weight[at], None if original is None else original[at], has_codes)
-        for i, at in enumerate(np.ndindex(*stack))
+        for i, at in enumerate(np.ndindex(*stack_shape))
     ]
-    a, b, rest = (
-        None if some[0] is None else jnp.stack(some).reshape(*stack, *some[0].shape)
-        for some in zip(*parts, strict=True)
+    a, b, base = (
+        None if arrays[0] is None else jnp.stack(arrays).reshape(*stack_shape, *arrays[0].shape)
+        for arrays in zip(*parts, strict=True)
     )
     assert a is not None and b is not None
-    return a, b, rest
+    return a, b, base
 
 
 def _low_rank_factors(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, np.ndarray]:
     """A and B with factor A B the closest matrix of the rank (Eckart and Young, 1936)."""
-    left, sizes, right = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
-    root = np.sqrt(sizes[: rule.rank] / rule.factor)
+    left, singular_values, right = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
+    root = np.sqrt(singular_values[: rule.rank] / rule.factor)
     return left[:, : rule.rank] * root, root[:, None] * right[: rule.rank]
 
 
-def weight_as_matrix(weight: Array, inside: int, out: int) -> Array:
-    """A weight of `inside` axes of inputs and `out` of outputs as (in, out); one of more axes as it is."""
-    return weight.reshape(math.prod(weight.shape[:inside]), -1) if weight.ndim == inside + out else weight
+def weight_as_matrix(weight: Array, in_ndim: int, out_ndim: int) -> Array:
+    """A weight of `in_ndim` axes of inputs and `out_ndim` of outputs as (in, out); one of more axes as it is."""
+    return weight.reshape(math.prod(weight.shape[:in_ndim]), -1) if weight.ndim == in_ndim + out_ndim else weight
 
 
 def add_adapter_output(y: Array, x: Array, a: Array, b: Array, axis: Sequence[int], rule: LoraRule) -> Array:

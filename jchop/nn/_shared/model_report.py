@@ -91,8 +91,8 @@ class ModelReport(Tables):
         return any(row.output_snr is not None for row in self.rows)
 
     def _parts(self) -> list[TableOrLine]:
-        more = ("weights dB", "inputs dB", "results dB") if self._has_ratios else ()
-        head = ("path", "layer", "rounds", "bytes", "packed", *more)
+        ratio_heads = ("weights dB", "inputs dB", "results dB") if self._has_ratios else ()
+        head = ("path", "layer", "rounds", "bytes", "packed", *ratio_heads)
         body = [
             (
                 ", ".join([row.path or "(the model)", *row.also]),
@@ -100,11 +100,11 @@ class ModelReport(Tables):
                 _describe_roundings(row),
                 str(row.bytes_before),
                 str(row.bytes_after),
-                *(_ratio_cells(row) if more else ()),
+                *(_ratio_cells(row) if ratio_heads else ()),
             )
             for row in self.rows
         ]
-        total = ("", "", "", str(self.bytes_before), str(self.bytes_after), *("" for _ in more))
+        total = ("", "", "", str(self.bytes_before), str(self.bytes_after), *("" for _ in ratio_heads))
         operand_rows = [row for row in self.rows if row.operands]
         lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in operand_rows]
         return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
@@ -122,7 +122,7 @@ def _describe_roundings(row: LayerRow) -> str:
     return ", ".join(f"{name}={spec}" for name, spec in row.specs) or packed_text or "nothing"
 
 
-def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None, own: Rule | None) -> str | None:
+def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None, effective: Rule | None) -> str | None:
     """The reason why a parameter of a layer stays in full precision; None if it does not.
 
     Args:
@@ -130,7 +130,7 @@ def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None,
         quantizable: whether the class can be quantized.
         rule: the rule of the layer.
         role: the field of a rule for the parameter; None if there is none.
-        own: what the rule rounds in this layer.
+        effective: what the rule rounds in this layer.
     """
     if rule is None:
         return "no rule matches"
@@ -142,7 +142,7 @@ def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None,
         return f"no field of a rule is for this parameter of {layer}"
     if getattr(rule, role) is None:
         return f"{rule} has no {role}"
-    return None if getattr(own, role) is not None else f"{rule} leaves norms, since it decides other layers, too"
+    return None if getattr(effective, role) is not None else f"{rule} leaves norms, since it decides other layers, too"
 
 
 def bytes_of_tree(tree: Any) -> int:

@@ -48,7 +48,7 @@ def rules_of_mode(rules: Any, mode: str) -> tuple[Rule, ...]:
 def _check_rule_mode(rule: Rule, mode: str) -> None:
     if mode not in _MODE_FIELDS:
         return
-    mode_fields, why = _MODE_FIELDS[mode]
+    mode_fields, purpose = _MODE_FIELDS[mode]
     wrong = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in mode_fields]
     if wrong:
-        raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {why}")
+        raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {purpose}")

@@ -85,9 +85,9 @@ def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mappin
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     config = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "bias": "none"}
     config |= {"r": rank, "lora_alpha": alpha, "lora_dropout": rates.pop(), "target_modules": sorted(rules)}
-    whole = {name: f"^{re.escape(name)}" for name in rules}  # a name alone is a pattern of the ends of paths, too
-    config["rank_pattern"] = {whole[name]: rule.rank for name, rule in rules.items() if rule.rank != rank}
-    config["alpha_pattern"] = {whole[name]: value for name, value in alphas.items() if value != alpha}
+    pattern = {name: f"^{re.escape(name)}" for name in rules}  # a name alone is a pattern of the ends of paths, too
+    config["rank_pattern"] = {pattern[name]: rule.rank for name, rule in rules.items() if rule.rank != rank}
+    config["alpha_pattern"] = {pattern[name]: value for name, value in alphas.items() if value != alpha}
     text = json.dumps(config, indent=2) + "\n"
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def read_adapters(
     for name in sorted(
         {name.removeprefix(_PEFT_PREFIX).removesuffix(_LORA_A_SUFFIX).removesuffix(_LORA_B_SUFFIX) for name in tensors}
     ):
-        a, b = (tensors.get(f"{_PEFT_PREFIX}{name}{end}") for end in (_LORA_A_SUFFIX, _LORA_B_SUFFIX))
+        a, b = (tensors.get(f"{_PEFT_PREFIX}{name}{suffix}") for suffix in (_LORA_A_SUFFIX, _LORA_B_SUFFIX))
         if a is None or b is None or name not in path_by_name:
             raise ValueError(
                 f"{source / _PEFT_TENSORS}: {short_text(name)} has no A and B, or is no linear layer of the model"
@@ -141,8 +141,8 @@ def _check_adapter_shapes(source: Path, name: str, shape: tuple[int, ...], a: An
 def _peft_rules(config: dict[str, Any], adapters: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, LoraRule]:
     """The rules of adapters by name; fields that a configuration has not are as PEFT has them."""
     ranks, alphas = (
-        _values_by_pattern(field, config.get(field) or {}, config.get(whole, 8), list(adapters))
-        for field, whole in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+        _values_by_pattern(field, config.get(field) or {}, config.get(default_field, 8), list(adapters))
+        for field, default_field in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
     )
     rules = {}
     for (name, (a, _)), rank, alpha in zip(adapters.items(), ranks, alphas, strict=True):
@@ -156,39 +156,39 @@ def _peft_rules(config: dict[str, Any], adapters: Mapping[str, tuple[jax.Array, 
     return rules
 
 
-def _values_by_pattern(field: str, patterns: Any, value: Any, names: Sequence[str]) -> list[Any]:
-    """The value of the first pattern that matches each name, as PEFT matches them; `value` if none does."""
+def _values_by_pattern(field: str, patterns: Any, default: Any, names: Sequence[str]) -> list[Any]:
+    """The value of the first pattern that matches each name, as PEFT matches them; `default` if none does."""
     if not isinstance(patterns, dict):
         raise ValueError(f"{field}={short_text(patterns)} is no object")
-    longest, steps, keys = max(map(len, names), default=0), 0, []
-    for key, pattern_value in patterns.items():
-        steps += len(names) * (16 + _max_match_ways(key, longest)) + 64 * (256 + len(key))
+    longest, steps, regexes = max(map(len, names), default=0), 0, []
+    for pattern, pattern_value in patterns.items():
+        steps += len(names) * (16 + _max_match_ways(pattern, longest)) + 64 * (256 + len(pattern))
         if steps > _MAX_MATCH_STEPS:
-            raise ValueError(f"{field} takes too long to match, at {short_text(key)}: use whole paths as keys")
+            raise ValueError(f"{field} takes too long to match, at {short_text(pattern)}: use whole paths as keys")
         try:
-            keys.append((re.compile(rf"(.*\.)?({key})$"), pattern_value))
+            regexes.append((re.compile(rf"(.*\.)?({pattern})$"), pattern_value))
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{field} has the key {short_text(key)}, which is no regular expression: {error}"
+                f"{field} has the key {short_text(pattern)}, which is no regular expression: {error}"
             ) from None
-    return [next((pattern_value for key, pattern_value in keys if key.match(name)), value) for name in names]
+    return [next((pattern_value for key, pattern_value in regexes if key.match(name)), default) for name in names]
 
 
-def _max_match_ways(key: str, longest: int) -> int:
+def _max_match_ways(pattern: str, longest: int) -> int:
     """A bound of the ways in which a pattern can match a text; groups that repeat have no bound of use."""
     ways, branches = longest + 1, [1]
-    for mark in _REGEX_TOKENS.findall(key):
-        if mark[0] in "\\[":
+    for token in _REGEX_TOKENS.findall(pattern):
+        if token[0] in "\\[":
             continue
         factor = 1
-        if mark[0] == "(" and mark != "(?":  # of flags and comments, which can hide what repeats
+        if token[0] == "(" and token != "(?":  # of flags and comments, which can hide what repeats
             branches.append(1)
-        elif mark == "|":
+        elif token == "|":
             branches[-1] += 1
-        elif mark == ")" and len(branches) > 1:
+        elif token == ")" and len(branches) > 1:
             factor = branches.pop()
         else:
-            factor = 2 if mark == "?" else longest + 1 if mark in "*+{" else _MAX_MATCH_STEPS
+            factor = 2 if token == "?" else longest + 1 if token in "*+{" else _MAX_MATCH_STEPS
         ways = min(ways * factor, _MAX_MATCH_STEPS)
     return ways * branches[0]
 

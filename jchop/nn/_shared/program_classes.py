@@ -99,8 +99,8 @@ class ProgramPart:
         )
 
 
-def _rename_params(params: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
-    return nnx.from_flat_state([(new(path), value) for path, value in nnx.to_flat_state(params)])
+def _rename_params(params: Any, new_path: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
+    return nnx.from_flat_state([(new_path(path), value) for path, value in nnx.to_flat_state(params)])
 
 
 def is_method(value: Any) -> bool:
@@ -138,14 +138,14 @@ def class_body(
         make: the class under rules of a plain one, with which its instances are pickled.
     """
     plain_methods, plain_base = _compute_methods(plain, base), cast(Any, plain)
-    instances = {
+    methods_by_code = {
         code: (name, first) for name, value in plain_methods.items() for code, first in _method_code_objects(value)
     }
 
     def __getattribute__(self: Any, name: str) -> Any:
         frame = sys._getframe(1)
-        if frame.f_code in instances and not name.startswith("__"):
-            method, first = instances[frame.f_code]
+        if frame.f_code in methods_by_code and not name.startswith("__"):
+            method, first = methods_by_code[frame.f_code]
             if frame.f_locals.get(first) is self:
                 raise TypeError(
                     f"{plain.__name__}.{method} of the plain class, whose products are not rounded, is called with a "
@@ -159,17 +159,17 @@ def class_body(
         return (_new_program_instance, (make, plain), *rest[1:]) if makes_new else (constructor, *rest)
 
     methods = {name: wrap(name, value) for name, value in plain_methods.items()}
-    more = {"__getattribute__": __getattribute__, "__reduce_ex__": __reduce_ex__, "_quantized_program": True}
-    return {**methods, **more, "__doc__": plain.__doc__, "__module__": plain.__module__}
+    special = {"__getattribute__": __getattribute__, "__reduce_ex__": __reduce_ex__, "_quantized_program": True}
+    return {**methods, **special, "__doc__": plain.__doc__, "__module__": plain.__module__}
 
 
 def _compute_methods(plain: type, base: type) -> dict[str, Callable[..., Any]]:
     """The methods of a class that compute, without those of the base of its library."""
-    own = {*dir(base), *getattr(plain, "__dataclass_fields__", ())}
+    base_names = {*dir(base), *getattr(plain, "__dataclass_fields__", ())}
     return {
         name: value
         for name in dir(plain)
-        if name == "__call__" or not (name in own or name.startswith("__"))
+        if name == "__call__" or not (name in base_names or name.startswith("__"))
         if is_method(value := inspect.getattr_static(plain, name))
     }
 
@@ -183,12 +183,12 @@ def is_plain_flax_layer(layer: Any, cls: type, base: type) -> bool:
         base: the class of modules.
     """
     methods = _compute_methods(cls, base)
-    chains = [*methods.values()]
-    while chains:
-        method = chains.pop()
+    unchecked = [*methods.values()]
+    while unchecked:
+        method = unchecked.pop()
         if not getattr(method, "__globals__", {"__name__": "flax."})["__name__"].startswith("flax."):
             return False
-        chains += [method.__wrapped__] if hasattr(method, "__wrapped__") else []
+        unchecked += [method.__wrapped__] if hasattr(method, "__wrapped__") else []
     return not any(callable(value) for name, value in vars(layer).items() if name in methods)
 
 
@@ -201,11 +201,11 @@ def _method_code_objects(method: Any) -> Iterator[tuple[CodeType, str]]:
     while method is not None:
         code = getattr(method, "__code__", None)
         if code is not None and code.co_argcount:
-            first, waiting = code.co_varnames[0], [code]
-            while waiting:
-                inner = waiting.pop()
-                yield inner, first
-                waiting += [value for value in inner.co_consts if isinstance(value, CodeType)]
+            self_name, pending = code.co_varnames[0], [code]
+            while pending:
+                inner_code = pending.pop()
+                yield inner_code, self_name
+                pending += [value for value in inner_code.co_consts if isinstance(value, CodeType)]
         method = getattr(method, "__wrapped__", None)
 
 
@@ -221,21 +221,19 @@ def method_inputs(inputs: ExampleInputs, cls: type) -> dict[str, tuple[tuple[Any
         inputs = {"__call__": inputs}
     assert isinstance(inputs, Mapping)
     arguments = {}
-    for name, method_inputs in inputs.items():
+    for name, call_inputs in inputs.items():
         method = method_of(cls, name)
-        if not isinstance(method_inputs, tuple | list | Mapping):
+        if not isinstance(call_inputs, tuple | list | Mapping):
             raise TypeError(
-                f"inputs: {short_repr(method_inputs)} must be a tuple of arguments of {name!r}, such as (x,), or a "
+                f"inputs: {short_repr(call_inputs)} must be a tuple of arguments of {name!r}, such as (x,), or a "
                 "dict by name"
             )
-        arguments[name] = (
-            ((), dict(method_inputs)) if isinstance(method_inputs, Mapping) else (tuple(method_inputs), {})
-        )
+        arguments[name] = ((), dict(call_inputs)) if isinstance(call_inputs, Mapping) else (tuple(call_inputs), {})
         try:
             inspect.signature(method).bind(None, *arguments[name][0], **arguments[name][1])
         except TypeError as error:
-            none = (
-                f"{cls.__name__} has no method {next(iter(names))!r}, and " if method_inputs is names and names else ""
+            missing_text = (
+                f"{cls.__name__} has no method {next(iter(names))!r}, and " if call_inputs is names and names else ""
             )
-            raise ValueError(f"inputs: {none}{cls.__name__}.{name} takes other arguments: {error}") from None
+            raise ValueError(f"inputs: {missing_text}{cls.__name__}.{name} takes other arguments: {error}") from None
     return arguments

@@ -70,7 +70,7 @@ def quantize_equinox_module(
     has_codes = any(is_param_leaf(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf))
     if has_codes:
         raise ValueError("model is packed already; quantize the module that it was made from")
-    before = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
+    old_scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
     if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
         raise ValueError(
             "inputs=None, but a program that is packed, or keeps scales, has to be traced: pass example arguments of "
@@ -78,15 +78,15 @@ def quantize_equinox_module(
         )
     plain = plain_module(model)
     scales = Scales({}, {})
-    functions = () if inputs is None else equinox_method_functions(model, rules, inputs).values()
-    for function, args in functions:
+    method_calls = () if inputs is None else equinox_method_functions(model, rules, inputs).values()
+    for function, args in method_calls:
         new_scales = function.start(plain, *args, from_data=False)
         scales = Scales({**new_scales.learned, **scales.learned}, {**new_scales.stats, **scales.stats})
-    if functions:  # the errors of rules come here, not in the first call
-        check_weight_rules([function.resolved(plain, *args) for function, args in functions])
-    scales = Scales({**scales.learned, **before.learned}, {**scales.stats, **before.stats})
+    if method_calls:  # the errors of rules come here, not in the first call
+        check_weight_rules([function.resolved(plain, *args) for function, args in method_calls])
+    scales = Scales({**scales.learned, **old_scales.learned}, {**scales.stats, **old_scales.stats})
     if mode != "qat":
-        for function, args in functions:  # packed for the first method that rounds it
+        for function, args in method_calls:  # packed for the first method that rounds it
             plain = function.pack_more(plain, *args, scales=scales, key=key)
         remaining = {name: scale for name, scale in scales.learned.items() if not name.endswith("_weight_scale")}
         scales = scales._replace(learned=remaining)
@@ -181,7 +181,7 @@ def _equinox_program_part(model: Any) -> ProgramPart:
 
 
 def _rebuild_module(
-    node: Any, part: ProgramPart | None, path: tuple[str, ...] = (), before: ProgramPart | None = None
+    node: Any, part: ProgramPart | None, path: tuple[str, ...] = (), old_part: ProgramPart | None = None
 ) -> Any:
     """A module under the rules of a part, or without rules; a module in it that has other rules stays as it is."""
     children, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
@@ -189,20 +189,20 @@ def _rebuild_module(
         return node
     if (
         (has_rules := hasattr(type(node), _RULES_FIELD))
-        and before is not None
-        and _equinox_program_part(node).rules != before.rules
+        and old_part is not None
+        and _equinox_program_part(node).rules != old_part.rules
     ):
         return node
-    before = before or (_equinox_program_part(node) if has_rules else ProgramPart(()))
+    old_part = old_part or (_equinox_program_part(node) if has_rules else ProgramPart(()))
     keys = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in children]
-    parts = zip(keys, children, strict=True)
-    copy = jax.tree.unflatten(tree, [_rebuild_module(child, part, (*path, key), before) for key, (_, child) in parts])
+    items = zip(keys, children, strict=True)
+    copy = jax.tree.unflatten(tree, [_rebuild_module(child, part, (*path, key), old_part) for key, (_, child) in items])
     if not is_equinox_module(node):
         return copy
-    own = {name: value for name, value in vars(copy).items() if name not in (_RULES_FIELD, _SCALES_FIELD)}
+    fields = {name: value for name, value in vars(copy).items() if name not in (_RULES_FIELD, _SCALES_FIELD)}
     copy = object.__new__(plain_class(type(node)) if part is None else _equinox_program_class(plain_class(type(node))))
-    more = {} if part is None else {_RULES_FIELD: replace(part, path=path), _SCALES_FIELD: None}
-    for name, value in {**own, **more}.items():
+    rule_fields = {} if part is None else {_RULES_FIELD: replace(part, path=path), _SCALES_FIELD: None}
+    for name, value in {**fields, **rule_fields}.items():
         object.__setattr__(copy, name, value)
     return copy
 

@@ -105,10 +105,10 @@ def add_lora_to_tree(
 
 def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: AdapterTargets, original: Any) -> Any:
     """A pytree of parameters with adapters at places that rules match."""
-    before = {} if original is None else _leaves_by_path(original)
+    original_leaves = {} if original is None else _leaves_by_path(original)
     adapters: dict[str, AdaptedParam] = {}
     used: set[int] = set()
-    for number, (path, (value, layout, placement)) in enumerate(places.items()):
+    for target_index, (path, (value, layout, placement)) in enumerate(places.items()):
         rule_index = next((i for i, rule in enumerate(rules) if matches_path(rule.path, path)), None)
         if rule_index is None:
             continue
@@ -118,8 +118,8 @@ def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places
             raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
         if rule.init != "zeros":
             _check_repackable(what, value, placement)
-        keys = jax.random.fold_in(key, number)
-        adapters[path] = _adapt_param(rule, what, value, layout, placement, before.get(path), keys)
+        keys = jax.random.fold_in(key, target_index)
+        adapters[path] = _adapt_param(rule, what, value, layout, placement, original_leaves.get(path), keys)
     check_lora_rules_match(rules, used, list(places))
     return _replace_leaves(model, adapters)
 
@@ -135,13 +135,13 @@ def tree_with_file_adapters(
     folder: str | os.PathLike[str], model: Any, targets: AdapterTargets, read: Callable[..., Any]
 ) -> Any:
     """A pytree of parameters with the adapters of a folder."""
-    place_by_name = {_adapter_name(path): (path, *place) for path, place in targets.items()}
-    able: dict[str, tuple[str, Any, Any, WeightLayout | None]] = {
-        name: place for name, place in place_by_name.items() if isinstance(place[2], MatrixLayout)
+    target_by_name = {_adapter_name(path): (path, *target) for path, target in targets.items()}
+    adaptable: dict[str, tuple[str, Any, Any, WeightLayout | None]] = {
+        name: target for name, target in target_by_name.items() if isinstance(target[2], MatrixLayout)
     }
     adapters = {}
-    for name, (a, b, rule) in read(folder, able, lambda name: able[name][2].matrices[1:]).items():
-        path, value, layout, placement = able[name]
+    for name, (a, b, rule) in read(folder, adaptable, lambda name: adaptable[name][2].matrices[1:]).items():
+        path, value, layout, placement = adaptable[name]
         if value.ndim != len(layout.shape):
             raise ValueError(f"{folder}: the parameter {path!r} is a stack, which a file of PEFT has not")
         adapters[path] = AdaptedParam(value, LoraAdapter(a, b, layout, rule, placement))
@@ -154,13 +154,13 @@ def merge_lora_tree(model: Any, requantize: bool) -> Any:
     adapters = {path: leaf for path, leaf in _leaves_by_path(model).items() if isinstance(leaf, AdaptedParam)}
     params = {path: _merge_param(path, leaf, requantize) for path, leaf in adapters.items()}
     result = _replace_leaves(model, params)
-    alone = params_unpacked_by_merge(model, requantize)
+    unpacked_paths = params_unpacked_by_merge(model, requantize)
     if not is_equinox_module(model):
         return result
     rules = equinox_rules(model)
-    remaining = rules_excluding_params(rules, alone, model)
+    remaining = rules_excluding_params(rules, unpacked_paths, model)
     has_codes = any(map(is_packed_param, _leaves_by_path(result).values()))
-    drops_rules = bool(alone) and not has_codes and not any(map(_rounds_more_than_params, remaining))
+    drops_rules = bool(unpacked_paths) and not has_codes and not any(map(_rounds_more_than_params, remaining))
     return (
         plain_module(result)
         if drops_rules or not rules
@@ -168,9 +168,9 @@ def merge_lora_tree(model: Any, requantize: bool) -> Any:
     )
 
 
-def rules_excluding_params(rules: Sequence[Rule], alone: Sequence[str], model: Any) -> tuple[Rule, ...]:
-    """Rules that leave the parameters `alone` of a model as they are, without those that match nothing any more."""
-    new_rules, paths = (*(Rule(f"/{path}/") for path in alone), *rules), list(_leaves_by_path(model))
+def rules_excluding_params(rules: Sequence[Rule], excluded: Sequence[str], model: Any) -> tuple[Rule, ...]:
+    """Rules that leave the parameters `excluded` of a model as they are, without those that match nothing any more."""
+    new_rules, paths = (*(Rule(f"/{path}/") for path in excluded), *rules), list(_leaves_by_path(model))
     old_matches, new_matches = (
         {some[n] for path in paths if (n := rule_index(path, some)) is not None} for some in (rules, new_rules)
     )
@@ -193,8 +193,8 @@ def split_lora_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
             continue
         if _adapter_name(path) in adapters:
             raise ValueError(f"two parameters of {_adapter_name(path)!r} have adapters, which a file cannot tell apart")
-        bases[path], own = leaf.base, leaf.adapter
-        adapters[_adapter_name(path)] = {"lora_a": own.lora_a, "lora_b": own.lora_b, "rule": own.rule}
+        bases[path], adapter = leaf.base, leaf.adapter
+        adapters[_adapter_name(path)] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "rule": adapter.rule}
     bare = _replace_leaves(model, bases)
     return (plain_module(bare) if is_equinox_module(bare) and not equinox_rules(bare) else bare), adapters
 
@@ -209,13 +209,13 @@ def _rounds_more_than_params(rule: Rule) -> bool:
 
 def _adapter_name(path: str) -> str:
     """The path of the layer that a parameter is the weight of; of another one its own."""
-    front, _, last = path.rpartition("/")
-    return front if last in _WEIGHT_NAMES and front else path
+    layer_path, _, param_name = path.rpartition("/")
+    return layer_path if param_name in _WEIGHT_NAMES and layer_path else path
 
 
 def _leaves_by_path(model: Any) -> dict[str, Any]:
     call = CallArguments(model, (), {})
-    return {path: call.leaves[place] for path, place in zip(call.paths, call.places, strict=False)}
+    return {path: call.leaves[index] for path, index in zip(call.paths, call.places, strict=False)}
 
 
 def _tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) -> AdapterTargets:
@@ -241,16 +241,16 @@ def _tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) ->
 
 def program_adapter_targets(programs: Iterable[tuple[Any, CallArguments]]) -> AdapterTargets:
     """The parameters that reach products in programs, each with its call."""
-    places: AdapterTargets = {}
+    targets: AdapterTargets = {}
     for program, call in programs:
         for leaf, layout in program.adaptable.items():
             path = program.paths[leaf]
-            before = places.get(path)
-            if before is not None and before[1] != layout:
+            earlier = targets.get(path)
+            if earlier is not None and earlier[1] != layout:
                 layout = "methods of the model sum over different axes of it"
             placement = program.placements.get(leaf)
-            places[path] = call.values[leaf], layout, None if placement is None else placement[0]
-    return places
+            targets[path] = call.values[leaf], layout, None if placement is None else placement[0]
+    return targets
 
 
 def _check_repackable(what: str, value: Any, placement: WeightLayout | None) -> None:
@@ -276,9 +276,9 @@ def _adapt_param(
         if original is None
         else lay(unpack_param(original) if is_packed_param(original) else jnp.asarray(original))
     )
-    a, b, rest = initial_stack_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, has_codes)
-    if rest is not None:
-        numbers = map_over_stack(stack, lambda one: layout.back(one[None]), rest)
+    a, b, base = initial_stack_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, has_codes)
+    if base is not None:
+        numbers = map_over_stack(stack, lambda one: layout.back(one[None]), base)
         value = placement.pack(numbers) if has_codes and placement is not None else numbers
     return AdaptedParam(value, LoraAdapter(a, b, layout, rule, placement))
 
@@ -288,12 +288,12 @@ def _merge_param(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
     if is_packed_param(base):
         _check_repackable(f"the parameter {path!r}", base, own.placement)
 
-    def one(parts: tuple[Array, Array, Array]) -> Array:
+    def merge_layer(parts: tuple[Array, Array, Array]) -> Array:
         weight, a, b = parts
         return layout.back(merge_lora_weight(layout.lay(weight)[0], a, b, own.rule)[None])
 
     numbers = unpack_param(base) if is_packed_param(base) else jnp.asarray(base)
-    result = map_over_stack(own.stack, one, (numbers, own.lora_a, own.lora_b))
+    result = map_over_stack(own.stack, merge_layer, (numbers, own.lora_a, own.lora_b))
     return own.placement.pack(result) if requantize and is_packed_param(base) and own.placement is not None else result
 
 
@@ -302,7 +302,7 @@ def _replace_leaves(model: Any, replacements: Mapping[str, Any]) -> Any:
     plain = plain_module(model) if is_equinox_module(model) else model
     call = CallArguments(plain, (), {})
     leaves = list(call.leaves)
-    for path, place in zip(call.paths, call.places, strict=False):
-        leaves[place] = replacements.get(path, leaves[place])
+    for path, index in zip(call.paths, call.places, strict=False):
+        leaves[index] = replacements.get(path, leaves[index])
     tree = jax.tree.unflatten(call.tree, leaves)[0][0]
     return module_under_rules(tree, equinox_rules(model), equinox_scales(model)) if is_equinox_module(model) else tree

@@ -628,7 +628,7 @@ def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
 @further
 def the_root_of_zero_has_no_further_bits() -> None:
     """Which a draw would round away from zero."""
-    found = square_root(jnp.array([0.0, -0.0], "float32"), CARRIERS["float32"], whole_rest=True)
+    found = square_root(jnp.array([0.0, -0.0], "float32"), CARRIERS["float32"], all_bits=True)
     for name in ("magnitude", "rest", "sticky", "inexact"):
         assert not np.asarray(getattr(found, name)).any(), name
 
