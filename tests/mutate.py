@@ -116,7 +116,7 @@ def drawn(found: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 SOWN: dict[str, tuple[str, str, str]] = {
     "GPTQ: the errors of a block never leave it": (
         "jchop/ptq/_steps/sweep.py",
-        "work = work - jnp.matmul(ahead.T, errors, precision=_SWEEP_PRECISION)",
+        "work = work - jnp.matmul(upper_rows.T, errors, precision=_SWEEP_PRECISION)",
         "pass",
     ),
     "`low_precision`: accumulator and weight draw the same bits": (
@@ -146,8 +146,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "`psum_with_feedback`: the error of a sum is never reset": (
         "jchop/distributed/_feedback.py",
-        "own = piece_sum - decode_messages(q, piece_sum.dtype)",
-        "own = piece_sum",
+        "new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)",
+        "new_sum_error = piece_sum",
     ),
     "the ring of `psum` draws the same bits in every turn": (
         "jchop/distributed/_reduce.py",
@@ -156,8 +156,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "SmoothQuant: inverted factors": (
         "jchop/ptq/_equalize/factors.py",
-        "bases[0] ** step.alpha / bases[1] ** (1 - step.alpha)",
-        "bases[1] ** (1 - step.alpha) / bases[0] ** step.alpha",
+        "bounds[0] ** step.alpha / bounds[1] ** (1 - step.alpha)",
+        "bounds[1] ** (1 - step.alpha) / bounds[0] ** step.alpha",
     ),
     "AWQ: losses are of weights whose factors are not divided out": (
         "jchop/ptq/_equalize/factors.py",
@@ -191,8 +191,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "`jchop.torch.OptimLP` draws the same bits in every step": (
         "jchop/torch/_optim.py",
-        "numbers = (self.steps, leaf.index,",
-        "numbers = (0, leaf.index,",
+        "fold_ins = (self.steps, leaf.index,",
+        "fold_ins = (0, leaf.index,",
     ),
     "`blame`: the derivative of the output is that at the emulated result alone": (
         "jchop/_insight/reports/blame.py",

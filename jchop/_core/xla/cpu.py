@@ -150,7 +150,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "computed_once_for_each_use",
         "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
-        "A body is compiled as a call (`apart` in `_kernels/primitive.py`); a chain of operations has one result "
+        "A body is compiled as a call (`no_inline` in `_kernels/primitive.py`); a chain of operations has one result "
         "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
         "(`compute_once`).",
     ),
