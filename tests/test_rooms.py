@@ -442,7 +442,11 @@ def test_the_design_page_names_files_that_exist() -> None:
     page = (PACKAGE.parent / "docs/design.md").read_text(encoding="utf-8")
     there = [
         f"/{path.relative_to(PACKAGE.parent).as_posix()}"
-        for path in [*PACKAGE.rglob("*.py"), *PACKAGE.parent.glob("tests/*.py")]
+        for path in [
+            *PACKAGE.rglob("*.py"),
+            *PACKAGE.parent.glob("tests/*.py"),
+            *PACKAGE.parent.glob("benchmarks/*.py"),
+        ]
     ]
     named = set(re.findall(r"`([\w/]+/\w+\.py)`", page))
     assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)] == []
