@@ -278,8 +278,8 @@ def _lower_kernel(
     fun = op.body
     reasons: list[str] = []
     for kernel in () if impl == "xla" else kernels:
-        least = kernel.capability(*avals, **keywords)
-        why = _kernel_obstacle(ctx, platform, least, kernel.below) or kernel.refuse(*avals, **keywords)
+        min_capability = kernel.capability(*avals, **keywords)
+        why = _kernel_obstacle(ctx, platform, min_capability, kernel.below) or kernel.refuse(*avals, **keywords)
         if why:
             reasons.append(why)
         elif impl == "pallas" or kernel.profitable(*avals, **keywords):
@@ -377,10 +377,10 @@ def _lowering_platforms(ctx: Any) -> str:
     return ", ".join(ctx.platforms or ctx.module_context.platforms)
 
 
-def _kernel_obstacle(ctx: Any, platform: str, least: float, below: float) -> str | None:
+def _kernel_obstacle(ctx: Any, platform: str, min_capability: float, capability_limit: float) -> str | None:
     """The reason why no kernel can be lowered in this context, or None.
 
-    A GPU has a compute capability of at least `least`, and below `below`.
+    A GPU has a compute capability of at least `min_capability`, and below `capability_limit`.
     """
     if not all(are_static(aval.shape) for aval in ctx.avals_in):
         return "its shapes are symbolic, and a kernel is compiled for known ones"
@@ -393,10 +393,10 @@ def _kernel_obstacle(ctx: Any, platform: str, least: float, below: float) -> str
         capability = _compute_capability()
         if capability is None:
             return "the GPU that it is lowered for is not known; name it with jax.default_device"
-        if capability < least:
-            return f"the GPU has compute capability {capability}, less than {least}"
-        if capability >= below:
-            return f"the GPU has compute capability {capability}, not below {below}"
+        if capability < min_capability:
+            return f"the GPU has compute capability {capability}, less than {min_capability}"
+        if capability >= capability_limit:
+            return f"the GPU has compute capability {capability}, not below {capability_limit}"
     return None
 
 

@@ -133,12 +133,12 @@ class _ElementwiseKernel:
         call = jax.custom_batching.custom_vmap(self._call)
 
         @call.def_vmap
-        def vmap_rule(size: int, batch_flags: list[bool], x: Array, *rows: Array) -> tuple[Array, bool]:
-            def row_of_matrix(x: Array, *rows: Array) -> Array:
-                return self._call(x[None, None], *rows)[0, 0]
+        def vmap_rule(size: int, batch_flags: list[bool], x: Array, *seed_rows: Array) -> tuple[Array, bool]:
+            def call_as_slab(x: Array, *seed_rows: Array) -> Array:
+                return self._call(x[None, None], *seed_rows)[0, 0]
 
             axes = [0 if flag else None for flag in batch_flags]
-            return jax.vmap(row_of_matrix, axes, axis_size=size)(x, *rows), True
+            return jax.vmap(call_as_slab, axes, axis_size=size)(x, *seed_rows), True
 
         return call
 

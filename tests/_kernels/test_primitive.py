@@ -372,7 +372,9 @@ def counting_body() -> tuple[Callable[..., jax.Array], list[Any]]:
     return run, traced
 
 
-@pytest.mark.parametrize(("platform", "more"), [("cpu", {}), ("cpu", {"no_inline": True}), ("tpu", {"no_inline": True})])
+@pytest.mark.parametrize(
+    ("platform", "more"), [("cpu", {}), ("cpu", {"no_inline": True}), ("tpu", {"no_inline": True})]
+)
 def test_a_program_has_a_body_once_for_each_shape(platform, more):
     op = make_op("toy_often", lambda x, scale, *, shift: jnp.sin(x) * scale + shift, **more)
 

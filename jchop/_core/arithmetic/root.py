@@ -32,32 +32,36 @@ def square_root(x: Array, carrier: Carrier, all_bits: bool) -> ExactResult:
     """
     fraction = carrier.fraction
     sign, magnitude = bit_ops.split_sign(x, carrier)
-    exponent, count = double_word.normalize_magnitude(magnitude, carrier)
-    count = bit_ops.lax_where(count == 0, 1 << fraction, count)
+    exponent, significand = double_word.normalize_magnitude(magnitude, carrier)
+    significand = bit_ops.lax_where(significand == 0, 1 << fraction, significand)
     odd = exponent & 1
-    radicand = count << (fraction + odd)
-    root, remainder = _integer_root(radicand, _float_root(count, odd, carrier), carrier)
+    radicand = significand << (fraction + odd)
+    root, remainder = _integer_root(radicand, _float_root(significand, odd, carrier), carrier)
     bits = ((((exponent - odd) >> 1) + carrier.bias - 1) << fraction) + root
     unsigned = np.dtype(f"uint{carrier.work_width}")
     if all_bits:
-        rest, more = _further_bits(root.astype(unsigned), remainder.astype(unsigned))
+        rest, sticky = _further_bits(root.astype(unsigned), remainder.astype(unsigned))
     else:
         rest = (remainder > root).astype(unsigned) << (carrier.work_width - 1)
-        more = remainder != 0
-    zero = magnitude == 0
+        sticky = remainder != 0
+    is_zero = magnitude == 0
     v = ExactResult(
-        sign, bit_ops.lax_where(zero, 0, bits), (remainder != 0) & ~zero, bit_ops.lax_where(zero, 0, rest), more & ~zero
+        sign,
+        bit_ops.lax_where(is_zero, 0, bits),
+        (remainder != 0) & ~is_zero,
+        bit_ops.lax_where(is_zero, 0, rest),
+        sticky & ~is_zero,
     )
     return double_word.with_special_values(
-        v, magnitude == carrier.inf, (sign != 0) & ~zero | (magnitude > carrier.inf), sign, carrier
+        v, magnitude == carrier.inf, (sign != 0) & ~is_zero | (magnitude > carrier.inf), sign, carrier
     )
 
 
-def _float_root(count: Array, odd: Array, carrier: Carrier) -> Array:
-    """About the root of count 2^(M + odd), as an integer."""
+def _float_root(significand: Array, odd: Array, carrier: Carrier) -> Array:
+    """About the root of significand 2^(M + odd), as an integer."""
     float_type = np.dtype(carrier.name).type
     scale = bit_ops.lax_where(odd != 0, float_type(2.0 ** (carrier.fraction + 1)), float_type(2.0**carrier.fraction))
-    return lax.sqrt(count.astype(carrier.name) * scale).astype(count.dtype)
+    return lax.sqrt(significand.astype(carrier.name) * scale).astype(significand.dtype)
 
 
 def _integer_root(radicand: Array, guess: Array, carrier: Carrier) -> tuple[Array, Array]:

@@ -254,7 +254,7 @@ def materialize_per_group(values: Any) -> Any:
     division is a loop to compile. A large array has a loop of its own: to put it beside others costs more time.
     """
     leaves, structure = jax.tree.flatten(lax.optimization_barrier(values))
-    return structure.unflatten(_apart_on_cpu(*leaves) if leaves else leaves)
+    return structure.unflatten(_divide_by_one_on_cpu(*leaves) if leaves else leaves)
 
 
 def _divide_leaves_by_one(*leaves: Array) -> list[Array]:
@@ -281,7 +281,7 @@ def _primitive_on_cpu(name: str, fun: Callable[..., list[Array]]) -> Callable[..
     return primitive.bind
 
 
-_apart_on_cpu = _primitive_on_cpu("jchop_apart_on_cpu", _divide_leaves_by_one)
+_divide_by_one_on_cpu = _primitive_on_cpu("jchop_apart_on_cpu", _divide_leaves_by_one)
 _barrier_on_cpu = _primitive_on_cpu("jchop_barrier_on_cpu", lambda *arrays: list(lax.optimization_barrier(arrays)))
 
 

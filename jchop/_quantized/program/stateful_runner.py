@@ -100,7 +100,7 @@ class ScaleStateRunner(QuantizedRunner):
             )
         names = [slot.name for slot in slots if slot.name in self.entries]
         entry_values = [self.entries[name] for name in names]
-        last = [name for name in names if name in self._following(slots)] if self.mode == "update" else []
+        last = [name for name in names if name in self._updated_names(slots)] if self.mode == "update" else []
         blanks = self._arrays_in(step, slots) if self.mode == "observe" else {}
 
         def run(plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
@@ -129,7 +129,7 @@ class ScaleStateRunner(QuantizedRunner):
         names = [slot.name for slot in slots if slot.name in self.entries]
         entry_per_iteration = {name: self.entries[name] for name in names if name in names_per_iteration}
         carry_entries = {name: self.entries[name] for name in names if name not in names_per_iteration}
-        updated_names = self._following(slots) if self.mode == "update" else ()
+        updated_names = self._updated_names(slots) if self.mode == "update" else ()
 
         def body(carry: Any, x: Any) -> Any:
             carry_values, iteration, loop_entries = carry
@@ -181,7 +181,7 @@ class ScaleStateRunner(QuantizedRunner):
         return self._slots_within[id(step)]
 
     @staticmethod
-    def _following(slots: Sequence[ScaleSlot]) -> set[str]:
+    def _updated_names(slots: Sequence[ScaleSlot]) -> set[str]:
         return {slot.name for slot in slots if slot.follows}
 
     def _arrays_in(self, step: ProductStep, slots: Sequence[ScaleSlot]) -> dict[str, Array]:
