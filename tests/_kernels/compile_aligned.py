@@ -57,7 +57,9 @@ def cases(target: str) -> Iterator[Case]:
 
 def kernel(target: str) -> Callable[..., jax.Array]:
     if is_tpu(target):
-        pass
-    else:
-        from jchop._kernels.products.matmul_gpu import gpu_matmul
+        from jchop._kernels.products.matmul_tpu import tpu_matmul
+
+        return tpu_matmul
+    from jchop._kernels.products.matmul_gpu import gpu_matmul
+
     return gpu_matmul
