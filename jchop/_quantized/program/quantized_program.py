@@ -128,7 +128,7 @@ class QuantizedProgram:
                 rotation=rule.rotation, codes=by_codes,
             )  # fmt: skip
             keeps_full = rule.weight is not None and roundings.rounds_weight_again
-            barrier = any(other.kind == "other" for other in self.uses[leaf])
+            barrier = any(other.kind == "other" or not other.is_intact for other in self.uses[leaf])
             params[leaf] = LazyParam(None, placement, leaf, keeps_full, by_codes, barrier=barrier)
         return params
 
