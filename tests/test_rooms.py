@@ -438,18 +438,22 @@ def test_the_design_page_names_every_room() -> None:
     assert [room for room in rooms if room in places] == [room for room in (*CORE, *WINGS) if room in places]
 
 
-def test_the_design_page_names_files_that_exist() -> None:
-    page = (PACKAGE.parent / "docs/design.md").read_text(encoding="utf-8")
-    there = [
-        f"/{path.relative_to(PACKAGE.parent).as_posix()}"
-        for path in [
-            *PACKAGE.rglob("*.py"),
-            *PACKAGE.parent.glob("tests/*.py"),
-            *PACKAGE.parent.glob("benchmarks/*.py"),
-        ]
+def test_pages_and_comments_name_files_that_exist() -> None:
+    """All paths of Python files in the page of design; elsewhere those that begin with a room, tests or benchmarks."""
+    root = PACKAGE.parent
+    folders = (PACKAGE, root / "tests", root / "benchmarks")
+    there = [f"/{path.relative_to(root).as_posix()}" for folder in folders for path in folder.rglob("*.py")]
+    design = root / "docs/design.md"
+    files = [*FILES.values(), *root.glob("docs/*.md"), root / "CONTRIBUTING.md", root / "README.md"]
+    starts = {*CORE, *WINGS, "jchop", "tests", "benchmarks"} - {"torch"}  # torch/ may be PyTorch's
+    faults = [
+        f"{file.relative_to(root)} names {name}"
+        for file in files
+        for name in re.findall(r"`((?:\w+/)+\w+\.py)`", file.read_text(encoding="utf-8"))
+        if file == design or name.split("/")[0] in starts or name.startswith("_")
+        if not any(path.endswith(f"/{name}") for path in there)
     ]
-    named = set(re.findall(r"`([\w/]+/\w+\.py)`", page))
-    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)] == []
+    assert faults == []
 
 
 def test_the_checks_see_what_they_should() -> None:

@@ -29,7 +29,7 @@ _materialize_on_cpu_op = make_op(
 def materialize(x: Array) -> Array:
     """`x`, which XLA's CPU backend writes to memory and does not fuse with the operations that read it.
 
-    Quirk `sums_ordered_by_fusion` of `_core/xla_cpu.py`. On other platforms, and in programs for several CPUs, a
+    Quirk `sums_ordered_by_fusion` of `_core/xla/cpu.py`. On other platforms, and in programs for several CPUs, a
     barrier alone is there. The derivative is the identity.
     """
     return _materialize_op(x)

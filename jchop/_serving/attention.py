@@ -137,7 +137,7 @@ def _attend_in_blocks(
         return keys.heads_first(), values.heads_first(), positions
 
     def step(i: Array, state: Any) -> Any:
-        # The next block is loaded here and unpacked in its iteration: `slice_fused_into_loop` in `_core/xla_cpu.py`.
+        # The next block is loaded here and unpacked in its iteration: `slice_fused_into_loop` in `_core/xla/cpu.py`.
         (keys, values, positions), (running_max, running_sum, weighted_sum) = state
         # The last block may begin with slots of the block before.
         positions = jnp.where(block_start(i) + jnp.arange(block) < i * block, -1, positions)

@@ -378,7 +378,7 @@ def _row_variance(ddof: int, rows: Array, spec: MatmulSpec, keys: _SumKeys, mask
     row_length, count = rows.shape[1], _row_counts(rows, mask)
     if ddof >= max(row_length, 1):
         raise ValueError(f"ddof={ddof} must be less than the number of elements, {row_length}")
-    # Quirk `long_fusion_compiled_for_minutes` of `_core/xla_cpu.py`: each difference would repeat the mean of its row.
+    # Quirk `long_fusion_compiled_for_minutes` of `_core/xla/cpu.py`: each difference would repeat the mean of its row.
     centre = materialize(_row_mean(rows, spec, (keys[0], None, None, fold_key(keys[3], 1)), mask))
     key = keys[1] if spec_draws(spec.operands) else None
     differences = exact_operation(
@@ -416,7 +416,7 @@ def _absolute_norm(rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: None) ->
 
 
 def _maximum_norm(rows: Array, spec: MatmulSpec, keys: _SumKeys, mask: None) -> Array:
-    # The maximum of all may lose a NaN: `maximum_loses_nan` in `_core/xla_cpu.py`.
+    # The maximum of all may lose a NaN: `maximum_loses_nan` in `_core/xla/cpu.py`.
     return jnp.where(jnp.isnan(rows).any(1), jnp.nan, jnp.max(jnp.abs(rows), 1, initial=0))
 
 

@@ -149,7 +149,7 @@ def _empty_like_leaf(leaf: Any) -> Any:
 
 
 def _short_floats_as_words(x: Array) -> Array:
-    """The bits of short floats, because of the quirk `short_floats_converted_whole` (`_core/xla_cpu.py`)."""
+    """The bits of short floats, because of the quirk `short_floats_converted_whole` (`_core/xla/cpu.py`)."""
     short = is_float_leaf(x) and x.dtype.itemsize < 4
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if short else x
 
@@ -172,7 +172,7 @@ def loop_over_chunks(step_of_chunk: Callable[[Array], tuple[Any, Any, Array]], c
     Args:
         step_of_chunk: maps the index of a chunk, an int32 scalar, to two pytrees of arrays and a bool scalar. The
             arrays of the second pytree take long to compute, and are stored one iteration later, because of the quirk
-            `write_into_part_has_one_thread` (`_core/xla_cpu.py`).
+            `write_into_part_has_one_thread` (`_core/xla/cpu.py`).
         count: of chunks.
     """
     first = jax.eval_shape(step_of_chunk, jax.ShapeDtypeStruct((), jnp.int32))

@@ -210,7 +210,7 @@ def all_hold(conditions: Iterable[Array]) -> Array:
     """Whether all of some scalar conditions hold; a bool scalar.
 
     It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
-    conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla_cpu.py`).
+    conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla/cpu.py`).
     """
     scalars = list(conditions)
     return _all_scalars_true(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]
@@ -242,7 +242,7 @@ def _is_leaf_finite(leaf: Any) -> Array:
 def _is_stored_leaf_finite(leaf: Any) -> Array:
     """Whether all numbers of an array are finite: x - x is 0 for them and NaN for others, and NaN makes the sum NaN.
 
-    The maximum is not used, because of the quirk `maximum_loses_nan` (`_core/xla_cpu.py`).
+    The maximum is not used, because of the quirk `maximum_loses_nan` (`_core/xla/cpu.py`).
     """
     return jnp.sum(leaf - leaf) == 0
 
@@ -270,7 +270,7 @@ def select_tree(condition: Array, new: Any, old: Any) -> Any:
 
 @always_jit
 def _select_leaf(condition: Array, new: Any, old: Any) -> Array:
-    """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla_cpu.py`)."""
+    """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla/cpu.py`)."""
     if not (is_float_leaf(new) and new.dtype.itemsize == 1):
         return jnp.where(condition, new, old)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))

@@ -128,7 +128,7 @@ def pack_by_plan(key: Array | None, leaf: Any, spec: Spec | None) -> Any:
     """A leaf packed as planned.
 
     Because of the barrier, the first state is packed at run time, not by the compiler
-    (`known_results_computed_by_compiler` in `_core/xla_cpu.py`).
+    (`known_results_computed_by_compiler` in `_core/xla/cpu.py`).
     """
     return leaf if spec is None else pack_leaf(key, jax.lax.optimization_barrier(leaf), spec)
 

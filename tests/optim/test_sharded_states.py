@@ -123,7 +123,7 @@ def usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
 @further
 @pytest.mark.parametrize("name", USUAL)
 def several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
-    """The decays differ: see `quotient_by_one_number_is_product` in `_core/xla_cpu.py`."""
+    """The decays differ: see `quotient_by_one_number_is_product` in `_core/xla/cpu.py`."""
     tx, shape = USUAL[name], SHAPES["whole"]
     rows = NamedSharding(jax.make_mesh((8,), ("a",)), P("a"))
     params, *grads = (rng.standard_normal(shape).astype(np.float32) for _ in range(3))

@@ -1,7 +1,7 @@
 """Pairs: sums of two float32 numbers, with twice the precision, from operations that every device has.
 
 The algorithms are by Dekker (Numer. Math. 18 (1971) 224) and Knuth, without fused operations, which some devices lack.
-Two rules make results independent of the compiler (`_core/xla_cpu.py`):
+Two rules make results independent of the compiler (`_core/xla/cpu.py`):
 
 * an inexact product is never split, and never enters a sum whose error is needed, so that a compiler may contract
   products with sums;

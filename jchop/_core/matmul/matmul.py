@@ -239,7 +239,7 @@ def matmul_body(
 def _zero_outputs(a: Array, b: Array) -> Array:
     """+0 for each output element, with the sharding and the varying axes of the product.
 
-    There is a barrier because of the quirk `zero_plus_minus_zero` (`xla_cpu`).
+    There is a barrier because of the quirk `zero_plus_minus_zero` (`_core/xla/cpu.py`).
     """
     like = jnp.sum(a, 2)[:, :, None] + jnp.sum(b, 1)[:, None, :]
     bits = lax.bitcast_convert_type(like, jnp.dtype(f"uint{8 * like.dtype.itemsize}"))
@@ -282,7 +282,7 @@ def _in_chunks(body: Callable[[Any, Any, Any, StepIndex], Any], state: Any, x: A
     elif full_chunks > 1:
         parts = map_both(lambda v: v[: full_chunks * length].reshape(full_chunks, length, *v.shape[1:]))
 
-        # The parts of the next iteration are sliced in this one: `slice_fused_into_loop` in `xla_cpu`.
+        # The parts of the next iteration are sliced in this one: `slice_fused_into_loop` in `xla/cpu.py`.
         def iterate(i: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             state, current = carry
             following = map_both(lambda v: lax.dynamic_index_in_dim(v, i + np.uint32(1), 0, keepdims=False), parts)

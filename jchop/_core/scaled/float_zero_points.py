@@ -85,7 +85,7 @@ def fit_offset(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[Block
     """
     compute, fmt = plan.compute, plan.element.format
     assert isinstance(fmt, IntegerFormat)
-    # In stages because of the quirk `long_fusion_compiled_for_minutes` (`_core/xla_cpu.py`).
+    # In stages because of the quirk `long_fusion_compiled_for_minutes` (`_core/xla/cpu.py`).
     low, high = lax.optimization_barrier(_ends_of_groups(x, axes, compute))
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
     divisor = divisor_of(bit_ops.split_sign(width, compute)[1], compute)

@@ -106,7 +106,7 @@ def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     assert table is not None
     bits = extend_exponent(scale_magnitude(scales, plan), FLOAT32)
     factor, small, inverse, significand, exponent = plan.backend.per_group(_prepare_scales(bits))
-    # Not by `_bits.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
+    # Not by `bit_ops.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
     # both uses.
     below, magnitude = float_to_bits(x) < 0, _clear_sign_bit(float_to_bits(x))
     guess = float_to_bits(_move_with_scales(x, below, magnitude, factor, small) * inverse)

@@ -56,7 +56,7 @@ def plain_tile_scales(
     """The scales of a tile if it is plain, the largest magnitude of each block, and whether the tile is plain.
 
     Args:
-        x: numbers from `widen`; a block may be padded with zeros.
+        x: numbers from `widen_16_bit`; a block may be padded with zeros.
         axis: the axis of the blocks.
         plan: a plan for which `supports_plain_tiles` holds.
         tensor: as for `choose_scales`.

@@ -73,7 +73,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "subnormals_read_as_zero",
         "Arithmetic and comparisons take a subnormal operand for zero, and give zero for a subnormal result.",
         "Rounding is integer arithmetic on bits (`_core/rounding/`); exact arithmetic on float32 scales its operands "
-        "(`_core/arithmetic/subnormal_scaling.py`); `max` and `min` compare bits (`_core/arithmetic/operations.py`).",
+        "(`_core/arithmetic/subnormal_scaling.py`); `max` and `min` compare bits (`_core/matmul/operations.py`).",
     ),
     Quirk(
         "product_contracted_with_sum",
@@ -95,7 +95,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "zero_plus_minus_zero",
         "0 + x with a constant 0 is x, and so -0 for x = -0.",
-        "The 0 that a sum starts from is computed from the operands (`_core/arithmetic/matmul.py`).",
+        "The 0 that a sum starts from is computed from the operands (`_core/matmul/matmul.py`).",
     ),
     Quirk(
         "quotient_by_one_number_is_product",
@@ -151,7 +151,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "computed_once_for_each_use",
         "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
         "A body is compiled as a call (`no_inline` in `_kernels/primitive.py`); a chain of operations has one result "
-        "(`_emulate/_chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
+        "(`_emulate/rules/chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
         "(`compute_once`).",
     ),
     Quirk(
@@ -199,7 +199,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "slice_fused_into_loop",
         "A slice at a place known only at run time is fused into the arithmetic, which is then scalar code.",
-        "The parts of the next turn are sliced in this one (`_in_chunks` in `_core/arithmetic/matmul.py`).",
+        "The parts of the next turn are sliced in this one (`_in_chunks` in `_core/matmul/matmul.py`).",
     ),
     Quirk(
         "one_row_of_integers_is_widened",
@@ -214,7 +214,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "tall_integers_read_in_columns",
         "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
-        "`suits_panels` in `_products/sums/weights_alone.py`.",
+        "`suits_panels` in `_quantized/products/weight_only.py`.",
         versions_with=("0.10",),
         versions_without=("0.12",),
         benchmark_only=True,
@@ -222,7 +222,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "long_fusion_compiled_for_minutes",
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
-        "Barriers between the stages (`_barrier_unless_nearest` in `_core/arithmetic/operations.py`, `fit_offset` in "
+        "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `fit_offset` in "
         "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
         "mean in a variance (`math/_sums.py`).",
         versions_with=("0.12",),

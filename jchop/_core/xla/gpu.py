@@ -1,4 +1,4 @@
-"""The quirks of XLA's GPU backend, and the functions that work around them, as `xla_cpu` for CPUs.
+"""The quirks of XLA's GPU backend, and the functions that work around them, as `cpu.py` for CPUs.
 
 A test shows each, and fails when a quirk is gone: wrong bits `tests/_core/xla/test_gpu.py`, on a GPU alone; programs
 that are not compiled `tests/_kernels/test_compile.py`, for a GPU that is not there.

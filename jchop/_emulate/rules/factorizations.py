@@ -1,4 +1,4 @@
-"""Factorizations and triangular systems: the step-by-step algorithms of `_linalg`, every operation rounded."""
+"""Factorizations and triangular systems: the step-by-step algorithms of `_emulate/linalg/`, every operation rounded."""
 
 from __future__ import annotations
 

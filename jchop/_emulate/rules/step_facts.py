@@ -84,7 +84,7 @@ def _sum_facts(step: EmulatedStep) -> EmulatedStep:
 
 
 def _factorization_facts(step: EmulatedStep) -> EmulatedStep:
-    """A matrix, or a batch of matrices. If `_linalg` has no algorithm, the carrier computes the result."""
+    """A matrix, or a batch of matrices. If `_emulate/linalg/` has no algorithm, the carrier computes the result."""
     params, shape = step.eqn.params, step.eqn.invars[0].aval.shape
     square, pivoting = shape[-1] == shape[-2], params.get("pivoting", False)
     if (step.name == "lu" and not square) or (step.name == "qr" and (pivoting or shape[-2] < shape[-1])):

@@ -1,6 +1,6 @@
 """The product of tiles of float8 by the units of Hopper GPUs, in kernels of Pallas-Triton.
 
-Quirk `float8_of_pallas_without_units` of `_core/xla_gpu.py`. Only a rule of JAX's own can tell Triton how exact a
+Quirk `float8_of_pallas_without_units` of `_core/xla/gpu.py`. Only a rule of JAX's own can tell Triton how exact a
 product has to be, and JAX has no public names for rules. This file alone uses the private ones. Without them float8 is
 multiplied as by Pallas: right, and slower.
 """

@@ -1,4 +1,4 @@
-"""The kernels of a product of codes and scales. The body is in `_products/codes.py`."""
+"""The kernels of a product of codes and scales. The body is in `_quantized/products/codes.py`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class DotProduct:
         free, contracting = self.forward.left.free[len(self.batch[0]) :], self.contracting[0]
         if len(free) < 2 or (*free, *contracting) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
-        # The quirk `rows_of_two_axes_moved` (`_core/xla_cpu.py`): with one axis of rows dw is up to twice as fast. But
+        # The quirk `rows_of_two_axes_moved` (`_core/xla/cpu.py`): with one axis of rows dw is up to twice as fast. But
         # axes that are sharded should not be joined.
         rows = x.reshape(math.prod(x.shape[axis] for axis in free), *(x.shape[axis] for axis in contracting))
         y = run(rows, w, ((tuple(range(1, rows.ndim)), self.contracting[1]), self.batch))
