@@ -21,7 +21,6 @@ from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, grouping_fields
 from jchop.storage._codes import load_codes, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
-from jchop.storage._files.safetensors import TensorEntry
 
 #: The formats of scales by dtype.
 SCALE_FORMATS = {
@@ -281,8 +280,3 @@ def group_lengths(parts: Pieces) -> list[int]:
     """The size of the groups along each axis, at most its length."""
     pairs = zip(parts.kinds, parts.codes.shape, strict=True)
     return [1 if kind == OWN_SCALE else n if kind == WHOLE_AXIS else min(int(kind), n) for kind, n in pairs]
-
-
-def array_entry(array: np.ndarray) -> TensorEntry:
-    """The dtype and shape of an array, as of a tensor in a file."""
-    return TensorEntry(array.dtype, tuple(array.shape))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ def supports_codebook_encode(plan: ScaledPlan) -> bool:
 
 def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
-    fmt: Any = plan.element.format
+    fmt = cast(CodebookFormat, plan.element.format)
     table = _bin_table(fmt, plan.element.rounding)
     assert table is not None
     bits = extend_exponent(scale_magnitude(scales, plan), FLOAT32)
@@ -191,7 +191,7 @@ def supports_codebook_decode(plan: ScaledPlan) -> bool:
 
 def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Codes times scales, rounded once to nearest even; float32, with NaN for an unused code."""
-    fmt: Any = plan.element.format
+    fmt = cast(CodebookFormat, plan.element.format)
     table = np.full(1 << fmt.bits, np.nan, np.float32)
     table[: len(fmt.levels)] = fmt.levels
     level = take_in_bounds(jnp.asarray(table), codes.astype(jnp.int32))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ _MOST_SMALLNESS = 38
 
 def supports_float_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_floats` and `round_float_quotients` give the results of the exact way."""
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     if not (has_plain_floats(plan) and clamps_overflow(plan)) or plan.element.rounding is not Rounding.NEAREST_EVEN:
         return False
     if plan.is_power:
@@ -68,7 +68,7 @@ def supports_float_decode(plan: ScaledPlan) -> bool:
 
 def _float_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products with scales need rounding only below the normal range."""
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= FLOAT32.fraction + 1
 
 
@@ -144,7 +144,7 @@ def _nearest_grid_step(magnitude: Array, fmt: FloatFormat, below_middle: bool) -
 
 def encode_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to the element format."""
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     top = fmt.code_of(fmt.max)
     assert top is not None
@@ -162,7 +162,7 @@ def sign_codes(code: Array, sign: Array, magnitude: Array, fmt: FloatFormat) -> 
 
 def round_float_quotients(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The values of the codes of `encode_floats`, without the scales."""
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     number = _saturate_at_top(_nearest_quotient(x, magnitude, scales, plan).number, float(fmt.max), magnitude, plan)
     nan = math.nan if fmt.has_nan else float(fmt.max)
@@ -193,13 +193,13 @@ def _divide_floats_by_power(magnitude: Array, scales: BlockScales, plan: ScaledP
         float_to_bits(jnp.float32(end))
         for end in (2.0 ** -(_LEAST_ELEMENT_EXPONENT + 2), 2.0 ** (_MOST_ELEMENT_EXPONENT + 2))
     )
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     return _nearest_grid_step(bits_to_float(bit_ops.lax_clip(bits, low, high)), fmt, below_middle=False)
 
 
 def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
     """`_divide_floats_by_power` for safe scales: a product with 1 / s is exact, or far outside the format."""
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     quotient = bits_to_float(magnitude) * plan.backend.per_group(
         bits_to_float((FLOAT32.bias - scales.value) << FLOAT32.fraction)
     )
@@ -209,7 +209,7 @@ def _divide_floats_by_safe_power(magnitude: Array, scales: BlockScales, plan: Sc
 
 
 def _divide_floats(x: Array, scales: BlockScales, plan: ScaledPlan) -> _GridStep:
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     divisor, high, low = _halves_of_scales(scales, plan)
     divisor, inverse, high, low = plan.backend.per_group((divisor, 1 / (high + low), high, low))
     numbers = bits_to_float(float_to_bits(integers.move_with_quanta(x, divisor)) & bit_ops.low_mask(FLOAT32.width - 1))
@@ -243,7 +243,7 @@ def _upper_half_of_float(x: Array) -> Array:
 
 def decode_floats(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Codes times scales, if `multiply_floats_by_scales` applies."""
-    fmt: Any = plan.element.format
+    fmt = cast(FloatFormat, plan.element.format)
     return multiply_floats_by_scales(_decode_float_codes(codes.astype(jnp.int32), fmt), scales, plan)
 
 

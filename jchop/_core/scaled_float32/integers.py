@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -306,7 +306,7 @@ def encode_integers(whole: Array, plan: ScaledPlan) -> Array:
 
 def decode_integers(codes: Array, plan: ScaledPlan) -> tuple[Array, Array | None]:
     """Codes as quanta; and whether each code is unused, which means NaN."""
-    fmt: Any = plan.element.format
+    fmt = cast(UniformFormat, plan.element.format)
     codes, spare = codes.astype(jnp.int32), 32 - fmt.bits
     whole = (codes << spare) >> spare if fmt.signed else codes
     return whole, whole < fmt.min_code if fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1)) else None

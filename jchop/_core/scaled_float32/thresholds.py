@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def _normalize_threshold(value: Fraction) -> tuple[Fraction, int]:
 
 def encode_by_thresholds(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of the quotients x / s rounded once to a level."""
-    fmt: Any = plan.element.format
+    fmt = cast(CodebookFormat, plan.element.format)
     table = _threshold_table(fmt, plan.element.rounding)
     assert table is not None
     starts = plan.backend.per_group(_starts_of_levels(extend_exponent(scale_magnitude(scales, plan), FLOAT32), table))

@@ -83,11 +83,11 @@ class ProductRoundings:
 
     def for_operand(self, product: AnyProduct, shape: tuple[int, ...]) -> ProductRoundings:
         """These, without codes if a right operand of a shape is not read as it is stored and has to be."""
+        if not self.stored_only:
+            return self
         others = (self.left, *self.specs[2:], self.matmul, self.rotation)
         reads = isinstance(product, DotProduct) and self.right is not None and product.reads_stored(self.right, shape)
-        return replace(
-            self, codes=self.codes and (not self.stored_only or (reads and not any(others))), stored_only=False
-        )
+        return replace(self, codes=self.codes and reads and not any(others), stored_only=False)
 
     @property
     def specs(self) -> tuple[Spec | None, ...]:
