@@ -88,6 +88,8 @@ USUAL = {
     "nesterov": jc.optim.adamw8bit(optax.cosine_decay_schedule(1e-3, 5), nesterov=True, min_size=1024),
     "lion8bit": jc.optim.lion8bit(1e-3, min_size=1024),
 }
+#: LLVM contracts `params - rate * (sign + decay * params)` by the shape of the loop: last bits of parameters differ.
+TOLERANCES = {"lion8bit": (2.0**-22, 2.0**-32)}
 
 
 @further.first
@@ -115,7 +117,8 @@ def usual_rates(name: str, places: str, rng: np.random.Generator) -> None:
         grads = rng.standard_normal(shape).astype(np.float32)
         wanted, state = one(state, grads, wanted)
         got, parts = many(parts, jax.device_put(grads, place), got)
-        jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
+        np.testing.assert_allclose(got, wanted, *TOLERANCES.get(name, (0, 0)))
+        jax.tree.map(np.testing.assert_array_equal, parts.arrays, state.arrays)
     codes = [leaf for leaf in jax.tree.leaves(parts.arrays) if leaf.dtype == np.uint8 and leaf.ndim == 2]
     assert codes and all(leaf.addressable_shards[0].data.size * 8 == leaf.size for leaf in codes)
 
@@ -139,7 +142,8 @@ def several_steps_in_one_program(name: str, rng: np.random.Generator) -> None:
     parts = jax.jit(tx.init, out_shardings=of_state)(placed)
     got, parts = jax.jit(run, out_shardings=(rows, of_state))(parts, jax.device_put(grads, rows), placed)
     wanted, state = jax.jit(run)(jax.jit(tx.init)(params), grads, params)
-    jax.tree.map(np.testing.assert_array_equal, (got, parts.arrays), (wanted, state.arrays))
+    np.testing.assert_allclose(got, wanted, *TOLERANCES.get(name, (0, 0)))
+    jax.tree.map(np.testing.assert_array_equal, parts.arrays, state.arrays)
 
 
 def of_kind(kind: AxisType) -> Any:
@@ -184,7 +188,8 @@ def test_codes_of_joined_axes_lie_as_their_array(name: str, where: P, kind: Axis
             updates, state = step(params, state, params)
             wanted, single = step(plain, single, plain)
             check(state)
-        np.testing.assert_array_equal(updates["w"], wanted["w"])
+        # XLA contracts the sums of Adam by the shape of the part, also those of optax.adam: the last bits may differ.
+        np.testing.assert_array_max_ulp(updates["w"], wanted["w"], 2 if name.startswith("adamw") else 0)
     jax.tree.map(np.testing.assert_array_equal, state, single)
     places = jc.optim.state_shardings(tx, params)
     jax.tree.map(lambda x, place: place.shard_shape(x.shape), state, places)
