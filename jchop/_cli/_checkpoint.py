@@ -17,6 +17,7 @@ from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT
 from jchop._checkpoints.folder import SHARD_BYTES
 from jchop._checkpoints.load_save import convert_checkpoint
 from jchop._checkpoints.table import fields_beside_weights
+from jchop._cli._command import Command, argument, flag, print_written
 from jchop._cli._text import PercentProgress, check_new_file, printable, rows_as_dicts, text_table
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.paths import matches_path
@@ -32,7 +33,7 @@ def is_checkpoint(path: Path, layout: str) -> bool:
         return source.layout not in (OWN_LAYOUT, PLAIN_LAYOUT)
 
 
-def run_convert(options: argparse.Namespace) -> None:
+def _run_convert(options: argparse.Namespace) -> None:
     one_file = options.target.suffix.lower() in (".safetensors", ".gguf")
     if options.shard is not None and one_file:
         raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
@@ -56,7 +57,8 @@ def run_convert(options: argparse.Namespace) -> None:
 def _print_checkpoint(checkpoint: Checkpoint, target: Path, as_json: bool) -> None:
     print(checkpoint_contents(checkpoint, as_json))
     if not as_json:
-        print(f"\nwrote {printable(str(target))}")
+        print()
+        print_written(target)
 
 
 def quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], seed: int | None, as_json: bool) -> None:
@@ -155,28 +157,23 @@ def _shard_bytes(text: str) -> int:
     return int(text) << 20
 
 
-def add_convert(commands: argparse._SubParsersAction) -> None:
-    """The command, with its options."""
-    command = commands.add_parser(
-        "convert",
-        help="write a checkpoint in the layout of another program",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Reads a folder of safetensors files, one such file or a GGUF file; writes a new folder or file.\n"
-        "Codes, scales and zero points stay the same; an array that the layout cannot hold is an error. A killed\n"
-        "conversion to a folder goes on if the command is repeated. A GGUF file gets the tensors alone.",
-        epilog="examples:\n  jchop convert model-gptq model-ct --layout compressed-tensors\n"
-        "  jchop convert model.gguf model --layout plain",
-    )
-    command.add_argument("source", metavar="IN", type=Path)
-    command.add_argument("target", metavar="OUT", type=Path, help="a new folder, or a .safetensors or .gguf file")
-    command.add_argument("--force", action="store_true", help="replace OUT if it is a file that exists")
-    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    command.add_argument("--layout", required=True, choices=LAYOUT_NAMES, help="the layout of OUT")
-    command.add_argument(
-        "--from", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES), help="that of IN"
-    )
-    command.add_argument("--inexact", action="store_true", help="let numbers of NVFP4 differ in their last bit")
-    command.add_argument(
-        "--shard", metavar="MIB", type=_shard_bytes, help="MiB of arrays in a file of a folder; default 256"
-    )
-    command.set_defaults(run=run_convert)
+CONVERT = Command(
+    "convert",
+    _run_convert,
+    "write a checkpoint in the layout of another program",
+    (
+        argument("source", "IN", type=Path),
+        argument("target", "OUT", "a new folder, or a .safetensors or .gguf file", type=Path),
+        argument("--force", help="replace OUT if it is a file that exists"),
+        argument("--json"),
+        argument("--layout", help="the layout of OUT", required=True, choices=LAYOUT_NAMES),
+        argument("--from", help="that of IN", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        flag("--inexact", "let numbers of NVFP4 differ in their last bit"),
+        argument("--shard", "MIB", "MiB of arrays in a file of a folder; default 256", type=_shard_bytes),
+    ),
+    "Reads a folder of safetensors files, one such file or a GGUF file; writes a new folder or file.\n"
+    "Codes, scales and zero points stay the same; an array that the layout cannot hold is an error. A killed\n"
+    "conversion to a folder goes on if the command is repeated. A GGUF file gets the tensors alone.",
+    "examples:\n  jchop convert model-gptq model-ct --layout compressed-tensors\n"
+    "  jchop convert model.gguf model --layout plain",
+)

@@ -9,15 +9,8 @@ from pathlib import Path
 
 from jchop._checkpoints.checkpoint import LAYOUT_NAMES, open_checkpoint
 from jchop._cli._checkpoint import checkpoint_contents, element_bits_text, fates_text, is_checkpoint, quantize_folder
-from jchop._cli._text import (
-    PercentProgress,
-    check_new_file,
-    check_suffix,
-    key_of_seed_option,
-    parse_seed,
-    print_rows,
-    printable,
-)
+from jchop._cli._command import Command, argument, print_written
+from jchop._cli._text import PercentProgress, check_new_file, check_suffix, key_of_seed_option, print_rows
 from jchop._common.paths import check_path_pattern
 from jchop._spec.spec import as_spec
 from jchop.storage._files.safetensors import TensorFile
@@ -27,7 +20,7 @@ from jchop.storage._save import qarray_tensor_names, qarrays_in
 _SAFETENSORS_SUFFIX = ".safetensors"
 
 
-def run_quantize(options: argparse.Namespace) -> None:
+def _run_quantize(options: argparse.Namespace) -> None:
     rules = [parse_rule(text) for text in options.rule]
     if not options.source.is_dir():  # whose rules round without draws
         key_of_seed_option(options.seed, [rule.spec for rule in rules])
@@ -42,10 +35,11 @@ def run_quantize(options: argparse.Namespace) -> None:
     )
     print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
     if not options.json:
-        print(f"\nwrote {printable(str(options.target))}")
+        print()
+        print_written(options.target)
 
 
-def run_inspect(options: argparse.Namespace) -> None:
+def _run_inspect(options: argparse.Namespace) -> None:
     if is_checkpoint(options.file, options.layout):
         with open_checkpoint(options.file, options.layout) as source:
             print(checkpoint_contents(source, options.json))
@@ -132,36 +126,31 @@ def _percent_text(after: int, before: int) -> str:
     return f"{100 * after / before:.1f} %" if before else ""
 
 
-def add_quantize_and_inspect(commands: argparse._SubParsersAction) -> None:
-    """The two commands, with their options."""
-    plain = argparse.RawDescriptionHelpFormatter
-    command = commands.add_parser(
-        "quantize",
-        help="quantize the tensors of a safetensors file or folder",
-        formatter_class=plain,
-        description="Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
-        "rule whose pattern matches parts of a name applies; tensors without a rule are copied.",
-        epilog="example:\n  jchop quantize in.safetensors out.safetensors \\\n"
-        "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
-    )
-    command.add_argument("source", metavar="IN", type=Path, help="a safetensors file, or a folder of a model")
-    command.add_argument("target", metavar="OUT", type=Path, help="a safetensors file, or a new folder")
-    command.add_argument(
-        "--rule",
-        metavar="PATTERN=SPEC",
-        action="append",
-        required=True,
-        help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be repeated",
-    )
-    command.add_argument(
-        "--seed", metavar="N", type=parse_seed, help="seed of the random bits; stochastic modes need it"
-    )
-    command.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    command.set_defaults(run=run_quantize)
-
-    command = commands.add_parser("inspect", help="list the contents of a checkpoint: a file or a folder")
-    command.add_argument("file", metavar="FILE", type=Path, help="a safetensors or GGUF file, or a folder of a model")
-    command.add_argument("--layout", default="auto", choices=("auto", *LAYOUT_NAMES), help="its layout; default auto")
-    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    command.set_defaults(run=run_inspect)
+QUANTIZE = Command(
+    "quantize",
+    _run_quantize,
+    "quantize the tensors of a safetensors file or folder",
+    (
+        argument("source", "IN", "a safetensors file, or a folder of a model", type=Path),
+        argument("target", "OUT", "a safetensors file, or a new folder", type=Path),
+        argument("--rule", help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be "
+                 "repeated"),
+        argument("--seed"),
+        argument("--force"),
+        argument("--json"),
+    ),
+    "Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
+    "rule whose pattern matches parts of a name applies; tensors without a rule are copied.",
+    "example:\n  jchop quantize in.safetensors out.safetensors \\\n"
+    "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
+)  # fmt: skip
+INSPECT = Command(
+    "inspect",
+    _run_inspect,
+    "list the contents of a checkpoint: a file or a folder",
+    (
+        argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
+        argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        argument("--json"),
+    ),
+)

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jchop._cli._text import check_folder, parse_seed, printable
-from jchop._cli._user_function import argument_order, imports_from_here, load_arrays, load_function
+from jchop._cli._command import Command, argument, flag
+from jchop._cli._text import check_folder, printable
+from jchop._cli._user_function import imports_from_here, load_arguments, load_function
 from jchop._common.checks import split_outside_brackets
 from jchop._common.files import require_extra
 from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
@@ -16,7 +17,7 @@ from jchop.study._progress import ProgressBar
 from jchop.study._run import DATASETS, FORMATS, MODES
 
 
-def run_study(options: argparse.Namespace) -> None:
+def _run_study(options: argparse.Namespace) -> None:
     check_folder("--out", options.out)
     if options.function is not None:
         _run_function_study(options)
@@ -59,10 +60,9 @@ def _run_function_study(options: argparse.Namespace) -> None:
         raise ValueError("--data FILE.npz is needed: the arguments of the function")
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
-        arrays = load_arrays("--data", options.data)
         result = run_function(
             function,
-            *(arrays[name] for name in argument_order(list(arrays), function, f"--data {options.data}")),
+            *load_arguments("--data", options.data, function),
             formats=split_items(options.formats or FUNCTION_FORMATS),
             modes=split_items(options.modes or FUNCTION_MODES),
             seeds=3 if options.seeds is None else options.seeds,
@@ -91,42 +91,33 @@ def split_items(words: Sequence[str]) -> list[str]:
     return [item for item in split_outside_brackets(" ".join(words), ", \t\n\r") if item]
 
 
-def add_study(commands: argparse._SubParsersAction) -> None:
-    """The command, with its options."""
-    command = commands.add_parser(
-        "study",
-        help="round your own function, or a small network trained on real data, to every format in every mode",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="With MODULE:FUNCTION: runs your function on the arrays of --data with every operation rounded,\n"
-        "prints its errors, and writes study.csv, study.json, study.png and study.html, a page for a mail.\n"
-        "Without: trains a small classifier, evaluates it with its parameters rounded to each format in each\n"
-        "mode, prints the table and writes study.csv, study.json and study.png.",
-        epilog="examples:\n  jchop study model:apply --data inputs.npz --formats e4m3fn,e5m2,bfloat16 --out my-study\n"
-        "  jchop study --formats q43,e6m9,fixed4.4 --modes nearest_even,stochastic --out my-study",
-    )
-    command.add_argument("function", metavar="MODULE:FUNCTION", nargs="?", help="a function that JAX can trace")
-    command.add_argument(
-        "--data", metavar="FILE.npz", type=Path, help="its arguments: arrays by name, or without names"
-    )
-    command.add_argument("--budget-seconds", metavar="S", type=float, help="begin no format after this time")
-    command.add_argument("--dataset", choices=DATASETS, help="default digits (images)")
-    for option, *defaults in (("--formats", FORMATS, FUNCTION_FORMATS), ("--modes", MODES, FUNCTION_MODES)):
-        help_text = "default {}; of a function: {}".format(*map(" ".join, defaults))
-        command.add_argument(option, nargs="+", metavar="TEXT", help=help_text)
-    command.add_argument(
-        "--seeds", type=int, metavar="N", help="draws of each stochastic mode; default 10, of a function 3"
-    )
-    command.add_argument("--epochs", type=int, metavar="N", help="passes over the training data; default by data set")
-    command.add_argument("--activations", action="store_true", help="round the activations, too")
-    command.add_argument(
-        "--seed", type=parse_seed, metavar="N", default=0, help="seed of split, training and rounding; default 0"
-    )
-    command.add_argument(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        default=Path("jchop-study"),
-        help="the folder of the files; default jchop-study",
-    )
-    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    command.set_defaults(run=run_study)
+def _lists_text(of_network: Sequence[str], of_function: Sequence[str]) -> str:
+    return f"default {' '.join(of_network)}; of a function: {' '.join(of_function)}"
+
+
+STUDY = Command(
+    "study",
+    _run_study,
+    "round your own function, or a small network trained on real data, to every format in every mode",
+    (
+        argument("function", nargs="?"),
+        argument("--data"),
+        argument("--budget-seconds", "S", "begin no format after this time", type=float),
+        argument("--dataset", help="default digits (images)", choices=DATASETS),
+        argument("--formats", "TEXT", _lists_text(FORMATS, FUNCTION_FORMATS), nargs="+"),
+        argument("--modes", "TEXT", _lists_text(MODES, FUNCTION_MODES), nargs="+"),
+        argument("--seeds", "N", "draws of each stochastic mode; default 10, of a function 3", type=int),
+        argument("--epochs", "N", "passes over the training data; default by data set", type=int),
+        flag("--activations", "round the activations, too"),
+        argument("--seed", help="seed of split, training and rounding; default 0", default=0),
+        argument("--out", "DIR", "the folder of the files; default jchop-study", type=Path,
+                 default=Path("jchop-study")),
+        argument("--json"),
+    ),
+    "With MODULE:FUNCTION: runs your function on the arrays of --data with every operation rounded,\n"
+    "prints its errors, and writes study.csv, study.json, study.png and study.html, a page for a mail.\n"
+    "Without: trains a small classifier, evaluates it with its parameters rounded to each format in each\n"
+    "mode, prints the table and writes study.csv, study.json and study.png.",
+    "examples:\n  jchop study model:apply --data inputs.npz --formats e4m3fn,e5m2,bfloat16 --out my-study\n"
+    "  jchop study --formats q43,e6m9,fixed4.4 --modes nearest_even,stochastic --out my-study",
+)  # fmt: skip

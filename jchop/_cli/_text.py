@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jchop._common.text.tables import table_lines
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.formats._base import Dyadic
 from jchop.study._progress import ProgressBar
@@ -54,12 +55,7 @@ def text_table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> 
 
     Cells may hold names from files, so they are made printable.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = table_lines([[printable(cell) for cell in row] for row in rows], align)
     return "\n".join([bold(lines[0], sys.stdout), "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
 
 

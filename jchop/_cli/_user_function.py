@@ -155,6 +155,12 @@ def _check_npz(file: BufferedReader) -> None:
     file.seek(0)
 
 
+def load_arguments(argument: str, path: Path, function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The arrays of a .npz file as the arguments of a function, in their order."""
+    arrays = load_arrays(argument, path)
+    return tuple(arrays[name] for name in argument_order(list(arrays), function, f"{argument} {path}"))
+
+
 def argument_order(names: Sequence[str], function: Callable[..., Any], file: str, *, after: int = 0) -> list[str]:
     """The names of arrays in the order of the arguments: by name, or those without names in their order.
 
