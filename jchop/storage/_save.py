@@ -21,7 +21,7 @@ from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, refuse_qarray_dicts
 from jchop.storage._decode import check_qarray_leaves
 from jchop.storage._files.device_parts import read_to_devices, spans_processes, write_together
-from jchop.storage._files.json import Reader, json_string, read_object, short_text, small_value
+from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
 from jchop.storage._sharding import named_sharding_of
 from jchop.storage._tree_record import TREE_KEY, nest_leaves, tree_metadata, tree_paths_in
@@ -174,7 +174,7 @@ def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
     Raises:
         ValueError: if the metadata are damaged, or a tensor is not the data of such a key.
     """
-    keys = _jchop_metadata(file, RANDOM_KEYS_KEY, json_string)
+    keys = _jchop_metadata(file, RANDOM_KEYS_KEY)
     for name, kind in keys.items():
         try:
             if name not in file.entries or name in owners:
@@ -301,10 +301,10 @@ def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[s
     return descriptions
 
 
-def _jchop_metadata(file: TensorFile, key: str, reader: Reader[Any] = small_value) -> dict[str, Any]:
+def _jchop_metadata(file: TensorFile, key: str) -> dict[str, Any]:
     """A JSON object in the metadata of a file; empty if it is missing."""
     try:
-        return read_object(file.metadata.get(key, "{}"), lambda _: reader)
+        return json_object(file.metadata.get(key, "{}"))
     except ValueError as error:
         raise ValueError(f"{file.path}: bad metadata {key!r} ({error})") from None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jchop.storage._files.json import LONGEST_VALUE, read_object, short_text, small_value
+from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorFile
 
 #: The metadata key of the record: JSON, which maps the name of each array to the steps to it in the tree. A string is a
@@ -31,8 +31,6 @@ def tree_metadata(paths: Mapping[str, Sequence[Any]]) -> dict[str, str]:
         nest_leaves([(path, None) for path in steps.values()])
     except ValueError:  # a list with entries without arrays, or a key that is neither a string nor an integer
         return {}
-    if max((len(json.dumps(path)) for path in steps.values()), default=0) > LONGEST_VALUE:
-        return {}
     return {TREE_KEY: json.dumps(steps, separators=(",", ":"))} if steps else {}
 
 
@@ -49,7 +47,7 @@ def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Tree
             "arrays by name, or pass like="
         )
     try:
-        record = read_object(file.metadata.get(TREE_KEY, "{}"), lambda _: small_value)
+        record = json_object(file.metadata.get(TREE_KEY, "{}"))
         if set(record) != names:
             raise ValueError(f"it is of other arrays: {short_text(sorted(set(record) ^ names))}")
         for name, path in record.items():

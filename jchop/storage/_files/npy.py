@@ -1,8 +1,7 @@
 """Reads .npy files in parts. The header is checked against the size of the file before memory is allocated.
 
-Only headers that NumPy writes for arrays of numbers are accepted (the NEP 1 format, versions 1 to 3). They are matched
-by a regular expression, not evaluated. Files are not memory-mapped: if another process truncated a mapped file, a
-signal would end this one.
+Arrays of numbers are accepted (the NEP 1 format, versions 1 to 3). Files are not memory-mapped: if another process
+truncated a mapped file, a signal would end this one.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Self
 
@@ -19,16 +19,7 @@ import numpy as np
 from jchop._common.files import open_regular_file
 
 _NPY_MAGIC = b"\x93NUMPY"
-_LONGEST_NPY_HEADER = 1 << 16
-_MOST_NPY_AXES = 64  # the limit of NumPy 2
-
-_NPY_STRING = r"(?:'[^'\\]*'|\"[^\"\\]*\")"
-_NPY_SPACES = " \n"  # the only ones that NumPy writes
-_NPY_ENTRY = re.compile(
-    rf"(?P<key>{_NPY_STRING}) *: *"
-    rf"(?:(?P<text>{_NPY_STRING})|(?P<truth>True|False)|\((?P<sizes>[0-9L, \n]*)\))[ \n]*(?:,[ \n]*|$)"
-)
-_NPY_AXIS_SIZE = re.compile(r"(0|[1-9][0-9]{0,18})L?")  # Python 2 wrote an L after long integers
+_LONGEST_NPY_HEADER, _MOST_NPY_AXES = 10_000, 64  # as in NumPy
 
 #: The longest row, in bytes, that is read whole, and the bytes of rows read at once.
 _SHORT_ROW, _BLOCK = 1 << 14, 1 << 20
@@ -95,34 +86,27 @@ class NpyFile:
             raise self._fault(f"its version is {'.'.join(map(str, version))}; known are 1.0, 2.0 and 3.0")
         count = 2 if version == b"\1\0" else 4
         field = start[8:] + self._bytes(min(count - 2, self._size - len(start)))
-        length, begin = int.from_bytes(field, "little"), 8 + count
-        if length > _LONGEST_NPY_HEADER or begin + length > self._size:
+        length, self._begin = int.from_bytes(field, "little"), 8 + count + int.from_bytes(field, "little")
+        if length > _LONGEST_NPY_HEADER or self._begin > self._size:
             raise self._fault(f"a header of {length} bytes, in a file of {self._size}")
-        text = self._bytes(length).decode("utf-8" if version == b"\3\0" else "latin-1", errors="replace")
-        entries = _header_entries(text)
-        if entries is None:
-            raise self._fault("its header is not that of an array of numbers")
-        dtype, shape = self._dtype(entries["text"]), _header_shape(entries["sizes"])
-        if shape is None:
-            raise self._fault(f"its shape ({_shorten(entries['sizes'])}) is not known; {_MOST_NPY_AXES} axes at most")
+        read_header = np.lib.format.read_array_header_1_0 if count == 2 else np.lib.format.read_array_header_2_0
+        try:
+            shape, in_fortran_order, dtype = read_header(BytesIO(field + self._bytes(length)))
+        except Exception as error:  # the parser of Python raises errors of any kind
+            line = _shorten(next(iter(str(error).splitlines()), type(error).__name__))
+            raise self._fault(f"its header is not that of an array of numbers: {line}{_way_out(line)}") from None
+        if dtype.kind not in "biufc":
+            raise self._fault(f"it holds {dtype.str!r}, which is not a numeric type{_way_out(dtype.str)}")
+        if not all(type(n) is int and n >= 0 for n in shape) or len(shape) > _MOST_NPY_AXES:
+            raise self._fault(f"its shape {_shorten(str(shape))} is not known; {_MOST_NPY_AXES} axes at most")
         if math.prod(n for n in shape if n) * dtype.itemsize > 2**63 - 1:
             raise self._fault(f"its shape {_shorten(str(shape))} is too large for an array")
-        need, self._begin = math.prod(shape) * dtype.itemsize, begin + length
+        need = math.prod(shape) * dtype.itemsize
         if self._size - self._begin != need:
             raise self._fault(
                 f"shape {_shorten(str(shape))} of {dtype} needs {need} bytes; it has {self._size - self._begin}"
             )
-        return dtype, entries["truth"] == "True", shape
-
-    def _dtype(self, text: str) -> np.dtype:
-        way = "; if it was saved from bfloat16 or float8, save it as float32, or in a safetensors file"
-        way *= text[1:] in ("V2", "V1", "f1")  # what numpy.save writes for them
-        if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", text):
-            raise self._fault(f"it holds {_shorten(text)!r}, which is not a numeric type{way}")
-        try:
-            return np.dtype(text)
-        except TypeError:
-            raise self._fault(f"it holds {text!r}, which NumPy does not know{way}") from None
+        return dtype, in_fortran_order, shape
 
     def _fault(self, reason: str) -> ValueError:
         return ValueError(f"{self._name} is not a .npy file that can be read: {reason}")
@@ -193,31 +177,12 @@ class NpyFile:
         )
 
 
-def _header_entries(text: str) -> dict[str, str] | None:
-    """The three values of a header by kind; None unless each occurs once, and nothing else."""
-    inside = re.fullmatch(r"\{([^{}]*)\}", text.strip(_NPY_SPACES))
-    kinds = {"descr": "text", "fortran_order": "truth", "shape": "sizes"}
-    entries: dict[str, str] = {}
-    rest = inside[1].strip(_NPY_SPACES) if inside else ""
-    while rest:
-        match = _NPY_ENTRY.match(rest)
-        kind = kinds.pop(match["key"][1:-1], None) if match else None
-        if match is None or kind is None or match[kind] is None:
-            return None
-        entries[kind] = match[kind][1:-1] if kind == "text" else match[kind]
-        rest = rest[match.end() :]
-    return None if kinds else entries
-
-
-def _header_shape(text: str) -> tuple[int, ...] | None:
-    """The sizes in the parentheses of a tuple; None if it is not a tuple of sizes."""
-    items = [item.strip(_NPY_SPACES) for item in text.split(",")]
-    if not items[-1]:
-        items.pop()
-    elif len(items) == 1:
-        return None  # an integer in parentheses
-    sizes = [_NPY_AXIS_SIZE.fullmatch(item) for item in items]
-    return None if len(sizes) > _MOST_NPY_AXES or not all(sizes) else tuple(int(size[1]) for size in sizes if size)
+def _way_out(text: str) -> str:
+    """The advice for a dtype that `numpy.save` writes for arrays of `ml_dtypes`."""
+    is_short_float = re.search("[<>|=](V1|V2|f1)'?$", text)
+    return "; if it was saved from bfloat16 or float8, save it as float32, or in a safetensors file" * bool(
+        is_short_float
+    )
 
 
 def _shorten(text: str) -> str:

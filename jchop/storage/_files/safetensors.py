@@ -2,8 +2,8 @@
 
 The layout is defined in https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
 endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
-texts), the data. It is read and written directly, so that tensors can be processed in chunks, and with dtypes that
-plain NumPy lacks.
+texts), the data. The package `safetensors` would map files into memory, so that truncation by another process ends the
+program; it has no float8 and no float4 for NumPy, takes the last of duplicate keys, and writes whole files from memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from jchop._common.files import open_regular_file
-from jchop.storage._files.json import MOST_ENTRIES, Reader, read_object, short_text, small_value, string_object
+from jchop.storage._files.json import MOST_ENTRIES, json_object, short_text, string_object
 
 #: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {
@@ -165,44 +164,34 @@ def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, TensorEntr
         raise ValueError(
             f"{path} is not a safetensors file: its header would take {length} bytes, and at most {_MOST_HEADER_BYTES}"
         )
+    size = total - 8 - length
     try:
-        # Each entry is checked when it is parsed, because parsed JSON takes more memory than its text.
-        header = read_object(file.read(length).decode("utf-8"), partial(_entry_reader, total - 8 - length))
-        metadata = header.pop(_METADATA_KEY, {})
-        _check_tensor_places(header, total - 8 - length)
+        header = json_object(file.read(length).decode("utf-8"))
+        metadata = string_object(header.pop(_METADATA_KEY, None), _METADATA_KEY)
+        entries = {name: _read_entry(f"tensor {short_text(name)}", fields, size) for name, fields in header.items()}
+        _check_tensor_places(entries, size)
     except ValueError as error:
         raise ValueError(f"{path} is not a safetensors file that jchop reads: bad header ({error})") from None
-    return header, metadata, 8 + length
+    return entries, metadata, 8 + length
 
 
-def _entry_reader(size: int, name: str) -> Reader[Any]:
-    """The reader for the value of a header's key, in a file with `size` bytes of data."""
-    return string_object if name == _METADATA_KEY else partial(_read_entry, size, name)
-
-
-def _read_entry(size: int, name: str, text: str, at: int) -> tuple[TensorEntry, int]:
-    fields, end = small_value(text, at)
+def _read_entry(what: str, fields: Any, size: int) -> TensorEntry:
+    """The entry of a tensor, in a file with `size` bytes of data."""
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
-        raise ValueError(f"tensor {short_text(name)} must be an object with dtype, shape and data_offsets")
+        raise ValueError(f"{what} must be an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(
-            f"tensor {short_text(name)}: dtype {short_text(dtype)} is not known; read are {', '.join(DTYPES)}"
-        )
+        raise ValueError(f"{what}: dtype {short_text(dtype)} is not known; read are {', '.join(DTYPES)}")
     if not are_counts(shape) or len(shape) > _MOST_SAFETENSORS_AXES or math.prod(n or 1 for n in shape) >> 58:
         requirement = f"a list of integers >= 0, at most {_MOST_SAFETENSORS_AXES} and of a product below 2^58"
-        raise ValueError(f"tensor {short_text(name)}: shape {short_text(shape)} must be {requirement}")
+        raise ValueError(f"{what}: shape {short_text(shape)} must be {requirement}")
     if not are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(
-            f"tensor {short_text(name)}: data_offsets {short_text(offsets)} do not fit: they are not two integers"
-        )
+        raise ValueError(f"{what}: data_offsets {short_text(offsets)} do not fit: they are not two integers")
     entry = TensorEntry(DTYPES[dtype], tuple(shape), offsets[0])
     whole = math.prod(shape) * entry.bits % 8 == 0
     if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size or not whole:
-        raise ValueError(
-            f"tensor {short_text(name)}: data_offsets {offsets} do not fit shape {short_text(shape)} and the file"
-        )
-    return entry, end
+        raise ValueError(f"{what}: data_offsets {offsets} do not fit shape {short_text(shape)} and the file")
+    return entry
 
 
 def are_counts(numbers: Any) -> bool:

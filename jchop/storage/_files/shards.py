@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from jchop._common.files import open_regular_file
-from jchop.storage._files.json import json_object, read_object, short_text, small_value, string_object
+from jchop.storage._files.json import json_object, short_text, string_object
 from jchop.storage._files.safetensors import TensorEntry, TensorFile
 
 INDEX_FILE, SINGLE_FILE, CONFIG_FILE = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -162,8 +162,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _read_index(path: Path) -> dict[str, str]:
     text = _read_text(path, _LONGEST_INDEX)
     try:
-        content = read_object(text, lambda key: string_object if key == "weight_map" else small_value)
-        homes = content.get("weight_map")
+        homes = string_object(json_object(text).get("weight_map"), "weight_map")
         if not homes:
             raise ValueError("it has no weight_map")
         for name in homes.values():
