@@ -11,18 +11,15 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
-from jchop._cli._blame import BLAME
-from jchop._cli._checkpoint import CONVERT
 from jchop._cli._compare import COMPARE
 from jchop._cli._completion import completion_command, words_by_command
 from jchop._cli._doctor import DOCTOR
-from jchop._cli._info import FORMATS, INFO
+from jchop._cli._file_commands import CONVERT, INSPECT, QUANTIZE
+from jchop._cli._function_commands import BLAME, STUDY, TUNE
+from jchop._cli._info import FORMAT_LIST, INFO
 from jchop._cli._ptq import PTQ
-from jchop._cli._quantize import INSPECT, QUANTIZE
 from jchop._cli._round import ROUND
-from jchop._cli._study import STUDY
-from jchop._cli._text import bold, printable
-from jchop._cli._tune import TUNE
+from jchop._cli._text import bold, print_note, printable
 from jchop._common.checks import close_names_hint
 
 
@@ -60,27 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()  # its reader, such as head, has closed the pipe
         return 141  # 128 + SIGPIPE, as in the shell
     except KeyboardInterrupt:
-        _print_to_stderr("\njchop: interrupted")
+        print_note("\njchop: interrupted")
         return 130
     except OSError as error:
         _discard_stdout()
         where = f"{error.filename}: " if error.filename else ""
-        _print_to_stderr(_error_line(f"{where}{error.strerror or error}"))
+        _print_error(f"{where}{error.strerror or error}")
     except MemoryError as error:
-        _print_to_stderr(_error_line(f"not enough memory. {error}"))
+        _print_error(f"not enough memory. {error}")
     except (ValueError, TypeError, OverflowError, RecursionError, ModuleNotFoundError) as error:
-        _print_to_stderr(_error_line(str(error)))
+        _print_error(str(error))
     return 2
 
 
-def _error_line(message: str) -> str:
-    return bold("jchop: error:", sys.stderr) + " " + printable(" ".join(message.split()))
-
-
-def _print_to_stderr(line: str) -> None:
-    """A line on standard error, unless it is closed: then print would write to standard output."""
-    if sys.stderr is not None:
-        print(line, file=sys.stderr)
+def _print_error(message: str) -> None:
+    print_note(bold("jchop: error:", sys.stderr) + " " + printable(" ".join(message.split())))
 
 
 def _discard_stdout() -> None:
@@ -130,7 +121,7 @@ def _command_parser() -> argparse.ArgumentParser:
     parser = _CommandParser(prog="jchop", description=description)
     parser.add_argument("-V", "--version", action="version", version=f"jchop {_jchop_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    rows = (FORMATS, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ, COMPARE, BLAME, TUNE, STUDY, DOCTOR)
+    rows = (FORMAT_LIST, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ, COMPARE, BLAME, TUNE, STUDY, DOCTOR)
     for command in (*rows, completion_command(parser)):
         command.add_to(commands)
     return parser

@@ -15,7 +15,7 @@ from jchop._common.files import require_extra, write_atomically
 from jchop._common.text.html import image, page
 
 #: An argument of a command: its name and the fields of `add_argument`.
-Argument = tuple[str, dict[str, Any]]
+CommandArgument = tuple[str, dict[str, Any]]
 #: The fields of the arguments that several commands have.
 _SHARED_FIELDS: dict[str, dict[str, Any]] = {
     "function": {"metavar": "MODULE:FUNCTION", "help": "a function that JAX can trace"},
@@ -29,13 +29,13 @@ _SHARED_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def argument(name: str, metavar: str | None = None, help: str | None = None, **fields: Any) -> Argument:
+def argument(name: str, metavar: str | None = None, help: str | None = None, **fields: Any) -> CommandArgument:
     """An argument, with the fields that it shares with those of other commands where none are given."""
     own = {"metavar": metavar, "help": help} | fields
     return name, _SHARED_FIELDS.get(name, {}) | {key: value for key, value in own.items() if value is not None}
 
 
-def flag(name: str, help: str) -> Argument:
+def flag(name: str, help: str) -> CommandArgument:
     """An option without a value."""
     return argument(name, help=help, action="store_true")
 
@@ -56,7 +56,7 @@ class Command:
     name: str
     run: Callable[[argparse.Namespace], None]
     help: str
-    arguments: Sequence[Argument]
+    arguments: Sequence[CommandArgument]
     description: str | None = None
     epilog: str | None = None
 
@@ -85,11 +85,9 @@ def print_report(report: Any, as_json: bool) -> None:
         print("\n".join(map(printable, str(report).splitlines())))
 
 
-def print_written(*paths: Path | None) -> None:
-    """Prints the paths of files that were written."""
-    for path in paths:
-        if path is not None:
-            print(f"wrote {printable(str(path))}")
+def print_written(path: Path) -> None:
+    """Prints the path of a file that was written."""
+    print(f"wrote {printable(str(path))}")
 
 
 def check_pictures(options: argparse.Namespace) -> None:
@@ -103,7 +101,7 @@ def check_pictures(options: argparse.Namespace) -> None:
 def write_pictures(
     options: argparse.Namespace, draw: Callable[[], Any], title: str = "", report: Any = None, dpi: Any = "figure"
 ) -> None:
-    """Writes the picture of ``--plot``, and the page of ``--html``.
+    """Writes the picture of ``--plot``, and the page of ``--html``; prints their paths, but beside JSON.
 
     Args:
         options: of the command.
@@ -122,6 +120,9 @@ def write_pictures(
     if page_path is not None:
         content = page(title, image(picture.getvalue(), title), report._repr_html_()).encode()
         write_atomically(page_path, lambda file: file.write(content))
+    for path in () if options.json else (options.plot, page_path):
+        if path is not None:
+            print_written(path)
 
 
 def _page_path(options: argparse.Namespace) -> Path | None:

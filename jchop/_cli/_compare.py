@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from jchop._checkpoints.checkpoint import open_checkpoint
-from jchop._cli._command import Command, argument, check_pictures, print_json, print_written, write_pictures
-from jchop._cli._study import split_items
-from jchop._cli._text import key_of_seed_option, printable, terminal_progress_bar
+from jchop._cli._command import Command, argument, check_pictures, print_json, write_pictures
+from jchop._cli._function_commands import split_items
+from jchop._cli._text import key_of_seed_option, print_note, printable, terminal_progress_bar
 from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check, first_names
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._insight.compare.compare import COMPARISON_SCALES, Comparison, compare, default_formats
 from jchop._spec.spec import as_spec
@@ -44,8 +44,6 @@ def _run_compare(options: argparse.Namespace) -> None:
     else:
         print("\n\n".join(f"{printable(name)}: {comparison}" for name, comparison in comparisons.items()))
     write_pictures(options, lambda: next(iter(comparisons.values())).plot())
-    if not options.json:
-        print_written(options.plot)
 
 
 def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, scale: Any) -> Comparison:
@@ -66,8 +64,7 @@ def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.nda
         with NpyFile(path, str(path)) as file:
             yield path.name, file.read([0] * len(file.shape), file.shape)
         return
-    if path.suffix.lower() != ".safetensors":
-        raise ValueError(f"FILE {path} must end in .npy or .safetensors")
+    check(path.suffix.lower() == ".safetensors", f"FILE {path} must end in .npy or .safetensors")
     pattern = check_path_pattern("--tensor", "*" if pattern is None else pattern)
     with open_checkpoint(path, "auto") as file:
         numbers = [
@@ -81,10 +78,9 @@ def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.nda
             hint = nearest_paths_hint([pattern], numbers)
             raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{hint}")
         others = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
-        if others and sys.stderr is not None:
-            rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            listing = printable(", ".join(map(repr, others[:3])))
-            print(f"note: without a table, since empty or of a type that has none: {listing}{rest}", file=sys.stderr)
+        if others:
+            empty = printable(first_names(others))
+            print_note(f"note: without a table, since empty or of a type that has none: {empty}")
         for name in matches:
             value = file.read(name)
             yield name, np.asarray(dequantize(value)) if isinstance(value, QArray) else value

@@ -76,12 +76,8 @@ def environment_facts() -> dict[str, Any]:
 
 
 def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> dict[str, Any]:
-    chip = (
-        backend
-        if backend == "cpu"
-        else next((name for name in OPERANDS_BY_PLATFORM if name in _platform_letters(device_kind)), None)
-    )
-    units = OPERANDS_BY_PLATFORM.get(chip or "", {})
+    letters = "cpu" if backend == "cpu" else _platform_letters(device_kind)
+    units = next((units for name, units in OPERANDS_BY_PLATFORM.items() if name in letters), {})
     return {
         "device": f"{backend}: {device_kind}" if device_kind != backend else device_kind,
         "number": count,

@@ -8,14 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from jchop._cli._command import (
-    Command,
-    argument,
-    check_pictures,
-    print_json,
-    print_written,
-    write_pictures,
-)
+from jchop._cli._command import Command, argument, check_pictures, print_json, write_pictures
 from jchop._cli._text import (
     binary_code,
     fact_text,
@@ -26,6 +19,7 @@ from jchop._cli._text import (
     text_table,
     yes_or_no,
 )
+from jchop._common.on_demand import load_name
 from jchop.formats import (
     ALIASES,
     CATALOGUE,
@@ -71,20 +65,14 @@ def _run_info(options: argparse.Namespace) -> None:
     parsed_format = parse_format(options.format)
     fmt = parsed_format.element if isinstance(parsed_format, ScaledFormat) else parsed_format
     check_pictures(options)
-    if options.plot is None:
-        _print_info(parsed_format, fmt, options.json)
-        return
-    from jchop.plot import value_grid
-
     try:
-        picture = value_grid(fmt)
+        picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
     except ValueError as error:
         raise ValueError(f"--plot: {error}") from None
     _print_info(parsed_format, fmt, options.json)
-    write_pictures(options, lambda: picture)
-    if not options.json:
+    if picture is not None and not options.json:
         print()
-        print_written(options.plot)
+    write_pictures(options, lambda: picture)
 
 
 def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool) -> None:
@@ -191,7 +179,7 @@ def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
     ]
 
 
-FORMATS = Command("formats", _run_formats, "list the named formats", [argument("--json")])
+FORMAT_LIST = Command("formats", _run_formats, "list the named formats", [argument("--json")])
 INFO = Command(
     "info",
     _run_info,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from jchop._cli._command import Command, argument, check_pictures, flag, print_written, write_pictures
-from jchop._cli._quantize import parse_rule
-from jchop._cli._text import check_folder, check_new_file, check_suffix, key_of_seed_option, printable
+from jchop._cli._file_commands import parse_rule
+from jchop._cli._text import check_folder, check_new_file, check_suffix, key_of_seed_option, print_note, printable
 from jchop._cli._user_function import argument_order, load_arrays, load_function
+from jchop._common.checks import check
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._tree_record import TREE_KEY
+from jchop.storage._save import TREE_KEY
 
 #: The steps that ``--method`` may name.
 PTQ_STEPS = (
@@ -54,10 +54,11 @@ def _run_ptq(options: argparse.Namespace) -> None:
     )  # fmt: skip
     save_safetensors(options.out, weights)
     discard_run(folder)
-    print(report.to_json(indent=1) if options.report == "json" else report)
+    options.json = options.report == "json"
+    print(report.to_json(indent=1) if options.json else report)
+    if not options.json:
+        print_written(options.out)
     write_pictures(options, report.plot)
-    if options.report != "json":
-        print_written(options.out, options.plot)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -65,19 +66,14 @@ def _run_ptq(options: argparse.Namespace) -> None:
 
 def _batch_progress(count: int) -> Callable[[int], None]:
     def show_step(step: int) -> None:
-        _print_progress(f"data: batch {(step - 1) % count + 1} of {count}")
+        print_note(f"data: batch {(step - 1) % count + 1} of {count}")
 
     return show_step
 
 
 def _print_weight_progress(row: Any, stage: int, total: int) -> None:
     decibels = "" if np.isnan(row.before) else f": {row.before:.2f} dB to nearest, {row.after:.2f} dB"
-    _print_progress(f"stage {stage} of {total}: {row.path}{decibels}")
-
-
-def _print_progress(line: str) -> None:
-    if sys.stderr is not None:
-        print(printable(line), file=sys.stderr, flush=True)
+    print_note(printable(f"stage {stage} of {total}: {row.path}{decibels}"))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -117,8 +113,7 @@ def _load_parameters(path: Path) -> Any:
 
 def _load_batches(path: Path, function: Callable[..., Any], batch_size: int) -> list[tuple[Any, ...]]:
     """The arrays of a file as arguments after the parameters, cut along their first axis."""
-    if batch_size < 1:
-        raise ValueError(f"--batch {batch_size} must be at least 1")
+    check(batch_size >= 1, f"--batch {batch_size} must be at least 1")
     arrays = load_arrays("DATA", path)
     order = argument_order(list(arrays), function, f"DATA {path}", after=1)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
@@ -126,8 +121,7 @@ def _load_batches(path: Path, function: Callable[..., Any], batch_size: int) -> 
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise ValueError(f"DATA {path}: the arrays must have first axes of one length, that of samples: {shapes}")
     count = arrays[order[0]].shape[0]
-    if not count:
-        raise ValueError(f"DATA {path} has no sample")
+    check(count, f"DATA {path} has no sample")
     return [tuple(arrays[name][start : start + batch_size] for name in order) for start in range(0, count, batch_size)]
 
 
@@ -142,7 +136,7 @@ PTQ = Command(
         argument("--rule", help="parts of paths, as 'blocks' or '!norm', and their format or spec; may be repeated"),
         argument("--activation", "SPEC", "the rounding of inputs of the rules' products"),
         argument("--method", "STEPS", default="gptq",
-                 help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, also with arguments; default gptq"),
+                 help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, with arguments; default gptq"),
         flag("--sequential", "weight after weight, with inputs of rounded ones"),
         argument("--batch", "N", "samples that are run at once; default 32", type=int, default=32),
         argument("--seed"),

@@ -14,7 +14,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import ml_dtypes
 import numpy as np
 
 from jchop._cli._command import Command, argument, print_json, print_written
@@ -31,17 +30,13 @@ from jchop._cli._text import (
     shortest_decimal,
     text_table,
 )
+from jchop._common.checks import check, clip_text, first_names
 from jchop._common.files import write_atomically
 from jchop._spec.spec import Spec, parse
 from jchop.formats import ElementFormat
 from jchop.formats.rounding import Overflow, Rounding, as_overflow, as_rounding
 
-CARRIER_NUMPY_DTYPES = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+CARRIER_NUMPY_DTYPES = {name: np.dtype(name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 #: Bytes of a file that are rounded at once.
 _CHUNK_BYTES = 1 << 22
@@ -118,7 +113,7 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         return
     print(f"to {spec}, carrier {values.dtype}")
     cells = [
-        (_clip_word(text), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
+        (clip_text(text), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
         for text, result, code, bits, *errors in rows
     ]
     print(text_table([_ROUND_HEAD, *cells], "<<<<>>"))
@@ -129,8 +124,7 @@ def _number_words(texts: list[str]) -> list[str]:
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
         texts = sys.stdin.read().split()
-        if not texts:
-            raise ValueError("no values: standard input is empty")
+        check(texts, "no values: standard input is empty")
     return texts
 
 
@@ -149,7 +143,7 @@ def _parse_number(text: str) -> _TypedNumber:
         or abs(int(exponent)) > _MAX_EXPONENT
     ):
         raise ValueError(
-            f"number {_clip_word(text)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
+            f"number {clip_text(text)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
         )
     if hexa:
         scale = Fraction(2) ** (int(exponent) - 4 * len(hexa[3]))
@@ -174,7 +168,7 @@ def _bad_number_error(text: str) -> ValueError:
     except (OSError, ValueError):
         pass  # not the name of a file
     return ValueError(
-        f"bad number {_clip_word(text)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
+        f"bad number {clip_text(text)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
     )
 
 
@@ -184,12 +178,7 @@ def _arrays_in_npz(path: Path) -> str:
             names = [name.removesuffix(".npy") for name in file.namelist()]
     except (zipfile.BadZipFile, NotImplementedError):
         return "no arrays that numpy.load can read"
-    more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{'the array' if len(names) == 1 else 'the arrays'} {', '.join(map(repr, names[:3]))}{more_text}"
-
-
-def _clip_word(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return f"{'the array' if len(names) == 1 else 'the arrays'} {first_names(names)}"
 
 
 def _round_to_carrier(exact: list[Fraction | float], carrier: str, for_narrow_format: bool) -> np.ndarray:
@@ -285,10 +274,9 @@ def _decimal_text(value: Fraction, digits: int) -> str:
 
 
 def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
-    if len(options.values) > 1:
-        raise ValueError(f"a .npy file must be the only value; got {len(options.values)} values")
+    check(len(options.values) <= 1, f"a .npy file must be the only value; got {len(options.values)} values")
+    from jchop.storage._chunks import RoundedChunks
     from jchop.storage._files.npy import NpyFile
-    from jchop.storage._round_file import RoundedChunks
 
     path = Path(options.values[0])
     with NpyFile(path, str(path), CARRIER_NUMPY_DTYPES.get(options.carrier)) as file:
@@ -296,7 +284,7 @@ def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
             raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
         summary = _RoundingSummary(_format_with_codes(spec))
         bar = PercentProgress("round") if file.size * file.dtype.itemsize > _CHUNK_BYTES else lambda *_: None
-        chunks = RoundedChunks.of(file, spec, key, _CHUNK_BYTES, lambda count, total: bar(path.name, count, total))
+        chunks = RoundedChunks(file, spec, key, _CHUNK_BYTES, lambda count, total: bar(path.name, count, total))
         if options.out:
             write_atomically(options.out, lambda out: chunks.write(out, summary.add_chunk))
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from jchop._common.checks import check
+
 #: The most entries of an object. A text may have four lists and objects, and six strings, for each of so many.
 MOST_ENTRIES = 1 << 18
 
@@ -18,8 +20,7 @@ def json_object(text: str) -> dict[str, Any]:
         ValueError: if the text is not such an object, has a duplicate key, has too many entries, or is nested too deep.
     """
     for kind, marks, most in (("lists and objects", "[{", 4), ("strings", '"', 12)):
-        if sum(map(text.count, marks)) > most * MOST_ENTRIES:
-            raise ValueError(f"more {kind} than {MOST_ENTRIES} entries have")
+        check(sum(map(text.count, marks)) <= most * MOST_ENTRIES, f"more {kind} than {MOST_ENTRIES} entries have")
     try:
         value = json.loads(text, object_pairs_hook=_unique_members, parse_constant=_no_number)
     except RecursionError:
@@ -49,8 +50,7 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         last = {key: place for place, (key, _) in enumerate(pairs)}
         twice = next(key for place, (key, _) in enumerate(pairs) if last[key] != place)
         raise ValueError(f"the key {short_text(twice)} is duplicated")
-    if len(members) > MOST_ENTRIES:
-        raise ValueError(f"an object has more than {MOST_ENTRIES} entries")
+    check(len(members) <= MOST_ENTRIES, f"an object has more than {MOST_ENTRIES} entries")
     return members
 
 
