@@ -61,7 +61,7 @@ if _typing.TYPE_CHECKING:
     from jchop._quantized.quantize_fn import quantize_fn
     from jchop._serving.attention import dot_product_attention
     from jchop._serving.kv_cache import KVCache
-    from jchop.storage._round_file import round_file
+    from jchop.storage._chunks import round_file
 
 __getattr__, __dir__ = _on_demand(
     __name__,
@@ -80,7 +80,7 @@ __getattr__, __dir__ = _on_demand(
         "jchop._quantized.products.rule": ("Rule",),
         "jchop._quantized.products.scale_from": ("LSQ", "DelayedScaling", "MovingAverage"),
         "jchop._quantized.program.scale_slots": ("Scales",),
-        "jchop.storage._round_file": ("round_file",),
+        "jchop.storage._chunks": ("round_file",),
         "jchop._insight.tune": ("Tuning", "tune"),
     },
 )

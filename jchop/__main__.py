@@ -9,23 +9,18 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NoReturn
 
-from jchop._cli._blame import add_blame
-from jchop._cli._checkpoint import add_convert
-from jchop._cli._compare import add_compare
-from jchop._cli._completion import add_completion, words_by_command
-from jchop._cli._doctor import add_doctor
-from jchop._cli._info import run_formats, run_info
-from jchop._cli._ptq import add_ptq
-from jchop._cli._quantize import add_quantize_and_inspect
-from jchop._cli._round import CARRIER_NUMPY_DTYPES, run_round
-from jchop._cli._study import add_study
-from jchop._cli._text import bold, parse_seed, printable
-from jchop._cli._tune import add_tune
+from jchop._cli._compare import COMPARE
+from jchop._cli._completion import completion_command, words_by_command
+from jchop._cli._doctor import DOCTOR
+from jchop._cli._file_commands import CONVERT, INSPECT, QUANTIZE
+from jchop._cli._function_commands import BLAME, STUDY, TUNE
+from jchop._cli._info import FORMAT_LIST, INFO
+from jchop._cli._ptq import PTQ
+from jchop._cli._round import ROUND
+from jchop._cli._text import bold, print_note, printable
 from jchop._common.checks import close_names_hint
-from jchop.formats.rounding import Overflow, Rounding
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,27 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()  # its reader, such as head, has closed the pipe
         return 141  # 128 + SIGPIPE, as in the shell
     except KeyboardInterrupt:
-        _print_to_stderr("\njchop: interrupted")
+        print_note("\njchop: interrupted")
         return 130
     except OSError as error:
         _discard_stdout()
         where = f"{error.filename}: " if error.filename else ""
-        _print_to_stderr(_error_line(f"{where}{error.strerror or error}"))
+        _print_error(f"{where}{error.strerror or error}")
     except MemoryError as error:
-        _print_to_stderr(_error_line(f"not enough memory. {error}"))
+        _print_error(f"not enough memory. {error}")
     except (ValueError, TypeError, OverflowError, RecursionError, ModuleNotFoundError) as error:
-        _print_to_stderr(_error_line(str(error)))
+        _print_error(str(error))
     return 2
 
 
-def _error_line(message: str) -> str:
-    return bold("jchop: error:", sys.stderr) + " " + printable(" ".join(message.split()))
-
-
-def _print_to_stderr(line: str) -> None:
-    """A line on standard error, unless it is closed: then print would write to standard output."""
-    if sys.stderr is not None:
-        print(line, file=sys.stderr)
+def _print_error(message: str) -> None:
+    print_note(bold("jchop: error:", sys.stderr) + " " + printable(" ".join(message.split())))
 
 
 def _discard_stdout() -> None:
@@ -132,56 +121,9 @@ def _command_parser() -> argparse.ArgumentParser:
     parser = _CommandParser(prog="jchop", description=description)
     parser.add_argument("-V", "--version", action="version", version=f"jchop {_jchop_version()}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    plain = argparse.RawDescriptionHelpFormatter
-
-    command = commands.add_parser("formats", help="list the named formats")
-    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    command.set_defaults(run=run_formats)
-
-    command = commands.add_parser("info", help="show the properties of one format, its bit layout, its values")
-    command.add_argument("format", metavar="FORMAT", help="a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ...")
-    command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw its values (needs matplotlib)")
-    command.add_argument("--json", action="store_true", help="print JSON in place of the tables")
-    command.set_defaults(run=run_info)
-
-    command = commands.add_parser(
-        "round",
-        help="round numbers, or a .npy array, to a format",
-        formatter_class=plain,
-        description="Rounds numbers to a format and shows value, code and error.",
-        epilog="examples:\n"
-        "  jchop round 0.1 1e9 --to e5m2 --rounding up\n"
-        "  seq 1 20 | jchop round --to e2m1fn:saturate\n"
-        "  jchop round weights.npy --to e4m3fn --rounding stochastic --seed 0 --out rounded.npy",
-    )
-    command.add_argument(
-        "values", metavar="X", nargs="*", help="numbers, or one .npy file; - or nothing: standard input"
-    )
-    command.add_argument("--to", metavar="SPEC", required=True, help="format, or a whole spec such as e5m2:up:saturate")
-    command.add_argument("--rounding", metavar="MODE", help=", ".join(mode.value for mode in Rounding))
-    command.add_argument("--overflow", metavar="RULE", help=", ".join(rule.value for rule in Overflow))
-    command.add_argument("--random-bits", metavar="N", type=int, help="random bits for each stochastic rounding")
-    command.add_argument("--seed", metavar="N", type=parse_seed, help="seed of random bits; stochastic modes need it")
-    command.add_argument(
-        "--carrier",
-        choices=CARRIER_NUMPY_DTYPES,
-        help="type of the numbers before and after; default float64, and for a .npy file its own type",
-    )
-    command.add_argument("--out", metavar="FILE.npy", type=Path, help="write the rounded array there")
-    command.add_argument("--force", action="store_true", help="replace FILE.npy if it exists")
-    command.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    command.set_defaults(run=run_round)
-
-    add_quantize_and_inspect(commands)
-    add_convert(commands)
-    add_ptq(commands)
-    add_compare(commands)
-
-    add_blame(commands)
-    add_tune(commands)
-    add_study(commands)
-    add_doctor(commands)
-    add_completion(commands, parser)
+    rows = (FORMAT_LIST, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ, COMPARE, BLAME, TUNE, STUDY, DOCTOR)
+    for command in (*rows, completion_command(parser)):
+        command.add_to(commands)
     return parser
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
-from jchop._checkpoints.row import check
+from jchop._common.checks import check
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat, bfloat16, binary16, binary32, float8_e8m0fnu
 from jchop.storage._array import QArray
@@ -83,11 +82,7 @@ def as_scales(scale: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def integer_array(
-    codes: np.ndarray,
-    scale: np.ndarray,
-    zero: np.ndarray | None,
-    bits: int,
-    kinds: Sequence[AxisGrouping],
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, bits: int, kinds: Sequence[AxisGrouping]
 ) -> QArray:
     """The numbers s (u - z) of unsigned codes u.
 
@@ -147,9 +142,8 @@ def replace_zero_scales(
 def qarray_of_codes(codes: np.ndarray, scale: Any, zero_point: Any, fmt: ScaledFormat) -> QArray:
     """A QArray of one byte for each code; its dtype is float32."""
     element = fmt.element
-    packed_codes = (
-        pack_bits(codes, element.bits) if element.bits < 8 else store_codes(np.ascontiguousarray(codes), element)
-    )
+    packs = element.bits < 8
+    packed_codes = pack_bits(codes, element.bits) if packs else store_codes(np.ascontiguousarray(codes), element)
     if fmt.scale == float8_e8m0fnu:
         scale = scale.view(np.uint8)
     return QArray(packed_codes, scale, zero_point, Spec(fmt), codes.shape[-1], np.dtype(np.float32))
@@ -169,11 +163,11 @@ class Pieces:
     kinds: tuple[AxisGrouping, ...]
 
 
-def pieces(q: QArray) -> Pieces:
-    """A matrix in pieces.
+def pieces(q: QArray, element: ElementFormat | None = None) -> Pieces:
+    """A matrix in pieces, whose elements are of a format, if one is given.
 
     Raises:
-        ValueError: for a plain format, other than two axes, or scales that vmap added axes to.
+        ValueError: for a plain format, other elements, other than two axes, or scales that vmap added axes to.
     """
     fmt = spec_of_part(q.spec, q.ndim).scaled
     if fmt is None:
@@ -181,6 +175,7 @@ def pieces(q: QArray) -> Pieces:
     check(fmt.sparse is None, "it has codes of some numbers alone (sparse), and the layout has codes of all")
     check(q.ndim == 2, f"it has shape {list(q.shape)}, and a stored weight has two axes (out, in)")
     check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
+    check(element in (None, fmt.element), f"its elements are not {element}")
     raw_codes = load_codes(np.asarray(q.qvalue), fmt.element)
     codes = unpack_bits(raw_codes, fmt.element.bits, q.shape[-1]) if fmt.element.bits < 8 else raw_codes
     scale = tuple(map(np.asarray, q.scale)) if isinstance(q.scale, tuple) else np.asarray(q.scale)
@@ -206,6 +201,12 @@ def unsigned_pieces(parts: Pieces, bits: Sequence[int]) -> tuple[np.ndarray, np.
     if getattr(element, "signed", True):
         return parts.codes ^ np.uint8(middle), scale, zero + middle
     return parts.codes, scale, zero
+
+
+def zero_codes(zero: np.ndarray, bits: int) -> np.ndarray:
+    """Zero points as codes of so many bits; ValueError if one is none."""
+    check(((zero >= 0) & (zero < 1 << bits)).all(), f"a zero point is no code of {bits} bits")
+    return zero.astype(np.uint8)
 
 
 def float_scales(parts: Pieces) -> np.ndarray:
@@ -280,3 +281,68 @@ def group_lengths(parts: Pieces) -> list[int]:
     """The size of the groups along each axis, at most its length."""
     pairs = zip(parts.kinds, parts.codes.shape, strict=True)
     return [1 if kind == OWN_SCALE else n if kind == WHOLE_AXIS else min(int(kind), n) for kind, n in pairs]
+
+
+# -- integers of a few bits in bytes and words: dense streams of bits, the lowest bit first ----------------------------
+
+
+def unpack_bits(rows: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """The codes of rows of bytes: ``count`` for each row, one byte each.
+
+    Code i of a row has the bits [bits * i, bits * (i + 1)) of the row's little-endian stream.
+    """
+    if bits == 8:
+        return rows[..., :count]
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = (rows[..., None] >> shifts) & np.uint8((1 << bits) - 1)
+        return codes.reshape(*rows.shape[:-1], -1)[..., :count]
+    stream = np.unpackbits(rows, axis=-1, count=count * bits, bitorder="little").reshape(*rows.shape[:-1], count, bits)
+    codes = np.zeros(stream.shape[:-1], np.uint8)
+    for bit in range(bits):
+        codes |= stream[..., bit] << np.uint8(bit)
+    return codes
+
+
+def pack_bits(codes: np.ndarray, bits: int, multiple: int = 1) -> np.ndarray:
+    """The inverse of `unpack_bits`; each row is padded with zeros to a multiple of so many bytes."""
+    count = codes.shape[-1]
+    size = -(-count * bits // (8 * multiple)) * multiple
+    if bits == 8:
+        return _pad_rows(codes, size)
+    if 8 % bits == 0:
+        each = 8 // bits
+        groups = _pad_rows(codes, size * each).reshape(*codes.shape[:-1], size, each)
+        rows = np.zeros(groups.shape[:-1], np.uint8)
+        for place in range(each):
+            rows |= groups[..., place] << np.uint8(bits * place)
+        return rows
+    stream = (codes[..., None] >> np.arange(bits, dtype=np.uint8)) & np.uint8(1)
+    return _pad_rows(np.packbits(stream.reshape(*codes.shape[:-1], count * bits), axis=-1, bitorder="little"), size)
+
+
+def codes_from_words(words: np.ndarray, bits: int, count: int, each: int | None = None) -> np.ndarray:
+    """The codes of rows of 32-bit words: without gaps, or so many in each word."""
+    if each is None:
+        return unpack_bits(np.ascontiguousarray(words).view(np.uint8), bits, count)
+    shifts = np.arange(0, bits * each, bits, dtype=np.uint32)
+    codes = np.ascontiguousarray(words).view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
+    return codes.astype(np.uint8).reshape(*words.shape[:-1], -1)[..., :count]
+
+
+def codes_to_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Rows of codes as rows of int32, each padded to whole words."""
+    return pack_bits(codes, bits, multiple=4).view("<i4")
+
+
+def word_count(count: int, bits: int, each: int | None = None) -> int:
+    """The number of 32-bit words for so many codes, without gaps or with so many in each word."""
+    return -(-count * bits // 32) if each is None else -(-count // each)
+
+
+def _pad_rows(rows: np.ndarray, size: int) -> np.ndarray:
+    if rows.shape[-1] == size:
+        return np.ascontiguousarray(rows)
+    result = np.zeros((*rows.shape[:-1], size), rows.dtype)
+    result[..., : rows.shape[-1]] = rows
+    return result

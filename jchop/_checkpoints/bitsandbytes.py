@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jchop._checkpoints.arrays import cast_exactly, float_scales, pieces, qarray_of_codes
-from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
-from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field
+from jchop._checkpoints.arrays import cast_exactly, float_scales, pack_bits, pieces, qarray_of_codes, unpack_bits
+from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, TensorParts, fact_field
+from jchop._common.checks import check
 from jchop.formats import nf4
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE
@@ -23,23 +23,16 @@ from jchop.storage._files.safetensors import are_counts
 
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
 _NF4_MAP = np.array([float(level) for level in nf4.element.levels], np.float32)  # type: ignore[attr-defined]
-_NF4_BYTE = np.dtype(np.uint8)
 #: The longest record of a weight, in bytes.
 _LONGEST_NF4_STATE = 1 << 12
 #: The code of zero.
 _NF4_ZERO = np.uint8(7)
 
 
-def _look_nf4(entries: TensorEntries) -> tuple[int, ...] | None:
-    weight = entries[""]
-    return (2 * math.prod(weight.shape),) if weight.dtype == _NF4_BYTE else None
-
-
 def _quant_state(data: np.ndarray) -> dict[str, Any]:
     """The record of a weight: JSON in bytes."""
     check(
-        data.dtype == _NF4_BYTE and data.ndim == 1 and data.size <= _LONGEST_NF4_STATE,
-        "the quant_state is not a short text",
+        data.dtype == BYTE and data.ndim == 1 and data.size <= _LONGEST_NF4_STATE, "the quant_state is not a short text"
     )
     try:
         return json_object(data.tobytes().decode("utf-8"))
@@ -58,7 +51,7 @@ def _read_nf4(parts: TensorParts, facts: LayoutFacts) -> QArray:
     state, weight, shape = _quant_state(parts[_NF4_STATE]), parts[""], _shape_in_state(parts[_NF4_STATE])
     size, (out, columns) = fact_field(state, "blocksize", int, 64), shape[-2:]
     count = math.prod(shape)
-    check(size > 0 and size % 2 == 0 and weight.dtype == _NF4_BYTE, f"blocksize={size} must be an even number above 0")
+    check(size > 0 and size % 2 == 0 and weight.dtype == BYTE, f"blocksize={size} must be an even number above 0")
     check(weight.size == -(-count // 2), f"shape={shape} does not fit {weight.size} bytes")
     check(np.array_equal(parts[".quant_map"], _NF4_MAP), "quant_map is not the table of NF4")
     absmax = _absmax(parts, state)
@@ -91,7 +84,7 @@ def _absmax(parts: TensorParts, state: dict[str, Any]) -> np.ndarray:
         check(table is not None and table.shape == (256,) and table.dtype == np.float32, "nested_quant_map is no table")
         assert table is not None
         size = fact_field(state, "nested_blocksize", int, 256)
-        ok = absmax.dtype == _NF4_BYTE and nested_absmax.dtype == np.float32 and size > 0
+        ok = absmax.dtype == BYTE and nested_absmax.dtype == np.float32 and size > 0
         check(ok and nested_absmax.size == -(-absmax.size // size), "nested_absmax does not fit the blocks of absmax")
         offset = fact_field(state, "nested_offset", (int, float), 0.0)
         check(
@@ -106,8 +99,7 @@ def _absmax(parts: TensorParts, state: dict[str, Any]) -> np.ndarray:
 
 
 def _write_nf4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight = pieces(q)
-    check(weight.fmt.element == nf4.element, "its elements are not those of nf4")
+    weight = pieces(q, nf4.element)
     rows, last = weight.kinds
     check(
         rows == OWN_SCALE and isinstance(last, int),
@@ -129,9 +121,8 @@ def _write_nf4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str,
 
 NF4_ROW = LayoutRow(
     "bitsandbytes",
-    _NF4_STATE,
-    ("", ".absmax", ".quant_map", _NF4_STATE),
-    _look_nf4,
+    (_NF4_STATE, "", ".absmax", ".quant_map"),
+    lambda entries: (2 * math.prod(entries[""].shape),) if entries[""].dtype == BYTE else None,
     _read_nf4,
     _write_nf4,
     "nf4",

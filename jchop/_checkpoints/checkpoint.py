@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,12 @@ import numpy as np
 
 from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS, READABLE_TYPES
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
+from jchop._common.checks import check, check_choice
 from jchop.storage._array import QArray
 from jchop.storage._files.gguf import GGUFFile, block_sizes, is_gguf
 from jchop.storage._files.json import short_text
 from jchop.storage._files.shards import ShardFiles
-from jchop.storage._save import QARRAYS_KEY, join_qarray, qarray_tensor_names, qarrays_in
+from jchop.storage._save import QARRAYS_KEY, join_qarray, qarray_shape_in, qarray_tensor_names, qarrays_in
 
 #: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
 OWN_LAYOUT, GGUF_LAYOUT, PLAIN_LAYOUT = "jchop", "gguf", "plain"
@@ -75,8 +76,7 @@ def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
         OSError: if it cannot be read.
         ValueError: for invalid files, or a layout that is not known or not theirs.
     """
-    if layout not in ("auto", *LAYOUT_NAMES):
-        raise ValueError(f"layout={layout!r} must be one of {', '.join(map(repr, ('auto', *LAYOUT_NAMES)))}")
+    check_choice("layout", layout, ("auto", *LAYOUT_NAMES))
     gguf = not path.is_dir() and is_gguf(path)
     if gguf != (layout == GGUF_LAYOUT) and not (gguf and layout == "auto"):
         raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
@@ -127,39 +127,31 @@ class _SafetensorsCheckpoint(Checkpoint):
         if layout == "auto" and self.layout == PLAIN_LAYOUT:
             unread = code_scale_pairs(source.entries, PLAIN_LAYOUT)
         self._descriptions: dict[str, Any] = {}
-        if self.layout == OWN_LAYOUT:
-            bad: dict[str, str] = {}
-            for file in source.files:
-                self._descriptions |= qarrays_in(file, bad)
-            unread = {
-                name: UnreadWeight(why, [one for one in source.entries if f"{one}.".startswith(f"{name}.")])
-                for name, why in bad.items()
-            }
+        bad: dict[str, str] = {}
+        for file in source.files if self.layout == OWN_LAYOUT else ():
+            self._descriptions |= qarrays_in(file, bad)
+        for name, why in bad.items():
+            unread[name] = UnreadWeight(why, [one for one in source.entries if f"{one}.".startswith(f"{name}.")])
         self._find_items(unread)
 
     def _find_items(self, unread: Mapping[str, UnreadWeight]) -> None:
         entries, used = self._source.entries, set[str]()
         self.items, self.unread = {}, {name: weight.why for name, weight in unread.items()}
-        for name, weight in unread.items():
-            used |= set(weight.tensors)
-            self.items[name] = CheckpointItem(
-                "unread", (), sum(entries[part].nbytes for part in weight.tensors), quantized=True
-            )
+
+        def add(name: str, kind: str, shape: tuple[int, ...], parts: Collection[str]) -> None:
+            used.update(parts)
+            self.items[name] = CheckpointItem(kind, shape, sum(entries[part].nbytes for part in parts), quantized=True)
+
+        for name, lost in unread.items():
+            add(name, "unread", (), lost.tensors)
         for name, weight in self._weights.items():
-            used |= set(weight.names.values())
-            nbytes = sum(entries[part].nbytes for part in weight.names.values())
-            self.items[name] = CheckpointItem(weight.row.name, weight.shape, nbytes, quantized=True)
+            add(name, weight.row.name, weight.shape, weight.names.values())
         for name, fields in self._descriptions.items():
-            parts = qarray_tensor_names(name, fields)
-            used |= set(parts)
-            shape = entries[parts[0]].shape[:-1] + (() if fields["size"] is None else (fields["size"],))
-            self.items[name] = CheckpointItem(
-                fields["spec"], shape, sum(entries[part].nbytes for part in parts), quantized=True
-            )
+            shape = qarray_shape_in(entries, name, fields)
+            add(name, fields["spec"], shape, qarray_tensor_names(name, fields))
         for name, entry in entries.items():
             if name not in used:
-                if name in self.items:
-                    raise ValueError(f"a tensor has the name {short_text(name)} of a quantized weight, too")
+                check(name not in self.items, f"a tensor has the name {short_text(name)} of a quantized weight, too")
                 self.items[name] = CheckpointItem(entry.dtype.name, entry.shape, entry.nbytes, quantized=False)
 
     def _read(self, name: str, exact: bool) -> QArray | np.ndarray:

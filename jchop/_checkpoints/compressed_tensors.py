@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints.arrays import (
     as_scales,
+    codes_from_words,
+    codes_to_words,
     float_array,
     float_scales,
     group_by_column,
@@ -23,16 +24,16 @@ from jchop._checkpoints.arrays import (
     row_group_size,
     unsigned_pieces,
     weight_arguments,
+    word_count,
+    zero_codes,
 )
-from jchop._checkpoints.bit_streams import codes_from_words, codes_to_words, word_count
-from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
+from jchop._checkpoints.row import FLOAT8, INT8, WORD, LayoutFacts, LayoutRow, TensorParts, fact_field, look_for_matrix
+from jchop._common.checks import check
 from jchop.formats import float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE
 from jchop.storage._files.json import short_text
 
-_PACK_WORD, _COMPRESSED_INT8 = np.dtype("<i4"), np.dtype(np.int8)
-_COMPRESSED_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 #: Widths that may be packed.
 _PACK_WIDTHS = range(2, 9)
 #: The first version whose words have no gaps.
@@ -51,12 +52,9 @@ def _module_arguments(facts: LayoutFacts) -> list[LayoutFacts]:
 
 def _group_sizes(weights: LayoutFacts, shape: tuple[int, int]) -> tuple[int, int] | None:
     """The sizes of the groups along both axes, by the arguments of a weight; None if they do not have them."""
-    strategy, size, block = (
-        weights.get("strategy"),
-        fact_field(weights, "group_size", int),
-        weights.get("block_structure"),
-    )
+    strategy, size = weights.get("strategy"), fact_field(weights, "group_size", int)
     if strategy == "block":
+        block = weights.get("block_structure")
         structure: Any = list(map(int, re.findall(r"\d{1,9}", block))) if isinstance(block, str) else block
         ok = isinstance(structure, list) and len(structure) == 2 and all(type(n) is int and n > 0 for n in structure)
         check(ok, f"block_structure={short_text(block)} must be two integers above zero")
@@ -76,9 +74,7 @@ def _module_group_sizes(
         ValueError: if several groups of the configuration fit.
     """
     own = [weights for weights in _module_arguments(facts) if weights.get("num_bits", bits) == bits]
-    claims = (
-        {_group_sizes(weights, shape) for weights in own} if scales != (1, 1) else {None}
-    )  # one scale fits all strategies
+    claims = {_group_sizes(weights, shape) if scales != (1, 1) else None for weights in own}  # one fits all strategies
     candidates = sorted(sizes for sizes in claims if sizes is not None)
     fitting = [sizes for sizes in candidates if tuple(-(-n // m) for n, m in zip(shape, sizes, strict=True)) == scales]
     check(len(fitting) < 2, f"groups of {fitting} fit; a group with the module's name in its targets says which")
@@ -88,24 +84,19 @@ def _module_group_sizes(
 # -- pack-quantized: words of int32 along the last axis, codes + 2^(bits - 1) ------------------------------------------
 
 
-def _look_pack(entries: TensorEntries) -> tuple[int, ...] | None:
-    words = entries["weight_packed"]
-    return words.shape if words.dtype == _PACK_WORD and is_matrix(words) else None
-
-
 def _read_pack(parts: TensorParts, facts: LayoutFacts) -> QArray:
     words, shape = parts["weight_packed"], _weight_shape(parts["weight_shape"])
     scale = as_scales(parts["weight_scale"], shape)
     check(words.shape[0] == shape[0], f"weight_packed has {words.shape[0]} rows, and weight_shape {list(shape)}")
     zero = parts.get("weight_zero_point")
-    bits, each = _word_form(words, shape, zero if zero is not None and zero.dtype == _PACK_WORD else None, facts)
+    bits, each = _word_form(words, shape, zero if zero is not None and zero.dtype == WORD else None, facts)
     codes = codes_from_words(words, bits, shape[1], each)
-    if zero is not None and zero.dtype == _COMPRESSED_INT8:  # of strategies whose zero points are not packed
+    if zero is not None and zero.dtype == INT8:  # of strategies whose zero points are not packed
         zero = _unpacked_zero(zero, scale, bits)
     elif zero is not None:
         zero_shape = (word_count(shape[0], bits, each), scale.shape[1])
         check(
-            zero.dtype == _PACK_WORD and zero.shape == zero_shape,
+            zero.dtype == WORD and zero.shape == zero_shape,
             f"weight_zero_point must be int32 of shape {list(zero_shape)}",
         )
         zero = codes_from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
@@ -119,7 +110,7 @@ def _read_pack(parts: TensorParts, facts: LayoutFacts) -> QArray:
 
 def _unpacked_zero(zero: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
     """Zero points of signed codes, one for each scale, as those of unsigned codes."""
-    ok = zero.dtype == _COMPRESSED_INT8 and zero.size == scale.size
+    ok = zero.dtype == INT8 and zero.size == scale.size
     check(ok, "weight_zero_point must be int8, one for each scale")
     return zero.reshape(scale.shape).astype(np.int32) + (1 << (bits - 1))
 
@@ -196,8 +187,7 @@ def _write_pack(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
         "weight_shape": np.array(q.shape, np.int64),
     }
     if not symmetric:
-        check(bool(((zero >= 0) & (zero < 1 << bits)).all()), f"a zero point is no code of {bits} bits")
-        parts["weight_zero_point"] = np.ascontiguousarray(codes_to_words(zero.astype(np.uint8).T, bits).T)
+        parts["weight_zero_point"] = np.ascontiguousarray(codes_to_words(zero_codes(zero, bits).T, bits).T)
     if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
         parts["weight_scale"] = scale.reshape(1)
         parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
@@ -208,9 +198,8 @@ def _write_pack(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
 
 PACK_ROW = LayoutRow(
     "pack-quantized",
-    "weight_packed",
     ("weight_packed", "weight_scale", "weight_shape"),
-    _look_pack,
+    look_for_matrix("weight_packed", WORD),
     _read_pack,
     _write_pack,
     "int4(group=128,scale=bfloat16)",
@@ -220,11 +209,6 @@ PACK_ROW = LayoutRow(
 
 
 # -- int-quantized: int8 and a scale -----------------------------------------------------------------------------------
-
-
-def _look_integer(entries: TensorEntries) -> tuple[int, ...] | None:
-    weight = entries["weight"]
-    return weight.shape if weight.dtype == _COMPRESSED_INT8 and is_matrix(weight) else None
 
 
 def _read_integer(parts: TensorParts, facts: LayoutFacts) -> QArray:
@@ -243,30 +227,18 @@ def _write_integer(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[
     parts = {"weight": (codes ^ np.uint8(128)).view(np.int8), "weight_scale": scale}
     symmetric = bool((zero == 128).all())
     if not symmetric:
-        check(bool(((zero >= 0) & (zero < 256)).all()), "a zero point is no code of 8 bits")
-        parts["weight_zero_point"] = (zero - 128).astype(np.int8)
+        parts["weight_zero_point"] = (zero_codes(zero, 8) ^ np.uint8(128)).view(np.int8)
     return parts, weight_arguments(weight, "int", symmetric)
 
 
+_LOOK_FOR_INT8, _SCALED_PARTS = look_for_matrix("weight", INT8), ("weight_scale", "weight")
+_INTEGER_FITS, _INTEGER_OPTIONAL = "int8(channel=0)", ("weight_zero_point",)
 INTEGER_ROW = LayoutRow(
-    "int-quantized",
-    "weight_scale",
-    ("weight", "weight_scale"),
-    _look_integer,
-    _read_integer,
-    _write_integer,
-    "int8(channel=0)",
-    ("weight_zero_point",),
+    "int-quantized", _SCALED_PARTS, _LOOK_FOR_INT8, _read_integer, _write_integer, _INTEGER_FITS, _INTEGER_OPTIONAL
 )
 
 
 # -- float-quantized: e4m3 and a scale ---------------------------------------------------------------------------------
-
-
-def _look_float(entries: TensorEntries) -> tuple[int, ...] | None:
-    weight, scale = entries["weight"], entries["weight_scale"]
-    ok = weight.dtype == _COMPRESSED_FLOAT8 and scale.dtype != np.dtype(np.uint8) and is_matrix(weight)
-    return weight.shape if ok else None
 
 
 def _read_float(parts: TensorParts, facts: LayoutFacts) -> QArray:
@@ -284,19 +256,10 @@ def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] |
 
 
 def _write_float(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight = pieces(q)
-    check(weight.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
-    return {"weight": weight.codes.view(_COMPRESSED_FLOAT8), "weight_scale": float_scales(weight)}, weight_arguments(
-        weight, "float", True
-    )
+    weight = pieces(q, float8_e4m3fn)
+    parts = {"weight": weight.codes.view(FLOAT8), "weight_scale": float_scales(weight)}
+    return parts, weight_arguments(weight, "float", True)
 
 
-FLOAT_ROW = LayoutRow(
-    "float-quantized",
-    "weight_scale",
-    ("weight", "weight_scale"),
-    _look_float,
-    _read_float,
-    _write_float,
-    "float8_e4m3fn(channel=0)",
-)
+_FLOAT_FITS, _LOOK_FOR_FLOAT8 = "float8_e4m3fn(channel=0)", look_for_matrix("weight", FLOAT8)
+FLOAT_ROW = LayoutRow("float-quantized", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float, _write_float, _FLOAT_FITS)

@@ -9,21 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints.arrays import cast_exactly, float_scales, group_lengths, pieces
 from jchop._checkpoints.compressed_tensors import FLOAT_ROW, float8_array
-from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
+from jchop._checkpoints.row import EXPONENT8, FLOAT8, LayoutFacts, LayoutRow, TensorParts, fact_field, look_for_matrix
+from jchop._common.checks import check
 from jchop.formats import float8_e4m3fn, float8_e8m0fnu
 from jchop.storage._array import QArray
-
-_DEEPSEEK_FLOAT8, _DEEPSEEK_EXPONENT = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
-
-
-def _look_tiles(entries: TensorEntries) -> tuple[int, ...] | None:
-    weight = entries["weight"]
-    return weight.shape if weight.dtype == _DEEPSEEK_FLOAT8 and is_matrix(weight) else None
 
 
 def _read_tiles(parts: TensorParts, facts: LayoutFacts) -> QArray:
@@ -32,7 +25,7 @@ def _read_tiles(parts: TensorParts, facts: LayoutFacts) -> QArray:
     check(ok, f"weight_block_size={block} must be two integers above zero")
     weight, scale = parts["weight"], parts["weight_scale_inv"]
     if scale.dtype == np.uint8 and facts.get("scale_fmt") == "ue8m0":
-        scale = scale.view(_DEEPSEEK_EXPONENT)
+        scale = scale.view(EXPONENT8)
     if scale.size == 1 and facts.get("weight_block_size") is None:
         return float8_array(weight, scale, None)
     counts = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
@@ -42,28 +35,18 @@ def _read_tiles(parts: TensorParts, facts: LayoutFacts) -> QArray:
 
 
 def _write_tiles(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight = pieces(q)
-    check(weight.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
+    weight = pieces(q, float8_e4m3fn)
     sizes = zip(weight.kinds, group_lengths(weight), q.shape, strict=True)
     tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
     check(tiles, f"it has the grouping of {weight.fmt}, not tiles of 128 x 128")
     powers = weight.fmt.scale == float8_e8m0fnu
-    scale = (
-        weight.scale.view(_DEEPSEEK_EXPONENT) if powers else cast_exactly(float_scales(weight), np.float32, "scales")
-    )
+    scale = weight.scale.view(EXPONENT8) if powers else cast_exactly(float_scales(weight), np.float32, "scales")
     facts = {"weight_block_size": [128, 128]} | ({"scale_fmt": "ue8m0"} if powers else {})
-    return {"weight": weight.codes.view(_DEEPSEEK_FLOAT8), "weight_scale_inv": scale}, facts
+    return {"weight": weight.codes.view(FLOAT8), "weight_scale_inv": scale}, facts
 
 
-FP8_TILES = LayoutRow(
-    "fp8",
-    "weight_scale_inv",
-    ("weight", "weight_scale_inv"),
-    _look_tiles,
-    _read_tiles,
-    _write_tiles,
-    "float8_e4m3fn(group=(128,128))",
-)
+_TILE_PARTS, _TILE_FITS = ("weight_scale_inv", "weight"), "float8_e4m3fn(group=(128,128))"
+FP8_TILES = LayoutRow("fp8", _TILE_PARTS, look_for_matrix("weight", FLOAT8), _read_tiles, _write_tiles, _TILE_FITS)
 
 
 def _refuse_one_scale(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints.arrays import cast_exactly, integer_array, pieces, unsigned_pieces
-from jchop._checkpoints.row import check
 from jchop._checkpoints.torchao import offset_array
+from jchop._common.checks import check
 from jchop.formats import IntegerFormat
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE, AxisGrouping
@@ -134,10 +134,8 @@ def _read_offset_k(blocks: np.ndarray, bits: int) -> QArray:
 
 
 def _read_q6_k(blocks: np.ndarray) -> QArray:
-    low, high = (
-        blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64),
-        blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32),
-    )
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)
     factors = _code_rows(_block_scale(blocks[..., 208:]).astype(np.float32)[..., None] * scales)
     low = np.concatenate([low & np.uint8(15), low >> np.uint8(4)], -2).reshape(*blocks.shape[:2], 2, 4, 32)

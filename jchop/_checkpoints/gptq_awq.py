@@ -14,6 +14,8 @@ import numpy as np
 from jchop._checkpoints.arrays import (
     as_scales,
     cast_exactly,
+    codes_from_words,
+    codes_to_words,
     group_by_column,
     group_lengths,
     integer_array,
@@ -21,13 +23,14 @@ from jchop._checkpoints.arrays import (
     pieces,
     row_group_size,
     unsigned_pieces,
+    zero_codes,
 )
-from jchop._checkpoints.bit_streams import codes_from_words, codes_to_words
 from jchop._checkpoints.compressed_tensors import integer_array_by_index
-from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
+from jchop._checkpoints.row import WORD, LayoutFacts, LayoutRow, TensorEntries, TensorParts, fact_field, is_matrix
+from jchop._common.checks import check
 from jchop.storage._array import QArray
 
-_GPTQ_WORD = np.dtype("<i4")
+_GPTQ_PARTS = ("qweight", "qzeros", "scales")
 #: Widths of AutoGPTQ.
 _GPTQ_WIDTHS = (2, 3, 4, 8)
 
@@ -44,7 +47,7 @@ def _config_group(facts: LayoutFacts, columns: int) -> tuple[int, int] | None:
 def _gptq_form(entries: TensorEntries, bits: int | None) -> tuple[int, int, int] | None:
     """(bits, in, out) of words of AutoGPTQ; None if the tensors have another form."""
     words, zeros, scales = entries["qweight"], entries["qzeros"], entries["scales"]
-    if not (words.dtype == zeros.dtype == _GPTQ_WORD and is_matrix(words) and is_matrix(zeros) and is_matrix(scales)):
+    if not (is_matrix(words, WORD) and is_matrix(zeros, WORD) and is_matrix(scales)):
         return None
     out = words.shape[1]
     width = zeros.shape[1] * 32 // out
@@ -61,10 +64,8 @@ def _look_gptq(entries: TensorEntries) -> tuple[int, ...] | None:
 
 def _read_gptq(parts: TensorParts, facts: LayoutFacts, *, offset: int) -> QArray:
     words, zeros = parts["qweight"], parts["qzeros"]
-    config_bits = (
-        None if fact_field(facts, "dynamic", dict) else fact_field(facts, "bits", int)
-    )  # modules may have their own bits
-    form = _gptq_form(parts, config_bits)  # type: ignore[arg-type]
+    own = bool(fact_field(facts, "dynamic", dict))  # modules may have their own bits and groups
+    form = _gptq_form(parts, None if own else fact_field(facts, "bits", int))  # type: ignore[arg-type]
     check(form is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}")
     assert form is not None
     bits, columns, out = form
@@ -75,7 +76,7 @@ def _read_gptq(parts: TensorParts, facts: LayoutFacts, *, offset: int) -> QArray
     zero = codes_from_words(zeros, bits, out).T.astype(np.int32) + offset
     index = parts.get("g_idx")
     if index is None:
-        block = None if fact_field(facts, "dynamic", dict) else _config_group(facts, columns)
+        block = None if own else _config_group(facts, columns)
         return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape, block))
     return integer_array_by_index(codes, scale, zero, index, bits)
 
@@ -108,16 +109,9 @@ def _write_gptq(q: QArray, exact: bool, *, offset: int) -> tuple[dict[str, np.nd
 
 def _gptq_row(name: str, offset: int) -> LayoutRow:
     """A row; version 1 adds 1 to the stored zero points."""
-    return LayoutRow(
-        name,
-        "qweight",
-        ("qweight", "qzeros", "scales"),
-        _look_gptq,
-        partial(_read_gptq, offset=offset),
-        partial(_write_gptq, offset=offset),
-        "int4(group=128,scale=float16) with both axes multiples of 32",
-        ("g_idx",),
-    )
+    read, write = partial(_read_gptq, offset=offset), partial(_write_gptq, offset=offset)
+    fits = "int4(group=128,scale=float16) with both axes multiples of 32"
+    return LayoutRow(name, _GPTQ_PARTS, _look_gptq, read, write, fits, ("g_idx",))
 
 
 GPTQ, GPTQ_V2 = _gptq_row("gptq", 1), _gptq_row("gptq_v2", 0)
@@ -130,9 +124,8 @@ _AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
 def _look_awq(entries: TensorEntries) -> tuple[int, ...] | None:
     words, zeros, scales = entries["qweight"], entries["qzeros"], entries["scales"]
-    ok = words.dtype == zeros.dtype == _GPTQ_WORD and is_matrix(words) and is_matrix(zeros) and is_matrix(scales)
-    ok = ok and scales.shape[1] == 8 * words.shape[1]
-    return (8 * words.shape[1], words.shape[0]) if ok else None
+    ok = is_matrix(words, WORD) and is_matrix(zeros, WORD) and is_matrix(scales)
+    return (8 * words.shape[1], words.shape[0]) if ok and scales.shape[1] == 8 * words.shape[1] else None
 
 
 def _read_awq(parts: TensorParts, facts: LayoutFacts) -> QArray:
@@ -167,21 +160,12 @@ def _write_awq(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str,
     codes, scale, zero = unsigned_pieces(weight, (4,))
     check(q.shape[0] % 8 == 0, f"its axis out has {q.shape[0]} indices, which is no multiple of 8")
     check(q.shape[1] % size == 0, f"its groups of {size} do not divide its axis in of {q.shape[1]}")
-    check(bool(((zero >= 0) & (zero < 16)).all()), "a zero point is no code of 4 bits")
     parts = {
         "qweight": _to_awq_order(np.ascontiguousarray(codes.T)),
-        "qzeros": _to_awq_order(np.ascontiguousarray(zero.T.astype(np.uint8))),
+        "qzeros": _to_awq_order(np.ascontiguousarray(zero_codes(zero, 4).T)),
         "scales": cast_exactly(np.ascontiguousarray(scale.T), np.float16, "scales"),
     }
     return parts, {"bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
 
 
-AWQ = LayoutRow(
-    "awq",
-    "qweight",
-    ("qweight", "qzeros", "scales"),
-    _look_awq,
-    _read_awq,
-    _write_awq,
-    "int4(group=128,scale=float16)",
-)
+AWQ = LayoutRow("awq", _GPTQ_PARTS, _look_awq, _read_awq, _write_awq, "int4(group=128,scale=float16)")

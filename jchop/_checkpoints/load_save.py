@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checkpoints.checkpoint import (
-    GGUF_LAYOUT,
-    LAYOUT_NAMES,
-    OWN_LAYOUT,
-    PLAIN_LAYOUT,
-    Checkpoint,
-    open_checkpoint,
+from jchop._checkpoints.checkpoint import OWN_LAYOUT, PLAIN_LAYOUT, Checkpoint, open_checkpoint
+from jchop._checkpoints.writer import (
+    SHARD_BYTES,
+    ByteProgress,
+    WriteJob,
+    WriteOptions,
+    layout_bytes,
+    no_progress,
+    write_jobs,
 )
-from jchop._checkpoints.folder import SHARD_BYTES, ByteProgress, write_file, write_folder
-from jchop._checkpoints.gguf_writer import write_gguf
-from jchop._checkpoints.record import WriteJob, layout_bytes
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool
 from jchop._common.files import as_path
 from jchop._common.paths import check_path_pattern, matches_path
 from jchop._round.arguments import has_tracer
@@ -100,14 +99,9 @@ def load_checkpoint(
                     raise ValueError(f"{error}{others if len(names) > 1 else ''}") from None
                 unread[name] = str(error)
     if unread:
-        more = (
-            f", and {len(unread) - 1} more: {', '.join(map(short_text, list(unread)[1:_MOST_NAMES]))}"
-            if len(unread) > 1
-            else ""
-        )
-        warnings.warn(
-            f"{short_text(next(iter(unread)))} is not read: {next(iter(unread.values()))}{more}", RuntimeWarning, 2
-        )
+        (first, *others), why = map(short_text, unread), next(iter(unread.values()))
+        more = f", and {len(others)} more: {', '.join(others[: _MOST_NAMES - 1])}" if others else ""
+        warnings.warn(f"{first} is not read: {why}{more}", RuntimeWarning, 2)
     return arrays
 
 
@@ -149,9 +143,8 @@ def save_checkpoint(
     """
     if has_tracer(tree):
         raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
-    packed_types = (
-        QArray if layout == OWN_LAYOUT else QArray | PackedParam
-    )  # files of save_safetensors have what is stored
+    # Files of save_safetensors have what is stored.
+    packed_types = QArray if layout == OWN_LAYOUT else QArray | PackedParam
     jobs = []
     for name, _, leaf in leaves_by_name(tree, packed_types):
         if not isinstance(leaf, packed_types | jax.Array | np.ndarray | np.generic):
@@ -165,46 +158,12 @@ def save_checkpoint(
         codes = leaf.stored if isinstance(leaf, PackedParam) else leaf
         nbytes = layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
         jobs.append(WriteJob(name, nbytes, partial(_as_numpy_leaves, leaf)))
-    write_jobs(jobs, as_path("path", path), layout, config=dict(config or {}), exact=exact, shard_bytes=shard_bytes)
+    options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
+    write_jobs(jobs, as_path("path", path), options)
 
 
 def _as_numpy_leaves(leaf: Any) -> QArray | np.ndarray:
     return jax.tree.map(np.asarray, leaf.dequantize() if isinstance(leaf, PackedParam) else leaf)
-
-
-def write_jobs(
-    jobs: Sequence[WriteJob],
-    target: Path,
-    layout: str,
-    *,
-    config: Mapping[str, Any],
-    exact: bool = True,
-    shard_bytes: int = SHARD_BYTES,
-    run: str = "",
-    others: Sequence[Path] = (),
-    progress: ByteProgress = lambda name, count, total: None,
-) -> bool:
-    """Writes arrays to a folder or a file by its ending; whether an unfinished run was continued."""
-    check_bool("exact", exact)
-    check_int("shard_bytes", shard_bytes, 1)
-    if layout not in LAYOUT_NAMES:
-        raise ValueError(f"layout={layout!r} must be one of {', '.join(map(repr, LAYOUT_NAMES))}")
-    if (target.suffix.lower() == ".gguf") != (layout == GGUF_LAYOUT):
-        raise ValueError(
-            f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'"
-        )
-    if layout == GGUF_LAYOUT:
-        write_gguf(jobs, target, progress=progress)
-    elif target.suffix.lower() == ".safetensors":
-        write_file(jobs, target, layout, exact=exact, progress=progress)
-    else:
-        if target.exists() and not target.is_dir():
-            raise ValueError(
-                f"{target} is a file; tensors are written to a folder, or to a file that ends in .safetensors or .gguf"
-            )
-        how: dict[str, Any] = {"config": config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
-        return write_folder(jobs, target, layout, others=others, progress=progress, **how)
-    return False
 
 
 def convert_checkpoint(
@@ -217,7 +176,7 @@ def convert_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     change: ArrayChange = lambda name, value: value,
     options: str = "",
-    progress: ByteProgress = lambda name, count, total: None,
+    progress: ByteProgress = no_progress,
 ) -> bool:
     """Writes a checkpoint in another layout, array by array; other files of a folder (tokenizer) are copied.
 
@@ -241,8 +200,7 @@ def convert_checkpoint(
     Raises:
         ValueError: as of `load_checkpoint` and `save_checkpoint`, and for other files that are links out of the folder.
     """
-    if source.resolve() == target.resolve():
-        raise ValueError(f"{target} is the checkpoint that is read; write to another place")
+    check(source.resolve() != target.resolve(), f"{target} is the checkpoint that is read; write to another place")
     with open_checkpoint(source, read_as) as checkpoint:
         for name in checkpoint.unread:  # an error before anything is written
             checkpoint.read(name)
@@ -251,8 +209,10 @@ def convert_checkpoint(
             nbytes = layout_bytes(layout, item.nbytes, item.shape, item.quantized)
             jobs.append(WriteJob(name, nbytes, _array_maker(checkpoint, name, exact, change)))
         run = f"{_files_state(source)} {options}"
-        how: dict[str, Any] = {"config": checkpoint.config, "exact": exact, "shard_bytes": shard_bytes, "run": run}
-        return write_jobs(jobs, target, layout, others=_other_files(source), progress=progress, **how)
+        others = _other_files(source)
+        return write_jobs(
+            jobs, target, WriteOptions(layout, checkpoint.config, exact, shard_bytes, run, others, progress)
+        )
 
 
 def _array_maker(source: Checkpoint, name: str, exact: bool, change: ArrayChange) -> Callable[[], QArray | np.ndarray]:

@@ -7,14 +7,32 @@ https://github.com/openai/gpt-oss, `gpt_oss/torch/weights.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.arrays import float_array, pieces, qarray_of_codes, replace_zero_scales, weight_arguments
-from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
-from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, is_matrix
+from jchop._checkpoints.arrays import (
+    float_array,
+    pack_bits,
+    pieces,
+    qarray_of_codes,
+    replace_zero_scales,
+    unpack_bits,
+    weight_arguments,
+)
+from jchop._checkpoints.row import (
+    BYTE,
+    FLOAT4,
+    FLOAT8,
+    LayoutFacts,
+    LayoutRow,
+    LookForShape,
+    TensorEntries,
+    TensorParts,
+    look_for_matrix,
+)
+from jchop._common.checks import check
 from jchop._spec.spec import Spec
 from jchop.formats import float4_e2m1fn, float8_e4m3fn, mxfp4, mxfp8_e4m3, nvfp4
 from jchop.storage._array import QArray
@@ -22,9 +40,7 @@ from jchop.storage._axis_groupings import OWN_SCALE
 from jchop.storage._codes import load_codes, store_codes
 from jchop.storage._decode import batch_axes
 
-_MX_BYTE = np.dtype(np.uint8)
-_MX_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_MX_FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
+ArrayFunction = Callable[[np.ndarray], np.ndarray]
 #: NVFP4 with the subnormal scales that files have.
 _NVFP4_FORMAT = nvfp4(scale=float8_e4m3fn)
 #: The code of NaN of e8m0, and the code of 1 of e8m0 and e4m3.
@@ -37,15 +53,6 @@ def _check_scale_counts(shape: tuple[int, ...], scale: np.ndarray, group: int) -
     check(ok, f"weight_scale has shape {list(scale.shape)}, and groups of {group} in {list(shape)} have {list(counts)}")
 
 
-def _look_nibbles(entries: TensorEntries) -> tuple[int, ...] | None:
-    packed_codes = entries["weight_packed"]
-    return (
-        (packed_codes.shape[0], 2 * packed_codes.shape[1])
-        if packed_codes.dtype == _MX_BYTE and is_matrix(packed_codes)
-        else None
-    )
-
-
 # -- nvfp4 -------------------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +60,7 @@ def _read_nvfp4(parts: TensorParts, facts: LayoutFacts) -> QArray:
     packed_codes, scale, whole = parts["weight_packed"], parts["weight_scale"], parts["weight_global_scale"]
     codes = unpack_bits(packed_codes, 4, 2 * packed_codes.shape[1])
     _check_scale_counts(codes.shape, scale, 16)
-    check(scale.dtype == _MX_FLOAT8, f"weight_scale is of dtype {scale.dtype}, and must be float8_e4m3fn")
+    check(scale.dtype == FLOAT8, f"weight_scale is of dtype {scale.dtype}, and must be float8_e4m3fn")
     check(whole.dtype == np.float32 and whole.size == 1, "weight_global_scale must be one float32 number")
     divisor = whole.reshape(())
     check(bool(np.isfinite(divisor) and divisor > 0), f"weight_global_scale={divisor} must be a finite number above 0")
@@ -78,13 +85,12 @@ def _nvfp4_factor(numbers: np.ndarray, divisor: np.ndarray, exact: bool) -> np.n
         factor = np.float32(1) / divisor
     if not np.isfinite(factor) or factor == 0:
         return None
-    distinct = np.unique(numbers)
-    levels = np.arange(8, dtype=np.uint8).view(_MX_FLOAT4).astype(np.float32)
-    return np.asarray(factor) if not exact or _same_products(distinct, levels, factor, divisor) else None
+    return np.asarray(factor) if not exact or _same_products(np.unique(numbers), factor, divisor) else None
 
 
-def _same_products(numbers: np.ndarray, levels: np.ndarray, factor: Any, divisor: Any) -> bool:
+def _same_products(numbers: np.ndarray, factor: Any, divisor: Any) -> bool:
     """Whether e fl(s / divisor) and e s factor are the same binary32 numbers for all scales s and elements e."""
+    levels = np.arange(8, dtype=np.uint8).view(FLOAT4).astype(np.float32)
     with np.errstate(over="ignore"):
         quotients = np.outer(numbers.astype(np.float32) / np.float32(divisor), levels).astype(np.float32)
         exact = np.outer(numbers.astype(np.float64), levels.astype(np.float64)) * np.float64(factor)
@@ -96,13 +102,12 @@ def _write_nvfp4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[st
     two_level = weight.fmt.element == float4_e2m1fn and weight.fmt.scale_rule.tensor_scale
     check(two_level and weight.kinds == (OWN_SCALE, 16), "it is not nvfp4 with groups of 16 along its last axis")
     check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
-    scale, factor = weight.scale[0].view(_MX_FLOAT8), np.float32(weight.scale[1])
+    scale, factor = weight.scale[0].view(FLOAT8), np.float32(weight.scale[1])
     with np.errstate(over="ignore", divide="ignore"):
         divisor = np.float32(1) / factor
     check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
-    levels = np.arange(8, dtype=np.uint8).view(_MX_FLOAT4).astype(np.float32)
     check(
-        not exact or _same_products(np.unique(scale.astype(np.float32)), levels, factor, divisor),
+        not exact or _same_products(np.unique(scale.astype(np.float32)), factor, divisor),
         f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False permits "
         "this, and a tensor scale that is a power of two avoids it",
     )
@@ -111,80 +116,57 @@ def _write_nvfp4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[st
     return parts | {"weight_global_scale": divisor.reshape(1)}, facts
 
 
-NVFP4_ROW = LayoutRow(
-    "nvfp4-pack-quantized",
-    "weight_packed",
-    ("weight_packed", "weight_scale", "weight_global_scale"),
-    _look_nibbles,
-    _read_nvfp4,
-    _write_nvfp4,
-    "nvfp4",
-)
+_LOOK_FOR_NIBBLES = look_for_matrix("weight_packed", BYTE, each=2)
+_NVFP4_PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
+NVFP4_ROW = LayoutRow("nvfp4-pack-quantized", _NVFP4_PARTS, _LOOK_FOR_NIBBLES, _read_nvfp4, _write_nvfp4, "nvfp4")
 
 
 # -- mxfp4 and mxfp8: exponents + 127 ----------------------------------------------------------------------------------
 
 
 def _check_exponents(scale: np.ndarray) -> np.ndarray:
-    check(scale.dtype == _MX_BYTE, f"weight_scale is of dtype {scale.dtype}, and must be uint8")
+    check(scale.dtype == BYTE, f"weight_scale is of dtype {scale.dtype}, and must be uint8")
     check(not (scale == _E8M0_NAN).any(), "a scale is 255, the code of NaN")
     return scale
 
 
-def _read_mxfp4(parts: TensorParts, facts: LayoutFacts) -> QArray:
-    packed_codes, scale = parts["weight_packed"], parts["weight_scale"]
-    codes = unpack_bits(packed_codes, 4, 2 * packed_codes.shape[1])
-    _check_scale_counts(codes.shape, scale, 32)
-    return qarray_of_codes(codes, _check_exponents(scale), None, mxfp4)
+def _mx_row(
+    name: str, fmt: Any, parts: tuple[str, ...], look: LookForShape, unpack: ArrayFunction, pack: ArrayFunction
+) -> LayoutRow:
+    """A row of codes in one tensor, which two functions unpack and pack, and exponents in ``weight_scale``."""
+    (part,) = {*parts} - {"weight_scale"}
+
+    def read(tensors: TensorParts, facts: LayoutFacts) -> QArray:
+        codes, scale = unpack(tensors[part]), tensors["weight_scale"]
+        _check_scale_counts(codes.shape, scale, 32)
+        return qarray_of_codes(codes, _check_exponents(scale), None, fmt)
+
+    def write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        weight = pieces(q)
+        same = (weight.fmt.element, weight.fmt.scale, weight.kinds) == (fmt.element, fmt.scale, (OWN_SCALE, 32))
+        check(same and weight.zero is None, f"it is not {fmt} along its last axis")
+        check(q.shape[1] % 32 == 0, f"its last axis of {q.shape[1]} is no multiple of 32")
+        facts = weight_arguments(weight, "float", True) | {"scale_dtype": "torch.uint8"}
+        return {part: pack(weight.codes), "weight_scale": _check_exponents(weight.scale)}, facts
+
+    return LayoutRow(name, parts, look, read, write, str(fmt))
 
 
-def _write_mxfp4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    return _write_mx(q, mxfp4, lambda codes: {"weight_packed": pack_bits(codes, 4)})
-
-
-MXFP4_ROW = LayoutRow(
+MXFP4_ROW = _mx_row(
     "mxfp4-pack-quantized",
-    "weight_packed",
+    mxfp4,
     ("weight_packed", "weight_scale"),
-    _look_nibbles,
-    _read_mxfp4,
-    _write_mxfp4,
-    "mxfp4",
+    _LOOK_FOR_NIBBLES,
+    lambda rows: unpack_bits(rows, 4, 2 * rows.shape[1]),
+    lambda codes: pack_bits(codes, 4),
 )
-
-
-def _look_mxfp8(entries: TensorEntries) -> tuple[int, ...] | None:
-    weight, scale = entries["weight"], entries["weight_scale"]
-    return weight.shape if weight.dtype == _MX_FLOAT8 and scale.dtype == _MX_BYTE and is_matrix(weight) else None
-
-
-def _read_mxfp8(parts: TensorParts, facts: LayoutFacts) -> QArray:
-    weight, scale = parts["weight"], parts["weight_scale"]
-    _check_scale_counts(weight.shape, scale, 32)
-    return qarray_of_codes(weight.view(np.uint8), _check_exponents(scale), None, mxfp8_e4m3)
-
-
-def _write_mxfp8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    return _write_mx(q, mxfp8_e4m3, lambda codes: {"weight": codes.view(_MX_FLOAT8)})
-
-
-def _write_mx(q: QArray, fmt: Any, store: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight = pieces(q)
-    same = (weight.fmt.element, weight.fmt.scale, weight.kinds) == (fmt.element, fmt.scale, (OWN_SCALE, 32))
-    check(same and weight.zero is None, f"it is not {fmt} along its last axis")
-    check(q.shape[1] % 32 == 0, f"its last axis of {q.shape[1]} is no multiple of 32")
-    facts = weight_arguments(weight, "float", True) | {"scale_dtype": "torch.uint8"}
-    return store(weight.codes) | {"weight_scale": _check_exponents(weight.scale)}, facts
-
-
-MXFP8_ROW = LayoutRow(
+MXFP8_ROW = _mx_row(
     "mxfp8-quantized",
-    "weight_scale",
-    ("weight", "weight_scale"),
-    _look_mxfp8,
-    _read_mxfp8,
-    _write_mxfp8,
-    "mxfp8_e4m3",
+    mxfp8_e4m3,
+    ("weight_scale", "weight"),
+    look_for_matrix("weight", FLOAT8, weight_scale=BYTE),
+    lambda weight: weight.view(np.uint8),
+    lambda codes: codes.view(FLOAT8),
 )
 
 
@@ -194,7 +176,7 @@ MXFP8_ROW = LayoutRow(
 def _look_blocks(entries: TensorEntries) -> tuple[int, ...] | None:
     blocks, scales = entries.values()
     *outer, groups, size = blocks.shape if len(blocks.shape) > 2 else (0, 0)
-    ok = blocks.dtype == scales.dtype == _MX_BYTE and size == 16 and scales.shape == (*outer, groups) and groups
+    ok = blocks.dtype == scales.dtype == BYTE and size == 16 and scales.shape == (*outer, groups) and groups
     return (*outer, 32 * groups) if ok else None
 
 
@@ -212,7 +194,7 @@ def _gpt_oss_row(blocks: str, scales: str, name: str) -> LayoutRow:
         codes = load_codes(np.asarray(q.qvalue), mxfp4.element).reshape(*q.shape[:-1], -1, 16)
         return {blocks: codes, scales: _check_exponents(np.asarray(q.scale))}, {}
 
-    return LayoutRow(name, blocks, (blocks, scales), _look_blocks, _read_blocks, write, "mxfp4")
+    return LayoutRow(name, (blocks, scales), _look_blocks, _read_blocks, write, "mxfp4")
 
 
 GPT_OSS_ROW = _gpt_oss_row("_blocks", "_scales", "gpt-oss")

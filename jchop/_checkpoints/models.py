@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from jchop._checkpoints.checkpoint import Checkpoint, open_checkpoint
-from jchop._checkpoints.folder import SHARD_BYTES
-from jchop._common.checks import check_bool, short_repr
+from jchop._checkpoints.writer import SHARD_BYTES
+from jchop._common.checks import check, check_bool, check_instance
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.rule import Rule
@@ -33,8 +33,6 @@ from jchop.storage._sharding import named_sharding_of
 
 T = TypeVar("T", bound=nnx.Module)
 TensorNaming = Callable[[str], str]
-
-__all__ = ["load_checkpoint", "save_checkpoint"]
 
 #: The parameters of Flax's layers that have another name in checkpoints. Those of other modules keep theirs.
 _CHECKPOINT_NAMES: Mapping[str, str] = {
@@ -85,8 +83,7 @@ def save_checkpoint(
     """
     tree: dict[str, Any] = {}
     for tensor in _model_tensors(model, names):
-        if tensor.name in tree:
-            raise ValueError(f"names gives {tensor.name!r} to two parameters")
+        check(tensor.name not in tree, f"names gives {tensor.name!r} to two parameters")
         tree[tensor.name] = tensor.value()
     save_tree(tree, path, layout, config=config, exact=exact, shard_bytes=shard_bytes)
 
@@ -140,8 +137,7 @@ def load_checkpoint(
     check_bool("exact", exact)
     if ignore is not None:
         check_path_pattern("ignore", ignore, "'rotary_emb'")
-    if not isinstance(like, nnx.Module):
-        raise TypeError(f"like={short_repr(like)} must be a module of Flax NNX")
+    check_instance("like", like, nnx.Module, "a module of Flax NNX")
     result: Any = nnx.merge(*nnx.split(like), copy=True)
     with open_checkpoint(Path(path), layout) as source:
         tensors = list(_model_tensors(result, names, source.items))
@@ -231,8 +227,7 @@ def _attach_packed_params(tensor: _ModelTensor, codes_by_key: Mapping[str, QArra
 
 def _model_tensors(model: nnx.Module, names: TensorNaming | None, file_names: Any = ()) -> Iterator[_ModelTensor]:
     """Every parameter of a model, by the first of its names that is in `file_names`."""
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX")
+    check_instance("model", model, nnx.Module, "a module of Flax NNX")
     for _, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
             raise ValueError(

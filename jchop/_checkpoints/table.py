@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from jchop._checkpoints import bitsandbytes, compressed_tensors, deepseek, gptq_awq, microscaling, torchao
-from jchop._checkpoints.row import LayoutFacts, LayoutRow, fact_field
+from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, fact_field
+from jchop._common.checks import check
 from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorEntry
 from jchop.storage._files.shards import ShardFiles
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
-_ANCHOR_BYTE = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,9 @@ class CheckpointLayout:
         """The modules or weights that have a tensor with the name of an anchor."""
         anchors = list(dict.fromkeys(row.anchor for row in self.rows))
         if self.appends:
+            sure = {end for end in anchors if end.strip(".") in _ANCHOR_LAYOUTS}
             pairs = ((name, end) for name in entries for end in anchors if name.endswith(end))
-            sure = (
-                one for one in pairs if one[1].strip(".") in _ANCHOR_LAYOUTS or entries[one[0]].dtype == _ANCHOR_BYTE
-            )
-            owners = (name.removesuffix(end) for name, end in sure)
+            owners = (name.removesuffix(end) for name, end in pairs if end in sure or entries[name].dtype == BYTE)
             return list(dict.fromkeys(owner for owner in owners if owner.strip(".")))
         stem = self.stem("")
         matches = ((name, anchor) for name in entries for anchor in anchors if has_anchor(name, stem, anchor))
@@ -363,8 +361,10 @@ def _compressed_tensors_config(rows: RowsByModule, others: Sequence[str]) -> dic
     return config | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(others)}
 
 
-def _config_of_one_form(method: str, **more: Any) -> Callable[[RowsByModule, Sequence[str]], dict[str, Any]]:
-    """The configuration of a layout whose modules all have the same facts."""
+def _config_of_one_form(
+    method: str, others_name: str = "modules_to_not_convert", **more: Any
+) -> Callable[[RowsByModule, Sequence[str]], dict[str, Any]]:
+    """The configuration of a layout whose modules all have the same facts, and its name for the other modules."""
 
     def config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
         kinds = {json.dumps(facts, sort_keys=True): module for module, (_, facts) in rows.items()}
@@ -372,7 +372,7 @@ def _config_of_one_form(method: str, **more: Any) -> Callable[[RowsByModule, Seq
             texts = "; ".join(f"{module} {text}" for text, module in kinds.items())
             raise ValueError(f"quantized weights of this layout have one form, and these differ: {texts}")
         facts = next(iter(rows.values()))[1] if rows else {}
-        return {"quant_method": method} | dict(facts) | more | {"modules_to_not_convert": list(others) or None}
+        return {"quant_method": method} | dict(facts) | more | {others_name: list(others) or None}
 
     return config
 
@@ -394,15 +394,7 @@ def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[s
     return config
 
 
-def _torchao_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
-    return {"quant_method": "torchao"}
-
-
-def _bitsandbytes_config(rows: RowsByModule, others: Sequence[str]) -> dict[str, Any]:
-    facts = next(iter(rows.values()))[1] if rows else {}
-    return {"quant_method": "bitsandbytes"} | dict(facts) | {"llm_int8_skip_modules": list(others) or None}
-
-
+_NF4_CONFIG = _config_of_one_form("bitsandbytes", "llm_int8_skip_modules")
 _COMPRESSED_ROWS = (
     microscaling.NVFP4_ROW,
     compressed_tensors.PACK_ROW,
@@ -424,8 +416,10 @@ LAYOUTS = {
             (deepseek.FP8_TILES, deepseek.FP8_ONE_SCALE),
             _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic"),
         ),
-        CheckpointLayout("bitsandbytes", (bitsandbytes.NF4_ROW,), _bitsandbytes_config, appends=True),
-        CheckpointLayout("torchao", tuple(torchao.TORCHAO_ROWS.values()), _torchao_config, records=True),
+        CheckpointLayout("bitsandbytes", (bitsandbytes.NF4_ROW,), _NF4_CONFIG, appends=True),
+        CheckpointLayout(
+            "torchao", tuple(torchao.TORCHAO_ROWS.values()), lambda *_: {"quant_method": "torchao"}, records=True
+        ),
         CheckpointLayout(
             "mxfp4",
             (microscaling.GPT_OSS_ROW, microscaling.GPT_OSS_POINT_ROW),
@@ -477,6 +471,5 @@ def _layout_by_names(entries: Mapping[str, TensorEntry]) -> str | None:
             "tensors named qweight are of AutoGPTQ or AutoAWQ, which no configuration tells apart here: pass "
             "layout='gptq', 'gptq_v2' or 'awq'"
         )
-    if len(layouts) > 1:
-        raise ValueError(f"the tensors are of several layouts: {', '.join(sorted(layouts))}; {_AS_PLAIN}")
+    check(len(layouts) <= 1, f"the tensors are of several layouts: {', '.join(sorted(layouts))}; {_AS_PLAIN}")
     return layouts.pop() if layouts else None

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jchop._checkpoints.arrays import (
@@ -25,30 +24,29 @@ from jchop._checkpoints.arrays import (
     integer_array,
     kinds_from,
     over_elements,
+    pack_bits,
     pieces,
     qarray_of_codes,
     row_group_size,
+    unpack_bits,
     unsigned_pieces,
 )
-from jchop._checkpoints.bit_streams import pack_bits, unpack_bits
-from jchop._checkpoints.row import LayoutFacts, LayoutRow, TensorEntries, TensorParts, check, fact_field, is_matrix
+from jchop._checkpoints.row import (
+    FLOAT8,
+    INT8,
+    LayoutFacts,
+    LayoutRow,
+    TensorParts,
+    fact_field,
+    is_matrix,
+    look_for_matrix,
+)
+from jchop._common.checks import check
 from jchop.formats import IntegerFormat, ScaledFormat, float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import AxisGrouping, grouping_fields
 from jchop.storage._files.json import short_text
 from jchop.storage._files.safetensors import are_counts
-
-_TORCHAO_INT8 = np.dtype(np.int8)
-_TORCHAO_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
-
-
-def _look_qdata(entries: TensorEntries) -> tuple[int, ...] | None:
-    return entries["qdata"].shape if is_matrix(entries["qdata"]) else None
-
-
-def _look_int4(entries: TensorEntries) -> tuple[int, ...] | None:
-    rows = entries["qdata"].shape
-    return (rows[0], 2 * rows[1]) if is_matrix(entries["qdata"]) else None
 
 
 def _grouping(facts: LayoutFacts, shape: tuple[int, ...], scale: np.ndarray) -> tuple[np.ndarray, list[AxisGrouping]]:
@@ -74,7 +72,7 @@ def _target_bits(facts: LayoutFacts) -> int:
 
 def _read_int8(parts: TensorParts, facts: LayoutFacts) -> QArray:
     codes, bits = parts["qdata"], _target_bits(facts)
-    check(codes.dtype == _TORCHAO_INT8, f"qdata is of dtype {codes.dtype}, and must be int8")
+    check(codes.dtype == INT8, f"qdata is of dtype {codes.dtype}, and must be int8")
     half = 1 << (bits - 1)
     check(bool(((codes >= -half) & (codes < half)).all()), f"an element is no integer of {bits} bits")
     scale, kinds = _grouping(facts, codes.shape, parts["scale"])
@@ -90,7 +88,7 @@ def _read_int8(parts: TensorParts, facts: LayoutFacts) -> QArray:
 
 def _read_float8(parts: TensorParts, facts: LayoutFacts) -> QArray:
     codes = parts["qdata"]
-    check(codes.dtype == _TORCHAO_FLOAT8, f"qdata is of dtype {codes.dtype}, and must be float8_e4m3fn")
+    check(codes.dtype == FLOAT8, f"qdata is of dtype {codes.dtype}, and must be float8_e4m3fn")
     scale, kinds = _grouping(facts, codes.shape, parts["scale"])
     return float_array(codes.view(np.uint8), scale, float8_e4m3fn, kinds)
 
@@ -103,7 +101,7 @@ def _read_int4(parts: TensorParts, facts: LayoutFacts) -> QArray:
     )
     codes = unpack_bits(packed_codes.view(np.uint8), 4, 2 * packed_codes.shape[1])
     scale, zero = parts["scale"], parts["zero_point"]
-    ok = is_array_matrix(scale) and scale.shape == zero.shape and scale.dtype == zero.dtype
+    ok = is_matrix(scale) and scale.shape == zero.shape and scale.dtype == zero.dtype
     check(ok and scale.shape[1] == codes.shape[0], "scale and zero_point must both have the shape (groups, out)")
     scale = np.ascontiguousarray(as_scales(scale, scale.shape).T)
     zero = np.ascontiguousarray(as_scales(zero, zero.shape).T)
@@ -121,11 +119,6 @@ def offset_array(
         scale = np.where(nothing, scale.dtype.type(1), scale)
     fmt = ScaledFormat(element, scale=SCALE_FORMATS[scale.dtype], zero_point="float", **grouping_fields(kinds))
     return qarray_of_codes(codes, scale, zero, fmt)
-
-
-def is_array_matrix(array: np.ndarray) -> bool:
-    """Whether an array has two axes, neither of them empty."""
-    return array.ndim == 2 and array.size > 0
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -163,9 +156,8 @@ def _write_int8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
 
 
 def _write_float8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight = pieces(q)
-    check(weight.fmt.element == float8_e4m3fn, "its elements are not float8_e4m3fn")
-    parts = {"qdata": weight.codes.view(_TORCHAO_FLOAT8), "scale": float_scales(weight)}
+    weight = pieces(q, float8_e4m3fn)
+    parts = {"qdata": weight.codes.view(FLOAT8), "scale": float_scales(weight)}
     data = {"block_size": _block_size(weight), "mm_config": None, "act_quant_kwargs": None}
     data |= {
         "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
@@ -191,24 +183,17 @@ def _write_int4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
 def _torchao_row(
     name: str, parts: tuple[str, ...], read: Callable, write: Callable, fits: str, optional: tuple = ()
 ) -> LayoutRow:
-    look = _look_int4 if read is _read_int4 else _look_qdata
-    return LayoutRow(name, "qdata", parts, look, read, write, fits, optional)
+    look = look_for_matrix("qdata", each=2 if read is _read_int4 else 1)
+    return LayoutRow(name, parts, look, read, write, fits, optional)
 
 
 _INT8_ROW = _torchao_row("Int8Tensor", ("qdata", "scale"), _read_int8, _write_int8, "int8(channel=0)", ("zero_point",))
+_INT4_FITS, _INT4_PARTS = "int4(group=128,scale=bfloat16,zero_point=float)", ("qdata", "scale", "zero_point")
+_TORCHAO_LIST = (
+    _INT8_ROW,
+    replace(_INT8_ROW, name="IntxUnpackedToInt8Tensor", fits="int4(group=32)"),
+    _torchao_row("Float8Tensor", ("qdata", "scale"), _read_float8, _write_float8, "float8_e4m3fn(channel=0)"),
+    _torchao_row("Int4Tensor", _INT4_PARTS, _read_int4, _write_int4, _INT4_FITS, ("act_pre_scale",)),
+)
 #: The rows by the type in the record of a weight.
-TORCHAO_ROWS = {
-    "Int8Tensor": _INT8_ROW,
-    "IntxUnpackedToInt8Tensor": replace(_INT8_ROW, name="IntxUnpackedToInt8Tensor", fits="int4(group=32)"),
-    "Float8Tensor": _torchao_row(
-        "Float8Tensor", ("qdata", "scale"), _read_float8, _write_float8, "float8_e4m3fn(channel=0)"
-    ),
-    "Int4Tensor": _torchao_row(
-        "Int4Tensor",
-        ("qdata", "scale", "zero_point"),
-        _read_int4,
-        _write_int4,
-        "int4(group=128,scale=bfloat16,zero_point=float)",
-        ("act_pre_scale",),
-    ),
-}
+TORCHAO_ROWS = {row.name: row for row in _TORCHAO_LIST}

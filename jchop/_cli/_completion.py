@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
+from jchop._cli._command import Command, argument
 from jchop._cli._ptq import NEAREST_METHOD, PTQ_STEPS
 from jchop._insight.tune._metrics import ERROR_METRICS
 from jchop._insight.tune._sites import GRANULARITIES
@@ -97,16 +97,15 @@ _SHELL_SCRIPTS: dict[str, Callable[[dict[str, dict[str, list[str]]]], str]] = {
 }
 
 
-def add_completion(commands: Any, parser: argparse.ArgumentParser) -> None:
+def completion_command(parser: argparse.ArgumentParser) -> Command:
     """The command; it reads the other commands from the parser."""
-    command = commands.add_parser(
+    return Command(
         "completion",
-        help="print a script that completes commands and options in a shell",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        lambda options: print(_SHELL_SCRIPTS[options.shell](words_by_command(parser)), end=""),
+        "print a script that completes commands and options in a shell",
+        [argument("shell", help="the shell", choices=tuple(_SHELL_SCRIPTS))],
         epilog="to use it now:\n"
         '  eval "$(jchop completion bash)"\n'
         '  eval "$(jchop completion zsh)"\n'
         "  jchop completion fish | source",
     )
-    command.add_argument("shell", choices=tuple(_SHELL_SCRIPTS), help="the shell")
-    command.set_defaults(run=lambda options: print(_SHELL_SCRIPTS[options.shell](words_by_command(parser)), end=""))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jchop._cli._command import Command, argument
 from jchop._cli._text import text_table
 from jchop._common.files import INSTALL_EXTRA
 from jchop._common.settings import has_fast_math
@@ -30,14 +31,7 @@ USER_EXTRAS = {
 _CORE_DISTRIBUTIONS = ("jchop", "jax", "jaxlib", "numpy")
 
 
-def add_doctor(commands: Any) -> None:
-    """Adds the command to a parser's commands."""
-    command = commands.add_parser("doctor", help="show versions, devices, what runs on them, and missing extras")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=run_doctor)
-
-
-def run_doctor(options: argparse.Namespace) -> None:
+def _run_doctor(options: argparse.Namespace) -> None:
     """Prints the `environment_facts`, as tables or as JSON."""
     facts = environment_facts()
     if options.json:
@@ -82,12 +76,8 @@ def environment_facts() -> dict[str, Any]:
 
 
 def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> dict[str, Any]:
-    chip = (
-        backend
-        if backend == "cpu"
-        else next((name for name in OPERANDS_BY_PLATFORM if name in _platform_letters(device_kind)), None)
-    )
-    units = OPERANDS_BY_PLATFORM.get(chip or "", {})
+    letters = "cpu" if backend == "cpu" else _platform_letters(device_kind)
+    units = next((units for name, units in OPERANDS_BY_PLATFORM.items() if name in letters), {})
     return {
         "device": f"{backend}: {device_kind}" if device_kind != backend else device_kind,
         "number": count,
@@ -114,3 +104,11 @@ def _distribution_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+DOCTOR = Command(
+    "doctor",
+    _run_doctor,
+    "show versions, devices, what runs on them, and missing extras",
+    [argument("--json", help="print JSON")],
+)

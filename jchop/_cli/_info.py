@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from jchop._cli._command import Command, argument, check_pictures, print_json, write_pictures
 from jchop._cli._text import (
     binary_code,
-    check_suffix,
     fact_text,
     hexadecimal_code,
     integer_digits,
     json_value,
-    printable,
     short_decimal,
     text_table,
     yes_or_no,
 )
-from jchop._common.files import require_extra, write_atomically
+from jchop._common.on_demand import load_name
 from jchop.formats import (
     ALIASES,
     CATALOGUE,
@@ -35,7 +33,7 @@ from jchop.formats import (
 )
 
 
-def run_formats(options: argparse.Namespace) -> None:
+def _run_formats(options: argparse.Namespace) -> None:
     widths, facts, specials = "bits exp frac bias p", ("max", "min normal", "min subn.", "roundoff"), "inf nan -0"
     head = ("name", *widths.split(), *facts, *specials.split(), "also")
     rows = [
@@ -49,7 +47,7 @@ def run_formats(options: argparse.Namespace) -> None:
         for name, fmt in CATALOGUE.items()
     ]
     if options.json:
-        print(json.dumps([dict(zip(head, map(json_value, row), strict=True)) for row in rows], indent=1))
+        print_json([dict(zip(head, map(json_value, row), strict=True)) for row in rows])
         return
     print(
         text_table(
@@ -63,27 +61,28 @@ def run_formats(options: argparse.Namespace) -> None:
     print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
 
 
-def run_info(options: argparse.Namespace) -> None:
+def _run_info(options: argparse.Namespace) -> None:
     parsed_format = parse_format(options.format)
     fmt = parsed_format.element if isinstance(parsed_format, ScaledFormat) else parsed_format
-    picture = None
-    if options.plot:
-        check_suffix("--plot", options.plot, ".png")
-        require_extra("--plot", "plot", ("matplotlib",))
-        from jchop.plot import value_grid
+    check_pictures(options)
+    try:
+        picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
+    except ValueError as error:
+        raise ValueError(f"--plot: {error}") from None
+    _print_info(parsed_format, fmt, options.json)
+    if picture is not None and not options.json:
+        print()
+    write_pictures(options, lambda: picture)
 
-        try:
-            picture = value_grid(fmt)
-        except ValueError as error:
-            raise ValueError(f"--plot: {error}") from None
+
+def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool) -> None:
     head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
-    if options.json:
+    if as_json:
         report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
         report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
         report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
         report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
-        print(json.dumps(report, indent=1))
-        _write_picture(options, picture)
+        print_json(report)
         return
     if isinstance(parsed_format, ScaledFormat):
         facts = _scaling_facts(parsed_format)
@@ -97,14 +96,6 @@ def run_info(options: argparse.Namespace) -> None:
     print(_facts_table(_element_facts(fmt)))
     print()
     print(text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><"))
-    _write_picture(options, picture)
-
-
-def _write_picture(options: argparse.Namespace, picture: Any) -> None:
-    if options.plot:
-        write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
-        if not options.json:
-            print(f"\nwrote {printable(str(options.plot))}")
 
 
 def _code_layout(fmt: ElementFormat) -> str:
@@ -186,3 +177,16 @@ def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
         (hexadecimal_code(fmt, code), binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
         for code, descriptions in names.items()
     ]
+
+
+FORMAT_LIST = Command("formats", _run_formats, "list the named formats", [argument("--json")])
+INFO = Command(
+    "info",
+    _run_info,
+    "show the properties of one format, its bit layout, its values",
+    (
+        argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
+        argument("--plot", help="draw its values (needs matplotlib)"),
+        argument("--json", help="print JSON in place of the tables"),
+    ),
+)

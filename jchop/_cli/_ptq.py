@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jchop._cli._quantize import parse_rule
-from jchop._cli._text import check_folder, check_new_file, check_suffix, key_of_seed_option, parse_seed, printable
+from jchop._cli._command import Command, argument, check_pictures, flag, print_written, write_pictures
+from jchop._cli._file_commands import parse_rule
+from jchop._cli._text import check_folder, check_new_file, check_suffix, key_of_seed_option, print_note, printable
 from jchop._cli._user_function import argument_order, load_arrays, load_function
-from jchop._common.files import require_extra, write_atomically
+from jchop._common.checks import check
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._tree_record import TREE_KEY
+from jchop.storage._save import TREE_KEY
 
 #: The steps that ``--method`` may name.
 PTQ_STEPS = (
-    "smooth",
-    "awq",
-    "rotate",
-    "correct_error",
-    "sparse",
-    "clip",
-    "hqq",
-    "gptq",
-    "sign_round",
-    "correct_biases",
+    *("smooth", "awq", "rotate", "correct_error", "sparse"),
+    *("clip", "hqq", "gptq", "sign_round", "correct_biases"),
 )
 NEAREST_METHOD = "nearest"
 
 
-def run_ptq(options: argparse.Namespace) -> None:
+def _run_ptq(options: argparse.Namespace) -> None:
     from jchop import ptq
     from jchop._quantized.products.rule import Rule
     from jchop._quantized.quantize_fn import quantize_fn
@@ -44,9 +36,7 @@ def run_ptq(options: argparse.Namespace) -> None:
 
     check_suffix("--out", options.out, ".safetensors")
     check_new_file("--out", options.out, options.force)
-    if options.plot:
-        check_suffix("--plot", options.plot, ".png")
-        require_extra("--plot", "plot", ("matplotlib",))
+    check_pictures(options)
     folder = options.resume or options.out.with_name(options.out.name + ".run")
     check_folder("--resume", folder)
     rules = [Rule(r.pattern, weight=r.spec, activation=options.activation) for r in map(parse_rule, options.rule)]
@@ -64,13 +54,11 @@ def run_ptq(options: argparse.Namespace) -> None:
     )  # fmt: skip
     save_safetensors(options.out, weights)
     discard_run(folder)
-    print(report.to_json(indent=1) if options.report == "json" else report)
-    if options.plot:
-        picture = report.plot()
-        write_atomically(options.plot, lambda file: picture.savefig(file, format="png"))
-    for path in (options.out, options.plot):
-        if path and options.report != "json":
-            print(f"wrote {printable(str(path))}")
+    options.json = options.report == "json"
+    print(report.to_json(indent=1) if options.json else report)
+    if not options.json:
+        print_written(options.out)
+    write_pictures(options, report.plot)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -78,19 +66,14 @@ def run_ptq(options: argparse.Namespace) -> None:
 
 def _batch_progress(count: int) -> Callable[[int], None]:
     def show_step(step: int) -> None:
-        _print_progress(f"data: batch {(step - 1) % count + 1} of {count}")
+        print_note(f"data: batch {(step - 1) % count + 1} of {count}")
 
     return show_step
 
 
 def _print_weight_progress(row: Any, stage: int, total: int) -> None:
     decibels = "" if np.isnan(row.before) else f": {row.before:.2f} dB to nearest, {row.after:.2f} dB"
-    _print_progress(f"stage {stage} of {total}: {row.path}{decibels}")
-
-
-def _print_progress(line: str) -> None:
-    if sys.stderr is not None:
-        print(printable(line), file=sys.stderr, flush=True)
+    print_note(printable(f"stage {stage} of {total}: {row.path}{decibels}"))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -130,8 +113,7 @@ def _load_parameters(path: Path) -> Any:
 
 def _load_batches(path: Path, function: Callable[..., Any], batch_size: int) -> list[tuple[Any, ...]]:
     """The arrays of a file as arguments after the parameters, cut along their first axis."""
-    if batch_size < 1:
-        raise ValueError(f"--batch {batch_size} must be at least 1")
+    check(batch_size >= 1, f"--batch {batch_size} must be at least 1")
     arrays = load_arrays("DATA", path)
     order = argument_order(list(arrays), function, f"DATA {path}", after=1)
     lengths = {name: array.shape[:1] for name, array in arrays.items()}
@@ -139,49 +121,35 @@ def _load_batches(path: Path, function: Callable[..., Any], batch_size: int) -> 
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise ValueError(f"DATA {path}: the arrays must have first axes of one length, that of samples: {shapes}")
     count = arrays[order[0]].shape[0]
-    if not count:
-        raise ValueError(f"DATA {path} has no sample")
+    check(count, f"DATA {path} has no sample")
     return [tuple(arrays[name][start : start + batch_size] for name in order) for start in range(0, count, batch_size)]
 
 
-def add_ptq(commands: argparse._SubParsersAction) -> None:
-    """The command, with its options."""
-    command = commands.add_parser(
-        "ptq",
-        help="quantize the parameters of a JAX function with data",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Runs data through FUNCTION(params, ...), rounds the weights of its products by what it sees, and\n"
-        "writes a new file. A run that was killed continues when the command is given again.",
-        epilog="example:\n  jchop ptq model:apply weights.safetensors data.npz --rule 'blocks=int4(group=128)' \\\n"
-        "      --method 'correct_error, gptq' --out packed.safetensors",
-    )
-    command.add_argument("function", metavar="MODULE:FUNCTION", help="a function of a pytree of parameters and data")
-    command.add_argument("weights", metavar="WEIGHTS.safetensors", type=Path)
-    command.add_argument(
-        "data", metavar="DATA.npz", type=Path, help="arrays named as the arguments after the parameters, or not at all"
-    )
-    command.add_argument(
-        "--rule",
-        metavar="PATTERN=SPEC",
-        action="append",
-        required=True,
-        help="parts of paths, as 'blocks' or '!norm', and their format or spec; may be repeated",
-    )
-    command.add_argument("--activation", metavar="SPEC", help="the rounding of inputs of the rules' products")
-    command.add_argument(
-        "--method",
-        metavar="STEPS",
-        default="gptq",
-        help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, also with arguments; default gptq",
-    )
-    command.add_argument("--sequential", action="store_true", help="weight after weight, with inputs of rounded ones")
-    command.add_argument("--batch", metavar="N", type=int, default=32, help="samples that are run at once; default 32")
-    command.add_argument("--seed", metavar="N", type=parse_seed, help="seed of random bits; stochastic modes need it")
-    command.add_argument("--out", metavar="OUT.safetensors", type=Path, required=True)
-    command.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    command.add_argument("--memory", metavar="SIZE", help="the most memory for statistics, as 4GiB; default no limit")
-    command.add_argument("--resume", metavar="DIR", type=Path, help="the folder of the unfinished run; default OUT.run")
-    command.add_argument("--report", choices=("table", "json"), default="table", help="on standard output")
-    command.add_argument("--json", dest="report", action="store_const", const="json", help="the same as --report json")
-    command.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the report (needs matplotlib)")
-    command.set_defaults(run=run_ptq)
+PTQ = Command(
+    "ptq",
+    _run_ptq,
+    "quantize the parameters of a JAX function with data",
+    (
+        argument("function", help="a function of a pytree of parameters and data"),
+        argument("weights", "WEIGHTS.safetensors", type=Path),
+        argument("data", "DATA.npz", "arrays named as the arguments after the parameters, or not at all", type=Path),
+        argument("--rule", help="parts of paths, as 'blocks' or '!norm', and their format or spec; may be repeated"),
+        argument("--activation", "SPEC", "the rounding of inputs of the rules' products"),
+        argument("--method", "STEPS", default="gptq",
+                 help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, with arguments; default gptq"),
+        flag("--sequential", "weight after weight, with inputs of rounded ones"),
+        argument("--batch", "N", "samples that are run at once; default 32", type=int, default=32),
+        argument("--seed"),
+        argument("--out", "OUT.safetensors", type=Path, required=True),
+        argument("--force"),
+        argument("--memory", "SIZE", "the most memory for statistics, as 4GiB; default no limit"),
+        argument("--resume", "DIR", "the folder of the unfinished run; default OUT.run", type=Path),
+        argument("--report", help="on standard output", choices=("table", "json"), default="table"),
+        ("--json", {"dest": "report", "action": "store_const", "const": "json", "help": "the same as --report json"}),
+        argument("--plot", help="draw the report (needs matplotlib)"),
+    ),
+    "Runs data through FUNCTION(params, ...), rounds the weights of its products by what it sees, and\n"
+    "writes a new file. A run that was killed continues when the command is given again.",
+    "example:\n  jchop ptq model:apply weights.safetensors data.npz --rule 'blocks=int4(group=128)' \\\n"
+    "      --method 'correct_error, gptq' --out packed.safetensors",
+)  # fmt: skip

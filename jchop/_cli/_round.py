@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -15,9 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import ml_dtypes
 import numpy as np
 
+from jchop._cli._command import Command, argument, print_json, print_written
 from jchop._cli._text import (
     PercentProgress,
     binary_code,
@@ -27,22 +26,17 @@ from jchop._cli._text import (
     integer_digits,
     json_value,
     key_of_seed_option,
-    printable,
     short_decimal,
     shortest_decimal,
     text_table,
 )
+from jchop._common.checks import check, clip_text, first_names
 from jchop._common.files import write_atomically
 from jchop._spec.spec import Spec, parse
 from jchop.formats import ElementFormat
-from jchop.formats.rounding import as_overflow, as_rounding
+from jchop.formats.rounding import Overflow, Rounding, as_overflow, as_rounding
 
-CARRIER_NUMPY_DTYPES = {
-    "float64": np.dtype(np.float64),
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+CARRIER_NUMPY_DTYPES = {name: np.dtype(name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 #: Bytes of a file that are rounded at once.
 _CHUNK_BYTES = 1 << 22
@@ -52,7 +46,7 @@ _MAX_LENGTH, _MAX_EXPONENT = 1000, 20_000
 _NARROW_BITS = 32
 
 
-def run_round(options: argparse.Namespace) -> None:
+def _run_round(options: argparse.Namespace) -> None:
     spec = _spec_of_options(options)
     key = key_of_seed_option(options.seed, [spec])
     if options.out:
@@ -63,7 +57,7 @@ def run_round(options: argparse.Namespace) -> None:
     else:
         _round_numbers(options, spec, key)
     if options.out and not options.json:
-        print(f"wrote {printable(str(options.out))}")
+        print_written(options.out)
 
 
 def _spec_of_options(options: argparse.Namespace) -> Spec:
@@ -110,23 +104,16 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
     rows = _comparison_rows(numbers, values, results, element)
     if options.json:
-        entries = [
-            dict(
-                zip(
-                    _ROUND_HEAD,
-                    (_json_number(n.exact, text), json_value(float(x)), code, bits, *map(_json_float, errors)),
-                    strict=True,
-                )
-            )
+        cells = [
+            (_json_number(n.exact, text), json_value(float(x)), code, bits, *map(_json_float, errors))
             for n, (text, x, code, bits, *errors) in zip(numbers, rows, strict=True)
         ]
-        print(
-            json.dumps({"to": str(spec), "carrier": str(values.dtype), "numbers": entries}, indent=1, allow_nan=False)
-        )
+        entries = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in cells]
+        print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": entries})
         return
     print(f"to {spec}, carrier {values.dtype}")
     cells = [
-        (_clip_word(text), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
+        (clip_text(text), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
         for text, result, code, bits, *errors in rows
     ]
     print(text_table([_ROUND_HEAD, *cells], "<<<<>>"))
@@ -137,8 +124,7 @@ def _number_words(texts: list[str]) -> list[str]:
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no values: pass numbers or a .npy file, or pipe numbers in")
         texts = sys.stdin.read().split()
-        if not texts:
-            raise ValueError("no values: standard input is empty")
+        check(texts, "no values: standard input is empty")
     return texts
 
 
@@ -157,7 +143,7 @@ def _parse_number(text: str) -> _TypedNumber:
         or abs(int(exponent)) > _MAX_EXPONENT
     ):
         raise ValueError(
-            f"number {_clip_word(text)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
+            f"number {clip_text(text)!r} is too long: {_MAX_LENGTH} characters, an exponent to {_MAX_EXPONENT} at most"
         )
     if hexa:
         scale = Fraction(2) ** (int(exponent) - 4 * len(hexa[3]))
@@ -182,7 +168,7 @@ def _bad_number_error(text: str) -> ValueError:
     except (OSError, ValueError):
         pass  # not the name of a file
     return ValueError(
-        f"bad number {_clip_word(text)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
+        f"bad number {clip_text(text)!r}: allowed are decimals, inf, nan, and hexadecimal such as 0x1.8p3"
     )
 
 
@@ -192,12 +178,7 @@ def _arrays_in_npz(path: Path) -> str:
             names = [name.removesuffix(".npy") for name in file.namelist()]
     except (zipfile.BadZipFile, NotImplementedError):
         return "no arrays that numpy.load can read"
-    more_text = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{'the array' if len(names) == 1 else 'the arrays'} {', '.join(map(repr, names[:3]))}{more_text}"
-
-
-def _clip_word(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    return f"{'the array' if len(names) == 1 else 'the arrays'} {first_names(names)}"
 
 
 def _round_to_carrier(exact: list[Fraction | float], carrier: str, for_narrow_format: bool) -> np.ndarray:
@@ -293,10 +274,9 @@ def _decimal_text(value: Fraction, digits: int) -> str:
 
 
 def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
-    if len(options.values) > 1:
-        raise ValueError(f"a .npy file must be the only value; got {len(options.values)} values")
+    check(len(options.values) <= 1, f"a .npy file must be the only value; got {len(options.values)} values")
+    from jchop.storage._chunks import RoundedChunks
     from jchop.storage._files.npy import NpyFile
-    from jchop.storage._round_file import RoundedChunks
 
     path = Path(options.values[0])
     with NpyFile(path, str(path), CARRIER_NUMPY_DTYPES.get(options.carrier)) as file:
@@ -304,7 +284,7 @@ def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
             raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
         summary = _RoundingSummary(_format_with_codes(spec))
         bar = PercentProgress("round") if file.size * file.dtype.itemsize > _CHUNK_BYTES else lambda *_: None
-        chunks = RoundedChunks.of(file, spec, key, _CHUNK_BYTES, lambda count, total: bar(path.name, count, total))
+        chunks = RoundedChunks(file, spec, key, _CHUNK_BYTES, lambda count, total: bar(path.name, count, total))
         if options.out:
             write_atomically(options.out, lambda out: chunks.write(out, summary.add_chunk))
         else:
@@ -312,87 +292,78 @@ def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
                 summary.add_chunk(*pair)
         if options.json:
             facts = {"to": str(spec), "carrier": str(file.dtype), "shape": list(file.shape)}
-            print(json.dumps(facts | summary.as_dict(), indent=1, allow_nan=False))
+            print_json(facts | summary.as_dict())
             return
         print(f"to {spec}, carrier {file.dtype}")
         print(summary.text(file.shape))
 
 
-@dataclass
 class _RoundingSummary:
-    """Statistics of an array that is rounded chunk by chunk; a complex number counts once, by either of its parts."""
+    """Statistics of an array that is rounded chunk by chunk; a complex number counts once, by either of its parts.
 
-    fmt: ElementFormat | None
-    changes: int = 0
-    absolute: float = 0.0
-    relative: float = 0.0
-    overflows: int = 0
-    saturations: int = 0
-    underflows: int = 0
-    infinities: int = 0
-    infinities_to_nan: int = 0
-    infinities_to_finite: int = 0
-    nans: int = 0
-    nans_to_finite: int = 0
+    Args:
+        fmt: the format whose range tells which results saturate; None for a scaled one.
+    """
+
+    def __init__(self, fmt: ElementFormat | None) -> None:
+        self._fmt = fmt
+        self._counts = dict.fromkeys(_COUNT_NAMES, 0)
+        self._errors = {"largest absolute error": 0.0, "largest relative error": 0.0}
 
     def add_chunk(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
         exact, result = (_stack_real_parts(x).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
         is_finite_result, overflows = np.isfinite(result), finite & ~np.isfinite(result)
-        self.changes += _count_numbers((exact != result) & ~(nan & np.isnan(result)))
-        self.overflows += _count_numbers(overflows)
-        if self.fmt is not None:
-            outside = finite & (
-                (exact > _nearest_float(self.fmt.max, odd=False)) | (exact < _nearest_float(self.fmt.min, odd=False))
-            )
-            self.saturations += _count_numbers(outside & ~overflows)
-        self.underflows += _count_numbers(finite & (exact != 0) & (result == 0))
-        self.infinities += _count_numbers(infinite)
-        self.infinities_to_nan += _count_numbers(infinite & np.isnan(result))
-        self.infinities_to_finite += _count_numbers(infinite & is_finite_result)
-        self.nans += _count_numbers(nan)
-        self.nans_to_finite += _count_numbers(nan & is_finite_result)
+        least, most = (-math.inf, math.inf) if self._fmt is None else (self._fmt.min, self._fmt.max)
+        outside = (exact > _nearest_float(most, odd=False)) | (exact < _nearest_float(least, odd=False))
+        masks = (
+            (exact != result) & ~(nan & np.isnan(result)),
+            overflows,
+            finite & outside & ~overflows,
+            finite & (exact != 0) & (result == 0),
+            infinite,
+            infinite & np.isnan(result),
+            infinite & is_finite_result,
+            nan,
+            nan & is_finite_result,
+        )
+        for name, mask in zip(_COUNT_NAMES, masks, strict=True):
+            self._counts[name] += int(np.count_nonzero(mask.any(axis=0)))
         exact, result = exact[finite & ~overflows], result[finite & ~overflows]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             absolute = np.abs(result - exact)
             relative = absolute / np.abs(exact)
-        self.absolute = max(self.absolute, float(absolute.max(initial=0.0)))
-        self.relative = max(self.relative, float(relative.max(initial=0.0, where=np.isfinite(relative))))
+        for name, errors in zip(self._errors, (absolute, relative[np.isfinite(relative)]), strict=True):
+            self._errors[name] = max(self._errors[name], float(errors.max(initial=0.0)))
 
     def as_dict(self) -> dict[str, Any]:
         """The statistics; overflows are those of finite numbers, by their result, not finite or finite."""
-        return {
-            "changed": self.changes,
-            "largest absolute error": self.absolute,
-            "largest relative error": self.relative,
-            "overflows": self.overflows,
-            "saturated": self.saturations,
-            "underflows": self.underflows,
-            "infinities": self.infinities,
-            "infinities to nan": self.infinities_to_nan,
-            "infinities to finite": self.infinities_to_finite,
-            "nans": self.nans,
-            "nans to finite": self.nans_to_finite,
-        }
+        return {"changed": self._counts["changed"]} | self._errors | self._counts
 
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""
-        note = " (overflows apart)" if self.overflows else ""
+        counts, note = self._counts, " (overflows apart)" if self._counts["overflows"] else ""
+        absolute, relative = map(short_decimal, self._errors.values())
+        infinities, to_nan, to_finite = (counts[f"infinities{end}"] for end in ("", " to nan", " to finite"))
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),
-            ("changed", str(self.changes)),
-            ("largest abs. error", short_decimal(self.absolute) + note),
-            ("largest rel. error", short_decimal(self.relative) + note),
-            ("finite overflows", f"{self.overflows} to inf or nan, {self.saturations} to a finite value"),
-            ("underflows", f"{self.underflows} to zero"),
-            (
-                "inf in the input",
-                f"{self.infinities}, {self.infinities_to_nan} to nan, {self.infinities_to_finite} to a finite value",
-            ),
-            ("nan in the input", f"{self.nans}, {self.nans_to_finite} to a finite value"),
+            ("changed", str(counts["changed"])),
+            ("largest abs. error", absolute + note),
+            ("largest rel. error", relative + note),
+            ("finite overflows", f"{counts['overflows']} to inf or nan, {counts['saturated']} to a finite value"),
+            ("underflows", f"{counts['underflows']} to zero"),
+            ("inf in the input", f"{infinities}, {to_nan} to nan, {to_finite} to a finite value"),
+            ("nan in the input", f"{counts['nans']}, {counts['nans to finite']} to a finite value"),
         ]
         return text_table([("  " + name, value) for name, value in rows], "<<", rule=False)
+
+
+#: What is counted, as JSON names it.
+_COUNT_NAMES = (
+    *("changed", "overflows", "saturated", "underflows"),
+    *("infinities", "infinities to nan", "infinities to finite", "nans", "nans to finite"),
+)
 
 
 def _stack_real_parts(array: np.ndarray) -> np.ndarray:
@@ -401,5 +372,26 @@ def _stack_real_parts(array: np.ndarray) -> np.ndarray:
     return np.stack([np.real(flat), np.imag(flat)] if flat.dtype.kind == "c" else [flat])
 
 
-def _count_numbers(parts: np.ndarray) -> int:
-    return int(np.count_nonzero(parts.any(axis=0)))
+ROUND = Command(
+    "round",
+    _run_round,
+    "round numbers, or a .npy array, to a format",
+    (
+        argument("values", "X", "numbers, or one .npy file; - or nothing: standard input", nargs="*"),
+        argument("--to", "SPEC", "format, or a whole spec such as e5m2:up:saturate", required=True),
+        argument("--rounding", "MODE", ", ".join(mode.value for mode in Rounding)),
+        argument("--overflow", "RULE", ", ".join(rule.value for rule in Overflow)),
+        argument("--random-bits", "N", "random bits for each stochastic rounding", type=int),
+        argument("--seed"),
+        argument("--carrier", choices=CARRIER_NUMPY_DTYPES, help="type of the numbers before and after; default "
+                 "float64, and for a .npy file its own type"),
+        argument("--out", "FILE.npy", "write the rounded array there", type=Path),
+        argument("--force", help="replace FILE.npy if it exists"),
+        argument("--json"),
+    ),
+    "Rounds numbers to a format and shows value, code and error.",
+    "examples:\n"
+    "  jchop round 0.1 1e9 --to e5m2 --rounding up\n"
+    "  seq 1 20 | jchop round --to e2m1fn:saturate\n"
+    "  jchop round weights.npy --to e4m3fn --rounding stochastic --seed 0 --out rounded.npy",
+)  # fmt: skip

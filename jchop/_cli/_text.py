@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jchop._common.checks import check
+from jchop._common.text.tables import table_lines
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.formats._base import Dyadic
 from jchop.study._progress import ProgressBar
@@ -54,18 +56,19 @@ def text_table(rows: Sequence[Sequence[str]], align: str, rule: bool = True) -> 
 
     Cells may hold names from files, so they are made printable.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = table_lines([[printable(cell) for cell in row] for row in rows], align)
     return "\n".join([bold(lines[0], sys.stdout), "-" * max(map(len, lines)), *lines[1:]] if rule else lines)
 
 
 def printable(text: str) -> str:
     """The text with unprintable characters escaped, because a terminal would interpret control characters."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def print_note(line: str) -> None:
+    """Prints a line of printable text on standard error, unless that is closed: then it would go to standard output."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)
 
 
 class PercentProgress:
@@ -174,16 +177,13 @@ def key_of_seed_option(seed: int | None, specs: Iterable[Any]) -> Any:
 
 def check_suffix(option: str, path: Path, suffix: str) -> None:
     """Refuses, before any work, a file that cannot be written or has another suffix."""
-    if path.suffix.lower() != suffix:
-        raise ValueError(f"{option} {path} must end in {suffix}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}")
+    check(path.suffix.lower() == suffix, f"{option} {path} must end in {suffix}")
+    check(path.absolute().parent.is_dir(), f"{option} {path}: there is no folder {path.parent}")
 
 
 def check_new_file(option: str, path: Path, force: bool) -> None:
     """Refuses, before any work, to replace a file without ``--force``."""
-    if path.exists() and not force:
-        raise ValueError(f"{option} {path} exists; --force replaces it")
+    check(not path.exists() or force, f"{option} {path} exists; --force replaces it")
 
 
 def check_folder(option: str, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._common.checks import close_names_hint, short_repr
+from jchop._common.checks import check, close_names_hint, short_repr
 from jchop._common.files import open_regular_file
 from jchop._program.source import is_library_file
 
@@ -63,8 +63,7 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
             else close_names_hint(module, files)
         )
         raise ValueError(f"{argument} {text!r} cannot be loaded: {error}{hint}") from None
-    if not callable(function):
-        raise ValueError(f"{argument} {text!r} is {type(function).__name__}, and no function")
+    check(callable(function), f"{argument} {text!r} is {type(function).__name__}, and no function")
 
     positional_count, keywords = _keyword_only_arguments(function)
 
@@ -129,8 +128,7 @@ def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:
             raise ValueError(
                 f"{argument} {path} must be a .npz file of arrays, as numpy.savez writes it: {reason}"
             ) from None
-    if not arrays_by_name:
-        raise ValueError(f"{argument} {path} has no array")
+    check(arrays_by_name, f"{argument} {path} has no array")
     return arrays_by_name
 
 
@@ -138,8 +136,7 @@ def _check_npz(file: BufferedReader) -> None:
     """Refuses what is no archive of numpy.savez, and one whose arrays take memory out of proportion to the file."""
     head = file.read(6)
     file.seek(0)
-    if head == b"\x93NUMPY":
-        raise ValueError("it is a single array")
+    check(head != b"\x93NUMPY", "it is a single array")
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     for member in members:
@@ -153,6 +150,12 @@ def _check_npz(file: BufferedReader) -> None:
             f"its arrays take {size} bytes, over {_MAX_EXPANSION} times those of the file; use numpy.savez"
         )
     file.seek(0)
+
+
+def load_arguments(argument: str, path: Path, function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The arrays of a .npz file as the arguments of a function, in their order."""
+    arrays = load_arrays(argument, path)
+    return tuple(arrays[name] for name in argument_order(list(arrays), function, f"{argument} {path}"))
 
 
 def argument_order(names: Sequence[str], function: Callable[..., Any], file: str, *, after: int = 0) -> list[str]:

@@ -237,10 +237,7 @@ def fit_sharding(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding
 
 
 def in_auto_mesh(
-    function: Callable[..., Any],
-    *operands: Any,
-    along: Sequence[Sequence[int]],
-    like: Callable[..., Any] | None = None,
+    function: Callable[..., Any], *operands: Any, along: Sequence[Sequence[int]], like: Callable[..., Any] | None = None
 ) -> Any:
     """``function(*operands)`` for operands with an explicit sharding, whose types would refuse slices and reshapes.
 

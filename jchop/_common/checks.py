@@ -1,29 +1,82 @@
-"""Checks of arguments; each error names the argument, its value and the allowed values. Texts of formats and specs."""
+"""Checks of arguments; each error names the argument, its value and the allowed values. Texts of formats and specs.
+
+A check of an argument is a function of its name and its value, which it returns. Further arguments say what is allowed:
+an integer or a number in a range, a choice, an instance. `check` states any other condition and its error in one line.
+"""
 
 from __future__ import annotations
 
 import difflib
+import math
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
+
+
+def check(holds: object, message: str) -> None:
+    """Refuses what does not hold; a condition and its error are then one line.
+
+    The message is made in any case. So it must be cheap, and must not fail where the condition holds.
+
+    Raises:
+        ValueError: with the message.
+    """
+    if not holds:
+        raise ValueError(message)
 
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
     """`value` as an int within [low, high]; booleans are refused."""
-    expectation = "an integer"
-    if low is not None:
-        expectation += f" >= {low}" if high is None else f" from {low} to {high}"
+    bounds = "" if low is None else f" >= {low}" if high is None else f" from {low} to {high}"
+    expectation = f"{name}={value!r} must be an integer{bounds}"
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name}={value!r} must be {expectation}") from None
-    if isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be {expectation}")
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise ValueError(f"{name}={value!r} must be {expectation}")
+        raise TypeError(expectation) from None
+    check((low is None or number >= low) and (high is None or number <= high), expectation)
     return number
+
+
+def check_float(name: str, value: Any, low: float = -math.inf, high: float = math.inf, ends: str = "[]") -> float:
+    """`value` as a finite float in an interval; texts and booleans are refused.
+
+    Args:
+        name: of the argument.
+        value: anything.
+        low: the least number. Default: none.
+        high: the largest number. Default: none.
+        ends: "[" and "]" for an end that belongs to the interval, "(" and ")" for one that does not. Default: both do.
+
+    Example:
+        >>> check_float("momentum", 0.9, 0, 1, "[)")
+        0.9
+    """
+    bounds = [f"{'>=' if ends[0] == '[' else '>'} {low:g}"] if math.isfinite(low) else []
+    bounds += [f"{'<=' if ends[1] == ']' else '<'} {high:g}"] if math.isfinite(high) else []
+    expectation = f"{name}={short_repr(value)} must be a finite number {' and '.join(bounds)}".rstrip()
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(expectation) from None
+    above = number >= low if ends[0] == "[" else number > low
+    below = number <= high if ends[1] == "]" else number < high
+    check(above and below and math.isfinite(number), expectation)
+    return number
+
+
+def check_instance(name: str, value: T, kinds: Any, words: str) -> T:
+    """`value`, which must be of one of some classes; `words` say so, and possibly name the call that works."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name}={short_repr(value)} must be {words}")
+    return value
 
 
 def as_numpy(name: str, value: Any) -> np.ndarray:
@@ -115,6 +168,11 @@ def short_repr(value: object) -> str:
     return text if len(text) <= 100 and "\n" not in text else type(value).__name__
 
 
+def clip_text(text: str) -> str:
+    """The beginning of a long text."""
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 def split_outside_brackets(text: str, separators: str) -> list[str]:
     """The parts of a text between separators outside of brackets."""
     parts, depth, start = [], 0, 0
@@ -125,6 +183,12 @@ def split_outside_brackets(text: str, separators: str) -> list[str]:
         else:
             depth += (char in "([") - (char in ")]")
     return [*parts, text[start:]]
+
+
+def first_names(names: Sequence[str], write: Callable[[str], str] = repr) -> str:
+    """The first three of some names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(write, names[:3])) + more
 
 
 def close_names_hint(text: str, names: Iterable[str]) -> str:

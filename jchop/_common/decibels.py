@@ -2,8 +2,6 @@
 
 import math
 
-__all__ = ["decibels", "format_decibels"]
-
 
 def decibels(signal: float, error: float) -> float:
     """10 log10(signal / error) of two sums of squares; infinite without an error.

@@ -9,12 +9,12 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
-from jchop._common.checks import short_repr
+from jchop._common.checks import check, check_instance
 
 
 def open_regular_file(path: Path, name: str = "") -> BufferedReader:
@@ -38,6 +38,39 @@ def open_regular_file(path: Path, name: str = "") -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+class RegularFile(ExitStack):
+    """A regular file that is open for reading until the end of a context.
+
+    Args:
+        path: path of the file.
+        name: name of the file in errors. Default: its path.
+        read_header: called when it is open; an error closes it.
+
+    Attributes:
+        file_size: its bytes when it was opened.
+
+    Raises:
+        OSError, ValueError: as `open_regular_file`, and those of `read_header`.
+    """
+
+    def __init__(self, path: Path, read_header: Callable[[], object], name: str = "") -> None:
+        super().__init__()
+        self.path, self.name = path, name or str(path)
+        self._file = self.enter_context(open_regular_file(path, name))
+        self.file_size = os.fstat(self._file.fileno()).st_size
+        try:
+            read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def fill(self, data: memoryview, start: int, what: str) -> None:
+        """Reads bytes from a position on; ValueError if the file has become shorter."""
+        self._file.seek(start)
+        is_whole = self._file.readinto(data) == len(data)
+        check(is_whole, f"{self.name} ends within {what}: it became shorter while it was read")
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object], most: int = 0o777) -> None:
@@ -157,9 +190,7 @@ def as_path(name: str, value: object) -> Path:
     Raises:
         TypeError: if it is none.
     """
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name}={short_repr(value)} must be a path: a text or a pathlib.Path")
-    return Path(value)
+    return Path(check_instance(name, value, str | os.PathLike, "a path: a text or a pathlib.Path"))  # type: ignore[arg-type]
 
 
 def part_path(path: Path, token: str) -> Path:

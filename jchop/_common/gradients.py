@@ -21,8 +21,6 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-__all__ = ["CustomJvp", "linear_with_transpose", "moved_by", "on_cotangent", "with_rule"]
-
 Array = jax.Array
 
 

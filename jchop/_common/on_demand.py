@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["load_name", "on_demand"]
-
 
 def load_name(module: str, name: str) -> Any:
     """What a module that is loaded when first used has under a name."""

@@ -20,15 +20,6 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any
 
-__all__ = [
-    "check_path_pattern",
-    "common_path_pattern",
-    "matches_path",
-    "names_last_part",
-    "nearest_paths_hint",
-    "path_pattern",
-]
-
 
 def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
     """A pattern, checked.
@@ -211,11 +202,8 @@ def _part_regex(glob: str) -> str:
             end = glob.find("]", i + 1 + glob.startswith("!", i))
             if end < 0:
                 raise ValueError("'[' is not closed before the next slash or dot")
-            others, inside = (
-                glob.startswith("!", i),
-                _CHARACTER_CLASS_SYNTAX.sub(r"\\\g<0>", glob[i:end].removeprefix("!")),
-            )
-            regex, i = f"{regex}[{'^/' if others else ''}{inside}]", end + 1
+            inside = _CHARACTER_CLASS_SYNTAX.sub(r"\\\g<0>", glob[i:end].removeprefix("!"))
+            regex, i = f"{regex}[{'^/' if glob.startswith('!', i) else ''}{inside}]", end + 1
         elif char == "{":
             regex, depth = f"{regex}(?:", depth + 1
         elif char == "}" and depth:

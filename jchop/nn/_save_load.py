@@ -18,7 +18,7 @@ from jchop._quantized.products.operand_layout import OperandLayout
 from jchop.nn._linen.quantized import Packed
 from jchop.nn._trees.equinox_modules import is_array_leaf, is_equinox_module, module_arrays
 from jchop.storage import QArray, load_safetensors, save_safetensors
-from jchop.storage._files.json import read_object, short_text, small_value
+from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorFile, are_counts
 
 __all__ = ["load", "save"]
@@ -127,7 +127,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         layouts_text = file.metadata.get(LAYOUTS_METADATA_KEY, "{}")
     file_tree = load_safetensors(path, nested=True)
     try:
-        layouts = read_object(layouts_text, lambda _: small_value)
+        layouts = json_object(layouts_text)
         path_leaves, tree = jax.tree_util.tree_flatten_with_path(file_tree, is_leaf=_is_packed_leaf)
         leaves = {_tensor_name(keys): leaf for keys, leaf in path_leaves}
         if unknown := set(layouts) - set(leaves):

@@ -26,9 +26,12 @@ from jchop.storage import _notebook
 from jchop.storage._axis_groupings import (
     OWN_SCALE,
     AxisGrouping,
+    Index,
     axis_groupings,
     format_of_part,
+    normalize_index,
     reshape_groupings,
+    scale_entry,
     scale_shape_of,
     with_groupings,
     with_sparse_axis,
@@ -43,7 +46,6 @@ from jchop.storage._codes import (
     unpack_entries,
 )
 from jchop.storage._decode import QArrayForm, Scale, batch_axes, decode_qarray, qarray_shape, spec_of_part
-from jchop.storage._index import Index, normalize_index, scale_entry
 
 Array = jax.Array
 
@@ -269,10 +271,8 @@ class QArray:
                                  f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
             return dense.reshape(new).thinned(reshape(mask, new), self.spec, sparse_flags.index(True))
         kinds, lead = self._kinds()
-        core = (
-            reshape_groupings(kinds[lead:], self.shape[lead:], new[lead:]) if new[:lead] == self.shape[:lead] else None
-        )
-        if core is None or not new:
+        core = reshape_groupings(kinds[lead:], self.shape[lead:], new[lead:])
+        if core is None or not new or new[:lead] != self.shape[:lead]:
             raise ValueError(
                 f"shape={new} would split groups of {self.spec.format} in an array of shape {self.shape}, or leave "
                 "them along several axes; dequantize, reshape and quantize"

@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any, Self
 
+import jax
 import numpy as np
 
-from jchop.formats import ScaledFormat
+from jchop._common.checks import check, check_int
+from jchop._common.files import as_path, write_atomically
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Spec, as_spec
+from jchop.formats import ElementFormat, ScaledFormat
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axes_from_end, axis_groupings
+from jchop.storage._files.npy import NpyFile
+from jchop.storage._quantize import dequantize, quantize
 
 #: This number of codes of any width fills whole bytes.
 _CODES_IN_WHOLE_BYTES = 8
@@ -138,22 +147,29 @@ class GroupExtremes:
     high: np.ndarray
 
     @classmethod
-    def of(cls, shape: Sequence[int], cut: ChunkCut, fmt: ScaledFormat) -> Self:
-        """The state before the first piece."""
+    def of(
+        cls, shape: Sequence[int], cut: ChunkCut, fmt: ScaledFormat | None, read: Callable[[Chunk], np.ndarray]
+    ) -> Self | None:
+        """Those of an array whose chunks `read` gives; None if no group spans chunks."""
+        if fmt is None or not cut.needs_extremes:
+            return None
         assert cut.axis is not None
         everywhere = fmt.scale_rule.tensor_scale
         shares_axis = tuple(everywhere or kind == WHOLE_AXIS for kind in cut.kinds)
         axis = cut.axis if everywhere else cut.kinds.index(WHOLE_AXIS)
         kind = cut.kinds[axis]
         bounds = tuple(1 if all_of else n for all_of, n in zip(shares_axis, shape, strict=True))
-        unit = kind if isinstance(kind, int) else 1
-        return cls(axis, unit * _CODES_IN_WHOLE_BYTES, shares_axis, np.full(bounds, np.inf), np.full(bounds, -np.inf))
+        count = (kind if isinstance(kind, int) else 1) * _CODES_IN_WHOLE_BYTES
+        extremes = cls(axis, count, shares_axis, np.full(bounds, np.inf), np.full(bounds, -np.inf))
+        for chunk in chunks(shape, cut):
+            extremes._see(read(chunk), chunk)
+        return extremes
 
     def _place(self, chunk: Chunk) -> tuple[slice, ...]:
         spans = zip(self.shares_axis, chunk.starts, chunk.shape, strict=True)
         return tuple(slice(None) if shares else slice(at, at + n) for shares, at, n in spans)
 
-    def see(self, x: np.ndarray, chunk: Chunk) -> None:
+    def _see(self, x: np.ndarray, chunk: Chunk) -> None:
         """Updates the extremes with a chunk."""
         axes = tuple(axis for axis, shares in enumerate(self.shares_axis) if shares)
         place, finite = self._place(chunk), np.isfinite(x)
@@ -174,3 +190,141 @@ class GroupExtremes:
     def drop(self, q: QArray) -> QArray:
         """The quantized chunk without the extremes."""
         return q[(*(slice(None),) * self.axis, slice(self.count, None))]
+
+
+def quantize_chunk(
+    x: np.ndarray, spec: Spec, key: Any, offset: Any, chunk: Chunk, extremes: GroupExtremes | None
+) -> QArray:
+    """The codes of a chunk, as they are among those of the whole array.
+
+    If chunks share scales, these come from the chunk with the extremes prepended. A stochastic rounding then has its
+    draws in place: without the extremes.
+    """
+    if extremes is None:
+        return quantize(x, spec, key, offset=offset)
+    plain = spec if key is None else replace(spec, rounding="nearest_even", random_bits=None)
+    q = extremes.drop(quantize(extremes.add(x, chunk), plain))
+    return q if key is None else quantize(x, spec, key, scale=q.scale, zero_point=q.zero_point, offset=offset)
+
+
+# -- a .npy file larger than memory ------------------------------------------------------------------------------------
+
+
+#: A function of the number of elements done and the total number.
+ElementProgress = Callable[[int, int], object]
+
+
+def round_file(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    spec: Spec | ElementFormat | ScaledFormat | str,
+    key: jax.Array | None = None,
+    *,
+    progress: bool | Callable[[int, int], object] = False,
+    chunk: int = 1 << 25,
+) -> None:
+    """Rounds the array of a .npy file into another one, in bounded memory.
+
+    The file is read and rounded chunk by chunk, each with the random bits of its position. So the result equals
+    `round_to_format` of the whole array, bit for bit, for every chunk size. If chunks share a scale
+    (``"int8"``), the file is read twice.
+
+    `dst` is created in one step, when all of it is written. After an error or a kill, `src` is unchanged and `dst` has
+    its old content or does not exist. A killed process may leave a file ``.NAME.RANDOM.part`` in the same folder.
+
+    Args:
+        src: a .npy file of float16, float32, float64, complex64 or complex128, any shape, in C or Fortran order.
+        dst: the file to write, of the shape and dtype of `src`; it may be `src`. Element formats keep the order of
+            `src`, scaled formats write in C order.
+        spec: as in `round_to_format`.
+        key: a typed key (`jax.random.key`), needed by the stochastic modes.
+        progress: True to report on stderr, or a function of the number of elements done and the total number. Default
+            False.
+        chunk: approximate number of bytes that are rounded at once, if the groups of a scaled format allow it. Default
+            32 MiB.
+
+    Raises:
+        OSError: if a file cannot be read or written.
+        ValueError: if `src` is not a .npy file of numbers, its size differs from its header, or it becomes shorter
+            meanwhile.
+        TypeError, ValueError: as `round_to_format` for the dtype, `spec` and `key`.
+
+    Example:
+        >>> import os, tempfile, numpy as np, jchop as jc
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     source, target = os.path.join(folder, "x.npy"), os.path.join(folder, "y.npy")
+        ...     np.save(source, np.linspace(0, 1, 5))
+        ...     jc.round_file(source, target, "e2m1", chunk=16)
+        ...     np.load(target).tolist()
+        [0.0, 0.0, 0.5, 1.0, 1.0]
+    """
+    spec = as_spec(spec, scaled=True)
+    chunk = check_int("chunk", chunk, 1)
+    source, target = as_path("src", src), as_path("dst", dst)
+    check(target.suffix == ".npy", f"dst={str(dst)!r} must be the name of a .npy file")
+    tell = _as_element_progress(progress, target.name)
+    with NpyFile(source, f"src={str(src)!r}") as file:
+        rounding = RoundedChunks(file, spec, key, chunk, tell)
+        write_atomically(target, lambda out: rounding.write(out, lambda x, y: None))
+
+
+def _as_element_progress(progress: bool | Callable[[int, int], object], name: str) -> Callable[[int, int], object]:
+    if callable(progress):
+        return progress
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress={progress!r} must be True, False, or a function of two integers")
+    if not progress:
+        return lambda count, total: None
+    return lambda count, total: print(f"{name}: {count} of {total} elements", file=sys.stderr)
+
+
+class RoundedChunks:
+    """The chunks of the array of a file, original and rounded.
+
+    Args:
+        file: the source. The axes of one in Fortran order are cut in reverse.
+        spec: the rounding.
+        key: key of a stochastic rounding.
+        chunk_bytes: as of `plan_chunk_cut`.
+        progress: called with the number of elements done and the total number.
+    """
+
+    def __init__(self, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, progress: ElementProgress) -> None:
+        self._file, self._spec, self._key, self._progress = file, spec, key, progress
+        self._order = -1 if spec.scaled is None and file.fortran_order else 1
+        fmt = None if spec.scaled is None else axes_from_end(spec.scaled, len(file.shape))
+        shape = file.shape if file.size else (0,) * len(file.shape)  # an array without elements may have many scales
+        cut = plan_chunk_cut(shape[:: self._order], file.dtype.itemsize, fmt, chunk_bytes)
+        self._chunks = [
+            replace(chunk, starts=chunk.starts[:: self._order], shape=chunk.shape[:: self._order])
+            for chunk in chunks(shape[:: self._order], cut)
+        ]
+        self._extremes = GroupExtremes.of(shape, cut, fmt, lambda chunk: file.read(chunk.starts, chunk.shape))
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each chunk and its rounded values, with the axes of the array."""
+        count, total = 0, self._file.size
+        self._progress(count, total)
+        for chunk in self._chunks:
+            x = self._file.read(chunk.starts, chunk.shape)
+            yield x, self._round(x, chunk)
+            count += x.size
+            self._progress(count, total)
+
+    def _round(self, x: np.ndarray, chunk: Chunk) -> np.ndarray:
+        draws = self._spec.rounding.stochastic and x.ndim and x.size  # otherwise no index is needed
+        offset = (chunk.starts, self._file.shape) if draws else 0
+        if self._extremes is None:
+            return round_to_format(x, self._spec, self._key, offset=offset)
+        return dequantize(quantize_chunk(x, self._spec, self._key, offset, chunk, self._extremes))
+
+    def write(self, file: IO[bytes], visit: Callable[[np.ndarray, np.ndarray], object]) -> None:
+        """Writes the rounded array as a .npy file; `visit` is called with each chunk and its rounded values."""
+        descr = np.lib.format.dtype_to_descr(self._file.dtype)
+        header = {"descr": descr, "fortran_order": self._order < 0, "shape": self._file.shape}
+        np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
+        for x, values in self:
+            visit(x, values)
+            file.write(np.ascontiguousarray(values.T if self._order < 0 else values).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -16,11 +16,11 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, pack_co
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import carrier_holds
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
-from jchop._core.scaled.sparse import gather_sparse
-from jchop._core.scaled.sparse import scatter_sparse as spread_kept
+from jchop._core.scaled.sparse import gather_sparse, scatter_sparse
 from jchop._spec.spec import Spec
 from jchop.formats import (
     ElementFormat,
+    FloatFormat,
     TaperedFormat,
     UniformFormat,
     bfloat16,
@@ -35,19 +35,15 @@ Array = jax.Array
 #: Codes of NumPy or JAX; the result of a function is of the same library.
 Codes = Any
 
+#: The format of each carrier.
+CARRIER_FORMATS: dict[str, FloatFormat] = {
+    "float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64
+}  # fmt: skip
 #: Formats whose codes are the bits of a dtype that JAX's backends, other libraries and files support.
-_NATIVE_DTYPES: dict[ElementFormat, str] = {
-    float8_e4m3fn: "float8_e4m3fn",
-    float8_e5m2: "float8_e5m2",
-    binary16: "float16",
-    bfloat16: "bfloat16",
-    binary32: "float32",
-    binary64: "float64",
-}
+_NATIVE_DTYPES: dict[ElementFormat, str] = {fmt: name for name, fmt in CARRIER_FORMATS.items()}
+_NATIVE_DTYPES |= {float8_e4m3fn: "float8_e4m3fn", float8_e5m2: "float8_e5m2"}
 #: The most bits of codes without a dtype of the same values.
 _MOST_CODE_BITS = 16
-#: The format of each carrier.
-_CARRIER_FORMATS = {"float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64}
 
 
 def native_dtype(fmt: ElementFormat) -> np.dtype | None:
@@ -169,7 +165,7 @@ def _make_dense_codes(qvalue: Array, places: Array, *, size: int, spec: Spec) ->
     assert fmt is not None and fmt.sparse is not None
     mask = unpack_codes(places, 1, size) != 0
     codes = unpack_entries(qvalue, element, fmt.kept_shape(mask.shape)[-1])
-    return pack_entries(spread_kept(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim), element), mask
+    return pack_entries(scatter_sparse(codes, mask, fmt.sparse, fmt.axis_of_sparse % mask.ndim), element), mask
 
 
 # -- formats without a scale -------------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ def decode_unscaled(codes: Array, fmt: ElementFormat, count: int, carrier: Carri
     values = decode_elements(unpack_entries(load_codes(codes, fmt), fmt, count), fmt, compute)
     if compute.width == carrier.width:
         return values
-    values = round_to_spec(values, Spec(_CARRIER_FORMATS[carrier.name]), compute)
+    values = round_to_spec(values, Spec(CARRIER_FORMATS[carrier.name]), compute)
     if compute.width == 64:
         return values.astype(carrier.name)
     return narrow_16_bit(values, carrier)

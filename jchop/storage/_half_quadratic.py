@@ -13,20 +13,18 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import enable_x64_for
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check_bool, check_float, check_int
 from jchop._common.settings import always_jit
 from jchop._core.scaled.groups import Groups
 from jchop._round.arguments import JCHOP_SCOPE, as_array
 from jchop._spec.spec import Gradient, Spec, as_spec
-from jchop.formats import ScaledFormat, bfloat16, binary16, binary32, binary64
+from jchop.formats import ScaledFormat
 from jchop.formats.rounding import Rounding
 from jchop.storage._axis_groupings import axes_from_end
+from jchop.storage._codes import CARRIER_FORMATS
 from jchop.storage._quantize import dequantize, fit_scale, quantize
 
 Array = jax.Array
-
-#: The formats of scales that are carrier dtypes.
-_CARRIER_SCALES = (binary16, bfloat16, binary32, binary64)
 
 
 def fit_half_quadratic(
@@ -105,7 +103,7 @@ def check_float_zero_points(spec: Spec) -> ScaledFormat:
         )
     if fmt.sparse is not None:
         raise ValueError(f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
-    if fmt.scale not in _CARRIER_SCALES:
+    if fmt.scale not in CARRIER_FORMATS.values():
         raise ValueError(
             f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
             "float16, bfloat16, float32 and float64"
@@ -121,25 +119,8 @@ def check_hqq_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole
     """
     check_int("iterations", iterations, 1, (1 << 31) - 1)
     check_bool("whole_start", whole_start)
-    return (
-        _number_between("norm", norm, 1.0),
-        _number_between("weight", weight, math.inf),
-        _number_between("growth", growth, math.inf),
-    )
-
-
-def _number_between(name: str, value: Any, most: float) -> float:
-    """A number above 0 and below `most`."""
-    requirement = "a finite number above 0" if most == math.inf else f"a number between 0 and {most:g}, both excluded"
-    try:
-        if isinstance(value, bool | str):
-            raise TypeError
-        number = float(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} must be {requirement}") from None
-    if not 0 < number < most:
-        raise ValueError(f"{name}={value!r} must be {requirement}")
-    return number
+    limits = {"norm": (norm, 1.0), "weight": (weight, math.inf), "growth": (growth, math.inf)}
+    return tuple(check_float(name, value, 0, high, "()") for name, (value, high) in limits.items())
 
 
 class _HqqState(NamedTuple):

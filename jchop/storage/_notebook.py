@@ -16,10 +16,7 @@ import numpy as np
 from jchop._common.settings import always_jit
 from jchop._common.text import html
 from jchop.formats import ScaledFormat
-from jchop.storage._decode import decode_qarray
-from jchop.storage._range_ends import codes_at_ends
-
-__all__ = ["qarray_facts", "qarray_html", "qarray_title", "qarray_treescope"]
+from jchop.storage._decode import codes_at_ends, decode_qarray
 
 #: The most rows and columns of a heat map, and bars of a histogram.
 _ROWS, _COLUMNS, _BARS = 48, 96, 24

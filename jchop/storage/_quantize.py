@@ -33,7 +33,7 @@ from jchop._round.arguments import (
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
-from jchop.storage._array import PackedParam, QArray, check_qarray
+from jchop.storage._array import PackedParam, QArray, check_qarray, refuse_qarray_dicts
 from jchop.storage._axis_groupings import axes_from_end, map_over_stack
 from jchop.storage._codes import code_dtype, encode_unscaled, needs_float64, sparse_codes, store_codes
 from jchop.storage._decode import QArrayForm, Scale, batch_axes, decode_qarray, spec_of_part
@@ -319,3 +319,33 @@ def _distinct_values(scales: Any, fmt: ElementFormat) -> np.ndarray:
 def _leaf_to_numpy(leaf: Any) -> Any:
     """A leaf as NumPy; a traced leaf is returned unchanged."""
     return leaf if isinstance(leaf, jax.core.Tracer) else np.asarray(leaf)
+
+
+# -- trees of arrays ---------------------------------------------------------------------------------------------------
+
+
+def dequantize_params(params: Any) -> Any:
+    """A pytree with every `QArray` replaced by its numbers, for losses, gradients and optimizers.
+
+    Args:
+        params: a pytree of arrays and QArrays. A parameter that `jchop.quantize_fn(...).pack` stored in another shape
+            becomes an array in its own shape.
+
+    Returns:
+        A pytree of arrays.
+
+    Raises:
+        TypeError: for leaves of a QArray in a dict, as of a checkpoint that was restored without a target.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.int8(channel=0)), "b": jnp.zeros(4)}
+        >>> jc.storage.dequantize_params(params)["w"].shape
+        (2, 4)
+    """
+    refuse_qarray_dicts("params", params)
+
+    def has_codes(leaf: Any) -> bool:
+        return isinstance(leaf, QArray | PackedParam)
+
+    return jax.tree.map(lambda leaf: dequantize(leaf) if has_codes(leaf) else leaf, params, is_leaf=has_codes)

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import first_names
 from jchop._common.decibels import decibels
 from jchop._common.files import write_atomically
 from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
@@ -25,7 +26,7 @@ from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import axes_from_end
-from jchop.storage._chunks import Chunk, ChunkCut, GroupExtremes, chunks, plan_chunk_cut
+from jchop.storage._chunks import Chunk, GroupExtremes, chunks, plan_chunk_cut, quantize_chunk
 from jchop.storage._codes import native_dtype
 from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
 from jchop.storage._quantize import dequantize, quantize
@@ -218,8 +219,7 @@ def refuse_idle_rules(idle: Sequence[TensorRule], names: Iterable[str], qarray_n
         return
     matches = {rule: [name for name in qarray_names if matches_path(rule.pattern, name)] for rule in idle}
     owners = list(dict.fromkeys(name for hits in matches.values() for name in hits))
-    more = f" and {len(owners) - 3} more" if len(owners) > 3 else ""
-    note = f"; packed already: {', '.join(map(repr, owners[:3]))}{more}" if owners else ""
+    note = f"; packed already: {first_names(owners)}" if owners else ""
     patterns = [rule.pattern for rule, hits in matches.items() if not hits]
     texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in idle)
     near = nearest_paths_hint(patterns, names) if patterns else ""
@@ -290,13 +290,17 @@ def _convert_tensor(
         return report
     fmt = None if spec.scaled is None else axes_from_end(spec.scaled, len(entry.shape))
     cut = plan_chunk_cut(entry.shape, entry.dtype.itemsize, fmt, chunk_bytes)
-    extremes = _read_extremes(file, job, cut, fmt) if fmt is not None and cut.needs_extremes else None
+
+    def read(chunk: Chunk) -> np.ndarray:
+        return file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
+
+    extremes = GroupExtremes.of(entry.shape, cut, fmt, read)
     key = None
     if spec.rounding.stochastic:
         key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
     for chunk in chunks(entry.shape, cut):
-        x = file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
-        result = _quantize_chunk(x, job, spec, key, chunk, cut, extremes)
+        x = read(chunk)
+        result = _quantize_chunk(x, job, spec, key, chunk, extremes)
         if isinstance(result, QArray):
             _write_chunk_parts(writer, job.name, result, chunk)
             result = dequantize(result)
@@ -308,19 +312,14 @@ def _convert_tensor(
 
 
 def _quantize_chunk(
-    x: np.ndarray, job: _TensorJob, spec: Spec, key: Any, chunk: Chunk, cut: ChunkCut, extremes: GroupExtremes | None
+    x: np.ndarray, job: _TensorJob, spec: Spec, key: Any, chunk: Chunk, extremes: GroupExtremes | None
 ) -> QArray | np.ndarray:
     x = x.astype(_tensor_carrier(job.entry, spec))
     offset = (chunk.starts, job.entry.shape) if chunk.starts else 0
     native = _native_dtype_of(spec)
     if native is not None:
         return round_to_format(x, spec, key, offset=offset).astype(native)
-    if extremes is None:
-        return quantize(x, spec, key, offset=offset)
-    if key is None:
-        return extremes.drop(quantize(extremes.add(x, chunk), spec))
-    plain = extremes.drop(quantize(extremes.add(x, chunk), replace(spec, rounding="nearest_even", random_bits=None)))
-    return quantize(x, spec, key, scale=plain.scale, zero_point=plain.zero_point, offset=offset)
+    return quantize_chunk(x, spec, key, offset, chunk, extremes)
 
 
 def _write_chunk_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> None:
@@ -329,11 +328,3 @@ def _write_chunk_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk)
         repeats = part.endswith(".tensor_scale") and chunk.start > 0
         if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not repeats):
             writer.write(part, array)
-
-
-def _read_extremes(file: TensorFile, job: _TensorJob, cut: ChunkCut, fmt: ScaledFormat) -> GroupExtremes:
-    extremes = GroupExtremes.of(job.entry.shape, cut, fmt)
-    for chunk in chunks(job.entry.shape, cut):
-        x = file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
-        extremes.see(x, chunk)
-    return extremes

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import FLOAT32, enable_x64_for
+from jchop._common.checks import check
 from jchop._common.files import require_extra
 from jchop._core.rounding.codes import decode_elements
 from jchop._spec.spec import Spec
@@ -21,21 +22,14 @@ from jchop.formats import (
     FloatFormat,
     IntegerFormat,
     ScaledFormat,
-    bfloat16,
-    binary16,
-    binary32,
-    binary64,
     float8_e8m0fnu,
     nf4,
 )
 from jchop.storage._array import QArray, check_qarray
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
-from jchop.storage._codes import load_codes, pack_entries, store_codes
+from jchop.storage._codes import CARRIER_FORMATS, load_codes, pack_entries, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
 
-_QWIX_SCALES: dict[str, FloatFormat] = {
-    "float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64
-}  # fmt: skip
 #: qwix's name of the type that it stores in another dtype.
 _QWIX_NF4 = "nf4"
 
@@ -81,7 +75,7 @@ def to_qwix(q: QArray) -> Any:
     with enable_x64_for(q.dtype):
         qvalue = _codes_to_native(jnp.asarray(q._entries()), fmt.element, qtype)
         scale = jnp.asarray(q.scale)
-        if scale.dtype.name not in _QWIX_SCALES:
+        if scale.dtype.name not in CARRIER_FORMATS:
             scale = decode_elements(scale, fmt.scale, FLOAT32)
         carrier = jnp.promote_types(scale.dtype, q.dtype)
         zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point).astype(qvalue.dtype)
@@ -114,7 +108,7 @@ def from_qwix(q: Any) -> QArray:
     element, dtype = _element_of_qtype(q.qtype), np.dtype(q.scale.dtype)
     kinds = [_grouping_of_count(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
     zero_point = None if q.zero_point is None else "integer"
-    fmt = ScaledFormat(element, scale=_QWIX_SCALES[dtype.name], zero_point=zero_point, **grouping_fields(kinds))
+    fmt = ScaledFormat(element, scale=CARRIER_FORMATS[dtype.name], zero_point=zero_point, **grouping_fields(kinds))
     with enable_x64_for(dtype):
         codes = _native_to_codes(q.qvalue, element)
         qvalue = store_codes(pack_entries(codes.reshape(codes.shape or (1,)), element), element)
@@ -128,8 +122,7 @@ def _import_qwix() -> Any:
 
 
 def _grouping_of_count(n: int, count: int) -> AxisGrouping:
-    if n % max(count, 1):
-        raise ValueError(f"q has {count} scales along an axis of {n}, which they do not divide evenly")
+    check(not (n % max(count, 1)), f"q has {count} scales along an axis of {n}, which they do not divide evenly")
     return OWN_SCALE if count == n else WHOLE_AXIS if count == 1 else n // count
 
 
@@ -160,8 +153,7 @@ def _element_of_qtype(qtype: Any) -> ElementFormat:
     elements: dict[str, ElementFormat] = {name: fmt for fmt, name in _native_float_names().items()}
     elements |= {f"int{bits}": IntegerFormat(bits) for bits in range(2, 9)}
     elements |= {f"uint{bits}": IntegerFormat(bits, signed=False) for bits in (4, 8)}
-    if text not in elements:
-        raise ValueError(f"q has qtype={qtype!r}; allowed: {', '.join([_QWIX_NF4, *elements])}")
+    check(text in elements, f"q has qtype={qtype!r}; allowed: {', '.join([_QWIX_NF4, *elements])}")
     return elements[text]
 
 

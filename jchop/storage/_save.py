@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check_bool
-from jchop._common.files import as_path, write_atomically
+from jchop._common.checks import check, check_bool
+from jchop._common.files import as_path
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import parse
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, refuse_qarray_dicts
-from jchop.storage._decode import check_qarray_leaves
+from jchop.storage._decode import check_qarray_leaves, qarray_shape
 from jchop.storage._files.device_parts import read_to_devices, spans_processes, write_together
-from jchop.storage._files.json import Reader, json_string, read_object, short_text, small_value
-from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
+from jchop.storage._files.json import json_object, short_text
+from jchop.storage._files.safetensors import TensorEntry, TensorFile, place_tensors, write_tensors
 from jchop.storage._sharding import named_sharding_of
-from jchop.storage._tree_record import TREE_KEY, nest_leaves, tree_metadata, tree_paths_in
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
@@ -95,13 +95,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
         write_together(path, tensors, entries, texts)
         return
 
-    def write(file: Any) -> None:
-        writer = TensorWriter(file, entries, texts)
-        for name in entries:
-            writer.write(name, np.asarray(tensors[name]))
-        writer.finish()
-
-    write_atomically(path, write)
+    write_tensors(path, entries, texts, lambda name: np.asarray(tensors[name]))
 
 
 def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: bool = False) -> Any:
@@ -174,11 +168,10 @@ def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
     Raises:
         ValueError: if the metadata are damaged, or a tensor is not the data of such a key.
     """
-    keys = _jchop_metadata(file, RANDOM_KEYS_KEY, json_string)
+    keys = _jchop_metadata(file, RANDOM_KEYS_KEY)
     for name, kind in keys.items():
         try:
-            if name not in file.entries or name in owners:
-                raise ValueError("no tensor has this name")
+            check(name in file.entries and name not in owners, "no tensor has this name")
             _random_key_type(file, name, kind)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}: {error}") from None
@@ -259,8 +252,7 @@ def qarray_description(q: QArray) -> dict[str, Any]:
         reads_back = parse(text) == q.spec
     except ValueError:
         reads_back = False
-    if not reads_back:
-        raise ValueError(f"spec={text!r} cannot be stored: parsing this text does not return the spec")
+    check(reads_back, f"spec={text!r} cannot be stored: parsing this text does not return the spec")
     return {"spec": text, "size": q.length, "dtype": np.dtype(q.dtype).name}
 
 
@@ -271,6 +263,13 @@ def qarray_tensor_names(name: str, fields: Mapping[str, Any]) -> list[str]:
     if isinstance(fmt, ScaledFormat):
         parts += [*fmt.scale_parts, *(["zero_point"] if fmt.zero_point else []), *(["places"] if fmt.sparse else [])]
     return [f"{name}.{part}" for part in parts]
+
+
+def qarray_shape_in(entries: Mapping[str, TensorEntry], name: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of a QArray of a file."""
+    first, last = (entries[qarray_tensor_names(name, fields)[place]] for place in (0, -1))
+    fmt = parse(fields["spec"]).scaled
+    return qarray_shape(first, fields["size"], last if fmt is not None and fmt.sparse else None)
 
 
 def qarray_metadata(descriptions: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -301,10 +300,10 @@ def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[s
     return descriptions
 
 
-def _jchop_metadata(file: TensorFile, key: str, reader: Reader[Any] = small_value) -> dict[str, Any]:
+def _jchop_metadata(file: TensorFile, key: str) -> dict[str, Any]:
     """A JSON object in the metadata of a file; empty if it is missing."""
     try:
-        return read_object(file.metadata.get(key, "{}"), lambda _: reader)
+        return json_object(file.metadata.get(key, "{}"))
     except ValueError as error:
         raise ValueError(f"{file.path}: bad metadata {key!r} ({error})") from None
 
@@ -323,8 +322,7 @@ def _check_qarray_tensors(file: TensorFile, name: str, fields: Any) -> None:
     parts = qarray_tensor_names(name, fields)
     if missing := [part for part in parts if part not in file.entries]:
         raise ValueError(f"the file lacks tensors of its QArrays: {', '.join(missing)}")
-    if name in file.entries:
-        raise ValueError("a tensor has this name, too")
+    check(name not in file.entries, "a tensor has this name, too")
     entries = [file.entries[part] for part in parts]
     check_qarray_leaves(join_qarray([jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in entries], fields))
 
@@ -356,8 +354,7 @@ def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any,
     """The name, path and value of each leaf; what is of these classes is a leaf."""
     refuse_qarray_dicts("tree", tree)
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))[0]
-    if leaves and not leaves[0][0]:
-        raise ValueError("a single array has no name; pass a dict: {'name': array}")
+    check(not leaves or leaves[0][0], "a single array has no name; pass a dict: {'name': array}")
     return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]
 
 
@@ -382,3 +379,102 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
         if key in (RANDOM_KEYS_KEY, QARRAYS_KEY, TREE_KEY):
             raise ValueError(f"metadata has an entry {key!r}, which is jchop's own")
     return dict(metadata or {})
+
+
+# -- the record of dicts and lists -------------------------------------------------------------------------------------
+
+
+#: The metadata key of the record: JSON, which maps the name of each array to the steps to it in the tree. A string is a
+#: key of a dict, an integer the index in a list, a list of one integer an integer key.
+TREE_KEY = "jchop.tree"
+#: The most steps to an array.
+_MOST_TREE_STEPS = 200
+
+TreeStep = str | int | list[int]
+
+
+def tree_metadata(paths: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """The metadata that record a tree: empty if it does not consist of dicts and lists of arrays.
+
+    Args:
+        paths: JAX's path of each array, by name.
+    """
+    steps = {name: [_tree_step(key) for key in path] for name, path in paths.items()}
+    try:
+        nest_leaves([(path, None) for path in steps.values()])
+    except ValueError:  # a list with entries without arrays, or a key that is neither a string nor an integer
+        return {}
+    return {TREE_KEY: json.dumps(steps, separators=(",", ":"))} if steps else {}
+
+
+def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[TreeStep]]:
+    """The recorded steps to each array of a file.
+
+    Raises:
+        ValueError: if the file has no record, or one that is damaged or does not match `names`.
+    """
+    names = set(names)
+    if TREE_KEY not in file.metadata and names:
+        raise ValueError(
+            f"{file.path} has no record of dicts and lists, which save_safetensors writes: omit nested to get the "
+            "arrays by name, or pass like="
+        )
+    try:
+        record = json_object(file.metadata.get(TREE_KEY, "{}"))
+        if set(record) != names:
+            raise ValueError(f"it is of other arrays: {short_text(sorted(set(record) ^ names))}")
+        for name, path in record.items():
+            if not isinstance(path, list) or ".".join(map(_tree_step_text, path)) != name:
+                raise ValueError(f"{short_text(path)} does not lead to {short_text(name)}")
+        nest_leaves([(path, None) for path in record.values()])
+    except ValueError as error:
+        raise ValueError(f"{file.path}: bad metadata {TREE_KEY!r} ({error})") from None
+    return record
+
+
+def nest_leaves(leaves: Sequence[tuple[Sequence[TreeStep], Any]], depth: int = 0) -> Any:
+    """The dicts and lists of leaves, from the steps to each leaf.
+
+    Raises:
+        ValueError: for contradictory steps, a missing entry of a list, or too many steps.
+    """
+    if len(leaves) == 1 and len(leaves[0][0]) == depth:
+        return leaves[0][1]
+    check(depth != _MOST_TREE_STEPS, f"more than {_MOST_TREE_STEPS} steps")
+    groups: dict[tuple[type, Any], list[tuple[Sequence[TreeStep], Any]]] = {}
+    for path, leaf in leaves:
+        check(len(path) != depth, f"{short_text(path)} leads to an array and to a container")
+        _tree_step_text(step := path[depth])
+        groups.setdefault((type(step), step[0] if isinstance(step, list) else step), []).append((path, leaf))
+    children = {key: nest_leaves(group, depth + 1) for key, group in groups.items()}
+    if all(kind is not int for kind, _ in children):
+        return {key: value for (_, key), value in children.items()}
+    if set(children) != {(int, index) for index in range(len(children))}:
+        raise ValueError(f"a list has the entries {short_text([key for _, key in children])}")
+    return [children[int, index] for index in range(len(children))]
+
+
+def _tree_step(key: Any) -> Any:
+    """A step of a JAX path in the form of the record; None if it cannot be recorded."""
+    match key:
+        case SequenceKey(idx=int(index)) | FlattenedIndexKey(key=int(index)):
+            return index
+        case DictKey(key=str(text)) | GetAttrKey(name=str(text)):
+            return text
+        case DictKey(key=int(number)) if not isinstance(number, bool):
+            return [number]
+    return None
+
+
+def _tree_step_text(step: Any) -> str:
+    """The text of a step in a name.
+
+    Raises:
+        ValueError: if it is not a step.
+    """
+    number = step[0] if isinstance(step, list) and len(step) == 1 else step
+    if type(number) is int:
+        return str(number)
+    if not isinstance(step, str):
+        raise ValueError(f"{short_text(step)} is not a step to an array")
+    return step

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jchop._common.bit_ops import fit_sharding, parts_of_axes
+from jchop._common.checks import check, check_instance
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, check_qarray
 from jchop.storage._axis_groupings import axis_groupings
@@ -47,17 +48,14 @@ def shardings(q: QArray, sharding: Sharding) -> QArray:
         (4, 32)
     """
     check_qarray("q", q)
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"sharding={sharding!r} must be a sharding of JAX")
+    check_instance("sharding", sharding, Sharding, "a sharding of JAX")
     if not isinstance(sharding, NamedSharding):
         return jax.tree.map(lambda _: sharding, q)
-    if len(sharding.spec) > q.ndim:
-        raise ValueError(f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
+    check(len(sharding.spec) <= q.ndim, f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
     names = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
     whole = sharding.update(spec=PartitionSpec(*names))
-    result = jax.tree.map(
-        lambda leaf: fit_sharding(whole, leaf.shape), q
-    )  # a tensor scale has only axes that vmap added
+    # A tensor scale has only axes that vmap added.
+    result = jax.tree.map(lambda leaf: fit_sharding(whole, leaf.shape), q)
     if tuple(result.qvalue.spec) != names[: len(q.qvalue.shape)]:
         raise ValueError(f"sharding={sharding} does not cut codes of shape {list(q.qvalue.shape)} into equal parts")
     return result

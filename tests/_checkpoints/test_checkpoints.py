@@ -316,7 +316,7 @@ def test_folders(tmp_path: Path) -> None:
         ("is no name of a safetensors file", {"a": "../x.safetensors"}),
         ("is not in", good["weight_map"] | {"layers.9.weight": names[1]}),
         ("has no weight_map", {}),
-        ("no string", {"a": 3}),
+        ("must be an object of texts", {"a": 3}),
     ):
         index.write_text(json.dumps({"weight_map": homes}))
         with pytest.raises(ValueError, match=said):

@@ -15,7 +15,7 @@ import pytest
 from each_case import each
 
 import jchop as jc
-from jchop._checkpoints import folder
+from jchop._checkpoints import writer
 from jchop._checkpoints.load_save import convert_checkpoint
 from jchop.nn._shared.peft_files import read_adapters, write_adapters
 from jchop.storage import load_checkpoint, save_checkpoint
@@ -127,7 +127,7 @@ def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path, shard_bytes: int,
     def copy_folder(others: Any, target: Path) -> None:
         shutil.copytree(target, tmp_path / "killed")
 
-    monkeypatch.setattr(folder, folder._copy_files.__name__, copy_folder)
+    monkeypatch.setattr(writer, writer._copy_files.__name__, copy_folder)
     save_checkpoint(tree(1), tmp_path / "m", "plain", config={"a": 1}, shard_bytes=shard_bytes)
     monkeypatch.undo()
     assert is_tree(tmp_path / "m", 1) and list((tmp_path / "killed").glob("*.safetensors"))

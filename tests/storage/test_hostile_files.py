@@ -36,10 +36,10 @@ TWICE = json.dumps({"x": u8([4], [0, 4])})[:-1]
 #: (what the message says, header, data) of files that every reader refuses.
 REFUSED: list[tuple[str, Any, bytes]] = [
     ("nested too deep", b'{"x":' + b"[" * 10_000 + b"]" * 10_000 + b"}", b""),
-    ("no object and no list", {"x": 3}, b""),
+    ("must be an object with dtype", {"x": 3}, b""),
     ("must be an object with dtype", {"x": []}, b""),
     ("must be an object with dtype", {"x": {"dtype": "U8"}}, b""),
-    ("no { at character 0", [], b""),
+    ("it is not an object", [], b""),
     ("is not known", {"x": u8([1], [0, 1], ["U8"])}, b"0"),
     ("must be a list of integers", b'{"x":{"dtype":"U8","shape":[1e999],"data_offsets":[0,1]}}', b"0"),
     ("must be a list of integers", {"x": u8([True], [0, 1])}, b"0"),
@@ -56,10 +56,10 @@ REFUSED: list[tuple[str, Any, bytes]] = [
     ("begins at byte 2 .* must at 3", {"x": u8([3], [0, 3]), "y": u8([2], [2, 4])}, b"0000"),
     ("fill 4 bytes, and the file has 5", {"x": u8([4], [0, 4])}, b"00000"),
     ("the key 'x' is duplicated", f"{TWICE}, {TWICE[1:]}}}".encode(), b"0000"),
-    ("a key is duplicated", b'{"x":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"0"),
-    ("no string", {"__metadata__": {"a": 1}}, b""),
-    ("no {", {"__metadata__": "a"}, b""),
-    ("text after the object", b"{}{}", b""),
+    ("the key 'dtype' is duplicated", b'{"x":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"0"),
+    ("must be an object of texts", {"__metadata__": {"a": 1}}, b""),
+    ("must be an object of texts", {"__metadata__": "a"}, b""),
+    ("Extra data", b"{}{}", b""),
     ("invalid start byte", b'{"\xff":1}', b""),
 ]
 
@@ -188,10 +188,10 @@ BAD_RECORDS: list[tuple[str, Any]] = [
     ("does not lead to", {"a.0": ["a", 0], "b": ["c"]}),
     ("is not a step", {"a.0": ["a", True], "b": ["b"]}),
     ("is not a step", {"a.0": ["a", [0, 1]], "b": ["b"]}),
-    ("no object and no list", {"a.0": "a.0", "b": ["b"]}),
+    ("does not lead to", {"a.0": "a.0", "b": ["b"]}),
     ("does not lead to", {"a.0": {}, "b": ["b"]}),
-    ("no object and no list", {"a.0": 1, "b": ["b"]}),
-    ("no {", []),
+    ("does not lead to", {"a.0": 1, "b": ["b"]}),
+    ("it is not an object", []),
 ]
 
 

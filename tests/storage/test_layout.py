@@ -9,9 +9,8 @@ import pytest
 from refusals import assert_refused
 
 import jchop as jc
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings, scale_entry
 from jchop.storage._codes import code_dtype, packs_codes
-from jchop.storage._index import scale_entry
 
 
 def test_dtypes_of_codes() -> None:

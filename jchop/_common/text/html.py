@@ -14,19 +14,13 @@ from html import escape
 
 import numpy as np
 
-__all__ = ["box", "heat_map_image", "histogram", "image", "page", "paragraph", "table_element"]
-
 _FONT_STYLE = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px"
 _CELL_STYLE = (
     "padding:2px 10px 2px 0;border-bottom:1px solid #8883;text-align:left;white-space:nowrap;vertical-align:top"
 )
 #: Blue, white and red, by which heat maps show negative and positive numbers; grey shows infinities and NaN.
-_NEGATIVE_COLOUR, _ZERO_COLOUR, _POSITIVE_COLOUR, _NOT_FINITE_COLOUR = (
-    (33, 102, 172),
-    (247, 247, 247),
-    (178, 24, 43),
-    (150, 150, 150),
-)
+_NEGATIVE_COLOUR, _ZERO_COLOUR = (33, 102, 172), (247, 247, 247)
+_POSITIVE_COLOUR, _NOT_FINITE_COLOUR = (178, 24, 43), (150, 150, 150)
 
 
 def _html_tag(name: str, inside: str, style: str = "") -> str:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from jchop._common.text import html
 
-__all__ = ["TableOrLine", "Tables", "table_lines"]
-
 #: A line of text, or the rows of a table with its head first.
 TableOrLine = str | Sequence[Sequence[str]]
 

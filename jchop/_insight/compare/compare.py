@@ -20,8 +20,8 @@ from jchop._round.arguments import as_array
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.storage._decode import clip_mask
 from jchop.storage._quantize import quantize
-from jchop.storage._range_ends import clip_mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

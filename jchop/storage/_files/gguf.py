@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 
-from jchop._common.files import open_regular_file
+from jchop._common.checks import check
+from jchop._common.files import RegularFile, open_regular_file
 from jchop.storage._files.json import MOST_ENTRIES, short_text
 
 _GGUF_MAGIC = b"GGUF"
@@ -38,7 +38,7 @@ class GGUFTensor:
     nbytes: int
 
 
-class GGUFFile:
+class GGUFFile(RegularFile):
     """A GGUF file open for reading: it reads the header at once, the bytes of each tensor on request.
 
     Args:
@@ -51,20 +51,13 @@ class GGUFFile:
     """
 
     def __init__(self, path: Path, sizes: Mapping[int, tuple[int, int]]) -> None:
-        self.path = path
-        self._file = open_regular_file(path)
+        super().__init__(path, lambda: self._read_header(sizes))
+
+    def _read_header(self, sizes: Mapping[int, tuple[int, int]]) -> None:
         try:
-            header = _GGUFHeader(self._file, path)
-            self.tensors, self._data = header.read(sizes)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+            self.tensors, self._data = _GGUFHeader(self._file, self.file_size).read(sizes)
+        except ValueError as error:
+            raise ValueError(f"{self.path} is not a GGUF file: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
         """The bytes of a tensor.
@@ -79,30 +72,19 @@ class GGUFFile:
             raise ValueError(
                 f"{self.path}: tensor {short_text(name)} of {blob.nbytes} bytes does not fit in memory"
             ) from None
-        self._file.seek(self._data + blob.start)
-        if self._file.readinto(data.data) != blob.nbytes:
-            raise ValueError(f"{self.path} ends within tensor {short_text(name)}")
+        self.fill(data.data, self._data + blob.start, f"tensor {short_text(name)}")
         return data
 
 
 class _GGUFHeader:
     """Reads a header part by part; each part is checked against the bytes that are left."""
 
-    def __init__(self, file: BufferedReader, path: Path) -> None:
-        self._file, self._path = file, path
-        self._remaining_bytes = os.fstat(file.fileno()).st_size
-        self._strings = 0
+    def __init__(self, file: BufferedReader, size: int) -> None:
+        self._file, self._remaining_bytes, self._strings = file, size, 0
 
     def read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, GGUFTensor], int]:
-        try:
-            return self._read(sizes)
-        except ValueError as error:
-            raise ValueError(f"{self._path} is not a GGUF file: {error}") from None
-
-    def _read(self, sizes: Mapping[int, tuple[int, int]]) -> tuple[dict[str, GGUFTensor], int]:
         total = self._remaining_bytes
-        if self._bytes(4) != _GGUF_MAGIC:
-            raise ValueError("it does not begin with GGUF")
+        check(self._bytes(4) == _GGUF_MAGIC, "it does not begin with GGUF")
         if (version := self._number(4)) not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
         tensors, keys = self._number(8), self._number(8)
@@ -121,8 +103,7 @@ class _GGUFHeader:
         blobs: dict[str, GGUFTensor] = {}
         for _ in range(tensors):
             name = self._read_string()
-            if name in blobs:
-                raise ValueError(f"tensor {short_text(name)} is duplicated")
+            check(name not in blobs, f"tensor {short_text(name)} is duplicated")
             blobs[name] = self._tensor(name, sizes, alignment)
         unknown = [name for name, blob in blobs.items() if blob.kind not in sizes]
         if blobs and len(unknown) == len(blobs):
@@ -147,13 +128,11 @@ class _GGUFHeader:
     def _bytes(self, count: int) -> bytes:
         self._take(count)
         data = self._file.read(count)
-        if len(data) < count:
-            raise ValueError("it ends within its header")
+        check(len(data) >= count, "it ends within its header")
         return data
 
     def _take(self, count: int) -> None:
-        if count > self._remaining_bytes:
-            raise ValueError("it ends within its header")
+        check(count <= self._remaining_bytes, "it ends within its header")
         self._remaining_bytes -= count
 
     def _number(self, size: int) -> int:
@@ -173,21 +152,17 @@ class _GGUFHeader:
             self._skip(_VALUE_BYTES[kind])
         elif kind == _STRING_TYPE:
             self._skip(self._number(8))
-        elif kind == _ARRAY_TYPE and depth < _DEEPEST:
-            self._skip_array(depth)
         else:
-            raise ValueError(f"a key has a value of type {kind}, which is not known or nested too deep")
-
-    def _skip_array(self, depth: int) -> None:
-        kind, count = self._number(4), self._number(8)
-        if kind in _VALUE_BYTES:
-            self._skip(_VALUE_BYTES[kind] * count)
-            return
-        self._strings += count
-        if self._strings > _MOST_STRINGS:
-            raise ValueError(f"its keys have more than {_MOST_STRINGS} texts")
-        for _ in range(count):
-            self._skip_value(kind, depth + 1)
+            known = kind == _ARRAY_TYPE and depth < _DEEPEST
+            check(known, f"a key has a value of type {kind}, which is not known or nested too deep")
+            inner, count = self._number(4), self._number(8)
+            if inner in _VALUE_BYTES:
+                self._skip(_VALUE_BYTES[inner] * count)
+                return
+            self._strings += count
+            check(self._strings <= _MOST_STRINGS, f"its keys have more than {_MOST_STRINGS} texts")
+            for _ in range(count):
+                self._skip_value(inner, depth + 1)
 
 
 def _check_gguf_places(tensors: Mapping[str, GGUFTensor], size: int) -> None:
@@ -220,9 +195,8 @@ class GGUFWriter:
         header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(len(texts) + 1, 8)
         header += _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
         for key, text in texts.items():
-            header += (
-                _string_bytes(key) + _int_bytes(_STRING_TYPE, 4) + _int_bytes(len(text.encode()), 8) + text.encode()
-            )
+            value = text.encode()
+            header += _string_bytes(key) + _int_bytes(_STRING_TYPE, 4) + _int_bytes(len(value), 8) + value
         at, places = 0, {}
         for name, (kind, shape, nbytes) in tensors.items():
             if len(shape) > _MOST_GGUF_AXES:

@@ -1,40 +1,28 @@
 """Reads .npy files in parts. The header is checked against the size of the file before memory is allocated.
 
-Only headers that NumPy writes for arrays of numbers are accepted (the NEP 1 format, versions 1 to 3). They are matched
-by a regular expression, not evaluated. Files are not memory-mapped: if another process truncated a mapped file, a
-signal would end this one.
+Arrays of numbers are accepted (the NEP 1 format, versions 1 to 3). Files are not memory-mapped: if another process
+truncated a mapped file, a signal would end this one.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
-from jchop._common.files import open_regular_file
+from jchop._common.checks import check, clip_text
+from jchop._common.files import RegularFile
 
-_NPY_MAGIC = b"\x93NUMPY"
-_LONGEST_NPY_HEADER = 1 << 16
-_MOST_NPY_AXES = 64  # the limit of NumPy 2
-
-_NPY_STRING = r"(?:'[^'\\]*'|\"[^\"\\]*\")"
-_NPY_SPACES = " \n"  # the only ones that NumPy writes
-_NPY_ENTRY = re.compile(
-    rf"(?P<key>{_NPY_STRING}) *: *"
-    rf"(?:(?P<text>{_NPY_STRING})|(?P<truth>True|False)|\((?P<sizes>[0-9L, \n]*)\))[ \n]*(?:,[ \n]*|$)"
-)
-_NPY_AXIS_SIZE = re.compile(r"(0|[1-9][0-9]{0,18})L?")  # Python 2 wrote an L after long integers
+_LONGEST_NPY_HEADER, _MOST_NPY_AXES = 10_000, 64  # as in NumPy
 
 #: The longest row, in bytes, that is read whole, and the bytes of rows read at once.
 _SHORT_ROW, _BLOCK = 1 << 14, 1 << 20
 
 
-class NpyFile:
+class NpyFile(RegularFile):
     """The array of a .npy file, as a context manager.
 
     Args:
@@ -54,23 +42,9 @@ class NpyFile:
     """
 
     def __init__(self, path: Path, name: str, dtype: np.dtype | None = None):
-        self._path, self._name = path, name
-        if path.is_dir():
-            raise ValueError(f"{name} is a folder, not a .npy file")
-        self._file = open_regular_file(path, name)
-        try:
-            self._size = os.fstat(self._file.fileno()).st_size
-            self.file_dtype, self.fortran_order, self.shape = self._header()
-        except BaseException:
-            self._file.close()
-            raise
+        check(not path.is_dir(), f"{name} is a folder, not a .npy file")
+        super().__init__(path, self._read_header, name)
         self.dtype = self.file_dtype.newbyteorder("=") if dtype is None else dtype
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     @property
     def size(self) -> int:
@@ -79,53 +53,41 @@ class NpyFile:
 
     # -- the header ----------------------------------------------------------------------------------------------------
 
-    def _header(self) -> tuple[np.dtype, bool, tuple[int, ...]]:
-        """dtype, order and shape; also sets the position of the elements."""
-        start = self._bytes(min(10, self._size))
-        if not start:
-            raise self._fault("it is empty")
-        if start[:2] == b"PK":
-            raise self._fault("it is a zip archive, as .npz files are: save one of its arrays with numpy.save")
-        if start[: len(_NPY_MAGIC)] != _NPY_MAGIC:
-            raise self._fault("it does not begin like one")
-        if len(start) < 10:
-            raise self._fault("it ends within its header")
-        version = start[6:8]
-        if version not in (b"\1\0", b"\2\0", b"\3\0"):
-            raise self._fault(f"its version is {'.'.join(map(str, version))}; known are 1.0, 2.0 and 3.0")
-        count = 2 if version == b"\1\0" else 4
-        field = start[8:] + self._bytes(min(count - 2, self._size - len(start)))
-        length, begin = int.from_bytes(field, "little"), 8 + count
-        if length > _LONGEST_NPY_HEADER or begin + length > self._size:
-            raise self._fault(f"a header of {length} bytes, in a file of {self._size}")
-        text = self._bytes(length).decode("utf-8" if version == b"\3\0" else "latin-1", errors="replace")
-        entries = _header_entries(text)
-        if entries is None:
-            raise self._fault("its header is not that of an array of numbers")
-        dtype, shape = self._dtype(entries["text"]), _header_shape(entries["sizes"])
-        if shape is None:
-            raise self._fault(f"its shape ({_shorten(entries['sizes'])}) is not known; {_MOST_NPY_AXES} axes at most")
-        if math.prod(n for n in shape if n) * dtype.itemsize > 2**63 - 1:
-            raise self._fault(f"its shape {_shorten(str(shape))} is too large for an array")
-        need, self._begin = math.prod(shape) * dtype.itemsize, begin + length
-        if self._size - self._begin != need:
-            raise self._fault(
-                f"shape {_shorten(str(shape))} of {dtype} needs {need} bytes; it has {self._size - self._begin}"
-            )
-        return dtype, entries["truth"] == "True", shape
-
-    def _dtype(self, text: str) -> np.dtype:
-        way = "; if it was saved from bfloat16 or float8, save it as float32, or in a safetensors file"
-        way *= text[1:] in ("V2", "V1", "f1")  # what numpy.save writes for them
-        if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", text):
-            raise self._fault(f"it holds {_shorten(text)!r}, which is not a numeric type{way}")
+    def _read_header(self) -> None:
+        """Reads dtype, order and shape; also sets the position of the elements."""
+        start = self._file.read(12)
+        self._require(start, "it is empty")
+        is_zip = start[:2] == b"PK"
+        self._require(not is_zip, "it is a zip archive, as .npz files are: save one of its arrays with numpy.save")
+        self._require(start[:6] == b"\x93NUMPY", "it does not begin like one")
+        self._require(len(start) >= 10, "it ends within its header")
+        version = f"{start[6]}.{start[7]}"
+        self._require(version in ("1.0", "2.0", "3.0"), f"its version is {version}; known are 1.0, 2.0 and 3.0")
+        count = 2 if version == "1.0" else 4
+        length = int.from_bytes(start[8 : 8 + count], "little")
+        self._begin = 8 + count + length
+        fits = length <= _LONGEST_NPY_HEADER and self._begin <= self.file_size
+        self._require(fits, f"a header of {length} bytes, in a file of {self.file_size}")
+        read_header = np.lib.format.read_array_header_1_0 if count == 2 else np.lib.format.read_array_header_2_0
+        self._file.seek(8)
         try:
-            return np.dtype(text)
-        except TypeError:
-            raise self._fault(f"it holds {text!r}, which NumPy does not know{way}") from None
+            self.shape, self.fortran_order, self.file_dtype = read_header(self._file)
+        except Exception as error:  # the parser of Python raises errors of any kind
+            line = clip_text(next(iter(str(error).splitlines()), type(error).__name__))
+            self._require(False, f"its header is not that of an array of numbers: {line}{_way_out(line)}")
+        dtype, shape = self.file_dtype, clip_text(str(self.shape))
+        is_numeric = dtype.kind in "biufc"
+        self._require(is_numeric, f"it holds {dtype.str!r}, which is not a numeric type{_way_out(dtype.str)}")
+        known = all(type(n) is int and n >= 0 for n in self.shape) and len(self.shape) <= _MOST_NPY_AXES
+        self._require(known, f"its shape {shape} is not known; {_MOST_NPY_AXES} axes at most")
+        largest = math.prod(n for n in self.shape if n) * dtype.itemsize
+        self._require(largest < 2**63, f"its shape {shape} is too large for an array")
+        need, has = self.size * dtype.itemsize, self.file_size - self._begin
+        self._require(need == has, f"shape {shape} of {dtype} needs {need} bytes; it has {has}")
 
-    def _fault(self, reason: str) -> ValueError:
-        return ValueError(f"{self._name} is not a .npy file that can be read: {reason}")
+    def _require(self, holds: object, reason: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.name} is not a .npy file that can be read: {reason}") from None
 
     # -- the elements --------------------------------------------------------------------------------------------------
 
@@ -161,23 +123,7 @@ class NpyFile:
 
     def _read_into(self, part: np.ndarray, first: int) -> None:
         """Fills a contiguous part with the elements of the file from `first` on."""
-        self._file.seek(self._begin + first * part.itemsize)
-        view = part.reshape(-1).view(np.uint8).data
-        while view:
-            count = self._file.readinto(view)
-            if not count:
-                raise self._fault("it became shorter while it was read")
-            view = view[count:]
-
-    def _bytes(self, count: int) -> bytes:
-        """The next bytes of the header."""
-        got = b""
-        while len(got) < count:
-            more = self._file.read(count - len(got))
-            if not more:
-                raise self._fault("it became shorter while it was read")
-            got += more
-        return got
+        self.fill(part.reshape(-1).view(np.uint8).data, self._begin + first * part.itemsize, "its elements")
 
     def _convert(self, part: np.ndarray) -> np.ndarray:
         if self.dtype == self.file_dtype.newbyteorder("="):
@@ -189,36 +135,11 @@ class NpyFile:
             if same:
                 return result
         raise ValueError(
-            f"{self._name} holds {self.file_dtype} values that {self.dtype} cannot hold: they would be rounded twice"
+            f"{self.name} holds {self.file_dtype} values that {self.dtype} cannot hold: they would be rounded twice"
         )
 
 
-def _header_entries(text: str) -> dict[str, str] | None:
-    """The three values of a header by kind; None unless each occurs once, and nothing else."""
-    inside = re.fullmatch(r"\{([^{}]*)\}", text.strip(_NPY_SPACES))
-    kinds = {"descr": "text", "fortran_order": "truth", "shape": "sizes"}
-    entries: dict[str, str] = {}
-    rest = inside[1].strip(_NPY_SPACES) if inside else ""
-    while rest:
-        match = _NPY_ENTRY.match(rest)
-        kind = kinds.pop(match["key"][1:-1], None) if match else None
-        if match is None or kind is None or match[kind] is None:
-            return None
-        entries[kind] = match[kind][1:-1] if kind == "text" else match[kind]
-        rest = rest[match.end() :]
-    return None if kinds else entries
-
-
-def _header_shape(text: str) -> tuple[int, ...] | None:
-    """The sizes in the parentheses of a tuple; None if it is not a tuple of sizes."""
-    items = [item.strip(_NPY_SPACES) for item in text.split(",")]
-    if not items[-1]:
-        items.pop()
-    elif len(items) == 1:
-        return None  # an integer in parentheses
-    sizes = [_NPY_AXIS_SIZE.fullmatch(item) for item in items]
-    return None if len(sizes) > _MOST_NPY_AXES or not all(sizes) else tuple(int(size[1]) for size in sizes if size)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:60]}..."
+def _way_out(text: str) -> str:
+    """The advice for a dtype that `numpy.save` writes for arrays of `ml_dtypes`."""
+    advice = "; if it was saved from bfloat16 or float8, save it as float32, or in a safetensors file"
+    return advice if re.search("[<>|=](V1|V2|f1)'?$", text) else ""

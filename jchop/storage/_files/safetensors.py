@@ -2,8 +2,8 @@
 
 The layout is defined in https://github.com/huggingface/safetensors: eight bytes with the length of the header (little
 endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
-texts), the data. It is read and written directly, so that tensors can be processed in chunks, and with dtypes that
-plain NumPy lacks.
+texts), the data. The package `safetensors` would map files into memory, so that truncation by another process ends the
+program; it has no float8 and no float4 for NumPy, takes the last of duplicate keys, and writes whole files from memory.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 
-from jchop._common.files import open_regular_file
-from jchop.storage._files.json import MOST_ENTRIES, Reader, read_object, short_text, small_value, string_object
+from jchop._common.checks import check
+from jchop._common.files import RegularFile, write_atomically
+from jchop.storage._files.json import MOST_ENTRIES, json_object, short_text, string_object
 
 #: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {
@@ -89,18 +87,14 @@ class TensorEntry:
             TypeError: if the format does not have it.
         """
         if self.dtype not in _SAFETENSORS_NAMES:
-            little_endian = self.dtype.newbyteorder("<")
-            advice = (
-                f". Convert it, for example by x.astype({little_endian.str!r})"
-                if little_endian in _SAFETENSORS_NAMES
-                else ""
-            )
-            names = ", ".join(map(str, _SAFETENSORS_NAMES))
+            little_endian, names = self.dtype.newbyteorder("<"), ", ".join(map(str, _SAFETENSORS_NAMES))
+            advice = f". Convert it, for example by x.astype({little_endian.str!r})"
+            advice *= little_endian in _SAFETENSORS_NAMES
             raise TypeError(f"dtype {self.dtype} is none of a safetensors file; allowed: {names}{advice}")
         return _SAFETENSORS_NAMES[self.dtype]
 
 
-class TensorFile:
+class TensorFile(RegularFile):
     """A safetensors file open for reading: it reads the header at once, the bytes of each tensor on request.
 
     A file is refused if the reference implementation refuses it, and if it has a duplicate key. The whole header is
@@ -116,19 +110,7 @@ class TensorFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._file = open_regular_file(self.path)
-        try:
-            self.entries, self.metadata, self._data = _read_header(self._file, self.path)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+        super().__init__(Path(path), self._read_header)
 
     def read(self, name: str, start: int = 0, count: int | None = None) -> np.ndarray:
         """A whole tensor, or `count` of its elements from `start` on in C order, as a vector.
@@ -145,64 +127,48 @@ class TensorFile:
             data = array.reshape(-1).view(np.uint8) if entry.bits >= 8 else np.empty(end - first, np.uint8)
         except MemoryError:
             raise ValueError(f"{self.path}: tensor {name!r} of {entry.nbytes} bytes does not fit in memory") from None
-        self._file.seek(self._data + entry.start + first)
-        if self._file.readinto(data.data) != len(data):
-            raise ValueError(f"{self.path} ends within tensor {name!r}")
+        self.fill(data.data, self._data + entry.start + first, f"tensor {name!r}")
         if entry.bits < 8:
             codes = np.stack([data & 15, data >> 4], -1).reshape(-1)[start % 2 :][: array.size]
             array = codes.view(entry.dtype).reshape(shape)
         return array
 
-
-def _read_header(file: BufferedReader, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
-    total = os.fstat(file.fileno()).st_size
-    start = file.read(8)
-    length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > total - 8:
-        why = "its first eight bytes are not the length of a header" if total else "it is empty"
-        raise ValueError(f"{path} is not a safetensors file: {why}")
-    if length > _MOST_HEADER_BYTES:
-        raise ValueError(
-            f"{path} is not a safetensors file: its header would take {length} bytes, and at most {_MOST_HEADER_BYTES}"
-        )
-    try:
-        # Each entry is checked when it is parsed, because parsed JSON takes more memory than its text.
-        header = read_object(file.read(length).decode("utf-8"), partial(_entry_reader, total - 8 - length))
-        metadata = header.pop(_METADATA_KEY, {})
-        _check_tensor_places(header, total - 8 - length)
-    except ValueError as error:
-        raise ValueError(f"{path} is not a safetensors file that jchop reads: bad header ({error})") from None
-    return header, metadata, 8 + length
+    def _read_header(self) -> None:
+        """Reads the entries and the metadata; also sets the position of the data."""
+        start = self._file.read(8)
+        length, size = int.from_bytes(start, "little"), self.file_size - 8
+        wrong = f"{self.path} is not a safetensors file"
+        why = "its first eight bytes are not the length of a header" if start else "it is empty"
+        check(len(start) == 8 and length <= size, f"{wrong}: {why}")
+        most = f"at most {_MOST_HEADER_BYTES}"
+        check(length <= _MOST_HEADER_BYTES, f"{wrong}: its header would take {length} bytes, and {most}")
+        self._data, size = 8 + length, size - length
+        try:
+            fields = json_object(self._file.read(length).decode("utf-8"))
+            self.metadata = string_object(fields.pop(_METADATA_KEY, None), _METADATA_KEY)
+            self.entries = {name: _read_entry(f"tensor {short_text(name)}", fields[name], size) for name in fields}
+            _check_tensor_places(self.entries, size)
+        except ValueError as error:
+            raise ValueError(f"{wrong} that jchop reads: bad header ({error})") from None
 
 
-def _entry_reader(size: int, name: str) -> Reader[Any]:
-    """The reader for the value of a header's key, in a file with `size` bytes of data."""
-    return string_object if name == _METADATA_KEY else partial(_read_entry, size, name)
-
-
-def _read_entry(size: int, name: str, text: str, at: int) -> tuple[TensorEntry, int]:
-    fields, end = small_value(text, at)
+def _read_entry(what: str, fields: Any, size: int) -> TensorEntry:
+    """The entry of a tensor, in a file with `size` bytes of data."""
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
-        raise ValueError(f"tensor {short_text(name)} must be an object with dtype, shape and data_offsets")
+        raise ValueError(f"{what} must be an object with dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(
-            f"tensor {short_text(name)}: dtype {short_text(dtype)} is not known; read are {', '.join(DTYPES)}"
-        )
+        raise ValueError(f"{what}: dtype {short_text(dtype)} is not known; read are {', '.join(DTYPES)}")
     if not are_counts(shape) or len(shape) > _MOST_SAFETENSORS_AXES or math.prod(n or 1 for n in shape) >> 58:
         requirement = f"a list of integers >= 0, at most {_MOST_SAFETENSORS_AXES} and of a product below 2^58"
-        raise ValueError(f"tensor {short_text(name)}: shape {short_text(shape)} must be {requirement}")
+        raise ValueError(f"{what}: shape {short_text(shape)} must be {requirement}")
     if not are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(
-            f"tensor {short_text(name)}: data_offsets {short_text(offsets)} do not fit: they are not two integers"
-        )
+        raise ValueError(f"{what}: data_offsets {short_text(offsets)} do not fit: they are not two integers")
     entry = TensorEntry(DTYPES[dtype], tuple(shape), offsets[0])
     whole = math.prod(shape) * entry.bits % 8 == 0
     if offsets[1] - offsets[0] != entry.nbytes or offsets[1] > size or not whole:
-        raise ValueError(
-            f"tensor {short_text(name)}: data_offsets {offsets} do not fit shape {short_text(shape)} and the file"
-        )
-    return entry, end
+        raise ValueError(f"{what}: data_offsets {offsets} do not fit shape {short_text(shape)} and the file")
+    return entry
 
 
 def are_counts(numbers: Any) -> bool:
@@ -217,8 +183,7 @@ def _check_tensor_places(entries: Mapping[str, TensorEntry], size: int) -> None:
         if entry.start != at:
             raise ValueError(f"tensor {short_text(name)} begins at byte {entry.start} of the data, and must at {at}")
         at += entry.nbytes
-    if at != size:
-        raise ValueError(f"the tensors fill {at} bytes, and the file has {size}")
+    check(at == size, f"the tensors fill {at} bytes, and the file has {size}")
 
 
 def place_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -234,8 +199,7 @@ def place_tensors(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a file before its tensors; arguments and errors are those of `TensorWriter`."""
-    if _METADATA_KEY in entries:
-        raise ValueError(f"no tensor can have the name {_METADATA_KEY!r}")
+    check(_METADATA_KEY not in entries, f"no tensor can have the name {_METADATA_KEY!r}")
     fields: dict[str, Any] = {_METADATA_KEY: dict(metadata)} if metadata else {}
     for name, entry in entries.items():
         if math.prod(entry.shape) * entry.bits % 8:
@@ -293,5 +257,18 @@ class TensorWriter:
             ValueError: if a tensor lacks bytes.
         """
         short = [name for name in self._entries if self._positions[name] != self._entries[name].nbytes]
-        if short:
-            raise ValueError(f"tensors not wholly written: {', '.join(short)}")
+        check(not short, f"tensors not wholly written: {', '.join(short)}")
+
+
+def write_tensors(
+    path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], read: Callable[[str], np.ndarray]
+) -> None:
+    """Writes a file in one step; `read` gives each tensor when it is written."""
+
+    def write(file: IO[bytes]) -> None:
+        writer = TensorWriter(file, entries, metadata)
+        for name in entries:
+            writer.write(name, read(name))
+        writer.finish()
+
+    write_atomically(path, write)

@@ -6,13 +6,13 @@ import errno
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
+from jchop._common.checks import check, first_names
 from jchop._common.files import open_regular_file
-from jchop.storage._files.json import json_object, read_object, short_text, small_value, string_object
+from jchop.storage._files.json import json_object, short_text, string_object
 from jchop.storage._files.safetensors import TensorEntry, TensorFile
 
 INDEX_FILE, SINGLE_FILE, CONFIG_FILE = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -23,7 +23,7 @@ _LONGEST_CONFIG, _LONGEST_INDEX, _MOST_FILES = 1 << 20, 1 << 24, 4096
 _SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors", re.DOTALL)
 
 
-class ShardFiles:
+class ShardFiles(ExitStack):
     """The tensors of a file or of a folder, by name.
 
     Args:
@@ -43,10 +43,10 @@ class ShardFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stack = ExitStack()
+        super().__init__()
         try:
             self.config = _read_config(path / CONFIG_FILE) if path.is_dir() else {}
-            self.files = [self._stack.enter_context(TensorFile(name)) for name in self._paths(path)]
+            self.files = [self.enter_context(TensorFile(name)) for name in self._paths(path)]
             self.entries: dict[str, TensorEntry] = {}
             self._homes: dict[str, TensorFile] = {}
             self.metadata: dict[str, str] = {}
@@ -60,7 +60,7 @@ class ShardFiles:
                 self.metadata |= file.metadata
             self._check_index()
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     def _paths(self, path: Path) -> list[Path]:
@@ -88,19 +88,9 @@ class ShardFiles:
                     "if it is tied to another, remove its line from the index"
                 )
 
-    def home(self, name: str) -> str:
-        """The name of the file that a tensor is in."""
-        return self._homes[name].path.name
-
     def read(self, name: str) -> np.ndarray:
         """A tensor."""
         return self._homes[name].read(name)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
 
 
 def _files_without_index(folder: Path) -> list[Path]:
@@ -122,8 +112,7 @@ def _files_without_index(folder: Path) -> list[Path]:
         raise _no_file(folder / INDEX_FILE, f"and not all of {int(count)} numbered files are there{first}")
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if models := files or gguf:
-        more = f" and {len(models) - 3} more" if len(models) > 3 else ""
-        raise _no_model(folder, f"pass the path of one of its files: {', '.join(map(short_text, models[:3]))}{more}")
+        raise _no_model(folder, f"pass the path of one of its files: {first_names(models, short_text)}")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
     why = f"{short_text(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
     raise _no_model(folder, why)
@@ -142,8 +131,7 @@ def _no_file(path: Path, why: str) -> FileNotFoundError:
 def _read_text(path: Path, most: int) -> str:
     with open_regular_file(path) as file:
         data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"{path} is longer than {most} bytes")
+    check(len(data) <= most, f"{path} is longer than {most} bytes")
     try:
         return data.decode("utf-8")
     except ValueError as error:
@@ -162,10 +150,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _read_index(path: Path) -> dict[str, str]:
     text = _read_text(path, _LONGEST_INDEX)
     try:
-        content = read_object(text, lambda key: string_object if key == "weight_map" else small_value)
-        homes = content.get("weight_map")
-        if not homes:
-            raise ValueError("it has no weight_map")
+        homes = string_object(json_object(text).get("weight_map"), "weight_map")
+        check(homes, "it has no weight_map")
         for name in homes.values():
             if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
                 raise ValueError(f"{short_text(name)} is no name of a safetensors file in the folder")

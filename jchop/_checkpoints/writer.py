@@ -1,0 +1,434 @@
+"""Writes checkpoints: folders, whose killed run goes on after the last file, and files, each in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from jchop._checkpoints.arrays import group_lengths, pieces
+from jchop._checkpoints.checkpoint import GGUF_LAYOUT, LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT
+from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS
+from jchop._checkpoints.row import LayoutRow
+from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
+from jchop._common.checks import check, check_bool, check_choice, check_int
+from jchop._common.files import exclusive_folder, open_regular_file, remove_part_files, write_atomically
+from jchop.storage._array import QArray
+from jchop.storage._files.gguf import GGUFWriter
+from jchop.storage._files.json import json_object
+from jchop.storage._files.safetensors import TensorEntry, place_tensors, write_tensors
+from jchop.storage._files.shards import CONFIG_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
+from jchop.storage._quantize import dequantize
+from jchop.storage._save import QARRAYS_KEY, qarray_description, qarray_tensors
+
+#: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
+SHARD_BYTES = 1 << 28
+ByteProgress = Callable[[str, int, int], None]
+
+
+def no_progress(name: str, count: int, total: int) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How arrays are written.
+
+    Args:
+        layout: of `LAYOUT_NAMES`.
+        config: fields of ``config.json`` of a folder. Default: none.
+        exact: whether every number must stay the same. Default True.
+        shard_bytes: bytes of arrays in one file of a folder. Default 256 MiB.
+        run: a text that differs if the arrays do. Default: none; then no run goes on, and nothing is left of one that
+            fails.
+        others: files that are copied into a folder, unless it has one of that name. Default: none.
+        progress: function of a name, the bytes that are done, and the total.
+    """
+
+    layout: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    shard_bytes: int = SHARD_BYTES
+    run: str = ""
+    others: Sequence[Path] = ()
+    progress: ByteProgress = no_progress
+
+
+def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> bool:
+    """Writes arrays to a folder or a file by its ending; whether an unfinished run was continued."""
+    check_bool("exact", options.exact)
+    check_int("shard_bytes", options.shard_bytes, 1)
+    layout, suffix = check_choice("layout", options.layout, LAYOUT_NAMES), target.suffix.lower()
+    if (suffix == ".gguf") != (layout == GGUF_LAYOUT):
+        raise ValueError(
+            f"{target}: layout={layout!r}, but files that end in .gguf, and only these, have the layout 'gguf'"
+        )
+    if layout == GGUF_LAYOUT:
+        _write_gguf(jobs, target, options.progress)
+    elif suffix == ".safetensors":
+        _write_file(jobs, target, options)
+    else:
+        if target.exists() and not target.is_dir():
+            raise ValueError(
+                f"{target} is a file; tensors are written to a folder, or to a file that ends in .safetensors or .gguf"
+            )
+        return _write_folder(jobs, target, options)
+    return False
+
+
+def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> bool:
+    """Writes arrays to a folder, its index and its configuration.
+
+    Args:
+        jobs: the arrays in the order of the files.
+        target: the folder, which must not have tensors yet, except of an unfinished run of the same text.
+        options: of another layout than GGUF.
+
+    Returns:
+        Whether files of an unfinished run were kept.
+
+    Raises:
+        ValueError: for arrays without a form in the layout, or a folder with other tensors or another writer.
+    """
+    plan = _divide_jobs(jobs, options.shard_bytes)
+    facts = [options.run, options.layout, options.exact, [[job.name for job in part] for part in plan]]
+    names = [SINGLE_FILE] if len(plan) == 1 else [_shard_name(number, len(plan)) for number in range(len(plan))]
+    position, total = 0, sum(job.nbytes for job in jobs)
+    with exclusive_folder(target):
+        records = _begin_run(target, facts, names if options.run else [])
+        copies = [path.name for path in options.others]
+        remove_part_files(target, [*names, JOURNAL_FILE, INDEX_FILE, CONFIG_FILE, *copies])
+        continues = bool(records)
+        try:
+            for number, (name, part) in enumerate(zip(names, plan, strict=True)):
+                if number == len(records):
+                    records.append(_write_tensors(target / name, part, options, position, total))
+                    _write_journal(target, facts, records)
+                position += sum(job.nbytes for job in part)
+                options.progress(name, position, total)
+            _write_index_and_config(target, names, records, options)
+            _copy_files(options.others, target)
+        except BaseException as error:
+            # No run goes on, or it would end here, too.
+            if not options.run or not records or isinstance(error, ValueError):
+                for name in (*names, INDEX_FILE, JOURNAL_FILE):
+                    (target / name).unlink(missing_ok=True)
+            raise
+        (target / JOURNAL_FILE).unlink()  # the last step: without it the same call goes on
+    return continues
+
+
+def _write_index_and_config(
+    target: Path, names: Sequence[str], records: Sequence[Mapping[str, Any]], options: WriteOptions
+) -> None:
+    """Writes the index and the configuration."""
+    record = LayoutRecord()
+    for one in records:
+        record.rows |= one["rows"]
+        record.plain |= one["plain"]
+    full_config = layout_config(options.layout, options.config, record)
+    if len(names) > 1:
+        homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
+        _write_json(
+            target / INDEX_FILE, {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes}
+        )
+    if full_config:
+        _write_json(target / CONFIG_FILE, full_config)
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05}-of-{count:05}.safetensors"
+
+
+def _copy_files(others: Sequence[Path], target: Path) -> None:
+    for path in others:
+        if not (target / path.name).exists():
+            with open_regular_file(path) as file:
+                mode = os.fstat(file.fileno()).st_mode & 0o777
+                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode)
+
+
+def _write_file(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> None:
+    """Writes arrays to one file, in one step."""
+    in_memory = replace(options, shard_bytes=SHARD_BYTES)
+    _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs), config=False)
+
+
+def _divide_jobs(jobs: Sequence[WriteJob], shard_bytes: int) -> list[list[WriteJob]]:
+    plan: list[list[WriteJob]] = [[]]
+    size = 0
+    for job in jobs:
+        if plan[-1] and size + job.nbytes > shard_bytes:
+            plan.append([])
+            size = 0
+        plan[-1].append(job)
+        size += job.nbytes
+    return plan
+
+
+def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The facts of the finished files, of such names, of an unfinished run of the same arrays."""
+    journal = target / JOURNAL_FILE
+    if journal.exists():
+        with open_regular_file(journal) as file:
+            try:
+                content = json_object(file.read().decode("utf-8"))
+                if content["run"] == _facts_digest(facts, content["done"]):
+                    there = zip(names, content["done"], strict=False)
+                    return [one for _, one in itertools.takewhile(lambda pair: (target / pair[0]).exists(), there)]
+            except (ValueError, KeyError, TypeError):
+                pass
+        raise ValueError(
+            f"{target} has an unfinished run of other arrays or options: remove the folder, or repeat that run"
+        )
+    if tensors := sorted(
+        path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == INDEX_FILE
+    ):
+        raise ValueError(f"{target} has tensors already ({tensors[0]}); write to a new folder")
+    _write_journal(target, facts, [])
+    return []
+
+
+def _write_journal(target: Path, facts: Any, records: Sequence[Any]) -> None:
+    _write_json(target / JOURNAL_FILE, {"run": _facts_digest(facts, records), "done": records})
+
+
+def _facts_digest(*facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _write_tensors(
+    path: Path, jobs: Sequence[WriteJob], options: WriteOptions, position: int, total: int, config: bool = True
+) -> dict[str, Any]:
+    """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it."""
+    record = LayoutRecord(config=config)
+    with tempfile.TemporaryFile(dir=path.parent) as file:
+        tensors = _TensorBuffer(file, options.shard_bytes)
+        for job in jobs:
+            for name, array in layout_tensors(options.layout, job.name, job.make(), options.exact, record).items():
+                tensors.add(name, array)
+            position += job.nbytes
+            options.progress(job.name, position, total)
+        entries = place_tensors(tensors.entries)
+
+        write_tensors(path, entries, layout_metadata(options.layout, record), tensors.read)
+    size = sum(entry.nbytes for entry in entries.values())
+    return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
+
+
+class _TensorBuffer:
+    """Tensors that are kept until the header of their file is known: some in memory, the others in a file."""
+
+    def __init__(self, file: IO[bytes], most: int) -> None:
+        self.entries: dict[str, TensorEntry] = {}
+        self._file, self._space = file, most
+        self._arrays: dict[str, np.ndarray] = {}
+        self._starts: dict[str, int] = {}
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        check(name not in self.entries, f"two arrays have a tensor of the name {name!r}")
+        self.entries[name] = TensorEntry(array.dtype, tuple(array.shape))
+        if array.nbytes <= self._space:
+            self._arrays[name] = np.asarray(array)
+            self._space -= array.nbytes
+        else:
+            self._starts[name] = self._file.tell()
+            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, or its numbers in one axis."""
+        if name in self._arrays:
+            return self._arrays[name]
+        self._file.seek(self._starts[name])
+        entry = self.entries[name]
+        return np.frombuffer(self._file.read(math.prod(entry.shape) * entry.dtype.itemsize), np.uint8).view(entry.dtype)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomically(path, lambda file: file.write(text.encode()))
+
+
+# -- an array as tensors, and the metadata and the configuration that go with them -------------------------------------
+
+
+#: An array of a model and the bytes that it takes before it is written; it is made when it is needed.
+ModelArray = QArray | np.ndarray
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """An array that is to be written.
+
+    Args:
+        name: of the array.
+        nbytes: its bytes, by which files are divided.
+        make: gives the array, with NumPy leaves.
+    """
+
+    name: str
+    nbytes: int
+    make: Callable[[], ModelArray]
+
+
+def layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
+    """The bytes of an array in a layout, as far as its bytes and its shape show them."""
+    return 4 * math.prod(shape) if quantized and layout == PLAIN_LAYOUT else nbytes
+
+
+@dataclass
+class LayoutRecord:
+    """What is known of the arrays that were written, in JSON.
+
+    Args:
+        rows: the row and the facts of each quantized weight by name.
+        plain: the names and the numbers of axes of other arrays.
+        config: whether a configuration stands beside the tensors.
+    """
+
+    rows: dict[str, Any] = field(default_factory=dict)
+    plain: dict[str, int] = field(default_factory=dict)
+    config: bool = True
+
+
+def layout_tensors(
+    layout: str, name: str, value: ModelArray, exact: bool, record: LayoutRecord
+) -> dict[str, np.ndarray]:
+    """The tensors of an array; adds to the record.
+
+    Raises:
+        ValueError: if the layout has no form for the array; the message has a spec that it has.
+    """
+    if not isinstance(value, QArray) or layout == PLAIN_LAYOUT:
+        record.plain[name] = len(value.shape)
+        return {name: dequantize(value) if isinstance(value, QArray) else value}
+    if layout == OWN_LAYOUT:
+        record.rows[name] = [OWN_LAYOUT, qarray_description(value)]
+        return {part: np.asarray(leaf) for part, leaf in qarray_tensors(name, value).items()}
+    return _tensors_in_rows(LAYOUTS[layout], name, value, exact, record)
+
+
+def _tensors_in_rows(
+    layout: CheckpointLayout, name: str, q: QArray, exact: bool, record: LayoutRecord
+) -> dict[str, np.ndarray]:
+    if not (layout.appends or name == WEIGHT_NAME or name.endswith(f".{WEIGHT_NAME}")):
+        raise ValueError(
+            f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
+            f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; "
+            "jchop.storage.save_checkpoint takes new names"
+        )
+    reasons = []
+    for row in layout.rows:
+        try:
+            parts, facts = row.write(q, exact)
+            if not (record.config or layout.records):
+                _check_without_config(row, parts, q)
+        except ValueError as error:
+            reasons.append(f"{row.name}: {error}")
+            continue
+        record.rows[name] = [row.name, facts]
+        return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
+    fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
+    raise ValueError(
+        f"{name!r} of {q.spec} cannot be written in the layout {layout.name} ({'; '.join(dict.fromkeys(reasons))}). "
+        f"The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any array; {layout.name} holds, for example, {fits}"
+    )
+
+
+def _check_without_config(row: LayoutRow, parts: dict[str, np.ndarray], q: QArray) -> None:
+    """Refuses tensors that need a configuration to be read; ValueError."""
+    # The groups of gpt-oss, or of each column.
+    has_own_groups = q.ndim != 2 or any(part.endswith("g_idx") for part in parts)
+    try:
+        result = row.read(parts, {})
+        same = has_own_groups or group_lengths(pieces(result)) == group_lengths(pieces(q))
+        check(same and result.spec.element.bits == q.spec.element.bits, "its tensors do not show its groups and width")
+    except ValueError as error:
+        raise ValueError(f"{error}; a folder has a configuration, which says so") from None
+
+
+def layout_metadata(layout: str, record: LayoutRecord) -> dict[str, str]:
+    """The metadata of a file with the arrays of a record."""
+    if layout == OWN_LAYOUT:
+        descriptions = {name: facts for name, (_, facts) in record.rows.items()}
+        return {"format": "pt"} | ({QARRAYS_KEY: json.dumps(descriptions)} if descriptions else {})
+    if layout not in LAYOUTS or not LAYOUTS[layout].records:
+        return {"format": "pt"}
+    records = {name: json.dumps(facts) for name, (_, facts) in record.rows.items()}
+    records |= {name: json.dumps({"_type": "Tensor"}) for name in record.plain}
+    return {"format": "pt", "tensor_names": json.dumps(list(records))} | records
+
+
+def layout_config(layout: str, config: Mapping[str, Any], record: LayoutRecord) -> dict[str, Any]:
+    """The configuration of a model with the arrays of a record.
+
+    Raises:
+        ValueError: if weights have several forms, and the layout has one for all.
+    """
+    base = {name: value for name, value in config.items() if name != CONFIG_FIELD}
+    if layout not in LAYOUTS or not record.rows:
+        return base
+    table_layout = LAYOUTS[layout]
+    by_name = {row.name: row for row in table_layout.rows}
+    modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in record.rows.items()}
+    plain = [name for name, axes in record.plain.items() if axes == 2 and name.endswith(f".{WEIGHT_NAME}")]
+    return base | {CONFIG_FIELD: table_layout.config(modules, [name.removesuffix(f".{WEIGHT_NAME}") for name in plain])}
+
+
+# -- GGUF files: each array is asked for twice, first for its type and bytes, then for the bytes themselves ------------
+
+
+def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) -> None:
+    """Writes arrays to a GGUF file, in one step.
+
+    Raises:
+        ValueError: for an array that no type of GGUF holds.
+    """
+    total, position = 2 * sum(job.nbytes for job in jobs), 0
+    places: dict[str, tuple[int, tuple[int, ...], int]] = {}
+    for job in jobs:
+        value = job.make()
+        kind, data = _gguf_type_and_bytes(job.name, value)
+        places[job.name] = (kind, tuple(value.shape), data.nbytes)
+        position += job.nbytes
+        progress(job.name, position, total)
+
+    def write(file: Any) -> None:
+        at = position
+        writer = GGUFWriter(file, places, {"general.architecture": "unknown"})
+        for job in jobs:
+            writer.write(job.name, _gguf_type_and_bytes(job.name, job.make())[1])
+            at += job.nbytes
+            progress(job.name, at, total)
+        writer.finish()
+
+    write_atomically(target, write)
+
+
+def _gguf_type_and_bytes(name: str, value: ModelArray) -> tuple[int, np.ndarray]:
+    """The type of an array by number, and its bytes."""
+    if not isinstance(value, QArray):
+        for number, block in GGUF_BLOCKS.items():
+            if block.dtype is not None and block.dtype == value.dtype:  # NumPy takes None for float64
+                return number, np.ascontiguousarray(value)
+        dtypes = ", ".join(str(block.dtype) for block in GGUF_BLOCKS.values() if block.dtype is not None)
+        raise ValueError(f"{name!r} is of dtype {value.dtype}; a GGUF file has {dtypes}")
+    reasons = []
+    for number, block in GGUF_BLOCKS.items():
+        if block.write is not None:
+            try:
+                return number, block.write(value)
+            except ValueError as error:
+                reasons.append(f"{block.name}: {error}")
+    fits = ", ".join(block.fits for block in GGUF_BLOCKS.values() if block.write is not None)
+    raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({'; '.join(reasons)}). It has {fits}")

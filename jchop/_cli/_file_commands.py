@@ -1,0 +1,314 @@
+"""``jchop quantize``, ``jchop inspect`` and ``jchop convert``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, Checkpoint, open_checkpoint
+from jchop._checkpoints.load_save import convert_checkpoint
+from jchop._checkpoints.table import fields_beside_weights
+from jchop._checkpoints.writer import SHARD_BYTES
+from jchop._cli._command import Command, argument, flag, print_written
+from jchop._cli._text import (
+    PercentProgress,
+    check_new_file,
+    check_suffix,
+    key_of_seed_option,
+    print_note,
+    print_rows,
+    printable,
+    rows_as_dicts,
+    text_table,
+)
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.paths import check_path_pattern, matches_path
+from jchop._spec.spec import as_spec
+from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._files.safetensors import TensorFile
+from jchop.storage._quantize_file import (
+    TensorReport,
+    TensorRule,
+    fates_of,
+    quantize_file,
+    refuse_idle_rules,
+    tensor_rule_error,
+)
+from jchop.storage._save import qarray_shape_in, qarray_tensor_names, qarrays_in
+
+
+def _run_quantize(options: argparse.Namespace) -> None:
+    rules = [parse_rule(text) for text in options.rule]
+    if not options.target.is_dir():
+        check_new_file("OUT", options.target, options.force)
+    if options.source.is_dir():
+        _quantize_folder(options.source, options.target, rules, options.seed, options.json)
+        return
+    key_of_seed_option(options.seed, [rule.spec for rule in rules])
+    check_suffix("OUT", options.target, ".safetensors")
+    reports = quantize_file(
+        options.source, options.target, rules, seed=options.seed, progress=PercentProgress("quantize")
+    )
+    print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
+    if not options.json:
+        print()
+        print_written(options.target)
+
+
+def _run_inspect(options: argparse.Namespace) -> None:
+    with open_checkpoint(options.file, options.layout) as source:
+        if options.file.is_dir() or source.layout not in (OWN_LAYOUT, PLAIN_LAYOUT):
+            print(_checkpoint_contents(source, options.json))
+            return
+    with TensorFile(options.file) as file:
+        print_rows(_contents_rows(file), "<<<>><", options.json)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def parse_rule(text: str) -> TensorRule:
+    """``PATTERN=SPEC``, split at the first equals sign before a valid spec, since a name may contain some."""
+    reason = ValueError("there is no equals sign")
+    for position in (i for i, letter in enumerate(text) if letter == "="):
+        try:
+            spec = as_spec(text[position + 1 :], scaled=True)
+        except (ValueError, TypeError) as error:
+            reason = reason if position > text.index("=") else error
+            continue
+        return TensorRule(check_path_pattern(f"--rule {text!r}: pattern", text[:position], "'mlp.kernel'"), spec)
+    raise ValueError(f"--rule {text!r} must be PATTERN=SPEC, as 'kernel=int4(group=128)': {reason}")
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _quantization_rows(reports: Sequence[TensorReport]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("tensor", "shape", "from", "to", "bytes before", "bytes after", "SNR dB", "max error", "note")
+    ]
+    for report in reports:
+        has_errors = not (report.copied or math.isnan(report.sqnr))
+        errors = (_decibels_text(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
+        sizes = (f"{report.before:,}", f"{report.after:,}")
+        rows.append(
+            (
+                report.name,
+                _shape_text(report.shape),
+                report.dtype,
+                report.to,
+                *sizes,
+                *errors,
+                _fates_text(report.fates),
+            )
+        )
+    before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
+    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _percent_text(after, before)))
+    return rows
+
+
+def _contents_rows(file: TensorFile) -> list[tuple[str, ...]]:
+    fields_by_name = qarrays_in(file)
+    owners = {part: name for name, fields in fields_by_name.items() for part in qarray_tensor_names(name, fields)}
+    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "bits", "stored as")]
+
+    def add(name: str, shape: Sequence[int], dtype: str, nbytes: int, spec: str) -> None:
+        rows.append((name, _shape_text(shape), dtype, f"{nbytes:,}", _element_bits_text(nbytes, shape), spec))
+
+    row_owners: set[str] = set()
+    for name, entry in file.entries.items():
+        owner = owners.get(name)
+        if owner is None:
+            add(name, entry.shape, entry.dtype.name, entry.nbytes, "-")
+        elif owner not in row_owners:
+            row_owners.add(owner)
+            fields = fields_by_name[owner]
+            nbytes = sum(file.entries[part].nbytes for part in qarray_tensor_names(owner, fields))
+            add(owner, qarray_shape_in(file.entries, owner, fields), fields["dtype"], nbytes, fields["spec"])
+    total = sum(entry.nbytes for entry in file.entries.values())
+    rows.append(("all", "", "", f"{total:,}", "", f"{len(rows) - 1} arrays in {len(file.entries)} tensors"))
+    return rows
+
+
+def _shape_text(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _decibels_text(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
+
+
+def _percent_text(after: int, before: int) -> str:
+    return f"{100 * after / before:.1f} %" if before else ""
+
+
+QUANTIZE = Command(
+    "quantize",
+    _run_quantize,
+    "quantize the tensors of a safetensors file or folder",
+    (
+        argument("source", "IN", "a safetensors file, or a folder of a model", type=Path),
+        argument("target", "OUT", "a safetensors file, or a new folder", type=Path),
+        argument("--rule", help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be "
+                 "repeated"),
+        argument("--seed"),
+        argument("--force"),
+        argument("--json"),
+    ),
+    "Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
+    "rule whose pattern matches parts of a name applies; tensors without a rule are copied.",
+    "example:\n  jchop quantize in.safetensors out.safetensors \\\n"
+    "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
+)  # fmt: skip
+INSPECT = Command(
+    "inspect",
+    _run_inspect,
+    "list the contents of a checkpoint: a file or a folder",
+    (
+        argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
+        argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        argument("--json"),
+    ),
+)
+
+
+# -- convert, and inspect and quantize for folders and files of other programs -----------------------------------------
+
+
+def _run_convert(options: argparse.Namespace) -> None:
+    one_file = options.target.suffix.lower() in (".safetensors", ".gguf")
+    if options.shard is not None and one_file:
+        raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
+    if one_file and not options.target.is_dir():
+        check_new_file("OUT", options.target, options.force)
+    is_continuation = convert_checkpoint(
+        options.source,
+        options.target,
+        options.layout,
+        read_as=options.source_layout,
+        exact=not options.inexact,
+        shard_bytes=options.shard or SHARD_BYTES,
+        progress=PercentProgress("convert"),
+    )
+    with open_checkpoint(options.source, options.source_layout) as source:
+        missing = fields_beside_weights(source.config)
+    facts = ", ".join(missing)
+    notes = [f"note: the new configuration describes weights alone, without {facts}"] if missing else []
+    _print_checkpoint(options.target, options.layout, is_continuation, notes, options.json)
+
+
+def _print_checkpoint(target: Path, layout: str, is_continuation: bool, notes: Sequence[str], as_json: bool) -> None:
+    """Prints what was written, after notes."""
+    for note in (*["an unfinished run was continued: its files were kept"] * is_continuation, *notes):
+        print_note(printable(note))
+    with open_checkpoint(target, layout) as checkpoint:
+        print(_checkpoint_contents(checkpoint, as_json))
+    if not as_json:
+        print()
+        print_written(target)
+
+
+def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], seed: int | None, as_json: bool) -> None:
+    """Quantizes the arrays of a folder by rules into a folder of jchop's own layout, array by array."""
+    for rule in rules:
+        if rule.spec.rounding.stochastic:
+            raise ValueError(f"spec={str(rule.spec)!r} rounds stochastically, which folders do not have")
+    if seed is not None:
+        raise ValueError("--seed has no effect on a folder, whose rules round without draws")
+    with open_checkpoint(source, "auto") as source_checkpoint:
+        rules_by_name = _rules_of_arrays(source_checkpoint, rules)
+    notes: list[str] = []
+
+    def change(name: str, value: QArray | np.ndarray) -> QArray | np.ndarray:
+        rule = rules_by_name.get(name)
+        if rule is None or isinstance(value, QArray):
+            return value
+        try:
+            with jax.enable_x64(True):
+                qarray = quantize(value, rule.spec)
+                fates = fates_of(value, np.asarray(dequantize(qarray)))
+        except (ValueError, TypeError) as error:
+            raise tensor_rule_error(rule, name, value.shape, error) from None
+        if fates:
+            notes.append(f"note: {name}: {_fates_text(fates)}")
+        return qarray
+
+    texts = repr([(rule.pattern, str(rule.spec)) for rule in rules])
+    progress = PercentProgress("quantize")
+    is_continuation = convert_checkpoint(source, target, OWN_LAYOUT, change=change, options=texts, progress=progress)
+    _print_checkpoint(target, OWN_LAYOUT, is_continuation, notes, as_json)
+
+
+def _rules_of_arrays(checkpoint: Checkpoint, rules: Sequence[TensorRule]) -> dict[str, TensorRule]:
+    """The rule of each array that is quantized."""
+    rules_by_name: dict[str, TensorRule] = {}
+    for name, item in checkpoint.items.items():
+        rule = next((rule for rule in rules if matches_path(rule.pattern, name)), None)
+        if rule is not None and not item.quantized and item.format in CARRIERS:
+            rules_by_name[name] = rule
+    unused_rules = [rule for rule in rules if rule not in rules_by_name.values()]
+    packed_names = [name for name, item in checkpoint.items.items() if item.quantized]
+    refuse_idle_rules(unused_rules, [name for name in checkpoint.items if name not in rules_by_name], packed_names)
+    return rules_by_name
+
+
+def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
+    """The arrays of a checkpoint: shape, format, bytes and bits of each, and sums by format; or all as JSON."""
+    rows: list[tuple[str, ...]] = [("array", "shape", "format", "bytes", "bits")]
+    totals: Counter[str] = Counter()
+    for name, item in source.items.items():
+        bits = _element_bits_text(item.nbytes, item.shape)
+        rows.append((name, _shape_text(item.shape), item.format, f"{item.nbytes:,}", bits))
+        totals[item.format] += item.nbytes
+    if as_json:
+        report = {"layout": source.layout, "arrays": rows_as_dicts(rows, "<<<>>"), "bytes": dict(totals.most_common())}
+        return json.dumps(report, indent=1)
+    lines = [f"layout: {source.layout}", text_table(rows, "<<<>>"), ""]
+    lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
+    return "\n".join(printable(line) if "\n" not in line else line for line in lines)
+
+
+def _element_bits_text(nbytes: int, shape: Sequence[int]) -> str:
+    """The bits of an element in a table; an array without elements has none."""
+    return f"{8 * nbytes / math.prod(shape):.4g}" if math.prod(shape) else "-"
+
+
+def _fates_text(fates: Counter[str]) -> str:
+    """The counts of `fates_of` in a note."""
+    return ", ".join(f"{count} {fate}" for fate, count in fates.items())
+
+
+def _shard_bytes(text: str) -> int:
+    """A number of mebibytes above zero, in bytes."""
+    if not text.isdecimal() or not 0 < int(text) < 1 << 30:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer above 0")
+    return int(text) << 20
+
+
+CONVERT = Command(
+    "convert",
+    _run_convert,
+    "write a checkpoint in the layout of another program",
+    (
+        argument("source", "IN", type=Path),
+        argument("target", "OUT", "a new folder, or a .safetensors or .gguf file", type=Path),
+        argument("--force", help="replace OUT if it is a file that exists"),
+        argument("--json"),
+        argument("--layout", help="the layout of OUT", required=True, choices=LAYOUT_NAMES),
+        argument("--from", help="that of IN", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        flag("--inexact", "let numbers of NVFP4 differ in their last bit"),
+        argument("--shard", "MIB", "MiB of arrays in a file of a folder; default 256", type=_shard_bytes),
+    ),
+    "Reads a folder of safetensors files, one such file or a GGUF file; writes a new folder or file.\n"
+    "Codes, scales and zero points stay the same; an array that the layout cannot hold is an error. A killed\n"
+    "conversion to a folder goes on if the command is repeated. A GGUF file gets the tensors alone.",
+    "examples:\n  jchop convert model-gptq model-ct --layout compressed-tensors\n"
+    "  jchop convert model.gguf model --layout plain",
+)

@@ -1,0 +1,226 @@
+"""``jchop blame``, ``jchop tune`` and ``jchop study``: a function of the user in formats."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jchop._cli._command import Command, argument, check_pictures, flag, print_report, write_pictures
+from jchop._cli._text import check_folder, key_of_seed_option, printable, terminal_progress_bar
+from jchop._cli._user_function import imports_from_here, load_arguments, load_function
+from jchop._common.checks import check, split_outside_brackets
+from jchop._common.files import require_extra
+from jchop._common.on_demand import load_name
+from jchop._spec.spec import as_spec
+from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
+from jchop.study._progress import ProgressBar
+from jchop.study._run import DATASETS, FORMATS, MODES
+
+
+def _run_blame(options: argparse.Namespace) -> None:
+    check_pictures(options)
+    from jchop._insight.reports.blame import blame
+    from jchop._insight.reports.emulate import emulate
+
+    spec = as_spec(options.to, "--to")
+    key = key_of_seed_option(options.seed, [spec])
+    with imports_from_here():
+        function = load_function("FUNCTION", options.function)
+        output = None if options.output is None else load_function("--output", options.output)
+        args = load_arguments("--data", options.data, function)
+        report = blame(emulate(function, spec), *args, output=output, key=key, max_turns=options.max_turns)
+    if (options.plot or options.html) and not report.rows:
+        raise ValueError(f"FUNCTION {options.function} makes no error in {options.to}, so there is nothing to draw")
+    _show_report(options, report, "blame", f"{options.function} in {options.to}")
+
+
+def _show_report(options: argparse.Namespace, report: Any, name: str, title: str) -> None:
+    """Prints a report, and writes its picture, which a function of that name in `jchop.plot` draws, and its page."""
+    print_report(report, options.json)
+    write_pictures(options, lambda: load_name("jchop.plot", name)(report, title=title), title, report, dpi=100)
+
+
+BLAME = Command(
+    "blame",
+    _run_blame,
+    "divide the error of your own function in a format among its operations",
+    (
+        argument("function"),
+        argument("--data", required=True),
+        argument("--to", "SPEC", "the rounding, such as bfloat16 or e4m3:saturate", required=True),
+        argument("--output", "MODULE:FUNCTION", "a function of the result to a number; default: the number, or the "
+                 "norm of the error"),
+        argument("--seed"),
+        argument("--max-turns", "N", "the turns of a while loop whose parts are shown; without it, a loop of more than "
+                 "1000 is an error", type=int),
+        argument("--json"),
+        argument("--plot", help="draw the parts (needs matplotlib)"),
+        argument("--html"),
+    ),
+    "Runs your function on the arrays of --data with every operation rounded, beside the same\n"
+    "function without rounding, and shows the part of each operation in the error of the result, by line.",
+    "examples:\n  jchop blame model:loss --data inputs.npz --to bfloat16\n"
+    "  jchop blame model:solve --data inputs.npz --to e5m10:stochastic --seed 0 --html blame.html",
+)  # fmt: skip
+
+
+# -- tune --------------------------------------------------------------------------------------------------------------
+
+
+def _run_tune(options: argparse.Namespace) -> None:
+    check_pictures(options)
+    from jchop._insight.tune import tune
+
+    menu: list[Any] = [item for item in split_outside_brackets(options.menu, ", \t") if item]
+    with imports_from_here():
+        function = load_function("FUNCTION", options.function)
+        metric = options.metric if ":" not in options.metric else load_function("--metric", options.metric)
+        inputs = [load_arguments("--data", path, function) for path in options.data]
+        extra_inputs = [load_arguments("--held-out", path, function) for path in options.held_out]
+        limits = {name: getattr(options, name) for name in ("cost", "by", "evaluations", "seconds", "max_turns")}
+        tuning = tune(
+            function, inputs, options.tolerance, [None if item == "carrier" else item for item in menu],
+            metric=metric, held_out=extra_inputs, progress=terminal_progress_bar(), **limits,
+        )  # fmt: skip
+    _show_report(options, tuning, "tune", f"{options.function} within {options.tolerance:g}")
+
+
+TUNE = Command(
+    "tune",
+    _run_tune,
+    "find the cheapest formats for the parts of your own function within a tolerance",
+    (
+        argument("function"),
+        argument("--data", nargs="+", required=True,
+                 help="its arguments, one file for each input: arrays by name, or without names"),
+        argument("--tolerance", "X", "the largest error allowed", type=float, required=True),
+        argument("--menu", "SPECS", "formats with commas between them; carrier is no rounding", required=True),
+        argument("--cost", help="bits (of a site, the mean) or bytes (of all results)", default="bits"),
+        argument("--by", help="scope or equation: the parts with a format of their own", default="scope"),
+        argument("--metric", default="relative",
+                 help="relative, absolute or largest; or MODULE:FUNCTION of the result and the carrier's result"),
+        argument("--held-out", "FILE.npz", "inputs that are only reported", type=Path, nargs="+", default=[]),
+        argument("--evaluations", "N", "the most measurements; 2000", type=int, default=2000),
+        argument("--seconds", "X", "the most seconds of the search", type=float),
+        argument("--max-turns", "N", "the most turns of a while loop", type=int, default=10_000),
+        argument("--json"),
+        argument("--plot", help="draw the formats (needs matplotlib)"),
+        argument("--html"),
+    ),
+    "Finds a format of the menu for each part of your function, so that the error on the arrays of\n"
+    "--data stays within the tolerance, and shows them with the rules for jchop.emulate (--json).",
+    "examples:\n  jchop tune model:solve --data x.npz --tolerance 1e-3 --menu bfloat16,e5m10,tf32,carrier\n"
+    "  jchop tune model:loss --data a.npz b.npz --held-out c.npz --tolerance 0.01 --menu e4m3,bfloat16,tf32 "
+    "--html tune.html",
+)  # fmt: skip
+
+
+# -- study -------------------------------------------------------------------------------------------------------------
+
+
+def _run_study(options: argparse.Namespace) -> None:
+    check_folder("--out", options.out)
+    if options.function is not None:
+        _run_function_study(options)
+        return
+    for option, value in (("--data", options.data), ("--budget-seconds", options.budget_seconds)):
+        if value is not None:
+            raise ValueError(f"{option} {value} belongs to the study of a function: jchop study MODULE:FUNCTION")
+    require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
+    from jchop import study
+
+    result = study.run(
+        options.dataset or "digits",
+        formats=split_items(options.formats or study.FORMATS),
+        modes=split_items(options.modes or study.MODES),
+        seeds=10 if options.seeds is None else options.seeds,
+        epochs=options.epochs,
+        activations=options.activations,
+        seed=options.seed,
+        progress=_progress_bar(),
+    )
+    paths = study.save(result, options.out)
+    if options.json:
+        print(paths[1].read_text(encoding="utf-8"), end="")
+        return
+    print(study.table(result))
+    _print_files(paths, result.seconds)
+
+
+def _run_function_study(options: argparse.Namespace) -> None:
+    """The study of a function of the user."""
+    require_extra("jchop study", "plot", ("matplotlib",))
+    for option, is_set in (
+        ("--dataset", options.dataset is not None),
+        ("--epochs", options.epochs is not None),
+        ("--activations", options.activations),
+    ):
+        check(not is_set, f"{option} belongs to the study of a network, without MODULE:FUNCTION")
+    if options.data is None:
+        raise ValueError("--data FILE.npz is needed: the arguments of the function")
+    with imports_from_here():
+        function = load_function("FUNCTION", options.function)
+        result = run_function(
+            function,
+            *load_arguments("--data", options.data, function),
+            formats=split_items(options.formats or FUNCTION_FORMATS),
+            modes=split_items(options.modes or FUNCTION_MODES),
+            seeds=3 if options.seeds is None else options.seeds,
+            seed=options.seed,
+            budget_seconds=options.budget_seconds,
+            progress=_progress_bar(),
+        )
+    paths = save_function(result, options.out)
+    if options.json:
+        print(result.to_json(indent=1))
+        return
+    print("\n".join(map(printable, str(result).splitlines())))
+    _print_files(paths, result.seconds)
+
+
+def _progress_bar() -> ProgressBar | None:
+    return ProgressBar(sys.stderr) if sys.stderr is not None else None
+
+
+def _print_files(paths: Sequence[Path], seconds: float) -> None:
+    print(f"\nFiles: {printable(', '.join(map(str, paths)))} ({seconds:.0f} s)")
+
+
+def split_items(words: Sequence[str]) -> list[str]:
+    """Texts between commas and spaces outside of parentheses and brackets."""
+    return [item for item in split_outside_brackets(" ".join(words), ", \t\n\r") if item]
+
+
+def _lists_text(of_network: Sequence[str], of_function: Sequence[str]) -> str:
+    return f"default {' '.join(of_network)}; of a function: {' '.join(of_function)}"
+
+
+STUDY = Command(
+    "study",
+    _run_study,
+    "round your own function, or a small network trained on real data, to every format in every mode",
+    (
+        argument("function", nargs="?"),
+        argument("--data"),
+        argument("--budget-seconds", "S", "begin no format after this time", type=float),
+        argument("--dataset", help="default digits (images)", choices=DATASETS),
+        argument("--formats", "TEXT", _lists_text(FORMATS, FUNCTION_FORMATS), nargs="+"),
+        argument("--modes", "TEXT", _lists_text(MODES, FUNCTION_MODES), nargs="+"),
+        argument("--seeds", "N", "draws of each stochastic mode; default 10, of a function 3", type=int),
+        argument("--epochs", "N", "passes over the training data; default by data set", type=int),
+        flag("--activations", "round the activations, too"),
+        argument("--seed", help="seed of split, training and rounding; default 0", default=0),
+        argument("--out", "DIR", "the folder of the files; default jchop-study", type=Path,
+                 default=Path("jchop-study")),
+        argument("--json"),
+    ),
+    "With MODULE:FUNCTION: runs your function on the arrays of --data with every operation rounded,\n"
+    "prints its errors, and writes study.csv, study.json, study.png and study.html, a page for a mail.\n"
+    "Without: trains a small classifier, evaluates it with its parameters rounded to each format in each\n"
+    "mode, prints the table and writes study.csv, study.json and study.png.",
+    "examples:\n  jchop study model:apply --data inputs.npz --formats e4m3fn,e5m2,bfloat16 --out my-study\n"
+    "  jchop study --formats q43,e6m9,fixed4.4 --modes nearest_even,stochastic --out my-study",
+)  # fmt: skip
