@@ -120,7 +120,7 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "pass",
     ),
     "`low_precision`: accumulator and weight draw the same bits": (
-        "jchop/optim/_low_precision.py",
+        "jchop/optim/_rounding.py",
         "_master_as_param(second, master, p, to_weight)",
         "_master_as_param(first, master, p, to_weight)",
     ),
@@ -135,12 +135,12 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "(1 - source.decay) * current + source.decay * own_range",
     ),
     "`average_params` divides by all steps, not by those that it averages": (
-        "jchop/optim/_average.py",
+        "jchop/optim/_parameters.py",
         "/ count.astype(average.dtype)",
         "/ steps.astype(average.dtype)",
     ),
     "`compensate` forgets the earlier error": (
-        "jchop/optim/_compensation.py",
+        "jchop/optim/_rounding.py",
         "change = u.astype(wide) + error.astype(wide)",
         "change = u.astype(wide)",
     ),

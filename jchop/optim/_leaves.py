@@ -26,11 +26,10 @@ from jchop.storage._array import PackedParam
 
 Array = jax.Array
 
-#: The error of a transformation that needs parameters, as in Optax.
-NO_PARAMS = "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
 
-
-def make_transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
+def make_transformation(
+    init: Callable[..., Any], update: Callable[..., Any], *, needs_params: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """The pair as an Optax transformation, whose state begins from numbers: packed parameters are refused.
 
     A state that is a dict has lost its class, as in a checkpoint of orbax that was restored without a target.
@@ -51,9 +50,22 @@ def make_transformation(init: Callable[..., Any], update: Callable[..., Any]) ->
                 f"state is a dict of {', '.join(map(str, state))}, as of a checkpoint that was restored without a "
                 "target: restore(path, jax.eval_shape(tx.init, params))"
             )
+        if needs_params and params is None:
+            raise ValueError(
+                "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
+            )
         return update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(begin, go_on)
+
+
+def make_link(
+    init: Callable[..., Any], update: Callable[..., Any], *, needs_params: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """`make_transformation` for one that wraps no other, so that its update takes no further arguments."""
+    return make_transformation(
+        init, lambda updates, state, params, **extra: update(updates, state, params), needs_params=needs_params
+    )
 
 
 def holds_codes(leaf: Any) -> bool:
@@ -61,9 +73,10 @@ def holds_codes(leaf: Any) -> bool:
     return isinstance(leaf, QArray | PackedParam) and bool(jax.tree.leaves(leaf))
 
 
-def first_state_key(spec: Spec | None, key: Array | None) -> Array | None:
-    """The first key of a state: `key`, checked, if `spec` draws; else None."""
-    return None if spec is None else rounding_keys(spec, key)[0]
+def first_state_key(key: Array | None, *specs: Spec | None) -> Array | None:
+    """The first key of a state: `key`, checked, if one of the specs draws; else None."""
+    keys = [rounding_keys(spec, key)[0] for spec in specs if spec is not None]
+    return next((drawing_key for drawing_key in keys if drawing_key is not None), None)
 
 
 def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array | None]]:

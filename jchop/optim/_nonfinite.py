@@ -21,6 +21,7 @@ from jchop.optim._leaves import (
     all_finite,
     in_sum_dtype,
     is_float_leaf,
+    make_link,
     make_transformation,
     only_state,
     select_tree,
@@ -53,18 +54,16 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
     """
     check_number("factor", factor, ABOVE_ZERO, schedule=True)
 
-    def init(params: Any) -> Any:
-        del params
+    def init(_: Any) -> Any:
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)) if callable(factor) else optax.EmptyState()
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        del params, extra
+    def update(updates: Any, state: Any, _: Any) -> tuple[Any, Any]:
         now = check_number("factor", factor(state.count), ABOVE_ZERO) if callable(factor) else factor
         gradients = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
         following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
         return gradients, following
 
-    return make_transformation(init, update)
+    return make_link(init, update)
 
 
 class SkipState(NamedTuple):

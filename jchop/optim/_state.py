@@ -45,7 +45,6 @@ from jchop.optim._pack import (
     repack_leaf,
     require_plan,
     rows_sharding,
-    stochastic_rule,
     stored_parts,
     unpack_leaf,
 )
@@ -116,7 +115,7 @@ def quantize_state(
     rules = as_state_rules(spec)
     if nonfinite == "propagate":
         rules = tuple((pattern, None if rule is None else _with_nan_groups(rule)) for pattern, rule in rules)
-    start = first_state_key(stochastic_rule(rules), key)
+    start = first_state_key(key, *(rule for _, rule in rules if rule is not None and rule.rounding.stochastic))
     inner = as_transformation(inner)
 
     def init(params: Any) -> QuantizedState:
