@@ -14,8 +14,6 @@ from jchop.matlab import int_if_whole
 from jchop.storage import QArray, dequantize, fit_scale, quantize
 from jchop.storage._codes import load_codes, unpack_entries
 
-__all__ = ["Chopi"]
-
 
 class Chopi:
     """Integers under a scale.

@@ -16,13 +16,10 @@ require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
 import torch  # noqa: E402
 from torch import fx, nn  # noqa: E402
 from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
-from torch.nn.utils.rnn import PackedSequence  # noqa: E402
 
 from jchop._spec.spec import Spec  # noqa: E402
-from jchop.compat._arrays import apply_to_arrays, dtype_name  # noqa: E402
+from jchop.compat._arrays import apply_to_arrays, dtype_name, round_first  # noqa: E402
 from jchop.compat.pychop._integers import Chopi  # noqa: E402
-
-__all__ = ["fuse_batch_norms", "round_layer_outputs", "rounded_copy"]
 
 _PTQ_METHODS = ("minmax", "percentile", "kl_divergence", "mse")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -97,14 +94,10 @@ def _leaf_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _output_hook(chop: Any, output_range: list[float] | None) -> Any:
-    def round_output(output: Any) -> Any:
-        if isinstance(output, PackedSequence):
-            return output._replace(data=round_output(output.data))
-        if isinstance(output, tuple):
-            return round_output(output[0]), *output[1:]
-        return chop(output if output_range is None else output.clamp(*output_range))
+    def round_numbers(x: torch.Tensor) -> torch.Tensor:
+        return chop(x if output_range is None else x.clamp(*output_range))
 
-    return lambda module, args, output: round_output(output)
+    return lambda module, args, output: round_first(round_numbers, output)
 
 
 class _MinMaxObserver:

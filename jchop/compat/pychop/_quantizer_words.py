@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from jchop.compat.pychop._integers import Chopi
 from jchop.compat.pychop._quantizers import Chop, Chopf
-
-__all__ = ["QUANTIZER_WORDS", "QuantizerWords"]
 
 _FLOAT_WORDS = {"exp_bits": "exp_bits", "sig_bits": "sig_bits", "rmode": "rmode"}
 _FIXED_WORDS = {"ibits": "ibits", "fbits": "fbits", "int_bits": "ibits", "frac_bits": "fbits", "rmode": "rmode"}
@@ -52,3 +51,25 @@ QUANTIZER_WORDS = {
     "FPQuantized": QuantizerWords(Chopf, _FIXED_WORDS, {"ibits": 8, "fbits": 8}),
     "IntQuantized": QuantizerWords(Chopi, {"num_bits": "bits"}, {"bits": 8, "symmetric": True}),
 }
+
+
+def class_lookup(
+    module: str, prefixes: Iterable[str], torch_names: Mapping[str, str], make: Callable[[str, str, str], type]
+) -> Callable[[str], type]:
+    """The function ``__getattr__`` of a module that has a class for each prefix and name, made when first used.
+
+    Args:
+        module: its name.
+        prefixes: keys of `QUANTIZER_WORDS`.
+        torch_names: the name in torch for each name after a prefix.
+        make: makes a class, from its name, its prefix and the name in torch.
+    """
+    names = {prefix + name: (prefix, of) for prefix in prefixes for name, of in torch_names.items()}
+
+    @lru_cache(maxsize=len(names))
+    def load(name: str) -> type:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return make(name, *names[name])
+
+    return load

@@ -1,7 +1,8 @@
-"""Quantizers: classes that map arguments to specs."""
+"""Quantizers: classes that map arguments to specs; and the properties of the formats that they know by name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +29,9 @@ from jchop.compat._arrays import (
     narrow_dtype,
     round_any_array,
 )
-from jchop.compat.pychop._math import PYCHOP_METHODS, call_method
+from jchop.compat.pychop.math_func import PYCHOP_METHODS, call_method
 from jchop.formats import FixedFormat, FloatFormat
-from jchop.matlab import CHOP_FORMATS, chop_spec, int_if_whole, round_by_randfunc
-
-__all__ = ["Chop", "Chopf", "Customs", "FaultChop"]
+from jchop.matlab import CHOP_FORMATS, chop_float_format, chop_spec, int_if_whole, round_by_randfunc
 
 #: Rounding of each ``rmode``, and its text name.
 RMODES = {
@@ -365,3 +364,47 @@ class Chopf(PychopQuantizer):
         self.ibits, self.fbits, self.rmode = int_if_whole(ibits), int_if_whole(fbits), _rmode_number(rmode, 6)
         self.u = 2.0 ** -(self.fbits + 1)
         super().__init__(Spec(FixedFormat(self.ibits, self.fbits), RMODES[self.rmode]), random_state)
+
+
+# -- properties of formats, in Pychop's order --------------------------------------------------------------------------
+
+FloatParams = tuple[float, float, float, float, int, int, int, int]
+
+
+def float_params(prec: str | None = None, binary: bool = False) -> FloatParams | dict[str, Any]:
+    """(u, xmins, xmin, xmax, p, emins, emin, emax) of a format: MATLAB chop's ``float_params``.
+
+    Args:
+        prec: a format's name, as in `jchop.matlab.chop`. Default None: a dict of all formats by name.
+        binary: whether the dict has texts of the nearest powers of two, such as ``"2^-11"``, in place of the first four
+            numbers. Default False. It has no effect on one format.
+
+    Returns:
+        Unit roundoff, smallest positive and smallest normal value, largest value, significand bits, and the exponents
+        of these three values, emins, emin and emax.
+
+    Raises:
+        ValueError: for an unknown name.
+
+    Example:
+        >>> from jchop.compat.pychop import float_params
+        >>> float_params("q43")
+        (0.0625, 0.001953125, 0.015625, 240.0, 4, -9, -6, 7)
+    """
+    check_bool("binary", binary)
+    if prec is None:
+        table = {name: _params_of(*facts) for name, facts in CHOP_FORMATS.items()}
+        return {name: (*map(_power_text, row[:4]), *row[4:]) for name, row in table.items()} if binary else table
+    if prec not in CHOP_FORMATS:
+        raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, CHOP_FORMATS))}")
+    return _params_of(*CHOP_FORMATS[prec])
+
+
+def _power_text(value: float) -> str:
+    return f"2^{round(math.log2(value))}"
+
+
+def _params_of(t: int, emax: int) -> FloatParams:
+    fmt = chop_float_format(t, emax)
+    xmins, xmin, xmax = (float(value) for value in (fmt.smallest, fmt.smallest_normal, fmt.max))
+    return 2.0**-t, xmins, xmin, xmax, t, fmt.emin - fmt.frac_bits, fmt.emin, fmt.emax

@@ -9,8 +9,6 @@ from jchop._common.checks import check_bool, check_choice, check_int
 from jchop._spec.spec import Spec
 from jchop.formats import FixedFormat, FloatFormat, bfp
 
-__all__ = ["BlockFloatingPoint", "FixedPoint", "FloatingPoint", "Number"]
-
 _QTORCH_ROUNDINGS = ("stochastic", "nearest")
 #: Bits of the exponent of float32, whose top code has no finite values in QPyTorch either.
 _FULL_EXPONENT_BITS = 8
