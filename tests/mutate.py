@@ -145,12 +145,12 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "change = u.astype(wide)",
     ),
     "`psum_with_feedback`: the error of a sum is never reset": (
-        "jchop/distributed/_feedback.py",
+        "jchop/distributed/_training.py",
         "new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)",
         "new_sum_error = piece_sum",
     ),
     "the ring of `psum` draws the same bits in every turn": (
-        "jchop/distributed/_reduce.py",
+        "jchop/distributed/_messages.py",
         "sum_key = fold_in_numbers(key, Phase.SUM, step, axes.rank)",
         "sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)",
     ),

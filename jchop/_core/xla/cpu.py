@@ -143,7 +143,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "independent_results_come_first",
         "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
         "all of them are in memory together.",
-        "`compute_after` (`unshard` in `distributed/_unshard.py`).",
+        "`compute_after` (`unshard` in `distributed/_parts.py`).",
         versions_with=("0.10",),
         versions_without=("0.12",),
     ),
@@ -189,7 +189,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "stack_of_short_floats_converted",
         "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
         "`loop_slice`, in the loops over panels (`_quantized/products/weight_only.py`), and `loop_entry`, in `unshard` "
-        "(`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
+        "(`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",
