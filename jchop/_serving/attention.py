@@ -18,8 +18,6 @@ from jchop._serving.kv_rows import KVRows, masked_numbers
 
 Array = jax.Array
 
-__all__ = ["dot_product_attention"]
-
 #: Slots of a block, unless the caller says otherwise.
 _ATTENTION_BLOCK_SIZE = 128
 

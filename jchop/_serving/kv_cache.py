@@ -19,14 +19,13 @@ from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_int
 from jchop._round.arguments import has_tracer
 from jchop._serving.kv_rows import KV_NDIM, NO_TOKEN, KVRows, kv_rows_spec, masked_numbers
-from jchop._serving.pages import NO_PAGE, assign_pages
-from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat, ScaledFormat
+from jchop._spec.spec import AnySpec
 
 Array = jax.Array
-_KVSpec = Spec | ElementFormat | ScaledFormat | str | None
+_KVSpec = AnySpec | None
 
-__all__ = ["KVCache", "attention_mask"]
+#: The entry of a table for a page that a sequence has not.
+NO_PAGE = -1
 
 
 @partial(
@@ -253,7 +252,7 @@ class KVCache:
             fits = is_token & (position < capacity)
             if table is not None:
                 page = position // slots
-                table = assign_pages(table, rows, page, fits, min(table.size, position.size))
+                table = _assign_pages(table, rows, page, fits, min(table.size, position.size))
                 row = jnp.take_along_axis(table, jnp.where(fits, page, 0), axis=1)
                 slot, fits = position % slots, fits & (row != NO_PAGE)
             overflow = is_token & ~fits
@@ -307,9 +306,7 @@ class KVCache:
             >>> cache.lengths.tolist(), cache.positions[0].tolist()
             ([4, 6], [0, 1, 2, 3, -1, -1, -1, -1])
         """
-        limit = lengths if isinstance(lengths, Array) else jnp.asarray(np.asarray(lengths))
-        if not jnp.issubdtype(limit.dtype, jnp.integer):
-            raise TypeError(f"lengths have the dtype {limit.dtype}; they must be integers")
+        limit = _as_integers("lengths", lengths)
         if limit.shape not in ((), self.lengths.shape):
             raise ValueError(f"lengths have the shape {limit.shape}; it must be () or {self.lengths.shape}")
         if not has_tracer(limit) and (np.asarray(limit) < 0).any():
@@ -347,9 +344,7 @@ class KVCache:
             >>> cache.truncate([0, 1, 2]).take([2, 2, 1]).lengths.tolist()
             [2, 2, 1]
         """
-        index = sequences if isinstance(sequences, Array) else jnp.asarray(np.asarray(sequences))
-        if not jnp.issubdtype(index.dtype, jnp.integer):
-            raise TypeError(f"sequences have the dtype {index.dtype}; they must be integers")
+        index = _as_integers("sequences", sequences)
         if index.ndim != 1:
             raise ValueError(f"sequences have the shape {index.shape}; it must be (sequences,)")
         last_sequence = self.lengths.shape[0] - 1
@@ -362,7 +357,7 @@ class KVCache:
         is_first_copy = jnp.argmax(index[:, None] == index, axis=1) == jnp.arange(index.size)
         table, has_page = jnp.where(is_first_copy[:, None], source_pages, NO_PAGE), source_pages != NO_PAGE
         page = jnp.broadcast_to(jnp.arange(table.shape[1]), table.shape)
-        table = assign_pages(table, rows, page, has_page, table.size)
+        table = _assign_pages(table, rows, page, has_page, table.size)
         page_rows = jnp.where(table == NO_PAGE, rows, table)
         source_page = jnp.full(rows, NO_PAGE).at[page_rows].set(source_pages, mode="drop")
         take_rows = partial(jnp.take, indices=jnp.maximum(source_page, 0), axis=0)
@@ -406,9 +401,7 @@ class KVCache:
         return lacks_tokens | attention_mask(query, _eviction_mark(self.slot_positions), True, window).any(axis=2)
 
     def _as_positions(self, positions: Any, tokens: int | None) -> Array:
-        array = positions if isinstance(positions, Array) else jnp.asarray(np.asarray(positions))
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"positions have the dtype {array.dtype}; they must be integers")
+        array = _as_integers("positions", positions)
         batch = self.lengths.shape[0]
         count = array.shape[-1] if tokens is None and array.ndim else tokens
         if array.shape not in ((count,), (batch, count)):
@@ -435,6 +428,13 @@ class KVCache:
         facts += [] if self.window is None else [f"window={self.window}"]
         shape = getattr(self.slot_positions, "shape", None)  # none, if something else stands for the leaves
         return f"KVCache({layout}, slots={shape}, {', '.join(facts)}, dtype={self.dtype.name})"
+
+
+def _as_integers(name: str, values: Any) -> Array:
+    array = values if isinstance(values, Array) else jnp.asarray(np.asarray(values))
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} have the dtype {array.dtype}; they must be integers")
+    return array
 
 
 def attention_mask(query: Array, slots: Array, is_causal: bool, window: int | None) -> Array:
@@ -479,21 +479,39 @@ def _empty_cache(
     )
 
 
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def _assign_pages(table: Array, pages: int, page: Array, is_token: Array, max_new_pages: int) -> Array:
+    """A table in which tokens have their pages, taken from the free ones in the order of sequences.
+
+    Args:
+        table: the pages of each sequence in the order of its tokens, shape (batch, pages of a sequence).
+        pages: number of pages in all.
+        page: which page of its sequence each token is on, shape (batch, tokens).
+        is_token: the tokens that are stored; in shape of `page`.
+        max_new_pages: number of pages that are new at most, for static shapes.
+
+    Returns:
+        The table; an entry stays `NO_PAGE` if no page is free.
+    """
+    batch, columns = table.shape
+    sequence = jnp.arange(batch)[:, None]
+    needs_page = jnp.zeros(table.shape, bool).at[sequence, jnp.where(is_token, page, columns)].set(True, mode="drop")
+    missing = needs_page & (table == NO_PAGE)
+    used = jnp.zeros(pages, bool).at[jnp.where(table == NO_PAGE, pages, table)].set(True, mode="drop")
+    (free,) = jnp.nonzero(~used, size=min(max_new_pages, pages), fill_value=NO_PAGE)
+    free_index = jnp.cumsum(missing.ravel()).reshape(missing.shape) - 1
+    new_pages = free.astype(table.dtype).at[free_index].get(mode="fill", fill_value=NO_PAGE)
+    return jnp.where(missing, new_pages, table)
+
+
 # -- jax.export --------------------------------------------------------------------------------------------------------
-
-
-def _kv_cache_to_bytes(static: tuple[int | None]) -> bytes:
-    return json.dumps(static).encode()
-
-
-def _kv_cache_from_bytes(data: bytes) -> tuple[int | None]:
-    (window,) = json.loads(data)
-    return (window,)
 
 
 export.register_pytree_node_serialization(
     KVCache,
     serialized_name="jchop.KVCache",
-    serialize_auxdata=_kv_cache_to_bytes,
-    deserialize_auxdata=_kv_cache_from_bytes,
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
 )

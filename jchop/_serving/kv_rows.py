@@ -20,8 +20,6 @@ from jchop.storage._axis_groupings import axes_from_end
 
 Array = jax.Array
 
-__all__ = ["KV_NDIM", "NO_TOKEN", "KVRows", "kv_rows_spec", "masked_numbers"]
-
 #: Rows of slots, slots, heads, head_dim.
 KV_NDIM = 4
 #: The position of a slot without a token.
