@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._kernels.scaled import code_and_scale_shapes
-from jchop.optim._leaves import is_float_leaf
+from jchop.optim._leaves import is_float_leaf, owner_index
 from jchop.optim._pack import is_packed_leaf, leaf_codes
 from jchop.storage import QArray
 
@@ -96,28 +96,15 @@ def plan_chunks(updates: Any, state: Any, count: int) -> Chunks | None:
         state: the state of the wrapped transformation, with packed leaves.
         count: number of chunks, 2 or more.
     """
-    update_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
-    state_leaves = [
-        (tuple(map(str, path)), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_packed_leaf)[0]
-    ]
-    owners = [_owner_index(path, leaf, update_leaves) for path, leaf in state_leaves]
+    update_leaves = jax.tree_util.tree_leaves_with_path(updates)
+    state_leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_packed_leaf)
+    owners = [owner_index(path, leaf, update_leaves) for path, leaf in state_leaves]
     cut = []
     for place, (_, update) in enumerate(update_leaves):
         own = [leaf for owner, (_, leaf) in zip(owners, state_leaves, strict=True) if owner == place]
         is_divisible = is_float_leaf(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
         cut.append(is_divisible and any(map(is_packed_leaf, own)))
     return Chunks(count, tuple(cut), tuple(owners)) if any(cut) else None
-
-
-def _owner_index(path: tuple[str, ...], leaf: Any, update_leaves: list[tuple[tuple[str, ...], Any]]) -> int | None:
-    """The index of the leaf of the updates for a leaf of the state; of several, the one with the longest path."""
-    fitting = [
-        (len(name), place)
-        for place, (name, update) in enumerate(update_leaves)
-        if path[len(path) - len(name) :] == name and getattr(leaf, "shape", ()) == tuple(update.shape)
-    ]
-    return max(fitting)[1] if fitting else None
 
 
 def _is_divisible(leaf: Any, count: int) -> bool:

@@ -320,6 +320,19 @@ def is_float_leaf(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def owner_index(path: tuple[Any, ...], leaf: Any, owners: list[tuple[Any, Any]]) -> int | None:
+    """The index of the owner of a leaf of a state, among leaves with their paths; None if it has none.
+
+    An owner has the shape of the leaf, and a path with which that of the leaf ends; of several, the longest.
+    """
+    fitting = [
+        (len(name), place)
+        for place, (name, owner) in enumerate(owners)
+        if path[len(path) - len(name) :] == name and tuple(getattr(leaf, "shape", ())) == tuple(owner.shape)
+    ]
+    return max(fitting)[1] if fitting else None
+
+
 def path_text(path: tuple[Any, ...]) -> str:
     """A path of a pytree as text with dots: ``0.mu.layer.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -27,6 +27,7 @@ from jchop.optim._leaves import (
     is_float_leaf,
     make_transformation,
     map_with_keys,
+    owner_index,
     select_tree,
     sound_on_all_ranks,
     split_key,
@@ -315,19 +316,18 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> state.inner_state[0].mu["w"].qvalue.sharding.spec[0]
         'a'
     """
-    param_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+    param_leaves = jax.tree_util.tree_leaves_with_path(params)
     if not param_leaves:
         raise ValueError("params hold no array, so there is no sharding to follow")
     for path, leaf in param_leaves:
-        if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
-            raise ValueError(f"params{''.join(path)} has the sharding {getattr(leaf, 'sharding', None)}, which must be "
-                             "a NamedSharding")  # fmt: skip
+        if not isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{name} has the sharding {sharding}, which must be a NamedSharding")
     default = NamedSharding(param_leaves[0][1].sharding.mesh, P())
 
     def place_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        keys = tuple(map(str, path))
-        owners = (p for name, p in param_leaves if _path_ends_with(keys, name) and tuple(leaf.shape) == tuple(p.shape))
-        return next((owner.sharding for owner in owners), default)
+        owner = owner_index(path, leaf, param_leaves)
+        return default if owner is None else param_leaves[owner][1].sharding
 
     def of_state(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedState):
@@ -347,10 +347,6 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
 def _part_sharding(sharding: NamedSharding, part: Any) -> NamedSharding:
     return fit_sharding(sharding, part.shape)
-
-
-def _path_ends_with(path: tuple[str, ...], name: tuple[str, ...]) -> bool:
-    return path[len(path) - len(name) :] == name
 
 
 def offload_state(

@@ -38,9 +38,7 @@ from typing import Any
 
 from jchop._common.checks import check_choice
 from jchop.compat.pychop import math_func, ptq
-from jchop.compat.pychop._integers import Chopi
-from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS
-from jchop.compat.pychop._quantizers import Chop, Chopf, Customs, FaultChop, float_params
+from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, Chop, Chopf, Chopi, Customs, FaultChop, float_params
 
 #: The prefixes of names of layers.
 LAYERS = tuple(QUANTIZER_WORDS)

@@ -19,7 +19,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
 
 from jchop._spec.spec import Spec  # noqa: E402
 from jchop.compat._arrays import apply_to_arrays, dtype_name, round_first  # noqa: E402
-from jchop.compat.pychop._integers import Chopi  # noqa: E402
+from jchop.compat.pychop._quantizers import Chopi  # noqa: E402
 
 _PTQ_METHODS = ("minmax", "percentile", "kl_divergence", "mse")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

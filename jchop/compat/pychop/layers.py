@@ -32,9 +32,14 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from jchop.compat._arrays import round_first  # noqa: E402
-from jchop.compat.pychop._integers import Chopi  # noqa: E402
-from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS, class_lookup  # noqa: E402
-from jchop.compat.pychop._quantizers import Chop, Chopf, PychopQuantizer  # noqa: E402
+from jchop.compat.pychop._quantizers import (  # noqa: E402  # noqa: E402
+    QUANTIZER_WORDS,
+    Chop,
+    Chopf,
+    Chopi,
+    PychopQuantizer,
+    class_lookup,
+)
 from jchop.compat.pychop.ptq import (  # noqa: E402
     dynamic_post_quantization,
     mixed_post_quantization,

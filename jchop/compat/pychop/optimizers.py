@@ -14,7 +14,7 @@ require_extra("jchop.compat.pychop.optimizers", "torch", ("torch",))
 
 import torch  # noqa: E402
 
-from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS, class_lookup  # noqa: E402
+from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, class_lookup  # noqa: E402
 
 _TORCH_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")} | {
     "RMSProp": "RMSprop"
