@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jchop._round.arguments import has_tracer
 from jchop.optim._arguments import (
     ABOVE_ONE,
     ABOVE_ZERO,
@@ -15,7 +16,6 @@ from jchop.optim._arguments import (
     as_transformation,
     check_count,
     check_number,
-    is_tracer,
 )
 from jchop.optim._leaves import (
     all_finite,
@@ -172,7 +172,7 @@ def dynamic_loss_scale(
     limits = {"smallest": smallest, "initial": initial, "largest": largest}
     for name, value in limits.items():
         check_number(name, value, NORMAL_FLOAT32)
-    if not any(map(is_tracer, limits.values())) and not smallest <= initial <= largest:
+    if not has_tracer(limits) and not smallest <= initial <= largest:
         raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} and largest={largest!r}")
     check_number("factor", factor, ABOVE_ONE)
     inner = as_transformation(inner)
