@@ -72,7 +72,8 @@ def _packed(
             bound.apply_defaults()
             packing = {p.name: bound.arguments.pop(p.name) for p in own}
             for name, value in bound.arguments.items():
-                if name in _HYPERPARAMETER_RANGES:
+                left_out = value is None and signature.parameters[name].default is None
+                if name in _HYPERPARAMETER_RANGES and not left_out:
                     check_number(name, value, _HYPERPARAMETER_RANGES[name], schedule=name in _SCHEDULES)
             return quantize_state(optimizer(*bound.args, **bound.kwargs), rules, **packing)
 
