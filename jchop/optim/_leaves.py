@@ -338,19 +338,14 @@ def path_text(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def find_states(state: Any, kind: type) -> list[Any]:
-    """Every state of a kind within the state of a chain or wrapper, the outer ones first."""
-    states = [leaf for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(leaf, kind)]
-    return states
-
-
 def only_state(state: Any, kind: type, name: str) -> Any:
     """The one state of a kind.
 
     Raises:
         ValueError: if there is none, or several; `name` is the name of their transformation.
     """
-    states = find_states(state, kind)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:
         raise ValueError(f"state holds {len(states)} states of jchop.optim.{name}; there must be one")
     return states[0]

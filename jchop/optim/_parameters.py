@@ -210,15 +210,18 @@ def sparse_params(
         axis_indexes("axis", axes[0] if len(axes) == 1 else axes, jnp.shape(p))
         return True
 
+    def mask_shapes(params: Any) -> Any:
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if is_prunable(p) else (), bool), params)
+
     def init(params: Any) -> SparseState:
-        masks = jax.tree.map(lambda p: jnp.ones(jnp.shape(p) if is_prunable(p) else (), bool), params)
+        masks = jax.tree.map(jnp.ones_like, mask_shapes(params))
         dense = None
         if every is not None:
             dense = jax.tree.map(lambda p: jnp.array(p, sum_dtype(p)) if is_prunable(p) else jnp.zeros([]), params)
         return SparseState(jnp.zeros([], jnp.int32), masks, dense)
 
     def update(updates: Any, state: SparseState, params: Any) -> tuple[Any, SparseState]:
-        require_shapes("params", _mask_shapes(params, is_prunable), "the masks", state.masks)
+        require_shapes("params", mask_shapes(params), "the masks", state.masks)
         steps = jnp.asarray(optax.safe_increment(state.steps))
         due = steps == start + 1 if every is None else (steps > start) & ((steps - start - 1) % every == 0)
 
@@ -243,11 +246,6 @@ def sparse_params(
         return outputs, SparseState(steps, masks, None if state.dense is None else dense)
 
     return make_link(init, update, needs_params=True)
-
-
-def _mask_shapes(params: Any, is_prunable: Any) -> Any:
-    """What has the shapes of the masks of parameters."""
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if is_prunable(p) else (), bool), params)
 
 
 # -- packed parameters -------------------------------------------------------------------------------------------------

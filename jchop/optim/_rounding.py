@@ -380,7 +380,7 @@ def low_precision(
         _, pairs = map_with_keys(advance, keys[1], base, inner_updates, params)
         masters, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
         if to_momentum is not None:
-            inner_state = _round_moments(inner, keys[2], inner_state, params, to_momentum)
+            inner_state = _round_moments(inner, keys[2], inner_state, to_momentum)
         new_accumulator = None if state.accumulator is None else masters
         return jax.tree.map(update_to_target, params, targets), LowPrecisionState(inner_state, new_accumulator, keys[3])
 
@@ -397,26 +397,12 @@ def _master_as_param(key: Array | None, master: Array, p: Any, spec: Spec) -> Ar
     return rounded_sum_like(key, jnp.zeros_like(p), master, spec)
 
 
-def _round_moments(inner: Any, key: Array | None, state: Any, params: Any, spec: Spec) -> Any:
+def _round_moments(inner: Any, key: Array | None, state: Any, spec: Spec) -> Any:
     """The state of `inner` with every float array that mirrors a parameter rounded."""
-    with_markers = optax.tree_map_params(
-        inner, lambda leaf: _Moment(leaf), state, is_leaf=None, transform_non_params=lambda leaf: leaf
-    )
-    _, moments = map_with_keys(
-        lambda key, leaf: leaf if not isinstance(leaf, _Moment) else _round_moment(key, leaf.value, spec),
+    mirrors = optax.tree_map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+    return map_with_keys(
+        lambda key, leaf, is_moment: round_leaf(key, leaf, spec) if is_moment and is_float_leaf(leaf) else leaf,
         key,
-        with_markers,
-        is_leaf=lambda leaf: isinstance(leaf, _Moment),
-    )
-    return moments
-
-
-class _Moment:
-    """Marks an array of a state that mirrors a parameter; a leaf of a pytree."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _round_moment(key: Array | None, value: Any, spec: Spec) -> Any:
-    return round_leaf(key, value, spec) if is_float_leaf(value) else value
+        state,
+        mirrors,
+    )[1]
