@@ -21,20 +21,22 @@ from jchop._spec.spec import Spec
 from jchop.optim._arguments import as_transformation, check_static_size
 from jchop.optim._chunks import Chunks, loop_over_chunks, merge_leaves, plan_chunks
 from jchop.optim._leaves import (
-    all_hold,
-    finite_leaves,
     first_state_key,
     is_float_leaf,
     make_transformation,
     map_with_keys,
     owner_index,
+    split_key,
+)
+from jchop.optim._nonfinite import (
+    all_hold,
+    count_skips,
+    finite_leaves,
     select_tree,
     sound_on_all_ranks,
-    split_key,
     stays_finite,
     zeros_unless,
 )
-from jchop.optim._nonfinite import count_skips
 from jchop.optim._pack import (
     QuantizedState,
     as_state_rules,

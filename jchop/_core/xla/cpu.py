@@ -107,12 +107,12 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/scales.py`, "
-        "`optim/_leaves.py`), or each number is asked (`math/_sums.py`).",
+        "`optim/_nonfinite.py`), or each number is asked (`math/_sums.py`).",
     ),
     Quirk(
         "selected_float8_changes_nan",
         "`where` of float8 converts to float16 and back: a NaN loses its sign and its payload.",
-        "Codes are selected as integers (`_select_leaf` in `optim/_leaves.py`).",
+        "Codes are selected as integers (`_select_leaf` in `optim/_nonfinite.py`).",
     ),
     Quirk(
         "signalling_nan_becomes_quiet",
