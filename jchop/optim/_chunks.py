@@ -74,10 +74,8 @@ class Chunks:
     def _part(self, leaf: Any, i: Array) -> Any:
         if isinstance(leaf, QArray):
             return replace(jax.tree.map(lambda x: self._part(x, i), leaf), length=_chunk_length(leaf, self.count))
-        return _words_as_floats(
-            lax.dynamic_index_in_dim(_fold_into_chunks(_short_floats_as_words(leaf), self.count), i, 0, keepdims=False),
-            leaf.dtype,
-        )
+        chunks = _short_floats_as_words(leaf).reshape(self.count, leaf.shape[0] // self.count, *leaf.shape[1:])
+        return _words_as_floats(lax.dynamic_index_in_dim(chunks, i, 0, keepdims=False), leaf.dtype)
 
     def start(self, leaf: Any, i: Array) -> Array:
         """The index of the first element of chunk i in a leaf of the state."""
@@ -144,10 +142,6 @@ def _short_floats_as_words(x: Array) -> Array:
 def _words_as_floats(x: Array, dtype: Any) -> Array:
     """The inverse of `_short_floats_as_words`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
-
-
-def _fold_into_chunks(x: Array, count: int) -> Array:
-    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------

@@ -391,16 +391,11 @@ def state_report(state: Any) -> StateReport:
     return StateReport(tuple(_state_row(path_text(path), leaf) for path, leaf in leaves))
 
 
-class _StateView(NamedTuple):
-    """The parts of a `QuantizedState` in a report."""
-
-    inner_state: Any
-    key: Any
-    skipped: Any
-
-
 def _state_view(x: Any) -> Any:
-    return _StateView(x.inner_state, x.key, x.skipped) if isinstance(x, QuantizedState) else x
+    """The parts of a `QuantizedState` in a report."""
+    if not isinstance(x, QuantizedState):
+        return x
+    return {"inner_state": x.inner_state, "key": x.key, "skipped": x.skipped}
 
 
 def _state_row(path: str, leaf: Any) -> StateRow:
