@@ -124,11 +124,12 @@ def psum(
     """
     check_int("bucket", bucket, 0)
     wire, key = check_collective(axis_name, spec, key, x, algorithm, accumulate)
+    backward = None if types_track_axes(wire.axes) else _sum_pieces
     with jax_default_settings():
         return map_buckets(
             x,
             key,
-            lambda v, k: _sum_everywhere(wire, vary_over(v, wire.axes), k),
+            lambda v, k: _move_linearly(_sum_pieces, backward, wire, vary_over(v, wire.axes), k),
             bucket if quantizes_vectors(wire.spec) else None,
         )
 
@@ -456,50 +457,7 @@ def _check_perm(perm: Any, count: int) -> tuple[tuple[int, int], ...]:
     return pairs
 
 
-# -- sums on every rank -----------------------------------------------------------------------------------------------
-
-
-def _sum_pieces(wire: Wire, x: Array, key: Array | None) -> Array:
-    cut = plan_piece_cut(x.shape or (1,), wire.spec, wire.axes.size)
-    piece_sum = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
-    return cut.join(gather_numbers(wire, piece_sum, key, x.dtype, to="invarying")).reshape(x.shape)
-
-
-_sum_everywhere = CustomJvp(_sum_pieces, nondiff_argnums=(0,))
-
-
-@_sum_everywhere.defjvp
-def _sum_jvp(wire: Wire, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    x, key = primals
-    backward_wire = None if types_track_axes(wire.axes) else _cotangent_wire(wire)
-    pull_back = None if backward_wire is None else partial(_sum_everywhere, backward_wire)
-    return _sum_everywhere(wire, x, key), _move_tangent(
-        lambda t: lax.psum(t, wire.axes.name), pull_back, tangents[0], key
-    )
-
-
-def _move_tangent(
-    forward: Callable[..., Array], backward: Callable[..., Array] | None, tangent: Array, key: Array | None
-) -> Array:
-    """A tangent moved as floats by a linear function; its cotangent in codes, if there is another way back for it."""
-    if backward is None:
-        return forward(tangent)
-    keys = [] if key is None else [fold_in_numbers(key, Phase.BACKWARD)]
-
-    def pull_back(cotangent: Array, *keys: Array) -> Array:
-        with jax_default_settings():
-            return backward(cotangent, *(keys or [None]))
-
-    return linear_with_transpose(lambda tangent, *keys: forward(tangent), pull_back, tangent, *keys)
-
-
-def _cotangent_wire(wire: Wire) -> Wire | None:
-    """The collective of cotangents; None if they move as floats."""
-    spec = wire.spec.gradient.round
-    return None if spec is None else replace(wire, spec=spec)
-
-
-# -- the other collectives, and their derivatives ----------------------------------------------------------------------
+# -- a collective and its derivative -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -511,11 +469,13 @@ class _FloatWire:
 
 _AnyWire = Wire | _FloatWire
 _MoveFunction = Callable[[Any, Array, Any], Array]
-#: How an array moves, and how its cotangent does.
-_Moves = tuple[_MoveFunction, _MoveFunction]
+#: How an array moves, and how its cotangent does; None if that moves as a float in any case.
+_Moves = tuple[_MoveFunction, _MoveFunction | None]
 
 
-def _move_codes(forward: _MoveFunction, backward: _MoveFunction, wire: Wire, x: Array, key: Array | None) -> Array:
+def _move_codes(
+    forward: _MoveFunction, backward: _MoveFunction | None, wire: Wire, x: Array, key: Array | None
+) -> Array:
     """`x` moved by `forward`, in codes; cotangents move by `backward`. Arrays without elements move as they are."""
     return forward(wire if x.size else _FloatWire(wire.axes), x, key)
 
@@ -525,13 +485,25 @@ _move_linearly = CustomJvp(_move_codes, nondiff_argnums=(0, 1, 2))
 
 @_move_linearly.defjvp
 def _move_jvp(
-    forward: _MoveFunction, backward: _MoveFunction, wire: Wire, primals: Any, tangents: Any
+    forward: _MoveFunction, backward: _MoveFunction | None, wire: Wire, primals: Any, tangents: Any
 ) -> tuple[Array, Array]:
+    """A tangent moves as floats; its cotangent in codes, if there is a spec and another way back for it."""
     x, key = primals
-    backward_wire = _cotangent_wire(wire) if x.size else None
-    pull_back = None if backward_wire is None else lambda g, key: backward(backward_wire, vary_over(g, wire.axes), key)
-    tangent = _move_tangent(lambda t: forward(_FloatWire(wire.axes), t, None), pull_back, tangents[0], key)
-    return _move_linearly(forward, backward, wire, x, key), tangent
+    result, spec = _move_linearly(forward, backward, wire, x, key), wire.spec.gradient.round
+
+    def move(tangent: Array, *_: Array) -> Array:
+        return forward(_FloatWire(wire.axes), tangent, None)
+
+    if spec is None or backward is None or not x.size:
+        return result, move(tangents[0])
+
+    def pull_back(cotangent: Array, *keys: Array) -> Array:
+        with jax_default_settings():
+            cotangent = vary_over(cotangent, wire.axes)
+            return _move_linearly(backward, forward, replace(wire, spec=spec), cotangent, *(keys or [None]))
+
+    keys = [] if key is None else [fold_in_numbers(key, Phase.BACKWARD)]
+    return result, linear_with_transpose(move, pull_back, tangents[0], *keys)
 
 
 def _move_tree(wire: Wire, x: Any, key: Array | None, moves: Callable[[Array], _Moves]) -> Any:
@@ -552,6 +524,14 @@ def _split_pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:
 def _join_pieces(pieces: Array, axis: int, tiled: bool) -> Array:
     """Pieces joined along an axis."""
     return join_axis(pieces, axis) if tiled else jnp.moveaxis(pieces, 0, axis)
+
+
+def _sum_pieces(wire: _AnyWire, x: Array, key: Any) -> Array:
+    if isinstance(wire, _FloatWire):
+        return lax.psum(x, wire.axes.name)
+    cut = plan_piece_cut(x.shape or (1,), wire.spec, wire.axes.size)
+    piece_sum = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
+    return cut.join(gather_numbers(wire, piece_sum, key, x.dtype, to="invarying")).reshape(x.shape)
 
 
 def _scatter_piece(axis: int, tiled: bool, shape: tuple[int, ...], wire: _AnyWire, x: Array, key: Any) -> Array:
