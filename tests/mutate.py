@@ -120,7 +120,7 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "pass",
     ),
     "`low_precision`: accumulator and weight draw the same bits": (
-        "jchop/optim/_low_precision.py",
+        "jchop/optim/_rounding.py",
         "_master_as_param(second, master, p, to_weight)",
         "_master_as_param(first, master, p, to_weight)",
     ),
@@ -135,22 +135,22 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "(1 - source.decay) * current + source.decay * own_range",
     ),
     "`average_params` divides by all steps, not by those that it averages": (
-        "jchop/optim/_average.py",
+        "jchop/optim/_parameters.py",
         "/ count.astype(average.dtype)",
         "/ steps.astype(average.dtype)",
     ),
     "`compensate` forgets the earlier error": (
-        "jchop/optim/_compensation.py",
+        "jchop/optim/_rounding.py",
         "change = u.astype(wide) + error.astype(wide)",
         "change = u.astype(wide)",
     ),
     "`psum_with_feedback`: the error of a sum is never reset": (
-        "jchop/distributed/_feedback.py",
+        "jchop/distributed/_training.py",
         "new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)",
         "new_sum_error = piece_sum",
     ),
     "the ring of `psum` draws the same bits in every turn": (
-        "jchop/distributed/_reduce.py",
+        "jchop/distributed/_messages.py",
         "sum_key = fold_in_numbers(key, Phase.SUM, step, axes.rank)",
         "sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)",
     ),

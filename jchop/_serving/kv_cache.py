@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -17,16 +17,123 @@ from jax import export, lax
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_int
+from jchop._quantized.products.rule import check_cache_spec
 from jchop._round.arguments import has_tracer
-from jchop._serving.kv_rows import KV_NDIM, NO_TOKEN, KVRows, kv_rows_spec, masked_numbers
-from jchop._serving.pages import NO_PAGE, assign_pages
-from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat, ScaledFormat
+from jchop._spec.spec import AnySpec, Spec, as_spec, parse
+from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._axis_groupings import axes_from_end
 
 Array = jax.Array
-_KVSpec = Spec | ElementFormat | ScaledFormat | str | None
+_KVSpec = AnySpec | None
 
-__all__ = ["KVCache", "attention_mask"]
+#: The entry of a table for a page that a sequence has not.
+NO_PAGE = -1
+#: Rows of slots, slots, heads, head_dim.
+KV_NDIM = 4
+#: The position of a slot without a token.
+NO_TOKEN = -1
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("words",), meta_fields=("spec", "size", "dtype"))
+@dataclass(frozen=True, eq=False)
+class KVRows:
+    """Keys or values in rows of slots: for each slot those of one token.
+
+    Args:
+        words: the leaves of a QArray, or the numbers, each in the shape (rows, slots, heads, ...). Floats of fewer than
+            32 bits are there as integers of the same bits, as XLA's CPU backend would convert all of them in every
+            write (`short_floats_converted_whole`).
+        spec: the spec of the QArray; None for numbers.
+        size: head_dim.
+        dtype: of the numbers.
+    """
+
+    words: tuple[Array, ...]
+    spec: Spec | None
+    size: int
+    dtype: np.dtype
+
+    @staticmethod
+    def empty(shape: Sequence[int], spec: Spec | None, dtype: Any) -> KVRows:
+        """Zeros: no tokens yet."""
+        leaves = jax.eval_shape(partial(_quantize_kv_rows, spec=spec), jax.ShapeDtypeStruct(tuple(shape), dtype))
+        words = tuple(jnp.zeros(leaf.shape, _kv_word_dtype(leaf.dtype)) for leaf in jax.tree.leaves(leaves))
+        return KVRows(words, spec, shape[-1], np.dtype(dtype))
+
+    def part(self, take: Callable[[Array], Array]) -> KVRows:
+        """Some of the slots; `take` gives them of any leaf."""
+        return replace(self, words=tuple(map(take, self.words)))
+
+    def heads_first(self) -> KVRows:
+        """With the axis of heads before that of slots."""
+        return self.part(lambda word: jnp.swapaxes(word, 1, 2))
+
+    def write(self, new: Array, row: Array, slot: Array) -> KVRows:
+        """With new tokens in their slots; those whose row does not exist are not written."""
+        leaves = jax.tree.leaves(_quantize_kv_rows(new.astype(self.dtype), self.spec))
+        words = (
+            old.at[row, slot].set(lax.bitcast_convert_type(leaf, old.dtype), mode="drop")
+            for old, leaf in zip(self.words, leaves, strict=True)
+        )
+        return replace(self, words=tuple(words))
+
+    def tokens(self) -> QArray | Array:
+        """The tokens as a QArray or an array."""
+        tree, dtypes = _kv_rows_structure(self.spec, self.size, self.dtype)
+        leaves = (lax.bitcast_convert_type(word, dtype) for word, dtype in zip(self.words, dtypes, strict=True))
+        return jax.tree.unflatten(tree, leaves)
+
+    def numbers(self) -> Array:
+        """The tokens as numbers."""
+        tokens = self.tokens()
+        return dequantize(tokens) if isinstance(tokens, QArray) else tokens
+
+
+def masked_numbers(rows: KVRows, positions: Array) -> Array:
+    """Keys or values as numbers, 0 in slots without a token: another sequence's NaN times a weight of 0 is NaN.
+
+    Args:
+        rows: the keys or values.
+        positions: those of their tokens, in the shape of `rows` without head_dim; the axis of heads may have length 1.
+    """
+    return jnp.where((positions != NO_TOKEN)[..., None], rows.numbers(), jnp.zeros((), rows.dtype))
+
+
+def kv_rows_spec(name: str, spec: Any) -> Spec | None:
+    """The spec of keys or values, with axes counted from the end; None stores the numbers as they are.
+
+    Raises:
+        TypeError, ValueError: for a spec that rounds tokens or heads together, or draws random bits.
+    """
+    if spec is None:
+        return None
+    spec = as_spec(spec, name, scaled=True)
+    if spec.scaled is not None:
+        try:
+            spec = replace(spec, format=axes_from_end(spec.scaled, KV_NDIM))
+        except ValueError as error:
+            raise ValueError(f"{name}={str(spec)!r}: {error}") from None
+    check_cache_spec(name, spec)
+    return spec
+
+
+def _quantize_kv_rows(x: Array, spec: Spec | None) -> QArray | Array:
+    return x if spec is None else quantize(x, spec)
+
+
+@lru_cache(maxsize=64)
+def _kv_rows_structure(spec: Spec | None, size: int, dtype: np.dtype) -> tuple[Any, tuple[np.dtype, ...]]:
+    """The structure of stored tokens, and the dtypes of its leaves."""
+    token = jax.eval_shape(
+        partial(_quantize_kv_rows, spec=spec), jax.ShapeDtypeStruct((1,) * (KV_NDIM - 1) + (size,), dtype)
+    )
+    leaves, tree = jax.tree.flatten(token)
+    return tree, tuple(leaf.dtype for leaf in leaves)
+
+
+def _kv_word_dtype(dtype: Any) -> np.dtype:
+    short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(f"u{dtype.itemsize}") if short else np.dtype(dtype)
 
 
 @partial(
@@ -253,7 +360,7 @@ class KVCache:
             fits = is_token & (position < capacity)
             if table is not None:
                 page = position // slots
-                table = assign_pages(table, rows, page, fits, min(table.size, position.size))
+                table = _assign_pages(table, rows, page, fits, min(table.size, position.size))
                 row = jnp.take_along_axis(table, jnp.where(fits, page, 0), axis=1)
                 slot, fits = position % slots, fits & (row != NO_PAGE)
             overflow = is_token & ~fits
@@ -307,9 +414,7 @@ class KVCache:
             >>> cache.lengths.tolist(), cache.positions[0].tolist()
             ([4, 6], [0, 1, 2, 3, -1, -1, -1, -1])
         """
-        limit = lengths if isinstance(lengths, Array) else jnp.asarray(np.asarray(lengths))
-        if not jnp.issubdtype(limit.dtype, jnp.integer):
-            raise TypeError(f"lengths have the dtype {limit.dtype}; they must be integers")
+        limit = _as_integers("lengths", lengths)
         if limit.shape not in ((), self.lengths.shape):
             raise ValueError(f"lengths have the shape {limit.shape}; it must be () or {self.lengths.shape}")
         if not has_tracer(limit) and (np.asarray(limit) < 0).any():
@@ -347,9 +452,7 @@ class KVCache:
             >>> cache.truncate([0, 1, 2]).take([2, 2, 1]).lengths.tolist()
             [2, 2, 1]
         """
-        index = sequences if isinstance(sequences, Array) else jnp.asarray(np.asarray(sequences))
-        if not jnp.issubdtype(index.dtype, jnp.integer):
-            raise TypeError(f"sequences have the dtype {index.dtype}; they must be integers")
+        index = _as_integers("sequences", sequences)
         if index.ndim != 1:
             raise ValueError(f"sequences have the shape {index.shape}; it must be (sequences,)")
         last_sequence = self.lengths.shape[0] - 1
@@ -362,7 +465,7 @@ class KVCache:
         is_first_copy = jnp.argmax(index[:, None] == index, axis=1) == jnp.arange(index.size)
         table, has_page = jnp.where(is_first_copy[:, None], source_pages, NO_PAGE), source_pages != NO_PAGE
         page = jnp.broadcast_to(jnp.arange(table.shape[1]), table.shape)
-        table = assign_pages(table, rows, page, has_page, table.size)
+        table = _assign_pages(table, rows, page, has_page, table.size)
         page_rows = jnp.where(table == NO_PAGE, rows, table)
         source_page = jnp.full(rows, NO_PAGE).at[page_rows].set(source_pages, mode="drop")
         take_rows = partial(jnp.take, indices=jnp.maximum(source_page, 0), axis=0)
@@ -406,9 +509,7 @@ class KVCache:
         return lacks_tokens | attention_mask(query, _eviction_mark(self.slot_positions), True, window).any(axis=2)
 
     def _as_positions(self, positions: Any, tokens: int | None) -> Array:
-        array = positions if isinstance(positions, Array) else jnp.asarray(np.asarray(positions))
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"positions have the dtype {array.dtype}; they must be integers")
+        array = _as_integers("positions", positions)
         batch = self.lengths.shape[0]
         count = array.shape[-1] if tokens is None and array.ndim else tokens
         if array.shape not in ((count,), (batch, count)):
@@ -435,6 +536,13 @@ class KVCache:
         facts += [] if self.window is None else [f"window={self.window}"]
         shape = getattr(self.slot_positions, "shape", None)  # none, if something else stands for the leaves
         return f"KVCache({layout}, slots={shape}, {', '.join(facts)}, dtype={self.dtype.name})"
+
+
+def _as_integers(name: str, values: Any) -> Array:
+    array = values if isinstance(values, Array) else jnp.asarray(np.asarray(values))
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} have the dtype {array.dtype}; they must be integers")
+    return array
 
 
 def attention_mask(query: Array, slots: Array, is_causal: bool, window: int | None) -> Array:
@@ -479,21 +587,55 @@ def _empty_cache(
     )
 
 
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def _assign_pages(table: Array, pages: int, page: Array, is_token: Array, max_new_pages: int) -> Array:
+    """A table in which tokens have their pages, taken from the free ones in the order of sequences.
+
+    Args:
+        table: the pages of each sequence in the order of its tokens, shape (batch, pages of a sequence).
+        pages: number of pages in all.
+        page: which page of its sequence each token is on, shape (batch, tokens).
+        is_token: the tokens that are stored; in shape of `page`.
+        max_new_pages: number of pages that are new at most, for static shapes.
+
+    Returns:
+        The table; an entry stays `NO_PAGE` if no page is free.
+    """
+    batch, columns = table.shape
+    sequence = jnp.arange(batch)[:, None]
+    needs_page = jnp.zeros(table.shape, bool).at[sequence, jnp.where(is_token, page, columns)].set(True, mode="drop")
+    missing = needs_page & (table == NO_PAGE)
+    used = jnp.zeros(pages, bool).at[jnp.where(table == NO_PAGE, pages, table)].set(True, mode="drop")
+    (free,) = jnp.nonzero(~used, size=min(max_new_pages, pages), fill_value=NO_PAGE)
+    free_index = jnp.cumsum(missing.ravel()).reshape(missing.shape) - 1
+    new_pages = free.astype(table.dtype).at[free_index].get(mode="fill", fill_value=NO_PAGE)
+    return jnp.where(missing, new_pages, table)
+
+
 # -- jax.export --------------------------------------------------------------------------------------------------------
 
 
-def _kv_cache_to_bytes(static: tuple[int | None]) -> bytes:
-    return json.dumps(static).encode()
+def _kv_rows_to_bytes(static: tuple[Spec | None, int, np.dtype]) -> bytes:
+    spec, size, dtype = static
+    return json.dumps([None if spec is None else str(spec), size, np.dtype(dtype).name]).encode()
 
 
-def _kv_cache_from_bytes(data: bytes) -> tuple[int | None]:
-    (window,) = json.loads(data)
-    return (window,)
+def _kv_rows_from_bytes(data: bytes) -> tuple[Spec | None, int, np.dtype]:
+    text, size, dtype = json.loads(data)
+    return None if text is None else parse(text), size, jnp.dtype(dtype)
 
 
 export.register_pytree_node_serialization(
+    KVRows,
+    serialized_name="jchop.KVCache.Rows",
+    serialize_auxdata=_kv_rows_to_bytes,
+    deserialize_auxdata=_kv_rows_from_bytes,
+)
+export.register_pytree_node_serialization(
     KVCache,
     serialized_name="jchop.KVCache",
-    serialize_auxdata=_kv_cache_to_bytes,
-    deserialize_auxdata=_kv_cache_from_bytes,
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
 )

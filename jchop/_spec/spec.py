@@ -24,7 +24,7 @@ from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, Scaled
 from jchop.formats._facts import format_facts
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
-__all__ = ["Gradient", "Spec", "as_spec", "parse"]
+__all__ = ["AnySpec", "Gradient", "Spec", "as_spec", "parse"]
 
 
 @dataclass(frozen=True)
@@ -278,6 +278,10 @@ _GRADIENT_CHOICES = (
     "'straight_through', 'clipped', a Gradient, or a Spec, format or text that the cotangent is rounded to "
     "('[e4m3:up]', 'clipped+[e4m3:up]')"
 )
+
+
+#: What `as_spec` takes if scaled formats are allowed.
+AnySpec = Spec | ElementFormat | ScaledFormat | str
 
 
 def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> Spec:

@@ -14,8 +14,6 @@ from jchop._common.checks import as_numpy, check_int
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 
-__all__ = ["SeedCounter", "apply_to_arrays", "as_numbers", "is_torch", "round_any_array"]
-
 
 def is_torch(x: object) -> TypeGuard[Any]:
     """Whether `x` is a tensor of torch, without importing torch."""
@@ -101,3 +99,12 @@ def apply_to_arrays(function: Callable[..., Any], *operands: Any) -> Any:
 
     arrays = (as_jax(operand, copy=True) if is_torch(operand) else operand for operand in operands)
     return jax.tree.map(as_tensor, function(*arrays))
+
+
+def round_first(function: Callable[[Any], Any], output: Any) -> Any:
+    """The output of a layer of torch, rounded by `function`; of several, as of recurrent layers, the first."""
+    if not isinstance(output, tuple):
+        return function(output)
+    first = round_first(function, output[0])
+    fields = getattr(output, "_fields", None)  # sequences of several lengths are a named tuple that begins with data
+    return (first, *output[1:]) if fields is None else output._replace(**{fields[0]: first})  # type: ignore[attr-defined]

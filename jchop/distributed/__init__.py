@@ -1,12 +1,9 @@
 """Collectives that move codes: quantized sums, gathers and exchanges between devices and processes."""
 
-from jchop.distributed._algorithms import Hierarchical, hierarchical
-from jchop.distributed._collectives import all_gather, all_to_all, ppermute, psum, psum_scatter
-from jchop.distributed._diloco import DilocoState, diloco
-from jchop.distributed._feedback import FeedbackState, psum_with_feedback
-from jchop.distributed._quantize_parts import quantize_parts
-from jchop.distributed._sharded_psum import sharded_psum
-from jchop.distributed._unshard import unshard
+from jchop.distributed._collectives import all_gather, all_to_all, ppermute, psum, psum_scatter, sharded_psum
+from jchop.distributed._messages import Hierarchical, hierarchical
+from jchop.distributed._parts import quantize_parts, unshard
+from jchop.distributed._training import DilocoState, FeedbackState, diloco, psum_with_feedback
 
 __all__ = [
     "DilocoState",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,7 @@ class RankAxes:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        return math.prod(self.sizes)
 
     @property
     def name(self) -> Any:

@@ -1,38 +1,65 @@
-"""The collectives: `psum`, `psum_scatter`, `all_gather`, `all_to_all`, `ppermute`, with codes on the wire."""
+"""The collectives: `psum`, `psum_scatter`, `all_gather`, `all_to_all`, `ppermute`, with codes on the wire.
+
+Each is a linear function of the numbers that arrive: codes move one way, and cotangents in codes or floats the other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jchop._common.bit_ops import varying_axes
 from jchop._common.checks import check_bool, check_int
+from jchop._common.gradients import CustomJvp, linear_with_transpose
 from jchop._common.settings import jax_default_settings
-from jchop._round.arguments import rounding_key
+from jchop._round.arguments import SpecLike, has_tracer, rounding_key
 from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import Spec, as_spec
-from jchop.distributed._algorithms import TWO_SHOT, Algorithm, stages_of
-from jchop.distributed._axes import AxisName, as_rank_axes, vary_over
-from jchop.distributed._buckets import map_buckets, map_leaves
-from jchop.distributed._differentiable import (
-    exchange_pieces,
-    gather_pieces,
-    move_linearly,
-    permute_array,
-    scatter_piece,
-    sum_everywhere,
+from jchop._spec.spec import AnySpec, as_spec
+from jchop.distributed._axes import (
+    AxisName,
+    RankAxes,
+    all_gather_over,
+    as_rank_axes,
+    ppermute_over,
+    psum_scatter_over,
+    types_track_axes,
+    vary_over,
 )
-from jchop.distributed._messages import sum_arithmetic
-from jchop.distributed._pieces import check_whole_groups, quantizes_vectors
-from jchop.distributed._reduce import Wire
-from jchop.formats import ElementFormat, ScaledFormat
+from jchop.distributed._messages import (
+    TWO_SHOT,
+    Algorithm,
+    Phase,
+    Wire,
+    exchange_numbers,
+    fold_in_numbers,
+    gather_numbers,
+    permute_numbers,
+    reduce_scatter,
+    stages_of,
+    sum_arithmetic,
+)
+from jchop.distributed._pieces import (
+    carrier_leaves,
+    check_whole_groups,
+    join_axis,
+    map_buckets,
+    map_leaves,
+    plan_piece_cut,
+    quantizes_vectors,
+    split_axis,
+)
 
 Array = jax.Array
-_WireSpec = Spec | ElementFormat | ScaledFormat | str
-_Accumulate = MatmulSpec | Spec | ElementFormat | str | None
+Accumulate = MatmulSpec | SpecLike | None
 
 #: Leaves with fewer elements share messages.
 BUCKET = 1 << 16
@@ -41,11 +68,11 @@ BUCKET = 1 << 16
 def psum(
     x: Any,
     axis_name: AxisName,
-    spec: _WireSpec,
+    spec: AnySpec,
     key: Array | None = None,
     *,
     algorithm: Algorithm = TWO_SHOT,
-    accumulate: _Accumulate = None,
+    accumulate: Accumulate = None,
     bucket: int = BUCKET,
 ) -> Any:
     """The sum of `x` over the ranks of mesh axes, with codes on the wire: a quantized all-reduce.
@@ -96,12 +123,13 @@ def psum(
         [1.0, 0.0, 0.0, 127.0]
     """
     check_int("bucket", bucket, 0)
-    wire, key = check_collective(axis_name, spec, key, algorithm, accumulate, x)
+    wire, key = check_collective(axis_name, spec, key, x, algorithm, accumulate)
+    backward = None if types_track_axes(wire.axes) else _sum_pieces
     with jax_default_settings():
         return map_buckets(
             x,
             key,
-            lambda v, k: sum_everywhere(wire, vary_over(v, wire.axes), k),
+            lambda v, k: _move_linearly(_sum_pieces, backward, wire, vary_over(v, wire.axes), k),
             bucket if quantizes_vectors(wire.spec) else None,
         )
 
@@ -109,13 +137,13 @@ def psum(
 def psum_scatter(
     x: Any,
     axis_name: AxisName,
-    spec: _WireSpec,
+    spec: AnySpec,
     key: Array | None = None,
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
     algorithm: Algorithm = TWO_SHOT,
-    accumulate: _Accumulate = None,
+    accumulate: Accumulate = None,
 ) -> Any:
     """The sum over ranks, of which each rank gets one piece: a quantized reduce-scatter.
 
@@ -147,26 +175,19 @@ def psum_scatter(
         >>> jax.vmap(lambda x: jc.distributed.psum_scatter(x, "i", "bfloat16", tiled=True), axis_name="i")(x).tolist()
         [[2.0, 3.0], [5.0, 9.0]]
     """
-    wire, key = check_collective(axis_name, spec, key, algorithm, accumulate, x)
+    wire, key = check_collective(axis_name, spec, key, x, algorithm, accumulate)
     check_bool("tiled", tiled)
 
-    def scatter_leaf(v: Array, k: Array | None) -> Array:
+    def moves(v: Array) -> _Moves:
         axis = _collective_axis("scatter_dimension", scatter_dimension, v.ndim)
         piece_shape = _check_piece_shape(wire, v.shape, axis, tiled, f"scatter_dimension={scatter_dimension}")
-        return move_linearly(
-            partial(scatter_piece, axis, tiled, piece_shape),
-            partial(gather_pieces, axis, tiled),
-            wire,
-            vary_over(v, wire.axes),
-            k,
-        )
+        return partial(_scatter_piece, axis, tiled, piece_shape), partial(_gather_pieces, axis, tiled)
 
-    with jax_default_settings():
-        return map_leaves(x, key, scatter_leaf)
+    return _move_tree(wire, x, key, moves)
 
 
 def all_gather(
-    x: Any, axis_name: AxisName, spec: _WireSpec, key: Array | None = None, *, axis: int = 0, tiled: bool = False
+    x: Any, axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, axis: int = 0, tiled: bool = False
 ) -> Any:
     """The arrays of all ranks, joined on every rank, with codes on the wire.
 
@@ -196,24 +217,22 @@ def all_gather(
         >>> jax.vmap(lambda x: jc.distributed.all_gather(x, "i", "e4m3", tiled=True), axis_name="i")(x)[0].tolist()
         [1.0, 2.25, 4.0, 8.0]
     """
-    wire, key = check_collective(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = check_collective(axis_name, spec, key, x)
     check_bool("tiled", tiled)
 
-    def gather_leaf(v: Array, k: Array | None) -> Array:
-        join_axis = _collective_axis("axis", axis, v.ndim + (not tiled))
+    def moves(v: Array) -> _Moves:
+        joined = _collective_axis("axis", axis, v.ndim + (not tiled))
         if tiled:
-            check_whole_groups(wire.spec, v.shape, join_axis, wire.axes.size, f"axis={axis}")
-        backward = partial(scatter_piece, join_axis, tiled, v.shape)
-        return move_linearly(partial(gather_pieces, join_axis, tiled), backward, wire, vary_over(v, wire.axes), k)
+            check_whole_groups(wire.spec, v.shape, joined, wire.axes.size, f"axis={axis}")
+        return partial(_gather_pieces, joined, tiled), partial(_scatter_piece, joined, tiled, v.shape)
 
-    with jax_default_settings():
-        return map_leaves(x, key, gather_leaf)
+    return _move_tree(wire, x, key, moves)
 
 
 def all_to_all(
     x: Any,
     axis_name: AxisName,
-    spec: _WireSpec,
+    spec: AnySpec,
     key: Array | None = None,
     *,
     split_axis: int = 0,
@@ -247,24 +266,20 @@ def all_to_all(
         >>> jax.vmap(lambda x: jc.distributed.all_to_all(x, "i", "e4m3"), axis_name="i")(x).tolist()
         [[1.0, 4.0], [2.25, 8.0]]
     """
-    wire, key = check_collective(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = check_collective(axis_name, spec, key, x)
     check_bool("tiled", tiled)
 
-    def exchange_leaf(v: Array, k: Array | None) -> Array:
-        split, concat = (
-            _collective_axis("split_axis", split_axis, v.ndim),
-            _collective_axis("concat_axis", concat_axis, v.ndim),
-        )
+    def moves(v: Array) -> _Moves:
+        split = _collective_axis("split_axis", split_axis, v.ndim)
+        concat = _collective_axis("concat_axis", concat_axis, v.ndim)
         _check_piece_shape(wire, v.shape, split, tiled, f"split_axis={split_axis}")
-        move, adjoint = partial(exchange_pieces, split, concat, tiled), partial(exchange_pieces, concat, split, tiled)
-        return move_linearly(move, adjoint, wire, vary_over(v, wire.axes), k)
+        return partial(_exchange_pieces, split, concat, tiled), partial(_exchange_pieces, concat, split, tiled)
 
-    with jax_default_settings():
-        return map_leaves(x, key, exchange_leaf)
+    return _move_tree(wire, x, key, moves)
 
 
 def ppermute(
-    x: Any, axis_name: AxisName, spec: _WireSpec, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
+    x: Any, axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
 ) -> Any:
     """The array of another rank, with codes on the wire; zeros on a rank that none sends to.
 
@@ -291,24 +306,106 @@ def ppermute(
         >>> jax.vmap(shift, axis_name="i")(x).tolist()
         [8.0, 1.0, 2.0]
     """
-    wire, key = check_collective(axis_name, spec, key, TWO_SHOT, None, x)
+    wire, key = check_collective(axis_name, spec, key, x)
     pairs = _check_perm(perm, wire.axes.size)
     inverse = tuple((target, source) for source, target in pairs)
 
-    def permute_leaf(v: Array, k: Array | None) -> Array:
-        return move_linearly(
-            partial(permute_array, pairs), partial(permute_array, inverse), wire, vary_over(v, wire.axes), k
-        )
+    return _move_tree(wire, x, key, lambda _: (partial(_permute_array, pairs), partial(_permute_array, inverse)))
 
-    with jax_default_settings():
-        return map_leaves(x, key, permute_leaf)
+
+# -- outside of `jax.shard_map` ----------------------------------------------------------------------------------------
+
+
+def sharded_psum(
+    x: Any,
+    axis_name: AxisName,
+    spec: AnySpec,
+    key: Array | None = None,
+    *,
+    mesh: Any = None,
+    algorithm: Algorithm = TWO_SHOT,
+    accumulate: Accumulate = None,
+    bucket: int = BUCKET,
+) -> Any:
+    """The sum over the first axis of arrays that have one entry for each rank: `psum` outside of `jax.shard_map`.
+
+    Works eagerly and under jit, on arrays that are sharded along the first axis, and on others, which are cut first.
+
+    Args:
+        x: an array of shape (n, ...), or a pytree of such arrays, with n ranks.
+        axis_name: as in `psum`.
+        spec: as in `psum`.
+        key: as in `psum`.
+        mesh: the mesh. Default None: the one of `jax.set_mesh`, else of the first array with a `NamedSharding`.
+        algorithm: as in `psum`.
+        accumulate: as in `psum`.
+        bucket: as in `psum`.
+
+    Returns:
+        Arrays of shape (...), the same on all devices.
+
+    Raises:
+        TypeError, ValueError: as `psum`; and for an axis that is not in the mesh, or arrays whose first axis has not
+            the length n.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> jc.distributed.sharded_psum(jnp.array([[1.0, 2.0, 127.0]]), "data", "int8(group=4)", mesh=mesh).tolist()
+        [1.0, 2.0, 127.0]
+    """
+    leaves, structure = carrier_leaves(x)
+    mesh = _mesh_of_call(mesh, leaves)
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if missing := [name for name in names if name not in mesh.axis_names]:
+        raise ValueError(f"axis_name={axis_name!r}: the mesh has no axis {missing[0]!r}; its axes: {mesh.axis_names}")
+    count = math.prod(mesh.shape[name] for name in names)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
+        if leaf.ndim == 0 or leaf.shape[0] != count:
+            raise ValueError(f"x{jax.tree_util.keystr(path)} has shape {tuple(leaf.shape)}; its first axis must have "
+                             f"an entry for each of the {count} ranks along {axis_name!r}")  # fmt: skip
+
+    def sum_on_rank(x: Any, key: Array | None) -> Any:
+        rank_x = jax.tree.map(lambda leaf: leaf[0], x)
+        return psum(rank_x, axis_name, spec, key, algorithm=algorithm, accumulate=accumulate, bucket=bucket)
+
+    arrays = structure.unflatten(leaves)
+    shards = jax.tree.map(lambda leaf: _put_on_ranks(leaf, NamedSharding(mesh, P(names))), arrays)
+    run = jax.shard_map(sum_on_rank, mesh=mesh, in_specs=(P(names), P()), out_specs=P())
+    return run(shards, key)
+
+
+def _put_on_ranks(leaf: Array, sharding: NamedSharding) -> Array:
+    """A leaf that is cut along its first axis."""
+    if has_tracer(leaf) and not isinstance(sharding.mesh, Mesh):
+        return jax.reshard(leaf, sharding.spec)
+    return jax.device_put(leaf, sharding)
+
+
+def _mesh_of_call(mesh: Any, leaves: list[Array]) -> Any:
+    """The mesh that is given, set, or of an array."""
+    if mesh is not None:
+        return mesh
+    current = jax.sharding.get_abstract_mesh()
+    if not current.empty:
+        return current
+    for leaf in leaves:
+        sharding = None if has_tracer(leaf) else leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    raise ValueError("mesh=None, and neither jax.set_mesh nor an array of x has a mesh; pass mesh=")
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def check_collective(
-    axis_name: AxisName, spec: _WireSpec, key: Any, algorithm: Algorithm, accumulate: _Accumulate, x: Any
+    axis_name: AxisName,
+    spec: AnySpec,
+    key: Any,
+    x: Any,
+    algorithm: Algorithm = TWO_SHOT,
+    accumulate: Accumulate = None,
 ) -> tuple[Wire, Array | None]:
     """The static arguments of a collective, and its key if something draws."""
     spec = as_spec(spec, scaled=True)
@@ -358,3 +455,103 @@ def _check_perm(perm: Any, count: int) -> tuple[tuple[int, int], ...]:
         if len(set(ranks)) < len(ranks):
             raise ValueError(f"perm={list(pairs)} has a rank twice as a source or as a target")
     return pairs
+
+
+# -- a collective and its derivative -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _FloatWire:
+    """A collective of floats, for tangents, and for cotangents without a spec."""
+
+    axes: RankAxes
+
+
+_AnyWire = Wire | _FloatWire
+_MoveFunction = Callable[[Any, Array, Any], Array]
+#: How an array moves, and how its cotangent does; None if that moves as a float in any case.
+_Moves = tuple[_MoveFunction, _MoveFunction | None]
+
+
+def _move_codes(
+    forward: _MoveFunction, backward: _MoveFunction | None, wire: Wire, x: Array, key: Array | None
+) -> Array:
+    """`x` moved by `forward`, in codes; cotangents move by `backward`. Arrays without elements move as they are."""
+    return forward(wire if x.size else _FloatWire(wire.axes), x, key)
+
+
+_move_linearly = CustomJvp(_move_codes, nondiff_argnums=(0, 1, 2))
+
+
+@_move_linearly.defjvp
+def _move_jvp(
+    forward: _MoveFunction, backward: _MoveFunction | None, wire: Wire, primals: Any, tangents: Any
+) -> tuple[Array, Array]:
+    """A tangent moves as floats; its cotangent in codes, if there is a spec and another way back for it."""
+    x, key = primals
+    result, spec = _move_linearly(forward, backward, wire, x, key), wire.spec.gradient.round
+
+    def move(tangent: Array, *_: Array) -> Array:
+        return forward(_FloatWire(wire.axes), tangent, None)
+
+    if spec is None or backward is None or not x.size:
+        return result, move(tangents[0])
+
+    def pull_back(cotangent: Array, *keys: Array) -> Array:
+        with jax_default_settings():
+            cotangent = vary_over(cotangent, wire.axes)
+            return _move_linearly(backward, forward, replace(wire, spec=spec), cotangent, *(keys or [None]))
+
+    keys = [] if key is None else [fold_in_numbers(key, Phase.BACKWARD)]
+    return result, linear_with_transpose(move, pull_back, tangents[0], *keys)
+
+
+def _move_tree(wire: Wire, x: Any, key: Array | None, moves: Callable[[Array], _Moves]) -> Any:
+    """A tree of which every leaf moves, and its cotangent, as `moves` says for it."""
+
+    def move_leaf(v: Array, k: Array | None) -> Array:
+        return _move_linearly(*moves(v), wire, vary_over(v, wire.axes), k)
+
+    with jax_default_settings():
+        return map_leaves(x, key, move_leaf)
+
+
+def _split_pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:
+    """(count, ...): the pieces along an axis."""
+    return split_axis(x, axis, count) if tiled else jnp.moveaxis(x, axis, 0)
+
+
+def _join_pieces(pieces: Array, axis: int, tiled: bool) -> Array:
+    """Pieces joined along an axis."""
+    return join_axis(pieces, axis) if tiled else jnp.moveaxis(pieces, 0, axis)
+
+
+def _sum_pieces(wire: _AnyWire, x: Array, key: Any) -> Array:
+    if isinstance(wire, _FloatWire):
+        return lax.psum(x, wire.axes.name)
+    cut = plan_piece_cut(x.shape or (1,), wire.spec, wire.axes.size)
+    piece_sum = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
+    return cut.join(gather_numbers(wire, piece_sum, key, x.dtype, to="invarying")).reshape(x.shape)
+
+
+def _scatter_piece(axis: int, tiled: bool, shape: tuple[int, ...], wire: _AnyWire, x: Array, key: Any) -> Array:
+    if isinstance(wire, _FloatWire):
+        return psum_scatter_over(x, wire.axes, axis, tiled)
+    piece_sum = reduce_scatter(wire, _split_pieces(x, axis, tiled, wire.axes.size), key)
+    return piece_sum.astype(x.dtype).reshape(shape)
+
+
+def _gather_pieces(axis: int, tiled: bool, wire: _AnyWire, x: Array, key: Any) -> Array:
+    if isinstance(wire, _FloatWire):
+        return all_gather_over(x, wire.axes, axis, tiled=tiled)
+    return _join_pieces(gather_numbers(wire, x, key, x.dtype, to="varying"), axis, tiled)
+
+
+def _exchange_pieces(split: int, concat: int, tiled: bool, wire: _AnyWire, x: Array, key: Any) -> Array:
+    if isinstance(wire, _FloatWire):
+        return lax.all_to_all(x, wire.axes.name, split, concat, tiled=tiled)
+    return _join_pieces(exchange_numbers(wire, _split_pieces(x, split, tiled, wire.axes.size), key), concat, tiled)
+
+
+def _permute_array(perm: tuple[tuple[int, int], ...], wire: _AnyWire, x: Array, key: Any) -> Array:
+    return ppermute_over(x, wire.axes, perm) if isinstance(wire, _FloatWire) else permute_numbers(wire, x, key, perm)

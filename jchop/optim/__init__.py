@@ -8,9 +8,6 @@ from jchop._common.files import require_extra
 
 require_extra("jchop.optim", "optax", ("optax",))
 
-from jchop.optim._average import AverageState, average_params, averaged_params  # noqa: E402
-from jchop.optim._compensation import CompensationState, ErrorFeedbackState, compensate, error_feedback  # noqa: E402
-from jchop.optim._low_precision import LowPrecisionState, low_precision  # noqa: E402
 from jchop.optim._nonfinite import (  # noqa: E402
     LossScaleState,
     SkipState,
@@ -28,9 +25,26 @@ from jchop.optim._optimizers import (  # noqa: E402
     sgd8bit,
 )
 from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
-from jchop.optim._quantized_params import apply_updates  # noqa: E402
-from jchop.optim._rounding import RoundState, round_gradients, round_params, round_updates  # noqa: E402
-from jchop.optim._sparse import SparseState, sparse_params  # noqa: E402
+from jchop.optim._parameters import (  # noqa: E402
+    AverageState,
+    SparseState,
+    apply_updates,
+    average_params,
+    averaged_params,
+    sparse_params,
+)
+from jchop.optim._rounding import (  # noqa: E402
+    CompensationState,
+    ErrorFeedbackState,
+    LowPrecisionState,
+    RoundState,
+    compensate,
+    error_feedback,
+    low_precision,
+    round_gradients,
+    round_params,
+    round_updates,
+)
 from jchop.optim._state import offload_state, quantize_state, state_shardings  # noqa: E402
 
 __all__ = [

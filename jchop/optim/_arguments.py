@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_int
+from jchop._round.arguments import has_tracer
 
 
 class NumberRange(NamedTuple):
@@ -51,7 +50,7 @@ def check_number(name: str, value: Any, limits: NumberRange, *, schedule: bool =
     real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not real or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name}={value!r} must be {limits.text}{' or a schedule' if schedule else ''}")
-    if not is_tracer(value) and not limits.test(float(value)):
+    if not has_tracer(value) and not limits.test(float(value)):
         raise ValueError(f"{name}={value!r} must be {limits.text}")
     return value
 
@@ -61,7 +60,7 @@ def check_count(name: str, value: Any, low: int) -> Any:
 
     If it is traced, only dtype and shape are checked.
     """
-    if not is_tracer(value):
+    if not has_tracer(value):
         return check_int(name, value, low, (1 << 31) - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
         raise TypeError(f"{name}={value!r} must be an integer >= {low}")
@@ -74,7 +73,7 @@ def check_static_size(name: str, value: Any, default: int) -> int:
     Raises:
         TypeError, ValueError: for anything else.
     """
-    if is_tracer(value):
+    if has_tracer(value):
         raise TypeError(
             f"{name}={value!r} is traced, and must be an integer >= 1 that is known beforehand: say "
             f"static_args={name!r} to optax.inject_hyperparams"
@@ -104,8 +103,3 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(f"inner={inner!r} must be an Optax transformation, such as optax.sgd(0.1)")
     return optax.with_extra_args_support(inner)
-
-
-def is_tracer(value: Any) -> bool:
-    """Whether an array is traced, so that it has no value yet."""
-    return isinstance(value, jax.core.Tracer)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._kernels.scaled import code_and_scale_shapes
-from jchop.optim._leaves import is_float_leaf
+from jchop.optim._leaves import is_float_leaf, owner_index
 from jchop.optim._pack import is_packed_leaf, leaf_codes
 from jchop.storage import QArray
 
@@ -74,10 +74,8 @@ class Chunks:
     def _part(self, leaf: Any, i: Array) -> Any:
         if isinstance(leaf, QArray):
             return replace(jax.tree.map(lambda x: self._part(x, i), leaf), length=_chunk_length(leaf, self.count))
-        return _words_as_floats(
-            lax.dynamic_index_in_dim(_fold_into_chunks(_short_floats_as_words(leaf), self.count), i, 0, keepdims=False),
-            leaf.dtype,
-        )
+        chunks = _short_floats_as_words(leaf).reshape(self.count, leaf.shape[0] // self.count, *leaf.shape[1:])
+        return _words_as_floats(lax.dynamic_index_in_dim(chunks, i, 0, keepdims=False), leaf.dtype)
 
     def start(self, leaf: Any, i: Array) -> Array:
         """The index of the first element of chunk i in a leaf of the state."""
@@ -96,28 +94,15 @@ def plan_chunks(updates: Any, state: Any, count: int) -> Chunks | None:
         state: the state of the wrapped transformation, with packed leaves.
         count: number of chunks, 2 or more.
     """
-    update_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]]
-    state_leaves = [
-        (tuple(map(str, path)), leaf)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_packed_leaf)[0]
-    ]
-    owners = [_owner_index(path, leaf, update_leaves) for path, leaf in state_leaves]
+    update_leaves = jax.tree_util.tree_leaves_with_path(updates)
+    state_leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_packed_leaf)
+    owners = [owner_index(path, leaf, update_leaves) for path, leaf in state_leaves]
     cut = []
     for place, (_, update) in enumerate(update_leaves):
         own = [leaf for owner, (_, leaf) in zip(owners, state_leaves, strict=True) if owner == place]
         is_divisible = is_float_leaf(update) and all(_is_divisible(leaf, count) for leaf in (update, *own))
         cut.append(is_divisible and any(map(is_packed_leaf, own)))
     return Chunks(count, tuple(cut), tuple(owners)) if any(cut) else None
-
-
-def _owner_index(path: tuple[str, ...], leaf: Any, update_leaves: list[tuple[tuple[str, ...], Any]]) -> int | None:
-    """The index of the leaf of the updates for a leaf of the state; of several, the one with the longest path."""
-    fitting = [
-        (len(name), place)
-        for place, (name, update) in enumerate(update_leaves)
-        if path[len(path) - len(name) :] == name and getattr(leaf, "shape", ()) == tuple(update.shape)
-    ]
-    return max(fitting)[1] if fitting else None
 
 
 def _is_divisible(leaf: Any, count: int) -> bool:
@@ -157,10 +142,6 @@ def _short_floats_as_words(x: Array) -> Array:
 def _words_as_floats(x: Array, dtype: Any) -> Array:
     """The inverse of `_short_floats_as_words`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
-
-
-def _fold_into_chunks(x: Array, count: int) -> Array:
-    return x.reshape(count, x.shape[0] // count, *x.shape[1:])
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------

@@ -1,23 +1,20 @@
-"""Common functions of the transformations: keys for leaves, rounding of leaves, sums rounded once, tests of trees."""
+"""Common functions of the transformations: keys for leaves, rounding of leaves, sums rounded once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import lru_cache, reduce
-from operator import and_
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32
-from jchop._common.settings import always_jit, split_prng_key
+from jchop._common.settings import split_prng_key
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports_operation
 from jchop._core.matmul.operations import operation_words, round_operation
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.xla.cpu import materialize_per_group
 from jchop._round.arguments import rounding_keys
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
@@ -26,11 +23,10 @@ from jchop.storage._array import PackedParam
 
 Array = jax.Array
 
-#: The error of a transformation that needs parameters, as in Optax.
-NO_PARAMS = "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
 
-
-def make_transformation(init: Callable[..., Any], update: Callable[..., Any]) -> optax.GradientTransformationExtraArgs:
+def make_transformation(
+    init: Callable[..., Any], update: Callable[..., Any], *, needs_params: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """The pair as an Optax transformation, whose state begins from numbers: packed parameters are refused.
 
     A state that is a dict has lost its class, as in a checkpoint of orbax that was restored without a target.
@@ -51,9 +47,22 @@ def make_transformation(init: Callable[..., Any], update: Callable[..., Any]) ->
                 f"state is a dict of {', '.join(map(str, state))}, as of a checkpoint that was restored without a "
                 "target: restore(path, jax.eval_shape(tx.init, params))"
             )
+        if needs_params and params is None:
+            raise ValueError(
+                "params=None, but this transformation needs the parameters: call tx.update(updates, state, params)"
+            )
         return update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(begin, go_on)
+
+
+def make_link(
+    init: Callable[..., Any], update: Callable[..., Any], *, needs_params: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """`make_transformation` for one that wraps no other, so that its update takes no further arguments."""
+    return make_transformation(
+        init, lambda updates, state, params, **extra: update(updates, state, params), needs_params=needs_params
+    )
 
 
 def holds_codes(leaf: Any) -> bool:
@@ -61,9 +70,10 @@ def holds_codes(leaf: Any) -> bool:
     return isinstance(leaf, QArray | PackedParam) and bool(jax.tree.leaves(leaf))
 
 
-def first_state_key(spec: Spec | None, key: Array | None) -> Array | None:
-    """The first key of a state: `key`, checked, if `spec` draws; else None."""
-    return None if spec is None else rounding_keys(spec, key)[0]
+def first_state_key(key: Array | None, *specs: Spec | None) -> Array | None:
+    """The first key of a state: `key`, checked, if one of the specs draws; else None."""
+    keys = [rounding_keys(spec, key)[0] for spec in specs if spec is not None]
+    return next((drawing_key for drawing_key in keys if drawing_key is not None), None)
 
 
 def split_key(key: Array | None, count: int) -> tuple[Array | None, list[Array | None]]:
@@ -190,91 +200,9 @@ def update_to_target(p: Any, target: Array, dtype: Any = None) -> Array:
     return jnp.where(same, 0, after - before).astype(dtype)
 
 
-def all_finite(tree: Any) -> Array:
-    """Whether every floating-point number of a tree is finite; a bool scalar."""
-    return all_hold(finite_leaves(tree))
-
-
-def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
-    """For each floating-point leaf of a tree, whether all its numbers are finite; bool scalars.
-
-    Args:
-        tree: a pytree of arrays.
-        in_memory: whether its arrays are in memory already, and not computed here. It changes only the time.
-    """
-    of_leaf = _is_stored_leaf_finite if in_memory else _is_leaf_finite
-    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float_leaf(leaf)]
-
-
-def all_hold(conditions: Iterable[Array]) -> Array:
-    """Whether all of some scalar conditions hold; a bool scalar.
-
-    It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
-    conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla/cpu.py`).
-    """
-    scalars = list(conditions)
-    return _all_scalars_true(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]
-
-
-def sound_on_all_ranks(sound: Array, update: Callable[..., Any], *args: Any, **extra: Any) -> Array:
-    """Whether `sound` holds on every rank that exchanges numbers with this one in ``update(*given, **extra)``.
-
-    Ranks that decide alone would have different parameters after a step that only some of them skip.
-    """
-    if not nonempty_axis_env_DO_NOT_USE():
-        return sound
-    effects = jax.make_jaxpr(lambda: update(*args, **extra))().effects
-    names = {name for effect in effects if (name := getattr(effect, "name", None)) is not None}
-    return jax.lax.pmin(sound.astype(jnp.int32), tuple(sorted(names, key=str))) > 0 if names else sound
-
-
-@always_jit
-def _all_scalars_true(*conditions: Array) -> Array:
-    return materialize_per_group(reduce(and_, conditions))
-
-
-@always_jit
-def _is_leaf_finite(leaf: Any) -> Array:
-    return jnp.isfinite(leaf).all()
-
-
-@always_jit
-def _is_stored_leaf_finite(leaf: Any) -> Array:
-    """Whether all numbers of an array are finite: x - x is 0 for them and NaN for others, and NaN makes the sum NaN.
-
-    The maximum is not used, because of the quirk `maximum_loses_nan` (`_core/xla/cpu.py`).
-    """
-    return jnp.sum(leaf - leaf) == 0
-
-
-def stays_finite(new: Any, old: Any) -> Array:
-    """Whether every finite number of a state stays finite; states may hold infinities from the start. A bool scalar."""
-    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    return all_hold(_is_leaf_as_finite(a, b) for a, b in pairs if is_float_leaf(a))
-
-
-@always_jit
-def _is_leaf_as_finite(new: Any, old: Any) -> Array:
-    return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
-
-
 def finite_or(new: Array, old: Array) -> Array:
     """The new error of a rounding; the old one where that is not finite, which all later steps would else add."""
     return jnp.where(jnp.isfinite(new), new, old)
-
-
-def select_tree(condition: Array, new: Any, old: Any) -> Any:
-    """The tree `new` if `condition` holds, else `old`, of the same structure."""
-    return jax.tree.map(lambda a, b: _select_leaf(condition, a, b), new, old)
-
-
-@always_jit
-def _select_leaf(condition: Array, new: Any, old: Any) -> Array:
-    """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla/cpu.py`)."""
-    if not (is_float_leaf(new) and new.dtype.itemsize == 1):
-        return jnp.where(condition, new, old)
-    bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))
-    return jax.lax.bitcast_convert_type(jnp.where(condition, *bits), new.dtype)
 
 
 def require_shapes(name: str, tree: Any, whose: str, like: Any) -> None:
@@ -292,30 +220,27 @@ def require_shapes(name: str, tree: Any, whose: str, like: Any) -> None:
             )
 
 
-def zeros_unless(condition: Array, updates: Any) -> Any:
-    """Updates if `condition` holds; else zeros, which do not change parameters."""
-    return jax.tree.map(lambda u: _leaf_or_zeros(condition, u), updates)
-
-
-@always_jit
-def _leaf_or_zeros(condition: Array, update: Any) -> Array:
-    return _select_leaf(condition, update, jnp.zeros_like(update))
-
-
 def is_float_leaf(leaf: Any) -> bool:
     """Whether a leaf is an array of floating-point numbers, and not a typed key, integers or a placeholder."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def owner_index(path: tuple[Any, ...], leaf: Any, owners: list[tuple[Any, Any]]) -> int | None:
+    """The index of the owner of a leaf of a state, among leaves with their paths; None if it has none.
+
+    An owner has the shape of the leaf, and a path with which that of the leaf ends; of several, the longest.
+    """
+    fitting = [
+        (len(name), place)
+        for place, (name, owner) in enumerate(owners)
+        if path[len(path) - len(name) :] == name and tuple(getattr(leaf, "shape", ())) == tuple(owner.shape)
+    ]
+    return max(fitting)[1] if fitting else None
+
+
 def path_text(path: tuple[Any, ...]) -> str:
     """A path of a pytree as text with dots: ``0.mu.layer.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def find_states(state: Any, kind: type) -> list[Any]:
-    """Every state of a kind within the state of a chain or wrapper, the outer ones first."""
-    states = [leaf for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(leaf, kind)]
-    return states
 
 
 def only_state(state: Any, kind: type, name: str) -> Any:
@@ -324,7 +249,8 @@ def only_state(state: Any, kind: type, name: str) -> Any:
     Raises:
         ValueError: if there is none, or several; `name` is the name of their transformation.
     """
-    states = find_states(state, kind)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    states = [node for node in nodes if isinstance(node, kind)]
     if len(states) != 1:
         raise ValueError(f"state holds {len(states)} states of jchop.optim.{name}; there must be one")
     return states[0]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
 
+from jchop._common.settings import always_jit
+from jchop._core.xla.cpu import materialize_per_group
+from jchop._round.arguments import has_tracer
 from jchop.optim._arguments import (
     ABOVE_ONE,
     ABOVE_ZERO,
@@ -15,20 +22,8 @@ from jchop.optim._arguments import (
     as_transformation,
     check_count,
     check_number,
-    is_tracer,
 )
-from jchop.optim._leaves import (
-    all_finite,
-    in_sum_dtype,
-    is_float_leaf,
-    make_transformation,
-    only_state,
-    select_tree,
-    sound_on_all_ranks,
-    stays_finite,
-    sum_dtype,
-    zeros_unless,
-)
+from jchop.optim._leaves import in_sum_dtype, is_float_leaf, make_link, make_transformation, only_state, sum_dtype
 
 Array = jax.Array
 
@@ -53,18 +48,16 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
     """
     check_number("factor", factor, ABOVE_ZERO, schedule=True)
 
-    def init(params: Any) -> Any:
-        del params
+    def init(_: Any) -> Any:
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)) if callable(factor) else optax.EmptyState()
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        del params, extra
+    def update(updates: Any, state: Any, _: Any) -> tuple[Any, Any]:
         now = check_number("factor", factor(state.count), ABOVE_ZERO) if callable(factor) else factor
         gradients = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
         following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
         return gradients, following
 
-    return make_transformation(init, update)
+    return make_link(init, update)
 
 
 class SkipState(NamedTuple):
@@ -173,7 +166,7 @@ def dynamic_loss_scale(
     limits = {"smallest": smallest, "initial": initial, "largest": largest}
     for name, value in limits.items():
         check_number(name, value, NORMAL_FLOAT32)
-    if not any(map(is_tracer, limits.values())) and not smallest <= initial <= largest:
+    if not has_tracer(limits) and not smallest <= initial <= largest:
         raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} and largest={largest!r}")
     check_number("factor", factor, ABOVE_ONE)
     inner = as_transformation(inner)
@@ -219,3 +212,98 @@ def loss_scale(state: Any) -> Array:
         32768.0
     """
     return only_state(state, LossScaleState, "dynamic_loss_scale").scale
+
+
+# -- tests and choices of trees ----------------------------------------------------------------------------------------
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether every floating-point number of a tree is finite; a bool scalar."""
+    return all_hold(finite_leaves(tree))
+
+
+def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
+    """For each floating-point leaf of a tree, whether all its numbers are finite; bool scalars.
+
+    Args:
+        tree: a pytree of arrays.
+        in_memory: whether its arrays are in memory already, and not computed here. It changes only the time.
+    """
+    of_leaf = _is_stored_leaf_finite if in_memory else _is_leaf_finite
+    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float_leaf(leaf)]
+
+
+def all_hold(conditions: Iterable[Array]) -> Array:
+    """Whether all of some scalar conditions hold; a bool scalar.
+
+    It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
+    conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla/cpu.py`).
+    """
+    scalars = list(conditions)
+    return _all_scalars_true(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]
+
+
+def sound_on_all_ranks(sound: Array, update: Callable[..., Any], *args: Any, **extra: Any) -> Array:
+    """Whether `sound` holds on every rank that exchanges numbers with this one in ``update(*given, **extra)``.
+
+    Ranks that decide alone would have different parameters after a step that only some of them skip.
+    """
+    if not nonempty_axis_env_DO_NOT_USE():
+        return sound
+    effects = jax.make_jaxpr(lambda: update(*args, **extra))().effects
+    names = {name for effect in effects if (name := getattr(effect, "name", None)) is not None}
+    return jax.lax.pmin(sound.astype(jnp.int32), tuple(sorted(names, key=str))) > 0 if names else sound
+
+
+@always_jit
+def _all_scalars_true(*conditions: Array) -> Array:
+    return materialize_per_group(reduce(and_, conditions))
+
+
+@always_jit
+def _is_leaf_finite(leaf: Any) -> Array:
+    return jnp.isfinite(leaf).all()
+
+
+@always_jit
+def _is_stored_leaf_finite(leaf: Any) -> Array:
+    """Whether all numbers of an array are finite: x - x is 0 for them and NaN for others, and NaN makes the sum NaN.
+
+    The maximum is not used, because of the quirk `maximum_loses_nan` (`_core/xla/cpu.py`).
+    """
+    return jnp.sum(leaf - leaf) == 0
+
+
+def stays_finite(new: Any, old: Any) -> Array:
+    """Whether every finite number of a state stays finite; states may hold infinities from the start. A bool scalar."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return all_hold(_is_leaf_as_finite(a, b) for a, b in pairs if is_float_leaf(a))
+
+
+@always_jit
+def _is_leaf_as_finite(new: Any, old: Any) -> Array:
+    return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+
+
+def select_tree(condition: Array, new: Any, old: Any) -> Any:
+    """The tree `new` if `condition` holds, else `old`, of the same structure."""
+    return jax.tree.map(lambda a, b: _select_leaf(condition, a, b), new, old)
+
+
+@always_jit
+def _select_leaf(condition: Array, new: Any, old: Any) -> Array:
+    """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla/cpu.py`)."""
+    if not (is_float_leaf(new) and new.dtype.itemsize == 1):
+        return jnp.where(condition, new, old)
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))
+    return jax.lax.bitcast_convert_type(jnp.where(condition, *bits), new.dtype)
+
+
+def zeros_unless(condition: Array, updates: Any) -> Any:
+    """Updates if `condition` holds; else zeros, which do not change parameters."""
+    return jax.tree.map(lambda u: _leaf_or_zeros(condition, u), updates)
+
+
+@always_jit
+def _leaf_or_zeros(condition: Array, update: Any) -> Array:
+    return _select_leaf(condition, update, jnp.zeros_like(update))

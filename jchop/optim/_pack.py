@@ -20,14 +20,12 @@ from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_
 from jchop._common.text import TableOrLine, Tables
 from jchop._core.rounding.codes import packed_size
 from jchop._spec.spec import Gradient, Spec, as_spec
-from jchop.formats import ElementFormat, ScaledFormat
 from jchop.optim._leaves import is_float_leaf, path_text
 from jchop.storage import QArray, dequantize, quantize
 from jchop.storage._axis_groupings import axes_from_end
 from jchop.storage._codes import packs_codes as codes_are_packed
 
 Array = jax.Array
-_StateSpec = Spec | ElementFormat | ScaledFormat | str
 #: Path patterns, each with the spec for the leaves that it matches; None leaves them unpacked.
 StateRules = tuple[tuple[str, Spec | None], ...]
 #: The leaves of a state with their paths; a packed array is one leaf.
@@ -84,11 +82,6 @@ def _check_state_spec(spec: Spec) -> Spec:
     if spec.scaled is not None and spec.scaled.sparse is not None:
         raise ValueError(f"rules: {str(spec)!r} drops numbers, which a state needs; leave sparse out")
     return spec
-
-
-def stochastic_rule(rules: StateRules) -> Spec | None:
-    """A stochastic spec among the rules, if there is one."""
-    return next((spec for _, spec in rules if spec is not None and spec.rounding.stochastic), None)
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
@@ -398,16 +391,11 @@ def state_report(state: Any) -> StateReport:
     return StateReport(tuple(_state_row(path_text(path), leaf) for path, leaf in leaves))
 
 
-class _StateView(NamedTuple):
-    """The parts of a `QuantizedState` in a report."""
-
-    inner_state: Any
-    key: Any
-    skipped: Any
-
-
 def _state_view(x: Any) -> Any:
-    return _StateView(x.inner_state, x.key, x.skipped) if isinstance(x, QuantizedState) else x
+    """The parts of a `QuantizedState` in a report."""
+    if not isinstance(x, QuantizedState):
+        return x
+    return {"inner_state": x.inner_state, "key": x.key, "skipped": x.skipped}
 
 
 def _state_row(path: str, leaf: Any) -> StateRow:

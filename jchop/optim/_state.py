@@ -21,19 +21,22 @@ from jchop._spec.spec import Spec
 from jchop.optim._arguments import as_transformation, check_static_size
 from jchop.optim._chunks import Chunks, loop_over_chunks, merge_leaves, plan_chunks
 from jchop.optim._leaves import (
-    all_hold,
-    finite_leaves,
     first_state_key,
     is_float_leaf,
     make_transformation,
     map_with_keys,
+    owner_index,
+    split_key,
+)
+from jchop.optim._nonfinite import (
+    all_hold,
+    count_skips,
+    finite_leaves,
     select_tree,
     sound_on_all_ranks,
-    split_key,
     stays_finite,
     zeros_unless,
 )
-from jchop.optim._nonfinite import count_skips
 from jchop.optim._pack import (
     QuantizedState,
     as_state_rules,
@@ -45,7 +48,6 @@ from jchop.optim._pack import (
     repack_leaf,
     require_plan,
     rows_sharding,
-    stochastic_rule,
     stored_parts,
     unpack_leaf,
 )
@@ -116,7 +118,7 @@ def quantize_state(
     rules = as_state_rules(spec)
     if nonfinite == "propagate":
         rules = tuple((pattern, None if rule is None else _with_nan_groups(rule)) for pattern, rule in rules)
-    start = first_state_key(stochastic_rule(rules), key)
+    start = first_state_key(key, *(rule for _, rule in rules if rule is not None and rule.rounding.stochastic))
     inner = as_transformation(inner)
 
     def init(params: Any) -> QuantizedState:
@@ -316,19 +318,18 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> state.inner_state[0].mu["w"].qvalue.sharding.spec[0]
         'a'
     """
-    param_leaves = [(tuple(map(str, path)), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+    param_leaves = jax.tree_util.tree_leaves_with_path(params)
     if not param_leaves:
         raise ValueError("params hold no array, so there is no sharding to follow")
     for path, leaf in param_leaves:
-        if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
-            raise ValueError(f"params{''.join(path)} has the sharding {getattr(leaf, 'sharding', None)}, which must be "
-                             "a NamedSharding")  # fmt: skip
+        if not isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{name} has the sharding {sharding}, which must be a NamedSharding")
     default = NamedSharding(param_leaves[0][1].sharding.mesh, P())
 
     def place_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        keys = tuple(map(str, path))
-        owners = (p for name, p in param_leaves if _path_ends_with(keys, name) and tuple(leaf.shape) == tuple(p.shape))
-        return next((owner.sharding for owner in owners), default)
+        owner = owner_index(path, leaf, param_leaves)
+        return default if owner is None else param_leaves[owner][1].sharding
 
     def of_state(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedState):
@@ -348,10 +349,6 @@ def state_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
 def _part_sharding(sharding: NamedSharding, part: Any) -> NamedSharding:
     return fit_sharding(sharding, part.shape)
-
-
-def _path_ends_with(path: tuple[str, ...], name: tuple[str, ...]) -> bool:
-    return path[len(path) - len(name) :] == name
 
 
 def offload_state(

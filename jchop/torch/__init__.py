@@ -12,9 +12,8 @@ from jchop.torch._matmul import matmul  # noqa: E402
 from jchop.torch._optim import OptimLP  # noqa: E402
 from jchop.torch._packed import PackedTensor, dequantize  # noqa: E402
 from jchop.torch._quantize import quantize  # noqa: E402
-from jchop.torch._quantizer import Quantizer  # noqa: E402
 from jchop.torch._report import ModuleReport, ParameterRow, report  # noqa: E402
-from jchop.torch._round import round_to_format, round_to_format_  # noqa: E402
+from jchop.torch._round import Quantizer, round_to_format, round_to_format_  # noqa: E402
 
 __all__ = [
     "ModuleReport",

@@ -14,8 +14,6 @@ from jchop.torch._plan import outside_graphs
 
 Array = jax.Array
 
-__all__ = ["as_jax", "as_tensor", "dense"]
-
 #: Alignment that XLA's CPU backend requires of a buffer that it did not allocate.
 ALIGNMENT = 64
 _DEVICES = ("cpu", "cuda")

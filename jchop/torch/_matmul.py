@@ -18,18 +18,8 @@ from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
 from jchop.torch._bridge import contiguous, dense, inverse_order
-from jchop.torch._operators import (
-    CARRIER_NAMES,
-    batch_in_front,
-    check_carrier,
-    key_of_words,
-    run_on_tensors,
-    vmap_rows,
-)
-from jchop.torch._plan import compile_constant
-from jchop.torch._words import rounding_words
-
-__all__ = ["matmul"]
+from jchop.torch._operators import CARRIER_NAMES, add_vmap_rule, check_carrier, key_of_words, run_on_tensors, vmap_rows
+from jchop.torch._plan import compile_constant, rounding_words
 
 Array = jax.Array
 Tensor = torch.Tensor
@@ -148,20 +138,8 @@ def _fake_matmul_gradients(
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))  # type: ignore[return-value]
 
 
-@matmul_operator.register_vmap
-def _vmap_matmul(
-    info: Any, in_dims: Any, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool
-) -> tuple[Tensor, int]:
-    a, b, words = batch_in_front(info, in_dims, a, b, words)
-    return matmul_operator(a, b, words, spec, batch + 1, copy), 0
-
-
-@matmul_gradients_operator.register_vmap
-def _vmap_matmul_gradients(
-    info: Any, in_dims: Any, gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    gradient, a, b, words = batch_in_front(info, in_dims, gradient, a, b, words)
-    return matmul_gradients_operator(gradient, a, b, words, spec, batch + 1), (0, 0)
+add_vmap_rule(matmul_operator)
+add_vmap_rule(matmul_gradients_operator)
 
 
 def _product_shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:

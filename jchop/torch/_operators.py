@@ -7,7 +7,7 @@ words that vmap added; each row is rounded separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -159,29 +159,27 @@ def _fake_within_range(gradient: Tensor, x: Tensor, words: Tensor, spec: str, ba
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
-@round_operator.register_vmap
-def _vmap_round(
-    info: Any, in_dims: Any, x: Tensor, words: Tensor, spec: str, batch: int, copy: bool
-) -> tuple[Tensor, int]:
-    x, words = batch_in_front(info, in_dims, x, words)
-    return round_operator(x, words, spec, batch + 1, copy), 0
+def add_vmap_rule(operator: Any) -> None:
+    """Give an operator its rule for vmap: the new axis is the first of the axes that `batch` counts.
+
+    The tensors are the first arguments, with the words as the last of them; the spec and `batch` follow.
+    """
+
+    def rule(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        spec, batch, *options = arguments[len(tensors) :]
+        rows = [
+            x.expand(info.batch_size, *x.shape).contiguous() if axis is None else x.movedim(axis, 0)
+            for x, axis in zip(tensors, in_dims, strict=False)
+        ]
+        result = operator(*rows, spec, batch + 1, *options)
+        return result, 0 if isinstance(result, Tensor) else (0,) * len(result)
+
+    operator.register_vmap(rule)
 
 
-@within_range_operator.register_vmap
-def _vmap_within_range(
-    info: Any, in_dims: Any, gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int
-) -> tuple[Tensor, int]:
-    gradient, x, words = batch_in_front(info, in_dims, gradient, x, words)
-    return within_range_operator(gradient, x, words, spec, batch + 1), 0
-
-
-def batch_in_front(info: Any, in_dims: Sequence[int | None], *tensors: Tensor) -> Iterator[Tensor]:
-    """Tensors with the axis of a vmap first; a tensor without it is broadcast."""
-    for tensor, axis in zip(tensors, in_dims, strict=False):
-        if axis is None:
-            yield tensor.expand(info.batch_size, *tensor.shape).contiguous()
-        else:
-            yield tensor.movedim(axis, 0)
+add_vmap_rule(round_operator)
+add_vmap_rule(within_range_operator)
 
 
 @lru_cache(maxsize=256)

@@ -9,11 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from jchop._common.checks import check_int
+from jchop._spec.spec import AnySpec
 from jchop.torch._operators import require_rounding, round_now
-from jchop.torch._plan import SpecPlan, TorchSpecLike, plan_of
-from jchop.torch._words import generator_words, key_words, words_of_seed
-
-__all__ = ["OptimLP"]
+from jchop.torch._plan import SpecPlan, generator_words, key_words, plan_of, words_of_seed
 
 Tensor = torch.Tensor
 _GRADIENT_ROLE, _ACCUMULATOR_ROLE, _WEIGHT_ROLE, _MOMENTUM_ROLE = range(4)
@@ -70,10 +68,10 @@ class OptimLP(Optimizer):
         self,
         optimizer: Optimizer,
         *,
-        weight: TorchSpecLike | None = None,
-        gradient: TorchSpecLike | None = None,
-        momentum: TorchSpecLike | None = None,
-        accumulator: TorchSpecLike | None = None,
+        weight: AnySpec | None = None,
+        gradient: AnySpec | None = None,
+        momentum: AnySpec | None = None,
+        accumulator: AnySpec | None = None,
         gradient_scale: float = 1.0,
         seed: int | None = 0,
     ) -> None:
@@ -275,7 +273,7 @@ def _moment_tensors(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor
             yield value
 
 
-def _optimizer_plan(name: str, spec: TorchSpecLike) -> SpecPlan:
+def _optimizer_plan(name: str, spec: AnySpec) -> SpecPlan:
     plan = plan_of(spec)
     if plan.gradient is not None:
         raise ValueError(f"{name}={str(spec)!r} rounds a gradient, but an optimizer step has none")

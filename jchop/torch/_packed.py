@@ -22,8 +22,6 @@ from jchop.torch._bridge import as_jax, as_tensor, check_has_numbers
 from jchop.torch._operators import CARRIER_NAMES, check_carrier, import_words, key_of_words
 from jchop.torch._plan import outside_graphs
 
-__all__ = ["PACKED_SUFFIX", "PackedTensor", "dequantize", "pack_parameter", "packed_parameters", "tensor_codes"]
-
 Tensor = torch.Tensor
 
 #: The end of the name of the submodule that holds a packed parameter.

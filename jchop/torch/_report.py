@@ -11,11 +11,9 @@ from torch.nn.utils import parametrize
 
 from jchop._common.checks import short_repr
 from jchop._common.text import TableOrLine, Tables
-from jchop.torch._modules import parameter_layers, parameter_names
 from jchop.torch._packed import PackedTensor, packed_parameters
-from jchop.torch._quantizer import Quantizer
-
-__all__ = ["ModuleReport", "ParameterRow", "report"]
+from jchop.torch._quantize import parameter_layers, parameter_names
+from jchop.torch._round import Quantizer
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ def test_functions_in_a_wider_range_than_the_dtype() -> None:
 
 def test_every_function_of_the_original_runs() -> None:
     """All 65 methods of the classes, on one number each; their values are proved where `jchop.math` is."""
-    from jchop.compat.pychop._math import PYCHOP_FUNCTIONS, PYCHOP_METHODS
+    from jchop.compat.pychop.math_func import PYCHOP_FUNCTIONS, PYCHOP_METHODS
 
     assert len(PYCHOP_METHODS) == 65 and set(PYCHOP_FUNCTIONS) < set(PYCHOP_METHODS) and len(PYCHOP_FUNCTIONS) == 40
     assert all(hasattr(jc.math, name) for name in PYCHOP_METHODS)

@@ -107,12 +107,12 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/scales.py`, "
-        "`optim/_leaves.py`), or each number is asked (`math/_sums.py`).",
+        "`optim/_nonfinite.py`), or each number is asked (`math/_sums.py`).",
     ),
     Quirk(
         "selected_float8_changes_nan",
         "`where` of float8 converts to float16 and back: a NaN loses its sign and its payload.",
-        "Codes are selected as integers (`_select_leaf` in `optim/_leaves.py`).",
+        "Codes are selected as integers (`_select_leaf` in `optim/_nonfinite.py`).",
     ),
     Quirk(
         "signalling_nan_becomes_quiet",
@@ -143,7 +143,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "independent_results_come_first",
         "The weights of all layers are unpacked before the first product, also with a barrier between layers, so that "
         "all of them are in memory together.",
-        "`compute_after` (`unshard` in `distributed/_unshard.py`).",
+        "`compute_after` (`unshard` in `distributed/_parts.py`).",
         versions_with=("0.10",),
         versions_without=("0.12",),
     ),
@@ -189,7 +189,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "stack_of_short_floats_converted",
         "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
         "`loop_slice`, in the loops over panels (`_quantized/products/weight_only.py`), and `loop_entry`, in `unshard` "
-        "(`distributed/_unshard.py`) and in the loops of programs (`_program/control.py`).",
+        "(`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",

@@ -38,10 +38,7 @@ from typing import Any
 
 from jchop._common.checks import check_choice
 from jchop.compat.pychop import math_func, ptq
-from jchop.compat.pychop._integers import Chopi
-from jchop.compat.pychop._params import float_params
-from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS
-from jchop.compat.pychop._quantizers import Chop, Chopf, Customs, FaultChop
+from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, Chop, Chopf, Chopi, Customs, FaultChop, float_params
 
 #: The prefixes of names of layers.
 LAYERS = tuple(QUANTIZER_WORDS)
@@ -53,12 +50,9 @@ ChopiSTE = Chopi
 
 #: Replacements for missing names of Pychop, by prefix.
 INSTEAD = {
-    "P3109": "formats such as 'binary8p4se' in jchop.round_to_format and jchop.quantize",
-    "p3109_": "formats such as 'binary8p4se' in jchop.round_to_format and jchop.quantize",
-    "MX": "formats such as 'mxfp8_e4m3' in jchop.round_to_format and jchop.quantize",
-    "mx_": "formats such as 'mxfp8_e4m3' in jchop.round_to_format and jchop.quantize",
-    "BFP": "block floating point in jchop.round_to_format (docs/formats.md)",
-    "bfp_": "block floating point in jchop.round_to_format (docs/formats.md)",
+    **dict.fromkeys(("P3109", "p3109_"), "formats such as 'binary8p4se' in jchop.round_to_format and jchop.quantize"),
+    **dict.fromkeys(("MX", "mx_"), "formats such as 'mxfp8_e4m3' in jchop.round_to_format and jchop.quantize"),
+    **dict.fromkeys(("BFP", "bfp_"), "block floating point in jchop.round_to_format (docs/formats.md)"),
     "builtin": "jchop.emulate, which rounds every operation of a function",
     "Simulate": "values() of a jchop.FloatFormat",
     "Bitchop": "encode and decode of a jchop.FloatFormat",

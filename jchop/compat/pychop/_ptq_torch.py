@@ -16,13 +16,10 @@ require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
 import torch  # noqa: E402
 from torch import fx, nn  # noqa: E402
 from torch.nn.utils.fusion import fuse_conv_bn_eval  # noqa: E402
-from torch.nn.utils.rnn import PackedSequence  # noqa: E402
 
 from jchop._spec.spec import Spec  # noqa: E402
-from jchop.compat._arrays import apply_to_arrays, dtype_name  # noqa: E402
-from jchop.compat.pychop._integers import Chopi  # noqa: E402
-
-__all__ = ["fuse_batch_norms", "round_layer_outputs", "rounded_copy"]
+from jchop.compat._arrays import apply_to_arrays, dtype_name, round_first  # noqa: E402
+from jchop.compat.pychop._quantizers import Chopi  # noqa: E402
 
 _PTQ_METHODS = ("minmax", "percentile", "kl_divergence", "mse")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -97,48 +94,35 @@ def _leaf_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _output_hook(chop: Any, output_range: list[float] | None) -> Any:
-    def round_output(output: Any) -> Any:
-        if isinstance(output, PackedSequence):
-            return output._replace(data=round_output(output.data))
-        if isinstance(output, tuple):
-            return round_output(output[0]), *output[1:]
-        return chop(output if output_range is None else output.clamp(*output_range))
+    def round_numbers(x: torch.Tensor) -> torch.Tensor:
+        return chop(x if output_range is None else x.clamp(*output_range))
 
-    return lambda module, args, output: round_output(output)
+    return lambda module, args, output: round_first(round_numbers, output)
 
 
-class _MinMaxObserver:
-    """The least and the largest number, in the tensor's dtype."""
-
-    def __init__(self) -> None:
-        self.ends = [float("inf"), float("-inf")]
-
-    def see(self, x: torch.Tensor) -> None:
-        self.ends = [min(self.ends[0], x.min().item()), max(self.ends[1], x.max().item())]
-
-    def range(self) -> list[float]:
-        return self.ends
-
-
-class _MethodObserver:
-    """The range by a method of `jchop.nn.calibrate`."""
+class _OutputObserver:
+    """The range of outputs: their least and largest number, in their dtype, or by another method of `nn.calibrate`."""
 
     def __init__(self, method: str, spec: Spec) -> None:
         from jchop._quantized.scales.observers import range_observer_for
 
-        self.observer = range_observer_for(method, "widest")(spec)
+        self.by_method = None if method == "minmax" else range_observer_for(method, "widest")(spec)
+        self.ends = [float("inf"), float("-inf")]
 
     def see(self, x: torch.Tensor) -> None:
-        apply_to_arrays(self.observer.see, x.float())
+        if self.by_method is None:
+            self.ends = [min(self.ends[0], x.min().item()), max(self.ends[1], x.max().item())]
+        else:
+            apply_to_arrays(self.by_method.see, x.float())
 
     def range(self) -> list[float]:
-        value_range = self.observer.range()
-        return [] if value_range is None else value_range.tolist()
+        value_range = None if self.by_method is None else self.by_method.range()
+        return value_range.tolist() if value_range is not None else self.ends if self.by_method is None else []
 
 
 def _output_ranges(model: nn.Module, data: Iterable[Any], method: str, chop: Any) -> dict[nn.Module, list[float]]:
     """The range of the outputs of each layer that returned numbers."""
-    observers: dict[nn.Module, _MinMaxObserver | _MethodObserver] = {}
+    observers: dict[nn.Module, _OutputObserver] = {}
 
     def observe(module: nn.Module, _args: Any, output: Any) -> None:
         del _args
@@ -147,7 +131,7 @@ def _output_ranges(model: nn.Module, data: Iterable[Any], method: str, chop: Any
         if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
             if module not in observers:
                 spec = chop.spec_for(output if isinstance(chop, Chopi) else dtype_name(output))
-                observers[module] = _MinMaxObserver() if method == "minmax" else _MethodObserver(method, spec)
+                observers[module] = _OutputObserver(method, spec)
             observers[module].see(output)
 
     handles = [layer.register_forward_hook(observe) for layer in _leaf_layers(model).values()]

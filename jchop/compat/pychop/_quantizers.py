@@ -1,10 +1,11 @@
-"""Quantizers: classes that map arguments to specs."""
+"""Quantizers: classes that map arguments to specs, and their other words; the properties of formats by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -28,20 +29,14 @@ from jchop.compat._arrays import (
     narrow_dtype,
     round_any_array,
 )
-from jchop.compat.pychop._math import PYCHOP_METHODS, call_method
-from jchop.formats import FixedFormat, FloatFormat
-from jchop.matlab import CHOP_FORMATS, chop_spec, int_if_whole, round_by_randfunc
-
-__all__ = ["Chop", "Chopf", "Customs", "FaultChop"]
+from jchop.compat.pychop.math_func import PYCHOP_METHODS, call_method
+from jchop.formats import FixedFormat, FloatFormat, IntegerFormat, ScaledFormat
+from jchop.matlab import CHOP_FORMATS, CHOP_ROUNDINGS, chop_float_format, chop_spec, int_if_whole, round_by_randfunc
+from jchop.storage import QArray, dequantize, fit_scale, quantize
+from jchop.storage._codes import load_codes, unpack_entries
 
 #: Rounding of each ``rmode``, and its text name.
-RMODES = {
-    1: "nearest_even",
-    2: "up",
-    3: "down",
-    4: "toward_zero",
-    5: "stochastic",
-    6: "stochastic_equal",
+RMODES = {rmode: rounding for rmode, (rounding, _) in CHOP_ROUNDINGS.items()} | {
     7: "nearest_zero",
     8: "nearest_away",
     9: "odd",
@@ -92,8 +87,13 @@ class PychopQuantizer:
             key: a typed JAX key instead of the object's random numbers; required for a traced `x`.
         """
         x = as_numbers(x)
-        spec = self.spec_for(dtype_name(x))
-        return round_any_array(x, spec, self._seed(spec, x, key), key)
+        if isinstance(x, jax.Array) or not self._needs_float64(dtype_name(x)):
+            spec = self.spec_for(dtype_name(x))
+            return round_any_array(x, spec, self._seed(spec, x, key), key)
+        if is_torch(x):
+            return PychopQuantizer.__call__(self, x.double(), key=key).to(x.dtype)
+        with np.errstate(over="ignore"):
+            return PychopQuantizer.__call__(self, x.astype(np.float64), key=key).astype(x.dtype)
 
     def quantize(self, x: Any, *, key: jax.Array | None = None) -> Any:
         """The same as a call.
@@ -201,21 +201,6 @@ class Chop(PychopQuantizer):
         fmt = FloatFormat(self.exp_bits, self.sig_bits, subnormals=self.subnormal)
         self.u = 2.0**-(fmt.precision)
         super().__init__(Spec(fmt, RMODES[self.rmode], flush=not self.subnormal), random_state, verbose)
-
-    def __call__(self, x: Any, *, key: jax.Array | None = None) -> Any:
-        """`x` rounded.
-
-        Args:
-            x: numbers of NumPy, JAX or torch; the result is of the same kind.
-            key: a typed JAX key instead of the object's random numbers; required for a traced `x`.
-        """
-        x = as_numbers(x)
-        if isinstance(x, jax.Array) or not self._needs_float64(dtype_name(x)):
-            return super().__call__(x, key=key)
-        if is_torch(x):
-            return super().__call__(x.double(), key=key).to(x.dtype)
-        with np.errstate(over="ignore"):
-            return super().__call__(x.astype(np.float64), key=key).astype(x.dtype)
 
     def _needs_float64(self, dtype: str) -> bool:
         carrier = CARRIERS.get(dtype)
@@ -365,3 +350,235 @@ class Chopf(PychopQuantizer):
         self.ibits, self.fbits, self.rmode = int_if_whole(ibits), int_if_whole(fbits), _rmode_number(rmode, 6)
         self.u = 2.0 ** -(self.fbits + 1)
         super().__init__(Spec(FixedFormat(self.ibits, self.fbits), RMODES[self.rmode]), random_state)
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+
+
+class Chopi:
+    """Integers under a scale.
+
+    Args:
+        bits: width of a code, 2 to 8.
+        symmetric: signed codes under a scale, amax / (2^(bits - 1) - 1); else codes from 0 with a zero point.
+        per_channel: whether each index of an axis has a separate scale.
+        axis: that axis.
+        num_bits: the name of `bits` in earlier versions.
+        channel_dim: the name of `axis` in earlier versions.
+
+    Example:
+        >>> import numpy as np
+        >>> from jchop.compat.pychop import Chopi
+        >>> ch = Chopi(bits=8, symmetric=False)
+        >>> codes = ch.quantize(np.array([[0.1, -0.2], [0.3, 0.4]]))
+        >>> codes.tolist()
+        [[128, 0], [213, 255]]
+        >>> [[round(x, 4) for x in row] for row in ch.dequantize(codes).tolist()]
+        [[0.1012, -0.2], [0.3012, 0.4]]
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        symmetric: bool = False,
+        per_channel: bool = False,
+        axis: int = 0,
+        *,
+        num_bits: int | None = None,
+        channel_dim: int | None = None,
+    ) -> None:
+        bits, axis = (
+            int_if_whole(bits if num_bits is None else num_bits),
+            int_if_whole(axis if channel_dim is None else channel_dim),
+        )
+        self.bits, self.symmetric = check_int("bits", bits, 2, 8), check_bool("symmetric", symmetric)
+        self.per_channel, self.axis = check_bool("per_channel", per_channel), axis
+        self.qmin, self.qmax = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if symmetric else (0, (1 << bits) - 1)
+        self.scale: Any = None
+        self.zero_point: Any = None
+        self._fixed = False
+        self._dtype: Any = None
+
+    def spec_for(self, x: Any) -> Spec:
+        """The spec of an array; a vector has no channels.
+
+        Args:
+            x: the array.
+        """
+        channel = self.axis if self.per_channel and x.ndim > 1 else None
+        element = IntegerFormat(self.bits, signed=self.symmetric)
+        return Spec(ScaledFormat(element, channel=channel, zero_point=None if self.symmetric else "integer"))
+
+    def calibrate(self, x: Any) -> None:
+        """Choose scale and zero point for `x`, and keep them for all later arrays.
+
+        Args:
+            x: numbers.
+        """
+        apply_to_arrays(self._fit, as_numbers(x))
+        self._fixed = True
+
+    def _fit(self, x: Any) -> Any:
+        # Not converted to tensors, like those of `quantize`.
+        self.scale, self.zero_point = fit_scale(x, self.spec_for(x))
+        return self.scale
+
+    def quantize(self, x: Any) -> Any:
+        """The codes of `x`, as int8 or uint8, under its own scale unless `calibrate` chose one.
+
+        Args:
+            x: numbers.
+        """
+        return apply_to_arrays(self._codes, as_numbers(x))
+
+    def _codes(self, x: Any) -> Any:
+        qarray = self._as_qarray(x)
+        self.scale, self.zero_point = qarray.scale, qarray.zero_point
+        self._dtype = np.promote_types(x.dtype, qarray.scale.dtype)
+        fmt = qarray.spec.element
+        codes = unpack_entries(load_codes(qarray.qvalue, fmt), fmt, x.shape[-1] if x.ndim else 1)
+        if not self.symmetric:
+            return codes
+        return ((codes.astype("int32") ^ -self.qmin) + self.qmin).astype("int8")
+
+    def _as_qarray(self, x: Any) -> QArray:
+        if self._fixed:
+            return quantize(x, self.spec_for(x), scale=self.scale, zero_point=self.zero_point)
+        return quantize(x, self.spec_for(x))
+
+    def dequantize(self, codes: Any) -> Any:
+        """The numbers of codes, under the scale of the last quantized array.
+
+        Args:
+            codes: a result of `quantize`.
+
+        Raises:
+            ValueError: if no array was quantized.
+        """
+        if self.scale is None:
+            raise ValueError("no array was quantized, so there is no scale to dequantize with")
+        shift = 0 if self.zero_point is None else self.zero_point
+        dtype = self.scale.dtype if self._dtype is None else self._dtype
+        return apply_to_arrays(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
+
+    def __call__(self, x: Any) -> Any:
+        """`x` rounded to the values of its codes.
+
+        Args:
+            x: numbers.
+        """
+        x = as_numbers(x)
+        if self._fixed:
+            return apply_to_arrays(lambda array: dequantize(self._as_qarray(array)), x)
+        return round_any_array(x, self.spec_for(x))
+
+
+# -- the arguments of the paper's layers and optimizers, instead of a quantizer ----------------------------------------
+
+_FLOAT_WORDS = {"exp_bits": "exp_bits", "sig_bits": "sig_bits", "rmode": "rmode"}
+_FIXED_WORDS = {"ibits": "ibits", "fbits": "fbits", "int_bits": "ibits", "frac_bits": "fbits", "rmode": "rmode"}
+
+
+@dataclass(frozen=True)
+class QuantizerWords:
+    """The arguments that the classes of one prefix take instead of ``chop=``.
+
+    Args:
+        kind: the class of the quantizer.
+        names: the quantizer's argument for each word.
+        defaults: default arguments of the quantizer; without defaults and words there is no quantizer.
+    """
+
+    kind: Callable[..., Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def quantizer(self, chop: Any, options: dict[str, Any]) -> Any:
+        """`chop`, or the quantizer of the words in `options`, which are removed from it.
+
+        Raises:
+            TypeError: if both are given, or an argument twice.
+        """
+        given_names = [name for name in self.names if name in options]
+        if not given_names:
+            return self.kind(**self.defaults) if chop is None and self.defaults else chop
+        if chop is not None:
+            raise TypeError(f"chop= and {given_names[0]}= both define the quantizer; pass one of them")
+        arguments = {self.names[name]: options.pop(name) for name in given_names}
+        if len(arguments) < len(given_names):
+            raise TypeError(f"{' and '.join(given_names)} set an argument of {self.kind.__name__} twice")
+        return self.kind(**{**self.defaults, **arguments})
+
+
+QUANTIZER_WORDS = {
+    "Quantized": QuantizerWords(Chop, _FLOAT_WORDS),
+    "IQuantized": QuantizerWords(Chopi),
+    "FPQuantized": QuantizerWords(Chopf, _FIXED_WORDS, {"ibits": 8, "fbits": 8}),
+    "IntQuantized": QuantizerWords(Chopi, {"num_bits": "bits"}, {"bits": 8, "symmetric": True}),
+}
+
+
+def class_lookup(
+    module: str, prefixes: Iterable[str], torch_names: Mapping[str, str], make: Callable[[str, str, str], type]
+) -> Callable[[str], type]:
+    """The function ``__getattr__`` of a module that has a class for each prefix and name, made when first used.
+
+    Args:
+        module: its name.
+        prefixes: keys of `QUANTIZER_WORDS`.
+        torch_names: the name in torch for each name after a prefix.
+        make: makes a class, from its name, its prefix and the name in torch.
+    """
+    names = {prefix + name: (prefix, of) for prefix in prefixes for name, of in torch_names.items()}
+
+    @lru_cache(maxsize=len(names))
+    def load(name: str) -> type:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return make(name, *names[name])
+
+    return load
+
+
+# -- properties of formats, in Pychop's order --------------------------------------------------------------------------
+
+FloatParams = tuple[float, float, float, float, int, int, int, int]
+
+
+def float_params(prec: str | None = None, binary: bool = False) -> FloatParams | dict[str, Any]:
+    """(u, xmins, xmin, xmax, p, emins, emin, emax) of a format: MATLAB chop's ``float_params``.
+
+    Args:
+        prec: a format's name, as in `jchop.matlab.chop`. Default None: a dict of all formats by name.
+        binary: whether the dict has texts of the nearest powers of two, such as ``"2^-11"``, in place of the first four
+            numbers. Default False. It has no effect on one format.
+
+    Returns:
+        Unit roundoff, smallest positive and smallest normal value, largest value, significand bits, and the exponents
+        of these three values, emins, emin and emax.
+
+    Raises:
+        ValueError: for an unknown name.
+
+    Example:
+        >>> from jchop.compat.pychop import float_params
+        >>> float_params("q43")
+        (0.0625, 0.001953125, 0.015625, 240.0, 4, -9, -6, 7)
+    """
+    check_bool("binary", binary)
+    if prec is None:
+        table = {name: _params_of(*facts) for name, facts in CHOP_FORMATS.items()}
+        return {name: (*map(_power_text, row[:4]), *row[4:]) for name, row in table.items()} if binary else table
+    if prec not in CHOP_FORMATS:
+        raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, CHOP_FORMATS))}")
+    return _params_of(*CHOP_FORMATS[prec])
+
+
+def _power_text(value: float) -> str:
+    return f"2^{round(math.log2(value))}"
+
+
+def _params_of(t: int, emax: int) -> FloatParams:
+    fmt = chop_float_format(t, emax)
+    xmins, xmin, xmax = (float(value) for value in (fmt.smallest, fmt.smallest_normal, fmt.max))
+    return 2.0**-t, xmins, xmin, xmax, t, fmt.emin - fmt.frac_bits, fmt.emin, fmt.emax

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from jchop._common.files import require_extra
@@ -32,9 +31,15 @@ require_extra("jchop.compat.pychop.layers", "torch", ("torch",))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from jchop.compat.pychop._integers import Chopi  # noqa: E402
-from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS  # noqa: E402
-from jchop.compat.pychop._quantizers import Chop, Chopf, PychopQuantizer  # noqa: E402
+from jchop.compat._arrays import round_first  # noqa: E402
+from jchop.compat.pychop._quantizers import (  # noqa: E402  # noqa: E402
+    QUANTIZER_WORDS,
+    Chop,
+    Chopf,
+    Chopi,
+    PychopQuantizer,
+    class_lookup,
+)
 from jchop.compat.pychop.ptq import (  # noqa: E402
     dynamic_post_quantization,
     mixed_post_quantization,
@@ -44,75 +49,27 @@ from jchop.compat.pychop.ptq import (  # noqa: E402
 
 ChopSTE, ChopfSTE, ChopiSTE = Chop, Chopf, Chopi
 
-_TORCH_LAYERS = [
-    "AdaptiveAvgPool1d",
-    "AdaptiveAvgPool2d",
-    "AdaptiveAvgPool3d",
-    "AvgPool1d",
-    "AvgPool2d",
-    "AvgPool3d",
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "Conv1d",
-    "Conv2d",
-    "Conv3d",
-    "ConvTranspose1d",
-    "ConvTranspose2d",
-    "ConvTranspose3d",
-    "Dropout",
-    "ELU",
-    "Embedding",
-    "GELU",
-    "GRU",
-    "GroupNorm",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "LSTM",
-    "LayerNorm",
-    "LeakyReLU",
-    "Linear",
-    "MaxPool1d",
-    "MaxPool2d",
-    "MaxPool3d",
-    "MultiheadAttention",
-    "PReLU",
-    "RNN",
-    "ReLU",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "Tanh",
-]
-#: Other names of layers in Pychop.
-_OTHER_NAMES = {"Attention": "MultiheadAttention", "AvgPool": "AvgPool2d", "Flatten": "Flatten", "Layer": "Identity"}
-_TORCH_NAMES = {name: name for name in _TORCH_LAYERS} | _OTHER_NAMES
-#: The number of arguments before exp_bits and sig_bits in the paper's layers.
-_SIZE_ARGUMENTS = {
-    "Identity": 0,
-    "Linear": 2,
-    "RNN": 2,
-    "LSTM": 2,
-    "GRU": 2,
-    "MultiheadAttention": 2,
-    "LayerNorm": 1,
-} | {f"{name}{axes}d": size for name, size in (("Conv", 3), ("BatchNorm", 1)) for axes in (1, 2, 3)}
-#: Layers that also round their input under ``chop=``: activations, softmax and dropout, and the layer of this alone.
-_INPUT_ROUNDERS = (
-    "Dropout",
-    "ELU",
-    "GELU",
-    "LeakyReLU",
-    "PReLU",
-    "ReLU",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "Tanh",
-    "Identity",
-)
 _RECURRENT = ("RNN", "LSTM", "GRU")
+#: Layers of one, two and three axes.
+_AXES_LAYERS = ("AdaptiveAvgPool", "AvgPool", "BatchNorm", "Conv", "ConvTranspose", "InstanceNorm", "MaxPool")
+_ACTIVATIONS = ("Dropout", "ELU", "GELU", "LeakyReLU", "PReLU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh")
+_OTHER_LAYERS = ("Embedding", "GroupNorm", "LayerNorm", "Linear", "MultiheadAttention")
+_TORCH_LAYERS = [f"{name}{axes}d" for name in _AXES_LAYERS for axes in (1, 2, 3)]
+#: The name in torch of each layer of Pychop.
+_TORCH_NAMES = {name: name for name in sorted([*_TORCH_LAYERS, *_ACTIVATIONS, *_OTHER_LAYERS, *_RECURRENT])} | {
+    "Attention": "MultiheadAttention",
+    "AvgPool": "AvgPool2d",
+    "Flatten": "Flatten",
+    "Layer": "Identity",
+}
+#: The number of arguments before exp_bits and sig_bits in the paper's layers.
+_SIZE_ARGUMENTS = (
+    {"Identity": 0, "LayerNorm": 1}
+    | dict.fromkeys(("Linear", "MultiheadAttention", *_RECURRENT), 2)
+    | {f"{name}{axes}d": size for name, size in (("Conv", 3), ("BatchNorm", 1)) for axes in (1, 2, 3)}
+)
+#: Layers that also round their input under ``chop=``.
+_INPUT_ROUNDERS = (*_ACTIVATIONS, "Identity")
 #: The inputs of a layer by name; its first arguments are the same.
 _INPUT_NAMES = {"MultiheadAttention": ("query", "key", "value")}
 
@@ -167,7 +124,7 @@ class _RoundingLayer(nn.Module):
             options |= {name: _round_floats(options[name], self.chop) for name in names if name in options}
         with _round_parameters_within(self, self.chop):
             output = super().forward(*args, **options)
-        return _round_first_output(output, self.chop) if self.rounds_output else output
+        return round_first(self.chop, output) if self.rounds_output else output
 
 
 def _bits_to_options(torch_name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -212,23 +169,11 @@ def _update_flat_weights(module: nn.Module) -> None:
         module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment]
 
 
-def _round_first_output(output: Any, chop: Any) -> Any:
-    """An output rounded; of a tuple the first element."""
-    if isinstance(output, tuple):
-        return _round_first_output(output[0], chop), *output[1:]
-    return chop(output)
-
-
-def __getattr__(name: str) -> Any:
-    for prefix in QUANTIZER_WORDS:
-        if name.startswith(prefix) and name.removeprefix(prefix) in _TORCH_NAMES:
-            return _layer_class(name, prefix, _TORCH_NAMES[name.removeprefix(prefix)])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@lru_cache(maxsize=len(QUANTIZER_WORDS) * len(_TORCH_NAMES))  # a class for each name
 def _layer_class(name: str, prefix: str, torch_name: str) -> type[nn.Module]:
     words = ", ".join(f"``{name}=``" for name in ("chop", *QUANTIZER_WORDS[prefix].names))
     text = f"`torch.nn.{torch_name}` with {words}: a quantizer, or its arguments; without one, nothing is rounded."
     body = {"__doc__": text, "__module__": __name__, "prefix": prefix, "of": torch_name}
     return type(name, (_RoundingLayer, getattr(nn, torch_name)), body)
+
+
+__getattr__ = class_lookup(__name__, QUANTIZER_WORDS, _TORCH_NAMES, _layer_class)

@@ -15,9 +15,50 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jchop.compat.pychop._math import PYCHOP_FUNCTIONS, call_method
+from jchop import math
+
+#: The methods of quantizers, by the number of their operands: functions of `jchop.math`.
+_UNARY_METHODS = (
+    "abs angle arccos arccosh arcsin arcsinh arctan arctanh cbrt ceil conj cos cosh cumprod cumsum degrees diff erf "
+    "erfc exp expm1 fabs floor frexp gamma imag log log10 log1p log2 mean modf prod radians real reciprocal round sign "
+    "sin sinh sqrt square std sum tan tanh var"
+)
+_BINARY_METHODS = (
+    "add bitwise_and bitwise_or bitwise_xor divide dot floor_divide hypot ldexp logaddexp matmul maximum minimum mod "
+    "multiply power subtract"
+)
+PYCHOP_METHODS = {**dict.fromkeys(_UNARY_METHODS.split(), 1), **dict.fromkeys(_BINARY_METHODS.split(), 2), "clip": 3}
+#: Methods without a function of that name outside of classes.
+_METHODS_ALONE = (
+    "abs angle bitwise_and bitwise_or bitwise_xor cbrt clip conj degrees diff erf erfc fabs frexp gamma hypot imag "
+    "ldexp logaddexp maximum minimum modf radians real reciprocal"
+)
+PYCHOP_FUNCTIONS = sorted(set(PYCHOP_METHODS) - set(_METHODS_ALONE.split()))
+#: How many of the last operands are whole numbers, which are not rounded.
+_EXPONENT_COUNTS = {"ldexp": 1}
+#: The options that may follow the operands, also by position.
+_METHOD_OPTIONS = {"diff": ("n",), "round": ("decimals",)} | dict.fromkeys(
+    ("cumprod", "cumsum", "mean", "prod", "std", "sum", "var"), ("axis",)
+)
 
 __all__ = PYCHOP_FUNCTIONS  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def call_method(chop: Any, name: str, *args: Any, key: Any = None, **options: Any) -> Any:
+    """``chop.name(*args, **options)``."""
+    count, names = PYCHOP_METHODS[name], _METHOD_OPTIONS.get(name, ())
+    operands, values = args[:count], args[count:]
+    if len(operands) < count or len(values) > len(names) or set(options) - set(names[len(values) :]):
+        signature = f"{count} operand{'s' * (count > 1)}" + "".join(f" and {option}" for option in names)
+        raise TypeError(f"{name} takes {signature}; it was given {len(args)} arguments and {sorted(options)}")
+    options |= dict(zip(names, values, strict=False))
+    if options.pop("decimals", 0) != 0:
+        raise ValueError("decimals must be 0: a binary format has no decimal places")
+    function = getattr(math, name)
+    rounded_count = count - _EXPONENT_COUNTS.get(name, 0)
+    return chop.compute(
+        lambda *arrays: function(*arrays, **options), operands[:rounded_count], key, exponents=operands[rounded_count:]
+    )
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

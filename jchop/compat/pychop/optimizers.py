@@ -6,7 +6,6 @@ not ``QuantizedRMSprop``. `jchop.torch.OptimLP` also rounds gradients, weights a
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from jchop._common.files import require_extra
@@ -15,7 +14,7 @@ require_extra("jchop.compat.pychop.optimizers", "torch", ("torch",))
 
 import torch  # noqa: E402
 
-from jchop.compat.pychop._quantizer_words import QUANTIZER_WORDS  # noqa: E402
+from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, class_lookup  # noqa: E402
 
 _TORCH_OPTIMIZERS = {name: name for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop", "SGD")} | {
     "RMSProp": "RMSprop"
@@ -50,15 +49,10 @@ class _RoundingOptimizer(torch.optim.Optimizer):
         return loss
 
 
-def __getattr__(name: str) -> Any:
-    for prefix in _OPTIMIZER_PREFIXES:
-        if name.startswith(prefix) and name.removeprefix(prefix) in _TORCH_OPTIMIZERS:
-            return _optimizer_class(name, prefix, _TORCH_OPTIMIZERS[name.removeprefix(prefix)])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-@lru_cache(maxsize=len(_OPTIMIZER_PREFIXES) * len(_TORCH_OPTIMIZERS))  # a class for each name
 def _optimizer_class(name: str, prefix: str, torch_name: str) -> type[torch.optim.Optimizer]:
     text = f"`torch.optim.{torch_name}` with ``chop=``, a quantizer of its moments; None (default) for none."
     body = {"__doc__": text, "__module__": __name__, "prefix": prefix}
     return type(name, (_RoundingOptimizer, getattr(torch.optim, torch_name)), body)
+
+
+__getattr__ = class_lookup(__name__, _OPTIMIZER_PREFIXES, _TORCH_OPTIMIZERS, _optimizer_class)

@@ -155,17 +155,13 @@ def mixed_post_quantization(
 
     if not dynamic and calibration_data is None and activation_chop is not None:
         raise ValueError("calibration_data=None, but dynamic=False clamps outputs to their range on it")
-    round_weight = _keep_weight if weight_chop is None else weight_chop
+    round_weight = weight_chop or (lambda weight: weight)
     result: Any = post_quantization(model, round_weight, eval_mode, verbose and weight_chop is not None)
     if activation_chop is not None:
         round_layer_outputs(
             result, activation_chop, None if dynamic else calibration_data, calibration_method, percentile
         )
     return result
-
-
-def _keep_weight(x: Any) -> Any:
-    return x
 
 
 def _is_torch_module(model: Any) -> bool:

@@ -6,10 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from jchop._common.checks import check_bool, check_choice, check_int
-from jchop._spec.spec import Spec
+from jchop._spec.spec import Gradient, Spec
 from jchop.formats import FixedFormat, FloatFormat, bfp
-
-__all__ = ["BlockFloatingPoint", "FixedPoint", "FloatingPoint", "Number"]
 
 _QTORCH_ROUNDINGS = ("stochastic", "nearest")
 #: Bits of the exponent of float32, whose top code has no finite values in QPyTorch either.
@@ -31,10 +29,6 @@ class Number(ABC):
 
 def _rounding_name(rounding: str, nearest: str) -> str:
     return nearest if check_choice("rounding", rounding, _QTORCH_ROUNDINGS) == "nearest" else rounding
-
-
-def _gradient_name(clipped: bool) -> str:
-    return "clipped" if clipped else "straight_through"
 
 
 def _multiples_format(frac_bits: int) -> FloatFormat:
@@ -75,7 +69,7 @@ class FloatingPoint(Number):
         """
         ieee = self.exp == _FULL_EXPONENT_BITS
         fmt = FloatFormat(self.exp, self.man, infinities=ieee, nans="ieee" if ieee else "none")
-        return Spec(fmt, _rounding_name(rounding, "nearest_away"), "saturate", gradient=_gradient_name(clipped))
+        return Spec(fmt, _rounding_name(rounding, "nearest_away"), "saturate", gradient=Gradient(clipped))
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ class FixedPoint(Number):
         fmt = _multiples_format(self.fl)
         if self.clamp:
             fmt = FixedFormat(self.wl - self.fl, self.fl, symmetric=self.symmetric)
-        return Spec(fmt, _rounding_name(rounding, "nearest_even"), gradient=_gradient_name(clipped))
+        return Spec(fmt, _rounding_name(rounding, "nearest_even"), gradient=Gradient(clipped))
 
 
 @dataclass(frozen=True)

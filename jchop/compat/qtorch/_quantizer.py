@@ -15,8 +15,6 @@ from jchop import torch as bridge  # noqa: E402
 from jchop._spec.spec import Spec  # noqa: E402
 from jchop.compat.qtorch._numbers import FixedPoint, Number  # noqa: E402
 
-__all__ = ["Quantizer", "forward_spec_of", "quantizer", "random_source"]
-
 Tensor = torch.Tensor
 
 
@@ -26,9 +24,28 @@ def random_source(spec: Spec, random: dict[str, Any]) -> dict[str, Any]:
 
 
 class Quantizer(bridge.Quantizer):
-    """Rounds in the forward pass, and the gradient in the backward pass; see `quantizer` for the arguments.
+    """Rounds in the forward pass, and the gradient in the backward pass: also by the name `quantizer`.
 
     Each stochastic rounding draws its key from torch's generator.
+
+    Args:
+        forward_number: a format, or None (default).
+        backward_number: the format of the gradient, or None (default).
+        forward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
+        backward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
+        clamping_grad_zero: whether the gradient of clamped numbers is zero; for fixed point.
+        backward_hooks: functions of the gradient, applied before it is rounded.
+
+    Example:
+        >>> import torch
+        >>> from jchop.compat.qtorch import FixedPoint
+        >>> from jchop.compat.qtorch.quant import quantizer
+        >>> number = FixedPoint(wl=5, fl=4)
+        >>> rounds = quantizer(number, number, "nearest", "nearest", clamping_grad_zero=True)
+        >>> x = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
+        >>> rounds(x).sum().backward()
+        >>> x.grad
+        tensor([0.9375, 0.9375, 0.0000])
     """
 
     def __init__(
@@ -66,38 +83,7 @@ class Quantizer(bridge.Quantizer):
         return y
 
 
-def quantizer(
-    forward_number: Number | None = None,
-    backward_number: Number | None = None,
-    forward_rounding: str = "stochastic",
-    backward_rounding: str = "stochastic",
-    clamping_grad_zero: bool = False,
-    backward_hooks: Iterable[Callable[[Tensor], Tensor]] = (),
-) -> Quantizer:
-    """A function of tensors that rounds in the forward pass, and the gradient in the backward pass.
-
-    Args:
-        forward_number: a format, or None (default).
-        backward_number: the format of the gradient, or None (default).
-        forward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
-        backward_rounding: ``"stochastic"`` (default) or ``"nearest"``.
-        clamping_grad_zero: whether the gradient of clamped numbers is zero; for fixed point.
-        backward_hooks: functions of the gradient, applied before it is rounded.
-
-    Example:
-        >>> import torch
-        >>> from jchop.compat.qtorch import FixedPoint
-        >>> from jchop.compat.qtorch.quant import quantizer
-        >>> number = FixedPoint(wl=5, fl=4)
-        >>> rounds = quantizer(number, number, "nearest", "nearest", clamping_grad_zero=True)
-        >>> x = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
-        >>> rounds(x).sum().backward()
-        >>> x.grad
-        tensor([0.9375, 0.9375, 0.0000])
-    """
-    return Quantizer(
-        forward_number, backward_number, forward_rounding, backward_rounding, clamping_grad_zero, backward_hooks
-    )
+quantizer = Quantizer
 
 
 def forward_spec_of(name: str, quant: Any) -> Spec | None:

@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # noqa: E402
 
 from jchop._common.checks import check_choice  # noqa: E402
+from jchop.compat._arrays import round_first  # noqa: E402
 from jchop.compat.qtorch._numbers import Number  # noqa: E402
 from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
 
@@ -114,9 +115,5 @@ def _torch_module_name(name: str) -> str:
     return f"torch.nn.modules.{name}"
 
 
-def _round_output(layer: nn.Module, args: Any, output: Any) -> Any:
-    del args
-    output_quantizer = getattr(layer, _OUTPUT_MODULE)
-    if isinstance(output, tuple):
-        return output_quantizer(output[0]), *output[1:]
-    return output_quantizer(output)
+def _round_output(layer: nn.Module, _: Any, output: Any) -> Any:
+    return round_first(getattr(layer, _OUTPUT_MODULE), output)

@@ -1,35 +1,36 @@
-"""Sums over ranks whose rounding errors are kept and added to the next sums."""
+"""Training over ranks, as links of Optax: sums whose rounding errors are kept, and few exchanges (DiLoCo)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._common.bit_ops import varying_axes
 from jchop._common.checks import check_int
 from jchop._common.settings import jax_default_settings, split_prng_key
 from jchop._core.matmul.operations import operation_carrier
 from jchop._round.arguments import rounding_key
-from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import Spec, as_spec
-from jchop.distributed._algorithms import TWO_SHOT
+from jchop._spec.spec import AnySpec, as_spec
 from jchop.distributed._axes import AxisName, RankAxes, vary_over
-from jchop.distributed._buckets import map_buckets
-from jchop.distributed._collectives import BUCKET, check_collective
+from jchop.distributed._collectives import BUCKET, Accumulate, check_collective
 from jchop.distributed._messages import (
     Phase,
+    Wire,
     decode_messages,
     encode_messages,
+    encode_piece,
+    exchange,
     fold_in_numbers,
+    gather_codes,
     move_leaves,
     sum_in_rank_order,
 )
-from jchop.distributed._pieces import PieceCut, plan_piece_cut, quantizes_vectors
-from jchop.distributed._reduce import Wire, encode_piece, gather_codes
-from jchop.formats import ElementFormat, ScaledFormat
+from jchop.distributed._pieces import PieceCut, map_buckets, plan_piece_cut, quantizes_vectors
 
 Array = jax.Array
 
@@ -51,10 +52,10 @@ class Transformation(NamedTuple):
 
 def psum_with_feedback(
     axis_name: AxisName,
-    spec: Spec | ElementFormat | ScaledFormat | str,
+    spec: AnySpec,
     key: Array | None = None,
     *,
-    accumulate: MatmulSpec | Spec | ElementFormat | str | None = None,
+    accumulate: Accumulate = None,
     bucket: int = BUCKET,
 ) -> Transformation:
     """Sums of updates over ranks as a link of an Optax chain, with the errors of both roundings kept.
@@ -102,7 +103,7 @@ def psum_with_feedback(
     bucket_size = bucket if quantizes_vectors(spec) else None
 
     def wire_and_key(x: Any, key: Array | None) -> tuple[Wire, Array | None]:
-        return check_collective(axis_name, spec, key, TWO_SHOT, accumulate, x)
+        return check_collective(axis_name, spec, key, x, accumulate=accumulate)
 
     def init(params: Any) -> FeedbackState:
         wire, start_key = wire_and_key(params, key)
@@ -162,11 +163,118 @@ def _feedback_step(
     pieces = cut.pieces(vary_over(v, axes)).astype(send_error.dtype) + send_error
     q = encode_messages(pieces, wire.spec, fold_in_numbers(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size))
     new_send_error = pieces - decode_messages(q, pieces.dtype)
-    messages = decode_messages(
-        move_leaves(q, lambda leaf: lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)), pieces.dtype
-    )
+    messages = decode_messages(move_leaves(q, partial(exchange, axes)), pieces.dtype)
     sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)
     piece_sum = sum_in_rank_order(messages[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
     q = encode_piece(wire, piece_sum, key)
     new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)
     return cut.join(decode_messages(gather_codes(wire, q, to="invarying"), v.dtype)), new_send_error, new_sum_error
+
+
+# -- few exchanges -----------------------------------------------------------------------------------------------------
+
+
+class DilocoState(NamedTuple):
+    """State of `diloco` on one rank.
+
+    Args:
+        count: the steps since the last exchange, int32.
+        anchor: the parameters after the last exchange: the same bits on every rank.
+        inner: the state of the inner transformation, a rank's own.
+        outer: the state of the outer transformation.
+    """
+
+    count: Array
+    anchor: Any
+    inner: Any
+    outer: Any
+
+
+def diloco(inner: Any, outer: Any, every: int) -> Transformation:
+    """Training with few exchanges: `every` steps of each rank by itself, then one step of an outer optimizer.
+
+    At an exchange, `outer` gets the parameters of the last exchange minus the rank's own, as if that were a gradient,
+    and sums it over ranks: its first link is `psum_with_feedback`, or a sum without memory such as
+    ``optax.stateless(lambda u, _: jchop.distributed.psum(u, "data", spec))``. DiLoCo's outer optimizer follows, with
+    the mean over n ranks: ``optax.scale(1 / n), optax.sgd(0.7, momentum=0.9, nesterov=True)``. Between exchanges
+    nothing moves. `update` runs inside `jax.shard_map`.
+
+    The anchor in the state has the same bits on every rank. The parameters that `optax.apply_updates` gives differ from
+    it by a rounding of the addition at most; the next exchange corrects that. Save and evaluate the anchor.
+
+    Args:
+        inner: the Optax transformation of a rank's own steps.
+        outer: the Optax transformation of the exchanges; its updates are the same on every rank.
+        every: the number of steps of `inner` to an exchange, from 1 on.
+
+    Returns:
+        The functions ``init(params)`` and ``update(updates, state, params)``, as an Optax transformation. The state is
+        a `DilocoState`; it differs between ranks.
+
+    Raises:
+        TypeError: for a value that is not a transformation.
+        ValueError: for `every` below 1, or an update without parameters.
+
+    References:
+        DiLoCo, arXiv 2311.08105, algorithm 1; INTELLECT-1, arXiv 2412.01152, for exchanges in int8.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc, optax
+        >>> mean = optax.stateless(lambda u, _: jc.distributed.psum(u, "i", "int8(group=tensor)") / 2)
+        >>> tx = jc.distributed.diloco(optax.sgd(1.0), optax.chain(mean, optax.sgd(1.0)), every=2)
+        >>> def train(gradient):
+        ...     params = jnp.zeros(1)
+        ...     state = tx.init(params)
+        ...     for _ in range(2):
+        ...         updates, state = tx.update(gradient, state, params)
+        ...         params = optax.apply_updates(params, updates)
+        ...     return params
+        >>> jax.vmap(train, axis_name="i")(jnp.array([[1.0], [3.0]])).tolist()
+        [[-4.0], [-4.0]]
+    """
+    check_int("every", every, 1, (1 << 31) - 1)
+    for name, transformation in (("inner", inner), ("outer", outer)):
+        if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
+            raise TypeError(
+                f"{name}={transformation!r} must be an Optax transformation, with the functions init and update"
+            )
+
+    def init(params: Any) -> DilocoState:
+        anchor = jax.tree.map(jnp.asarray, params)
+        return DilocoState(jnp.zeros((), jnp.int32), anchor, inner.init(params), outer.init(params))
+
+    def update(updates: Any, state: DilocoState, params: Any = None, **extra: Any) -> tuple[Any, DilocoState]:
+        if params is None:
+            raise ValueError("params=None: diloco compares them with those of the last exchange; pass params")
+        inner_updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        count = state.count + 1
+
+        def keep_anchor() -> tuple[Any, Any, Any]:
+            return jax.tree.map(_vary_and_cast_like, inner_updates, params), state.anchor, state.outer
+
+        def exchange() -> tuple[Any, Any, Any]:
+            rank_params = jax.tree.map(_add_in_dtype, params, inner_updates)
+            outer_updates, outer_state = outer.update(
+                jax.tree.map(jnp.subtract, state.anchor, rank_params), state.outer, state.anchor
+            )
+            anchor = jax.tree.map(_add_in_dtype, state.anchor, outer_updates)
+            change = jax.tree.map(
+                lambda new, old, step: _vary_and_cast_like(new - old, step), anchor, params, inner_updates
+            )
+            return change, anchor, outer_state
+
+        change, anchor, outer_state = lax.cond(count == every, exchange, keep_anchor)
+        return change, DilocoState(count % every, anchor, inner_state, outer_state)
+
+    return Transformation(init, update)
+
+
+def _add_in_dtype(x: Array, change: Array) -> Array:
+    return jnp.asarray(x + change).astype(x.dtype)
+
+
+def _vary_and_cast_like(x: Array, other: Array) -> Array:
+    """`x`, with a type that differs between ranks along the axes of both: branches have results of one type."""
+    x = x.astype(other.dtype)
+    missing = tuple(name for name in varying_axes(other) if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
