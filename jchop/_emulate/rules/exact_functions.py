@@ -1,4 +1,4 @@
-"""Rows of the table that are not a single operation, but round the exact result once.
+"""Functions that are not a single operation of `_core`, but round the exact result once.
 
 They take rounded operands, float32 or float64, and a random word for each element.
 """
@@ -17,20 +17,16 @@ from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.basic import carrier_range, multiply_and_round, range_of
 from jchop._core.arithmetic.exact import ExactResult, round_exact
 from jchop._core.matmul.operations import round_operation
+from jchop._emulate.rules.carrier_functions import carrier_frexp
 from jchop._spec.spec import Spec
-from jchop.math import _carrier
+from jchop.formats import binary32, binary64
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 _ExactOperands = tuple[Array, ...]
 
 
-def exact_reciprocal(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
-    """1 / x; 1 need not be a value of the format."""
-    (x,) = operands
-    return _full_range_operation("div", (jnp.ones_like(x), x), spec, word)
-
-
-def _full_range_operation(name: str, operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
+def _full_range_operation(name: str, operands: _ExactOperands, spec: Spec, word: Array | None = None) -> Array:
     """An operation on arbitrary values of the carrier."""
     full_range = carrier_range(_carrier_of_operand(operands[0]))
     return round_operation(name, operands, spec, word, ranges=[full_range] * len(operands))
@@ -38,12 +34,6 @@ def _full_range_operation(name: str, operands: _ExactOperands, spec: Spec, word:
 
 def _carrier_of_operand(x: Array) -> Carrier:
     return CARRIERS[x.dtype.name]
-
-
-def exact_clip(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
-    """Clamping, which returns one of three values of the format."""
-    x, minimum, maximum = operands
-    return round_operation("min", (round_operation("max", (x, minimum), spec, word), maximum), spec, word)
 
 
 def exact_mod(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
@@ -141,15 +131,16 @@ def _low_ones(count: Array, word: object) -> Array:
     return ~jnp.zeros_like(count) >> (width - count).astype(count.dtype)
 
 
-def exact_ldexp(x: Array, n: Array, spec: Spec, word: Array | None) -> Array:
+def exact_ldexp(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
     """The exact x 2^n for integers n, rounded once.
 
     The product of the significand of x and 2^a, with a normal result in the carrier, is exact. Only the remaining power
     of two can leave the carrier's normal range. Exponents beyond twice the carrier's range do not change the result.
     """
+    x, n = operands
     carrier = _carrier_of_operand(x)
     bias = carrier.bias
-    fraction, exponent = _carrier.carrier_frexp(x)
+    fraction, exponent = carrier_frexp(x)
     total = jnp.clip(exponent + jnp.clip(n, -4 * bias, 4 * bias).astype(exponent.dtype), 3 - 2 * bias, 2 * bias)
     head = jnp.clip(total, 2 - bias, bias)
     return _full_range_operation(
@@ -177,3 +168,49 @@ def exact_bitwise(name: str, operands: _ExactOperands, spec: Spec, word: Array |
     high, low = bits >> half, bits & bit_ops.low_mask(half)
     parts = (high.astype(carrier.name) * 2.0**half, low.astype(carrier.name))
     return jnp.where(are_integers[0] & are_integers[1], _full_range_operation("add", parts, spec, word), jnp.nan)
+
+
+# -- decimals ----------------------------------------------------------------------------------------------------------
+
+
+def exact_decimals(decimals: int, operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
+    """The nearest multiple of 10^-decimals, rounded once."""
+    (x,) = operands
+    result = (_round_to_decimals if decimals > 0 else _round_to_tens)(x, abs(decimals), spec, word)
+    is_integer = decimals > 0 and jnp.abs(x) >= 2.0 ** CARRIERS[x.dtype.name].fraction
+    return jnp.where(~jnp.isfinite(x) | is_integer, x, result)
+
+
+def _round_to_decimals(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
+    """The multiple for a positive number of decimals, if x may have a fraction.
+
+    With h + l the exact product of x and the power of ten, the multiple is the integer next to it: a number of the
+    carrier, or, if h has no fraction, h and the integer next to l. In that case the multiple and x differ by less than
+    two places of the carrier, and the difference, rounded to odd, is added to x.
+    """
+    carrier, power = CARRIERS[x.dtype.name], jnp.full_like(x, 10.0**decimals)
+    carrier_spec = Spec({"float32": binary32, "float64": binary64}[carrier.name])
+    high = x * power
+    low = _full_range_operation("fma", (x, power, -high), carrier_spec)
+    nearest = jnp.round(high)
+    rest = high - nearest
+    integer = nearest + ((rest == 0.5) & (low > 0)).astype(x.dtype) - ((rest == -0.5) & (low < 0)).astype(x.dtype)
+    integer = jnp.where(integer == 0, jnp.copysign(integer, x), integer)
+    quotient = _full_range_operation("div", (integer, power), spec, word)
+    odd_spec = Spec(carrier_spec.format, rounding=Rounding.ODD)
+    difference = _full_range_operation("div", (jnp.round(low) - low, power), odd_spec)
+    corrected = _full_range_operation("add", (x, difference), spec, word)
+    return jnp.where(jnp.abs(high) < 2.0**carrier.fraction, quotient, corrected)
+
+
+def _round_to_tens(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
+    """The multiple for a negative number of decimals: x plus its exact distance to the multiple of 10^zeros."""
+    power = jnp.full_like(x, 10.0**zeros)
+    remainder = lax.rem(x, power)
+    excess = jnp.abs(remainder)
+    is_odd = jnp.abs(lax.rem(x, 2 * power)) >= power
+    rounds_away = (excess > power / 2) | ((excess == power / 2) & is_odd)
+    distance = jnp.where(rounds_away, jnp.copysign(power - excess, x), -remainder)
+    result = _full_range_operation("add", (x, distance), spec, word)
+    is_zero = ~rounds_away & (jnp.abs(x) < power)
+    return jnp.where(is_zero, _full_range_operation("mul", (jnp.zeros_like(x), x), spec, word), result)

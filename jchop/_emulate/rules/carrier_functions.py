@@ -74,3 +74,32 @@ def _carrier_frexp_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[t
     mantissa, exponent = carrier_frexp(*primals)
     slope = jnp.ldexp(jnp.ones_like(mantissa), -exponent)
     return (mantissa, exponent), (tangents[0] * slope, np.zeros(exponent.shape, jax.dtypes.float0))
+
+
+def sort_keys(x: Array, *, zeros_equal: bool = False) -> Array:
+    """Integers in the order of the values of a carrier; -0 is next below +0, or equal."""
+    sign, magnitude = bit_ops.split_sign(x, CARRIERS[x.dtype.name])
+    return bit_ops.ordered_integers(sign, magnitude) if zeros_equal else jnp.where(sign != 0, ~magnitude, magnitude)
+
+
+def extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...]) -> Array:
+    """The largest or the smallest element along axes (`reduce_max`, `reduce_min`); NaN if one is."""
+    carrier, is_max = CARRIERS[x.dtype.name], primitive == "reduce_max"
+    magnitude = bit_ops.split_sign(x, carrier)[1]
+    order_keys = jnp.where(magnitude > carrier.inf, magnitude if is_max else ~magnitude, sort_keys(x))
+    best = (jnp.max if is_max else jnp.min)(order_keys, axes)
+    negative = best < 0
+    sign = jnp.where(negative, carrier.sign_bit, 0).astype(best.dtype)
+    return bit_ops.join_sign(sign, jnp.where(negative, ~best, best), carrier)
+
+
+def arg_extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...], index_dtype: Any) -> Array:
+    """The index of the first largest or smallest element along an axis (`argmax`, `argmin`), or of the first NaN."""
+    order_keys = sort_keys(x, zeros_equal=True)
+    limits, is_max = jnp.iinfo(order_keys.dtype), primitive == "argmax"
+    order_keys = jnp.where(jnp.isnan(x), limits.max if is_max else limits.min, order_keys)
+    return (lax.argmax if is_max else lax.argmin)(order_keys, *axes, index_dtype)
+
+
+#: In place of primitives that may read subnormal numbers as zero.
+CARRIER_FUNCTIONS = {"floor": carrier_floor, "ceil": carrier_ceil, "sign": carrier_sign}
