@@ -116,7 +116,7 @@ def run_emulated(
     settings = _MathSettings(plain, (), sums, "raise", functions=functions)
     rule = None if plain == rounding else rounding
     call = _Call(function, tuple(options.items()), settings, rule, sums is None)
-    return run_on_operands(partial(_run_call, call), operands, key)
+    return run_on_operands(partial(_traced_call, call), operands, key)
 
 
 def _without_gradient(spec: Spec | None) -> Spec | None:
@@ -124,7 +124,7 @@ def _without_gradient(spec: Spec | None) -> Spec | None:
 
 
 @partial(always_jit, static_argnums=0, inline=True)
-def _run_call(call: _Call, *operands_and_key: Any) -> Any:
+def _traced_call(call: _Call, *operands_and_key: Any) -> Any:
     *operands, key = operands_and_key
     dtype, function = operands[0].dtype, partial(call.function, **dict(call.options))
     arrays = [widen_operand(jnp.asarray(x)) if _is_float(x) else jnp.asarray(x) for x in operands]
@@ -205,7 +205,7 @@ def as_math_operands(
     return spec, arrays
 
 
-def run_function(
+def run_rounded(
     function: Callable[..., Any], spec: Spec, arrays: Sequence[Any], key: Any, own: Any = None, **options: Any
 ) -> Any:
     """`run_emulated` with the key that a spec draws from."""

@@ -12,12 +12,11 @@ import numpy as np
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
-from jchop._emulate.rules.carrier_functions import sort_keys
-from jchop._emulate.rules.exact_functions import exact_decimals
+from jchop._emulate.rules.exact_functions import exact_decimals, sort_keys
 from jchop._emulate.rules.functions import NamedFunction
 from jchop._kernels.materialize import materialize
 from jchop._round.arguments import Array, SpecLike, as_array, as_operands, is_integer_or_bool
-from jchop.math._call import as_math_operands, check_axis, run_function
+from jchop.math._call import as_math_operands, check_axis, run_rounded
 from jchop.math._elementwise import FMA
 
 __all__ = ["axpy", "cross", "diff", "frexp", "interp", "ldexp", "linspace", "modf", "round", "where"]
@@ -35,9 +34,7 @@ def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
         spec: a `jchop.Spec`, a format, or text such as ``"e5m2:stochastic"``.
-        key: a typed key, required if `spec` is stochastic; it is split into 2: the operand and the result. If the
-            multiples are closer than values of the carrier, its words meet a distance of the carrier's precision.
-            Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         decimals: digits behind the decimal point, from -10 to 10, or from -22 to 22 in float64. Default 0.
 
     Returns:
@@ -57,9 +54,9 @@ def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0
     decimals = check_int("decimals", decimals, -most, most)
     spec, arrays = as_math_operands("x", (array,), spec, "exact" if decimals else "held")
     if not decimals:
-        return run_function(jnp.round, spec, arrays, key)
+        return run_rounded(jnp.round, spec, arrays, key)
     own = _round_to(decimals)
-    return run_function(own.function, spec, arrays, key, own)
+    return run_rounded(own.function, spec, arrays, key, own)
 
 
 @lru_cache(maxsize=64)
@@ -76,8 +73,7 @@ def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the results, and m
-            draws from `jax.random.fold_in` of the latter with 0. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
 
     Returns:
         m, of the dtype of `x`, and e, int32.
@@ -92,7 +88,7 @@ def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
         (0.75, 4)
     """
     spec, arrays = as_math_operands("x", (x,), spec, "held")
-    return run_function(jnp.frexp, spec, arrays, key)
+    return run_rounded(jnp.frexp, spec, arrays, key)
 
 
 def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -103,8 +99,7 @@ def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the results, which
-            draw from `jax.random.fold_in` of the latter with 0 and 1. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
 
     Returns:
         The fraction and the integer part, of the dtype of `x`.
@@ -119,7 +114,7 @@ def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
         (-0.0, -3.0)
     """
     spec, arrays = as_math_operands("x", (x,), spec, "held")
-    return run_function(jnp.modf, spec, arrays, key)
+    return run_rounded(jnp.modf, spec, arrays, key)
 
 
 def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -129,7 +124,7 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
         n: integers, which broadcast against `x`; they are not rounded.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the result.
+        key: a typed key, required if `spec` is stochastic. Default None.
 
     Returns:
         An array of the dtype of `x`. The derivative by `x` is 2^n.
@@ -148,7 +143,7 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
         raise TypeError(f"n has dtype {exponent.dtype}; allowed: integers")
     if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words
         exponent = np.clip(exponent, -(1 << 30), 1 << 30).astype(np.int32)
-    return run_function(jnp.ldexp, spec, (*arrays, exponent), key)
+    return run_rounded(jnp.ldexp, spec, (*arrays, exponent), key)
 
 
 def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: int = -1) -> Any:
@@ -157,7 +152,7 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
     Args:
         x: float16, bfloat16, float32 or float64, of at least one axis; it is rounded to `spec` first.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into n + 1, for `x` and for each difference.
+        key: a typed key, required if `spec` is stochastic. Default None.
         n: number of repetitions. Default 1.
         axis: axis of the differences. Default -1.
 
@@ -174,7 +169,7 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
     """
     spec, arrays = as_math_operands("x", (x,), spec)
     n, axis = check_int("n", n, 0), check_axis(axis, arrays[0].ndim)
-    return run_function(jnp.diff, spec, arrays, key, n=n, axis=axis)
+    return run_rounded(jnp.diff, spec, arrays, key, n=n, axis=axis)
 
 
 def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fused: bool = False) -> Any:
@@ -185,8 +180,7 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
         x: of the same dtype, or promoted as in `jax.numpy`.
         y: as `x`; the three broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into five, for the operands, the product and the
-            sum. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         fused: whether the product is exact. Default False.
 
     Returns:
@@ -202,7 +196,7 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
     """
     check_bool("fused", fused)
     spec, arrays = as_math_operands("axy", (a, x, y), spec)
-    return run_function(FMA.function if fused else _axpy, spec, arrays, key, FMA if fused else None)
+    return run_rounded(FMA.function if fused else _axpy, spec, arrays, key, FMA if fused else None)
 
 
 def _axpy(a: Array, x: Array, y: Array) -> Array:
@@ -217,7 +211,7 @@ def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = No
         x: float16, bfloat16, float32 or float64.
         y: of the same dtype, or promoted as in `jax.numpy`; the three broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and `y`. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
 
     Returns:
         An array of the dtype of `x` and `y`.
@@ -234,7 +228,7 @@ def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = No
     mask = as_array("condition", condition)
     if not is_integer_or_bool(mask.dtype):
         raise TypeError(f"condition has dtype {mask.dtype}; allowed: booleans and integers, such as condition != 0")
-    return run_function(_where, spec, (*arrays, mask), key)
+    return run_rounded(_where, spec, (*arrays, mask), key)
 
 
 def _where(x: Array, y: Array, condition: Array) -> Array:
@@ -261,9 +255,7 @@ def cross(
         a: float16, bfloat16, float32 or float64, vectors of two or three elements; rounded to `spec` first.
         b: of the same dtype, or promoted as in `jax.numpy`; the other axes broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into five, for `a`, `b`, the first and the
-            second products, and the differences. Random bits of these are indexed by an array with the elements of a
-            vector last. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axisa: the axis of `a` with the elements. Default -1.
         axisb: the axis of `b` with the elements. Default -1.
         axisc: the axis of the result with the elements. Default -1.
@@ -295,7 +287,7 @@ def cross(
     is_planar = lengths == (2, 2)
     result_axis = -1 if is_planar else check_axis(axisc, len(outer_shape) + 1, "axisc")
     options = {"vector_axes": vector_axes, "result_axis": result_axis, "is_planar": is_planar}
-    return run_function(_cross, spec, (x, y), key, **options)
+    return run_rounded(_cross, spec, (x, y), key, **options)
 
 
 def _cross(a: Array, b: Array, *, vector_axes: tuple[int, int], result_axis: int, is_planar: bool) -> Array:
@@ -326,8 +318,7 @@ def linspace(
         start: float16, bfloat16, float32 or float64, the first number, any shape; rounded to `spec` first.
         stop: of the same dtype, or promoted as in `jax.numpy`; both broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into six, for `start`, `stop`, the difference,
-            the quotient, the products and the sums. Random bits are indexed by an array with i first. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         num: the number of numbers, >= 0. Default 50.
         endpoint: whether `stop` is the last number. Default True.
         axis: the axis of i in the result. Default 0.
@@ -347,7 +338,7 @@ def linspace(
     check_bool("endpoint", endpoint)
     num = check_int("num", num, 0, 2 << operation_carrier(arrays[0].dtype).fraction)
     axis = check_axis(axis, len(np.broadcast_shapes(*(array.shape for array in arrays))) + 1)
-    return run_function(_linspace, spec, arrays, key, num=num, endpoint=endpoint, axis=axis)
+    return run_rounded(_linspace, spec, arrays, key, num=num, endpoint=endpoint, axis=axis)
 
 
 def _linspace(start: Array, stop: Array, *, num: int, endpoint: bool, axis: int) -> Array:
@@ -377,8 +368,7 @@ def interp(
         xp: of the same dtype, or promoted as in `jax.numpy`, the nodes, shape (n,), ascending, n >= 1.
         fp: values at the nodes, shape (n,).
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into eleven, for `x`, `xp`, `fp`, `left`,
-            `right`, d, h, e, the quotient, the product and the sum. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         left: the value below the first node, a scalar. Default None: the first of `fp`.
         right: the value above the last node, a scalar. Default None: the last of `fp`.
 
@@ -403,7 +393,7 @@ def interp(
     for name, array in zip(names[3:], arrays[3:], strict=True):
         if array.shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
-    return run_function(_interp, spec, arrays, key, ends=tuple(names[3:]))
+    return run_rounded(_interp, spec, arrays, key, ends=tuple(names[3:]))
 
 
 def _interp(x: Array, xp: Array, fp: Array, *values: Array, ends: tuple[str, ...]) -> Array:

@@ -124,7 +124,7 @@ def tensordot(
         a: float16, bfloat16, float32 or float64, any shape.
         b: of the same dtype, or promoted as in `jax.numpy`.
         spec: as in `jchop.math.matmul`.
-        key: as in `jchop.math.matmul`; random bits are indexed by the result.
+        key: as in `jchop.math.matmul`.
         axes: a number n: the last n axes of `a` and the first n of `b`, in order; or a pair of axes, or of sequences of
             them, which belong together. Default 2.
 
@@ -156,7 +156,7 @@ def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
         a: float16, bfloat16, float32 or float64, shape (..., k), or a scalar.
         b: of the same dtype, or promoted as in `jax.numpy`, shape (..., k), or a scalar.
         spec: as in `jchop.math.matmul`.
-        key: as in `jchop.math.matmul`; random bits are indexed by the result.
+        key: as in `jchop.math.matmul`.
 
     Returns:
         An array of shape ``a.shape[:-1] + b.shape[:-1]``; a scalar is multiplied with every element.
@@ -208,7 +208,7 @@ def outer(a: Any, b: Any, spec: SpecLike, key: Array | None = None) -> Any:
         a: float16, bfloat16, float32 or float64, n elements in C order; each is rounded to `spec` once.
         b: of the same dtype, or promoted as in `jax.numpy`, m elements.
         spec: a `jchop.Spec`, a format, or its text.
-        key: as in `jchop.math.multiply`, of arrays of shapes (n, 1) and (m,).
+        key: as in `jchop.math.multiply`.
 
     Returns:
         An array of shape (n, m).
@@ -239,7 +239,7 @@ def trace(
     Args:
         x: float16, bfloat16, float32 or float64, of two axes or more.
         spec: as in `jchop.math.sum`.
-        key: as in `jchop.math.sum`, of an array with the diagonal as its last axis.
+        key: as in `jchop.math.sum`.
         offset: the diagonal; positive ones are above the main diagonal. Default 0.
         axis1: the axis of the rows. Default 0.
         axis2: the axis of the columns. Default 1.
@@ -286,7 +286,7 @@ def conv(
         x: float16, bfloat16, float32 or float64, shape (n, c, ...space).
         kernel: of the same dtype, or promoted as in `jax.numpy`, shape (m, c, ...window).
         spec: as in `jchop.math.matmul`.
-        key: as in `jchop.math.matmul`; random bits are indexed by an output array of shape (n, ...space, m).
+        key: as in `jchop.math.matmul`.
         stride: step of the windows, one for all axes or one each. Default 1.
         padding: ``"VALID"`` (default), ``"SAME"``, or (before, after) for each axis.
         dilation: distance between positions of the kernel, one for all axes or one each. Default 1.

@@ -22,7 +22,7 @@ from jchop.math._call import (
     as_math_operands,
     as_sum_spec,
     check_axis,
-    run_function,
+    run_rounded,
     run_sums,
 )
 
@@ -64,14 +64,13 @@ def sum(
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
         spec: a `jchop.MatmulSpec` without a product; ``accumulate=None`` is the carrier. A `jchop.Spec`, a format or
             text applies to `x` and every addition, in sequential order.
-        key: a typed key, required if `spec` is stochastic. It is split into four; the first is for `x` and the last for
-            the sums, with the words of `jchop.math.matmul`. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: an axis, or several, with elements in C order; None (default): all.
         keepdims: whether to keep the axes, with length one. Default False.
         where: booleans, which broadcast to the shape of `x`; an element at False is +0 in its place in the order.
             Default None: all elements.
         initial: a number, an element before the others in the order of each sum: in sequential order the start of c. It
-            is rounded to ``spec.operands`` and draws from `jax.random.fold_in` of the first part with 0. Default None.
+            is rounded to ``spec.operands``. Default None.
 
     Returns:
         An array of the dtype of `x`; NumPy if `x` is. An empty sum is +0. The derivative is 1.
@@ -105,7 +104,7 @@ def mean(
     Args:
         x: as in `jchop.math.sum`.
         spec: as in `jchop.math.sum`.
-        key: as in `jchop.math.sum`; the quotient draws from `jax.random.fold_in` of the last part with 0.
+        key: as in `jchop.math.sum`.
         axis: as in `jchop.math.sum`.
         keepdims: as in `jchop.math.sum`.
         where: as in `jchop.math.sum`; n is the number of elements at True. Default None.
@@ -142,10 +141,7 @@ def var(
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
         spec: a `jchop.MatmulSpec`; or a `jchop.Spec`, a format or text for every rounding, in sequential order.
-        key: a typed key, required if `spec` is stochastic. It is split into four, for `x`, for the differences, for the
-            products and for the sums. The mean draws as in `jchop.math.mean`, with the first part and
-            `jax.random.fold_in` of the last with 1 as its first and last part; the quotient draws from ``fold_in`` of
-            the last with 0. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: as in `jchop.math.sum`.
         ddof: an integer below n, which is subtracted from n. Default 0.
         keepdims: as in `jchop.math.sum`.
@@ -181,7 +177,7 @@ def std(
     Args:
         x: as in `jchop.math.var`.
         spec: as in `jchop.math.var`.
-        key: as in `jchop.math.var`; the root draws from `jax.random.fold_in` of the last part with 2.
+        key: as in `jchop.math.var`.
         axis: as in `jchop.math.var`.
         ddof: as in `jchop.math.var`.
         keepdims: as in `jchop.math.var`.
@@ -216,8 +212,7 @@ def norm(
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
         spec: as in `jchop.math.var`; with ``ord=1`` as in `jchop.math.sum`, and with infinity only the operands are
             rounded.
-        key: a typed key, required if `spec` is stochastic. It is split into four: for `x`, unused, for the products and
-            for the sums; the root draws from `jax.random.fold_in` of the last part with 2. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         ord: None or 2 for the Euclidean norm (default), 1, or infinity.
         axis: as in `jchop.math.sum`; None (default): the norm of all elements as one vector.
         keepdims: as in `jchop.math.sum`.
@@ -253,9 +248,7 @@ def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: AxisAr
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
         spec: as in `jchop.math.sum`.
-        key: a typed key, required if `spec` is stochastic. It is split into four, for `x`, for the differences, for the
-            exponentials and for the sums; the quotient draws from `jax.random.fold_in` of the last with 0. Words of
-            differences, exponentials and quotients are indexed by an array with the reduced axes last. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: an axis, or several, which count as one; None: all. Default -1.
         where: booleans, which broadcast to the shape of `x`; an element at False is left out of m, counts as +0 in the
             sum, and its result is 0. Default None: all elements.
@@ -293,9 +286,7 @@ def logsumexp(
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to ``spec.operands`` first.
         spec: as in `jchop.math.sum`.
-        key: a typed key, required if `spec` is stochastic. It is split into four, for `x`, for the differences, for the
-            exponentials and for the sums; the logarithm and the last sum draw from `jax.random.fold_in` of the last
-            with 0 and 1. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: an axis, or several; None (default): all.
         keepdims: whether to keep the axes, with length one. Default False.
         where: booleans, which broadcast to the shape of `x`; an element at False is left out of m and counts as +0 in
@@ -427,7 +418,9 @@ def _absolute_norm(x: Array, *, axes: AxisIndices, keepdims: bool, **_: Any) -> 
 
 
 def _maximum_norm(x: Array, *, axes: AxisIndices, keepdims: bool, **_: Any) -> Array:
-    return jnp.max(jnp.abs(x), axes, keepdims=keepdims, initial=0)
+    # The carrier's maximum may lose a NaN: `maximum_loses_nan` in `_core/xla/cpu.py`.
+    is_nan = jnp.isnan(x).any(axes, keepdims=keepdims)
+    return jnp.where(is_nan, jnp.nan, jnp.max(jnp.abs(x), axes, keepdims=keepdims, initial=0))
 
 
 _VECTOR_NORMS: dict[float | None, Callable[..., Array]] = {
@@ -478,13 +471,11 @@ def prod(
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the products. Every
-            step has different seeds. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: an axis, or several, with elements in C order; None (default): all.
         keepdims: whether to keep the axes, with length one. Default False.
         where: booleans, which broadcast to the shape of `x`; an element at False is left out. Default None: all.
-        initial: a number, the first factor of each product. It is rounded to `spec` and draws from
-            `jax.random.fold_in` of the first part with 0. Default None.
+        initial: a number, the first factor of each product. It is rounded to `spec`. Default None.
 
     Returns:
         An array of the dtype of `x`; 1 for no elements. The derivative is the derivative of `jax.numpy.prod` at the
@@ -511,8 +502,7 @@ def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for the sums. Every step
-            has different seeds. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: axis of the sums; None (default): over all elements, in C order, as in `jax.numpy.cumsum`.
 
     Returns:
@@ -565,11 +555,20 @@ def _run_recurrence(
 
 
 def _product(x: Array, *more: Array, axes: AxisIndices, keepdims: bool, has_initial: bool) -> Array:
-    x = _masked(x, more[has_initial:], 1)
-    if not has_initial:
-        return jnp.prod(x, axes, keepdims=keepdims)
-    result = jnp.prod(_with_first(x, more[0], axes), -1)
+    mask = tuple(_rows(jnp.broadcast_to(v, x.shape), axes) for v in more[has_initial:])
+    rows = _with_first(x, more[0], axes) if has_initial else _rows(x, axes)
+    if not mask:
+        result = jnp.prod(rows, -1)
+    else:  # a loop, since the format may have no 1 to multiply by
+        counts = jnp.pad(mask[0], [(0, 0)] * (rows.ndim - 1) + [(int(has_initial), 0)], constant_values=True)
+        factors = [jnp.moveaxis(v, -1, 0) for v in (jnp.where(counts, rows, 1), counts)]
+        result = lax.scan(_multiply_if, jnp.ones(rows.shape[:-1], rows.dtype), factors)[0]
     return jnp.expand_dims(result, axes) if keepdims else result
+
+
+def _multiply_if(total: Array, factor: list[Array]) -> tuple[Array, None]:
+    value, counts = factor
+    return jnp.where(counts, total * value, total), None
 
 
 # -- extrema -----------------------------------------------------------------------------------------------------------
@@ -593,8 +592,7 @@ def max(
     Args:
         x: float16, bfloat16, float32 or float64, any shape.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and for `initial`. Default
-            None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: an axis, or several; None (default): all.
         keepdims: whether to keep the axes, with length one. Default False.
         where: booleans, which broadcast to the shape of `x`; an element at False is left out. It requires `initial`.
@@ -659,7 +657,7 @@ def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
     Args:
         x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; `x` draws from the first of two parts. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axis: an axis; None (default): all elements, in C order.
         keepdims: whether to keep the axes, with length one. Default False.
 
@@ -713,7 +711,7 @@ def _run_extremum(
             raise ValueError("where without initial: a group without elements would have no result; pass initial")
         _check_nonempty_axes(arrays[0].shape, axes)
     options = {"choose": function, "axes": axes, "keepdims": keepdims}
-    return run_function(_extremum, spec, (*arrays, *mask), key, **options)
+    return run_rounded(_extremum, spec, (*arrays, *mask), key, **options)
 
 
 def _run_arg_extremum(function: Any, x: Any, spec: SpecLike, key: Any, axis: int | None, keepdims: bool) -> Any:
@@ -721,7 +719,7 @@ def _run_arg_extremum(function: Any, x: Any, spec: SpecLike, key: Any, axis: int
     spec, (array,) = as_math_operands("x", (x,), spec, "held")
     axis = axis if axis is None else check_axis(axis, array.ndim)
     _check_nonempty_axes(array.shape, as_axis_indices(axis, array.ndim))
-    return run_function(function, spec, (array,), key, axis=axis, keepdims=keepdims)
+    return run_rounded(function, spec, (array,), key, axis=axis, keepdims=keepdims)
 
 
 def _check_nonempty_axes(shape: tuple[int, ...], axes: AxisIndices) -> None:

@@ -107,7 +107,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/scales.py`, "
-        "`optim/_leaves.py`), or each number is asked (`math/_sums.py`).",
+        "`optim/_leaves.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
     ),
     Quirk(
         "selected_float8_changes_nan",

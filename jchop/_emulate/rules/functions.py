@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.scipy import special
 
-from jchop._emulate.rules import carrier_functions, exact_functions
+from jchop._emulate.rules import exact_functions
 from jchop._program.jaxpr_equal import same_constant, same_param
 from jchop._spec.spec import Spec
 
@@ -70,11 +70,9 @@ FUNCTIONS = (
     NamedFunction("ldexp", jnp.ldexp, ("float32", "int32"), exact_functions.exact_ldexp),
     NamedFunction("trunc", jnp.trunc, carrier_is_exact=True),
     NamedFunction(
-        "frexp", jnp.frexp, carrier=carrier_functions.carrier_frexp, carrier_is_exact=True, multiple_results=True
+        "frexp", jnp.frexp, carrier=exact_functions.carrier_frexp, carrier_is_exact=True, multiple_results=True
     ),
-    NamedFunction(
-        "modf", jnp.modf, carrier=carrier_functions.carrier_modf, carrier_is_exact=True, multiple_results=True
-    ),
+    NamedFunction("modf", jnp.modf, carrier=exact_functions.carrier_modf, carrier_is_exact=True, multiple_results=True),
 )
 
 

@@ -13,11 +13,11 @@ from jax import lax
 from jchop._common.bit_ops import in_auto_mesh
 from jchop._core.matmul.operations import spec_draws
 from jchop._emulate.rules.accumulate import accumulate_in_order
-from jchop._emulate.rules.carrier_functions import arg_extremum_by_bits, extremum_by_bits
 from jchop._emulate.rules.carrier_ops import round_with_draw, run_in_carrier, run_nextafter
 from jchop._emulate.rules.chain import Chain, run_chain, with_chains
 from jchop._emulate.rules.complex import run_complex, run_complex_sum
 from jchop._emulate.rules.draws import run_draw
+from jchop._emulate.rules.exact_functions import arg_extremum_by_bits, extremum_by_bits
 from jchop._emulate.rules.factorizations import run_factorization
 from jchop._emulate.rules.run_task import Task, power_draws, run_task
 from jchop._emulate.rules.step import EmulatedStep

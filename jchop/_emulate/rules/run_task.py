@@ -22,7 +22,7 @@ from jchop._core.elementary.evaluate import elementary_function, supports_functi
 from jchop._core.matmul.operations import operation_carrier, round_operation, spec_draws, widen_operand
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.xla.sizes import if_static
-from jchop._emulate.rules.carrier_functions import CARRIER_FUNCTIONS
+from jchop._emulate.rules.exact_functions import CARRIER_FUNCTIONS
 from jchop._emulate.rules.functions import NamedFunction
 from jchop._emulate.rules.rules import EXACT
 from jchop._emulate.rules.value_facts import ValueFact, is_carrier_float
