@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -70,9 +70,9 @@ _UNROUNDED = frozenset({"convert_element_type", "iota"})
 _AFTER_SUMS = frozenset({"div", "sqrt", "log", "add"})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Call:
-    """Everything static about a call; equal ones are traced once.
+    """Everything static about a call; `_call_of` keeps them, so that they are compared by their identity.
 
     Args:
         function: of arrays in the carrier.
@@ -107,6 +107,17 @@ def run_emulated(
         own: a function that is one operation, if `function` calls one that `emulate` does not know.
         options: hashable keyword arguments of `function`.
     """
+    call = _call_of(function, tuple(options.items()), spec, own)
+    return run_on_operands(partial(_traced_call, call), operands, key)
+
+
+@lru_cache(maxsize=4096)
+def _call_of(
+    function: Callable[..., Any],
+    options: tuple[tuple[str, Any], ...],
+    spec: Spec | MatmulSpec,
+    own: NamedFunction | None,
+) -> _Call:
     sums = spec if isinstance(spec, MatmulSpec) else None
     rounding = spec.operands if isinstance(spec, MatmulSpec) else spec
     plain = _without_gradient(rounding)
@@ -114,9 +125,7 @@ def run_emulated(
         sums = replace(sums, operands=plain)
     functions = FUNCTIONS if own is None else (*FUNCTIONS, own)
     settings = _MathSettings(plain, (), sums, "raise", functions=functions)
-    rule = None if plain == rounding else rounding
-    call = _Call(function, tuple(options.items()), settings, rule, sums is None)
-    return run_on_operands(partial(_traced_call, call), operands, key)
+    return _Call(function, options, settings, None if plain == rounding else rounding, sums is None)
 
 
 def _without_gradient(spec: Spec | None) -> Spec | None:

@@ -80,9 +80,7 @@ def einsum(
             appear once, sorted. No ellipsis.
         operands: arrays, float16, bfloat16, float32 or float64, which are promoted to one dtype.
         spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
-        key: as there. For two arrays, random bits are indexed by an array with the common indices first, then the
-            indices of the first and of the second array, each in the order of the result. For more arrays, contraction
-            i, from 0, has the key ``jax.random.fold_in(key, i)``.
+        key: as there.
         optimize: the order of the pairs. False (default): from left to right. True or a text such as ``"optimal"`` and
             ``"greedy"``: the path that `jax.numpy.einsum_path` finds. Or a path: the places of the pair of each
             contraction, among the arrays that are left; a result is appended to them.

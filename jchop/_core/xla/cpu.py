@@ -224,7 +224,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
         "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `fit_offset` in "
         "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
-        "mean in a variance (`math/_sums.py`).",
+        "mean in a variance (`math/_reductions.py`).",
         versions_with=("0.12",),
         versions_without=("0.10",),
         benchmark_only=True,

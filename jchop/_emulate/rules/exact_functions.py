@@ -283,19 +283,18 @@ def _carrier_frexp_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[t
 def sort_keys(x: Array, *, zeros_equal: bool = False) -> Array:
     """Integers in the order of the values of a carrier; -0 is next below +0, or equal."""
     sign, magnitude = bit_ops.split_sign(x, CARRIERS[x.dtype.name])
-    return bit_ops.ordered_integers(sign, magnitude) if zeros_equal else jnp.where(sign != 0, ~magnitude, magnitude)
+    order = bit_ops.ordered_integers(sign, magnitude)
+    return order if zeros_equal else order - (sign != 0).astype(order.dtype)
 
 
 def extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...]) -> Array:
-    """The largest or the smallest element along axes (`reduce_max`, `reduce_min`); NaN if one is."""
+    """The largest or the smallest of one or more elements along axes (`reduce_max`, `reduce_min`); NaN if one is."""
     carrier, is_max = CARRIERS[x.dtype.name], primitive == "reduce_max"
     magnitude = bit_ops.split_sign(x, carrier)[1]
-    order_keys = jnp.where(magnitude > carrier.inf, magnitude if is_max else ~magnitude, sort_keys(x))
-    ends = (~carrier.inf, carrier.inf)  # of no elements: an infinity
-    best = jnp.max(order_keys, axes, initial=ends[0]) if is_max else jnp.min(order_keys, axes, initial=ends[1])
-    negative = best < 0
-    sign = jnp.where(negative, carrier.sign_bit, 0).astype(best.dtype)
-    return bit_ops.join_sign(sign, jnp.where(negative, ~best, best), carrier)
+    order_keys = bit_ops.lax_where(magnitude > carrier.inf, magnitude if is_max else ~magnitude, sort_keys(x))
+    best = (lax.reduce_max if is_max else lax.reduce_min)(order_keys, axes)
+    sign = (best < 0).astype(best.dtype)
+    return bit_ops.join_sign(sign * carrier.sign_bit, best ^ -sign, carrier)
 
 
 def arg_extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...], index_dtype: Any) -> Array:

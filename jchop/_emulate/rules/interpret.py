@@ -12,6 +12,7 @@ from jax import lax
 
 from jchop._common.bit_ops import in_auto_mesh
 from jchop._core.matmul.operations import spec_draws
+from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.accumulate import accumulate_in_order
 from jchop._emulate.rules.carrier_ops import round_with_draw, run_in_carrier, run_nextafter
 from jchop._emulate.rules.chain import Chain, run_chain, with_chains
@@ -176,9 +177,9 @@ def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any])
 
 def _run_by_bits(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """A reduction to the largest or smallest element, or its index, by bits: a device may lose subnormals and NaN."""
-    if step.choice.spec is None or not is_carrier_float(step.eqn.invars[0].aval):
-        return _bind_step(step, seeds, args)
     (x,), axes = args, step.eqn.params["axes"]
+    if step.choice.spec is None or not is_carrier_float(step.eqn.invars[0].aval) or not if_static(lambda: x.size, True):
+        return _bind_step(step, seeds, args)
     if step.name in ("argmax", "argmin"):
         return [arg_extremum_by_bits(step.name, lax.stop_gradient(x), axes, step.eqn.params["index_dtype"])]
 
