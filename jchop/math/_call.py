@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,90 +70,65 @@ _UNROUNDED = frozenset({"convert_element_type", "iota"})
 _AFTER_SUMS = frozenset({"div", "sqrt", "log", "add"})
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """Everything static about a call; `_call_of` keeps them, so that they are compared by their identity.
-
-    Args:
-        function: of arrays in the carrier.
-        options: its keyword arguments.
-        settings: the arithmetic.
-        rule: the spec of the operands, if it has a rule for gradients.
-        rounds_results: whether that rule also applies to the results.
-    """
-
-    function: Callable[..., Any]
-    options: tuple[tuple[str, Any], ...]
-    settings: Settings
-    rule: Spec | None
-    rounds_results: bool
-
-
 def run_emulated(
     function: Callable[..., Any],
-    operands: Sequence[Any],
     spec: Spec | MatmulSpec,
+    operands: Sequence[Any],
     key: Array | None,
     own: NamedFunction | None = None,
     **options: Any,
 ) -> Any:
-    """The emulated function of checked operands.
+    """The emulated function of checked operands, compiled once for each function, spec and options.
 
     Args:
-        function: a function at module level, of operands in the carrier; a narrower dtype is widened.
-        operands: the arrays; all floating-point numbers are rounded.
+        function: of operands in the carrier; a narrower dtype is widened. Equal functions are one object.
         spec: the arithmetic, a `MatmulSpec` for functions with sums.
-        key: the key, if the spec draws.
+        operands: the arrays; all floating-point numbers are rounded.
+        key: the argument `key`.
         own: a function that is one operation, if `function` calls one that `emulate` does not know.
         options: hashable keyword arguments of `function`.
     """
-    call = _call_of(function, tuple(options.items()), spec, own)
-    return run_on_operands(partial(_traced_call, call), operands, key)
+    draws = spec.stochastic if isinstance(spec, MatmulSpec) else spec.rounding.stochastic
+    call = partial(_traced_call, function, tuple(options.items()), spec, own)
+    return run_on_operands(call, operands, rounding_key(key, draws, spec))
 
 
-@lru_cache(maxsize=4096)
-def _call_of(
-    function: Callable[..., Any],
-    options: tuple[tuple[str, Any], ...],
-    spec: Spec | MatmulSpec,
-    own: NamedFunction | None,
-) -> _Call:
-    sums = spec if isinstance(spec, MatmulSpec) else None
+@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _traced_call(
+    function: Any, options: Any, spec: Spec | MatmulSpec, own: NamedFunction | None, *operands_and_key: Any
+) -> Any:
+    *operands, key = operands_and_key
+    function, sums = partial(function, **dict(options)), spec if isinstance(spec, MatmulSpec) else None
     rounding = spec.operands if isinstance(spec, MatmulSpec) else spec
     plain = _without_gradient(rounding)
-    if sums is not None:
-        sums = replace(sums, operands=plain)
     functions = FUNCTIONS if own is None else (*FUNCTIONS, own)
-    settings = _MathSettings(plain, (), sums, "raise", functions=functions)
-    return _Call(function, options, settings, None if plain == rounding else rounding, sums is None)
+    how = None if sums is None else replace(sums, operands=plain)
+    settings = _MathSettings(plain, (), how, "raise", functions=functions)
+
+    def run(arrays: list[Array], key: Array | None) -> Any:
+        program = trace_program(function, settings, arrays, {})
+        results = run_program(program, plain, None if key is None else Seeds(seed_words(key)))
+        return jax.tree.unflatten(program.tree, results)
+
+    arrays = [widen_operand(jnp.asarray(x)) if _is_float(x) else jnp.asarray(x) for x in operands]
+    if rounding is None or rounding == plain:
+        out = run(arrays, key)
+    else:
+        out = _with_gradient_rule(rounding, function if sums is None else None, run, arrays, key)
+    return as_dtype(out, operands[0].dtype, sums)
 
 
 def _without_gradient(spec: Spec | None) -> Spec | None:
     return spec if spec is None or spec.gradient == Gradient() else replace(spec, gradient=Gradient())
 
 
-@partial(always_jit, static_argnums=0, inline=True)
-def _traced_call(call: _Call, *operands_and_key: Any) -> Any:
-    *operands, key = operands_and_key
-    dtype, function = operands[0].dtype, partial(call.function, **dict(call.options))
-    arrays = [widen_operand(jnp.asarray(x)) if _is_float(x) else jnp.asarray(x) for x in operands]
-
-    def run(arrays: list[Array], key: Array | None) -> Any:
-        program = trace_program(function, call.settings, arrays, {})
-        results = run_program(program, call.settings.spec, None if key is None else Seeds(seed_words(key)))
-        return jax.tree.unflatten(program.tree, results)
-
-    out = run(arrays, key) if call.rule is None else _with_gradient_rule(call, function, run, arrays, key)
-    return as_dtype(out, dtype, call.settings.accumulate)
-
-
-def _with_gradient_rule(call: _Call, function: Any, run: Any, arrays: list[Array], key: Array | None) -> Any:
-    """The results, with the derivative of roundings with a gradient rule around the carrier's function."""
+def _with_gradient_rule(spec: Spec, function: Any, run: Any, arrays: list[Array], key: Array | None) -> Any:
+    """The results with the gradient rule of the spec: of operands, and of results if the function is given."""
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(arrays))]
-    arrays = [round_to_format(x, call.rule, k) if _is_float(x) else x for x, k in zip(arrays, keys, strict=True)]
-    if not call.rounds_results:
+    arrays = [round_to_format(x, spec, k) if _is_float(x) else x for x, k in zip(arrays, keys, strict=True)]
+    if function is None:
         return run(arrays, key)
-    rule = call.rule if key is None else replace(call.rule, rounding=Rounding.NEAREST_EVEN)
+    rule = spec if key is None else replace(spec, rounding=Rounding.NEAREST_EVEN)
 
     def plain(*arrays: Array) -> Any:
         return jax.tree.map(lambda x: round_to_format(x, rule) if _is_float(x) else x, function(*arrays))
@@ -214,13 +189,6 @@ def as_math_operands(
     return spec, arrays
 
 
-def run_rounded(
-    function: Callable[..., Any], spec: Spec, arrays: Sequence[Any], key: Any, own: Any = None, **options: Any
-) -> Any:
-    """`run_emulated` with the key that a spec draws from."""
-    return run_emulated(function, arrays, spec, rounding_key(key, spec.rounding.stochastic, spec), own, **options)
-
-
 def as_sum_spec(value: Any) -> MatmulSpec:
     """A MatmulSpec without a product; a plain spec applies to operands and sums."""
     if not isinstance(value, MatmulSpec):
@@ -243,7 +211,7 @@ def run_sums(
     check_matmul(spec, arrays[0].dtype)
     for name in rounds_more.split():
         check_operation(getattr(spec, name), arrays[0].dtype, name)
-    return run_emulated(function, arrays, spec, rounding_key(key, spec.stochastic, spec), **options)
+    return run_emulated(function, spec, arrays, key, **options)
 
 
 def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:

@@ -16,7 +16,7 @@ from jchop._emulate.rules.exact_functions import exact_decimals, sort_keys
 from jchop._emulate.rules.functions import NamedFunction
 from jchop._kernels.materialize import materialize
 from jchop._round.arguments import Array, SpecLike, as_array, as_operands, is_integer_or_bool
-from jchop.math._call import as_math_operands, check_axis, run_rounded
+from jchop.math._call import as_math_operands, check_axis, run_emulated
 from jchop.math._elementwise import FMA
 
 __all__ = ["axpy", "cross", "diff", "frexp", "interp", "ldexp", "linspace", "modf", "round", "where"]
@@ -54,9 +54,9 @@ def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0
     decimals = check_int("decimals", decimals, -most, most)
     spec, arrays = as_math_operands("x", (array,), spec, "exact" if decimals else "held")
     if not decimals:
-        return run_rounded(jnp.round, spec, arrays, key)
+        return run_emulated(jnp.round, spec, arrays, key)
     own = _round_to(decimals)
-    return run_rounded(own.function, spec, arrays, key, own)
+    return run_emulated(own.function, spec, arrays, key, own)
 
 
 @lru_cache(maxsize=64)
@@ -88,7 +88,7 @@ def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
         (0.75, 4)
     """
     spec, arrays = as_math_operands("x", (x,), spec, "held")
-    return run_rounded(jnp.frexp, spec, arrays, key)
+    return run_emulated(jnp.frexp, spec, arrays, key)
 
 
 def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -114,7 +114,7 @@ def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
         (-0.0, -3.0)
     """
     spec, arrays = as_math_operands("x", (x,), spec, "held")
-    return run_rounded(jnp.modf, spec, arrays, key)
+    return run_emulated(jnp.modf, spec, arrays, key)
 
 
 def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -143,7 +143,7 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
         raise TypeError(f"n has dtype {exponent.dtype}; allowed: integers")
     if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words
         exponent = np.clip(exponent, -(1 << 30), 1 << 30).astype(np.int32)
-    return run_rounded(jnp.ldexp, spec, (*arrays, exponent), key)
+    return run_emulated(jnp.ldexp, spec, (*arrays, exponent), key)
 
 
 def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: int = -1) -> Any:
@@ -169,7 +169,7 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
     """
     spec, arrays = as_math_operands("x", (x,), spec)
     n, axis = check_int("n", n, 0), check_axis(axis, arrays[0].ndim)
-    return run_rounded(jnp.diff, spec, arrays, key, n=n, axis=axis)
+    return run_emulated(jnp.diff, spec, arrays, key, n=n, axis=axis)
 
 
 def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fused: bool = False) -> Any:
@@ -196,7 +196,7 @@ def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fu
     """
     check_bool("fused", fused)
     spec, arrays = as_math_operands("axy", (a, x, y), spec)
-    return run_rounded(FMA.function if fused else _axpy, spec, arrays, key, FMA if fused else None)
+    return run_emulated(FMA.function if fused else _axpy, spec, arrays, key, FMA if fused else None)
 
 
 def _axpy(a: Array, x: Array, y: Array) -> Array:
@@ -228,7 +228,7 @@ def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = No
     mask = as_array("condition", condition)
     if not is_integer_or_bool(mask.dtype):
         raise TypeError(f"condition has dtype {mask.dtype}; allowed: booleans and integers, such as condition != 0")
-    return run_rounded(_where, spec, (*arrays, mask), key)
+    return run_emulated(_where, spec, (*arrays, mask), key)
 
 
 def _where(x: Array, y: Array, condition: Array) -> Array:
@@ -287,7 +287,7 @@ def cross(
     is_planar = lengths == (2, 2)
     result_axis = -1 if is_planar else check_axis(axisc, len(outer_shape) + 1, "axisc")
     options = {"vector_axes": vector_axes, "result_axis": result_axis, "is_planar": is_planar}
-    return run_rounded(_cross, spec, (x, y), key, **options)
+    return run_emulated(_cross, spec, (x, y), key, **options)
 
 
 def _cross(a: Array, b: Array, *, vector_axes: tuple[int, int], result_axis: int, is_planar: bool) -> Array:
@@ -338,7 +338,7 @@ def linspace(
     check_bool("endpoint", endpoint)
     num = check_int("num", num, 0, 2 << operation_carrier(arrays[0].dtype).fraction)
     axis = check_axis(axis, len(np.broadcast_shapes(*(array.shape for array in arrays))) + 1)
-    return run_rounded(_linspace, spec, arrays, key, num=num, endpoint=endpoint, axis=axis)
+    return run_emulated(_linspace, spec, arrays, key, num=num, endpoint=endpoint, axis=axis)
 
 
 def _linspace(start: Array, stop: Array, *, num: int, endpoint: bool, axis: int) -> Array:
@@ -393,7 +393,7 @@ def interp(
     for name, array in zip(names[3:], arrays[3:], strict=True):
         if array.shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
-    return run_rounded(_interp, spec, arrays, key, ends=tuple(names[3:]))
+    return run_emulated(_interp, spec, arrays, key, ends=tuple(names[3:]))
 
 
 def _interp(x: Array, xp: Array, fp: Array, *values: Array, ends: tuple[str, ...]) -> Array:

@@ -19,7 +19,7 @@ from jchop._emulate.rules.exact_functions import exact_bitwise
 from jchop._emulate.rules.functions import NamedFunction
 from jchop._kernels.operation import operation_on_device
 from jchop._round.arguments import Array, SpecLike
-from jchop.math._call import as_math_operands, run_rounded
+from jchop.math._call import as_math_operands, run_emulated
 
 __all__ = [
     "abs",
@@ -158,7 +158,7 @@ def _evaluate(
         complex_too: whether operands may be complex.
     """
     spec, arrays = as_math_operands(tuple(operands), tuple(operands.values()), spec, accuracy, complex_too)
-    return run_rounded(function, spec, arrays, key, own)
+    return run_emulated(function, spec, arrays, key, own)
 
 
 def _documented(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import string
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -139,12 +136,11 @@ def tensordot(
     """
     x, y = as_operands("ab", (a, b))
     left, right = _tensordot_axes(axes, x.shape, y.shape)
-    letters = iter(string.ascii_letters)
-    x_letters = [next(letters) for _ in range(x.ndim)]
-    y_letters = [x_letters[left[right.index(axis)]] if axis in right else next(letters) for axis in range(y.ndim)]
-    result = [name for axis, name in enumerate(x_letters) if axis not in left]
-    result += [name for axis, name in enumerate(y_letters) if axis not in right]
-    return _run_einsum(("".join(x_letters), "".join(y_letters)), "".join(result), [x, y], spec, key, ((0, 1),))
+    return run_sums(_tensordot, as_matmul_spec(spec), (x, y), key, axes=(tuple(left), tuple(right)))
+
+
+def _tensordot(x: Array, y: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    return lax.dot_general(x, y, (axes, ((), ())))
 
 
 def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
@@ -303,11 +299,7 @@ def conv(
     mspec = as_matmul_spec(spec)
     arrays = as_operands(("x", "kernel"), (x, kernel))
     window = _conv_window(arrays[0].shape, arrays[1].shape, stride, padding, dilation)
-    return run_sums(_conv, mspec, arrays, key, window=window)
-
-
-def _conv(x: Array, kernel: Array, window: _ConvWindow) -> Array:
-    return lax.conv_general_dilated(x, kernel, window.stride, window.padding, rhs_dilation=window.dilation)
+    return run_sums(lax.conv_general_dilated, mspec, arrays, key, **window)
 
 
 # -- subscripts --------------------------------------------------------------------------------------------------------
@@ -461,16 +453,13 @@ def _arrange_axes(x: Array, term: str, axes: list[str], sizes: dict[str, int]) -
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ConvWindow:
-    """Static parameters of a convolution, each with one entry for each spatial axis."""
-
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
+_AxisSizes = tuple[int, ...]
 
 
-def _conv_window(x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> _ConvWindow:
+def _conv_window(
+    x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any
+) -> dict[str, Any]:
+    """The static arguments of the convolution, each with one entry for each spatial axis."""
     if len(x) < 3 or len(x) != len(kernel) or x[1] != kernel[1]:
         raise ValueError(
             f"x has shape {x} and kernel has shape {kernel}: they must be (n, c, *space) and (m, c, *window) with as "
@@ -483,7 +472,7 @@ def _conv_window(x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, paddi
     for size, span, pad in zip(x[2:], dilated_sizes, pads, strict=True):
         if size + pad[0] + pad[1] < span or span < 1:
             raise ValueError(f"x has shape {x}, too small for a kernel of shape {kernel} with padding={padding!r}")
-    return _ConvWindow(strides, pads, dilations)
+    return {"window_strides": strides, "padding": pads, "rhs_dilation": dilations}
 
 
 def _per_spatial_axis(name: str, value: Any, axis_count: int) -> tuple[int, ...]:
@@ -496,14 +485,8 @@ def _per_spatial_axis(name: str, value: Any, axis_count: int) -> tuple[int, ...]
 def _conv_padding(
     padding: Any, sizes: Sequence[int], dilated_sizes: list[int], strides: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    if padding == "VALID":
-        return ((0, 0),) * len(sizes)
-    if padding == "SAME":
-        totals = [
-            max((math.ceil(size / step) - 1) * step + span - size, 0)
-            for size, span, step in zip(sizes, dilated_sizes, strides, strict=True)
-        ]
-        return tuple((total // 2, total - total // 2) for total in totals)
+    if padding in ("VALID", "SAME"):
+        return tuple(lax.padtype_to_pads(sizes, dilated_sizes, strides, padding))
     pairs = [] if isinstance(padding, str) or np.ndim(padding) != 2 else [tuple(pair) for pair in padding]
     if len(pairs) != len(sizes) or any(len(pair) != 2 for pair in pairs):
         raise ValueError(

@@ -22,7 +22,7 @@ from jchop.math._call import (
     as_math_operands,
     as_sum_spec,
     check_axis,
-    run_rounded,
+    run_emulated,
     run_sums,
 )
 
@@ -711,7 +711,7 @@ def _run_extremum(
             raise ValueError("where without initial: a group without elements would have no result; pass initial")
         _check_nonempty_axes(arrays[0].shape, axes)
     options = {"choose": function, "axes": axes, "keepdims": keepdims}
-    return run_rounded(_extremum, spec, (*arrays, *mask), key, **options)
+    return run_emulated(_extremum, spec, (*arrays, *mask), key, **options)
 
 
 def _run_arg_extremum(function: Any, x: Any, spec: SpecLike, key: Any, axis: int | None, keepdims: bool) -> Any:
@@ -719,7 +719,7 @@ def _run_arg_extremum(function: Any, x: Any, spec: SpecLike, key: Any, axis: int
     spec, (array,) = as_math_operands("x", (x,), spec, "held")
     axis = axis if axis is None else check_axis(axis, array.ndim)
     _check_nonempty_axes(array.shape, as_axis_indices(axis, array.ndim))
-    return run_rounded(function, spec, (array,), key, axis=axis, keepdims=keepdims)
+    return run_emulated(function, spec, (array,), key, axis=axis, keepdims=keepdims)
 
 
 def _check_nonempty_axes(shape: tuple[int, ...], axes: AxisIndices) -> None:
