@@ -137,11 +137,10 @@ def ternary(name: str, function: Callable[..., Any], formula: str, example: Exam
 
 
 def _evaluate(
-    function: Callable[..., Any],
+    function: Any,
     operands: dict[str, Any],
     spec: SpecLike,
-    key: Array | None,
-    *,
+    key: Any,
     accuracy: str = "elementary",
     own: NamedFunction | None = None,
     complex_too: bool = False,
@@ -151,8 +150,8 @@ def _evaluate(
     Args:
         function: the function of JAX.
         operands: its operands by name.
-        spec: the arithmetic.
-        key: the key.
+        spec: the argument `spec`.
+        key: the argument `key`.
         accuracy: ``"exact"``, ``"elementary"``, ``"held"`` or ``"carrier"``, as in the docstring of this file.
         own: the function as one operation, if `emulate` does not know it.
         complex_too: whether operands may be complex.
@@ -166,10 +165,9 @@ def _documented(
     name: str,
     formula: str,
     example: Example,
-    *,
     accuracy: str = "elementary",
-    own: NamedFunction | None = None,
     complex_too: bool = False,
+    own: Any = None,
 ) -> Any:
     """`function` with a name and a docstring."""
     del own

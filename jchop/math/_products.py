@@ -253,8 +253,8 @@ def trace(
     first, second = check_axis(axis1, array.ndim, "axis1"), check_axis(axis2, array.ndim, "axis2")
     if first == second:
         raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
-    options = {"offset": check_int("offset", offset), "axis1": first, "axis2": second}
-    return run_sums(_trace, as_sum_spec(spec), (array,), key, **options)
+    offset = check_int("offset", offset)
+    return run_sums(_trace, as_sum_spec(spec), (array,), key, offset=offset, axis1=first, axis2=second)
 
 
 def _trace(x: Array, **options: int) -> Array:

@@ -302,7 +302,7 @@ def arg_extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...], index_
     order_keys = sort_keys(x, zeros_equal=True)
     limits, is_max = jnp.iinfo(order_keys.dtype), primitive == "argmax"
     order_keys = jnp.where(jnp.isnan(x), limits.max if is_max else limits.min, order_keys)
-    return (lax.argmax if is_max else lax.argmin)(order_keys, *axes, index_dtype)
+    return (lax.argmax if is_max else lax.argmin)(order_keys, axes[0], index_dtype)
 
 
 #: In place of primitives that may read subnormal numbers as zero.
