@@ -16,6 +16,7 @@ from jax.scipy import special
 
 from jchop._emulate.rules import exact_functions
 from jchop._program.jaxpr_equal import same_constant, same_param
+from jchop._program.step import programs_of
 from jchop._spec.spec import Spec
 
 __all__ = ["FUNCTIONS", "NamedFunction", "with_functions"]
@@ -123,7 +124,7 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int]
     read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} - inner - set(_variables(operands))
     if read or any(v in inner for reader in (jaxpr.outvars, *(eqn.invars for eqn in rest)) for v in _variables(reader)):
         return None
-    if not any(map(_programs_of, eqns)) and not _are_made_by(eqns, function):
+    if not _have_equal_programs(eqns, known) and not _are_made_by(eqns, function):
         return None
     dtype = operands[0].aval.dtype
     floats = [
@@ -162,26 +163,41 @@ def _programs_of(eqn: Any) -> dict[str, Any]:
 
 
 def _are_alike(eqn: Any, known: Any) -> bool:
-    """Whether two equations compute the same of corresponding operands."""
-    programs = _programs_of(known)
-    names = [*programs, "name"] if programs else list(known.params)
-    pairs = list(zip(eqn.invars, known.invars, strict=False))
+    """Whether two equations compute the same of corresponding operands, the programs that they call aside."""
+    names = [] if _programs_of(known) else list(known.params)
+    constants = [(v, k) for v, k in zip(eqn.invars, known.invars, strict=False) if isinstance(k, Literal)]
     return (
         _start_of(eqn) == _start_of(known)
         and len(eqn.invars) == len(known.invars)
-        and all(same_param(eqn.params.get(name), known.params.get(name), rules=False) for name in names)
-        and all(isinstance(v, Literal) and same_constant(v.val, k.val) for v, k in pairs if isinstance(k, Literal))
+        and all(same_param(eqn.params.get(name), known.params[name], rules=False) for name in names)
+        and all(isinstance(v, Literal) and same_constant(v.val, k.val) for v, k in constants)
     )
+
+
+def _have_equal_programs(eqns: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether equations call equal programs, one at least."""
+    pairs = [
+        (eqn.params.get(name), program)
+        for eqn, other in zip(eqns, known, strict=True)
+        for name, program in _programs_of(other).items()
+    ]
+    return bool(pairs) and all(same_param(one, other, rules=False) for one, other in pairs)
 
 
 def _are_made_by(eqns: Sequence[Any], function: NamedFunction) -> bool:
     """Whether the function made these equations, as their tracebacks tell; a user may write the same operations.
 
-    It is in the tracebacks; but the equations of a function that JAX compiles in place have that of the call.
+    It is in the traceback of the last one, or within the program that this calls, which `jax.vmap` changes. The
+    equations of a function that JAX compiles in place have the traceback of the call.
     """
     python = function.function.func if isinstance(function.function, partial) else function.function
-    code, tracebacks = getattr(inspect.unwrap(python), "__code__", None), [eqn.source_info.traceback for eqn in eqns]
-    if None in tracebacks:
-        return False
-    (codes, places), *others = [traceback.raw_frames() for traceback in tracebacks]
-    return code in codes or (len(eqns) > 1 and all(other == (codes, places) for other in others))
+    code = getattr(inspect.unwrap(python), "__code__", None)
+    inner = [eqn for program in programs_of(eqns[-1]) for eqn in program.eqns[-1:]]
+    frames = [_frames_of(eqn) for eqn in (*eqns, *inner)]
+    is_inlined = len(eqns) > 1 and all(each == frames[0] for each in frames[: len(eqns)])
+    return None not in frames and (any(code in codes for codes, _ in frames[len(eqns) - 1 :]) or is_inlined)
+
+
+def _frames_of(eqn: Any) -> Any:
+    traceback = eqn.source_info.traceback
+    return None if traceback is None else traceback.raw_frames()
