@@ -60,7 +60,7 @@ class _MathSettings(Settings):
         if primitive in _UNROUNDED:
             spec = None
         elif how is not None and primitive in _AFTER_SUMS:
-            spec = _without_gradient(how.accumulate)
+            spec = without_gradient(how.accumulate)
         return ArithmeticChoice(spec, None, rounds_operands=False)
 
 
@@ -100,7 +100,7 @@ def _traced_call(
     *operands, key = operands_and_key
     function, sums = partial(function, **dict(options)), spec if isinstance(spec, MatmulSpec) else None
     rounding = spec.operands if isinstance(spec, MatmulSpec) else spec
-    plain = _without_gradient(rounding)
+    plain = without_gradient(rounding)
     functions = FUNCTIONS if own is None else (*FUNCTIONS, own)
     how = None if sums is None else replace(sums, operands=plain)
     settings = _MathSettings(plain, (), how, "raise", functions=functions)
@@ -118,7 +118,7 @@ def _traced_call(
     return as_dtype(out, operands[0].dtype, sums)
 
 
-def _without_gradient(spec: Spec | None) -> Spec | None:
+def without_gradient(spec: Spec | None) -> Spec | None:
     return spec if spec is None or spec.gradient == Gradient() else replace(spec, gradient=Gradient())
 
 

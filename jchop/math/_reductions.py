@@ -24,6 +24,7 @@ from jchop.math._call import (
     check_axis,
     run_emulated,
     run_sums,
+    without_gradient,
 )
 
 __all__ = [
@@ -551,7 +552,7 @@ def _run_recurrence(
     function: Callable[..., Array], arrays: Sequence[Any], spec: SpecLike, key: Any, **more: Any
 ) -> Any:
     spec, _ = as_math_operands("x", arrays[:1], spec)
-    return run_sums(function, MatmulSpec(spec, accumulate=spec), arrays, key, **more)
+    return run_sums(function, MatmulSpec(spec, accumulate=without_gradient(spec)), arrays, key, **more)
 
 
 def _product(x: Array, *more: Array, axes: AxisIndices, keepdims: bool, has_initial: bool) -> Array:
