@@ -52,13 +52,14 @@ def emulate(
     JAX traces `fun` to a program, which runs operation by operation. Arguments and constants are rounded on entry. For
     +, −, ×, ÷ and √ the *exact* result of the rounded operands is rounded once, in every mode; an integer power is a
     sequence of such products. For formats of up to 16 bits, exp, log, pow, atan2 and the other elementary functions of
-    `jchop.math` round the exact value once. Other functions (lgamma ...), conversions and sums across devices round the
-    carrier's result once more. So do calls of `jax.random`; their results are never an excluded end of the interval.
-    Sums along axes, products of matrices, convolutions, cumulative sums and products, and scatters that add, subtract
-    or multiply follow `accumulate`. Operations that only move or choose values (slices, transposes, sorting, max ...)
-    round nothing. Integers, booleans and the counts of means do not change; constants at limits of the carrier become
-    those of the format. A function of jchop is one operation. Operations within calls, loops, branches, remat,
-    shard_map and functions with custom derivative rules are rounded, too.
+    `jchop.math` round the exact value once, also those that JAX composes of several operations (hypot, log10 ...).
+    Other functions (lgamma ...), conversions and sums across devices round the carrier's result once more. So do calls
+    of `jax.random`; their results are never an excluded end of the interval. Sums along axes, products of matrices,
+    convolutions, cumulative sums and products, and scatters that add, subtract or multiply follow `accumulate`.
+    Operations that only move or choose values (slices, transposes, sorting, max ...) round nothing. Integers, booleans
+    and the counts of means do not change; constants at limits of the carrier become those of the format. A function of
+    jchop is one operation. Operations within calls, loops, branches, remat, shard_map and functions with custom
+    derivative rules are rounded, too.
 
     ``jax.grad(emulate(fun, spec))`` differentiates in the carrier, at the rounded values, with the identity as the
     derivative of rounding (straight-through). ``emulate(jax.grad(fun), spec)`` computes the derivative in the

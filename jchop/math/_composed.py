@@ -1,38 +1,206 @@
-"""Functions of a few operations on each element, every one rounded: where, cross, linspace, interp."""
+"""Functions of a few operations on each element, every one rounded, and functions with more arguments or results."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_bool, check_int
-from jchop._common.settings import always_jit, split_prng_key
-from jchop._core.arithmetic.ranges import carrier_range, range_of
-from jchop._core.matmul.operations import check_operation, widen_operand
-from jchop._core.rounding.grid import require_carrier
+from jchop._core.matmul.operations import operation_carrier
+from jchop._emulate.rules.exact_functions import exact_decimals, sort_keys
+from jchop._emulate.rules.functions import NamedFunction
 from jchop._kernels.materialize import materialize
-from jchop._round.arguments import (
-    Array,
-    SpecLike,
-    as_array,
-    as_operands,
-    carrier_of_dtype,
-    is_integer_or_bool,
-    rounding_key,
-    run_on_operands,
-)
-from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Spec, as_spec
-from jchop.math._extrema import sort_keys
-from jchop.math._parts import check_axis
-from jchop.math._row import as_dtype, check_cotangent_rounding, exact_operation
-from jchop.math._sums import carrier_range_pair
+from jchop._round.arguments import Array, SpecLike, as_array, as_operands, is_integer_or_bool
+from jchop.math._call import as_math_operands, check_axis, run_emulated
+from jchop.math._elementwise import FMA
 
-__all__ = ["cross", "interp", "linspace", "where"]
+__all__ = ["axpy", "cross", "diff", "frexp", "interp", "ldexp", "linspace", "modf", "round", "where"]
+
+
+def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0) -> Any:
+    """The multiple of 10^-decimals nearest to x, on a tie the even multiple, as `jax.numpy.round`.
+
+    The operand is rounded to `spec`; then the exact multiple is rounded to it once, in every mode. `jax.numpy`
+    multiplies and divides x, with roundings in between. If the multiple of a negative number is zero, it is -0.
+
+    Derivatives are zero, as for the carrier's function. Works under jit (`spec` and `decimals` static), vmap, scan and
+    remat.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        spec: a `jchop.Spec`, a format, or text such as ``"e5m2:stochastic"``.
+        key: a typed key, required if `spec` is stochastic. Default None.
+        decimals: digits behind the decimal point, from -10 to 10, or from -22 to 22 in float64. Default 0.
+
+    Returns:
+        Results of the operand's dtype; NumPy if it is a NumPy array, a number or a list, else JAX.
+
+    Raises:
+        TypeError: for a dtype that is not a carrier, or a key that is not a typed key.
+        ValueError: for a stochastic spec without a key, a carrier that is too narrow for the spec, or more decimals.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.round(2.5, "bfloat16")), float(jc.math.round(0.15625, "e5m7", decimals=1))
+        (2.0, 0.2001953125)
+    """
+    (array,) = as_operands("x", (x,))
+    most = 0 if array.dtype.name not in CARRIERS else 10 if operation_carrier(array.dtype).name == "float32" else 22
+    decimals = check_int("decimals", decimals, -most, most)
+    spec, arrays = as_math_operands("x", (array,), spec, "exact" if decimals else "held")
+    if not decimals:
+        return run_emulated(jnp.round, spec, arrays, key)
+    own = _round_to(decimals)
+    return run_emulated(own.function, spec, arrays, key, own)
+
+
+@lru_cache(maxsize=64)
+def _round_to(decimals: int) -> NamedFunction:
+    function = jax.jit(lambda x: jnp.round(x, decimals))
+    return NamedFunction("round_to_decimals", function, exact=partial(exact_decimals, decimals))
+
+
+def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The significand m and the exponent e of x = m 2^e, as `jax.numpy.frexp`: ``0.5 <= |m| < 1``.
+
+    `x` and then m are rounded to `spec`; the integer e is not rounded. For zeros, infinities and NaN, e = 0.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic. Default None.
+
+    Returns:
+        m, of the dtype of `x`, and e, int32.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`.
+
+    Example:
+        >>> import jchop as jc
+        >>> significand, exponent = jc.math.frexp(12.3, "e5m2")
+        >>> float(significand), int(exponent)
+        (0.75, 4)
+    """
+    spec, arrays = as_math_operands("x", (x,), spec, "held")
+    return run_emulated(jnp.frexp, spec, arrays, key)
+
+
+def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The fraction and the integer part of `x`, both of its sign, as `jax.numpy.modf`.
+
+    `x` and then both parts are rounded to `spec`. An infinity has the fraction 0.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic. Default None.
+
+    Returns:
+        The fraction and the integer part, of the dtype of `x`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`.
+
+    Example:
+        >>> import jchop as jc
+        >>> fraction, whole = jc.math.modf(-2.8, "e5m2")
+        >>> float(fraction), float(whole)
+        (-0.0, -3.0)
+    """
+    spec, arrays = as_math_operands("x", (x,), spec, "held")
+    return run_emulated(jnp.modf, spec, arrays, key)
+
+
+def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    """The exact x 2^n, rounded once, as `jax.numpy.ldexp`.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, any shape; it is rounded to `spec` first.
+        n: integers, which broadcast against `x`; they are not rounded.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic. Default None.
+
+    Returns:
+        An array of the dtype of `x`. The derivative by `x` is 2^n.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or if `n` is not of an integer dtype.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.ldexp(0.3, -5, "e5m2"))
+        0.009765625
+    """
+    spec, arrays = as_math_operands("x", (x,), spec)
+    exponent = as_array("n", n)
+    if not jnp.issubdtype(exponent.dtype, jnp.integer):
+        raise TypeError(f"n has dtype {exponent.dtype}; allowed: integers")
+    if isinstance(exponent, np.ndarray):  # 64-bit integers would lose their high words
+        exponent = np.clip(exponent, -(1 << 30), 1 << 30).astype(np.int32)
+    return run_emulated(jnp.ldexp, spec, (*arrays, exponent), key)
+
+
+def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: int = -1) -> Any:
+    """Differences of neighbours, x[i+1] - x[i], applied `n` times, each rounded once, as `jax.numpy.diff`.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, of at least one axis; it is rounded to `spec` first.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic. Default None.
+        n: number of repetitions. Default 1.
+        axis: axis of the differences. Default -1.
+
+    Returns:
+        An array of the dtype of `x`, shorter by `n` along `axis`.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`, or for an axis that `x` does not have.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.math.diff([1.0, 1.25, 6.0], "e5m2").tolist()
+        [0.25, 5.0]
+    """
+    spec, arrays = as_math_operands("x", (x,), spec)
+    n, axis = check_int("n", n, 0), check_axis(axis, arrays[0].ndim)
+    return run_emulated(jnp.diff, spec, arrays, key, n=n, axis=axis)
+
+
+def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fused: bool = False) -> Any:
+    """A x + y, like the BLAS routine, with product and sum rounded; with `fused` only the sum is rounded.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, a scalar or an array; all operands are rounded to `spec` first.
+        x: of the same dtype, or promoted as in `jax.numpy`.
+        y: as `x`; the three broadcast.
+        spec: a `jchop.Spec`, a format, or its text.
+        key: a typed key, required if `spec` is stochastic. Default None.
+        fused: whether the product is exact. Default False.
+
+    Returns:
+        An array of the dtype of the operands.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.sin`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.axpy(1.25, 1.25, -1.5, "e5m2")), float(jc.math.axpy(1.25, 1.25, -1.5, "e5m2", fused=True))
+        (0.0, 0.0625)
+    """
+    check_bool("fused", fused)
+    spec, arrays = as_math_operands("axy", (a, x, y), spec)
+    return run_emulated(FMA.function if fused else _axpy, spec, arrays, key, FMA if fused else None)
+
+
+def _axpy(a: Array, x: Array, y: Array) -> Array:
+    return a * x + y
 
 
 def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
@@ -43,7 +211,7 @@ def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = No
         x: float16, bfloat16, float32 or float64.
         y: of the same dtype, or promoted as in `jax.numpy`; the three broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into two, for `x` and `y`. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
 
     Returns:
         An array of the dtype of `x` and `y`.
@@ -56,18 +224,15 @@ def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = No
         >>> jc.math.where([True, False], [1.1, 1.1], 0.3, "e5m2").tolist()
         [1.0, 0.3125]
     """
-    spec, arrays = _spec_and_operands(("x", "y"), (x, y), spec)
+    spec, arrays = as_math_operands(("x", "y"), (x, y), spec)
     mask = as_array("condition", condition)
     if not is_integer_or_bool(mask.dtype):
         raise TypeError(f"condition has dtype {mask.dtype}; allowed: booleans and integers, such as condition != 0")
-    key = rounding_key(key, spec.rounding.stochastic, spec)
-    return run_on_operands(partial(_traced_where, spec), (*arrays, mask), key)
+    return run_emulated(_where, spec, (*arrays, mask), key)
 
 
-@partial(always_jit, static_argnums=0, inline=True)
-def _traced_where(spec: Spec, x: Array, y: Array, condition: Array, key: Array | None) -> Array:
-    x, y = _round_operands(spec, (x, y), _split_into_keys(key, 2))
-    return jnp.where(jnp.asarray(condition) != 0, x, y)
+def _where(x: Array, y: Array, condition: Array) -> Array:
+    return jnp.where(condition != 0, x, y)
 
 
 def cross(
@@ -90,9 +255,7 @@ def cross(
         a: float16, bfloat16, float32 or float64, vectors of two or three elements; rounded to `spec` first.
         b: of the same dtype, or promoted as in `jax.numpy`; the other axes broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into five, for `a`, `b`, the first and the
-            second products, and the differences. Random bits of these are indexed by an array with the elements of a
-            vector last. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         axisa: the axis of `a` with the elements. Default -1.
         axisb: the axis of `b` with the elements. Default -1.
         axisc: the axis of the result with the elements. Default -1.
@@ -109,7 +272,7 @@ def cross(
         >>> jc.math.cross([1.0, 2.0, 3.0], [1.25, 1.0, -1.0], "e5m2").tolist()
         [-5.0, 5.0, -1.5]
     """
-    spec, (x, y) = _spec_and_operands(("a", "b"), (a, b), spec)
+    spec, (x, y) = as_math_operands(("a", "b"), (a, b), spec)
     if axis is not None:
         axisa = axisb = axisc = axis
     vector_axes = check_axis(axisa, x.ndim, "axisa"), check_axis(axisb, y.ndim, "axisb")
@@ -123,26 +286,17 @@ def cross(
         raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they do not broadcast") from None
     is_planar = lengths == (2, 2)
     result_axis = -1 if is_planar else check_axis(axisc, len(outer_shape) + 1, "axisc")
-    key = rounding_key(key, spec.rounding.stochastic, spec)
-    return run_on_operands(partial(_traced_cross, spec, vector_axes, result_axis, is_planar), (x, y), key)
+    options = {"vector_axes": vector_axes, "result_axis": result_axis, "is_planar": is_planar}
+    return run_emulated(_cross, spec, (x, y), key, **options)
 
 
-@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _traced_cross(
-    spec: Spec, vector_axes: tuple[int, int], result_axis: int, is_planar: bool, a: Array, b: Array, key: Array | None
-) -> Array:
-    keys = _split_into_keys(key, 5)
-    x, y = (
-        jnp.moveaxis(widen_operand(v), place, -1)
-        for v, place in zip(_round_operands(spec, (a, b), keys), vector_axes, strict=True)
-    )
-    if not is_planar:
-        x, y = (jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 3 - v.shape[-1])]) for v in (x, y))
-    i, j = (np.array([0]), np.array([1])) if is_planar else (np.array([1, 2, 0]), np.array([2, 0, 1]))
-    left = exact_operation("mul", (x[..., i], y[..., j]), spec, keys[2])
-    right = exact_operation("mul", (x[..., j], y[..., i]), spec, keys[3])
-    result = as_dtype(exact_operation("sub", (left, right), spec, keys[4]), a.dtype)
-    return result[..., 0] if is_planar else jnp.moveaxis(result, -1, result_axis)
+def _cross(a: Array, b: Array, *, vector_axes: tuple[int, int], result_axis: int, is_planar: bool) -> Array:
+    x, y = (jnp.moveaxis(v, axis, -1) for v, axis in zip((a, b), vector_axes, strict=True))
+    if is_planar:
+        return x[..., 0] * y[..., 1] - x[..., 1] * y[..., 0]
+    x, y = (jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 3 - v.shape[-1])]) for v in (x, y))
+    i, j = np.array([1, 2, 0]), np.array([2, 0, 1])
+    return jnp.moveaxis(x[..., i] * y[..., j] - x[..., j] * y[..., i], -1, result_axis)
 
 
 def linspace(
@@ -164,8 +318,7 @@ def linspace(
         start: float16, bfloat16, float32 or float64, the first number, any shape; rounded to `spec` first.
         stop: of the same dtype, or promoted as in `jax.numpy`; both broadcast.
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into six, for `start`, `stop`, the difference,
-            the quotient, the products and the sums. Random bits are indexed by an array with i first. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         num: the number of numbers, >= 0. Default 50.
         endpoint: whether `stop` is the last number. Default True.
         axis: the axis of i in the result. Default 0.
@@ -181,38 +334,24 @@ def linspace(
         >>> jc.math.linspace(0.0, 1.0, "e5m2", num=4).tolist()
         [0.0, 0.3125, 0.625, 1.0]
     """
-    spec, arrays = _spec_and_operands(("start", "stop"), (start, stop), spec)
+    spec, arrays = as_math_operands(("start", "stop"), (start, stop), spec)
     check_bool("endpoint", endpoint)
-    carrier_bytes = 4 if arrays[0].dtype.itemsize <= 4 else 8
-    max_count = 2 << CARRIERS[f"float{8 * carrier_bytes}"].fraction
-    num = check_int("num", num, 0, max_count)
+    num = check_int("num", num, 0, 2 << operation_carrier(arrays[0].dtype).fraction)
     axis = check_axis(axis, len(np.broadcast_shapes(*(array.shape for array in arrays))) + 1)
-    key = rounding_key(key, spec.rounding.stochastic, spec)
-    return run_on_operands(partial(_traced_linspace, spec, num, endpoint, axis), arrays, key)
+    return run_emulated(_linspace, spec, arrays, key, num=num, endpoint=endpoint, axis=axis)
 
 
-@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _traced_linspace(spec: Spec, num: int, endpoint: bool, axis: int, a: Array, b: Array, key: Array | None) -> Array:
-    keys = _split_into_keys(key, 6)
+def _linspace(start: Array, stop: Array, *, num: int, endpoint: bool, axis: int) -> Array:
     # Quirk `long_fusion_compiled_for_minutes`: each of these is read by several operations.
-    start, stop = jnp.broadcast_arrays(
-        *(widen_operand(materialize(operand)) for operand in _round_operands(spec, (a, b), keys))
-    )
-    carrier = CARRIERS[start.dtype.name]
+    start, stop = jnp.broadcast_arrays(materialize(start), materialize(stop))
     intervals = num - 1 if endpoint else num
     if intervals > 0:
-        span = materialize(exact_operation("sub", (stop, start), spec, keys[2]))
-        step = materialize(
-            exact_operation("div", (span, jnp.full_like(span, intervals)), spec, keys[3], carrier_range_pair(span))
-        )
-        indices = jnp.arange(num, dtype=start.dtype).reshape(-1, *(1,) * start.ndim)
-        full_range, format_range = carrier_range(carrier), range_of(spec, carrier)
-        offsets = exact_operation("mul", (indices, step[None]), spec, keys[4], (full_range, format_range))
-        result = exact_operation("add", (start[None], offsets), spec, keys[5])
+        step = materialize(materialize(stop - start) / jnp.int32(intervals))
+        result = start + jnp.arange(num, dtype=jnp.int32).reshape(-1, *(1,) * start.ndim) * step
         result = jnp.concatenate([result[:-1], stop[None]]) if endpoint else result
     else:
         result = jnp.broadcast_to(start, (num, *start.shape))
-    return jnp.moveaxis(as_dtype(result, a.dtype), 0, axis)
+    return jnp.moveaxis(result, 0, axis)
 
 
 def interp(
@@ -229,8 +368,7 @@ def interp(
         xp: of the same dtype, or promoted as in `jax.numpy`, the nodes, shape (n,), ascending, n >= 1.
         fp: values at the nodes, shape (n,).
         spec: a `jchop.Spec`, a format, or its text.
-        key: a typed key, required if `spec` is stochastic; it is split into eleven, for `x`, `xp`, `fp`, `left`,
-            `right`, d, h, e, the quotient, the product and the sum. Default None.
+        key: a typed key, required if `spec` is stochastic. Default None.
         left: the value below the first node, a scalar. Default None: the first of `fp`.
         right: the value above the last node, a scalar. Default None: the last of `fp`.
 
@@ -248,58 +386,28 @@ def interp(
     """
     operands = {"x": x, "xp": xp, "fp": fp, "left": left, "right": right}
     names = [name for name, value in operands.items() if value is not None or name in ("x", "xp", "fp")]
-    spec, arrays = _spec_and_operands(names, [operands[name] for name in names], spec)
+    spec, arrays = as_math_operands(names, [operands[name] for name in names], spec)
     nodes, values = arrays[1].shape, arrays[2].shape
     if len(nodes) != 1 or not nodes[0] or nodes != values:
         raise ValueError(f"xp has shape {nodes} and fp has shape {values}; both must be (n,), n >= 1")
     for name, array in zip(names[3:], arrays[3:], strict=True):
         if array.shape:
             raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
-    key = rounding_key(key, spec.rounding.stochastic, spec)
-    return run_on_operands(partial(_traced_interp, spec, tuple(names)), arrays, key)
+    return run_emulated(_interp, spec, arrays, key, ends=tuple(names[3:]))
 
 
-@partial(always_jit, static_argnums=(0, 1), inline=True)
-def _traced_interp(spec: Spec, names: tuple[str, ...], *operands_and_key: Any) -> Array:
-    *operands, key = operands_and_key
-    rounding_names: tuple[str, ...] = ("x", "xp", "fp", "left", "right", "d", "h", "e", "div", "mul", "add")
-    keys: dict[str, Array | None] = dict(zip(rounding_names, _split_into_keys(key, len(rounding_names)), strict=True))
-    arrays = _round_operands(spec, operands, [keys[name] for name in names])
-    by_name = {name: widen_operand(value) for name, value in zip(names, arrays, strict=True)}
-    x, xp, fp = by_name["x"], by_name["xp"], by_name["fp"]
+def _interp(x: Array, xp: Array, fp: Array, *values: Array, ends: tuple[str, ...]) -> Array:
+    by_name = dict(zip(ends, values, strict=True))
     x_keys, node_keys = sort_keys(x, zeros_equal=True), sort_keys(xp, zeros_equal=True)
     # Places among the nodes are found by bits, since a device may read subnormal numbers as zero.
     # Quirk `long_fusion_compiled_for_minutes`: the search is read by every operand of the quotient.
     node_index = materialize(jnp.clip(jnp.searchsorted(node_keys, x_keys, side="right") - 1, 0, xp.shape[0] - 1))
     next_index = jnp.minimum(node_index + 1, xp.shape[0] - 1)
     is_node = (x_keys == node_keys[node_index]) | (next_index == node_index)
-    offset = exact_operation("sub", (x, xp[node_index]), spec, keys["d"])
-    gap = exact_operation("sub", (xp[next_index], xp[node_index]), spec, keys["h"])
-    value_gap = exact_operation("sub", (fp[next_index], fp[node_index]), spec, keys["e"])
-    slope = exact_operation(
-        "div", (jnp.where(is_node, 0, offset), jnp.where(is_node, 1, gap)), spec, keys["div"], carrier_range_pair(x)
-    )
-    increment = exact_operation("mul", (slope, value_gap), spec, keys["mul"])
-    result = jnp.where(is_node, fp[node_index], exact_operation("add", (fp[node_index], increment), spec, keys["add"]))
+    offset, gap = x - xp[node_index], xp[next_index] - xp[node_index]
+    slope = jnp.where(is_node, 0, offset) / jnp.where(is_node, 1, gap)
+    result = fp[node_index] + slope * (fp[next_index] - fp[node_index])
+    result = jnp.where(is_node, fp[node_index], result)
     result = jnp.where(x_keys < node_keys[0], by_name.get("left", fp[0]), result)
     result = jnp.where(x_keys > node_keys[-1], by_name.get("right", fp[-1]), result)
-    return as_dtype(jnp.where(jnp.isnan(x), x, result), operands[0].dtype)
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _spec_and_operands(names: Any, values: Any, spec: SpecLike) -> tuple[Spec, list[Any]]:
-    spec, arrays = as_spec(spec), as_operands(names, values)
-    require_carrier(spec, carrier_of_dtype(arrays[0].dtype))
-    check_operation(spec, arrays[0].dtype)
-    check_cotangent_rounding(spec)
-    return spec, arrays
-
-
-def _split_into_keys(key: Array | None, count: int) -> list[Array | None]:
-    return [None] * count if key is None else list(split_prng_key(key, count))
-
-
-def _round_operands(spec: Spec, operands: Any, keys: Any) -> list[Array]:
-    return [round_to_format(jnp.asarray(x), spec, key) for x, key in zip(operands, keys, strict=False)]
+    return jnp.where(jnp.isnan(x), x, result)

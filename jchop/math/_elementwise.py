@@ -1,21 +1,25 @@
-"""The table of elementwise functions: the name, the carrier's function, its formula, an example and its result.
+"""The table of elementwise functions: the name, the function of JAX, its formula, an example and its result.
 
-Rows with ``exact`` and ``elementary`` round the exact result once. For rows with
-``carrier_is_exact`` the carrier's result is exact. For the others the carrier's result is rounded once more.
+Each is the emulated function. Rows with the accuracy ``"exact"`` and ``"elementary"`` round the exact result once. For
+rows with ``"held"`` the carrier's result is exact; for the others the carrier's result is rounded once more.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
+from jchop._emulate.rules.exact_functions import exact_bitwise
+from jchop._emulate.rules.functions import NamedFunction
+from jchop._kernels.operation import operation_on_device
 from jchop._round.arguments import Array, SpecLike
-from jchop.math import _carrier, _exact
-from jchop.math._row import MathRow, binary_function, call_row, ternary_function, unary_function, with_row_docstring
+from jchop.math._call import as_math_operands, run_emulated
 
 __all__ = [
     "abs",
@@ -68,7 +72,6 @@ __all__ = [
     "radians",
     "real",
     "reciprocal",
-    "round_to_integer",
     "sigmoid",
     "sign",
     "sin",
@@ -81,161 +84,285 @@ __all__ = [
     "trunc",
 ]
 
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+class UnaryFunction(Protocol):
+    """A function of one array."""
+
+    def __call__(self, x: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+
+
+class BinaryFunction(Protocol):
+    """A function of two arrays, which broadcast."""
+
+    def __call__(self, x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+
+
+class TernaryFunction(Protocol):
+    """A function of three arrays, which broadcast."""
+
+    def __call__(self, x: Any, y: Any, z: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+
+
+Example = tuple[str, str]
+
+
+def unary(name: str, function: Callable[..., Any], formula: str, example: Example, **more: Any) -> UnaryFunction:
+    """A function of one array; `example` has arguments and result in bfloat16, as text; `more`: see `_evaluate`."""
+
+    def call(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+        return _evaluate(function, {"x": x}, spec, key, **more)
+
+    return _documented(call, name, formula, example, **more)
+
+
+def binary(name: str, function: Callable[..., Any], formula: str, example: Example, **more: Any) -> BinaryFunction:
+    """A function of two arrays, otherwise as `unary`."""
+
+    def call(x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
+        return _evaluate(function, {"x": x, "y": y}, spec, key, **more)
+
+    return _documented(call, name, formula, example, **more)
+
+
+def ternary(name: str, function: Callable[..., Any], formula: str, example: Example, **more: Any) -> TernaryFunction:
+    """A function of three arrays, otherwise as `unary`."""
+
+    def call(x: Any, y: Any, z: Any, spec: SpecLike, key: Array | None = None) -> Any:
+        return _evaluate(function, {"x": x, "y": y, "z": z}, spec, key, **more)
+
+    return _documented(call, name, formula, example, **more)
+
+
+def _evaluate(
+    function: Any,
+    operands: dict[str, Any],
+    spec: SpecLike,
+    key: Any,
+    accuracy: str = "elementary",
+    own: NamedFunction | None = None,
+    complex_too: bool = False,
+) -> Any:
+    """The emulated function.
+
+    Args:
+        function: the function of JAX.
+        operands: its operands by name.
+        spec: the argument `spec`.
+        key: the argument `key`.
+        accuracy: ``"exact"``, ``"elementary"``, ``"held"`` or ``"carrier"``, as in the docstring of this file.
+        own: the function as one operation, if `emulate` does not know it.
+        complex_too: whether operands may be complex.
+    """
+    spec, arrays = as_math_operands(tuple(operands), tuple(operands.values()), spec, accuracy, complex_too)
+    return run_emulated(function, spec, arrays, key, own)
+
+
+def _documented(
+    function: Any,
+    name: str,
+    formula: str,
+    example: Example,
+    accuracy: str = "elementary",
+    complex_too: bool = False,
+    own: Any = None,
+) -> Any:
+    """`function` with a name and a docstring."""
+    del own
+    names = list(inspect.signature(function).parameters)[:-2]
+    broadcasts = "; the operands broadcast and are promoted as in `jax.numpy`" if len(names) > 1 else ""
+    dtypes = f"float16, bfloat16, float32 or float64{', complex64 or complex128 (by parts)' if complex_too else ''}"
+    function.__name__ = function.__qualname__ = name
+    function.__module__ = "jchop.math"
+    function.__doc__ = inspect.cleandoc(_FUNCTION_DOCSTRING).format(
+        formula=formula,
+        how=_ACCURACY_TEXTS["elementary of several" if accuracy == "elementary" and len(names) > 1 else accuracy],
+        operands="\n".join(f"    {operand}: {dtypes}, any shape{broadcasts}." for operand in names),
+        call=f"float(jc.math.{name}({example[0]}, 'bfloat16'))",
+        result=example[1],
+    )
+    return function
+
+
+_ACCURACY_TEXTS = {
+    **dict.fromkeys(
+        ("exact", "held"),
+        """\
+The operands are rounded to `spec`; then the exact result is rounded to it once, in every mode, without an intermediate
+rounding to the carrier.""",
+    ),
+    "elementary": """\
+The operands are rounded to `spec`; then the function's value, known to 36 bits or more, is rounded to it once: every
+result is right, in every mode, under formats of up to 16 bits that float32 holds (docs/math.md). Under binary32 and
+wider formats it is the carrier's result (float32, or float64 for float64 data), rounded once more.""",
+    "elementary of several": """\
+The operands are rounded to `spec`; then the function's value, known to about 44 bits, is rounded to it once, in every
+mode, under formats of up to 16 bits that float32 holds (docs/math.md). Under binary32 and wider formats it is the
+carrier's result (float32, or float64 for float64 data), rounded once more.""",
+    "carrier": """\
+The operands are rounded to `spec`; then the carrier's result (float32, or float64 for float64 data) is rounded to it
+once more. The result can be wrong if the carrier's result is an ulp off, or if the device reads subnormal numbers of
+the carrier as zero.""",
+}
+_FUNCTION_DOCSTRING = """\
+{formula}, with `jax.numpy`'s name and meaning, as `jchop.emulate` computes it.
+
+{how}
+
+Derivatives are the derivatives of the carrier's function at the rounded operands, straight-through as in
+`jchop.round_to_format`. Works under jit (`spec` static), vmap, scan and remat.
+
+Args:
+{operands}
+    spec: a `jchop.Spec`, a format, or text such as ``"e5m2:stochastic"``.
+    key: a typed key, required if `spec` is stochastic; each operand and the result
+        draw from a part of it. Default None.
+
+Returns:
+    Results of the operands' dtype, float32 or float64 for integers; NumPy if they are NumPy arrays, numbers or lists,
+    else JAX. Outside the domain NaN.
+
+Raises:
+    TypeError: for a dtype that is neither a carrier nor of integers or booleans, or a key that is not a typed key.
+    ValueError: for a stochastic spec without a key, or a carrier that is too narrow for the spec.
+
+Example:
+    >>> import jchop as jc
+    >>> {call}
+    {result}
+"""
+
+
+# -- functions that `emulate` does not know as one operation -----------------------------------------------------------
+
+
+@jax.jit
+def _multiply_and_add(x: Array, y: Array, z: Array) -> Array:
+    return x * y + z
+
+
+#: The fused multiply-add.
+FMA = NamedFunction("fma", _multiply_and_add, ("float32",) * 3, partial(operation_on_device, "fma"))
+
+
+def _bitwise_function(name: str) -> NamedFunction:
+    """An operation on the bits of integers, whose derivative is zero."""
+
+    def zero(x: Array, y: Array) -> Array:
+        return jnp.zeros(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
+
+    zero.__name__ = f"bitwise_{name}"
+    return NamedFunction(zero.__name__, jax.jit(zero), ("float32",) * 2, partial(exact_bitwise, name))
+
+
+_AND, _OR, _XOR = map(_bitwise_function, ("and", "or", "xor"))
+_gelu = partial(jax.nn.gelu, approximate=False)
+
 # -- operations --------------------------------------------------------------------------------------------------------
 
-add = binary_function("add", jnp.add, "x + y", ("1.0, 0.001", "1.0"), exact="add")
-subtract = binary_function("subtract", jnp.subtract, "x - y", ("1.0, 0.001", "1.0"), exact="sub")
-multiply = binary_function("multiply", jnp.multiply, "x y", ("1.5, 0.3", "0.451171875"), exact="mul")
-divide = binary_function("divide", jnp.divide, "x / y", ("1.0, 3.0", "0.333984375"), exact="div")
-fma = ternary_function(
+add = binary("add", jnp.add, "x + y", ("1.0, 0.001", "1.0"), accuracy="exact")
+subtract = binary("subtract", jnp.subtract, "x - y", ("1.0, 0.001", "1.0"), accuracy="exact")
+multiply = binary("multiply", jnp.multiply, "x y", ("1.5, 0.3", "0.451171875"), accuracy="exact")
+divide = binary("divide", jnp.divide, "x / y", ("1.0, 3.0", "0.333984375"), accuracy="exact")
+fma = ternary(
     "fma",
-    lambda x, y, z: x * y + z,
+    FMA.function,
     "x y + z, without rounding the product",
     ("1.5, 0.3, -0.45", "0.001953125"),
-    exact="fma",
+    accuracy="exact",
+    own=FMA,
 )
-sqrt = unary_function("sqrt", jnp.sqrt, "The square root of x", ("2.0", "1.4140625"), exact="sqrt")
-square = unary_function("square", jnp.square, "x²", ("1.3", "1.6796875"), exact="square")
-reciprocal = unary_function(
-    "reciprocal", jnp.reciprocal, "1 / x", ("3.0", "0.333984375"), exact=_exact.exact_reciprocal
-)
-mod = binary_function(
-    "mod", jnp.mod, "x - floor(x / y) y, of the sign of y", ("-5.5, 2.0", "0.5"), exact=_exact.exact_mod
-)
-floor_divide = binary_function(
+sqrt = unary("sqrt", jnp.sqrt, "The square root of x", ("2.0", "1.4140625"), accuracy="exact")
+square = unary("square", jnp.square, "x²", ("1.3", "1.6796875"), accuracy="exact")
+reciprocal = unary("reciprocal", jnp.reciprocal, "1 / x", ("3.0", "0.333984375"), accuracy="exact")
+mod = binary("mod", jnp.mod, "x - floor(x / y) y, of the sign of y", ("-5.5, 2.0", "0.5"), accuracy="exact")
+floor_divide = binary(
     "floor_divide",
     jnp.floor_divide,
     "floor(x / y) of the exact quotient; NaN if x is infinite, as in NumPy",
     ("-5.5, 2.0", "-3.0"),
-    exact=_exact.exact_floor_divide,
+    accuracy="exact",
 )
 
 # -- elementary functions ----------------------------------------------------------------------------------------------
 
-sin = unary_function("sin", jnp.sin, "The sine of x in radians", ("2.0", "0.91015625"), elementary="sin")
-cos = unary_function("cos", jnp.cos, "The cosine of x in radians", ("2.0", "-0.416015625"), elementary="cos")
-tan = unary_function("tan", jnp.tan, "The tangent of x in radians", ("2.0", "-2.1875"), elementary="tan")
-arcsin = unary_function(
-    "arcsin", jnp.arcsin, "The angle in [-π/2, π/2] whose sine is x", ("0.5", "0.5234375"), elementary="asin"
-)
-arccos = unary_function(
-    "arccos", jnp.arccos, "The angle in [0, π] whose cosine is x", ("0.5", "1.046875"), elementary="acos"
-)
-arctan = unary_function(
-    "arctan", jnp.arctan, "The angle in [-π/2, π/2] whose tangent is x", ("0.5", "0.462890625"), elementary="atan"
-)
-arctan2 = binary_function(
+sin = unary("sin", jnp.sin, "The sine of x in radians", ("2.0", "0.91015625"))
+cos = unary("cos", jnp.cos, "The cosine of x in radians", ("2.0", "-0.416015625"))
+tan = unary("tan", jnp.tan, "The tangent of x in radians", ("2.0", "-2.1875"))
+arcsin = unary("arcsin", jnp.arcsin, "The angle in [-π/2, π/2] whose sine is x", ("0.5", "0.5234375"))
+arccos = unary("arccos", jnp.arccos, "The angle in [0, π] whose cosine is x", ("0.5", "1.046875"))
+arctan = unary("arctan", jnp.arctan, "The angle in [-π/2, π/2] whose tangent is x", ("0.5", "0.462890625"))
+arctan2 = binary(
     "arctan2",
     jnp.arctan2,
     "The angle in [-π, π] of a point, x its ordinate, y its abscissa",
     ("1.0, 3.0", "0.322265625"),
-    elementary="atan2",
 )
-sinh = unary_function("sinh", jnp.sinh, "(e^x - e^-x) / 2", ("2.0", "3.625"), elementary="sinh")
-cosh = unary_function("cosh", jnp.cosh, "(e^x + e^-x) / 2", ("2.0", "3.765625"), elementary="cosh")
-tanh = unary_function("tanh", jnp.tanh, "sinh(x) / cosh(x)", ("0.5", "0.462890625"), elementary="tanh")
-arcsinh = unary_function(
-    "arcsinh", jnp.arcsinh, "The number whose hyperbolic sine is x", ("2.0", "1.4453125"), elementary="asinh"
+sinh = unary("sinh", jnp.sinh, "(e^x - e^-x) / 2", ("2.0", "3.625"))
+cosh = unary("cosh", jnp.cosh, "(e^x + e^-x) / 2", ("2.0", "3.765625"))
+tanh = unary("tanh", jnp.tanh, "sinh(x) / cosh(x)", ("0.5", "0.462890625"))
+arcsinh = unary("arcsinh", jnp.arcsinh, "The number whose hyperbolic sine is x", ("2.0", "1.4453125"))
+arccosh = unary("arccosh", jnp.arccosh, "The number from 0 on whose hyperbolic cosine is x", ("2.0", "1.3203125"))
+arctanh = unary("arctanh", jnp.arctanh, "The number whose hyperbolic tangent is x", ("0.5", "0.55078125"))
+exp = unary("exp", jnp.exp, "e^x", ("2.0", "7.375"))
+exp2 = unary("exp2", jnp.exp2, "2^x", ("0.5", "1.4140625"))
+expm1 = unary("expm1", jnp.expm1, "e^x - 1", ("0.01", "0.01007080078125"))
+log = unary("log", jnp.log, "The natural logarithm of x", ("2.0", "0.69140625"))
+log2 = unary("log2", jnp.log2, "The logarithm of x to the base 2", ("3.0", "1.5859375"))
+log10 = unary("log10", jnp.log10, "The logarithm of x to the base 10", ("2.0", "0.30078125"))
+log1p = unary("log1p", jnp.log1p, "log(1 + x)", ("0.01", "0.00994873046875"))
+logaddexp = binary("logaddexp", jnp.logaddexp, "log(e^x + e^y)", ("1.0, 2.0", "2.3125"))
+cbrt = unary("cbrt", jnp.cbrt, "The cube root of x", ("2.0", "1.2578125"))
+power = binary("power", jnp.power, "x^y", ("2.0, 0.5", "1.4140625"))
+hypot = binary("hypot", jnp.hypot, "√(x² + y²)", ("1.0, 2.0", "2.234375"))
+degrees = unary("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"))
+radians = unary("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"))
+erf = unary("erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"))
+erfc = unary("erfc", special.erfc, "1 - erf(x)", ("0.5", "0.48046875"))
+gammaln = unary("gammaln", special.gammaln, "log |Γ(x)| of the gamma function", ("4.5", "2.453125"), accuracy="carrier")
+digamma = unary(
+    "digamma", special.digamma, "Γ'(x) / Γ(x) of the gamma function", ("4.5", "1.390625"), accuracy="carrier"
 )
-arccosh = unary_function(
-    "arccosh",
-    jnp.arccosh,
-    "The number from 0 on whose hyperbolic cosine is x",
-    ("2.0", "1.3203125"),
-    elementary="acosh",
-)
-arctanh = unary_function(
-    "arctanh", jnp.arctanh, "The number whose hyperbolic tangent is x", ("0.5", "0.55078125"), elementary="atanh"
-)
-exp = unary_function("exp", jnp.exp, "e^x", ("2.0", "7.375"), elementary="exp")
-exp2 = unary_function("exp2", jnp.exp2, "2^x", ("0.5", "1.4140625"), elementary="exp2")
-expm1 = unary_function("expm1", jnp.expm1, "e^x - 1", ("0.01", "0.01007080078125"), elementary="expm1")
-log = unary_function("log", jnp.log, "The natural logarithm of x", ("2.0", "0.69140625"), elementary="log")
-log2 = unary_function("log2", jnp.log2, "The logarithm of x to the base 2", ("3.0", "1.5859375"), elementary="log2")
-log10 = unary_function(
-    "log10", jnp.log10, "The logarithm of x to the base 10", ("2.0", "0.30078125"), elementary="log10"
-)
-log1p = unary_function("log1p", jnp.log1p, "log(1 + x)", ("0.01", "0.00994873046875"), elementary="log1p")
-logaddexp = binary_function(
-    "logaddexp", jnp.logaddexp, "log(e^x + e^y)", ("1.0, 2.0", "2.3125"), elementary="logaddexp"
-)
-cbrt = unary_function("cbrt", jnp.cbrt, "The cube root of x", ("2.0", "1.2578125"), elementary="cbrt")
-power = binary_function("power", jnp.power, "x^y", ("2.0, 0.5", "1.4140625"), elementary="pow")
-hypot = binary_function("hypot", jnp.hypot, "√(x² + y²)", ("1.0, 2.0", "2.234375"), elementary="hypot")
-degrees = unary_function("degrees", jnp.degrees, "180 x / π", ("1.0", "57.25"), elementary="degrees")
-radians = unary_function("radians", jnp.radians, "π x / 180", ("60.0", "1.046875"), elementary="radians")
-erf = unary_function(
-    "erf", special.erf, "The error function 2/√π ∫ e^(-t²) dt from 0 to x", ("0.5", "0.51953125"), elementary="erf"
-)
-erfc = unary_function("erfc", special.erfc, "1 - erf(x)", ("0.5", "0.48046875"), elementary="erfc")
-gammaln = unary_function("gammaln", special.gammaln, "log |Γ(x)| of the gamma function", ("4.5", "2.453125"))
-digamma = unary_function("digamma", special.digamma, "Γ'(x) / Γ(x) of the gamma function", ("4.5", "1.390625"))
-sigmoid = unary_function("sigmoid", jax.nn.sigmoid, "1 / (1 + e^-x)", ("0.5", "0.62109375"), elementary="logistic")
-gelu = unary_function(
+sigmoid = unary("sigmoid", jax.nn.sigmoid, "1 / (1 + e^-x)", ("0.5", "0.62109375"))
+gelu = unary(
     "gelu",
-    partial(jax.nn.gelu, approximate=False),
+    _gelu,
     "x Φ(x), with Φ the distribution function of the normal distribution",
     ("0.5", "0.345703125"),
+    accuracy="carrier",
 )
-gamma = unary_function("gamma", special.gamma, "The gamma function, (x - 1)! at integers", ("4.5", "11.625"))
-angle = unary_function(
-    "angle",
-    jnp.angle,
-    "The angle in [-π, π] of a complex number",
-    ("-1.0", "3.140625"),
-    complex_too=True,
-)
+gamma = unary("gamma", special.gamma, "The gamma function, (x - 1)! at integers", ("4.5", "11.625"), accuracy="carrier")
+angle = unary("angle", jnp.angle, "The angle in [-π, π] of a complex number", ("-1.0", "3.140625"), complex_too=True)
 
 # -- functions that the carrier computes exactly -----------------------------------------------------------------------
 
-floor = unary_function(
-    "floor", _carrier.carrier_floor, "The largest integer not above x", ("-0.3", "-1.0"), carrier_is_exact=True
+floor = unary("floor", jnp.floor, "The largest integer not above x", ("-0.3", "-1.0"), accuracy="held")
+ceil = unary("ceil", jnp.ceil, "The smallest integer not below x", ("0.3", "1.0"), accuracy="held")
+trunc = unary("trunc", jnp.trunc, "x without its fraction", ("-2.7", "-2.0"), accuracy="held")
+sign = unary("sign", jnp.sign, "-1, 0 or 1 by the sign of x", ("-0.3", "-1.0"), accuracy="held")
+abs = unary(
+    "abs", jnp.abs, "|x|, of a complex number the carrier's", ("-0.3", "0.30078125"), accuracy="held", complex_too=True
 )
-ceil = unary_function(
-    "ceil", _carrier.carrier_ceil, "The smallest integer not below x", ("0.3", "1.0"), carrier_is_exact=True
+fabs = unary("fabs", jnp.fabs, "|x| of real numbers", ("-0.3", "0.30078125"), accuracy="held")
+negative = unary("negative", jnp.negative, "-x", ("0.3", "-0.30078125"), accuracy="exact")
+maximum = binary(
+    "maximum", jnp.maximum, "The larger of x and y, NaN if one is", ("0.3, -2.0", "0.30078125"), accuracy="exact"
 )
-round_to_integer = unary_function(
-    "round", jnp.round, "The integer nearest to x, on a tie the even one", ("2.5", "2.0"), carrier_is_exact=True
+minimum = binary(
+    "minimum", jnp.minimum, "The smaller of x and y, NaN if one is", ("0.3, -2.0", "-2.0"), accuracy="exact"
 )
-trunc = unary_function("trunc", jnp.trunc, "x without its fraction", ("-2.7", "-2.0"), carrier_is_exact=True)
-sign = unary_function(
-    "sign", _carrier.carrier_sign, "-1, 0 or 1 by the sign of x", ("-0.3", "-1.0"), carrier_is_exact=True
-)
-abs = unary_function(
-    "abs",
-    jnp.abs,
-    "|x|, of a complex number the carrier's",
-    ("-0.3", "0.30078125"),
-    carrier_is_exact=True,
-    complex_too=True,
-)
-fabs = unary_function("fabs", jnp.fabs, "|x| of real numbers", ("-0.3", "0.30078125"), carrier_is_exact=True)
-negative = unary_function("negative", jnp.negative, "-x", ("0.3", "-0.30078125"), exact="neg")
-maximum = binary_function(
-    "maximum", jnp.maximum, "The larger of x and y, NaN if one is", ("0.3, -2.0", "0.30078125"), exact="max"
-)
-minimum = binary_function(
-    "minimum", jnp.minimum, "The smaller of x and y, NaN if one is", ("0.3, -2.0", "-2.0"), exact="min"
-)
-real = unary_function(
-    "real", jnp.real, "The real part of x", ("0.3", "0.30078125"), carrier_is_exact=True, complex_too=True
-)
-imag = unary_function(
-    "imag", jnp.imag, "The imaginary part of x", ("0.3", "0.0"), carrier_is_exact=True, complex_too=True
-)
-conj = unary_function(
-    "conj", jnp.conj, "The complex conjugate of x", ("0.3", "0.30078125"), carrier_is_exact=True, complex_too=True
-)
-
-
-_CLIP_ROW = MathRow("clip", ("x", "min", "max"), jnp.clip, "min(max(x, min), max)", exact=_exact.exact_clip)
+real = unary("real", jnp.real, "The real part of x", ("0.3", "0.30078125"), accuracy="held", complex_too=True)
+imag = unary("imag", jnp.imag, "The imaginary part of x", ("0.3", "0.0"), accuracy="held", complex_too=True)
+conj = unary("conj", jnp.conj, "The complex conjugate of x", ("0.3", "0.30078125"), accuracy="held", complex_too=True)
 
 
 def clip(x: Any, min: Any, max: Any, spec: SpecLike, key: Array | None = None) -> Any:
-    return call_row(_CLIP_ROW, (x, min, max), spec, key)
+    return _evaluate(jnp.clip, {"x": x, "min": min, "max": max}, spec, key, accuracy="exact")
 
 
-clip = with_row_docstring(clip, _CLIP_ROW, ("7.3, 0.0, 1.0", "1.0"))
+clip = _documented(clip, "clip", "min(max(x, min), max)", ("7.3, 0.0, 1.0", "1.0"), accuracy="exact")
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
@@ -246,29 +373,11 @@ _BITWISE_FORMULA = (
 )
 
 
-def _zero_derivative(x: Array, y: Array) -> Array:
-    """The derivative of a function of integers is zero."""
-    return jnp.zeros(jnp.broadcast_shapes(x.shape, y.shape), x.dtype)
+def _bitwise(word: str, own: NamedFunction, result: str) -> BinaryFunction:
+    example = ("12.0, 10.0", result)
+    return binary(own.name, own.function, _BITWISE_FORMULA.format(word), example, accuracy="exact", own=own)
 
 
-bitwise_and = binary_function(
-    "bitwise_and",
-    _zero_derivative,
-    _BITWISE_FORMULA.format("and"),
-    ("12.0, 10.0", "8.0"),
-    exact=partial(_exact.exact_bitwise, "and"),
-)
-bitwise_or = binary_function(
-    "bitwise_or",
-    _zero_derivative,
-    _BITWISE_FORMULA.format("or"),
-    ("12.0, 10.0", "14.0"),
-    exact=partial(_exact.exact_bitwise, "or"),
-)
-bitwise_xor = binary_function(
-    "bitwise_xor",
-    _zero_derivative,
-    _BITWISE_FORMULA.format("xor"),
-    ("12.0, 10.0", "6.0"),
-    exact=partial(_exact.exact_bitwise, "xor"),
-)
+bitwise_and = _bitwise("and", _AND, "8.0")
+bitwise_or = _bitwise("or", _OR, "14.0")
+bitwise_xor = _bitwise("xor", _XOR, "6.0")

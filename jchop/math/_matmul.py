@@ -28,6 +28,7 @@ from jchop._round.arguments import as_operands, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop._spec.spec import Spec
+from jchop.math._call import round_to_dtype
 from jchop.storage import quantize
 from jchop.storage._codes import decode_unscaled
 
@@ -167,15 +168,6 @@ def _as_one_batch(x: Array, batch: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(x, batch + x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:])
 
 
-def product_of_matrices(x: Array, y: Array, spec: MatmulSpec, dtype: Any, keys: Any) -> Array:
-    """The product of rounded arrays of a wide dtype, (batch, m, k) and (batch, k, n), with the keys of `matmul`."""
-    if keys[2] is not None:
-        _check_random_stream_size(x, y, MatmulPlan(spec, operation_carrier(x.dtype), x.shape[-1]))
-    return _batch_product(
-        spec, "auto", jnp.dtype(dtype), x, y, None if keys[2] is None else _matmul_seeds(keys, spec), ()
-    )
-
-
 @partial(CustomJvp, nondiff_argnums=(0, 1, 2))
 def _batch_product(
     spec: MatmulSpec, impl: str, dtype: Any, x: Array, y: Array, seeds: Array | None, scaled_parts: tuple[Array, ...]
@@ -198,18 +190,6 @@ def _multiply_scales(x: Array, y: Array) -> Array:
     full_range = carrier_range(carrier)
     x, y = jnp.broadcast_arrays(x, y)
     return multiply_and_round(x, y, None, carrier, None, full_range, full_range)
-
-
-def round_to_dtype(result: Array, spec: MatmulSpec, dtype: Any) -> Array:
-    """A result cast to a 16-bit dtype, rounded to it if the sums are the carrier's."""
-    if result.dtype == dtype:
-        return result
-    if spec.accumulate is None:
-        result = round_to_format(result, _FORMAT_OF_SHORT_DTYPE[dtype.name])
-    return result.astype(dtype)
-
-
-_FORMAT_OF_SHORT_DTYPE = {"float16": "binary16", "bfloat16": "bfloat16"}
 
 
 @partial(_batch_product.defjvp, symbolic_zeros=True)

@@ -12,6 +12,7 @@ import oracle
 import oracle_math
 import pytest
 from further import Further
+from math_draws import rounded_operand
 from oracle_matmul import Arithmetic, How, Sum
 from refusals import assert_refused
 
@@ -67,7 +68,7 @@ def an_element_that_is_repeated_is_rounded_once() -> None:
     """Its random word is its own, not that of a copy."""
     spec = MatmulSpec("e4m2:stochastic")
     window = jc.math.conv(normal(1, 1, 9), np.ones((1, 1, 1), np.float32), spec, KEY)
-    own = jc.round_to_format(normal(1, 1, 9), "e4m2:stochastic", jax.random.split(KEY, 4)[0])
+    own = rounded_operand(normal(1, 1, 9), "e4m2:stochastic", KEY, 0)
     np.testing.assert_array_equal(window, own)
 
 
@@ -107,9 +108,8 @@ def axpy_rounds_product_and_sum() -> None:
     fused = jc.math.axpy(a, x, y, "e5m5", fused=True)
     np.testing.assert_array_equal(fused, jc.math.fma(a, x, y, "e5m5"))
     assert np.any(fused != jc.math.axpy(a, x, y, "e5m5"))
-    keys = jax.random.split(KEY, 5)
     text = "e5m3:stochastic"
-    a, x, y = (np.asarray(jc.round_to_format(v, text, k)) for v, k in zip((a, x, y), keys[:3], strict=True))
+    a, x, y = (rounded_operand(v, text, KEY, i) for i, v in enumerate((a, x, y)))
     drawn = jc.math.axpy(a, x, y, text, KEY)
     assert np.mean(drawn != jc.math.axpy(a, x, y, "e5m3")) > 0.1
 

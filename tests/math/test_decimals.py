@@ -13,6 +13,7 @@ import oracle
 import oracle_math
 import pytest
 from further import Further
+from math_draws import result_words
 from oracle import Fraction, Special, Value
 from oracle_matmul import How, rounded
 
@@ -66,7 +67,7 @@ DECIMALS = {
 @pytest.mark.parametrize("text", HOWS)
 def the_exact_multiple_is_rounded_once(text: str) -> None:
     x = numbers(text)
-    words = np.asarray(jc.random_bits(jax.random.split(KEY)[1], x.shape))
+    words = result_words(KEY, x.shape, 1)
     carrier = oracle.CARRIERS["float32"]
     for decimals in DECIMALS[text]:
         want = [

@@ -12,6 +12,7 @@ import oracle
 import oracle_math
 import pytest
 from further import Further
+from math_draws import rounded_operand
 from oracle_matmul import Arithmetic, How, Sum
 from refusals import assert_refused
 
@@ -130,12 +131,15 @@ def many_arrays_give_what_numpy_gives(subscripts: str) -> None:
 
 
 @further
-def each_contraction_has_a_key_of_its_own() -> None:
-    a, b, c = normal(3, 3), normal(3, 3, seed=1), normal(3, 3, seed=2)
+def each_contraction_draws_words_of_its_own() -> None:
+    """The first product is rounded as an operand of the second one, with other words than the first operand."""
+    one, many = np.ones((1, 1), np.float32), np.full((400, 1), 1.0625, np.float32)
     spec = MatmulSpec("e5m3:stochastic")  # operands alone draw: sums in the carrier are compiled fast
-    first = jc.math.einsum("ij,jk->ik", a, b, spec=spec, key=jax.random.fold_in(KEY, 0))
-    want = jc.math.einsum("ij,jk->ik", first, c, spec=spec, key=jax.random.fold_in(KEY, 1))
-    np.testing.assert_array_equal(jc.math.einsum("ij,jk,kl->il", a, b, c, spec=spec, key=KEY), want)
+    first = rounded_operand(many, "e5m3:stochastic", KEY, 0)
+    got = jc.math.einsum("ij,jk,kl->il", many, one * 1.5, one, spec=spec, key=KEY)
+    assert set(np.unique(first)) == {1, 1.125}
+    np.testing.assert_array_equal(got[first == 1], 1.5)
+    assert set(np.unique(got[first != 1])) == {1.625, 1.75}
 
 
 def test_an_element_that_is_repeated_is_rounded_once() -> None:

@@ -20,6 +20,7 @@ import oracle_math
 import pytest
 import scipy.special
 from further import Further
+from math_draws import result_words, rounded_operand
 from oracle_matmul import How, rounded
 from refusals import assert_refused
 
@@ -84,18 +85,17 @@ def the_exact_result_is_rounded_once(text: str) -> None:
     for name in list(oracle_math.EXACT)[list(HOWS).index(text) % 2 :: 2]:
         count = operand_count(name)
         given = operands(text, count)
-        words = np.asarray(jc.random_bits(jax.random.split(KEY, count + 1)[-1], given[0].shape))
+        words = result_words(KEY, given[0].shape, count)
         got, want = getattr(jc.math, name)(*given, text, KEY), oracle_math.applied(name, given, HOWS[text], words)
         same_of(name, got, want)
 
 
 @further
-def operands_are_rounded_first_each_with_its_own_part_of_the_key() -> None:
+def operands_are_rounded_first_each_with_its_own_draw() -> None:
     x, y = (np.random.default_rng(i).normal(size=50).astype(np.float32) for i in range(2))
-    keys = jax.random.split(KEY, 3)
     text = "e4m3:stochastic"
-    a, b = (jc.round_to_format(v, text, key) for v, key in zip((x, y), keys, strict=False))
-    words = np.asarray(jc.random_bits(keys[2], (50,)))
+    a, b = (rounded_operand(v, text, KEY, i) for i, v in enumerate((x, y)))
+    words = result_words(KEY, (50,), 2)
     how = How(oracle.ieee(4, 3), "stochastic")
     same(jc.math.multiply(x, y, text, KEY), oracle_math.applied("multiply", [a, b], how, words))
 
@@ -272,7 +272,7 @@ def near_the_true_value(name: str) -> None:
         exact = ELEMENTARY[name][0](*(x.astype(float) for x in given))
     stochastic = name in ("sin", "power")
     text, how = ("e8m7:stochastic", How(B16, "stochastic")) if stochastic else ("bfloat16", How(B16))
-    words = np.asarray(jc.random_bits(jax.random.split(KEY, len(given) + 1)[-1], exact.shape))
+    words = result_words(KEY, exact.shape, len(given))
     got = getattr(jc.math, name)(*given, text, KEY)
     if edges:
         ends = slice(-len(EDGES), None)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from further import Further
+from math_draws import rounded_operand
 from refusals import assert_refused
 
 import jchop as jc
@@ -79,8 +80,7 @@ def test_the_place_is_the_first_of_equal_elements() -> None:
 @further
 def draws_and_transforms() -> None:
     x, text = jnp.asarray(some(4, 5)), "e4m2:stochastic"
-    keys = jax.random.split(KEY)
-    own, first = jc.round_to_format(x, text, keys[0]), jc.round_to_format(jnp.float32(0.3), text, keys[1])
+    own, first = rounded_operand(x, text, KEY, 0), rounded_operand(jnp.float32(0.3), text, KEY, 1)
     same(jc.math.max(x, text, KEY, axis=1, initial=0.3), jnp.maximum(own.max(1), first))
     np.testing.assert_array_equal(jc.math.argmin(x, text, KEY, axis=1), own.argmin(1))
     each = jax.jit(jax.vmap(lambda x, key: jc.math.min(x, text, key)))(x, jax.random.split(KEY, 4))

@@ -134,29 +134,10 @@ def sums_of_nothing_and_what_is_refused() -> None:
 
 
 @further
-def draws_are_those_of_the_split_key() -> None:
-    """As documented, with the differences, the exponentials, the sums and the quotients by themselves."""
+def draws_are_those_of_emulate() -> None:
     x, text = some(2, 4), "e5m4:stochastic"
-    keys = jax.random.split(KEY, 4)
-    own = np.asarray(jc.round_to_format(x, text, keys[0]))
-    d = oracle_math.values((own - own.max(1, keepdims=True)).astype(np.float32))  # exact
-    how = How(oracle.ieee(5, 4), "stochastic")
-    words = np.asarray(jc.random_bits(keys[1], (8,)))
-    d = oracle_math.array([rounded(v, how, F32, int(w)) for v, w in zip(d, words, strict=True)]).reshape(2, 4)
-    e = np.asarray(jc.round_to_format(np.asarray(jnp.exp(d)), text, keys[2]))
-    spec = MatmulSpec(text, accumulate=text)
-    steps = np.array([jc.random_bits(keys[3], (2,), offset=k << 32) for k in range(4)])
-    total = [
-        Sum(oracle_math.values(row), [Fraction(1)] * 4, Arithmetic(None, how, F32), lambda _, k, i=i: int(steps[k, i]))
-        for i, row in enumerate(e)
-    ]
-    words = np.asarray(jc.random_bits(jax.random.fold_in(keys[3], 0), (2, 4)))
-    want = [
-        rounded(arithmetic.divide(v, total[i].result()), how, F32, int(words[i, k]))
-        for i, row in enumerate(e)
-        for k, v in enumerate(oracle_math.values(row))
-    ]
-    same(jc.math.softmax(x, spec, KEY), oracle_math.array(want).reshape(2, 4))
+    low = jc.emulate(jax.nn.softmax, text, accumulate=MatmulSpec(accumulate=text))
+    same(jc.math.softmax(x, MatmulSpec(text, accumulate=text), KEY), low(jnp.asarray(x), key=KEY))
 
 
 @further

@@ -174,7 +174,7 @@ def test_arrays_land_where_those_of_like_lie(layout: str, abstract: bool, tmp_pa
         return nnx.Sequential(nnx.Linear(32, 8, rngs=nnx.Rngs(0)))
 
     model = make()
-    wanted = model if layout == "plain" else jc.nn.quantize(model, Rule(weight=INT4), "ptq")
+    wanted = make() if layout == "plain" else jc.nn.quantize(model, Rule(weight=INT4), "ptq")
     save_checkpoint(tmp_path / "model", wanted, layout)
     mesh = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
     where = NamedSharding(mesh, P("x", "y"))

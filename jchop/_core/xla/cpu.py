@@ -107,7 +107,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/scales.py`, "
-        "`optim/_nonfinite.py`), or each number is asked (`math/_sums.py`).",
+        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
     ),
     Quirk(
         "selected_float8_changes_nan",
@@ -224,7 +224,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
         "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `fit_offset` in "
         "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
-        "mean in a variance (`math/_sums.py`).",
+        "mean in a variance (`math/_reductions.py`).",
         versions_with=("0.12",),
         versions_without=("0.10",),
         benchmark_only=True,

@@ -10,17 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._common.bit_ops import in_auto_mesh
 from jchop._core.matmul.operations import spec_draws
+from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.accumulate import accumulate_in_order
 from jchop._emulate.rules.carrier_ops import round_with_draw, run_in_carrier, run_nextafter
 from jchop._emulate.rules.chain import Chain, run_chain, with_chains
 from jchop._emulate.rules.complex import run_complex, run_complex_sum
 from jchop._emulate.rules.draws import run_draw
+from jchop._emulate.rules.exact_functions import arg_extremum_by_bits, extremum_by_bits
 from jchop._emulate.rules.factorizations import run_factorization
 from jchop._emulate.rules.run_task import Task, power_draws, run_task
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import is_carrier_float, is_narrow_float
-from jchop._program.bind import bind
+from jchop._program.bind import bind, straight_through
 from jchop._program.control import as_jax_value
 from jchop._program.repeats import Turns, run_turns, with_turns
 from jchop._program.run import Runner, interpret
@@ -172,6 +175,33 @@ def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any])
     return run_task(task, [jnp.asarray(x) for x in args])
 
 
+def _run_by_bits(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """A reduction to the largest or smallest element, or its index, by bits: a device may lose subnormals and NaN."""
+    (x,), axes = args, step.eqn.params["axes"]
+    if step.choice.spec is None or not is_carrier_float(step.eqn.invars[0].aval) or not if_static(lambda: x.size, True):
+        return _bind_step(step, seeds, args)
+    if step.name in ("argmax", "argmin"):
+        return [arg_extremum_by_bits(step.name, lax.stop_gradient(x), axes, step.eqn.params["index_dtype"])]
+
+    def plain(x: Array) -> Array:
+        return _bind_step(step, seeds, [x])[0]
+
+    def run(values: list[Array], extra: None) -> Array:
+        del extra
+        by_bits = partial(extremum_by_bits, step.name, axes=axes)
+        return in_auto_mesh(by_bits, *values, along=[[axis - x.ndim for axis in axes]], like=plain)
+
+    return [straight_through(run, plain, [x], None)]
+
+
+#: Primitives that choose among the numbers along axes.
+_BY_BITS = ("reduce_max", "reduce_min", "argmax", "argmin")
+
+
+def _run_structural(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    return (_run_by_bits if step.name in _BY_BITS else _bind_step)(step, seeds, args)
+
+
 def _run_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     if step.choice.accumulate is None:
         return _run_step_task(step, seeds, args)
@@ -184,7 +214,8 @@ def _run_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[A
 
 
 _STEP_RULES: dict[str, Callable[[EmulatedStep, Seeds | None, list[Any]], list[Any]]] = {
-    **dict.fromkeys(("untouched", "compared", "structural", "carrier"), _bind_step),
+    **dict.fromkeys(("untouched", "carrier"), _bind_step),
+    **dict.fromkeys(("structural", "compared"), _run_structural),
     "own": _run_own,
     "result": _run_own_result,
     **dict.fromkeys(("exact", "power", "elementary", "made", "converted"), _run_step_task),

@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 from jchop._core.arithmetic.ranges import wraps_results
 from jchop._emulate.rules.counts import Counts
 from jchop._emulate.rules.draws import draws_of
+from jchop._emulate.rules.functions import with_functions
 from jchop._emulate.rules.interpret import run_step
 from jchop._emulate.rules.rules import COMPLEX_OPS, ArithmeticChoice, Settings, primitive_kind
 from jchop._emulate.rules.step import EmulatedStep, RandomDraw
@@ -62,10 +63,10 @@ class EmulationPlanner(planner.Planner):
         self, closed: Any, known: Sequence[ValueFact], scope: str = "", constants: Sequence[ValueFact] | None = None
     ) -> ProgramPlan:
         """The plan of a jaxpr; its calls of `jax.random` are found first."""
-        jaxpr = jaxpr_of(closed)[0]
+        jaxpr, consts = jaxpr_of(closed)
         if self._apart is None:
             self._apart = sum(1 for _ in equations_of(jaxpr)) >= _MANY_EQUATIONS
-        program = _copy_constant_results(closed)
+        program = _copy_constant_results(with_functions(jaxpr, self.settings.functions), consts)
         self._draws |= draws_of(program.jaxpr)
         self._counts.add(jaxpr)
         return super().plan(program, known, scope, constants)
@@ -212,9 +213,8 @@ class _JaxprAndConstants(NamedTuple):
     consts: tuple[Any, ...]
 
 
-def _copy_constant_results(program: Any) -> _JaxprAndConstants:
+def _copy_constant_results(jaxpr: Any, consts: tuple[Any, ...]) -> _JaxprAndConstants:
     """A jaxpr whose results are variables: constant results are copied, so that they are rounded like others."""
-    jaxpr, consts = jaxpr_of(program)
     copies = [_copy_equation(v) if isinstance(v, Literal) and is_number(v.aval) else None for v in jaxpr.outvars]
     if not any(copies):
         return _JaxprAndConstants(jaxpr, consts)

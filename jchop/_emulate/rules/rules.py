@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 
 from jchop._common.checks import check_choice, check_int, short_repr
 from jchop._common.paths import check_path_pattern, matches_path
+from jchop._emulate.rules.functions import FUNCTIONS, NamedFunction
 from jchop._kernels.primitive import OpPrimitive
 from jchop._program.step import CONTROL
 from jchop._spec.accumulation import MatmulSpec
@@ -48,7 +49,7 @@ _CARRIER_RESULTS = """
 #: Primitives that only move or choose values.
 _STRUCTURAL = """
     all_gather all_gather_invariant all_to_all approx_top_k bcoo_extract bcoo_transpose broadcast broadcast_in_dim
-    freeze get clamp concatenate copy copy_p jchop_result
+    freeze get clamp concatenate copy copy_p jchop_result jchop_settled
     cummax cummin device_put dynamic_slice dynamic_update_slice empty empty2 expand_dims gather jchop_on_cotangent
     mesh_cast name optimization_barrier pad pbroadcast pcast pgather pmax pmin ppermute pvary reduce_max reduce_min
     reduce_window_max reduce_window_min reshape reshard rev scatter scatter-max scatter-min scatter_max scatter_min
@@ -98,11 +99,11 @@ PRIMITIVE_KINDS: dict[str, str] = {
 }
 
 
-def primitive_kind(primitive: Primitive) -> str:
+def primitive_kind(primitive: Primitive | NamedFunction) -> str:
     """The kind of a primitive. The results of jchop's own operations are rounded, unless they are codes and scales."""
-    if isinstance(primitive, OpPrimitive):
+    if isinstance(primitive, OpPrimitive) and primitive.name not in PRIMITIVE_KINDS:
         return "own" if primitive.stores else "made"
-    return PRIMITIVE_KINDS.get(primitive.name, "unknown")
+    return "elementary" if isinstance(primitive, NamedFunction) else PRIMITIVE_KINDS.get(primitive.name, "unknown")
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,14 @@ NARROW_TREATMENTS = ("raise", "carrier")
 class ArithmeticChoice:
     """The arithmetic of one equation: the spec of its results, and the rule of sums. None: the carrier's.
 
-    A function replaces the primitive.
+    A function replaces the primitive. Without `rounds_operands`, operands are taken as they are: in the functions of
+    `jchop.math` all of them are rounded already, or are meant to be exact, such as counts.
     """
 
     spec: Spec | None
     accumulate: MatmulSpec | None
     function: PrimitiveFunction | None = None
+    rounds_operands: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class Settings:
     max_turns: int | None = None
     stop_at: str | None = None
     narrow: str = "raise"
+    functions: tuple[NamedFunction, ...] = FUNCTIONS
 
     def choose(self, primitive: str, scope: str, used: set[str] | None = None) -> ArithmeticChoice:
         """The arithmetic of a primitive in a scope; `used` collects the rules that matched."""

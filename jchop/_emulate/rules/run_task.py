@@ -19,9 +19,11 @@ from jchop._common.bit_ops import CARRIERS
 from jchop._common.settings import always_jit
 from jchop._core.arithmetic.basic import ValueRange, range_of
 from jchop._core.elementary.evaluate import elementary_function, supports_function
-from jchop._core.matmul.operations import operation_carrier, round_operation, spec_draws
+from jchop._core.matmul.operations import operation_carrier, round_operation, spec_draws, widen_operand
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.xla.sizes import if_static
+from jchop._emulate.rules.exact_functions import CARRIER_FUNCTIONS
+from jchop._emulate.rules.functions import NamedFunction
 from jchop._emulate.rules.rules import EXACT
 from jchop._emulate.rules.value_facts import ValueFact, is_carrier_float
 from jchop._kernels.elementary import elementary_op
@@ -153,7 +155,10 @@ def power_draws(exponent: int) -> int:
 
 
 def _run_elementary(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
-    """The exact value if `supports_function` has the function and format, else the carrier's result; rounded once."""
+    """The exact value if there is a rule for the function and the format, else the carrier's result; rounded once."""
+    if isinstance(task.primitive, NamedFunction) and task.primitive.exact is not None:
+        operands = tuple(map(widen_operand, _broadcast_operands(args)))
+        return task.primitive.exact(operands, task.spec, words[0] if words else None).astype(args[0].dtype)
     if _has_exact_elementary(task, args):
         run = elementary_function if words else elementary_op  # with draws it is compiled apart already
         return run(*_broadcast_operands(args), *words[:1], name=task.primitive.name, spec=task.spec)
@@ -170,7 +175,8 @@ def _broadcast_operands(args: Sequence[Array]) -> list[Array]:
 
 
 def _run_carrier_op(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
-    out = bind(task.primitive, dict(task.params), *args)
+    carrier_function = CARRIER_FUNCTIONS.get(task.primitive.name)
+    out = bind(task.primitive, dict(task.params), *args) if carrier_function is None else [carrier_function(*args)]
     word_iter = iter(words)
     out = [
         _round_to_spec(x, task.spec, next(word_iter) if spec_draws(task.spec) else None) if is_carrier_float(x) else x

@@ -16,6 +16,7 @@ from jchop._core.arithmetic.ranges import require_operation
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.operations import check_operation, operation_carrier, require_dtype_holds
 from jchop._core.rounding.grid import require_carrier
+from jchop._emulate.rules.functions import NamedFunction
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import (
     CARRIER_DTYPES,
@@ -40,7 +41,11 @@ def _facts_of_results(step: EmulatedStep, fact: ValueFact) -> tuple[ValueFact, .
 def _with_rounded_operands(step: EmulatedStep, spec: Spec | None, among: Sequence[bool] | None = None) -> EmulatedStep:
     """The operands that `spec` may change are rounded, except counts; of those that `among` marks. None: of all."""
     rounds = tuple(
-        (among is None or among[i]) and is_number(v.aval) and i not in step.counts and not is_exact_under(k, spec)
+        step.choice.rounds_operands
+        and (among is None or among[i])
+        and is_number(v.aval)
+        and i not in step.counts
+        and not is_exact_under(k, spec)
         for i, (v, k) in enumerate(zip(step.eqn.invars, step.known, strict=True))
     )
     facts = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
@@ -50,7 +55,7 @@ def _with_rounded_operands(step: EmulatedStep, spec: Spec | None, among: Sequenc
 def _operation_facts(step: EmulatedStep) -> EmulatedStep:
     """Operands rounded, the result rounded."""
     spec = step.choice.spec
-    exact = step.kind in ("exact", "power", "linear", "complex")
+    exact = step.kind in ("exact", "power", "linear", "complex") or _rounds_exact_result(step)
     _check_dtypes_of_step(step, spec, (*step.eqn.invars, *step.eqn.outvars), exact)
     _check_double_rounding(step)
     return replace(_with_rounded_operands(step, spec), out=_facts_of_results(step, spec))
@@ -244,10 +249,18 @@ _EXACT_IN_CARRIER = frozenset(
 )
 
 
+def _rounds_exact_result(step: EmulatedStep) -> bool:
+    """Whether a function has a rule that rounds its exact result."""
+    return isinstance(step.eqn.primitive, NamedFunction) and step.eqn.primitive.exact is not None
+
+
 def _check_double_rounding(step: EmulatedStep) -> None:
     """Refuses a format with values that the carrier's results, which are rounded once more, cannot have."""
     has_order = step.kind in ("accumulating", "complex sum") and step.choice.accumulate is not None
+    function = step.eqn.primitive
     if step.kind not in _DOUBLE_ROUNDING or step.name in _EXACT_IN_CARRIER or has_order:
+        return
+    if isinstance(function, NamedFunction) and (function.carrier_is_exact or function.exact is not None):
         return
     for v in step.eqn.outvars:
         if is_number(v.aval):

@@ -22,7 +22,7 @@ from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
 from jchop._round.arguments import SpecLike, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
-from jchop.math._row import as_dtype
+from jchop.math._call import as_dtype
 
 Array = jax.Array
 

@@ -17,11 +17,11 @@ from jchop._core.matmul.operations import spec_draws, widen_operand
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate.linalg.direct import factor_lu, solve_with_factors
 from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
+from jchop._emulate.rules.exact_functions import carrier_frexp
 from jchop._round.arguments import SpecLike, as_array, as_operands, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
-from jchop.math._carrier import carrier_frexp
-from jchop.math._row import as_dtype
+from jchop.math._call import as_dtype
 from jchop.math.linalg._evaluate import (
     batch_shape,
     check_linalg_specs,

@@ -1,36 +1,36 @@
-"""Rows of the table that are not a single operation, but round the exact result once.
+"""Functions that are not a single operation of `_core`: those that round the exact result once, and exact ones.
 
-They take rounded operands, float32 or float64, and a random word for each element.
+The former take rounded operands, float32 or float64, and a random word for each element. The latter work on the bits
+where `jax.numpy` is inexact, or a device reads subnormal numbers as zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier
+from jchop._common.gradients import CustomJvp
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.basic import carrier_range, multiply_and_round, range_of
 from jchop._core.arithmetic.exact import ExactResult, round_exact
 from jchop._core.matmul.operations import round_operation
 from jchop._spec.spec import Spec
-from jchop.math import _carrier
+from jchop.formats import binary32, binary64
+from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 _ExactOperands = tuple[Array, ...]
 
 
-def exact_reciprocal(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
-    """1 / x; 1 need not be a value of the format."""
-    (x,) = operands
-    return _full_range_operation("div", (jnp.ones_like(x), x), spec, word)
-
-
-def _full_range_operation(name: str, operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
+def _full_range_operation(name: str, operands: _ExactOperands, spec: Spec, word: Array | None = None) -> Array:
     """An operation on arbitrary values of the carrier."""
     full_range = carrier_range(_carrier_of_operand(operands[0]))
     return round_operation(name, operands, spec, word, ranges=[full_range] * len(operands))
@@ -38,12 +38,6 @@ def _full_range_operation(name: str, operands: _ExactOperands, spec: Spec, word:
 
 def _carrier_of_operand(x: Array) -> Carrier:
     return CARRIERS[x.dtype.name]
-
-
-def exact_clip(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
-    """Clamping, which returns one of three values of the format."""
-    x, minimum, maximum = operands
-    return round_operation("min", (round_operation("max", (x, minimum), spec, word), maximum), spec, word)
 
 
 def exact_mod(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
@@ -141,15 +135,16 @@ def _low_ones(count: Array, word: object) -> Array:
     return ~jnp.zeros_like(count) >> (width - count).astype(count.dtype)
 
 
-def exact_ldexp(x: Array, n: Array, spec: Spec, word: Array | None) -> Array:
+def exact_ldexp(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
     """The exact x 2^n for integers n, rounded once.
 
     The product of the significand of x and 2^a, with a normal result in the carrier, is exact. Only the remaining power
     of two can leave the carrier's normal range. Exponents beyond twice the carrier's range do not change the result.
     """
+    x, n = operands
     carrier = _carrier_of_operand(x)
     bias = carrier.bias
-    fraction, exponent = _carrier.carrier_frexp(x)
+    fraction, exponent = carrier_frexp(x)
     total = jnp.clip(exponent + jnp.clip(n, -4 * bias, 4 * bias).astype(exponent.dtype), 3 - 2 * bias, 2 * bias)
     head = jnp.clip(total, 2 - bias, bias)
     return _full_range_operation(
@@ -177,3 +172,142 @@ def exact_bitwise(name: str, operands: _ExactOperands, spec: Spec, word: Array |
     high, low = bits >> half, bits & bit_ops.low_mask(half)
     parts = (high.astype(carrier.name) * 2.0**half, low.astype(carrier.name))
     return jnp.where(are_integers[0] & are_integers[1], _full_range_operation("add", parts, spec, word), jnp.nan)
+
+
+# -- decimals ----------------------------------------------------------------------------------------------------------
+
+
+def exact_decimals(decimals: int, operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
+    """The nearest multiple of 10^-decimals, rounded once."""
+    (x,) = operands
+    result = (_round_to_decimals if decimals > 0 else _round_to_tens)(x, abs(decimals), spec, word)
+    is_integer = decimals > 0 and jnp.abs(x) >= 2.0 ** CARRIERS[x.dtype.name].fraction
+    return jnp.where(~jnp.isfinite(x) | is_integer, x, result)
+
+
+def _round_to_decimals(x: Array, decimals: int, spec: Spec, word: Array | None) -> Array:
+    """The multiple for a positive number of decimals, if x may have a fraction.
+
+    With h + l the exact product of x and the power of ten, the multiple is the integer next to it: a number of the
+    carrier, or, if h has no fraction, h and the integer next to l. In that case the multiple and x differ by less than
+    two places of the carrier, and the difference, rounded to odd, is added to x.
+    """
+    carrier, power = CARRIERS[x.dtype.name], jnp.full_like(x, 10.0**decimals)
+    carrier_spec = Spec({"float32": binary32, "float64": binary64}[carrier.name])
+    high = x * power
+    low = _full_range_operation("fma", (x, power, -high), carrier_spec)
+    nearest = jnp.round(high)
+    rest = high - nearest
+    integer = nearest + ((rest == 0.5) & (low > 0)).astype(x.dtype) - ((rest == -0.5) & (low < 0)).astype(x.dtype)
+    integer = jnp.where(integer == 0, jnp.copysign(integer, x), integer)
+    quotient = _full_range_operation("div", (integer, power), spec, word)
+    odd_spec = Spec(carrier_spec.format, rounding=Rounding.ODD)
+    difference = _full_range_operation("div", (jnp.round(low) - low, power), odd_spec)
+    corrected = _full_range_operation("add", (x, difference), spec, word)
+    return jnp.where(jnp.abs(high) < 2.0**carrier.fraction, quotient, corrected)
+
+
+def _round_to_tens(x: Array, zeros: int, spec: Spec, word: Array | None) -> Array:
+    """The multiple for a negative number of decimals: x plus its exact distance to the multiple of 10^zeros."""
+    power = jnp.full_like(x, 10.0**zeros)
+    remainder = lax.rem(x, power)
+    excess = jnp.abs(remainder)
+    is_odd = jnp.abs(lax.rem(x, 2 * power)) >= power
+    rounds_away = (excess > power / 2) | ((excess == power / 2) & is_odd)
+    distance = jnp.where(rounds_away, jnp.copysign(power - excess, x), -remainder)
+    result = _full_range_operation("add", (x, distance), spec, word)
+    is_zero = ~rounds_away & (jnp.abs(x) < power)
+    return jnp.where(is_zero, _full_range_operation("mul", (jnp.zeros_like(x), x), spec, word), result)
+
+
+# -- on bits -----------------------------------------------------------------------------------------------------------
+
+
+def _carrier_sign_and_magnitude(x: Array) -> tuple[Array, Array, int, int]:
+    """Whether the sign bit of `x` is set, its magnitude bits, and the magnitude bits of 1 and of infinity."""
+    carrier = CARRIERS[x.dtype.name]
+    sign, magnitude = bit_ops.split_sign(x, carrier)
+    return sign != 0, magnitude, carrier.bias << carrier.fraction, carrier.inf
+
+
+def carrier_floor(x: Array) -> Array:
+    """The largest integer <= `x`."""
+    negative, magnitude, one, _ = _carrier_sign_and_magnitude(x)
+    return jnp.where(negative & (magnitude > 0) & (magnitude < one), -1, jnp.floor(x)).astype(x.dtype)
+
+
+def carrier_ceil(x: Array) -> Array:
+    """The smallest integer >= `x`."""
+    negative, magnitude, one, _ = _carrier_sign_and_magnitude(x)
+    return jnp.where(~negative & (magnitude > 0) & (magnitude < one), 1, jnp.ceil(x)).astype(x.dtype)
+
+
+def carrier_sign(x: Array) -> Array:
+    """-1, a zero of the sign of `x`, 1, or NaN."""
+    negative, magnitude, _, infinity = _carrier_sign_and_magnitude(x)
+    unit = jnp.where(negative, -1, 1).astype(x.dtype)
+    return jnp.where((magnitude == 0) | (magnitude > infinity), lax.stop_gradient(x), unit)
+
+
+def carrier_modf(x: Array) -> tuple[Array, Array]:
+    """The fraction and the integer part, both of the sign of `x`."""
+    _, magnitude, one, infinity = _carrier_sign_and_magnitude(x)
+    integer_part = jnp.trunc(x)
+    fraction = jnp.where(magnitude == infinity, 0, x - integer_part)
+    fraction = jnp.where(magnitude < one, x, jnp.copysign(fraction, x))
+    return jnp.where(magnitude > infinity, x, fraction), integer_part
+
+
+@CustomJvp
+def carrier_frexp(x: Array) -> tuple[Array, Array]:
+    """The significand in [0.5, 1) and the int32 exponent of `x`; zeros, infinities and NaN have exponent 0."""
+    carrier = CARRIERS[x.dtype.name]
+    sign, magnitude = bit_ops.split_sign(x, carrier)
+    significand = jnp.where(magnitude >> carrier.fraction == 0, magnitude, 1 << carrier.fraction)
+    shift = carrier.fraction - bit_ops.floor_log2_integers(jnp.maximum(significand, 1), carrier).astype(magnitude.dtype)
+    exponent = jnp.maximum(magnitude >> carrier.fraction, 1) - shift - (carrier.bias - 1)
+    fraction = (magnitude << shift) & bit_ops.low_mask(carrier.fraction)
+    is_special = (magnitude == 0) | (magnitude >= carrier.inf)
+    bits_of_half = (carrier.bias - 1) << carrier.fraction
+    bits = jnp.where(is_special, magnitude, bits_of_half | fraction)
+    return bit_ops.join_sign(sign, bits, carrier), jnp.where(is_special, 0, exponent).astype(jnp.int32)
+
+
+@carrier_frexp.defjvp
+def _carrier_frexp_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
+    mantissa, exponent = carrier_frexp(*primals)
+    slope = jnp.ldexp(jnp.ones_like(mantissa), -exponent)
+    return (mantissa, exponent), (tangents[0] * slope, np.zeros(exponent.shape, jax.dtypes.float0))
+
+
+def sort_keys(x: Array, *, zeros_equal: bool = False) -> Array:
+    """Integers in the order of the values of a carrier; -0 is next below +0, or equal."""
+    sign, magnitude = bit_ops.split_sign(x, CARRIERS[x.dtype.name])
+    order = bit_ops.ordered_integers(sign, magnitude)
+    return order if zeros_equal else order - (sign != 0).astype(order.dtype)
+
+
+def extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...]) -> Array:
+    """The largest or the smallest of one or more elements along axes (`reduce_max`, `reduce_min`); NaN if one is."""
+    carrier, is_max = CARRIERS[x.dtype.name], primitive == "reduce_max"
+    magnitude = bit_ops.split_sign(x, carrier)[1]
+    order_keys = bit_ops.lax_where(magnitude > carrier.inf, magnitude if is_max else ~magnitude, sort_keys(x))
+    best = (lax.reduce_max if is_max else lax.reduce_min)(order_keys, axes)
+    sign = (best < 0).astype(best.dtype)
+    return bit_ops.join_sign(sign * carrier.sign_bit, best ^ -sign, carrier)
+
+
+def arg_extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...], index_dtype: Any) -> Array:
+    """The index of the first largest or smallest element along an axis (`argmax`, `argmin`), or of the first NaN."""
+    order_keys = sort_keys(x, zeros_equal=True)
+    limits, is_max = jnp.iinfo(order_keys.dtype), primitive == "argmax"
+    order_keys = jnp.where(jnp.isnan(x), limits.max if is_max else limits.min, order_keys)
+    return (lax.argmax if is_max else lax.argmin)(order_keys, axes[0], index_dtype)
+
+
+#: In place of primitives that may read subnormal numbers as zero.
+CARRIER_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "floor": carrier_floor,
+    "ceil": carrier_ceil,
+    "sign": carrier_sign,
+}

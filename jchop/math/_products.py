@@ -1,29 +1,57 @@
-"""Sums of products over named axes: einsum, tensordot, inner, vdot, outer, trace."""
+"""Sums of products over named axes: dot, inner, outer, tensordot, vdot, einsum, trace, conv."""
 
 from __future__ import annotations
 
-import math
-import string
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jchop._common.bit_ops import in_auto_mesh
 from jchop._common.checks import check_int
-from jchop._common.settings import always_jit, jax_default_settings, split_prng_key
-from jchop._core.matmul.operations import check_matmul
-from jchop._round.arguments import Array, SpecLike, as_operands, rounding_key, run_on_operands
-from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop._common.settings import jax_default_settings
+from jchop._round.arguments import Array, SpecLike, as_operands
+from jchop._spec.accumulation import SumSpecLike, as_matmul_spec
+from jchop.math._call import as_sum_spec, check_axis, run_sums
 from jchop.math._elementwise import multiply
-from jchop.math._matmul import matmul, product_of_matrices
-from jchop.math._parts import check_axis, fold_key
-from jchop.math._sums import round_operand
-from jchop.math._sums import sum as _sum
+from jchop.math._matmul import matmul
 
-__all__ = ["einsum", "inner", "outer", "tensordot", "trace", "vdot"]
+__all__ = ["conv", "dot", "einsum", "inner", "outer", "tensordot", "trace", "vdot"]
+
+
+def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+    """The sum of products over the last axis of `a` and the last but one of `b`, as `jax.numpy.dot`.
+
+    It is `jchop.math.matmul` of `a` and `b`, each reshaped to one matrix; a scalar is multiplied with every element.
+
+    Args:
+        a: float16, bfloat16, float32 or float64, shape (..., k).
+        b: of the same dtype, or promoted as in `jax.numpy`, shape (..., k, n) or (k,).
+        spec: as in `jchop.math.matmul`.
+        key: as in `jchop.math.matmul`.
+
+    Returns:
+        An array of shape ``a.shape[:-1] + b.shape[:-2] + b.shape[-1:]``.
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`.
+
+    Example:
+        >>> import jchop as jc
+        >>> float(jc.math.dot([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], "e5m2"))
+        32.0
+    """
+    x, y = as_operands("ab", (a, b))
+    if not x.ndim or not y.ndim:
+        shape = x.shape or y.shape
+        left, right = (x.reshape(-1, 1), y.reshape(1, 1)) if x.ndim else (x.reshape(1, 1), y.reshape(1, -1))
+        return matmul(left, right, spec, key).reshape(shape)[()]
+    if y.ndim <= 2:
+        return matmul(x, y, spec, key)
+    k = y.shape[-2]
+    columns = y.transpose(y.ndim - 2, *range(y.ndim - 2), y.ndim - 1).reshape(k, -1)
+    return matmul(x, columns, spec, key).reshape(*x.shape[:-1], *y.shape[:-2], y.shape[-1])
 
 
 def einsum(
@@ -49,9 +77,7 @@ def einsum(
             appear once, sorted. No ellipsis.
         operands: arrays, float16, bfloat16, float32 or float64, which are promoted to one dtype.
         spec: as in `jchop.math.matmul`; for one array as in `jchop.math.sum`.
-        key: as there. For two arrays, random bits are indexed by an array with the common indices first, then the
-            indices of the first and of the second array, each in the order of the result. For more arrays, contraction
-            i, from 0, has the key ``jax.random.fold_in(key, i)``.
+        key: as there.
         optimize: the order of the pairs. False (default): from left to right. True or a text such as ``"optimal"`` and
             ``"greedy"``: the path that `jax.numpy.einsum_path` finds. Or a path: the places of the pair of each
             contraction, among the arrays that are left; a result is appended to them.
@@ -73,7 +99,7 @@ def einsum(
     arrays = as_operands([f"operands[{i}]" for i in range(len(operands))], operands) if operands else []
     terms, result = _parse_subscripts(subscripts, [array.shape for array in arrays])
     if len(arrays) == 1:
-        return _einsum_of_one(arrays[0], terms[0], result, spec, key)
+        return run_sums(_einsum_of_one, as_sum_spec(spec), arrays, key, term=terms[0], result=result)
     return _run_einsum(tuple(terms), result, arrays, spec, key, _contraction_path(subscripts, arrays, optimize))
 
 
@@ -93,7 +119,7 @@ def tensordot(
         a: float16, bfloat16, float32 or float64, any shape.
         b: of the same dtype, or promoted as in `jax.numpy`.
         spec: as in `jchop.math.matmul`.
-        key: as in `jchop.math.matmul`; random bits are indexed by the result.
+        key: as in `jchop.math.matmul`.
         axes: a number n: the last n axes of `a` and the first n of `b`, in order; or a pair of axes, or of sequences of
             them, which belong together. Default 2.
 
@@ -110,12 +136,11 @@ def tensordot(
     """
     x, y = as_operands("ab", (a, b))
     left, right = _tensordot_axes(axes, x.shape, y.shape)
-    letters = iter(string.ascii_letters)
-    x_letters = [next(letters) for _ in range(x.ndim)]
-    y_letters = [x_letters[left[right.index(axis)]] if axis in right else next(letters) for axis in range(y.ndim)]
-    result = [name for axis, name in enumerate(x_letters) if axis not in left]
-    result += [name for axis, name in enumerate(y_letters) if axis not in right]
-    return _run_einsum(("".join(x_letters), "".join(y_letters)), "".join(result), [x, y], spec, key, ((0, 1),))
+    return run_sums(_tensordot, as_matmul_spec(spec), (x, y), key, axes=(tuple(left), tuple(right)))
+
+
+def _tensordot(x: Array, y: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    return lax.dot_general(x, y, (axes, ((), ())))
 
 
 def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
@@ -125,7 +150,7 @@ def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
         a: float16, bfloat16, float32 or float64, shape (..., k), or a scalar.
         b: of the same dtype, or promoted as in `jax.numpy`, shape (..., k), or a scalar.
         spec: as in `jchop.math.matmul`.
-        key: as in `jchop.math.matmul`; random bits are indexed by the result.
+        key: as in `jchop.math.matmul`.
 
     Returns:
         An array of shape ``a.shape[:-1] + b.shape[:-1]``; a scalar is multiplied with every element.
@@ -177,7 +202,7 @@ def outer(a: Any, b: Any, spec: SpecLike, key: Array | None = None) -> Any:
         a: float16, bfloat16, float32 or float64, n elements in C order; each is rounded to `spec` once.
         b: of the same dtype, or promoted as in `jax.numpy`, m elements.
         spec: a `jchop.Spec`, a format, or its text.
-        key: as in `jchop.math.multiply`, of arrays of shapes (n, 1) and (m,).
+        key: as in `jchop.math.multiply`.
 
     Returns:
         An array of shape (n, m).
@@ -208,7 +233,7 @@ def trace(
     Args:
         x: float16, bfloat16, float32 or float64, of two axes or more.
         spec: as in `jchop.math.sum`.
-        key: as in `jchop.math.sum`, of an array with the diagonal as its last axis.
+        key: as in `jchop.math.sum`.
         offset: the diagonal; positive ones are above the main diagonal. Default 0.
         axis1: the axis of the rows. Default 0.
         axis2: the axis of the columns. Default 1.
@@ -228,7 +253,53 @@ def trace(
     first, second = check_axis(axis1, array.ndim, "axis1"), check_axis(axis2, array.ndim, "axis2")
     if first == second:
         raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
-    return _sum(_diagonal_of_axes(array, first, second, check_int("offset", offset)), spec, key, axis=-1)
+    offset = check_int("offset", offset)
+    return run_sums(_trace, as_sum_spec(spec), (array,), key, offset=offset, axis1=first, axis2=second)
+
+
+def _trace(x: Array, **options: int) -> Array:
+    return jnp.sum(jnp.diagonal(x, **options), -1)
+
+
+def conv(
+    x: Any,
+    kernel: Any,
+    spec: SumSpecLike,
+    key: Array | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Literal["VALID", "SAME"] | Sequence[tuple[int, int]] = "VALID",
+    dilation: int | Sequence[int] = 1,
+) -> Any:
+    """A convolution of neural networks (the kernel is not mirrored), as `jax.lax.conv_with_general_padding`.
+
+    The sum of an output element runs over the input channels and then the positions of the kernel, in C order of
+    `kernel`. Every product and every sum is rounded as in `jchop.math.matmul`. The padding is +0.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, shape (n, c, ...space).
+        kernel: of the same dtype, or promoted as in `jax.numpy`, shape (m, c, ...window).
+        spec: as in `jchop.math.matmul`.
+        key: as in `jchop.math.matmul`.
+        stride: step of the windows, one for all axes or one each. Default 1.
+        padding: ``"VALID"`` (default), ``"SAME"``, or (before, after) for each axis.
+        dilation: distance between positions of the kernel, one for all axes or one each. Default 1.
+
+    Returns:
+        Shape (n, m, ...space of the result).
+
+    Raises:
+        TypeError, ValueError: as for `jchop.math.matmul`, or for shapes that do not match.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.math.conv(jnp.ones((1, 9, 3)), jnp.ones((1, 9, 2)), "e5m2").tolist()
+        [[[8.0, 8.0]]]
+    """
+    mspec = as_matmul_spec(spec)
+    arrays = as_operands(("x", "kernel"), (x, kernel))
+    window = _conv_window(arrays[0].shape, arrays[1].shape, stride, padding, dilation)
+    return run_sums(lax.conv_general_dilated, mspec, arrays, key, **window)
 
 
 # -- subscripts --------------------------------------------------------------------------------------------------------
@@ -308,46 +379,28 @@ def _contraction_path(subscripts: str, arrays: list[Any], optimize: Any) -> _Con
 # -- contraction -------------------------------------------------------------------------------------------------------
 
 
-def _array_module(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else jnp
-
-
-def _diagonal_of_axes(x: Any, first: int, second: int, offset: int = 0) -> Any:
-    """The diagonal of two axes of an array, as its last axis."""
-    take_diagonal = partial(_array_module(x).diagonal, offset=offset, axis1=first, axis2=second)
-    others = [axis for axis in range(x.ndim) if axis not in (first, second)]
-
-    def like(x: Array) -> Array:
-        return jnp.max(jnp.transpose(x, (*others, first, second)), -1)
-
-    return in_auto_mesh(take_diagonal, x, along=((first - x.ndim, second - x.ndim),), like=like)
-
-
 def _take_diagonals(x: Any, term: str) -> tuple[Any, str]:
     """`x` without repeated indices."""
     for letter in dict.fromkeys(term):
         while term.count(letter) > 1:
             first = term.index(letter)
             second = term.index(letter, first + 1)
-            x = _diagonal_of_axes(x, first, second)
+            x = jnp.diagonal(x, axis1=first, axis2=second)
             term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
     return x, term
 
 
-def _einsum_of_one(x: Any, term: str, result: str, spec: SumSpecLike, key: Array | None) -> Any:
+def _einsum_of_one(x: Array, *, term: str, result: str) -> Array:
     x, term = _take_diagonals(x, term)
     missing = [letter for letter in term if letter not in result]
     order = [term.index(letter) for letter in (*result, *missing)]
-    return _sum(x.transpose(order), spec, key, axis=tuple(range(len(result), len(term))))
+    return jnp.sum(x.transpose(order), tuple(range(len(result), len(term))))
 
 
 def _run_einsum(
     terms: tuple[str, ...], result: str, arrays: list[Any], spec: SumSpecLike, key: Array | None, path: _ContractionPath
 ) -> Any:
-    mspec = as_matmul_spec(spec)
-    check_matmul(mspec, arrays[0].dtype)
-    key = rounding_key(key, mspec.stochastic, mspec)
-    return run_on_operands(partial(_traced_einsum, mspec, terms, result, path), arrays, key)
+    return run_sums(_contract_in_pairs, as_matmul_spec(spec), arrays, key, terms=terms, result=result, path=path)
 
 
 def _contraction_steps(
@@ -365,47 +418,29 @@ def _contraction_steps(
         yield (i, j), pair, output
 
 
-@partial(always_jit, static_argnums=(0, 1, 2, 3), inline=True)
-def _traced_einsum(
-    spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _ContractionPath, *arrays_and_key: Any
-) -> Array:
-    def like(*arrays_and_key: Any) -> Array:
-        return jnp.einsum(f"{','.join(terms)}->{result}", *arrays_and_key[:-1])
-
-    along = [[i - len(term) for i, letter in enumerate(term) if letter not in result] for term in (*terms, "")]
-    return in_auto_mesh(partial(_contract_in_pairs, spec, terms, result, path), *arrays_and_key, along=along, like=like)
-
-
-def _contract_in_pairs(
-    spec: MatmulSpec, terms: tuple[str, ...], result: str, path: _ContractionPath, *arrays_and_key: Any
-) -> Array:
-    *remaining, key = arrays_and_key
-    for step_index, ((i, j), pair, output) in enumerate(_contraction_steps(terms, result, path)):
-        pair_key = key if len(path) == 1 else fold_key(key, step_index)
+def _contract_in_pairs(*arrays: Array, terms: tuple[str, ...], result: str, path: _ContractionPath) -> Array:
+    remaining = list(arrays)
+    for (i, j), pair, output in _contraction_steps(terms, result, path):
         a, b = remaining[i], remaining[j]
         remaining = [array for index, array in enumerate(remaining) if index not in (i, j)]
-        remaining.append(_contract_pair(spec, pair, output, jnp.asarray(a), jnp.asarray(b), pair_key))
+        remaining.append(_contract_pair(pair, output, a, b))
     return remaining[0]
 
 
-def _contract_pair(
-    spec: MatmulSpec, terms: tuple[str, str], result: str, a: Array, b: Array, key: Array | None
-) -> Array:
-    keys = (None,) * 4 if key is None else tuple(split_prng_key(key, 4))
-    (x, left), (y, right) = (
-        _take_diagonals(round_operand(v, spec, k), term) for v, k, term in zip((a, b), keys, terms, strict=False)
-    )
+def _contract_pair(terms: tuple[str, str], result: str, a: Array, b: Array) -> Array:
+    (x, left), (y, right) = _take_diagonals(a, terms[0]), _take_diagonals(b, terms[1])
     sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
     contracting = [letter for letter in dict.fromkeys(left + right) if letter not in result]
     batch = [letter for letter in result if letter in left and letter in right]
     rows = [letter for letter in result if letter in left and letter not in right]
     columns = [letter for letter in result if letter in right and letter not in left]
-    lengths = [math.prod(sizes[letter] for letter in letters) for letters in (batch, rows, contracting, columns)]
-    x3 = _arrange_axes(x, left, [*batch, *rows, *contracting], sizes).reshape(lengths[0], lengths[1], lengths[2])
-    y3 = _arrange_axes(y, right, [*batch, *contracting, *columns], sizes).reshape(lengths[0], lengths[2], lengths[3])
-    out = product_of_matrices(x3, y3, spec, a.dtype, keys)
+    x = _arrange_axes(x, left, [*batch, *rows, *contracting], sizes)
+    y = _arrange_axes(y, right, [*batch, *columns, *contracting], sizes)
+    outer, summed = tuple(range(len(batch))), range(-len(contracting), 0)
+    summed_axes = [tuple(axis + v.ndim for axis in summed) for v in (x, y)]
+    out = lax.dot_general(x, y, ((summed_axes[0], summed_axes[1]), (outer, outer)))
     axes = [*batch, *rows, *columns]
-    return out.reshape([sizes[letter] for letter in axes]).transpose([axes.index(letter) for letter in result])
+    return out.transpose([axes.index(letter) for letter in result])
 
 
 def _arrange_axes(x: Array, term: str, axes: list[str], sizes: dict[str, int]) -> Array:
@@ -413,3 +448,48 @@ def _arrange_axes(x: Array, term: str, axes: list[str], sizes: dict[str, int]) -
     x = x.transpose([term.index(letter) for letter in axes if letter in term])
     x = jnp.expand_dims(x, [i for i, letter in enumerate(axes) if letter not in term])
     return jnp.broadcast_to(x, [sizes[letter] for letter in axes])
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+
+
+_AxisSizes = tuple[int, ...]
+
+
+def _conv_window(
+    x: tuple[int, ...], kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any
+) -> dict[str, Any]:
+    """The static arguments of the convolution, each with one entry for each spatial axis."""
+    if len(x) < 3 or len(x) != len(kernel) or x[1] != kernel[1]:
+        raise ValueError(
+            f"x has shape {x} and kernel has shape {kernel}: they must be (n, c, *space) and (m, c, *window) with as "
+            "many axes and the same c"
+        )
+    axes = len(x) - 2
+    strides, dilations = _per_spatial_axis("stride", stride, axes), _per_spatial_axis("dilation", dilation, axes)
+    dilated_sizes = [(size - 1) * step + 1 for size, step in zip(kernel[2:], dilations, strict=True)]
+    pads = _conv_padding(padding, x[2:], dilated_sizes, strides)
+    for size, span, pad in zip(x[2:], dilated_sizes, pads, strict=True):
+        if size + pad[0] + pad[1] < span or span < 1:
+            raise ValueError(f"x has shape {x}, too small for a kernel of shape {kernel} with padding={padding!r}")
+    return {"window_strides": strides, "padding": pads, "rhs_dilation": dilations}
+
+
+def _per_spatial_axis(name: str, value: Any, axis_count: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * axis_count
+    if len(values) != axis_count:
+        raise ValueError(f"{name}={value!r} must be one integer, or one for each of {axis_count} axes")
+    return tuple(check_int(name, v, 1) for v in values)
+
+
+def _conv_padding(
+    padding: Any, sizes: Sequence[int], dilated_sizes: list[int], strides: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    if padding in ("VALID", "SAME"):
+        return tuple(lax.padtype_to_pads(sizes, dilated_sizes, strides, padding))
+    pairs = [] if isinstance(padding, str) or np.ndim(padding) != 2 else [tuple(pair) for pair in padding]
+    if len(pairs) != len(sizes) or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(
+            f"padding={padding!r} must be 'VALID', 'SAME' or (before, after) for each of {len(sizes)} axes"
+        )
+    return tuple((check_int("padding", low, 0), check_int("padding", high, 0)) for low, high in pairs)
