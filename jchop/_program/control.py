@@ -1,9 +1,12 @@
-"""Equations that hold programs: calls, loops and branches are taken apart and put together again around the plans."""
+"""Equations that hold programs, and how these run.
+
+`CONTROL_RULES` says once for each primitive how its operands, programs and results belong together. `Loops` has the
+loops of JAX. A runner of concrete values replaces them (`_program/lanes.py`); another may add to what a loop carries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,6 @@ from jax.sharding import PartitionSpec
 from jchop._core.xla.cpu import is_short_float, loop_entry
 from jchop._program.bind import bind, with_derivative_of
 from jchop._program.loop_limits import warn_of_stop
-from jchop._program.seeds import Seeds
 from jchop._program.step import (
     BATCHED_CALLS,
     CUSTOM_CALLS,
@@ -28,6 +30,7 @@ from jchop._program.step import (
     ProgramStep,
     carry_count,
     is_reference,
+    solve_operands,
 )
 
 Array = jax.Array
@@ -36,7 +39,7 @@ Interpret = Callable[..., list[Any]]
 __all__ = [
     "CONTROL_RULES",
     "Interpret",
-    "LoopLimit",
+    "Loops",
     "as_jax_value",
     "copy_if_reference",
     "run_implementation",
@@ -46,13 +49,18 @@ __all__ = [
 ]
 
 
-def _turn_seeds(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | None:
-    return None if seeds is None else seeds.turn(number, step)
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-def without_weak_types(values: Sequence[Any]) -> list[Any]:
-    """Values without weak types, because the types of carried values must not change."""
-    return [lax.convert_element_type(x, x.dtype) if _has_number_dtype(x) else x for x in map(as_jax_value, values)]
+def without_weak_types(values: Any) -> Any:
+    """A tree of values without weak types, because the types of carried values must not change."""
+    return jax.tree.map(_without_weak_type, values)
+
+
+def _without_weak_type(x: Any) -> Any:
+    x = as_jax_value(x)
+    is_number = not is_reference(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return lax.convert_element_type(x, x.dtype) if is_number else x
 
 
 def with_weak_types(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -75,51 +83,212 @@ def copy_if_reference(x: Any) -> Any:
     return jax.new_ref(x[...]) if is_reference(x) else x
 
 
-def _has_number_dtype(x: Any) -> bool:
-    return not is_reference(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+def where_active(active: Array, new: Any, old: Any) -> Any:
+    """The new values of the loops of a batch that still run; the batch comes first."""
+    if not active.ndim:
+        return new
+    mask = lax.broadcast_in_dim(active, jnp.shape(new), tuple(range(active.ndim)))
+    return lax.select(mask, new, as_jax_value(old))
 
 
-def _run_call(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    return interpret(step.inner[0], _turn_seeds(seeds, step.number), args)
+# -- loops -------------------------------------------------------------------------------------------------------------
 
 
-def _run_remat(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    params = step.eqn.params
-    inner = partial(interpret, step.inner[0], _turn_seeds(seeds, step.number))
-    return jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])(args)
+class Loops:
+    """How the programs that an equation holds run: as calls, loops and branches of JAX.
+
+    A value is a pytree of arrays.
+    """
+
+    #: The most turns of a `while` loop, which then ends with a warning; None for any number.
+    max_turns: int | None = None
+    #: Whether derivatives of the results may be asked for.
+    differentiates = True
+
+    def inside(self, seeds: Any, number: int, turn: Array | int = 0) -> Any:
+        """The seeds of one turn of a program within an equation."""
+        return None if seeds is None else seeds.turn(number, turn)
+
+    def with_derivative(
+        self, own: Callable[..., Any], run: Callable[[list[Any], Any], list[Any]], args: list[Any], seeds: Any
+    ) -> list[Any]:
+        """``run(args, seeds)`` with the derivative of ``own(*args)``."""
+        return (
+            with_derivative_of(own, run, without_weak_types(args), seeds) if self.differentiates else run(args, seeds)
+        )
+
+    def remat(self, run: Callable[[list[Any]], list[Any]], args: list[Any], params: dict[str, Any]) -> list[Any]:
+        """``run(args)``, computed again for derivatives."""
+        if not self.differentiates:
+            return run(args)
+        return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(args)
+
+    def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
+        """The results of the branch at the index."""
+        return lax.switch(
+            index, [lambda values, run=run: without_weak_types(run(values)) for run in branches], operands
+        )
+
+    def scan(self, step: ProgramStep, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
+        """The last carried values and the stacked results of ``turn(carried values, row of xs, count)``."""
+        params = step.eqn.params
+        leaves, structure = jax.tree.flatten(xs)
+        apart = [bool(params["length"]) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
+
+        def body(carry: tuple[Any, Array], entries: list[Any]) -> tuple[tuple[Any, Array], Any]:
+            values, count = carry
+            place = jnp.uint32(params["length"] - 1) - count if params["reverse"] else count
+            rest = iter(entries)
+            row = [loop_entry(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
+            values, ys = without_weak_types(turn(values, jax.tree.unflatten(structure, row), count))
+            return (values, count + jnp.uint32(1)), ys
+
+        (last, _), ys = lax.scan(
+            body,
+            (without_weak_types(start), jnp.uint32(0)),
+            [x for x, own in zip(leaves, apart, strict=True) if not own],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return last, ys
+
+    def while_loop(
+        self,
+        step: ProgramStep,
+        condition: Callable[[Any, Any], tuple[Any, list[Any]]],
+        goes_on: Callable[[Any, Any], Any],
+        next_of: Callable[[Any, Any], Any],
+        start: Any,
+    ) -> Any:
+        """The values with which a loop ends; `condition` gives the seeds and the arguments of `goes_on`'s program."""
+        start, zero, most = without_weak_types(start), jnp.uint32(0), self.max_turns
+        if not step.inner[0].jaxpr.outvars[0].aval.shape:
+
+            def turn(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+                return without_weak_types(next_of(*carry)), carry[1] + jnp.uint32(1)
+
+            def holds(carry: tuple[Any, Array]) -> Any:
+                return goes_on(*carry) if most is None else goes_on(*carry) & (carry[1] < most)
+
+            last, count = lax.while_loop(holds, turn, (start, zero))
+            return last if most is None else self.at_limit(step, condition, goes_on, last, count)
+
+        def turn_some(carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+            values, count, active = carry
+            new = without_weak_types(next_of(values, count))
+            out = jax.tree.map(partial(where_active, active), new, values)
+            count = count + jnp.uint32(1)
+            return out, count, active & goes_on(out, count)
+
+        # A batch of loops: the values of a finished loop stay the same until the last loop ends.
+        def some_hold(carry: tuple[Any, Array, Array]) -> Any:
+            return jnp.any(carry[2]) if most is None else jnp.any(carry[2]) & (carry[1] < most)
+
+        last, count, _ = lax.while_loop(some_hold, turn_some, (start, zero, goes_on(start, zero)))
+        return last if most is None else self.at_limit(step, condition, goes_on, last, count)
+
+    def at_limit(
+        self,
+        step: ProgramStep,
+        condition: Callable[[Any, Any], tuple[Any, list[Any]]],
+        goes_on: Callable[[Any, Any], Any],
+        last: Any,
+        count: Array,
+    ) -> Any:
+        """The values of a loop of limited turns; a warning, when the program runs, if its condition still holds."""
+        (seeds, args), most = condition(last, count), self.max_turns
+        assert most is not None
+
+        def look() -> None:
+            comparisons, result = self.watch(step.inner[0], seeds, args)
+            say = partial(warn_of_stop, step, [one for one, _ in comparisons], most)
+            jax.debug.callback(say, *lax.stop_gradient((result, [operands for _, operands in comparisons])))
+
+        lax.cond(count >= most, look, lambda: None)
+        return last
+
+    def watch(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
+        """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""
+        raise NotImplementedError
+
+    def shard_map(self, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+        """Each shard counts its own elements, so values that vary over shards have different seeds on each shard."""
+        params = step.eqn.params
+        axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
+        own, tree = jax.tree.flatten(self.inside(seeds, step.number))
+        check_vma = params["check_vma"]
+
+        def shard(own: list[Array], *values: Any) -> tuple[Any, ...]:
+            inside = jax.tree.unflatten(tree, own)
+            inside = None if inside is None else inside.within(axes, check_vma)
+            return tuple(interpret(step.inner[0], inside, list(values)))
+
+        return list(
+            jax.shard_map(
+                shard,
+                mesh=params["mesh"],
+                in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
+                out_specs=tuple(params["out_specs"]),
+                axis_names=set(axes),
+                check_vma=check_vma,
+            )(own, *args)
+        )
 
 
-def _run_custom_rule(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """The function's own derivative rule, in the carrier."""
+# -- primitives --------------------------------------------------------------------------------------------------------
+
+
+def _run_call(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    return interpret(step.inner[0], loops.inside(seeds, step.number), args)
+
+
+def _run_remat(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    inner = partial(interpret, step.inner[0], loops.inside(seeds, step.number))
+    return loops.remat(inner, args, step.eqn.params)
+
+
+def _run_custom_rule(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    """The function's own derivative rule, in the carrier; of a linear system, the system gives the derivatives."""
+
+    def run(values: list[Any], seeds: Any) -> list[Any]:
+        return interpret(step.inner[0], seeds, solve_operands(step, values))
+
     own = partial(bind, step.eqn.primitive, step.eqn.params)
-
-    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
-        return interpret(step.inner[0], seeds, values)
-
-    return with_derivative_of(own, run, without_weak_types(args), _turn_seeds(seeds, step.number))
+    return loops.with_derivative(own, run, args, loops.inside(seeds, step.number))
 
 
-def run_implementation(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
+def run_implementation(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
     """A primitive by its implementation, which is a program; the derivative is the primitive's own, in the carrier.
 
     What has its own rule for batches has it also under `jax.vmap`.
     """
     if step.later is None or not any(isinstance(x, Tracer) for x in jax.tree.leaves((seeds, args))):
-        return _run_custom_rule(step, seeds, args, interpret)
+        return _run_custom_rule(loops, step, seeds, args, interpret)
     if step.name in BATCHED_CALLS:
         return _with_batch_rule(
-            step, interpret, lambda seeds, args: _run_custom_rule(step, seeds, args, interpret), seeds, args
+            loops,
+            step,
+            interpret,
+            lambda seeds, args: _run_custom_rule(loops, step, seeds, args, interpret),
+            seeds,
+            args,
         )
 
     # The derivative outside: JAX has none in reverse mode for a function with a rule for batches.
     def inner(plan: ProgramPlan, *seeds_and_args: Any) -> list[Any]:
-        return _with_batch_rule(step, interpret, partial(interpret, plan), *seeds_and_args)
+        return _with_batch_rule(loops, step, interpret, partial(interpret, plan), *seeds_and_args)
 
-    return _run_custom_rule(step, seeds, args, inner)
+    return _run_custom_rule(loops, step, seeds, args, inner)
 
 
 def _with_batch_rule(
-    step: ProgramStep, interpret: Interpret, run: Callable[..., list[Any]], seeds: Seeds | None, args: Sequence[Any]
+    loops: Loops,
+    step: ProgramStep,
+    interpret: Interpret,
+    run: Callable[..., list[Any]],
+    seeds: Any,
+    args: Sequence[Any],
 ) -> list[Any]:
     """``run(seeds, args)``, in a batch the rule of the step."""
     leaves, tree = jax.tree.flatten((seeds, list(args)))
@@ -130,7 +299,9 @@ def _with_batch_rule(
     def batch(size: int, flags: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         if any(flags) and not any(flags[len(leaves) - len(args) :]):  # the seeds alone
             return jax.vmap(alone, [0 if b else None for b in flags])(*leaves), [True] * len(step.eqn.outvars)
-        return _run_batch_rule(step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (flags, leaves)))
+        return _run_batch_rule(
+            loops, step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (flags, leaves))
+        )
 
     call = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
     call.def_vmap(batch)
@@ -138,7 +309,7 @@ def _with_batch_rule(
 
 
 def _run_batch_rule(
-    step: ProgramStep, interpret: Interpret, size: int, batch_flags: Any, seeds_and_args: Any
+    loops: Loops, step: ProgramStep, interpret: Interpret, size: int, batch_flags: Any, seeds_and_args: Any
 ) -> tuple[list[Any], list[bool]]:
     """The results of a function's own rule for batches, which is run as the function is, and which are batched."""
     (rows, flags), (seeds, args), out_flags = batch_flags, seeds_and_args, list[bool]()
@@ -158,172 +329,55 @@ def _run_batch_rule(
     program = jax.make_jaxpr(rule)(*args)
     plan = step.later(program)
 
-    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
+    def run(values: list[Any], seeds: Any) -> list[Any]:
         return interpret(plan, seeds, values)
 
-    return with_derivative_of(
-        jaxpr_as_fun(program), run, without_weak_types(args), _turn_seeds(seeds, step.number)
-    ), out_flags
+    return loops.with_derivative(jaxpr_as_fun(program), run, args, loops.inside(seeds, step.number)), out_flags
 
 
-def _run_linear_solve(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """The solver is emulated; the linear system gives the derivatives, in the carrier."""
-    lengths = step.eqn.params["const_lengths"]
-    first, last = lengths.matvec + lengths.vecmat, sum(lengths)
-    own = partial(bind, step.eqn.primitive, step.eqn.params)
-
-    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
-        return interpret(step.inner[0], seeds, [*values[first : first + lengths.solve], *values[last:]])
-
-    return with_derivative_of(own, run, without_weak_types(args), _turn_seeds(seeds, step.number))
-
-
-def _run_cond(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
+def _run_cond(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
     index, *operands = args
 
     def branch(i: int, values: list[Any]) -> list[Any]:
-        return without_weak_types(interpret(step.inner[i], _turn_seeds(seeds, step.number + i), values))
+        return interpret(step.inner[i], loops.inside(seeds, step.number + i), values)
 
-    return lax.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
+    return loops.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
 
 
-def _run_scan(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    params = step.eqn.params
-    consts, carry_size = carry_count(params)
+def _run_scan(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    consts, carry_size = carry_count(step.eqn.params)
     fixed, start, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
 
-    leaves, structure = jax.tree.flatten(xs)
-    apart = [bool(params["length"]) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
+    def turn(values: list[Any], row: list[Any], count: Any) -> tuple[list[Any], list[Any]]:
+        out = interpret(step.inner[0], loops.inside(seeds, step.number, count), [*fixed, *values, *row])
+        return out[:carry_size], out[carry_size:]
 
-    def turn(carry: tuple[list[Any], Array], entries: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
-        values, count = carry
-        place = jnp.uint32(params["length"] - 1) - count if params["reverse"] else count
-        rest = iter(entries)
-        row = [loop_entry(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
-        x = jax.tree.unflatten(structure, row)
-        out = without_weak_types(
-            interpret(step.inner[0], _turn_seeds(seeds, step.number, count), [*fixed, *values, *x])
-        )
-        return (out[:carry_size], count + jnp.uint32(1)), out[carry_size:]
-
-    (last, _), ys = lax.scan(
-        turn,
-        (without_weak_types(start), jnp.uint32(0)),
-        [x for x, own in zip(leaves, apart, strict=True) if not own],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    last, ys = loops.scan(step, turn, start, xs)
     return [*last, *ys]
 
 
-@dataclass(frozen=True)
-class LoopLimit:
-    """The limit of `while` loops.
-
-    Args:
-        most: the most turns.
-        watch: a function of the plan of a condition, seeds and arguments. It returns the comparisons in the condition,
-            each a step and its operands, and the result.
-    """
-
-    most: int
-    watch: Callable[..., tuple[list[tuple[ProgramStep, list[Any]]], Any]]
-
-
-def _run_while(
-    step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret, limit: LoopLimit | None = None
-) -> list[Any]:
+def _run_while(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
     test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
     first, fixed, start = args[:test], args[test : test + body], args[test + body :]
 
-    def go_on(values: list[Any], count: Array) -> Any:
-        return interpret(step.inner[0], _turn_seeds(seeds, step.number, count), [*first, *values])[0]
+    def condition(values: list[Any], count: Any) -> tuple[Any, list[Any]]:
+        return loops.inside(seeds, step.number, count), [*first, *values]
 
-    def next_of(values: list[Any], count: Array) -> list[Any]:
-        return without_weak_types(
-            interpret(step.inner[1], _turn_seeds(seeds, step.number + 1, count), [*fixed, *values])
-        )
+    def goes_on(values: list[Any], count: Any) -> Any:
+        return interpret(step.inner[0], *condition(values, count))[0]
 
-    start, zero = without_weak_types(start), jnp.uint32(0)
-    if not step.inner[0].jaxpr.outvars[0].aval.shape:
+    def next_of(values: list[Any], count: Any) -> list[Any]:
+        return interpret(step.inner[1], loops.inside(seeds, step.number + 1, count), [*fixed, *values])
 
-        def turn(carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
-            return next_of(*carry), carry[1] + jnp.uint32(1)
-
-        def goes_on(carry: tuple[list[Any], Array]) -> Any:
-            return go_on(*carry) if limit is None else go_on(*carry) & (carry[1] < limit.most)
-
-        last, count = lax.while_loop(goes_on, turn, (start, zero))
-        if limit is not None:
-            _warn_at_limit(step, _turn_seeds(seeds, step.number, count), [*first, *last], limit, count)
-        return last
-
-    def turn_some(carry: tuple[list[Any], Array, Array]) -> tuple[list[Any], Array, Array]:
-        values, count, active = carry
-        out = [where_active(active, *pair) for pair in zip(next_of(values, count), values, strict=True)]
-        count = count + jnp.uint32(1)
-        return out, count, active & go_on(out, count)
-
-    # A batch of loops: the values of a finished loop stay the same until the last loop ends.
-    def some_go_on(carry: tuple[list[Any], Array, Array]) -> Any:
-        return jnp.any(carry[2]) if limit is None else jnp.any(carry[2]) & (carry[1] < limit.most)
-
-    last, count, _ = lax.while_loop(some_go_on, turn_some, (start, zero, go_on(start, zero)))
-    if limit is not None:
-        _warn_at_limit(step, _turn_seeds(seeds, step.number, count), [*first, *last], limit, count)
-    return last
-
-
-def _warn_at_limit(step: ProgramStep, seeds: Seeds | None, args: list[Any], limit: LoopLimit, count: Array) -> None:
-    """A warning, when the program runs, if a condition still holds after the last turn."""
-
-    def look() -> None:
-        comparisons, goes_on = limit.watch(step.inner[0], seeds, args)
-        say = partial(warn_of_stop, step, [one for one, _ in comparisons], limit.most)
-        jax.debug.callback(say, *lax.stop_gradient((goes_on, [operands for _, operands in comparisons])))
-
-    lax.cond(count >= limit.most, look, lambda: None)
-
-
-def where_active(active: Array, new: Any, old: Any) -> Any:
-    """The new values of the loops of a batch that still run; the batch comes first."""
-    if not active.ndim:
-        return new
-    mask = lax.broadcast_in_dim(active, jnp.shape(new), tuple(range(active.ndim)))
-    return lax.select(mask, new, as_jax_value(old))
-
-
-def _run_shard_map(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """Each shard counts its own elements, so values that vary over shards have different seeds on each shard."""
-    params = step.eqn.params
-    axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
-    own, tree = jax.tree.flatten(_turn_seeds(seeds, step.number))
-    check_vma = params["check_vma"]
-
-    def shard(own: list[Array], *values: Any) -> tuple[Any, ...]:
-        inside = jax.tree.unflatten(tree, own)
-        return tuple(interpret(step.inner[0], None if inside is None else inside.within(axes, check_vma), list(values)))
-
-    return list(
-        jax.shard_map(
-            shard,
-            mesh=params["mesh"],
-            in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
-            out_specs=tuple(params["out_specs"]),
-            axis_names=set(axes),
-            check_vma=check_vma,
-        )(own, *args)
-    )
+    return loops.while_loop(step, condition, goes_on, next_of, start)
 
 
 CONTROL_RULES: dict[str, Callable[..., list[Any]]] = {
     **dict.fromkeys((*PLAIN_CALLS, *HIGH_CALLS), _run_call),
     **dict.fromkeys(REMAT_CALLS, _run_remat),
-    **dict.fromkeys(CUSTOM_CALLS, _run_custom_rule),
-    "custom_linear_solve": _run_linear_solve,
+    **dict.fromkeys((*CUSTOM_CALLS, "custom_linear_solve"), _run_custom_rule),
     "cond": _run_cond,
     "scan": _run_scan,
     "while": _run_while,
-    "shard_map": _run_shard_map,
+    "shard_map": lambda loops, *rest: loops.shard_map(*rest),
 }

@@ -25,6 +25,7 @@ from jchop._program.step import (
     is_jchop_scope,
     jaxpr_of,
     scope_of,
+    solve_operands,
 )
 
 __all__ = ["Planner", "variables_outside_jchop"]
@@ -118,11 +119,7 @@ class Planner:
         return replace(step, inner=(inner,), out=inner.out, later=later)
 
     def _solve(self, step: Any) -> Any:
-        params = step.eqn.params
-        lengths = params["const_lengths"]
-        first = lengths.matvec + lengths.vecmat
-        facts = (*step.known[first : first + lengths.solve], *step.known[sum(lengths) :])
-        inner = self.plan(params["jaxprs"].solve, facts, step.scope)
+        inner = self.plan(step.eqn.params["jaxprs"].solve, solve_operands(step, step.known), step.scope)
         return replace(step, inner=(inner,), out=inner.out)
 
     def _cond(self, step: Any) -> Any:

@@ -30,6 +30,7 @@ __all__ = [
     "jaxpr_of",
     "programs_of",
     "scope_of",
+    "solve_operands",
 ]
 
 #: Calls of another program, by the way in which the call is built again.
@@ -144,6 +145,15 @@ def carry_count(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def solve_operands(step: Any, values: Sequence[Any]) -> list[Any]:
+    """The operands of the program that a step runs: of a linear system those of its solver, of any other step all."""
+    if step.name != "custom_linear_solve":
+        return list(values)
+    lengths = step.eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*values[first : first + lengths.solve], *values[sum(lengths) :]]
 
 
 _TRANSFORM_MARKS = re.compile(r"\w+\(|\)")

@@ -254,10 +254,10 @@ def _run_tape(
     all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
     pairs: list[ValuePair] = [
-        tape.enter(name, x, as_jax_value(exact))
+        tape.argument(name, x, as_jax_value(exact))
         for name, x, exact in zip(names, (*values, *constants), all_values, strict=True)
     ]
-    return tape.run(program.plan, inner_seeds, pairs[: len(values)], pairs[len(values) :])
+    return interpret(tape, program.plan, [inner_seeds], pairs[: len(values)], pairs[len(values) :])
 
 
 def _check_loop_turns(program: EmulatedProgram, entry: tuple[list[Any], list[Any], Seeds | None]) -> None:
