@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -11,9 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.settings import split_prng_key
-from jchop._program.control import without_weak_types
-from jchop._program.run import interpret
-from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan, carry_count
+from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.param_uses import ProductStep
@@ -89,10 +88,8 @@ class ScaleStateRunner(QuantizedRunner):
     def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
         """The results of a step that holds programs; entries are more operands of it, and more results."""
         slots = self._slots_in(step)
-        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
+        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS, "scan"):
             return super().enter(step, seeds, args, inner)
-        if step.name == "scan":
-            return self._scan(step, seeds, args, slots)
         if self.mode == "observe" and step.name == "while":
             raise NotImplementedError(
                 f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
@@ -105,10 +102,11 @@ class ScaleStateRunner(QuantizedRunner):
 
         def run(plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
             count = len(plan.jaxpr.invars)
-            out, updates = self._inside(plan, seeds, args[:count], dict(zip(names, args[count:], strict=True)))
+            entries = dict(zip(names, args[count:], strict=True))
+            out, updates = self._inside(partial(inner, plan, seeds, args[:count]), entries)
+            all_entries = entries | updates
             if step.name == "while":  # the entries are carried values
-                return [*out, *(updates.get(name, value) for name, value in zip(names, args[count:], strict=True))]
-            all_entries = dict(zip(names, args[count:], strict=True)) | updates
+                return [*out, *(all_entries[name] for name in names)]
             return [
                 *out,
                 *(all_entries[name] for name in last),
@@ -121,51 +119,34 @@ class ScaleStateRunner(QuantizedRunner):
         self._take({name: after[name] for name in after if self.mode == "observe" or name in last})
         return out[:count]
 
-    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], slots: Sequence[ScaleSlot]) -> list[Any]:
-        params = step.eqn.params
-        consts, carry_length = carry_count(params)
-        const_values, start, xs = args[:consts], args[consts : consts + carry_length], args[consts + carry_length :]
-        names_per_iteration = self.entries_of_scan.get(id(step), ())
-        names = [slot.name for slot in slots if slot.name in self.entries]
-        entry_per_iteration = {name: self.entries[name] for name in names if name in names_per_iteration}
-        carry_entries = {name: self.entries[name] for name in names if name not in names_per_iteration}
+    def scan(self, step: ProductStep, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
+        """A loop carries entries, and gives and stacks those of single iterations."""
+        slots = self._slots_in(step)
+        names = {slot.name for slot in slots if slot.name in self.entries}
+        rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in names}
+        carried = {name: self.entries[name] for name in self.entries if name in names and name not in rows}
         updated_names = self._updated_names(slots) if self.mode == "update" else ()
 
-        def body(carry: Any, x: Any) -> Any:
-            carry_values, iteration, loop_entries = carry
-            x_slices, entry_slices = x
-            inner_seeds = None if seeds is None else seeds.turn(step.number, iteration)
-            out, updates = self._inside(
-                step.inner[0], inner_seeds, [*const_values, *carry_values, *x_slices], {**loop_entries, **entry_slices}
-            )
-            out = without_weak_types(out)
-            outputs = {
-                name: updates[name]
-                for name in updates
-                if self.mode == "observe" or (name in entry_slices and name in updated_names)
+        def turn_with_entries(carry: Any, row: Any, count: Any) -> tuple[Any, Any]:
+            (values, entries), (x, own) = carry, row
+            (values, ys), updates = self._inside(partial(turn, values, x, count), {**entries, **own})
+            taken = {
+                name: new
+                for name, new in updates.items()
+                if self.mode == "observe" or (name in own and name in updated_names)
             }
-            loop_entries = {name: updates.get(name, value) for name, value in loop_entries.items()}
-            return (out[:carry_length], iteration + jnp.uint32(1), loop_entries), (out[carry_length:], outputs)
+            return (values, {name: updates.get(name, old) for name, old in entries.items()}), (ys, taken)
 
-        (last, _, after), (ys, outputs) = lax.scan(
-            body,
-            (without_weak_types(start), jnp.uint32(0), carry_entries),
-            (list(xs), entry_per_iteration),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        self._take({**{name: after[name] for name in after if name in updated_names}, **outputs})
-        return [*last, *ys]
+        (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows))
+        self._take({**{name: after[name] for name in after if name in updated_names}, **taken})
+        return last, ys
 
-    def _inside(
-        self, plan: ProgramPlan, seeds: Any, args: Sequence[Any], entries: dict[str, Array]
-    ) -> tuple[list[Any], dict]:
+    def _inside(self, run: Callable[[], Any], entries: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
         """The results of a program within, and the updates of its entries."""
         outer = self.entries, self.updates
         self.entries, self.updates = entries, {}
         try:
-            return interpret(self, plan, seeds, args), self.updates
+            return run(), self.updates
         finally:
             self.entries, self.updates = outer
 
