@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "is_reference",
     "jaxpr_of",
     "programs_of",
+    "scans_of",
     "scope_of",
     "solve_operands",
 ]
@@ -111,10 +112,14 @@ class ProgramPlan:
 
     def walk(self) -> Iterator[Any]:
         """Every step. The steps of inner plans follow the step that holds the plan."""
+        return (step for step, _ in self.walk_within())
+
+    def walk_within(self, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Every step, with the steps whose programs hold it, the outermost first."""
         for step in self.steps:
-            yield step
+            yield step, around
             for plan in step.inner:
-                yield from plan.walk()
+                yield from plan.walk_within((*around, step))
 
 
 def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -154,6 +159,11 @@ def solve_operands(step: Any, values: Sequence[Any]) -> list[Any]:
     lengths = step.eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     return [*values[first : first + lengths.solve], *values[sum(lengths) :]]
+
+
+def scans_of(steps: Iterable[Any]) -> list[Any]:
+    """Those of the steps that are scans, whose programs run several times."""
+    return [step for step in steps if step.name == "scan"]
 
 
 _TRANSFORM_MARKS = re.compile(r"\w+\(|\)")

@@ -206,7 +206,7 @@ def blame(
     call = user_line()
     first = first_line_of(low.fun, call)
     # Of a constant result, `emulate` makes an equation in this call.
-    steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, 1, call)]
+    steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, call)]
     tape.sources.update((id(step), source) for step, _, source in steps)
     seeds = low.seeds(key, args, kwargs)
     results = _run_tape(low, program, tape, argument_names(args, kwargs), seeds, limit is not None)

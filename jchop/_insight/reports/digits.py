@@ -316,7 +316,7 @@ def _measure_digits(
         for many in results
     ]
     digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
-    rows = tuple(_instability_rows(walk_sources(program.plan, 1, call_line), sample_run.counts))
+    rows = tuple(_instability_rows(walk_sources(program.plan, call_line), sample_run.counts))
     return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(sample_run.notes)))
 
 

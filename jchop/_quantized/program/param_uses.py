@@ -45,6 +45,11 @@ __all__ = [
 ]
 
 
+def where_text(primitive: str, source: str) -> str:
+    """A primitive and the line of source that it comes from."""
+    return f"{primitive} at {source or 'an unknown line'}"
+
+
 @dataclass(frozen=True)
 class ParamUse:
     """A place where a parameter stops being one.
@@ -72,6 +77,11 @@ class ParamUse:
     is_intact: bool = True
     cuts: tuple[tuple[AxisFactors, Any, Any], ...] = ()
     why: str = ""
+
+    @property
+    def where(self) -> str:
+        """The primitive that takes it, and its line."""
+        return where_text(self.primitive, self.source)
 
     @property
     def is_opaque(self) -> bool:
@@ -129,6 +139,16 @@ class ProductStep(step.ProgramStep):
     data: tuple[bool, ...] = ()
     moves: bool = False
     source: str = ""
+
+    @property
+    def where(self) -> str:
+        """Its primitive and line."""
+        return where_text(self.name, self.source)
+
+    @property
+    def param_uses(self) -> list[ParamUse]:
+        """The uses of parameters, of all operands."""
+        return [use for uses in self.uses for use in uses]
 
 
 class ProvenancePlanner(planner.Planner):

@@ -223,7 +223,7 @@ def _no_codes_message(failures: dict[str, tuple[ProductStep, int, ProductRoundin
     rest = f", like {len(others)} other{'s' * (len(others) > 1)}, such as {others[0]!r}," if others else ""
     pattern = path if path == "*" else common_path_pattern(failures, (path for path in paths if path not in failures))
     return (
-        f"product='codes': the weight {path!r}{rest} of {step.name} at {step.source or 'an unknown line'} is {why}, so "
+        f"product='codes': the weight {path!r}{rest} of {step.where} is {why}, so "
         f"it has no codes there; put Rule({pattern!r}, ...) without product before {roundings.place.rule}"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jchop._common.paths import path_pattern
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count, scans_of
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
 from jchop._quantized.program.param_uses import ProductStep
@@ -123,7 +123,7 @@ def scale_slots_of(
     slots: dict[int, ScaleSlot] = {}
     entries_of_scan: dict[int, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
-    for step, scans, enclosure, in_branch in _walk_with_scans(plan, (), "", False):
+    for step, around in plan.walk_within():
         if id(step) not in roundings or id(step) not in rules:
             continue
         product_roundings, weight = roundings[id(step)]
@@ -131,24 +131,30 @@ def scale_slots_of(
         source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
         if weight < 0 or not _has_scale_state(product_roundings, source):
             continue
-        leaf = step.uses[weight][0].leaf
+        leaf: int = step.uses[weight][0].leaf
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _STATE_KINDS[type(source)]}"
+        enclosure = _enclosure_text(around)
         if enclosure and source is None:
             continue
         # The state of a while loop can be carried, its data not be seen.
         if enclosure and (enclosure != _WHILE_LOOP or isinstance(source, LSQ)):
             raise NotImplementedError(
-                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within "
+                f"{rule}: scale_from of {step.where}, which is within "
                 f"{enclosure}, out of which its data cannot come. Put Rule({path_pattern(paths[leaf])!r}, ...) without "
                 "scale_from before it"
             )
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
-        for scan in (scan for scan, _, leaves in scans if leaf in leaves):
-            entries_of_scan[scan] = (*entries_of_scan.get(scan, ()), name)
+        loops, in_branch = [], any(outer.name == "cond" for outer in around)
+        for scan in scans_of(around):
+            takes_apart = leaf in _sliced_leaves(scan)
+            loops.append((scan.eqn.params["length"], takes_apart))
+            if takes_apart:
+                entries_of_scan[id(scan)] = (*entries_of_scan.get(id(scan), ()), name)
         assert product_roundings.left is not None
-        loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
-        slots[id(step)] = ScaleSlot(name, product_roundings.left, source, loops, product_roundings.place, in_branch)
+        slots[id(step)] = ScaleSlot(
+            name, product_roundings.left, source, tuple(loops), product_roundings.place, in_branch
+        )
     return slots, entries_of_scan
 
 
@@ -201,28 +207,18 @@ def _has_scale_state(roundings: ProductRoundings, source: ScaleFrom | None) -> b
     )
 
 
-_ScansAround = tuple[tuple[int, int, frozenset[int]], ...]
 _OPEN_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
 _WHILE_LOOP = "a while loop"
-
-
-def _walk_with_scans(
-    plan: ProgramPlan, scans: _ScansAround, enclosure: str, in_branch: bool
-) -> Iterator[tuple[ProductStep, _ScansAround, str, bool]]:
-    """Every step, with the scans around it (each with its length and the parameters that it takes apart)."""
-    for step in plan.steps:
-        yield step, scans, enclosure, in_branch
-        if not step.inner:
-            continue
-        inside = scans
-        if step.name == "scan":
-            slices = step.known[sum(carry_count(step.eqn.params)) :]
-            leaves = frozenset(origin.leaf for fact in slices for origin in fact.origins)
-            inside = (*scans, (id(step), step.eqn.params["length"], leaves))
-        within = "" if step.name in _OPEN_CALLS else _ENCLOSURE_NAMES.get(step.name, step.name)
-        within = enclosure if enclosure and (enclosure != _WHILE_LOOP or not within) else within
-        for inner in step.inner:
-            yield from _walk_with_scans(inner, inside, within, in_branch or step.name == "cond")
-
-
 _ENCLOSURE_NAMES = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of its own") | {"while": _WHILE_LOOP}
+
+
+def _enclosure_text(around: Sequence[ProductStep]) -> str:
+    """What data cannot come out of; empty if they come out of all steps around."""
+    names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in around if step.name not in _OPEN_CALLS]
+    return next((name for name in names if name != _WHILE_LOOP), names[0] if names else "")
+
+
+def _sliced_leaves(scan: ProductStep) -> set[int]:
+    """The parameters that a scan takes apart."""
+    slices = scan.known[sum(carry_count(scan.eqn.params)) :]
+    return {origin.leaf for fact in slices for origin in fact.origins}

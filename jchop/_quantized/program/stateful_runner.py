@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.settings import split_prng_key
-from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan
+from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan, scans_of
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.param_uses import ProductStep
@@ -168,23 +168,11 @@ class ScaleStateRunner(QuantizedRunner):
     def _arrays_in(self, step: ProductStep, slots: Sequence[ScaleSlot]) -> dict[str, Array]:
         """Arrays of NaN, which stand for the data of a branch that was not taken."""
         shapes = {}
-        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.slots):
-            weight = self.roundings[id(inner)][1]
-            aval = inner.eqn.invars[1 - weight].aval
-            lengths = [s.eqn.params["length"] for s in _scans_between(step, inner)]
+        for inner, around in (pair for plan in step.inner for pair in plan.walk_within() if id(pair[0]) in self.slots):
+            aval = inner.eqn.invars[1 - self.roundings[id(inner)][1]].aval
+            lengths = [scan.eqn.params["length"] for scan in scans_of(around)]
             shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
         return {slot.name: shapes[slot.name] for slot in slots}
-
-
-def _scans_between(outer: ProductStep, target: ProductStep) -> list[ProductStep]:
-    """The scans between a step and one within it, from the outside in."""
-    for plan in outer.inner:
-        for step in plan.steps:
-            if step is target:
-                return []
-            if any(inner is target for p in step.inner for inner in p.walk()):
-                return [*([step] if step.name == "scan" else []), *_scans_between(step, target)]
-    return []
 
 
 def _entry_error(slot: ScaleSlot, entry: Array | None, shape: tuple[int, ...]) -> str:
