@@ -202,7 +202,7 @@ def _multiply_qarrays(
         _qarray_operand(x, product.forward.left, blocks[0]),
         _qarray_operand(w, product.forward.right, blocks[1]),
     )
-    return product.by_codes(left, right, (x.shape, w.shape), dtype, *extra)
+    return product.by_codes("forward", left, right, (x.shape, w.shape), dtype, *extra)
 
 
 def _qarray_operand(value: Any, layout: OperandLayout, block: int | None) -> CodedArray:
