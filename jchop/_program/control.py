@@ -1,14 +1,15 @@
 """Equations that hold programs, and how these run.
 
-`CONTROL_RULES` says once for each primitive how its operands, programs and results belong together. `Loops` has the
+`CONTROL` says once for each primitive how it is planned and run. `Loops` has the
 loops of JAX. A runner of concrete values replaces them (`_program/lanes.py`); another may add to what a loop carries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +31,20 @@ from jchop._program.step import (
     ProgramStep,
     carry_count,
     is_reference,
-    solve_operands,
+    scope_of,
 )
 
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
 __all__ = [
-    "CONTROL_RULES",
+    "CONTROL",
     "Interpret",
     "Loops",
     "as_jax_value",
     "copy_if_reference",
+    "operands_of_role",
+    "roles_of",
     "run_implementation",
     "where_active",
     "with_weak_types",
@@ -239,8 +242,65 @@ class Loops:
 # -- primitives --------------------------------------------------------------------------------------------------------
 
 
+class ControlPrimitive(NamedTuple):
+    """A primitive that holds programs.
+
+    Args:
+        plan: of a planner and a step its step with inner plans.
+        run: of the loops, a step, its seeds, its operands and what runs a plan, the results.
+        roles: of a step what becomes of each operand, `Role`.
+    """
+
+    plan: Callable[[Any, Any], Any]
+    run: Callable[[Loops, Any, Any, list[Any], Interpret], list[Any]]
+    roles: Callable[[Any], list[Role]]
+
+
+#: An operand is passed to a program as it is, the same in all turns, carried from turn to turn, taken apart along its
+#: first axis, or used in another way.
+Role = str
+
+
+def roles_of(step: ProgramStep) -> list[Role]:
+    """What becomes of each operand of a step that holds programs."""
+    row = CONTROL.get(step.name)
+    return ["other"] * len(step.eqn.invars) if row is None else row.roles(step)
+
+
+def operands_of_role(step: ProgramStep, role: Role, values: Sequence[Any]) -> list[Any]:
+    """Those of some values, one for each operand of a step, whose operands have a role."""
+    return [value for value, own in zip(values, roles_of(step), strict=True) if own == role]
+
+
+def _roles_of_all(role: Role) -> Callable[[ProgramStep], list[Role]]:
+    return lambda step: [role] * len(step.eqn.invars)
+
+
+def _common_facts(planner: Any, before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
+    """The facts about carried values that hold in this turn and the next."""
+    return tuple(planner.common(pair) for pair in zip(before, after, strict=True))
+
+
+def _plan_call(planner: Any, step: Any) -> Any:
+    params = step.eqn.params
+    scope = scope_of(step.scope, "", params.get("name"))
+    inner = planner.plan(params.get("jaxpr", params.get("call_jaxpr")), step.known, scope)
+    return replace(step, inner=(inner,), out=inner.out)
+
+
 def _run_call(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
     return interpret(step.inner[0], loops.inside(seeds, step.number), args)
+
+
+def _plan_high_call(planner: Any, step: Any) -> Any:
+    (primitive,) = step.eqn.params.values()
+
+    def expand_call(*values: Any) -> Any:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, values)))
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
+    inner = planner.plan(jax.make_jaxpr(expand_call)(*avals), step.known, step.scope)
+    return replace(step, inner=(inner,), out=inner.out)
 
 
 def _run_remat(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
@@ -252,10 +312,125 @@ def _run_custom_rule(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any
     """The function's own derivative rule, in the carrier; of a linear system, the system gives the derivatives."""
 
     def run(values: list[Any], seeds: Any) -> list[Any]:
-        return interpret(step.inner[0], seeds, solve_operands(step, values))
+        return interpret(step.inner[0], seeds, _solve_operands(step, values))
 
     own = partial(bind, step.eqn.primitive, step.eqn.params)
     return loops.with_derivative(own, run, args, loops.inside(seeds, step.number))
+
+
+def _plan_solve(planner: Any, step: Any) -> Any:
+    inner = planner.plan(step.eqn.params["jaxprs"].solve, _solve_operands(step, step.known), step.scope)
+    return replace(step, inner=(inner,), out=inner.out)
+
+
+def _solve_operands(step: Any, values: Sequence[Any]) -> list[Any]:
+    """The operands of the program that a step runs: of a linear system those of its solver, of any other step all."""
+    if step.name != "custom_linear_solve":
+        return list(values)
+    lengths = step.eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*values[first : first + lengths.solve], *values[sum(lengths) :]]
+
+
+def _plan_cond(planner: Any, step: Any) -> Any:
+    inner = tuple(planner.plan(branch, step.known[1:], step.scope) for branch in step.eqn.params["branches"])
+    return replace(step, inner=inner, out=tuple(map(planner.common, zip(*(plan.out for plan in inner), strict=True))))
+
+
+def _run_cond(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    index, *operands = args
+
+    def branch(i: int, values: list[Any]) -> list[Any]:
+        return interpret(step.inner[i], loops.inside(seeds, step.number + i), values)
+
+    return loops.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
+
+
+def _cond_roles(step: ProgramStep) -> list[Role]:
+    return ["other", *["passed"] * (len(step.eqn.invars) - 1)]
+
+
+def _plan_scan(planner: Any, step: Any) -> Any:
+    consts, carry = carry_count(step.eqn.params)
+    facts = (*step.known[: consts + carry], *map(planner.one_turn, step.known[consts + carry :]))
+    while True:
+        inner = planner.plan(step.eqn.params["jaxpr"], facts, step.scope)
+        carry_facts = _common_facts(planner, facts[consts : consts + carry], inner.out[:carry])
+        if carry_facts == facts[consts : consts + carry]:
+            return replace(step, inner=(inner,), out=(*carry_facts, *map(planner.all_turns, inner.out[carry:])))
+        facts = (*facts[:consts], *carry_facts, *facts[consts + carry :])
+
+
+def _run_scan(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    consts, carry_size = carry_count(step.eqn.params)
+    fixed, start, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
+
+    def turn(values: list[Any], row: list[Any], count: Any) -> tuple[list[Any], list[Any]]:
+        out = interpret(step.inner[0], loops.inside(seeds, step.number, count), [*fixed, *values, *row])
+        return out[:carry_size], out[carry_size:]
+
+    last, ys = loops.scan(step, turn, start, xs)
+    return [*last, *ys]
+
+
+def _scan_roles(step: ProgramStep) -> list[Role]:
+    consts, carry = carry_count(step.eqn.params)
+    return [*["fixed"] * consts, *["carried"] * carry, *["sliced"] * (len(step.eqn.invars) - consts - carry)]
+
+
+def _plan_while(planner: Any, step: Any) -> Any:
+    params = step.eqn.params
+    test, body = params["cond_nconsts"], params["body_nconsts"]
+    first, consts, carry_facts = step.known[:test], step.known[test : test + body], step.known[test + body :]
+    while True:
+        inner = planner.plan(params["body_jaxpr"], (*consts, *carry_facts), step.scope)
+        next_facts = _common_facts(planner, carry_facts, inner.out)
+        if next_facts == carry_facts:
+            plans = (planner.plan(params["cond_jaxpr"], (*first, *carry_facts), step.scope), inner)
+            return replace(step, inner=plans, out=next_facts)
+        carry_facts = next_facts
+
+
+def _run_while(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+    first, fixed, start = args[:test], args[test : test + body], args[test + body :]
+
+    def condition(values: list[Any], count: Any) -> tuple[Any, list[Any]]:
+        return loops.inside(seeds, step.number, count), [*first, *values]
+
+    def goes_on(values: list[Any], count: Any) -> Any:
+        return interpret(step.inner[0], *condition(values, count))[0]
+
+    def next_of(values: list[Any], count: Any) -> list[Any]:
+        return interpret(step.inner[1], loops.inside(seeds, step.number + 1, count), [*fixed, *values])
+
+    return loops.while_loop(step, condition, goes_on, next_of, start)
+
+
+def _while_roles(step: ProgramStep) -> list[Role]:
+    fixed = step.eqn.params["cond_nconsts"] + step.eqn.params["body_nconsts"]
+    return [*["fixed"] * fixed, *["carried"] * (len(step.eqn.invars) - fixed)]
+
+
+def _run_shard_map(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    return loops.shard_map(step, seeds, args, interpret)
+
+
+#: The primitives that hold programs. A new one is a row here.
+CONTROL: dict[str, ControlPrimitive] = {
+    **dict.fromkeys(PLAIN_CALLS, ControlPrimitive(_plan_call, _run_call, _roles_of_all("passed"))),
+    **dict.fromkeys(HIGH_CALLS, ControlPrimitive(_plan_high_call, _run_call, _roles_of_all("passed"))),
+    **dict.fromkeys(REMAT_CALLS, ControlPrimitive(_plan_call, _run_remat, _roles_of_all("passed"))),
+    **dict.fromkeys(CUSTOM_CALLS, ControlPrimitive(_plan_call, _run_custom_rule, _roles_of_all("other"))),
+    "custom_linear_solve": ControlPrimitive(_plan_solve, _run_custom_rule, _roles_of_all("other")),
+    "cond": ControlPrimitive(_plan_cond, _run_cond, _cond_roles),
+    "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles),
+    "while": ControlPrimitive(_plan_while, _run_while, _while_roles),
+    "shard_map": ControlPrimitive(_plan_call, _run_shard_map, _roles_of_all("other")),
+}
+
+
+# -- primitives of other packages --------------------------------------------------------------------------------------
 
 
 def run_implementation(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
@@ -333,51 +508,3 @@ def _run_batch_rule(
         return interpret(plan, seeds, values)
 
     return loops.with_derivative(jaxpr_as_fun(program), run, args, loops.inside(seeds, step.number)), out_flags
-
-
-def _run_cond(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
-    index, *operands = args
-
-    def branch(i: int, values: list[Any]) -> list[Any]:
-        return interpret(step.inner[i], loops.inside(seeds, step.number + i), values)
-
-    return loops.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
-
-
-def _run_scan(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
-    consts, carry_size = carry_count(step.eqn.params)
-    fixed, start, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
-
-    def turn(values: list[Any], row: list[Any], count: Any) -> tuple[list[Any], list[Any]]:
-        out = interpret(step.inner[0], loops.inside(seeds, step.number, count), [*fixed, *values, *row])
-        return out[:carry_size], out[carry_size:]
-
-    last, ys = loops.scan(step, turn, start, xs)
-    return [*last, *ys]
-
-
-def _run_while(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
-    test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-    first, fixed, start = args[:test], args[test : test + body], args[test + body :]
-
-    def condition(values: list[Any], count: Any) -> tuple[Any, list[Any]]:
-        return loops.inside(seeds, step.number, count), [*first, *values]
-
-    def goes_on(values: list[Any], count: Any) -> Any:
-        return interpret(step.inner[0], *condition(values, count))[0]
-
-    def next_of(values: list[Any], count: Any) -> list[Any]:
-        return interpret(step.inner[1], loops.inside(seeds, step.number + 1, count), [*fixed, *values])
-
-    return loops.while_loop(step, condition, goes_on, next_of, start)
-
-
-CONTROL_RULES: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys((*PLAIN_CALLS, *HIGH_CALLS), _run_call),
-    **dict.fromkeys(REMAT_CALLS, _run_remat),
-    **dict.fromkeys((*CUSTOM_CALLS, "custom_linear_solve"), _run_custom_rule),
-    "cond": _run_cond,
-    "scan": _run_scan,
-    "while": _run_while,
-    "shard_map": lambda loops, *rest: loops.shard_map(*rest),
-}

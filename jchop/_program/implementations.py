@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.interpreters import batching, mlir
 
-from jchop._program.step import CONTROL, ProgramPlan, ProgramStep
+from jchop._program.control import CONTROL
+from jchop._program.step import ProgramPlan, ProgramStep
 
 __all__ = ["has_batch_rule", "implementation_of", "is_foreign_primitive"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jchop._program.bind import constant_of
-from jchop._program.control import CONTROL_RULES, Interpret, Loops, run_implementation
+from jchop._program.control import CONTROL, Interpret, Loops, run_implementation
 from jchop._program.loop_limits import COMPARISONS
 from jchop._program.step import PLAIN_CALLS, ProgramPlan
 
@@ -56,7 +56,8 @@ class Runner(Loops):
 
     def enter(self, step: Any, seeds: Any, args: list[Any], inner: Interpret) -> list[Any]:
         """The results of a step that holds programs, which `inner` carries out."""
-        return CONTROL_RULES.get(step.name, run_implementation)(self, step, seeds, args, inner)
+        row = CONTROL.get(step.name)
+        return (run_implementation if row is None else row.run)(self, step, seeds, args, inner)
 
     def watch(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
         """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""

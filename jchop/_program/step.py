@@ -15,7 +15,6 @@ from jchop._round.arguments import JCHOP_RESULT, JCHOP_SCOPE
 __all__ = [
     "BATCHED_CALLS",
     "CALLS",
-    "CONTROL",
     "CUSTOM_CALLS",
     "HIGH_CALLS",
     "PLAIN_CALLS",
@@ -31,7 +30,6 @@ __all__ = [
     "programs_of",
     "scans_of",
     "scope_of",
-    "solve_operands",
 ]
 
 #: Calls of another program, by the way in which the call is built again.
@@ -43,8 +41,6 @@ CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 #: Functions with a rule of their own for batches, which are opened.
 BATCHED_CALLS = ("custom_vmap_call",)
 CALLS = (*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
-#: The primitives that hold programs.
-CONTROL = frozenset((*CALLS, "custom_linear_solve", "scan", "while", "cond"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +146,6 @@ def carry_count(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
-
-
-def solve_operands(step: Any, values: Sequence[Any]) -> list[Any]:
-    """The operands of the program that a step runs: of a linear system those of its solver, of any other step all."""
-    if step.name != "custom_linear_solve":
-        return list(values)
-    lengths = step.eqn.params["const_lengths"]
-    first = lengths.matvec + lengths.vecmat
-    return [*values[first : first + lengths.solve], *values[sum(lengths) :]]
 
 
 def scans_of(steps: Iterable[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jchop._common.checks import check_choice, check_int, short_repr
 from jchop._common.paths import check_path_pattern, matches_path
 from jchop._kernels.primitive import OpPrimitive
-from jchop._program.step import CONTROL
+from jchop._program.control import CONTROL
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat

@@ -31,7 +31,7 @@ from jchop._insight.tune._format_rows import (
 )
 from jchop._kernels.elementary import supports_function
 from jchop._program.bind import bind
-from jchop._program.control import CONTROL_RULES, as_jax_value
+from jchop._program.control import CONTROL, as_jax_value
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
 from jchop._spec.spec import Spec
@@ -195,7 +195,7 @@ class _LevelRunner(Runner):
     def control(self, step: EmulatedStep, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of an equation that holds programs."""
         args = [_as_float64(x) for x in args]
-        if step.name not in CONTROL_RULES:
+        if step.name not in CONTROL:
             return self._inner(step.inner[0], None, args)
         return self.enter(step, None, args, self._inner)
 

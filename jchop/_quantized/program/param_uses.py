@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jchop._program import planner, step
+from jchop._program.control import CONTROL
 from jchop._program.source import source_line_of
-from jchop._program.step import CONTROL, ProgramPlan, is_jchop_scope
+from jchop._program.step import ProgramPlan, is_jchop_scope
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
 from jchop._quantized.program.matrix_layout import MatrixView

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jchop._common.paths import path_pattern
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count, scans_of
+from jchop._program.control import operands_of_role
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, scans_of
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
 from jchop._quantized.program.param_uses import ProductStep
@@ -220,5 +221,4 @@ def _enclosure_text(around: Sequence[ProductStep]) -> str:
 
 def _sliced_leaves(scan: ProductStep) -> set[int]:
     """The parameters that a scan takes apart."""
-    slices = scan.known[sum(carry_count(scan.eqn.params)) :]
-    return {origin.leaf for fact in slices for origin in fact.origins}
+    return {origin.leaf for fact in operands_of_role(scan, "sliced", scan.known) for origin in fact.origins}

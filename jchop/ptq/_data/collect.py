@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._program.bind import bind
-from jchop._program.control import as_jax_value, without_weak_types
+from jchop._program.control import as_jax_value, operands_of_role, without_weak_types
 from jchop._program.run import Runner, interpret
-from jchop._program.step import ProgramPlan, carry_count
+from jchop._program.step import ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, rotate_along_sum, round_in_layout
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
@@ -195,7 +195,7 @@ class Collector(Runner):
     def scan(self, step: Any, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
         """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
         params = step.eqn.params
-        slices = step.known[sum(carry_count(params)) :]
+        slices = operands_of_role(step, "sliced", step.known)
         stacked_leaves = {origin.leaf for fact in slices for origin in fact.origins}
         window = self._window if stacked_leaves & self.leaves else None
 
