@@ -28,7 +28,7 @@ from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._emulate.rules.value_facts import is_number
 from jchop._insight.reports.tape import ErrorShare, Tape
 from jchop._program.control import as_jax_value
-from jchop._program.implementations import is_foreign_primitive
+from jchop._program.planner import is_foreign_primitive
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.source import user_line

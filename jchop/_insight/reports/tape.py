@@ -26,8 +26,8 @@ from jchop._emulate.paired.paired_run import (
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import is_number
 from jchop._program.control import as_jax_value
-from jchop._program.implementations import is_foreign_primitive
 from jchop._program.lanes import same_bits
+from jchop._program.planner import is_foreign_primitive
 from jchop._program.shards import ShardAxes, bind_shards, shard_row, with_vmap_collective
 from jchop._program.step import is_reference
 

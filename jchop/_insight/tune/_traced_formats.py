@@ -243,10 +243,6 @@ def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> 
 # -- operations by kind; operands and results are rounded around them --------------------------------------------------
 
 
-def _tunable_operation(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return [_FLOAT64_OPERATIONS[step.name](*args)]
-
-
 def _tunable_power(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
     """By squaring, every product rounded."""
     (x,), exponent, dtype = args, step.eqn.params["y"], step.eqn.outvars[0].aval.dtype.name
@@ -304,18 +300,6 @@ def _accumulate_by_choice(step: EmulatedStep, choice: ArithmeticChoice, args: Se
     return [_as_float64(x) for x in accumulate_in_order(replace(step, choice=choice, known=specs), None, carrier_args)]
 
 
-def _tunable_conversion(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return [_round_to_program_dtype(args[0], step)]
-
-
-def _tunable_in_carrier(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return _bind_in_carrier(step, args)
-
-
-def _tunable_identity(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return args
-
-
 def _tunable_linalg(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
     dtype = step.eqn.outvars[0].aval.dtype.name
     steps = _RowSteps(partial(round_to_row, row=run.rows[dtype][site]))
@@ -323,17 +307,16 @@ def _tunable_linalg(run: _LevelRunner, step: EmulatedStep, site: int, args: list
 
 
 _TUNABLE_BY_KIND: dict[str, Callable[[_LevelRunner, EmulatedStep, int, list[Any]], list[Any]]] = {
-    "exact": _tunable_operation,
+    "exact": lambda run, step, site, args: [_FLOAT64_OPERATIONS[step.name](*args)],
     "power": _tunable_power,
     "elementary": _tunable_elementary,
-    "made": _tunable_in_carrier,
-    "carried": _tunable_in_carrier,
+    **dict.fromkeys(
+        ("made", "carried", "compared", "untouched"), lambda run, step, site, args: _bind_in_carrier(step, args)
+    ),
     "accumulating": _tunable_sum,
-    "converted": _tunable_conversion,
-    "result": _tunable_identity,
+    "converted": lambda run, step, site, args: [_round_to_program_dtype(args[0], step)],
+    "result": lambda run, step, site, args: args,
     "linear": _tunable_linalg,
-    "compared": _tunable_in_carrier,
-    "untouched": _tunable_in_carrier,
 }
 
 
