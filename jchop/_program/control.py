@@ -166,29 +166,24 @@ class Loops:
     ) -> Any:
         """The values with which a loop ends; `condition` gives the seeds and the arguments of `goes_on`'s program."""
         start, zero, most = without_weak_types(start), jnp.uint32(0), self.max_turns
-        if not step.inner[0].jaxpr.outvars[0].aval.shape:
 
-            def turn(carry: tuple[Any, Array]) -> tuple[Any, Array]:
-                return without_weak_types(next_of(*carry)), carry[1] + jnp.uint32(1)
+        def turn(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            values, count, *active = carry
+            new, count = without_weak_types(next_of(values, count)), count + jnp.uint32(1)
+            if not active:
+                return new, count
+            new = jax.tree.map(partial(where_active, *active), new, values)
+            return new, count, active[0] & goes_on(new, count)
 
-            def holds(carry: tuple[Any, Array]) -> Any:
-                return goes_on(*carry) if most is None else goes_on(*carry) & (carry[1] < most)
-
-            last, count = lax.while_loop(holds, turn, (start, zero))
-            return last if most is None else self.at_limit(step, condition, goes_on, last, count)
-
-        def turn_some(carry: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
-            values, count, active = carry
-            new = without_weak_types(next_of(values, count))
-            out = jax.tree.map(partial(where_active, active), new, values)
-            count = count + jnp.uint32(1)
-            return out, count, active & goes_on(out, count)
+        def holds(carry: tuple[Any, ...]) -> Any:
+            values, count, *active = carry
+            more = jnp.any(active[0]) if active else goes_on(values, count)
+            return more if most is None else more & (count < most)
 
         # A batch of loops: the values of a finished loop stay the same until the last loop ends.
-        def some_hold(carry: tuple[Any, Array, Array]) -> Any:
-            return jnp.any(carry[2]) if most is None else jnp.any(carry[2]) & (carry[1] < most)
-
-        last, count, _ = lax.while_loop(some_hold, turn_some, (start, zero, goes_on(start, zero)))
+        batched = step.inner[0].jaxpr.outvars[0].aval.shape
+        first = (start, zero, goes_on(start, zero)) if batched else (start, zero)
+        last, count, *_ = lax.while_loop(holds, turn, first)
         return last if most is None else self.at_limit(step, condition, goes_on, last, count)
 
     def at_limit(

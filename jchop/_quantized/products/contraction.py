@@ -481,16 +481,20 @@ def rounded_einsum(
     """
     if out_sharding is not None:
         raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
-    left, right, result = einsum_letters(subscripts, x.ndim, w.ndim)
+    dims, order, _ = einsum_dimensions(subscripts, x.ndim, w.ndim)
+    return rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options).transpose(
+        order
+    )
+
+
+def einsum_dimensions(subscripts: str, *ndims: int) -> tuple[Any, tuple[int, ...], tuple[str, str]]:
+    """An einsum of two arrays as a product: its dimension numbers, the order of its axes in the result, the indices."""
+    left, right, result = einsum_letters(subscripts, *ndims)
     both = [c for c in left if c in right]
     batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
-    dims = (
-        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
-        (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
-    )
-    y = rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    dims = tuple(tuple(tuple(map(term.index, some)) for term in (left, right)) for some in (contracting, batch))
     letters = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
-    return y.transpose([letters.index(c) for c in result])
+    return dims, tuple(letters.index(c) for c in result), (left, right)
 
 
 def einsum_letters(subscripts: str, *ndims: int) -> tuple[str, str, str]:

@@ -16,7 +16,7 @@ from jax import export
 from jchop._common.bit_ops import reshape
 from jchop._quantized.products.operand_layout import keep_nan
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, ScaleFrom
-from jchop._quantized.program.matrix_layout import MatrixView, WeightRotation
+from jchop._quantized.program.matrix_layout import MatrixView, WeightRotation, split_axes
 from jchop._quantized.program.provenance import AxisFactor, AxisFactors
 from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.scales.formulas import round_in_range, round_lsq, update_history
@@ -209,7 +209,7 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
     """
     if view is None:
         return _check_group_axes(WeightLayout(spec, tuple(shape), len(shape)))
-    factors = _axis_factors(shape, view)
+    factors = split_axes(shape, [part for parts in (*view.free, view.contracting) for part in parts])
     stack = stack_ndim(shape, view)
     entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
     core = tuple(shape[stack:])
@@ -265,21 +265,6 @@ def _check_group_axes(placement: WeightLayout) -> WeightLayout:
     if placement.spec.scaled is not None:
         placement.spec.scaled.group_shape(placement.shape)
     return placement
-
-
-def _axis_factors(shape: Sequence[int], view: MatrixView) -> list[tuple[AxisFactor, ...]]:
-    """The parts of each axis of a parameter, the slowest first; an axis that is not taken whole is one part."""
-    factors_of_axis: list[list[AxisFactor]] = [[] for _ in shape]
-    for part in (*(part for axis in view.free for part in axis), *view.contracting):
-        if part not in factors_of_axis[part.axis]:
-            factors_of_axis[part.axis].append(part)
-    result: list[tuple[AxisFactor, ...]] = []
-    for axis, (n, parts) in enumerate(zip(shape, factors_of_axis, strict=True)):
-        parts.sort(key=lambda part: -part.inner)
-        ends = [*(part.inner * part.size for part in parts[1:]), 1]
-        whole = parts and parts[0].inner * parts[0].size == n and [part.inner for part in parts] == ends
-        result.append(tuple(parts) if whole else (AxisFactor(axis, n),))
-    return result
 
 
 def _split_by_factors(parts: AxisFactors, factors: Sequence[tuple[AxisFactor, ...]]) -> AxisFactors:
