@@ -6,7 +6,7 @@ loops of JAX. A runner of concrete values replaces them (`_program/lanes.py`); a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ __all__ = [
     "operands_of_role",
     "roles_of",
     "run_implementation",
+    "turns_around",
     "where_active",
     "with_weak_types",
     "without_weak_types",
@@ -132,15 +133,24 @@ class Loops:
             index, [lambda values, run=run: without_weak_types(run(values)) for run in branches], operands
         )
 
-    def scan(self, step: ProgramStep, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
+    def scan(
+        self,
+        step: ProgramStep,
+        turn: Callable[..., tuple[Any, Any]],
+        start: Any,
+        xs: Any,
+        *,
+        length: int,
+        reverse: bool = False,
+        unroll: int = 1,
+    ) -> tuple[Any, Any]:
         """The last carried values and the stacked results of ``turn(carried values, row of xs, count)``."""
-        params = step.eqn.params
         leaves, structure = jax.tree.flatten(xs)
-        apart = [bool(params["length"]) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
+        apart = [bool(length) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
 
         def body(carry: tuple[Any, Array], entries: list[Any]) -> tuple[tuple[Any, Array], Any]:
             values, count = carry
-            place = jnp.uint32(params["length"] - 1) - count if params["reverse"] else count
+            place = jnp.uint32(length - 1) - count if reverse else count
             rest = iter(entries)
             row = [loop_entry(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
             values, ys = without_weak_types(turn(values, jax.tree.unflatten(structure, row), count))
@@ -150,9 +160,9 @@ class Loops:
             body,
             (without_weak_types(start), jnp.uint32(0)),
             [x for x, own in zip(leaves, apart, strict=True) if not own],
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
+            length=length,
+            reverse=reverse,
+            unroll=unroll,
         )
         return last, ys
 
@@ -244,11 +254,13 @@ class ControlPrimitive(NamedTuple):
         plan: of a planner and a step its step with inner plans.
         run: of the loops, a step, its seeds, its operands and what runs a plan, the results.
         roles: of a step what becomes of each operand, `Role`.
+        turns: of a step how often its program runs, if that is known before and more than once.
     """
 
     plan: Callable[[Any, Any], Any]
     run: Callable[[Loops, Any, Any, list[Any], Interpret], list[Any]]
     roles: Callable[[Any], list[Role]]
+    turns: Callable[[Any], int] | None = None
 
 
 #: An operand is passed to a program as it is, the same in all turns, carried from turn to turn, taken apart along its
@@ -260,6 +272,12 @@ def roles_of(step: ProgramStep) -> list[Role]:
     """What becomes of each operand of a step that holds programs."""
     row = CONTROL.get(step.name)
     return ["other"] * len(step.eqn.invars) if row is None else row.roles(step)
+
+
+def turns_around(steps: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Those of the steps whose programs run a known number of times, each with this number."""
+    rows = ((step, CONTROL.get(step.name)) for step in steps)
+    return [(step, row.turns(step)) for step, row in rows if row is not None and row.turns is not None]
 
 
 def operands_of_role(step: ProgramStep, role: Role, values: Sequence[Any]) -> list[Any]:
@@ -364,7 +382,8 @@ def _run_scan(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], inte
         out = interpret(step.inner[0], loops.inside(seeds, step.number, count), [*fixed, *values, *row])
         return out[:carry_size], out[carry_size:]
 
-    last, ys = loops.scan(step, turn, start, xs)
+    how = {name: step.eqn.params[name] for name in ("length", "reverse", "unroll")}
+    last, ys = loops.scan(step, turn, start, xs, **how)
     return [*last, *ys]
 
 
@@ -419,7 +438,7 @@ CONTROL: dict[str, ControlPrimitive] = {
     **dict.fromkeys(CUSTOM_CALLS, ControlPrimitive(_plan_call, _run_custom_rule, _roles_of_all("other"))),
     "custom_linear_solve": ControlPrimitive(_plan_solve, _run_custom_rule, _roles_of_all("other")),
     "cond": ControlPrimitive(_plan_cond, _run_cond, _cond_roles),
-    "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles),
+    "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles, lambda step: step.eqn.params["length"]),
     "while": ControlPrimitive(_plan_while, _run_while, _while_roles),
     "shard_map": ControlPrimitive(_plan_call, _run_shard_map, _roles_of_all("other")),
 }

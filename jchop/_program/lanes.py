@@ -100,16 +100,26 @@ class LaneRunner(Runner):
         self.lanes = lanes
         return out
 
-    def scan(self, step: ProgramStep, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
+    def scan(
+        self,
+        step: ProgramStep,
+        turn: Callable[..., tuple[Any, Any]],
+        start: Any,
+        xs: Any,
+        *,
+        length: int,
+        reverse: bool = False,
+        unroll: int = 1,
+    ) -> tuple[Any, Any]:
         """The last carried values and the stacked results, turn by turn."""
-        order, outer, carry = range(step.eqn.params["length"]), self.turn, start
+        order, outer, carry = range(length), self.turn, start
         each: list[list[LaneValue]] = []
-        for count, k in enumerate(reversed(order) if step.eqn.params["reverse"] else order):
+        for count, k in enumerate(reversed(order) if reverse else order):
             self.turn = (*outer, count)
             carry, ys = turn(carry, [self.row(x, k) for x in xs], count)
             each.append(ys)
         self.turn = outer
-        if step.eqn.params["reverse"]:
+        if reverse:
             each.reverse()
         avals = [v.aval for v in step.eqn.outvars[len(start) :]]
         return carry, [self.stack([ys[i] for ys in each], aval) for i, aval in enumerate(avals)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ __all__ = [
     "is_reference",
     "jaxpr_of",
     "programs_of",
-    "scans_of",
     "scope_of",
 ]
 
@@ -146,11 +145,6 @@ def carry_count(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
-
-
-def scans_of(steps: Iterable[Any]) -> list[Any]:
-    """Those of the steps that are scans, whose programs run several times."""
-    return [step for step in steps if step.name == "scan"]
 
 
 _TRANSFORM_MARKS = re.compile(r"\w+\(|\)")

@@ -12,8 +12,9 @@ import jax
 from jchop._emulate.paired.paired_run import StopEventError
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import is_program_variable
+from jchop._program.control import turns_around
 from jchop._program.source import is_library_file, source_line_of
-from jchop._program.step import ProgramPlan, scans_of
+from jchop._program.step import ProgramPlan
 
 __all__ = [
     "MOST_REPORT_TURNS",
@@ -62,7 +63,7 @@ def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[tuple[EmulatedStep, 
     for step, around in plan.walk_within():
         holder = sources[id(around[-1])] if around else outer
         source = sources[id(step)] = source_line_of(step.eqn.source_info, holder)
-        yield step, math.prod(scan.eqn.params["length"] for scan in scans_of(around)), source
+        yield step, math.prod(turns for _, turns in turns_around(around)), source
 
 
 def step_label(step: EmulatedStep) -> str:

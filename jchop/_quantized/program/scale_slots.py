@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.paths import path_pattern
-from jchop._program.control import operands_of_role
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, scans_of
+from jchop._program.control import operands_of_role, roles_of, turns_around
+from jchop._program.step import CUSTOM_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
 from jchop._quantized.program.param_uses import ProductStep
@@ -164,9 +164,9 @@ def scale_slots_of(
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
         loops, in_branch = [], any(outer.name == "cond" for outer in around)
-        for scan in scans_of(around):
+        for scan, length in turns_around(around):
             takes_apart = leaf in _sliced_leaves(scan)
-            loops.append((scan.eqn.params["length"], takes_apart))
+            loops.append((length, takes_apart))
             if takes_apart:
                 entries_of_scan[id(scan)] = (*entries_of_scan.get(id(scan), ()), name)
         assert product_roundings.left is not None
@@ -225,14 +225,14 @@ def _has_scale_state(roundings: ProductRoundings, source: ScaleFrom | None) -> b
     )
 
 
-_OPEN_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
 _WHILE_LOOP = "a while loop"
 _ENCLOSURE_NAMES = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of its own") | {"while": _WHILE_LOOP}
 
 
 def _enclosure_text(around: Sequence[ProductStep]) -> str:
     """What data cannot come out of; empty if they come out of all steps around."""
-    names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in around if step.name not in _OPEN_CALLS]
+    closed = (step for step in around if "passed" not in roles_of(step) and not turns_around([step]))
+    names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in closed]
     return next((name for name in names if name != _WHILE_LOOP), names[0] if names else "")
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.settings import split_prng_key
-from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan, scans_of
+from jchop._program.control import roles_of, turns_around
+from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.param_uses import ProductStep
@@ -88,13 +89,8 @@ class ScaleStateRunner(QuantizedRunner):
     def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
         """The results of a step that holds programs; entries are more operands of it, and more results."""
         slots = self._slots_in(step)
-        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS, "scan"):
+        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS) or "carried" in roles_of(step):  # loops have their own
             return super().enter(step, seeds, args, inner)
-        if self.mode == "observe" and step.name == "while":
-            raise NotImplementedError(
-                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
-                "its product a rule without a scale for the whole array"
-            )
         names = [slot.name for slot in slots if slot.name in self.entries]
         entry_values = [self.entries[name] for name in names]
         last = [name for name in names if name in self._updated_names(slots)] if self.mode == "update" else []
@@ -105,8 +101,6 @@ class ScaleStateRunner(QuantizedRunner):
             entries = dict(zip(names, args[count:], strict=True))
             out, updates = self._inside(partial(inner, plan, seeds, args[:count]), entries)
             all_entries = entries | updates
-            if step.name == "while":  # the entries are carried values
-                return [*out, *(all_entries[name] for name in names)]
             return [
                 *out,
                 *(all_entries[name] for name in last),
@@ -115,17 +109,15 @@ class ScaleStateRunner(QuantizedRunner):
 
         out = super().enter(step, seeds, [*args, *entry_values], run)
         count = len(step.eqn.outvars)
-        after = dict(zip(names if step.name == "while" else (*last, *blanks), out[count:], strict=True))
-        self._take({name: after[name] for name in after if self.mode == "observe" or name in last})
+        self._take(dict(zip((*last, *blanks), out[count:], strict=True)))
         return out[:count]
 
-    def scan(self, step: ProductStep, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any) -> tuple[Any, Any]:
+    def scan(
+        self, step: ProductStep, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any, **how: Any
+    ) -> tuple[Any, Any]:
         """A loop carries entries, and gives and stacks those of single iterations."""
-        slots = self._slots_in(step)
-        names = {slot.name for slot in slots if slot.name in self.entries}
-        rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in names}
-        carried = {name: self.entries[name] for name in self.entries if name in names and name not in rows}
-        updated_names = self._updated_names(slots) if self.mode == "update" else ()
+        rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in self.entries}
+        carried, updated_names = self._carried_entries(step, rows)
 
         def turn_with_entries(carry: Any, row: Any, count: Any) -> tuple[Any, Any]:
             (values, entries), (x, own) = carry, row
@@ -137,9 +129,48 @@ class ScaleStateRunner(QuantizedRunner):
             }
             return (values, {name: updates.get(name, old) for name, old in entries.items()}), (ys, taken)
 
-        (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows))
+        (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows), **how)
         self._take({**{name: after[name] for name in after if name in updated_names}, **taken})
         return last, ys
+
+    def while_loop(
+        self,
+        step: ProductStep,
+        condition: Callable[[Any, Any], tuple[Any, list[Any]]],
+        goes_on: Callable[[Any, Any], Any],
+        next_of: Callable[[Any, Any], Any],
+        start: Any,
+    ) -> Any:
+        """A loop carries entries; its data cannot be observed."""
+        slots = self._slots_in(step)
+        if slots and self.mode == "observe":
+            raise NotImplementedError(
+                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
+                "its product a rule without a scale for the whole array"
+            )
+        carried, updated_names = self._carried_entries(step, {})
+
+        def next_with_entries(carry: Any, count: Any) -> Any:
+            values, updates = self._inside(partial(next_of, carry[0], count), carry[1])
+            return values, {name: updates.get(name, old) for name, old in carry[1].items()}
+
+        last, after = super().while_loop(
+            step,
+            lambda carry, count: condition(carry[0], count),
+            lambda carry, count: self._inside(partial(goes_on, carry[0], count), carry[1])[0],
+            next_with_entries,
+            (start, carried),
+        )
+        self._take({name: after[name] for name in after if name in updated_names})
+        return last
+
+    def _carried_entries(self, step: ProductStep, rows: Mapping[str, Array]) -> tuple[dict[str, Array], set[str]]:
+        """The entries that a loop carries, which are those of no single iteration, and the names that it updates."""
+        slots = self._slots_in(step)
+        names = [slot.name for slot in slots if slot.name in self.entries and slot.name not in rows]
+        return {name: self.entries[name] for name in names}, self._updated_names(
+            slots
+        ) if self.mode == "update" else set()
 
     def _inside(self, run: Callable[[], Any], entries: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
         """The results of a program within, and the updates of its entries."""
@@ -170,7 +201,7 @@ class ScaleStateRunner(QuantizedRunner):
         shapes = {}
         for inner, around in (pair for plan in step.inner for pair in plan.walk_within() if id(pair[0]) in self.slots):
             aval = inner.eqn.invars[1 - self.roundings[id(inner)][1]].aval
-            lengths = [scan.eqn.params["length"] for scan in scans_of(around)]
+            lengths = [length for _, length in turns_around(around)]
             shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
         return {slot.name: shapes[slot.name] for slot in slots}
 
