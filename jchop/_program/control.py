@@ -41,6 +41,9 @@ __all__ = [
     "CONTROL",
     "Interpret",
     "Loops",
+    "ScanOrder",
+    "ScanTurn",
+    "WhileParts",
     "as_jax_value",
     "copy_if_reference",
     "operands_of_role",
@@ -98,6 +101,31 @@ def where_active(active: Array, new: Any, old: Any) -> Any:
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 
+class ScanOrder(NamedTuple):
+    """The turns of a scan."""
+
+    length: int
+    reverse: bool = False
+    unroll: int = 1
+
+
+class WhileParts(NamedTuple):
+    """Functions of the carried values and the count of turns.
+
+    Args:
+        condition: the seeds and arguments of the program of the condition.
+        goes_on: its result.
+        next_of: the next carried values.
+    """
+
+    condition: Callable[[Any, Any], tuple[Any, list[Any]]]
+    goes_on: Callable[[Any, Any], Any]
+    next_of: Callable[[Any, Any], Any]
+
+
+ScanTurn = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
 class Loops:
     """How the programs that an equation holds run: as calls, loops and branches of JAX.
 
@@ -133,24 +161,14 @@ class Loops:
             index, [lambda values, run=run: without_weak_types(run(values)) for run in branches], operands
         )
 
-    def scan(
-        self,
-        step: ProgramStep,
-        turn: Callable[..., tuple[Any, Any]],
-        start: Any,
-        xs: Any,
-        *,
-        length: int,
-        reverse: bool = False,
-        unroll: int = 1,
-    ) -> tuple[Any, Any]:
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """The last carried values and the stacked results of ``turn(carried values, row of xs, count)``."""
         leaves, structure = jax.tree.flatten(xs)
-        apart = [bool(length) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
+        apart = [bool(order.length) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
 
         def body(carry: tuple[Any, Array], entries: list[Any]) -> tuple[tuple[Any, Array], Any]:
             values, count = carry
-            place = jnp.uint32(length - 1) - count if reverse else count
+            place = jnp.uint32(order.length - 1) - count if order.reverse else count
             rest = iter(entries)
             row = [loop_entry(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
             values, ys = without_weak_types(turn(values, jax.tree.unflatten(structure, row), count))
@@ -160,52 +178,36 @@ class Loops:
             body,
             (without_weak_types(start), jnp.uint32(0)),
             [x for x, own in zip(leaves, apart, strict=True) if not own],
-            length=length,
-            reverse=reverse,
-            unroll=unroll,
+            **order._asdict(),
         )
         return last, ys
 
-    def while_loop(
-        self,
-        step: ProgramStep,
-        condition: Callable[[Any, Any], tuple[Any, list[Any]]],
-        goes_on: Callable[[Any, Any], Any],
-        next_of: Callable[[Any, Any], Any],
-        start: Any,
-    ) -> Any:
-        """The values with which a loop ends; `condition` gives the seeds and the arguments of `goes_on`'s program."""
+    def while_loop(self, step: Any, loop: WhileParts, start: Any) -> Any:
+        """The values with which a loop ends."""
         start, zero, most = without_weak_types(start), jnp.uint32(0), self.max_turns
 
         def turn(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             values, count, *active = carry
-            new, count = without_weak_types(next_of(values, count)), count + jnp.uint32(1)
+            new, count = without_weak_types(loop.next_of(values, count)), count + jnp.uint32(1)
             if not active:
                 return new, count
             new = jax.tree.map(partial(where_active, *active), new, values)
-            return new, count, active[0] & goes_on(new, count)
+            return new, count, active[0] & loop.goes_on(new, count)
 
         def holds(carry: tuple[Any, ...]) -> Any:
             values, count, *active = carry
-            more = jnp.any(active[0]) if active else goes_on(values, count)
+            more = jnp.any(active[0]) if active else loop.goes_on(values, count)
             return more if most is None else more & (count < most)
 
         # A batch of loops: the values of a finished loop stay the same until the last loop ends.
         batched = step.inner[0].jaxpr.outvars[0].aval.shape
-        first = (start, zero, goes_on(start, zero)) if batched else (start, zero)
+        first = (start, zero, loop.goes_on(start, zero)) if batched else (start, zero)
         last, count, *_ = lax.while_loop(holds, turn, first)
-        return last if most is None else self.at_limit(step, condition, goes_on, last, count)
+        return last if most is None else self.at_limit(step, loop, last, count)
 
-    def at_limit(
-        self,
-        step: ProgramStep,
-        condition: Callable[[Any, Any], tuple[Any, list[Any]]],
-        goes_on: Callable[[Any, Any], Any],
-        last: Any,
-        count: Array,
-    ) -> Any:
+    def at_limit(self, step: Any, loop: WhileParts, last: Any, count: Array) -> Any:
         """The values of a loop of limited turns; a warning, when the program runs, if its condition still holds."""
-        (seeds, args), most = condition(last, count), self.max_turns
+        (seeds, args), most = loop.condition(last, count), self.max_turns
         assert most is not None
 
         def look() -> None:
@@ -382,8 +384,7 @@ def _run_scan(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], inte
         out = interpret(step.inner[0], loops.inside(seeds, step.number, count), [*fixed, *values, *row])
         return out[:carry_size], out[carry_size:]
 
-    how = {name: step.eqn.params[name] for name in ("length", "reverse", "unroll")}
-    last, ys = loops.scan(step, turn, start, xs, **how)
+    last, ys = loops.scan(step, turn, start, xs, ScanOrder(*(step.eqn.params[name] for name in ScanOrder._fields)))
     return [*last, *ys]
 
 
@@ -418,7 +419,7 @@ def _run_while(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], int
     def next_of(values: list[Any], count: Any) -> list[Any]:
         return interpret(step.inner[1], loops.inside(seeds, step.number + 1, count), [*fixed, *values])
 
-    return loops.while_loop(step, condition, goes_on, next_of, start)
+    return loops.while_loop(step, WhileParts(condition, goes_on, next_of), start)
 
 
 def _while_roles(step: ProgramStep) -> list[Role]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._program.control import Interpret, as_jax_value
+from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, as_jax_value
 from jchop._program.loop_limits import text_of_stop
 from jchop._program.run import Runner
 from jchop._program.seeds import Seeds
@@ -100,61 +100,44 @@ class LaneRunner(Runner):
         self.lanes = lanes
         return out
 
-    def scan(
-        self,
-        step: ProgramStep,
-        turn: Callable[..., tuple[Any, Any]],
-        start: Any,
-        xs: Any,
-        *,
-        length: int,
-        reverse: bool = False,
-        unroll: int = 1,
-    ) -> tuple[Any, Any]:
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """The last carried values and the stacked results, turn by turn."""
-        order, outer, carry = range(length), self.turn, start
+        places, outer, carry = range(order.length), self.turn, start
         each: list[list[LaneValue]] = []
-        for count, k in enumerate(reversed(order) if reverse else order):
+        for count, k in enumerate(reversed(places) if order.reverse else places):
             self.turn = (*outer, count)
             carry, ys = turn(carry, [self.row(x, k) for x in xs], count)
             each.append(ys)
         self.turn = outer
-        if reverse:
+        if order.reverse:
             each.reverse()
         avals = [v.aval for v in step.eqn.outvars[len(start) :]]
         return carry, [self.stack([ys[i] for ys in each], aval) for i, aval in enumerate(avals)]
 
-    def while_loop(
-        self,
-        step: ProgramStep,
-        condition: Callable[[Any, Any], tuple[Any, list[Any]]],
-        goes_on: Callable[[Any, Any], Any],
-        next_of: Callable[[Any, Any], Any],
-        start: Any,
-    ) -> Any:
+    def while_loop(self, step: Any, loop: WhileParts, start: Any) -> Any:
         """The values with which each lane ends; a loop whose values no longer change is stopped."""
         lanes, outer, carry, turn = self.lanes, self.turn, start, 0
         active = {i: jnp.asarray(True) for i in lanes}
-        draws = any(seeds is not None for seeds in condition(start, 0)[0]) or bool(step.eqn.effects)
+        draws = any(seeds is not None for seeds in loop.condition(start, 0)[0]) or bool(step.eqn.effects)
         self.while_depth += 1
         while True:
             self.turn = (*outer, turn)
-            holds = goes_on(carry, turn)
+            holds = loop.goes_on(carry, turn)
             active = {i: active[i] & self.path_value(holds, i) for i in self.lanes}
             self.lanes = [i for i in self.lanes if bool(jnp.any(active[i]))]
             if not self.lanes:
                 break
             if turn >= self.max_turns:
-                self._note_stop(step, f"after max_turns={turn} turns", *condition(carry, turn))
+                self._note_stop(step, f"after max_turns={turn} turns", *loop.condition(carry, turn))
                 break
             if turn == _LONG_LOOP:
                 self.check_long()
             active = {i: active[i] for i in self.lanes}
-            new = [self.choose(active, *pair) for pair in zip(next_of(carry, turn), carry, strict=True)]
+            new = [self.choose(active, *pair) for pair in zip(loop.next_of(carry, turn), carry, strict=True)]
             turn += 1
             if not draws and all(same_bits(x[i], y[i]) for x, y in zip(new, carry, strict=True) for i in self.lanes):
                 why = f"after {turn} turns, as its values no longer change and it would never end"
-                self._note_stop(step, why, *condition(carry, turn))
+                self._note_stop(step, why, *loop.condition(carry, turn))
                 break
             carry = new
         self.lanes, self.turn, self.while_depth = lanes, outer, self.while_depth - 1

@@ -66,7 +66,7 @@ def run(loops: control.Loops, step: Any, seeds: Any, args: list[Any], interpret:
     def turn(values: list[Any], row: list[Any], count: Any) -> tuple[list[Any], list[Any]]:
         return interpret(step.inner[0], loops.inside(seeds, step.number, count), [*fixed, *values]), []
 
-    return loops.scan(step, turn, args[params["fixed"] :], [], length=params["times"])[0]
+    return loops.scan(step, turn, args[params["fixed"] :], [], control.ScanOrder(params["times"]))[0]
 
 
 def roles(step: Any) -> list[str]:

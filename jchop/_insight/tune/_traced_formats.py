@@ -31,7 +31,7 @@ from jchop._insight.tune._format_rows import (
 )
 from jchop._kernels.elementary import supports_function
 from jchop._program.bind import bind
-from jchop._program.control import CONTROL, as_jax_value
+from jchop._program.control import CONTROL, WhileParts, as_jax_value
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
 from jchop._spec.spec import Spec
@@ -203,9 +203,9 @@ class _LevelRunner(Runner):
         runner = _LevelRunner(self.sites, self.menu, self.max_turns, self.levels, self.rows)
         return interpret(runner, plan, None, args, [_as_float64(x) for x in plan.consts])
 
-    def at_limit(self, step: Any, condition: Any, goes_on: Callable[..., Any], last: Any, count: Array) -> list[Any]:
+    def at_limit(self, step: EmulatedStep, loop: WhileParts, last: Any, count: Array) -> list[Any]:
         """The values of a loop, NaN if its condition still holds."""
-        hit_limit = (count >= self.max_turns) & goes_on(last, count)
+        hit_limit = (count >= self.max_turns) & loop.goes_on(last, count)
         return [jnp.where(hit_limit, jnp.nan, x) if x.dtype == jnp.float64 else x for x in last]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.settings import split_prng_key
-from jchop._program.control import roles_of, turns_around
+from jchop._program.control import ScanOrder, ScanTurn, WhileParts, roles_of, turns_around
 from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
@@ -112,9 +112,7 @@ class ScaleStateRunner(QuantizedRunner):
         self._take(dict(zip((*last, *blanks), out[count:], strict=True)))
         return out[:count]
 
-    def scan(
-        self, step: ProductStep, turn: Callable[..., tuple[Any, Any]], start: Any, xs: Any, **how: Any
-    ) -> tuple[Any, Any]:
+    def scan(self, step: ProductStep, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """A loop carries entries, and gives and stacks those of single iterations."""
         rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in self.entries}
         carried, updated_names = self._carried_entries(step, rows)
@@ -129,18 +127,11 @@ class ScaleStateRunner(QuantizedRunner):
             }
             return (values, {name: updates.get(name, old) for name, old in entries.items()}), (ys, taken)
 
-        (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows), **how)
+        (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows), order)
         self._take({**{name: after[name] for name in after if name in updated_names}, **taken})
         return last, ys
 
-    def while_loop(
-        self,
-        step: ProductStep,
-        condition: Callable[[Any, Any], tuple[Any, list[Any]]],
-        goes_on: Callable[[Any, Any], Any],
-        next_of: Callable[[Any, Any], Any],
-        start: Any,
-    ) -> Any:
+    def while_loop(self, step: ProductStep, loop: WhileParts, start: Any) -> Any:
         """A loop carries entries; its data cannot be observed."""
         slots = self._slots_in(step)
         if slots and self.mode == "observe":
@@ -150,17 +141,15 @@ class ScaleStateRunner(QuantizedRunner):
             )
         carried, updated_names = self._carried_entries(step, {})
 
-        def next_with_entries(carry: Any, count: Any) -> Any:
-            values, updates = self._inside(partial(next_of, carry[0], count), carry[1])
+        def next_of(carry: Any, count: Any) -> Any:
+            values, updates = self._inside(partial(loop.next_of, carry[0], count), carry[1])
             return values, {name: updates.get(name, old) for name, old in carry[1].items()}
 
-        last, after = super().while_loop(
-            step,
-            lambda carry, count: condition(carry[0], count),
-            lambda carry, count: self._inside(partial(goes_on, carry[0], count), carry[1])[0],
-            next_with_entries,
-            (start, carried),
-        )
+        def goes_on(carry: Any, count: Any) -> Any:
+            return self._inside(partial(loop.goes_on, carry[0], count), carry[1])[0]
+
+        parts = WhileParts(lambda carry, count: loop.condition(carry[0], count), goes_on, next_of)
+        last, after = super().while_loop(step, parts, (start, carried))
         self._take({name: after[name] for name in after if name in updated_names})
         return last
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._program.bind import bind
-from jchop._program.control import as_jax_value, operands_of_role, without_weak_types
+from jchop._program.control import ScanOrder, ScanTurn, as_jax_value, operands_of_role, without_weak_types
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
@@ -192,17 +192,7 @@ class Collector(Runner):
 
     # -- loops and branches --------------------------------------------------------------------------------------------
 
-    def scan(
-        self,
-        step: Any,
-        turn: Callable[..., tuple[Any, Any]],
-        start: Any,
-        xs: Any,
-        *,
-        length: int,
-        reverse: bool = False,
-        unroll: int = 1,
-    ) -> tuple[Any, Any]:
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
         slices = operands_of_role(step, "sliced", step.known)
         stacked_leaves = {origin.leaf for fact in slices for origin in fact.origins}
@@ -211,7 +201,7 @@ class Collector(Runner):
         def window_slot(iteration: Any) -> Any:
             assert window is not None
             index = iteration.astype(jnp.int32)
-            return _window_slot((length - 1 - index if reverse else index) - window[0], window[1])
+            return _window_slot((order.length - 1 - index if order.reverse else index) - window[0], window[1])
 
         def run_iteration(carry: Any, x: Any, iteration: Any) -> tuple[tuple[Any, Any], dict[int, InputSums]]:
             outer_window = self._window, self._in_window
@@ -247,9 +237,7 @@ class Collector(Runner):
                 slots, stacked_sums = {leaf: jax.tree.map(write, slots[leaf], stacked_sums[leaf]) for leaf in slots}, {}
             return (carry, new_sums, slots), (ys, stacked_sums)
 
-        state, (ys, stacked_sums) = super().scan(
-            step, turn_with_sums, (start, shared_sums, window_sums), xs, length=length, reverse=reverse, unroll=unroll
-        )
+        state, (ys, stacked_sums) = super().scan(step, turn_with_sums, (start, shared_sums, window_sums), xs, order)
         for leaf, sums in (*stacked_sums.items(), *state[1].items(), *state[2].items()):
             self._add_sums(leaf, sums)
         return state[0], ys
