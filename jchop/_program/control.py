@@ -1,11 +1,15 @@
-"""Equations that hold programs: calls, loops and branches are taken apart and put together again around the plans."""
+"""Equations that hold programs, and how these run.
+
+`CONTROL` says once for each primitive how it is planned and run. `Loops` has the
+loops of JAX. A runner of concrete values replaces them (`_program/lanes.py`); another may add to what a loop carries.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +21,6 @@ from jax.sharding import PartitionSpec
 from jchop._core.xla.cpu import is_short_float, loop_entry
 from jchop._program.bind import bind, with_derivative_of
 from jchop._program.loop_limits import warn_of_stop
-from jchop._program.seeds import Seeds
 from jchop._program.step import (
     BATCHED_CALLS,
     CUSTOM_CALLS,
@@ -28,31 +31,43 @@ from jchop._program.step import (
     ProgramStep,
     carry_count,
     is_reference,
+    scope_of,
 )
 
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
 __all__ = [
-    "CONTROL_RULES",
+    "CONTROL",
     "Interpret",
-    "LoopLimit",
+    "Loops",
+    "ScanOrder",
+    "ScanTurn",
+    "WhileParts",
     "as_jax_value",
     "copy_if_reference",
+    "operands_of_role",
+    "roles_of",
     "run_implementation",
+    "turns_around",
     "where_active",
     "with_weak_types",
     "without_weak_types",
 ]
 
 
-def _turn_seeds(seeds: Seeds | None, number: int, step: Array | int = 0) -> Seeds | None:
-    return None if seeds is None else seeds.turn(number, step)
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-def without_weak_types(values: Sequence[Any]) -> list[Any]:
-    """Values without weak types, because the types of carried values must not change."""
-    return [lax.convert_element_type(x, x.dtype) if _has_number_dtype(x) else x for x in map(as_jax_value, values)]
+def without_weak_types(values: Any) -> Any:
+    """A tree of values without weak types, because the types of carried values must not change."""
+    return jax.tree.map(_without_weak_type, values)
+
+
+def _without_weak_type(x: Any) -> Any:
+    x = as_jax_value(x)
+    is_number = not is_reference(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return lax.convert_element_type(x, x.dtype) if is_number else x
 
 
 def with_weak_types(values: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -75,51 +90,395 @@ def copy_if_reference(x: Any) -> Any:
     return jax.new_ref(x[...]) if is_reference(x) else x
 
 
-def _has_number_dtype(x: Any) -> bool:
-    return not is_reference(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+def where_active(active: Array, new: Any, old: Any) -> Any:
+    """The new values of the loops of a batch that still run; the batch comes first."""
+    if not active.ndim:
+        return new
+    mask = lax.broadcast_in_dim(active, jnp.shape(new), tuple(range(active.ndim)))
+    return lax.select(mask, new, as_jax_value(old))
 
 
-def _run_call(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    return interpret(step.inner[0], _turn_seeds(seeds, step.number), args)
+# -- loops -------------------------------------------------------------------------------------------------------------
 
 
-def _run_remat(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
+class ScanOrder(NamedTuple):
+    """The turns of a scan."""
+
+    length: int
+    reverse: bool = False
+    unroll: int = 1
+
+
+class WhileParts(NamedTuple):
+    """Functions of the carried values and the count of turns.
+
+    Args:
+        condition: the seeds and arguments of the program of the condition.
+        goes_on: its result.
+        next_of: the next carried values.
+    """
+
+    condition: Callable[[Any, Any], tuple[Any, list[Any]]]
+    goes_on: Callable[[Any, Any], Any]
+    next_of: Callable[[Any, Any], Any]
+
+
+ScanTurn = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+class Loops:
+    """How the programs that an equation holds run: as calls, loops and branches of JAX.
+
+    A value is a pytree of arrays.
+    """
+
+    #: The most turns of a `while` loop, which then ends with a warning; None for any number.
+    max_turns: int | None = None
+    #: Whether derivatives of the results may be asked for.
+    differentiates = True
+
+    def inside(self, seeds: Any, number: int, turn: Array | int = 0) -> Any:
+        """The seeds of one turn of a program within an equation."""
+        return None if seeds is None else seeds.turn(number, turn)
+
+    def with_derivative(
+        self, own: Callable[..., Any], run: Callable[[list[Any], Any], list[Any]], args: list[Any], seeds: Any
+    ) -> list[Any]:
+        """``run(args, seeds)`` with the derivative of ``own(*args)``."""
+        return (
+            with_derivative_of(own, run, without_weak_types(args), seeds) if self.differentiates else run(args, seeds)
+        )
+
+    def remat(self, run: Callable[[list[Any]], list[Any]], args: list[Any], params: dict[str, Any]) -> list[Any]:
+        """``run(args)``, computed again for derivatives."""
+        if not self.differentiates:
+            return run(args)
+        return jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])(args)
+
+    def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
+        """The results of the branch at the index."""
+        return lax.switch(
+            index, [lambda values, run=run: without_weak_types(run(values)) for run in branches], operands
+        )
+
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """The last carried values and the stacked results of ``turn(carried values, row of xs, count)``."""
+        leaves, structure = jax.tree.flatten(xs)
+        apart = [bool(order.length) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
+
+        def body(carry: tuple[Any, Array], entries: list[Any]) -> tuple[tuple[Any, Array], Any]:
+            values, count = carry
+            place = jnp.uint32(order.length - 1) - count if order.reverse else count
+            rest = iter(entries)
+            row = [loop_entry(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
+            values, ys = without_weak_types(turn(values, jax.tree.unflatten(structure, row), count))
+            return (values, count + jnp.uint32(1)), ys
+
+        (last, _), ys = lax.scan(
+            body,
+            (without_weak_types(start), jnp.uint32(0)),
+            [x for x, own in zip(leaves, apart, strict=True) if not own],
+            **order._asdict(),
+        )
+        return last, ys
+
+    def while_loop(self, step: Any, loop: WhileParts, start: Any) -> Any:
+        """The values with which a loop ends."""
+        start, zero, most = without_weak_types(start), jnp.uint32(0), self.max_turns
+
+        def turn(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            values, count, *active = carry
+            new, count = without_weak_types(loop.next_of(values, count)), count + jnp.uint32(1)
+            if not active:
+                return new, count
+            new = jax.tree.map(partial(where_active, *active), new, values)
+            return new, count, active[0] & loop.goes_on(new, count)
+
+        def holds(carry: tuple[Any, ...]) -> Any:
+            values, count, *active = carry
+            more = jnp.any(active[0]) if active else loop.goes_on(values, count)
+            return more if most is None else more & (count < most)
+
+        # A batch of loops: the values of a finished loop stay the same until the last loop ends.
+        batched = step.inner[0].jaxpr.outvars[0].aval.shape
+        first = (start, zero, loop.goes_on(start, zero)) if batched else (start, zero)
+        last, count, *_ = lax.while_loop(holds, turn, first)
+        return last if most is None else self.at_limit(step, loop, last, count)
+
+    def at_limit(self, step: Any, loop: WhileParts, last: Any, count: Array) -> Any:
+        """The values of a loop of limited turns; a warning, when the program runs, if its condition still holds."""
+        (seeds, args), most = loop.condition(last, count), self.max_turns
+        assert most is not None
+
+        def look() -> None:
+            comparisons, result = self.watch(step.inner[0], seeds, args)
+            say = partial(warn_of_stop, step, [one for one, _ in comparisons], most)
+            jax.debug.callback(say, *lax.stop_gradient((result, [operands for _, operands in comparisons])))
+
+        lax.cond(count >= most, look, lambda: None)
+        return last
+
+    def watch(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
+        """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""
+        raise NotImplementedError
+
+    def shard_map(self, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+        """Each shard counts its own elements, so values that vary over shards have different seeds on each shard."""
+        params = step.eqn.params
+        axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
+        own, tree = jax.tree.flatten(self.inside(seeds, step.number))
+        check_vma = params["check_vma"]
+
+        def shard(own: list[Array], *values: Any) -> tuple[Any, ...]:
+            inside = jax.tree.unflatten(tree, own)
+            inside = None if inside is None else inside.within(axes, check_vma)
+            return tuple(interpret(step.inner[0], inside, list(values)))
+
+        return list(
+            jax.shard_map(
+                shard,
+                mesh=params["mesh"],
+                in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
+                out_specs=tuple(params["out_specs"]),
+                axis_names=set(axes),
+                check_vma=check_vma,
+            )(own, *args)
+        )
+
+
+# -- primitives --------------------------------------------------------------------------------------------------------
+
+
+class ControlPrimitive(NamedTuple):
+    """A primitive that holds programs.
+
+    Args:
+        plan: of a planner and a step its step with inner plans.
+        run: of the loops, a step, its seeds, its operands and what runs a plan, the results.
+        roles: of a step what becomes of each operand, `Role`.
+        turns: of a step how often its program runs, if that is known before and more than once.
+    """
+
+    plan: Callable[[Any, Any], Any]
+    run: Callable[[Loops, Any, Any, list[Any], Interpret], list[Any]]
+    roles: Callable[[Any], list[Role]]
+    turns: Callable[[Any], int] | None = None
+
+
+#: An operand is passed to a program as it is, the same in all turns, carried from turn to turn, taken apart along its
+#: first axis, or used in another way.
+Role = str
+
+
+def roles_of(step: ProgramStep) -> list[Role]:
+    """What becomes of each operand of a step that holds programs."""
+    row = CONTROL.get(step.name)
+    return ["other"] * len(step.eqn.invars) if row is None else row.roles(step)
+
+
+def turns_around(steps: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Those of the steps whose programs run a known number of times, each with this number."""
+    rows = ((step, CONTROL.get(step.name)) for step in steps)
+    return [(step, row.turns(step)) for step, row in rows if row is not None and row.turns is not None]
+
+
+def operands_of_role(step: ProgramStep, role: Role, values: Sequence[Any]) -> list[Any]:
+    """Those of some values, one for each operand of a step, whose operands have a role."""
+    return [value for value, own in zip(values, roles_of(step), strict=True) if own == role]
+
+
+def _roles_of_all(role: Role) -> Callable[[ProgramStep], list[Role]]:
+    return lambda step: [role] * len(step.eqn.invars)
+
+
+def _common_facts(planner: Any, before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
+    """The facts about carried values that hold in this turn and the next."""
+    return tuple(planner.common(pair) for pair in zip(before, after, strict=True))
+
+
+def _plan_call(planner: Any, step: Any) -> Any:
     params = step.eqn.params
-    inner = partial(interpret, step.inner[0], _turn_seeds(seeds, step.number))
-    return jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])(args)
+    scope = scope_of(step.scope, "", params.get("name"))
+    inner = planner.plan(params.get("jaxpr", params.get("call_jaxpr")), step.known, scope)
+    return replace(step, inner=(inner,), out=inner.out)
 
 
-def _run_custom_rule(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """The function's own derivative rule, in the carrier."""
+def _run_call(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    return interpret(step.inner[0], loops.inside(seeds, step.number), args)
+
+
+def _plan_high_call(planner: Any, step: Any) -> Any:
+    (primitive,) = step.eqn.params.values()
+
+    def expand_call(*values: Any) -> Any:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, values)))
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
+    inner = planner.plan(jax.make_jaxpr(expand_call)(*avals), step.known, step.scope)
+    return replace(step, inner=(inner,), out=inner.out)
+
+
+def _run_remat(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    inner = partial(interpret, step.inner[0], loops.inside(seeds, step.number))
+    return loops.remat(inner, args, step.eqn.params)
+
+
+def _run_custom_rule(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    """The function's own derivative rule, in the carrier; of a linear system, the system gives the derivatives."""
+
+    def run(values: list[Any], seeds: Any) -> list[Any]:
+        return interpret(step.inner[0], seeds, _solve_operands(step, values))
+
     own = partial(bind, step.eqn.primitive, step.eqn.params)
-
-    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
-        return interpret(step.inner[0], seeds, values)
-
-    return with_derivative_of(own, run, without_weak_types(args), _turn_seeds(seeds, step.number))
+    return loops.with_derivative(own, run, args, loops.inside(seeds, step.number))
 
 
-def run_implementation(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
+def _plan_solve(planner: Any, step: Any) -> Any:
+    inner = planner.plan(step.eqn.params["jaxprs"].solve, _solve_operands(step, step.known), step.scope)
+    return replace(step, inner=(inner,), out=inner.out)
+
+
+def _solve_operands(step: Any, values: Sequence[Any]) -> list[Any]:
+    """The operands of the program that a step runs: of a linear system those of its solver, of any other step all."""
+    if step.name != "custom_linear_solve":
+        return list(values)
+    lengths = step.eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*values[first : first + lengths.solve], *values[sum(lengths) :]]
+
+
+def _plan_cond(planner: Any, step: Any) -> Any:
+    inner = tuple(planner.plan(branch, step.known[1:], step.scope) for branch in step.eqn.params["branches"])
+    return replace(step, inner=inner, out=tuple(map(planner.common, zip(*(plan.out for plan in inner), strict=True))))
+
+
+def _run_cond(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    index, *operands = args
+
+    def branch(i: int, values: list[Any]) -> list[Any]:
+        return interpret(step.inner[i], loops.inside(seeds, step.number + i), values)
+
+    return loops.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
+
+
+def _cond_roles(step: ProgramStep) -> list[Role]:
+    return ["other", *["passed"] * (len(step.eqn.invars) - 1)]
+
+
+def _plan_scan(planner: Any, step: Any) -> Any:
+    consts, carry = carry_count(step.eqn.params)
+    facts = (*step.known[: consts + carry], *map(planner.one_turn, step.known[consts + carry :]))
+    while True:
+        inner = planner.plan(step.eqn.params["jaxpr"], facts, step.scope)
+        carry_facts = _common_facts(planner, facts[consts : consts + carry], inner.out[:carry])
+        if carry_facts == facts[consts : consts + carry]:
+            return replace(step, inner=(inner,), out=(*carry_facts, *map(planner.all_turns, inner.out[carry:])))
+        facts = (*facts[:consts], *carry_facts, *facts[consts + carry :])
+
+
+def _run_scan(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    consts, carry_size = carry_count(step.eqn.params)
+    fixed, start, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
+
+    def turn(values: list[Any], row: list[Any], count: Any) -> tuple[list[Any], list[Any]]:
+        out = interpret(step.inner[0], loops.inside(seeds, step.number, count), [*fixed, *values, *row])
+        return out[:carry_size], out[carry_size:]
+
+    last, ys = loops.scan(step, turn, start, xs, ScanOrder(*(step.eqn.params[name] for name in ScanOrder._fields)))
+    return [*last, *ys]
+
+
+def _scan_roles(step: ProgramStep) -> list[Role]:
+    consts, carry = carry_count(step.eqn.params)
+    return [*["fixed"] * consts, *["carried"] * carry, *["sliced"] * (len(step.eqn.invars) - consts - carry)]
+
+
+def _plan_while(planner: Any, step: Any) -> Any:
+    params = step.eqn.params
+    test, body = params["cond_nconsts"], params["body_nconsts"]
+    first, consts, carry_facts = step.known[:test], step.known[test : test + body], step.known[test + body :]
+    while True:
+        inner = planner.plan(params["body_jaxpr"], (*consts, *carry_facts), step.scope)
+        next_facts = _common_facts(planner, carry_facts, inner.out)
+        if next_facts == carry_facts:
+            plans = (planner.plan(params["cond_jaxpr"], (*first, *carry_facts), step.scope), inner)
+            return replace(step, inner=plans, out=next_facts)
+        carry_facts = next_facts
+
+
+def _run_while(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
+    first, fixed, start = args[:test], args[test : test + body], args[test + body :]
+
+    def condition(values: list[Any], count: Any) -> tuple[Any, list[Any]]:
+        return loops.inside(seeds, step.number, count), [*first, *values]
+
+    def goes_on(values: list[Any], count: Any) -> Any:
+        return interpret(step.inner[0], *condition(values, count))[0]
+
+    def next_of(values: list[Any], count: Any) -> list[Any]:
+        return interpret(step.inner[1], loops.inside(seeds, step.number + 1, count), [*fixed, *values])
+
+    return loops.while_loop(step, WhileParts(condition, goes_on, next_of), start)
+
+
+def _while_roles(step: ProgramStep) -> list[Role]:
+    fixed = step.eqn.params["cond_nconsts"] + step.eqn.params["body_nconsts"]
+    return [*["fixed"] * fixed, *["carried"] * (len(step.eqn.invars) - fixed)]
+
+
+def _run_shard_map(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    return loops.shard_map(step, seeds, args, interpret)
+
+
+#: The primitives that hold programs. A new one is a row here.
+CONTROL: dict[str, ControlPrimitive] = {
+    **dict.fromkeys(PLAIN_CALLS, ControlPrimitive(_plan_call, _run_call, _roles_of_all("passed"))),
+    **dict.fromkeys(HIGH_CALLS, ControlPrimitive(_plan_high_call, _run_call, _roles_of_all("passed"))),
+    **dict.fromkeys(REMAT_CALLS, ControlPrimitive(_plan_call, _run_remat, _roles_of_all("passed"))),
+    **dict.fromkeys(CUSTOM_CALLS, ControlPrimitive(_plan_call, _run_custom_rule, _roles_of_all("other"))),
+    "custom_linear_solve": ControlPrimitive(_plan_solve, _run_custom_rule, _roles_of_all("other")),
+    "cond": ControlPrimitive(_plan_cond, _run_cond, _cond_roles),
+    "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles, lambda step: step.eqn.params["length"]),
+    "while": ControlPrimitive(_plan_while, _run_while, _while_roles),
+    "shard_map": ControlPrimitive(_plan_call, _run_shard_map, _roles_of_all("other")),
+}
+
+
+# -- primitives of other packages --------------------------------------------------------------------------------------
+
+
+def run_implementation(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
     """A primitive by its implementation, which is a program; the derivative is the primitive's own, in the carrier.
 
     What has its own rule for batches has it also under `jax.vmap`.
     """
     if step.later is None or not any(isinstance(x, Tracer) for x in jax.tree.leaves((seeds, args))):
-        return _run_custom_rule(step, seeds, args, interpret)
+        return _run_custom_rule(loops, step, seeds, args, interpret)
     if step.name in BATCHED_CALLS:
         return _with_batch_rule(
-            step, interpret, lambda seeds, args: _run_custom_rule(step, seeds, args, interpret), seeds, args
+            loops,
+            step,
+            interpret,
+            lambda seeds, args: _run_custom_rule(loops, step, seeds, args, interpret),
+            seeds,
+            args,
         )
 
     # The derivative outside: JAX has none in reverse mode for a function with a rule for batches.
     def inner(plan: ProgramPlan, *seeds_and_args: Any) -> list[Any]:
-        return _with_batch_rule(step, interpret, partial(interpret, plan), *seeds_and_args)
+        return _with_batch_rule(loops, step, interpret, partial(interpret, plan), *seeds_and_args)
 
-    return _run_custom_rule(step, seeds, args, inner)
+    return _run_custom_rule(loops, step, seeds, args, inner)
 
 
 def _with_batch_rule(
-    step: ProgramStep, interpret: Interpret, run: Callable[..., list[Any]], seeds: Seeds | None, args: Sequence[Any]
+    loops: Loops,
+    step: ProgramStep,
+    interpret: Interpret,
+    run: Callable[..., list[Any]],
+    seeds: Any,
+    args: Sequence[Any],
 ) -> list[Any]:
     """``run(seeds, args)``, in a batch the rule of the step."""
     leaves, tree = jax.tree.flatten((seeds, list(args)))
@@ -130,7 +489,9 @@ def _with_batch_rule(
     def batch(size: int, flags: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         if any(flags) and not any(flags[len(leaves) - len(args) :]):  # the seeds alone
             return jax.vmap(alone, [0 if b else None for b in flags])(*leaves), [True] * len(step.eqn.outvars)
-        return _run_batch_rule(step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (flags, leaves)))
+        return _run_batch_rule(
+            loops, step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (flags, leaves))
+        )
 
     call = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
     call.def_vmap(batch)
@@ -138,7 +499,7 @@ def _with_batch_rule(
 
 
 def _run_batch_rule(
-    step: ProgramStep, interpret: Interpret, size: int, batch_flags: Any, seeds_and_args: Any
+    loops: Loops, step: ProgramStep, interpret: Interpret, size: int, batch_flags: Any, seeds_and_args: Any
 ) -> tuple[list[Any], list[bool]]:
     """The results of a function's own rule for batches, which is run as the function is, and which are batched."""
     (rows, flags), (seeds, args), out_flags = batch_flags, seeds_and_args, list[bool]()
@@ -158,172 +519,7 @@ def _run_batch_rule(
     program = jax.make_jaxpr(rule)(*args)
     plan = step.later(program)
 
-    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
+    def run(values: list[Any], seeds: Any) -> list[Any]:
         return interpret(plan, seeds, values)
 
-    return with_derivative_of(
-        jaxpr_as_fun(program), run, without_weak_types(args), _turn_seeds(seeds, step.number)
-    ), out_flags
-
-
-def _run_linear_solve(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """The solver is emulated; the linear system gives the derivatives, in the carrier."""
-    lengths = step.eqn.params["const_lengths"]
-    first, last = lengths.matvec + lengths.vecmat, sum(lengths)
-    own = partial(bind, step.eqn.primitive, step.eqn.params)
-
-    def run(values: list[Any], seeds: Seeds | None) -> list[Any]:
-        return interpret(step.inner[0], seeds, [*values[first : first + lengths.solve], *values[last:]])
-
-    return with_derivative_of(own, run, without_weak_types(args), _turn_seeds(seeds, step.number))
-
-
-def _run_cond(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    index, *operands = args
-
-    def branch(i: int, values: list[Any]) -> list[Any]:
-        return without_weak_types(interpret(step.inner[i], _turn_seeds(seeds, step.number + i), values))
-
-    return lax.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
-
-
-def _run_scan(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    params = step.eqn.params
-    consts, carry_size = carry_count(params)
-    fixed, start, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
-
-    leaves, structure = jax.tree.flatten(xs)
-    apart = [bool(params["length"]) and is_short_float(x) and x.dtype.itemsize == 1 for x in leaves]
-
-    def turn(carry: tuple[list[Any], Array], entries: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
-        values, count = carry
-        place = jnp.uint32(params["length"] - 1) - count if params["reverse"] else count
-        rest = iter(entries)
-        row = [loop_entry(x, place) if own else next(rest) for x, own in zip(leaves, apart, strict=True)]
-        x = jax.tree.unflatten(structure, row)
-        out = without_weak_types(
-            interpret(step.inner[0], _turn_seeds(seeds, step.number, count), [*fixed, *values, *x])
-        )
-        return (out[:carry_size], count + jnp.uint32(1)), out[carry_size:]
-
-    (last, _), ys = lax.scan(
-        turn,
-        (without_weak_types(start), jnp.uint32(0)),
-        [x for x, own in zip(leaves, apart, strict=True) if not own],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return [*last, *ys]
-
-
-@dataclass(frozen=True)
-class LoopLimit:
-    """The limit of `while` loops.
-
-    Args:
-        most: the most turns.
-        watch: a function of the plan of a condition, seeds and arguments. It returns the comparisons in the condition,
-            each a step and its operands, and the result.
-    """
-
-    most: int
-    watch: Callable[..., tuple[list[tuple[ProgramStep, list[Any]]], Any]]
-
-
-def _run_while(
-    step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret, limit: LoopLimit | None = None
-) -> list[Any]:
-    test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-    first, fixed, start = args[:test], args[test : test + body], args[test + body :]
-
-    def go_on(values: list[Any], count: Array) -> Any:
-        return interpret(step.inner[0], _turn_seeds(seeds, step.number, count), [*first, *values])[0]
-
-    def next_of(values: list[Any], count: Array) -> list[Any]:
-        return without_weak_types(
-            interpret(step.inner[1], _turn_seeds(seeds, step.number + 1, count), [*fixed, *values])
-        )
-
-    start, zero = without_weak_types(start), jnp.uint32(0)
-    if not step.inner[0].jaxpr.outvars[0].aval.shape:
-
-        def turn(carry: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
-            return next_of(*carry), carry[1] + jnp.uint32(1)
-
-        def goes_on(carry: tuple[list[Any], Array]) -> Any:
-            return go_on(*carry) if limit is None else go_on(*carry) & (carry[1] < limit.most)
-
-        last, count = lax.while_loop(goes_on, turn, (start, zero))
-        if limit is not None:
-            _warn_at_limit(step, _turn_seeds(seeds, step.number, count), [*first, *last], limit, count)
-        return last
-
-    def turn_some(carry: tuple[list[Any], Array, Array]) -> tuple[list[Any], Array, Array]:
-        values, count, active = carry
-        out = [where_active(active, *pair) for pair in zip(next_of(values, count), values, strict=True)]
-        count = count + jnp.uint32(1)
-        return out, count, active & go_on(out, count)
-
-    # A batch of loops: the values of a finished loop stay the same until the last loop ends.
-    def some_go_on(carry: tuple[list[Any], Array, Array]) -> Any:
-        return jnp.any(carry[2]) if limit is None else jnp.any(carry[2]) & (carry[1] < limit.most)
-
-    last, count, _ = lax.while_loop(some_go_on, turn_some, (start, zero, go_on(start, zero)))
-    if limit is not None:
-        _warn_at_limit(step, _turn_seeds(seeds, step.number, count), [*first, *last], limit, count)
-    return last
-
-
-def _warn_at_limit(step: ProgramStep, seeds: Seeds | None, args: list[Any], limit: LoopLimit, count: Array) -> None:
-    """A warning, when the program runs, if a condition still holds after the last turn."""
-
-    def look() -> None:
-        comparisons, goes_on = limit.watch(step.inner[0], seeds, args)
-        say = partial(warn_of_stop, step, [one for one, _ in comparisons], limit.most)
-        jax.debug.callback(say, *lax.stop_gradient((goes_on, [operands for _, operands in comparisons])))
-
-    lax.cond(count >= limit.most, look, lambda: None)
-
-
-def where_active(active: Array, new: Any, old: Any) -> Any:
-    """The new values of the loops of a batch that still run; the batch comes first."""
-    if not active.ndim:
-        return new
-    mask = lax.broadcast_in_dim(active, jnp.shape(new), tuple(range(active.ndim)))
-    return lax.select(mask, new, as_jax_value(old))
-
-
-def _run_shard_map(step: ProgramStep, seeds: Seeds | None, args: list[Any], interpret: Interpret) -> list[Any]:
-    """Each shard counts its own elements, so values that vary over shards have different seeds on each shard."""
-    params = step.eqn.params
-    axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
-    own, tree = jax.tree.flatten(_turn_seeds(seeds, step.number))
-    check_vma = params["check_vma"]
-
-    def shard(own: list[Array], *values: Any) -> tuple[Any, ...]:
-        inside = jax.tree.unflatten(tree, own)
-        return tuple(interpret(step.inner[0], None if inside is None else inside.within(axes, check_vma), list(values)))
-
-    return list(
-        jax.shard_map(
-            shard,
-            mesh=params["mesh"],
-            in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
-            out_specs=tuple(params["out_specs"]),
-            axis_names=set(axes),
-            check_vma=check_vma,
-        )(own, *args)
-    )
-
-
-CONTROL_RULES: dict[str, Callable[..., list[Any]]] = {
-    **dict.fromkeys((*PLAIN_CALLS, *HIGH_CALLS), _run_call),
-    **dict.fromkeys(REMAT_CALLS, _run_remat),
-    **dict.fromkeys(CUSTOM_CALLS, _run_custom_rule),
-    "custom_linear_solve": _run_linear_solve,
-    "cond": _run_cond,
-    "scan": _run_scan,
-    "while": _run_while,
-    "shard_map": _run_shard_map,
-}
+    return loops.with_derivative(jaxpr_as_fun(program), run, args, loops.inside(seeds, step.number)), out_flags

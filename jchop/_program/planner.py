@@ -7,27 +7,20 @@ own number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
+from jax.interpreters import batching, mlir
 
-from jchop._program.implementations import has_batch_rule, implementation_of
-from jchop._program.step import (
-    BATCHED_CALLS,
-    CALLS,
-    HIGH_CALLS,
-    ProgramPlan,
-    carry_count,
-    is_jchop_scope,
-    jaxpr_of,
-    scope_of,
-)
+from jchop._program.control import CONTROL
+from jchop._program.step import BATCHED_CALLS, ProgramPlan, ProgramStep, is_jchop_scope, jaxpr_of, scope_of
 
-__all__ = ["Planner", "variables_outside_jchop"]
+__all__ = ["Planner", "has_batch_rule", "implementation_of", "is_foreign_primitive", "variables_outside_jchop"]
 
 
 class Planner:
@@ -49,7 +42,8 @@ class Planner:
         for eqn in jaxpr.eqns:
             step = self.step(eqn, env, scope_of(scope, eqn.source_info.name_stack), number)
             if step.kind == "control":
-                step = _CONTROL_PLANS.get(step.name, Planner._plan_implementation)(self, step)
+                row = CONTROL.get(step.name)
+                step = self.plan_implementation(step) if row is None else row.plan(self, step)
             number += len(step.inner) + 1 if step.inner else self.draws(step)
             env.update(zip(eqn.outvars, step.out, strict=True))
             steps.append(step)
@@ -92,78 +86,12 @@ class Planner:
             self._implementation_programs[id(eqn)] = (eqn, implementation_of(eqn))  # keeps the equation and its id
         return self._implementation_programs[id(eqn)][1]
 
-    # -- equations that hold programs ----------------------------------------------------------------------------------
-
-    def _call(self, step: Any) -> Any:
-        params = step.eqn.params
-        inner = self.plan(
-            params.get("jaxpr", params.get("call_jaxpr")), step.known, scope_of(step.scope, "", params.get("name"))
-        )
-        return replace(step, inner=(inner,), out=inner.out)
-
-    def _high_call(self, step: Any) -> Any:
-        (primitive,) = step.eqn.params.values()
-
-        def expand_call(*values: Any) -> Any:
-            return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, values)))
-
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in step.eqn.invars]
-        inner = self.plan(jax.make_jaxpr(expand_call)(*avals), step.known, step.scope)
-        return replace(step, inner=(inner,), out=inner.out)
-
-    def _plan_implementation(self, step: Any) -> Any:
+    def plan_implementation(self, step: Any) -> Any:
+        """The step of a primitive of another package, with the plan of its implementation."""
         inner = self.plan(self.implementation(step.eqn), step.known, step.scope)
         keeps = step.name in BATCHED_CALLS or has_batch_rule(step.eqn.primitive, inner)
         later = partial(self.later, facts=step.known, scope=step.scope) if keeps else None
         return replace(step, inner=(inner,), out=inner.out, later=later)
-
-    def _solve(self, step: Any) -> Any:
-        params = step.eqn.params
-        lengths = params["const_lengths"]
-        first = lengths.matvec + lengths.vecmat
-        facts = (*step.known[first : first + lengths.solve], *step.known[sum(lengths) :])
-        inner = self.plan(params["jaxprs"].solve, facts, step.scope)
-        return replace(step, inner=(inner,), out=inner.out)
-
-    def _cond(self, step: Any) -> Any:
-        inner = tuple(self.plan(branch, step.known[1:], step.scope) for branch in step.eqn.params["branches"])
-        return replace(step, inner=inner, out=tuple(map(self.common, zip(*(plan.out for plan in inner), strict=True))))
-
-    def _scan(self, step: Any) -> Any:
-        consts, carry = carry_count(step.eqn.params)
-        facts = (*step.known[: consts + carry], *map(self.one_turn, step.known[consts + carry :]))
-        while True:
-            inner = self.plan(step.eqn.params["jaxpr"], facts, step.scope)
-            carry_facts = self._common_facts(facts[consts : consts + carry], inner.out[:carry])
-            if carry_facts == facts[consts : consts + carry]:
-                return replace(step, inner=(inner,), out=(*carry_facts, *map(self.all_turns, inner.out[carry:])))
-            facts = (*facts[:consts], *carry_facts, *facts[consts + carry :])
-
-    def _while(self, step: Any) -> Any:
-        params = step.eqn.params
-        test, body = params["cond_nconsts"], params["body_nconsts"]
-        first, consts, carry_facts = step.known[:test], step.known[test : test + body], step.known[test + body :]
-        while True:
-            inner = self.plan(params["body_jaxpr"], (*consts, *carry_facts), step.scope)
-            next_facts = self._common_facts(carry_facts, inner.out)
-            if next_facts == carry_facts:
-                plans = (self.plan(params["cond_jaxpr"], (*first, *carry_facts), step.scope), inner)
-                return replace(step, inner=plans, out=next_facts)
-            carry_facts = next_facts
-
-    def _common_facts(self, before: Sequence[Any], after: Sequence[Any]) -> tuple[Any, ...]:
-        """The facts about carried values that hold in this turn and the next."""
-        return tuple(self.common(pair) for pair in zip(before, after, strict=True))
-
-
-_CONTROL_PLANS = {
-    **dict.fromkeys(CALLS, Planner._call),
-    **dict.fromkeys(HIGH_CALLS, Planner._high_call),
-    "custom_linear_solve": Planner._solve,
-    "cond": Planner._cond,
-    "scan": Planner._scan,
-    "while": Planner._while,
-}
 
 
 def variables_outside_jchop(jaxpr: Any) -> set[Any]:
@@ -171,3 +99,59 @@ def variables_outside_jchop(jaxpr: Any) -> set[Any]:
     others = (eqn for eqn in jaxpr.eqns if not is_jchop_scope(scope_of("", eqn.source_info.name_stack)))
     operands = (v for eqn in others for v in eqn.invars)
     return {v for v in (*operands, *jaxpr.outvars) if not isinstance(v, Literal)}
+
+
+# -- primitives of other packages ------------------------------------------------------------------------------------
+
+
+#: Calls of code that JAX cannot differentiate, and may not take apart for batches.
+_FOREIGN_CALLS = frozenset(("pure_callback", "io_callback", "ffi_call"))
+
+
+def implementation_of(eqn: Any) -> Any:
+    """The program of the implementation of an equation's primitive; None if it cannot be traced."""
+    primitive = eqn.primitive
+    params = primitive.get_bind_params(eqn.params)
+    for function in _implementations(primitive):
+        try:
+            program = jax.make_jaxpr(lambda *args, f=function: f(*args, **params))(*(v.aval for v in eqn.invars))
+        except Exception:  # any error of another package that needs numbers
+            continue
+        same = [v.aval.shape for v in program.jaxpr.outvars] == [v.aval.shape for v in eqn.outvars]
+        if same and all(one.primitive is not primitive for one in program.jaxpr.eqns):
+            return program
+    return None
+
+
+def _implementations(primitive: Any) -> Iterator[Callable[..., Any]]:
+    """The functions that compute a primitive: its own, and what it is lowered to if that is a function of JAX."""
+    if primitive.impl is not None and not _is_in_package(primitive.impl, "jax._src.dispatch"):
+        yield primitive.impl
+    platforms = getattr(mlir, "_platform_specific_lowerings", {}).values()
+    for rules in (*platforms, getattr(mlir, "_lowerings", {})):
+        rule: Any = getattr(rules.get(primitive), "rule", rules.get(primitive))
+        if getattr(rule, "__qualname__", "").startswith("lower_fun."):
+            function = inspect.getclosurevars(rule).nonlocals["fun"]
+            if not _is_in_package(function, "jax"):
+                yield function
+
+
+def _is_in_package(function: Any, package: str) -> bool:
+    """Whether a function is defined in a module or package."""
+    function = function.func if isinstance(function, partial) else function
+    return f"{getattr(function, '__module__', '')}.".startswith(f"{package}.")
+
+
+def has_batch_rule(primitive: Any, plan: ProgramPlan) -> bool:
+    """Whether a primitive with this program keeps its own rule for batches: it calls foreign code and has a rule."""
+    tables = (getattr(batching, name, None) for name in ("fancy_primitive_batchers", "primitive_batchers"))
+    return _calls_foreign_code(plan) and any(isinstance(table, dict) and primitive in table for table in tables)
+
+
+def is_foreign_primitive(step: ProgramStep) -> bool:
+    """Whether a step is a primitive of another package that calls foreign code; its derivative is its own."""
+    return step.kind == "control" and step.name not in CONTROL and any(map(_calls_foreign_code, step.inner))
+
+
+def _calls_foreign_code(plan: ProgramPlan) -> bool:
+    return any(step.name in _FOREIGN_CALLS for step in plan.walk())

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from jchop._common.bit_ops import varying_axes
 from jchop._core.xla.cpu import is_short_float
 from jchop._program.control import as_jax_value, without_weak_types
-from jchop._program.jaxpr_equal import same_constant, same_param, same_program
+from jchop._program.jaxprs import same_constant, same_param, same_program
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, ProgramStep
 

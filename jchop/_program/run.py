@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 from jax.extend.core import Literal
 
 from jchop._program.bind import constant_of
-from jchop._program.control import CONTROL_RULES, Interpret, LoopLimit, run_implementation
+from jchop._program.control import CONTROL, Interpret, Loops, run_implementation
 from jchop._program.loop_limits import COMPARISONS
 from jchop._program.step import PLAIN_CALLS, ProgramPlan
 
-__all__ = ["Runner", "interpret", "watch_condition"]
+__all__ = ["Runner", "interpret"]
 
 
-class Runner:
+class Runner(Loops):
     """Runs the steps of a plan. A table of rules is a subclass."""
-
-    #: The most turns of a `while` loop, which then ends with a warning; None for any number.
-    max_turns: int | None = None
 
     def parts(self, plan: ProgramPlan) -> Iterable[Any]:
         """The parts to run, in order: single steps, or groups of steps. Each has `eqn`, `operands` and `results`."""
         return plan.steps
+
+    def context(self, part: Any) -> AbstractContextManager[Any]:
+        """The settings of JAX for a part."""
+        return part.eqn.ctx.manager
+
+    def constant(self, value: Any) -> Any:
+        """A constant or a literal of a program."""
+        return value
 
     def prepare(self, part: Any, env: dict[Any, Any], seeds: Any) -> None:
         """Called before a part is run; may replace values of `env` that the part cannot take."""
@@ -51,10 +56,14 @@ class Runner:
 
     def enter(self, step: Any, seeds: Any, args: list[Any], inner: Interpret) -> list[Any]:
         """The results of a step that holds programs, which `inner` carries out."""
-        run = CONTROL_RULES.get(step.name, run_implementation)
-        if step.name == "while" and self.max_turns is not None:
-            run = partial(run, limit=LoopLimit(self.max_turns, partial(watch_condition, self)))
-        return run(step, seeds, args, inner)
+        row = CONTROL.get(step.name)
+        return (run_implementation if row is None else row.run)(self, step, seeds, args, inner)
+
+    def watch(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> tuple[list[tuple[Any, list[Any]]], Any]:
+        """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""
+        watching = _ComparisonRecorder(self)
+        (result,) = interpret(watching, plan, seeds, args)
+        return watching.comparisons, result
 
 
 def interpret(
@@ -69,15 +78,16 @@ def interpret(
         args: its arguments.
         constants: replace the program's own constants. Default: none.
     """
-    env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, constants or plan.consts, strict=True))
+    constants = constants or list(map(runner.constant, plan.consts))
+    env: dict[Any, Any] = dict(zip(plan.jaxpr.constvars, constants, strict=True))
     env.update(zip(plan.jaxpr.invars, args, strict=True))
 
     def read(v: Any) -> Any:
-        return constant_of(v) if isinstance(v, Literal) else env[v]
+        return runner.constant(constant_of(v)) if isinstance(v, Literal) else env[v]
 
     for part in runner.parts(plan):
         run = runner.control if getattr(part, "kind", None) == "control" else runner.run
-        with part.eqn.ctx.manager:
+        with runner.context(part):
             runner.prepare(part, env, seeds)
             out = run(part, seeds, [read(v) for v in part.operands])
         env.update(zip(part.results, out, strict=True))
@@ -100,12 +110,3 @@ class _ComparisonRecorder(Runner):
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of a step that holds programs."""
         return (super() if step.name in PLAIN_CALLS else self.runner).control(step, seeds, args)
-
-
-def watch_condition(
-    runner: Runner, plan: ProgramPlan, seeds: Any, args: Sequence[Any]
-) -> tuple[list[tuple[Any, list[Any]]], Any]:
-    """The comparisons of a condition's plan, each a step and its operands, and the condition's value."""
-    watching = _ComparisonRecorder(runner)
-    (result,) = interpret(watching, plan, seeds, args)
-    return watching.comparisons, result

@@ -15,7 +15,6 @@ from jchop._round.arguments import JCHOP_RESULT, JCHOP_SCOPE
 __all__ = [
     "BATCHED_CALLS",
     "CALLS",
-    "CONTROL",
     "CUSTOM_CALLS",
     "HIGH_CALLS",
     "PLAIN_CALLS",
@@ -41,8 +40,6 @@ CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call")
 #: Functions with a rule of their own for batches, which are opened.
 BATCHED_CALLS = ("custom_vmap_call",)
 CALLS = (*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS, "shard_map")
-#: The primitives that hold programs.
-CONTROL = frozenset((*CALLS, "custom_linear_solve", "scan", "while", "cond"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +107,14 @@ class ProgramPlan:
 
     def walk(self) -> Iterator[Any]:
         """Every step. The steps of inner plans follow the step that holds the plan."""
+        return (step for step, _ in self.walk_within())
+
+    def walk_within(self, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Every step, with the steps whose programs hold it, the outermost first."""
         for step in self.steps:
-            yield step
+            yield step, around
             for plan in step.inner:
-                yield from plan.walk()
+                yield from plan.walk_within((*around, step))
 
 
 def jaxpr_of(value: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -14,6 +14,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from jchop._program.bind import bind, constant_of, with_derivative_of
 from jchop._program.control import as_jax_value
+from jchop._program.jaxprs import map_param
 from jchop._program.step import (
     BATCHED_CALLS,
     CUSTOM_CALLS,
@@ -98,14 +99,11 @@ class Widening:
 
     def param(self, value: Any, scope: str) -> Any:
         """A parameter of an equation, with wide dtypes and programs."""
-        if isinstance(value, tuple | list):
-            new = [self.param(each, scope) for each in value]
-            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
-        if hasattr(jaxpr_of(value)[0], "eqns"):
-            return self.program(value, scope, inner=True)
-        if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
-            return self.wide(jax.ShapeDtypeStruct((), value)).dtype
-        return value
+        return map_param(value, lambda program: self.program(program, scope, inner=True), self._wide_dtype)
+
+    def _wide_dtype(self, value: Any) -> Any:
+        is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+        return self.wide(jax.ShapeDtypeStruct((), value)).dtype if is_dtype else value
 
 
 class _WideEquations:

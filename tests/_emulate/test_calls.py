@@ -36,7 +36,7 @@ from jax import lax
 import jchop as jc
 from jchop._emulate.rules import trace
 from jchop._program.closures import reachable_objects, same_objects
-from jchop._program.jaxpr_equal import same_program
+from jchop._program.jaxprs import same_program
 
 further = Further()
 

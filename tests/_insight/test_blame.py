@@ -24,11 +24,12 @@ import jchop as jc
 from jchop._emulate.emulate import round_on_entry
 from jchop._emulate.paired.paired_run import PairedRun
 from jchop._emulate.paired.reference import CarrierReference
-from jchop._emulate.paired.shards import with_vmap_collective
 from jchop._emulate.rules.trace import trace_program
 from jchop._insight.reports.blame import BlameRow
 from jchop._insight.reports.tape import Tape
 from jchop._program.control import as_jax_value
+from jchop._program.run import interpret
+from jchop._program.shards import with_vmap_collective
 
 further = Further()
 
@@ -847,9 +848,8 @@ class Replay(PairedRun):
             for x, made in zip(values, errors, strict=True)
         ]
 
-    def _step(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
-        if step.kind == "control" and (step.inner or step.name in ("cond", "scan", "while")):
-            return super()._step(step, seeds, args)
+    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        step = part
         out = self.reference.bind(
             with_vmap_collective(step, self.axes), [pair[0] for pair in args], self.axes, rounds=False
         )
@@ -889,15 +889,15 @@ def test_recorded_errors_fed_back_give_the_emulated_result(name: str, spec: str)
     every = [*program.values, *program.plan.consts]
     tape, replay = Tape(CarrierReference(), 1000), Replay(CarrierReference(), 1000)
     pairs = [
-        tape.enter(str(i), x, as_jax_value(whole))
+        tape.argument(str(i), x, as_jax_value(whole))
         for i, (x, whole) in enumerate(zip([*values, *constants], every, strict=True))
     ]
-    tape.run(program.plan, None, pairs[: len(values)], pairs[len(values) :])
+    interpret(tape, program.plan, [None], pairs[: len(values)], pairs[len(values) :])
     replay.errors_of(tape)
     given = [as_jax_value(x) for x in every]
     given = [replay.added(str(i), [x])[0] if str(i) in replay.errors else x for i, x in enumerate(given)]
     twice = [(x, x) for x in given]
-    out = replay.run(program.plan, None, twice[: len(values)], twice[len(values) :])
+    out = interpret(replay, program.plan, [None], twice[: len(values)], twice[len(values) :])
     assert not any(replay.errors.values()) and len(replay.errors) >= 5
     want = jax.tree.leaves(jax.jit(low)(*args))
     for (got, _), x in zip(out, want, strict=True):

@@ -14,7 +14,7 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop._quantized.products.hadamard import HadamardBlocks
+from jchop._quantized.products.rotation import HadamardBlocks
 from jchop.ptq._equalize.labels import FoldError
 from jchop.ptq._equalize.rotation_rules import rotation_of
 from tests.ptq.tables import case, some_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 from jchop._emulate.paired.paired_run import StopEventError
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import is_program_variable
+from jchop._program.control import turns_around
 from jchop._program.source import is_library_file, source_line_of
 from jchop._program.step import ProgramPlan
 
@@ -45,7 +47,7 @@ def first_line_of(fun: Any, otherwise: str) -> str:
 
 def text_of_event(stop: StopEventError, plan: ProgramPlan, outer: str, home: str) -> str:
     """A sentence about the event that ended a run, with its place."""
-    source = next((source for step, _, source in walk_sources(plan, 1, outer) if step is stop.step), home)
+    source = next((source for step, _, source in walk_sources(plan, outer) if step is stop.step), home)
     scope = f" in scope {stop.step.scope!r}" if stop.step is not None and stop.step.scope else ""
     return f"stopped at the first {stop.what}: {stop.facts} ({stop.event}) at {source}{scope}"
 
@@ -55,14 +57,13 @@ def step_spec_text(step: EmulatedStep) -> str:
     return "carrier" if step.choice.spec is None or step.kind == "carrier" else str(step.choice.spec)
 
 
-def walk_sources(plan: ProgramPlan, times: int, outer: str) -> Iterator[tuple[EmulatedStep, int, str]]:
+def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[tuple[EmulatedStep, int, str]]:
     """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
-    for step in plan.steps:
-        source = source_line_of(step.eqn.source_info, outer)
-        yield step, times, source
-        turns = step.eqn.params["length"] if step.name == "scan" else 1
-        for inner in step.inner:
-            yield from walk_sources(inner, times * turns, source)
+    sources: dict[int, str] = {}
+    for step, around in plan.walk_within():
+        holder = sources[id(around[-1])] if around else outer
+        source = sources[id(step)] = source_line_of(step.eqn.source_info, holder)
+        yield step, math.prod(turns for _, turns in turns_around(around)), source
 
 
 def step_label(step: EmulatedStep) -> str:

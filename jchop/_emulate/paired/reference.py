@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._emulate.paired.shards import ShardAxes, bind_shards
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import CARRIER_DTYPES, is_complex_value, is_number
 from jchop._program.control import where_active
+from jchop._program.shards import ShardAxes, bind_shards
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, binary64

@@ -12,7 +12,7 @@ from jchop._common.checks import check_choice, check_int, short_repr
 from jchop._common.paths import check_path_pattern, matches_path
 from jchop._emulate.rules.functions import FUNCTIONS, NamedFunction
 from jchop._kernels.primitive import OpPrimitive
-from jchop._program.step import CONTROL
+from jchop._program.control import CONTROL
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat

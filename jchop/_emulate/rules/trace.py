@@ -17,9 +17,8 @@ from jchop._emulate.rules.plan import EmulationPlanner
 from jchop._emulate.rules.rules import PRIMITIVE_KINDS, PrimitiveFunction, Settings
 from jchop._emulate.rules.value_facts import at_format_limits, is_carrier_float, is_number
 from jchop._program.closures import reachable_objects, same_objects
-from jchop._program.constant_copies import with_own_constants
 from jchop._program.control import as_jax_value
-from jchop._program.jaxpr_equal import same_program
+from jchop._program.jaxprs import same_program, with_own_constants
 from jchop._program.planner import variables_outside_jchop
 from jchop._program.step import ProgramPlan, jaxpr_of
 from jchop._program.widening import Widening, widest_carrier

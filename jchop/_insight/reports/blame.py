@@ -28,7 +28,7 @@ from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._emulate.rules.value_facts import is_number
 from jchop._insight.reports.tape import ErrorShare, Tape
 from jchop._program.control import as_jax_value
-from jchop._program.implementations import is_foreign_primitive
+from jchop._program.planner import is_foreign_primitive
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.source import user_line
@@ -206,7 +206,7 @@ def blame(
     call = user_line()
     first = first_line_of(low.fun, call)
     # Of a constant result, `emulate` makes an equation in this call.
-    steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, 1, call)]
+    steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, call)]
     tape.sources.update((id(step), source) for step, _, source in steps)
     seeds = low.seeds(key, args, kwargs)
     results = _run_tape(low, program, tape, argument_names(args, kwargs), seeds, limit is not None)
@@ -254,10 +254,10 @@ def _run_tape(
     all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
     pairs: list[ValuePair] = [
-        tape.enter(name, x, as_jax_value(exact))
+        tape.argument(name, x, as_jax_value(exact))
         for name, x, exact in zip(names, (*values, *constants), all_values, strict=True)
     ]
-    return tape.run(program.plan, inner_seeds, pairs[: len(values)], pairs[len(values) :])
+    return interpret(tape, program.plan, [inner_seeds], pairs[: len(values)], pairs[len(values) :])
 
 
 def _check_loop_turns(program: EmulatedProgram, entry: tuple[list[Any], list[Any], Seeds | None]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MethodType
@@ -18,36 +17,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.extend.core import Literal as Constant
 
 from jchop._common.checks import check_int
 from jchop._common.text import TableOrLine, Tables
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
-from jchop._emulate.paired.paired_run import SILENT_KINDS, note_of_stop
+from jchop._emulate.paired.paired_run import SILENT_KINDS
 from jchop._emulate.paired.places import MOST_REPORT_TURNS, step_label, walk_sources
-from jchop._emulate.paired.shards import (
-    ShardAxes,
-    ShardMap,
-    align_shard_axes,
-    bind_shards,
-    broadcast_to_shards,
-    map_shards,
-    seeds_of_turn,
-    shard_row,
-    stack_turns,
-    with_vmap_collective,
-)
 from jchop._emulate.rules.interpret import EagerRunner, round_operands
 from jchop._emulate.rules.rules import EXACT, Settings, make_settings
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._emulate.rules.value_facts import is_carrier_float
-from jchop._program.bind import constant_of
 from jchop._program.control import as_jax_value, copy_if_reference, where_active
+from jchop._program.lanes import LaneRunner
 from jchop._program.loop_limits import COMPARISONS
+from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
+from jchop._program.shards import (
+    align_shard_axes,
+    bind_shards,
+    broadcast_to_shards,
+    map_shards,
+    stack_turns,
+    with_vmap_collective,
+)
 from jchop._program.source import user_line
-from jchop._program.step import CALLS, ProgramPlan, carry_count
+from jchop._program.step import ProgramPlan
 from jchop._round.arguments import check_key
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat
@@ -310,8 +305,8 @@ def _measure_digits(
         [list(map(copy_if_reference, many)) for many in zip(*(e[i] for e in entries), strict=True)] for i in (0, 1)
     )
     call_line = user_line()
-    sample_run = _SampleRun(measure, max_turns)
-    results = sample_run.run(program.plan, [e[2] for e in entries], values, constants)
+    sample_run = _SampleRun(measure, max_turns, range(samples))
+    results = interpret(sample_run, program.plan, [e[2] for e in entries], values, constants)
     for note in dict.fromkeys(sample_run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=3)
     facts = [
@@ -321,7 +316,7 @@ def _measure_digits(
         for many in results
     ]
     digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
-    rows = tuple(_instability_rows(walk_sources(program.plan, 1, call_line), sample_run.counts))
+    rows = tuple(_instability_rows(walk_sources(program.plan, call_line), sample_run.counts))
     return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(sample_run.notes)))
 
 
@@ -407,67 +402,72 @@ class _DigitsMeasure:
 
 
 @dataclass
-class _SampleRun:
-    """A run of a program in several samples at once, each with its own branches and turns of loops."""
+class _SampleRun(LaneRunner):
+    """A run of a program in several samples at once, each with its own branches and turns of loops.
+
+    A value has None for samples that do not run.
+    """
 
     measure: _DigitsMeasure
     max_turns: int
+    lanes: Sequence[int]
     counts: dict[tuple[int, str], int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    axes: ShardAxes = ()  # of the mesh, which values have first
 
     def __post_init__(self) -> None:
-        self.runner = EagerRunner(self.max_turns)
+        self.runner, self.samples = EagerRunner(self.max_turns), len(self.lanes)
 
-    def run(
-        self,
-        plan: ProgramPlan,
-        seeds: Sequence[Seeds | None],
-        args: Sequence[ValueSamples],
-        constants: Sequence[ValueSamples] | None = None,
+    def constant(self, value: Any) -> ValueSamples:
+        """A constant or a literal."""
+        return [broadcast_to_shards(value, self.axes)] * self.samples
+
+    def map_lanes(self, move: Callable[[Any], Any], value: ValueSamples) -> ValueSamples:
+        """The value with its numbers in another place."""
+        return [None if x is None else move(x) for x in value]
+
+    def stack(self, rows: list[ValueSamples], aval: Any) -> ValueSamples:
+        """The results of the turns of a scan along a first axis."""
+        return self._by_lane([stack_turns([row[i] for row in rows], aval, self.axes) for i in self.lanes])
+
+    def choose(self, active: Mapping[int, Any], new: ValueSamples, old: ValueSamples) -> ValueSamples:
+        """The new values where samples are active; else the old ones."""
+        return [
+            x if i not in active else as_jax_value(y) if x is None else where_active(active[i], as_jax_value(y), x)
+            for i, (y, x) in enumerate(zip(new, old, strict=True))
+        ]
+
+    def rounded_operands(
+        self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]
     ) -> list[ValueSamples]:
-        """The results of a plan, each in every sample."""
-        count = len(seeds)
-        consts = [[broadcast_to_shards(x, self.axes)] * count for x in plan.consts] if constants is None else constants
-        env: dict[Any, ValueSamples] = dict(zip(plan.jaxpr.constvars, consts, strict=True))
-        env.update(zip(plan.jaxpr.invars, args, strict=True))
+        """The operands of an equation that holds programs, with those rounded that the plan marks."""
+        return list(map(self._by_lane, self._run_each(partial(round_operands, step), seeds, args, len(args))))
 
-        def read(v: Any) -> ValueSamples:
-            return [broadcast_to_shards(constant_of(v), self.axes)] * count if isinstance(v, Constant) else env[v]
-
-        for step in plan.steps:
-            with nullcontext() if self.axes else step.eqn.ctx.manager:
-                out = self._step(step, seeds, [read(v) for v in step.eqn.invars])
-            env.update(zip(step.eqn.outvars, out, strict=True))
-        return [read(v) for v in plan.jaxpr.outvars]
-
-    def _step(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
-        by_sample = [[samples[i] for samples in args] for i in range(len(seeds))]
-        walk = (
-            _SAMPLE_WALKS.get(step.name, _SampleRun._call if step.inner else None) if step.kind == "control" else None
-        )
-        if walk is not None:
-            by_sample = self._run_each(partial(round_operands, step), seeds, by_sample)
-            return walk(self, step, seeds, _transpose_samples(by_sample, len(args)))
-        run = partial(
-            self.runner.control if step.kind == "control" else self.runner.run, with_vmap_collective(step, self.axes)
-        )
-        results = _transpose_samples(self._run_each(run, seeds, by_sample), len(step.eqn.outvars))
-        if len(seeds) > 1 and step.kind != "control":
-            self._count_unstable(step, seeds, by_sample, results)
-        return results
+    def run(self, part: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+        """The results of one equation, whose instabilities are counted."""
+        step = with_vmap_collective(part, self.axes)
+        results = self._run_each(partial(self.runner.run, step), seeds, args, len(part.eqn.outvars))
+        if len(self.lanes) > 1:
+            self._count_unstable(part, seeds, args, results)
+        return list(map(self._by_lane, results))
 
     def _run_each(
-        self, run: Callable[[Seeds | None, list[Any]], Any], seeds: Sequence[Seeds | None], by_sample: list[list[Any]]
-    ) -> list[Any]:
-        """``run(seeds, args)`` for each sample."""
-        return [map_shards(self.axes, run, sample_seeds, x) for sample_seeds, x in zip(seeds, by_sample, strict=True)]
+        self,
+        run: Callable[[Seeds | None, list[Any]], Any],
+        seeds: Sequence[Seeds | None],
+        args: list[ValueSamples],
+        count: int,
+    ) -> list[ValueSamples]:
+        """The results of ``run(seeds, args)``, as many as `count`, each in the samples that run."""
+        by_sample = [map_shards(self.axes, run, seeds[i], [many[i] for many in args]) for i in self.lanes]
+        return [[values[k] for values in by_sample] for k in range(count)]
 
-    def _inside(self, seeds: Sequence[Seeds | None], number: int, turn: int = 0) -> list[Seeds | None]:
-        return [seeds_of_turn(self.axes, sample_seeds, number, turn) for sample_seeds in seeds]
+    def _by_lane(self, many: Sequence[Any]) -> ValueSamples:
+        """A value in all samples, of one in those that run."""
+        value = dict(zip(self.lanes, many, strict=True))
+        return [value.get(i) for i in range(self.samples)]
 
     def _count_unstable(
-        self, step: EmulatedStep, seeds: Sequence[Seeds | None], by_sample: list[list[Any]], results: list[ValueSamples]
+        self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples], results: list[ValueSamples]
     ) -> None:
         """Counts the instabilities of one equation."""
         if step.name in COMPARISONS:
@@ -480,9 +480,7 @@ class _SampleRun:
         after = [] if name == "div" else [self.measure.facts(many)[0] for many in results]
         if after and all(np.all(x > self.measure.most - _CANCELLATION_DIGITS) for x in after):
             return  # no operand has more than the most digits
-        operands = _transpose_samples(
-            self._run_each(partial(self.runner.prepare_operands, step), seeds, by_sample), len(step.eqn.invars)
-        )
+        operands = self._run_each(partial(self.runner.prepare_operands, step), seeds, args, len(args))
         if name in _TERM_SUMS | _PRODUCT_SUMS:
             before = self._digits_without_cancellation(with_vmap_collective(step, self.axes), operands)
         else:
@@ -531,120 +529,3 @@ class _SampleRun:
         count = int(np.sum(unstable))
         if count:
             self.counts[id(step), kind] = self.counts.get((id(step), kind), 0) + count
-
-    # -- equations that hold programs ----------------------------------------------------------------------------------
-
-    def _call(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
-        return self.run(step.inner[0], self._inside(seeds, step.number), args)
-
-    def _shard_map(
-        self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]
-    ) -> list[ValueSamples]:
-        shards = ShardMap(step, self.axes)
-        parts = [list(map(cut, many)) for cut, many in zip(shards.cuts(), args, strict=True)]
-        self.axes = shards.axes
-        out = self.run(step.inner[0], [shards.seeds(one) for one in seeds], parts)
-        self.axes = shards.outer
-        return [list(map(join, many)) for join, many in zip(shards.joins(), out, strict=True)]
-
-    def _solve(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
-        lengths = step.eqn.params["const_lengths"]
-        first = lengths.matvec + lengths.vecmat
-        return self._call(step, seeds, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
-
-    def _cond(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
-        last = len(step.inner) - 1
-        branches = [np.clip(np.asarray(x), 0, last) for x in args[0]]
-        out: list[ValueSamples] = [[None] * len(seeds) for _ in step.eqn.outvars]
-        for index in map(int, np.unique(np.stack(branches))):
-            chosen = [i for i, x in enumerate(branches) if np.any(x == index)]
-            inner_seeds = self._inside(_select_samples(seeds, chosen), step.number + index)
-            new = self.run(step.inner[index], inner_seeds, [_select_samples(many, chosen) for many in args[1:]])
-            for many, old in zip(new, out, strict=True):  # shards of one sample may take several branches
-                for k, i in enumerate(chosen):
-                    old[i] = (
-                        many[k] if old[i] is None else where_active(jnp.asarray(branches[i] == index), many[k], old[i])
-                    )
-        return out
-
-    def _scan(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
-        params = step.eqn.params
-        consts, carry_size = carry_count(params)
-        const_args, carry, xs = args[:consts], args[consts : consts + carry_size], args[consts + carry_size :]
-        order = range(params["length"])
-        turns: list[list[ValueSamples]] = []
-        for turn, k in enumerate(reversed(order) if params["reverse"] else order):
-            row = [[shard_row(x, k, self.axes) for x in many] for many in xs]
-            out = self.run(step.inner[0], self._inside(seeds, step.number, turn), [*const_args, *carry, *row])
-            carry = out[:carry_size]
-            turns.append(out[carry_size:])
-        if params["reverse"]:
-            turns.reverse()
-
-        def rows(i: int, aval: Any) -> ValueSamples:
-            return [stack_turns([ys[i][s] for ys in turns], aval, self.axes) for s in range(len(seeds))]
-
-        return [*carry, *(rows(i, v.aval) for i, v in enumerate(step.eqn.outvars[carry_size:]))]
-
-    def _while(self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
-        test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-        cond, fixed, carry = args[:test], args[test : test + body], [list(many) for many in args[test + body :]]
-        live, active = list(range(len(seeds))), [jnp.asarray(True)] * len(seeds)
-        turn = 0
-        while live:
-            keys = _select_samples(seeds, live)
-            state = [_select_samples(many, live) for many in carry]
-            conditions = self.run(
-                step.inner[0],
-                self._inside(keys, step.number, turn),
-                [*(_select_samples(x, live) for x in cond), *state],
-            )[0]
-            for i, condition in zip(live, conditions, strict=True):
-                active[i] = active[i] & condition
-            live = [i for i in live if bool(jnp.any(active[i]))]
-            if not live:
-                break
-            keys, state = _select_samples(seeds, live), [_select_samples(many, live) for many in carry]
-            if turn >= self.max_turns:
-                sample = [many[live[0]] for many in (*cond, *carry)]
-                (inner_seeds,) = self._inside(_select_samples(seeds, live[:1]), step.number, turn)
-                reason = f"after max_turns={turn} turns"
-                self.notes.append(note_of_stop(self.runner, step, reason, inner_seeds, sample, self.axes))
-                break
-            out = self.run(
-                step.inner[1],
-                self._inside(keys, step.number + 1, turn),
-                [*(_select_samples(x, live) for x in fixed), *state],
-            )
-            new = [
-                [where_active(active[i], as_jax_value(x), y) for i, x, y in zip(live, *pair, strict=True)]
-                for pair in zip(out, state, strict=True)
-            ]
-            turn += 1
-            _put_samples(carry, live, new)
-        return carry
-
-
-def _transpose_samples(by_sample: Sequence[Sequence[Any]], count: int) -> list[ValueSamples]:
-    """Values by sample as samples by value."""
-    return [[values[i] for values in by_sample] for i in range(count)]
-
-
-def _select_samples(many: Sequence[Any], indexes: Sequence[int]) -> ValueSamples:
-    return [many[i] for i in indexes]
-
-
-def _put_samples(into: list[ValueSamples], indexes: Sequence[int], values: list[ValueSamples]) -> None:
-    for many, new in zip(into, values, strict=True):
-        for i, x in zip(indexes, new, strict=True):
-            many[i] = x
-
-
-_SAMPLE_WALKS = {
-    **dict.fromkeys(CALLS, _SampleRun._call),
-    "custom_linear_solve": _SampleRun._solve,
-    "cond": _SampleRun._cond,
-    "scan": _SampleRun._scan,
-    "while": _SampleRun._while,
-    "shard_map": _SampleRun._shard_map,
-}

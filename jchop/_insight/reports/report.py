@@ -269,7 +269,7 @@ def report(
         fun.fun, fun.settings, args, kwargs
     )  # traced again, because an equal program may have other lines
     call_line = user_line()
-    steps = list(walk_sources(program.plan, 1, call_line))
+    steps = list(walk_sources(program.plan, call_line))
     if not trace_values:
         return Report(tuple(_report_rows(steps, {})), notes=tuple(_carrier_notes(steps)))
     if any(isinstance(v, jax.core.Tracer) for v in program.values):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,16 +19,16 @@ from jchop._emulate.paired.paired_run import (
     CHOOSING_KINDS,
     ELEMENTWISE_KINDS,
     SILENT_KINDS,
+    LaneSeeds,
     PairedRun,
     ValuePair,
-    same_bits,
 )
-from jchop._emulate.paired.shards import ShardAxes, bind_shards, shard_row, with_vmap_collective
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import is_number
 from jchop._program.control import as_jax_value
-from jchop._program.implementations import is_foreign_primitive
-from jchop._program.seeds import Seeds
+from jchop._program.lanes import same_bits
+from jchop._program.planner import is_foreign_primitive
+from jchop._program.shards import ShardAxes, bind_shards, shard_row, with_vmap_collective
 from jchop._program.step import is_reference
 
 __all__ = ["ErrorShare", "Tape", "TapeNode"]
@@ -85,7 +85,7 @@ class Tape(PairedRun):
     steep: str | None = None  # the equation nearest to the output whose derivative is not finite, and where
     diverges: bool = False  # whether the carrier alone would take another path
 
-    def enter(self, label: Any, low: Any, wide: Any) -> TapeNode:
+    def argument(self, label: Any, low: Any, wide: Any) -> TapeNode:
         """An argument or a constant, rounded on entry."""
         node = TapeNode((low, wide))
         if is_number(jax.typeof(wide)):
@@ -93,29 +93,28 @@ class Tape(PairedRun):
             self.entries.append(_TapeEntry(label, (), [], [node], lambda _: []))
         return node
 
-    def _step(self, step: EmulatedStep, seeds: Seeds | None, args: list[ValuePair]) -> list[ValuePair]:
-        if self.walk_of(step) is not None:
-            return super()._step(step, seeds, args)
-        if step.name == "select_n" and self.loops:
-            # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a step.
+    def control(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
+        """The results of an equation that holds programs; foreign code, which has no derivative inside, is one step."""
+        return self.run(step, seeds, args) if is_foreign_primitive(step) else super().control(step, seeds, args)
+
+    def run(self, part: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
+        """The results of one equation, which is recorded."""
+        if part.name == "select_n" and self.while_depth:
+            # Turns follow the emulated program, and so do choices in a loop, as of a solver that rejects a part.
             args = [(low := self.path_value(args[0]), low), *args[1:]]
-        args = self._with_literal_nodes(step, seeds, args)
-        out = [TapeNode(pair) for pair in super()._step(step, seeds, args)]
+        args = self._with_literal_nodes(part, seeds, args)
+        out = [TapeNode(pair) for pair in super().run(part, seeds, args)]
         if (
-            step.kind not in SILENT_KINDS or is_foreign_primitive(step) or any(step.rounds)
+            part.kind not in SILENT_KINDS or is_foreign_primitive(part) or any(part.rounds)
         ):  # of a move, a constant operand may be rounded
             low = [pair[0] for pair in args]
-            exact = self.reference.bind(with_vmap_collective(step, self.axes), low, self.axes, rounds=False)
-            for v, node, exact_result in zip(step.eqn.outvars, out, exact, strict=True):
+            exact = self.reference.bind(with_vmap_collective(part, self.axes), low, self.axes, rounds=False)
+            for v, node, exact_result in zip(part.eqn.outvars, out, exact, strict=True):
                 if is_number(v.aval):
                     node.rounding_error = _rounding_error(node[0], exact_result)
         axes = self.axes
-        self._record(step, args, out, lambda cotangents: self._pull_back_step(step, axes, args, out, cotangents))
+        self._record(part, args, out, lambda cotangents: self._pull_back_step(part, axes, args, out, cotangents))
         return list(out)
-
-    def walk_of(self, step: EmulatedStep) -> Any:
-        """The way through the programs of an equation; None for foreign code, which has no derivative inside."""
-        return None if is_foreign_primitive(step) else super().walk_of(step)
 
     def check_long(self) -> None:
         """Called when a `while` loop has made many turns."""
@@ -123,12 +122,12 @@ class Tape(PairedRun):
         if check is not None:
             check()
 
-    def path_value(self, pair: ValuePair) -> Any:
+    def path_value(self, value: ValuePair, lane: int = 0) -> Any:
         """The emulated condition; notes whether the carrier's differs."""
-        self.diverges = self.diverges or not same_bits(*pair)
-        return pair[0]
+        self.diverges = self.diverges or not same_bits(*value)
+        return value[lane]
 
-    def _with_literal_nodes(self, step: EmulatedStep, seeds: Seeds | None, args: list[ValuePair]) -> list[ValuePair]:
+    def _with_literal_nodes(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
         """The operands of arithmetic; a literal whose rounding overflows or gives zero has a share of its own."""
         if step.kind in SILENT_KINDS:  # whose share is that of its literals
             return args
@@ -142,7 +141,7 @@ class Tape(PairedRun):
             args[i] = node
         return args
 
-    def _look_at_literals(self, step: EmulatedStep, seeds: Seeds | None, args: list[ValuePair]) -> None:
+    def _look_at_literals(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> None:
         """Nothing is measured."""
 
     def _look(self, step: EmulatedStep, low: list[Any], results: list[Any], reference: list[Any]) -> None:
@@ -154,7 +153,7 @@ class Tape(PairedRun):
 
     # -- pairs made of pairs -------------------------------------------------------------------------------------------
 
-    def rounded_operands(self, step: EmulatedStep, seeds: Seeds | None, args: list[ValuePair]) -> list[ValuePair]:
+    def rounded_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
         """The operands of an equation that holds programs; their roundings are the equation's."""
         low = self.emulated_operands(step, seeds, args)
         out: list[ValuePair] = []
@@ -168,18 +167,18 @@ class Tape(PairedRun):
             out.append(node)
         return out
 
-    def map_pair(self, move: Callable[[Any], Any], pair: ValuePair) -> ValuePair:
+    def map_lanes(self, move: Callable[[Any], Any], value: ValuePair) -> ValuePair:
         """The pair with its numbers in another place."""
-        node = TapeNode(super().map_pair(move, pair))
-        zeros = jnp.zeros(jnp.shape(pair[0]), jax.typeof(node[0]).dtype)
-        self._record(None, [pair], [node], lambda cotangents: jax.vjp(move, zeros)[1](cotangents[0]))
+        node = TapeNode(super().map_lanes(move, value))
+        zeros = jnp.zeros(jnp.shape(value[0]), jax.typeof(node[0]).dtype)
+        self._record(None, [value], [node], lambda cotangents: jax.vjp(move, zeros)[1](cotangents[0]))
         return node
 
-    def row(self, pair: ValuePair, k: int) -> ValuePair:
+    def row(self, value: ValuePair, k: int) -> ValuePair:
         """Row k of arrays."""
-        node, shape = TapeNode(super().map_pair(lambda x: shard_row(x, k, self.axes), pair)), jnp.shape(pair[0])
+        node, shape = TapeNode(shard_row(x, k, self.axes) for x in value), jnp.shape(value[0])
         index = (slice(None),) * len(self.axes) + (k,)
-        self._record(None, [pair], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[index].set(cts[0])])
+        self._record(None, [value], [node], lambda cts: [jnp.zeros(shape, cts[0].dtype).at[index].set(cts[0])])
         return node
 
     def stack(self, rows: list[ValuePair], aval: Any) -> ValuePair:
@@ -189,12 +188,12 @@ class Tape(PairedRun):
         self._record(None, rows, [node], lambda cotangents: list(jnp.moveaxis(cotangents[0], depth, 0)))
         return node
 
-    def select(self, active: Any, new: ValuePair, old: ValuePair) -> ValuePair:
-        """The new values of the loops of a batch that still run, and the old values of others."""
-        if bool(jnp.all(active)):
+    def choose(self, active: Mapping[int, Any], new: ValuePair, old: ValuePair) -> ValuePair:
+        """The new values where loops of a batch still run, and old ones elsewhere."""
+        if bool(jnp.all(active[0])):
             return new
-        node = TapeNode(super().select(active, new, old))
-        mask = jnp.reshape(active, jnp.shape(active) + (1,) * (jnp.ndim(node[0]) - jnp.ndim(active)))
+        node = TapeNode(super().choose(active, new, old))
+        mask = jnp.reshape(active[0], jnp.shape(active[0]) + (1,) * (jnp.ndim(node[0]) - jnp.ndim(active[0])))
         self._record(None, [new, old], [node], lambda cts: [jnp.where(mask, cts[0], 0), jnp.where(mask, 0, cts[0])])
         return node
 

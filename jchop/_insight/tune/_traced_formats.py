@@ -31,9 +31,9 @@ from jchop._insight.tune._format_rows import (
 )
 from jchop._kernels.elementary import supports_function
 from jchop._program.bind import bind
-from jchop._program.control import CONTROL_RULES, as_jax_value, without_weak_types
+from jchop._program.control import CONTROL, WhileParts, as_jax_value
 from jchop._program.run import Runner, interpret
-from jchop._program.step import CALLS, ProgramPlan
+from jchop._program.step import ProgramPlan
 from jchop._spec.spec import Spec
 from jchop.formats import bfloat16, binary16, binary32
 
@@ -123,6 +123,9 @@ def _row_for_dtype(spec: Spec | None, dtype: str) -> np.ndarray:
 class _LevelRunner(Runner):
     """Runs one plan. It knows the results that are already in the format of a site."""
 
+    differentiates = False
+    max_turns: int
+
     def __init__(
         self,
         sites: dict[int, int],
@@ -131,7 +134,7 @@ class _LevelRunner(Runner):
         levels: Array,
         rows: dict[str, Array],
     ) -> None:
-        self.sites, self.menu, self.turn_limit, self.levels, self.rows = sites, menu, max_turns, levels, rows
+        self.sites, self.menu, self.max_turns, self.levels, self.rows = sites, menu, max_turns, levels, rows
         self.formats_of_values: dict[int, tuple[Any, tuple[int, str]]] = {}  # keeps the value and its id
         self.results_of_rounding: dict[tuple[int, int, str], Array] = {}
 
@@ -190,37 +193,20 @@ class _LevelRunner(Runner):
     # -- equations that hold programs ----------------------------------------------------------------------------------
 
     def control(self, step: EmulatedStep, seeds: Any, args: list[Any]) -> list[Any]:
-        """The results of an equation that holds programs; derivatives are not needed."""
+        """The results of an equation that holds programs."""
         args = [_as_float64(x) for x in args]
-        if step.name == "custom_linear_solve":
-            lengths = step.eqn.params["const_lengths"]
-            first = lengths.matvec + lengths.vecmat
-            return self._inner(step.inner[0], None, [*args[first : first + lengths.solve], *args[sum(lengths) :]])
-        if step.name == "while":
-            return self._while(step, args)
-        if step.name not in CONTROL_RULES or step.name in CALLS:
+        if step.name not in CONTROL:
             return self._inner(step.inner[0], None, args)
-        return CONTROL_RULES[step.name](step, None, args, self._inner)
+        return self.enter(step, None, args, self._inner)
 
     def _inner(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
-        runner = _LevelRunner(self.sites, self.menu, self.turn_limit, self.levels, self.rows)
+        runner = _LevelRunner(self.sites, self.menu, self.max_turns, self.levels, self.rows)
         return interpret(runner, plan, None, args, [_as_float64(x) for x in plan.consts])
 
-    def _while(self, step: EmulatedStep, args: list[Any]) -> list[Any]:
-        test, body = step.eqn.params["cond_nconsts"], step.eqn.params["body_nconsts"]
-        cond_args, fixed, start = args[:test], args[test : test + body], without_weak_types(args[test + body :])
-
-        def cond_fun(values: list[Any]) -> Any:
-            return self._inner(step.inner[0], None, [*cond_args, *values])[0]
-
-        def body_fun(state: tuple[list[Any], Array]) -> tuple[list[Any], Array]:
-            return without_weak_types(self._inner(step.inner[1], None, [*fixed, *state[0]])), state[1] + jnp.uint32(1)
-
-        carry, count = lax.while_loop(
-            lambda state: cond_fun(state[0]) & (state[1] < self.turn_limit), body_fun, (start, jnp.uint32(0))
-        )
-        hit_limit = (count >= self.turn_limit) & cond_fun(carry)
-        return [jnp.where(hit_limit, jnp.nan, x) if x.dtype == jnp.float64 else x for x in carry]
+    def at_limit(self, step: EmulatedStep, loop: WhileParts, last: Any, count: Array) -> list[Any]:
+        """The values of a loop, NaN if its condition still holds."""
+        hit_limit = (count >= self.max_turns) & loop.goes_on(last, count)
+        return [jnp.where(hit_limit, jnp.nan, x) if x.dtype == jnp.float64 else x for x in last]
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -255,10 +241,6 @@ def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> 
 
 
 # -- operations by kind; operands and results are rounded around them --------------------------------------------------
-
-
-def _tunable_operation(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return [_FLOAT64_OPERATIONS[step.name](*args)]
 
 
 def _tunable_power(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
@@ -318,18 +300,6 @@ def _accumulate_by_choice(step: EmulatedStep, choice: ArithmeticChoice, args: Se
     return [_as_float64(x) for x in accumulate_in_order(replace(step, choice=choice, known=specs), None, carrier_args)]
 
 
-def _tunable_conversion(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return [_round_to_program_dtype(args[0], step)]
-
-
-def _tunable_in_carrier(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return _bind_in_carrier(step, args)
-
-
-def _tunable_identity(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    return args
-
-
 def _tunable_linalg(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
     dtype = step.eqn.outvars[0].aval.dtype.name
     steps = _RowSteps(partial(round_to_row, row=run.rows[dtype][site]))
@@ -337,17 +307,16 @@ def _tunable_linalg(run: _LevelRunner, step: EmulatedStep, site: int, args: list
 
 
 _TUNABLE_BY_KIND: dict[str, Callable[[_LevelRunner, EmulatedStep, int, list[Any]], list[Any]]] = {
-    "exact": _tunable_operation,
+    "exact": lambda run, step, site, args: [_FLOAT64_OPERATIONS[step.name](*args)],
     "power": _tunable_power,
     "elementary": _tunable_elementary,
-    "made": _tunable_in_carrier,
-    "carried": _tunable_in_carrier,
+    **dict.fromkeys(
+        ("made", "carried", "compared", "untouched"), lambda run, step, site, args: _bind_in_carrier(step, args)
+    ),
     "accumulating": _tunable_sum,
-    "converted": _tunable_conversion,
-    "result": _tunable_identity,
+    "converted": lambda run, step, site, args: [_round_to_program_dtype(args[0], step)],
+    "result": lambda run, step, site, args: args,
     "linear": _tunable_linalg,
-    "compared": _tunable_in_carrier,
-    "untouched": _tunable_in_carrier,
 }
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from jchop._quantized.products.product import (
     OperandShapes,
     OperandSwap,
     RaggedProduct,
+    Which,
 )
 from jchop._quantized.products.rotation import Hadamard
 from jchop._quantized.products.rule import NO_LOCATION, Location, is_stochastic
@@ -109,32 +110,26 @@ class ProductRoundings:
         """Whether the backward products differ from those of the rounded operands in the carrier."""
         return any(self.specs[2:]) or self.matmul is not None
 
+    def rotation_of(self, which: Which) -> Hadamard | None:
+        """The rotation of the operands of one of the three products."""
+        own = self.rotation
+        if own is None:
+            return None
+        rotates = {"forward": own.forward, "input": own.of_input, "weight": own.of_weight}
+        return own if rotates[which] else None
+
     @property
     def forward_rotation(self) -> Hadamard | None:
         """The rotation of the operands of the product itself."""
-        return self.rotation if self.rotation is not None and self.rotation.forward else None
+        return self.rotation_of("forward")
 
-    @property
-    def weight_rotation(self) -> Hadamard | None:
-        """The rotation of the operands of dw."""
-        return self.rotation if self.rotation is not None and self.rotation.of_weight else None
-
-    @property
-    def input_rotation(self) -> Hadamard | None:
-        """The rotation of the operands of dx."""
-        return self.rotation if self.rotation is not None and self.rotation.of_input else None
-
-    @property
-    def for_input(self) -> tuple[Spec | None, Spec | None]:
-        """The roundings of g and w in the product dx."""
-        own = self.input_gradient
-        return (self.gradient, self.right) if own is None else (own, own)
-
-    @property
-    def for_weight(self) -> tuple[Spec | None, Spec | None]:
-        """The roundings of x and g in the product dw."""
-        own = self.weight_gradient
-        return (self.left, self.gradient) if own is None else (own, own)
+    def operands(self, which: Which) -> tuple[Spec | None, Spec | None]:
+        """The roundings of both operands of one of the three products."""
+        own = {"input": self.input_gradient, "weight": self.weight_gradient}.get(which)
+        if own is not None:
+            return own, own
+        left = self.gradient if which == "input" else self.left
+        return left, self.gradient if which == "weight" else self.right
 
     @property
     def rounds_input_again(self) -> bool:
@@ -142,7 +137,7 @@ class ProductRoundings:
         return (
             (self.codes and self.gradient is not None)
             or self.weight_gradient is not None
-            or self.weight_rotation is not None
+            or self.rotation_of("weight") is not None
             or (self.gradient is not None and not rounds_transpose_alike(self.left))
         )
 
@@ -151,7 +146,7 @@ class ProductRoundings:
         """Whether dx takes a w that is rounded otherwise than the forward product's, or whose codes it needs."""
         return self.input_gradient is not None or (
             self.gradient is not None
-            and (self.codes or self.input_rotation is not None or not rounds_transpose_alike(self.right))
+            and (self.codes or self.rotation_of("input") is not None or not rounds_transpose_alike(self.right))
         )
 
 
@@ -206,20 +201,19 @@ def _contract_operands(
     extra: tuple[Array, ...],
 ) -> Array:
     """`contract` of operands that are checked: traced once for equal products, wherever they are."""
-    if roundings.forward_rotation is not None:
-        x = rotate_along_sum(product.forward.left, x, roundings.forward_rotation)
+    if (rotation := roundings.rotation_of("forward")) is not None:
+        x = rotate_along_sum(product.forward.left, x, rotation)
         if not roundings.skip_weight_rotation:
-            w = rotate_along_sum(product.forward.right, w, roundings.forward_rotation)
-            rounded_weight = (
-                None
-                if rounded_weight is None
-                else rotate_along_sum(product.forward.right, rounded_weight, roundings.forward_rotation)
-            )
-    keys = _ProductKeys() if key is None or not roundings.stochastic else _ProductKeys(*split_prng_key(key, 11))
-    left = round_in_layout(product.forward.left, x, roundings.left, keys.left, keys.left_gradient)
+            w = rotate_along_sum(product.forward.right, w, rotation)
+            if rounded_weight is not None:
+                rounded_weight = rotate_along_sum(product.forward.right, rounded_weight, rotation)
+    keys = dict.fromkeys(_KEY_NAMES)
+    if key is not None and roundings.stochastic:
+        keys = dict(zip(_KEY_NAMES, split_prng_key(key, len(_KEY_NAMES)), strict=True))
+    left = round_in_layout(product.forward.left, x, roundings.left, keys["left"], keys["left gradient"])
     right = rounded_weight
     if right is None:
-        right = round_in_layout(product.forward.right, w, roundings.right, keys.right, keys.right_gradient)
+        right = round_in_layout(product.forward.right, w, roundings.right, keys["right"], keys["right gradient"])
     if isinstance(_base_product(product), DotProduct) and not roundings.codes and roundings.matmul is None:
         left, right = _materialize_vectors(product, left, right)
     if not roundings.backward and not roundings.codes:
@@ -228,7 +222,7 @@ def _contract_operands(
         (x if roundings.rounds_input_again else None, w if roundings.rounds_weight_again else None)
     )
     both = _encode_operands(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
-    if not roundings.backward and roundings.input_rotation is None and roundings.weight_rotation is None:
+    if not roundings.backward and not any(roundings.rotation_of(which) for which in _BACKWARD):
         return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
     return _rounded_product(product, roundings, left, right, full, (keys, extra, both))
 
@@ -247,20 +241,20 @@ def _encode_operands(
     x: Array,
     w: Array,
     roundings: ProductRoundings,
-    keys: _ProductKeys,
+    keys: Mapping[str, Array | None],
     data: CodedArray | None,
     weight: CodedArray | None,
 ) -> tuple[CodedArray, CodedArray]:
     """Both operands as codes, in the layouts of the forward product; from their own codes if they have any."""
     left, right = product.forward.left, product.forward.right
-    first = encode_operand(left.lay(x), roundings.left, keys.left) if data is None else data.map_arrays(left.lay)
+    first = encode_operand(left.lay(x), roundings.left, keys["left"]) if data is None else data.map_arrays(left.lay)
     if weight is None and roundings.left is None and roundings.right is not None and data is None:
-        qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys.right)
+        qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys["right"])
         own = restore_param_axes(qarray, right, w.shape)  # a weight alone is read in its own order of axes
         weight = param_codes(qarray, right, w.shape) if own is None else expand_codes(own)
     if weight is None:
         return first, replace(
-            encode_operand(right.lay(w), roundings.right, keys.right), qarray=None
+            encode_operand(right.lay(w), roundings.right, keys["right"]), qarray=None
         )  # not in the shape of w
     assert roundings.right is not None
     block = block_along_sum(roundings.right, right.ndim) if weight.block is None else weight.block
@@ -281,7 +275,7 @@ def check_operand_specs(product: AnyProduct, roundings: ProductRoundings) -> Non
             else ()
         ),
     ]
-    rotates = DotProduct if roundings.weight_rotation is not None else DotProduct | RaggedProduct
+    rotates = DotProduct if roundings.rotation_of("weight") is not None else DotProduct | RaggedProduct
     if roundings.rotation is not None and not isinstance(_base_product(product), rotates):
         raise NotImplementedError(
             f"rotation={roundings.rotation} of the {roundings.place}: the rows of a convolution or, backward, of "
@@ -297,40 +291,25 @@ def _backward_operands(
     product: AnyProduct, roundings: ProductRoundings, right: str
 ) -> Iterator[tuple[str, Spec | None, OperandLayout]]:
     """The field, spec and layout of the operands that backward products round; `right` is the field of w."""
-    for_input, for_weight = product.for_input, product.for_weight
+    (g, w), (x, h) = (product.layouts(which) for which in _BACKWARD)
+    (of_g, of_w), (of_x, of_h) = map(roundings.operands, _BACKWARD)
     names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
-    yield names[0], roundings.for_input[0], for_input.left
+    yield names[0], of_g, g
     if roundings.rounds_weight_again:
-        yield names[1], roundings.for_input[1], for_input.right
+        yield names[1], of_w, w
     names = ("activation", "gradient") if roundings.weight_gradient is None else ("weight_gradient",) * 2
     if roundings.rounds_input_again:
-        yield names[0], roundings.for_weight[0], for_weight.left
-    yield names[1], roundings.for_weight[1], for_weight.right
+        yield names[0], of_x, x
+    yield names[1], of_h, h
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "left", "right", "left_gradient", "right_gradient", "forward", "input", "weight", "gradient_input",
-        "gradient_weight", "left_weight", "right_input",
-    ],
-    meta_fields=[],
+#: The products of derivatives.
+_BACKWARD: tuple[Which, Which] = ("input", "weight")
+#: The roundings of a product and the products themselves, in the order of their keys.
+_KEY_NAMES: tuple[str, ...] = (
+    "left", "right", "left gradient", "right gradient", "forward", "input", "weight", "left of input",
+    "right of weight", "left of weight", "right of input",
 )  # fmt: skip
-@dataclass(frozen=True)
-class _ProductKeys:
-    """A key for each rounding of a product: forward, of the products themselves, and backward."""
-
-    left: Array | None = None
-    right: Array | None = None
-    left_gradient: Array | None = None
-    right_gradient: Array | None = None
-    forward: Array | None = None
-    input: Array | None = None
-    weight: Array | None = None
-    gradient_input: Array | None = None
-    gradient_weight: Array | None = None
-    left_weight: Array | None = None
-    right_input: Array | None = None
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
@@ -350,7 +329,7 @@ def _product_of_codes(product: AnyProduct, x: Array, w: Array, both: Any, extra:
 def _sums_of_codes(
     product: AnyProduct, shapes: OperandShapes, dtype: Any, left: CodedArray, right: CodedArray, *extra: Array
 ) -> Array:
-    return product.by_codes(left, right, shapes, dtype, *extra)
+    return product.by_codes("forward", left, right, shapes, dtype, *extra)
 
 
 def _product_of_codes_jvp(product: AnyProduct, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
@@ -373,7 +352,9 @@ def _rounded_product(
     keys, extra, both = more
     if both is not None:
         return _product_of_codes(product, x, w, both, extra)
-    return product(x, w, *extra) if roundings.matmul is None else product.emulate(x, w, roundings.matmul, keys.forward)
+    if roundings.matmul is None:
+        return product(x, w, *extra)
+    return product.emulate("forward", x, w, (x.shape, w.shape), roundings.matmul, keys["forward"])
 
 
 def _rounded_product_fwd(
@@ -384,51 +365,30 @@ def _rounded_product_fwd(
 
 @partial(always_jit, static_argnums=(0, 1), inline=True)
 def _rounded_product_bwd(product: AnyProduct, roundings: ProductRoundings, residuals: tuple, g: Array) -> tuple:
+    """Both backward products, of operands rounded anew along their sums, or as they were rounded."""
     x, w, (full_x, full_w), (keys, extra, _) = residuals
-    if roundings.codes and roundings.gradient is not None:
-        return (*_product_of_codes_bwd(product, roundings, residuals, g), None, None)
-    for_input, for_weight = product.for_input, product.for_weight
-    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
-    spec, right = roundings.for_input
-    g_input = round_in_layout(for_input.left, g, spec, keys.gradient_input, rotation=input_rotation)
-    w_input = (
-        w
-        if full_w is None
-        else round_in_layout(for_input.right, full_w, right, keys.right_input, rotation=input_rotation)
-    )
-    left, spec = roundings.for_weight
-    g_weight = round_in_layout(for_weight.right, g, spec, keys.gradient_weight, rotation=weight_rotation)
-    x_weight = (
-        x
-        if full_x is None
-        else round_in_layout(for_weight.left, full_x, left, keys.left_weight, rotation=weight_rotation)
-    )
-    if roundings.matmul is not None and isinstance(product, DotProduct | OperandSwap) and product.emulates_backward:
-        dx = product.emulate_input(g_input, w_input, x.shape, roundings.matmul, keys.input)
-        dw = product.emulate_weight(x_weight, g_weight, w.shape, roundings.matmul, keys.weight)
+    by_codes, shapes = roundings.codes and roundings.gradient is not None, (x.shape, w.shape)
+
+    def operand(which: Which, side: Literal[0, 1], numbers: Any, rounded: Any = None) -> Any:
+        layout, spec = product.layouts(which)[side], roundings.operands(which)[side]
+        key, rotation = keys[f"{('left', 'right')[side]} of {which}"], roundings.rotation_of(which)
+        if by_codes:
+            return encode_operand(layout.lay(numbers, rotation), spec, key)
+        return rounded if numbers is None else round_in_layout(layout, numbers, spec, key, rotation=rotation)
+
+    of_input = operand("input", 0, g), operand("input", 1, full_w, w)
+    of_weight = operand("weight", 0, full_x, x), operand("weight", 1, g)
+    if by_codes:
+        with jax.named_scope(JCHOP_SCOPE):
+            dx = product.by_codes("input", *of_input, shapes, x.dtype, *extra)
+            dx, dw = mark_results((dx, product.by_codes("weight", *of_weight, shapes, w.dtype, *extra)))
+    elif roundings.matmul is not None and isinstance(_base_product(product), DotProduct):
+        dx = product.emulate("input", *of_input, shapes, roundings.matmul, keys["input"])
+        dw = product.emulate("weight", *of_weight, shapes, roundings.matmul, keys["weight"])
     else:
-        (dx,) = jax.linear_transpose(lambda t: product(t, w_input, *extra), x)(g_input)
-        (dw,) = jax.linear_transpose(lambda t: product(x_weight, t, *extra), w)(g_weight)
+        (dx,) = jax.linear_transpose(lambda t: product(t, of_input[1], *extra), x)(of_input[0])
+        (dw,) = jax.linear_transpose(lambda t: product(of_weight[0], t, *extra), w)(of_weight[1])
     return dx, dw, None, None
-
-
-def _product_of_codes_bwd(
-    product: AnyProduct, roundings: ProductRoundings, residuals: tuple, g: Array
-) -> tuple[Array, Array]:
-    """Both backward products of codes: of each operand rounded anew along their sums."""
-    x, w, (full_x, full_w), (keys, extra, _) = residuals
-    for_input, for_weight = product.for_input, product.for_weight
-    spec, right = roundings.for_input
-    input_rotation, weight_rotation = roundings.input_rotation, roundings.weight_rotation
-    g_input = encode_operand(for_input.left.lay(g, input_rotation), spec, keys.gradient_input)
-    w_input = encode_operand(for_input.right.lay(full_w, input_rotation), right, keys.right_input)
-    left, spec = roundings.for_weight
-    g_weight = encode_operand(for_weight.right.lay(g, weight_rotation), spec, keys.gradient_weight)
-    x_weight = encode_operand(for_weight.left.lay(full_x, weight_rotation), left, keys.left_weight)
-    shapes = x.shape, w.shape
-    with jax.named_scope(JCHOP_SCOPE):
-        dx = product.input_by_codes(g_input, w_input, shapes, x.dtype, *extra)
-        return mark_results((dx, product.weight_by_codes(x_weight, g_weight, shapes, w.dtype, *extra)))
 
 
 def _base_product(product: AnyProduct) -> Any:
@@ -521,16 +481,20 @@ def rounded_einsum(
     """
     if out_sharding is not None:
         raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
-    left, right, result = einsum_letters(subscripts, x.ndim, w.ndim)
+    dims, order, _ = einsum_dimensions(subscripts, x.ndim, w.ndim)
+    return rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options).transpose(
+        order
+    )
+
+
+def einsum_dimensions(subscripts: str, *ndims: int) -> tuple[Any, tuple[int, ...], tuple[str, str]]:
+    """An einsum of two arrays as a product: its dimension numbers, the order of its axes in the result, the indices."""
+    left, right, result = einsum_letters(subscripts, *ndims)
     both = [c for c in left if c in right]
     batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
-    dims = (
-        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
-        (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
-    )
-    y = rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    dims = tuple(tuple(tuple(map(term.index, some)) for term in (left, right)) for some in (contracting, batch))
     letters = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
-    return y.transpose([letters.index(c) for c in result])
+    return dims, tuple(letters.index(c) for c in result), (left, right)
 
 
 def einsum_letters(subscripts: str, *ndims: int) -> tuple[str, str, str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +37,13 @@ from jchop.math import matmul as emulated_matmul
 
 Array = jax.Array
 OperandShapes = tuple[tuple[int, ...], tuple[int, ...]]
+#: The three products: y of x and w, dx of g and w, dw of x and g.
+Which = Literal["forward", "input", "weight"]
 
-__all__ = ["AnyProduct", "ConvProduct", "DotProduct", "OperandLayouts", "OperandSwap", "RaggedProduct"]
+__all__ = ["AnyProduct", "ConvProduct", "DotProduct", "OperandLayouts", "OperandSwap", "RaggedProduct", "Which"]
 
 
-@dataclass(frozen=True)
-class OperandLayouts:
+class OperandLayouts(NamedTuple):
     """The layouts of the two operands of one product."""
 
     left: OperandLayout
@@ -84,42 +85,49 @@ class DotProduct:
             layouts.append(OperandLayout((*batch, *free), contracting))
         return OperandLayouts(*layouts)
 
-    @property
-    def for_input(self) -> OperandLayouts:
-        """Of g and w, for dx."""
-        b, rows, columns = len(self.batch[1]), self.forward.left.free, self.forward.right.free
-        result = tuple(range(len(rows) + len(columns) - b))
-        return OperandLayouts(
-            OperandLayout(result[: len(rows)], result[len(rows) :]),
-            OperandLayout((*self.batch[1], *self.contracting[1]), columns[b:]),
-        )
-
-    @property
-    def for_weight(self) -> OperandLayouts:
-        """Of x and g, for dw."""
+    def layouts(self, which: Which) -> OperandLayouts:
+        """Of the operands of one of the three products."""
         b, rows, columns = len(self.batch[0]), self.forward.left.free, self.forward.right.free
         result = tuple(range(len(rows) + len(columns) - b))
-        return OperandLayouts(
-            OperandLayout((*self.batch[0], *self.contracting[0]), rows[b:]),
-            OperandLayout((*result[:b], *result[len(rows) :]), result[b : len(rows)]),
-        )
+        if which == "input":
+            return OperandLayouts(
+                OperandLayout(result[: len(rows)], result[len(rows) :]),
+                OperandLayout((*self.batch[1], *self.contracting[1]), columns[b:]),
+            )
+        if which == "weight":
+            return OperandLayouts(
+                OperandLayout((*self.batch[0], *self.contracting[0]), rows[b:]),
+                OperandLayout((*result[:b], *result[len(rows) :]), result[b : len(rows)]),
+            )
+        return self.forward
 
-    def _matrices(self, operands: OperandLayouts, left: Array, right: Array) -> tuple[Array, Array]:
-        """Both operands as (batch, rows, contracting)."""
-        b = len(self.batch[0])
-        arrays = operands.left.lay(left), operands.right.lay(right)
+    def _back(self, which: Which, y: Array, shapes: OperandShapes) -> Array:
+        """The derivative with respect to x or w, from its layout as (batch, rows, contracting)."""
+        layout, shape = (self.forward.left, shapes[0]) if which == "input" else (self.forward.right, shapes[1])
+        return layout.back(y, shape)
+
+    def emulate(
+        self, which: Which, left: Array, right: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
+    ) -> Array:
+        """One of the products, in an emulated arithmetic; `shapes` are those of x and w."""
+        b, layouts = len(self.batch[0]), self.layouts(which)
+        arrays = layouts.left.lay(left), layouts.right.lay(right)
         x, y = (v.reshape(math.prod(v.shape[:b]), math.prod(v.shape[b:-1]), v.shape[-1]) for v in arrays)
-        return x, y
+        if which == "weight":
+            x, y = y, x
+        result = emulated_matmul(x, y.swapaxes(1, 2), spec, key)
+        if which != "forward":
+            return self._back(which, result, shapes)
+        free = zip(shapes, (self.forward.left.free, self.forward.right.free[b:]), strict=True)
+        return result.reshape([shape[axis] for shape, axes in free for axis in axes])
 
-    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
-        """The product, in an emulated arithmetic."""
-        left, right = self._matrices(self.forward, x, w)
-        rows, columns = self.forward.left.free, self.forward.right.free[len(self.batch[1]) :]
-        shape = [x.shape[axis] for axis in rows] + [w.shape[axis] for axis in columns]
-        return emulated_matmul(left, right.swapaxes(1, 2), spec, key).reshape(shape)
-
-    def by_codes(self, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """The product of codes, each in its layout; `shapes` are those of x and w."""
+    def by_codes(self, which: Which, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
+        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
+        if which != "forward":
+            left, right = (to_batched_matrices(v, len(self.batch[0])) for v in (x, w))
+            if which == "weight":
+                left, right = right, left
+            return self._back(which, multiply_codes(left, right, dtype), shapes)
         b, shape = len(self.batch[0]), (*x.elements.shape[:-1], *w.elements.shape[len(self.batch[0]) : -1])
         leading, last = self._sum_axes_at_ends()
         if not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
@@ -151,35 +159,6 @@ class DotProduct:
         matrix = (math.prod(shape) // max(columns, 1), columns)
         reads = reads_panels(bits, matrix if leading else matrix[::-1], leading, block)
         return not self.batch[0] and (leading or last) and reads and not why_no_codes(spec)
-
-    def input_by_codes(self, g: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """The product dx, of codes in their layouts."""
-        b = len(self.batch[0])
-        return self.forward.left.back(
-            multiply_codes(to_batched_matrices(g, b), to_batched_matrices(w, b), dtype), shapes[0]
-        )
-
-    def weight_by_codes(self, x: CodedArray, g: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """The product dw, of codes in their layouts."""
-        b = len(self.batch[0])
-        return self.forward.right.back(
-            multiply_codes(to_batched_matrices(g, b), to_batched_matrices(x, b), dtype), shapes[1]
-        )
-
-    @property
-    def emulates_backward(self) -> bool:
-        """Whether its backward products can be in an emulated arithmetic, too."""
-        return True
-
-    def emulate_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
-        """The product dx of `shape`, in an emulated arithmetic."""
-        left, right = self._matrices(self.for_input, g, w)
-        return self.forward.left.back(emulated_matmul(left, right.swapaxes(1, 2), spec, key), shape)
-
-    def emulate_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
-        """The product dw of `shape`, in an emulated arithmetic."""
-        left, right = self._matrices(self.for_weight, x, g)
-        return self.forward.right.back(emulated_matmul(right, left.swapaxes(1, 2), spec, key), shape)
 
 
 @dataclass(frozen=True)
@@ -220,24 +199,21 @@ class ConvProduct:
     @property
     def forward(self) -> OperandLayouts:
         """Of x and w."""
-        return OperandLayouts(
-            _channels_last_layout(self.numbers.lhs_spec), _channels_last_layout(self.numbers.rhs_spec)
-        )
+        return self.layouts("forward")
 
-    @property
-    def for_input(self) -> OperandLayouts:
-        """Of g and w, for dx."""
-        out, inside, *space = self.numbers.rhs_spec
-        return OperandLayouts(_channels_last_layout(self.numbers.out_spec), OperandLayout((inside,), (*space, out)))
+    def layouts(self, which: Which) -> OperandLayouts:
+        """Of the operands of one of the three products; dw is summed over images and places."""
+        image, kernel, result = self.numbers.lhs_spec, self.numbers.rhs_spec, self.numbers.out_spec
+        if which == "forward":
+            return OperandLayouts(_channels_last_layout(image), _channels_last_layout(kernel))
+        if which == "input":
+            out, inside, *space = kernel
+            return OperandLayouts(_channels_last_layout(result), OperandLayout((inside,), (*space, out)))
+        return OperandLayouts(*(OperandLayout((s[1],), (s[0], *s[2:])) for s in (image, result)))
 
-    @property
-    def for_weight(self) -> OperandLayouts:
-        """Of x and g, for dw: summed over images and places."""
-        return OperandLayouts(
-            *(OperandLayout((s[1],), (s[0], *s[2:])) for s in (self.numbers.lhs_spec, self.numbers.out_spec))
-        )
-
-    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate(
+        self, which: Which, x: Array, w: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
+    ) -> Array:
         """The product, in an emulated arithmetic."""
         if self.feature_groups != 1 or set(self.input_dilation) != {1}:
             raise NotImplementedError(
@@ -266,34 +242,26 @@ class ConvProduct:
         geometry = ConvGeometry(self.strides, self._pads(x[2:], w[2:]), self.input_dilation, self.kernel_dilation)
         return x, w, geometry
 
-    def by_codes(self, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """The product of codes, each in its layout; `shapes` are those of x and w."""
+    def by_codes(self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
+        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
         (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
         groups = self.feature_groups
-        image = x.reshape(n, *space, groups, channels // groups)
-        kernel = w.reshape(groups, rows // groups, *places, inner).map_arrays(
-            lambda v: jnp.moveaxis(v, (0, 1), (-3, -2))
-        )
-        y = convolve_codes(image, kernel, geometry, dtype)
-        return _image_from_groups(y, self.numbers.out_spec)
-
-    def input_by_codes(self, g: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """The product dx, of codes in their layouts: a convolution with the mirrored kernel."""
-        (n, _, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
-        groups, windows = self.feature_groups, geometry.windows(space, places)
-        image = g.reshape(n, *windows, groups, rows // groups)
-        kernel = w.reshape(inner, *places, groups, rows // groups).map_arrays(lambda v: jnp.moveaxis(v, 0, -2))
-        return _image_from_groups(
-            convolve_codes(image, kernel, geometry.backward(space, places), dtype), self.numbers.lhs_spec
-        )
-
-    def weight_by_codes(self, x: CodedArray, g: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
-        """The product dw, of codes in their layouts: summed over images and places."""
-        (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
-        gradient = g.reshape(rows, n, *geometry.windows(space, places))
-        y = correlate_codes(gradient, x.reshape(channels, n, *space), geometry, places, self.feature_groups, dtype)
-        y = y.reshape(*places, rows, inner)
-        return jnp.moveaxis(y, (-2, -1), (0, 1)).transpose(np.argsort(self.numbers.rhs_spec))
+        if which == "weight":  # summed over images and places
+            gradient, image = right.reshape(rows, n, *geometry.windows(space, places)), left
+            y = correlate_codes(gradient, image.reshape(channels, n, *space), geometry, places, groups, dtype)
+            y = y.reshape(*places, rows, inner)
+            return jnp.moveaxis(y, (-2, -1), (0, 1)).transpose(np.argsort(self.numbers.rhs_spec))
+        if which == "input":  # a convolution with the mirrored kernel
+            image = left.reshape(n, *geometry.windows(space, places), groups, rows // groups)
+            kernel = right.reshape(inner, *places, groups, rows // groups)
+            kernel = kernel.map_arrays(lambda v: jnp.moveaxis(v, 0, -2))
+            geometry, axes = geometry.backward(space, places), self.numbers.lhs_spec
+        else:
+            image = left.reshape(n, *space, groups, channels // groups)
+            kernel = right.reshape(groups, rows // groups, *places, inner)
+            kernel = kernel.map_arrays(lambda v: jnp.moveaxis(v, (0, 1), (-3, -2)))
+            axes = self.numbers.out_spec
+        return _image_from_groups(convolve_codes(image, kernel, geometry, dtype), axes)
 
 
 def _image_from_groups(y: Array, axes: Sequence[int]) -> Array:
@@ -329,31 +297,26 @@ class RaggedProduct:
     @property
     def forward(self) -> OperandLayouts:
         """Of x and w."""
-        return OperandLayouts(OperandLayout((0,), (1,)), OperandLayout((0, 2), (1,)))
+        return self.layouts("forward")
 
-    @property
-    def for_input(self) -> OperandLayouts:
-        """Of g and w, for dx."""
-        return OperandLayouts(OperandLayout((0,), (1,)), OperandLayout((0, 1), (2,)))
+    def layouts(self, which: Which) -> OperandLayouts:
+        """Of the operands of one of the three products; dw is summed over rows, of all groups as one."""
+        if which == "weight":
+            return OperandLayouts(OperandLayout((1,), (0,)), OperandLayout((1,), (0,)))
+        right = OperandLayout((0, 2), (1,)) if which == "forward" else OperandLayout((0, 1), (2,))
+        return OperandLayouts(OperandLayout((0,), (1,)), right)
 
-    @property
-    def for_weight(self) -> OperandLayouts:
-        """Of x and g, for dw: summed over rows, of all groups as one."""
-        return OperandLayouts(OperandLayout((1,), (0,)), OperandLayout((1,), (0,)))
+    def by_codes(
+        self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any, sizes: Array
+    ) -> Array:
+        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
+        if which == "weight":
+            return expert_weight_gradients(right, left, sizes, shapes[1][0], dtype)
+        return multiply_codes(left, right, dtype, ExpertSums(sizes, left.elements.shape[0], shapes[1][0]))
 
-    def by_codes(self, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any, sizes: Array) -> Array:
-        """The product of codes, each in its layout."""
-        return multiply_codes(x, w, dtype, ExpertSums(sizes, x.elements.shape[0], shapes[1][0]))
-
-    def input_by_codes(self, g: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any, sizes: Array) -> Array:
-        """The product dx, of codes in their layouts."""
-        return multiply_codes(g, w, dtype, ExpertSums(sizes, g.elements.shape[0], shapes[1][0]))
-
-    def weight_by_codes(self, x: CodedArray, g: CodedArray, shapes: OperandShapes, dtype: Any, sizes: Array) -> Array:
-        """The product dw, of codes in their layouts: for each expert of its rows."""
-        return expert_weight_gradients(g, x, sizes, shapes[1][0], dtype)
-
-    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
+    def emulate(
+        self, which: Which, x: Array, w: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
+    ) -> Array:
         """Refused."""
         raise NotImplementedError(f"matmul={str(spec)!r}: ragged_dot cannot be emulated; leave matmul out of its rule")
 
@@ -371,48 +334,24 @@ class OperandSwap:
     @property
     def forward(self) -> OperandLayouts:
         """Of x and w."""
-        return _swap_operands(self.product.forward)
+        return self.layouts("forward")
 
-    @property
-    def for_input(self) -> OperandLayouts:
-        """Of g and w, for dx."""
-        return _swap_operands(self.product.for_weight)
+    def layouts(self, which: Which) -> OperandLayouts:
+        """Of the operands of one of the three products."""
+        operands = self.product.layouts(_SWAPPED[which])
+        return OperandLayouts(operands.right, operands.left)
 
-    @property
-    def for_weight(self) -> OperandLayouts:
-        """Of x and g, for dw."""
-        return _swap_operands(self.product.for_input)
+    def emulate(
+        self, which: Which, left: Array, right: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
+    ) -> Array:
+        """One of the products, in an emulated arithmetic; `shapes` are those of x and w."""
+        return self.product.emulate(_SWAPPED[which], right, left, (shapes[1], shapes[0]), spec, key)
 
-    def emulate(self, x: Array, w: Array, spec: MatmulSpec, key: Array | None) -> Array:
-        """The product, in an emulated arithmetic."""
-        return self.product.emulate(w, x, spec, key)
-
-    def by_codes(self, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any, *extra: Array) -> Array:
-        """The product of codes, each in its layout."""
-        return self.product.by_codes(w, x, (shapes[1], shapes[0]), dtype, *extra)
-
-    def input_by_codes(self, g: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any, *extra: Array) -> Array:
-        """The product dx, of codes in their layouts."""
-        return self.product.weight_by_codes(w, g, (shapes[1], shapes[0]), dtype, *extra)
-
-    def weight_by_codes(self, x: CodedArray, g: CodedArray, shapes: OperandShapes, dtype: Any, *extra: Array) -> Array:
-        """The product dw, of codes in their layouts."""
-        return self.product.input_by_codes(g, x, (shapes[1], shapes[0]), dtype, *extra)
-
-    @property
-    def emulates_backward(self) -> bool:
-        """Whether its backward products can be in an emulated arithmetic, too."""
-        return isinstance(self.product, DotProduct)
-
-    def emulate_input(self, g: Array, w: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
-        """The product dx of `shape`, in an emulated arithmetic."""
-        assert isinstance(self.product, DotProduct)
-        return self.product.emulate_weight(w, g, shape, spec, key)
-
-    def emulate_weight(self, x: Array, g: Array, shape: Sequence[int], spec: MatmulSpec, key: Array | None) -> Array:
-        """The product dw of `shape`, in an emulated arithmetic."""
-        assert isinstance(self.product, DotProduct)
-        return self.product.emulate_input(g, x, shape, spec, key)
+    def by_codes(
+        self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any, *extra: Array
+    ) -> Array:
+        """One of the products, of codes in their layouts; `shapes` are those of x and w."""
+        return self.product.by_codes(_SWAPPED[which], right, left, (shapes[1], shapes[0]), dtype, *extra)
 
 
 def _as_matrix(q: Any, *shape: int) -> Any:
@@ -423,10 +362,7 @@ def _as_matrix(q: Any, *shape: int) -> Any:
 
 
 AnyProduct = DotProduct | ConvProduct | RaggedProduct | OperandSwap
-
-
-def _swap_operands(operands: OperandLayouts) -> OperandLayouts:
-    return OperandLayouts(operands.right, operands.left)
+_SWAPPED: dict[Which, Which] = {"forward": "forward", "input": "weight", "weight": "input"}
 
 
 def _channels_last_layout(axes: Sequence[int]) -> OperandLayout:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jchop._common.settings import always_jit
 from jchop._quantized.products.codes import CodedArray, check_code_format, encode_operand, expand_codes
-from jchop._quantized.products.contraction import einsum_letters
+from jchop._quantized.products.contraction import einsum_dimensions
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import DotProduct, RaggedProduct
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
@@ -83,21 +83,13 @@ def einsum(subscripts: str, x: Any, w: Any, *, dtype: Any = None) -> Array:
         (3, 4, 2)
     """
     _check_qarrays(x, w)
-    left, right, result = einsum_letters(subscripts, x.ndim, w.ndim)
+    (contracting, batch), order, (left, right) = einsum_dimensions(subscripts, x.ndim, w.ndim)
     sizes: dict[str, int] = {}
     for name, letters, value in (("x", left, x), ("w", right, w)):
         for letter, n in zip(letters, value.shape, strict=True):
             if sizes.setdefault(letter, n) != n:
                 raise ValueError(f"subscripts={subscripts!r}: {letter!r} is {sizes[letter]} in x and {n} in {name}")
-    both = [c for c in left if c in right]
-    batch, contracting = [c for c in both if c in result], [c for c in both if c not in result]
-    product = DotProduct(
-        (tuple(left.index(c) for c in contracting), tuple(right.index(c) for c in contracting)),
-        (tuple(left.index(c) for c in batch), tuple(right.index(c) for c in batch)),
-        (x.ndim, w.ndim),
-    )
-    order = [*batch, *(c for c in left if c not in both), *(c for c in right if c not in both)]
-    return _qarray_product(product, x, w, dtype, order=tuple(order.index(c) for c in result))
+    return _qarray_product(DotProduct(contracting, batch, (x.ndim, w.ndim)), x, w, dtype, order=order)
 
 
 def ragged_dot(x: Any, w: Any, group_sizes: Any, *, dtype: Any = None) -> Array:
@@ -202,7 +194,7 @@ def _multiply_qarrays(
         _qarray_operand(x, product.forward.left, blocks[0]),
         _qarray_operand(w, product.forward.right, blocks[1]),
     )
-    return product.by_codes(left, right, (x.shape, w.shape), dtype, *extra)
+    return product.by_codes("forward", left, right, (x.shape, w.shape), dtype, *extra)
 
 
 def _qarray_operand(value: Any, layout: OperandLayout, block: int | None) -> CodedArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from jchop._quantized.program.provenance import AxisFactor, AxisFactors
 
 Array = jax.Array
 
-__all__ = ["MatrixLayout", "MatrixView", "WeightRotation"]
+__all__ = ["MatrixLayout", "MatrixView", "WeightRotation", "split_axes"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,17 @@ class MatrixView:
 
     free: tuple[AxisFactors, ...]
     contracting: AxisFactors
+
+
+def split_axes(shape: Sequence[int], factors: Iterable[AxisFactor]) -> list[tuple[AxisFactor, ...]]:
+    """The parts of each axis, the slowest first; an axis that these parts do not make up is one part."""
+    result: list[tuple[AxisFactor, ...]] = []
+    for axis, n in enumerate(shape):
+        own = sorted({part for part in factors if part.axis == axis}, key=lambda part: -part.inner)
+        ends = [*(part.inner * part.size for part in own[1:]), 1]
+        whole = own and own[0].inner * own[0].size == n and [part.inner for part in own] == ends
+        result.append(tuple(own) if whole else (AxisFactor(axis, n),))
+    return result
 
 
 @dataclass(frozen=True)
@@ -65,14 +76,9 @@ class MatrixLayout:
         own_batch = tuple(part for parts in view.free[:batch] for part in parts)
         matters = {*own_batch, *view.contracting}
         factors = {*matters, *(part for parts in view.free for part in parts)}
-        parts: list[AxisFactor] = []
-        for axis in range(stack, len(shape)):
-            own = sorted((part for part in factors if part.axis == axis), key=lambda part: -part.inner)
-            ends = [*(part.inner * part.size for part in own[1:]), 1]
-            whole = own and own[0].inner * own[0].size == shape[axis] and [part.inner for part in own] == ends
-            if not whole and any(part in matters for part in own):
-                return None
-            parts += own if whole else [AxisFactor(axis, shape[axis])]
+        parts = [part for own in split_axes(shape, factors)[stack:] for part in own]
+        if not {part for part in matters if part.axis >= stack} <= {*parts}:
+            return None
         number = {part: i for i, part in enumerate(parts)}
         first, along = (tuple(number[part] for part in some) for some in (own_batch, view.contracting))
         rest = tuple(i for i in range(len(parts)) if i not in {*first, *along})

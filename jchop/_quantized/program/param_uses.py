@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jchop._program import planner, step
+from jchop._program.control import CONTROL
 from jchop._program.source import source_line_of
-from jchop._program.step import CONTROL, ProgramPlan, is_jchop_scope
+from jchop._program.step import ProgramPlan, is_jchop_scope
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
 from jchop._quantized.program.matrix_layout import MatrixView
@@ -45,6 +46,11 @@ __all__ = [
 ]
 
 
+def where_text(primitive: str, source: str) -> str:
+    """A primitive and the line of source that it comes from."""
+    return f"{primitive} at {source or 'an unknown line'}"
+
+
 @dataclass(frozen=True)
 class ParamUse:
     """A place where a parameter stops being one.
@@ -72,6 +78,11 @@ class ParamUse:
     is_intact: bool = True
     cuts: tuple[tuple[AxisFactors, Any, Any], ...] = ()
     why: str = ""
+
+    @property
+    def where(self) -> str:
+        """The primitive that takes it, and its line."""
+        return where_text(self.primitive, self.source)
 
     @property
     def is_opaque(self) -> bool:
@@ -129,6 +140,16 @@ class ProductStep(step.ProgramStep):
     data: tuple[bool, ...] = ()
     moves: bool = False
     source: str = ""
+
+    @property
+    def where(self) -> str:
+        """Its primitive and line."""
+        return where_text(self.name, self.source)
+
+    @property
+    def param_uses(self) -> list[ParamUse]:
+        """The uses of parameters, of all operands."""
+        return [use for uses in self.uses for use in uses]
 
 
 class ProvenancePlanner(planner.Planner):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import Any
 
 import jax
@@ -50,9 +49,9 @@ from jchop._spec.spec import Spec
 __all__ = ["QuantizedProgram", "check_weight_rules", "plan_quantized_program"]
 
 
-@dataclass(frozen=True)
-class QuantizedProgram:
-    """A function traced for some arguments, and what rules do to its parameters and products.
+@dataclass(frozen=True, kw_only=True)
+class _RuledProgram:
+    """A function traced for some arguments, with the rule of each parameter.
 
     Args:
         plan: the program.
@@ -62,11 +61,7 @@ class QuantizedProgram:
         shapes: of each parameter.
         uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
         rule_indexes: which of the rules applies to each parameter; None for none.
-        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
-        runner: the roundings of the products, by their steps.
         products: the products in the order of the program, each with its rule.
-        slots: the activations with scales from elsewhere than their data, by the steps of their products.
-        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
     """
 
     plan: ProgramPlan
@@ -76,9 +71,36 @@ class QuantizedProgram:
     shapes: tuple[tuple[int, ...], ...]
     uses: Mapping[int, Sequence[ParamUse]]
     rule_indexes: tuple[int | None, ...]
+    products: tuple[tuple[ProductStep, Rule | None], ...]
+
+    def main_use(self, leaf: int) -> ParamUse | None:
+        """The use that says how a parameter is rounded."""
+        return _main_use(self.uses.get(leaf, ()))
+
+    def rule_of(self, leaf: int) -> Rule:
+        """The rule of a parameter that has one."""
+        number = self.rule_indexes[leaf]
+        assert number is not None
+        return self.rules[number]
+
+    def exemption(self, leaf: int) -> str:
+        """Why a parameter is not rounded as its rule says; empty if nothing prevents it."""
+        return _exemption_reason(self.rule_of(leaf), self.uses.get(leaf, ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedProgram(_RuledProgram):
+    """A program, and what its rules do to parameters and products.
+
+    Args:
+        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
+        runner: the roundings of the products, by their steps.
+        slots: the activations with scales from elsewhere than their data, by the steps of their products.
+        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
+    """
+
     placements: Mapping[int, tuple[WeightLayout, ParamUse]]
     runner: QuantizedRunner
-    products: tuple[tuple[ProductStep, Rule | None], ...]
     slots: dict[int, ScaleSlot]
     entries_of_scan: dict[int, tuple[str, ...]]
 
@@ -97,18 +119,12 @@ class QuantizedProgram:
     def coded_leaves(self) -> frozenset[int]:
         """The parameters whose codes a product takes."""
         roundings = ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
-        return frozenset(use.leaf for step, found in roundings if found and found[0].codes for use in chain(*step.uses))
+        return frozenset(use.leaf for step, found in roundings if found and found[0].codes for use in step.param_uses)
 
     @cached_property
     def adaptable(self) -> dict[int, MatrixLayout | str]:
         """The parameters that reach products, by number: each as a matrix, or why it can have no adapter."""
         return lora_layouts(self.plan, self.shapes)
-
-    def rule_of(self, leaf: int) -> Rule:
-        """The rule of a parameter that is rounded."""
-        number = self.rule_indexes[leaf]
-        assert number is not None
-        return self.rules[number]
 
     @cached_property
     def rules_by_path(self) -> dict[str, Rule]:
@@ -160,7 +176,7 @@ class QuantizedProgram:
         )
 
     def _parameter_row(self, leaf: int) -> ParameterRow:
-        number, use, placement = self.rule_indexes[leaf], _main_use(self.uses.get(leaf, ())), self.placements.get(leaf)
+        number, use, placement = self.rule_indexes[leaf], self.main_use(leaf), self.placements.get(leaf)
         return ParameterRow(
             self.paths[leaf],
             self.shapes[leaf],
@@ -169,9 +185,7 @@ class QuantizedProgram:
             "" if use is None else use.kind,
             "" if placement is None else str(placement[0].spec),
             "" if use is None else use.source,
-            ""
-            if number is None or placement is not None
-            else _exemption_reason(self.rules[number], self.uses.get(leaf, ())),
+            "" if number is None or placement is not None else self.exemption(leaf),
         )
 
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
@@ -187,7 +201,7 @@ class QuantizedProgram:
         return ProductRow(
             step.scope,
             f"{step.name} ({refusal})" if refusal else step.name,
-            tuple(self.paths[use.leaf] for some in step.uses for use in some),
+            tuple(self.paths[use.leaf] for use in step.param_uses),
             "" if rule is None else str(rule),
             {name: str(value) for name, value in fields.items() if value is not None},
             step.source,
@@ -245,7 +259,7 @@ def plan_quantized_program(
     plan = analyst.plan(jaxpr, call.facts)
     uses: dict[int, list[ParamUse]] = {leaf: [use] for leaf, use in analyst.data_changes.items()}
     for step in plan.walk():
-        for use in (*(use for some in step.uses for use in some), *step.opaque_uses):
+        for use in (*step.param_uses, *step.opaque_uses):
             uses.setdefault(use.leaf, []).append(use)
     shapes = tuple(tuple(x.shape) for x in call.abstract[: call.count])
     numbers = []
@@ -253,21 +267,23 @@ def plan_quantized_program(
         use = _main_use(uses.get(leaf, ()))
         operation = "" if use is None or use.view is None else OPERATION_NAMES.get(use.primitive, "")
         numbers.append(param_rule_index(path, rules, classes.get(path, ""), operation))
-    results = frozenset(o.leaf for fact in plan.out if fact is not None for o in fact.origins)
-    placements = _weight_layouts(rules, call.paths, shapes, numbers, uses, results)
-    products = tuple(_products_with_rules(plan, rules, numbers))
+    program = _RuledProgram(
+        plan=plan, tree=jax.tree.structure(out), rules=rules, paths=call.paths, shapes=shapes, uses=uses,
+        rule_indexes=tuple(numbers), products=tuple(_products_with_rules(plan, rules, numbers)),
+    )  # fmt: skip
+    placements = _weight_layouts(program)
     if whole:
-        _check_rules_match(rules, call.paths, numbers, uses, products)
-    rule_of_step = {id(step): rule for step, rule in products if rule is not None}
-    by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
+        _check_rules_match(program)
+    rule_of_step = {id(step): rule for step, rule in program.products if rule is not None}
+    by_leaf = {leaf: program.rule_of(leaf) for leaf in placements}
     roundings, refusals = {}, {}
-    for step, rule in products:
+    for step, rule in program.products:
         roundings_of_step = None if rule is None else _roundings_of_product(step, rule, placements)
         roundings_of_step = with_weight_rotation(step, roundings_of_step, placements, call.paths, by_leaf)
         if rule is not None and roundings_of_step is not None:
             roundings[id(step)], how = roundings_of_step, roundings_of_step[0]
             if how.codes:
-                no_blocks = dict(_params_without_blocks(step, rule, call.paths, shapes, placements))
+                no_blocks = dict(_params_without_blocks(program, step, rule, placements))
                 if how.stored_only and no_blocks:
                     roundings[id(step)] = replace(how, codes=False), roundings_of_step[1]
                 refusals |= {} if how.stored_only else no_blocks
@@ -277,54 +293,14 @@ def plan_quantized_program(
         more = f"; {len(others)} more are like it: put Rule({pattern!r}, ...) without product before that rule"
         raise ValueError(f"{refusals[path]}{more * bool(others)}")
     slots, entries_of_scan = scale_slots_of(plan, roundings, rule_of_step, call.paths)
+    runner = QuantizedRunner(roundings, call.paths)
+    quantized = QuantizedProgram(
+        **{field.name: getattr(program, field.name) for field in fields(program)},
+        placements=placements, runner=runner, slots=slots, entries_of_scan=entries_of_scan,
+    )  # fmt: skip
     if all_in_use:
-        _check_rules_effect(
-            rules, call.paths, numbers, uses, placements, products, {rule_of_step[step].scale_from for step in slots}
-        )
-    return QuantizedProgram(
-        plan,
-        jax.tree.structure(out),
-        rules,
-        call.paths,
-        shapes,
-        uses,
-        tuple(numbers),
-        placements,
-        QuantizedRunner(roundings, call.paths),
-        products,
-        slots,
-        entries_of_scan,
-    )
-
-
-def _weight_layouts(
-    rules: Sequence[Rule],
-    paths: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    numbers: Sequence[int | None],
-    uses: Mapping[int, Sequence[ParamUse]],
-    results: frozenset[int],
-) -> dict[int, tuple[WeightLayout, ParamUse]]:
-    layouts = {}
-    for leaf, number in enumerate(numbers):
-        use = _main_use(uses.get(leaf, ()))
-        if number is None or use is None:
-            continue
-        rule = rules[number]
-        spec = rule.bias if use.kind == "sum" else rule.weight if use.view is not None else None
-        if spec is None or _exemption_reason(rule, uses[leaf]):
-            continue
-        try:
-            placement = weight_layout_of(shapes[leaf], use.view, spec)
-        except ValueError as error:
-            field = "bias" if use.kind == "sum" else "weight"
-            raise ValueError(
-                f"{field}={str(spec)!r} of the parameter {paths[leaf]!r}, of shape {shapes[leaf]}, in "
-                f"{use.primitive} at {use.source or 'an unknown line'}, by {rule}: {error}"
-            ) from None
-        rotation = weight_rotation_of(rule, paths[leaf], shapes[leaf], uses[leaf], leaf in results)
-        layouts[leaf] = placement if rotation is None else replace(placement, rotation=rotation), use
-    return layouts
+        _check_rules_effect(quantized, {rule_of_step[step].scale_from for step in slots})
+    return quantized
 
 
 def _products_with_rules(
@@ -336,13 +312,35 @@ def _products_with_rules(
             yield step, None
         if step.product is None:
             continue
-        leaves = [use.leaf for some in step.uses for use in some]
-        if leaves:
-            rule_numbers = [n for leaf in leaves if (n := numbers[leaf]) is not None]
+        if step.param_uses:
+            rule_numbers = [n for use in step.param_uses if (n := numbers[use.leaf]) is not None]
             yield step, rules[rule_numbers[0]] if rule_numbers else None
         elif any(step.data):
             number = rule_index(step.scope, rules, operation=OPERATION_NAMES[step.name])
             yield step, None if number is None else rules[number]
+
+
+def _weight_layouts(program: _RuledProgram) -> dict[int, tuple[WeightLayout, ParamUse]]:
+    results = {o.leaf for fact in program.plan.out if fact is not None for o in fact.origins}
+    layouts = {}
+    for leaf, number in enumerate(program.rule_indexes):
+        use, path, shape = program.main_use(leaf), program.paths[leaf], program.shapes[leaf]
+        if number is None or use is None:
+            continue
+        rule = program.rules[number]
+        spec = rule.bias if use.kind == "sum" else rule.weight if use.view is not None else None
+        if spec is None or program.exemption(leaf):
+            continue
+        try:
+            placement = weight_layout_of(shape, use.view, spec)
+        except ValueError as error:
+            field = "bias" if use.kind == "sum" else "weight"
+            raise ValueError(
+                f"{field}={str(spec)!r} of the parameter {path!r}, of shape {shape}, in {use.where}, by {rule}: {error}"
+            ) from None
+        rotation = weight_rotation_of(rule, path, shape, program.uses[leaf], leaf in results)
+        layouts[leaf] = placement if rotation is None else replace(placement, rotation=rotation), use
+    return layouts
 
 
 def _roundings_of_product(
@@ -377,22 +375,17 @@ def _roundings_of_product(
 
 
 def _params_without_blocks(
-    step: ProductStep,
-    rule: Rule,
-    paths: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
+    program: _RuledProgram, step: ProductStep, rule: Rule, placements: Mapping[int, tuple[WeightLayout, ParamUse]]
 ) -> Iterator[tuple[str, str]]:
     """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
-    for use in (use for some in step.uses for use in some):
-        placement_and_use = placements.get(use.leaf)
+    for use in step.param_uses:
+        placement_and_use, path, shape = placements.get(use.leaf), program.paths[use.leaf], program.shapes[use.leaf]
         if placement_and_use is None or use.view is None or rule.weight is None:
             continue
         block = block_along_sum(rule.weight, len(use.view.free) + 1)
-        what = f"product='codes': the groups of the parameter {paths[use.leaf]!r}"
-        line = use.source or "an unknown line"
-        if weight_layout_of(shapes[use.leaf], use.view, rule.weight) != replace(placement_and_use[0], rotation=None):
-            first, shape = placement_and_use[1], shapes[use.leaf]
+        what = f"product='codes': the groups of the parameter {path!r}"
+        if weight_layout_of(shape, use.view, rule.weight) != replace(placement_and_use[0], rotation=None):
+            first = placement_and_use[1]
             alike = first.view is not None and stack_ndim(shape, first.view) == stack_ndim(shape, use.view)
             why = (
                 f"{what} follow its first product, which sums over {_sum_axes_text(first)}, and are not blocks along "
@@ -402,30 +395,25 @@ def _params_without_blocks(
         elif not blocks_fit_axes(use.view, block):
             sizes = " × ".join(str(part.size) for part in use.view.contracting)
             why = (
-                f"{what} are no blocks along the sum of the product at {line}: blocks of {block} numbers do not "
+                f"{what} are no blocks along the sum of {use.where}: blocks of {block} numbers do not "
                 f"fit its axes of {sizes}; leave product out of {rule}, or name a group that fits, or group=all"
             )
         else:
             continue
-        yield paths[use.leaf], why
+        yield path, why
 
 
 def _sum_axes_text(use: ParamUse) -> str:
     """The axes of a parameter that a product sums over, which tell products on one line apart, and its place."""
     axes = sorted({part.axis for part in use.view.contracting}) if use.view is not None else ()
     text = " and ".join(f"axis {axis}" for axis in axes) or "no axis"
-    return f"{text} of it ({use.primitive} at {use.source or 'an unknown line'})"
+    return f"{text} of it ({use.where})"
 
 
-def _check_rules_match(
-    rules: Sequence[Rule],
-    paths: Sequence[str],
-    numbers: Sequence[int | None],
-    uses: Mapping[int, Sequence[ParamUse]],
-    products: Sequence[tuple[ProductStep, Rule | None]],
-) -> None:
+def _check_rules_match(program: _RuledProgram) -> None:
     """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
-    numbers_in_use = {number for number in numbers if number is not None}
+    rules, paths, products = program.rules, program.paths, program.products
+    numbers_in_use = {number for number in program.rule_indexes if number is not None}
     numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
     idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
     if idle:
@@ -434,53 +422,44 @@ def _check_rules_match(
             f"{', '.join(map(str, idle))} matches no parameter and no product, or only such as an earlier rule "
             f"matches{nearest_paths_hint([rule.path for rule in idle], [*paths, *scopes])}"
         )
-    for leaf, number in enumerate(numbers):
+    for leaf, number in enumerate(program.rule_indexes):
         if number is None:
             continue
-        rule, use = rules[number], _main_use(uses.get(leaf, ()))
+        rule, use = rules[number], program.main_use(leaf)
         if rule.weight is None or not names_last_part(rule.path, paths[leaf]):
             continue
-        exemption = _exemption_reason(rule, uses.get(leaf, ()))
+        exemption = program.exemption(leaf)
         if use is not None and (use.view is None or exemption):
             reason = "of which a product takes no axis" if use.is_opaque else "which reaches no product"
             reason = f"which stays as it is: {exemption}" if exemption else reason
             if already := _earlier_rounding_text(use):
                 raise ValueError(f"{rule} names the parameter {paths[leaf]!r}, which {already}")
             raise ValueError(
-                f"{rule} names the parameter {paths[leaf]!r}, {reason}; it reaches {use.primitive} at "
-                f"{use.source or 'an unknown line'}. Put Rule({path_pattern(paths[leaf])!r}) before it to leave it as "
-                "it is"
+                f"{rule} names the parameter {paths[leaf]!r}, {reason}; it reaches {use.where}. Put "
+                f"Rule({path_pattern(paths[leaf])!r}) before it to leave it as it is"
             )
 
 
-def _check_rules_effect(
-    rules: Sequence[Rule],
-    paths: Sequence[str],
-    numbers: Sequence[int | None],
-    uses: Mapping[int, Sequence[ParamUse]],
-    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
-    products: Sequence[tuple[ProductStep, Rule | None]],
-    sources: set[Any],
-) -> None:
+def _check_rules_effect(program: QuantizedProgram, sources: set[Any]) -> None:
     """Refuse fields of rules that round nothing; `sources` are the sources of the scales of activations."""
-    for number, rule in enumerate(rules):
+    for number, rule in enumerate(program.rules):
         used = {
             "bias" if use.kind == "sum" else "weight"
-            for leaf, (_, use) in placements.items()
-            if numbers[leaf] == number
-        }  # fmt: skip
-        if any(rule_of_product is rule and not _multiplies_params_alone(step) for step, rule_of_product in products):
+            for leaf, (_, use) in program.placements.items()
+            if program.rule_indexes[leaf] == number
+        }
+        if any(own is rule and not _multiplies_params_alone(step) for step, own in program.products):
             used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
         source = rule.scale_from
         if source is not None and (source in sources or ("weight" in source.fields and "weight" in used)):
             used.add("scale_from")
         idle = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
-            reach = _reach_text(number, rules, paths, numbers, uses, placements, products)
-            hint = "report, under rules that have an effect, shows what each parameter reaches"
+            reach = _reach_text(
+                program, number, "report, under rules that have an effect, shows what each parameter reaches"
+            )
             raise ValueError(
                 f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reach}"
-                f"{'' if reach.endswith(_GIVE_PLAIN_FUNCTION) else f'. {hint}'}"
             )
 
 
@@ -491,19 +470,13 @@ def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
         ValueError: that names the rule and what a parameter reaches in the first program.
     """
     first = programs[0]
+    why = "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
     for number, rule in enumerate(first.rules):
-        if rule.weight is None or any(map(partial(_rounds_weight, number), programs)):
-            continue
-        reach = _reach_text(
-            number, first.rules, first.paths, first.rule_indexes, first.uses, first.placements, first.products
-        )
-        why = (
-            "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
-        )
-        raise ValueError(
-            f"{rule}: weight rounds no parameter of the methods that have example arguments: {reach}"
-            f"{'' if reach.endswith(_GIVE_PLAIN_FUNCTION) else f'. {why}'}"
-        )
+        if rule.weight is not None and not any(map(partial(_rounds_weight, number), programs)):
+            raise ValueError(
+                f"{rule}: weight rounds no parameter of the methods that have example arguments: "
+                f"{_reach_text(first, number, why)}"
+            )
 
 
 def _rounds_weight(number: int, program: QuantizedProgram) -> bool:
@@ -512,30 +485,25 @@ def _rounds_weight(number: int, program: QuantizedProgram) -> bool:
     )
 
 
-def _reach_text(
-    number: int,
-    rules: Sequence[Rule],
-    paths: Sequence[str],
-    numbers: Sequence[int | None],
-    uses: Mapping[int, Sequence[ParamUse]],
-    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
-    products: Sequence[tuple[ProductStep, Rule | None]],
-) -> str:
+def _reach_text(program: QuantizedProgram, number: int, hint: str) -> str:
+    """What a parameter of a rule reaches, and a hint; none where a function of jchop takes it."""
+    text = _reach_of_rule(program, number)
+    return text if text.endswith(_GIVE_PLAIN_FUNCTION) else f"{text}. {hint}"
+
+
+def _reach_of_rule(program: QuantizedProgram, number: int) -> str:
     """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
-    main_uses = {leaf: _main_use(uses.get(leaf, ())) for leaf, n in enumerate(numbers) if n == number}
-    exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in placements and use is not None]
-    weights = [(leaf, use) for leaf, use in exempt if use.is_opaque and rules[number].weight is not None]
+    rule, numbers, paths = program.rules[number], program.rule_indexes, program.paths
+    main_uses = {leaf: program.main_use(leaf) for leaf, n in enumerate(numbers) if n == number}
+    exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in program.placements and use is not None]
+    weights = [(leaf, use) for leaf, use in exempt if use.is_opaque and rule.weight is not None]
     for leaf, use in weights or exempt:
         others = [repr(paths[other]) for other, it in weights if other != leaf and replace(it, leaf=leaf) == use]
         like = f", like {', '.join(others[:3])}{' and more' * (len(others) > 3)}," if others else ""
-        why = (
-            f", and stays as it is: {exemption}" if (exemption := _exemption_reason(rules[number], uses[leaf])) else ""
-        )
-        line = use.source or "an unknown line"
-        reaches = _earlier_rounding_text(use) or f"reaches {use.primitive} at {line}{why}"
-        return f"the parameter {paths[leaf]!r}{like} {reaches}"
-    for step, _ in products:
-        leaves = [use.leaf for some in step.uses for use in some]
+        why = f", and stays as it is: {exemption}" if (exemption := program.exemption(leaf)) else ""
+        return f"the parameter {paths[leaf]!r}{like} {_earlier_rounding_text(use) or f'reaches {use.where}{why}'}"
+    for step, _ in program.products:
+        leaves = [use.leaf for use in step.param_uses]
         mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)
         if mine is None:
             continue
@@ -544,11 +512,10 @@ def _reach_text(
             why = ", which multiplies parameters alone"
         elif numbers[leaves[0]] not in (None, number):
             why = f", whose rule is that of {paths[leaves[0]]!r}"
-        return f"the parameter {paths[mine]!r} reaches {step.name} at {step.source or 'an unknown line'}{why}"
-    for leaf, n in enumerate(numbers):
-        if n == number and (use := _main_use(uses.get(leaf, ()))) is not None:
-            return f"the parameter {paths[leaf]!r} reaches {use.primitive} at {use.source or 'an unknown line'} alone"
-    return "no parameter that it matches reaches anything"
+        return f"the parameter {paths[mine]!r} reaches {step.where}{why}"
+    uses = ((leaf, use) for leaf, use in main_uses.items() if use is not None)
+    reaches = (f"the parameter {paths[leaf]!r} reaches {use.where} alone" for leaf, use in uses)
+    return next(reaches, "no parameter that it matches reaches anything")
 
 
 def _earlier_rounding_text(use: ParamUse) -> str:

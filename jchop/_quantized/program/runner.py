@@ -14,9 +14,9 @@ from jax.extend.core import Literal
 
 from jchop._common.paths import common_path_pattern
 from jchop._program.bind import bind
-from jchop._program.control import Interpret
+from jchop._program.control import Interpret, roles_of
 from jchop._program.run import Runner, interpret
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, carry_count
+from jchop._program.step import CUSTOM_CALLS, PLAIN_CALLS
 from jchop._quantized.products.codes import CodedArray, block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, contract
 from jchop._quantized.products.product import OperandSwap
@@ -34,7 +34,6 @@ _CODE_MOVES = MOVE_PRIMITIVES - {"concatenate", "dynamic_update_slice", "optimiz
 #: Moves after which a product takes a parameter with an adapter still as a whole; of a stack, casts alone.
 _ADAPTER_CASTS = frozenset({"convert_element_type", "copy", "optimization_barrier"})
 _ADAPTER_MOVES = _ADAPTER_CASTS | {"transpose", "reshape", "squeeze", "expand_dims"}
-_INNER_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS))
 
 
 class QuantizedRunner(Runner):
@@ -66,15 +65,10 @@ class QuantizedRunner(Runner):
 
     def _passes(self, step: ProductStep, i: int, param: LazyParam) -> bool:
         """Whether a program within a step takes a parameter before it is rounded."""
-        if step.kind != "control":
-            return False
-        if i < _loop_constant_count(
-            step
-        ):  # its codes are multiplied as they are stored: nothing is computed again in each turn
+        role = roles_of(step)[i] if step.kind == "control" else "other"
+        if role == "fixed":  # its codes are multiplied as they are stored: nothing is computed again in each turn
             return param.codes and is_packed_param(param.value)
-        if step.name == "scan":
-            return i >= sum(carry_count(step.eqn.params)) and param.stack > 0
-        return step.name in _INNER_CALLS or (step.name == "cond" and i > 0)
+        return role == "passed" or (role == "sliced" and param.stack > 0)
 
     def control(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
         """Programs without a rounding are left whole, with their own derivatives."""
@@ -82,16 +76,8 @@ class QuantizedRunner(Runner):
             return bind(step.eqn.primitive, step.eqn.params, *args)
         if step.name in CUSTOM_CALLS and not self._is_busy(step):
             return bind(step.eqn.primitive, step.eqn.params, *map(rounded_value, args))
-        if step.name == "scan":
-            fixed, stacks = _loop_constant_count(step), sum(carry_count(step.eqn.params))
-            args = [
-                x if isinstance(x, LazyParam) or i < fixed else _as_scan_input(x) if i >= stacks else rounded_value(x)
-                for i, x in enumerate(args)
-            ]
-        elif step.name == "while":
-            args = [x if i < _loop_constant_count(step) else rounded_value(x) for i, x in enumerate(args)]
-        elif step.name not in _INNER_CALLS and step.name != "cond":
-            args = [rounded_value(x) for x in args]
+        whole = {"passed": _unchanged, "fixed": _unchanged, "sliced": _as_scan_input}
+        args = [whole.get(role, rounded_value)(x) for x, role in zip(args, roles_of(step), strict=True)]
         return super().control(step, seeds, args)
 
     def _is_busy(self, step: ProductStep) -> bool:
@@ -223,7 +209,7 @@ def _no_codes_message(failures: dict[str, tuple[ProductStep, int, ProductRoundin
     rest = f", like {len(others)} other{'s' * (len(others) > 1)}, such as {others[0]!r}," if others else ""
     pattern = path if path == "*" else common_path_pattern(failures, (path for path in paths if path not in failures))
     return (
-        f"product='codes': the weight {path!r}{rest} of {step.name} at {step.source or 'an unknown line'} is {why}, so "
+        f"product='codes': the weight {path!r}{rest} of {step.where} is {why}, so "
         f"it has no codes there; put Rule({pattern!r}, ...) without product before {roundings.place.rule}"
     )
 
@@ -242,12 +228,8 @@ def _move_code_part(part: ProductStep, v: Array, rest: list[Any]) -> list[Any]:
     return bind(part.eqn.primitive, params, v, *rest)
 
 
-def _loop_constant_count(step: ProductStep) -> int:
-    """How many operands of a loop, the first ones, are the same in all its turns."""
-    params = step.eqn.params
-    if step.name == "while":
-        return params["cond_nconsts"] + params["body_nconsts"]
-    return carry_count(params)[0] if step.name == "scan" else 0
+def _unchanged(x: Any) -> Any:
+    return x
 
 
 def _as_scan_input(x: Any) -> Any:

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jchop._common.paths import path_pattern
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count
+from jchop._program.control import operands_of_role, roles_of, turns_around
+from jchop._program.step import CUSTOM_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
 from jchop._quantized.program.param_uses import ProductStep
+from jchop._quantized.scales.formulas import initial_scale
+from jchop._quantized.scales.observers import RangeObserver, check_calibration_data, range_observer_for
 from jchop._spec.spec import Gradient, Spec
+
+__all__ = [
+    "HISTORY",
+    "RANGE",
+    "SCALE",
+    "ScaleCalibration",
+    "ScaleSlot",
+    "Scales",
+    "check_entry_names",
+    "per_iteration",
+    "scale_slots_of",
+    "stack_entries",
+    "state_kind",
+]
 
 Array = jax.Array
 
-__all__ = ["HISTORY", "RANGE", "SCALE", "ScaleSlot", "Scales", "check_entry_names", "scale_slots_of", "state_kind"]
 
 #: The kinds of state, which end the names of entries.
 RANGE, HISTORY, SCALE = "range", "history", "scale"
@@ -123,7 +141,7 @@ def scale_slots_of(
     slots: dict[int, ScaleSlot] = {}
     entries_of_scan: dict[int, tuple[str, ...]] = {}
     counts: dict[str, int] = {}
-    for step, scans, enclosure, in_branch in _walk_with_scans(plan, (), "", False):
+    for step, around in plan.walk_within():
         if id(step) not in roundings or id(step) not in rules:
             continue
         product_roundings, weight = roundings[id(step)]
@@ -131,24 +149,30 @@ def scale_slots_of(
         source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
         if weight < 0 or not _has_scale_state(product_roundings, source):
             continue
-        leaf = step.uses[weight][0].leaf
+        leaf: int = step.uses[weight][0].leaf
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _STATE_KINDS[type(source)]}"
+        enclosure = _enclosure_text(around)
         if enclosure and source is None:
             continue
         # The state of a while loop can be carried, its data not be seen.
         if enclosure and (enclosure != _WHILE_LOOP or isinstance(source, LSQ)):
             raise NotImplementedError(
-                f"{rule}: scale_from of {step.name} at {step.source or 'an unknown line'}, which is within "
+                f"{rule}: scale_from of {step.where}, which is within "
                 f"{enclosure}, out of which its data cannot come. Put Rule({path_pattern(paths[leaf])!r}, ...) without "
                 "scale_from before it"
             )
         counts[name] = counts.get(name, 0) + 1
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
-        for scan in (scan for scan, _, leaves in scans if leaf in leaves):
-            entries_of_scan[scan] = (*entries_of_scan.get(scan, ()), name)
+        loops, in_branch = [], any(outer.name == "cond" for outer in around)
+        for scan, length in turns_around(around):
+            takes_apart = leaf in _sliced_leaves(scan)
+            loops.append((length, takes_apart))
+            if takes_apart:
+                entries_of_scan[id(scan)] = (*entries_of_scan.get(id(scan), ()), name)
         assert product_roundings.left is not None
-        loops = tuple((length, leaf in leaves) for _, length, leaves in scans)
-        slots[id(step)] = ScaleSlot(name, product_roundings.left, source, loops, product_roundings.place, in_branch)
+        slots[id(step)] = ScaleSlot(
+            name, product_roundings.left, source, tuple(loops), product_roundings.place, in_branch
+        )
     return slots, entries_of_scan
 
 
@@ -201,28 +225,84 @@ def _has_scale_state(roundings: ProductRoundings, source: ScaleFrom | None) -> b
     )
 
 
-_ScansAround = tuple[tuple[int, int, frozenset[int]], ...]
-_OPEN_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, "scan", "cond"))
 _WHILE_LOOP = "a while loop"
-
-
-def _walk_with_scans(
-    plan: ProgramPlan, scans: _ScansAround, enclosure: str, in_branch: bool
-) -> Iterator[tuple[ProductStep, _ScansAround, str, bool]]:
-    """Every step, with the scans around it (each with its length and the parameters that it takes apart)."""
-    for step in plan.steps:
-        yield step, scans, enclosure, in_branch
-        if not step.inner:
-            continue
-        inside = scans
-        if step.name == "scan":
-            slices = step.known[sum(carry_count(step.eqn.params)) :]
-            leaves = frozenset(origin.leaf for fact in slices for origin in fact.origins)
-            inside = (*scans, (id(step), step.eqn.params["length"], leaves))
-        within = "" if step.name in _OPEN_CALLS else _ENCLOSURE_NAMES.get(step.name, step.name)
-        within = enclosure if enclosure and (enclosure != _WHILE_LOOP or not within) else within
-        for inner in step.inner:
-            yield from _walk_with_scans(inner, inside, within, in_branch or step.name == "cond")
-
-
 _ENCLOSURE_NAMES = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of its own") | {"while": _WHILE_LOOP}
+
+
+def _enclosure_text(around: Sequence[ProductStep]) -> str:
+    """What data cannot come out of; empty if they come out of all steps around."""
+    closed = (step for step in around if "passed" not in roles_of(step) and not turns_around([step]))
+    names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in closed]
+    return next((name for name in names if name != _WHILE_LOOP), names[0] if names else "")
+
+
+def _sliced_leaves(scan: ProductStep) -> set[int]:
+    """The parameters that a scan takes apart."""
+    return {origin.leaf for fact in operands_of_role(scan, "sliced", scan.known) for origin in fact.origins}
+
+
+# -- calibration -----------------------------------------------------------------------------------------------------
+
+
+def per_iteration(slot: ScaleSlot, x: Array, function: Callable[[Array], Array]) -> dict[tuple[int, ...], Array]:
+    """A function of the data of each entry of a slot: of its iterations, by index; of other loops, all together."""
+    own = [axis for axis, (_, mine) in enumerate(slot.loops) if mine]
+    by_index = jnp.moveaxis(x, own, range(len(own)))
+    return {index: function(by_index[index]) for index in np.ndindex(*slot.stack)}
+
+
+def stack_entries(
+    slot: ScaleSlot, values: Mapping[tuple[int, ...], Array], function: Callable[[Array], Array] = jnp.asarray
+) -> Array:
+    """The entry of a slot from a function of the value of each iteration."""
+    each = [function(values[index]) for index in np.ndindex(*slot.stack)]
+    return jnp.stack(each).reshape(*slot.stack, *each[0].shape)
+
+
+class ScaleCalibration:
+    """What the slots of a program have seen.
+
+    Args:
+        method: as of `calibrate`.
+        combine: as of `calibrate`.
+    """
+
+    def __init__(self, method: str, combine: str) -> None:
+        self._make = range_observer_for(method, combine)
+        self._slots: dict[str, tuple[ScaleSlot, dict[tuple[int, ...], RangeObserver]]] = {}
+
+    def see(self, arrays: Mapping[str, tuple[ScaleSlot, Array]]) -> None:
+        """Note the data of one call."""
+        for slot, data in arrays.values():
+            if isinstance(slot.source, DelayedScaling):
+                continue
+            _, observers = self._slots.setdefault(slot.name, (slot, {}))
+            for index, x in per_iteration(slot, data, lambda x: x).items():
+                if isinstance(x, jax.core.Tracer):
+                    raise ValueError(
+                        "calibrate of a program runs on data, and cannot be part of a traced function, as under "
+                        "jax.jit or nnx.eval_shape"
+                    )
+                if not bool(jnp.isnan(x).all()):  # else a branch was not taken
+                    check_calibration_data(x, f"product of {slot.name!r}")
+                    observers.setdefault(index, self._make(slot.spec)).see(x)
+
+    def into(self, scales: Scales) -> Scales:
+        """Scales with the entries of all slots that have seen data.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        entries: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
+        for name, (slot, observers) in self._slots.items():
+            spans = {index: span for index, one in observers.items() if (span := one.range()) is not None}
+            if len(spans) == len([*np.ndindex(*slot.stack)]):
+                trainable = slot.kind == SCALE
+                entry_from = (lambda span, s=slot: initial_scale(span, s.spec)) if trainable else (lambda span: span)
+                entries["learned" if trainable else "stats"][name] = stack_entries(slot, spans, entry_from)
+        if not entries["learned"] and not entries["stats"]:
+            raise ValueError(
+                "no product of the program has an activation with one scale for the whole array, such as 'int8', "
+                "without a gradient of its own, backward roundings or a history, and data that is finite"
+            )
+        return Scales({**scales.learned, **entries["learned"]}, {**scales.stats, **entries["stats"]})

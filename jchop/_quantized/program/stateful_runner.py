@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -11,9 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.settings import split_prng_key
-from jchop._program.control import without_weak_types
-from jchop._program.run import interpret
-from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan, carry_count
+from jchop._program.control import ScanOrder, ScanTurn, WhileParts, roles_of, turns_around
+from jchop._program.step import HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.param_uses import ProductStep
@@ -89,15 +89,8 @@ class ScaleStateRunner(QuantizedRunner):
     def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
         """The results of a step that holds programs; entries are more operands of it, and more results."""
         slots = self._slots_in(step)
-        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS):
+        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS) or "carried" in roles_of(step):  # loops have their own
             return super().enter(step, seeds, args, inner)
-        if step.name == "scan":
-            return self._scan(step, seeds, args, slots)
-        if self.mode == "observe" and step.name == "while":
-            raise NotImplementedError(
-                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
-                "its product a rule without a scale for the whole array"
-            )
         names = [slot.name for slot in slots if slot.name in self.entries]
         entry_values = [self.entries[name] for name in names]
         last = [name for name in names if name in self._updated_names(slots)] if self.mode == "update" else []
@@ -105,10 +98,9 @@ class ScaleStateRunner(QuantizedRunner):
 
         def run(plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
             count = len(plan.jaxpr.invars)
-            out, updates = self._inside(plan, seeds, args[:count], dict(zip(names, args[count:], strict=True)))
-            if step.name == "while":  # the entries are carried values
-                return [*out, *(updates.get(name, value) for name, value in zip(names, args[count:], strict=True))]
-            all_entries = dict(zip(names, args[count:], strict=True)) | updates
+            entries = dict(zip(names, args[count:], strict=True))
+            out, updates = self._inside(partial(inner, plan, seeds, args[:count]), entries)
+            all_entries = entries | updates
             return [
                 *out,
                 *(all_entries[name] for name in last),
@@ -117,55 +109,64 @@ class ScaleStateRunner(QuantizedRunner):
 
         out = super().enter(step, seeds, [*args, *entry_values], run)
         count = len(step.eqn.outvars)
-        after = dict(zip(names if step.name == "while" else (*last, *blanks), out[count:], strict=True))
-        self._take({name: after[name] for name in after if self.mode == "observe" or name in last})
+        self._take(dict(zip((*last, *blanks), out[count:], strict=True)))
         return out[:count]
 
-    def _scan(self, step: ProductStep, seeds: Any, args: list[Any], slots: Sequence[ScaleSlot]) -> list[Any]:
-        params = step.eqn.params
-        consts, carry_length = carry_count(params)
-        const_values, start, xs = args[:consts], args[consts : consts + carry_length], args[consts + carry_length :]
-        names_per_iteration = self.entries_of_scan.get(id(step), ())
-        names = [slot.name for slot in slots if slot.name in self.entries]
-        entry_per_iteration = {name: self.entries[name] for name in names if name in names_per_iteration}
-        carry_entries = {name: self.entries[name] for name in names if name not in names_per_iteration}
-        updated_names = self._updated_names(slots) if self.mode == "update" else ()
+    def scan(self, step: ProductStep, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """A loop carries entries, and gives and stacks those of single iterations."""
+        rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in self.entries}
+        carried, updated_names = self._carried_entries(step, rows)
 
-        def body(carry: Any, x: Any) -> Any:
-            carry_values, iteration, loop_entries = carry
-            x_slices, entry_slices = x
-            inner_seeds = None if seeds is None else seeds.turn(step.number, iteration)
-            out, updates = self._inside(
-                step.inner[0], inner_seeds, [*const_values, *carry_values, *x_slices], {**loop_entries, **entry_slices}
-            )
-            out = without_weak_types(out)
-            outputs = {
-                name: updates[name]
-                for name in updates
-                if self.mode == "observe" or (name in entry_slices and name in updated_names)
+        def turn_with_entries(carry: Any, row: Any, count: Any) -> tuple[Any, Any]:
+            (values, entries), (x, own) = carry, row
+            (values, ys), updates = self._inside(partial(turn, values, x, count), {**entries, **own})
+            taken = {
+                name: new
+                for name, new in updates.items()
+                if self.mode == "observe" or (name in own and name in updated_names)
             }
-            loop_entries = {name: updates.get(name, value) for name, value in loop_entries.items()}
-            return (out[:carry_length], iteration + jnp.uint32(1), loop_entries), (out[carry_length:], outputs)
+            return (values, {name: updates.get(name, old) for name, old in entries.items()}), (ys, taken)
 
-        (last, _, after), (ys, outputs) = lax.scan(
-            body,
-            (without_weak_types(start), jnp.uint32(0), carry_entries),
-            (list(xs), entry_per_iteration),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        self._take({**{name: after[name] for name in after if name in updated_names}, **outputs})
-        return [*last, *ys]
+        (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows), order)
+        self._take({**{name: after[name] for name in after if name in updated_names}, **taken})
+        return last, ys
 
-    def _inside(
-        self, plan: ProgramPlan, seeds: Any, args: Sequence[Any], entries: dict[str, Array]
-    ) -> tuple[list[Any], dict]:
+    def while_loop(self, step: ProductStep, loop: WhileParts, start: Any) -> Any:
+        """A loop carries entries; its data cannot be observed."""
+        slots = self._slots_in(step)
+        if slots and self.mode == "observe":
+            raise NotImplementedError(
+                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
+                "its product a rule without a scale for the whole array"
+            )
+        carried, updated_names = self._carried_entries(step, {})
+
+        def next_of(carry: Any, count: Any) -> Any:
+            values, updates = self._inside(partial(loop.next_of, carry[0], count), carry[1])
+            return values, {name: updates.get(name, old) for name, old in carry[1].items()}
+
+        def goes_on(carry: Any, count: Any) -> Any:
+            return self._inside(partial(loop.goes_on, carry[0], count), carry[1])[0]
+
+        parts = WhileParts(lambda carry, count: loop.condition(carry[0], count), goes_on, next_of)
+        last, after = super().while_loop(step, parts, (start, carried))
+        self._take({name: after[name] for name in after if name in updated_names})
+        return last
+
+    def _carried_entries(self, step: ProductStep, rows: Mapping[str, Array]) -> tuple[dict[str, Array], set[str]]:
+        """The entries that a loop carries, which are those of no single iteration, and the names that it updates."""
+        slots = self._slots_in(step)
+        names = [slot.name for slot in slots if slot.name in self.entries and slot.name not in rows]
+        return {name: self.entries[name] for name in names}, self._updated_names(
+            slots
+        ) if self.mode == "update" else set()
+
+    def _inside(self, run: Callable[[], Any], entries: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
         """The results of a program within, and the updates of its entries."""
         outer = self.entries, self.updates
         self.entries, self.updates = entries, {}
         try:
-            return interpret(self, plan, seeds, args), self.updates
+            return run(), self.updates
         finally:
             self.entries, self.updates = outer
 
@@ -187,23 +188,11 @@ class ScaleStateRunner(QuantizedRunner):
     def _arrays_in(self, step: ProductStep, slots: Sequence[ScaleSlot]) -> dict[str, Array]:
         """Arrays of NaN, which stand for the data of a branch that was not taken."""
         shapes = {}
-        for inner in (s for plan in step.inner for s in plan.walk() if id(s) in self.slots):
-            weight = self.roundings[id(inner)][1]
-            aval = inner.eqn.invars[1 - weight].aval
-            lengths = [s.eqn.params["length"] for s in _scans_between(step, inner)]
+        for inner, around in (pair for plan in step.inner for pair in plan.walk_within() if id(pair[0]) in self.slots):
+            aval = inner.eqn.invars[1 - self.roundings[id(inner)][1]].aval
+            lengths = [length for _, length in turns_around(around)]
             shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
         return {slot.name: shapes[slot.name] for slot in slots}
-
-
-def _scans_between(outer: ProductStep, target: ProductStep) -> list[ProductStep]:
-    """The scans between a step and one within it, from the outside in."""
-    for plan in outer.inner:
-        for step in plan.steps:
-            if step is target:
-                return []
-            if any(inner is target for p in step.inner for inner in p.walk()):
-                return [*([step] if step.name == "scan" else []), *_scans_between(step, target)]
-    return []
 
 
 def _entry_error(slot: ScaleSlot, entry: Array | None, shape: tuple[int, ...]) -> str:

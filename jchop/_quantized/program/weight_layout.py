@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 from jchop._common.bit_ops import reshape
 from jchop._quantized.products.operand_layout import keep_nan
-from jchop._quantized.products.scale_from import LSQ, ScaleFrom
-from jchop._quantized.program.matrix_layout import MatrixView, WeightRotation
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, ScaleFrom
+from jchop._quantized.program.matrix_layout import MatrixView, WeightRotation, split_axes
 from jchop._quantized.program.provenance import AxisFactor, AxisFactors
-from jchop._quantized.scales.formulas import round_in_range
-from jchop._quantized.scales.lsq import round_lsq
+from jchop._quantized.program.scale_slots import Scales
+from jchop._quantized.scales.formulas import round_in_range, round_lsq, update_history
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
@@ -36,9 +37,18 @@ from jchop.storage._axis_groupings import (
 )
 from jchop.storage._quantize import requantize
 
-Array = jax.Array
+__all__ = [
+    "StoredAs",
+    "WeightLayout",
+    "WeightScaleState",
+    "blocks_fit_axes",
+    "stack_ndim",
+    "weight_layout_of",
+    "weight_scale_entry",
+    "weight_scale_state",
+]
 
-__all__ = ["StoredAs", "WeightLayout", "WeightScaleState", "blocks_fit_axes", "stack_ndim", "weight_layout_of"]
+Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
     """
     if view is None:
         return _check_group_axes(WeightLayout(spec, tuple(shape), len(shape)))
-    factors = _axis_factors(shape, view)
+    factors = split_axes(shape, [part for parts in (*view.free, view.contracting) for part in parts])
     stack = stack_ndim(shape, view)
     entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
     core = tuple(shape[stack:])
@@ -255,21 +265,6 @@ def _check_group_axes(placement: WeightLayout) -> WeightLayout:
     if placement.spec.scaled is not None:
         placement.spec.scaled.group_shape(placement.shape)
     return placement
-
-
-def _axis_factors(shape: Sequence[int], view: MatrixView) -> list[tuple[AxisFactor, ...]]:
-    """The parts of each axis of a parameter, the slowest first; an axis that is not taken whole is one part."""
-    factors_of_axis: list[list[AxisFactor]] = [[] for _ in shape]
-    for part in (*(part for axis in view.free for part in axis), *view.contracting):
-        if part not in factors_of_axis[part.axis]:
-            factors_of_axis[part.axis].append(part)
-    result: list[tuple[AxisFactor, ...]] = []
-    for axis, (n, parts) in enumerate(zip(shape, factors_of_axis, strict=True)):
-        parts.sort(key=lambda part: -part.inner)
-        ends = [*(part.inner * part.size for part in parts[1:]), 1]
-        whole = parts and parts[0].inner * parts[0].size == n and [part.inner for part in parts] == ends
-        result.append(tuple(parts) if whole else (AxisFactor(axis, n),))
-    return result
 
 
 def _split_by_factors(parts: AxisFactors, factors: Sequence[tuple[AxisFactor, ...]]) -> AxisFactors:
@@ -405,3 +400,36 @@ def _with_scale_groups(fmt: ScaledFormat, original: ScaledFormat, kinds: Sequenc
     if not blocks:
         return fmt
     return fmt(scale=_with_scale_groups(original.scale(axis=blocks[-1]), original.scale, kinds))
+
+
+# -- entries among kept scales ---------------------------------------------------------------------------------------
+
+
+def weight_scale_state(
+    name: str, placement: WeightLayout, source: ScaleFrom, value: Array, scales: Scales
+) -> tuple[WeightScaleState, dict[str, Array]]:
+    """The kept scales of a parameter, and its history after the call."""
+    if isinstance(source, LSQ):
+        return WeightScaleState(weight_scale_entry(scales, name, placement.fit_scales, value), source), {}
+    assert isinstance(source, DelayedScaling)
+    stack = value.ndim - placement.ndim
+
+    def history_like(v: Any) -> Array:
+        return jnp.zeros((*v.shape[:stack], source.length))
+
+    def update_one(both: tuple[Array, Array]) -> tuple[Array, Array]:
+        return update_history(source, *both)
+
+    span, after = map_over_stack(stack, update_one, (weight_scale_entry(scales, name, history_like, value), value))
+    return WeightScaleState(span, source), {name: after}
+
+
+def weight_scale_entry(scales: Scales | None, name: str, like: Callable[[Any], Any], value: Any) -> Array:
+    """An entry of a parameter, in the shape that `like` gives for it."""
+    entry = None if scales is None else scales.entries.get(name)
+    if entry is None:
+        raise ValueError(f"scales has no {name!r}: pass scales=low.start(params, ...), or what training made of it")
+    shape = jax.eval_shape(like, jax.ShapeDtypeStruct(value.shape, value.dtype)).shape
+    if entry.shape != shape:
+        raise ValueError(f"scales: {name!r} has shape {entry.shape}, and its rule needs {shape}: it is of another rule")
+    return entry

@@ -37,22 +37,17 @@ def weight_rotation_of(
     assert first.view is not None
     for use in uses:
         if use.kind != "product":
-            raise _rotation_error(rule, path, f"{use.primitive} at {use.source or 'an unknown line'} takes it as it is")
+            raise _rotation_error(rule, path, f"{use.where} takes it as it is")
         if use.view is None or use.view.contracting != first.view.contracting:
-            raise _rotation_error(
-                rule, path, f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes"
-            )
+            raise _rotation_error(rule, path, f"{use.where} sums over other axes")
         if not use.is_intact:
-            where = use.source or "an unknown line"
-            why = f"its numbers are computed with before {use.primitive} at {where}"
+            why = f"its numbers are computed with before {use.where}"
             raise _rotation_error(rule, path, f"{why}, or put in another order, or sent between devices")
     if is_result:
         raise _rotation_error(rule, path, "the function returns it")
     layout = MatrixLayout.of(shape, stack_ndim(shape, first.view), first.view, 0)
     if layout is None:
-        raise _rotation_error(
-            rule, path, f"{first.primitive} at {first.source or 'an unknown line'} takes a part of an axis"
-        )
+        raise _rotation_error(rule, path, f"{first.where} takes a part of an axis")
     return WeightRotation(rule.forward_rotation, layout)
 
 
@@ -75,7 +70,7 @@ def with_weight_rotation(
     Raises:
         ValueError: if the product does not rotate its inputs as its weight is.
     """
-    uses = [use for some in step.uses for use in some]
+    uses = step.param_uses
     rotations = {use.leaf: placements[use.leaf][0].rotation if use.leaf in placements else None for use in uses}
     if roundings is not None and (rotation := roundings[0].forward_rotation) is not None and step.product is not None:
         width = _sum_length(step)
@@ -91,8 +86,7 @@ def with_weight_rotation(
         own_rotation = None if roundings is None else roundings[0].forward_rotation
         whole = use.view is not None and math.prod(part.size for part in use.view.contracting) == _sum_length(step)
         if rotations[use.leaf] is None or own_rotation != param_rotation.rotation or not whole:
-            where = step.source or "an unknown line"
-            why = f"the inputs of {step.name} at {where} are not rotated in the same way"
+            why = f"the inputs of {step.where} are not rotated in the same way"
             leaf = next(leaf for leaf, own in rotations.items() if own is not None)
             raise _rotation_error(rules[leaf], paths[leaf], why)
     assert roundings is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,24 +11,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.gradients import CustomJvp
+from jchop._core.scaled.groups import Groups
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.operand_layout import OperandLayout, keep_nan
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
-from jchop._quantized.scales.lsq import round_lsq
 from jchop._spec.spec import Gradient, Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
-
-Array = jax.Array
 
 __all__ = [
     "finite_range",
     "initial_scale",
     "round_in_range",
     "round_in_range_with_codes",
+    "round_lsq",
     "round_lsq_operand",
     "update_history",
     "update_range",
 ]
+
+Array = jax.Array
 
 
 def update_range(source: MovingAverage, current: Array, x: Array, fixed: bool) -> Array:
@@ -107,3 +110,51 @@ def _straight_through_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Any]:
 
 
 _straight_through.defjvp(_straight_through_jvp, symbolic_zeros=True)
+
+
+# -- learned scales --------------------------------------------------------------------------------------------------
+
+
+def round_lsq(x: Array, spec: Spec, scale: Array, key: Array | None = None, *, sharing: int | None = None) -> Array:
+    """`x` rounded under given scales, with LSQ's gradients for both.
+
+    Args:
+        x: a carrier.
+        spec: of a scaled format without zero points.
+        scale: as `fit_scale` returns it for `x`.
+        key: a typed key where the spec is stochastic.
+        sharing: how many numbers share a scale, n in the factor 1/sqrt(n M) of its gradient. Default None: no factor.
+
+    Source: Esser et al., "Learned step size quantization", ICLR 2020, equations 1 to 3 and section 2.2.
+    """
+    largest = float(spec.element.max)
+    return _round_lsq(spec, 1.0 if sharing is None else 1 / math.sqrt(sharing * largest), x, scale, key)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _round_lsq(spec: Spec, factor: float, x: Array, scale: Array, key: Array | None) -> Array:
+    return dequantize(quantize(x, spec, key, scale=scale))
+
+
+def _round_lsq_fwd(spec: Spec, factor: float, x: Array, scale: Array, key: Array | None) -> tuple[Any, tuple]:
+    y = _round_lsq(spec, factor, x, scale, key)
+    return y, (x, y, scale)
+
+
+def _round_lsq_bwd(spec: Spec, factor: float, residuals: tuple, g: Array) -> tuple[Any, Array, None]:
+    x, y, scale = residuals
+    fmt = spec.scaled
+    assert fmt is not None
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    groups = Groups(x.shape, fmt.group_shape(x.shape))
+    numbers, rounded_numbers, slope = (groups.view(v.astype(wide)) for v in (x, y, g))
+    s = groups.expand(scale.astype(wide))
+    inside = (numbers > float(spec.element.min) * s) & (numbers < float(spec.element.max) * s)
+    # e - v/s inside, e beyond; both with s e = y
+    by_scale = slope * (rounded_numbers - jnp.where(inside, numbers, 0)) / s
+    total = factor * jnp.sum(by_scale, axis=groups.axes, keepdims=True)
+    of_x = groups.back(jnp.where(inside, slope, 0)).astype(x.dtype)
+    return of_x, groups.squeeze(total).astype(scale.dtype), None
+
+
+_round_lsq.defvjp(_round_lsq_fwd, _round_lsq_bwd)

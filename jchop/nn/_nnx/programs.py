@@ -16,11 +16,10 @@ from flax import nnx
 
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.calibration import ScaleCalibration
 from jchop._quantized.program.lazy_params import is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import Scales
+from jchop._quantized.program.scale_slots import ScaleCalibration, Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop.nn._nnx.attach import fork_rounding_stream
 from jchop.nn._nnx.modules import Keys, module_entries

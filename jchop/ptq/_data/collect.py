@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._program.bind import bind
-from jchop._program.control import as_jax_value, without_weak_types
+from jchop._program.control import ScanOrder, ScanTurn, as_jax_value, operands_of_role, without_weak_types
 from jchop._program.run import Runner, interpret
-from jchop._program.step import ProgramPlan, carry_count
+from jchop._program.step import ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, rotate_along_sum, round_in_layout
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
@@ -47,6 +47,9 @@ class Lanes(tuple):
     """The values of one variable, in each trajectory."""
 
 
+jax.tree_util.register_pytree_node(Lanes, lambda lanes: (tuple(lanes), None), lambda _, values: Lanes(values))
+
+
 class Collector(Runner):
     """Runs a program on several trajectories at once, equation by equation, and sums up the inputs of products.
 
@@ -59,6 +62,8 @@ class Collector(Runner):
         sites: the products.
         leaves: the indexes of the parameters whose inputs are summed up.
     """
+
+    differentiates = False
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class Collector(Runner):
         """
         self._window = self._layer_window = window
         try:
-            return self._run_and_collect(plan, seeds, values)[1]
+            return self._collected(partial(interpret, self, plan, seeds, values))[1]
         finally:
             self._window = self._layer_window = None
 
@@ -96,15 +101,17 @@ class Collector(Runner):
         indexes = {i for changes in overrides for i in changes}
         return [Lanes(changes.get(i, x) for changes in overrides) if i in indexes else x for i, x in enumerate(values)]
 
-    def _run_and_collect(
-        self, plan: ProgramPlan, seeds: Any, values: Sequence[Any]
-    ) -> tuple[list[Lanes], dict[int, InputSums]]:
+    def _collected(self, run: Callable[[], Any]) -> tuple[Any, dict[int, InputSums]]:
+        """The results of a program within, and its sums."""
         outer_sums, self._sums = self._sums, {}
         try:
-            out = [self._as_lanes(value) for value in interpret(self, plan, seeds, values)]
-            return out, self._sums
+            return run(), self._sums
         finally:
             self._sums = outer_sums
+
+    def finish(self, value: Any, seeds: Any) -> Lanes:
+        """A result of a program."""
+        return Lanes(map(as_jax_value, self._as_lanes(value)))
 
     def _as_lanes(self, value: Any) -> Lanes:
         return value if isinstance(value, Lanes) else Lanes((value,) * len(self.lanes))
@@ -149,13 +156,8 @@ class Collector(Runner):
         """A step with inner programs; run equation by equation if they have a site, or a choice of all lanes."""
         if not any(self._has_sites(plan) for plan in step.inner):
             return self._run_each("control", step, seeds, self._args_by_lane(args))
-        if step.name in INLINE_CALLS:
-            inner_seeds = None if seeds is None else seeds.turn(step.number)
-            return [self._as_lanes(value) for value in interpret(self, step.inner[0], inner_seeds, args)]
-        if step.name == "scan":
-            return self._scan(step, seeds, args)
-        if step.name == "cond":
-            return self._cond(step, seeds, args)
+        if step.name in INLINE_CALLS or step.name in ("scan", "cond"):
+            return super().control(step, seeds, [self.finish(x, seeds) for x in args])
         return self._run_each("control", step, seeds, self._args_by_lane(args))
 
     def _has_sites(self, plan: ProgramPlan) -> bool:
@@ -190,36 +192,28 @@ class Collector(Runner):
 
     # -- loops and branches --------------------------------------------------------------------------------------------
 
-    def _scan(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
-        params = step.eqn.params
-        num_consts, num_carry = carry_count(params)
-        ins = [Lanes(map(as_jax_value, self._as_lanes(x))) for x in args]
-        consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
-        stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
+        slices = operands_of_role(step, "sliced", step.known)
+        stacked_leaves = {origin.leaf for fact in slices for origin in fact.origins}
         window = self._window if stacked_leaves & self.leaves else None
 
         def window_slot(iteration: Any) -> Any:
             assert window is not None
             index = iteration.astype(jnp.int32)
-            return _window_slot((params["length"] - 1 - index if params["reverse"] else index) - window[0], window[1])
+            return _window_slot((order.length - 1 - index if order.reverse else index) - window[0], window[1])
 
-        def run_iteration(carry: Any, iteration: Any, x: Any) -> tuple[Any, Any, dict[int, InputSums]]:
-            inner_seeds = None if seeds is None else seeds.turn(step.number, iteration)
+        def run_iteration(carry: Any, x: Any, iteration: Any) -> tuple[tuple[Any, Any], dict[int, InputSums]]:
             outer_window = self._window, self._in_window
             if window is not None:
                 self._window, self._in_window = None, window_slot(iteration) < window[1]
             try:
-                out, sums = self._run_and_collect(step.inner[0], inner_seeds, [*consts, *map(Lanes, (*carry, *x))])
+                return self._collected(partial(turn, carry, x, iteration))
             finally:
                 self._window, self._in_window = outer_window
-            lane_tuples = [tuple(without_weak_types(lanes)) for lanes in out]
-            return lane_tuples[:num_carry], lane_tuples[num_carry:], sums
 
-        carry_tuples = [tuple(without_weak_types(lanes)) for lanes in carry]
-        xs_tuples = [tuple(lanes) for lanes in xs]
-        x_shapes = jax.eval_shape(lambda x: jax.tree.map(lambda v: v[0], x), xs_tuples)
-        shapes = jax.eval_shape(lambda carry, x: run_iteration(carry, jnp.uint32(0), x)[2], carry_tuples, x_shapes)
+        start, first = without_weak_types(start), jax.eval_shape(lambda xs: jax.tree.map(lambda v: v[0], xs), xs)
+        shapes = jax.eval_shape(lambda carry, x: run_iteration(carry, x, jnp.uint32(0))[1], start, first)
         shared_sums = {
             leaf: jax.tree.map(_zeros_of_shape, sums) for leaf, sums in shapes.items() if leaf not in stacked_leaves
         }
@@ -232,56 +226,43 @@ class Collector(Runner):
                 if leaf in stacked_leaves
             }
 
-        def body(state: Any, x: Any) -> tuple[Any, Any]:
-            carry, earlier_sums, slots, iteration = state
-            carry, ys, sums = run_iteration(carry, iteration, x)
+        def turn_with_sums(state: Any, x: Any, iteration: Any) -> tuple[Any, Any]:
+            carry, earlier_sums, slots = state
+            (carry, ys), sums = run_iteration(carry, x, iteration)
             new_sums = {leaf: add_sums(earlier_sums[leaf], sums[leaf]) for leaf in earlier_sums}
             stacked_sums = {leaf: value for leaf, value in sums.items() if leaf not in earlier_sums}
             if window is not None:
                 slot = window_slot(iteration)
                 write = lambda v, iteration_sum: v.at[slot].set(iteration_sum, mode="drop")  # noqa: E731
                 slots, stacked_sums = {leaf: jax.tree.map(write, slots[leaf], stacked_sums[leaf]) for leaf in slots}, {}
-            return (carry, new_sums, slots, iteration + jnp.uint32(1)), (ys, stacked_sums)
+            return (carry, new_sums, slots), (ys, stacked_sums)
 
-        state, (ys, stacked_sums) = lax.scan(
-            body,
-            (carry_tuples, shared_sums, window_sums, jnp.uint32(0)),
-            xs_tuples,
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        state, (ys, stacked_sums) = super().scan(step, turn_with_sums, (start, shared_sums, window_sums), xs, order)
         for leaf, sums in (*stacked_sums.items(), *state[1].items(), *state[2].items()):
             self._add_sums(leaf, sums)
-        return [*map(Lanes, state[0]), *map(Lanes, ys)]
+        return state[0], ys
 
-    def _cond(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+    def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
         """A branch: all trajectories take that of the last one, so that their values can be compared."""
-        index, *rest = args
-        index = index[-1] if isinstance(index, Lanes) else index
-        operands = [tuple(map(as_jax_value, self._as_lanes(x))) for x in rest]
 
-        def branch(i: int, values: Any) -> tuple[Any, dict[int, InputSums]]:
-            inner_seeds = None if seeds is None else seeds.turn(step.number + i)
-            out, sums = self._run_and_collect(step.inner[i], inner_seeds, [*map(Lanes, values)])
-            return [tuple(without_weak_types(lanes)) for lanes in out], sums
+        def collected(run: Callable[[Any], Any], values: Any) -> Any:
+            return self._collected(partial(run, values))
 
-        sum_shapes: dict[int, Any] = {}
-        for i in range(len(step.inner)):
-            sum_shapes |= jax.eval_shape(lambda values, i=i: branch(i, values)[1], operands)
+        shapes: dict[int, Any] = {}
+        for run in branches:
+            shapes |= jax.eval_shape(partial(collected, run), operands)[1]
 
-        def branch_with_zeros(i: int, values: Any) -> tuple[Any, dict[int, InputSums]]:
-            out, sums = branch(i, values)
+        def with_all_sums(run: Callable[[Any], Any], values: Any) -> Any:
+            out, sums = collected(run, values)
             return out, {
-                i: sums[i] if i in sums else jax.tree.map(_zeros_of_shape, shape) for i, shape in sum_shapes.items()
+                leaf: sums[leaf] if leaf in sums else jax.tree.map(_zeros_of_shape, shape)
+                for leaf, shape in shapes.items()
             }
 
-        out, sums = lax.switch(
-            index, [lambda values, i=i: branch_with_zeros(i, values) for i in range(len(step.inner))], operands
-        )
+        out, sums = super().switch(index[-1], [partial(with_all_sums, run) for run in branches], operands)
         for leaf, value in sums.items():
             self._add_sums(leaf, value)
-        return [*map(Lanes, out)]
+        return out
 
     # -- products ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import enable_x64_for
-from jchop._quantized.products.hadamard import HadamardBlocks
+from jchop._quantized.products.rotation import HadamardBlocks
 from jchop._quantized.program.lazy_params import is_packed_param
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop.formats.rounding import Rounding

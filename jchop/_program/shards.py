@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._emulate.rules.step import EmulatedStep
 from jchop._program.bind import bind
 from jchop._program.control import as_jax_value
 from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramStep
 
 __all__ = [
     "ShardAxes",
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 Array = jax.Array
+_Step = TypeVar("_Step", bound=ProgramStep)
 #: The names and sizes of the mesh axes that values have first; empty outside of `jax.shard_map`.
 ShardAxes = tuple[tuple[str, int], ...]
 
@@ -40,7 +41,7 @@ ShardAxes = tuple[tuple[str, int], ...]
 class ShardMap:
     """A `shard_map` inside these axes of a mesh."""
 
-    step: EmulatedStep
+    step: ProgramStep
     outer: ShardAxes
 
     @property
@@ -105,7 +106,7 @@ def bind_shards(axes: ShardAxes, primitive: Any, params: dict[str, Any], args: S
     return map_shards(axes, lambda _, args: bind(primitive, params, *args), None, list(args))
 
 
-def with_vmap_collective(step: EmulatedStep, axes: ShardAxes) -> EmulatedStep:
+def with_vmap_collective(step: _Step, axes: ShardAxes) -> _Step:
     """The step with a collective that `jax.vmap` takes and that has a derivative, where its own lacks one."""
     if not axes or step.name not in _VMAP_COLLECTIVES:
         return step
