@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from jchop.storage._array import refuse_qarray_dicts
 
 Array = jax.Array
 
-__all__ = ["QuantizedFunction", "Scales", "check_rule_fields", "quantize_fn"]
+__all__ = ["QuantizedFunction", "Scales", "check_rule_fields", "quantize_fn", "refuse_codes_with_kept_scales"]
 
 
 def quantize_fn(
@@ -86,7 +86,7 @@ def quantize_fn(
     return QuantizedFunction(fun, all_rules, key, all_in_use=True)
 
 
-def check_rule_fields(rules: Iterable[Rule]) -> None:
+def check_rule_fields(rules: Sequence[Rule]) -> None:
     """Refuse fields of rules that a program does not have.
 
     Raises:
@@ -103,6 +103,12 @@ def check_rule_fields(rules: Iterable[Rule]) -> None:
                 f"{rule}: cache needs the attention of Flax (jchop.nn.quantize without inputs); in a program, pack "
                 "keys and values by jchop.quantize"
             )
+    refuse_codes_with_kept_scales(rules)
+
+
+def refuse_codes_with_kept_scales(rules: Sequence[Rule]) -> None:
+    """Refuse rules with both `scale_from` and products of codes."""
+    for rule in rules:
         if rule.scale_from is not None and rule.product == "codes":
             raise NotImplementedError(
                 f"{rule}: codes are multiplied under the scales of each array; leave scale_from or product out"

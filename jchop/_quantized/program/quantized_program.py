@@ -32,7 +32,7 @@ from jchop._quantized.products.scale_from import LSQ, ScaleFrom
 from jchop._quantized.program.call import CallArguments
 from jchop._quantized.program.lazy_params import LazyParam
 from jchop._quantized.program.lora_layouts import lora_layouts
-from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.param_uses import (
     ParamUse,
     ProductStep,
@@ -255,7 +255,7 @@ def plan_quantized_program(
         numbers.append(param_rule_index(path, rules, classes.get(path, ""), operation))
     results = frozenset(o.leaf for fact in plan.out if fact is not None for o in fact.origins)
     placements = _weight_layouts(rules, call.paths, shapes, numbers, uses, results)
-    products = tuple(_products_with_rules(plan, rules, numbers))
+    products = tuple(_products_with_rules(plan, rules, numbers, classes))
     if whole:
         _check_rules_match(rules, call.paths, numbers, uses, products)
     rule_of_step = {id(step): rule for step, rule in products if rule is not None}
@@ -315,7 +315,8 @@ def _weight_layouts(
         if spec is None or _exemption_reason(rule, uses[leaf]):
             continue
         try:
-            placement = weight_layout_of(shapes[leaf], use.view, spec)
+            stack = stack_ndim(shapes[leaf], MatrixView(use.axes, ())) if use.kind == "sum" else 0
+            placement = weight_layout_of(shapes[leaf][stack:], use.view, spec)
         except ValueError as error:
             field = "bias" if use.kind == "sum" else "weight"
             raise ValueError(
@@ -328,7 +329,7 @@ def _weight_layouts(
 
 
 def _products_with_rules(
-    plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None]
+    plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None], classes: Mapping[str, str]
 ) -> Iterator[tuple[ProductStep, Rule | None]]:
     """The products of a program, each with its rule: that of its first parameter, or of its scope."""
     for step in plan.walk():
@@ -341,8 +342,15 @@ def _products_with_rules(
             rule_numbers = [n for leaf in leaves if (n := numbers[leaf]) is not None]
             yield step, rules[rule_numbers[0]] if rule_numbers else None
         elif any(step.data):
-            number = rule_index(step.scope, rules, operation=OPERATION_NAMES[step.name])
+            number = rule_index(step.scope, rules, _scope_class(step.scope, classes), OPERATION_NAMES[step.name])
             yield step, None if number is None else rules[number]
+
+
+def _scope_class(scope: str, classes: Mapping[str, str]) -> str:
+    """The class of the innermost module in whose scope a product is; empty if none is known."""
+    while scope and scope not in classes:
+        scope = scope.rpartition("/")[0]
+    return classes.get(scope, "") if scope else ""
 
 
 def _roundings_of_product(

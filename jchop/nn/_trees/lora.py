@@ -38,6 +38,7 @@ Array = jax.Array
 AdapterTargets = dict[str, tuple[Any, MatrixLayout | str, WeightLayout | None]]
 
 __all__ = [
+    "adapter_name",
     "add_lora_to_tree",
     "check_tree_has_adapters",
     "load_lora_to_tree",
@@ -109,11 +110,12 @@ def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places
     adapters: dict[str, AdaptedParam] = {}
     used: set[int] = set()
     for target_index, (path, (value, layout, placement)) in enumerate(places.items()):
-        rule_index = next((i for i, rule in enumerate(rules) if matches_path(rule.path, path)), None)
-        if rule_index is None:
+        names = path, adapter_name(path)
+        number = next((i for i, rule in enumerate(rules) if matches_path(rule.path, *names)), None)
+        if number is None:
             continue
-        used.add(rule_index)
-        rule, what = rules[rule_index], f"the parameter {path!r}, by {rules[rule_index]}"
+        used.add(number)
+        rule, what = rules[number], f"the parameter {path!r}, by {rules[number]}"
         if isinstance(layout, str):
             raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
         if rule.init != "zeros":
@@ -135,7 +137,7 @@ def tree_with_file_adapters(
     folder: str | os.PathLike[str], model: Any, targets: AdapterTargets, read: Callable[..., Any]
 ) -> Any:
     """A pytree of parameters with the adapters of a folder."""
-    target_by_name = {_adapter_name(path): (path, *target) for path, target in targets.items()}
+    target_by_name = {adapter_name(path): (path, *target) for path, target in targets.items()}
     adaptable: dict[str, tuple[str, Any, Any, WeightLayout | None]] = {
         name: target for name, target in target_by_name.items() if isinstance(target[2], MatrixLayout)
     }
@@ -191,10 +193,10 @@ def split_lora_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     for path, leaf in _leaves_by_path(model).items():
         if not isinstance(leaf, AdaptedParam):
             continue
-        if _adapter_name(path) in adapters:
-            raise ValueError(f"two parameters of {_adapter_name(path)!r} have adapters, which a file cannot tell apart")
+        if adapter_name(path) in adapters:
+            raise ValueError(f"two parameters of {adapter_name(path)!r} have adapters, which a file cannot tell apart")
         bases[path], adapter = leaf.base, leaf.adapter
-        adapters[_adapter_name(path)] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "rule": adapter.rule}
+        adapters[adapter_name(path)] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "rule": adapter.rule}
     bare = _replace_leaves(model, bases)
     return (plain_module(bare) if is_equinox_module(bare) and not equinox_rules(bare) else bare), adapters
 
@@ -207,7 +209,7 @@ def _rounds_more_than_params(rule: Rule) -> bool:
     return any(getattr(rule, name) is not None for name in ROUNDING_FIELDS if name not in ("weight", "bias"))
 
 
-def _adapter_name(path: str) -> str:
+def adapter_name(path: str) -> str:
     """The path of the layer that a parameter is the weight of; of another one its own."""
     layer_path, _, param_name = path.rpartition("/")
     return layer_path if param_name in _WEIGHT_NAMES and layer_path else path
