@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key
 from jchop.nn._shared.lora_rule import LoraRule, check_lora_rules_match, initial_stack_adapters, merge_lora_weight
+from jchop.nn._shared.peft_files import read_adapters
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import (
     equinox_method_functions,
@@ -41,13 +42,13 @@ __all__ = [
     "adapter_name",
     "add_lora_to_tree",
     "check_tree_has_adapters",
-    "load_lora_to_tree",
     "lora_mask",
     "merge_lora_tree",
     "params_unpacked_by_merge",
     "program_adapter_targets",
     "rules_excluding_params",
     "split_lora_tree",
+    "tree_adapter_targets",
     "tree_with_adapters",
     "tree_with_file_adapters",
 ]  # fmt: skip
@@ -101,7 +102,7 @@ def add_lora_to_tree(
     if key is None:
         raise ValueError("key=None: the first values of adapters are random; pass a typed key, key=jax.random.key(0)")
     check_key("key", key)
-    return tree_with_adapters(model, rules, key, _tree_adapter_targets(model, inputs, fun), original)
+    return tree_with_adapters(model, rules, key, tree_adapter_targets(model, inputs, fun), original)
 
 
 def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: AdapterTargets, original: Any) -> Any:
@@ -126,23 +127,14 @@ def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places
     return _replace_leaves(model, adapters)
 
 
-def load_lora_to_tree(
-    folder: str | os.PathLike[str], model: Any, inputs: ExampleInputs | None, fun: Any, read: Callable[..., Any]
-) -> Any:
-    """A model with the adapters of a folder, which `read` reads."""
-    return tree_with_file_adapters(folder, model, _tree_adapter_targets(model, inputs, fun), read)
-
-
-def tree_with_file_adapters(
-    folder: str | os.PathLike[str], model: Any, targets: AdapterTargets, read: Callable[..., Any]
-) -> Any:
+def tree_with_file_adapters(folder: str | os.PathLike[str], model: Any, targets: AdapterTargets) -> Any:
     """A pytree of parameters with the adapters of a folder."""
     target_by_name = {adapter_name(path): (path, *target) for path, target in targets.items()}
     adaptable: dict[str, tuple[str, Any, Any, WeightLayout | None]] = {
         name: target for name, target in target_by_name.items() if isinstance(target[2], MatrixLayout)
     }
     adapters = {}
-    for name, (a, b, rule) in read(folder, adaptable, lambda name: adaptable[name][2].matrices[1:]).items():
+    for name, (a, b, rule) in read_adapters(folder, adaptable, lambda name: adaptable[name][2].matrices[1:]).items():
         path, value, layout, placement = adaptable[name]
         if value.ndim != len(layout.shape):
             raise ValueError(f"{folder}: the parameter {path!r} is a stack, which a file of PEFT has not")
@@ -220,7 +212,7 @@ def _leaves_by_path(model: Any) -> dict[str, Any]:
     return {path: call.leaves[index] for path, index in zip(call.paths, call.places, strict=False)}
 
 
-def _tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) -> AdapterTargets:
+def tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) -> AdapterTargets:
     """The parameters that reach products."""
     if inputs is None:
         raise ValueError(
