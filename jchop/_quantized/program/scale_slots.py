@@ -19,7 +19,18 @@ from jchop._spec.spec import Gradient, Spec
 
 Array = jax.Array
 
-__all__ = ["HISTORY", "RANGE", "SCALE", "ScaleSlot", "Scales", "check_entry_names", "scale_slots_of", "state_kind"]
+__all__ = [
+    "HISTORY",
+    "RANGE",
+    "SCALE",
+    "ScaleSlot",
+    "Scales",
+    "check_entry_names",
+    "merge_scales",
+    "scale_slots_of",
+    "scales_after_packing",
+    "state_kind",
+]
 
 #: The kinds of state, which end the names of entries.
 RANGE, HISTORY, SCALE = "range", "history", "scale"
@@ -60,6 +71,18 @@ class Scales(NamedTuple):
     def entries(self) -> dict[str, Array]:
         """All of them, by name."""
         return {**self.stats, **self.learned}
+
+
+def scales_after_packing(scales: Scales) -> Scales:
+    """The scales without those of parameters, which become parts of packed ones."""
+    return scales._replace(
+        learned={name: v for name, v in scales.learned.items() if not name.endswith("_weight_scale")}
+    )
+
+
+def merge_scales(scales: Scales, known: Scales) -> Scales:
+    """Scales with others, that are known, in their places."""
+    return Scales({**scales.learned, **known.learned}, {**scales.stats, **known.stats})
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jchop._quantized.program.call import CallArguments, batch_arguments, enumer
 from jchop._quantized.program.lazy_params import is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import Scales
+from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.nn._linen.layers import (
     CACHE_COLLECTION,
@@ -122,8 +122,7 @@ class Quantized:
         params, state, old_scales = self._split_variables(whole)
         function = self._function(whole, args, rngs, kwargs)
         new_scales = function.start(params, state, args, rngs, kwargs, key=self.key(rngs))
-        scales = (new | old for new, old in zip(new_scales, old_scales, strict=True))
-        return {**variables, **_param_and_scale_collections(params, Scales(*scales))}
+        return {**variables, **_param_and_scale_collections(params, merge_scales(new_scales, old_scales))}
 
     def calibrate(
         self, variables: Any, batches: Iterable[Any], *, method: str = "minmax", combine: str = "widest",
@@ -197,10 +196,7 @@ class Quantized:
         key = self.key(rngs)
         packed_params = function.pack(params, state, args, rngs, kwargs, scales=scales, key=key)
         packed_params = _map_norm_scales(packed_params, norms, self.rules, key, _pack_norm_scale)
-        activation_scales = {
-            name: value for name, value in scales.learned.items() if not name.endswith("_weight_scale")
-        }
-        return {**variables, **_param_and_scale_collections(packed_params, scales._replace(learned=activation_scales))}
+        return {**variables, **_param_and_scale_collections(packed_params, scales_after_packing(scales))}
 
     def quantize_with_data(
         self,
