@@ -240,6 +240,22 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     np.testing.assert_array_equal(norm.apply(scale, x), by_hand)
 
 
+def test_interceptors_of_the_caller_are_called_in_each_call() -> None:
+    low, x = quantized_linen.quantize(linen.Dense(2), jc.nn.Rule(weight="e4m3")), jnp.ones((1, 4))
+    variables = low.init(jax.random.key(0), x)
+    y, seen = low.apply(variables, x), []
+
+    def double(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        seen.append(context.method_name)
+        return 2 * call(*args, **kwargs)
+
+    for count in (1, 2):
+        with linen.intercept_methods(double):
+            np.testing.assert_array_equal(low.apply(variables, x), 2 * y)
+        assert seen == ["__call__"] * count
+        np.testing.assert_array_equal(low.apply(variables, x), y)
+
+
 @further
 def packed_variables_are_arguments_of_exported_programs() -> None:
     dense, x = quantized_linen.quantize(linen.Dense(2), jc.nn.Rule(weight="int4(group=4)")), X[0]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core.scope import in_filter
+from flax.linen import module as linen_module
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._common.on_demand import load_name
@@ -289,12 +290,12 @@ class Quantized:
             (path, norm._replace(scale=None) if "/".join((*path, "scale")) in packed_names else norm)
             for path, norm in norm_roundings(self.rules, calls).items()
         )
-        make: Any = _cached_linen_function
+        make: Any = _new_linen_function if _is_intercepted() else _cached_linen_function
         try:
             hash(self.module)
         except TypeError:  # a field that cannot be compared
             make = _new_linen_function
-        return norms, make(self.module, self.rules, norms, tuple(classes.items()))
+        return norms, make(self.module, self.rules, norms, tuple(classes.items()), str(nn.get_logical_axis_rules()))
 
     def key(self, rngs: Any) -> jax.Array | None:
         """The key of the program, of the stream that a stochastic rule names; None without such a rule."""
@@ -308,9 +309,12 @@ class Quantized:
 
 
 def _new_linen_function(
-    module: nn.Module, rules: tuple[Rule, ...], norms: Norms, classes: tuple[tuple[str, str], ...]
+    module: nn.Module, rules: tuple[Rule, ...], norms: Norms, classes: tuple[tuple[str, str], ...], axis_rules: str
 ) -> QuantizedFunction:
-    """A module as a function of parameters, the other variables, arguments, keys and keywords."""
+    """A module as a function of parameters, the other variables, arguments, keys and keywords.
+
+    It is traced once, under the rules for logical axes of that moment, `axis_rules`.
+    """
     in_norms = {norm.number for _, norm in norms}
     of_products = tuple(
         replace(rule, weight=None, activation=None) if number in in_norms else rule for number, rule in enumerate(rules)
@@ -328,6 +332,11 @@ def _new_linen_function(
         return y
 
     return QuantizedFunction(pure, of_products, classes=dict(classes))
+
+
+def _is_intercepted() -> bool:
+    """Whether calls of modules have interceptors of the caller, which a kept trace would not call again."""
+    return bool(getattr(linen_module, "_global_interceptor_stack", True))
 
 
 #: Of equal modules and rules one function, which is traced once.
