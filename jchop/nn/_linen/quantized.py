@@ -35,6 +35,7 @@ from jchop.nn._linen.layers import (
     norm_roundings,
 )
 from jchop.storage import dequantize_params
+from jchop.storage._array import refuse_qarray_dicts
 
 __all__ = ["Quantized", "flat_params", "nest_params", "with_box_of"]
 
@@ -278,6 +279,7 @@ class Quantized:
         self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]
     ) -> tuple[Norms, QuantizedFunction]:
         """The norms that are rounded, and the module as a function of parameters under rules."""
+        refuse_qarray_dicts("variables", variables)
         calls: dict[LinenPath, ModuleCall] = {}
         params = dict(variables).get("params", {})
         if self._needs_calls(params):
