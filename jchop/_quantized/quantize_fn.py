@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Literal
@@ -127,14 +127,15 @@ class QuantizedFunction:
             nodes of the pytree.
         whole: whether the rules are for this function; if False, for a model that it is a part of, and those that
             match nothing are no error.
+        elsewhere: the numbers of rules that match something else than parameters and products, and may match neither.
     """
 
     def __init__(
         self, fun: Callable[..., Any], rules: tuple[Rule, ...], key: Array | None = None, *, all_in_use: bool = False,
-        classes: Mapping[str, str] | None = None, whole: bool = True,
+        classes: Mapping[str, str] | None = None, whole: bool = True, elsewhere: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.fun, self.rules, self.key, self.all_in_use, self.classes = fun, rules, key, all_in_use, classes
-        self.whole = whole
+        self.whole, self.elsewhere = whole, elsewhere
         self._programs: dict[Any, QuantizedProgram] = {}
         update_wrapper(self, fun, updated=())
 
@@ -440,7 +441,7 @@ class QuantizedFunction:
         refuse_qarray_dicts("params", call.params)
         classes = self.classes if self.classes is not None else call.classes
         program = plan_quantized_program(
-            self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole
+            self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole, elsewhere=self.elsewhere
         )
         if signature is not None and program.keeps_constants:
             if len(self._programs) >= _MOST_TRACED_PROGRAMS:

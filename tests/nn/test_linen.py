@@ -240,6 +240,28 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     np.testing.assert_array_equal(norm.apply(scale, x), by_hand)
 
 
+class Attended(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        x = linen.MultiHeadDotProductAttention(2, name="attend")(x)
+        return linen.LayerNorm(use_scale=False, use_bias=False)(x)
+
+
+def test_rules_for_classes_reach_modules_without_parameters() -> None:
+    rules = [jc.nn.Rule(layer="MultiHead*", activation="e4m3"), jc.nn.Rule(layer="LayerNorm", activation="e5m2")]
+    x = X[..., :4]
+    variables = Attended().init(jax.random.key(0), x)
+    low, attention = (quantized_linen.quantize(Attended(), some) for some in (rules, rules[:1]))
+    rounded = [row.parameters for row in low.report(variables, x).products if row.roundings]
+    assert rounded == [(), ()]  # both products of attention, and no other
+    _, seen = attention.apply(variables, x, capture_intermediates=True)
+    (y,) = seen["intermediates"]["attend"]["__call__"]
+    by_hand = linen.LayerNorm(use_scale=False, use_bias=False).apply({}, jc.round_to_format(y, "e5m2"))
+    np.testing.assert_array_equal(low.apply(variables, x), by_hand)
+    with pytest.raises(ValueError, match=r"GroupNorm.* matches no parameter and no product"):
+        quantized_linen.quantize(Attended(), jc.nn.Rule(layer="GroupNorm", activation="e5m2")).apply(variables, x)
+
+
 def test_interceptors_of_the_caller_are_called_in_each_call() -> None:
     low, x = quantized_linen.quantize(linen.Dense(2), jc.nn.Rule(weight="e4m3")), jnp.ones((1, 4))
     variables = low.init(jax.random.key(0), x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -219,6 +219,7 @@ def plan_quantized_program(
     *,
     all_in_use: bool,
     whole: bool = True,
+    elsewhere: Collection[int] = (),
 ) -> QuantizedProgram:  # fmt: skip
     """Trace a function for the arguments of a call, and find what the rules do to it.
 
@@ -229,6 +230,7 @@ def plan_quantized_program(
         classes: the class of the module that holds each parameter, by the path of the parameter.
         all_in_use: whether a rule without an effect is an error.
         whole: whether a rule that matches nothing is an error.
+        elsewhere: the numbers of rules that match something else, for which it is none.
 
     Raises:
         ValueError: for rules that match nothing, have no effect, or cannot be applied.
@@ -257,7 +259,7 @@ def plan_quantized_program(
     placements = _weight_layouts(rules, call.paths, shapes, numbers, uses, results)
     products = tuple(_products_with_rules(plan, rules, numbers, classes))
     if whole:
-        _check_rules_match(rules, call.paths, numbers, uses, products)
+        _check_rules_match(rules, call.paths, numbers, uses, products, elsewhere)
     rule_of_step = {id(step): rule for step, rule in products if rule is not None}
     by_leaf = {leaf: rules[n] for leaf in placements if (n := numbers[leaf]) is not None}
     roundings, refusals = {}, {}
@@ -431,9 +433,10 @@ def _check_rules_match(
     numbers: Sequence[int | None],
     uses: Mapping[int, Sequence[ParamUse]],
     products: Sequence[tuple[ProductStep, Rule | None]],
+    elsewhere: Collection[int],
 ) -> None:
     """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
-    numbers_in_use = {number for number in numbers if number is not None}
+    numbers_in_use = {*elsewhere, *(number for number in numbers if number is not None)}
     numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
     idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
     if idle:

@@ -69,6 +69,11 @@ class ModuleCall(NamedTuple):
         """The index of the first rule that matches it."""
         return rule_index("/".join(path), rules, self.cls.__name__, _OPERATIONS.get(self.cls, ""))
 
+    @property
+    def is_layer(self) -> bool:
+        """Whether a rule may round something in it that is neither a parameter nor a product."""
+        return self.cls in (*_NORMS, *_ATTENTIONS)
+
 
 def module_calls(
     module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any

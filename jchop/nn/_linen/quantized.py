@@ -297,7 +297,9 @@ class Quantized:
             hash(self.module)
         except TypeError:  # a field that cannot be compared
             make = _new_linen_function
-        return norms, make(self.module, self.rules, norms, tuple(classes.items()), str(nn.get_logical_axis_rules()))
+        of_layers = frozenset(call.rule_number(path, self.rules) for path, call in calls.items() if call.is_layer)
+        context = str(nn.get_logical_axis_rules())
+        return norms, make(self.module, self.rules, norms, tuple(classes.items()), of_layers, context)
 
     def key(self, rngs: Any) -> jax.Array | None:
         """The key of the program, of the stream that a stochastic rule names; None without such a rule."""
@@ -311,7 +313,12 @@ class Quantized:
 
 
 def _new_linen_function(
-    module: nn.Module, rules: tuple[Rule, ...], norms: Norms, classes: tuple[tuple[str, str], ...], axis_rules: str
+    module: nn.Module,
+    rules: tuple[Rule, ...],
+    norms: Norms,
+    classes: tuple[tuple[str, str], ...],
+    of_layers: frozenset[int],
+    axis_rules: str,
 ) -> QuantizedFunction:
     """A module as a function of parameters, the other variables, arguments, keys and keywords.
 
@@ -333,7 +340,7 @@ def _new_linen_function(
         roundings.check_fields()
         return y
 
-    return QuantizedFunction(pure, of_products, classes=dict(classes))
+    return QuantizedFunction(pure, of_products, classes=dict(classes), elsewhere=of_layers)
 
 
 def _is_intercepted() -> bool:
