@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import update_wrapper
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from jchop.storage._array import refuse_qarray_dicts
 
 Array = jax.Array
 
-__all__ = ["QuantizedFunction", "Scales", "check_rule_fields", "quantize_fn"]
+__all__ = ["QuantizedFunction", "Scales", "check_rule_fields", "quantize_fn", "refuse_codes_with_kept_scales"]
 
 
 def quantize_fn(
@@ -91,7 +91,7 @@ def quantize_fn(
     return QuantizedFunction(fun, all_rules, key, all_in_use=True)
 
 
-def check_rule_fields(rules: Iterable[Rule]) -> None:
+def check_rule_fields(rules: Sequence[Rule]) -> None:
     """Refuse fields of rules that a program does not have.
 
     Raises:
@@ -108,6 +108,12 @@ def check_rule_fields(rules: Iterable[Rule]) -> None:
                 f"{rule}: cache needs the attention of Flax (jchop.nn.quantize without inputs); in a program, pack "
                 "keys and values by jchop.quantize"
             )
+    refuse_codes_with_kept_scales(rules)
+
+
+def refuse_codes_with_kept_scales(rules: Sequence[Rule]) -> None:
+    """Refuse rules with both `scale_from` and products of codes."""
+    for rule in rules:
         if rule.scale_from is not None and rule.product == "codes":
             raise NotImplementedError(
                 f"{rule}: codes are multiplied under the scales of each array; leave scale_from or product out"
@@ -126,14 +132,15 @@ class QuantizedFunction:
             nodes of the pytree.
         whole: whether the rules are for this function; if False, for a model that it is a part of, and those that
             match nothing are no error.
+        elsewhere: the numbers of rules that match something else than parameters and products, and may match neither.
     """
 
     def __init__(
         self, fun: Callable[..., Any], rules: tuple[Rule, ...], key: Array | None = None, *, all_in_use: bool = False,
-        classes: Mapping[str, str] | None = None, whole: bool = True,
+        classes: Mapping[str, str] | None = None, whole: bool = True, elsewhere: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.fun, self.rules, self.key, self.all_in_use, self.classes = fun, rules, key, all_in_use, classes
-        self.whole = whole
+        self.whole, self.elsewhere = whole, elsewhere
         self._programs: dict[Any, QuantizedProgram] = {}
         update_wrapper(self, fun, updated=())
 
@@ -439,7 +446,7 @@ class QuantizedFunction:
         refuse_qarray_dicts("params", call.params)
         classes = self.classes if self.classes is not None else call.classes
         program = plan_quantized_program(
-            self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole
+            self.fun, self.rules, call, classes, all_in_use=self.all_in_use, whole=self.whole, elsewhere=self.elsewhere
         )
         if signature is not None and program.keeps_constants:
             if len(self._programs) >= _MOST_TRACED_PROGRAMS:

@@ -16,7 +16,6 @@ from jchop.nn import linen
 from jchop.nn._bias import correct_biases
 from jchop.nn._calibrate import calibrate
 from jchop.nn._folding import Folded, fold_batch_norms
-from jchop.nn._lora_files import load_lora, save_lora
 from jchop.nn._nnx.layers import (
     BatchNorm,
     Conv,
@@ -37,7 +36,7 @@ from jchop.nn._nnx.layers import (
     RMSNorm,
     SimpleCell,
 )
-from jchop.nn._nnx.lora import Adapted, add_lora, merge_lora, split_lora
+from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
 from jchop.nn._nnx.quantize import quantize
 from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._params import quantize_params

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -18,8 +17,8 @@ from jchop.nn._folding import set_layer_bias
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, nnx_layers
 from jchop.nn._nnx.programs import is_nnx_program
 from jchop.nn._nnx.variables import QuantizedParam
+from jchop.nn._ratios import LayerCall, watch_layer_calls
 
-Array = jax.Array
 T = TypeVar("T", bound=nnx.Module)
 
 __all__ = ["correct_biases"]
@@ -84,7 +83,7 @@ def correct_biases(
     check_run_arguments(batches, run, progress)
     data = [batch for _, batch in enumerate_batches(batches)]
     call = (lambda model, batch: model(batch)) if run is None else run
-    result: Any = _copy_model(quantized)
+    result: Any = nnx.merge(*nnx.split(quantized), copy=True)
     layers = {path: layer for path, layer, _ in nnx_layers(result) if isinstance(layer, _QUANTIZED_BIAS_LAYERS)}
     of_exact = {path: layer for path, layer, _ in nnx_layers(model) if path in layers}
     if not layers or of_exact.keys() != layers.keys():
@@ -103,7 +102,7 @@ def correct_biases(
     exact_means = _output_means(model, of_exact, data, call)
     for count, path in enumerate(exact_means, start=1):
         layer = layers[path]
-        mean = _output_means(result, {path: layer}, data, call)[path]
+        mean = _output_means(result, [path], data, call)[path]
         change = jnp.asarray(exact_means[path] - mean, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
         set_layer_bias(layer, change if layer.bias is None else layer.bias[...] + change)
         if progress is not None:
@@ -111,47 +110,28 @@ def correct_biases(
     return result
 
 
-def _copy_model(model: Any) -> Any:
-    return nnx.merge(*nnx.split(model), copy=True)
-
-
-class _OutputMean:
-    """Sums the outputs of a layer for each channel, in place of the rounding of its result."""
-
-    def __init__(self, path: str, rounding: Any, call_order: list[str]) -> None:
-        self.path, self.then, self.order = path, rounding, call_order
-        self.total: Any = 0.0
-        self.count = 0
-
-    def __call__(self, y: Array) -> Array:
-        y = y if self.then is None else self.then(y)
-        if isinstance(y, jax.core.Tracer):
-            raise ValueError(f"the layer {self.path!r} is called within jax.jit, scan or the like; run must not be")
-        if not self.count:
-            self.order.append(self.path)
-        values = np.asarray(y, np.float64).reshape(-1, y.shape[-1])
-        self.total, self.count = self.total + values.sum(0), self.count + len(values)
-        return y
-
-
 def _output_means(
-    model: Any, layers: dict[str, Any], data: list[Any], call: Callable[[Any, Any], Any]
-) -> dict[str, Any]:
+    model: Any, paths: Collection[str], data: list[Any], call: Callable[[Any, Any], Any]
+) -> dict[str, np.ndarray]:
     """The mean output of each layer over data, in the order of the calls; the model is not changed."""
-    model, call_order = _copy_model(model), []
-    recorders = {}
-    for path, layer, _ in nnx_layers(model):
-        if path in layers:
-            recorders[path] = _OutputMean(path, getattr(layer, "output", None), call_order)
-            layer.__class__ = QUANTIZED_CLASSES.get(type(layer), type(layer))
-            layer.output = nnx.static(recorders[path])
+    sums: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+
+    def add(one: LayerCall) -> Any:
+        values = np.asarray(one.result, np.float64).reshape(-1, one.result.shape[-1])
+        sums[one.path] = sums.get(one.path, 0.0) + values.sum(0)
+        counts[one.path] += len(values)
+        return one.result
+
+    copy, opaque_paths = watch_layer_calls(model, paths, add)
     for batch in data:
-        _ = call(model, batch)
-    missing = [path for path in recorders if path not in call_order]
-    if missing:
+        _ = call(copy, batch)
+        for path in opaque_paths:
+            raise ValueError(f"the layer {path!r} is called within jax.jit, scan or the like; run must not be")
+    if missing := [path for path in paths if path not in sums]:
         raise ValueError(f"batches reach no layer at {', '.join(map(repr, missing))}")
-    means = {path: recorders[path].total / max(recorders[path].count, 1) for path in call_order}
+    means = {path: total / max(counts[path], 1) for path, total in sums.items()}
     for path, mean in means.items():
-        if not recorders[path].count or not np.isfinite(mean).all():
+        if not counts[path] or not np.isfinite(mean).all():
             raise ValueError(f"batches give the layer at {path!r} no finite mean: {mean.tolist()}")
     return means

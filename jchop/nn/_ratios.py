@@ -20,7 +20,15 @@ from jchop.nn._nnx.layer_kinds import NnxKind
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._nnx.quantize import quantize
 
-__all__ = ["LayerCall", "LayerRatios", "layer_ratios", "record_layer_calls", "weight_names", "weight_ratio"]
+__all__ = [
+    "LayerCall",
+    "LayerRatios",
+    "layer_ratios",
+    "record_layer_calls",
+    "watch_layer_calls",
+    "weight_names",
+    "weight_ratio",
+]
 
 Array = jax.Array
 
@@ -81,12 +89,38 @@ def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:
     return decibels(power, noise)
 
 
+def watch_layer_calls(model: nnx.Module, paths: Iterable[str], see: Callable[[LayerCall], Any]) -> tuple[Any, set[str]]:
+    """A copy of a model, whose layers return what `see` says of their calls, and the layers whose calls cannot be seen.
+
+    Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
+    They are added in calls of the copy.
+
+    Args:
+        model: a model, which is not changed.
+        paths: of the layers that are watched.
+        see: a function of each call.
+    """
+    copy = nnx.merge(*nnx.split(model), copy=True)
+    opaque_paths: set[str] = set()
+    path_set, outer_trace = set(paths), TraceState()
+
+    def see_call(call: LayerCall, is_stack: bool) -> Any:
+        if is_stack or not outer_trace.is_valid():
+            opaque_paths.add(call.path)
+            return call.result
+        return see(call)
+
+    for path, module, kind in list(nnx_layers(copy)):
+        if path in path_set:
+            stack = kind is not None and any(param_layout(module, kind, name)[1] for name in weight_names(module, kind))
+            _record_calls_of(module, path, partial(see_call, is_stack=stack))
+    return copy, opaque_paths
+
+
 def record_layer_calls(
     model: nnx.Module, run: Callable[[Any], Any], paths: Iterable[str], probes: Sequence[Array] | None = None
 ) -> tuple[Any, list[LayerCall], set[str]]:
     """What `run` gives for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
-
-    Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
 
     Args:
         model: a model, which is not changed.
@@ -94,22 +128,13 @@ def record_layer_calls(
         paths: of the layers whose calls are noted.
         probes: an array for each call, which is added to its result.
     """
-    copy = nnx.merge(*nnx.split(model), copy=True)
     calls: list[LayerCall] = []
-    opaque_paths: set[str] = set()
-    path_set, outer_trace = set(paths), TraceState()
 
-    def record_call(call: LayerCall, is_stack: bool) -> Any:
-        if is_stack or not outer_trace.is_valid():
-            opaque_paths.add(call.path)
-            return call.result
+    def note(call: LayerCall) -> Any:
         calls.append(call)
         return call.result if probes is None else call.result + probes[len(calls) - 1]
 
-    for path, module, kind in list(nnx_layers(copy)):
-        if path in path_set:
-            stack = kind is not None and any(param_layout(module, kind, name)[1] for name in weight_names(module, kind))
-            _record_calls_of(module, path, partial(record_call, is_stack=stack))
+    copy, opaque_paths = watch_layer_calls(model, paths, note)
     return run(copy), calls, opaque_paths
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._common.checks import short_repr
-from jchop._quantized.products.operand_layout import OperandLayout
-from jchop.nn._linen.quantized import Packed
+from jchop._quantized.program.weight_layout import StoredAs
 from jchop.nn._trees.equinox_modules import is_array_leaf, is_equinox_module, module_arrays
 from jchop.storage import QArray, load_safetensors, save_safetensors
 from jchop.storage._files.json import json_object, short_text
@@ -23,8 +22,8 @@ from jchop.storage._files.safetensors import TensorFile, are_counts
 
 __all__ = ["load", "save"]
 
-#: The metadata key for the layouts of packed parameters of a Linen module: JSON, which maps the name of each to the
-#: kept axes, the contracted ones, and its shape.
+#: The metadata key for packed parameters that are stored in another shape than their own: JSON, which maps the name of
+#: each to its shape, and to how many axes the stored array has for one of a stack.
 LAYOUTS_METADATA_KEY = "jchop.packed"
 
 
@@ -66,9 +65,9 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     if metadata is not None and LAYOUTS_METADATA_KEY in metadata:
         raise ValueError(f"metadata has an entry {LAYOUTS_METADATA_KEY!r}, which is jchop's own")
     layouts = {
-        _tensor_name(keys): {"kept": leaf.layout.free, "summed": leaf.layout.contracting, "shape": leaf.shape}
+        _tensor_name(keys): {"shape": leaf.shape, "axes": leaf.ndim_stored}
         for keys, leaf in jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_packed_leaf)[0]
-        if isinstance(leaf, Packed)
+        if isinstance(leaf, StoredAs)
     }
     if layouts:
         metadata = {**(metadata or {}), LAYOUTS_METADATA_KEY: json.dumps(layouts)}
@@ -147,7 +146,7 @@ def _storable_tree(tree: Any) -> Any:
 
 
 def _storable_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Packed):
+    if isinstance(leaf, StoredAs):
         return leaf.stored
     if _is_typed_key(leaf):
         return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
@@ -156,7 +155,7 @@ def _storable_leaf(leaf: Any) -> Any:
 
 def _restore_leaf(like: Any, leaf: Any) -> Any:
     """A leaf that `_storable_leaf` gave, as it is in a tree like the one given to that."""
-    if isinstance(like, Packed):
+    if isinstance(like, StoredAs):
         return replace(like, stored=leaf)
     if _is_typed_key(like):
         key_impls: list[Any] = []
@@ -165,32 +164,25 @@ def _restore_leaf(like: Any, leaf: Any) -> Any:
     return leaf
 
 
-def _restore_packed_param(array: Any, fields: Any) -> Packed:
-    """A packed parameter, laid out as a file says.
+def _restore_packed_param(array: Any, fields: Any) -> StoredAs:
+    """A packed parameter of a shape that a file says.
 
     Raises:
-        ValueError: if that is no layout of the stored array.
+        ValueError: if that is no shape of the stored array.
     """
-    names = {"kept", "summed", "shape"}
-    if not isinstance(fields, dict) or set(fields) != names or not all(map(are_counts, fields.values())):
-        raise ValueError(
-            f"{short_text(fields)} must be an object of {', '.join(sorted(names))}: lists of integers >= 0"
-        )
-    free_axes, sum_axes, shape = (tuple(fields[name]) for name in ("kept", "summed", "shape"))
-    axis_count = len(free_axes) + len(sum_axes)
-    if sorted(free_axes + sum_axes) != list(range(axis_count)) or axis_count > len(shape):
-        raise ValueError(f"kept={list(free_axes)} and summed={list(sum_axes)} are not the axes of shape {list(shape)}")
-    stack, sizes = shape[: len(shape) - axis_count], shape[len(shape) - axis_count :]
-    codes_shape = (*stack, *(sizes[axis] for axis in free_axes), math.prod(sizes[axis] for axis in sum_axes))
-    if not isinstance(array, QArray) or array.shape != codes_shape:
-        raise ValueError(
-            f"{_describe_array(array)} is stored, and {short_text(fields)} needs a QArray of shape {list(codes_shape)}"
-        )
-    return Packed(array, OperandLayout(free_axes, sum_axes), shape)
-
-
-def _describe_array(array: Any) -> str:
-    return f"{type(array).__name__} of shape {list(array.shape)}"
+    if not isinstance(fields, dict) or set(fields) != {"shape", "axes"} or not are_counts(fields["shape"]):
+        raise ValueError(f"{short_text(fields)} must be an object of shape, a list of integers >= 0, and axes")
+    if not isinstance(array, QArray):
+        raise ValueError(f"an array of shape {list(array.shape)} is stored, and {short_text(fields)} needs a QArray")
+    shape, axes = tuple(fields["shape"]), fields["axes"]
+    stack = array.ndim - axes if are_counts([axes]) and axes else -1
+    if (
+        not 0 <= stack <= len(shape)
+        or array.shape[:stack] != shape[:stack]
+        or math.prod(array.shape) != math.prod(shape)
+    ):
+        raise ValueError(f"{short_text(fields)} is no shape of a QArray of shape {list(array.shape)}")
+    return StoredAs(array, shape[stack:], axes)
 
 
 def _tensor_name(keys: Any) -> str:
@@ -198,7 +190,7 @@ def _tensor_name(keys: Any) -> str:
 
 
 def _is_packed_leaf(leaf: Any) -> bool:
-    return isinstance(leaf, Packed | QArray)
+    return isinstance(leaf, StoredAs | QArray)
 
 
 def _is_typed_key(leaf: Any) -> bool:

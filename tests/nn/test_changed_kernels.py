@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from flax.traverse_util import flatten_dict
 from further import Further
 from layer_references import checked
 
@@ -75,8 +76,11 @@ def test_a_masked_convolution_of_linen_is_packed_as_it_is_trained(kind: Any, hal
     variables = {"params": {"kernel": jnp.asarray(KERNEL), "bias": jnp.zeros(4)}}
     y, packed = module.apply(variables, X), module.pack(variables, X)
     np.testing.assert_array_equal(module.apply(packed, X), y)
-    if kind is linen.Conv:
-        np.testing.assert_array_equal(y, jc.nn.quantize(masked(mask=half * MASK), Rule(weight=spec))(X))
+    if kind is linen.Conv:  # a program rounds the parameter, and then masks it
+        rounded = jc.dequantize(packed["params"]["kernel"]) * jnp.asarray(half * MASK)
+        np.testing.assert_array_equal(
+            y, linen.Conv(4, (3,)).apply({"params": {**variables["params"], "kernel": rounded}}, X)
+        )
 
 
 class Masked(linen.Module):
@@ -91,15 +95,11 @@ class Masked(linen.Module):
 
 
 @further.first
-def a_mask_that_is_made_in_the_call_is_refused_by_name() -> None:
-    rule = Rule(weight="int4(group=all)")
-    module = jc.nn.linen.quantize(Masked(numpy=False), rule)
-    variables = module.init(jax.random.key(0), X)
-    y = module.apply(variables, X)
-    with pytest.raises(NotImplementedError, match=r"mask of the Conv at 'Conv_0' .*by NumPy.*program=True"):
-        module.pack(variables, X)
-    module = jc.nn.linen.quantize(Masked(numpy=True), rule)
-    np.testing.assert_array_equal(module.apply(module.pack(variables, X), X), y)
+def a_mask_may_be_made_in_the_call() -> None:
+    for numpy in (False, True):
+        module = jc.nn.linen.quantize(Masked(numpy=numpy), Rule(weight="int4(group=all)"))
+        variables = module.init(jax.random.key(0), X)
+        np.testing.assert_array_equal(module.apply(module.pack(variables, X), X), module.apply(variables, X))
 
 
 # -- wrappers of NNX ---------------------------------------------------------------------------------------------------
@@ -227,21 +227,16 @@ class Wrapped(linen.Module):
         pytest.param("remat", "CheckpointWrapped_0/Dense_1", marks=pytest.mark.slow),
     ],
 )
-def test_a_kernel_of_linen_that_is_changed_is_not_packed(kind: str, path: str) -> None:
+def test_a_kernel_of_linen_that_is_changed_is_packed_before(kind: str, path: str) -> None:
     module = Wrapped(kind)
     variables = module.init(jax.random.key(0), X2)
-    # WeightNorm has a parameter of its own, which no layer can round.
-    above = [Rule(layer="WeightNorm")] if kind in ("WeightNorm", "remat") else []
-    layers = jc.nn.linen.quantize(module, [*above, INT4])
-    words = rf"kernel of the Dense at '{path}' .*nn\.{'WeightNorm' if kind == 'remat' else kind} .*program=True"
-    with pytest.raises(NotImplementedError, match=words):
-        layers.pack(variables, X2)
-    rules = [*above, Rule(path + "/"), INT4]
+    low = jc.nn.linen.quantize(module, INT4)
+    packed = low.pack(variables, X2)
+    assert isinstance(flatten_dict(packed["params"], sep="/")[f"{path}/kernel"], jc.QArray)
+    np.testing.assert_array_equal(low.apply(packed, X2), low.apply(variables, X2))
+    rules = [Rule(path + "/"), INT4]
     others = jc.nn.linen.quantize(module, rules)
     np.testing.assert_array_equal(others.apply(others.pack(variables, X2), X2), others.apply(variables, X2))
-    if kind in ("SpectralNorm", "WeightNorm"):
-        program = jc.nn.linen.quantize(module, INT4, program=True)
-        np.testing.assert_array_equal(program.apply(program.pack(variables, X2), X2), program.apply(variables, X2))
 
 
 @pytest.mark.in_turn(9)

@@ -205,8 +205,8 @@ def test_reports_of_linen_and_of_programs_say_it_too() -> None:
     low = jc.nn.linen.quantize(linen.Dense(4), rule)
     x = jnp.ones((2, 8))
     variables = jax.eval_shape(low.init, jax.random.key(0), x)
-    assert [row.operands for row in low.report(variables, x, platform="h200").rows] == ["int8 x int8 -> int32"]
-    assert [row.operands for row in low.report(variables, x).rows] == [""]
+    assert [row.operands for row in low.report(variables, x, platform="h200").products] == ["int8 x int8 -> int32"]
+    assert [row.operands for row in low.report(variables, x).products] == [""]
     model = layers("Linear")
     program = jc.nn.report(model, rule, inputs=(x,), platform="v6e")
     assert [row.operands for row in program.products] == ["int8 x int8 -> int32"]
@@ -224,9 +224,8 @@ def layers_without_a_product_refuse() -> None:
     with pytest.raises(NotImplementedError, match="none from scale_from"):
         jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, scale_from=jc.nn.LSQ(), product="codes"))
     module = linen.Einsum((8, 4), "btd,dk->btk")
-    low = jc.nn.linen.quantize(module, rule)
-    with pytest.raises(NotImplementedError, match="quantize the program"):
-        low.apply(module.init(jax.random.key(0), X), X)
+    low = jc.nn.linen.quantize(module, rule)  # a program has its product
+    assert low.report(module.init(jax.random.key(0), X), X).products[0].roundings["product"] == "codes"
 
 
 test_further = further.test()

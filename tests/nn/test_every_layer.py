@@ -234,22 +234,22 @@ def einsum_packs_in_the_order_of_the_sum() -> None:
         np.testing.assert_allclose(jc.nn.quantize(layer, rule, mode=mode)(x), wanted, rtol=1e-6, atol=1e-6)
 
 
-def einsum_of_linen_has_to_know_its_subscripts() -> None:
-    x, text = jnp.ones((3, 4)), "ab,bc->ac"
-    for role in ("weight", "activation"):
-        module = jc.nn.linen.quantize(linen.Einsum((4, 2)), jc.nn.Rule(**{role: "int8(group=4)"}))
-        variables = module.init(jax.random.key(0), x, einsum_str=text)
-        with pytest.raises(NotImplementedError, match=r"Einsum at ''.*give it to the layer"):
-            module.apply(variables, x, einsum_str=text)
-    module = jc.nn.linen.quantize(linen.Einsum((4, 2), text), jc.nn.Rule(gradient="e5m2"))
-    with pytest.raises(NotImplementedError, match=r"Einsum at ''.*gradient"):
-        module.apply(module.init(jax.random.key(0), x), x)
+def einsum_of_linen_may_get_its_subscripts_in_the_call() -> None:
+    x, text = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32"), "ab,bc->ac"
+    rule = jc.nn.Rule(weight="int8(group=4)", activation="int8(group=4)", gradient="e5m2")
+    late, early = (jc.nn.linen.quantize(linen.Einsum((4, 2), *said), rule) for said in ((), (text,)))
+    variables = early.init(jax.random.key(0), x)
+
+    def of(module: Any, *said: Any) -> Any:
+        return jax.value_and_grad(lambda v: jnp.sum(jnp.sin(module.apply(v, x, *said))))(variables)
+
+    jax.tree.map(np.testing.assert_array_equal, of(late, text), of(early))
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        einsum_of_linen_has_to_know_its_subscripts,
+        einsum_of_linen_may_get_its_subscripts_in_the_call,
         pytest.param(einsum_packs_in_the_order_of_the_sum, marks=pytest.mark.slow),
     ],
     ids=lambda check: check.__name__,

@@ -110,19 +110,19 @@ def train_twin(twin: Any) -> Any:
     return losses, frozen, twin(X[1])
 
 
-def same_as_twin(params: Any, stats: Any, twin: Any) -> None:
+def same_as_twin(params: Any, stats: Any, twin: Any, rtol: float = 0) -> None:
+    same = partial(np.testing.assert_allclose, rtol=rtol, atol=rtol / 10)
     for path, site in SITES.items():
         layer = getattr(twin, path)
-        np.testing.assert_array_equal(params[path]["kernel"], layer.kernel[...])
+        same(params[path]["kernel"], layer.kernel[...])
         for side, role in (("left", "activation"), ("right", "weight")):
             source = getattr(getattr(layer, site), side)
             for name in ("range", "history"):
                 if hasattr(source, name):
-                    np.testing.assert_array_equal(
-                        stats["scale_stats"][path][f"{role}_{name}"], getattr(source, name)[...]
-                    )
-            if hasattr(source, "scale"):
-                np.testing.assert_array_equal(params[path][f"{role}_scale"], source.scale[...])
+                    same(stats["scale_stats"][path][f"kernel_{role}_{name}"], getattr(source, name)[...])
+            if hasattr(source, "scale"):  # those of a kernel lie as it does
+                own = params[path][f"kernel_{role}_scale"]
+                same(own.ravel(), source.scale[...].ravel())
 
 
 MOVING = {"activation": TENSOR, "scale_from": jc.nn.MovingAverage(0.75)}
@@ -135,8 +135,11 @@ def check(rules: Any, calibrated: bool) -> Any:
     twin = jc.nn.calibrate(twin, X[:1]) if calibrated else twin
     same_as_twin(variables["params"], variables, twin)
     params, stats, results = train(net, variables)
-    jax.tree.map(np.testing.assert_array_equal, results, train_twin(twin))
-    same_as_twin(params, stats, twin)
+    learns = any(isinstance(rule.scale_from, jc.nn.LSQ) for rule in (rules if isinstance(rules, list) else [rules]))
+    # Kernels of a program lie as they are, so that the sums in the gradients of learned scales have another order.
+    rtol = 2e-5 if learns else 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), results, train_twin(twin))
+    same_as_twin(params, stats, twin, rtol)
     assert all((params[path]["kernel"] != variables["params"][path]["kernel"]).any() for path in SITES)
     for path, before in variables.get("scale_stats", {}).items():
         assert all((stats["scale_stats"][path][name] != value).any() for name, value in before.items())
@@ -162,8 +165,8 @@ def test_every_layer_trains_as_its_twin(rules: Any) -> None:
     stats = check(rules, not several and isinstance(rules.scale_from, jc.nn.LSQ))
     if several:
         assert {path: sorted(names) for path, names in stats["scale_stats"].items()} == {
-            "conv": ["activation_range"],
-            "general": ["activation_history", "weight_history"],
+            "conv": ["kernel_activation_range"],
+            "general": ["kernel_activation_history", "kernel_weight_history"],
         }
 
 
@@ -173,28 +176,27 @@ def start_keeps_what_is_there_and_begins_the_rest() -> None:
     plain = dense.init(jax.random.key(0), x)
     rule = jc.nn.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.nn.LSQ())
     net = jc.nn.linen.quantize(dense, rule)
-    with pytest.raises(
-        ValueError, match=r"Dense at '' has no 'activation_scale' in variables\['params'\]: take .*start"
-    ):
+    with pytest.raises(ValueError, match=r"scales has no 'kernel_weight_scale': pass .*start"):
         net.apply(plain, x)
     variables = net.init(jax.random.key(0), x)
     first = variables["params"]
     jax.tree.map(np.testing.assert_array_equal, plain["params"], without_scales(first))
     jax.tree.map(np.testing.assert_array_equal, net.start(plain, x), variables)
-    np.testing.assert_array_equal(first["activation_scale"], np.float32(4) / np.float32(127))
-    np.testing.assert_array_equal(first["weight_scale"], jc.fit_scale(first["kernel"].T, "int4(group=2)")[0])
-    first["weight_scale"] = 2 * first["weight_scale"]
+    np.testing.assert_array_equal(first["kernel_activation_scale"], np.float32(4) / np.float32(127))
+    by_rule = jc.fit_scale(first["kernel"].T, "int4(group=2)")[0].T
+    np.testing.assert_array_equal(first["kernel_weight_scale"], by_rule)
+    first["kernel_weight_scale"] = 2 * first["kernel_weight_scale"]
     again = net.start(variables, 8 * x)
     jax.tree.map(np.testing.assert_array_equal, again, variables)
     moving = jc.nn.linen.quantize(dense, jc.nn.Rule(**MOVING))
-    with pytest.raises(ValueError, match=r"no 'activation_range' in variables\['scale_stats'\]"):
+    with pytest.raises(ValueError, match="no 'kernel_activation_range'"):
         moving.apply(plain, x)
-    known = {**plain, "scale_stats": {"activation_range": jnp.asarray([-1.0, 3.0])}}
+    known = {**plain, "scale_stats": {"kernel_activation_range": jnp.asarray([-1.0, 3.0])}}
     jax.tree.map(np.testing.assert_array_equal, moving.start(known, x), known)
     # Where it is stored packed, the scale that was learned is the packed array's.
     packed = net.pack(variables, x)
-    assert sorted(packed["params"]) == ["activation_scale", "bias", "kernel"]
-    np.testing.assert_array_equal(packed["params"]["kernel"].stored.scale.T, first["weight_scale"])
+    assert sorted(packed["params"]) == ["bias", "kernel", "kernel_activation_scale"]
+    np.testing.assert_array_equal(packed["params"]["kernel"].scale, first["kernel_weight_scale"])
     np.testing.assert_array_equal(net.apply(packed, x), net.apply(variables, x))
     with pytest.raises(ValueError, match="'kernel' is packed already"):
         net.pack(packed, x)
@@ -225,7 +227,7 @@ def stacks_have_scales_of_their_own() -> None:
     variables = jax.jit(net.init)(jax.random.key(0), x)
     layers = variables["params"]["layers"]
     layers["bias"] = jnp.asarray(np.random.default_rng(0).normal(size=(3, 6)) * [[1], [4], [9]], "f4")
-    assert layers["weight_scale"].shape == (3, 6, 1) and layers["activation_scale"].shape == (3,)
+    assert layers["kernel_weight_scale"].shape == (3, 1, 6) and layers["kernel_activation_scale"].shape == (3,)
 
     @jax.jit
     def run(variables: Any, packed: Any) -> Any:
@@ -234,14 +236,14 @@ def stacks_have_scales_of_their_own() -> None:
         return net.apply(variables, x), net.apply(packed, x), y
 
     packed = jax.jit(net.pack)(variables, x)
-    assert packed["params"]["layers"]["kernel"].stored.shape == (3, 6, 6)
+    assert packed["params"]["layers"]["kernel"].shape == (3, 6, 6)
     of_net, of_packed, by_layer = run(variables, packed)
     np.testing.assert_array_equal(of_net, by_layer)
     np.testing.assert_array_equal(of_packed, by_layer)
     moving = jc.nn.linen.quantize(Stack(), jc.nn.Rule(**MOVING))
     plain = {"params": {"layers": without_scales(layers)}}
     after = jax.jit(lambda v: moving.apply(moving.start(v, x), x, mutable=["scale_stats"])[1])(plain)
-    ranges = after["scale_stats"]["layers"]["activation_range"]
+    ranges = after["scale_stats"]["layers"]["kernel_activation_range"]
     assert ranges.shape == (3, 2) and len(np.unique(ranges)) == 6
     np.testing.assert_array_equal(ranges[0], [x.min(), x.max()])
 
@@ -254,7 +256,7 @@ def a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     span = np.array([x[:, 0].min(), x[:, 0].max()])
     for t in range(1, x.shape[1]):
         span = 0.75 * span + 0.25 * np.array([x[:, t].min(), x[:, t].max()])
-    np.testing.assert_allclose(after["scale_stats"]["cell"]["i"]["activation_range"], span, rtol=1e-6)
+    np.testing.assert_allclose(after["scale_stats"]["cell"]["i"]["kernel_activation_range"], span, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -273,13 +275,15 @@ def test_where_scales_are_kept(check: Any, request: Any) -> None:
 
 @pytest.mark.smoke
 def test_what_cannot_be_kept_is_named() -> None:
-    x, tokens = jnp.ones((2, 4)), jnp.zeros(2, int)
+    x = jnp.ones((2, 4))
     learned = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.LSQ())
     einsum = linen.Einsum((4, 3), "ij,jk->ik")
     for module, rule, error, words in (
-        (einsum, learned, NotImplementedError, "Einsum at '': scale_from cannot be had"),
-        (linen.Embed(3, 4), learned, ValueError, "scale_from has no effect on any of its layers: Embed"),
-        (linen.Dense(3), jc.nn.Rule(cache="int8(group=all)"), ValueError, "cache has no effect .*: Dense"),
+        (linen.Dense(3), jc.nn.Rule(cache="int8(group=all)"), ValueError, "cache has no effect"),
+        (linen.Dense(3), jc.nn.Rule(weight="int8", product="codes", scale_from=jc.LSQ()), NotImplementedError, "codes"),
     ):
         with pytest.raises(error, match=words):
-            jc.nn.linen.quantize(module, rule).init(jax.random.key(0), tokens if isinstance(module, linen.Embed) else x)
+            low = jc.nn.linen.quantize(module, rule)
+            low.apply(low.init(jax.random.key(0), x), x)
+    names = sorted(jc.nn.linen.quantize(einsum, learned).init(jax.random.key(0), x)["params"])
+    assert names == ["bias", "kernel", "kernel_weight_scale"]

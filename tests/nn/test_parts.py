@@ -270,8 +270,8 @@ def test_a_layer_whose_methods_were_replaced_is_a_program(monkeypatch: pytest.Mo
     for one in (model, nnx.Sequential(embed)):
         with pytest.raises(ValueError, match="no plain layer of Flax holds"):
             jc.nn.quantize(one, Rule(weight=INT4), "ptq")
-    with pytest.raises(NotImplementedError, match=r"none of the plain layers.*program=True"):
-        jc.nn.linen.quantize(dense, Rule(weight=INT4)).apply(variables, X)
+    own = jc.nn.linen.quantize(dense, Rule(weight=INT4)).apply(variables, X)
+    np.testing.assert_array_equal(own, X @ jnp.ones((8, 8)))
     low = jc.nn.quantize(model, Rule(weight=INT4))
     np.testing.assert_allclose(low(X), X @ jc.round_to_format(model.layers[0].kernel[...].T, INT4).T, rtol=1e-5)
 

@@ -408,11 +408,13 @@ def models_of_nnx_and_their_methods(name: str) -> None:
                 assert bool(jnp.isfinite(a).all())
 
 
-def test_linen_without_program_names_it_for_boxed_parameters() -> None:
+def test_boxed_parameters_of_linen_stay_in_their_boxes() -> None:
     dense = linen.Dense(4, kernel_init=linen.with_partitioning(linen.initializers.ones, ("in", "out")))
     low, x = jc.nn.linen.quantize(dense, RULE), jnp.ones((1, 32))
-    with pytest.raises(TypeError, match=r"'kernel' in a box \(Partitioned\): pass program=True"):
-        low.pack(dense.init(jax.random.key(0), x), x)
+    variables = dense.init(jax.random.key(0), x)
+    packed = low.pack(variables, x)
+    assert isinstance(packed["params"]["kernel"], linen.Partitioned)
+    np.testing.assert_array_equal(low.apply(packed, x), low.apply(variables, x))
 
 
 def test_rules_for_classes_of_layers_count_beside_others_in_rounding_with_data() -> None:
@@ -430,16 +432,15 @@ def test_rules_for_classes_of_layers_count_beside_others_in_rounding_with_data()
     assert issubclass(kernels["up"], jax.Array) and kernels["down"] is jc.QArray
 
 
-def test_linen_without_program_names_it() -> None:
+def test_parameters_of_a_module_of_linen_of_its_own_are_rounded() -> None:
     class Heads(linen.Module):
         @linen.compact
         def __call__(self, x: Any) -> Any:
             return x @ self.param("w", linen.initializers.ones, (64, 8))
 
     x = jnp.ones((1, 64))
-    plain = jc.nn.linen.quantize(Heads(), RULE)
-    with pytest.raises(NotImplementedError, match="program=True"):
-        plain.apply(Heads().init(jax.random.key(0), x), x)
+    low = jc.nn.linen.quantize(Heads(), RULE)
+    assert isinstance(low.pack(Heads().init(jax.random.key(0), x), x)["params"]["w"], jc.QArray)
     with pytest.raises(TypeError, match="program"):
         jc.nn.linen.quantize(Heads(), RULE, program=1)  # type: ignore[call-overload]
     draws = jc.nn.linen.quantize(Heads(), jc.Rule(weight="int2(group=32):stochastic"), program=True)

@@ -41,22 +41,13 @@ class Tokens(linen.Module):
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4)), "float32")
 
 
-def advised(error: pytest.ExceptionInfo[Any]) -> list[jc.nn.Rule]:
-    """The rule that an error's text tells to put first."""
-    words = str(error.value)
-    assert "the layers below it keep their rule" in words
-    return [jc.nn.Rule(words.partition("Put Rule('")[2].partition("'")[0])]
-
-
-def test_the_advice_for_own_parameters_keeps_the_layers_below_in_linen() -> None:
+def test_parameters_of_its_own_are_no_weights_of_a_module_of_linen() -> None:
     variables = Tokens().init(jax.random.key(0), X)
-    with pytest.raises(NotImplementedError, match="Tokens at ''") as error:
-        jc.nn.linen.quantize(Tokens(), WEIGHT).apply(variables, X)
     params = variables["params"]
     kernel = jc.round_to_format(params["dense"]["kernel"], "e4m3")
     wide = linen.LayerNorm().apply({"params": params["norm"]}, (X + 1) @ kernel)
-    rules = [*advised(error), jc.nn.Rule("dense", weight="e4m3")]
-    np.testing.assert_array_equal(jc.nn.linen.quantize(Tokens(), rules).apply(variables, X), wide)
+    for rules in (WEIGHT, [jc.nn.Rule("/"), jc.nn.Rule("dense", weight="e4m3")]):
+        np.testing.assert_array_equal(jc.nn.linen.quantize(Tokens(), rules).apply(variables, X), wide)
 
 
 @pytest.mark.smoke
@@ -83,15 +74,16 @@ def test_the_report_names_every_parameter_that_stays_wide() -> None:
 def test_the_report_of_linen_names_the_same() -> None:
     variables = Tokens().init(jax.random.key(0), X)
     rules = [jc.nn.Rule("/"), jc.nn.Rule("dense", weight="int8(group=all)")]
-    report = jc.nn.linen.quantize(Tokens(), rules).report(variables, X)
-    assert set(report.wide) == {
-        ("position", (2, 4), "Rule('/') rounds nothing"),
-        ("norm/scale", (4,), "no rule matches"),
-        ("norm/bias", (4,), "no rule matches"),
-        ("dense/bias", (4,), "Rule('dense', weight=int8(group=all)) has no bias"),
+    low = jc.nn.linen.quantize(Tokens(), rules)
+    report = low.report(variables, X)
+    assert {(row.path, row.shape, row.rule) for row in report.parameters if not row.spec} == {
+        ("position", (2, 4), "Rule('/')"),
+        ("norm/scale", (4,), ""),
+        ("norm/bias", (4,), ""),
+        ("dense/bias", (4,), "Rule('dense', weight=int8(group=all))"),
     }
-    row = next(row for row in report.rows if row.path == "dense")
-    assert (row.bytes_before, row.bytes_after) == (80, 16 + 16 + 16)
+    packed = jax.eval_shape(low.pack, variables, X)["params"]["dense"]
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(packed)) == 16 + 16 + 16
 
 
 def test_the_report_of_a_packed_model_names_the_formats_that_it_holds() -> None:

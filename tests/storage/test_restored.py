@@ -46,10 +46,8 @@ NET = linen.Dense(4)
         ("params['layer'][0]", lambda: jax.jit(LOW)(LOST, ROW)),
         ("params['layer'][0]", lambda: LOW.pack(LOST, ROW)),
         (
-            "variables['params']['kernel']['stored']",
-            lambda: jc.nn.linen.quantize(NET, jc.Rule(weight="int8")).apply(
-                {"params": {"kernel": {"stored": ONE}}}, ROW
-            ),
+            "variables['params']['kernel']",
+            lambda: jc.nn.linen.quantize(NET, jc.Rule(weight="int8")).apply({"params": {"kernel": ONE}}, ROW),
         ),
     ],
 )

@@ -274,7 +274,7 @@ def refuse_code_products(rule: Rule, what: str, why: str) -> None:
     if rule.product == "codes":
         raise NotImplementedError(
             f"{what}: product='codes' of {rule}: {why}; quantize the program, by jc.nn.quantize(model, rules, "
-            "inputs=...), jc.nn.linen.quantize(module, rules, program=True) or jc.quantize_fn"
+            "inputs=...) or jc.quantize_fn"
         )
 
 
@@ -287,8 +287,7 @@ def refuse_forward_rotation(rule: Rule, what: str) -> None:
     if rule.forward_rotation is not None:
         raise NotImplementedError(
             f"{what}: rotation={rule.rotation} of {rule} is of programs; quantize the program, by "
-            "jc.nn.quantize(model, rules, inputs=...), jc.nn.linen.quantize(module, rules, program=True) or "
-            "jc.quantize_fn"
+            "jc.nn.quantize(model, rules, inputs=...) or jc.quantize_fn"
         )
 
 

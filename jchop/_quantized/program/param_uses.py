@@ -66,6 +66,7 @@ class ParamUse:
             order.
         cuts: the slices of it that were taken before.
         why: why it has no scales for this use; empty if it may have.
+        axes: the parts of each axis of what is added to data.
 
     If `kind` is ``"product"`` and there is no `view`, a product reads what the primitive has computed from it.
     """
@@ -78,6 +79,7 @@ class ParamUse:
     is_intact: bool = True
     cuts: tuple[tuple[AxisFactors, Any, Any], ...] = ()
     why: str = ""
+    axes: tuple[AxisFactors, ...] = ()
 
     @property
     def where(self) -> str:
@@ -251,7 +253,9 @@ class ProvenancePlanner(planner.Planner):
         if data:
             kind = "sum" if name in _SUM_PRIMITIVES else "other"
             uses = tuple(
-                tuple(o.bias_use or ParamUse(o.leaf, kind, taker, source, cuts=o.cuts) for o in fact.origins)
+                tuple(
+                    o.bias_use or ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, axes=o.axes) for o in fact.origins
+                )
                 for fact in facts
             )
             return replace(result, uses=uses, out=(FROM_DATA,) * len(eqn.outvars))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -31,7 +31,7 @@ from jchop._quantized.products.scale_from import LSQ, ScaleFrom
 from jchop._quantized.program.call import CallArguments
 from jchop._quantized.program.lazy_params import LazyParam
 from jchop._quantized.program.lora_layouts import lora_layouts
-from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.param_uses import (
     ParamUse,
     ProductStep,
@@ -233,6 +233,7 @@ def plan_quantized_program(
     *,
     all_in_use: bool,
     whole: bool = True,
+    elsewhere: Collection[int] = (),
 ) -> QuantizedProgram:  # fmt: skip
     """Trace a function for the arguments of a call, and find what the rules do to it.
 
@@ -243,6 +244,7 @@ def plan_quantized_program(
         classes: the class of the module that holds each parameter, by the path of the parameter.
         all_in_use: whether a rule without an effect is an error.
         whole: whether a rule that matches nothing is an error.
+        elsewhere: the numbers of rules that match something else, for which it is none.
 
     Raises:
         ValueError: for rules that match nothing, have no effect, or cannot be applied.
@@ -269,11 +271,11 @@ def plan_quantized_program(
         numbers.append(param_rule_index(path, rules, classes.get(path, ""), operation))
     program = _RuledProgram(
         plan=plan, tree=jax.tree.structure(out), rules=rules, paths=call.paths, shapes=shapes, uses=uses,
-        rule_indexes=tuple(numbers), products=tuple(_products_with_rules(plan, rules, numbers)),
+        rule_indexes=tuple(numbers), products=tuple(_products_with_rules(plan, rules, numbers, classes)),
     )  # fmt: skip
     placements = _weight_layouts(program)
     if whole:
-        _check_rules_match(program)
+        _check_rules_match(program, elsewhere)
     rule_of_step = {id(step): rule for step, rule in program.products if rule is not None}
     by_leaf = {leaf: program.rule_of(leaf) for leaf in placements}
     roundings, refusals = {}, {}
@@ -304,7 +306,7 @@ def plan_quantized_program(
 
 
 def _products_with_rules(
-    plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None]
+    plan: ProgramPlan, rules: Sequence[Rule], numbers: Sequence[int | None], classes: Mapping[str, str]
 ) -> Iterator[tuple[ProductStep, Rule | None]]:
     """The products of a program, each with its rule: that of its first parameter, or of its scope."""
     for step in plan.walk():
@@ -316,7 +318,7 @@ def _products_with_rules(
             rule_numbers = [n for use in step.param_uses if (n := numbers[use.leaf]) is not None]
             yield step, rules[rule_numbers[0]] if rule_numbers else None
         elif any(step.data):
-            number = rule_index(step.scope, rules, operation=OPERATION_NAMES[step.name])
+            number = rule_index(step.scope, rules, _scope_class(step.scope, classes), OPERATION_NAMES[step.name])
             yield step, None if number is None else rules[number]
 
 
@@ -332,7 +334,8 @@ def _weight_layouts(program: _RuledProgram) -> dict[int, tuple[WeightLayout, Par
         if spec is None or program.exemption(leaf):
             continue
         try:
-            placement = weight_layout_of(shape, use.view, spec)
+            stack = stack_ndim(shape, MatrixView(use.axes, ())) if use.kind == "sum" else 0
+            placement = weight_layout_of(shape[stack:], use.view, spec)
         except ValueError as error:
             field = "bias" if use.kind == "sum" else "weight"
             raise ValueError(
@@ -341,6 +344,13 @@ def _weight_layouts(program: _RuledProgram) -> dict[int, tuple[WeightLayout, Par
         rotation = weight_rotation_of(rule, path, shape, program.uses[leaf], leaf in results)
         layouts[leaf] = placement if rotation is None else replace(placement, rotation=rotation), use
     return layouts
+
+
+def _scope_class(scope: str, classes: Mapping[str, str]) -> str:
+    """The class of the innermost module in whose scope a product is; empty if none is known."""
+    while scope and scope not in classes:
+        scope = scope.rpartition("/")[0]
+    return classes.get(scope, "") if scope else ""
 
 
 def _roundings_of_product(
@@ -410,10 +420,10 @@ def _sum_axes_text(use: ParamUse) -> str:
     return f"{text} of it ({use.where})"
 
 
-def _check_rules_match(program: _RuledProgram) -> None:
+def _check_rules_match(program: _RuledProgram, elsewhere: Collection[int]) -> None:
     """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
     rules, paths, products = program.rules, program.paths, program.products
-    numbers_in_use = {number for number in program.rule_indexes if number is not None}
+    numbers_in_use = {*elsewhere, *(number for number in program.rule_indexes if number is not None)}
     numbers_in_use |= {rules.index(rule) for _, rule in products if rule is not None}
     idle = [rule for number, rule in enumerate(rules) if number not in numbers_in_use]
     if idle:

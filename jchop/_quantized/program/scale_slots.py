@@ -30,8 +30,10 @@ __all__ = [
     "ScaleSlot",
     "Scales",
     "check_entry_names",
+    "merge_scales",
     "per_iteration",
     "scale_slots_of",
+    "scales_after_packing",
     "stack_entries",
     "state_kind",
 ]
@@ -78,6 +80,18 @@ class Scales(NamedTuple):
     def entries(self) -> dict[str, Array]:
         """All of them, by name."""
         return {**self.stats, **self.learned}
+
+
+def scales_after_packing(scales: Scales) -> Scales:
+    """The scales without those of parameters, which become parts of packed ones."""
+    return scales._replace(
+        learned={name: v for name, v in scales.learned.items() if not name.endswith("_weight_scale")}
+    )
+
+
+def merge_scales(scales: Scales, known: Scales) -> Scales:
+    """Scales with others, that are known, in their places."""
+    return Scales({**scales.learned, **known.learned}, {**scales.stats, **known.stats})
 
 
 @dataclass(frozen=True)

@@ -1,65 +1,57 @@
-"""Low-rank adapters (LoRA) beside the layers of a Linen module: a collection of variables, which trains alone."""
+"""Low-rank adapters (LoRA) beside the parameters of a Linen module: a collection of variables, which trains alone."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.linen.dtypes import promote_dtype
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._common.checks import check_bool, short_repr
-from jchop._common.paths import matches_path
-from jchop._common.settings import split_prng_key
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule
+from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
+from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._round.arguments import check_key
-from jchop.nn._linen.layer_kinds import LINEN_KINDS
-from jchop.nn._linen.layers import (
-    LinenPath,
-    linen_layer_rules,
-    linen_params,
-    linen_rule_index,
-    match_linen_layers,
-    module_calls,
-)
-from jchop.nn._linen.quantized import Packed, Quantized, unpack_variables
-from jchop.nn._shared.lora_rule import (
-    LoraRule,
-    add_adapter_output,
-    as_lora_rules,
-    check_lora_rules_match,
-    initial_adapter,
-    merge_lora_weight,
-    weight_as_matrix,
-)
+from jchop.nn._linen.layers import LinenPath, module_calls, rules_excluding_layers
+from jchop.nn._linen.quantized import Quantized, flat_params, nest_params, with_box_of
+from jchop.nn._shared.lora_rule import LoraRule, as_lora_rules
 from jchop.nn._shared.peft_files import read_adapters, write_adapters
+from jchop.nn._trees.lora import (
+    AdapterTargets,
+    adapter_name,
+    merge_lora_tree,
+    params_unpacked_by_merge,
+    program_adapter_targets,
+    tree_with_adapters,
+)
+from jchop.storage import dequantize_params
 
 Array = jax.Array
 
-__all__ = ["LORA_COLLECTION", "Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"]
+__all__ = ["Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"]
 
 #: The collection of adapters, and the arrays of each.
 LORA_COLLECTION, _ADAPTER_ARRAYS = "lora", ("lora_a", "lora_b")
-#: The layers that may have one.
-_DENSE_LAYERS = nn.Dense, nn.DenseGeneral
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A module with adapters, ``y + factor * (x A B)`` for the result y of a layer; a result of `add_lora`.
+    """A module with adapters, which add ``factor * (x A B)`` to products; a result of `add_lora`.
 
     Args:
         module: a module of Linen, or a `Quantized` one.
         rules: the rule of each adapter, by the path of its layer.
+        layouts: of each adapter the path of its parameter, and that as a matrix.
     """
 
     module: nn.Module | Quantized
     rules: tuple[tuple[str, LoraRule], ...]
+    layouts: tuple[tuple[str, MatrixLayout], ...] = field(default=(), compare=False, repr=False)
 
     def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         """The result of the module with its adapters, with the arguments of Linen's `apply`.
@@ -71,33 +63,17 @@ class Adapted:
             kwargs: of the module and of Linen's `apply`.
 
         Raises:
-            ValueError: for variables without these adapters, or an adapter of a layer that is no Dense or DenseGeneral.
+            ValueError: for variables without these adapters, or an adapter whose parameter other operations take.
         """
         base, adapters = _split_adapters(self, variables)
-        with nn.intercept_methods(_AdapterInterceptor(adapters)):
-            return self.module.apply(base, *args, rngs=rngs, **kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class _AdapterInterceptor:
-    """An interceptor for `flax.linen.intercept_methods` that adds what adapters give."""
-
-    adapters: Mapping[str, Mapping[str, Any]]
-
-    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        layer = context.module
-        adapter = self.adapters.get("/".join(layer.path))
-        y = call(*args, **kwargs)
-        if adapter is None or context.method_name != "__call__":
-            return y
-        if not isinstance(layer, _DENSE_LAYERS):
-            raise ValueError(_not_dense_message(layer, "/".join(layer.path)))
-        rule, inputs = adapter["rule"], args[0] if args else kwargs["inputs"]
-        if rule.dropout and layer.has_rng("dropout"):
-            mask = jax.random.bernoulli(layer.make_rng("dropout"), 1 - rule.dropout, inputs.shape)
-            inputs = jnp.where(mask, inputs / (1 - rule.dropout), 0)
-        x, a, b = promote_dtype(inputs, adapter["lora_a"], adapter["lora_b"], dtype=layer.dtype)
-        return add_adapter_output(y, x, a, b, _dense_axes(layer)[0], rule)
+        low, drops = _as_quantized(self.module), isinstance(rngs, Mapping) and "dropout" in rngs
+        key = low.key(rngs)
+        if drops and key is None and any(rule.dropout for _, rule in self.rules):
+            key = rngs["dropout"]
+            typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            key = key if typed else jax.random.wrap_key_data(key)
+        params = _params_with_adapters(self, base["params"], adapters, drops=drops)
+        return low.apply_with_key(key, {**base, "params": params}, args, rngs, kwargs)
 
 
 def add_lora(
@@ -110,15 +86,18 @@ def add_lora(
     rngs: Any = None,
     **kwargs: Any,
 ) -> tuple[Adapted, Any]:
-    """Adapters beside the Dense and DenseGeneral layers of a module of Linen, whatever their weights are packed in.
+    """Adapters beside the parameters of a module of Linen that reach products, whatever they are packed in.
+
+    They are those of `jchop.nn.add_lora` for parameters: beside the kernels of Dense and DenseGeneral layers, and other
+    matrices, also of a stack that a scan runs over. The products of the program add ``factor * (x A B)``.
 
     Adapters are variables in the collection ``"lora"``. To train them alone, differentiate these:
     ``jax.grad(lambda lora: loss(adapted.apply({**variables, "lora": lora}, x)))(variables["lora"])``.
 
     Args:
-        module: a module of Linen, or a result of `quantize` without `program`.
+        module: a module of Linen, or a result of `quantize`.
         variables: its variables, packed or not.
-        rules: a `LoraRule`, or several; the first that matches a layer's path applies.
+        rules: a `LoraRule`, or several; the first that matches the path of a layer, or of its parameter, applies.
         args: example arguments of the module, of which only shapes are used.
         key: a typed key for the first values of A.
         original: the variables before they were packed, which "loftq" and "pissa" need for packed layers. Default None.
@@ -130,8 +109,8 @@ def add_lora(
 
     Raises:
         TypeError: for rules or a module that are none.
-        ValueError: for a rule that matches no linear layer, a layer that is no Dense or DenseGeneral with one matrix, a
-            rank above its sizes with "loftq" or "pissa", a missing `original`, or variables that have adapters.
+        ValueError: for a rule that matches no linear layer, a parameter that other operations than products of matrices
+            take, a rank above its sizes with "loftq" or "pissa", a missing `original`, or variables that have adapters.
 
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
@@ -144,51 +123,25 @@ def add_lora(
         >>> bool((adapted.apply(variables, x) == dense.apply(packed, x)).all()), variables["lora"]["lora_a"].shape
         (True, (64, 4))
     """
-    lora_rules, plain = as_lora_rules(rules), _linen_module_of(module)
+    lora_rules, low = as_lora_rules(rules), _as_quantized(module)
     check_key("key", key)
     if LORA_COLLECTION in variables:
         raise ValueError("variables have adapters already; merge_lora or split_lora takes them out")
-    shapes = jax.eval_shape(unpack_variables, variables)
-    calls = module_calls(plain, shapes, args, rngs, kwargs)
-    params, original_params = dict(linen_params(variables)), linen_params({} if original is None else original)
-    new_adapters: dict[LinenPath, Array] = {}
-    base_weights: dict[LinenPath, Array] = {}
-    layer_rules: dict[str, LoraRule] = {}
-    used: set[int] = set()
-    for path, (layer, _) in sorted(calls.items()):
-        layer_path = "/".join(path)
-        index = next((i for i, rule in enumerate(lora_rules) if matches_path(rule.path, layer_path)), None)
-        kernel = params.get((*path, "kernel"))
-        if index is None or kernel is None:
-            continue
-        used.add(index)
-        rule, has_codes = lora_rules[index], isinstance(kernel, Packed)
-        if not isinstance(layer, _DENSE_LAYERS):
-            raise ValueError(f"{_not_dense_message(layer, layer_path)}; exclude the layer with '!{layer_path}'")
-        key, layer_key = split_prng_key(key)
-        axis_counts = tuple(map(len, _dense_axes(layer)))
-        exact = (
-            weight_as_matrix(_linen_param_numbers(original_params[*path, "kernel"]), *axis_counts)
-            if (*path, "kernel") in original_params
-            else None
-        )
-        what = f"{type(layer).__name__} at {layer_path!r}, by {rule}"
-        weight = weight_as_matrix(_linen_param_numbers(kernel), *axis_counts)
-        a, b, base = initial_adapter(rule, what, lambda layer_key=layer_key: layer_key, weight, exact, has_codes)
-        new_adapters |= {(*path, "lora_a"): a, (*path, "lora_b"): b}
-        base_weights |= {} if base is None else {path: base}
-        layer_rules[layer_path] = rule
-    check_lora_rules_match(lora_rules, used, ["/".join(path) for path in calls])
-    if base_weights:
-        matches = (
-            match_linen_layers(plain, module.rules, shapes, args, rngs, kwargs) if isinstance(module, Quantized) else {}
-        )
-        params |= {
-            (*path, "kernel"): _replace_param_value(params[*path, "kernel"], rest, matches.get(path))
-            for path, rest in base_weights.items()
-        }
-    result = {**variables, "params": unflatten_dict(params), LORA_COLLECTION: unflatten_dict(new_adapters)}
-    return Adapted(module, tuple(sorted(layer_rules.items()))), result
+    targets = program_adapter_targets([low.traced(variables, args, rngs, kwargs)])
+    exact = None if original is None else dict(original)["params"]
+    leaves = flat_params(tree_with_adapters(dict(variables)["params"], lora_rules, key, targets, exact))
+    adapted: dict[str, AdaptedParam] = {
+        name: value for name, leaf in leaves.items() if isinstance(value := nn.meta.unbox(leaf), AdaptedParam)
+    }
+    leaves |= {name: with_box_of(leaves[name], value.base) for name, value in adapted.items()}
+    order = sorted(adapted, key=_layer_name)
+    result = Adapted(
+        module,
+        tuple((_layer_name(name), adapted[name].adapter.rule) for name in order),
+        tuple((name, adapted[name].adapter.layout) for name in order),
+    )
+    arrays = {name: (adapted[name].adapter.lora_a, adapted[name].adapter.lora_b) for name in order}
+    return result, {**variables, "params": nest_params(leaves), LORA_COLLECTION: _lora_collection(arrays)}
 
 
 def merge_lora(
@@ -223,20 +176,16 @@ def merge_lora(
     """
     check_bool("requantize", requantize)
     base, adapters = _split_adapters(adapted, variables)
-    module, plain, params = adapted.module, _linen_module_of(adapted.module), dict(linen_params(base))
-    shapes = jax.eval_shape(unpack_variables, base)
-    rules = module.rules if isinstance(module, Quantized) else ()
-    matches = match_linen_layers(plain, rules, shapes, args, rngs, kwargs) if requantize and rules else {}
-    packed_paths = [place for place in adapters if isinstance(params[*_linen_path(place), "kernel"], Packed)]
-    for layer_path, adapter in adapters.items():
-        kernel = params[*(path := _linen_path(layer_path)), "kernel"]
-        weight = merge_lora_weight(_linen_param_numbers(kernel), adapter["lora_a"], adapter["lora_b"], adapter["rule"])
-        params[*path, "kernel"] = _replace_param_value(kernel, weight, matches.get(path))
-    result = {**base, "params": unflatten_dict(params)}
-    if requantize or not packed_paths:
+    module, low = adapted.module, _as_quantized(adapted.module)
+    targets = program_adapter_targets([low.traced(base, args, rngs, kwargs)])
+    params = _params_with_adapters(adapted, base["params"], adapters, targets)
+    result = {**base, "params": merge_lora_tree(params, requantize)}
+    names = params_unpacked_by_merge(params, requantize)
+    if not names:
         return module, result
-    remaining = _rules_excluding_layers(rules, packed_paths, module_calls(plain, shapes, args, rngs, kwargs), shapes)
-    return (Quantized(plain, remaining) if any(rule.rounds for rule in remaining) else plain), result
+    calls = module_calls(low.module, dequantize_params(base), args, rngs, kwargs)
+    remaining = rules_excluding_layers(low.rules, [_layer_name(name) for name in names], calls)
+    return (Quantized(low.module, remaining) if any(rule.rounds for rule in remaining) else low.module), result
 
 
 def split_lora(adapted: Adapted, variables: Any) -> tuple[nn.Module | Quantized, Any, dict[str, dict[str, Any]]]:
@@ -297,7 +246,7 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
 
     Args:
         folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
-        module: a module of Linen, or a result of `quantize` without `program`.
+        module: a module of Linen, or a result of `quantize`.
         variables: its variables, packed or not, without adapters; names in the file are paths of its layers.
 
     Returns:
@@ -313,84 +262,89 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
         Traceback (most recent call last):
         TypeError: module=None must be a module of Flax Linen, or a result of jchop.nn.linen.quantize
     """
-    _linen_module_of(module)
-    kernels = {"/".join(path[:-1]): leaf for path, leaf in linen_params(variables).items() if path[-1] == "kernel"}
-    adapters = read_adapters(folder, kernels, lambda layer_path: nn.meta.unbox(kernels[layer_path]).shape)
-    arrays = {
-        (*_linen_path(layer_path), name): array
-        for layer_path, adapter in adapters.items()
-        for name, array in zip(_ADAPTER_ARRAYS, adapter, strict=False)
-    }
-    rules = tuple((layer_path, adapters[layer_path][2]) for layer_path in sorted(adapters))
-    return Adapted(module, rules), {**variables, LORA_COLLECTION: unflatten_dict(arrays)}
+    _as_quantized(module)
+    leaves = {name: nn.meta.unbox(leaf) for name, leaf in flat_params(dict(variables)["params"]).items()}
+    kernels = {_layer_name(name): name for name in leaves if name.rpartition("/")[2] == "kernel"}
+    adapters = read_adapters(folder, kernels, lambda name: tuple(leaves[kernels[name]].shape))
+    order = sorted(adapters)
+    result = Adapted(
+        module,
+        tuple((name, adapters[name][2]) for name in order),
+        tuple((kernels[name], _kernel_layout(leaves[kernels[name]].shape, adapters[name][0])) for name in order),
+    )
+    arrays = {kernels[name]: adapters[name][:2] for name in order}
+    return result, {**variables, LORA_COLLECTION: _lora_collection(arrays)}
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _linen_module_of(module: Any) -> nn.Module:
-    core = module.module if isinstance(module, Quantized) else module
-    if isinstance(core, nn.Module):
-        return core
+def _as_quantized(module: Any) -> Quantized:
+    """A module under its rules; a plain one under none."""
+    if isinstance(module, Quantized):
+        return module
+    if isinstance(module, nn.Module):
+        return Quantized(module, ())
     raise TypeError(
         f"module={short_repr(module)} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize"
     )
 
 
-def _linen_path(path: str) -> LinenPath:
-    return tuple(path.split("/")) if path else ()
+def _layer_name(name: str) -> str:
+    """The path of the layer whose kernel a parameter is; of another one its own."""
+    return "" if name == "kernel" else adapter_name(name)
 
 
-def _not_dense_message(layer: Any, path: str) -> str:
-    return f"{type(layer).__name__} at {path!r}: adapters are for flax.linen.Dense and DenseGeneral"
+def _linen_path(name: str) -> LinenPath:
+    return tuple(name.split("/")) if name else ()
 
 
-def _dense_axes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of inputs that a layer sums over, and the sizes of the axes of its outputs."""
-    axis = getattr(layer, "axis", -1)
-    both = ((value,) if isinstance(value, int) else tuple(value) for value in (axis, layer.features))
-    return next(both), next(both)
+def _lora_collection(arrays: Mapping[str, tuple[Array, Array]]) -> dict[str, Any]:
+    """The collection of adapters, from their arrays by the paths of their parameters."""
+    return unflatten_dict(
+        {
+            (*_linen_path(_layer_name(name)), part): array
+            for name, both in arrays.items()
+            for part, array in zip(_ADAPTER_ARRAYS, both, strict=True)
+        }
+    )
+
+
+def _kernel_layout(shape: tuple[int, ...], lora_a: Array) -> MatrixLayout:
+    """A kernel of axes of inputs and then of outputs as a matrix."""
+    split = next(i for i in range(1, len(shape)) if math.prod(shape[:i]) == lora_a.shape[0])
+    axes = tuple(range(len(shape)))
+    return MatrixLayout(tuple(shape), tuple(shape), (), axes[:split], axes[split:])
+
+
+def _params_with_adapters(
+    adapted: Adapted,
+    params: Any,
+    adapters: Mapping[str, Any],
+    targets: AdapterTargets | None = None,
+    drops: bool = True,
+) -> Any:
+    """The parameters, those with adapters as `AdaptedParam`; with dropout if the call `drops`."""
+    leaves = flat_params(params)
+    for name, layout in adapted.layouts:
+        adapter = adapters[_layer_name(name)]
+        rule = adapter["rule"] if drops else replace(adapter["rule"], dropout=0.0)
+        placement = None if targets is None else targets[name][2]
+        lora = LoraAdapter(adapter["lora_a"], adapter["lora_b"], layout, rule, placement)
+        leaves[name] = with_box_of(leaves[name], AdaptedParam(nn.meta.unbox(leaves[name]), lora))
+    return nest_params(leaves)
 
 
 def _split_adapters(model: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
     base = dict(variables)
     arrays: Any = flatten_dict(dict(base.pop(LORA_COLLECTION, {})))
-    array_paths = {(*_linen_path(place), part): (place, part) for place, _ in model.rules for part in _ADAPTER_ARRAYS}
+    array_paths = {(*_linen_path(name), part): (name, part) for name, _ in model.rules for part in _ADAPTER_ARRAYS}
     if difference := set(arrays) ^ set(array_paths):
         raise ValueError(
             f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {'/'.join(min(difference))!r}"
         )
-    adapters: dict[str, dict[str, Any]] = {place: {"rule": rule} for place, rule in model.rules}
-    for keys, (place, name) in array_paths.items():
-        adapters[place][name] = arrays[keys]
+    adapters: dict[str, dict[str, Any]] = {name: {"rule": rule} for name, rule in model.rules}
+    for keys, (name, part) in array_paths.items():
+        adapters[name][part] = arrays[keys]
     return base, adapters
-
-
-def _linen_param_numbers(leaf: Any) -> Array:
-    """The numbers of a parameter: packed, in a box, or as they are."""
-    return leaf.unpack() if isinstance(leaf, Packed) else jnp.asarray(nn.meta.unbox(leaf))
-
-
-def _replace_param_value(leaf: Any, weight: Array, match: Any) -> Any:
-    """A new weight in the form of a parameter; a packed one is packed again as `match` says, if there is one."""
-    if not isinstance(leaf, Packed):
-        return nn.meta.replace_boxed(leaf, weight.reshape(nn.meta.unbox(leaf).shape))
-    weight = weight.reshape(leaf.shape)
-    if match is None:
-        return weight
-    codes, layout = match.pack_param("kernel", weight)
-    return Packed(codes, layout, weight.shape)
-
-
-def _rules_excluding_layers(rules: tuple[Rule, ...], paths: list[str], calls: Any, shapes: Any) -> tuple[Rule, ...]:
-    """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
-    all_rules = (Rule(" ".join(f"/{place}/" if place else "/" for place in paths)), *rules)
-    used: dict[int | None, set[str]] = {}
-    for path, (params, _, rule) in linen_layer_rules(calls, rules, shapes).items():
-        layer = calls[path][0] if path in calls else None
-        kind = LINEN_KINDS.get(type(layer))
-        fields = () if kind is None else {name for name in kind.fields(params) if getattr(rule, name, None) is not None}
-        used.setdefault(linen_rule_index(path, layer, all_rules), set()).update(fields)
-    idle_fields = {index: dict.fromkeys(name for name in ROUNDING_FIELDS if name not in used[index]) for index in used}
-    return tuple(replace(rule, **idle_fields[index]) for index, rule in enumerate(all_rules) if index in used)

@@ -26,9 +26,8 @@ from jchop._quantized.products.rule import (
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
-from jchop.nn._nnx.emulation import EmulatedAttention, LayerEmulation
 from jchop.nn._nnx.layer_kinds import PRODUCT_RULE_FIELDS, NnxKind
-from jchop.nn._nnx.rounding_modules import RoundedOutput, RoundedPromotion
+from jchop.nn._nnx.rounding_modules import EmulatedAttention, LayerEmulation, RoundedOutput, RoundedPromotion
 from jchop.nn._nnx.variables import QuantizedParam, packed_nnx_variable
 from jchop.nn._shared.scale_state import LearnedStep, ScaleSource, new_scale_source
 from jchop.storage import QArray, fit_scale, quantize

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,6 +38,7 @@ from jchop.nn._shared.lora_rule import (
     merge_lora_weight,
     weight_as_matrix,
 )
+from jchop.nn._shared.peft_files import read_adapters, write_adapters
 from jchop.nn._shared.program_classes import ExampleInputs, plain_class
 from jchop.nn._trees.equinox_modules import is_equinox_module
 from jchop.nn._trees.lora import (
@@ -46,7 +49,9 @@ from jchop.nn._trees.lora import (
     program_adapter_targets,
     rules_excluding_params,
     split_lora_tree,
+    tree_adapter_targets,
     tree_with_adapters,
+    tree_with_file_adapters,
 )
 from jchop.storage import QArray
 from jchop.storage._axis_groupings import map_over_stack
@@ -55,13 +60,10 @@ Array = jax.Array
 
 __all__ = [
     "Adapted",
-    "adapter_modules",
     "add_lora",
-    "is_linear_layer",
-    "linear_weight",
+    "load_lora",
     "merge_lora",
-    "nnx_adapter_targets",
-    "replace_with_adapters",
+    "save_lora",
     "split_lora",
 ]
 
@@ -153,8 +155,7 @@ def add_lora(
     """
     lora_rules = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
-        if fun is None and not is_equinox_module(model):
-            raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
+        _check_tree_model(model, fun)
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
         return add_lora_to_tree(model, lora_rules, key, inputs, fun, original)
@@ -165,7 +166,7 @@ def add_lora(
         raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     if inputs is not None or is_nnx_program(result):
-        targets = nnx_adapter_targets(result, inputs)
+        targets = _nnx_adapter_targets(result, inputs)
         exact = None if original is None else nnx.state(original, nnx.Param)
         params = tree_with_adapters(params_with_adapters(result), lora_rules, rngs.params(), targets, exact)
         set_program_params(result, params, program_rules(result), rngs)
@@ -183,10 +184,10 @@ def add_lora(
         used.add(number)
         adapters[id(layer)] = _adapt_layer(layer, path, lora_rules[number], rngs, before.get(path))
     check_lora_rules_match(lora_rules, used, paths)
-    return replace_with_adapters(result, adapters)
+    return _replace_with_adapters(result, adapters)
 
 
-def nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> AdapterTargets:
+def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> AdapterTargets:
     """The parameters of a program that may have adapters; without `inputs` the weights of its linear layers.
 
     Each layer is then traced alone. A call of the model refuses an adapter whose weight other operations take.
@@ -194,7 +195,7 @@ def nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> Adap
     if inputs is not None:
         return program_adapter_targets(trace_nnx_programs(model, inputs))
     entries = list(layer_entries(model))
-    linear: list[Any] = [entry.module for entry, kind in entries if kind is not None and is_linear_layer(entry.module)]
+    linear: list[Any] = [entry.module for entry, kind in entries if kind is not None and _is_linear_layer(entry.module)]
     layers = {id(layer.kernel): layer for layer in linear}
     others = {
         id(v)
@@ -241,7 +242,7 @@ _NEEDS_INPUTS_MESSAGE = (
 )
 
 
-def replace_with_adapters(model: Any, adapters: dict[int, Adapted]) -> Any:
+def _replace_with_adapters(model: Any, adapters: dict[int, Adapted]) -> Any:
     """A model with modules replaced, in place, by the adapted ones of their ids."""
     return _replace_modules(model, lambda node: adapters.get(id(node)))
 
@@ -285,7 +286,7 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         if not isinstance(node, Adapted):
             return None
         layer: Any = node.base
-        weight = merge_lora_weight(linear_weight(layer), node.lora_a[...], node.lora_b[...], node.rule)
+        weight = merge_lora_weight(_linear_weight(layer), node.lora_a[...], node.lora_b[...], node.rule)
         _set_linear_weight(layer, weight, requantize)
         return layer
 
@@ -325,16 +326,108 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     _require_adapters(result)
     adapters = {
         path: {"lora_a": layer.lora_a[...], "lora_b": layer.lora_b[...], "rule": layer.rule}
-        for path, layer in adapter_modules(result)
+        for path, layer in _adapter_modules(result)
     }
     return _replace_modules(result, lambda node: node.base if isinstance(node, Adapted) else None), adapters
 
 
-def adapter_modules(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
+def _adapter_modules(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
     """The path and the module of each adapter."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Adapted):
             yield "/".join(map(str, path)), node
+
+
+def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
+    """Writes the adapters of a model alone to a folder: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+    The layout is PEFT's: ``base_model.model.PATH.lora_A.weight`` has the shape (rank, in), ``lora_B``
+    (out, rank), and ``adapter_config.json`` has ranks, alphas and the rate of dropout. PEFT computes the same factors.
+
+    Args:
+        folder: a folder, which is created.
+        model: as from `jchop.nn.add_lora`.
+
+    Raises:
+        ValueError: for a model without adapters, or with several rates of dropout or stacks of layers, which PEFT does
+            not have. For a folder that another call writes to.
+        OSError: if a file cannot be written; the old files stay.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
+        >>> adapted = jc.nn.add_lora(model, jc.nn.LoraRule("*", rank=2), rngs=nnx.Rngs(1))
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> jc.nn.save_lora(folder, adapted)
+        >>> again = jc.nn.load_lora(folder, model)
+        >>> bool((again(jnp.ones((1, 8))) == adapted(jnp.ones((1, 8)))).all())
+        True
+    """
+    write_adapters(folder, split_lora(model)[1])
+
+
+def load_lora(
+    folder: str | os.PathLike[str],
+    model: Any,
+    *,
+    rngs: nnx.Rngs | None = None,
+    inputs: ExampleInputs | None = None,
+    fun: Any = None,
+) -> Any:
+    """A copy of a model with the adapters of a folder of `save_lora` or PEFT: LoRA and rank-stabilized LoRA.
+
+    As in PEFT, a key of ``rank_pattern`` or ``alpha_pattern`` is a regular expression of the end of a path, and the
+    first one that matches decides.
+
+    Args:
+        folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
+        model: of Flax NNX or Equinox, or parameters of `fun`, packed or not, without adapters; names in the file are
+            paths of its layers.
+        rngs: NNX: `flax.nnx.Rngs` for dropout. Default None: adapters have no dropout.
+        inputs: as in `add_lora`.
+        fun: parameters: as in `add_lora`.
+
+    Returns:
+        The model, as from `jchop.nn.add_lora`.
+
+    Raises:
+        ValueError: for damaged files, names that are no linear layer of the model, or other shapes; for adapters that
+            compute something else, such as DoRA, or belong to a base that PEFT changes, such as PiSSA.
+        OSError: if a file cannot be read.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.nn.load_lora("no folder", None)
+        Traceback (most recent call last):
+        TypeError: model=None must be a module of Flax NNX or Equinox; parameters need fun=
+    """
+    if not isinstance(model, nnx.Module):
+        _check_tree_model(model, fun)
+        return tree_with_file_adapters(folder, model, tree_adapter_targets(model, inputs, fun))
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    if inputs is not None or is_nnx_program(result):
+        params = tree_with_file_adapters(folder, params_with_adapters(result), _nnx_adapter_targets(result, inputs))
+        set_program_params(result, params, program_rules(result), rngs)
+        return result
+    layers = {path: entry.module for entry, _ in layer_entries(result) for path in entry.paths}
+    linear_layers = {path: layer for path, layer in layers.items() if _is_linear_layer(layer)}
+    adapters: dict[int, Adapted] = {}
+    for path, (a, b, rule) in read_adapters(
+        folder, linear_layers, lambda path: _linear_weight(linear_layers[path]).shape[-2:]
+    ).items():
+        if _linear_weight(linear_layers[path]).ndim > 2:
+            raise ValueError(f"{folder}: the layer {path!r} is a stack, which a file of PEFT has not")
+        rule = rule if rngs is not None else replace(rule, dropout=0.0)
+        dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
+        adapters[id(linear_layers[path])] = Adapted(linear_layers[path], a, b, rule, dropout)
+    return _replace_with_adapters(result, adapters)
+
+
+def _check_tree_model(model: Any, fun: Any) -> None:
+    """Refuse what is neither a module nor the parameters of a function."""
+    if fun is None and not is_equinox_module(model):
+        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
@@ -342,14 +435,14 @@ def adapter_modules(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
 
 def _adapt_layer(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: Any) -> Adapted:
     what = f"{type(layer).__name__} at {path!r}, by {rule}"
-    if not is_linear_layer(layer):
+    if not _is_linear_layer(layer):
         raise ValueError(
             f"{what}: adapters are for flax.nnx.Linear and LinearGeneral (without batch_axis); exclude the layer with "
             f"'!{path}'"
         )
     has_codes = isinstance(layer.kernel.get_value(), QArray)
-    exact = None if original is None else linear_weight(original)
-    a, b, rest = initial_stack_adapters(rule, what, lambda _: rngs.params(), linear_weight(layer), exact, has_codes)
+    exact = None if original is None else _linear_weight(original)
+    a, b, rest = initial_stack_adapters(rule, what, lambda _: rngs.params(), _linear_weight(layer), exact, has_codes)
     if rest is not None:
         _set_linear_weight(layer, rest, True)
     return Adapted(layer, a, b, rule, _adapter_dropout(rule.dropout, rngs, a.shape[:-2]) if rule.dropout else None)
@@ -365,14 +458,14 @@ def _adapter_dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx
     return make(jax.random.split(rngs.dropout(), stack))
 
 
-def is_linear_layer(layer: Any) -> bool:
+def _is_linear_layer(layer: Any) -> bool:
     """Whether a layer, quantized or not, may have an adapter."""
     linear = nnx.Linear, nnx.LinearGeneral
     is_flax_linear = plain_class(type(layer)) in (*linear, *(QUANTIZED_CLASSES[base] for base in linear))
     return is_flax_linear and not getattr(layer, "batch_axis", None)
 
 
-def linear_weight(layer: Any) -> Array:
+def _linear_weight(layer: Any) -> Array:
     """The weight of a linear layer, (in, out), unpacked; the axes of a stack of layers come in front."""
     inside, out = map(len, _linear_axis_sizes(layer))
     numbers = _kernel_numbers(layer)
@@ -454,5 +547,5 @@ def _module_children(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _require_adapters(model: nnx.Module) -> None:
-    if next(adapter_modules(model), None) is None:
+    if next(_adapter_modules(model), None) is None:
         raise ValueError("model has no adapters; jchop.nn.add_lora makes them")

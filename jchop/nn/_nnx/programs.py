@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.lazy_params import is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import ScaleCalibration, Scales
+from jchop._quantized.program.scale_slots import ScaleCalibration, Scales, merge_scales, scales_after_packing
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop.nn._nnx.attach import fork_rounding_stream
 from jchop.nn._nnx.modules import Keys, module_entries
@@ -115,9 +114,8 @@ def quantize_program(
             if any(map(_rounds_params_stochastically, rules))
             else None
         )
-        packed_names = _pack_program(model, rules, inputs, scales, key)
-        remaining = {name: scale for name, scale in scales.learned.items() if name not in packed_names}
-        scales = scales._replace(learned=remaining)
+        _pack_program(model, rules, inputs, scales, key)
+        scales = scales_after_packing(scales)
     _attach_program_rules(model, rules, rngs, scales)
 
 
@@ -180,11 +178,10 @@ def _refuse_method_attributes(module: Any, path: str) -> None:
 def _initial_program_scales(model: Any, rules: Sequence[Rule], inputs: ExampleInputs, old_scales: Scales) -> Scales:
     """The scales that rules keep in the methods of a model, those that are known as they are."""
     graph, params, rest = _split_program_state(model)
-    learned_scales, stats = {}, {}
+    scales = Scales({}, {})
     for function, args in _nnx_method_functions(model, graph, rules, inputs).values():
-        new_scales = function.start(params, rest, args, from_data=False)
-        learned_scales, stats = {**new_scales.learned, **learned_scales}, {**new_scales.stats, **stats}
-    return Scales({**learned_scales, **old_scales.learned}, {**stats, **old_scales.stats})
+        scales = merge_scales(function.start(params, rest, args, from_data=False), scales)
+    return merge_scales(scales, old_scales)
 
 
 def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], None]:
@@ -533,17 +530,14 @@ class _MethodArguments:
 # -- packed parameters -------------------------------------------------------------------------------------------------
 
 
-def _pack_program(
-    model: Any, rules: Sequence[Rule], inputs: ExampleInputs, scales: Scales, key: Array | None
-) -> set[str]:
-    """Store parameters packed; the names of the learned scales that have become part of them."""
+def _pack_program(model: Any, rules: Sequence[Rule], inputs: ExampleInputs, scales: Scales, key: Array | None) -> None:
+    """Store parameters packed, in place."""
     graph, params, rest = _split_program_state(model)
     functions = _nnx_method_functions(model, graph, rules, inputs).values()
     check_weight_rules([function.resolved(params, rest, args) for function, args in functions])
     for function, args in functions:  # packed for the first method that rounds it
         params = function.pack_more(params, rest, args, scales=scales, key=key)
     _put_packed_params(model, params)
-    return {name for name in scales.learned if re.search(r"_weight_scale$", name)}
 
 
 def _put_packed_params(model: Any, params: Any) -> None:

@@ -7,6 +7,7 @@ attributes, which costs `flax.nnx.jit` less than modules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -14,15 +15,17 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from jchop._common.settings import split_prng_key
+from jchop._emulate.emulate import emulate
 from jchop._quantized.products.codes import param_codes
 from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
 from jchop._quantized.products.rule import Location, is_stochastic
 from jchop._quantized.scales.formulas import round_in_range, round_in_range_with_codes
+from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.nn._nnx.attention import rounded_attention
 from jchop.nn._shared.scale_state import ActivationRange, ScaleSource
 from jchop.storage import QArray, dequantize
 
@@ -30,6 +33,8 @@ Array = jax.Array
 KeyStream = nnx.RngStream | None
 
 __all__ = [
+    "EmulatedAttention",
+    "LayerEmulation",
     "PackedOperand",
     "RoundedAttention",
     "RoundedConvolution",
@@ -321,13 +326,132 @@ class RoundedPromotion(RoundingModule):
         return operand if self.codes and name.startswith("*") else operand.numbers()
 
 
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
 class RoundedAttention(RoundedProduct):
     """In place of `flax.nnx.dot_product_attention`: both products with rounded operands."""
 
     calibrates: ClassVar[bool] = False
 
     def __call__(self, *args: Any, module: nnx.Module | None = None, **kwargs: Any) -> Array:
-        y, weights = rounded_attention(*args, **kwargs, how=self.how, keys=(self.key(), self.key()))
+        y, weights = _rounded_attention(*args, **kwargs, how=self.how, keys=(self.key(), self.key()))
         if module is not None:
             module.sow(nnx.Intermediate, "attention_weights", weights)
         return y
+
+
+def _rounded_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    *,
+    how: ProductRoundings,
+    keys: tuple[Array | None, Array | None],
+) -> tuple[Array, Array]:
+    """`flax.nnx.dot_product_attention`, with its arguments, and the attention weights before a dropout.
+
+    Args:
+        query: shape (..., queries, heads, depth).
+        key: shape (..., keys, heads or a divisor of them, depth).
+        value: as `key`.
+        bias: added to the scores.
+        mask: the positions to which a query may attend.
+        broadcast_dropout: one dropout for all heads and sequences.
+        dropout_rng: its key.
+        dropout_rate: of the attention weights.
+        deterministic: no dropout.
+        dtype: of the computation.
+        precision: of the products.
+        promote_dtype: function that casts arrays to one dtype.
+        is_causal: no query attends to later keys.
+        how: the roundings of both products.
+        keys: a key for each product, if it is stochastic.
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
+    key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
+    query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
+    scores = rounded_einsum("...qhd,...khd->...hqk", query, key, precision=precision, how=how, key=keys[0])
+    scores = scores if bias is None else scores + bias
+    weights = dropout_weights = jax.nn.softmax(_mask_scores(scores, mask, is_causal)).astype(query.dtype)
+    if not deterministic and dropout_rate > 0.0:
+        shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast_dropout else weights.shape
+        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)  # type: ignore[arg-type]
+        dropout_weights = weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
+    return rounded_einsum(
+        "...hqk,...khd->...qhd", dropout_weights, value, precision=precision, how=how, key=keys[1]
+    ), weights
+
+
+def _mask_scores(scores: Array, mask: Array | None, is_causal: bool) -> Array:
+    masks = [] if mask is None else [mask.astype(bool)]
+    if is_causal:
+        masks.append(jnp.tril(jnp.ones(scores.shape[-2:], bool)))
+    return jnp.where(math.prod(masks), scores, jnp.finfo(scores.dtype).min) if masks else scores
+
+
+# -- emulated arithmetic -----------------------------------------------------------------------------------------------
+
+
+class LayerEmulation(RoundingModule):
+    """Runs a layer in an emulated arithmetic.
+
+    Args:
+        spec: the rounding of every operation, and of arguments and parameters on entry.
+        accumulate: how sums are formed.
+        stream: of keys.
+    """
+
+    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: KeyStream) -> None:
+        super().__init__(stream)
+        self.spec, self.accumulate = spec, accumulate
+
+    def __call__(self, call: Callable[..., Any], layer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        key = self.key()
+        graph, state = nnx.split(layer)
+        update_paths: list[Any] = []
+
+        def pure(state: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+            copy = nnx.merge(graph, state)
+            before = _variable_values(copy)
+            result = call(copy, *args, **kwargs)
+            after = _variable_values(copy)
+            # Parameters are rounded on entry; only attributes set by the layer itself are written back.
+            update_paths[:] = [path for path, value in after.items() if value is not before[path]]
+            return result, [after[path] for path in update_paths]
+
+        emulated_call = emulate(pure, self.spec, accumulate=self.accumulate, key=key)
+        result, values = emulated_call(state, args, kwargs)
+        variables = dict(nnx.to_flat_state(nnx.state(layer)))
+        updates = [(path, variables[path].replace(value)) for path, value in zip(update_paths, values, strict=True)]
+        nnx.update(layer, nnx.from_flat_state(updates))
+        return result
+
+
+def _variable_values(module: nnx.Module) -> dict[Any, Any]:
+    return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
+
+
+class EmulatedAttention(RoundingModule):
+    """In place of `flax.nnx.dot_product_attention`, in an emulated arithmetic."""
+
+    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: KeyStream) -> None:
+        super().__init__(stream)
+        self.spec, self.accumulate = spec, accumulate
+
+    def __call__(self, *args: Any, module: Any = None, **kwargs: Any) -> Array:
+        if module is not None:
+            raise NotImplementedError("sow_weights=True: weights of an emulated attention cannot be sown")
+        emulated_attention = emulate(nnx.dot_product_attention, self.spec, accumulate=self.accumulate, key=self.key())
+        return emulated_attention(*args, **kwargs)

@@ -16,7 +16,7 @@ from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import is_param_leaf
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import Scales
+from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop._round.arguments import check_key
 from jchop.nn._shared.modes import LayerMode, check_layer_modes
@@ -80,16 +80,14 @@ def quantize_equinox_module(
     scales = Scales({}, {})
     method_calls = () if inputs is None else equinox_method_functions(model, rules, inputs).values()
     for function, args in method_calls:
-        new_scales = function.start(plain, *args, from_data=False)
-        scales = Scales({**new_scales.learned, **scales.learned}, {**new_scales.stats, **scales.stats})
+        scales = merge_scales(function.start(plain, *args, from_data=False), scales)
     if method_calls:  # the errors of rules come here, not in the first call
         check_weight_rules([function.resolved(plain, *args) for function, args in method_calls])
-    scales = Scales({**scales.learned, **old_scales.learned}, {**scales.stats, **old_scales.stats})
+    scales = merge_scales(scales, old_scales)
     if mode != "qat":
         for function, args in method_calls:  # packed for the first method that rounds it
             plain = function.pack_more(plain, *args, scales=scales, key=key)
-        remaining = {name: scale for name, scale in scales.learned.items() if not name.endswith("_weight_scale")}
-        scales = scales._replace(learned=remaining)
+        scales = scales_after_packing(scales)
     return module_under_rules(plain, rules, scales)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key
 from jchop.nn._shared.lora_rule import LoraRule, check_lora_rules_match, initial_stack_adapters, merge_lora_weight
+from jchop.nn._shared.peft_files import read_adapters
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import (
     equinox_method_functions,
@@ -38,15 +39,16 @@ Array = jax.Array
 AdapterTargets = dict[str, tuple[Any, MatrixLayout | str, WeightLayout | None]]
 
 __all__ = [
+    "adapter_name",
     "add_lora_to_tree",
     "check_tree_has_adapters",
-    "load_lora_to_tree",
     "lora_mask",
     "merge_lora_tree",
     "params_unpacked_by_merge",
     "program_adapter_targets",
     "rules_excluding_params",
     "split_lora_tree",
+    "tree_adapter_targets",
     "tree_with_adapters",
     "tree_with_file_adapters",
 ]  # fmt: skip
@@ -100,7 +102,7 @@ def add_lora_to_tree(
     if key is None:
         raise ValueError("key=None: the first values of adapters are random; pass a typed key, key=jax.random.key(0)")
     check_key("key", key)
-    return tree_with_adapters(model, rules, key, _tree_adapter_targets(model, inputs, fun), original)
+    return tree_with_adapters(model, rules, key, tree_adapter_targets(model, inputs, fun), original)
 
 
 def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places: AdapterTargets, original: Any) -> Any:
@@ -109,11 +111,12 @@ def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places
     adapters: dict[str, AdaptedParam] = {}
     used: set[int] = set()
     for target_index, (path, (value, layout, placement)) in enumerate(places.items()):
-        rule_index = next((i for i, rule in enumerate(rules) if matches_path(rule.path, path)), None)
-        if rule_index is None:
+        names = path, adapter_name(path)
+        number = next((i for i, rule in enumerate(rules) if matches_path(rule.path, *names)), None)
+        if number is None:
             continue
-        used.add(rule_index)
-        rule, what = rules[rule_index], f"the parameter {path!r}, by {rules[rule_index]}"
+        used.add(number)
+        rule, what = rules[number], f"the parameter {path!r}, by {rules[number]}"
         if isinstance(layout, str):
             raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
         if rule.init != "zeros":
@@ -124,23 +127,14 @@ def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places
     return _replace_leaves(model, adapters)
 
 
-def load_lora_to_tree(
-    folder: str | os.PathLike[str], model: Any, inputs: ExampleInputs | None, fun: Any, read: Callable[..., Any]
-) -> Any:
-    """A model with the adapters of a folder, which `read` reads."""
-    return tree_with_file_adapters(folder, model, _tree_adapter_targets(model, inputs, fun), read)
-
-
-def tree_with_file_adapters(
-    folder: str | os.PathLike[str], model: Any, targets: AdapterTargets, read: Callable[..., Any]
-) -> Any:
+def tree_with_file_adapters(folder: str | os.PathLike[str], model: Any, targets: AdapterTargets) -> Any:
     """A pytree of parameters with the adapters of a folder."""
-    target_by_name = {_adapter_name(path): (path, *target) for path, target in targets.items()}
+    target_by_name = {adapter_name(path): (path, *target) for path, target in targets.items()}
     adaptable: dict[str, tuple[str, Any, Any, WeightLayout | None]] = {
         name: target for name, target in target_by_name.items() if isinstance(target[2], MatrixLayout)
     }
     adapters = {}
-    for name, (a, b, rule) in read(folder, adaptable, lambda name: adaptable[name][2].matrices[1:]).items():
+    for name, (a, b, rule) in read_adapters(folder, adaptable, lambda name: adaptable[name][2].matrices[1:]).items():
         path, value, layout, placement = adaptable[name]
         if value.ndim != len(layout.shape):
             raise ValueError(f"{folder}: the parameter {path!r} is a stack, which a file of PEFT has not")
@@ -191,10 +185,10 @@ def split_lora_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     for path, leaf in _leaves_by_path(model).items():
         if not isinstance(leaf, AdaptedParam):
             continue
-        if _adapter_name(path) in adapters:
-            raise ValueError(f"two parameters of {_adapter_name(path)!r} have adapters, which a file cannot tell apart")
+        if adapter_name(path) in adapters:
+            raise ValueError(f"two parameters of {adapter_name(path)!r} have adapters, which a file cannot tell apart")
         bases[path], adapter = leaf.base, leaf.adapter
-        adapters[_adapter_name(path)] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "rule": adapter.rule}
+        adapters[adapter_name(path)] = {"lora_a": adapter.lora_a, "lora_b": adapter.lora_b, "rule": adapter.rule}
     bare = _replace_leaves(model, bases)
     return (plain_module(bare) if is_equinox_module(bare) and not equinox_rules(bare) else bare), adapters
 
@@ -207,7 +201,7 @@ def _rounds_more_than_params(rule: Rule) -> bool:
     return any(getattr(rule, name) is not None for name in ROUNDING_FIELDS if name not in ("weight", "bias"))
 
 
-def _adapter_name(path: str) -> str:
+def adapter_name(path: str) -> str:
     """The path of the layer that a parameter is the weight of; of another one its own."""
     layer_path, _, param_name = path.rpartition("/")
     return layer_path if param_name in _WEIGHT_NAMES and layer_path else path
@@ -218,7 +212,7 @@ def _leaves_by_path(model: Any) -> dict[str, Any]:
     return {path: call.leaves[index] for path, index in zip(call.paths, call.places, strict=False)}
 
 
-def _tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) -> AdapterTargets:
+def tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) -> AdapterTargets:
     """The parameters that reach products."""
     if inputs is None:
         raise ValueError(
