@@ -233,10 +233,10 @@ def _lower_portable(
     op: _OpDefinition, ctx: Any, *args: Any, impl: str, wide: bool, vmaps: _VmapAxes, static: _StaticItems
 ) -> Any:
     if impl == "pallas":
-        able = " and ".join(_PLATFORM_NAMES[platform] for platform, _ in op.kernels) or "no platform"
-        raise NotImplementedError(
-            _no_kernel_message(op, f"it has a kernel for {able}, and this is lowered for {_lowering_platforms(ctx)}")
-        )
+        able = " and ".join(_PLATFORM_NAMES[platform] for platform, _ in op.kernels)
+        target = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        why = f"it has a kernel for {able}, and this is lowered for {target}" if able else "it has no kernel"
+        raise NotImplementedError(_no_kernel_message(op, why))
     return _lower_call(ctx, op, op.body, args, wide=wide, vmaps=vmaps, static=static)
 
 
@@ -371,10 +371,6 @@ _PLATFORM_NAMES = {"tpu": "TPU", "cuda": "NVIDIA GPU"}
 
 def _no_kernel_message(op: _OpDefinition, why: str) -> str:
     return f"impl='pallas' cannot be had for {op.name}: {why}. Use impl='auto' or impl='xla'"
-
-
-def _lowering_platforms(ctx: Any) -> str:
-    return ", ".join(ctx.platforms or ctx.module_context.platforms)
 
 
 def _kernel_obstacle(ctx: Any, platform: str, min_capability: float, capability_limit: float) -> str | None:

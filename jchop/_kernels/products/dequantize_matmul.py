@@ -12,11 +12,8 @@ from jchop._common.checks import check_int
 from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body, is_exact_in
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.products.dequantize_matmul_tile import (
-    DequantizeMatmulGpuTiling,
-    DequantizeMatmulProblem,
-    DequantizeMatmulTpuTiling,
-)
+from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
+from jchop._kernels.tiles import kernel_function, refuse_large
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
 
 __all__ = ["dequantize_matmul", "dequantize_matmul_op"]
@@ -24,61 +21,32 @@ __all__ = ["dequantize_matmul", "dequantize_matmul_op"]
 Array = jax.Array
 
 
-def _run_tpu_dequantize_matmul(*args: Array, **static: Any) -> Array:
-    from jchop._kernels.products import dequantize_matmul_tpu
-
-    return dequantize_matmul_tpu.tpu_dequantize_matmul(*args, **static)
-
-
-def _run_gpu_dequantize_matmul(*args: Array, **static: Any) -> Array:
-    from jchop._kernels.products import dequantize_matmul_gpu
-
-    return dequantize_matmul_gpu.gpu_dequantize_matmul(*args, **static)
-
-
-def _refuse_tpu_dequantize_matmul(
-    x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int, tiling: Any = None
-) -> str | None:
-    if (reason := refuse_table(format)) is not None:
-        return reason
+def _refuse_tpu_dequantize_matmul(x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int) -> str | None:
     problem = DequantizeMatmulProblem.of(x, codes, format, group)
-    if tiling is None:
-        tiling = DequantizeMatmulTpuTiling.for_shape(problem)
-        if tiling is None:
-            return f"no tile of whole groups of {group} rows fits on chip (k={problem.k})"
-    if not isinstance(tiling, DequantizeMatmulTpuTiling):
-        return f"tiling={tiling!r} is not a DequantizeMatmulTpuTiling"
-    return tiling.misfit(problem)
+    if DequantizeMatmulTpuTiling.for_shape(problem) is None:
+        return f"no tile of whole groups of {group} rows fits on chip (k={problem.k})"
+    return refuse_table(format)
 
 
-def _refuse_gpu_dequantize_matmul(
-    x: Any, codes: Any, scales: Any, *, format: ElementFormat, tiling: Any = None, **_: Any
-) -> str | None:
-    if (reason := refuse_table(format)) is not None:
-        return reason
-    if tiling is not None and not isinstance(tiling, DequantizeMatmulGpuTiling):
-        return f"tiling={tiling!r} is not a DequantizeMatmulGpuTiling"
-    for name, size in (("x", x.size), ("codes", codes.size), ("y", x.shape[0] * scales.shape[1])):
-        if size >= 1 << 31:
-            return f"{name} has {size} elements, and a kernel takes fewer than 2^31"
-    return None
-
-
-def _dequantize_matmul_pays_on_tpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
-    """On chip, codes are in tiles of 32 rows: groups of other lengths would have to be moved."""
-    return group % 32 == 0 or group >= x.shape[1]
-
-
-def _dequantize_matmul_pays_on_gpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
-    """A step takes at least 16 rows of W; for many rows of float32 a tuned library is faster."""
-    return group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64)
+def _refuse_gpu_dequantize_matmul(x: Any, codes: Any, scales: Any, *, format: ElementFormat, **_: Any) -> str | None:
+    return refuse_table(format) or refuse_large(x=x.size, codes=codes.size, y=x.shape[0] * scales.shape[1])
 
 
 dequantize_matmul_op = make_op(
     "jchop_dequantize_matmul",
     dequantize_matmul_body,
-    tpu=Kernel(_run_tpu_dequantize_matmul, _refuse_tpu_dequantize_matmul, _dequantize_matmul_pays_on_tpu),
-    gpu=Kernel(_run_gpu_dequantize_matmul, _refuse_gpu_dequantize_matmul, _dequantize_matmul_pays_on_gpu),
+    # On chip, codes are in tiles of 32 rows: groups of other lengths would have to be moved.
+    tpu=Kernel(
+        kernel_function("products.dequantize_matmul_tpu", "tpu_dequantize_matmul"),
+        _refuse_tpu_dequantize_matmul,
+        lambda x, codes, scales, *, group, **_: group % 32 == 0 or group >= x.shape[1],
+    ),
+    # A step takes at least 16 rows of W; for many rows of float32 a tuned library is faster.
+    gpu=Kernel(
+        kernel_function("products.dequantize_matmul_gpu", "gpu_dequantize_matmul"),
+        _refuse_gpu_dequantize_matmul,
+        lambda x, codes, scales, *, group, **_: group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64),
+    ),
 )
 
 
@@ -90,7 +58,6 @@ def dequantize_matmul(
     format: ElementFormat,
     group: int,
     impl: str = "auto",
-    tiling: DequantizeMatmulTpuTiling | DequantizeMatmulGpuTiling | None = None,
 ) -> Array:
     """The product of `x` with a matrix of codes and group scales, W[k, n] = s[k // group, n] * value(codes[k, n]).
 
@@ -106,7 +73,6 @@ def dequantize_matmul(
         format: the format of the codes: floating-point, fixed-point, integer or a codebook, of 2, 4 or 8 bits.
         group: the number of consecutive rows of W that share a scale; the last group may be smaller.
         impl: "auto", "xla" or "pallas"; only "auto" may fall back.
-        tiling: the kernel's tiles, in place of the heuristic's.
 
     Returns:
         (..., n), in the dtype of `x`.
@@ -134,7 +100,7 @@ def dequantize_matmul(
             raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {' or '.join(dtypes)}")
     _check_dequantize_matmul_shapes(x.shape, codes.shape, scales.shape, format, group)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = dequantize_matmul_op(flat, codes, scales, format=format, group=group, impl=impl, tiling=tiling)
+    y = dequantize_matmul_op(flat, codes, scales, format=format, group=group, impl=impl)
     return y.reshape(*x.shape[:-1], scales.shape[1])
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from jchop._common.checks import check_int
+from jchop._kernels.tiles import LANES, SUBLANES, Tiling, next_multiple, next_power_of_two
 from jchop.formats import CodebookFormat, ElementFormat
 
 __all__ = ["DequantizeMatmulGpuTiling", "DequantizeMatmulProblem", "DequantizeMatmulTpuTiling"]
@@ -50,11 +50,8 @@ class DequantizeMatmulProblem:
         return -(-self.k // self.group)
 
 
-_DEQUANTIZE_LANES, _DEQUANTIZE_SUBLANES = 128, 8
-
-
 @dataclass(frozen=True)
-class DequantizeMatmulTpuTiling:
+class DequantizeMatmulTpuTiling(Tiling):
     """Tiles of the TPU kernel.
 
     Args:
@@ -73,9 +70,7 @@ class DequantizeMatmulTpuTiling:
     #: The most bytes of a step's blocks and temporaries; the smallest chip has 16 MiB.
     _MEMORY = 10 << 20
 
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            check_int(name, getattr(self, name), 1)
+    MULTIPLES: ClassVar = {"block_m": 1, "block_n": 1, "block_k": 1}
 
     @classmethod
     def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulTpuTiling | None:
@@ -85,7 +80,7 @@ class DequantizeMatmulTpuTiling:
         takes most of the time, and a wide tile reads them in long pieces.
         """
         m, width = problem.m, problem.width
-        rows = m if m <= 256 else _multiple_of_sublanes(-(-m // -(-m // 256)), _DEQUANTIZE_SUBLANES)
+        rows = m if m <= 256 else next_multiple(-(-m // -(-m // 256)), SUBLANES)
         tilings = (
             cls(rows, min(block_n, width), block_k) for block_k in cls._depths(problem) for block_n in (512, 256, 128)
         )
@@ -97,12 +92,12 @@ class DequantizeMatmulTpuTiling:
         k, group = problem.k, problem.group
         if problem.groups <= cls._MOST_GROUPS and k <= 1024:
             yield k
-        unit = math.lcm(group * _DEQUANTIZE_SUBLANES, _DEQUANTIZE_LANES)
+        unit = math.lcm(group * SUBLANES, LANES)
         whole = [depth for depth in range(unit, cls._MOST_GROUPS * group + 1, unit) if depth < k]
         yield from sorted((depth for depth in whole if depth <= 2048), key=lambda depth: abs(depth - 512))
         if problem.groups == 1 and k > 512:
             yield 512
-        yield from (depth for depth in range(512, 0, -_DEQUANTIZE_LANES) if group % depth == 0 and depth < k)
+        yield from (depth for depth in range(512, 0, -LANES) if group % depth == 0 and depth < k)
         yield from whole
         if problem.groups <= cls._MOST_GROUPS:
             yield k
@@ -121,30 +116,9 @@ class DequantizeMatmulTpuTiling:
         """Whether a tile is a part of a group or one group, not several groups."""
         return self.block_k <= problem.group and self.block_k != problem.k
 
-    def misfit(self, problem: DequantizeMatmulProblem) -> str | None:
-        """The reason why the tiles do not fit a problem, or None."""
-        k, group, block_k = problem.k, problem.group, self.block_k
-        for name, size, unit in (
-            ("block_m", problem.m, _DEQUANTIZE_SUBLANES),
-            ("block_n", problem.width, _DEQUANTIZE_LANES),
-        ):
-            value = getattr(self, name)
-            if value != size and value % unit:
-                return f"{name}={value} is neither {size}, the whole, nor a multiple of {unit}"
-        if block_k != k:
-            divides = self.divides(problem) and (problem.groups == 1 or group % block_k == 0)
-            if block_k % _DEQUANTIZE_LANES or not (divides or block_k % (_DEQUANTIZE_SUBLANES * group) == 0):
-                return (
-                    f"block_k={block_k} is neither {k}, the whole, nor a multiple of {_DEQUANTIZE_LANES} that divides "
-                    f"a group of {group} or holds a multiple of {_DEQUANTIZE_SUBLANES} groups"
-                )
-        if -(-block_k // group) > self._MOST_GROUPS:
-            return f"block_k={block_k} holds more than {self._MOST_GROUPS} groups of {group}"
-        return None
-
 
 @dataclass(frozen=True)
-class DequantizeMatmulGpuTiling:
+class DequantizeMatmulGpuTiling(Tiling):
     """Tiles of the GPU kernel, one program each.
 
     Args:
@@ -165,15 +139,8 @@ class DequantizeMatmulGpuTiling:
     num_warps: int = 4
     num_stages: int = 3
 
-    def __post_init__(self) -> None:
-        for name, least in (("block_m", 1), ("block_n", 16), ("block_k", 16), ("num_warps", 1)):
-            value = check_int(name, getattr(self, name), least)
-            if value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two")
-        if 1 < self.block_m < 16:
-            raise ValueError(f"block_m={self.block_m} must be 1, or at least 16")
-        check_int("splits", self.splits, 1)
-        check_int("num_stages", self.num_stages, 1)
+    MULTIPLES: ClassVar = {"splits": 1, "num_stages": 1}
+    POWERS: ClassVar = {"block_m": 1, "block_n": 16, "block_k": 16, "num_warps": 1}
 
     @classmethod
     def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
@@ -188,8 +155,8 @@ class DequantizeMatmulGpuTiling:
         tiles = _DEQUANTIZE_GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
         rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
         depth = max(depth // 4, 16) if problem.selects else depth
-        block_n = max(min(columns // problem.parts, 128, _power_of_two_side(problem.width)), 16)
-        block_k = min(depth, _power_of_two_side(problem.group))
+        block_n = max(min(columns // problem.parts, 128, next_power_of_two(problem.width, 16)), 16)
+        block_k = min(depth, next_power_of_two(problem.group, 16))
         if problem.m > rows:
             return cls(rows, block_n, block_k, 1, warps)
         splits = min(_DEQUANTIZE_PROGRAMS // -(-problem.width // block_n), problem.k // (_MIN_STEPS_OF_SPLIT * block_k))
@@ -198,10 +165,10 @@ class DequantizeMatmulGpuTiling:
     @classmethod
     def _for_one_row(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
         """A thread reads 16 bytes of each of 16 rows of W, and eight threads 128 bytes of a row."""
-        block_n = min(128, _power_of_two_side(problem.width))
+        block_n = min(128, next_power_of_two(problem.width, 16))
         # Selections fill registers.
         block_k, programs = (64, _DEQUANTIZE_PROGRAMS) if problem.selects else (512, _DEQUANTIZE_ROW_PROGRAMS)
-        block_k = min(block_k, _power_of_two_side(problem.k))
+        block_k = min(block_k, next_power_of_two(problem.k, 16))
         splits = min(max(programs // -(-problem.width // block_n), 1), -(-problem.k // block_k))
         return cls(1, block_n, block_k, splits, 8, 1)
 
@@ -218,12 +185,3 @@ _DEQUANTIZE_PROGRAMS = 256
 _DEQUANTIZE_ROW_PROGRAMS = 1024
 #: The fewest steps that hide the latency of the first loads.
 _MIN_STEPS_OF_SPLIT = 4
-
-
-def _multiple_of_sublanes(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
-def _power_of_two_side(value: int) -> int:
-    """The smallest power of two >= value, and >= 16."""
-    return max(1 << (value - 1).bit_length(), 16)

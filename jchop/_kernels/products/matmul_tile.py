@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jchop._common.checks import check_int
 from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
 from jchop._core.matmul import aligned_limbs
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product, combine_sums
+from jchop._kernels.tiles import LANES, SUBLANES, Tiling, next_multiple, next_power_of_two
 from jchop._spec.accumulation import MatmulSpec
 
 __all__ = [
-    "MIN_DOT_SIDE",
     "MatmulGpuTiling",
     "MatmulTpuTiling",
     "add_aligned_block",
@@ -30,7 +29,6 @@ __all__ = [
     "dot_operand",
     "finish_pairs",
     "int32_loop",
-    "matmul_result_type",
     "merge_pairs",
     "pair_levels",
 ]
@@ -39,11 +37,9 @@ Array = jax.Array
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
-_MATMUL_LANES, _MATMUL_SUBLANES = 128, 8
-
 
 @dataclass(frozen=True)
-class MatmulTpuTiling:
+class MatmulTpuTiling(Tiling):
     """Tiles of the TPU kernel.
 
     Args:
@@ -58,21 +54,11 @@ class MatmulTpuTiling:
     block_k: int
     rows: int
 
+    MULTIPLES: ClassVar = {"rows": SUBLANES, "block_m": "rows", "block_n": LANES, "block_k": LANES}
     #: Elements of a chunk: four registers, to keep the vector units busy and leave room for temporaries.
-    _CHUNK = 4 * _MATMUL_SUBLANES * _MATMUL_LANES
+    _CHUNK = 4 * SUBLANES * LANES
     #: The most bytes of the partial sums of pairwise order; a chip has 16 MiB.
     _STACK = 4 << 20
-
-    def __post_init__(self) -> None:
-        check_int("rows", self.rows, 1)
-        for name, unit in (
-            ("rows", _MATMUL_SUBLANES),
-            ("block_m", self.rows),
-            ("block_n", _MATMUL_LANES),
-            ("block_k", _MATMUL_LANES),
-        ):
-            if check_int(name, getattr(self, name), 1) % unit:
-                raise ValueError(f"{name}={getattr(self, name)} must be a multiple of {unit}")
 
     @classmethod
     def for_shape(cls, m: int, n: int, k: int, spec: MatmulSpec) -> MatmulTpuTiling:
@@ -83,34 +69,24 @@ class MatmulTpuTiling:
         square tiles are best.
         """
         units = spec.order.kind == "matrix_unit"
-        block_n = min(
-            256 if units else _MATMUL_LANES if spec.order.aligned else 512, _next_matmul_multiple(n, _MATMUL_LANES)
-        )
-        chunk = (
-            _MATMUL_SUBLANES * _MATMUL_LANES if spec.order.aligned else cls._CHUNK
-        )  # many terms of an element are alive together
-        rows = min(chunk // block_n // _MATMUL_SUBLANES * _MATMUL_SUBLANES, _next_matmul_multiple(m, _MATMUL_SUBLANES))
+        aligned = spec.order.aligned
+        block_n = min(256 if units else LANES if aligned else 512, next_multiple(n, LANES))
+        chunk = SUBLANES * LANES if aligned else cls._CHUNK  # many terms of an element are alive together
+        rows = min(chunk // block_n // SUBLANES * SUBLANES, next_multiple(m, SUBLANES))
         tall = 256
         if spec.order.kind == "pairwise":
             tall = min(tall, cls._STACK // (4 * block_n * max(pair_levels(k), 1)))
-        block_m = max(min(tall, _next_matmul_multiple(m, rows)) // rows, 1) * rows
-        # A unit's block consists of whole parts, or lies in one part if possible.
-        block_k = (
-            min(
-                max((spec.order.block or 1) // _MATMUL_LANES, 1) * _MATMUL_LANES,
-                512,
-                _next_matmul_multiple(k, _MATMUL_LANES),
-            )
-            if units
-            else _MATMUL_LANES
-        )
-        if spec.order.aligned:
-            block_k = math.lcm(_MATMUL_LANES, aligned_unit(spec, k).length)
+        block_m = max(min(tall, next_multiple(m, rows)) // rows, 1) * rows
+        block_k = LANES
+        if units:  # a block consists of whole parts, or lies in one part if possible
+            block_k = min(max((spec.order.block or 1) // LANES, 1) * LANES, 512, next_multiple(k, LANES))
+        if aligned:
+            block_k = math.lcm(LANES, aligned_unit(spec, k).length)
         return cls(block_m, block_n, block_k, rows)
 
 
 @dataclass(frozen=True)
-class MatmulGpuTiling:
+class MatmulGpuTiling(Tiling):
     """Tiles of the GPU kernel, one program each.
 
     Args:
@@ -128,12 +104,8 @@ class MatmulGpuTiling:
     num_warps: int = 4
     num_stages: int = 2
 
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k", "num_warps"):
-            value = check_int(name, getattr(self, name), 1)
-            if value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two")
-        check_int("num_stages", self.num_stages, 1)
+    MULTIPLES: ClassVar = {"num_stages": 1}
+    POWERS: ClassVar = dict.fromkeys(("block_m", "block_n", "block_k", "num_warps"), 1)
 
     @classmethod
     def for_shape(cls, batch: int, m: int, n: int, plan: MatmulPlan) -> MatmulGpuTiling:
@@ -144,10 +116,8 @@ class MatmulGpuTiling:
         16 if its sums may need integer arithmetic.
         """
         tiles = _matmul_gpu_tiles(plan)
-        for tile in tiles:
-            if batch * _parts_of_length(m, tile.block_m) * _parts_of_length(n, tile.block_n) >= _MATMUL_PROGRAMS:
-                return tile
-        return tiles[-1]
+        programs = (batch * -(-m // tile.block_m) * -(-n // tile.block_n) for tile in tiles)
+        return next((tile for tile, count in zip(tiles, programs, strict=True) if count >= _MATMUL_PROGRAMS), tiles[-1])
 
 
 #: Programs that fill a large GPU: about two for each multiprocessor.
@@ -183,18 +153,10 @@ def _matmul_gpu_tiles(plan: MatmulPlan) -> tuple[MatmulGpuTiling, ...]:
     return tuple(replace(tile, block_m=tile.block_m // 2) for tile in _STEP_GPU_TILES) if narrow else _STEP_GPU_TILES
 
 
-def _parts_of_length(length: int, part: int) -> int:
-    return -(-length // part)
-
-
-def _next_matmul_multiple(length: int, unit: int) -> int:
-    return _parts_of_length(length, unit) * unit
-
-
 # -- common functions of the kernels -----------------------------------------------------------------------------------
 
 #: The shortest side of a tile product on a GPU.
-MIN_DOT_SIDE = 16
+_MIN_DOT_SIDE = 16
 #: Types of operands whose products are exact in float32, the cheapest first, with the range of each.
 _NARROW_OPERANDS = {
     "bfloat16": ValueRange(-133, 8, 128),
@@ -217,16 +179,6 @@ def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERAND
     return plan.carrier.name
 
 
-def matmul_result_type(a: Array, b: Array, seeds: Array | None) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the product, and the mesh axes along which any argument varies."""
-
-    def like(a: Array, b: Array, *seeds: Array) -> Array:
-        return jnp.matmul(a, b) + sum(jnp.sum(seed).astype(a.dtype) for seed in seeds)
-
-    struct = jax.eval_shape(like, a, b, *([] if seeds is None else [seeds]))
-    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, manual_axis_type=struct.manual_axis_type)
-
-
 def int32_loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any], init: Any) -> Any:
     """`lax.fori_loop` with an int32 index, also if both ends are known and 64-bit types are on."""
 
@@ -239,7 +191,7 @@ def int32_loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any]
 
 def dot_length(block: int) -> int:
     """The least length to which a short block is padded for a tile product on a GPU."""
-    return max(1 << (block - 1).bit_length(), MIN_DOT_SIDE)
+    return next_power_of_two(block, _MIN_DOT_SIDE)
 
 
 def aligned_unit(spec: MatmulSpec, k: int) -> TensorCoreUnit:
@@ -250,8 +202,9 @@ def aligned_unit(spec: MatmulSpec, k: int) -> TensorCoreUnit:
 def aligned_factors(x: Array, axis: int, unit: TensorCoreUnit) -> list[Array]:
     """Significands and exponents of operands; zeros fill the last block, which change no sum."""
     rest = -x.shape[axis] % unit.length
-    parts = aligned_limbs.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
-    return [parts.significand, parts.exponent]
+    with jax.enable_x64(False):  # otherwise some Python numbers would become 64-bit numbers
+        parts = aligned_limbs.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
+        return [parts.significand, parts.exponent]
 
 
 def add_aligned_block(

@@ -5,19 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-import jax
 import numpy as np
 
 from jchop._kernels.primitive import Kernel
-from jchop._kernels.products.product_of_blocks_tile import (
-    ProductOfBlocksGpuTiling,
-    ProductOfBlocksHopperTiling,
-    ProductOfBlocksTpuTiling,
-)
+from jchop._kernels.tiles import kernel_function, refuse_large
 
 __all__ = ["GPU_KERNEL", "HOPPER_KERNEL", "TPU_KERNEL"]
-
-Array = jax.Array
 
 _INT8_DTYPES, _FLOAT8_DTYPES = {"int8"}, {"float8_e4m3fn", "float8_e5m2"}
 #: The longest block whose sum of products of two int8 is surely in int32.
@@ -33,24 +26,6 @@ _HOPPER_UNITS = {"m": 8, "n": 64, "k": 128}
 _MIN_HOPPER_ROWS = 128
 
 
-def _run_tpu_product_of_blocks(*args: Array, **static: Any) -> Array:
-    from jchop._kernels.products import product_of_blocks_tpu
-
-    return product_of_blocks_tpu.tpu_product_of_blocks(*args, **static)
-
-
-def _run_gpu_product_of_blocks(*args: Array, **static: Any) -> Array:
-    from jchop._kernels.products import product_of_blocks_gpu
-
-    return product_of_blocks_gpu.gpu_product_of_blocks(*args, **static)
-
-
-def _run_hopper_product_of_blocks(*args: Array, **static: Any) -> Array:
-    from jchop._kernels.products import product_of_blocks_hopper
-
-    return product_of_blocks_hopper.hopper_product_of_blocks(*args, **static)
-
-
 def _refuse_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, dtype: str, **_: Any) -> str | None:
     kinds = {x.dtype.name, w.dtype.name}
     if not (kinds <= _INT8_DTYPES or kinds <= _FLOAT8_DTYPES):
@@ -62,22 +37,13 @@ def _refuse_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, dtype: s
     return None
 
 
-def _refuse_gpu_product_of_blocks(x: Any, w: Any, *scales: Any, tiling: Any = None, **static: Any) -> str | None:
-    if tiling is not None and not isinstance(tiling, ProductOfBlocksGpuTiling):
-        return f"tiling={tiling!r} is not a ProductOfBlocksGpuTiling"
-    return _refuse_large_arrays(x, w) or _refuse_product_of_blocks(x, w, *scales, **static)
-
-
-def _refuse_large_arrays(x: Any, w: Any) -> str | None:
-    """The reason why the indices of a GPU do not reach all elements, or None."""
-    for name, size in (("x", x.size), ("w", w.size), ("y", x.shape[0] * x.shape[1] * w.shape[1])):
-        if size >= 1 << 31:
-            return f"{name} has {size} elements, and a kernel takes fewer than 2^31"
-    return None
+def _refuse_gpu_product_of_blocks(x: Any, w: Any, *scales: Any, **static: Any) -> str | None:
+    large = refuse_large(x=x.size, w=w.size, y=x.shape[0] * x.shape[1] * w.shape[1])
+    return large or _refuse_product_of_blocks(x, w, *scales, **static)
 
 
 def _refuse_hopper_product_of_blocks(
-    x: Any, w: Any, *scales: Any, names: tuple[str, ...], block: int, tiling: Any = None, **static: Any
+    x: Any, w: Any, *scales: Any, names: tuple[str, ...], block: int, **static: Any
 ) -> str | None:
     sizes = {"m": x.shape[1], "n": w.shape[1], "k": x.shape[2]}
     for name, unit in _HOPPER_UNITS.items():
@@ -89,45 +55,31 @@ def _refuse_hopper_product_of_blocks(
         return "there are zero points"
     if block not in (_HOPPER_UNITS["k"], sizes["k"]):
         return f"the blocks of {block} are neither of {_HOPPER_UNITS['k']} nor one of {sizes['k']}"
-    if tiling is not None and not isinstance(tiling, ProductOfBlocksHopperTiling):
-        return f"tiling={tiling!r} is not a ProductOfBlocksHopperTiling"
     if find_spec("absl") is None:
         return "JAX's Mosaic GPU needs absl: pip install absl-py"
-    return _refuse_large_arrays(x, w) or _refuse_product_of_blocks(x, w, *scales, block=block, **static)
+    return _refuse_gpu_product_of_blocks(x, w, *scales, block=block, **static)
 
 
-def _pays_on_hopper(x: Any, *_: Any, **__: Any) -> bool:
-    return x.shape[1] >= _MIN_HOPPER_ROWS
-
-
-def _has_several_blocks(x: Any, *_: Any, block: int, **__: Any) -> bool:
-    """XLA's product is faster than the kernel of all GPUs if no scale changes along the sum."""
-    return block < x.shape[2]
-
-
-def _refuse_tpu_product_of_blocks(
-    x: Any, w: Any, *scales: Any, block: int, tiling: Any = None, **static: Any
-) -> str | None:
+def _refuse_tpu_product_of_blocks(x: Any, w: Any, *scales: Any, block: int, **static: Any) -> str | None:
     if block & (block - 1) or not _MIN_TPU_PRODUCT_BLOCK <= block <= _MAX_TPU_PRODUCT_BLOCK:
         return f"the blocks of {block} are no power of two from {_MIN_TPU_PRODUCT_BLOCK} to {_MAX_TPU_PRODUCT_BLOCK}"
-    if tiling is not None and not isinstance(tiling, ProductOfBlocksTpuTiling):
-        return f"tiling={tiling!r} is not a ProductOfBlocksTpuTiling"
-    misfit = None if tiling is None else tiling.misfit(x.shape[1], w.shape[1], block)
-    return misfit or _refuse_product_of_blocks(x, w, *scales, block=block, **static)
+    return _refuse_product_of_blocks(x, w, *scales, block=block, **static)
 
 
-def _capability_of_dtype(x: Any, *_: Any, **__: Any) -> float:
-    return _FLOAT8_CAPABILITY if x.dtype.name in _FLOAT8_DTYPES else _INT8_CAPABILITY
-
-
-TPU_KERNEL = Kernel(_run_tpu_product_of_blocks, _refuse_tpu_product_of_blocks)
-HOPPER_KERNEL = Kernel(
-    _run_hopper_product_of_blocks,
-    _refuse_hopper_product_of_blocks,
-    _pays_on_hopper,
-    lambda *_, **__: _HOPPER_CAPABILITY,
-    _BLACKWELL_CAPABILITY,
+TPU_KERNEL = Kernel(
+    kernel_function("products.product_of_blocks_tpu", "tpu_product_of_blocks"), _refuse_tpu_product_of_blocks
 )
+HOPPER_KERNEL = Kernel(
+    kernel_function("products.product_of_blocks_hopper", "hopper_product_of_blocks"),
+    _refuse_hopper_product_of_blocks,
+    profitable=lambda x, *_, **__: x.shape[1] >= _MIN_HOPPER_ROWS,
+    capability=lambda *_, **__: _HOPPER_CAPABILITY,
+    below=_BLACKWELL_CAPABILITY,
+)
+#: XLA's product is faster than the kernel of all GPUs if no scale changes along the sum.
 GPU_KERNEL = Kernel(
-    _run_gpu_product_of_blocks, _refuse_gpu_product_of_blocks, _has_several_blocks, _capability_of_dtype
+    kernel_function("products.product_of_blocks_gpu", "gpu_product_of_blocks"),
+    _refuse_gpu_product_of_blocks,
+    profitable=lambda x, *_, block, **__: block < x.shape[2],
+    capability=lambda x, *_, **__: _FLOAT8_CAPABILITY if x.dtype.name in _FLOAT8_DTYPES else _INT8_CAPABILITY,
 )

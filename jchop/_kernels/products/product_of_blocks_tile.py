@@ -2,51 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_int
+from jchop._core.xla.backend import TILE
+from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
 
 __all__ = [
     "LONGEST_PRODUCT_STEP",
-    "PRODUCT_LANES",
     "ProductOfBlocksGpuTiling",
     "ProductOfBlocksHopperTiling",
     "ProductOfBlocksTpuTiling",
-    "sums_of_blocks",
+    "multiply_scales",
+    "named_parts",
+    "subtract_zero_points",
 ]
 
 Array = jax.Array
 
 
-def sums_of_blocks(x: Array, w: Array, parts: Mapping[str, Array], block: int) -> dict[str, Array]:
-    """The sums of elements that zero points of the other operand are multiplied by, for each block, int32.
+#: A zero point, and the sums of elements of the other operand that it is multiplied by.
+_ZERO_POINTS = (("w_zero", "x_sum"), ("x_zero", "w_sum"))
+
+
+def named_parts(x: Array, w: Array, names: Sequence[str], parts: Sequence[Array], block: int) -> dict[str, Array]:
+    """The parts by name, with the sums of elements that zero points of the other operand are multiplied by, int32.
 
     The sum of (a - z_a)(b - z_b) is that of a b, minus z_b times the sum of a, minus z_a times the sum of b - z_b.
     """
 
-    def of(v: Array) -> Array:
+    def block_sums(v: Array) -> Array:
         v = jnp.pad(v, ((0, 0), (0, 0), (0, -v.shape[2] % block)))
         return jnp.sum(v.reshape(*v.shape[:2], -1, block), -1, jnp.int32)
 
-    sums = {}
-    if "w_zero" in parts:
-        sums["x_sum"] = of(x)
-    if "x_zero" in parts:
-        sums["w_sum"] = of(w)
-        if "w_zero" in parts:
+    by_name = dict(zip(names, parts, strict=True))
+    if "w_zero" in names:
+        by_name["x_sum"] = block_sums(x)
+    if "x_zero" in names:
+        by_name["w_sum"] = block_sums(w)
+        if "w_zero" in names:
             size = w.shape[2]
             lengths = np.minimum(block, size - np.arange(0, size, block)).astype(np.int32)
-            sums["w_sum"] -= lengths * parts["w_zero"]
-    return sums
+            by_name["w_sum"] -= lengths * by_name["w_zero"]
+    return by_name
+
+
+def subtract_zero_points(term: Array, parts: Mapping[str, Any]) -> Array:
+    """The sum of the products of numbers of a block, float32, from that of its elements."""
+    for zero, sums in _ZERO_POINTS:
+        if zero in parts:
+            term = term - parts[zero] * parts[sums]
+    return term.astype(jnp.float32)
+
+
+def multiply_scales(numbers: Array, parts: Mapping[str, Any], names: Iterable[str], interpret: bool) -> Array:
+    """Numbers times the scales among `names`, one after the other. A chip rounds each product before it is added."""
+    for name in names:
+        if name.endswith("scale"):
+            numbers = numbers * parts[name]
+            if interpret:
+                numbers = TILE.prevent_fma(numbers, jnp.broadcast_to(parts[name], numbers.shape))
+    return numbers
 
 
 @dataclass(frozen=True)
-class ProductOfBlocksGpuTiling:
+class ProductOfBlocksGpuTiling(Tiling):
     """Tiles of the GPU kernel, one program each. All sizes are powers of two.
 
     Args:
@@ -64,12 +89,8 @@ class ProductOfBlocksGpuTiling:
     num_warps: int = 4
     num_stages: int = 3
 
-    def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("block_k", 32), ("num_warps", 1)):
-            value = check_int(name, getattr(self, name), least)
-            if value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two")
-        check_int("num_stages", self.num_stages, 1)
+    MULTIPLES: ClassVar = {"num_stages": 1}
+    POWERS: ClassVar = {"block_m": 16, "block_n": 16, "block_k": 32, "num_warps": 1}
 
     @classmethod
     def for_shape(cls, m: int, n: int, block: int, *, extra_registers: bool = False) -> ProductOfBlocksGpuTiling:
@@ -87,8 +108,8 @@ class ProductOfBlocksGpuTiling:
         """
         rows, columns, warps = next((tile for tile in _PRODUCT_GPU_TILES if m <= tile[0]), _PRODUCT_GPU_TILES[-1])
         columns = columns // 2 if extra_registers else columns
-        deep = min(max(_ceil_power_of_two(block), _SHORTEST_PRODUCT_STEP), LONGEST_PRODUCT_STEP)
-        return cls(rows, min(columns, max(_ceil_power_of_two(n), 16)), deep, warps, _PRODUCT_STAGES)
+        deep = min(next_power_of_two(block, _SHORTEST_PRODUCT_STEP), LONGEST_PRODUCT_STEP)
+        return cls(rows, min(columns, next_power_of_two(n, 16)), deep, warps, _PRODUCT_STAGES)
 
 
 #: Rows and columns of a tile of the product, and warps.
@@ -98,13 +119,8 @@ _SHORTEST_PRODUCT_STEP, LONGEST_PRODUCT_STEP = 32, 128
 _PRODUCT_STAGES = 4
 
 
-def _ceil_power_of_two(value: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (value - 1).bit_length()
-
-
 @dataclass(frozen=True)
-class ProductOfBlocksHopperTiling:
+class ProductOfBlocksHopperTiling(Tiling):
     """Tiles of the Hopper kernel.
 
     Args:
@@ -119,11 +135,7 @@ class ProductOfBlocksHopperTiling:
     depth: int
     stages: int
 
-    def __post_init__(self) -> None:
-        for name, unit in (("rows", 64), ("columns", 128), ("depth", 128), ("stages", 1)):
-            value = check_int(name, getattr(self, name), 1)
-            if value % unit:
-                raise ValueError(f"{name}={value} must be a multiple of {unit}")
+    MULTIPLES: ClassVar = {"rows": 64, "columns": 128, "depth": 128, "stages": 1}
 
     @classmethod
     def for_shape(cls, shape: Sequence[int], n: int, block: int, *, is_integer: bool) -> ProductOfBlocksHopperTiling:
@@ -148,12 +160,9 @@ class ProductOfBlocksHopperTiling:
 #: Elements of a product with a tile of 256 × 128 for each multiprocessor.
 _LARGE_HOPPER_PRODUCT = 132 * 256 * 128
 
-#: Numbers in a row of a register of a TPU.
-PRODUCT_LANES, _PRODUCT_SUBLANES = 128, 32
-
 
 @dataclass(frozen=True)
-class ProductOfBlocksTpuTiling:
+class ProductOfBlocksTpuTiling(Tiling):
     """Tiles of the TPU kernel.
 
     Args:
@@ -166,23 +175,11 @@ class ProductOfBlocksTpuTiling:
     block_n: int
     block_k: int
 
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            check_int(name, getattr(self, name), 1)
+    MULTIPLES: ClassVar = {"block_m": 1, "block_n": 1, "block_k": LANES}
 
     @classmethod
     def for_shape(cls, m: int, n: int, k: int, block: int) -> ProductOfBlocksTpuTiling:
         """The heuristic: a step of a few blocks, whose sums stay on chip."""
-        whole = max(block, PRODUCT_LANES)
+        whole = max(block, LANES)
         depth = next((deep for deep in (512, 256) if deep % whole == 0 and k % deep == 0), whole)
         return cls(min(m, 256), min(n, 512), depth)
-
-    def misfit(self, m: int, n: int, block: int) -> str | None:
-        """The reason why the tiles do not fit a problem, or None."""
-        for name, size, unit in (("block_m", m, _PRODUCT_SUBLANES), ("block_n", n, PRODUCT_LANES)):
-            value = getattr(self, name)
-            if value != size and value % unit:
-                return f"{name}={value} is neither {size}, the whole, nor a multiple of {unit}"
-        if self.block_k % PRODUCT_LANES or self.block_k % block:
-            return f"block_k={self.block_k} is no multiple of {PRODUCT_LANES} that holds whole blocks of {block}"
-        return None
