@@ -13,8 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plt
 
-__all__ = ["SCALARS", "TpuGrid", "call_on_gpu", "call_on_tpu", "divmod_int32", "load_tile"]
-
 Array = jax.Array
 #: A shape and a dtype.
 _Result = tuple[tuple[int, ...], Any]
@@ -72,7 +70,7 @@ def call_on_tpu(
         interpret: as in `pallas_call`, to run it on any device.
     """
     arrays = [array for array, _ in inputs]
-    order = ["arbitrary" if axis == grid.summed else "parallel" for axis in grid.tiles]
+    order: list[Any] = ["arbitrary" if axis == grid.summed else "parallel" for axis in grid.tiles]
     with jax.enable_x64(False):  # otherwise some Python numbers would become 64-bit numbers
         return pl.pallas_call(
             kernel,

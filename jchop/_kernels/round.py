@@ -13,9 +13,6 @@ from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.tiles import kernel_function, refuse_tpu_dtype
 from jchop._spec.spec import Spec
-from jchop.formats import LogTakumFormat
-
-__all__ = ["round_op", "round_with_hardware_bits_op"]
 
 Array = jax.Array
 
@@ -37,8 +34,6 @@ def _round_elements(x: Array, *seeds_and_starts: Array, spec: Spec, place: Strea
 def _refuse_hardware_bits(x: Any, *seeds_and_starts: Any, spec: Spec, place: StreamOffset = STREAM_START) -> str | None:
     if place.whole is not None:
         return "complex x has two random words for each element"
-    if isinstance(spec.format, LogTakumFormat):
-        return f"{spec.format} has values and points between them that are gathered from tables"
     return refuse_tpu_dtype("x", x.dtype) or refuse_table(spec.format)
 
 

@@ -45,18 +45,6 @@ from jchop._kernels.tiles import kernel_function, refuse_large, refuse_tpu_dtype
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 
-__all__ = [
-    "check_scales",
-    "code_and_scale_shapes",
-    "dense_of",
-    "dequantize_scaled",
-    "fit_scaled",
-    "quantize_scaled",
-    "require_scaled_plan",
-    "round_scaled",
-    "scaled_overflow",
-]
-
 Array = jax.Array
 
 
@@ -177,36 +165,26 @@ def _collapse_axes(plan: ScaledPlan, shape: Sequence[int]) -> tuple[tuple[int, .
     return tuple(length for length, _ in axes), replace(plan, fmt=fmt)
 
 
-def _collapse_round(
-    shape: tuple[int, ...], *seeds_and_starts: tuple[int, ...], plan: ScaledPlan, place: StreamOffset = STREAM_START
-) -> Any:
-    """The arguments of `round_body` with joined axes."""
-    form = _collapse_axes(plan, shape) if place.whole is None else None
-    return None if form is None else ((form[0], *seeds_and_starts), {"plan": form[1], "place": place})
+def _fill_bytes(bits: int, *lengths: int) -> bool:
+    """Whether rows of codes of these lengths fill whole bytes."""
+    return all(length * bits % 8 == 0 for length in lengths)
 
 
-def _collapse_quantize(
-    shape: tuple[int, ...],
-    *arrays: tuple[int, ...],
-    plan: ScaledPlan,
-    given: int = 0,
-    place: StreamOffset = STREAM_START,
-    as_dtype: Any = "uint8",
-) -> Any:
-    """The arguments of `quantize_body` with joined axes, if it fits scales and codes fill whole bytes."""
-    form = _collapse_axes(plan, shape) if place.whole is None and not given else None
-    if form is None or form[0][-1] * plan.fmt.bits % 8 or shape[-1] * plan.fmt.bits % 8:
+def _collapse_numbers(shape: tuple[int, ...], *arrays: tuple[int, ...], plan: ScaledPlan, **static: Any) -> Any:
+    """The arguments of `round_body`, or of `quantize_body` if it fits scales, with joined axes."""
+    in_tile = static.get("place", STREAM_START).whole is not None
+    form = None if in_tile or static.get("given") else _collapse_axes(plan, shape)
+    if form is None or ("as_dtype" in static and not _fill_bytes(plan.fmt.bits, form[0][-1], shape[-1])):
         return None
-    static = {"given": given, "place": place, "as_dtype": as_dtype}
     return (form[0], *arrays), {"plan": form[1], **static}
 
 
-def _collapse_dequantize(
+def _collapse_codes(
     codes: tuple[int, ...], *scale_shapes: tuple[int, ...], plan: ScaledPlan, shape: tuple[int, ...]
 ) -> Any:
-    """The arguments of `dequantize_body` with joined axes, if codes fill whole bytes."""
+    """The arguments of `dequantize_body` with joined axes."""
     form, bits = _collapse_axes(plan, shape), plan.fmt.bits
-    if form is None or form[0][-1] * bits % 8 or shape[-1] * bits % 8:
+    if form is None or not _fill_bytes(bits, form[0][-1], shape[-1]):
         return None
     new_shape, new_plan = form
     counts = new_plan.fmt.scale_shape(new_shape)
@@ -240,7 +218,7 @@ round_scaled_op = make_op(
     like_first=True,
     by_backend=True,
     no_inline=True,
-    canonical=_collapse_round,
+    canonical=_collapse_numbers,
 )
 #: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(
@@ -255,7 +233,7 @@ quantize_scaled_op = make_op(
     single=False,
     results=_types_of_quantized,
     by_backend=True,
-    canonical=_collapse_quantize,
+    canonical=_collapse_numbers,
     stores=True,
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
@@ -264,7 +242,7 @@ dequantize_scaled_op = make_op(
     dequantize_body,
     results=_types_of_numbers,
     by_backend=True,
-    canonical=_collapse_dequantize,
+    canonical=_collapse_codes,
 )
 
 
@@ -354,10 +332,7 @@ def round_scaled(
     """
     if 0 in x.shape:
         return x
-    dense, number, mask = dense_of(spec, x)
-    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
-    run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
-    result = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
+    result, mask = _run_on_dense(partial(round_scaled_op, impl=impl), x, seeds_and_starts, spec, place)
     return result if mask is None else jnp.where(mask, result, 0)
 
 
@@ -365,11 +340,18 @@ def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: Strea
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
     if 0 in x.shape:
         return jnp.zeros_like(x, bool)
-    dense, number, mask = dense_of(spec, x)
-    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
-    run = partial(overflow_body, plan=plan, place=place)
-    overflow = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
+    overflow, mask = _run_on_dense(overflow_body, x, seeds_and_starts, spec, place)
     return overflow if mask is None else mask & overflow
+
+
+def _run_on_dense(
+    run: Callable[..., Array], x: Array, seeds_and_starts: tuple[Array, ...], spec: Spec, place: StreamOffset
+) -> tuple[Array, Array | None]:
+    """An operation on the numbers that a sparse format keeps, and which these are; None for all."""
+    dense, numbers, mask = dense_of(spec, x)
+    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
+    run = partial(run, plan=plan, place=place)
+    return _across_parts(run, plan.fmt, lambda: x, numbers, *seeds_and_starts), mask
 
 
 def quantize_scaled(

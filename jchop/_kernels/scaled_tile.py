@@ -17,16 +17,6 @@ from jchop._core.scaled.scales import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
 from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
 
-__all__ = [
-    "CODE_SUBLANES",
-    "ScaledBlocksProblem",
-    "ScaledGpuTiling",
-    "ScaledTpuTiling",
-    "draw_tile_words",
-    "kernel_words",
-    "tensor_scale_of_words",
-]
-
 Array = jax.Array
 
 # -- the problem of a kernel -------------------------------------------------------------------------------------------
@@ -39,26 +29,24 @@ class ScaledBlocksProblem:
     Args:
         plan: a plan of a format whose groups are blocks along one axis, or whole rows.
         shape: the shape of the array.
+        axis: the axis along the blocks, not negative.
+        block: the length of a block.
     """
 
     plan: ScaledPlan
     shape: tuple[int, ...]
+    axis: int
+    block: int
 
     @classmethod
     def of(cls, x: Any, plan: ScaledPlan) -> ScaledBlocksProblem:
         """The problem of an array, or of its shape and dtype."""
-        return cls(replace(plan, backend=TILE), tuple(x.shape))
-
-    @property
-    def axis(self) -> int:
-        axis = self.plan.fmt.axis if self._has_blocks else -1
-        assert isinstance(axis, int)
-        return axis % len(self.shape)
-
-    @property
-    def _has_blocks(self) -> bool:
-        """Whether the format has blocks of a given length; else a group is a row."""
-        return isinstance(self.plan.fmt.group, int) and isinstance(self.plan.fmt.axis, int)
+        shape, group, axis = tuple(x.shape), plan.fmt.group, plan.fmt.axis
+        if isinstance(group, int) and isinstance(axis, int):
+            axis, block = axis % len(shape), group
+        else:
+            axis, block = len(shape) - 1, shape[-1]
+        return cls(replace(plan, backend=TILE), shape, axis, block)
 
     @property
     def last(self) -> bool:
@@ -76,12 +64,6 @@ class ScaledBlocksProblem:
     @property
     def inner(self) -> int:
         return math.prod(self.shape[self.axis + 1 :])
-
-    @property
-    def block(self) -> int:
-        block = self.plan.fmt.group if self._has_blocks else self.shape[-1]
-        assert isinstance(block, int)
-        return block
 
     @property
     def blocks(self) -> int:

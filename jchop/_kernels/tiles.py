@@ -8,17 +8,6 @@ from typing import Any, ClassVar
 from jchop._common.checks import check_int
 from jchop._common.on_demand import load_name
 
-__all__ = [
-    "LANES",
-    "SUBLANES",
-    "Tiling",
-    "kernel_function",
-    "next_multiple",
-    "next_power_of_two",
-    "refuse_large",
-    "refuse_tpu_dtype",
-]
-
 #: Numbers in a row of a TPU's vector register, and rows of 32-bit numbers.
 LANES, SUBLANES = 128, 8
 #: Dtypes that the TPU's vector unit does not have.

@@ -20,8 +20,7 @@ from jchop._common.bit_ops import CARRIERS
 from jchop._core.matmul.matmul import MatmulPlan, matmul_body
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products import matmul_gpu, matmul_tpu
-from jchop._kernels.products.matmul import matmul_op
-from jchop._kernels.products.matmul_tile import MatmulGpuTiling, MatmulTpuTiling
+from jchop._kernels.products.matmul import MatmulGpuTiling, MatmulTpuTiling, matmul_op
 from jchop._spec.accumulation import MatmulSpec
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.tpu_matmul, "gpu": matmul_gpu.gpu_matmul}

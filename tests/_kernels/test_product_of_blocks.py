@@ -16,8 +16,10 @@ from _kernels.quickly import compiled
 
 import jchop as jc
 from jchop._kernels.products import float8_dot_gpu, product_of_blocks_gpu, product_of_blocks_tpu
-from jchop._kernels.products.product_of_blocks import GPU_KERNEL, HOPPER_KERNEL, TPU_KERNEL
-from jchop._kernels.products.product_of_blocks_tile import (
+from jchop._kernels.products.product_of_blocks import (
+    GPU_KERNEL,
+    HOPPER_KERNEL,
+    TPU_KERNEL,
     ProductOfBlocksGpuTiling,
     ProductOfBlocksHopperTiling,
     ProductOfBlocksTpuTiling,

@@ -129,7 +129,6 @@ def test_hardware_bits_are_of_the_kernel() -> None:
     for x, spec, reason in (
         (jnp.ones(3, jnp.float16), "e4m3fn:stochastic", "x has dtype float16"),
         (jnp.ones(3, jnp.complex64), "e4m3fn:stochastic", "complex x"),
-        (jnp.ones(3), "takum8:stochastic", "gathered from tables"),
         (jnp.ones(3), f"codebook({','.join(map(str, range(33)))}):stochastic", "more than 32 levels"),
     ):
         with pytest.raises(NotImplementedError, match=reason):

@@ -116,7 +116,7 @@ TABLE = [
 
 
 def problem_of(spec: Spec, dtype: str, shape: tuple[int, ...]) -> ScaledBlocksProblem:
-    return ScaledBlocksProblem(plan_of(spec, dtype), shape)
+    return ScaledBlocksProblem.of(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), plan_of(spec, dtype))
 
 
 def refused(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> str | None:

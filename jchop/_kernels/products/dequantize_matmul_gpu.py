@@ -23,8 +23,8 @@ from jax.experimental.pallas import triton as plt
 
 from jchop._core.matmul.dequantize_matmul import decode_parts, multiply_code_values
 from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
+from jchop._kernels.products.dequantize_matmul import DequantizeMatmulGpuTiling, DequantizeMatmulProblem
 from jchop._kernels.products.dequantize_matmul_ptx import PTX_CONSTRAINTS, ptx_of_format
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulProblem
 from jchop.formats import ElementFormat
 
 Array = jax.Array

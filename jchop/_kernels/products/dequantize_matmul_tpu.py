@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from jchop._core.matmul.dequantize_matmul import decode_parts, join_columns, multiply_code_values, part_columns
 from jchop._kernels.pallas import TpuGrid, call_on_tpu
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
+from jchop._kernels.products.dequantize_matmul import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
 from jchop.formats import ElementFormat
 
 Array = jax.Array

@@ -31,7 +31,7 @@ from jchop._core.matmul.matmul import (
     round_single_product,
 )
 from jchop._kernels.pallas import call_on_gpu, divmod_int32
-from jchop._kernels.products.matmul_tile import (
+from jchop._kernels.products.matmul import (
     MatmulGpuTiling,
     add_aligned_block,
     aligned_factors,

@@ -31,7 +31,7 @@ from jchop._core.matmul.matmul import (
     round_single_product,
 )
 from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
-from jchop._kernels.products.matmul_tile import (
+from jchop._kernels.products.matmul import (
     MatmulTpuTiling,
     add_aligned_block,
     aligned_factors,

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 
 from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
 from jchop._kernels.products.float8_dot_gpu import dot_float8
-from jchop._kernels.products.product_of_blocks_tile import (
+from jchop._kernels.products.product_of_blocks import (
     LONGEST_PRODUCT_STEP,
     ProductOfBlocksGpuTiling,
     multiply_scales,

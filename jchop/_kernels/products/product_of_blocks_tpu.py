@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jchop._kernels.pallas import TpuGrid, call_on_tpu
-from jchop._kernels.products.product_of_blocks_tile import (
+from jchop._kernels.products.product_of_blocks import (
     ProductOfBlocksTpuTiling,
     multiply_scales,
     named_parts,
