@@ -11,8 +11,6 @@ from jchop._core.matmul.chain import chain_body, try_chain
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels.primitive import make_op
 
-__all__ = ["MIN_CHAIN_ELEMENTS_TO_TRY", "chain_op"]
-
 Array = jax.Array
 
 #: The fewest elements for a try; with fewer it would cost more than it saves.

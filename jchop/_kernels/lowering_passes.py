@@ -6,8 +6,6 @@ from typing import Any
 
 from jax.extend.mlir import ir, passmanager
 
-__all__ = ["simplify_callees"]
-
 
 def simplify_callees(call: Any, module: Any) -> None:
     """Writes each constant once in the function of a call, and in the functions that it calls.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from jchop._common.gradients import CustomJvp
@@ -11,8 +9,6 @@ from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels.primitive import make_op
 
 Array = jax.Array
-
-__all__ = ["materialize", "materialize_on_cpu"]
 
 
 def _barrier_on_one_cpu(x: Array, backend: Backend = PORTABLE) -> Array:
@@ -35,9 +31,7 @@ def materialize(x: Array) -> Array:
     return _materialize_op(x)
 
 
-@materialize.defjvp
-def _materialize_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return materialize(*primals), tangents[0]
+materialize.defjvp(lambda primals, tangents: (materialize(*primals), tangents[0]))
 
 
 @CustomJvp
@@ -46,6 +40,4 @@ def materialize_on_cpu(x: Array) -> Array:
     return _materialize_on_cpu_op(x)
 
 
-@materialize_on_cpu.defjvp
-def _materialize_on_cpu_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return materialize_on_cpu(*primals), tangents[0]
+materialize_on_cpu.defjvp(lambda primals, tangents: (materialize_on_cpu(*primals), tangents[0]))

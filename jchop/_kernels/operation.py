@@ -14,8 +14,6 @@ from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._kernels.primitive import make_op
 from jchop._spec.spec import Spec
 
-__all__ = ["operation_on_device"]
-
 Array = jax.Array
 
 

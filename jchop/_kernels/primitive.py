@@ -33,17 +33,6 @@ from jchop._core.xla.backend import ONE_CPU
 from jchop._core.xla.sizes import are_static
 from jchop._kernels.lowering_passes import simplify_callees
 
-__all__ = [
-    "IMPLEMENTATIONS",
-    "Impl",
-    "Kernel",
-    "OpPrimitive",
-    "by_platform",
-    "devices_at_hand",
-    "make_op",
-    "one_device_at_hand",
-]
-
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
 #: The values of `impl=`: the choice of this file, the portable body, or the kernel, with an error if it cannot run.
@@ -82,12 +71,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class _OpDefinition:
+    """The arguments of `make_op`; `kernels` by the platform of a lowering."""
+
     name: str
     body: Callable[..., Any]
     kernels: tuple[tuple[str, tuple[Kernel, ...]], ...]
     single: bool
     like_first: bool
     results: Callable[..., Sequence[Any]] | None
+    by_backend: bool
+    no_inline: bool
+    canonical: Callable[..., CanonicalForm | None] | None
 
 
 class OpPrimitive(Primitive):
@@ -153,21 +147,18 @@ def make_op(
         >>> int(double(jnp.int32(4), times=2))
         8
     """
-    platform_kernels = (("tpu", tpu), ("cuda", gpu))
     kernels = tuple(
         (platform, (kernel,) if isinstance(kernel, Kernel) else tuple(kernel))
-        for platform, kernel in platform_kernels
+        for platform, kernel in (("tpu", tpu), ("cuda", gpu))
         if kernel is not None
     )
-    op = _OpDefinition(name, body, kernels, single, like_first, results)
+    op = _OpDefinition(name, body, kernels, single, like_first, results, by_backend, no_inline, canonical)
     primitive = OpPrimitive(name, stores)
     primitive.def_impl(partial(_evaluate_op, op, primitive))
     primitive.def_abstract_eval(partial(_result_avals, op))
     mlir.register_lowering(primitive, partial(_lower_portable, op))
     if no_inline or by_backend or canonical is not None:
-        own = partial(body, backend=ONE_CPU) if by_backend else body
-        lower = partial(_lower_single_cpu, op, own, no_inline, canonical)
-        mlir.register_lowering(primitive, lower, platform="cpu")
+        mlir.register_lowering(primitive, partial(_lower_single_cpu, op), platform="cpu")
     for platform, several in kernels:
         mlir.register_lowering(primitive, partial(_lower_kernel, op, platform, several), platform=platform)
     batching.primitive_batchers[primitive] = partial(_batch_op, primitive)
@@ -229,67 +220,47 @@ def _result_avals(op: _OpDefinition, *avals: Any, impl: str, wide: bool, vmaps: 
     return jax.make_jaxpr(_results_under_vmaps(op, op.body, wide, vmaps, static))(*avals).out_avals
 
 
-def _lower_portable(
-    op: _OpDefinition, ctx: Any, *args: Any, impl: str, wide: bool, vmaps: _VmapAxes, static: _StaticItems
-) -> Any:
+def _lower_portable(op: _OpDefinition, ctx: Any, *args: Any, impl: str, **params: Any) -> Any:
     if impl == "pallas":
-        able = " and ".join(_PLATFORM_NAMES[platform] for platform, _ in op.kernels) or "no platform"
-        raise NotImplementedError(
-            _no_kernel_message(op, f"it has a kernel for {able}, and this is lowered for {_lowering_platforms(ctx)}")
-        )
-    return _lower_call(ctx, op, op.body, args, wide=wide, vmaps=vmaps, static=static)
+        able = " and ".join(_PLATFORM_NAMES[platform] for platform, _ in op.kernels)
+        target = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        why = f"it has a kernel for {able}, and this is lowered for {target}" if able else "it has no kernel"
+        raise NotImplementedError(_no_kernel_message(op, why))
+    return _lower_call(ctx, op, op.body, args, **params)
 
 
-def _lower_single_cpu(
-    op: _OpDefinition,
-    own: Callable[..., Any],
-    no_inline: bool,
-    canonical: Callable[..., CanonicalForm | None] | None,
-    ctx: Any,
-    *args: Any,
-    impl: str,
-    **params: Any,
-) -> Any:
+def _lower_single_cpu(op: _OpDefinition, ctx: Any, *args: Any, impl: str, **params: Any) -> Any:
     if impl == "pallas" or not _is_for_one_device(ctx.module_context.axis_context):
         return _lower_portable(op, ctx, *args, impl=impl, **params)
     if params["vmaps"]:  # both sides of a branch would be computed
-        return _lower_call(ctx, op, op.body, args, no_inline, **params)
+        return _lower_call(ctx, op, op.body, args, op.no_inline, **params)
     shapes, static, reshapes = tuple(aval.shape for aval in ctx.avals_in), dict(params["static"]), None
-    if form := canonical and canonical(*shapes, **static):
+    if form := op.canonical and op.canonical(*shapes, **static):
         shapes, static = form
         reshapes = shapes, tuple(aval.shape for aval in ctx.avals_out)
+    if op.by_backend:
+        static["backend"] = ONE_CPU
     params["static"] = tuple(sorted(static.items()))
-    return _lower_call(ctx, op, own, args, no_inline, reshapes, **params)
+    return _lower_call(ctx, op, op.body, args, op.no_inline, reshapes, **params)
 
 
 def _lower_kernel(
-    op: _OpDefinition,
-    platform: str,
-    kernels: Sequence[Kernel],
-    ctx: Any,
-    *args: Any,
-    impl: str,
-    wide: bool,
-    vmaps: _VmapAxes,
-    static: _StaticItems,
+    op: _OpDefinition, platform: str, kernels: Sequence[Kernel], ctx: Any, *args: Any, impl: str, **params: Any
 ) -> Any:
-    avals = _innermost_avals(ctx.avals_in, vmaps)
-    keywords = dict(static)
-    fun = op.body
-    reasons: list[str] = []
+    avals, static = _innermost_avals(ctx.avals_in, params["vmaps"]), dict(params["static"])
+    fun, why = op.body, ""
     for kernel in () if impl == "xla" else kernels:
-        min_capability = kernel.capability(*avals, **keywords)
-        why = _kernel_obstacle(ctx, platform, min_capability, kernel.below) or kernel.refuse(*avals, **keywords)
-        if why:
-            reasons.append(why)
-        elif impl == "pallas" or kernel.profitable(*avals, **keywords):
+        min_capability = kernel.capability(*avals, **static)
+        reason = _kernel_obstacle(ctx, platform, min_capability, kernel.below) or kernel.refuse(*avals, **static)
+        if reason is None and (impl == "pallas" or kernel.profitable(*avals, **static)):
             fun = kernel.run
             break
+        why = reason or why
     if impl == "pallas" and fun is op.body:
-        raise NotImplementedError(_no_kernel_message(op, reasons[-1]))
+        raise NotImplementedError(_no_kernel_message(op, why))
     with warnings.catch_warnings():  # known here, and users can do nothing about it
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return _lower_call(ctx, op, fun, args, wide=wide, vmaps=vmaps, static=static)
+        return _lower_call(ctx, op, fun, args, **params)
 
 
 def _lower_call(
@@ -371,10 +342,6 @@ _PLATFORM_NAMES = {"tpu": "TPU", "cuda": "NVIDIA GPU"}
 
 def _no_kernel_message(op: _OpDefinition, why: str) -> str:
     return f"impl='pallas' cannot be had for {op.name}: {why}. Use impl='auto' or impl='xla'"
-
-
-def _lowering_platforms(ctx: Any) -> str:
-    return ", ".join(ctx.platforms or ctx.module_context.platforms)
 
 
 def _kernel_obstacle(ctx: Any, platform: str, min_capability: float, capability_limit: float) -> str | None:

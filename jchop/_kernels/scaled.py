@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -39,22 +40,10 @@ from jchop._core.scaled_bodies import (
 from jchop._core.scaled_float32 import tiles
 from jchop._core.xla.sizes import are_static
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.round import kernel_seeds_and_start
-from jchop._kernels.scaled_tile import CODE_SUBLANES, KERNEL_WORD_COUNT, ScaledBlocksProblem
+from jchop._kernels.scaled_tile import CODE_SUBLANES, ScaledBlocksProblem, kernel_words
+from jchop._kernels.tiles import kernel_function, refuse_large, refuse_tpu_dtype
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-
-__all__ = [
-    "check_scales",
-    "code_and_scale_shapes",
-    "dense_of",
-    "dequantize_scaled",
-    "fit_scaled",
-    "quantize_scaled",
-    "require_scaled_plan",
-    "round_scaled",
-    "scaled_overflow",
-]
 
 Array = jax.Array
 
@@ -62,163 +51,88 @@ Array = jax.Array
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def _round_blocks_on_tpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> Array:
-    from jchop._kernels.scaled_tpu import tpu_round_blocks
-
-    return tpu_round_blocks(x, _words_of_kernel(x, seeds_and_starts, plan, **static)[0], plan=plan)
-
-
-def _round_blocks_on_gpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> Array:
-    from jchop._kernels.scaled_gpu import gpu_round_blocks
-
-    return gpu_round_blocks(x, _words_of_kernel(x, seeds_and_starts, plan, **static)[0], plan=plan)
+#: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one, by `problem.last`.
+_LONGEST_TPU_BLOCK = 1024
+_LONGEST_GPU_BLOCKS = {True: 1 << 14, False: 256}
 
 
-def _quantize_blocks_on_tpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> tuple[Array, ...]:
-    from jchop._kernels.scaled_tpu import tpu_quantize_blocks
+def _kernel_on(platform: str, *, quantizes: bool, profitable: Callable[..., bool] = lambda *_, **__: True) -> Kernel:
+    """The kernel for blocks within one axis whose ends decide the scales; on GPUs also for whole rows."""
+    run = kernel_function(f"scaled_{platform}", f"{platform}_{'quantize' if quantizes else 'round'}_blocks")
 
-    return _quantize_blocks(tpu_quantize_blocks, x, seeds_and_starts, plan, **static)
+    def run_on_blocks(
+        x: Array,
+        *seeds_and_starts: Array,
+        plan: ScaledPlan,
+        given: int = 0,
+        place: StreamOffset = STREAM_START,
+        as_dtype: Any = "uint8",
+    ) -> Any:
+        """The results of `round_body` or `quantize_body`; the kernel fits the scales."""
+        tensor = tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
+        out = run(x, kernel_words(tensor, seeds_and_starts, place), plan=plan)
+        if not quantizes:
+            return out
+        codes, scales = out
+        return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
+
+    def refuse(x: Any, *arrays: Any, plan: ScaledPlan, **static: Any) -> str | None:
+        reason = refuse_grouping(x, plan, rows=platform == "gpu")
+        return reason or refuse_blocks(x, plan, platform, quantizes=quantizes, **static)
+
+    return Kernel(run_on_blocks, refuse, profitable)
 
 
-def _quantize_blocks_on_gpu(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, **static: Any) -> tuple[Array, ...]:
-    from jchop._kernels.scaled_gpu import gpu_quantize_blocks
+def refuse_grouping(x: Any, plan: ScaledPlan, rows: bool) -> str | None:
+    """The reason why no kernel takes the groups of a format, or None; `rows` are groups of whole rows."""
+    group, axis, shape = plan.fmt.group, plan.fmt.axis, tuple(x.shape)
+    blocks = isinstance(group, int) and isinstance(axis, int) and 1 < group < shape[axis]
+    whole = rows and len(shape) > 0 and plan.fmt.group_shape(shape) == (*(1,) * (len(shape) - 1), shape[-1])
+    if not (blocks or whole):
+        return f"{plan.fmt} has no blocks within one axis of shape {shape}"
+    if plan.of_scales is not None or not plan.rule.by_ends:
+        return f"{plan.fmt} has scales that are quantized again, or depend on more than the ends of a block"
+    return None
 
-    return _quantize_blocks(gpu_quantize_blocks, x, seeds_and_starts, plan, **static)
 
-
-def _quantize_blocks(
-    kernel: Callable[..., tuple[Array, Array]],
-    x: Array,
-    seeds_and_starts: Sequence[Array],
+def refuse_blocks(
+    x: Any,
     plan: ScaledPlan,
+    platform: str,
+    *,
+    quantizes: bool,
     given: int = 0,
     place: StreamOffset = STREAM_START,
     as_dtype: Any = "uint8",
-) -> tuple[Array, ...]:
-    """The results of `quantize_body` by a kernel, which fits the scales."""
-    words, tensor = _words_of_kernel(x, seeds_and_starts, plan, place)
-    codes, scales = kernel(x, words, plan=plan)
-    return lax.bitcast_convert_type(codes, as_dtype), scales, *(() if tensor is None else (tensor,))
-
-
-def _words_of_kernel(
-    x: Array, seeds_and_starts: Sequence[Array], plan: ScaledPlan, place: StreamOffset = STREAM_START
-) -> tuple[Array, Array | None]:
-    """The words of a kernel, and the scale of the tensor, if the rule has one."""
-    tensor = tensor_scale(widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
-    return kernel_words(tensor, seeds_and_starts, place), tensor
-
-
-def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:
-    """The tensor's scale, the seeds and the start of an array for kernels: nine words, zero if unused.
-
-    They are a row, not a vector: an axis that vmap adds to the blocks of a vector breaks their tiling on TPU.
-    """
-    scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
-    words = jnp.concatenate([scale, *kernel_seeds_and_start(tuple(seeds_and_starts), place)])
-    return jnp.pad(words, (0, KERNEL_WORD_COUNT - words.size))[None]
-
-
-def refuse_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
-    """The reason why no kernel takes blocks of these arguments, or None."""
-    if (reason := refuse_table(plan.element.format)) is not None:
-        return reason
+) -> str | None:
+    """The reason why the kernel of a platform, "tpu" or "gpu", does not take blocks of these arguments, or None."""
+    problem = ScaledBlocksProblem.of(x, plan)
+    block, bits = problem.block, problem.bits
     if place.whole is not None:
         return "the random words of a tile of a larger array (offset of starts and shape) have no kernel"
-    if math.prod(x.shape) >= 1 << 31:
-        return f"x has {math.prod(x.shape)} elements, and a kernel takes fewer than 2^31"
-    return None
-
-
-def refuse_tpu_round_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
-    """The reason why the TPU kernel for rounding does not take these arguments, or None."""
-    if why := refuse_blocks(x, plan=plan, place=place):
-        return why
-    if x.dtype.name in _SCALED_DTYPES_NOT_ON_TPU:
-        return f"x has dtype {x.dtype.name}, which TPU kernels do not take"
-    block = ScaledBlocksProblem.of(x, plan).block
-    if block % 8 or (block % CODE_SUBLANES and CODE_SUBLANES % block) or block > _LONGEST_TPU_BLOCK:
-        return f"group={block} is not 8, 16 or a multiple of 32 up to {_LONGEST_TPU_BLOCK}"
-    return None
-
-
-def refuse_gpu_round_blocks(x: Any, *arrays: Any, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> str | None:
-    """The reason why the GPU kernel for rounding does not take these arguments, or None."""
-    if why := refuse_blocks(x, plan=plan, place=place):
-        return why
-    problem = ScaledBlocksProblem.of(x, plan)
-    block, most = min(problem.block, problem.size), _LONGEST_GPU_BLOCKS[problem.last]
-    return f"a group of {block} numbers is larger than {most}" if block > most else None
-
-
-def _refuse_block_codes(x: Any, plan: ScaledPlan, given: int, as_dtype: Any) -> str | None:
+    if reason := refuse_table(plan.element.format) or refuse_large(x=math.prod(x.shape)):
+        return reason
+    if platform == "tpu":
+        dtypes = {"x": x.dtype} | ({f"scale={plan.scale}": problem.scale_dtype} if quantizes else {})
+        if reason := next(filter(None, starmap(refuse_tpu_dtype, dtypes.items())), None):
+            return reason
+        if block % 8 or (block % CODE_SUBLANES and CODE_SUBLANES % block) or block > _LONGEST_TPU_BLOCK:
+            return f"group={block} is not 8, 16 or a multiple of 32 up to {_LONGEST_TPU_BLOCK}"
+    elif min(block, problem.size) > _LONGEST_GPU_BLOCKS[problem.last]:
+        return f"a group of {min(block, problem.size)} numbers is larger than {_LONGEST_GPU_BLOCKS[problem.last]}"
+    if not quantizes:
+        return None
     if given or as_dtype is None:
         return "kernels fit scales and make codes, both"
-    problem = ScaledBlocksProblem.of(x, plan)
-    if problem.bits > 8:
-        return f"element={plan.element} has codes of {problem.bits} bits, and they are stored in bytes"
+    if bits > 8:
+        return f"element={plan.element} has codes of {bits} bits, and they are stored in bytes"
+    if platform == "gpu" and bits in (5, 7):
+        return f"codes of {bits} bits have no kernel; 1, 2, 3, 4, 6 and 8 have"
+    if platform == "gpu" and problem.last and block % problem.codes_of_whole_bytes:
+        return f"a block of {block} codes of {bits} bits does not fill whole bytes"
     return problem.packs_in_view()
 
 
-def refuse_tpu_quantize_blocks(
-    x: Any, *arrays: Any, plan: ScaledPlan, given: int = 0, place: StreamOffset = STREAM_START, as_dtype: Any = "uint8"
-) -> str | None:
-    """The reason why the TPU kernel for quantization does not take these arguments, or None."""
-    if why := refuse_tpu_round_blocks(x, plan=plan, place=place):
-        return why
-    dtype = scale_dtype(plan.scale)
-    if dtype.name in _SCALED_DTYPES_NOT_ON_TPU:
-        return f"scale={plan.scale} has dtype {dtype.name}, which TPU kernels do not store"
-    return _refuse_block_codes(x, plan, given, as_dtype)
-
-
-def refuse_gpu_quantize_blocks(
-    x: Any, *arrays: Any, plan: ScaledPlan, given: int = 0, place: StreamOffset = STREAM_START, as_dtype: Any = "uint8"
-) -> str | None:
-    """The reason why the GPU kernel for quantization does not take these arguments, or None."""
-    if why := refuse_gpu_round_blocks(x, plan=plan, place=place):
-        return why
-    problem = ScaledBlocksProblem.of(x, plan)
-    if problem.bits in (5, 7):
-        return f"codes of {problem.bits} bits have no kernel; 1, 2, 3, 4, 6 and 8 have"
-    if problem.last and problem.block % problem.codes_of_whole_bytes:
-        return f"a block of {problem.block} codes of {problem.bits} bits does not fill whole bytes"
-    return _refuse_block_codes(x, plan, given, as_dtype)
-
-
-def blocks_only(refuses: Callable[..., str | None], rows: bool = False) -> Callable[..., str | None]:
-    """`refuses`, with a reason also against all formats but blocks within one axis whose ends decide the scales.
-
-    If `rows`, groups may also be whole rows.
-    """
-
-    def run(x: Any, *arrays: Any, plan: ScaledPlan, **static: Any) -> str | None:
-        group, axis, shape = plan.fmt.group, plan.fmt.axis, tuple(x.shape)
-        blocks = isinstance(group, int) and isinstance(axis, int) and 1 < group < shape[axis]
-        whole = rows and len(shape) > 0 and plan.fmt.group_shape(shape) == (*(1,) * (len(shape) - 1), shape[-1])
-        if not (blocks or whole):
-            return f"{plan.fmt} has no blocks within one axis of shape {shape}"
-        if plan.of_scales is not None or not plan.rule.by_ends:
-            return f"{plan.fmt} has scales that are quantized again, or depend on more than the ends of a block"
-        return refuses(x, *arrays, plan=plan, **static)
-
-    return run
-
-
-def _round_pays_on_gpu(x: Any, *arrays: Any, plan: ScaledPlan, **static: Any) -> bool:
-    """Of other scales the kernel's exact quotients take longer than XLA's (`docs/gpu.md`)."""
-    return plan.is_power
-
-
-def _quantize_pays_on_gpu(x: Any, *arrays: Any, plan: ScaledPlan, **static: Any) -> bool:
-    return plan.is_power or tiles.supports_plain_tiles(plan)
-
-
-#: Dtypes that the TPU's vector unit does not have.
-_SCALED_DTYPES_NOT_ON_TPU = {"float16", "float64"}
-#: The longest blocks: a tile of the TPU holds at least eight blocks, a program of the GPU one.
-_LONGEST_TPU_BLOCK = 1024
-_LONGEST_GPU_BLOCKS = {True: 1 << 14, False: 256}
 #: The most numbers whose rows become one row of blocks.
 _MAX_ROW_OF_BLOCKS = 1 << 16
 
@@ -251,36 +165,26 @@ def _collapse_axes(plan: ScaledPlan, shape: Sequence[int]) -> tuple[tuple[int, .
     return tuple(length for length, _ in axes), replace(plan, fmt=fmt)
 
 
-def _collapse_round(
-    shape: tuple[int, ...], *seeds_and_starts: tuple[int, ...], plan: ScaledPlan, place: StreamOffset = STREAM_START
-) -> Any:
-    """The arguments of `round_body` with joined axes."""
-    form = _collapse_axes(plan, shape) if place.whole is None else None
-    return None if form is None else ((form[0], *seeds_and_starts), {"plan": form[1], "place": place})
+def _fill_bytes(bits: int, *lengths: int) -> bool:
+    """Whether rows of codes of these lengths fill whole bytes."""
+    return all(length * bits % 8 == 0 for length in lengths)
 
 
-def _collapse_quantize(
-    shape: tuple[int, ...],
-    *arrays: tuple[int, ...],
-    plan: ScaledPlan,
-    given: int = 0,
-    place: StreamOffset = STREAM_START,
-    as_dtype: Any = "uint8",
-) -> Any:
-    """The arguments of `quantize_body` with joined axes, if it fits scales and codes fill whole bytes."""
-    form = _collapse_axes(plan, shape) if place.whole is None and not given else None
-    if form is None or form[0][-1] * plan.fmt.bits % 8 or shape[-1] * plan.fmt.bits % 8:
+def _collapse_numbers(shape: tuple[int, ...], *arrays: tuple[int, ...], plan: ScaledPlan, **static: Any) -> Any:
+    """The arguments of `round_body`, or of `quantize_body` if it fits scales, with joined axes."""
+    in_tile = static.get("place", STREAM_START).whole is not None
+    form = None if in_tile or static.get("given") else _collapse_axes(plan, shape)
+    if form is None or ("as_dtype" in static and not _fill_bytes(plan.fmt.bits, form[0][-1], shape[-1])):
         return None
-    static = {"given": given, "place": place, "as_dtype": as_dtype}
     return (form[0], *arrays), {"plan": form[1], **static}
 
 
-def _collapse_dequantize(
+def _collapse_codes(
     codes: tuple[int, ...], *scale_shapes: tuple[int, ...], plan: ScaledPlan, shape: tuple[int, ...]
 ) -> Any:
-    """The arguments of `dequantize_body` with joined axes, if codes fill whole bytes."""
+    """The arguments of `dequantize_body` with joined axes."""
     form, bits = _collapse_axes(plan, shape), plan.fmt.bits
-    if form is None or form[0][-1] * bits % 8 or shape[-1] * bits % 8:
+    if form is None or not _fill_bytes(bits, form[0][-1], shape[-1]):
         return None
     new_shape, new_plan = form
     counts = new_plan.fmt.scale_shape(new_shape)
@@ -308,27 +212,28 @@ def _types_of_numbers(*_: Any, plan: ScaledPlan, shape: tuple[int, ...]) -> tupl
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
-    tpu=Kernel(_round_blocks_on_tpu, blocks_only(refuse_tpu_round_blocks)),
-    gpu=Kernel(_round_blocks_on_gpu, blocks_only(refuse_gpu_round_blocks, rows=True), _round_pays_on_gpu),
+    tpu=_kernel_on("tpu", quantizes=False),
+    # Of other scales the kernel's exact quotients take longer than XLA's (`docs/gpu.md`).
+    gpu=_kernel_on("gpu", quantizes=False, profitable=lambda *_, plan, **__: plan.is_power),
     like_first=True,
     by_backend=True,
     no_inline=True,
-    canonical=_collapse_round,
+    canonical=_collapse_numbers,
 )
 #: Codes, scales and zero points; without codes, only fits.
 quantize_scaled_op = make_op(
     "jchop_quantize_scaled",
     quantize_body,
-    tpu=Kernel(_quantize_blocks_on_tpu, blocks_only(refuse_tpu_quantize_blocks)),
-    gpu=Kernel(
-        _quantize_blocks_on_gpu,
-        blocks_only(refuse_gpu_quantize_blocks, rows=True),
-        _quantize_pays_on_gpu,
+    tpu=_kernel_on("tpu", quantizes=True),
+    gpu=_kernel_on(
+        "gpu",
+        quantizes=True,
+        profitable=lambda *_, plan, **__: plan.is_power or tiles.supports_plain_tiles(plan),
     ),
     single=False,
     results=_types_of_quantized,
     by_backend=True,
-    canonical=_collapse_quantize,
+    canonical=_collapse_numbers,
     stores=True,
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
@@ -337,7 +242,7 @@ dequantize_scaled_op = make_op(
     dequantize_body,
     results=_types_of_numbers,
     by_backend=True,
-    canonical=_collapse_dequantize,
+    canonical=_collapse_codes,
 )
 
 
@@ -427,10 +332,7 @@ def round_scaled(
     """
     if 0 in x.shape:
         return x
-    dense, number, mask = dense_of(spec, x)
-    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
-    run = partial(round_scaled_op, impl=impl, plan=plan, place=place)
-    result = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
+    result, mask = _run_on_dense(partial(round_scaled_op, impl=impl), x, seeds_and_starts, spec, place)
     return result if mask is None else jnp.where(mask, result, 0)
 
 
@@ -438,11 +340,18 @@ def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: Strea
     """Whether the rounded x / s + z is beyond the ends of the element format; arguments as for `round_scaled`."""
     if 0 in x.shape:
         return jnp.zeros_like(x, bool)
-    dense, number, mask = dense_of(spec, x)
-    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
-    run = partial(overflow_body, plan=plan, place=place)
-    overflow = _across_parts(run, plan.fmt, lambda: x, number, *seeds_and_starts)
+    overflow, mask = _run_on_dense(overflow_body, x, seeds_and_starts, spec, place)
     return overflow if mask is None else mask & overflow
+
+
+def _run_on_dense(
+    run: Callable[..., Array], x: Array, seeds_and_starts: tuple[Array, ...], spec: Spec, place: StreamOffset
+) -> tuple[Array, Array | None]:
+    """An operation on the numbers that a sparse format keeps, and which these are; None for all."""
+    dense, numbers, mask = dense_of(spec, x)
+    plan = make_scaled_plan(dense, CARRIERS[x.dtype.name])
+    run = partial(run, plan=plan, place=place)
+    return _across_parts(run, plan.fmt, lambda: x, numbers, *seeds_and_starts), mask
 
 
 def quantize_scaled(

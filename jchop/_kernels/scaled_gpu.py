@@ -6,6 +6,7 @@ block, a row or the array are masked. Codes are stored as bytes, because a chip 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +22,8 @@ from jchop._core.scaled.elements import widen_16_bit
 from jchop._core.scaled.power_of_two_scales import quantize_tile_by_powers, round_tile_by_powers
 from jchop._core.scaled.scales import BlockScales, ScaledPlan, choose_scales, store_scales
 from jchop._core.scaled_float32 import tiles
-from jchop._kernels.round_tile import result_like
-from jchop._kernels.scaled_tile import TENSOR_WORD, ScaledBlocksProblem, ScaledGpuTiling, kernel_stream
+from jchop._kernels.pallas import call_on_gpu, divmod_int32
+from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, draw_tile_words, tensor_scale_of_words
 
 Array = jax.Array
 
@@ -39,8 +40,6 @@ def gpu_round_blocks(
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """
-    if not x.size:
-        return x
     tile = _ScaledGpuTile.of(x, plan, tiling)
     (result,) = tile.call(tile.round, x, words, [(x.shape, x.dtype)], interpret)
     return result
@@ -50,10 +49,8 @@ def gpu_quantize_blocks(
     x: Array, words: Array, *, plan: ScaledPlan, tiling: ScaledGpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
     """The codes and scales of `quantize_body`; arguments as for `gpu_round_blocks`."""
-    problem = ScaledBlocksProblem.of(x, plan)
-    if not x.size:
-        return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
     tile = _ScaledGpuTile.of(x, plan, tiling)
+    problem = tile.problem
     outputs = [(tile.codes_shape, tile.codes_dtype), (problem.scales_shape, problem.scale_dtype)]
     codes, scales = tile.call(tile.quantize, x, words, outputs, interpret)
     return lax.bitcast_convert_type(codes, jnp.uint8).reshape(problem.packed_shape), scales
@@ -79,14 +76,11 @@ class _ScaledGpuTile:
     @classmethod
     def of(cls, x: Array, plan: ScaledPlan, tiling: ScaledGpuTiling | None) -> _ScaledGpuTile:
         problem = ScaledBlocksProblem.of(x, plan)
-        tiling = tiling or ScaledGpuTiling.for_shape(problem)
-        if misfit := tiling.misfit(problem):
-            raise ValueError(f"tiling={tiling}: {misfit}")
-        return cls(problem, tiling)
+        return cls(problem, tiling or ScaledGpuTiling.for_shape(problem))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        length = self.length or self.tiling.padded_length(self.problem)
+        length = self.length or self.problem.padded_block
         return (self.tiling.blocks, length) if self.problem.last else (length, self.tiling.lanes)
 
     @property
@@ -103,39 +97,35 @@ class _ScaledGpuTile:
         return problem.blocks, pl.cdiv(problem.inner, tiling.lanes)
 
     def call(self, kernel: Any, x: Array, words: Array, outputs: list, interpret: Any) -> Any:
-        varying = result_like(x, (words,)).manual_axis_type
         outer = 1 if self.problem.last else self.problem.outer
-        # 64-bit types are on only if x has 64 bits; otherwise some Python numbers would become 64-bit numbers.
-        with jax.enable_x64(x.dtype.itemsize == 8):
-            flat = pl.pallas_call(
-                kernel,
-                out_shape=tuple(
-                    jax.ShapeDtypeStruct((_count_elements(shape),), dtype, manual_axis_type=varying)
-                    for shape, dtype in outputs
-                ),
-                grid=(outer * self.tiles[0] * self.tiles[1],),
-                compiler_params=plt.CompilerParams(num_warps=self.tiling.num_warps),
-                interpret=interpret,
-                name=kernel.__name__ + "_blocks",
-            )(words, x.reshape(x.size))
-            return tuple(out.reshape(shape) for out, (shape, _) in zip(flat, outputs, strict=True))
+        flat = call_on_gpu(
+            kernel,
+            (outer * self.tiles[0] * self.tiles[1],),
+            [words, x.reshape(x.size)],
+            [((math.prod(shape),), dtype) for shape, dtype in outputs],
+            name=kernel.__name__ + "_blocks",
+            tiling=self.tiling,
+            interpret=interpret,
+        )
+        return tuple(out.reshape(shape) for out, (shape, _) in zip(flat, outputs, strict=True))
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, words: Any, x: Any, out: Any) -> None:
         place = _ScaledTileIndices.of(self, pl.program_id(0))
         values, word = self._load(words, x, place)
-        result = round_tile_by_powers(values, self.axis, self.problem.plan, word, self._tensor(words))
+        plan = self.problem.plan
+        result = round_tile_by_powers(values, self.axis, plan, word, tensor_scale_of_words(words, plan))
         plt.store(out.at[place.element], result, mask=place.valid)
 
     def quantize(self, words: Any, x: Any, codes: Any, scales: Any) -> None:
         plan, program = self.problem.plan, pl.program_id(0)  # which a branch cannot ask for if it is interpreted
         place = _ScaledTileIndices.of(self, program)
         values, word = self._load(words, x, place)
+        tensor = tensor_scale_of_words(words, plan)
         if not tiles.supports_plain_tiles(plan):
-            tile_codes, tile_scales = quantize_tile_by_powers(values, self.axis, plan, word, self._tensor(words))
+            tile_codes, tile_scales = quantize_tile_by_powers(values, self.axis, plan, word, tensor)
             plt.store(scales.at[place.block], tile_scales, mask=place.block_valid)
             return self._store(codes, tile_codes, place)
-        tensor = self._tensor(words)
         quick_scales, largest, is_plain = tiles.plain_tile_scales(values, self.axis, plan, tensor)
 
         def short() -> None:
@@ -172,13 +162,7 @@ class _ScaledGpuTile:
     def _load(self, words: Any, x: Any, place: _ScaledTileIndices) -> tuple[Array, Array | None]:
         plan = self.problem.plan
         values = widen_16_bit(plt.load(x.at[place.element], mask=place.valid, other=0), plan.carrier)
-        if not plan.element.rounding.stochastic:
-            return values, None
-        index = place.element.astype(jnp.uint32)
-        return values, kernel_stream(words).words(jnp.uint32(0), index, plan.compute.work_width)
-
-    def _tensor(self, words: Any) -> Array | None:
-        return words[0, TENSOR_WORD].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
+        return values, draw_tile_words(words, place.element.astype(jnp.uint32), plan)
 
     # -- packing -------------------------------------------------------------------------------------------------------
     @property
@@ -211,7 +195,7 @@ class _ScaledGpuTile:
     @property
     def codes_shape(self) -> tuple[int, ...]:
         *lead, row = self.problem.packed_shape
-        return (*lead, row) if not self.stores_words else (_count_elements((*lead, row)) // 4,)
+        return (*lead, row) if not self.stores_words else (math.prod((*lead, row)) // 4,)
 
     def _pack_and_store(self, out: Any, codes: Array, place: _ScaledTileIndices) -> None:
         """Stores several codes together, summed into one word."""
@@ -225,18 +209,6 @@ class _ScaledGpuTile:
         for i in range(count):
             part = word if self.stores_words else (word >> (8 * i)) & 0xFF
             plt.store(out.at[offset + i], part.astype(self.codes_dtype), mask=place.byte_rows & (i < remaining))
-
-
-def _count_elements(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
-def _divmod_int32(index: Array, count: int) -> tuple[Array, Array]:
-    """Quotient and remainder of nonnegative numbers, int32 also under 64-bit types."""
-    return lax.div(index, np.int32(count)), lax.rem(index, np.int32(count))
 
 
 @dataclass(frozen=True)
@@ -264,7 +236,7 @@ class _ScaledTileIndices:
         lane = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
         exists = block < problem.outer * problem.blocks
         if problem.size % problem.block:
-            row, within = _divmod_int32(block, problem.blocks)
+            row, within = divmod_int32(block, problem.blocks)
             column = within * problem.block
             valid = exists & (lane < jnp.minimum(problem.block, problem.size - column))
         else:  # rows follow each other without a gap
@@ -276,8 +248,8 @@ class _ScaledTileIndices:
     def _along_middle(cls, tile: _ScaledGpuTile, program: Array, begin: Any) -> _ScaledTileIndices:
         problem, shape = tile.problem, tile.shape
         along, across = tile.tiles
-        lead, tile_across = _divmod_int32(program, across)
-        outer, block = _divmod_int32(lead, along)
+        lead, tile_across = divmod_int32(program, across)
+        outer, block = divmod_int32(lead, along)
         first = tile_across * shape[1]
         lane = first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
         inside = begin + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
@@ -299,7 +271,7 @@ class _ScaledTileIndices:
         problem, size = tile.problem, tile.codes_dtype.itemsize
         first = lax.div(jnp.int32(self.begin), np.int32(tile.codes_per_store)) * count
         group = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) * count
-        begin = _divmod_int32(self.column, tile.codes_per_store)[0] * count
+        begin = divmod_int32(self.column, tile.codes_per_store)[0] * count
         row = tile.row_bytes // size
         remaining = row - begin - group
         if problem.last:

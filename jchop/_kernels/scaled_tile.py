@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jchop._common.checks import check_int
-from jchop._core.rounding.random_bits import SEEDS
+from jchop._core.rounding.random_bits import SEEDS, random_words
+from jchop._core.rounding.stream_offset import StreamOffset
 from jchop._core.scaled.scales import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
-from jchop._kernels.round_tile import KernelStream
+from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
 
-__all__ = [
-    "CODE_SUBLANES",
-    "KERNEL_WORD_COUNT",
-    "TENSOR_WORD",
-    "ScaledBlocksProblem",
-    "ScaledGpuTiling",
-    "ScaledTpuTiling",
-    "kernel_stream",
-]
+Array = jax.Array
 
 # -- the problem of a kernel -------------------------------------------------------------------------------------------
 
@@ -34,26 +29,24 @@ class ScaledBlocksProblem:
     Args:
         plan: a plan of a format whose groups are blocks along one axis, or whole rows.
         shape: the shape of the array.
+        axis: the axis along the blocks, not negative.
+        block: the length of a block.
     """
 
     plan: ScaledPlan
     shape: tuple[int, ...]
+    axis: int
+    block: int
 
     @classmethod
     def of(cls, x: Any, plan: ScaledPlan) -> ScaledBlocksProblem:
         """The problem of an array, or of its shape and dtype."""
-        return cls(replace(plan, backend=TILE), tuple(x.shape))
-
-    @property
-    def axis(self) -> int:
-        axis = self.plan.fmt.axis if self._has_blocks else -1
-        assert isinstance(axis, int)
-        return axis % len(self.shape)
-
-    @property
-    def _has_blocks(self) -> bool:
-        """Whether the format has blocks of a given length; else a group is a row."""
-        return isinstance(self.plan.fmt.group, int) and isinstance(self.plan.fmt.axis, int)
+        shape, group, axis = tuple(x.shape), plan.fmt.group, plan.fmt.axis
+        if isinstance(group, int) and isinstance(axis, int):
+            axis, block = axis % len(shape), group
+        else:
+            axis, block = len(shape) - 1, shape[-1]
+        return cls(replace(plan, backend=TILE), shape, axis, block)
 
     @property
     def last(self) -> bool:
@@ -71,12 +64,6 @@ class ScaledBlocksProblem:
     @property
     def inner(self) -> int:
         return math.prod(self.shape[self.axis + 1 :])
-
-    @property
-    def block(self) -> int:
-        block = self.plan.fmt.group if self._has_blocks else self.shape[-1]
-        assert isinstance(block, int)
-        return block
 
     @property
     def blocks(self) -> int:
@@ -106,10 +93,14 @@ class ScaledBlocksProblem:
     def scale_dtype(self) -> jnp.dtype:
         return scale_dtype(self.plan.scale)
 
+    @property
+    def padded_block(self) -> int:
+        """A block's length in a tile of a GPU, a power of two."""
+        return next_power_of_two(min(self.block, self.size))
+
     def packs_in_view(self) -> str | None:
         """The reason why packed rows of the array differ from packed rows of the view, or None."""
-        rows_merge = self.axis < len(self.shape) - 2 and self.shape[-1] * self.bits % 8
-        if rows_merge:
+        if self.axis < len(self.shape) - 2 and self.shape[-1] * self.bits % 8:
             return (
                 f"the last axis of length {self.shape[-1]} does not fill whole bytes with codes of {self.bits} bits, "
                 "and the blocks do not lie along one of the last two axes"
@@ -119,22 +110,24 @@ class ScaledBlocksProblem:
 
 # -- tilings -----------------------------------------------------------------------------------------------------------
 
-_SCALED_LANES, CODE_SUBLANES = 128, 32
+#: Rows of codes of 8 bits in a register of a TPU.
+CODE_SUBLANES = 32
 
 
 @dataclass(frozen=True)
-class ScaledTpuTiling:
+class ScaledTpuTiling(Tiling):
     """Tiles of the TPU kernels.
 
     Args:
         blocks: blocks of a tile, along their axis: a multiple of `unit`.
-        lanes: lanes of a tile, along the other axis: a multiple of 128. If the blocks are along the last axis, lanes
-            are rows of the array, which the kernel transposes.
+        lanes: lanes of a tile, along the other axis: a multiple of 128, and of bytes of codes. If the blocks are along
+            the last axis, lanes are rows of the array, which the kernel transposes.
     """
 
     blocks: int
     lanes: int
 
+    MULTIPLES: ClassVar = {"blocks": 1, "lanes": LANES}
     #: Elements of one unrolled iteration of a tile's loop: 32 vector registers.
     _STEP = 1 << 15
     #: Bytes of a tile of the array; for this size the pipeline's costs are small.
@@ -142,22 +135,16 @@ class ScaledTpuTiling:
     #: Scales of longer blocks are stored in 32 bits: there are few, and they need a smaller part of a tile then.
     _LONG = 64
 
-    def __post_init__(self) -> None:
-        check_int("blocks", self.blocks, 1)
-        check_int("lanes", self.lanes, 1)
-        if self.lanes % _SCALED_LANES:
-            raise ValueError(f"lanes={self.lanes} must be a multiple of {_SCALED_LANES}")
-
     @classmethod
     def for_shape(cls, problem: ScaledBlocksProblem) -> ScaledTpuTiling:
         """The heuristic: about a MiB of the array."""
-        lanes = _SCALED_LANES if problem.last else _SCALED_LANES * problem.codes_of_whole_bytes
+        lanes = LANES if problem.last else LANES * problem.codes_of_whole_bytes
         unit = cls(1, lanes).unit(problem)
         return cls(unit * max(1, cls._TILE // (problem.block * lanes * 4 * unit)), lanes)
 
     def step(self, problem: ScaledBlocksProblem) -> int:
         """The number of blocks in one iteration of the tile's loop: whole tiles of codes, several if they are small."""
-        whole = _SCALED_LANES * problem.codes_of_whole_bytes if problem.last else CODE_SUBLANES
+        whole = LANES * problem.codes_of_whole_bytes if problem.last else CODE_SUBLANES
         count = math.lcm(problem.block, whole) // problem.block
         while 2 * count * problem.block * self.lanes <= self._STEP:
             count *= 2
@@ -171,36 +158,22 @@ class ScaledTpuTiling:
         """The unit of `blocks`: a multiple of an iteration, and of a tile of the scales."""
         return math.lcm(self.step(problem), CODE_SUBLANES // self.scale_dtype(problem).itemsize)
 
-    def misfit(self, problem: ScaledBlocksProblem) -> str | None:
-        """Why the tiles do not fit a problem, or None."""
-        lanes, unit = (
-            _SCALED_LANES if problem.last else _SCALED_LANES * problem.codes_of_whole_bytes,
-            self.unit(problem),
-        )
-        if self.lanes % lanes:
-            return f"lanes={self.lanes} is no multiple of {lanes}"
-        return f"blocks={self.blocks} is no multiple of {unit}" if self.blocks % unit else None
-
 
 @dataclass(frozen=True)
-class ScaledGpuTiling:
-    """Tiles of the GPU kernels, one program each.
+class ScaledGpuTiling(Tiling):
+    """Tiles of the GPU kernels, one program each. All sizes are powers of two.
 
     Args:
-        blocks: blocks of a tile, a power of two; 1 if they are not along the last axis.
-        lanes: columns of a tile, a power of two; 1 if the blocks are along the last axis.
-        num_warps: warps of a program, a power of two.
+        blocks: blocks of a tile; 1 if they are not along the last axis.
+        lanes: columns of a tile, of whole bytes of codes; 1 if the blocks are along the last axis.
+        num_warps: warps of a program.
     """
 
     blocks: int
     lanes: int
     num_warps: int
 
-    def __post_init__(self) -> None:
-        for name in ("blocks", "lanes", "num_warps"):
-            value = check_int(name, getattr(self, name), 1)
-            if value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two")
+    POWERS: ClassVar = {"blocks": 1, "lanes": 1, "num_warps": 1}
 
     @classmethod
     def for_shape(cls, problem: ScaledBlocksProblem) -> ScaledGpuTiling:
@@ -211,43 +184,56 @@ class ScaledGpuTiling:
         registers. For 64-bit numbers, for rows of codes of which eight are stored together, and for columns under
         stochastic rounding, a tile has half as many elements, because of the registers. Longer rows have more warps.
         """
-        padded_block, half = cls.padded_length(problem), problem.plan.compute.width // 64
+        padded_block, half = problem.padded_block, problem.plan.compute.width // 64
         if problem.last:
             blocks = max((2048 >> (half + (problem.codes_of_whole_bytes == 8))) // padded_block, 1)
             return cls(blocks, 1, max(padded_block // 1024, 4))
-        columns, is_stochastic = max(_power_of_two_length(problem.inner), 16), problem.plan.element.rounding.stochastic
+        columns, is_stochastic = next_power_of_two(problem.inner, 16), problem.plan.element.rounding.stochastic
         return cls(1, max(min((4096 >> (half + is_stochastic)) // padded_block, 128, columns), 16), 4)
-
-    @staticmethod
-    def padded_length(problem: ScaledBlocksProblem) -> int:
-        """A block's length in a tile, a power of two."""
-        return _power_of_two_length(min(problem.block, problem.size))
-
-    def misfit(self, problem: ScaledBlocksProblem) -> str | None:
-        """Why the tiles do not fit a problem, or None."""
-        name, value = ("lanes", self.lanes) if problem.last else ("blocks", self.blocks)
-        if value != 1:
-            return f"{name}={value} must be 1 for blocks along axis {problem.plan.fmt.axis}"
-        if not problem.last and self.lanes % problem.codes_of_whole_bytes:
-            return f"lanes={self.lanes} is no multiple of {problem.codes_of_whole_bytes}"
-        return None
-
-
-def _power_of_two_length(count: int) -> int:
-    """The least power of two that is at least `count`."""
-    return 1 << max(count - 1, 0).bit_length()
 
 
 # -- words beside the array --------------------------------------------------------------------------------------------
 
 #: The places of the words that a kernel gets beside the array: the tensor's scale, six seeds, and the low and the high
 #: word of the first element's index in the random stream.
-TENSOR_WORD, _SEED_WORD, _START_WORD = 0, 1, 1 + SEEDS
-KERNEL_WORD_COUNT = _START_WORD + 2
+_TENSOR_WORD, _SEED_WORD, _START_WORD = 0, 1, 1 + SEEDS
 
 
-def kernel_stream(words: Any) -> KernelStream:
-    """The random stream of the words of a kernel."""
-    return KernelStream(
-        [words[0, _SEED_WORD + i] for i in range(SEEDS)], (words[0, _START_WORD], words[0, _START_WORD + 1])
-    )
+def kernel_words(tensor: Array | None, seeds_and_starts: Sequence[Array], place: StreamOffset) -> Array:
+    """The tensor's scale, the seeds and the start of an array for kernels: a row of nine words, zero if unused."""
+    scale = jnp.zeros(1, jnp.uint32) if tensor is None else lax.bitcast_convert_type(tensor, jnp.uint32)[None]
+    if not seeds_and_starts:
+        return jnp.pad(scale, (0, _START_WORD + 1))[None]
+    return jnp.concatenate(
+        [scale, jnp.stack(seeds_and_starts[:SEEDS]), _stream_start(seeds_and_starts[SEEDS:], place)]
+    )[None]
+
+
+def _stream_start(starts: Sequence[Array], place: StreamOffset) -> Array:
+    """The index of an array's first element in the random stream, as low and high word."""
+    low, high = starts[0] if starts else jnp.uint32(0), jnp.uint32(0)
+    if low.dtype.itemsize == 8:
+        high = (low >> 32).astype(jnp.uint32)
+    low = low.astype(jnp.uint32)
+    base = jnp.uint32(place.base & 0xFFFF_FFFF), jnp.uint32(place.base >> 32)
+    total = low + base[0]
+    carry = ((low & base[0]) | ((low | base[0]) & ~total)) >> 31
+    return jnp.stack([total, high + base[1] + carry])
+
+
+def draw_tile_words(words: Any, index: Array, plan: ScaledPlan) -> Array | None:
+    """The random words, of 32 or 64 bits, of elements with these indexes (uint32) in the array; None if none draws."""
+    if not plan.element.rounding.stochastic:
+        return None
+    seeds = [words[0, _SEED_WORD + i] for i in range(SEEDS)]
+    low = words[0, _START_WORD] + index
+    high = words[0, _START_WORD + 1] + (low < index).astype(jnp.uint32)
+    word = random_words(seeds, low, high)
+    if plan.compute.work_width == 32:
+        return word
+    return (word.astype(jnp.uint64) << 32) | random_words(seeds, low, high, lane=1).astype(jnp.uint64)
+
+
+def tensor_scale_of_words(words: Any, plan: ScaledPlan) -> Array | None:
+    """The bits of the tensor's scale, if the rule has one."""
+    return words[0, _TENSOR_WORD].astype(jnp.int32) if plan.rule.tensor_scale else None

@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from jchop._core.scaled.elements import widen_16_bit
 from jchop._core.scaled.power_of_two_scales import quantize_tile_by_powers, round_tile_by_powers
 from jchop._core.scaled.scales import ScaledPlan
-from jchop._kernels.round_tile import result_like
-from jchop._kernels.scaled_tile import TENSOR_WORD, ScaledBlocksProblem, ScaledTpuTiling, kernel_stream
+from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
+from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledTpuTiling, draw_tile_words, tensor_scale_of_words
 
 Array = jax.Array
 #: The indexes of a tile's first element in the array: outer, along the blocks' axis, and across.
@@ -46,10 +45,8 @@ def tpu_round_blocks(
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """
-    if not x.size:
-        return x
     tile = _ScaledTpuTile.of(x, plan, tiling)
-    (result,) = tile.call(tile.round, x, words, [(tile.view, x.dtype, tile.x_spec)], [], interpret)
+    (result,) = tile.call(tile.round, x, words, [((tile.view, x.dtype), tile.x_spec)], [], interpret)
     return result.reshape(x.shape)
 
 
@@ -57,15 +54,13 @@ def tpu_quantize_blocks(
     x: Array, words: Array, *, plan: ScaledPlan, tiling: ScaledTpuTiling | None = None, interpret: Any = False
 ) -> tuple[Array, Array]:
     """The codes and scales of `quantize_body`; arguments as for `tpu_round_blocks`."""
-    problem = ScaledBlocksProblem.of(x, plan)
-    if not x.size:
-        return jnp.zeros(problem.packed_shape, jnp.uint8), jnp.zeros(problem.scales_shape, problem.scale_dtype)
     tile = _ScaledTpuTile.of(x, plan, tiling)
+    problem, tiling = tile.problem, tile.tiling
     outputs = [
-        (tile.packed_view, jnp.dtype(jnp.uint8), tile.codes_spec),
-        (tile.scales_view, tile.tiling.scale_dtype(problem), tile.scales_spec),
+        (((*tile.view[:-1], tile.packed_length(tile.view[-1])), jnp.uint8), tile.codes_spec),
+        ((tile.scales_view, tiling.scale_dtype(problem)), tile.spec(tiling.blocks, tiling.lanes, transposed=True)),
     ]
-    scratch = [pltpu.VMEM((tile.tiling.blocks, tile.tiling.lanes), jnp.int32)]
+    scratch = [((tiling.blocks, tiling.lanes), jnp.int32)]
     codes, scales = tile.call(tile.quantize, x, words, outputs, scratch, interpret)
     scales = _scales_of_integers(_integers_of_scales(scales), problem.scale_dtype)
     if problem.last:
@@ -83,10 +78,7 @@ class _ScaledTpuTile:
     @classmethod
     def of(cls, x: Array, plan: ScaledPlan, tiling: ScaledTpuTiling | None) -> _ScaledTpuTile:
         problem = ScaledBlocksProblem.of(x, plan)
-        tiling = tiling or ScaledTpuTiling.for_shape(problem)
-        if misfit := tiling.misfit(problem):
-            raise ValueError(f"tiling={tiling}: {misfit}")
-        return cls(problem, tiling)
+        return cls(problem, tiling or ScaledTpuTiling.for_shape(problem))
 
     # -- arrays and their tiles ----------------------------------------------------------------------------------------
     @property
@@ -106,65 +98,50 @@ class _ScaledTpuTile:
         return (problem.outer, problem.size) if problem.last else (problem.outer, problem.size, problem.inner)
 
     @property
-    def packed_view(self) -> tuple[int, ...]:
-        return (*self.view[:-1], self._packed_length(self.view[-1]))
-
-    @property
     def scales_view(self) -> tuple[int, ...]:
         """The shape of the scales on chip: blocks and lanes."""
         lead = () if self.problem.last else (self.problem.outer,)
         return (*lead, self.problem.blocks, self.across)
 
-    def _packed_length(self, count: int) -> int:
+    def packed_length(self, count: int) -> int:
+        """Bytes of some codes."""
         return -(-count * self.problem.bits // 8)
+
+    @cached_property
+    def grid(self) -> TpuGrid:
+        outer = 1 if self.problem.last else self.problem.outer
+        along, across = pl.cdiv(self.problem.size, self.length), pl.cdiv(self.across, self.tiling.lanes)
+        return TpuGrid({"outer": outer, "along": along, "across": across})
+
+    def spec(self, along: int, across: int, transposed: bool = False) -> pl.BlockSpec:
+        """Tiles of an array with the memory layout of x, or `transposed`: with the blocks' axis before the lanes."""
+        if not self.problem.last:
+            return self.grid.blocks(("outer", "along", "across"), None, along, across)
+        if transposed:
+            return self.grid.blocks(("along", "across"), along, across)
+        return self.grid.blocks(("across", "along"), across, along)
 
     @property
     def x_spec(self) -> pl.BlockSpec:
-        return self._spec(self.length, self.tiling.lanes)
+        return self.spec(self.length, self.tiling.lanes)
 
     @property
     def codes_spec(self) -> pl.BlockSpec:
         if self.problem.last:
-            return self._spec(self._packed_length(self.length), self.tiling.lanes)
-        return self._spec(self.length, self._packed_length(self.tiling.lanes))
-
-    @property
-    def scales_spec(self) -> pl.BlockSpec:
-        shape = (self.tiling.blocks, self.tiling.lanes)
-        if self.problem.last:
-            return pl.BlockSpec(shape, lambda o, i, j: (i, j))
-        return pl.BlockSpec((None, *shape), lambda o, i, j: (o, i, j))
-
-    def _spec(self, along: int, across: int) -> pl.BlockSpec:
-        """Tiles of an array with the memory layout of x."""
-        if self.problem.last:
-            return pl.BlockSpec((across, along), lambda o, i, j: (j, i))
-        return pl.BlockSpec((None, along, across), lambda o, i, j: (o, i, j))
+            return self.spec(self.packed_length(self.length), self.tiling.lanes)
+        return self.spec(self.length, self.packed_length(self.tiling.lanes))
 
     def call(self, kernel: Any, x: Array, words: Array, outputs: list, scratch: list, interpret: Any) -> Any:
-        varying = result_like(x, (words,)).manual_axis_type
-        outer = 1 if self.problem.last else self.problem.outer
-        # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
-        with jax.enable_x64(False):
-            return pl.pallas_call(
-                kernel,
-                out_shape=tuple(
-                    jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _ in outputs
-                ),
-                grid=(outer, pl.cdiv(self.problem.size, self.length), pl.cdiv(self.across, self.tiling.lanes)),
-                in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), self.x_spec],
-                out_specs=tuple(spec for _, _, spec in outputs),
-                scratch_shapes=scratch,
-                compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
-                interpret=interpret,
-                name=kernel.__name__ + "_blocks",
-            )(words, x.reshape(self.view))
+        inputs = [(words, SCALARS), (x.reshape(self.view), self.x_spec)]
+        name = kernel.__name__ + "_blocks"
+        return call_on_tpu(kernel, self.grid, inputs, outputs, name=name, scratch=scratch, interpret=interpret)
 
     # -- kernels -------------------------------------------------------------------------------------------------------
     def round(self, words: Any, x: Any, out: Any) -> None:
         def round_strip(i: Array, origin: _TileOrigin) -> None:
             values, word, _ = self._load(words, x, i, origin)
-            result = round_tile_by_powers(values, 1, self.problem.plan, word, self._tensor(words))
+            plan = self.problem.plan
+            result = round_tile_by_powers(values, 1, plan, word, tensor_scale_of_words(words, plan))
             result = result.reshape(self.strip, self.tiling.lanes)
             out[self._place(i, self.strip)] = result.T if self.problem.last else result
 
@@ -173,11 +150,13 @@ class _ScaledTpuTile:
     def quantize(self, words: Any, x: Any, codes: Any, scales: Any, scale_scratch: Any) -> None:
         def quantize_strip(i: Array, origin: _TileOrigin) -> None:
             values, word, valid = self._load(words, x, i, origin)
-            strip_codes, strip_scales = quantize_tile_by_powers(values, 1, self.problem.plan, word, self._tensor(words))
+            plan = self.problem.plan
+            tensor = tensor_scale_of_words(words, plan)
+            strip_codes, strip_scales = quantize_tile_by_powers(values, 1, plan, word, tensor)
             strip_codes = strip_codes.astype(jnp.int32).reshape(self.strip, self.tiling.lanes)
             if valid is not None:
                 strip_codes = jnp.where(valid, strip_codes, 0)
-            length = self._packed_length(self.strip) if self.problem.last else self.strip
+            length = self.packed_length(self.strip) if self.problem.last else self.strip
             codes[self._place(i, length)] = self._pack(strip_codes).astype(jnp.uint8)
             strip_scales = _integers_of_scales(strip_scales)
             for k in range(self.step):  # a single row may be stored anywhere
@@ -213,28 +192,20 @@ class _ScaledTpuTile:
         values = values.T if problem.last else values
         along = lax.broadcasted_iota(jnp.int32, values.shape, 0) + (origin[1] + i * self.strip)
         across = lax.broadcasted_iota(jnp.int32, values.shape, 1) + origin[2]
-        valid = word = None
+        valid = None
         if problem.size % self.length:  # elements beyond the array are undefined
             inside = along < problem.size
             values = jnp.where(inside, values, 0)
             valid = inside if problem.last else None
         if self.across % lanes and not problem.last:
             valid = across < problem.inner
-        shape = (self.step, problem.block, lanes)
-        if problem.plan.element.rounding.stochastic:
-            word = self._draw(words, origin[0], along, across).reshape(shape)
-        return values.reshape(shape), word, valid
-
-    def _draw(self, words: Any, outer: Array, along: Array, across: Array) -> Array:
-        problem = self.problem
         if problem.last:
-            flat = across * problem.size + along
+            index = across * problem.size + along
         else:
-            flat = (outer * problem.size + along) * problem.inner + across
-        return kernel_stream(words).words(jnp.uint32(0), flat.astype(jnp.uint32), 32)
-
-    def _tensor(self, words: Any) -> Array | None:
-        return words[0, TENSOR_WORD].astype(jnp.int32) if self.problem.plan.rule.tensor_scale else None
+            index = (origin[0] * problem.size + along) * problem.inner + across
+        word = draw_tile_words(words, index.astype(jnp.uint32), problem.plan)
+        shape = (self.step, problem.block, lanes)
+        return values.reshape(shape), None if word is None else word.reshape(shape), valid
 
     # -- packing -------------------------------------------------------------------------------------------------------
     @cached_property
@@ -256,7 +227,7 @@ class _ScaledTpuTile:
     def _gather(self, parts: Array, later: int) -> Array:
         """The sum, for each byte, of the parts of codes that begin in it, or in the byte before."""
         count, bits = parts.shape[self._axis], self.problem.bits
-        shape = (count, self._packed_length(count))
+        shape = (count, self.packed_length(count))
         begins = (lax.broadcasted_iota(jnp.int32, shape, 0) * bits) >> 3
         matrix = (begins + later == lax.broadcasted_iota(jnp.int32, shape, 1)).astype(jnp.float32)
         numbers = (((self._axis,), (0,)), ((), ()))

@@ -74,8 +74,8 @@ def round_to_format(
             one start for each axis and the shape of the whole. Default 0. It only selects the random bits: the groups
             of a scaled format begin at the first element of `x`.
         gradient_key: a typed key, needed if ``spec.gradient`` rounds the cotangent stochastically.
-        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel, with an error if it cannot
-            run, ``"auto"`` (default) for the faster one; the bits are the same.
+        impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel of a scaled format, with an
+            error if it cannot run, ``"auto"`` (default) for the faster one; the bits are the same.
         generator: ``"counter"`` (default), or ``"hardware"`` for the TPU's own random bits, seeded with `key`: cheaper
             there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.
 
@@ -249,7 +249,8 @@ def _round_jvp(options: _RoundOptions, place: StreamOffset, primals: tuple, tang
         )
         tangent = _from_real_view(jnp.where(beyond, 0, _real_view(tangent)), tangent.dtype)
     if gradient.round is not None:
-        rule = _RoundCotangent(_RoundOptions(gradient.round, options.impl, False), place, seeds[1] is not None)
+        impl = "auto" if gradient.round.scaled is None else options.impl  # plain rounding has no kernel
+        rule = _RoundCotangent(_RoundOptions(gradient.round, impl, False), place, seeds[1] is not None)
         tangent = on_cotangent(rule, tangent, *(seeds[1] or ()), *starts)
     return _round_with_gradient(options, place, x, seeds, starts), tangent
 

@@ -84,7 +84,7 @@ def without_masks(checks: tuple[str, ...], shape: tuple[int, int, int, int]) -> 
 
 def one_row(target: str) -> Iterator[Case]:
     """Without the matrix units: spans longer than a step and shorter, ragged ones."""
-    from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling
+    from jchop._kernels.products.dequantize_matmul import DequantizeMatmulGpuTiling
 
     for name, (k, n, group), tiling in (
         ("int4", (4096, 4096, 128), DequantizeMatmulGpuTiling(1, 128, 16, 16)),

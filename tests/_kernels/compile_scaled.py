@@ -100,12 +100,8 @@ def case(
 ) -> Case:
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     platform = "tpu" if is_tpu(target) else "gpu"
-    refuse = {
-        "quantize_blocks": {"tpu": scaled.refuse_tpu_quantize_blocks, "gpu": scaled.refuse_gpu_quantize_blocks},
-        "round_blocks": {"tpu": scaled.refuse_tpu_round_blocks, "gpu": scaled.refuse_gpu_round_blocks},
-    }[kernel][platform]
     plan = plan_of(spec, dtype)
-    why = refuse(x, plan=plan)
+    why = scaled.refuse_blocks(x, plan, platform, quantizes=kernel == "quantize_blocks")
     assert why is None, f"{name} on {target}: {why}"
     text = f"{kernel} {name} axis {plan.fmt.axis} {dtype}{list(shape)}{' x64' * x64}"
     run = partial(getattr(kernels(target), f"{platform}_{kernel}"), plan=plan)

@@ -38,24 +38,14 @@ def report(target: str) -> dict[str, dict[str, Any]]:
     from jax.sharding import PartitionSpec as P
 
     import jchop as jc
-    from jchop._kernels import round as kernels
-    from jchop._kernels.primitive import Kernel, make_op
 
-    # As `round_op`, whose kernel impl="auto" leaves to XLA; here auto takes it wherever it may.
-    eager_for_kernels = make_op(
-        "eager_for_kernels",
-        kernels.round_elements_body,
-        tpu=Kernel(kernels._run_tpu_round),
-        gpu=Kernel(kernels._run_gpu_round),
-    )
-    spec = jc.parse("e4m3fn:up")
     devices = chips(target)[:4]
 
     def taken(x: Any) -> Any:
-        return eager_for_kernels(x, spec=spec)
+        return jc.round_to_format(x, "mxfp8_e4m3")
 
     def drawn(x: Any, key: Any) -> Any:
-        return jc.round_to_format(x, "e4m3fn:stochastic", key, impl="pallas")
+        return jc.round_to_format(x, "mxfp8_e4m3:stochastic", key, impl="pallas")
 
     def mesh(kind: AxisType) -> Mesh:
         return Mesh(np.array(devices), ("a",), axis_types=(kind,))

@@ -20,8 +20,7 @@ from jchop._common.bit_ops import CARRIERS
 from jchop._core.matmul.matmul import MatmulPlan, matmul_body
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products import matmul_gpu, matmul_tpu
-from jchop._kernels.products.matmul import matmul_op
-from jchop._kernels.products.matmul_tile import MatmulGpuTiling, MatmulTpuTiling
+from jchop._kernels.products.matmul import MatmulGpuTiling, MatmulTpuTiling, matmul_op
 from jchop._spec.accumulation import MatmulSpec
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {"tpu": matmul_tpu.tpu_matmul, "gpu": matmul_gpu.gpu_matmul}
@@ -332,7 +331,7 @@ def check_tilings(order: str) -> None:
     for m in SIZES:
         for k in SIZES:
             tiling = MatmulTpuTiling.for_shape(m, 4096, k, spec)
-            scratch = matmul_tpu._MatmulTpuTile(MatmulPlan(spec, CARRIERS["float32"], k), tiling, m, 4096).scratch
+            scratch = matmul_tpu.matmul_scratch(MatmulPlan(spec, CARRIERS["float32"], k), tiling)
             parts = 2 if spec.order.aligned else 1  # significands and exponents
             moved = parts * tiling.block_k * (tiling.block_m + tiling.block_n) + tiling.block_m * tiling.block_n
             assert 4 * (2 * moved + sum(int(np.prod(shape)) for shape in scratch)) <= 12 << 20, (m, k, tiling)
@@ -375,7 +374,7 @@ def lowered_for_tpu(dtype: str = "float32", k: int = 5, **static: Any) -> str:
 
 def test_the_operation_takes_the_kernel_where_it_can() -> None:
     assert "tpu_custom_call" in lowered_for_tpu()
-    assert "tpu_custom_call" in lowered_for_tpu(impl="pallas", tiling=SMALL["tpu"])
+    assert "tpu_custom_call" in lowered_for_tpu(impl="pallas")
     assert "tpu_custom_call" not in lowered_for_tpu(impl="xla")
     assert "tpu_custom_call" not in lowered_for_tpu("float64")
 
@@ -383,7 +382,6 @@ def test_the_operation_takes_the_kernel_where_it_can() -> None:
 def test_the_operation_says_why_it_cannot() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"dtype": "float64"}, "dtype float64, and the TPU kernel takes float32"),
-        ({"tiling": SMALL["gpu"]}, r"tiling=MatmulGpuTiling\(.*\) is not a MatmulTpuTiling"),
         ({"k": 1 << 30}, "inner dimension is 1073741824"),
     ]
     for arguments, message in refused:
@@ -404,25 +402,13 @@ def test_what_kernels_of_aligned_sums_refuse() -> None:
         (jc.tensor_core("cdna3", "fp8", promote_every=128), "float32", "", ""),
     ):
         a = jax.ShapeDtypeStruct((1, 4, 200), dtype)
-        for kernel, refuse in (("tpu", matmul._refuse_tpu_matmul), ("gpu", matmul._refuse_gpu_matmul)):
+        for kernel, refuse in (("tpu", matmul._refuse_tpu_matmul), ("gpu", matmul._refuse_matmul)):
             found = refuse(a, a, spec=spec)
             assert (found is None) if kernel not in kernels else (reason in str(found)), (spec, kernel)
 
 
-def test_a_part_of_no_whole_blocks_is_refused() -> None:
+def test_empty_sums_of_aligned_blocks_have_a_kernel() -> None:
     from jchop._kernels.products.matmul import _refuse_tpu_matmul
 
-    a, spec = jax.ShapeDtypeStruct((1, 4, 200), "float32"), MatmulSpec("e4m3", order="aligned(24, 25)")
-    assert "multiple of the 24 products" in str(_refuse_tpu_matmul(a, a, spec=spec, tiling=SMALL["tpu"]))
-    assert _refuse_tpu_matmul(a, a, spec=spec, tiling=MatmulTpuTiling(16, 128, 384, 8)) is None
-    empty = jax.ShapeDtypeStruct((1, 4, 0), "float32")
-    assert _refuse_tpu_matmul(empty, empty, spec=spec, tiling=SMALL["tpu"]) is None
-
-
-def test_a_tile_too_small_for_a_unit_is_refused() -> None:
-    from jchop._kernels.products.matmul import _refuse_gpu_matmul
-
-    a, spec = jax.ShapeDtypeStruct((1, 4, 5), jnp.float32), MatmulSpec(order="matrix_unit(4)")
-    assert "side of less than 16" in str(_refuse_gpu_matmul(a, a, spec=spec, tiling=MatmulGpuTiling(8, 16, 16)))
-    assert _refuse_gpu_matmul(a, a, spec=spec, tiling=MatmulGpuTiling(16, 16, 16)) is None
-    assert _refuse_gpu_matmul(a, a, spec=MatmulSpec(), tiling=MatmulGpuTiling(8, 16, 16)) is None
+    empty, spec = jax.ShapeDtypeStruct((1, 4, 0), "float32"), MatmulSpec("e4m3", order="aligned(24, 25)")
+    assert _refuse_tpu_matmul(empty, empty, spec=spec) is None

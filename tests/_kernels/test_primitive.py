@@ -277,7 +277,7 @@ def test_a_body_apart_is_a_call_in_the_program_of_one_cpu():
     assert 'inlineable="false"' in str(run.lower(X).compile().as_text())
     np.testing.assert_array_equal(run(X), (X * 6 + 1).T)
     assert "inlineable" not in lowered_for("cuda", times(op), X)
-    with pytest.raises(NotImplementedError, match="it has a kernel for no platform"):
+    with pytest.raises(NotImplementedError, match="it has no kernel"):
         jax.jit(times(op, impl="pallas"))(X)
 
 
@@ -325,7 +325,7 @@ def test_a_64_bit_body_apart_stays_so_when_lowered_without_x64():
 def test_round_to_format_passes_impl_on():
     x = jnp.asarray(X)
     np.testing.assert_array_equal(jc.round_to_format(x, "e4m3", impl="xla"), jc.round_to_format(x, "e4m3"))
-    with pytest.raises(NotImplementedError, match=r"impl='pallas' cannot be had for jchop_round: .*lowered for cpu"):
+    with pytest.raises(NotImplementedError, match=r"impl='pallas' cannot be had for jchop_round: it has no kernel"):
         jc.round_to_format(x, "e4m3", impl="pallas")
     with pytest.raises(NotImplementedError, match="impl='pallas' cannot be had for jchop_round"):
         spec = jc.Spec("e4m3", gradient="e5m2")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,10 +40,7 @@ further = Further()
 
 Array = jax.Array
 
-KERNELS: dict[str, tuple[Any, Callable[..., str | None], Callable[..., str | None]]] = {
-    "tpu": (scaled_tpu, scaled.refuse_tpu_round_blocks, scaled.refuse_tpu_quantize_blocks),
-    "gpu": (scaled_gpu, scaled.refuse_gpu_round_blocks, scaled.refuse_gpu_quantize_blocks),
-}
+KERNELS: dict[str, Any] = {"tpu": scaled_tpu, "gpu": scaled_gpu}
 KEY = 11
 
 
@@ -79,7 +75,7 @@ def same_bits(got: Any, expected: Any, what: str) -> None:
 
 def check(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[int, ...], **more: Any) -> None:
     """A kernel against the body, each compiled once and run on all arrays."""
-    module = KERNELS[platform][0]
+    module = KERNELS[platform]
     tiling, start = more.get("tiling"), more.get("start", 0)
     body = {"round_blocks": round_body, "quantize_blocks": quantize_body}[operation]
     with jax.enable_x64(dtype == "float64"):
@@ -120,13 +116,17 @@ TABLE = [
 
 
 def problem_of(spec: Spec, dtype: str, shape: tuple[int, ...]) -> ScaledBlocksProblem:
-    return ScaledBlocksProblem(plan_of(spec, dtype), shape)
+    return ScaledBlocksProblem.of(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), plan_of(spec, dtype))
 
 
 def refused(platform: str, operation: str, spec: Spec, dtype: str, shape: tuple[int, ...]) -> str | None:
-    _, rounds, quantizes = KERNELS[platform]
-    refuse = {"round_blocks": rounds, "quantize_blocks": quantizes}[operation]
-    return refuse(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), plan=plan_of(spec, dtype))
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return scaled.refuse_blocks(x, plan_of(spec, dtype), platform, quantizes=operation == "quantize_blocks")
+
+
+def refused_on_gpu(x: Any, plan: ScaledPlan, **more: Any) -> str | None:
+    """Why a GPU does not quantize by a kernel, or None."""
+    return scaled.refuse_grouping(x, plan, rows=True) or scaled.refuse_blocks(x, plan, "gpu", quantizes=True, **more)
 
 
 def check_row(platform, operation, name, axis, dtype, shape):
@@ -233,16 +233,16 @@ def test_a_block_ends_with_its_column():
         same_bits(one, other, name)
 
 
-@pytest.mark.parametrize("platform", ["gpu", pytest.param("tpu", marks=pytest.mark.slow)])
-def test_empty_arrays(platform):
+def test_empty_arrays():
+    """The operation has no numbers, and asks no kernel."""
     for shape, axis in (((0,), -1), ((3, 0), -1), ((3, 0), -2), ((0, 32), -1)):
-        plan, x = plan_of(mx("e2m1fn", axis=axis), "float32"), np.zeros(shape, np.float32)
-        words = scaled.kernel_words(None, (), STREAM_START)
-        module = KERNELS[platform][0]
-        assert getattr(module, f"{platform}_round_blocks")(x, words, plan=plan).shape == shape
-        got = getattr(module, f"{platform}_quantize_blocks")(x, words, plan=plan)
-        for one, other in zip(got, jax.jit(functools.partial(quantize_body, plan=plan))(x), strict=True):
-            same_bits(one, other, f"{shape} along {axis}")
+        spec, x = mx("e2m1fn", axis=axis), jnp.zeros(shape)
+        run = jax.jit(lambda x, spec=spec: (scaled.round_scaled(x, spec=spec), scaled.quantize_scaled(x, spec=spec)))
+        assert "custom_call" not in run.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+        got, (codes, scales, _) = run(x)
+        assert got.shape == shape
+        for one, other in zip((codes, scales), scaled.code_and_scale_shapes(spec, shape)[:2], strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def test_results_have_the_shapes_and_dtypes_of_the_body():
@@ -303,9 +303,7 @@ UNDER_ANY = [
 @pytest.mark.parametrize(("text", "dtype", "shape", "tiling"), UNDER_ANY, ids=str)
 def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape, tiling):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    assert (
-        scaled.blocks_only(scaled.refuse_gpu_quantize_blocks, rows=True)(x, plan=plan_of(jc.parse(text), dtype)) is None
-    )
+    assert refused_on_gpu(x, plan_of(jc.parse(text), dtype)) is None
     check("gpu", "quantize_blocks", jc.parse(text), dtype, shape, tiling=tiling)
 
 
@@ -369,17 +367,19 @@ def check_heuristics(shape):
     for name, axis, dtype in rows:
         problem = problem_of(along(SCALINGS[name], axis), dtype, shape)
         for kind in (ScaledTpuTiling, ScaledGpuTiling):
-            tiling = kind.for_shape(problem)
-            assert tiling.misfit(problem) is None, (name, shape, axis, dtype)
+            tiling: Any = kind.for_shape(problem)
+            whole_bytes = tiling.lanes % problem.codes_of_whole_bytes == 0
+            assert problem.last or whole_bytes, (name, shape, axis, dtype)
         gpu = ScaledGpuTiling.for_shape(problem)
-        tile = gpu.blocks * gpu.lanes * gpu.padded_length(problem)
+        tile = gpu.blocks * gpu.lanes * problem.padded_block
         assert gpu.num_warps in {4, tile // 1024}, (name, shape, axis, dtype)  # 32 numbers for each thread, or fewer
+        assert (gpu.lanes if problem.last else gpu.blocks) == 1, (name, shape, axis, dtype)
         tpu = ScaledTpuTiling.for_shape(problem)
+        assert tpu.blocks % tpu.unit(problem) == 0, (name, shape, axis, dtype)
         assert tpu.blocks * problem.block * 4 * 1024 <= 1 << 24, (name, shape, axis, dtype)
 
 
 def test_tiles_are_checked():
-    problem = problem_of(mx("e2m1fn"), "float32", (64, 64))
     for wrong, message in (
         (lambda: ScaledTpuTiling(1, 100), "lanes=100 must be a multiple of 128"),
         (lambda: ScaledTpuTiling(0, 128), "blocks=0 must be"),
@@ -388,21 +388,6 @@ def test_tiles_are_checked():
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
-    assert "blocks=3 is no multiple of" in str(ScaledTpuTiling(3, 128).misfit(problem))
-    assert "lanes=2 must be 1" in str(ScaledGpuTiling(1, 2, 4).misfit(problem))
-    down = problem_of(mx("e2m1fn", axis=0), "float32", (64, 64))
-    assert "lanes=128 is no multiple of 256" in str(ScaledTpuTiling(32, 128).misfit(down))
-    assert "blocks=2 must be 1" in str(ScaledGpuTiling(2, 64, 4).misfit(down))
-    assert "lanes=1 is no multiple of 2" in str(ScaledGpuTiling(1, 1, 4).misfit(down))
-    x = jnp.zeros((64, 64))
-    cases: list[tuple[Callable[..., Any], Any]] = [
-        (scaled_tpu.tpu_round_blocks, ScaledTpuTiling(3, 128)),
-        (scaled_gpu.gpu_round_blocks, ScaledGpuTiling(1, 2, 4)),
-    ]
-    for kernel, tiling in cases:
-        with pytest.raises(ValueError, match="tiling="):
-            words = scaled.kernel_words(None, (), STREAM_START)
-            kernel(x, words, plan=plan_of(mx("e2m1fn"), "float32"), tiling=tiling, interpret=True)
 
 
 # -- what kernels refuse -----------------------------------------------------------------------------------------------
@@ -437,7 +422,8 @@ def test_refusals_say_why():
 def test_tiles_of_larger_arrays_are_refused():
     x = jax.ShapeDtypeStruct((64,), jnp.float32)
     plan = plan_of(blocks("integer4:stochastic", 8), "float32")
-    assert "tile of a larger array" in str(scaled.refuse_blocks(x, plan=plan, place=StreamOffset((0,), (128,))))
+    place = StreamOffset((0,), (128,))
+    assert "tile of a larger array" in str(scaled.refuse_blocks(x, plan, "gpu", quantizes=False, place=place))
 
 
 def test_operations_take_kernels_for_blocks_within_one_axis():
@@ -447,7 +433,7 @@ def test_operations_take_kernels_for_blocks_within_one_axis():
     ]  # fmt: skip
     for text in texts:
         x, plan = jax.ShapeDtypeStruct((4, 64), jnp.float32), plan_of(jc.parse(text), "float32")
-        why = str(scaled.blocks_only(scaled.refuse_gpu_round_blocks)(x, plan=plan))
+        why = str(scaled.refuse_grouping(x, plan, rows=False))
         assert "no blocks within one axis" in why or "depend on more than the ends" in why, text
 
 
@@ -462,17 +448,14 @@ WHOLE_ROWS = (
 
 
 def test_operations_take_kernels_of_gpus_for_whole_rows():
-    refuse = scaled.blocks_only(scaled.refuse_gpu_quantize_blocks, rows=True)
     for text, shape, takes in WHOLE_ROWS:
         x, plan = jax.ShapeDtypeStruct(shape, jnp.float32), plan_of(jc.parse(text), "float32")
-        assert (refuse(x, plan=plan) is None) is takes, (text, shape)
+        assert (refused_on_gpu(x, plan) is None) is takes, (text, shape)
 
 
 def test_operations_take_kernels_that_fit_and_encode():
     x = jax.ShapeDtypeStruct((4, 64), jnp.float32)
-    takes = functools.partial(
-        scaled.blocks_only(scaled.refuse_gpu_quantize_blocks), x, plan=plan_of(mx("e2m1fn"), "float32")
-    )
+    takes = functools.partial(refused_on_gpu, x, plan_of(mx("e2m1fn"), "float32"))
     assert takes() is None
     assert "fit scales" in str(takes(given=1)) and "fit scales" in str(takes(as_dtype=None))
 

@@ -34,9 +34,7 @@ Array = jax.Array
 _DECODE_ROWS = 512
 
 
-def dequantize_matmul_body(
-    x: Array, codes: Array, scales: Array, *, format: ElementFormat, group: int, tiling: object = None
-) -> Array:
+def dequantize_matmul_body(x: Array, codes: Array, scales: Array, *, format: ElementFormat, group: int) -> Array:
     """The product x @ W, of float32 sums, rounded to the dtype of `x`.
 
     Args:
@@ -45,9 +43,7 @@ def dequantize_matmul_body(
         scales: (ceil(k / group), n), float32 or bfloat16.
         format: the format of the codes, of 2, 4 or 8 bits.
         group: the number of consecutive rows of W that share a scale; the last group may be smaller.
-        tiling: used by kernels only.
     """
-    del tiling
     (m, k), n = x.shape, scales.shape[1]
     if not k:
         return jnp.zeros((m, n), x.dtype)

@@ -198,9 +198,7 @@ _STEPS_PER_ITERATION = 2
 _TREE_PRODUCTS = 4
 
 
-def matmul_body(
-    a: Array, b: Array, *more: Array, spec: MatmulSpec, tiling: Any = None, backend: Backend = PORTABLE
-) -> Array:
+def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, backend: Backend = PORTABLE) -> Array:
     """The product of matrices, with the roundings and the order of sums of `spec`.
 
     Args:
@@ -210,13 +208,11 @@ def matmul_body(
         more: for a scaled format the scales of groups, (batch, m, groups) and (batch, groups, n), of the same dtype.
             Then twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
         spec: the arithmetic.
-        tiling: for the kernels alone.
         backend: of the program; aligned sums may use its float64.
 
     Returns:
         Shape (batch, m, n), the dtype of `a`.
     """
-    del tiling
     if not are_static(a.shape[2:]):
         raise NotImplementedError(
             f"shape={tuple(a.shape)}: a sum in a named order has a known number of steps, so none runs along a "

@@ -3,82 +3,232 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jchop._common.checks import check_int
-from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body, is_exact_in
+from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.products.dequantize_matmul_tile import (
-    DequantizeMatmulGpuTiling,
-    DequantizeMatmulProblem,
-    DequantizeMatmulTpuTiling,
+from jchop._kernels.tiles import (
+    LANES,
+    SUBLANES,
+    Tiling,
+    kernel_function,
+    next_multiple,
+    next_power_of_two,
+    refuse_large,
 )
-from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, UniformFormat
-
-__all__ = ["dequantize_matmul", "dequantize_matmul_op"]
+from jchop.formats import CodebookFormat, ElementFormat
 
 Array = jax.Array
 
 
-def _run_tpu_dequantize_matmul(*args: Array, **static: Any) -> Array:
-    from jchop._kernels.products import dequantize_matmul_tpu
+@dataclass(frozen=True)
+class DequantizeMatmulProblem:
+    """The sizes that decide the choice of tiles.
 
-    return dequantize_matmul_tpu.tpu_dequantize_matmul(*args, **static)
+    Args:
+        m: rows of x.
+        k: columns of x, rows of W.
+        width: bytes in a row of codes, the columns of one part of W.
+        group: rows of W that share a scale, at most k.
+        parts: codes in a byte.
+        itemsize: bytes of an element of x.
+        selects: whether codes are decoded by selections among levels, which fill registers.
+    """
+
+    m: int
+    k: int
+    width: int
+    group: int
+    parts: int
+    itemsize: int
+    selects: bool = False
+
+    @classmethod
+    def of(cls, x: Any, codes: Any, format: ElementFormat, group: int) -> DequantizeMatmulProblem:
+        """The problem of arrays, or of their shapes and dtypes."""
+        (m, k), width = x.shape, codes.shape[1]
+        selects = isinstance(format, CodebookFormat)
+        return cls(m, k, width, max(min(group, k), 1), 8 // format.bits, np.dtype(x.dtype).itemsize, selects)
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return -(-self.k // self.group)
 
 
-def _run_gpu_dequantize_matmul(*args: Array, **static: Any) -> Array:
-    from jchop._kernels.products import dequantize_matmul_gpu
+@dataclass(frozen=True)
+class DequantizeMatmulTpuTiling(Tiling):
+    """Tiles of the TPU kernel.
 
-    return dequantize_matmul_gpu.gpu_dequantize_matmul(*args, **static)
+    Args:
+        block_m: rows of a tile of the product: all, or a multiple of 8.
+        block_n: bytes of codes across it, which is the number of columns of each part of W: all, or a multiple of 128.
+        block_k: rows of W on chip at a time: all; or a multiple of 128 that holds a multiple of 8 whole groups, or
+            that divides a group.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+
+    #: The most groups of a tile; each has a separate product in the unrolled kernel.
+    _MOST_GROUPS = 32
+    #: The most bytes of a step's blocks and temporaries; the smallest chip has 16 MiB.
+    _MEMORY = 10 << 20
+
+    MULTIPLES: ClassVar = {"block_m": 1, "block_n": 1, "block_k": 1}
+
+    @classmethod
+    def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulTpuTiling | None:
+        """The heuristic; None if no tile fits.
+
+        A step takes about 512 rows of W, so that its fixed cost does not matter. With few rows of x, reading codes
+        takes most of the time, and a wide tile reads them in long pieces.
+        """
+        m, width = problem.m, problem.width
+        rows = m if m <= 256 else next_multiple(-(-m // -(-m // 256)), SUBLANES)
+        tilings = (
+            cls(rows, min(block_n, width), block_k) for block_k in cls._depths(problem) for block_n in (512, 256, 128)
+        )
+        return next((tiling for tiling in tilings if tiling._bytes(problem) <= cls._MEMORY), None)
+
+    @classmethod
+    def _depths(cls, problem: DequantizeMatmulProblem) -> Iterator[int]:
+        """Possible lengths of `block_k`, better ones first."""
+        k, group = problem.k, problem.group
+        if problem.groups <= cls._MOST_GROUPS and k <= 1024:
+            yield k
+        unit = math.lcm(group * SUBLANES, LANES)
+        whole = [depth for depth in range(unit, cls._MOST_GROUPS * group + 1, unit) if depth < k]
+        yield from sorted((depth for depth in whole if depth <= 2048), key=lambda depth: abs(depth - 512))
+        if problem.groups == 1 and k > 512:
+            yield 512
+        yield from (depth for depth in range(512, 0, -LANES) if group % depth == 0 and depth < k)
+        yield from whole
+        if problem.groups <= cls._MOST_GROUPS:
+            yield k
+
+    def _bytes(self, problem: DequantizeMatmulProblem) -> int:
+        """An upper estimate of the memory on chip: two of each block, since one is fetched while the other is used."""
+        m, n, k, parts = self.block_m, self.block_n, self.block_k, problem.parts
+        rows = min(problem.group, self.block_k)
+        blocks = m * k * problem.itemsize + k * n + parts * n * (m * problem.itemsize + 4 * self._scale_rows(problem))
+        return 2 * blocks + parts * n * (8 * m + 4 * rows) + rows * n * 8
+
+    def _scale_rows(self, problem: DequantizeMatmulProblem) -> int:
+        return problem.groups if self.divides(problem) else -(-self.block_k // problem.group)
+
+    def divides(self, problem: DequantizeMatmulProblem) -> bool:
+        """Whether a tile is a part of a group or one group, not several groups."""
+        return self.block_k <= problem.group and self.block_k != problem.k
 
 
-def _refuse_tpu_dequantize_matmul(
-    x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int, tiling: Any = None
-) -> str | None:
-    if (reason := refuse_table(format)) is not None:
-        return reason
+@dataclass(frozen=True)
+class DequantizeMatmulGpuTiling(Tiling):
+    """Tiles of the GPU kernel, one program each.
+
+    Args:
+        block_m: rows of a tile of the product: a power of two, at least 16; or 1, without the matrix units.
+        block_n: bytes of codes across it, which is the number of columns of each part of W; a power of two, at least
+            16.
+        block_k: rows of W in a step; likewise. A step for one row of x takes several groups if it can.
+        splits: number of stretches of k, whose sums are added afterwards: it gives more programs if a product has few
+            tiles.
+        num_warps: warps of 32 threads in a program, a power of two.
+        num_stages: the number of steps whose loads may be in flight.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+    MULTIPLES: ClassVar = {"splits": 1, "num_stages": 1}
+    POWERS: ClassVar = {"block_m": 1, "block_n": 16, "block_k": 16, "num_warps": 1}
+
+    @classmethod
+    def for_shape(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
+        """The heuristic.
+
+        With few rows, reading codes takes the time: a tile is wide enough for whole memory sectors, and k is split
+        until the programs fill the chip. With many rows, a large tile decodes each code for more rows, and sums of
+        stretches would cost more than idle multiprocessors.
+        """
+        if problem.m == 1:
+            return cls._for_one_row(problem)
+        tiles = _DEQUANTIZE_GPU_TILES["float32" if problem.itemsize == 4 else "bfloat16"]
+        rows, columns, depth, warps = next((tile for tile in tiles if problem.m <= tile[0]), tiles[-1])
+        depth = max(depth // 4, 16) if problem.selects else depth
+        block_n = max(min(columns // problem.parts, 128, next_power_of_two(problem.width, 16)), 16)
+        block_k = min(depth, next_power_of_two(problem.group, 16))
+        if problem.m > rows:
+            return cls(rows, block_n, block_k, 1, warps)
+        splits = min(_DEQUANTIZE_PROGRAMS // -(-problem.width // block_n), problem.k // (_MIN_STEPS_OF_SPLIT * block_k))
+        return cls(rows, block_n, block_k, max(splits, 1), warps)
+
+    @classmethod
+    def _for_one_row(cls, problem: DequantizeMatmulProblem) -> DequantizeMatmulGpuTiling:
+        """A thread reads 16 bytes of each of 16 rows of W, and eight threads 128 bytes of a row."""
+        block_n = min(128, next_power_of_two(problem.width, 16))
+        # Selections fill registers.
+        block_k, programs = (64, _DEQUANTIZE_PROGRAMS) if problem.selects else (512, _DEQUANTIZE_ROW_PROGRAMS)
+        block_k = min(block_k, next_power_of_two(problem.k, 16))
+        splits = min(max(programs // -(-problem.width // block_n), 1), -(-problem.k // block_k))
+        return cls(1, block_n, block_k, splits, 8, 1)
+
+
+#: Rows and columns of a tile of the product, rows of W in a step, and warps. float32 products run in the ordinary units
+#: and keep their operands in registers, which just hold them.
+_DEQUANTIZE_GPU_TILES = {
+    "bfloat16": ((16, 256, 128, 8), (32, 128, 128, 4), (64, 128, 128, 4)),
+    "float32": ((16, 64, 32, 4), (32, 64, 32, 4), (64, 64, 32, 8)),
+}
+#: Programs that fill a large GPU: about two for each multiprocessor.
+_DEQUANTIZE_PROGRAMS = 256
+#: The most programs for one row: more would be slowed down by the sum of their results.
+_DEQUANTIZE_ROW_PROGRAMS = 1024
+#: The fewest steps that hide the latency of the first loads.
+_MIN_STEPS_OF_SPLIT = 4
+
+
+# -- the operation ---------------------------------------------------------------------------------------------------
+
+
+def _refuse_tpu_dequantize_matmul(x: Any, codes: Any, scales: Any, *, format: ElementFormat, group: int) -> str | None:
     problem = DequantizeMatmulProblem.of(x, codes, format, group)
-    if tiling is None:
-        tiling = DequantizeMatmulTpuTiling.for_shape(problem)
-        if tiling is None:
-            return f"no tile of whole groups of {group} rows fits on chip (k={problem.k})"
-    if not isinstance(tiling, DequantizeMatmulTpuTiling):
-        return f"tiling={tiling!r} is not a DequantizeMatmulTpuTiling"
-    return tiling.misfit(problem)
+    if DequantizeMatmulTpuTiling.for_shape(problem) is None:
+        return f"no tile of whole groups of {group} rows fits on chip (k={problem.k})"
+    return refuse_table(format)
 
 
-def _refuse_gpu_dequantize_matmul(
-    x: Any, codes: Any, scales: Any, *, format: ElementFormat, tiling: Any = None, **_: Any
-) -> str | None:
-    if (reason := refuse_table(format)) is not None:
-        return reason
-    if tiling is not None and not isinstance(tiling, DequantizeMatmulGpuTiling):
-        return f"tiling={tiling!r} is not a DequantizeMatmulGpuTiling"
-    for name, size in (("x", x.size), ("codes", codes.size), ("y", x.shape[0] * scales.shape[1])):
-        if size >= 1 << 31:
-            return f"{name} has {size} elements, and a kernel takes fewer than 2^31"
-    return None
-
-
-def _dequantize_matmul_pays_on_tpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
-    """On chip, codes are in tiles of 32 rows: groups of other lengths would have to be moved."""
-    return group % 32 == 0 or group >= x.shape[1]
-
-
-def _dequantize_matmul_pays_on_gpu(x: Any, codes: Any, scales: Any, *, group: int, **_: Any) -> bool:
-    """A step takes at least 16 rows of W; for many rows of float32 a tuned library is faster."""
-    return group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64)
+def _refuse_gpu_dequantize_matmul(x: Any, codes: Any, scales: Any, *, format: ElementFormat, **_: Any) -> str | None:
+    return refuse_table(format) or refuse_large(x=x.size, codes=codes.size, y=x.shape[0] * scales.shape[1])
 
 
 dequantize_matmul_op = make_op(
     "jchop_dequantize_matmul",
     dequantize_matmul_body,
-    tpu=Kernel(_run_tpu_dequantize_matmul, _refuse_tpu_dequantize_matmul, _dequantize_matmul_pays_on_tpu),
-    gpu=Kernel(_run_gpu_dequantize_matmul, _refuse_gpu_dequantize_matmul, _dequantize_matmul_pays_on_gpu),
+    # On chip, codes are in tiles of 32 rows: groups of other lengths would have to be moved.
+    tpu=Kernel(
+        kernel_function("products.dequantize_matmul_tpu", "tpu_dequantize_matmul"),
+        _refuse_tpu_dequantize_matmul,
+        lambda x, codes, scales, *, group, **_: group % 32 == 0 or group >= x.shape[1],
+    ),
+    # A step takes at least 16 rows of W; for many rows of float32 a tuned library is faster.
+    gpu=Kernel(
+        kernel_function("products.dequantize_matmul_gpu", "gpu_dequantize_matmul"),
+        _refuse_gpu_dequantize_matmul,
+        lambda x, codes, scales, *, group, **_: group >= 16 and (x.dtype == jnp.bfloat16 or x.shape[0] <= 64),
+    ),
 )
 
 
@@ -90,7 +240,6 @@ def dequantize_matmul(
     format: ElementFormat,
     group: int,
     impl: str = "auto",
-    tiling: DequantizeMatmulTpuTiling | DequantizeMatmulGpuTiling | None = None,
 ) -> Array:
     """The product of `x` with a matrix of codes and group scales, W[k, n] = s[k // group, n] * value(codes[k, n]).
 
@@ -106,14 +255,12 @@ def dequantize_matmul(
         format: the format of the codes: floating-point, fixed-point, integer or a codebook, of 2, 4 or 8 bits.
         group: the number of consecutive rows of W that share a scale; the last group may be smaller.
         impl: "auto", "xla" or "pallas"; only "auto" may fall back.
-        tiling: the kernel's tiles, in place of the heuristic's.
 
     Returns:
         (..., n), in the dtype of `x`.
 
     Raises:
-        TypeError: for another dtype or format.
-        ValueError: for shapes that do not fit together, or a bad `group` or `impl`.
+        ValueError: for a bad `impl`.
         NotImplementedError: while it is lowered, if ``impl="pallas"`` and the kernel cannot run.
 
     Example:
@@ -123,41 +270,6 @@ def dequantize_matmul(
         >>> dequantize_matmul(jnp.ones((1, 2)), codes, jnp.full((1, 2), 0.5), format=IntegerFormat(4), group=2).tolist()
         [[2.0, 0.5]]
     """
-    group = check_int("group", group, 1)
-    _check_code_format(format)
-    for name, array, dtypes in (
-        ("x", x, _DEQUANTIZE_MATMUL_FLOATS),
-        ("codes", codes, ("uint8",)),
-        ("scales", scales, _DEQUANTIZE_MATMUL_FLOATS),
-    ):
-        if array.dtype.name not in dtypes:
-            raise TypeError(f"{name} has dtype {array.dtype.name}; it must be {' or '.join(dtypes)}")
-    _check_dequantize_matmul_shapes(x.shape, codes.shape, scales.shape, format, group)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = dequantize_matmul_op(flat, codes, scales, format=format, group=group, impl=impl, tiling=tiling)
+    y = dequantize_matmul_op(flat, codes, scales, format=format, group=group, impl=impl)
     return y.reshape(*x.shape[:-1], scales.shape[1])
-
-
-_DEQUANTIZE_MATMUL_FLOATS = ("float32", "bfloat16")
-
-
-def _check_code_format(format: ElementFormat) -> None:
-    if not isinstance(format, FloatFormat | UniformFormat | CodebookFormat) or format.bits not in (2, 4, 8):
-        raise TypeError(
-            f"format={format} must be a floating-point, fixed-point or integer format, or a codebook, of 2, 4 or 8 bits"
-        )
-    if not is_exact_in(format, "float32"):
-        raise TypeError(f"format={format} must have only values that are normal numbers of float32")
-
-
-def _check_dequantize_matmul_shapes(x: tuple, codes: tuple, scales: tuple, format: ElementFormat, group: int) -> None:
-    if not x or len(codes) != 2 or len(scales) != 2:
-        raise ValueError(
-            f"x, codes and scales have shapes {x}, {codes} and {scales}; x must be (..., k), codes and scales matrices"
-        )
-    k, n = x[-1], scales[1]
-    conditions = f"with k={k}, n={n}, group={group}, format={format}"
-    checks = ("codes", codes, (k, -(-n * format.bits // 8))), ("scales", scales, (-(-k // group), n))
-    for name, shape, expected_shape in checks:
-        if shape != expected_shape:
-            raise ValueError(f"{name} has shape {shape}; {conditions} it must be {expected_shape}")

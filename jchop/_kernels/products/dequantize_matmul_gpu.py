@@ -22,8 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jchop._core.matmul.dequantize_matmul import decode_parts, multiply_code_values
+from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
+from jchop._kernels.products.dequantize_matmul import DequantizeMatmulGpuTiling, DequantizeMatmulProblem
 from jchop._kernels.products.dequantize_matmul_ptx import PTX_CONSTRAINTS, ptx_of_format
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulGpuTiling, DequantizeMatmulProblem
 from jchop.formats import ElementFormat
 
 Array = jax.Array
@@ -58,18 +59,15 @@ def gpu_dequantize_matmul(
     tiling = tiling or DequantizeMatmulGpuTiling.for_shape(problem)
     asm = None if interpret else ptx_of_format(format)
     tile = (_OneRowGpuTile if tiling.block_m == 1 else _DequantizeMatmulGpuTile)(problem, tiling, format, n, asm)
-    y = pl.pallas_call(
+    (y,) = call_on_gpu(
         tile.kernel,
-        out_shape=jax.ShapeDtypeStruct(
-            (tile.stretches, m, n),
-            x.dtype if tile.stretches == 1 else jnp.float32,
-            manual_axis_type=jax.typeof(x).manual_axis_type,
-        ),
-        grid=(pl.cdiv(m, tiling.block_m), pl.cdiv(problem.width, tiling.block_n), tile.stretches),
-        compiler_params=plt.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
-        interpret=interpret,
+        (pl.cdiv(m, tiling.block_m), pl.cdiv(problem.width, tiling.block_n), tile.stretches),
+        [x, codes, scales],
+        [((tile.stretches, m, n), x.dtype if tile.stretches == 1 else jnp.float32)],
         name="dequantize_matmul",
-    )(x, codes, scales)
+        tiling=tiling,
+        interpret=interpret,
+    )
     return y[0] if tile.stretches == 1 else jnp.sum(y, 0).astype(x.dtype)
 
 
@@ -119,22 +117,19 @@ class _DequantizeMatmulGpuTile:
         def step(start: Array, stop: Array, sums: _PartSums) -> _PartSums:
             """The sums plus the products of `block_k` rows of W from `start` on; rows from `stop` on are excluded."""
             ks = start + lax.iota(jnp.int32, self.tiling.block_k)
-            xs = _load_matrix_tile(x, rows, ks, self.problem.m, stop)
-            values = decode_parts(
-                _load_matrix_tile(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype
-            )
+            xs = load_tile(x, rows, ks, self.problem.m, stop)
+            values = decode_parts(load_tile(codes, ks, columns, stop, self.problem.width), self.format, xs.dtype)
             return tuple(c + multiply_code_values(xs, part) for c, part in zip(sums, values, strict=True))
 
         def add_span(i: Array, total: _PartSums) -> _PartSums:
             group, start, stop = self._span(i)
-            if self.span <= self.tiling.block_k:
+            steps = -(-self.span // self.tiling.block_k)
+            if steps == 1:
                 sums = step(start, stop, zeros)
             else:
+                deep = np.int32(self.tiling.block_k)
                 sums = lax.fori_loop(
-                    np.int32(0),
-                    np.int32(-(-self.span // self.tiling.block_k)),
-                    lambda t, sums: step(start + t * np.int32(self.tiling.block_k), stop, sums),
-                    zeros,
+                    np.int32(0), np.int32(steps), lambda t, sums: step(start + t * deep, stop, sums), zeros
                 )
             parts = range(self.problem.parts)
             return tuple(total[p] + sums[p] * self._scale(scales, group, columns, p) for p in parts)
@@ -156,7 +151,7 @@ class _DequantizeMatmulGpuTile:
 
     def _span(self, i: Array) -> tuple[Array, Array, Array]:
         """Group, first row and end of span number `i`."""
-        group, piece = lax.div(i, np.int32(self.spans_of_group)), lax.rem(i, np.int32(self.spans_of_group))
+        group, piece = divmod_int32(i, self.spans_of_group)
         begin = group * np.int32(self.problem.group)
         start = begin + piece * np.int32(self.span)
         stop = jnp.minimum(start + np.int32(self.span), begin + np.int32(self.problem.group))
@@ -238,12 +233,6 @@ class _OneRowGpuTile(_DequantizeMatmulGpuTile):
             plt.elementwise_inline_asm(asm, args=[packed_codes, xs, c], **options)[0]
             for asm, c in zip(self.asm, sums, strict=True)
         )
-
-
-def _load_matrix_tile(array: Any, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
-    """A tile of a matrix; elements beyond the ends are zero."""
-    mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
-    return plt.load(array.at[rows[:, None], columns[None, :]], mask=mask, other=0)
 
 
 def _load_with_mask(ref: Any, mask: Array | None) -> Array:

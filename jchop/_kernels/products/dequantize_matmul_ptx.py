@@ -9,8 +9,6 @@ import numpy as np
 
 from jchop.formats import ElementFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn
 
-__all__ = ["PTX_CONSTRAINTS", "ptx_of_format"]
-
 #: Of LLVM: four float32 results, written before all arguments are read, and the arguments.
 PTX_CONSTRAINTS = "=&f,=&f,=&f,=&f,r,f,f,f,f,f,f,f,f"
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from jchop._core.matmul.dequantize_matmul import decode_parts, join_columns, multiply_code_values, part_columns
-from jchop._kernels.products.dequantize_matmul_tile import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
+from jchop._kernels.pallas import TpuGrid, call_on_tpu
+from jchop._kernels.products.dequantize_matmul import DequantizeMatmulProblem, DequantizeMatmulTpuTiling
 from jchop.formats import ElementFormat
 
 Array = jax.Array
@@ -50,33 +50,29 @@ def tpu_dequantize_matmul(
     if not m * n * problem.k:
         return jnp.zeros((m, n), x.dtype)
     tiling = tiling or DequantizeMatmulTpuTiling.for_shape(problem)
-    assert tiling is not None and not tiling.misfit(problem)
+    assert tiling is not None
+    block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
     tile = _DequantizeMatmulTpuTile(problem, tiling, format)
+    grid = TpuGrid({"i": pl.cdiv(m, block_m), "j": pl.cdiv(problem.width, block_n), "t": tile.steps}, "t")
     scale_parts = part_columns(scales, problem.parts)
-    zero = np.int32(0)
     if tiling.divides(problem):  # single rows are addressed, which packed dtypes do not allow
         scale_parts = scale_parts.astype(jnp.float32)
-        scale_spec = pl.BlockSpec((problem.parts, problem.groups, tiling.block_n), lambda i, j, t: (zero, zero, j))
+        scale_blocks = grid.blocks("*-j", problem.parts, problem.groups, block_n)
     else:
-        scale_spec = pl.BlockSpec((problem.parts, tile.groups, tiling.block_n), lambda i, j, t: (zero, t, j))
-    shape = (problem.parts, tiling.block_m, tiling.block_n)
-    product = pl.pallas_call(
+        scale_blocks = grid.blocks("*tj", problem.parts, tile.groups, block_n)
+    (product,) = call_on_tpu(
         tile.kernel,
-        out_shape=jax.ShapeDtypeStruct(
-            (problem.parts, m, problem.width), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type
-        ),
-        grid=(pl.cdiv(m, tiling.block_m), pl.cdiv(problem.width, tiling.block_n), tile.steps),
-        in_specs=[
-            pl.BlockSpec((tiling.block_m, tiling.block_k), lambda i, j, t: (i, t)),
-            pl.BlockSpec((tiling.block_k, tiling.block_n), lambda i, j, t: (t, j)),
-            scale_spec,
+        grid,
+        [
+            (x, grid.blocks("it", block_m, block_k)),
+            (codes, grid.blocks("tj", block_k, block_n)),
+            (scale_parts, scale_blocks),
         ],
-        out_specs=pl.BlockSpec(shape, lambda i, j, t: (zero, i, j)),
-        scratch_shapes=[pltpu.VMEM(shape, jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        interpret=interpret,
+        [(((problem.parts, m, problem.width), x.dtype), grid.blocks("*ij", problem.parts, block_m, block_n))],
         name="dequantize_matmul",
-    )(x, codes, scale_parts)
+        scratch=[((problem.parts, block_m, block_n), jnp.float32)],
+        interpret=interpret,
+    )
     return join_columns(product, n)
 
 

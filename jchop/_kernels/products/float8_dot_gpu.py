@@ -17,8 +17,6 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-__all__ = ["dot_float8"]
-
 Array = jax.Array
 
 #: How many products the units may sum before they add in float32: all of a tile.

@@ -3,52 +3,306 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jchop._core.matmul.matmul import matmul_body
+from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
+from jchop._core.matmul import aligned_limbs
+from jchop._core.matmul.aligned import TensorCoreUnit
+from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product, combine_sums, matmul_body
 from jchop._kernels.primitive import Kernel, make_op
-from jchop._kernels.products.matmul_tile import MIN_DOT_SIDE, MatmulGpuTiling, MatmulTpuTiling, aligned_unit
+from jchop._kernels.tiles import LANES, SUBLANES, Tiling, kernel_function, next_multiple, next_power_of_two
 from jchop._spec.accumulation import MatmulSpec
-
-__all__ = ["matmul_op"]
 
 Array = jax.Array
 
 
-def _run_tpu_matmul(*arrays: Array, spec: MatmulSpec, tiling: Any = None) -> Array:
-    from jchop._kernels.products import matmul_tpu
-
-    return matmul_tpu.tpu_matmul(*arrays, spec=spec, tiling=tiling)
+# -- tilings -----------------------------------------------------------------------------------------------------------
 
 
-def _run_gpu_matmul(*arrays: Array, spec: MatmulSpec, tiling: Any = None) -> Array:
-    from jchop._kernels.products import matmul_gpu
+@dataclass(frozen=True)
+class MatmulTpuTiling(Tiling):
+    """Tiles of the TPU kernel.
 
-    return matmul_gpu.gpu_matmul(*arrays, spec=spec, tiling=tiling)
+    Args:
+        block_m: rows of an output tile, a multiple of `rows`.
+        block_n: its columns, a multiple of 128.
+        block_k: length of the part of the inner dimension on chip at a time, a multiple of 128.
+        rows: rows of the chunk of a tile that stays in registers through those steps, a multiple of 8.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    rows: int
+
+    MULTIPLES: ClassVar = {"rows": SUBLANES, "block_m": "rows", "block_n": LANES, "block_k": LANES}
+    #: Elements of a chunk: four registers, to keep the vector units busy and leave room for temporaries.
+    _CHUNK = 4 * SUBLANES * LANES
+    #: The most bytes of the partial sums of pairwise order; a chip has 16 MiB.
+    _STACK = 4 << 20
+
+    @classmethod
+    def for_shape(cls, m: int, n: int, k: int, spec: MatmulSpec) -> MatmulTpuTiling:
+        """The heuristic.
+
+        A step of an elementwise order takes tens to hundreds of vector operations for each element, so arithmetic
+        limits it for every tile; a wide chunk shares the broadcast of its column of `a`. For a matrix unit, nearly
+        square tiles are best.
+        """
+        units = spec.order.kind == "matrix_unit"
+        aligned = spec.order.aligned
+        block_n = min(256 if units else LANES if aligned else 512, next_multiple(n, LANES))
+        chunk = SUBLANES * LANES if aligned else cls._CHUNK  # many terms of an element are alive together
+        rows = min(chunk // block_n // SUBLANES * SUBLANES, next_multiple(m, SUBLANES))
+        tall = 256
+        if spec.order.kind == "pairwise":
+            tall = min(tall, cls._STACK // (4 * block_n * max(pair_levels(k), 1)))
+        block_m = max(min(tall, next_multiple(m, rows)) // rows, 1) * rows
+        block_k = LANES
+        if units:  # a block consists of whole parts, or lies in one part if possible
+            block_k = min(max((spec.order.block or 1) // LANES, 1) * LANES, 512, next_multiple(k, LANES))
+        if aligned:
+            block_k = math.lcm(LANES, aligned_unit(spec, k).length)
+        return cls(block_m, block_n, block_k, rows)
+
+
+@dataclass(frozen=True)
+class MatmulGpuTiling(Tiling):
+    """Tiles of the GPU kernel, one program each.
+
+    Args:
+        block_m: rows of an output tile, a power of two (at least 16 for ``matrix_unit``).
+        block_n: its columns, likewise.
+        block_k: longest part of a block that one tile product of ``matrix_unit`` takes, likewise; in the other orders,
+            the number of products that a step loads together.
+        num_warps: warps of 32 threads in a program, a power of two.
+        num_stages: the number of loads of a ``matrix_unit`` block that may be in flight.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    MULTIPLES: ClassVar = {"num_stages": 1}
+    POWERS: ClassVar = dict.fromkeys(("block_m", "block_n", "block_k", "num_warps"), 1)
+
+    @classmethod
+    def for_shape(cls, batch: int, m: int, n: int, plan: MatmulPlan) -> MatmulGpuTiling:
+        """The heuristic: the largest tile of a list that gives work to every multiprocessor.
+
+        The accumulator and the temporaries of a step must stay in registers. That allows 8 elements for each thread (4
+        for float64, and in pairwise order, which also keeps a partial sum of every level); for ``matrix_unit`` 32, or
+        16 if its sums may need integer arithmetic.
+        """
+        tiles = _matmul_gpu_tiles(plan)
+        programs = (batch * -(-m // tile.block_m) * -(-n // tile.block_n) for tile in tiles)
+        return next((tile for tile, count in zip(tiles, programs, strict=True) if count >= _MATMUL_PROGRAMS), tiles[-1])
+
+
+#: Programs that fill a large GPU: about two for each multiprocessor.
+_MATMUL_PROGRAMS = 256
+_STEP_GPU_TILES = (
+    MatmulGpuTiling(32, 64, 8, num_warps=8),
+    MatmulGpuTiling(32, 32, 8, num_warps=4),
+    MatmulGpuTiling(16, 32, 8, num_warps=4),
+)
+#: All terms of a block are alive together, so a thread has 2 elements.
+_ALIGNED_GPU_TILES = (MatmulGpuTiling(16, 32, 1, num_warps=8), MatmulGpuTiling(16, 16, 1, num_warps=4))
+_DOT_GPU_TILES = (
+    MatmulGpuTiling(64, 128, 64, num_warps=8, num_stages=3),
+    MatmulGpuTiling(64, 64, 64, num_warps=8, num_stages=3),
+    MatmulGpuTiling(32, 32, 64, num_warps=4, num_stages=3),
+)
+#: Tile products without tensor cores, or with operands of 32 bits, have less room.
+_WIDE_DOT_GPU_TILES = {
+    "tf32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
+    "float32": (MatmulGpuTiling(64, 64, 32, num_warps=8), MatmulGpuTiling(32, 32, 32)),
+    "float64": (MatmulGpuTiling(32, 32, 16),),
+}
+
+
+def _matmul_gpu_tiles(plan: MatmulPlan) -> tuple[MatmulGpuTiling, ...]:
+    if plan.spec.order.kind == "matrix_unit":
+        total, bias = sum_range(plan.accumulator, plan.dot), plan.carrier.bias
+        light = total.quantum > -bias and total.top <= bias
+        return _WIDE_DOT_GPU_TILES.get(dot_operand(plan)) or (_DOT_GPU_TILES if light else _DOT_GPU_TILES[1:])
+    if plan.spec.order.aligned:
+        return _ALIGNED_GPU_TILES
+    narrow = plan.spec.order.kind == "pairwise" or plan.carrier.width == 64
+    return tuple(replace(tile, block_m=tile.block_m // 2) for tile in _STEP_GPU_TILES) if narrow else _STEP_GPU_TILES
+
+
+# -- common functions of the kernels -----------------------------------------------------------------------------------
+
+#: The shortest side of a tile product on a GPU.
+_MIN_DOT_SIDE = 16
+#: Types of operands whose products are exact in float32, the cheapest first, with the range of each.
+_NARROW_OPERANDS = {
+    "bfloat16": ValueRange(-133, 8, 128),
+    "float16": ValueRange(-24, 11, 16),
+    "tf32": ValueRange(-136, 11, 128),
+}
+
+
+def dot_operand(plan: MatmulPlan, types: tuple[str, ...] = tuple(_NARROW_OPERANDS)) -> str:
+    """The narrowest type of operand (a dtype, or ``"tf32"``) that holds every operand, else the carrier's name.
+
+    Products of such operands are exact in float32, and a matrix unit sums them in float32. That is the carrier's dot,
+    much faster than with operands of 24 bits.
+    """
+    if plan.carrier.name == "float32":
+        for name in types:
+            limits, operand = _NARROW_OPERANDS[name], plan.operand
+            if operand.quantum >= limits.quantum and operand.bits <= limits.precision and operand.top <= limits.top:
+                return name
+    return plan.carrier.name
+
+
+def int32_loop(begin: Array | int, end: Array | int, body: Callable[[Array, Any], Any], init: Any) -> Any:
+    """`lax.fori_loop` with an int32 index, also if both ends are known and 64-bit types are on."""
+
+    def step(state: tuple) -> tuple:
+        i, end, carry = state
+        return i + 1, end, body(i, carry)
+
+    return lax.while_loop(lambda state: state[0] < state[1], step, (jnp.int32(begin), jnp.int32(end), init))[2]
+
+
+def dot_length(block: int) -> int:
+    """The least length to which a short block is padded for a tile product on a GPU."""
+    return next_power_of_two(block, _MIN_DOT_SIDE)
+
+
+def aligned_unit(spec: MatmulSpec, k: int) -> TensorCoreUnit:
+    """The tensor core of an aligned order, for sums of k products."""
+    return TensorCoreUnit(spec, min(spec.order.block or k, k))
+
+
+def aligned_factors(x: Array, axis: int, unit: TensorCoreUnit) -> list[Array]:
+    """Significands and exponents of operands; zeros fill the last block, which change no sum."""
+    rest = -x.shape[axis] % unit.length
+    with jax.enable_x64(False):  # otherwise some Python numbers would become 64-bit numbers
+        parts = aligned_limbs.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
+        return [parts.significand, parts.exponent]
+
+
+def add_aligned_block(
+    sums: tuple[Array, ...],
+    lhs: Sequence[list[Array]],
+    rhs: Sequence[list[Array]],
+    plan: MatmulPlan,
+    draw: WordSource | None,
+    block: Array,
+) -> tuple[Array, ...]:
+    """The sums after block number `block`: c alone, or c and the float32 total to which it is promoted.
+
+    Args:
+        sums: c, and the total if the order promotes.
+        lhs: significand and exponent of the left factor of each product.
+        rhs: those of the right factors.
+        plan: the arithmetic.
+        draw: the random words of the tile, if it draws.
+        block: int32 scalar.
+    """
+    unit, every = aligned_unit(plan.spec, plan.k), plan.spec.order.promote_every
+    word = draw("accumulate", block) if draw is not None else None
+    x, y = ([aligned_limbs.LimbFactors(*parts) for parts in side] for side in (lhs, rhs))
+    c = aligned_limbs.fused_add_limbs(sums[0], x, y, unit, word)
+    if every is None:
+        return (c,)
+    full_range = carrier_range(plan.carrier)
+    following = block + 1
+    ends = (lax.rem(following, np.int32(every // unit.length)) == 0) | (following == -(-plan.k // unit.length))
+    return jnp.where(ends, 0, c), jnp.where(
+        ends, add_and_round(sums[1], c, None, plan.carrier, None, full_range, full_range), sums[1]
+    )
+
+
+def pair_levels(k: int) -> int:
+    """The number of partial sums in pairwise order: level l holds a sum of 2^(l+1) products."""
+    return (k // 2).bit_length()
+
+
+def merge_pairs(
+    pair: Array, sum_: Array, partial_sum: Callable[[Array], Array], plan: MatmulPlan, draw: WordSource | None
+) -> tuple[Array, Array]:
+    """Adds every partial sum that the pair of products number `pair` completes to the sum of this pair.
+
+    This is binary counting: the partial sums on the left belong to the bits set in `pair`, and the lowest bits carry.
+
+    Args:
+        pair: int32 scalar.
+        sum_: A(p + q) of the pair.
+        partial_sum: a function from a level (an int32 scalar) to its partial sum.
+        plan: the arithmetic.
+        draw: the random words of the tile, if it draws.
+
+    Returns:
+        The level of the sum, and the sum.
+    """
+
+    def carries(state: tuple[Array, Array]) -> Array:
+        return (pair >> state[0]) & 1 == 1
+
+    def merge(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        level, total = state
+        begin = 2 * (pair + 1) - lax.shift_left(np.int32(2), level)  # of the right part
+        return level + 1, combine_sums(partial_sum(level), total, plan, draw, begin)
+
+    return lax.while_loop(carries, merge, (jnp.int32(0), sum_))
+
+
+def finish_pairs(
+    last: Array | None, partial_sum: Callable[[Array], Array], plan: MatmulPlan, draw: WordSource | None
+) -> Array:
+    """The pairwise sum after every pair is merged: the last single product, then the partial sums from the right.
+
+    Args:
+        last: the last product if their number is odd and above one.
+        partial_sum: as in `merge_pairs`.
+        plan: likewise.
+        draw: likewise.
+    """
+    pairs = plan.k // 2
+    lowest = (pairs & -pairs).bit_length() - 1
+    total = partial_sum(jnp.int32(lowest))
+    if last is not None:
+        total = accumulate_product(total, last, plan, draw, plan.k - 1)
+
+    def add(level: Array, total: Array) -> Array:
+        begin = lax.shift_left(lax.shift_right_logical(jnp.int32(pairs), level), level) * 2
+        return jnp.where((pairs >> level) & 1 == 1, combine_sums(partial_sum(level), total, plan, draw, begin), total)
+
+    return int32_loop(lowest + 1, pairs.bit_length(), add, total)
+
+
+# -- the operation ---------------------------------------------------------------------------------------------------
 
 
 #: The limit of the inner dimension: steps are counted in int32, blocks after products.
 _LONGEST_INNER_DIMENSION = 1 << 30
-
-
 #: The orders that the kernels know.
 _KERNEL_ORDERS = ("sequential", "blocked", "pairwise", "matrix_unit", "aligned", "aligned_apart", "aligned_halves")
 #: The longest part of the inner dimension on a TPU that consists of whole blocks.
 _LONGEST_TPU_PART = 1024
 
 
-def _refuse_matmul(a: jax.ShapeDtypeStruct, spec: MatmulSpec, tiling: Any, kind: type) -> str | None:
+def _refuse_matmul(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec) -> str | None:
     if spec.order.kind not in _KERNEL_ORDERS:
         return (
             f"order={str(spec.order)!r} has no kernel: XLA fuses its steps as a kernel would. Kernels: {_KERNEL_ORDERS}"
         )
     if spec.order.aligned and (reason := _refuse_aligned_matmul(a, spec)):
         return reason
-    if tiling is not None and not isinstance(tiling, kind):
-        return f"tiling={tiling} is not a {kind.__name__}"
     if a.shape[2] >= _LONGEST_INNER_DIMENSION:
         return f"the inner dimension is {a.shape[2]}, and a kernel takes less than 2^30"
     return None
@@ -64,28 +318,19 @@ def _refuse_aligned_matmul(a: jax.ShapeDtypeStruct, spec: MatmulSpec) -> str | N
     return None
 
 
-def _refuse_tpu_matmul(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any = None) -> str | None:
+def _refuse_tpu_matmul(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec) -> str | None:
     if a.dtype != jnp.float32:
         return f"the operands have dtype {a.dtype.name}, and the TPU kernel takes float32"
     block = aligned_unit(spec, max(a.shape[2], 1)).length if spec.order.aligned else 1
-    if math.lcm(block, 128) > _LONGEST_TPU_PART:
+    if math.lcm(block, LANES) > _LONGEST_TPU_PART:
         return f"order={str(spec.order)!r}: blocks of {block} products do not fill parts of up to {_LONGEST_TPU_PART}"
-    if isinstance(tiling, MatmulTpuTiling) and tiling.block_k % block:
-        return f"tiling={tiling}: block_k must be a multiple of the {block} products of a block"
-    return _refuse_matmul(a, spec, tiling, MatmulTpuTiling)
-
-
-def _refuse_gpu_matmul(a: jax.ShapeDtypeStruct, *_: Any, spec: MatmulSpec, tiling: Any = None) -> str | None:
-    sides = (tiling.block_m, tiling.block_n, tiling.block_k) if isinstance(tiling, MatmulGpuTiling) else ()
-    if spec.order.kind == "matrix_unit" and min(sides, default=MIN_DOT_SIDE) < MIN_DOT_SIDE:
-        return f"tiling={tiling} has a side of less than {MIN_DOT_SIDE}, which a tile product needs"
-    return _refuse_matmul(a, spec, tiling, MatmulGpuTiling)
+    return _refuse_matmul(a, spec=spec)
 
 
 matmul_op = make_op(
     "jchop_matmul",
     matmul_body,
-    tpu=Kernel(_run_tpu_matmul, _refuse_tpu_matmul),
-    gpu=Kernel(_run_gpu_matmul, _refuse_gpu_matmul),
+    tpu=Kernel(kernel_function("products.matmul_tpu", "tpu_matmul"), _refuse_tpu_matmul),
+    gpu=Kernel(kernel_function("products.matmul_gpu", "gpu_matmul"), _refuse_matmul),
     by_backend=True,
 )

@@ -30,7 +30,8 @@ from jchop._core.matmul.matmul import (
     round_products,
     round_single_product,
 )
-from jchop._kernels.products.matmul_tile import (
+from jchop._kernels.pallas import call_on_gpu, divmod_int32
+from jchop._kernels.products.matmul import (
     MatmulGpuTiling,
     add_aligned_block,
     aligned_factors,
@@ -39,7 +40,6 @@ from jchop._kernels.products.matmul_tile import (
     dot_operand,
     finish_pairs,
     int32_loop,
-    matmul_result_type,
     merge_pairs,
     pair_levels,
 )
@@ -67,36 +67,20 @@ def gpu_matmul(
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """
-    batch, m, k = a.shape
-    n = b.shape[2]
+    (batch, m, k), n = a.shape, b.shape[2]
     if not batch * m * n * k:
         return jnp.zeros((batch, m, n), a.dtype)
     plan = MatmulPlan(spec, CARRIERS[a.dtype.name], k)
-    # 64-bit types are on only if they are needed; otherwise some Python numbers would become 64-bit numbers.
-    with jax.enable_x64(plan.carrier.width == 64):
-        return _call_gpu_matmul(a, b, seeds, plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), interpret)
-
-
-def _call_gpu_matmul(
-    a: Array, b: Array, seeds: Array | None, plan: MatmulPlan, tiling: MatmulGpuTiling, interpret: Any
-) -> Array:
-    (batch, m, _), n = a.shape, b.shape[2]
-    tile = _MatmulGpuTile(plan, tiling, m, n)
-    result = matmul_result_type(a, b, seeds)
-    if plan.spec.order.kind == "matrix_unit" and tile.operand in ("bfloat16", "float16"):
-        a, b = a.astype(tile.operand), b.astype(tile.operand)
-    operands = [a, b]
-    if plan.spec.order.aligned:
-        unit = aligned_unit(plan.spec, plan.k)
+    tile = _MatmulGpuTile(plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), m, n)
+    operands, result = [a, b], ((batch, m, n), a.dtype)
+    if spec.order.kind == "matrix_unit" and tile.operand in ("bfloat16", "float16"):
+        operands = [x.astype(tile.operand) for x in operands]
+    if spec.order.aligned:
+        unit = aligned_unit(spec, k)
         operands = [*aligned_factors(jnp.swapaxes(a, 1, 2), 1, unit), *aligned_factors(b, 1, unit)]
-    return pl.pallas_call(
-        tile.kernel,
-        out_shape=result,
-        grid=(batch * tile.down * tile.across,),
-        compiler_params=plt.CompilerParams(num_warps=tile.tiling.num_warps, num_stages=tile.tiling.num_stages),
-        interpret=interpret,
-        name=f"matmul_{plan.spec.order.kind}",
-    )(*operands, *[seeds] * plan.draws)
+    arrays = [*operands, *[seeds] * plan.draws]
+    grid, name = (batch * tile.down * tile.across,), f"matmul_{spec.order.kind}"
+    return call_on_gpu(tile.kernel, grid, arrays, [result], name=name, tiling=tile.tiling, interpret=interpret)[0]
 
 
 @dataclass(frozen=True)
@@ -124,12 +108,9 @@ class _MatmulGpuTile:
     def kernel(self, *refs: Any) -> None:
         count = 4 if self.plan.spec.order.aligned else 2
         operands, (*seeds_ref, out) = refs[:count], refs[count:]
-        number = pl.program_id(0)
-        corner = (
-            lax.div(number, np.int32(self.down * self.across)),
-            lax.rem(lax.div(number, np.int32(self.across)), np.int32(self.down)) * np.int32(self.tiling.block_m),
-            lax.rem(number, np.int32(self.across)) * np.int32(self.tiling.block_n),
-        )
+        lead, j = divmod_int32(pl.program_id(0), self.across)
+        batch, i = divmod_int32(lead, self.down)
+        corner = batch, i * np.int32(self.tiling.block_m), j * np.int32(self.tiling.block_n)
         rows = corner[1] + lax.broadcasted_iota(jnp.int32, (self.tiling.block_m, 1), 0)
         columns = corner[2] + lax.broadcasted_iota(jnp.int32, (1, self.tiling.block_n), 1)
         draw = None
@@ -257,9 +238,7 @@ _GPU_SUM_OF_ORDER: dict[str, Callable[[_MatmulGpuTile, _OperandLoads, WordSource
     "blocked": _MatmulGpuTile.sum_in_blocks,
     "pairwise": _MatmulGpuTile.sum_in_pairs,
     "matrix_unit": _MatmulGpuTile.sum_of_dots,
-    "aligned": _MatmulGpuTile.sum_of_aligned_blocks,
-    "aligned_apart": _MatmulGpuTile.sum_of_aligned_blocks,
-    "aligned_halves": _MatmulGpuTile.sum_of_aligned_blocks,
+    **dict.fromkeys(("aligned", "aligned_apart", "aligned_halves"), _MatmulGpuTile.sum_of_aligned_blocks),
 }
 
 
@@ -272,14 +251,6 @@ class _OperandLoads:
     rows: Array  # whether each row of the tile exists
     columns: Array
     tiling: MatmulGpuTiling
-
-    @property
-    def a(self) -> Any:
-        return self.operands[0]
-
-    @property
-    def b(self) -> Any:
-        return self.operands[1]
 
     def factors(self, k: Array) -> tuple[list[Array], list[Array]]:
         """Significands and exponents of the factors of product k."""
@@ -297,31 +268,32 @@ class _OperandLoads:
 
     def at(self, k: Array) -> tuple[Array, Array]:
         """Column k of one operand and row k of the other."""
-        batch, row, column = self.corner
-        return (
-            plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), pl.ds(k, 1)], mask=self.rows, other=0),
-            plt.load(self.b.at[batch, pl.ds(k, 1), pl.ds(column, self.tiling.block_n)], mask=self.columns, other=0),
-        )
+        return self._both(k, 1, None)
 
     def consecutive(self, k: Array, length: int) -> list[tuple[Array, Array]]:
         """The results of `at` for k and the next `length` - 1 products, which must exist, from loads of vectors."""
-        batch, row, column = self.corner
-        ks, every = pl.ds(k, length), jnp.ones(length, bool)
-        a = plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), ks], mask=self.rows & every[None], other=0)
-        b = plt.load(
-            self.b.at[batch, ks, pl.ds(column, self.tiling.block_n)], mask=every[:, None] & self.columns, other=0
-        )
-        return list(zip(*(lax.split(x, [1] * length, axis) for x, axis in ((a, 1), (b, 0))), strict=True))
+        both = self._both(k, length, lambda axis: jnp.expand_dims(jnp.ones(length, bool), 1 - axis))
+        return list(zip(*(lax.split(x, [1] * length, 1 - i) for i, x in enumerate(both)), strict=True))
 
     def parts(self, begin: Array, end: Array, length: int) -> tuple[Array, Array]:
         """`length` columns and rows from `begin` on; from `end` on they are zero."""
+
+        def exists(axis: int) -> Array:
+            shape = (1, length) if axis else (length, 1)
+            return begin + lax.broadcasted_iota(jnp.int32, shape, axis) < end
+
+        return self._both(begin, length, exists)
+
+    def _both(self, k: Array, length: int, exists: Callable[[int], Array] | None) -> tuple[Array, Array]:
+        """`length` columns and rows from k on; `exists` gives the mask of products along an axis, None for all."""
         batch, row, column = self.corner
-        across = begin + lax.broadcasted_iota(jnp.int32, (1, length), 1) < end
-        down = begin + lax.broadcasted_iota(jnp.int32, (length, 1), 0) < end
-        k = pl.ds(begin, length)
+        a, b = self.operands
+        ks, rows, columns = pl.ds(k, length), self.rows, self.columns
+        if exists is not None:
+            rows, columns = rows & exists(1), exists(0) & columns
         return (
-            plt.load(self.a.at[batch, pl.ds(row, self.tiling.block_m), k], mask=self.rows & across, other=0),
-            plt.load(self.b.at[batch, k, pl.ds(column, self.tiling.block_n)], mask=down & self.columns, other=0),
+            plt.load(a.at[batch, pl.ds(row, self.tiling.block_m), ks], mask=rows, other=0),
+            plt.load(b.at[batch, ks, pl.ds(column, self.tiling.block_n)], mask=columns, other=0),
         )
 
 

@@ -30,14 +30,14 @@ from jchop._core.matmul.matmul import (
     round_products,
     round_single_product,
 )
-from jchop._kernels.products.matmul_tile import (
+from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
+from jchop._kernels.products.matmul import (
     MatmulTpuTiling,
     add_aligned_block,
     aligned_factors,
     aligned_unit,
     dot_operand,
     finish_pairs,
-    matmul_result_type,
     merge_pairs,
     pair_levels,
 )
@@ -65,96 +65,66 @@ def tpu_matmul(
         tiling: the tiles. Default: the heuristic's.
         interpret: as in `pallas_call`, to run it on any device.
     """
-    batch, m, k = a.shape
-    n = b.shape[2]
+    (batch, m, k), n = a.shape, b.shape[2]
     if not batch * m * n * k:
         return jnp.zeros((batch, m, n), a.dtype)
-    # Without 64-bit types; otherwise some Python numbers would become 64-bit numbers.
-    with jax.enable_x64(False):
-        return _call_tpu_matmul(a, b, seeds, spec, tiling or MatmulTpuTiling.for_shape(m, n, k, spec), interpret)
-
-
-def _call_tpu_matmul(
-    a: Array, b: Array, seeds: Array | None, spec: MatmulSpec, tiling: MatmulTpuTiling, interpret: Any
-) -> Array:
-    (batch, m, k), n = a.shape, b.shape[2]
-    tile = _MatmulTpuTile(MatmulPlan(spec, CARRIERS[a.dtype.name], k), tiling, m, n)
+    tiling = tiling or MatmulTpuTiling.for_shape(m, n, k, spec)
     block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
-    result = matmul_result_type(a, b, seeds)
+    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], k)
     lhs, rhs = [a], [b]
     if spec.order.aligned:
         lhs, rhs = (aligned_factors(x, axis, aligned_unit(spec, k)) for x, axis in ((a, 2), (b, 1)))
-    return pl.pallas_call(
-        tile.kernel,
-        out_shape=result,
-        grid=(batch, pl.cdiv(m, block_m), pl.cdiv(n, block_n), pl.cdiv(k, block_k)),
-        in_specs=[
-            *[pl.BlockSpec((1, 12), lambda *_: (0, 0), memory_space=pltpu.SMEM)] * tile.plan.draws,
-            *[pl.BlockSpec((None, block_m, block_k), lambda g, i, j, t: (g, i, t))] * len(lhs),
-            *[pl.BlockSpec((None, block_k, block_n), lambda g, i, j, t: (g, t, j))] * len(rhs),
-        ],
-        out_specs=pl.BlockSpec((None, block_m, block_n), lambda g, i, j, t: (g, i, j)),
-        scratch_shapes=[pltpu.VMEM(shape, a.dtype) for shape in tile.scratch],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",)),
-        interpret=interpret,
-        name=f"matmul_{spec.order.kind}",
-    )(*([] if seeds is None else [seeds[None]]), *lhs, *rhs)
+    count = len(lhs)
 
-
-@dataclass(frozen=True)
-class _MatmulTpuTile:
-    """The kernel of one tile, and its static data."""
-
-    plan: MatmulPlan
-    tiling: MatmulTpuTiling
-    m: int
-    n: int
-
-    @property
-    def kind(self) -> str:
-        return self.plan.spec.order.kind
-
-    @property
-    def block(self) -> int:
-        """Products in a block."""
-        return min(self.plan.spec.order.block or 1, self.plan.k)
-
-    @property
-    def scratch(self) -> list[tuple[int, ...]]:
-        """Shapes of the scratch beside the accumulator: the sum of a block, or the partial sums of every level."""
-        area = (self.tiling.block_m, self.tiling.block_n)
-        if self.kind == "pairwise":
-            return [(pair_levels(self.plan.k), *area)] if self.plan.k > 1 else []
-        return [area] if self.kind in ("blocked", "matrix_unit") or self.plan.spec.order.promote_every else []
-
-    def kernel(self, *refs: Any) -> None:
-        seeds, refs = (refs[0], refs[1:]) if self.plan.draws else (None, refs)
-        seeds = None if seeds is None else [seeds[0, i] for i in range(12)]
-        parts = 2 if self.plan.spec.order.aligned else 1
-        lhs, rhs, (out, *scratch) = refs[:parts], refs[parts : 2 * parts], refs[2 * parts :]
-        run = _MatmulTpuRun(self, lhs, rhs, out, seeds, tuple(pl.program_id(axis) for axis in range(4)))
+    def kernel(*refs: Any) -> None:
+        words, refs = (refs[0], refs[1:]) if plan.draws else (None, refs)
+        words = None if words is None else [words[0, i] for i in range(12)]
+        numbers, (out, *partial) = (refs[:count], refs[count : 2 * count]), refs[2 * count :]
+        run = _MatmulTpuRun(plan, tiling, (m, n), *numbers, out, words, tuple(pl.program_id(axis) for axis in range(4)))
 
         @pl.when(run.part == 0)
         def _() -> None:
             out[...] = jnp.zeros_like(out)
 
-        _TPU_SUM_OF_ORDER[self.kind](run, *scratch)
+        _TPU_SUM_OF_ORDER[spec.order.kind](run, *partial)
+
+    grid = TpuGrid({"g": batch, "i": pl.cdiv(m, block_m), "j": pl.cdiv(n, block_n), "t": pl.cdiv(k, block_k)}, "t")
+    (result,) = call_on_tpu(
+        kernel,
+        grid,
+        [
+            *([] if seeds is None else [(seeds[None], SCALARS)]),
+            *((x, grid.blocks("git", None, block_m, block_k)) for x in lhs),
+            *((x, grid.blocks("gtj", None, block_k, block_n)) for x in rhs),
+        ],
+        [(((batch, m, n), a.dtype), grid.blocks("gij", None, block_m, block_n))],
+        name=f"matmul_{spec.order.kind}",
+        scratch=[(shape, a.dtype) for shape in matmul_scratch(plan, tiling)],
+        interpret=interpret,
+    )
+    return result
+
+
+def matmul_scratch(plan: MatmulPlan, tiling: MatmulTpuTiling) -> list[tuple[int, ...]]:
+    """Shapes of the scratch beside the accumulator: the sum of a block, or the partial sums of every level."""
+    area, kind = (tiling.block_m, tiling.block_n), plan.spec.order.kind
+    if kind == "pairwise":
+        return [(pair_levels(plan.k), *area)] if plan.k > 1 else []
+    return [area] if kind in ("blocked", "matrix_unit") or plan.spec.order.promote_every else []
 
 
 @dataclass(frozen=True)
 class _MatmulTpuRun:
     """One run of the kernel: the data on chip, and its place in the grid."""
 
-    tile: _MatmulTpuTile
+    plan: MatmulPlan
+    tiling: MatmulTpuTiling
+    shape: tuple[int, int]  # of the product
     lhs: tuple[Any, ...]  # the parts of the operands: the numbers, or their significands and exponents
     rhs: tuple[Any, ...]
     out: Any
     seeds: list[Array] | None
     grid_index: tuple[Array, ...]
-
-    @property
-    def plan(self) -> MatmulPlan:
-        return self.tile.plan
 
     @property
     def part(self) -> Array:
@@ -164,12 +134,12 @@ class _MatmulTpuRun:
     @property
     def first(self) -> Array:
         """The index of its first product."""
-        return self.part * self.tile.tiling.block_k
+        return self.part * self.tiling.block_k
 
     @property
     def stop(self) -> Array:
         """The number of its products."""
-        return jnp.minimum(self.plan.k - self.first, self.tile.tiling.block_k)
+        return jnp.minimum(self.plan.k - self.first, self.tiling.block_k)
 
     def at(self, rows: Any, t: Array) -> tuple[Array, Array]:
         """The factors of product `t` for some rows."""
@@ -178,13 +148,13 @@ class _MatmulTpuRun:
 
     def parts(self, rows: Any, t: Array) -> tuple[list[Array], list[Array]]:
         """All parts of these factors: a row is addressed, a column is rotated to the first lane."""
-        block_k = self.tile.tiling.block_k
+        block_k = self.tiling.block_k
         columns = [pltpu.roll(ref[rows, :], lax.rem(block_k - t, block_k), 1) for ref in self.lhs]
         return [v[:, :1] for v in columns], [ref[pl.ds(t, 1), :] for ref in self.rhs]
 
     def stretches(self, body: Callable[[_BlockStretch], None]) -> None:
         """Runs `body` on the part of each block in this part of the inner dimension."""
-        block = self.tile.block
+        block = min(self.plan.spec.order.block or 1, self.plan.k)
 
         def next_stretch(begin: Array) -> Array:
             number = lax.div(self.first + begin, block)
@@ -198,24 +168,24 @@ class _MatmulTpuRun:
 
     def chunks(self, body: Callable[[Any, WordSource | None], None]) -> None:
         """Runs `body` on the rows of every chunk of the tile, with its random words."""
-        rows = self.tile.tiling.rows
+        rows = self.tiling.rows
 
         def chunk(i: Array, _: None) -> None:
             start = pl.multiple_of(i * rows, rows)
             body(pl.ds(start, rows), self._draw(start))
 
-        lax.fori_loop(0, self.tile.tiling.block_m // rows, chunk, None)
+        lax.fori_loop(0, self.tiling.block_m // rows, chunk, None)
 
     def _draw(self, start: Array) -> WordSource | None:
         if self.seeds is None:
             return None
-        tile, tiling = self.tile, self.tile.tiling
+        tiling, (m, n) = self.tiling, self.shape
         batch, i, j = self.grid_index[:3]
-        corner = batch * tile.m + i * tiling.block_m + start, j * tiling.block_n
+        corner = batch * m + i * tiling.block_m + start, j * tiling.block_n
         shape = (tiling.rows, tiling.block_n)
         row, column = (first.astype(jnp.uint32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
                        for axis, first in enumerate(corner))  # fmt: skip
-        return make_word_source(self.seeds, row * np.uint32(tile.n) + column, self.plan.carrier)
+        return make_word_source(self.seeds, row * np.uint32(n) + column, self.plan.carrier)
 
 
 @dataclass(frozen=True)
@@ -330,7 +300,7 @@ def _tpu_dot(x: Array, y: Array, plan: MatmulPlan) -> Array:
 
 def _tpu_sum_of_aligned_blocks(run: _MatmulTpuRun, *partial: Any) -> None:
     """Whole blocks lie in each part of the inner dimension. `partial` keeps c if the output holds the total."""
-    unit, block_k = aligned_unit(run.plan.spec, run.plan.k), run.tile.tiling.block_k
+    unit, block_k = aligned_unit(run.plan.spec, run.plan.k), run.tiling.block_k
     first = run.part * (block_k // unit.length)
     count = jnp.minimum(pl.cdiv(run.plan.k, unit.length) - first, block_k // unit.length)
     sum_refs = (*partial, run.out)
@@ -357,7 +327,5 @@ _TPU_SUM_OF_ORDER: dict[str, Callable[..., None]] = {
     "blocked": _tpu_sum_in_blocks,
     "pairwise": _tpu_sum_in_pairs,
     "matrix_unit": _tpu_sum_of_dots,
-    "aligned": _tpu_sum_of_aligned_blocks,
-    "aligned_apart": _tpu_sum_of_aligned_blocks,
-    "aligned_halves": _tpu_sum_of_aligned_blocks,
+    **dict.fromkeys(("aligned", "aligned_apart", "aligned_halves"), _tpu_sum_of_aligned_blocks),
 }

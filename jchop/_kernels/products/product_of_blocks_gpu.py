@@ -7,7 +7,6 @@ next block are loaded while a block is multiplied. Every load and store is maske
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._core.xla.backend import TILE
+from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
 from jchop._kernels.products.float8_dot_gpu import dot_float8
-from jchop._kernels.products.product_of_blocks_tile import (
+from jchop._kernels.products.product_of_blocks import (
     LONGEST_PRODUCT_STEP,
     ProductOfBlocksGpuTiling,
-    sums_of_blocks,
+    multiply_scales,
+    named_parts,
+    subtract_zero_points,
 )
 
 Array = jax.Array
@@ -62,20 +63,21 @@ def gpu_product_of_blocks(
         )
         tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, extra_registers=extra_registers)
     tile = _ProductOfBlocksGpuTile(m, n, k, block, tiling, bool(interpret))
-    parts_by_name = dict(zip(names, parts, strict=True))
-    parts_by_name |= sums_of_blocks(x, w, parts_by_name, block)
     # As activations and packed weights (k, n) have them. Another order would reach back to x through XLA's layouts.
-    transposed_parts = {
-        name: part if name.startswith("x") else jnp.swapaxes(part, 1, 2) for name, part in parts_by_name.items()
+    parts_by_name = {
+        name: part if name.startswith("x") else jnp.swapaxes(part, 1, 2)
+        for name, part in named_parts(x, w, names, parts, block).items()
     }
-    return pl.pallas_call(
-        lambda x, w, *refs: tile.kernel(x, w, dict(zip(transposed_parts, refs[:-1], strict=True)), refs[-1]),
-        out_shape=jax.ShapeDtypeStruct((batch, m, n), dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
-        grid=(tile.down * tile.across, batch),
-        compiler_params=plt.CompilerParams(num_warps=tile.tiling.num_warps, num_stages=tile.tiling.num_stages),
-        interpret=interpret,
+    (result,) = call_on_gpu(
+        lambda x, w, *refs: tile.kernel(x, w, dict(zip(parts_by_name, refs[:-1], strict=True)), refs[-1]),
+        (tile.down * tile.across, batch),
+        [x, w, *parts_by_name.values()],
+        [((batch, m, n), dtype)],
         name="product_of_blocks",
-    )(x, w, *transposed_parts.values())
+        tiling=tiling,
+        interpret=interpret,
+    )
+    return result
 
 
 @dataclass(frozen=True)
@@ -126,27 +128,22 @@ class _ProductOfBlocksGpuTile:
             then = [load(name, following) for name in changing]
             values = once | dict(zip(changing, now, strict=True))
             term = self._of_block(x, w, batch, number, rows, columns)
-            for zero, sums in (("w_zero", "x_sum"), ("x_zero", "w_sum")):
-                if zero in values:
-                    term = term - values[zero] * values[sums]
-            term = term.astype(jnp.float32)
-            return total + self._times(term, values, [name for name in changing if name.endswith("scale")]), *then
+            term = subtract_zero_points(term, values)
+            return total + multiply_scales(term, values, changing, self.interpret), *then
 
         zeros = jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32)
         first = [load(name, np.int32(0)) for name in changing]
         total, *_ = lax.fori_loop(np.int32(0), np.int32(self.blocks), add_block, (zeros, *first))
-        total = self._times(total, once, [name for name in ("x_scale", "w_scale") if name in once])
+        total = multiply_scales(total, once, once, self.interpret)
         place = out.at[batch, rows[:, None], columns[None, :]]
         mask = (rows < self.m)[:, None] & (columns < self.n)[None, :]
         plt.store(place, total.astype(out.dtype), mask=mask)
 
     def _corner(self) -> tuple[Array, Array]:
         """The row and the column of this program's tile among tiles."""
-        number = pl.program_id(0)
-        size = self._GROUP_ROWS * self.across
-        first = lax.div(number, np.int32(size)) * np.int32(self._GROUP_ROWS)
+        group, within = divmod_int32(pl.program_id(0), self._GROUP_ROWS * self.across)
+        first = group * np.int32(self._GROUP_ROWS)
         height = jnp.minimum(np.int32(self.down) - first, np.int32(self._GROUP_ROWS))
-        within = lax.rem(number, np.int32(size))
         return first + lax.rem(within, height), lax.div(within, height)
 
     def _of_block(self, x: Any, w: Any, batch: Array, number: Array, rows: Array, columns: Array) -> Array:
@@ -160,8 +157,8 @@ class _ProductOfBlocksGpuTile:
 
         def step(start: Any) -> Array:
             along = start + lax.iota(jnp.int32, deep)
-            a = _load_batch_tile(x, batch, rows, along, self.m, stop)
-            b = _load_batch_tile(w, batch, columns, along, self.n, stop)
+            a = load_tile(x, rows, along, self.m, stop, (batch,))
+            b = load_tile(w, columns, along, self.n, stop, (batch,))
             if kind == jnp.float32:
                 return dot_float8(a, b)
             return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=kind)
@@ -173,19 +170,3 @@ class _ProductOfBlocksGpuTile:
         return lax.fori_loop(
             np.int32(0), np.int32(steps), lambda t, sums: sums + step(begin + t * np.int32(deep)), zeros
         )
-
-    def _times(self, numbers: Array, values: dict[str, Array], names: Sequence[str]) -> Array:
-        """Sums times scales, one after the other. A GPU rounds each product before it is added to another number."""
-        for name in names:
-            numbers = numbers * values[name]
-            if self.interpret:
-                numbers = TILE.prevent_fma(numbers, jnp.broadcast_to(values[name], numbers.shape))
-        return numbers
-
-
-def _load_batch_tile(array: Any, batch: Array, rows: Array, columns: Array, rows_end: Any, columns_end: Any) -> Array:
-    """A tile of a matrix; elements beyond the ends are zero."""
-    mask = (rows < rows_end)[:, None] & (columns < columns_end)[None, :]
-    return plt.load(
-        array.at[batch, rows[:, None], columns[None, :]], mask=mask, other=0 if array.dtype == jnp.int8 else 0.0
-    )

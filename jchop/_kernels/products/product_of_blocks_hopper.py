@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from jchop._core.xla.backend import TILE
-from jchop._kernels.products.product_of_blocks_tile import ProductOfBlocksHopperTiling
+from jchop._kernels.products.product_of_blocks import ProductOfBlocksHopperTiling
 
 Array = jax.Array
 plgpu: Any = mosaic_gpu  # some of its names are not exported to type checkers

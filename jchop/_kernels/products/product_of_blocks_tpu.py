@@ -13,13 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from jchop._core.xla.backend import TILE
-from jchop._kernels.products.product_of_blocks_tile import PRODUCT_LANES, ProductOfBlocksTpuTiling, sums_of_blocks
+from jchop._kernels.pallas import TpuGrid, call_on_tpu
+from jchop._kernels.products.product_of_blocks import (
+    ProductOfBlocksTpuTiling,
+    multiply_scales,
+    named_parts,
+    subtract_zero_points,
+)
+from jchop._kernels.tiles import LANES
 
 Array = jax.Array
 
@@ -52,37 +56,35 @@ def tpu_product_of_blocks(
     del apart
     (batch, m, k), n = x.shape, w.shape[1]
     tiling = tiling or ProductOfBlocksTpuTiling.for_shape(m, n, k, block)
-    parts_by_name = dict(zip(names, parts, strict=True))
-    parts_by_name |= sums_of_blocks(x, w, parts_by_name, block)
-    changing = frozenset(name for name, part in parts_by_name.items() if part.shape[2] > 1)
+    parts_by_name = named_parts(x, w, names, parts, block)
     missing = -k % tiling.block_k
     x, w = (jnp.pad(v, ((0, 0), (0, 0), (0, missing))) if missing else v for v in (x, w))
-    tile = _ProductOfBlocksTpuTile(block, tiling, x.shape[2] // tiling.block_k, changing, bool(interpret))
-    of_steps = {name: tile.of_steps(name, part) for name, part in parts_by_name.items()}
-
-    def spec(name: str, part: Array) -> pl.BlockSpec:
-        changes, zero = name in changing, np.int32(0)
+    steps = x.shape[2] // tiling.block_k
+    tile = _ProductOfBlocksTpuTile(
+        block, tiling, steps, {name: part.shape[2] > 1 for name, part in parts_by_name.items()}, bool(interpret)
+    )
+    grid = TpuGrid({"b": batch, "i": pl.cdiv(m, tiling.block_m), "j": pl.cdiv(n, tiling.block_n), "t": steps}, "t")
+    inputs = [
+        (x, grid.blocks("bit", None, tiling.block_m, tiling.block_k)),
+        (w, grid.blocks("bjt", None, tiling.block_n, tiling.block_k)),
+    ]
+    for name, part in parts_by_name.items():
+        of_steps, step = tile.of_steps(name, part), "t" if tile.changes[name] else "one"
         if name.startswith("x"):
-            size = (1, 1, tiling.block_m, part.shape[3])
-            return pl.BlockSpec(size, lambda b, i, j, t: (b, t if changes else zero, i, zero))
-        size = (1, 1, part.shape[2], tiling.block_n)
-        return pl.BlockSpec(size, lambda b, i, j, t: (b, t if changes else zero, zero, j))
-
-    return pl.pallas_call(
-        lambda x, w, *refs: tile.kernel(x, w, dict(zip(of_steps, refs[:-2], strict=True)), *refs[-2:]),
-        out_shape=jax.ShapeDtypeStruct((batch, m, n), dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
-        grid=(batch, pl.cdiv(m, tiling.block_m), pl.cdiv(n, tiling.block_n), tile.steps),
-        in_specs=[
-            pl.BlockSpec((1, tiling.block_m, tiling.block_k), lambda b, i, j, t: (b, i, t)),
-            pl.BlockSpec((1, tiling.block_n, tiling.block_k), lambda b, i, j, t: (b, j, t)),
-            *(spec(name, part) for name, part in of_steps.items()),
-        ],
-        out_specs=pl.BlockSpec((1, tiling.block_m, tiling.block_n), lambda b, i, j, t: (b, i, j)),
-        scratch_shapes=[pltpu.VMEM((tiling.block_m, tiling.block_n), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        interpret=interpret,
+            spec = grid.blocks(("b", step, "i", "all"), None, None, tiling.block_m, of_steps.shape[3])
+        else:
+            spec = grid.blocks(("b", step, "all", "j"), None, None, of_steps.shape[2], tiling.block_n)
+        inputs.append((of_steps, spec))
+    (result,) = call_on_tpu(
+        lambda x, w, *refs: tile.kernel(x, w, dict(zip(parts_by_name, refs[:-2], strict=True)), *refs[-2:]),
+        grid,
+        inputs,
+        [(((batch, m, n), dtype), grid.blocks("bij", None, tiling.block_m, tiling.block_n))],
         name="product_of_blocks",
-    )(x, w, *of_steps.values())
+        scratch=[((tiling.block_m, tiling.block_n), jnp.float32)],
+        interpret=interpret,
+    )
+    return result
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class _ProductOfBlocksTpuTile:
     block: int
     tiling: ProductOfBlocksTpuTiling
     steps: int
-    changing: frozenset[str]
+    changes: Mapping[str, bool]  # whether a part changes along the sum
     interpret: bool
 
     @property
@@ -106,7 +108,7 @@ class _ProductOfBlocksTpuTile:
         One along the sum is that of a single step and block.
         """
         steps = 1
-        if name in self.changing:
+        if self.changes[name]:
             steps = self.steps
             part = jnp.pad(part, ((0, 0), (0, 0), (0, steps * self.blocks - part.shape[2])))
         part = part.reshape(*part.shape[:2], steps, -1)
@@ -119,37 +121,28 @@ class _ProductOfBlocksTpuTile:
         def _() -> None:
             total[...] = jnp.zeros_like(total)
 
-        def of(name: str, i: int) -> Array:
-            """A column, or a row: of block number `i` of the step, or of all."""
-            one = slice(i, i + 1) if name in self.changing else slice(0, 1)
-            return parts[name][0, 0, :, one] if name.startswith("x") else parts[name][0, 0, one, :]
+        def parts_of(i: int) -> dict[str, Array]:
+            """Columns and rows: of block number `i` of the step, or of all."""
+            blocks = {name: slice(i, i + 1) if changes else slice(0, 1) for name, changes in self.changes.items()}
+            return {n: parts[n][:, one] if n.startswith("x") else parts[n][one, :] for n, one in blocks.items()}
 
-        scales = [name for name in ("x_scale", "w_scale") if name in parts]
         for i in range(self.blocks):
-            term = self._of_block(x, w, i)
-            for zero, sums in (("w_zero", "x_sum"), ("x_zero", "w_sum")):
-                if zero in parts:
-                    term = term - of(zero, i) * of(sums, i)
-            term = term.astype(jnp.float32)
-            for name in scales:
-                if name in self.changing:
-                    term = self._times(term, of(name, i))
-            total[...] += term
+            now = parts_of(i)
+            term = subtract_zero_points(self._of_block(x, w, i), now)
+            changing = [name for name in ("x_scale", "w_scale") if self.changes.get(name)]
+            total[...] += multiply_scales(term, now, changing, self.interpret)
 
         @pl.when(step == self.steps - 1)
         def _() -> None:
-            result = total[...]
-            for name in scales:
-                if name not in self.changing:
-                    result = self._times(result, of(name, 0))
-            out[0] = result.astype(out.dtype)
+            once = [name for name in ("x_scale", "w_scale") if not self.changes.get(name, True)]
+            out[...] = multiply_scales(total[...], parts_of(0), once, self.interpret).astype(out.dtype)
 
     def _of_block(self, x: Any, w: Any, i: int) -> Array:
         """The sum of the products of elements of block number `i` of the step."""
         start = i * self.block
-        begin = start // PRODUCT_LANES * PRODUCT_LANES
-        columns = slice(begin, max(begin + PRODUCT_LANES, start + self.block))
-        a, b = self._alone(x[0, :, columns], start - begin), w[0, :, columns]
+        begin = start // LANES * LANES
+        columns = slice(begin, max(begin + LANES, start + self.block))
+        a, b = self._alone(x[:, columns], start - begin), w[:, columns]
         if a.dtype == jnp.int8:
             return lax.dot_general(a, b, _CONTRACT_LAST_AXES, preferred_element_type=jnp.int32)
         b = self._alone(b, start - begin)  # zero times infinity is NaN
@@ -159,14 +152,10 @@ class _ProductOfBlocksTpuTile:
 
     def _alone(self, elements: Array, first: int) -> Array:
         """Elements with zeros in place of the neighbours of a block."""
-        if self.block >= PRODUCT_LANES:
+        if self.block >= LANES:
             return elements
         lane = lax.broadcasted_iota(jnp.int32, elements.shape, 1)
         return jnp.where((lane >= first) & (lane < first + self.block), elements, jnp.zeros_like(elements))
-
-    def _times(self, numbers: Array, scale: Array) -> Array:
-        numbers = numbers * scale
-        return TILE.prevent_fma(numbers, jnp.broadcast_to(scale, numbers.shape)) if self.interpret else numbers
 
 
 #: Both operands have the sum along their last axis.

@@ -437,7 +437,6 @@ def _multiply_blocks_body(
     block: int,
     dtype: str,
     apart: bool = False,
-    tiling: object = None,
     sums: MatrixSums | None = None,
 ) -> Array:
     """The scaled sums of the blocks, added from the first to the last.
@@ -451,10 +450,8 @@ def _multiply_blocks_body(
         block: numbers of the sum in a block.
         dtype: of the result.
         apart: as in `MatrixSums`.
-        tiling: used by kernels only.
         sums: the sums of another product.
     """
-    del tiling
     sums = sums or MatrixSums(apart=apart)
     parts_by_name, sum_dtype, size = dict(zip(names, parts, strict=True)), _scaled_sum_dtype(dtype), x.shape[-1]
     count = -(-size // block)
