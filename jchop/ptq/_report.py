@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +53,7 @@ class WeightRow:
 
 
 @dataclass(frozen=True)
-class PtqReport(Tables):
+class PtqReport(RowReport):
     """The rows of a calibration; ``str`` of it is a table.
 
     Args:
@@ -66,24 +65,7 @@ class PtqReport(Tables):
     weights: tuple[WeightRow, ...]
     passes: int = 1
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, numbers and texts; None in place of NaN and infinities."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, float):
-                return value if math.isfinite(value) else None
-            return list(value) if isinstance(value, tuple) else value
-
-        rows = [{name: plain(value) for name, value in asdict(row).items()} for row in self.weights]
-        return {"passes": self.passes, "weights": rows}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`as_dict` as strict JSON.
-
-        Args:
-            indent: spaces of each level; None for one line.
-        """
-        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+    _rows_field = "weights"
 
     def plot(self, *, title: str = "Signal-to-noise ratio of products") -> Figure:
         """`jchop.plot.calibration` of the report; needs matplotlib."""

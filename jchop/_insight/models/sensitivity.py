@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +13,7 @@ from flax import nnx
 
 from jchop._common.checks import as_iterable, check_choice, short_repr
 from jchop._common.decibels import decibels, format_decibels
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine
 from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
@@ -49,7 +48,7 @@ class SensitivityRow:
 
 
 @dataclass(frozen=True)
-class Sensitivity(Tables):
+class Sensitivity(RowReport):
     """The layers of a model by formats. Its text is a table of decibels: the lowest layer of a column matters most.
 
     Args:
@@ -60,22 +59,7 @@ class Sensitivity(Tables):
     rows: tuple[SensitivityRow, ...]
     formats: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """The rows in the types of strict JSON; infinities are texts ("inf")."""
-
-        def plain(value: Any) -> Any:
-            return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-        rows = [{name: plain(value) for name, value in asdict(row).items()} for row in self.rows]
-        return {"formats": list(self.formats), "rows": rows}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`as_dict` as strict JSON.
-
-        Args:
-            indent: spaces of each level; None for one line.
-        """
-        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+    _infinities_as_text = True
 
     def plot(self, *, title: str = "Layers rounded one at a time") -> Figure:
         """`jchop.plot.sensitivity` of it; needs matplotlib."""

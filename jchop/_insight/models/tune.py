@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 from jchop._common.checks import check_choice, short_repr
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine
 from jchop._insight.tune._knapsack import choice_within_budget, knapsack_front
 from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec
@@ -63,7 +63,7 @@ class TunedLayer:
 
 
 @dataclass(frozen=True)
-class LayerTuning(Tables):
+class LayerTuning(RowReport):
     """The result of `tune`; its ``str`` is a table.
 
     Args:
@@ -90,10 +90,6 @@ class LayerTuning(Tables):
 
     _align = "<<>>>>>>"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data for JSON; rules as text, and a number that is not finite is None."""
-        return {f.name: _tuning_json(getattr(self, f.name)) for f in fields(self)}
-
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("layer", "format", "weights", "bits", "score", "weights dB", "inputs dB", "results dB")
         yield [head, *map(_tuning_row_cells, self.rows)]
@@ -106,18 +102,6 @@ class LayerTuning(Tables):
 def _tuning_row_cells(row: TunedLayer) -> tuple[str, ...]:
     ratios = (row.weight_snr, row.activation_snr, row.output_snr)
     return row.path, row.option, str(row.weights), f"{row.bits:.3g}", f"{row.score:.2g}", *map(format_decibels, ratios)
-
-
-def _tuning_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuning_json(x) for key, x in value.items()}
-    if isinstance(value, tuple):
-        return [_tuning_json(x) for x in value]
-    if isinstance(value, TunedLayer):
-        return {f.name: _tuning_json(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Rule):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
@@ -16,7 +15,7 @@ import jax.core
 import numpy as np
 
 from jchop._common.checks import check_bool, check_choice, check_int
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
 from jchop._emulate.paired.measure import Event, Measure
 from jchop._emulate.paired.paired_run import SILENT_KINDS, PairedRun, StopEventError
@@ -38,13 +37,38 @@ from jchop._program.source import user_line
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
 
-__all__ = ["Event", "Report", "ReportRow", "report"]
+__all__ = ["Event", "PlacedRow", "Report", "ReportRow", "emulated_call", "report"]
 
 Array = jax.Array
 
 
+class PlacedRow:
+    """A row with a line of source."""
+
+    source: str
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name; a number that is not finite is None, an event a dict of its turn, place and order."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return plain_data({name: vars(value) if isinstance(value, Event) else value for name, value in values.items()})
+
+
+def emulated_call(name: str, fun: Any, args: tuple[Any, ...]) -> tuple[EmulatedFunction, tuple[Any, ...]]:
+    """An emulated function and its arguments; those of a method begin with its object."""
+    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
+        fun, args = fun.__func__, (fun.__self__, *args)
+    if not isinstance(fun, EmulatedFunction):
+        raise TypeError(f"{name}={fun!r} must be a function that jchop.emulate returned")
+    return fun, args
+
+
 @dataclass(frozen=True)
-class ReportRow:
+class ReportRow(PlacedRow):
     """The equations of one primitive, scope, arithmetic and line of source.
 
     Args:
@@ -101,25 +125,9 @@ class ReportRow:
     first_nan: Event | None = None
     first_invalid: Event | None = None
 
-    @property
-    def place(self) -> str:
-        """The source without its folders: ``"model.py:12"``."""
-        return os.path.basename(self.source)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name; NaN becomes None, an event a dict of its turn, place and order."""
-        return {f.name: _report_json(getattr(self, f.name)) for f in fields(self)}
-
-
-def _report_json(value: Any) -> Any:
-    """The value in the types of strict JSON."""
-    if isinstance(value, Event):
-        return {"turn": list(value.turn), "where": list(value.where), "order": value.order}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 @dataclass(frozen=True)
-class Report(Tables):
+class Report(RowReport):
     """The result of `emulate.report`; its ``str`` is a table, with the notes below.
 
     Args:
@@ -160,24 +168,6 @@ class Report(Tables):
         name = f"first_{check_choice('event', event, EVENTS)}"
         rows = [row for row in self.rows if getattr(row, name) is not None]
         return min(rows, key=lambda row: getattr(row, name).order, default=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report in the types of strict JSON: dicts, lists, texts and numbers."""
-        return {
-            "traced": self.traced,
-            "reference": self.reference,
-            "stopped": self.stopped,
-            "notes": list(self.notes),
-            "rows": [row.as_dict() for row in self.rows],
-        }
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`as_dict` as strict JSON, in which NaN is null.
-
-        Args:
-            indent: spaces of each level; None for one line.
-        """
-        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
 
     def _parts(self) -> list[TableOrLine]:
         names = ("scope", "primitive", "spec", "sums", "equations", "results") + _MEASURE_COLUMNS * self.traced
@@ -256,10 +246,7 @@ def report(
         >>> str(seen.rows[0].first_overflow)
         '[1]'
     """
-    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
-        fun, args = fun.__func__, (fun.__self__, *args)
-    if not isinstance(fun, EmulatedFunction):
-        raise TypeError(f"fun={fun!r} must be a function that jchop.emulate returned")
+    fun, args = emulated_call("fun", fun, args)
     trace_values = check_bool("trace_values", trace_values) or reference is not None or stop_at is not None
     if stop_at is not None:
         check_choice("stop_at", stop_at, EVENTS)

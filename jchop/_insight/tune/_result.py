@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 
@@ -51,7 +51,7 @@ class TuningPoint:
 
 
 @dataclass(frozen=True)
-class Tuning(Tables):
+class Tuning(RowReport):
     """The result of `jchop.tune`; its ``str`` is a table.
 
     Args:
@@ -100,14 +100,9 @@ class Tuning(Tables):
         """The largest error of the inputs."""
         return max(self.errors)
 
-    def columns(self) -> dict[str, list[Any]]:
-        """The rows by column, as a data frame takes them."""
-        return {f.name: [getattr(row, f.name) for row in self.rows] for f in fields(TunedSite)}
-
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data for JSON; a number that is not finite becomes None, a spec its text."""
-        out = {f.name: _tuning_as_json(getattr(self, f.name)) for f in fields(self)}
-        return {**out, "error": _tuning_as_json(self.error)}
+        """As of every report, and the largest error."""
+        return {"error": plain_data(self.error), **super().as_dict()}
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("site", "format", "bits", "equations", "results", "error alone")
@@ -127,15 +122,3 @@ def _inputs_text(errors: tuple[float, ...]) -> str:
 def _tuning_cells(row: TunedSite) -> tuple[str, ...]:
     alone = "" if math.isnan(row.alone) else f"{row.alone:.2g}"
     return row.path, row.spec, str(row.bits), str(row.equations), str(row.results), alone
-
-
-def _tuning_as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuning_as_json(x) for key, x in value.items()}
-    if isinstance(value, tuple | list):
-        return [_tuning_as_json(x) for x in value]
-    if isinstance(value, TunedSite | TuningPoint):
-        return {f.name: _tuning_as_json(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Spec | MatmulSpec):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
