@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.plot._style import INK, need_matplotlib, new_figure
+from jchop.plot._style import INK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +66,6 @@ def heat_map(
         >>> len(figure.axes)
         2
     """
-    need_matplotlib()
     for panel in panels:
         for field, table in (("values", panel.values), ("spread", panel.spread)):
             if table is not None and np.shape(table) != (len(rows), len(columns)):

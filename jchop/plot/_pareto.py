@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jchop.plot._style import BLUE, INK, RED, draw_at_edge, need_matplotlib, new_figure
+from jchop.plot._style import BLUE, INK, RED, draw_at_edge, draw_frame, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,6 @@ def pareto(
         >>> [text.get_text() for text in figure.axes[0].texts]
         ['e5m2', 'e4m3', 'half']
     """
-    need_matplotlib()
     if not names or len({len(names), len(bits), len(values)}) > 1:
         raise ValueError(f"names, bits and values have lengths {len(names)}, {len(bits)}, {len(values)}; they must be "
                          "equal, and at least 1")  # fmt: skip
@@ -79,9 +78,7 @@ def pareto(
     _draw_names(axes, names, x, y, best)
     axes.set_xlabel("bits for each number", fontsize=11)
     axes.set_ylabel(ylabel, fontsize=11)
-    axes.grid(color="#e5e5e5", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_frame(axes)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.08), fontsize=9, frameon=False)
     return figure
 
