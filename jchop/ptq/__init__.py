@@ -3,8 +3,18 @@
 from jchop.ptq._data.statistics import InputStatistics, Statistics, statistics
 from jchop.ptq._quantize import quantize
 from jchop.ptq._report import PtqReport, WeightRow
-from jchop.ptq._steps.map_steps import awq, rotate, smooth
-from jchop.ptq._steps.steps import clip, correct_biases, correct_error, gptq, hqq, sign_round, sparse
+from jchop.ptq._steps.steps import (
+    awq,
+    clip,
+    correct_biases,
+    correct_error,
+    gptq,
+    hqq,
+    rotate,
+    sign_round,
+    smooth,
+    sparse,
+)
 
 __all__ = [
     "InputStatistics",

@@ -20,7 +20,7 @@ from jchop._quantized.program.weight_layout import WeightLayout
 from jchop.ptq._data.columns import element_scales, qarray_of
 from jchop.ptq._data.input_sums import InputSums
 from jchop.ptq._data.statistics import mean_statistics
-from jchop.ptq._steps.map_steps import Awq, Smooth
+from jchop.ptq._steps.steps import Awq, Smooth
 
 Array = jax.Array
 

@@ -25,9 +25,8 @@ from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, gr
 from jchop.ptq._equalize.labels import FactorLabel, FoldError, has_one_factor
 from jchop.ptq._equalize.rotation_rules import GainError, rotation_of
 from jchop.ptq._equalize.search import Fold, channels_of, fold_of
-from jchop.ptq._steps.map_steps import Awq, Mapping, Rotate
 from jchop.ptq._steps.round import round_parameter
-from jchop.ptq._steps.steps import CalibrationSteps
+from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate
 
 Array = jax.Array
 
@@ -61,7 +60,7 @@ class MappingRecord:
         self.notes.setdefault((leaf, turn), []).append(text)
 
 
-def map_parameters(data: BatchData, steps: Sequence[Mapping], memory: int | None = None) -> MappingRecord:
+def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | None = None) -> MappingRecord:
     """Map the parameters of `data`, one step after the other.
 
     Each runs the data once, or, if there is a bound of `memory` in bytes, as often as that takes.
@@ -109,7 +108,7 @@ class _MappingJob:
     """
 
     def __init__(
-        self, step: Mapping, program: Any, call: Any, graph: ProgramGraph, other_graphs: Sequence[ProgramGraph],
+        self, step: MappingStep, program: Any, call: Any, graph: ProgramGraph, other_graphs: Sequence[ProgramGraph],
         lazy_sums: LazySums, weight_sites: dict[int, WeightSite], record: MappingRecord,
     ) -> None:  # fmt: skip
         self.step, self.program, self.call, self.graph, self.other_graphs = step, program, call, graph, other_graphs
