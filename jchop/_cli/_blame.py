@@ -20,7 +20,7 @@ def run_blame(options: argparse.Namespace) -> None:
             check_suffix(option, path, suffix)
             require_extra(option, "plot", ("matplotlib",))
     from jchop._insight.reports.blame import blame
-    from jchop._insight.reports.emulate import emulate
+    from jchop._insight.reports.report import emulate
 
     spec = as_spec(options.to, "--to")
     key = key_of_seed_option(options.seed, [spec])

@@ -1,8 +1,8 @@
 """Rounding with data: the statistics of a program's products, and parameters rounded by them."""
 
-from jchop.ptq._data.statistics import InputStatistics, Statistics, statistics
+from jchop.ptq._data.passes import InputStatistics, Statistics, statistics
 from jchop.ptq._quantize import quantize
-from jchop.ptq._report import PtqReport, WeightRow
+from jchop.ptq._records import PtqReport, WeightRow
 from jchop.ptq._steps.steps import (
     awq,
     clip,

@@ -21,12 +21,11 @@ from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
-from jchop.ptq._data.input_sums import InputSums, pair_value
+from jchop.ptq._data.collect import InputSums, pair_value
 from jchop.ptq._data.passes import BatchData, check_batches, check_memory, memory_bytes, split_stages, turn_bytes
 from jchop.ptq._data.sites import Stage, WeightSite, WeightSites
 from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
-from jchop.ptq._report import PtqReport, WeightRow
-from jchop.ptq._resume import Journal, StageRecord, check_resume, run_facts
+from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, check_resume, run_facts
 from jchop.ptq._steps.round import RoundingOutcome, pruning_of, round_parameter
 from jchop.ptq._steps.steps import CalibrationStep, CalibrationSteps, HalfQuadratic, Sweep, as_steps, gptq
 from jchop.storage._half_quadratic import check_float_zero_points

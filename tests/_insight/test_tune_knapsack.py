@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jchop._insight.tune._knapsack import choice_within_budget, knapsack_front
+from jchop._insight.tune._search import choice_within_budget, knapsack_front
 
 
 def test_the_front_is_that_of_all_choices() -> None:

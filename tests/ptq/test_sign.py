@@ -12,7 +12,7 @@ from further import Further
 
 import jchop as jc
 from jchop.ptq._data.columns import element_scales, elementwise_spec
-from jchop.ptq._steps.sign_round import neighbours, sign_descent
+from jchop.ptq._steps.round import neighbours, sign_descent
 
 further = Further()
 

@@ -77,9 +77,7 @@ class RowReport(Tables):
         NaN is None, and so are infinities unless the class says that they are texts. A spec or a rule is its text.
         """
         names = [f.name for f in fields(self) if f.name != self._rows_field]  # type: ignore[arg-type]
-        return {
-            name: plain_data(getattr(self, name), self._infinities_as_text) for name in (*names, self._rows_field)
-        }
+        return {name: plain_data(getattr(self, name), self._infinities_as_text) for name in (*names, self._rows_field)}
 
     def to_json(self, indent: int | None = None) -> str:
         """`as_dict` as strict JSON.

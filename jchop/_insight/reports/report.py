@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast, overload
 
 import jax
 import jax.core
@@ -17,6 +17,7 @@ import numpy as np
 from jchop._common.checks import check_bool, check_choice, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
+from jchop._emulate.emulate import emulate as _emulate
 from jchop._emulate.paired.measure import Event, Measure
 from jchop._emulate.paired.paired_run import SILENT_KINDS, PairedRun, StopEventError
 from jchop._emulate.paired.places import (
@@ -37,7 +38,7 @@ from jchop._program.source import user_line
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
 
-__all__ = ["Event", "PlacedRow", "Report", "ReportRow", "emulated_call", "report"]
+__all__ = ["Event", "PlacedRow", "Report", "ReportRow", "emulate", "emulated_call", "report"]
 
 Array = jax.Array
 
@@ -319,3 +320,42 @@ def _result_size(step: EmulatedStep) -> int:
     if step.kind == "constant":
         return 1
     return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))
+
+
+class _EmulateFunction(Protocol):
+    """`emulate`, with `report` as an attribute."""
+
+    report: Callable[..., Report]
+
+    @overload
+    def __call__(
+        self,
+        fun: Callable[..., Any],
+        spec: Any,
+        *,
+        rules: Mapping[str, Any] | None = ...,
+        accumulate: Any = ...,
+        key: Any = ...,
+        unknown: Any = ...,
+        narrow: Literal["raise", "carrier"] = ...,
+        max_turns: int | None = ...,
+        stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
+    ) -> EmulatedFunction: ...
+
+    @overload
+    def __call__(
+        self,
+        spec: Spec | ElementFormat | str | None,
+        *,
+        rules: Mapping[str, Any] | None = ...,
+        accumulate: Any = ...,
+        key: Any = ...,
+        unknown: Any = ...,
+        narrow: Literal["raise", "carrier"] = ...,
+        max_turns: int | None = ...,
+        stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
+    ) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
+
+
+emulate = cast(_EmulateFunction, _emulate)
+emulate.report = report
