@@ -13,6 +13,7 @@ import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import as_iterable, check_choice
+from jchop._common.decibels import decibels_of_arrays
 from jchop._common.text import RowReport, TableOrLine
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_array
@@ -239,7 +240,7 @@ def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any,
     return ComparisonRow(
         str(spec),
         float(fmt.bits_per_element(array.shape) if fmt is not None else spec.format.bits),
-        _snr_decibels(x, error),
+        decibels_of_arrays(x, error),
         worst,
         relative,
         float(nonfinite.mean()),
@@ -248,18 +249,6 @@ def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any,
         math.nan if fmt is not None else _float_or_infinity(spec.format.max),
         exponent,
     )
-
-
-def _snr_decibels(x: np.ndarray, error: np.ndarray) -> float:
-    """The signal-to-noise ratio; both are divided by powers of two before, so that no square overflows or is lost."""
-    worst, largest = float(error.max()), float(np.abs(x).max())
-    if worst == 0:
-        return math.inf
-    if math.isinf(worst) or largest == 0:
-        return -math.inf
-    exponents = [math.frexp(value)[1] for value in (largest, worst)]
-    power, noise = (float(np.sum(np.ldexp(v, -exp) ** 2)) for v, exp in zip((x, error), exponents, strict=True))
-    return 10 * math.log10(power / noise) + 20 * (exponents[0] - exponents[1]) * math.log10(2)
 
 
 def _fit_exponent(largest: float, fmt: ElementFormat) -> int:

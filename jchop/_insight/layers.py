@@ -16,7 +16,7 @@ from jchop._common.checks import as_iterable, check_choice, short_repr
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.text import RowReport, TableOrLine
-from jchop._insight.tune._search import choice_within_budget, knapsack_front
+from jchop._insight.tune._search import front_of_sums
 from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
@@ -362,14 +362,14 @@ def tune(
             [loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - model_loss for j in range(len(options))]
             for i in range(len(targets))
         ]
-    front = knapsack_front(*(_group_sums(table, targets) for table in (costs, scores)))
-    best = choice_within_budget(front, budget)
+    front = front_of_sums(*(_group_sums(table, targets) for table in (costs, scores)))
+    best = next((trial for trial in reversed(front) if trial.cost <= budget), None)
     if best is None:
         raise ValueError(
             f"{'bits' if bytes is None else 'bytes'}={bits if bytes is None else bytes}: the cheapest choice takes "
             f"{8 * front[0].cost / count:.4g} bits of a weight, {front[0].cost} bytes"
         )
-    choice = [best.options[layer.group] for layer in targets]
+    choice = [best.assignment[layer.group] for layer in targets]
     notes = _single_format_notes(choice, loss_under, costs, budget, options)
     if other_layers:
         notes += (f"without a format, and not in the budget: {_first_names(other_layers)}",)
@@ -397,7 +397,7 @@ def tune(
         loss_under(choice),
         model_loss,
         uniform,
-        tuple((8 * point.cost / count, point.score) for point in front),
+        tuple((8 * trial.cost / count, trial.error) for trial in front),
         notes,
     )
 

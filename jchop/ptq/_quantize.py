@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import enable_x64_for
+from jchop._common.decibels import decibels
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
@@ -547,7 +548,5 @@ def _shape_size(shape: Sequence[int]) -> int:
 
 
 def _snr_of(energy: float, error: float) -> float:
-    """Signal-to-noise ratio; infinite without an error, NaN without a signal."""
-    if energy <= 0:
-        return math.nan
-    return 10 * math.log10(energy / error) if error > 0 else math.inf
+    """Signal-to-noise ratio of a product in decibels; NaN without a signal."""
+    return decibels(energy, max(error, 0.0)) if energy > 0 else math.nan  # a rounding error may make it negative

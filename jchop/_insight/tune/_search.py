@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AssignmentSearch", "KnapsackChoice", "Trial", "choice_within_budget", "knapsack_front"]
+__all__ = ["AssignmentSearch", "Trial", "front_of_sums", "pareto_front"]
 
 #: The level of each site, a place in the menu.
 LevelAssignment = tuple[int, ...]
@@ -16,7 +16,7 @@ LevelAssignment = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured assignment."""
+    """An assignment of levels to sites, its cost and its error."""
 
     assignment: LevelAssignment
     cost: float
@@ -84,11 +84,7 @@ class AssignmentSearch:
 
     def front(self) -> list[Trial]:
         """The measured assignments that no other one beats in cost and error, the cheapest first."""
-        out: list[Trial] = []
-        for trial in sorted(self.trials.values(), key=lambda trial: (trial.cost, trial.error, trial.assignment)):
-            if math.isfinite(trial.error) and (not out or trial.error < out[-1].error):
-                out.append(trial)
-        return out
+        return pareto_front(trial for trial in self.trials.values() if math.isfinite(trial.error))
 
     def _trial(self, assignment: LevelAssignment) -> Trial:
         if assignment in self.trials:
@@ -198,46 +194,31 @@ class AssignmentSearch:
         return None
 
 
-@dataclass(frozen=True)
-class KnapsackChoice:
-    """A choice for each group.
-
-    Args:
-        cost: the sum of the costs.
-        score: the sum of the scores.
-        options: the number of the option of each group.
-    """
-
-    cost: int
-    score: float
-    options: tuple[int, ...]
-
-
-def knapsack_front(costs: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> list[KnapsackChoice]:
-    """The choices that no other one beats in cost and score, the cheapest first.
-
-    Group by group, each choice so far is joined with each option, and those that another one beats are left out: a
-    part of the best whole is the best part of its cost. So the front is exact, for any number of groups.
-
-    Args:
-        costs: an integer for each option of each group.
-        scores: a number for each option of each group; less is better.
-    """
-    front = [KnapsackChoice(0, 0.0, ())]
-    for group_costs, group_scores in zip(costs, scores, strict=True):
-        candidates = [
-            KnapsackChoice(one.cost + cost, one.score + score, (*one.options, option))
-            for one in front
-            for option, (cost, score) in enumerate(zip(group_costs, group_scores, strict=True))
-        ]
-        candidates.sort(key=lambda one: (one.cost, one.score, one.options))
-        front = []
-        for choice in candidates:
-            if not front or choice.score < front[-1].score:
-                front.append(choice)
+def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials that no other one beats in cost and error, the cheapest first."""
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: (trial.cost, trial.error, trial.assignment)):
+        if not front or trial.error < front[-1].error:
+            front.append(trial)
     return front
 
 
-def choice_within_budget(front: Sequence[KnapsackChoice], budget: int) -> KnapsackChoice | None:
-    """The choice of the least score that costs no more than the budget; None if every one costs more."""
-    return next((choice for choice in reversed(front) if choice.cost <= budget), None)
+def front_of_sums(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> list[Trial]:
+    """The front of assignments whose costs and errors are sums over the sites.
+
+    Site by site, each assignment so far is joined with each level, and those that another one beats are left out: a
+    part of the best whole is the best part of its cost. So the front is exact, for any number of sites.
+
+    Args:
+        costs: a number for each level of each site.
+        errors: a number for each level of each site; less is better.
+    """
+    front = [Trial((), 0, 0.0)]
+    for site_costs, site_errors in zip(costs, errors, strict=True):
+        levels = list(enumerate(zip(site_costs, site_errors, strict=True)))
+        front = pareto_front(
+            Trial((*trial.assignment, level), trial.cost + cost, trial.error + error)
+            for trial in front
+            for level, (cost, error) in levels
+        )
+    return front
