@@ -268,6 +268,60 @@ class _TunableLayer:
     kind: NnxKind
     group: int = 0
 
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """The names and values of its weights."""
+        return ((name, getattr(self.module, name).get_value()) for name in weight_names(self.module, self.kind))
+
+    @property
+    def count(self) -> int:
+        """The count of its weights."""
+        return sum(value.size for _, value in self.weights())
+
+    def bytes_under(self, option: Rule | None) -> int:
+        """The bytes of its weights, packed."""
+        specs = {name: None if option is None else self.kind.spec(option, name) for name, _ in self.weights()}
+        return sum(
+            bytes_of_tree(value if spec is None else packed_param_shape(self.module, self.kind, name, spec))
+            for (name, value), spec in zip(self.weights(), specs.values(), strict=True)
+        )
+
+
+class _LayerProblem:
+    """Layers, the options for each, and the losses of the model under assignments of these."""
+
+    def __init__(
+        self, model: nnx.Module, loss: LossFunction, batches: Sequence[tuple[Any, ...]],
+        layers: Sequence[_TunableLayer], options: Sequence[Rule | None],
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.batches, self.layers, self.options = model, loss, batches, layers, options
+        self._losses: dict[tuple[int, ...], float] = {}
+
+    def rules(self, assignment: Sequence[int]) -> list[Rule]:
+        """A rule for each layer with a format; those at level -1 have none."""
+        levels = ((layer, self.options[j]) for layer, j in zip(self.layers, assignment, strict=True) if j >= 0)
+        return [replace(rule, path=f"/{x.path}/" if x.path else "/") for x, rule in levels if rule is not None]
+
+    def loss_under(self, assignment: Sequence[int]) -> float:
+        """The mean loss of the model under an assignment, computed once."""
+        key = tuple(assignment)
+        if key not in self._losses:
+            rules = self.rules(key)
+            graph, state = nnx.split(quantize(self.model, rules) if rules else self.model)
+            run = jax.jit(lambda state, batch: self.loss(nnx.merge(graph, state), *batch))
+            self._losses[key] = float(np.mean([float(run(state, batch)) for batch in self.batches]))
+        return self._losses[key]
+
+    def uniform(self, level: int) -> list[int]:
+        """The assignment of one level to all layers."""
+        return [level] * len(self.layers)
+
+    def by_group(self, table: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """The sums over the layers of each group."""
+        sums = [[0] * len(self.options) for _ in range(1 + max(layer.group for layer in self.layers))]
+        for layer, row in zip(self.layers, table, strict=True):
+            sums[layer.group] = [total + value for total, value in zip(sums[layer.group], row, strict=True)]
+        return sums
+
 
 def tune(
     model: nnx.Module,
@@ -333,23 +387,16 @@ def tune(
     check_choice("score", score, TUNE_SCORES)
     batches = _data_batches(data)
     targets, other_layers = _tunable_layers(model, layers, groups)
-    costs = [[_weight_bytes(layer, option) for option in options] for layer in targets]
-    count = sum(_weight_count(layer) for layer in targets)
+    problem = _LayerProblem(model, loss, batches, targets, options)
+    costs = [[layer.bytes_under(option) for option in options] for layer in targets]
+    uniform_costs = [sum(column) for column in zip(*costs, strict=True)]
+    count = sum(layer.count for layer in targets)
     budget = _byte_budget(bits, bytes, count)
-    cache: dict[tuple[int, ...], float] = {}
-
-    def loss_under(choice: Sequence[int]) -> float:
-        if tuple(choice) not in cache:
-            cache[tuple(choice)] = _mean_loss(loss, _model_under_options(model, targets, options, choice), batches)
-        return cache[tuple(choice)]
-
-    model_loss = _mean_loss(loss, model, batches)
+    carrier = problem.uniform(-1)
+    model_loss = problem.loss_under(carrier)
     # First, since errors about rules of the whole model have the paths of the layers.
-    uniform = {
-        _option_text(option): (8 * sum(row[j] for row in costs) / count, loss_under([j] * len(targets)))
-        for j, option in enumerate(options)
-    }
-    scores, ratios, opaque, uncalled = _fisher_scores(model, loss, batches, targets, options)
+    losses = [problem.loss_under(problem.uniform(j)) for j in range(len(options))]
+    scores, ratios, opaque, uncalled = _fisher_scores(problem)
     if opaque and score == "fisher":
         raise ValueError(
             f"score='fisher': the calls of {_first_names(sorted(map(repr, opaque)))} are within a transformation of "
@@ -357,12 +404,11 @@ def tune(
             "Use score='loss', or leave them out by layers="
         )
     if score == "loss":
-        carrier = [-1] * len(targets)
         scores = [
-            [loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - model_loss for j in range(len(options))]
+            [problem.loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - model_loss for j in range(len(options))]
             for i in range(len(targets))
         ]
-    front = front_of_sums(*(_group_sums(table, targets) for table in (costs, scores)))
+    front = front_of_sums(problem.by_group(costs), problem.by_group(scores))
     best = next((trial for trial in reversed(front) if trial.cost <= budget), None)
     if best is None:
         raise ValueError(
@@ -370,18 +416,24 @@ def tune(
             f"{8 * front[0].cost / count:.4g} bits of a weight, {front[0].cost} bytes"
         )
     choice = [best.assignment[layer.group] for layer in targets]
-    notes = _single_format_notes(choice, loss_under, costs, budget, options)
+    chosen_loss = problem.loss_under(choice)
+    texts = [_option_text(option) for option in options]
+    notes = [
+        f"{text} alone has a lower loss than the choice by scores"
+        for text, cost, single_loss in zip(texts, uniform_costs, losses, strict=True)
+        if cost <= budget and single_loss < chosen_loss
+    ]
     if other_layers:
-        notes += (f"without a format, and not in the budget: {_first_names(other_layers)}",)
+        notes.append(f"without a format, and not in the budget: {_first_names(other_layers)}")
     if uncalled:
-        notes += (f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, uncalled)))}",)
+        notes.append(f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, uncalled)))}")
     rows = tuple(
         TunedLayer(
             layer.path,
             layer.group,
-            _option_text(options[j]),
-            _weight_count(layer),
-            8 * costs[i][j] / _weight_count(layer),
+            texts[j],
+            layer.count,
+            8 * costs[i][j] / layer.count,
             scores[i][j],
             weight_ratio(layer.module, layer.kind, options[j]),
             *ratios[i][j],
@@ -390,15 +442,15 @@ def tune(
     )
     total = sum(costs[i][j] for i, j in enumerate(choice))
     return LayerTuning(
-        tuple(_layer_option_rules(targets, options, choice)),
+        tuple(problem.rules(choice)),
         rows,
         8 * total / count,
         total,
-        loss_under(choice),
+        chosen_loss,
         model_loss,
-        uniform,
+        {text: (8 * cost / count, one) for text, cost, one in zip(texts, uniform_costs, losses, strict=True)},
         tuple((8 * trial.cost / count, trial.error) for trial in front),
-        notes,
+        tuple(notes),
     )
 
 
@@ -472,28 +524,6 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _weight_count(layer: _TunableLayer) -> int:
-    return sum(getattr(layer.module, name).get_value().size for name in weight_names(layer.module, layer.kind))
-
-
-def _weight_bytes(layer: _TunableLayer, option: Rule | None) -> int:
-    """The bytes of the weights of a layer, packed."""
-    total = 0
-    for name in weight_names(layer.module, layer.kind):
-        spec = None if option is None else layer.kind.spec(option, name)
-        value = getattr(layer.module, name).get_value()
-        total += bytes_of_tree(value if spec is None else packed_param_shape(layer.module, layer.kind, name, spec))
-    return total
-
-
-def _group_sums(table: list[list[Any]], targets: Sequence[_TunableLayer]) -> list[list[Any]]:
-    """The sums over the layers of each group."""
-    sums = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in targets))]
-    for layer, row in zip(targets, table, strict=True):
-        sums[layer.group] = [total + value for total, value in zip(sums[layer.group], row, strict=True)]
-    return sums
-
-
 def _option_text(option: Rule | None) -> str:
     if option is None:
         return "carrier"
@@ -501,110 +531,57 @@ def _option_text(option: Rule | None) -> str:
     return str(option.weight) if is_weight_only else str(option)
 
 
-# -- models under rules ------------------------------------------------------------------------------------------------
-
-
-def _layer_option_rules(
-    targets: Sequence[_TunableLayer], options: Sequence[Rule | None], choice: Sequence[int]
-) -> list[Rule]:
-    out = []
-    for layer, j in zip(targets, choice, strict=True):
-        option = options[j] if j >= 0 else None
-        if option is not None:
-            out.append(replace(option, path=f"/{layer.path}/" if layer.path else "/"))
-    return out
-
-
-def _model_under_options(
-    model: nnx.Module, targets: Sequence[_TunableLayer], options: Sequence[Rule | None], choice: Sequence[int]
-) -> nnx.Module:
-    rules = _layer_option_rules(targets, options, choice)
-    return quantize(model, rules) if rules else model
-
-
-def _mean_loss(loss: LossFunction, model: nnx.Module, batches: Sequence[tuple[Any, ...]]) -> float:
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, batch: loss(nnx.merge(graph, state), *batch))
-    return float(np.mean([float(run(state, batch)) for batch in batches]))
-
-
-def _single_format_notes(
-    choice: list[int],
-    loss_under: Callable[[Sequence[int]], float],
-    costs: list[list[int]],
-    budget: int,
-    options: Sequence[Rule | None],
-) -> tuple[str, ...]:
-    """The single formats within the budget with a lower loss than the choice."""
-    return tuple(
-        f"{_option_text(option)} alone has a lower loss than the choice by scores"
-        for j, option in enumerate(options)
-        if sum(row[j] for row in costs) <= budget and loss_under([j] * len(costs)) < loss_under(choice)
-    )
-
-
 # -- the Fisher score --------------------------------------------------------------------------------------------------
 
 
 def _fisher_scores(
-    model: nnx.Module,
-    loss: LossFunction,
-    batches: Sequence[tuple[Any, ...]],
-    targets: Sequence[_TunableLayer],
-    options: Sequence[Rule | None],
+    problem: _LayerProblem,
 ) -> tuple[list[list[float]], list[list[tuple[float, float]]], set[str], set[str]]:
     """The scores of layers and formats, signal-to-noise ratio of inputs and results in dB, and layers without these.
 
     First those whose calls are unknown, then those that have no calls.
     """
-    rounded_layers, input_layers = (
-        _layers_under_options(targets, options),
-        _layers_under_options(targets, [_inputs_only_rule(option) for option in options]),
-    )
-    shape = (len(targets), len(options))
-    scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    power = np.zeros(len(targets))
+    paths = [layer.path for layer in problem.layers]
+    inputs_only = [
+        None if option is None or option.activation is None else Rule(activation=option.activation)
+        for option in problem.options
+    ]
+    rounded, input_rounded = (_layers_under(problem.layers, rules) for rules in (problem.options, inputs_only))
+    shape = (len(paths), len(problem.options))
+    scores, noise, noise_of_inputs, power = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(len(paths))
     call_paths: set[str] = set()
     opaque: set[str] = set()
-    layer_indexes = {layer.path: i for i, layer in enumerate(targets)}
-    for batch in batches:
-        calls, gradients, opaque_paths = _calls_and_gradients(model, loss, batch, list(layer_indexes))
+    for batch in problem.batches:
+        calls, gradients, opaque_paths = _calls_and_gradients(problem.model, problem.loss, batch, paths)
         for call, gradient in zip(calls, gradients, strict=True):
-            i, y = layer_indexes[call.path], call.result
+            i, y = paths.index(call.path), call.result
             power[i] += float(jnp.sum(jnp.square(y)))
-            for j, (rounded, input_rounded) in enumerate(zip(rounded_layers, input_layers, strict=True)):
-                if rounded is None:
+            for j, (layers, input_layers) in enumerate(zip(rounded, input_rounded, strict=True)):
+                if layers is None:
                     continue
-                error = call.of(rounded) - y
+                error = call.of(layers) - y
                 scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
                 noise[i, j] += float(jnp.sum(jnp.square(error)))
-                if input_rounded is not None:
-                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(input_rounded) - y)))
+                if input_layers is not None:
+                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(input_layers) - y)))
         call_paths |= {call.path for call in calls}
         opaque |= opaque_paths
     ratios = [
         [
             (decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j]))
-            if layer.path in call_paths - opaque
+            if path in call_paths - opaque
             else (math.nan, math.nan)
-            for j in range(len(options))
+            for j in range(shape[1])
         ]
-        for i, layer in enumerate(targets)
+        for i, path in enumerate(paths)
     ]
-    return (scores / len(batches)).tolist(), ratios, opaque, set(layer_indexes) - call_paths - opaque
+    return (scores / len(problem.batches)).tolist(), ratios, opaque, set(paths) - call_paths - opaque
 
 
-def _inputs_only_rule(option: Rule | None) -> Rule | None:
-    """A rule that rounds the inputs alone."""
-    return None if option is None or option.activation is None else Rule(activation=option.activation)
-
-
-def _layers_under_options(
-    targets: Sequence[_TunableLayer], options: Sequence[Rule | None]
-) -> list[dict[str, Any] | None]:
+def _layers_under(layers: Sequence[_TunableLayer], options: Sequence[Rule | None]) -> list[dict[str, Any] | None]:
     """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
     return [
-        None if option is None else {layer.path: quantize(layer.module, replace(option, path="/")) for layer in targets}
+        None if option is None else {layer.path: quantize(layer.module, replace(option, path="/")) for layer in layers}
         for option in options
     ]
 
