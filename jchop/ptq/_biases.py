@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 
 from jchop._common.settings import always_jit
-from jchop._program.step import ProgramPlan, carry_count
+from jchop._program.step import ProgramPlan
 from jchop._quantized.products.product import ConvProduct, DotProduct
 from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.provenance import AxisFactors, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSites
+from jchop.ptq._data.sites import INLINE_CALLS, WeightSites, scanned_leaves
 
 Array = jax.Array
 
@@ -179,12 +179,8 @@ class _BiasSearch:
                 return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)), loops_by_leaf)
             inner_loops = loops_by_leaf
             if step.name == "scan":
-                num_consts, num_carry = carry_count(step.eqn.params)
-                stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
-                inner_loops = {
-                    **loops_by_leaf,
-                    **{leaf: (*loops_by_leaf.get(leaf, ()), id(step)) for leaf in stacked_leaves},
-                }
+                own_loops = {leaf: (*loops_by_leaf.get(leaf, ()), id(step)) for leaf in scanned_leaves(step)}
+                inner_loops = {**loops_by_leaf, **own_loops}
             for inner in step.inner:
                 self.walk(inner, {}, inner_loops)
             return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.paired.paired_run import SILENT_KINDS
+from jchop._emulate.paired.places import walk_sources
 from jchop._emulate.rules.rules import ArithmeticChoice, Settings, make_settings
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, as_program_arguments
@@ -69,7 +70,7 @@ class TuningSite:
 def tuning_sites(plan: ProgramPlan, by: str) -> tuple[list[TuningSite], dict[int, int], set[ScopePrimitive]]:
     """The sites, the number of the site of each step by its id, and scopes and primitives without a site."""
     sites: dict[str, TuningSite] = {}
-    steps = [(step, turns) for step, turns in _walk_with_iterations(plan.steps, 1) if step.kind != "own"]
+    steps = [(step, runs) for step, runs, _ in walk_sources(plan, 1, "") if step.kind != "own"]
     pairs = {(step.scope, step.name) for step, _ in steps if _makes_errors(step)}
     path_of_step: dict[int, str] = {}
     for step, iterations in steps:
@@ -89,14 +90,6 @@ def tuning_sites(plan: ProgramPlan, by: str) -> tuple[list[TuningSite], dict[int
     site_index = {path: i for i, path in enumerate(sites)}
     others = {(step.scope, step.name) for step, _ in steps} - pairs
     return list(sites.values()), {key: site_index[path] for key, path in path_of_step.items()}, others
-
-
-def _walk_with_iterations(steps: Sequence[Any], iterations: int) -> Iterator[tuple[Any, int]]:
-    for step in steps:
-        yield step, iterations
-        inner_iterations = iterations * (step.eqn.params["length"] if step.name == "scan" else 1)
-        for plan in step.inner:
-            yield from _walk_with_iterations(plan.steps, inner_iterations)
 
 
 def _makes_errors(step: EmulatedStep) -> bool:

@@ -21,9 +21,19 @@ from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, rotate_along_sum, round_in_layout
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
 from jchop._quantized.products.rule import is_stochastic
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites
+from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites, scanned_leaves
 
-__all__ = ["Collector", "InputSums", "Lanes", "PlainRunner", "add_sums", "pair_value", "sums_over_rows"]
+__all__ = [
+    "Collector",
+    "InputMeans",
+    "InputSums",
+    "Lanes",
+    "PlainRunner",
+    "add_sums",
+    "input_means",
+    "pair_value",
+    "sums_over_rows",
+]
 
 Array = jax.Array
 
@@ -60,17 +70,34 @@ def pair_value(pair: FloatPair) -> Array:
 
 def add_sums(a: InputSums, b: InputSums) -> InputSums:
     """The sums over the rows of both."""
-    cross = None if a.cross is None or b.cross is None else pairs.add_pairs(a.cross, b.cross)
-    shift = None if a.shift is None or b.shift is None else pairs.add_pairs(a.shift, b.shift)
-    return InputSums(
-        pairs.add_pairs(a.gram, b.gram),
-        cross,
-        pairs.add_pairs(a.total, b.total),
-        shift,
-        pairs.add_pairs(a.magnitude, b.magnitude),
-        jnp.maximum(a.largest, b.largest),
-        pairs.add_pairs(a.count, b.count),
-    )
+
+    def add(x: Any, y: Any) -> Any:
+        return pairs.add_pairs(x, y) if isinstance(x, FloatPair) else jnp.maximum(x, y)
+
+    return jax.tree.map(add, a, b, is_leaf=lambda v: isinstance(v, FloatPair))
+
+
+class InputMeans(NamedTuple):
+    """`InputSums` as means over the rows; zeros where there was none."""
+
+    gram: Array
+    cross: Array | None
+    mean: Array
+    shift: Array | None
+    magnitude: Array
+    rows: Array
+
+
+def input_means(sums: InputSums) -> InputMeans:
+    """The means over the rows."""
+    rows = pair_value(sums.count)
+    divisor = jnp.maximum(rows, 1)
+
+    def mean(pair: FloatPair) -> Array:
+        return pair_value(pair) / divisor.reshape(*divisor.shape, *[1] * (pair.hi.ndim - divisor.ndim))
+
+    pairs_of_means = (sums.gram, sums.cross, sums.total, sums.shift, sums.magnitude)
+    return InputMeans(*(None if pair is None else mean(pair) for pair in pairs_of_means), rows)  # type: ignore[arg-type]
 
 
 def sums_over_rows(x: Array, y: Array | None = None, mask: Array | None = None) -> InputSums:
@@ -297,7 +324,7 @@ class Collector(Runner):
         num_consts, num_carry = carry_count(params)
         ins = [Lanes(map(as_jax_value, self._as_lanes(x))) for x in args]
         consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
-        stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
+        stacked_leaves = scanned_leaves(step)
         window = self._window if stacked_leaves & self.leaves else None
 
         def window_slot(iteration: Any) -> Any:

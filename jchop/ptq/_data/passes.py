@@ -23,6 +23,7 @@ from jchop.ptq._data.collect import (
     InputSums,
     PlainRunner,
     add_sums,
+    input_means,
     pair_value,
     sums_over_rows,
 )
@@ -75,20 +76,18 @@ def map_batches(batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[A
     """Batches with other arguments; they can be run through as often as the given ones."""
     check_batches(batches, repeated=False)
 
-    def iterate() -> Iterator[tuple[Any, ...]]:
-        return (map_arguments(batch_arguments(batch)) for batch in batches)
-
-    return iterate() if iter(batches) is iter(batches) else _RestartableBatches(iterate)
+    batches_anew = _MappedBatches(batches, map_arguments)
+    return iter(batches_anew) if iter(batches) is iter(batches) else batches_anew
 
 
-class _RestartableBatches:
-    """An iterable that starts anew."""
+class _MappedBatches:
+    """Batches with other arguments, as often as it is asked for them."""
 
-    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
-        self._start = start
+    def __init__(self, batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+        self.batches, self.map_arguments = batches, map_arguments
 
     def __iter__(self) -> Iterator[Any]:
-        return self._start()
+        return (self.map_arguments(batch_arguments(batch)) for batch in self.batches)
 
 
 def memory_bytes(memory: Any) -> int | None:
@@ -510,7 +509,5 @@ def statistics(
 
 def mean_statistics(sums: InputSums) -> InputStatistics:
     """Sums as means over the rows; zeros where there was none."""
-    count = pair_value(sums.count)
-    rows = jnp.maximum(count, 1)
-    gram, magnitude = pair_value(sums.gram) / rows[..., None, None], pair_value(sums.magnitude) / rows[..., None]
-    return InputStatistics(gram, magnitude, sums.largest, count)
+    means = input_means(sums)
+    return InputStatistics(means.gram, means.magnitude, sums.largest, means.rows)

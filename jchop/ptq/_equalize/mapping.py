@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
@@ -18,15 +18,14 @@ from jchop._quantized.products.hadamard import HadamardBlocks
 from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
-from jchop.formats.rounding import Rounding
 from jchop.ptq._data.collect import InputSums, add_sums
 from jchop.ptq._data.columns import element_scales, qarray_of
 from jchop.ptq._data.passes import BatchData, LazySums, mean_statistics
-from jchop.ptq._data.sites import WeightSite
+from jchop.ptq._data.sites import WeightSite, rounded_sites
 from jchop.ptq._equalize.factor_rules import FactorLabel, FoldError, has_one_factor
 from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, graph_of
 from jchop.ptq._equalize.search import Fold, GainError, channels_of, fold_of, rotation_of
-from jchop.ptq._steps.round import round_parameter
+from jchop.ptq._steps.round import placement_to_nearest, round_parameter
 from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
 
 __all__ = [
@@ -234,11 +233,7 @@ def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | 
     for step in steps:
         sums, trace = (None, data.last()) if memory is not None else data.sums()
         program, call, sites = trace
-        weight_sites = {
-            leaf: site
-            for leaf, site in sites.by_leaf.items()
-            if leaf in program.placements and program.placements[leaf][1].view == site.view
-        }
+        weight_sites = rounded_sites(program, sites)
         for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].rotation is not None]:
             del weight_sites[leaf]
             record.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
@@ -418,7 +413,7 @@ class _MappingJob:
         _, shape, axes = channels_of(place)
         channel_indexes = FactorLabel(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
         channels = np.broadcast_to(channel_indexes, [shape[axis] for axis, _ in axes]).reshape(-1)
-        placement = _placement_to_nearest(self.program.placements[site.leaf][0])
+        placement = placement_to_nearest(self.program.placements[site.leaf][0])
         turns = sum(place.turns)
         if turns < site.turns:  # constant indexes: all layers have the same factors
             layers = np.ndindex(*self._shape(site.leaf)[: site.turns])
@@ -447,7 +442,7 @@ class _MappingJob:
         if not self._needs_errors(leaf):
             return
         site, sums = self.weight_sites[leaf], self.lazy_sums.sums_of([leaf], self.step)[leaf]
-        placement = _placement_to_nearest(self.program.placements[leaf][0])
+        placement = placement_to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
         for layer in np.ndindex(*weights.shape[: site.stack]):
             inputs, weight = (
@@ -511,10 +506,3 @@ def _reaches_data(parameter: GraphValue, fold: Fold) -> bool:
     readers = [node for node in parameter.nodes if parameter in node.ins]
     results = [value for node in readers for value in node.outs if value in fold.labels]
     return any(not value.is_parameter or _reaches_data(value, fold) for value in results)
-
-
-def _placement_to_nearest(placement: WeightLayout) -> WeightLayout:
-    """A placement without random numbers."""
-    if not placement.spec.rounding.stochastic:
-        return placement
-    return replace(placement, spec=replace(placement.spec, rounding=Rounding.NEAREST_EVEN, random_bits=None))

@@ -62,10 +62,7 @@ def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayo
         placement: its rounding.
         layout: it as matrices.
     """
-    spec = placement.spec
-    if spec.rounding.stochastic:
-        spec = replace(spec, rounding=Rounding.NEAREST_EVEN, random_bits=None)
-    nearest_placement, numbers = replace(placement, spec=spec), group_numbers(placement, layout, jnp)
+    nearest_placement, numbers = placement_to_nearest(placement), group_numbers(placement, layout, jnp)
     count = group_count(placement)
     matrices = layout.lay(target).astype(gram.dtype)
     group_products = _inner_products(placement, layout, gram)
@@ -88,6 +85,13 @@ def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayo
     initial_state = jnp.ones(count, matrices.dtype), jnp.full(count, jnp.inf, matrices.dtype)
     best, _ = lax.fori_loop(0, step.points + 1, try_share, initial_state)
     return layout.back(clip_to(best)).astype(target.dtype)
+
+
+def placement_to_nearest(placement: WeightLayout) -> WeightLayout:
+    """A placement without random numbers."""
+    if not placement.spec.rounding.stochastic:
+        return placement
+    return replace(placement, spec=replace(placement.spec, rounding=Rounding.NEAREST_EVEN, random_bits=None))
 
 
 def group_count(placement: WeightLayout) -> int:
