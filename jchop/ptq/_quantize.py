@@ -24,7 +24,7 @@ from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data.collect import InputSums, input_means, pair_value
-from jchop.ptq._data.passes import BatchData, check_batches, check_memory, memory_bytes, split_stages, turn_bytes
+from jchop.ptq._data.passes import BatchData, check_batches, check_memory, memory_bytes, split_stages, sum_bytes
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
 from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, check_resume, run_facts
@@ -179,7 +179,7 @@ class _CalibrationJob:
         """As `at_once`, with the statistics of some weights at a time."""
         assert self.memory is not None
         self._start(self.data.first())
-        parts = split_stages(self.stages, self._sum_bytes(False), self.memory, self.program.paths.__getitem__)
+        parts = split_stages(self.stages, self._sum_bytes(), self.memory, self.program.paths.__getitem__)
         part_by_stage = {stage: part for part in parts for stage in part.stages}
         part_and_sums: list[Any] = [None, {}]
 
@@ -210,15 +210,10 @@ class _CalibrationJob:
         self.passes += len(self.stages)
         self._round_stages(self.stages, sums_of)
 
-    def _sum_bytes(self, two_trajectories: bool) -> dict[int, tuple[int, int]]:
+    def _sum_bytes(self, two_trajectories: bool = False) -> dict[int, tuple[int, int]]:
         """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
-        sizes = {}
-        for leaf, site in self.weight_sites.items():
-            loops = self.program.shapes[leaf][: site.turns]
-            dtype = jnp.promote_types(self.call.values[leaf].dtype, jnp.float32)
-            iteration_bytes = turn_bytes(site, dtype, two_trajectories) * math.prod(loops[1:])
-            sizes[leaf] = iteration_bytes, loops[0] if loops else 1
-        return sizes
+        values = self.call.values
+        return {i: sum_bytes(site, values[i], two_trajectories) for i, site in self.weight_sites.items()}
 
     def _round_stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, InputSums]]) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""

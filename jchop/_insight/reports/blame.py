@@ -17,6 +17,7 @@ import numpy as np
 from jchop._common.checks import check_int
 from jchop._common.text import RowReport, TableOrLine
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
+from jchop._emulate.paired.measure import as_double_precision
 from jchop._emulate.paired.paired_run import SILENT_KINDS, ValuePair
 from jchop._emulate.paired.places import argument_names, first_line_of, step_label, step_spec_text, walk_sources
 from jchop._emulate.paired.reference import CarrierReference
@@ -257,13 +258,13 @@ def _output_cotangents(
         raise ValueError("the result has no floating-point number, so it has no error")
     if output is not None:
         return _cotangents_of_output(program, low, wide, numbers, output)
-    errors = [_as_double(low[i]) - _as_double(wide[i]) for i in numbers]
+    errors = [as_double_precision(low[i]) - as_double_precision(wide[i]) for i in numbers]
     if not all(np.all(np.isfinite(error)) for error in errors):
         raise _not_finite_error(*low, *wide)
     cotangents: list[Any] = [None] * len(low)
     if sum(error.size for error in errors) == 1 and not np.iscomplexobj(errors[0]):
         cotangents[numbers[0]] = jnp.ones_like(low[numbers[0]])
-        value, reference = (float(np.ravel(_as_double(side[numbers[0]]))[0]) for side in (low, wide))
+        value, reference = (float(np.ravel(as_double_precision(side[numbers[0]]))[0]) for side in (low, wide))
         return value - reference, value, reference, cotangents
     norm = math.sqrt(sum(float(np.sum(np.abs(error) ** 2)) for error in errors))
     for i, error in zip(numbers, errors, strict=True):
@@ -310,11 +311,6 @@ def _not_finite_error(*output: Any) -> ValueError:
         f"the output is {'NaN' if nan else 'not finite'}, so its error has no parts; "
         f"jchop.emulate.report(low, ..., stop_at={event!r}) names the first equation that {verb}"
     )
-
-
-def _as_double(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _argument_blame_rows(shares: dict[Any, ErrorShare], spec: str, source: str, error: float) -> Iterator[BlameRow]:

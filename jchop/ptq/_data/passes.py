@@ -42,7 +42,7 @@ __all__ = [
     "memory_bytes",
     "split_stages",
     "statistics",
-    "turn_bytes",
+    "sum_bytes",
 ]
 
 Array = jax.Array
@@ -111,17 +111,20 @@ def memory_bytes(memory: Any) -> int | None:
     return count
 
 
-def turn_bytes(site: WeightSite, dtype: Any, two_trajectories: bool) -> int:
-    """The bytes of the statistics of a parameter in one turn of its loops: the totals and those of a batch.
+def sum_bytes(site: WeightSite, parameter: Any, two_trajectories: bool = False) -> tuple[int, int]:
+    """The bytes of the statistics of a parameter in a turn of its outermost loop, and the number of these turns.
 
     Args:
-        site: the parameter.
-        dtype: of its inputs.
+        site: the place of the parameter.
+        parameter: its value. The totals and those of a batch count.
         two_trajectories: whether there are two trajectories, as `sums_over_rows` of x and y.
     """
+    dtype = jnp.promote_types(parameter.dtype, jnp.float32)
+    loops = parameter.shape[: site.turns]
     inputs = jax.ShapeDtypeStruct((site.layout.matrices[0], 1, site.layout.matrices[1]), dtype)
     sums = jax.eval_shape(sums_over_rows, inputs, inputs if two_trajectories else None)
-    return 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
+    bytes_of_turn = 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
+    return bytes_of_turn * math.prod(loops[1:]), loops[0] if loops else 1
 
 
 class StagePart(NamedTuple):
@@ -400,9 +403,7 @@ class LazySums:
         return sum(map(self._bytes, leaves)) <= self.memory
 
     def _bytes(self, leaf: int) -> int:
-        site, parameter = self.sites[leaf], self.trace[1].values[leaf]
-        dtype = jnp.promote_types(parameter.dtype, jnp.float32)
-        return turn_bytes(site, dtype, False) * math.prod(parameter.shape[: site.turns])
+        return math.prod(sum_bytes(self.sites[leaf], self.trace[1].values[leaf]))
 
 
 _add_in_place = jax.jit(add_sums, donate_argnums=0)

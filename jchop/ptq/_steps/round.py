@@ -40,7 +40,6 @@ __all__ = [
     "round_parameter",
     "round_under_scales",
     "sign_descent",
-    "sign_round_codes",
 ]
 
 Array = jax.Array
@@ -158,29 +157,6 @@ def round_under_scales(
     parts = [part.reshape(-1) for part in scales.by_element]
     entries, numbers = round_column(target.reshape(-1), *scales.quantize_args(parts), spec, dtype, key)
     return entries.reshape(layout.shape), numbers.reshape(layout.shape)
-
-
-def sign_round_codes(
-    matrix: Array, gram: Array, by_element: tuple[Array, ...], scales: ElementScales, *, spec: Spec, dtype: Any,
-    by: SignDescent, mask: Array | None = None,
-) -> Array:  # fmt: skip
-    """The codes of a matrix (summed, kept), one entry for each element.
-
-    Args:
-        matrix: the numbers.
-        gram: the mean of x x^T over the inputs.
-        by_element: scales and zero points in the shape of the matrix.
-        scales: with the scale of the tensor, if the format has one.
-        spec: of a column in which each element has its scale.
-        dtype: of the numbers that codes stand for.
-        by: the step.
-        mask: which numbers are not pruned. Default: all.
-    """
-    below, above = neighbours(matrix if mask is None else jnp.where(mask, matrix, 0), by_element, scales, spec, dtype)
-    up, _ = sign_descent(
-        matrix, gram, below[1], above[1], iterations=by.iterations, rate=by.rate, momentum=by.momentum
-    )  # fmt: skip
-    return jnp.where(up, above[0], below[0])
 
 
 def neighbours(
@@ -327,26 +303,10 @@ def round_parameter(
     if steps.sweep is not None:
         q = qarray_of(packed_weight)
         scales = element_scales(q)
+        choose = partial(_choose_codes, steps.sweep, pruning, scales, elementwise_spec(q.spec), weight.dtype, key)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
-        spec = elementwise_spec(q.spec)
-
-        def descend(matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None) -> Array:
-            assert isinstance(steps.sweep, SignDescent)
-            options: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "mask": mask}
-            return sign_round_codes(matrix, gram, by_element, scales, **options)
-
-        def sweep(
-            matrix_index: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None
-        ) -> tuple[Array, ...]:
-            matrix_key = None if key is None else jax.random.fold_in(key, matrix_index)
-            options: Any = {"spec": spec, "dtype": weight.dtype, "sweep": steps.sweep, "pruning": pruning, "mask": mask}
-            return _sweep_matrix(matrix, gram, by_element, scales, matrix_key, **options)
-
-        if isinstance(steps.sweep, SignDescent):
-            entries, fails = _each_matrix(descend, target_matrices, gram, by_element, mask), jnp.zeros_like(no_factor)
-        else:
-            numbers = jnp.arange(layout.matrices[0])
-            entries, damping, tries, fails = _each_matrix(sweep, numbers, target_matrices, gram, by_element, mask)
+        numbers = jnp.arange(layout.matrices[0])
+        entries, damping, tries, fails = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask)
         packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))
         no_factor |= fails
     packed_weight = _in_sparse_format(packed_weight, final_placement)
@@ -389,29 +349,37 @@ def _each_matrix(function: Any, *args: Any) -> Any:
     return lax.map(lambda matrix_args: function(*matrix_args), args)
 
 
-def _sweep_matrix(
+def _choose_codes(
+    step: Sweep | SignDescent,
+    pruning: Sparse | None,
+    scales: ElementScales,
+    spec: Spec,
+    dtype: Any,
+    key: Array | None,
+    index: Array,
     matrix: Array,
     gram: Array,
     by_element: tuple[Array, ...],
-    scales: ElementScales,
-    key: Array | None,
-    *,
-    spec: Any,
-    dtype: Any,
-    sweep: Sweep | SignDescent | None,
-    pruning: Sparse | None,
     mask: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
-    """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed."""
-    assert isinstance(sweep, Sweep)
+    """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed.
+
+    `mask` has the numbers that are not pruned; None for all. The codes are those of `dtype` under scales by element.
+    """
+    if isinstance(step, SignDescent):
+        kept = matrix if mask is None else jnp.where(mask, matrix, 0)
+        below, above = neighbours(kept, by_element, scales, spec, dtype)
+        takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **vars(step))
+        return jnp.where(takes_above, above[0], below[0]), jnp.zeros((), gram.dtype), jnp.int32(0), jnp.bool_(False)
     sparsity = None if pruning is None or mask is not None else (pruning.n, pruning.m)
-    order = column_order(gram, sweep.order == "activation", 1 if sparsity is None else sparsity[1])
-    factorization = inverse_factor(gram[order][:, order], jnp.asarray(sweep.damping, gram.dtype))
+    order = column_order(gram, step.order == "activation", 1 if sparsity is None else sparsity[1])
+    factorization = inverse_factor(gram[order][:, order], jnp.asarray(step.damping, gram.dtype))
     # A column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
     worth = None if sparsity is None else jnp.where(factorization.dead, 0, 1 / jnp.diagonal(factorization.upper))
+    matrix_key = None if key is None else jax.random.fold_in(key, index)
     codes, _ = gptq_sweep(
-        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, key,
-        spec=spec, dtype=dtype, block=sweep.block, mask=None if mask is None else mask[order], worth=worth,
+        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, matrix_key,
+        spec=spec, dtype=dtype, block=step.block, mask=None if mask is None else mask[order], worth=worth,
         sparsity=sparsity,
     )  # fmt: skip
     entries = jnp.zeros_like(codes).at[order].set(codes)
