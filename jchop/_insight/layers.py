@@ -149,18 +149,12 @@ def sensitivity(
     for path, name in [*layers.items(), (_ALL_LAYERS, "")]:
         pattern = " ".join(layers) if path == _ALL_LAYERS else path
         for spec in specs:
-            rounded_model = quantize(model, _tensor_rule(pattern, tensor_names, spec), rngs=rngs)
+            rounded_model = quantize(model, Rule(pattern, **dict.fromkeys(tensor_names, spec)), rngs=rngs)
             outputs = [_flat_outputs(call(rounded_model, batch)) for batch in data]
             rows.append(SensitivityRow(path, name, str(spec), _output_snr(exact, outputs)))
             if progress is not None:
                 progress(len(rows), total)
     return Sensitivity(tuple(rows), tuple(dict.fromkeys(map(str, specs))))
-
-
-def _tensor_rule(path: str, tensors: Sequence[str], spec: Spec) -> Rule:
-    return Rule(
-        path, weight=spec if "weight" in tensors else None, activation=spec if "activation" in tensors else None
-    )
 
 
 def _layer_classes(model: nnx.Module, tensors: Sequence[str]) -> dict[str, str]:

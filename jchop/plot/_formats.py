@@ -55,9 +55,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
     """
     fmt = element_format_of(fmt)
-    if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
-        raise ValueError(f"fmt={fmt} has values beyond the range of binary64, which cannot be drawn")
-    values = fmt.values()
+    values = _drawable_values("fmt=", fmt)
     rows = _magnitude_rows(values)
     if not rows:
         raise ValueError(f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
@@ -213,12 +211,16 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
 
 
 def _positive_values(fmt: ElementFormat) -> np.ndarray:
-    if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
-        raise ValueError(f"formats: {fmt} has values beyond the range of binary64, which cannot be drawn")
-    values = fmt.values()
+    values = _drawable_values("formats: ", fmt)
     if not (values > 0).any():
         raise ValueError(f"formats: {fmt} has no positive value to draw")
     return values[values > 0]
+
+
+def _drawable_values(name: str, fmt: ElementFormat) -> np.ndarray:
+    if any(isinstance(end, Fraction) for end in (fmt.max, fmt.min, fmt.smallest)):
+        raise ValueError(f"{name}{fmt} has values beyond the range of binary64, which cannot be drawn")
+    return fmt.values()
 
 
 def rounding_error(

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["blame", "calibration", "report", "sensitivity", "tune"]
 
 
+def _fields_of(seen: Any, what: str, *names: str) -> list[Any]:
+    """Fields of a report; TypeError for an object of another kind."""
+    if not all(hasattr(seen, name) for name in names):
+        raise TypeError(f"seen={seen!r} must be {what}")
+    return [getattr(seen, name) for name in names]
+
+
 def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
     """The operations of an emulated program as bars: errors, overflows and underflows.
 
@@ -44,9 +51,7 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
         >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
         [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
     """
-    rows, has_values = getattr(seen, "rows", None), getattr(seen, "traced", False)
-    if rows is None:
-        raise TypeError(f"seen={seen!r} must be a result of jchop.emulate.report")
+    rows, has_values = _fields_of(seen, "a result of jchop.emulate.report", "rows", "traced")
     if not has_values or not rows:
         raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
                          "with at least one operation")  # fmt: skip
@@ -117,9 +122,7 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
         >>> len(figure.axes[0].patches) == len(found.rows)
         True
     """
-    rows = getattr(seen, "rows", None)
-    if rows is None or not hasattr(seen, "unexplained"):
-        raise TypeError(f"seen={seen!r} must be a result of jchop.blame")
+    rows, _ = _fields_of(seen, "a result of jchop.blame", "rows", "unexplained")
     if not rows:
         raise ValueError("seen must have rows: a program without roundings has none")
     top_rows, tail = rows[:most], rows[most:]
@@ -173,9 +176,7 @@ def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
         >>> len(plot.tune(found).axes[0].patches) == len(found.rows)
         True
     """
-    if not hasattr(seen, "front"):
-        raise TypeError(f"seen={seen!r} must be a result of jchop.tune")
-    rows = seen.rows
+    rows, _ = _fields_of(seen, "a result of jchop.tune", "rows", "front")
     figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
     left, right = figure.subplots(1, 2)
     left.barh(range(len(rows)), [row.bits for row in rows], 0.7, color=BLUE)
@@ -242,9 +243,7 @@ def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") 
         >>> [label.get_text().split()[0] for label in figure.axes[0].get_yticklabels()]
         ['w']
     """
-    weights = getattr(seen, "weights", None)
-    if weights is None:
-        raise TypeError(f"seen={seen!r} must be a report of jchop.ptq.quantize")
+    (weights,) = _fields_of(seen, "a report of jchop.ptq.quantize", "weights")
     rows = [row for row in weights if not math.isnan(row.before)]
     if not rows:
         raise ValueError("seen has no weight whose product was looked at")
@@ -291,9 +290,7 @@ def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Fi
         >>> [line.get_label() for line in figure.axes[0].lines]
         ['int8', 'int4', 'float8_e4m3fn']
     """
-    rows, formats = getattr(seen, "rows", None), getattr(seen, "formats", None)
-    if rows is None or formats is None:
-        raise TypeError(f"seen={seen!r} must be a result of jchop.nn.sensitivity")
+    rows, formats = _fields_of(seen, "a result of jchop.nn.sensitivity", "rows", "formats")
     paths = list(dict.fromkeys(row.path for row in rows))
     figure = new_figure(9, 1.9 + 0.34 * len(paths), title)
     axes = figure.subplots()

@@ -148,8 +148,9 @@ class Evaluator:
     """
 
     def __init__(self, graph: Any, params: Any, data: Dataset):
-        self.flat, unravel = ravel_pytree(jax.tree.map(_outputs_first, params))
-        self._unravel = lambda flat: jax.tree.map(_outputs_last, unravel(flat))
+        # The weights with those of each output consecutive, for the groups of a scaled format.
+        self.flat, unravel = ravel_pytree(jax.tree.map(lambda parameter: jnp.moveaxis(parameter, -1, 0), params))
+        self._unravel = lambda flat: jax.tree.map(lambda parameter: jnp.moveaxis(parameter, 0, -1), unravel(flat))
         self._graph, self._x, self._y = graph, jnp.asarray(data.test_x), jnp.asarray(data.test_y)
         self._plain = jax.jit(lambda flat: self._measure(flat, None, None))
 
@@ -182,15 +183,6 @@ class Evaluator:
         logits = model(self._x) if spec is None else model(self._x, _activation_rounding(spec, key))
         is_correct = (logits.argmax(-1) == self._y) & ~jnp.isnan(logits).any(-1)
         return is_correct.sum(), cross_entropy(logits, self._y)
-
-
-def _outputs_first(parameter: Array) -> Array:
-    """The weights with those of each output consecutive, for the groups of a scaled format."""
-    return jnp.moveaxis(parameter, -1, 0)
-
-
-def _outputs_last(parameter: Array) -> Array:
-    return jnp.moveaxis(parameter, 0, -1)
 
 
 def _activation_rounding(spec: Spec, key: Any) -> Callable[[Array], Array]:

@@ -66,6 +66,10 @@ class TuningSite:
     pairs: set[ScopePrimitive] = field(default_factory=set)
     sums: set[ScopePrimitive] = field(default_factory=set)
 
+    def bits_in(self, spec: Spec | None) -> int:
+        """The bits of a result in a format; None is the carrier."""
+        return self.bits if spec is None else spec.format.bits
+
 
 def tuning_sites(plan: ProgramPlan, by: str) -> tuple[list[TuningSite], dict[int, int], set[ScopePrimitive]]:
     """The sites, the number of the site of each step by its id, and scopes and primitives without a site."""

@@ -17,7 +17,7 @@ from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
 from jchop._insight.tune._metrics import ERROR_METRICS, GRANULARITIES, ErrorMetric
-from jchop._insight.tune._problem import TuningProblem, make_tuning_problem
+from jchop._insight.tune._problem import TuningProblem, TuningSite, make_tuning_problem
 from jchop._insight.tune._search import AssignmentSearch, Trial
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
@@ -247,7 +247,12 @@ def tune(
         seconds,
         None
         if progress is None
-        else lambda count, most, best: progress("measuring", count, most, _progress_text(best)),
+        else lambda count, most, best: progress(
+            "measuring",
+            count,
+            most,
+            f"cost {best.cost:.4g}, error {best.error:.3g}" if best else "nothing within the tolerance yet",
+        ),
     )
     search.run()
     trial, errors, emulations = _emulate_cheapest(problem, search)
@@ -327,19 +332,6 @@ def _choice_text(choice: ArithmeticChoice) -> str:
     return name if choice.accumulate is None else f"{name}, sums {choice.accumulate}"
 
 
-def _site_bits(problem: TuningProblem, site: int, spec: Spec | None) -> int:
-    return problem.sites[site].bits if spec is None else spec.format.bits
-
-
-def _mean_site_bits(problem: TuningProblem, site: int, level: int) -> float:
-    """The bits of a site: those of its format, or their mean with those of its accumulator."""
-    choice = problem.menu[level]
-    format_bits = _site_bits(problem, site, choice.spec)
-    if not problem.sites[site].sums or not any(option.accumulate for option in problem.menu):
-        return format_bits
-    return (format_bits + _site_bits(problem, site, _choice_accumulator(choice))) / 2
-
-
 def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable[[tuple[int, ...]], float]:
     if callable(cost):
 
@@ -352,15 +344,17 @@ def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable
             return number
 
         return custom_cost
+    counts_sums = any(choice.accumulate for choice in problem.menu)
 
-    def result_bytes(assignment: tuple[int, ...]) -> float:
-        specs = [problem.menu[level].spec for level in assignment]
-        return sum(site.results * _site_bits(problem, i, specs[i]) for i, site in enumerate(problem.sites)) / 8
+    def site_cost(site: TuningSite, choice: ArithmeticChoice) -> float:
+        bits = site.bits_in(choice.spec)
+        if cost == "bytes":
+            return site.results * bits
+        return (bits + site.bits_in(_choice_accumulator(choice))) / 2 if site.sums and counts_sums else bits
 
-    def bits(assignment: tuple[int, ...]) -> float:
-        return sum(_mean_site_bits(problem, i, level) for i, level in enumerate(assignment)) / len(assignment)
-
-    return result_bytes if cost == "bytes" else bits
+    costs = [[site_cost(site, choice) for choice in problem.menu] for site in problem.sites]
+    divisor = 8 if cost == "bytes" else len(costs)
+    return lambda assignment: sum(row[level] for row, level in zip(costs, assignment, strict=True)) / divisor
 
 
 def _emulate_cheapest(problem: TuningProblem, search: AssignmentSearch) -> tuple[Trial, list[float], int]:
@@ -376,10 +370,6 @@ def _emulate_cheapest(problem: TuningProblem, search: AssignmentSearch) -> tuple
         f"{len(search.trials)} measured is {smallest:.3g}. Add a format with more bits, "
         "or the carrier (None; in a shell: carrier)"
     )
-
-
-def _progress_text(best: Trial | None) -> str:
-    return "nothing within the tolerance yet" if best is None else f"cost {best.cost:.4g}, error {best.error:.3g}"
 
 
 def _tuning_notes(search: AssignmentSearch, emulations: int, held_out_errors: Sequence[float]) -> tuple[str, ...]:
@@ -417,7 +407,7 @@ def _as_tuning(
     for i, (site, level) in enumerate(zip(problem.sites, trial.assignment, strict=True)):
         alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
         error = math.nan if alone is None else alone.error
-        bits = _site_bits(problem, i, problem.menu[level].spec)
+        bits = site.bits_in(problem.menu[level].spec)
         rows.append(TunedSite(site.path, text(level), bits, site.equations, site.results, error))
     front = tuple(
         TuningPoint(run.cost, run.error, tuple(text(level) for level in run.assignment)) for run in search.front()

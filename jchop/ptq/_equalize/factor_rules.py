@@ -200,18 +200,13 @@ class Port:
         return len(self.node.outs[0].loops)
 
     @property
-    def loop_axes(self) -> tuple[RunAxis, ...]:
-        """The axes of loops."""
-        return self.label.axes[: self.loops]
-
-    @property
     def own(self) -> tuple[RunAxis, ...]:
         """The axes of the value itself."""
         return self.label.axes[self.loops :]
 
     def with_value_axes(self, axes: Sequence[RunAxis]) -> FactorLabel:
         """The factors on other axes of the value itself."""
-        return self.label.to((*self.loop_axes, *axes))
+        return self.label.to((*self.label.axes[: self.loops], *axes))
 
     def same_for_all(self) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
         """Every value has the factors."""

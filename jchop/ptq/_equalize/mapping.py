@@ -19,7 +19,6 @@ from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop.ptq._data.collect import InputSums, add_sums
-from jchop.ptq._data.columns import element_scales, qarray_of
 from jchop.ptq._data.passes import BatchData, LazySums, mean_statistics
 from jchop.ptq._data.sites import WeightSite, rounded_sites
 from jchop.ptq._equalize.factor_rules import FactorLabel, FoldError, has_one_factor
@@ -27,6 +26,7 @@ from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, gr
 from jchop.ptq._equalize.search import Fold, GainError, channels_of, fold_of, rotation_of
 from jchop.ptq._steps.round import placement_to_nearest, round_parameter
 from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
+from jchop.ptq._steps.sweep import element_scales, qarray_of
 
 __all__ = [
     "ChannelWeight",

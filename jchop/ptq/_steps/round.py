@@ -20,16 +20,18 @@ from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
-from jchop.ptq._data.columns import (
+from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
+from jchop.ptq._steps.sweep import (
     ElementScales,
+    column_order,
     element_scales,
     elementwise_spec,
+    gptq_sweep,
+    inverse_factor,
     qarray_of,
     round_column,
     with_entries,
 )
-from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
-from jchop.ptq._steps.sweep import column_order, gptq_sweep, inverse_factor
 from jchop.storage import QArray, dequantize, fit_half_quadratic
 
 __all__ = [
