@@ -407,7 +407,10 @@ class _CalibrationJob:
 
     def _rounding_key(self, placement: WeightLayout, *indexes: int) -> Array | None:
         """The key of a parameter, or of a layer of a stack; None if its rounding draws nothing."""
-        return reduce(jax.random.fold_in, indexes, self.key) if placement.spec.rounding.stochastic else None
+        if not placement.spec.rounding.stochastic:
+            return None
+        assert self.key is not None
+        return reduce(jax.random.fold_in, indexes, self.key)
 
     def _row(
         self, leaf: int, turn: tuple[int, ...] = (), outcome: RoundingOutcome | None = None, rows: Array | None = None,

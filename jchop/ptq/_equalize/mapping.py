@@ -377,6 +377,7 @@ class _MappingJob:
             units = self._units(place, members, count)
             factors, choices = awq_factors(self.step, members, count, units)
         else:
+            assert isinstance(self.step, Smooth)
             units, choices = 1, []
             factors = smooth_factors(self.step, members, count)
         self._report(fold, places, self.step.name, choices, units > 1)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import check_bool, check_choice, check_int
 from jchop.sparsity._masks import check_sparsity_pattern
 from jchop.storage._half_quadratic import check_hqq_search
 
@@ -201,11 +201,7 @@ def smooth(alpha: float = 0.5) -> Smooth:
         >>> str(jc.ptq.smooth(0.8))
         'smooth(0.8)'
     """
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise TypeError(f"alpha={alpha!r} must be a number from 0 to 1")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha={alpha!r} must be a number from 0 to 1")
-    return Smooth(float(alpha))
+    return Smooth(_number("alpha", alpha, "a number from 0 to 1", lambda x: 0 <= x <= 1))
 
 
 def awq(points: int = 20, *, duo: bool = True) -> Awq:
@@ -233,9 +229,7 @@ def awq(points: int = 20, *, duo: bool = True) -> Awq:
         >>> str(jc.ptq.awq(duo=False))
         'awq(20, duo=False)'
     """
-    if not isinstance(duo, bool):
-        raise TypeError(f"duo={duo!r} must be True or False")
-    return Awq(check_int("points", points, 1), duo)
+    return Awq(check_int("points", points, 1), check_bool("duo", duo))
 
 
 def rotate(seed: int | None = 0) -> Rotate:
@@ -300,7 +294,8 @@ def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float
         "gptq(order='plain', damping=0.01, block=128)"
     """
     check_choice("order", order, ("activation", "plain"))
-    return Sweep(order, _nonnegative_number("damping", damping), check_int("block", block, 1))
+    damping = _number("damping", damping, "a finite number, 0 or above", lambda x: x >= 0)
+    return Sweep(order, damping, check_int("block", block, 1))
 
 
 def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9) -> SignDescent:
@@ -326,11 +321,9 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
         >>> str(jc.ptq.sign_round(100))
         'sign_round(100, rate=0.5, momentum=0.9)'
     """
-    if _nonnegative_number("rate", rate) == 0:
-        raise ValueError(f"rate={rate!r} must be above 0")
-    if _nonnegative_number("momentum", momentum) >= 1:
-        raise ValueError(f"momentum={momentum!r} must be a number from 0 to below 1")
-    return SignDescent(check_int("iterations", iterations, 1, (1 << 31) - 1), float(rate), float(momentum))
+    rate = _number("rate", rate, "above 0", lambda x: x > 0)
+    momentum = _number("momentum", momentum, "a number from 0 to below 1", lambda x: 0 <= x < 1)
+    return SignDescent(check_int("iterations", iterations, 1, (1 << 31) - 1), rate, momentum)
 
 
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
@@ -356,12 +349,8 @@ def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction
         >>> str(jc.ptq.correct_error(1.0))
         'correct_error(1, damping=0.01)'
     """
-    number = _nonnegative_number("strength", strength)
-    if number > 1:
-        raise ValueError(f"strength={strength!r} must be a number from 0 to 1")
-    if _nonnegative_number("damping", damping) == 0:
-        raise ValueError(f"damping={damping!r} must be above 0")
-    return Correction(number, float(damping))
+    strength = _number("strength", strength, "a number from 0 to 1", lambda x: 0 <= x <= 1)
+    return Correction(strength, _number("damping", damping, "above 0", lambda x: x > 0))
 
 
 def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss") -> Sparse:
@@ -426,9 +415,8 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
         >>> report.weights[0].method, report.weights[0].after > report.weights[0].before + 1
         ('clip', True)
     """
-    if not 0 < _nonnegative_number("least", least) < 1:
-        raise ValueError(f"least={least!r} must be above 0 and below 1")
-    return Clip(check_int("points", points, 1), float(least))
+    least = _number("least", least, "above 0 and below 1", lambda x: 0 < x < 1)
+    return Clip(check_int("points", points, 1), least)
 
 
 def hqq(
@@ -486,12 +474,11 @@ def correct_biases() -> BiasCorrection:
     return BiasCorrection()
 
 
-def _nonnegative_number(name: str, value: Any) -> float:
-    """A finite number that is not negative."""
+def _number(name: str, value: Any, requirement: str, fits: Callable[[float], bool]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r} must be a finite number, 0 or above")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a finite number, 0 or above")
+        raise TypeError(f"{name}={value!r} must be {requirement}")
+    if not (-math.inf < value < math.inf and fits(value)):
+        raise ValueError(f"{name}={value!r} must be {requirement}")
     return float(value)
 
 
