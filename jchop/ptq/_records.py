@@ -30,7 +30,7 @@ from jchop.storage._files.safetensors import TensorFile
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Journal", "PtqReport", "RunFacts", "StageRecord", "WeightRow", "check_resume", "discard_run", "run_facts"]
+__all__ = ["Journal", "PtqReport", "StageRecord", "WeightRow", "check_resume", "discard_run", "run_facts"]
 
 Array = jax.Array
 

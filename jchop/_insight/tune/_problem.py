@@ -26,16 +26,7 @@ from jchop._program.step import ProgramPlan
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 
-__all__ = [
-    "TuningCase",
-    "TuningProblem",
-    "TuningSite",
-    "check_tuning_rules",
-    "is_inexact_aval",
-    "make_tuning_problem",
-    "make_tuning_rules",
-    "tuning_sites",
-]
+__all__ = ["TuningProblem", "TuningSite", "make_tuning_problem"]
 
 #: Functions whose results need no more digits than their operands.
 _INHERITING_PRIMITIVES = frozenset({"neg", "abs", "floor", "ceil", "round", "sign"})
@@ -146,28 +137,6 @@ def make_tuning_rules(
     return rules | {site.pattern: choice.spec for site, choice in zip(sites, choices, strict=True)}
 
 
-def check_tuning_rules(
-    settings: Settings, plan: ProgramPlan, sites: dict[int, int], choices: Sequence[ArithmeticChoice]
-) -> None:
-    """Refuses sites that rules do not tell apart.
-
-    Args:
-        settings: with the rules.
-        plan: of the program, of any settings.
-        sites: the number of the site of each step of the plan, by its id.
-        choices: of the sites.
-    """
-    for step in plan.walk():
-        if step.kind == "own":
-            continue
-        site = sites.get(id(step))
-        if settings.choose(step.name, step.scope).spec != (None if site is None else choices[site].spec):
-            raise ValueError(
-                f"scope {step.scope!r}: no rule of emulate tells its {step.name!r} from other operations; give the "
-                "scope another name by jax.named_scope"
-            )
-
-
 @dataclass(frozen=True)
 class TuningCase:
     """An input, its program and its exact result."""
@@ -237,11 +206,16 @@ class TuningProblem:
         return self._runs[id(plan.steps)]
 
     def emulation_errors(self, assignment: Sequence[int], inputs: Sequence[TuningCase] | None = None) -> list[float]:
-        """The error on each input of the function from `emulate`."""
+        """The error on each input of the function from `emulate`; a loop that was stopped has an infinite one."""
         settings = make_settings(None, self.rules(assignment), None, "raise", self.max_turns)
-        return errors_of_emulation(
-            EmulatedFunction(self.fun, settings, None), self.cases if inputs is None else inputs, self.metric
-        )
+        low, errors = EmulatedFunction(self.fun, settings, None), []
+        for case in self.cases if inputs is None else inputs:
+            with warnings.catch_warnings(record=True) as records:
+                warnings.simplefilter("always")
+                error = error_by_metric(self.metric, low(*case.args), case.exact)
+            hit_limit = any(issubclass(w.category, RuntimeWarning) and "max_turns" in str(w.message) for w in records)
+            errors.append(math.inf if hit_limit else error)
+        return errors
 
     def check(self) -> None:
         """Refuses sites that rules do not tell apart."""
@@ -250,19 +224,13 @@ class TuningProblem:
             choices = [marks[site >> bit & 1] for site in range(len(self.sites))]
             settings = make_settings(None, make_tuning_rules(self.sites, self.others, choices), None, "raise")
             for case in self.cases:
-                check_tuning_rules(settings, case.program.plan, case.sites, choices)
-
-
-def errors_of_emulation(low: EmulatedFunction, cases: Sequence[TuningCase], metric: str | ErrorMetric) -> list[float]:
-    """The errors of an emulated function; a loop that was stopped has an infinite one."""
-    errors = []
-    for case in cases:
-        with warnings.catch_warnings(record=True) as records:
-            warnings.simplefilter("always")
-            error = error_by_metric(metric, low(*case.args), case.exact)
-        hit_limit = any(issubclass(w.category, RuntimeWarning) and "max_turns" in str(w.message) for w in records)
-        errors.append(math.inf if hit_limit else error)
-    return errors
+                for step in (step for step in case.program.plan.walk() if step.kind != "own"):
+                    site = case.sites.get(id(step))
+                    if settings.choose(step.name, step.scope).spec != (None if site is None else choices[site].spec):
+                        raise ValueError(
+                            f"scope {step.scope!r}: no rule of emulate tells its {step.name!r} from other operations; "
+                            "give the scope another name by jax.named_scope"
+                        )
 
 
 def _as_host_float64(x: Any) -> Any:

@@ -33,7 +33,6 @@ __all__ = [
     "BatchData",
     "InputStatistics",
     "LazySums",
-    "StagePart",
     "Statistics",
     "check_batches",
     "check_memory",

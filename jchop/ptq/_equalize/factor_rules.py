@@ -20,7 +20,6 @@ from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedPro
 from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue
 
 __all__ = [
-    "ChannelRun",
     "Channels",
     "FactorAssignments",
     "FactorLabel",
@@ -32,7 +31,6 @@ __all__ = [
     "factor_assignments",
     "fit_broadcast_axes",
     "has_one_factor",
-    "merge_runs",
     "reshape_runs",
 ]
 

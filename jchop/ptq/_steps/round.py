@@ -34,15 +34,7 @@ from jchop.ptq._steps.sweep import (
 )
 from jchop.storage import QArray, dequantize, fit_half_quadratic
 
-__all__ = [
-    "RoundingOutcome",
-    "clip_groups",
-    "neighbours",
-    "pruning_of",
-    "round_parameter",
-    "round_under_scales",
-    "sign_descent",
-]
+__all__ = ["RoundingOutcome", "neighbours", "pruning_of", "round_parameter", "sign_descent"]
 
 Array = jax.Array
 

@@ -26,7 +26,6 @@ from jchop.storage._decode import repeat_over_groups
 
 __all__ = [
     "ElementScales",
-    "InverseFactor",
     "column_order",
     "element_scales",
     "elementwise_spec",
