@@ -418,7 +418,7 @@ class _CalibrationJob:
     ) -> WeightRow:  # fmt: skip
         array = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
         spec, bits = (
-            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _shape_size(array.shape)))
+            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, math.prod(array.shape)))
         )
         path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
         if outcome is None:
@@ -517,15 +517,11 @@ def _sparse_along_sum(shape: Sequence[int], placement: WeightLayout, use: ParamU
     assert use.view is not None and placement.spec.scaled is not None
     factor = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
     inner_shape = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
-    return factor is None or factor.inner * _shape_size(shape[factor.axis + 1 :]) == _shape_size(inner_shape)
+    return factor is None or factor.inner * math.prod(shape[factor.axis + 1 :]) == math.prod(inner_shape)
 
 
 def _join_notes(*notes: str) -> str:
     return "; ".join(text for text in notes if text)
-
-
-def _shape_size(shape: Sequence[int]) -> int:
-    return math.prod(shape)
 
 
 def _snr_of(energy: float, error: float) -> float:

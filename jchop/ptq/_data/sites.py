@@ -199,7 +199,8 @@ def _walk_sites(
         if step.product is not None:
             inputs += _sites_of_product(step, program, views, sites, loops, refusal)
         elif step.kind == "control":
-            reason = refusal or _call_refusal(step)
+            is_run = step.name in INLINE_CALLS or step.name in ("scan", "cond")
+            reason = refusal or ("" if is_run else f"within {step.name}")
             if step.name == "scan":
                 stacked_leaves = scanned_leaves(step)
                 order = range(step.eqn.params["length"])
@@ -218,11 +219,6 @@ def _walk_sites(
 def scanned_leaves(step: Any) -> frozenset[int]:
     """The parameters that a `scan` runs over."""
     return frozenset(o.leaf for fact in step.known[sum(carry_count(step.eqn.params)) :] for o in fact.origins)
-
-
-def _call_refusal(step: Any) -> str:
-    """Why products within a step are not looked at; empty if they are."""
-    return "" if step.name in INLINE_CALLS or step.name in ("scan", "cond") else f"within {step.name}"
 
 
 def _sites_of_product(

@@ -390,12 +390,9 @@ class _MappingJob:
             self.record.methods.setdefault(leaf, []).append(self.step.name)
             if targets:
                 self.record.add(leaf, f"{text} folded into {', '.join(targets)}")
-            turns = list(np.ndindex(*self._shape(leaf)[: self.weight_sites[leaf].turns])) if by_turn else [()]
+            turns = list(np.ndindex(*self.program.shapes[leaf][: self.weight_sites[leaf].turns])) if by_turn else [()]
             for turn, choice in zip(turns, choices, strict=False):
                 self.record.add(leaf, choice, turn)
-
-    def _shape(self, leaf: int) -> tuple[int, ...]:
-        return self.program.shapes[leaf]
 
     def _value(self, leaf: int) -> Any:
         return self.new_values.get(leaf, self.call.values[leaf])
@@ -409,7 +406,7 @@ class _MappingJob:
         placement = placement_to_nearest(self.program.placements[site.leaf][0])
         turns = sum(place.turns)
         if turns < site.turns:  # constant indexes: all layers have the same factors
-            layers = np.ndindex(*self._shape(site.leaf)[: site.turns])
+            layers = np.ndindex(*self.program.shapes[site.leaf][: site.turns])
             sums = reduce(add_sums, [jax.tree.map(lambda v, i=i: v[i], sums) for i in layers])
         return ChannelWeight(self._value(site.leaf), site.stack, turns, placement, site.layout, sums, channels)
 
