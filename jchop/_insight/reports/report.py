@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
-from typing import Any, Literal, Protocol, cast, overload
+from typing import Any, Literal, Protocol, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.core
@@ -322,38 +322,27 @@ def _result_size(step: EmulatedStep) -> int:
     return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))
 
 
+class _EmulateOptions(TypedDict, total=False):
+    rules: Mapping[str, Any] | None
+    accumulate: Any
+    key: Any
+    unknown: Any
+    narrow: Literal["raise", "carrier"]
+    max_turns: int | None
+    stop_at: Literal["overflow", "nan", "invalid"] | None
+
+
 class _EmulateFunction(Protocol):
     """`emulate`, with `report` as an attribute."""
 
     report: Callable[..., Report]
 
     @overload
-    def __call__(
-        self,
-        fun: Callable[..., Any],
-        spec: Any,
-        *,
-        rules: Mapping[str, Any] | None = ...,
-        accumulate: Any = ...,
-        key: Any = ...,
-        unknown: Any = ...,
-        narrow: Literal["raise", "carrier"] = ...,
-        max_turns: int | None = ...,
-        stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
-    ) -> EmulatedFunction: ...
+    def __call__(self, fun: Callable[..., Any], spec: Any, **options: Unpack[_EmulateOptions]) -> EmulatedFunction: ...
 
     @overload
     def __call__(
-        self,
-        spec: Spec | ElementFormat | str | None,
-        *,
-        rules: Mapping[str, Any] | None = ...,
-        accumulate: Any = ...,
-        key: Any = ...,
-        unknown: Any = ...,
-        narrow: Literal["raise", "carrier"] = ...,
-        max_turns: int | None = ...,
-        stop_at: Literal["overflow", "nan", "invalid"] | None = ...,
+        self, spec: Spec | ElementFormat | str | None, **options: Unpack[_EmulateOptions]
     ) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
 
 

@@ -283,11 +283,15 @@ def _same_factors(port: Port) -> FactorAssignments:
     yield port.same_for_all()
 
 
+def _one_label(index: int, label: FactorLabel, count: int = 2) -> list[FactorLabel | None]:
+    """One of some values has factors."""
+    return [label if i == index else None for i in range(count)]
+
+
 def _one_to_one(port: Port) -> FactorAssignments:
     """Each result is one operand."""
-    ins: list[FactorLabel | None] = [None] * len(port.node.ins)
-    ins[port.place] = port.label
-    yield ins, list(ins)
+    labels = _one_label(port.place, port.label, len(port.node.ins))
+    yield labels, list(labels)
 
 
 def _loop_value_factors(port: Port) -> FactorAssignments:
@@ -458,18 +462,12 @@ def _mul_factors(port: Port) -> FactorAssignments:
         yield ([other] * 2, [port.label]) if port.is_result else ([port.label] * 2, [other])
         return
     if not port.is_result:
-        ins: list[FactorLabel | None] = [None, None]
-        ins[port.place] = port.label
-        yield ins, [port.label]
-        ins = [port.label.to_power(-1)] * 2
-        ins[port.place] = port.label
-        yield ins, [None]
+        yield _one_label(port.place, port.label), [port.label]
+        yield [port.label if i == port.place else port.label.to_power(-1) for i in (0, 1)], [None]
         return
     for side in (0, 1) if a.is_parameter or not b.is_parameter else (1, 0):
         if not port.node.ins[side].source:
-            ins = [None, None]
-            ins[side] = port.label
-            yield ins, [port.label]
+            yield _one_label(side, port.label), [port.label]
 
 
 def _div_factors(port: Port) -> FactorAssignments:
@@ -500,11 +498,6 @@ def _select_factors(port: Port) -> FactorAssignments:
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
-
-
-def _one_label(index: int, label: FactorLabel, count: int = 2) -> list[FactorLabel | None]:
-    """One of some values has factors."""
-    return [label if i == index else None for i in range(count)]
 
 
 def _dot_factors(port: Port) -> FactorAssignments:
