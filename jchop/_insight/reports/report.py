@@ -135,15 +135,15 @@ class Report(RowReport):
         rows: the rows, in program order.
         traced: whether values were measured.
         reference: the reference of the errors: ``"carrier"``, or a spec as text.
-        notes: sentences about stopped loops, about operations left in the carrier, and about the reference.
         stopped: the event that ended the run, with ``stop_at``; empty if there was none.
+        notes: sentences about stopped loops, about operations left in the carrier, and about the reference.
     """
 
     rows: tuple[ReportRow, ...]
     traced: bool = field(default=False)
     reference: str = "carrier"
-    notes: tuple[str, ...] = ()
     stopped: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def operations(self) -> int:
@@ -273,7 +273,7 @@ def report(
     notes = (*dict.fromkeys(paired_run.notes), *_report_notes(steps, paired_run), *_carrier_notes(steps))
     entry_rows = _entry_rows(paired_run, spec, first_line_of(fun.fun, call_line))
     rows = (*entry_rows, *_report_rows(paired_run.with_literal_steps(steps), paired_run.measures))
-    return Report(rows, True, paired_run.reference.text, notes, stop_text)
+    return Report(rows, True, paired_run.reference.text, stop_text, notes)
 
 
 def _entry_rows(paired_run: PairedRun, spec: Spec | None, source: str) -> Iterator[ReportRow]:
