@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop.plot._style import BLUE, INK, RED, draw_at_edge, draw_bars, draw_frame, draw_legend, new_figure
+from jchop.plot._style import (
+    BLUE,
+    INK,
+    RED,
+    draw_at_edge,
+    draw_bars,
+    draw_frame,
+    draw_legend,
+    need_matplotlib,
+    new_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +32,7 @@ __all__ = ["blame", "calibration", "report", "sensitivity", "tune"]
 
 def _fields_of(seen: Any, what: str, *names: str) -> list[Any]:
     """Fields of a report; TypeError for an object of another kind."""
+    need_matplotlib()
     if not all(hasattr(seen, name) for name in names):
         raise TypeError(f"seen={seen!r} must be {what}")
     return [getattr(seen, name) for name in names]

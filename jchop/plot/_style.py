@@ -18,13 +18,14 @@ BAR_COLOURS = (BLUE, ORANGE, RED, "#7b3294")
 _MAX_PLOT_BITS = 16
 
 
-def new_figure(width: float, height: float, title: str, size: float = 15) -> Figure:
-    """An empty figure with a title; sizes are in inches and points.
-
-    Raises:
-        ModuleNotFoundError: that names the extra ``plot``, if Matplotlib is missing.
-    """
+def need_matplotlib() -> None:
+    """ModuleNotFoundError that names the extra ``plot``, if Matplotlib is missing."""
     require_extra("jchop.plot", "plot", ("matplotlib",))
+
+
+def new_figure(width: float, height: float, title: str, size: float = 15) -> Figure:
+    """An empty figure with a title; sizes are in inches and points."""
+    need_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
