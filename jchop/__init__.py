@@ -51,7 +51,7 @@ if _typing.TYPE_CHECKING:
     from jchop._insight.probe import Probe, probe
     from jchop._insight.reports.blame import Blame, blame
     from jchop._insight.reports.digits import SignificantDigits, significant_digits
-    from jchop._insight.reports.emulate import emulate
+    from jchop._insight.reports.report import emulate
     from jchop._insight.tune import Tuning, tune
     from jchop._quantized.products.qarray_products import dot, einsum, ragged_dot
     from jchop._quantized.products.rotation import Hadamard
@@ -73,7 +73,7 @@ __getattr__, __dir__ = _on_demand(
         "jchop._insight.probe": ("Probe", "probe"),
         "jchop._insight.reports.blame": ("Blame", "blame"),
         "jchop._insight.reports.digits": ("SignificantDigits", "significant_digits"),
-        "jchop._insight.reports.emulate": ("emulate",),
+        "jchop._insight.reports.report": ("emulate",),
         "jchop._quantized.products.qarray_products": ("dot", "einsum", "ragged_dot"),
         "jchop._quantized.quantize_fn": ("quantize_fn",),
         "jchop._quantized.products.rotation": ("Hadamard",),

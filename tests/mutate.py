@@ -155,12 +155,12 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)",
     ),
     "SmoothQuant: inverted factors": (
-        "jchop/ptq/_equalize/factors.py",
+        "jchop/ptq/_equalize/mapping.py",
         "bounds[0] ** step.alpha / bounds[1] ** (1 - step.alpha)",
         "bounds[1] ** (1 - step.alpha) / bounds[0] ** step.alpha",
     ),
     "AWQ: losses are of weights whose factors are not divided out": (
-        "jchop/ptq/_equalize/factors.py",
+        "jchop/ptq/_equalize/mapping.py",
         ".astype(gram.dtype) / s[:, :, None]",
         ".astype(gram.dtype)",
     ),

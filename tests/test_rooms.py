@@ -464,5 +464,5 @@ def test_the_checks_see_what_they_should() -> None:
     assert "stands after" in str(fault_of("formats.rounding", "_spec.spec"))
     assert "imports a wing" in str(fault_of("nn.linen", "ptq"))
     assert "wings do not" in str(fault_of("compat.piquant", "plot"))
-    assert fault_of("_insight.compare.compare", "plot") is None
+    assert fault_of("_insight.compare", "plot") is None
     assert "public face" in str(fault_of("plot", "__init__"))

@@ -17,7 +17,7 @@ from jchop._cli._text import key_of_seed_option, print_note, printable, terminal
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, first_names
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop._insight.compare.compare import COMPARISON_SCALES, Comparison, compare, default_formats
+from jchop._insight.compare import COMPARISON_SCALES, Comparison, compare, default_formats
 from jchop._spec.spec import as_spec
 from jchop.storage import QArray, dequantize
 from jchop.storage._files.npy import NpyFile

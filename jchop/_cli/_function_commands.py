@@ -23,7 +23,7 @@ from jchop.study._run import DATASETS, FORMATS, MODES
 def _run_blame(options: argparse.Namespace) -> None:
     check_pictures(options)
     from jchop._insight.reports.blame import blame
-    from jchop._insight.reports.emulate import emulate
+    from jchop._insight.reports.report import emulate
 
     spec = as_spec(options.to, "--to")
     key = key_of_seed_option(options.seed, [spec])

@@ -32,7 +32,7 @@ def _run_ptq(options: argparse.Namespace) -> None:
     from jchop._quantized.products.rule import Rule
     from jchop._quantized.quantize_fn import quantize_fn
     from jchop.ptq._quantize import calibrate_params
-    from jchop.ptq._resume import discard_run
+    from jchop.ptq._records import discard_run
 
     check_suffix("--out", options.out, ".safetensors")
     check_new_file("--out", options.out, options.force)

@@ -51,8 +51,7 @@ from jchop.nn._trees.lora import lora_mask
 
 if TYPE_CHECKING:
     from jchop._checkpoints.models import load_checkpoint, save_checkpoint
-    from jchop._insight.models.sensitivity import Sensitivity, SensitivityRow, sensitivity
-    from jchop._insight.models.tune import LayerTuning, TunedLayer, tune
+    from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
     from jchop._serving.attention import dot_product_attention
     from jchop._serving.kv_cache import KVCache
     from jchop.ptq._models import quantize_with_data
@@ -62,8 +61,14 @@ __getattr__, __dir__ = on_demand(
     (),
     {
         "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
-        "jchop._insight.models.sensitivity": ("Sensitivity", "SensitivityRow", "sensitivity"),
-        "jchop._insight.models.tune": ("LayerTuning", "TunedLayer", "tune"),
+        "jchop._insight.layers": (
+            "LayerTuning",
+            "Sensitivity",
+            "SensitivityRow",
+            "TunedLayer",
+            "sensitivity",
+            "tune",
+        ),
         "jchop._serving.attention": ("dot_product_attention",),
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop.ptq._models": ("quantize_with_data",),

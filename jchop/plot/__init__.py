@@ -4,13 +4,9 @@ Every function returns a new `matplotlib.figure.Figure` and saves nothing. Matpl
 first use. pyplot is not imported, so no window opens and no global state changes.
 """
 
-from jchop.plot._formats import code_histogram, rounding_error, value_grids
-from jchop.plot._heat_map import Panel, heat_map
-from jchop.plot._models import calibration, sensitivity
-from jchop.plot._pareto import pareto
-from jchop.plot._programs import blame, report
-from jchop.plot._tune import tune
-from jchop.plot._value_grid import value_grid
+from jchop.plot._charts import Panel, heat_map, pareto
+from jchop.plot._formats import code_histogram, rounding_error, value_grid, value_grids
+from jchop.plot._reports import blame, calibration, report, sensitivity, tune
 
 __all__ = [
     "Panel",

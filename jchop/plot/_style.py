@@ -87,4 +87,12 @@ def draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> 
 def draw_legend(axes: Axes) -> None:
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=9, frameon=False)
     axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right"]].set_visible(False)
+    draw_frame(axes, grid=False)
+
+
+def draw_frame(axes: Axes, *hidden: str, grid: bool = True) -> None:
+    """No lines at the top, the right and other sides; a pale grid below what is drawn."""
+    axes.spines[["top", "right", *hidden]].set_visible(False)
+    if grid:
+        axes.grid(color="#e5e5e5", linewidth=0.7)
+        axes.set_axisbelow(True)

@@ -1,10 +1,20 @@
 """Rounding with data: the statistics of a program's products, and parameters rounded by them."""
 
-from jchop.ptq._data.statistics import InputStatistics, Statistics, statistics
+from jchop.ptq._data.passes import InputStatistics, Statistics, statistics
 from jchop.ptq._quantize import quantize
-from jchop.ptq._report import PtqReport, WeightRow
-from jchop.ptq._steps.map_steps import awq, rotate, smooth
-from jchop.ptq._steps.steps import clip, correct_biases, correct_error, gptq, hqq, sign_round, sparse
+from jchop.ptq._records import PtqReport, WeightRow
+from jchop.ptq._steps.steps import (
+    awq,
+    clip,
+    correct_biases,
+    correct_error,
+    gptq,
+    hqq,
+    rotate,
+    sign_round,
+    smooth,
+    sparse,
+)
 
 __all__ = [
     "InputStatistics",

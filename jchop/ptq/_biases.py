@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 
 from jchop._common.settings import always_jit
-from jchop._program.step import ProgramPlan, carry_count
+from jchop._program.step import ProgramPlan
 from jchop._quantized.products.product import ConvProduct, DotProduct
 from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.provenance import AxisFactors, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSites
+from jchop.ptq._data.sites import INLINE_CALLS, WeightSites, scanned_leaves
 
 Array = jax.Array
 
@@ -75,7 +75,7 @@ def find_biases(program: Any, sites: WeightSites) -> tuple[dict[int, BiasSite], 
     with data that have no other use.
     """
     search = _BiasSearch(sites)
-    search.walk(program.plan, {}, {})
+    search.walk(program.plan, {})
     biases: dict[int, BiasSite] = {}
     reasons: dict[int, str] = {}
     for leaf, site in sites.by_leaf.items():
@@ -130,79 +130,57 @@ class _BiasSearch:
         self.sites = sites
         self.sums: dict[int, list[_BiasSum]] = {}
         self.products: dict[int, int] = {}
-        self.loops: dict[int, tuple[int, ...]] = {}  # the loops that run over each parameter
+        self.loops: dict[int, tuple[int, ...]] = {}  # those that run over each parameter where it was last met
+        self._loops_around: dict[int, tuple[int, ...]] = {}  # the same, where the search is
 
-    def walk(
-        self, plan: ProgramPlan, env: dict[Any, _ProductTerms], loops_by_leaf: Mapping[int, tuple[int, ...]]
-    ) -> list[_ProductTerms]:
+    def walk(self, plan: ProgramPlan, env: dict[Any, _ProductTerms]) -> list[_ProductTerms]:
         """Follow products through a program; the product terms in each of its results."""
         reads = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
         uses = Counter(v for v in reads if not hasattr(v, "val"))
 
         def terms(v: Any) -> _ProductTerms:
             """The products in a value; a sum that has several uses is not followed."""
-            return (
-                ()
-                if hasattr(v, "val")
-                else tuple(term for term in env.get(v, ()) if uses[v] == 1 or not term.has_other_terms)
-            )
+            known = () if hasattr(v, "val") else env.get(v, ())
+            return tuple(term for term in known if uses[v] == 1 or not term.has_other_terms)
 
         for step in plan.steps:
-            results = self._step(step, [terms(v) for v in step.eqn.invars], uses, loops_by_leaf)
+            results = self._step(step, [terms(v) for v in step.eqn.invars], uses)
             env.update(zip(step.eqn.outvars, results, strict=False))
         return [terms(v) for v in plan.jaxpr.outvars]
 
-    def _step(
-        self,
-        step: Any,
-        operand_terms: list[_ProductTerms],
-        uses: Mapping[Any, int],
-        loops_by_leaf: Mapping[int, tuple[int, ...]],
-    ) -> Sequence[_ProductTerms]:
+    def _step(self, step: Any, operand_terms: list[_ProductTerms], uses: Mapping[Any, int]) -> Sequence[_ProductTerms]:
         if id(step) in self.sites.of_step:
             side, sites = self.sites.of_step[id(step)]
             for site in sites:
                 self.products[site.leaf] = self.products.get(site.leaf, 0) + 1
-                self.loops[site.leaf] = loops_by_leaf.get(site.leaf, ())
+                self._note_loops(site.leaf)
             if len(sites) != 1:
                 return []
-            return [
-                (
-                    _ProductTerm(
-                        ParamOrigin(sites[0].leaf, _axes_of_result(step.product, side, sites[0].view, step.eqn))
-                    ),
-                )
-            ]
+            axes = _axes_of_result(step.product, side, sites[0].view, step.eqn)
+            return [(_ProductTerm(ParamOrigin(sites[0].leaf, axes)),)]
         if step.kind == "control":
             if step.name in INLINE_CALLS:
                 inner = step.inner[0]
-                return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)), loops_by_leaf)
-            inner_loops = loops_by_leaf
-            if step.name == "scan":
-                num_consts, num_carry = carry_count(step.eqn.params)
-                stacked_leaves = {o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins}
-                inner_loops = {
-                    **loops_by_leaf,
-                    **{leaf: (*loops_by_leaf.get(leaf, ()), id(step)) for leaf in stacked_leaves},
-                }
+                return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)))
+            around = self._loops_around
+            leaves = scanned_leaves(step) if step.name == "scan" else ()
+            self._loops_around = around | {leaf: (*around.get(leaf, ()), id(step)) for leaf in leaves}
             for inner in step.inner:
-                self.walk(inner, {}, inner_loops)
+                self.walk(inner, {})
+            self._loops_around = around
             return []
         if step.name in _SUM_SIGNS and any(operand_terms):
-            return self._sum(step, operand_terms, uses, loops_by_leaf)
+            return self._sum(step, operand_terms, uses)
         if operand_terms and operand_terms[0] and len(step.eqn.outvars) == 1:
             before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
             origins = [(t, move_origin(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
             return [tuple(replace(t, weight=o) for t, o in origins if o is not None and o.is_intact)]
         return []
 
-    def _sum(
-        self,
-        step: Any,
-        operand_terms: list[_ProductTerms],
-        uses: Mapping[Any, int],
-        loops_by_leaf: Mapping[int, tuple[int, ...]],
-    ) -> Sequence[_ProductTerms]:
+    def _note_loops(self, leaf: int) -> None:
+        self.loops[leaf] = self._loops_around.get(leaf, ())
+
+    def _sum(self, step: Any, operand_terms: list[_ProductTerms], uses: Mapping[Any, int]) -> Sequence[_ProductTerms]:
         """The product terms in a sum; a sum with a parameter has none, and is appended to `sums`."""
         shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUM_SIGNS[step.name]
         parameter_origins = [fact.origins for fact in step.known if not fact.data and fact.origins]
@@ -218,7 +196,7 @@ class _BiasSearch:
             ]
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
             (bias,) = parameter_origins[0]
-            self.loops[bias.leaf] = loops_by_leaf.get(bias.leaf, ())
+            self._note_loops(bias.leaf)
             bias_sum = _BiasSum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
             self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return []

@@ -14,7 +14,7 @@ from jchop.nn._nnx.layers import refuse_quantized_layers
 from jchop.nn._nnx.programs import round_program_by
 from jchop.ptq._data.passes import check_batches, map_batches
 from jchop.ptq._quantize import calibrate_params
-from jchop.ptq._report import PtqReport
+from jchop.ptq._records import PtqReport
 
 T = TypeVar("T", bound=nnx.Module)
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import enable_x64_for
+from jchop._common.decibels import decibels
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
@@ -21,12 +23,11 @@ from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
-from jchop.ptq._data.input_sums import InputSums, pair_value
-from jchop.ptq._data.passes import BatchData, check_batches, check_memory, memory_bytes, split_stages, turn_bytes
-from jchop.ptq._data.sites import Stage, WeightSite, WeightSites
+from jchop.ptq._data.collect import InputSums, input_means, pair_value
+from jchop.ptq._data.passes import BatchData, check_batches, check_memory, memory_bytes, split_stages, sum_bytes
+from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
 from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
-from jchop.ptq._report import PtqReport, WeightRow
-from jchop.ptq._resume import Journal, StageRecord, check_resume, run_facts
+from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, check_resume, run_facts
 from jchop.ptq._steps.round import RoundingOutcome, pruning_of, round_parameter
 from jchop.ptq._steps.steps import CalibrationStep, CalibrationSteps, HalfQuadratic, Sweep, as_steps, gptq
 from jchop.storage._half_quadratic import check_float_zero_points
@@ -178,7 +179,7 @@ class _CalibrationJob:
         """As `at_once`, with the statistics of some weights at a time."""
         assert self.memory is not None
         self._start(self.data.first())
-        parts = split_stages(self.stages, self._sum_bytes(False), self.memory, self.program.paths.__getitem__)
+        parts = split_stages(self.stages, self._sum_bytes(), self.memory, self.program.paths.__getitem__)
         part_by_stage = {stage: part for part in parts for stage in part.stages}
         part_and_sums: list[Any] = [None, {}]
 
@@ -209,15 +210,10 @@ class _CalibrationJob:
         self.passes += len(self.stages)
         self._round_stages(self.stages, sums_of)
 
-    def _sum_bytes(self, two_trajectories: bool) -> dict[int, tuple[int, int]]:
+    def _sum_bytes(self, two_trajectories: bool = False) -> dict[int, tuple[int, int]]:
         """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
-        sizes = {}
-        for leaf, site in self.weight_sites.items():
-            loops = self.program.shapes[leaf][: site.turns]
-            dtype = jnp.promote_types(self.call.values[leaf].dtype, jnp.float32)
-            iteration_bytes = turn_bytes(site, dtype, two_trajectories) * math.prod(loops[1:])
-            sizes[leaf] = iteration_bytes, loops[0] if loops else 1
-        return sizes
+        values = self.call.values
+        return {i: sum_bytes(site, values[i], two_trajectories) for i, site in self.weight_sites.items()}
 
     def _round_stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, InputSums]]) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
@@ -279,7 +275,7 @@ class _CalibrationJob:
         """Pack all parameters; those to be calibrated have values in full precision until they are rounded."""
         self.program, self.call, self.sites = trace
         placements = self.program.placements
-        weight_sites = {i: v for i, v in self.sites.by_leaf.items() if i in placements and self._in_first_product(i, v)}
+        weight_sites = rounded_sites(self.program, self.sites)
         for i in weight_sites:
             _check_step_formats(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
         packed_params = self.low.pack(self.params, *self.call_args(), key=self.key)
@@ -303,9 +299,6 @@ class _CalibrationJob:
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_sites, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
 
-    def _in_first_product(self, leaf: int, site: WeightSite) -> bool:
-        return self.program.placements[leaf][1].view == site.view
-
     def call_args(self) -> tuple[Any, ...]:
         """The arguments after the parameters, as the program was traced for."""
         (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
@@ -320,57 +313,43 @@ class _CalibrationJob:
         count = pair_value(inputs.count)
         has_input = bool((count > 0).any())
         without_input = int((count == 0).sum())
-        note = "" if site.turns == site.stack else "one statistic for the whole stack"
+        notes = [] if site.turns == site.stack else ["one statistic for the whole stack"]
         if without_input:
-            note = _NO_INPUT if not has_input else f"no input reached {without_input} of its {count.size} matrices"
+            notes = [f"no input reached {without_input} of its {count.size} matrices" if has_input else _NO_INPUT]
         few_rows = int(((count > 0) & (count < site.layout.matrices[1])).sum())
         dtype_info = jnp.finfo(inputs.largest.dtype)
         square_limit = float(np.sqrt(float(dtype_info.tiny) / float(dtype_info.eps)))
         if bool(((inputs.largest > 0).any(-1) & (inputs.largest < square_limit).all(-1)).any()):
-            note = _join_notes(
-                note, f"inputs below {square_limit:.2g}: their squares underflow, and count as zero or lose digits"
-            )
+            notes += [f"inputs below {square_limit:.2g}: their squares underflow, and count as zero or lose digits"]
         steps = self._steps_of(leaf)
         if steps != self.steps:
-            note = _join_notes(
-                note, _SEVERAL_USES.format(", ".join(dict.fromkeys(map(_use_name, self.sites.others[leaf]))))
-            )
+            uses = dict.fromkeys(map(_use_name, self.sites.others[leaf]))
+            notes += [f"no step by the inputs of one use, since it has others: {', '.join(uses)}"]
         if few_rows and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
             matrices_text = "" if few_rows == count.size else f" in {few_rows} of its {count.size} matrices"
-            note = _join_notes(note, f"fewer rows than inputs{matrices_text}")
+            notes += [f"fewer rows than inputs{matrices_text}"]
         shared_shape = self.call.values[leaf].shape[len(turn) : site.stack]
         for indexes in np.ndindex(*shared_shape):
-            self._round_layer(leaf, (*turn, *indexes), inputs, note, placement)
+            self._round_layer(leaf, (*turn, *indexes), inputs, notes, placement)
 
     def _steps_of(self, leaf: int) -> CalibrationSteps:
         """The steps of a weight: those by inputs of its product would make its other uses worse."""
         return self.steps.without_data if leaf in self.sites.others else self.steps
 
     def _round_layer(
-        self, leaf: int, turn: tuple[int, ...], inputs: InputSums, note: str, placement: WeightLayout
+        self, leaf: int, turn: tuple[int, ...], inputs: InputSums, notes: Sequence[str], placement: WeightLayout
     ) -> None:
-        rows = pair_value(inputs.count)
-        divisor = jnp.maximum(rows, 1)[:, None]
-        gram = pair_value(inputs.gram) / divisor[..., None]
-        cross = None if inputs.cross is None else pair_value(inputs.cross) / divisor[..., None]
-        weight = jnp.asarray(self.call.values[leaf])[turn]
-        rounding_key = None
-        if placement.spec.rounding.stochastic:
-            assert self.key is not None
-            rounding_key = jax.random.fold_in(self.key, leaf)
-            for index in turn:
-                rounding_key = jax.random.fold_in(rounding_key, index)
-        path = self._path(leaf, turn)
+        gram, cross, mean, shift, _, rows = input_means(inputs)
+        weight, path = jnp.asarray(self.call.values[leaf])[turn], self._path(leaf, turn)
         check_finite(weight, f"params: {path!r}")
-        layout, mean = self.weight_sites[leaf].layout, pair_value(inputs.total) / divisor
-        shift = None if inputs.shift is None else pair_value(inputs.shift) / divisor
         with enable_x64_for(weight.dtype):
             if placement.rotation is not None:  # the statistics are of inputs that are not rotated
                 rotate_gram, rotate_x = placement.rotation.gram, placement.rotation.inputs
                 weight, gram, mean = placement.rotate(weight), rotate_gram(gram), rotate_x(mean)
                 cross, shift = None if cross is None else rotate_gram(cross), None if shift is None else rotate_x(shift)
-            options: Any = {"placement": placement, "layout": layout, "steps": self._steps_of(leaf)}
-            outcome = round_parameter(weight, gram, cross, rounding_key, **options)
+            options: Any = {"layout": self.weight_sites[leaf].layout, "steps": self._steps_of(leaf)}
+            rounding_key = self._rounding_key(placement, leaf, *turn)
+            outcome = round_parameter(weight, gram, cross, rounding_key, placement=placement, **options)
         if bool(outcome.no_factor.any()):
             raise ValueError(
                 f"params: the inputs of {path!r} have a Gram matrix that cannot be factorized even with damping="
@@ -380,8 +359,8 @@ class _CalibrationJob:
         self.stage_record.weights.append((leaf, turn, jax.tree.leaves(outcome.weight)))
         if self.steps.biases is not None:
             outcome, reason = self._correct_bias(leaf, turn, weight, outcome, mean, shift, rows)
-            note = _join_notes(note, reason)
-        row = self._row(leaf, turn, outcome, rows, note)
+            notes = [*notes, reason]
+        row = self._row(leaf, turn, outcome, rows, _join_notes(*notes))
         if self.steps.pruning is None and round(row.after, 2) < round(row.before, 2):  # as the report shows them
             reason = "worse than nearest" if self.steps.correction is None else _WORSE_WITHOUT_CORRECTION
             row = replace(row, note=_join_notes(row.note, reason))
@@ -424,11 +403,14 @@ class _CalibrationJob:
         placement_and_use = self.program.placements.get(leaf)
         if placement_and_use is None:
             return bias
-        rounding_key = None
-        if placement_and_use[0].spec.rounding.stochastic:
-            assert self.key is not None
-            rounding_key = jax.random.fold_in(self.key, leaf)
-        return placement_and_use[0].pack(bias, rounding_key)
+        return placement_and_use[0].pack(bias, self._rounding_key(placement_and_use[0], leaf))
+
+    def _rounding_key(self, placement: WeightLayout, *indexes: int) -> Array | None:
+        """The key of a parameter, or of a layer of a stack; None if its rounding draws nothing."""
+        if not placement.spec.rounding.stochastic:
+            return None
+        assert self.key is not None
+        return reduce(jax.random.fold_in, indexes, self.key)
 
     def _row(
         self, leaf: int, turn: tuple[int, ...] = (), outcome: RoundingOutcome | None = None, rows: Array | None = None,
@@ -436,7 +418,7 @@ class _CalibrationJob:
     ) -> WeightRow:  # fmt: skip
         array = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
         spec, bits = (
-            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, _shape_size(array.shape)))
+            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, math.prod(array.shape)))
         )
         path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
         if outcome is None:
@@ -502,7 +484,6 @@ def _sums_of_stage(
     return {leaf: jax.tree.map(lambda v: v[index], sums[leaf]) for leaf in stage.leaves if leaf in sums}
 
 
-_SEVERAL_USES = "no step by the inputs of one use, since it has others: {}"
 _NO_INPUT = "no input reached it"
 _WORSE_WITHOUT_CORRECTION = "worse than nearest, not counting the errors that correct_error makes up for"
 #: Why a parameter without a product is rounded by itself.
@@ -536,19 +517,13 @@ def _sparse_along_sum(shape: Sequence[int], placement: WeightLayout, use: ParamU
     assert use.view is not None and placement.spec.scaled is not None
     factor = next((part for part in reversed(use.view.contracting) if part.size > 1), None)
     inner_shape = placement.shape[placement.spec.scaled.axis_of_sparse % len(placement.shape) + 1 :]
-    return factor is None or factor.inner * _shape_size(shape[factor.axis + 1 :]) == _shape_size(inner_shape)
+    return factor is None or factor.inner * math.prod(shape[factor.axis + 1 :]) == math.prod(inner_shape)
 
 
 def _join_notes(*notes: str) -> str:
     return "; ".join(text for text in notes if text)
 
 
-def _shape_size(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
 def _snr_of(energy: float, error: float) -> float:
-    """Signal-to-noise ratio; infinite without an error, NaN without a signal."""
-    if energy <= 0:
-        return math.nan
-    return 10 * math.log10(energy / error) if error > 0 else math.inf
+    """Signal-to-noise ratio of a product in decibels; NaN without a signal."""
+    return decibels(energy, max(error, 0.0)) if energy > 0 else math.nan  # a rounding error may make it negative

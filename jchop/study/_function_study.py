@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
-import json
 import math
 import os
 import time
@@ -19,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.checks import check_int
-from jchop._common.files import require_extra, write_atomically
-from jchop._common.text import TableOrLine, Tables, html
+from jchop._common.files import require_extra
+from jchop._common.text import RowReport, TableOrLine, html
 from jchop._emulate.emulate import emulate
 from jchop._emulate.rules.trace import as_program_arguments
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
 from jchop.formats.rounding import Rounding
+from jchop.study._result import png_bytes, write_files
 from jchop.study._run import StudyProgress, package_versions, study_specs
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class FunctionRow:
 
 
 @dataclass(frozen=True)
-class FunctionStudy(Tables):
+class FunctionStudy(RowReport):
     """The result of `run_function`; its ``str`` is a table, and it shows itself in a notebook.
 
     Args:
@@ -97,7 +95,7 @@ class FunctionStudy(Tables):
     seconds: float
     versions: Mapping[str, str]
 
-    _align = "<<>>>>>><"
+    _align, _infinities_as_text = "<<>>>>>><", True
 
     def _parts(self) -> list[TableOrLine]:
         head = ("format", "rounding", "bits", "error", "± runs", "worst abs.", "lost", "changed", "note")
@@ -137,30 +135,6 @@ class FunctionStudy(Tables):
     def _figure(self) -> str:
         return "share changed" if self._counts_changes() else "relative error in the 2-norm"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The study in the types of strict JSON; infinities are texts ("inf"), and NaN is None."""
-        fields = dataclasses.asdict(
-            dataclasses.replace(self, settings=dict(self.settings), versions=dict(self.versions))
-        )
-        fields["rows"] = [{name: _json_figure(value) for name, value in row.items()} for row in fields.pop("rows")]
-        return fields
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`as_dict` as strict JSON.
-
-        Args:
-            indent: spaces of each level; None for one line.
-        """
-        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
-
-    def to_csv(self) -> str:
-        """The rows as CSV, with their names first. It has no durations: the same study gives the same text."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(FunctionRow)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in self.rows)
-        return text.getvalue()
-
     def plot(self) -> Figure:
         """`jchop.plot.pareto` of bits and errors; rows without a result are left out. Needs matplotlib.
 
@@ -184,21 +158,14 @@ class FunctionStudy(Tables):
         """A page of its own: the plot, the table, settings and versions. It loads nothing. Needs matplotlib."""
         parts = []
         if any(not row.note for row in self.rows):
-            picture = io.BytesIO()
-            self.plot().savefig(picture, format="png", dpi=100, metadata={"Software": None})
-            parts.append(html.image(picture.getvalue(), f"{self.name}: bits against error"))
+            picture = png_bytes(self.plot(), metadata={"Software": None})
+            parts.append(html.image(picture, f"{self.name}: bits against error"))
         facts = [(name, str(value)) for name, value in {**self.settings, **self.versions}.items()]
         return html.page(f"Study of {self.name}", self._repr_html_(), *parts, html.box("How it was made", facts))
 
 
 def _figure_text(value: float, unit: str = "") -> str:
     return "-" if math.isnan(value) else f"{value:.3g}{unit}"
-
-
-def _json_figure(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
 
 
 def _figure_of_merit(row: FunctionRow) -> float:
@@ -365,10 +332,6 @@ def _float64_parts(x: np.ndarray) -> np.ndarray:
     return np.concatenate([part.astype(np.float64) for part in parts])
 
 
-#: The files of `save_function`.
-FUNCTION_STUDY_FILES = ("study.csv", "study.json", "study.png", "study.html")
-
-
 def save_function(result: FunctionStudy, folder: str | os.PathLike[str]) -> list[Path]:
     """Writes ``study.csv``, ``study.json``, ``study.png`` and ``study.html``, each atomically.
 
@@ -395,17 +358,11 @@ def save_function(result: FunctionStudy, folder: str | os.PathLike[str]) -> list
         ['study.csv', 'study.json', 'study.png', 'study.html']
     """
     require_extra("the study", "plot", ("matplotlib",))
+    has_results = any(not row.note for row in result.rows)
     contents = {
-        FUNCTION_STUDY_FILES[0]: result.to_csv().encode(),
-        FUNCTION_STUDY_FILES[1]: (result.to_json(indent=2) + "\n").encode(),
+        "study.csv": result.to_csv().encode(),
+        "study.json": (result.to_json(indent=2) + "\n").encode(),
+        **({"study.png": png_bytes(result.plot())} if has_results else {}),
+        "study.html": result.to_html().encode(),
     }
-    if any(not row.note for row in result.rows):
-        picture = io.BytesIO()
-        result.plot().savefig(picture, format="png", dpi=100)
-        contents[FUNCTION_STUDY_FILES[2]] = picture.getvalue()
-    contents[FUNCTION_STUDY_FILES[3]] = result.to_html().encode()
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        write_atomically(folder / name, lambda file, content=content: file.write(content))
-    return [folder / name for name in contents]
+    return write_files(folder, contents)

@@ -92,9 +92,7 @@ def run(
     specs = study_specs(formats, modes)
     _trace_roundings(specs)
     require_extra("the study", "study", _PACKAGES)
-    from jchop.study._datasets import load_dataset
-    from jchop.study._evaluate import Evaluator
-    from jchop.study._model import make_model, train
+    from jchop.study._network import Evaluator, load_dataset, make_model, train
 
     report = progress or (lambda stage, count, total, note: None)
     start = time.perf_counter()

@@ -20,7 +20,7 @@ from further import Further
 
 import jchop as jc
 from jchop._insight.tune._format_rows import format_row, is_spec_traceable, round_to_row
-from jchop._insight.tune._measure import make_tuning_problem
+from jchop._insight.tune._problem import make_tuning_problem
 from jchop._insight.tune._search import AssignmentSearch
 from jchop._insight.tune._tune import _as_menu
 from jchop._spec.spec import as_spec

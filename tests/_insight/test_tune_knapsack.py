@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jchop._insight.tune._knapsack import choice_within_budget, knapsack_front
+from jchop._insight.tune._search import front_of_sums
 
 
 def test_the_front_is_that_of_all_choices() -> None:
@@ -24,13 +24,13 @@ def compare_with_all(seed: int) -> None:
         (sum(costs[i][j] for i, j in enumerate(chosen)), sum(scores[i][j] for i, j in enumerate(chosen)))
         for chosen in itertools.product(range(options), repeat=groups)
     ]
-    front = knapsack_front(costs, scores)
+    front = front_of_sums(costs, scores)
     for budget in range(max(cost for cost, _ in every) + 1):
-        found = choice_within_budget(front, budget)
+        found = next((one for one in reversed(front) if one.cost <= budget), None)
         best = min((score for cost, score in every if cost <= budget), default=None)
         assert (found is None) == (best is None)
         if found is not None:
-            assert found.score == pytest.approx(best) and found.cost <= budget
-            assert found.cost == sum(costs[i][j] for i, j in enumerate(found.options))
-    ends = [(one.cost, one.score) for one in front]
+            assert found.error == pytest.approx(best) and found.cost <= budget
+            assert found.cost == sum(costs[i][j] for i, j in enumerate(found.assignment))
+    ends = [(one.cost, one.error) for one in front]
     assert ends == sorted(ends) and [s for _, s in ends] == sorted((s for _, s in ends), reverse=True)

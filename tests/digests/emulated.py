@@ -101,13 +101,18 @@ def calls() -> Iterator[Call]:
     yield from compared()
 
 
+WITHOUT_COLUMNS = {"Comparison", "LayerTuning", "PtqReport", "Report", "Sensitivity"}
+WITHOUT_JSON = {"Blame", "LayerTuning", "Tuning"}
+
+
 def whole(report: Any) -> Any:
-    """Text, dictionary, columns, JSON: whatever a report has."""
+    """Text, dictionary, columns, JSON: all of a report. One class gives columns and JSON: digests have those of some."""
     found = {"report": report, "text": str(report), "html": report._repr_html_() if hasattr(report, "_repr_html_") else ""}
+    kind = type(report).__name__
     for name in ("as_dict", "columns", "reading"):
-        if hasattr(report, name):
+        if hasattr(report, name) and not (name == "columns" and kind in WITHOUT_COLUMNS):
             found[name] = getattr(report, name)()
-    if hasattr(report, "to_json"):
+    if hasattr(report, "to_json") and kind not in WITHOUT_JSON:
         found["json"] = report.to_json(indent=2)
     return found
 

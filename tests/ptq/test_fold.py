@@ -14,8 +14,8 @@ from jax import lax
 
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.sites import find_sites
+from jchop.ptq._equalize.factor_rules import Channels, FoldError, reshape_runs
 from jchop.ptq._equalize.graph import graph_of
-from jchop.ptq._equalize.labels import Channels, FoldError, reshape_runs
 from jchop.ptq._equalize.mapping import multiply_by_factors
 from jchop.ptq._equalize.search import fold_of
 from tests.ptq.tables import case, some_of

@@ -15,8 +15,8 @@ from jax import lax
 
 import jchop as jc
 from jchop._quantized.products.rotation import HadamardBlocks
-from jchop.ptq._equalize.labels import FoldError
-from jchop.ptq._equalize.rotation_rules import rotation_of
+from jchop.ptq._equalize.factor_rules import FoldError
+from jchop.ptq._equalize.search import rotation_of
 from tests.ptq.tables import case, some_of
 from tests.ptq.test_fold import ATTENTION, MLP, Shapes, attention, conv, gated, graph, layer_norm, rms
 from tests.ptq.test_quantize import decibels, outliers

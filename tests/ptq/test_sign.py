@@ -11,8 +11,8 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.ptq._data.columns import element_scales, elementwise_spec
-from jchop.ptq._steps.sign_round import neighbours, sign_descent
+from jchop.ptq._steps.round import neighbours, sign_descent
+from jchop.ptq._steps.sweep import element_scales, elementwise_spec
 
 further = Further()
 

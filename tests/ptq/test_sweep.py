@@ -12,8 +12,15 @@ from further import Further
 
 import jchop as jc
 from jchop._spec.spec import parse
-from jchop.ptq._data.columns import element_scales, elementwise_spec, round_column, with_entries
-from jchop.ptq._steps.sweep import column_order, gptq_sweep, inverse_factor
+from jchop.ptq._steps.sweep import (
+    column_order,
+    element_scales,
+    elementwise_spec,
+    gptq_sweep,
+    inverse_factor,
+    round_column,
+    with_entries,
+)
 from jchop.storage import QArray
 
 further = Further()

@@ -28,7 +28,7 @@ from jchop._common.files import write_atomically
 from jchop.formats.rounding import Rounding
 from jchop.study import StudyResult
 from jchop.study._progress import ProgressBar
-from jchop.study._report import STUDY_FILES, accuracy_summary
+from jchop.study._result import STUDY_FILES, accuracy_summary
 
 further = Further()
 
@@ -154,9 +154,7 @@ def test_the_picture_says_what_its_figures_are_of() -> None:
 
 
 def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
-    from jchop.study._datasets import load_dataset
-    from jchop.study._evaluate import Evaluator
-    from jchop.study._model import make_model
+    from jchop.study._network import Evaluator, load_dataset, make_model
 
     evaluator = Evaluator(*make_model(load_dataset("wine", 0), 0), load_dataset("wine", 0))
     numbers = jax.numpy.arange(evaluator.flat.size, dtype=np.float32)
@@ -169,7 +167,7 @@ def test_groups_of_scaled_formats_lie_along_the_inputs() -> None:
 @pytest.fixture(scope="module")
 def small() -> Any:
     """Data of five samples, which are those of the test, too."""
-    from jchop.study._datasets import Dataset
+    from jchop.study._network import Dataset
 
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(5, 3)).astype(np.float32), np.array([0, 1, 2, 1, 0], np.int32)
@@ -189,8 +187,7 @@ def entropy_of(graph: Any, params: Any, data: Any, rounded: Callable[[Any], np.n
 
 
 def test_activations_are_rounded_before_the_first_layer_and_after_each(small: Any) -> None:
-    from jchop.study._evaluate import Evaluator
-    from jchop.study._model import make_model
+    from jchop.study._network import Evaluator, make_model
 
     graph, params = make_model(small, 0)
     spec, keys = parse("e4m1"), jax.random.split(jax.random.key(0), 1)
@@ -200,7 +197,7 @@ def test_activations_are_rounded_before_the_first_layer_and_after_each(small: An
 
 
 def test_each_layer_draws_for_itself() -> None:
-    from jchop.study._evaluate import _activation_rounding
+    from jchop.study._network import _activation_rounding
 
     after, halves = _activation_rounding(parse("fixed8.0:stochastic"), jax.random.key(0)), np.full(32, 0.5, np.float32)
     assert (np.asarray(after(halves)) != np.asarray(after(halves))).any()  # type: ignore[arg-type]
@@ -208,7 +205,7 @@ def test_each_layer_draws_for_itself() -> None:
 
 def test_an_epoch_takes_every_sample(small: Any) -> None:
     """Its loss, of one batch, is that of the first parameters over all of them."""
-    from jchop.study._model import make_model, train
+    from jchop.study._network import make_model, train
 
     graph, params = make_model(small, 0)
     want, losses = entropy_of(graph, params, small, np.asarray), []
@@ -242,7 +239,7 @@ def a_format_keeps_the_rest_of_its_spec() -> None:
 # -- data --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dataset", study.DATASETS)
 def test_data_is_split_and_standardised_by_its_training_part(dataset: str) -> None:
-    from jchop.study._datasets import load_dataset  # and with it scikit-learn, which takes a second
+    from jchop.study._network import load_dataset  # and with it scikit-learn, which takes a second
 
     data, again, other = load_dataset(dataset, 3), load_dataset(dataset, 3), load_dataset(dataset, 4)
     np.testing.assert_array_equal(data.test_y, again.test_y)

@@ -1,8 +1,14 @@
-"""Tables as text and as HTML, of one source."""
+"""Tables as text and as HTML, of one source; reports of rows, as plain data too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from jchop._common.text import html
 
@@ -54,3 +60,61 @@ class Tables:
     def _repr_html_(self) -> str:
         parts = (html.paragraph(part) if isinstance(part, str) else html.table_element(part) for part in self._parts())
         return f"<div>{''.join(parts)}</div>"
+
+
+class RowReport(Tables):
+    """A dataclass with a field of rows, each a dataclass: shown as tables, and given as dict, JSON, columns and CSV."""
+
+    __slots__ = ()
+    #: The field with the rows, and whether infinities are texts ("inf") in plain data; else they are None.
+    _rows_field, _infinities_as_text = "rows", False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in the types of strict JSON, with the rows last.
+
+        NaN is None, and so are infinities unless the class says that they are texts. A spec or a rule is its text.
+        """
+        names = [f.name for f in fields(self) if f.name != self._rows_field]  # type: ignore[arg-type]
+        return {name: plain_data(getattr(self, name), self._infinities_as_text) for name in (*names, self._rows_field)}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`as_dict` as strict JSON.
+
+        Args:
+            indent: spaces of each level; None for one line.
+        """
+        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The rows by column, as a data frame takes them."""
+        rows = getattr(self, self._rows_field)
+        return {f.name: [getattr(row, f.name) for row in rows] for f in fields(rows[0])} if rows else {}
+
+    def to_csv(self) -> str:
+        """The rows as CSV, with their names first; the entries of a tuple have spaces between them."""
+        columns, text = self.columns(), io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        for row in zip(*columns.values(), strict=True):
+            writer.writerow(" ".join(map(str, cell)) if isinstance(cell, tuple) else cell for cell in row)
+        return text.getvalue()
+
+
+def plain_data(value: Any, infinities_as_text: bool = False) -> Any:
+    """A value in the types of strict JSON: a dataclass without a text of its own becomes a dict, other objects texts.
+
+    Example:
+        >>> plain_data((1, math.nan, {"a": -math.inf}), infinities_as_text=True)
+        [1, None, {'a': '-inf'}]
+    """
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if is_dataclass(value) and type(value).__str__ is object.__str__:
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain_data(entry, infinities_as_text) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain_data(entry, infinities_as_text) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value) if infinities_as_text and not math.isnan(value) else None
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

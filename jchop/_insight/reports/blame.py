@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import jax
@@ -17,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.checks import check_int
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
+from jchop._emulate.paired.measure import as_double_precision
 from jchop._emulate.paired.paired_run import SILENT_KINDS, ValuePair
 from jchop._emulate.paired.places import argument_names, first_line_of, step_label, step_spec_text, walk_sources
 from jchop._emulate.paired.reference import CarrierReference
@@ -26,6 +25,7 @@ from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._emulate.rules.value_facts import is_number
+from jchop._insight.reports.report import PlacedRow, emulated_call
 from jchop._insight.reports.tape import ErrorShare, Tape
 from jchop._program.control import as_jax_value
 from jchop._program.planner import is_foreign_primitive
@@ -43,7 +43,7 @@ _DOUBTFUL_REST = 0.01
 
 
 @dataclass(frozen=True)
-class BlameRow:
+class BlameRow(PlacedRow):
     """The equations of one primitive, scope, arithmetic and line of source, or an argument.
 
     Args:
@@ -72,24 +72,9 @@ class BlameRow:
     source: str = ""
     turns: tuple[float, ...] = ()
 
-    @property
-    def place(self) -> str:
-        """The source without its folders: ``"model.py:12"``."""
-        return os.path.basename(self.source)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name; a number that is not finite becomes None."""
-        return {f.name: _blame_json(getattr(self, f.name)) for f in fields(self)}
-
-
-def _blame_json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 @dataclass(frozen=True)
-class Blame(Tables):
+class Blame(RowReport):
     """The result of `jchop.blame`; its ``str`` is a table.
 
     Args:
@@ -116,15 +101,6 @@ class Blame(Tables):
     notes: tuple[str, ...] = ()
 
     _align = "<<<>>>><"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data for JSON; a number that is not finite becomes None."""
-        out = {f.name: _blame_json(getattr(self, f.name)) for f in fields(self) if f.name != "rows"}
-        return {"rows": [row.as_dict() for row in self.rows], **out}
-
-    def columns(self) -> dict[str, list[Any]]:
-        """The rows by column, as a data frame takes them."""
-        return {f.name: [getattr(row, f.name) for row in self.rows] for f in fields(BlameRow)}
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
@@ -190,10 +166,7 @@ def blame(
         >>> [(row.primitive, round(row.contribution, 4)) for row in found.rows]
         [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('mul', -0.0156), ('sub', 0.0)]
     """
-    if isinstance(low, MethodType) and isinstance(low.__func__, EmulatedFunction):
-        low, args = low.__func__, (low.__self__, *args)
-    if not isinstance(low, EmulatedFunction):
-        raise TypeError(f"low={low!r} must be a function that jchop.emulate returned")
+    low, args = emulated_call("low", low, args)
     if output is not None and not callable(output):
         raise TypeError(f"output={output!r} must be a function of the result, or None")
     limit = max_turns if max_turns is not None else low.settings.max_turns
@@ -285,13 +258,13 @@ def _output_cotangents(
         raise ValueError("the result has no floating-point number, so it has no error")
     if output is not None:
         return _cotangents_of_output(program, low, wide, numbers, output)
-    errors = [_as_double(low[i]) - _as_double(wide[i]) for i in numbers]
+    errors = [as_double_precision(low[i]) - as_double_precision(wide[i]) for i in numbers]
     if not all(np.all(np.isfinite(error)) for error in errors):
         raise _not_finite_error(*low, *wide)
     cotangents: list[Any] = [None] * len(low)
     if sum(error.size for error in errors) == 1 and not np.iscomplexobj(errors[0]):
         cotangents[numbers[0]] = jnp.ones_like(low[numbers[0]])
-        value, reference = (float(np.ravel(_as_double(side[numbers[0]]))[0]) for side in (low, wide))
+        value, reference = (float(np.ravel(as_double_precision(side[numbers[0]]))[0]) for side in (low, wide))
         return value - reference, value, reference, cotangents
     norm = math.sqrt(sum(float(np.sum(np.abs(error) ** 2)) for error in errors))
     for i, error in zip(numbers, errors, strict=True):
@@ -338,11 +311,6 @@ def _not_finite_error(*output: Any) -> ValueError:
         f"the output is {'NaN' if nan else 'not finite'}, so its error has no parts; "
         f"jchop.emulate.report(low, ..., stop_at={event!r}) names the first equation that {verb}"
     )
-
-
-def _as_double(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _argument_blame_rows(shares: dict[Any, ErrorShare], spec: str, source: str, error: float) -> Iterator[BlameRow]:

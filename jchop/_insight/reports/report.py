@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.core
 import numpy as np
 
 from jchop._common.checks import check_bool, check_choice, check_int
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
+from jchop._emulate.emulate import emulate as _emulate
 from jchop._emulate.paired.measure import Event, Measure
 from jchop._emulate.paired.paired_run import SILENT_KINDS, PairedRun, StopEventError
 from jchop._emulate.paired.places import (
@@ -38,13 +38,38 @@ from jchop._program.source import user_line
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
 
-__all__ = ["Event", "Report", "ReportRow", "report"]
+__all__ = ["Event", "PlacedRow", "Report", "ReportRow", "emulate", "emulated_call", "report"]
 
 Array = jax.Array
 
 
+class PlacedRow:
+    """A row with a line of source."""
+
+    source: str
+
+    @property
+    def place(self) -> str:
+        """The source without its folders: ``"model.py:12"``."""
+        return os.path.basename(self.source)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name; a number that is not finite is None, an event a dict of its turn, place and order."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return plain_data({name: vars(value) if isinstance(value, Event) else value for name, value in values.items()})
+
+
+def emulated_call(name: str, fun: Any, args: tuple[Any, ...]) -> tuple[EmulatedFunction, tuple[Any, ...]]:
+    """An emulated function and its arguments; those of a method begin with its object."""
+    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
+        fun, args = fun.__func__, (fun.__self__, *args)
+    if not isinstance(fun, EmulatedFunction):
+        raise TypeError(f"{name}={fun!r} must be a function that jchop.emulate returned")
+    return fun, args
+
+
 @dataclass(frozen=True)
-class ReportRow:
+class ReportRow(PlacedRow):
     """The equations of one primitive, scope, arithmetic and line of source.
 
     Args:
@@ -101,40 +126,24 @@ class ReportRow:
     first_nan: Event | None = None
     first_invalid: Event | None = None
 
-    @property
-    def place(self) -> str:
-        """The source without its folders: ``"model.py:12"``."""
-        return os.path.basename(self.source)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name; NaN becomes None, an event a dict of its turn, place and order."""
-        return {f.name: _report_json(getattr(self, f.name)) for f in fields(self)}
-
-
-def _report_json(value: Any) -> Any:
-    """The value in the types of strict JSON."""
-    if isinstance(value, Event):
-        return {"turn": list(value.turn), "where": list(value.where), "order": value.order}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 @dataclass(frozen=True)
-class Report(Tables):
+class Report(RowReport):
     """The result of `emulate.report`; its ``str`` is a table, with the notes below.
 
     Args:
         rows: the rows, in program order.
         traced: whether values were measured.
         reference: the reference of the errors: ``"carrier"``, or a spec as text.
-        notes: sentences about stopped loops, about operations left in the carrier, and about the reference.
         stopped: the event that ended the run, with ``stop_at``; empty if there was none.
+        notes: sentences about stopped loops, about operations left in the carrier, and about the reference.
     """
 
     rows: tuple[ReportRow, ...]
     traced: bool = field(default=False)
     reference: str = "carrier"
-    notes: tuple[str, ...] = ()
     stopped: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def operations(self) -> int:
@@ -160,24 +169,6 @@ class Report(Tables):
         name = f"first_{check_choice('event', event, EVENTS)}"
         rows = [row for row in self.rows if getattr(row, name) is not None]
         return min(rows, key=lambda row: getattr(row, name).order, default=None)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report in the types of strict JSON: dicts, lists, texts and numbers."""
-        return {
-            "traced": self.traced,
-            "reference": self.reference,
-            "stopped": self.stopped,
-            "notes": list(self.notes),
-            "rows": [row.as_dict() for row in self.rows],
-        }
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`as_dict` as strict JSON, in which NaN is null.
-
-        Args:
-            indent: spaces of each level; None for one line.
-        """
-        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
 
     def _parts(self) -> list[TableOrLine]:
         names = ("scope", "primitive", "spec", "sums", "equations", "results") + _MEASURE_COLUMNS * self.traced
@@ -256,10 +247,7 @@ def report(
         >>> str(seen.rows[0].first_overflow)
         '[1]'
     """
-    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
-        fun, args = fun.__func__, (fun.__self__, *args)
-    if not isinstance(fun, EmulatedFunction):
-        raise TypeError(f"fun={fun!r} must be a function that jchop.emulate returned")
+    fun, args = emulated_call("fun", fun, args)
     trace_values = check_bool("trace_values", trace_values) or reference is not None or stop_at is not None
     if stop_at is not None:
         check_choice("stop_at", stop_at, EVENTS)
@@ -285,7 +273,7 @@ def report(
     notes = (*dict.fromkeys(paired_run.notes), *_report_notes(steps, paired_run), *_carrier_notes(steps))
     entry_rows = _entry_rows(paired_run, spec, first_line_of(fun.fun, call_line))
     rows = (*entry_rows, *_report_rows(paired_run.with_literal_steps(steps), paired_run.measures))
-    return Report(rows, True, paired_run.reference.text, notes, stop_text)
+    return Report(rows, True, paired_run.reference.text, stop_text, notes)
 
 
 def _entry_rows(paired_run: PairedRun, spec: Spec | None, source: str) -> Iterator[ReportRow]:
@@ -332,3 +320,31 @@ def _result_size(step: EmulatedStep) -> int:
     if step.kind == "constant":
         return 1
     return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))
+
+
+class _EmulateOptions(TypedDict, total=False):
+    rules: Mapping[str, Any] | None
+    accumulate: Any
+    key: Any
+    unknown: Any
+    narrow: Literal["raise", "carrier"]
+    max_turns: int | None
+    stop_at: Literal["overflow", "nan", "invalid"] | None
+
+
+class _EmulateFunction(Protocol):
+    """`emulate`, with `report` as an attribute."""
+
+    report: Callable[..., Report]
+
+    @overload
+    def __call__(self, fun: Callable[..., Any], spec: Any, **options: Unpack[_EmulateOptions]) -> EmulatedFunction: ...
+
+    @overload
+    def __call__(
+        self, spec: Spec | ElementFormat | str | None, **options: Unpack[_EmulateOptions]
+    ) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
+
+
+emulate = cast(_EmulateFunction, _emulate)
+emulate.report = report

@@ -1,14 +1,14 @@
-"""The cheapest assignment of levels to sites whose measured error is within a tolerance; plain Python, no JAX."""
+"""The cheapest formats for sites, by errors that are measured or that add up; plain Python, no JAX."""
 
 from __future__ import annotations
 
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AssignmentSearch", "Trial"]
+__all__ = ["AssignmentSearch", "Trial", "front_of_sums"]
 
 #: The level of each site, a place in the menu.
 LevelAssignment = tuple[int, ...]
@@ -16,7 +16,7 @@ LevelAssignment = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured assignment."""
+    """An assignment of levels to sites, its cost and its error."""
 
     assignment: LevelAssignment
     cost: float
@@ -84,11 +84,7 @@ class AssignmentSearch:
 
     def front(self) -> list[Trial]:
         """The measured assignments that no other one beats in cost and error, the cheapest first."""
-        out: list[Trial] = []
-        for trial in sorted(self.trials.values(), key=lambda trial: (trial.cost, trial.error, trial.assignment)):
-            if math.isfinite(trial.error) and (not out or trial.error < out[-1].error):
-                out.append(trial)
-        return out
+        return pareto_front(trial for trial in self.trials.values() if math.isfinite(trial.error))
 
     def _trial(self, assignment: LevelAssignment) -> Trial:
         if assignment in self.trials:
@@ -196,3 +192,33 @@ class AssignmentSearch:
             if trial.error <= self.tolerance:
                 return trial
         return None
+
+
+def pareto_front(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials that no other one beats in cost and error, the cheapest first."""
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda trial: (trial.cost, trial.error, trial.assignment)):
+        if not front or trial.error < front[-1].error:
+            front.append(trial)
+    return front
+
+
+def front_of_sums(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]) -> list[Trial]:
+    """The front of assignments whose costs and errors are sums over the sites.
+
+    Site by site, each assignment so far is joined with each level, and those that another one beats are left out: a
+    part of the best whole is the best part of its cost. So the front is exact, for any number of sites.
+
+    Args:
+        costs: a number for each level of each site.
+        errors: a number for each level of each site; less is better.
+    """
+    front = [Trial((), 0, 0.0)]
+    for site_costs, site_errors in zip(costs, errors, strict=True):
+        levels = list(enumerate(zip(site_costs, site_errors, strict=True)))
+        front = pareto_front(
+            Trial((*trial.assignment, level), trial.cost + cost, trial.error + error)
+            for trial in front
+            for level, (cost, error) in levels
+        )
+    return front

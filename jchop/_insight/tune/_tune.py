@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
 
@@ -12,18 +13,128 @@ import jax.core
 import numpy as np
 
 from jchop._common.checks import check_choice, check_int
+from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
-from jchop._insight.tune._measure import TuningProblem, make_tuning_problem
-from jchop._insight.tune._metrics import ERROR_METRICS, ErrorMetric
-from jchop._insight.tune._result import TunedSite, Tuning, TuningPoint
+from jchop._insight.tune._metrics import ERROR_METRICS, GRANULARITIES, ErrorMetric
+from jchop._insight.tune._problem import TuningProblem, TuningSite, make_tuning_problem
 from jchop._insight.tune._search import AssignmentSearch, Trial
-from jchop._insight.tune._sites import GRANULARITIES
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat
 
-__all__ = ["tune"]
+__all__ = ["TunedSite", "Tuning", "TuningPoint", "tune"]
+
+
+@dataclass(frozen=True)
+class TunedSite:
+    """The equations that share a format.
+
+    Args:
+        path: their scope, and by equation the primitive; ``"/"`` is the scope outside of all.
+        spec: their rounding as text; ``"carrier"`` for none. The rule of sums follows, if there is one.
+        bits: the bits of a result.
+        equations: their number.
+        results: the count of their results, in all turns of scans.
+        alone: the error if every other site has the most exact format of the menu; NaN if it was not measured.
+    """
+
+    path: str
+    spec: str
+    bits: int
+    equations: int
+    results: int
+    alone: float = math.nan
+
+
+@dataclass(frozen=True)
+class TuningPoint:
+    """A measured assignment that no other one beats in cost and error.
+
+    Args:
+        cost: its cost.
+        error: its largest error of all inputs, as the search measured it.
+        specs: the roundings of the sites as text, in the order of the rows.
+    """
+
+    cost: float
+    error: float
+    specs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tuning(RowReport):
+    """The result of `jchop.tune`; its ``str`` is a table.
+
+    Args:
+        rules: for ``jchop.emulate(fun, None, rules=rules)``: a pattern for each site, with its spec or None,
+            and for sums with a rule their `MatmulSpec`.
+        rows: the sites, in the order of the program.
+        tolerance: the largest error allowed.
+        errors: the error on each input, of the function from `emulate` with these rules.
+        held_out: the same on each input of `held_out`.
+        cost: the cost of the assignment.
+        cost_name: its unit.
+        uniform: the cheapest single format within the tolerance as text, and its cost; None if there is none.
+        front: measured assignments from cheap to exact.
+        evaluations: the number of assignments measured.
+        compiled: whether formats were arguments of one compiled program, or each assignment ran by `emulate`.
+        notes: sentences about the search.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> def f(x):
+        ...     with jax.named_scope("root"):
+        ...         y = jnp.sqrt(x)
+        ...     return y - 1.0
+        >>> found = jc.tune(f, [(jnp.float32(1.1),)], 0.05, ["bfloat16", "e4m3"])
+        >>> [(row.path, row.spec) for row in found.rows], found.error <= 0.05
+        ([('root', 'bfloat16'), ('/', 'bfloat16')], True)
+    """
+
+    rules: dict[str, Spec | MatmulSpec | None]
+    rows: tuple[TunedSite, ...]
+    tolerance: float
+    errors: tuple[float, ...]
+    held_out: tuple[float, ...]
+    cost: float
+    cost_name: str
+    uniform: tuple[str, float] | None
+    front: tuple[TuningPoint, ...]
+    evaluations: int
+    compiled: bool
+    notes: tuple[str, ...] = ()
+
+    _align = "<<>>>>"
+
+    @property
+    def error(self) -> float:
+        """The largest error of the inputs."""
+        return max(self.errors)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As of every report, and the largest error."""
+        return {"error": plain_data(self.error), **super().as_dict()}
+
+    def _parts(self) -> Iterator[TableOrLine]:
+        head = ("site", "format", "bits", "equations", "results", "error alone")
+        yield [head, *map(_tuning_cells, self.rows)]
+        yield f"error {self.error:.3g} on {_inputs_text(self.errors)}, tolerance {self.tolerance:.3g}"
+        if self.held_out:
+            yield f"error {max(self.held_out):.3g} on {_inputs_text(self.held_out)} held out"
+        uniform = "no single format is" if self.uniform is None else f"{self.uniform[0]} alone: {self.uniform[1]:.4g}"
+        yield f"cost {self.cost:.4g} ({self.cost_name}); {uniform}{' within it' if self.uniform is None else ''}"
+        yield from self.notes
+
+
+def _inputs_text(errors: tuple[float, ...]) -> str:
+    return f"{len(errors)} input{'' if len(errors) == 1 else 's'}"
+
+
+def _tuning_cells(row: TunedSite) -> tuple[str, ...]:
+    alone = "" if math.isnan(row.alone) else f"{row.alone:.2g}"
+    return row.path, row.spec, str(row.bits), str(row.equations), str(row.results), alone
+
 
 #: The most assignments that are emulated before the search gives up.
 _MOST_EMULATIONS = 64
@@ -136,7 +247,12 @@ def tune(
         seconds,
         None
         if progress is None
-        else lambda count, most, best: progress("measuring", count, most, _progress_text(best)),
+        else lambda count, most, best: progress(
+            "measuring",
+            count,
+            most,
+            f"cost {best.cost:.4g}, error {best.error:.3g}" if best else "nothing within the tolerance yet",
+        ),
     )
     search.run()
     trial, errors, emulations = _emulate_cheapest(problem, search)
@@ -216,19 +332,6 @@ def _choice_text(choice: ArithmeticChoice) -> str:
     return name if choice.accumulate is None else f"{name}, sums {choice.accumulate}"
 
 
-def _site_bits(problem: TuningProblem, site: int, spec: Spec | None) -> int:
-    return problem.sites[site].bits if spec is None else spec.format.bits
-
-
-def _mean_site_bits(problem: TuningProblem, site: int, level: int) -> float:
-    """The bits of a site: those of its format, or their mean with those of its accumulator."""
-    choice = problem.menu[level]
-    format_bits = _site_bits(problem, site, choice.spec)
-    if not problem.sites[site].sums or not any(option.accumulate for option in problem.menu):
-        return format_bits
-    return (format_bits + _site_bits(problem, site, _choice_accumulator(choice))) / 2
-
-
 def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable[[tuple[int, ...]], float]:
     if callable(cost):
 
@@ -241,15 +344,17 @@ def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable
             return number
 
         return custom_cost
+    counts_sums = any(choice.accumulate for choice in problem.menu)
 
-    def result_bytes(assignment: tuple[int, ...]) -> float:
-        specs = [problem.menu[level].spec for level in assignment]
-        return sum(site.results * _site_bits(problem, i, specs[i]) for i, site in enumerate(problem.sites)) / 8
+    def site_cost(site: TuningSite, choice: ArithmeticChoice) -> float:
+        bits = site.bits_in(choice.spec)
+        if cost == "bytes":
+            return site.results * bits
+        return (bits + site.bits_in(_choice_accumulator(choice))) / 2 if site.sums and counts_sums else bits
 
-    def bits(assignment: tuple[int, ...]) -> float:
-        return sum(_mean_site_bits(problem, i, level) for i, level in enumerate(assignment)) / len(assignment)
-
-    return result_bytes if cost == "bytes" else bits
+    costs = [[site_cost(site, choice) for choice in problem.menu] for site in problem.sites]
+    divisor = 8 if cost == "bytes" else len(costs)
+    return lambda assignment: sum(row[level] for row, level in zip(costs, assignment, strict=True)) / divisor
 
 
 def _emulate_cheapest(problem: TuningProblem, search: AssignmentSearch) -> tuple[Trial, list[float], int]:
@@ -265,10 +370,6 @@ def _emulate_cheapest(problem: TuningProblem, search: AssignmentSearch) -> tuple
         f"{len(search.trials)} measured is {smallest:.3g}. Add a format with more bits, "
         "or the carrier (None; in a shell: carrier)"
     )
-
-
-def _progress_text(best: Trial | None) -> str:
-    return "nothing within the tolerance yet" if best is None else f"cost {best.cost:.4g}, error {best.error:.3g}"
 
 
 def _tuning_notes(search: AssignmentSearch, emulations: int, held_out_errors: Sequence[float]) -> tuple[str, ...]:
@@ -306,7 +407,7 @@ def _as_tuning(
     for i, (site, level) in enumerate(zip(problem.sites, trial.assignment, strict=True)):
         alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
         error = math.nan if alone is None else alone.error
-        bits = _site_bits(problem, i, problem.menu[level].spec)
+        bits = site.bits_in(problem.menu[level].spec)
         rows.append(TunedSite(site.path, text(level), bits, site.equations, site.results, error))
     front = tuple(
         TuningPoint(run.cost, run.error, tuple(text(level) for level in run.assignment)) for run in search.front()

@@ -5,26 +5,144 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._core.elementary import pairs
+from jchop._core.elementary.pairs import FloatPair
 from jchop._program.bind import bind
-from jchop._program.control import ScanOrder, ScanTurn, as_jax_value, operands_of_role, without_weak_types
+from jchop._program.control import ScanOrder, ScanTurn, as_jax_value, without_weak_types
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, rotate_along_sum, round_in_layout
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
 from jchop._quantized.products.rule import is_stochastic
-from jchop.ptq._data.input_sums import InputSums, add_sums, sums_over_rows
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites
+from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites, scanned_leaves
+
+__all__ = ["Collector", "InputSums", "PlainRunner", "add_sums", "input_means", "pair_value", "sums_over_rows"]
 
 Array = jax.Array
 
-__all__ = ["Collector", "Lanes", "PlainRunner"]
+#: How many rows one matrix product sums over; sums of more are sums of pairs.
+_ROWS_PER_PRODUCT = 1024
+
+
+class InputSums(NamedTuple):
+    """Sums over the rows x (tokens) of the matrices of a product; y are those of the other trajectory.
+
+    Args:
+        gram: of x x^T, (batch, summed, summed).
+        cross: of x (y - x)^T, in the same shape; None if there is one trajectory.
+        total: of x, (batch, summed).
+        shift: of y - x; None if there is one trajectory.
+        magnitude: of |x|, (batch, summed).
+        largest: the largest |x|.
+        count: how many rows there were, (batch,).
+    """
+
+    gram: FloatPair
+    cross: FloatPair | None
+    total: FloatPair
+    shift: FloatPair | None
+    magnitude: FloatPair
+    largest: Array
+    count: FloatPair
+
+
+def pair_value(pair: FloatPair) -> Array:
+    """A pair as one number."""
+    return pair.hi + pair.lo
+
+
+def add_sums(a: InputSums, b: InputSums) -> InputSums:
+    """The sums over the rows of both."""
+
+    def add(x: Any, y: Any) -> Any:
+        return pairs.add_pairs(x, y) if isinstance(x, FloatPair) else jnp.maximum(x, y)
+
+    return jax.tree.map(add, a, b, is_leaf=lambda v: isinstance(v, FloatPair))
+
+
+class InputMeans(NamedTuple):
+    """`InputSums` as means over the rows; zeros where there was none."""
+
+    gram: Array
+    cross: Array | None
+    mean: Array
+    shift: Array | None
+    magnitude: Array
+    rows: Array
+
+
+def input_means(sums: InputSums) -> InputMeans:
+    """The means over the rows."""
+    rows = pair_value(sums.count)
+    divisor = jnp.maximum(rows, 1)
+
+    def mean(pair: FloatPair) -> Array:
+        return pair_value(pair) / divisor.reshape(*divisor.shape, *[1] * (pair.hi.ndim - divisor.ndim))
+
+    pairs_of_means = (sums.gram, sums.cross, sums.total, sums.shift, sums.magnitude)
+    return InputMeans(*(None if pair is None else mean(pair) for pair in pairs_of_means), rows)  # type: ignore[arg-type]
+
+
+def sums_over_rows(x: Array, y: Array | None = None, mask: Array | None = None) -> InputSums:
+    """The sums over rows.
+
+    A product of matrices sums over `_ROWS_PER_PRODUCT` rows in the carrier; the sums of those are compensated.
+
+    Args:
+        x: (batch, rows, summed).
+        y: of the other trajectory, in the same shape; default None.
+        mask: which rows count, (batch, rows). Default: all.
+    """
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    operands = [x] if y is None else [x, y.astype(x.dtype)]
+    batch, rows, _ = x.shape
+    if mask is not None:
+        operands = [jnp.where(mask[..., None], v, 0) for v in operands]
+    row_counts = jnp.full((batch,), rows) if mask is None else mask.sum(1)
+    count = row_counts.astype(x.dtype)
+    chunk_rows = min(_ROWS_PER_PRODUCT, max(rows, 1))
+    chunks = [_row_chunks(v, chunk_rows) for v in operands]
+
+    def add_chunk(earlier_sums: InputSums, chunk: list[Array]) -> tuple[InputSums, None]:
+        return add_sums(earlier_sums, _chunk_sums(chunk, jnp.zeros_like(count))), None
+
+    first_sums = _chunk_sums([v[0] for v in chunks], count)
+    return lax.scan(add_chunk, first_sums, [v[1:] for v in chunks])[0] if rows > chunk_rows else first_sums
+
+
+def _row_chunks(x: Array, chunk_rows: int) -> Array:
+    """Rows in chunks, the last one filled up with zeros: (chunks, batch, rows, summed)."""
+    batch, rows, inputs = x.shape
+    x = jnp.pad(x, [(0, 0), (0, -rows % chunk_rows), (0, 0)])
+    return x.reshape(batch, -1, chunk_rows, inputs).swapaxes(0, 1)
+
+
+def _chunk_sums(operands: list[Array], count: Array) -> InputSums:
+    """The sums over one chunk, of x and, if there is one, y."""
+
+    def product(a: Array, b: Array) -> FloatPair:
+        return pairs.pair_of_number(jnp.einsum("btk,btl->bkl", a, b, precision=lax.Precision.HIGHEST))
+
+    x, *y = operands
+    magnitude = jnp.abs(x)
+    cross = product(x, y[0] - x) if y else None
+    total, shift = pairs.pair_of_number(x.sum(1)), pairs.pair_of_number((y[0] - x).sum(1)) if y else None
+    return InputSums(
+        product(x, x),
+        cross,
+        total,
+        shift,
+        pairs.pair_of_number(magnitude.sum(1)),
+        magnitude.max(1, initial=0),
+        pairs.pair_of_number(count),
+    )
 
 
 #: Primitives that choose an order, or an expert, by data.
@@ -194,8 +312,7 @@ class Collector(Runner):
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """A loop: the sums of stacked parameters are those of each turn, those of others run through the turns."""
-        slices = operands_of_role(step, "sliced", step.known)
-        stacked_leaves = {origin.leaf for fact in slices for origin in fact.origins}
+        stacked_leaves = scanned_leaves(step)
         window = self._window if stacked_leaves & self.leaves else None
 
         def window_slot(iteration: Any) -> Any:

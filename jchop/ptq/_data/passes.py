@@ -1,38 +1,50 @@
-"""Data run through a program, batch after batch, and the sums of the inputs of its products."""
+"""Data run through a program, batch after batch, and the sums and statistics of the inputs of its products."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._common.text import table_lines
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._quantized.program.lazy_params import Keys
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.quantize_fn import QuantizedFunction
-from jchop.ptq._data.collect import Collector, ErrorCollector, PlainRunner
-from jchop.ptq._data.input_sums import InputSums, add_sums, pair_value, sums_over_rows
+from jchop.ptq._data.collect import (
+    Collector,
+    ErrorCollector,
+    InputSums,
+    PlainRunner,
+    add_sums,
+    input_means,
+    pair_value,
+    sums_over_rows,
+)
 from jchop.ptq._data.sites import Stage, WeightSite, WeightSites, find_sites
-
-Array = jax.Array
 
 __all__ = [
     "BatchData",
+    "InputStatistics",
     "LazySums",
-    "StagePart",
+    "Statistics",
     "check_batches",
     "check_memory",
     "map_batches",
+    "mean_statistics",
     "memory_bytes",
     "split_stages",
-    "turn_bytes",
-]  # fmt: skip
+    "statistics",
+    "sum_bytes",
+]
+
+Array = jax.Array
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -63,20 +75,18 @@ def map_batches(batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[A
     """Batches with other arguments; they can be run through as often as the given ones."""
     check_batches(batches, repeated=False)
 
-    def iterate() -> Iterator[tuple[Any, ...]]:
-        return (map_arguments(batch_arguments(batch)) for batch in batches)
-
-    return iterate() if iter(batches) is iter(batches) else _RestartableBatches(iterate)
+    batches_anew = _MappedBatches(batches, map_arguments)
+    return iter(batches_anew) if iter(batches) is iter(batches) else batches_anew
 
 
-class _RestartableBatches:
-    """An iterable that starts anew."""
+class _MappedBatches:
+    """Batches with other arguments, as often as it is asked for them."""
 
-    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
-        self._start = start
+    def __init__(self, batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+        self.batches, self.map_arguments = batches, map_arguments
 
     def __iter__(self) -> Iterator[Any]:
-        return self._start()
+        return (self.map_arguments(batch_arguments(batch)) for batch in self.batches)
 
 
 def memory_bytes(memory: Any) -> int | None:
@@ -100,17 +110,20 @@ def memory_bytes(memory: Any) -> int | None:
     return count
 
 
-def turn_bytes(site: WeightSite, dtype: Any, two_trajectories: bool) -> int:
-    """The bytes of the statistics of a parameter in one turn of its loops: the totals and those of a batch.
+def sum_bytes(site: WeightSite, parameter: Any, two_trajectories: bool = False) -> tuple[int, int]:
+    """The bytes of the statistics of a parameter in a turn of its outermost loop, and the number of these turns.
 
     Args:
-        site: the parameter.
-        dtype: of its inputs.
+        site: the place of the parameter.
+        parameter: its value. The totals and those of a batch count.
         two_trajectories: whether there are two trajectories, as `sums_over_rows` of x and y.
     """
+    dtype = jnp.promote_types(parameter.dtype, jnp.float32)
+    loops = parameter.shape[: site.turns]
     inputs = jax.ShapeDtypeStruct((site.layout.matrices[0], 1, site.layout.matrices[1]), dtype)
     sums = jax.eval_shape(sums_over_rows, inputs, inputs if two_trajectories else None)
-    return 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
+    bytes_of_turn = 2 * sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(sums))
+    return bytes_of_turn * math.prod(loops[1:]), loops[0] if loops else 1
 
 
 class StagePart(NamedTuple):
@@ -389,9 +402,7 @@ class LazySums:
         return sum(map(self._bytes, leaves)) <= self.memory
 
     def _bytes(self, leaf: int) -> int:
-        site, parameter = self.sites[leaf], self.trace[1].values[leaf]
-        dtype = jnp.promote_types(parameter.dtype, jnp.float32)
-        return turn_bytes(site, dtype, False) * math.prod(parameter.shape[: site.turns])
+        return math.prod(sum_bytes(self.sites[leaf], self.trace[1].values[leaf]))
 
 
 _add_in_place = jax.jit(add_sums, donate_argnums=0)
@@ -399,3 +410,104 @@ _add_in_place = jax.jit(add_sums, donate_argnums=0)
 
 def _as_jax_leaf(value: Any) -> Any:
     return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
+
+
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """The inputs x of the product of a parameter, over all rows (tokens) of the data.
+
+    A parameter that is a stack of layers has the turns of the loop as leading axes; the second axis from there is that
+    of a batch of products (experts, groups of a convolution), of length 1 if there is none.
+
+    Args:
+        gram: the mean of x x^T, (batch, summed, summed), in float32 (float64 for inputs of that dtype).
+        mean_abs: the mean of abs(x), (batch, summed).
+        max_abs: the largest abs(x), (batch, summed).
+        count: how many rows there were, (batch,).
+    """
+
+    gram: Array
+    mean_abs: Array
+    max_abs: Array
+    count: Array
+
+
+class Statistics(Mapping[str, InputStatistics]):
+    """`InputStatistics` by the path of the parameter.
+
+    Args:
+        found: those of the parameters whose inputs were summed up.
+        left_out: of other parameters that reach a product, the reason.
+    """
+
+    def __init__(self, found: Mapping[str, InputStatistics], left_out: Mapping[str, str]) -> None:
+        self._by_path, self.left_out = dict(found), dict(left_out)
+
+    def __getitem__(self, path: str) -> InputStatistics:
+        return self._by_path[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_path)
+
+    def __len__(self) -> int:
+        return len(self._by_path)
+
+    def __str__(self) -> str:
+        rows = [("parameter", "inputs", "rows", "largest")]
+        for path, inputs in self.items():
+            shape = "×".join(map(str, inputs.mean_abs.shape))
+            rows.append((path, shape, f"{float(inputs.count.sum()):.0f}", f"{float(inputs.max_abs.max()):.4g}"))
+        rows += [(path, "left out", "", reason) for path, reason in self.left_out.items()]
+        return "\n".join(table_lines(rows))
+
+
+def statistics(
+    fun: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> Statistics:
+    """The second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
+
+    The program that JAX traces of `fun` shows the products: `rounded_dot_general` with any contracted axes and axes of
+    a batch, convolutions (their patches) and `ragged_dot`, each group by itself; also within `jit`, `remat`, branches,
+    and `scan`, where each turn over a stack of parameters has statistics of its own. So has each layer of a stack, if
+    all products take layers by constant indexes. Inputs are multiplied in float32 in full precision, 1,024 rows at a
+    time; sums beyond are compensated, so that they do not depend on the number of batches.
+
+    Args:
+        fun: a function of a pytree of parameters, and of anything else.
+        params: the parameters.
+        batches: arguments after the parameters: tuples, or the only argument. One is in memory at a time.
+        progress: called with the number of batches that were run. Default None.
+
+    Returns:
+        A `Statistics`: a mapping from paths (as in `jchop.quantize_fn`) to `InputStatistics`; its `left_out` says which
+        parameters of products are not looked at, and why: those within `while` loops and `shard_map`, those that are
+        computed with before the product, and parts of an axis.
+
+    Raises:
+        TypeError: for batches that are none.
+        ValueError: for no batch, or NaN and infinities in the inputs of a product.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> dense = lambda p, x: jnp.tanh(x @ p["w"])
+        >>> found = jc.ptq.statistics(dense, {"w": jnp.ones((2, 3))}, [jnp.array([[1.0, -2.0], [3.0, 0.0]])])
+        >>> found["w"].gram.tolist(), found["w"].max_abs.tolist(), found["w"].count.tolist()
+        ([[[5.0, -1.0], [-1.0, 2.0]]], [[3.0, 2.0]], [2.0])
+    """
+    if not callable(fun):
+        raise TypeError(f"fun={fun!r} must be a function of parameters and other arguments")
+    check_batches(batches, repeated=False)
+    data = BatchData(QuantizedFunction(fun, ()), params, batches, progress=progress)
+    sums, (program, _, sites) = data.sums()
+    by_path = {program.paths[leaf]: mean_statistics(leaf_sums) for leaf, leaf_sums in sums.items()}
+    return Statistics(by_path, {program.paths[leaf]: reason for leaf, reason in sites.reasons.items()})
+
+
+def mean_statistics(sums: InputSums) -> InputStatistics:
+    """Sums as means over the rows; zeros where there was none."""
+    means = input_means(sums)
+    return InputStatistics(means.gram, means.magnitude, sums.largest, means.rows)

@@ -18,7 +18,7 @@ from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.provenance import AxisFactor, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
 
-__all__ = ["INLINE_CALLS", "Stage", "WeightSite", "WeightSites", "find_sites"]
+__all__ = ["INLINE_CALLS", "Stage", "WeightSite", "WeightSites", "find_sites", "rounded_sites", "scanned_leaves"]
 
 #: Calls whose programs are run in their place.
 INLINE_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS))
@@ -175,6 +175,12 @@ def find_sites(program: Any) -> WeightSites:
     return sites
 
 
+def rounded_sites(program: Any, sites: WeightSites) -> dict[int, WeightSite]:
+    """The sites of parameters that rules round, as their first product views them."""
+    placements = program.placements
+    return {i: site for i, site in sites.by_leaf.items() if i in placements and placements[i][1].view == site.view}
+
+
 def _is_other_use(step: ProductStep, operand: int, use: ParamUse, shape: tuple[int, ...], sites: WeightSites) -> bool:
     """Whether a use is no site, and reads numbers that a site of the parameter reads, too."""
     side, step_sites = sites.of_step.get(id(step), (0, []))
@@ -193,12 +199,10 @@ def _walk_sites(
         if step.product is not None:
             inputs += _sites_of_product(step, program, views, sites, loops, refusal)
         elif step.kind == "control":
-            reason = refusal or _call_refusal(step)
+            is_run = step.name in INLINE_CALLS or step.name in ("scan", "cond")
+            reason = refusal or ("" if is_run else f"within {step.name}")
             if step.name == "scan":
-                num_consts, num_carry = carry_count(step.eqn.params)
-                stacked_leaves = frozenset(
-                    o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins
-                )
+                stacked_leaves = scanned_leaves(step)
                 order = range(step.eqn.params["length"])
                 inner_loops = {leaf: (*loops.get(leaf, ()), len(order)) for leaf in stacked_leaves}
                 loop = _LoopSites(stacked_leaves, tuple(reversed(order) if step.eqn.params["reverse"] else order), [])
@@ -212,9 +216,9 @@ def _walk_sites(
                     _walk_sites(inner, program, views, sites, loops, reason)
 
 
-def _call_refusal(step: Any) -> str:
-    """Why products within a step are not looked at; empty if they are."""
-    return "" if step.name in INLINE_CALLS or step.name in ("scan", "cond") else f"within {step.name}"
+def scanned_leaves(step: Any) -> frozenset[int]:
+    """The parameters that a `scan` runs over."""
+    return frozenset(o.leaf for fact in operands_of_role(step, "sliced", step.known) for o in fact.origins)
 
 
 def _sites_of_product(

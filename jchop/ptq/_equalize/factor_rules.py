@@ -1,25 +1,168 @@
-"""How factors pass through one equation, in any direction: from one of its values to all others."""
+"""The factors of the channels of a value, and how they pass through one equation: from one of its values to all others.
+
+The channels of a mapping are numbered from 0. A value whose numbers have factors has, on each axis, runs (size, stride)
+of indexes, the last one moving fastest: the channel of a number is the sum of index times stride over all runs. A
+stride of 0 is a run of indexes with one factor. So axes that are split, merged and moved are followed exactly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
 from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue
-from jchop.ptq._equalize.labels import (
-    ChannelRun,
-    FactorLabel,
-    FoldError,
-    RunAxis,
-    axis_lengths,
-    has_one_factor,
-    reshape_runs,
-)
 
-__all__ = ["FactorAssignments", "Port", "TiedChannels", "factor_assignments", "fit_broadcast_axes"]
+__all__ = [
+    "Channels",
+    "FactorAssignments",
+    "FactorLabel",
+    "FoldError",
+    "Port",
+    "RunAxis",
+    "TiedChannels",
+    "axis_lengths",
+    "factor_assignments",
+    "fit_broadcast_axes",
+    "has_one_factor",
+    "reshape_runs",
+]
+
+#: The size of a run of indexes, and the distance of the channels of two neighbours.
+ChannelRun = tuple[int, int]
+RunAxis = tuple[ChannelRun, ...]
+
+
+class FoldError(Exception):
+    """Factors cannot be folded; the text says why."""
+
+
+@dataclass(frozen=True)
+class FactorLabel:
+    """The factors of a value.
+
+    Args:
+        power: of the factors of its channels.
+        axes: the runs of each axis: first of the loops around it, then its own.
+    """
+
+    power: Fraction
+    axes: tuple[RunAxis, ...]
+
+    def to(self, axes: Iterable[RunAxis]) -> FactorLabel:
+        """The same power on other axes."""
+        return replace(self, axes=tuple(axes))
+
+    def to_power(self, exponent: Fraction | int) -> FactorLabel:
+        """The factors to a power."""
+        return replace(self, power=self.power * exponent)
+
+    def indexes(self) -> np.ndarray:
+        """The channel of each number; axes of one factor have length 1."""
+        channels = np.zeros((1,) * len(self.axes), np.int64)
+        for i, axis in enumerate(self.axes):
+            axis_channels = np.zeros(1, np.int64)
+            for size, stride in axis if not has_one_factor(axis) else ():
+                axis_channels = (axis_channels[:, None] + stride * np.arange(size)).reshape(-1)
+            channels = channels + axis_channels.reshape([-1 if j == i else 1 for j in range(len(self.axes))])
+        return channels
+
+
+def has_one_factor(axis: RunAxis) -> bool:
+    """Whether all numbers along an axis have one factor."""
+    return all(stride == 0 for _, stride in axis)
+
+
+def merge_runs(runs: Iterable[ChannelRun]) -> RunAxis:
+    """Runs with those put together that are one."""
+    result: list[ChannelRun] = []
+    for size, stride in runs:
+        if size == 1:
+            continue
+        if result and result[-1][1] == size * stride:
+            result[-1] = (result[-1][0] * size, stride)
+        else:
+            result.append((size, stride))
+    return tuple(result)
+
+
+def reshape_runs(axes: Sequence[RunAxis], shape: Sequence[int]) -> tuple[RunAxis, ...]:
+    """The runs of axes that are taken apart and put together.
+
+    Raises:
+        FoldError: if a run would be cut at a place that is no multiple.
+    """
+    runs = list(merge_runs(run for axis in axes for run in axis))
+    result: list[RunAxis] = []
+    for remaining in reversed(shape):
+        axis_runs: list[ChannelRun] = []
+        while remaining > 1:
+            size, stride = runs.pop()
+            if size > remaining:
+                if size % remaining:
+                    raise FoldError("a reshape cuts its channels into unequal parts")
+                runs.append((size // remaining, stride * remaining))
+                size = remaining
+            elif remaining % size:
+                raise FoldError("a reshape cuts its channels into unequal parts")
+            axis_runs.insert(0, (size, stride))
+            remaining //= size
+        result.insert(0, merge_runs(axis_runs))
+    return tuple(result)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The channels of a mapping.
+
+    Args:
+        count: how many there are.
+        tied: runs of channels that must have one factor.
+    """
+
+    count: int
+    tied: frozenset[ChannelRun] = frozenset()
+
+    def tie(self, runs: Iterable[ChannelRun]) -> Channels:
+        """With more runs tied.
+
+        Raises:
+            FoldError: if no channel would have a factor of its own.
+        """
+        tied_channels = Channels(self.count, self.tied | {run for run in runs if run[1]})
+        if has_one_factor(tied_channels.axis(self.count, 1)):
+            raise FoldError("all channels would be tied")
+        return tied_channels
+
+    def axis(self, size: int, stride: int) -> RunAxis:
+        """The runs of an axis over channels that lie `stride` apart."""
+        cuts = {stride, stride * size}
+        for tied_size, tied_stride in self.tied:
+            cuts |= {bound for bound in (tied_stride, tied_stride * tied_size) if stride < bound < stride * size}
+        bounds = sorted(cuts)
+        if any(b % a for a, b in pairwise(bounds)):
+            raise FoldError("its channels would be tied in parts that overlap")
+        runs = [(b // a, 0 if self._is_tied(a) else a) for a, b in pairwise(bounds)]
+        return merge_runs(reversed(runs))
+
+    @property
+    def free(self) -> int:
+        """How many channels there are in the runs that are not tied."""
+        return math.prod(size for size, stride in self.axis(self.count, 1) if stride)
+
+    def _is_tied(self, stride: int) -> bool:
+        return any(tied_stride <= stride < tied_stride * size for size, tied_stride in self.tied)
+
+
+def axis_lengths(axes: Sequence[RunAxis]) -> tuple[int, ...]:
+    """The lengths of axes."""
+    return tuple(math.prod(size for size, _ in axis) for axis in axes)
 
 
 @dataclass(frozen=True)
@@ -55,18 +198,13 @@ class Port:
         return len(self.node.outs[0].loops)
 
     @property
-    def loop_axes(self) -> tuple[RunAxis, ...]:
-        """The axes of loops."""
-        return self.label.axes[: self.loops]
-
-    @property
     def own(self) -> tuple[RunAxis, ...]:
         """The axes of the value itself."""
         return self.label.axes[self.loops :]
 
     def with_value_axes(self, axes: Sequence[RunAxis]) -> FactorLabel:
         """The factors on other axes of the value itself."""
-        return self.label.to((*self.loop_axes, *axes))
+        return self.label.to((*self.label.axes[: self.loops], *axes))
 
     def same_for_all(self) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
         """Every value has the factors."""
@@ -133,6 +271,11 @@ def _fit_broadcast_label(
     return label.to(axes)
 
 
+#: Why factors cannot differ along some axes.
+_PART, _REDUCED = "takes some of its channels", "reduces its channels to one"
+_SUM_OF_PART, _MIXED_CHANNELS = "sums over a part of its channels", "does not keep its channels apart"
+
+
 # -- values that differ in their axes alone ----------------------------------------------------------------------------
 
 
@@ -140,11 +283,15 @@ def _same_factors(port: Port) -> FactorAssignments:
     yield port.same_for_all()
 
 
+def _one_label(index: int, label: FactorLabel, count: int = 2) -> list[FactorLabel | None]:
+    """One of some values has factors."""
+    return [label if i == index else None for i in range(count)]
+
+
 def _one_to_one(port: Port) -> FactorAssignments:
     """Each result is one operand."""
-    ins: list[FactorLabel | None] = [None] * len(port.node.ins)
-    ins[port.place] = port.label
-    yield ins, list(ins)
+    labels = _one_label(port.place, port.label, len(port.node.ins))
+    yield labels, list(labels)
 
 
 def _loop_value_factors(port: Port) -> FactorAssignments:
@@ -177,38 +324,59 @@ def _first_and_result(port: Port, other: FactorLabel) -> tuple[list[FactorLabel 
     return port.from_first(other, port.label) if port.is_result else port.from_first(port.label, other)
 
 
-def _transpose_factors(port: Port) -> FactorAssignments:
-    order = port.node.params["permutation"]
-    if port.is_result:
-        axes: list[RunAxis] = [()] * len(order)
-        for i, axis in enumerate(order):
-            axes[axis] = port.own[i]
-    else:
-        axes = [port.own[axis] for axis in order]
-    yield _first_and_result(port, port.with_value_axes(axes))
+#: For the parameters of a primitive and the shapes of its first operand and its result: the axes that are the same.
+_AxisPairs = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Iterable[tuple[int, int]]]
 
 
-def _broadcast_factors(port: Port) -> FactorAssignments:
-    dims, shape = port.node.params["broadcast_dimensions"], port.node.ins[0].shape
-    out = port.node.outs[0].shape
-    if port.is_result:
-        same_size = {axis for i, axis in enumerate(dims) if shape[i] == out[axis]}
-        ties = [
-            run
-            for axis, runs in enumerate(port.own)
-            if axis not in same_size and not has_one_factor(runs)
-            for run in runs
-        ]
-        if ties:
-            yield TiedChannels(tuple(ties))
-            return
-        axes = [port.own[axis] if axis in same_size else () for axis in dims]
-    else:
-        axes = [_runs_of_one_factor(n) for n in out]
-        for i, axis in enumerate(dims):
-            if shape[i] == out[axis]:
-                axes[axis] = port.own[i]
-    yield _first_and_result(port, port.with_value_axes(axes))
+def _axes_rule(pairs_of: _AxisPairs, reason: str, ties: bool = False) -> Callable[[Port], FactorAssignments]:
+    """A primitive of which an axis of the result is one of the first operand.
+
+    Args:
+        pairs_of: these axes.
+        reason: why numbers must have one factor along the others.
+        ties: whether those of the result may be tied to have one.
+    """
+
+    def rule(port: Port) -> FactorAssignments:
+        before, after = port.node.ins[0], port.node.outs[0]
+        pairs = pairs_of(port.node.params, before.shape, after.shape)
+        axes = {out: axis for axis, out in pairs} if port.is_result else dict(pairs)
+        varying = [runs for axis, runs in enumerate(port.own) if axis not in axes and not has_one_factor(runs)]
+        if ties and port.is_result and varying:
+            yield TiedChannels(tuple(run for runs in varying for run in runs))
+        else:
+            yield _first_and_result(port, _label_by_axes(port, axes, before if port.is_result else after, reason))
+
+    return rule
+
+
+def _label_by_axes(port: Port, axes: Mapping[int, int], other: GraphValue, reason: str) -> FactorLabel:
+    """The factors of another value, whose axes are those of this one by number; along others there is one factor."""
+    other_axes = [_runs_of_one_factor(n) for n in other.shape]
+    for i, runs in enumerate(port.own):
+        if i in axes:
+            other_axes[axes[i]] = runs
+        elif not has_one_factor(runs):
+            raise FoldError(f"{port.node} {reason}")
+    return port.with_value_axes(other_axes)
+
+
+def _same_length(_: Any, before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return ((i, i) for i, lengths in enumerate(zip(before, after, strict=True)) if lengths[0] == lengths[1])
+
+
+def _without_axes(axes_param: str, shape: Sequence[int], params: dict[str, Any]) -> list[int]:
+    """The axes but for those that a parameter names."""
+    dropped = {int(axis) % len(shape) for axis in params[axes_param]}
+    return [axis for axis in range(len(shape)) if axis not in dropped]
+
+
+def _whole_rows(params: dict[str, Any], before: Sequence[int], _: Any) -> Iterator[tuple[int, int]]:
+    """The axes of which a gather takes all."""
+    dims, sizes = params["dimension_numbers"], params["slice_sizes"]
+    dropped = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
+    rows = zip((i for i in range(len(sizes)) if i not in dropped), dims.offset_dims, strict=True)
+    return ((axis, out) for axis, out in rows if sizes[axis] == before[axis])
 
 
 def _along_axes_rule(axes_param: str, reason: str) -> Callable[[Port], FactorAssignments]:
@@ -220,16 +388,6 @@ def _along_axes_rule(axes_param: str, reason: str) -> Callable[[Port], FactorAss
         yield port.same_for_all()
 
     return rule
-
-
-def _label_of_other(port: Port) -> FactorLabel:
-    """The factors of the other value of a node, some axes of which, without factors, have other lengths."""
-    other = port.node.ins[0] if port.is_result else port.node.outs[0]
-    axes = [
-        runs if axis_lengths([runs]) == (n,) else _runs_of_one_factor(n)
-        for runs, n in zip(port.own, other.shape, strict=True)
-    ]
-    return port.with_value_axes(axes)
 
 
 def _join_rule(axis_param: str, reason: str) -> Callable[[Port], FactorAssignments]:
@@ -252,64 +410,17 @@ def _join_rule(axis_param: str, reason: str) -> Callable[[Port], FactorAssignmen
     return rule
 
 
-def _slice_factors(port: Port) -> FactorAssignments:
-    """A part of an axis: along it numbers must have one factor."""
-    (before, *_), (after,) = port.node.ins, port.node.outs
-    port.require_one_factor(
-        [i for i, (a, b) in enumerate(zip(before.shape, after.shape, strict=True)) if a != b], "takes some channels"
-    )
-    yield _first_and_result(port, _label_of_other(port))
+_padded_axes = _axes_rule(
+    lambda params, before, after: ((i, i) for i, p in enumerate(params["padding_config"]) if tuple(p) == (0, 0, 0)),
+    "adds channels",
+)
 
 
 def _pad_factors(port: Port) -> FactorAssignments:
-    pad_axes = [i for i, padding in enumerate(port.node.params["padding_config"]) if tuple(padding) != (0, 0, 0)]
-    port.require_one_factor(pad_axes, "adds channels")
+    (way,) = _padded_axes(port)
     if not port.node.ins[1].zero:
         raise FoldError(f"{port.node} adds other numbers than zeros")
-    yield _first_and_result(port, _label_of_other(port))
-
-
-def _reduce_factors(port: Port) -> FactorAssignments:
-    reduce_axes = {int(axis) for axis in port.node.params["axes"]}
-    if not port.is_result:
-        port.require_one_factor(sorted(reduce_axes), "reduces its channels to one")
-        axes = [runs for i, runs in enumerate(port.own) if i not in reduce_axes]
-    else:
-        rest = iter(port.own)
-        axes = [
-            _runs_of_one_factor(n) if i in reduce_axes else next(rest) for i, n in enumerate(port.node.ins[0].shape)
-        ]
-    yield _first_and_result(port, port.with_value_axes(axes))
-
-
-def _squeeze_factors(port: Port) -> FactorAssignments:
-    squeeze_axes = {axis % len(port.node.ins[0].shape) for axis in port.node.params["dimensions"]}
-    other_runs = iter(port.own)
-    if port.is_result:
-        axes = [() if i in squeeze_axes else next(other_runs) for i in range(len(port.node.ins[0].shape))]
-    else:
-        axes = [runs for i, runs in enumerate(port.own) if i not in squeeze_axes]
-    yield _first_and_result(port, port.with_value_axes(axes))
-
-
-def _expand_factors(port: Port) -> FactorAssignments:
-    new_axes = {axis % len(port.node.outs[0].shape) for axis in port.node.params["dimensions"]}
-    other_runs = iter(port.own)
-    if port.is_result:
-        axes = [runs for i, runs in enumerate(port.own) if i not in new_axes]
-    else:
-        axes = [() if i in new_axes else next(other_runs) for i in range(len(port.node.outs[0].shape))]
-    yield _first_and_result(port, port.with_value_axes(axes))
-
-
-def _gather_factors(port: Port) -> FactorAssignments:
-    """Whole rows that are looked up."""
-    table, dims = port.node.ins[0], port.node.params["dimension_numbers"]
-    sizes, dropped = port.node.params["slice_sizes"], {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
-    rows = zip((i for i in range(len(sizes)) if i not in dropped), dims.offset_dims, strict=True)
-    whole_axes = [(axis, out) for axis, out in rows if sizes[axis] == table.shape[axis]]
-    target_axes = {out: axis for axis, out in whole_axes} if port.is_result else dict(whole_axes)
-    yield _first_and_result(port, _label_by_axes(port, target_axes, table if port.is_result else port.node.outs[0]))
+    yield way
 
 
 def _scatter_factors(port: Port) -> FactorAssignments:
@@ -319,21 +430,10 @@ def _scatter_factors(port: Port) -> FactorAssignments:
     windows = zip((i for i in range(len(rows.shape)) if i not in dropped), dims.update_window_dims, strict=True)
     update_axes = {axis: update_axis for axis, update_axis in windows if rows.shape[axis] == updates.shape[update_axis]}
     if port.is_result or not port.place:
-        yield [port.label, None, _label_by_axes(port, update_axes, updates)], [port.label]
+        yield [port.label, None, _label_by_axes(port, update_axes, updates, _PART)], [port.label]
     else:
-        label = _label_by_axes(port, {update_axis: axis for axis, update_axis in update_axes.items()}, rows)
+        label = _label_by_axes(port, {out: axis for axis, out in update_axes.items()}, rows, _PART)
         yield [label, None, port.label], [label]
-
-
-def _label_by_axes(port: Port, target_axes: Mapping[int, int], other: GraphValue) -> FactorLabel:
-    """The factors of another value, whose axes are those of this one by number."""
-    axes = [_runs_of_one_factor(n) for n in other.shape]
-    for i, runs in enumerate(port.own):
-        if i in target_axes:
-            axes[target_axes[i]] = runs
-        elif not has_one_factor(runs):
-            raise FoldError(f"{port.node} takes some of its channels")
-    return port.with_value_axes(axes)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -362,18 +462,12 @@ def _mul_factors(port: Port) -> FactorAssignments:
         yield ([other] * 2, [port.label]) if port.is_result else ([port.label] * 2, [other])
         return
     if not port.is_result:
-        ins: list[FactorLabel | None] = [None, None]
-        ins[port.place] = port.label
-        yield ins, [port.label]
-        ins = [port.label.to_power(-1)] * 2
-        ins[port.place] = port.label
-        yield ins, [None]
+        yield _one_label(port.place, port.label), [port.label]
+        yield [port.label if i == port.place else port.label.to_power(-1) for i in (0, 1)], [None]
         return
     for side in (0, 1) if a.is_parameter or not b.is_parameter else (1, 0):
         if not port.node.ins[side].source:
-            ins = [None, None]
-            ins[side] = port.label
-            yield ins, [port.label]
+            yield _one_label(side, port.label), [port.label]
 
 
 def _div_factors(port: Port) -> FactorAssignments:
@@ -408,88 +502,66 @@ def _select_factors(port: Port) -> FactorAssignments:
 
 def _dot_factors(port: Port) -> FactorAssignments:
     dot: DotProduct = port.node.product
-    ndims = [len(v.shape) for v in port.node.ins[:2]]
     used = [{*dot.contracting[side], *dot.batch[side]} for side in (0, 1)]
-    free = [[axis for axis in range(ndims[side]) if axis not in used[side]] for side in (0, 1)]
-    num_batch = len(dot.batch[0])
+    free = [[i for i in range(len(v.shape)) if i not in used[side]] for side, v in enumerate(port.node.ins[:2])]
+    starts = len(dot.batch[0]), len(dot.batch[0]) + len(free[0])
+    result_axes = [
+        {axis: i for i, axis in enumerate(dot.batch[side])}
+        | {axis: starts[side] + i for i, axis in enumerate(free[side])}
+        for side in (0, 1)
+    ]
     if port.is_result:
-        yield from _dot_result_factors(port, dot, free, ndims)
+        yield from _dot_result_factors(port, result_axes, starts)
         return
     side, other = port.place, 1 - port.place
-    sum_axes = [axis for axis in dot.contracting[side] if not has_one_factor(port.own[axis])]
-    ins: list[FactorLabel | None] = [None, None]
-    ins[side] = port.label
-    if sum_axes:
-        port.require_one_factor(free[side], "sums over a part of its channels")
-        axes = [_runs_of_one_factor(n) for n in port.node.ins[other].shape]
-        for axis_lists in (dot.contracting, dot.batch):
-            for side_axis, other_axis in zip(axis_lists[side], axis_lists[other], strict=True):
-                axes[other_axis] = port.own[side_axis]
-        ins[other] = port.with_value_axes(axes).to_power(-1)
-        yield ins, [None]
+    if all(has_one_factor(port.own[axis]) for axis in dot.contracting[side]):
+        yield _one_label(side, port.label), [_label_by_axes(port, result_axes[side], port.node.outs[0], _SUM_OF_PART)]
         return
-    axes = [_runs_of_one_factor(n) for n in port.node.outs[0].shape]
-    axes[:num_batch] = [port.own[axis] for axis in dot.batch[side]]
-    start = num_batch + (0 if side == 0 else len(free[0]))
-    axes[start : start + len(free[side])] = [port.own[axis] for axis in free[side]]
-    yield ins, [port.with_value_axes(axes)]
+    axes = dict(
+        zip((*dot.contracting[side], *dot.batch[side]), (*dot.contracting[other], *dot.batch[other]), strict=True)
+    )
+    inverse = _label_by_axes(port, axes, port.node.ins[other], _SUM_OF_PART).to_power(-1)
+    yield [port.label if i == side else inverse for i in (0, 1)], [None]
 
 
 def _dot_result_factors(
-    port: Port, dot: DotProduct, free: Sequence[Sequence[int]], ndims: Sequence[int]
+    port: Port, result_axes: Sequence[Mapping[int, int]], starts: tuple[int, int]
 ) -> FactorAssignments:
     """From a result to the operand whose axes have the factors."""
-    num_batch = len(dot.batch[0])
-    bounds = (num_batch, num_batch + len(free[0]), len(port.own))
-    runs = [[run for axis in port.own[bounds[i] : bounds[i + 1]] for run in axis if run[1]] for i in (0, 1)]
-    sides = [0, 1] if port.node.ins[0].is_parameter or not port.node.ins[1].is_parameter else [1, 0]
-    if runs[0] and runs[1]:
-        for side in sides:
+    ends = starts[1], len(port.own)
+    runs = [[run for axis in port.own[starts[i] : ends[i]] for run in axis if run[1]] for i in (0, 1)]
+    for side in (0, 1) if port.node.ins[0].is_parameter or not port.node.ins[1].is_parameter else (1, 0):
+        if runs[0] and runs[1]:
             yield TiedChannels(tuple(runs[1 - side]))
-        return
-    for side in sides:
-        if runs[1 - side]:
-            continue
-        axes = [_runs_of_one_factor(n) for n in port.node.ins[side].shape]
-        for i, axis in enumerate(dot.batch[side]):
-            axes[axis] = port.own[i]
-        for i, axis in enumerate(free[side]):
-            axes[axis] = port.own[bounds[side] + i]
-        ins: list[FactorLabel | None] = [None, None]
-        ins[side] = port.with_value_axes(axes)
-        yield ins, [port.label]
+        elif not runs[1 - side]:
+            axes = {out: axis for axis, out in result_axes[side].items()}
+            yield _one_label(side, _label_by_axes(port, axes, port.node.ins[side], _SUM_OF_PART)), [port.label]
 
 
 def _conv_factors(port: Port) -> FactorAssignments:
     conv: ConvProduct = port.node.product
     image, kernel, out = conv.numbers.lhs_spec, conv.numbers.rhs_spec, conv.numbers.out_spec
+    values = [*port.node.ins[:2], *port.node.outs]
 
-    def label(value: Any, axis: int, runs: RunAxis) -> FactorLabel:
-        return port.with_value_axes([runs if i == axis else _runs_of_one_factor(n) for i, n in enumerate(value.shape)])
+    def labels(axes: Sequence[int]) -> list[FactorLabel]:
+        """The factors of image, kernel and result along one axis of each; those before are of one of them."""
+        channel_axis = axes[2 if port.is_result else port.place]
+        pairs = zip(values, axes, strict=False)
+        return [_label_by_axes(port, {channel_axis: axis}, value, _MIXED_CHANNELS) for value, axis in pairs]
 
     if conv.feature_groups != 1:
         axes = image[1], kernel[0], out[1]
-        values = [*port.node.ins[:2], *port.node.outs]
         if {value.shape[axis] for value, axis in zip(values, axes, strict=True)} != {conv.feature_groups}:
             raise FoldError(f"{port.node} has feature_group_count={conv.feature_groups}")
-        channel_axis = axes[2 if port.is_result else port.place]
-        port.require_one_factor(
-            [i for i in range(len(port.own)) if i != channel_axis], "does not keep its channels apart"
+        yield from _depthwise_factors(port, labels(axes))
+    elif port.is_result or (port.place == 1 and not has_one_factor(port.own[kernel[0]])):
+        _, weight, result = labels((image[1], kernel[0], out[1]))
+        yield [None, weight], [result]
+    else:
+        yield (
+            [label.to_power(1 if i == port.place else -1) for i, label in enumerate(labels((image[1], kernel[1])))],
+            [None],
         )
-        yield from _depthwise_factors(
-            port, [label(v, axis, port.own[channel_axis]) for v, axis in zip(values, axes, strict=True)]
-        )
-        return
-    if port.is_result or (port.place == 1 and not has_one_factor(port.own[kernel[0]])):
-        axis = out[1] if port.is_result else kernel[0]
-        port.require_one_factor([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
-        runs = port.own[axis]
-        yield [None, label(port.node.ins[1], kernel[0], runs)], [label(port.node.outs[0], out[1], runs)]
-        return
-    axis = (image, kernel)[port.place][1]
-    port.require_one_factor([i for i in range(len(port.own)) if i != axis], "does not keep its channels apart")
-    operand_labels = [label(value, (image, kernel)[i][1], port.own[axis]) for i, value in enumerate(port.node.ins)]
-    yield [label.to_power(1 if i == port.place else -1) for i, label in enumerate(operand_labels)], [None]
 
 
 def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> FactorAssignments:
@@ -507,26 +579,21 @@ def _depthwise_factors(port: Port, labels: Sequence[FactorLabel]) -> FactorAssig
 
 def _ragged_dot_factors(port: Port) -> FactorAssignments:
     """Rows (m, k) and matrices (g, k, n): which matrix a row meets depends on data."""
-    flat_axes = [[_runs_of_one_factor(n) for n in v.shape] for v in (*port.node.ins[:2], port.node.outs[0])]
-    no_labels: list[FactorLabel | None] = [None] * len(port.node.ins)
+    rows, weight, result = (*port.node.ins[:2], port.node.outs[0])
+    others: list[FactorLabel | None] = [None] * (len(port.node.ins) - 2)
     if port.is_result or port.place == 0:
-        port.require_one_factor([0], "does not keep its channels apart")
+        port.require_one_factor([0], _MIXED_CHANNELS)
     elif not has_one_factor(port.own[0]):
         yield TiedChannels(tuple(port.own[0]))
         return
     if port.is_result or (port.place == 1 and has_one_factor(port.own[1])):
-        runs = port.own[-1]
-        weight = port.with_value_axes([*flat_axes[1][:2], runs])
-        yield [None, weight, *no_labels[2:]], [port.with_value_axes([flat_axes[2][0], runs])]
+        last = len(port.own) - 1
+        weight_label = _label_by_axes(port, {last: 2}, weight, _SUM_OF_PART)
+        yield [None, weight_label, *others], [_label_by_axes(port, {last: 1}, result, _SUM_OF_PART)]
         return
-    if port.place == 1:
-        port.require_one_factor([2], "sums over a part of its channels")
-    runs, sign = port.own[1], (-1 if port.place else 1)
-    rows, weight = (
-        port.with_value_axes([flat_axes[0][0], runs]),
-        port.with_value_axes([flat_axes[1][0], runs, flat_axes[1][2]]),
-    )
-    yield [rows.to_power(sign), weight.to_power(-sign), *no_labels[2:]], [None]
+    sign = -1 if port.place else 1
+    row_label, weight_label = (_label_by_axes(port, {1: 1}, value, _SUM_OF_PART) for value in (rows, weight))
+    yield [row_label.to_power(sign), weight_label.to_power(-sign), *others], [None]
 
 
 _HOMOGENEOUS_NAMES = """
@@ -546,20 +613,31 @@ _FACTOR_RULES: dict[str, Callable[[Port], FactorAssignments]] = {
     **dict.fromkeys(_HOMOGENEOUS_NAMES.split(), _same_factors),
     **dict.fromkeys(_COMPARISONS.split(), _compare_factors),
     "optimization_barrier": _one_to_one,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduce_factors),
-    **dict.fromkeys(("slice", "dynamic_slice"), _slice_factors),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min"),
+        _axes_rule(lambda params, a, b: zip(_without_axes("axes", a, params), range(len(b)), strict=True), _REDUCED),
+    ),
+    **dict.fromkeys(("slice", "dynamic_slice"), _axes_rule(_same_length, "takes some channels")),
     "convert_element_type": _convert_factors,
     "reshape": _reshape_factors,
-    "transpose": _transpose_factors,
-    "broadcast_in_dim": _broadcast_factors,
-    "squeeze": _squeeze_factors,
-    "expand_dims": _expand_factors,
+    "transpose": _axes_rule(lambda params, a, b: zip(params["permutation"], range(len(b)), strict=True), ""),
+    "broadcast_in_dim": _axes_rule(
+        lambda params, a, b: ((i, j) for i, j in enumerate(params["broadcast_dimensions"]) if a[i] == b[j]),
+        "",
+        ties=True,
+    ),
+    "squeeze": _axes_rule(
+        lambda params, a, b: zip(_without_axes("dimensions", a, params), range(len(b)), strict=True), _REDUCED
+    ),
+    "expand_dims": _axes_rule(
+        lambda params, a, b: zip(range(len(a)), _without_axes("dimensions", b, params), strict=True), _REDUCED
+    ),
     "rev": _along_axes_rule("dimensions", "reverses its channels"),
     "cumsum": _along_axes_rule("axis", "sums over its channels"),
     "concatenate": _join_rule("dimension", "joins its channels with others"),
     "split": _join_rule("axis", "takes its channels apart"),
     "pad": _pad_factors,
-    "gather": _gather_factors,
+    "gather": _axes_rule(_whole_rows, _PART),
     **dict.fromkeys(("scatter", "scatter-add"), _scatter_factors),
     "mul": _mul_factors,
     "div": _div_factors,

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from jchop._program.step import ProgramPlan, carry_count
 from jchop._quantized.program.param_uses import dot_product_of
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites
+from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites, scanned_leaves
 
 __all__ = [
     "LOOP_STACK",
@@ -219,13 +219,12 @@ class _GraphBuilder:
         plan, params = step.inner[0], step.eqn.params
         num_consts, num_carry = carry_count(params)
         inner_loops = (*loops, params["length"])
-        scanned_leaves = frozenset(o.leaf for fact in step.known[num_consts + num_carry :] for o in fact.origins)
         inner_values = [self._new_value(v, inner_loops) for v in plan.jaxpr.invars]
         for i, (outer, value) in enumerate(zip(ins, inner_values, strict=True)):
             self._add_node(GraphNode(LOOP_VALUE if i < num_consts + num_carry else LOOP_STACK, {}, (outer,), (value,)))
             if not num_consts <= i < num_consts + num_carry:
                 value.is_parameter, value.zero, value.source = outer.is_parameter, outer.zero, outer.source
-        results = self.enter(plan, inner_values, inner_loops, (*stacked_leaves, scanned_leaves))
+        results = self.enter(plan, inner_values, inner_loops, (*stacked_leaves, scanned_leaves(step)))
         outs = [self._new_value(v, loops) for v in step.eqn.outvars]
         for i, (value, out) in enumerate(zip(results, outs, strict=True)):
             # The value outside comes first, for both directions are the same relation.

@@ -1,37 +1,188 @@
-"""Parameters mapped by statistics: where the factors go, what they are, and what there is to report."""
+"""Parameters mapped by statistics: what the factors are, where they go, and what there is to report."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jchop._common.bit_ops import enable_x64_for
+from jchop._common.settings import always_jit
 from jchop._quantized.products.rotation import HadamardBlocks
-from jchop._quantized.program.lazy_params import is_packed_param
+from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
+from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
-from jchop.formats.rounding import Rounding
-from jchop.ptq._data.input_sums import InputSums, add_sums
-from jchop.ptq._data.passes import BatchData, LazySums
-from jchop.ptq._data.sites import WeightSite
-from jchop.ptq._data.statistics import mean_statistics
-from jchop.ptq._equalize.factors import ChannelWeight, awq_factors, smooth_factors
+from jchop.ptq._data.collect import InputSums, add_sums
+from jchop.ptq._data.passes import BatchData, LazySums, mean_statistics
+from jchop.ptq._data.sites import WeightSite, rounded_sites
+from jchop.ptq._equalize.factor_rules import FactorLabel, FoldError, has_one_factor
 from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, graph_of
-from jchop.ptq._equalize.labels import FactorLabel, FoldError, has_one_factor
-from jchop.ptq._equalize.rotation_rules import GainError, rotation_of
-from jchop.ptq._equalize.search import Fold, channels_of, fold_of
-from jchop.ptq._steps.map_steps import Awq, Mapping, Rotate
-from jchop.ptq._steps.round import round_parameter
-from jchop.ptq._steps.steps import CalibrationSteps
+from jchop.ptq._equalize.search import Fold, GainError, channels_of, fold_of, rotation_of
+from jchop.ptq._steps.round import placement_to_nearest, round_parameter
+from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
+from jchop.ptq._steps.sweep import element_scales, qarray_of
+
+__all__ = ["MappingRecord", "map_parameters", "multiply_by_factors"]
 
 Array = jax.Array
 
-__all__ = ["MappingRecord", "map_parameters", "multiply_by_factors", "rotate_channels"]
+#: Factors are kept within these, so that parameters neither vanish nor overflow.
+_LEAST_FACTOR, _MOST_FACTOR = 1e-5, 1e5
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelWeight:
+    """A weight whose inputs have the channels.
+
+    Args:
+        weight: with the axes of a stack.
+        stack: how many of these there are.
+        turns: how many of these are turns of loops.
+        placement: how the weight is rounded.
+        layout: the weight as matrices.
+        sums: the sums over its inputs.
+        channels: the channel of each input of each of its matrices, (turns, batch, summed) in one.
+    """
+
+    weight: Any
+    stack: int
+    turns: int
+    placement: WeightLayout
+    layout: MatrixLayout
+    sums: InputSums
+    channels: np.ndarray
+
+    @property
+    def layers(self) -> list[tuple[int, ...]]:
+        """The indexes of its layers."""
+        return list(np.ndindex(*self.weight.shape[: self.stack]))
+
+    def turn(self, layer: tuple[int, ...]) -> int:
+        """The index of the loop iteration, and so of the statistics, of a layer."""
+        shape = self.weight.shape[: self.turns]
+        return int(np.ravel_multi_index(layer[: self.turns], shape)) if shape else 0
+
+    def by_turn(self, values: np.ndarray) -> np.ndarray:
+        """Numbers of channels as (turns, batch, summed)."""
+        return values[self.channels].reshape(-1, *self.layout.matrices[:2])
+
+
+def smooth_factors(step: Smooth, members: Sequence[ChannelWeight], count: int) -> np.ndarray:
+    """The factor max|x|^alpha / max|w|^(1 - alpha) of each channel."""
+    inputs, weights = np.zeros(count), np.zeros(count)
+    for member in members:
+        np.maximum.at(inputs, member.channels, np.asarray(member.sums.largest, np.float64).reshape(-1))
+        for layer in member.layers:
+            rows = np.asarray(jnp.abs(member.layout.lay(jnp.asarray(member.weight)[layer])).max(2), np.float64)
+            np.maximum.at(weights, member.by_turn(np.arange(count))[member.turn(layer)].reshape(-1), rows.reshape(-1))
+    bounds = np.where(inputs > 0, inputs, 1.0), np.where(weights > 0, weights, 1.0)
+    factors = bounds[0] ** step.alpha / bounds[1] ** (1 - step.alpha)
+    return np.where(inputs > 0, factors.clip(_LEAST_FACTOR, _MOST_FACTOR), 1.0)
+
+
+def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: int) -> tuple[np.ndarray, list[str]]:
+    """The factors of least error at the outputs, and what was chosen in each unit.
+
+    Args:
+        step: the grid.
+        members: the weights.
+        count: how many channels there are.
+        units: how many parts of the channels, one after the other, have an exponent of their own.
+    """
+    is_used = np.zeros(count, bool)
+    for member in members:
+        is_used[member.channels] = True
+    inputs = _channel_means(
+        ((m.channels, np.asarray(mean_statistics(m.sums).mean_abs, np.float64).reshape(-1)) for m in members), count
+    )
+    weights = (
+        _channel_means((_channel_magnitudes(m, place) for m in members for place in m.layers), count)
+        if step.duo
+        else None
+    )
+    ratios = [i / step.points for i in range(step.points)]
+    candidates = np.stack([np.ones(count), *(_candidate_factors(inputs, weights, is_used, r, units) for r in ratios)])
+    losses = np.zeros((len(candidates), units))
+    for member in members:
+        shape = (len(candidates), -1, *member.layout.matrices[:2])
+        factors = np.stack([member.by_turn(s) for s in candidates]).reshape(shape)
+        for layer in member.layers:
+            turn = member.turn(layer)
+            sums = jax.tree.map(lambda v, turn=turn, m=member: v.reshape(-1, *v.shape[m.turns :])[turn], member.sums)
+            moments = mean_statistics(sums)
+            weight = jnp.asarray(member.weight)[layer]
+            with enable_x64_for(weight.dtype):
+                member_losses = _factor_losses(
+                    weight, moments.gram, moments.count, jnp.asarray(factors[:, turn], moments.gram.dtype),
+                    placement=member.placement, layout=member.layout,
+                )  # fmt: skip
+            losses[:, turn if units > 1 else 0] += np.asarray(member_losses, np.float64)
+    best = np.where(np.isfinite(losses), losses, np.inf).argmin(0)
+    factors = np.concatenate([candidates[b].reshape(units, -1)[unit] for unit, b in enumerate(best)])
+    return factors, [f"r={ratios[b - 1]:g}" if b else "no factors were better" for b in best]
+
+
+def _candidate_factors(
+    inputs: np.ndarray, weights: np.ndarray | None, is_used: np.ndarray, ratio: float, units: int
+) -> np.ndarray:
+    """The factors of one exponent; those of a unit have 1 in the middle of their range."""
+    factors = inputs**ratio if weights is None else inputs**ratio / (weights ** (1 - ratio) + 1e-4)
+    factors = np.where(np.isfinite(factors), factors, 1.0).clip(1e-4)
+    unit_factors = np.where(is_used, factors, np.nan).reshape(units, -1)
+    middle = np.sqrt(np.nanmax(unit_factors, 1, keepdims=True) * np.nanmin(unit_factors, 1, keepdims=True))
+    return np.where(is_used, (unit_factors / middle).reshape(-1), 1.0).clip(_LEAST_FACTOR, _MOST_FACTOR)
+
+
+def _channel_means(channel_values: Any, channel_count: int) -> np.ndarray:
+    """The mean of the numbers of each channel."""
+    totals, counts = np.zeros(channel_count), np.zeros(channel_count)
+    for channels, values in channel_values:
+        np.add.at(totals, channels, values)
+        np.add.at(counts, channels, 1)
+    return totals / np.maximum(counts, 1)
+
+
+def _channel_magnitudes(member: ChannelWeight, layer: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The channels of a matrix, and the mean of abs(w) over the largest of its group."""
+    weight = jnp.asarray(member.weight)[layer]
+    with enable_x64_for(weight.dtype):
+        magnitudes = _mean_in_scale_units(weight, placement=member.placement, layout=member.layout)
+    channels = member.channels.reshape(-1, *member.layout.matrices[:2])[member.turn(layer)]
+    return channels.reshape(-1), np.asarray(magnitudes, np.float64).reshape(-1)
+
+
+@partial(always_jit, static_argnames=("placement", "layout"))
+def _mean_in_scale_units(weight: Array, *, placement: WeightLayout, layout: MatrixLayout) -> Array:
+    """The mean over the outputs of abs(w) in units of its group's scale, the largest being 1."""
+    q = qarray_of(placement.pack(weight, None))
+    magnitudes = jnp.abs(weight).reshape(q.shape)
+    for scale in element_scales(q).scale:
+        magnitudes = magnitudes / scale.astype(magnitudes.dtype)
+    magnitudes = jnp.where(jnp.isfinite(magnitudes), magnitudes, 0)
+    return layout.lay(magnitudes / jnp.maximum(magnitudes.max(), jnp.finfo(magnitudes.dtype).tiny)).mean(2)
+
+
+@partial(always_jit, static_argnames=("placement", "layout"))
+def _factor_losses(
+    weight: Array, gram: Array, rows: Array, factors: Array, *, placement: WeightLayout, layout: MatrixLayout
+) -> Array:
+    """For each s, the squared error of the outputs of a weight that is multiplied by s, rounded, and divided by s."""
+    matrices = layout.lay(weight).astype(gram.dtype)
+
+    def loss(s: Array) -> Array:
+        scaled_weight = layout.back(matrices * s[:, :, None]).astype(weight.dtype)
+        rounded_w = layout.lay(unpack_param(placement.pack(scaled_weight, None))).astype(gram.dtype) / s[:, :, None]
+        error = matrices - rounded_w
+        outputs = jnp.einsum("bkl,bln->bkn", gram, error, precision=lax.Precision.HIGHEST)
+        return ((error * outputs).sum((1, 2)) * rows).sum()
+
+    return lax.map(loss, factors)
 
 
 @dataclass
@@ -61,7 +212,7 @@ class MappingRecord:
         self.notes.setdefault((leaf, turn), []).append(text)
 
 
-def map_parameters(data: BatchData, steps: Sequence[Mapping], memory: int | None = None) -> MappingRecord:
+def map_parameters(data: BatchData, steps: Sequence[MappingStep], memory: int | None = None) -> MappingRecord:
     """Map the parameters of `data`, one step after the other.
 
     Each runs the data once, or, if there is a bound of `memory` in bytes, as often as that takes.
@@ -74,11 +225,7 @@ def map_parameters(data: BatchData, steps: Sequence[Mapping], memory: int | None
     for step in steps:
         sums, trace = (None, data.last()) if memory is not None else data.sums()
         program, call, sites = trace
-        weight_sites = {
-            leaf: site
-            for leaf, site in sites.by_leaf.items()
-            if leaf in program.placements and program.placements[leaf][1].view == site.view
-        }
+        weight_sites = rounded_sites(program, sites)
         for leaf in [leaf for leaf in weight_sites if program.placements[leaf][0].rotation is not None]:
             del weight_sites[leaf]
             record.add(leaf, f"not by {step.name}: its inputs are rotated when the function runs")
@@ -109,7 +256,7 @@ class _MappingJob:
     """
 
     def __init__(
-        self, step: Mapping, program: Any, call: Any, graph: ProgramGraph, other_graphs: Sequence[ProgramGraph],
+        self, step: MappingStep, program: Any, call: Any, graph: ProgramGraph, other_graphs: Sequence[ProgramGraph],
         lazy_sums: LazySums, weight_sites: dict[int, WeightSite], record: MappingRecord,
     ) -> None:  # fmt: skip
         self.step, self.program, self.call, self.graph, self.other_graphs = step, program, call, graph, other_graphs
@@ -222,6 +369,7 @@ class _MappingJob:
             units = self._units(place, members, count)
             factors, choices = awq_factors(self.step, members, count, units)
         else:
+            assert isinstance(self.step, Smooth)
             units, choices = 1, []
             factors = smooth_factors(self.step, members, count)
         self._report(fold, places, self.step.name, choices, units > 1)
@@ -242,12 +390,9 @@ class _MappingJob:
             self.record.methods.setdefault(leaf, []).append(self.step.name)
             if targets:
                 self.record.add(leaf, f"{text} folded into {', '.join(targets)}")
-            turns = list(np.ndindex(*self._shape(leaf)[: self.weight_sites[leaf].turns])) if by_turn else [()]
+            turns = list(np.ndindex(*self.program.shapes[leaf][: self.weight_sites[leaf].turns])) if by_turn else [()]
             for turn, choice in zip(turns, choices, strict=False):
                 self.record.add(leaf, choice, turn)
-
-    def _shape(self, leaf: int) -> tuple[int, ...]:
-        return self.program.shapes[leaf]
 
     def _value(self, leaf: int) -> Any:
         return self.new_values.get(leaf, self.call.values[leaf])
@@ -258,10 +403,10 @@ class _MappingJob:
         _, shape, axes = channels_of(place)
         channel_indexes = FactorLabel(label.power, tuple(label.axes[axis] for axis, _ in axes)).indexes()
         channels = np.broadcast_to(channel_indexes, [shape[axis] for axis, _ in axes]).reshape(-1)
-        placement = _placement_to_nearest(self.program.placements[site.leaf][0])
+        placement = placement_to_nearest(self.program.placements[site.leaf][0])
         turns = sum(place.turns)
         if turns < site.turns:  # constant indexes: all layers have the same factors
-            layers = np.ndindex(*self._shape(site.leaf)[: site.turns])
+            layers = np.ndindex(*self.program.shapes[site.leaf][: site.turns])
             sums = reduce(add_sums, [jax.tree.map(lambda v, i=i: v[i], sums) for i in layers])
         return ChannelWeight(self._value(site.leaf), site.stack, turns, placement, site.layout, sums, channels)
 
@@ -287,7 +432,7 @@ class _MappingJob:
         if not self._needs_errors(leaf):
             return
         site, sums = self.weight_sites[leaf], self.lazy_sums.sums_of([leaf], self.step)[leaf]
-        placement = _placement_to_nearest(self.program.placements[leaf][0])
+        placement = placement_to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
         for layer in np.ndindex(*weights.shape[: site.stack]):
             inputs, weight = (
@@ -351,10 +496,3 @@ def _reaches_data(parameter: GraphValue, fold: Fold) -> bool:
     readers = [node for node in parameter.nodes if parameter in node.ins]
     results = [value for node in readers for value in node.outs if value in fold.labels]
     return any(not value.is_parameter or _reaches_data(value, fold) for value in results)
-
-
-def _placement_to_nearest(placement: WeightLayout) -> WeightLayout:
-    """A placement without random numbers."""
-    if not placement.spec.rounding.stochastic:
-        return placement
-    return replace(placement, spec=replace(placement.spec, rounding=Rounding.NEAREST_EVEN, random_bits=None))

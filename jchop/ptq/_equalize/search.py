@@ -1,18 +1,34 @@
-"""Which parameters take up the factors of the channels of a product, so that the function stays what it is."""
+"""Which parameters take up the factors of channels, or their rotation, so that the function stays what it is.
+
+For a rotation, a label with power 1 says that the channels of a value are multiplied by an orthogonal matrix, along the
+runs that are not tied; one with power 2, that they are the squares of such numbers, which can only be summed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from jchop._quantized.products.product import ConvProduct, RaggedProduct
-from jchop.ptq._equalize.factor_rules import FactorAssignments, TiedChannels, factor_assignments
-from jchop.ptq._equalize.graph import GraphNode, GraphValue, ProductPlace
-from jchop.ptq._equalize.labels import Channels, FactorLabel, FoldError, RunAxis
+import jax.numpy as jnp
 
-__all__ = ["Fold", "channels_of", "fold_of"]
+from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
+from jchop.ptq._equalize.factor_rules import (
+    Channels,
+    FactorAssignments,
+    FactorLabel,
+    FoldError,
+    Port,
+    RunAxis,
+    TiedChannels,
+    factor_assignments,
+    fit_broadcast_axes,
+    has_one_factor,
+)
+from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue, ProductPlace
+
+__all__ = ["Fold", "GainError", "channels_of", "fold_of", "rotation_of"]
 
 #: The most equations that a search looks at.
 _MOST_EQUATIONS = 20_000
@@ -180,3 +196,224 @@ class _FoldSearch:
         if not value.real:
             raise FoldError(f"{node} makes numbers that are not real")
         pending.extend((value, node) for node in value.nodes)
+
+
+class GainError(FoldError):
+    """A rotation meets parameters that are multiplied with its channels.
+
+    Args:
+        node: the product with them.
+        leaves: their indexes.
+    """
+
+    def __init__(self, node: GraphNode, leaves: frozenset[int]) -> None:
+        super().__init__(f"{node} multiplies its channels by different numbers")
+        self.leaves = leaves
+
+
+def rotation_of(place: ProductPlace, value_of: Callable[[int], Any]) -> Fold:
+    """How a rotation of the inputs of a product can be folded into parameters; all turns of loops have the same.
+
+    Args:
+        place: the product.
+        value_of: the parameter of an index.
+
+    Raises:
+        GainError: if it could be, were some parameters the same for all channels.
+        FoldError: if it cannot.
+    """
+    fold = fold_of(place, _RotationWays(value_of).ways_of, same_factors=True)
+    if fold.channels.free % 2:
+        raise FoldError(f"its {fold.channels.free} channels are an odd number, for which there is no Hadamard matrix")
+    return fold
+
+
+class _RotationWays:
+    def __init__(self, value_of: Callable[[int], Any]) -> None:
+        self.value_of = value_of
+        self.cache: dict[tuple[GraphValue, tuple[int, ...]], frozenset[int] | None] = {}
+
+    def ways_of(self, node: GraphNode, label: FactorLabel, place: int, is_result: bool) -> FactorAssignments:
+        """As `factor_rules.ways_of`, of a rotation."""
+        port = Port(node, label, place, is_result)
+        for way in self._ways(port):
+            if not isinstance(way, TiedChannels):
+                yield _without_signs(port, way[0]), _without_signs(port, way[1])
+            elif {run for axis in label.axes for run in axis if run[1]} <= set(way.runs):
+                raise _fold_rotation_error(port)  # no channels would be left
+            else:
+                yield way
+
+    def _ways(self, port: Port) -> FactorAssignments:
+        node = port.node
+        rule = _ROTATION_RULES.get(node.name)
+        if port.label.power == 2 and node.name not in _OF_SQUARES:
+            raise _fold_rotation_error(port)
+        if isinstance(node.product, DotProduct):
+            return _dot_rotation(port)
+        if isinstance(node.product, ConvProduct) and node.product.feature_groups != 1:
+            raise _fold_rotation_error(port)
+        if rule is not None:
+            return fit_broadcast_axes(port, rule(self, port))
+        if node.product is None and node.name not in _ROTATION_LINEAR:
+            raise _fold_rotation_error(port)
+        return factor_assignments(node, port.label, port.place, port.is_result)
+
+    # -- values that are the same along channels -----------------------------------------------------------------------
+
+    def varying_leaves(self, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
+        """The parameters that make a value differ along some of its axes; None if other things do."""
+        if all(value.shape[axis] == 1 for axis in axes):
+            return frozenset()
+        if value.leaf is not None:
+            parameter = jnp.asarray(self.value_of(value.leaf))
+            first = parameter[tuple(slice(0, 1) if i in axes else slice(None) for i in range(parameter.ndim))]
+            return frozenset() if bool((parameter == first).all()) else frozenset({value.leaf})
+        key = value, axes
+        if key not in self.cache:
+            self.cache[key] = None  # a value that a loop carries may vary
+            producers = [node for node in value.nodes if value in node.outs]
+            leaf_sets = [self._varying_from_node(node, value, axes) for node in producers]
+            self.cache[key] = _union_of_leaves(leaf_sets) if producers else None
+        return self.cache[key]
+
+    def _varying_from_node(self, node: GraphNode, value: GraphValue, axes: tuple[int, ...]) -> frozenset[int] | None:
+        if not node.ins:
+            return None
+        first, params = node.ins[0], node.params
+        if node.name in (LOOP_VALUE, SAME_VALUE):
+            return self.varying_leaves(first, axes)
+        if node.name == LOOP_STACK:  # the stack has an axis of turns in front, unless it is inside of the loop
+            extra_axes = len(first.shape) - len(value.shape)
+            return self.varying_leaves(first, tuple(axis + extra_axes for axis in axes)) if extra_axes > 0 else None
+        if node.name in _ROTATION_ELEMENTWISE:
+            return _union_of_leaves(self.varying_leaves(v, axes if v.shape else ()) for v in node.ins)
+        if node.name == "broadcast_in_dim":
+            dims = params["broadcast_dimensions"]
+            return self.varying_leaves(first, tuple(i for i, axis in enumerate(dims) if axis in axes))
+        if node.name == "reshape":  # one that adds or drops axes of length 1
+            long_axes = [[i for i, n in enumerate(v.shape) if n > 1] for v in (first, value)]
+            if [first.shape[i] for i in long_axes[0]] != [value.shape[i] for i in long_axes[1]]:
+                return None
+            return self.varying_leaves(first, tuple(a for a, b in zip(*long_axes, strict=True) if b in axes))
+        if node.name == "squeeze":
+            squeeze_axes = {axis % len(first.shape) for axis in params["dimensions"]}
+            other_axes = [i for i in range(len(first.shape)) if i not in squeeze_axes]
+            return self.varying_leaves(first, tuple(other_axes[axis] for axis in axes))
+        if node.name in ("slice", "dynamic_slice"):
+            return self.varying_leaves(first, axes)
+        return None
+
+
+def _union_of_leaves(leaf_sets: Any) -> frozenset[int] | None:
+    leaves: frozenset[int] = frozenset()
+    for leaf_set in leaf_sets:
+        if leaf_set is None:
+            return None
+        leaves |= leaf_set
+    return leaves
+
+
+def _without_signs(port: Port, labels: list[FactorLabel | None]) -> list[FactorLabel | None]:
+    """Labels without inverses, which for a product with an orthogonal matrix are the same."""
+    positive = [None if label is None else replace(label, power=abs(label.power)) for label in labels]
+    if any(label is not None and label.power not in (1, 2) for label in positive):
+        raise _fold_rotation_error(port)
+    return positive
+
+
+def _fold_rotation_error(port: Port) -> FoldError:
+    return FoldError(f"{port.node} does not commute with a rotation of its channels")
+
+
+def _rotation_axes(port: Port) -> tuple[int, ...]:
+    """The axes of the value itself along which it is rotated."""
+    return tuple(i for i, axis in enumerate(port.own) if not has_one_factor(axis))
+
+
+def _one_operand(port: Port, side: int) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
+    """One operand and the result are rotated."""
+    return [port.label if i == side else None for i in range(len(port.node.ins))], [port.label]
+
+
+def _mul_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
+    a, b = port.node.ins
+    if a is b:
+        yield from _square_rotation(rotation, port)
+        return
+    varying_leaves = [rotation.varying_leaves(v, _rotation_axes(port) if v.shape else ()) for v in (a, b)]
+    side = port.place if not port.is_result else 1 if varying_leaves[0] == frozenset() else 0
+    gain_leaves = varying_leaves[1 - side]
+    if gain_leaves is None:
+        raise _fold_rotation_error(port)
+    if gain_leaves:
+        raise GainError(port.node, gain_leaves)
+    yield _one_operand(port, side)
+
+
+def _div_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
+    divisor_leaves = rotation.varying_leaves(port.node.ins[1], _rotation_axes(port) if port.node.ins[1].shape else ())
+    if divisor_leaves is None or (port.place == 1 and not port.is_result):
+        raise _fold_rotation_error(port)
+    if divisor_leaves:
+        raise GainError(port.node, divisor_leaves)
+    yield _one_operand(port, 0)
+
+
+def _square_rotation(_: _RotationWays, port: Port) -> FactorAssignments:
+    if port.node.params.get("y", 2) != 2:
+        raise _fold_rotation_error(port)
+    powers = (Fraction(1, 2), 1) if port.is_result else (1, 2)
+    before, after = (port.label.to_power(power) for power in powers)
+    yield [before] * len(port.node.ins), [after]
+
+
+def _sum_rotation(_: _RotationWays, port: Port) -> FactorAssignments:
+    """A sum of squares of all rotated channels, or along other axes."""
+    reduce_axes = {int(axis) for axis in port.node.params["axes"]}
+    if port.label.power == 2 and not port.is_result and reduce_axes.issuperset(_rotation_axes(port)):
+        yield [port.label], [None]
+    else:
+        yield from factor_assignments(port.node, port.label, port.place, port.is_result)
+
+
+def _select_rotation(rotation: _RotationWays, port: Port) -> FactorAssignments:
+    condition = port.node.ins[0]
+    if rotation.varying_leaves(condition, _rotation_axes(port) if condition.shape else ()) != frozenset():
+        raise _fold_rotation_error(port)
+    yield from factor_assignments(port.node, port.label, port.place, port.is_result)
+
+
+def _dot_rotation(port: Port) -> Iterator[Any]:
+    """A product sums over all of the channels, or none; those of its batch are not mixed."""
+    dot: Any = port.node.product
+    batch = range(len(dot.batch[0])) if port.is_result else dot.batch[port.place]
+    batch_runs = [run for axis in batch for run in port.own[axis] if run[1]]
+    if batch_runs:
+        yield TiedChannels(tuple(batch_runs))
+    else:
+        yield from factor_assignments(port.node, port.label, port.place, port.is_result)
+
+
+_ROTATION_RULES: dict[str, Callable[[_RotationWays, Port], FactorAssignments]] = {
+    "mul": _mul_rotation,
+    "div": _div_rotation,
+    "square": _square_rotation,
+    "integer_pow": _square_rotation,
+    "reduce_sum": _sum_rotation,
+    "select_n": _select_rotation,
+}
+#: Those of which the rules of factors hold for rotations.
+_ROTATION_LINEAR_NAMES = """
+    add add_any sub neg copy copy_p name stop_gradient sharding_constraint reshard device_put optimization_barrier slice
+    dynamic_slice convert_element_type reshape transpose broadcast_in_dim squeeze expand_dims rev cumsum concatenate
+    jchop_result split pad gather scatter scatter-add
+"""
+_ROTATION_LINEAR = frozenset((*_ROTATION_LINEAR_NAMES.split(), SAME_VALUE, LOOP_STACK, LOOP_VALUE))
+_OF_SQUARES = frozenset(("mul", "div", "square", "integer_pow", "reduce_sum", "convert_element_type", "reshape"))
+#: Those each of whose numbers is made of those at its place in the operands.
+_ROTATION_ELEMENTWISE_NAMES = """
+    add add_any sub mul div neg exp exp2 log tanh logistic sqrt rsqrt square integer_pow pow abs sign max min select_n
+    convert_element_type copy copy_p name jchop_result stop_gradient not and or eq ne lt le gt ge
+"""
+_ROTATION_ELEMENTWISE = frozenset(_ROTATION_ELEMENTWISE_NAMES.split())

@@ -1,13 +1,16 @@
-"""One parameter, rounded by the statistics of its inputs."""
+"""One parameter, rounded by the statistics of its inputs: clipped scales, SignRound, GPTQ's sweep, pruning."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jchop._common.settings import always_jit
@@ -16,18 +19,199 @@ from jchop._quantized.program.lazy_params import unpack_param
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._spec.spec import Spec
-from jchop.ptq._data.columns import ElementScales, element_scales, elementwise_spec, qarray_of, with_entries
-from jchop.ptq._steps.clip import clip_groups, round_under_scales
-from jchop.ptq._steps.sign_round import sign_round_codes
-from jchop.ptq._steps.steps import CalibrationSteps, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
-from jchop.ptq._steps.sweep import column_order, gptq_sweep, inverse_factor
+from jchop.formats.rounding import Rounding
+from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
+from jchop.ptq._steps.sweep import (
+    ElementScales,
+    column_order,
+    element_scales,
+    elementwise_spec,
+    gptq_sweep,
+    inverse_factor,
+    qarray_of,
+    round_column,
+    with_entries,
+)
 from jchop.storage import QArray, dequantize, fit_half_quadratic
+
+__all__ = ["RoundingOutcome", "neighbours", "pruning_of", "round_parameter", "sign_descent"]
 
 Array = jax.Array
 
-__all__ = ["RoundingOutcome", "pruning_of", "round_parameter"]
-
 _ROUND_PRECISION = lax.Precision.HIGHEST
+
+
+def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayout, layout: MatrixLayout) -> Array:
+    """A parameter whose groups are clipped so that the errors of its product are least.
+
+    Each group is rounded by itself: its share of the error is that of its own inputs, tr(E^T H E) for the errors E of
+    the group and the rows and columns of H that it has. Numbers beyond the ends of the clipped group keep their values,
+    and are rounded to the ends of its scale.
+
+    Args:
+        step: the step.
+        target: the parameter.
+        gram: the mean H of x x^T over the inputs, (batch, summed, summed).
+        placement: its rounding.
+        layout: it as matrices.
+    """
+    nearest_placement, numbers = placement_to_nearest(placement), group_numbers(placement, layout, jnp)
+    count = group_count(placement)
+    matrices = layout.lay(target).astype(gram.dtype)
+    group_products = _inner_products(placement, layout, gram)
+    groups = numbers.reshape(-1)
+    low, high = (bound(matrices.reshape(-1), groups, count) for bound in (jax.ops.segment_min, jax.ops.segment_max))
+
+    def clip_to(share: Array) -> Array:
+        return jnp.clip(matrices, (share * low)[numbers], (share * high)[numbers])
+
+    def try_share(iteration: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        best_share, least_loss = state
+        share = (1 - iteration * (1 - step.least) / step.points).astype(matrices.dtype)
+        packed_weight = nearest_placement.pack(layout.back(clip_to(share)).astype(target.dtype))
+        _, values = round_under_scales(packed_weight, target, layout)
+        error = matrices - layout.lay(values).astype(matrices.dtype)
+        losses = jax.ops.segment_sum((error * group_products(error)).reshape(-1), groups, count)
+        is_better = losses < least_loss
+        return jnp.where(is_better, share, best_share), jnp.minimum(losses, least_loss)
+
+    initial_state = jnp.ones(count, matrices.dtype), jnp.full(count, jnp.inf, matrices.dtype)
+    best, _ = lax.fori_loop(0, step.points + 1, try_share, initial_state)
+    return layout.back(clip_to(best)).astype(target.dtype)
+
+
+def placement_to_nearest(placement: WeightLayout) -> WeightLayout:
+    """A placement without random numbers."""
+    if not placement.spec.rounding.stochastic:
+        return placement
+    return replace(placement, spec=replace(placement.spec, rounding=Rounding.NEAREST_EVEN, random_bits=None))
+
+
+def group_count(placement: WeightLayout) -> int:
+    """How many groups a parameter has; 1 without groups."""
+    fmt = placement.spec.scaled
+    return 1 if fmt is None else math.prod(fmt.scale_shape(placement.shape))
+
+
+def group_numbers(placement: WeightLayout, layout: MatrixLayout, xp: Any) -> Any:
+    """The number of the group of each element of a parameter that is laid out as matrices; 0 without groups.
+
+    Args:
+        placement: its rounding.
+        layout: it as matrices.
+        xp: `jax.numpy`, or `numpy` for a constant.
+    """
+    fmt, shape = placement.spec.scaled, placement.shape
+    numbers = xp.zeros(shape, np.int32)
+    if fmt is not None:
+        for axis, (size, counts) in enumerate(zip(fmt.group_shape(shape), fmt.scale_shape(shape), strict=True)):
+            indexes = (xp.arange(shape[axis], dtype=np.int32) // size).reshape([-1, *[1] * (len(shape) - axis - 1)])
+            numbers = numbers * counts + indexes
+    return layout.lay(numbers.reshape(layout.shape))
+
+
+def _inner_products(placement: WeightLayout, layout: MatrixLayout, gram: Array) -> Callable[[Array], Array]:
+    """The product of H, without its entries between elements of different groups, with a matrix of each batch."""
+    numbers = group_numbers(placement, layout, np)
+    first_number = numbers[:1, :, :1]
+    if not (numbers - first_number == (numbers - first_number)[:, :1]).all():  # columns are cut in different ways
+
+        def column_dot(args: tuple[Array, Array, Array]) -> Array:
+            gram, groups, error = args
+            return jnp.matmul(jnp.where(groups[:, None] == groups, gram, 0), error, precision=_ROUND_PRECISION)
+
+        def products_by_column(error: Array) -> Array:
+            groups = group_numbers(placement, layout, jnp)
+            parts = [groups.swapaxes(1, 2), error.swapaxes(1, 2)]
+            return lax.map(lambda v: lax.map(lambda w: column_dot((v[0], *w)), v[1:]), (gram, *parts)).swapaxes(1, 2)
+
+        return products_by_column
+    pattern = first_number[0, :, 0]
+    count, size = len(pattern), int((pattern == pattern[:1]).sum())
+    if size and count % size == 0 and (np.unique(pattern, return_inverse=True)[1] == np.arange(count) // size).all():
+        split_gram = gram.reshape(-1, count // size, size, count // size, size)
+        blocks = jnp.moveaxis(jnp.diagonal(split_gram, axis1=1, axis2=3), -1, 1)
+
+        def products_by_block(error: Array) -> Array:
+            parts = error.reshape(error.shape[0], -1, size, error.shape[2])
+            return jnp.matmul(blocks, parts, precision=_ROUND_PRECISION).reshape(error.shape)
+
+        return products_by_block
+    group_gram = jnp.where(pattern[:, None] == pattern, gram, 0)
+    return lambda error: jnp.matmul(group_gram, error, precision=_ROUND_PRECISION)
+
+
+def round_under_scales(
+    packed_weight: QArray | StoredAs, target: Array, layout: MatrixLayout, key: Array | None = None
+) -> tuple[Array, Array]:
+    """The codes and the numbers of a parameter, in its shape, under the scales of a packed one."""
+    q = qarray_of(packed_weight)
+    scales = element_scales(q)
+    spec, dtype = elementwise_spec(q.spec), target.dtype
+    parts = [part.reshape(-1) for part in scales.by_element]
+    entries, numbers = round_column(target.reshape(-1), *scales.quantize_args(parts), spec, dtype, key)
+    return entries.reshape(layout.shape), numbers.reshape(layout.shape)
+
+
+def neighbours(
+    matrix: Array, by_element: tuple[Array, ...], scales: ElementScales, spec: Spec, dtype: Any
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """The codes and numbers that each number lies between, or twice those of the end of the format beyond it."""
+
+    def towards(mode: str) -> tuple[Array, Array]:
+        mode_spec = replace(spec, rounding=mode, random_bits=None, overflow="saturate")
+
+        def round_row(column: Array, *parts: Array) -> tuple[Array, Array]:
+            return round_column(column, *scales.quantize_args(parts), mode_spec, dtype)
+
+        entries, numbers = jax.vmap(round_row)(matrix, *by_element)
+        return entries, numbers.astype(matrix.dtype)
+
+    down, up = towards("down"), towards("up")
+    is_negative = down[1] > up[1]  # under a negative scale
+    below = tuple(jnp.where(is_negative, u, d) for d, u in zip(down, up, strict=True))
+    above = tuple(jnp.where(is_negative, d, u) for d, u in zip(down, up, strict=True))
+    return below, above  # type: ignore[return-value]
+
+
+@partial(always_jit, static_argnames=("iterations", "rate", "momentum"))
+def sign_descent(
+    matrix: Array, gram: Array, below: Array, above: Array, *, iterations: int, rate: float, momentum: float
+) -> tuple[Array, Array]:
+    """Which numbers of a matrix take the neighbour above, and the error of the product in each column of it.
+
+    A number at the fraction f of the way between its neighbours takes the one above if f + v > 1/2, for an offset v
+    within [-1/2, 1/2]. Offsets begin with 0, and move against the sign of the gradient of tr(E^T H E), summed up with
+    momentum, for the errors E of rounding; the rate falls to 0. The best offsets of each column are kept, to nearest
+    among them.
+
+    Args:
+        matrix: the numbers, (summed, kept).
+        gram: the mean H of x x^T.
+        below: the neighbours that are not larger.
+        above: the neighbours that are not smaller.
+        iterations: how many steps.
+        rate: the first rate times the number of steps.
+        momentum: the share of the sum of gradients that is kept in each step.
+    """
+    gap = above - below
+    fraction = jnp.where(gap > 0, (matrix - below) / jnp.where(gap > 0, gap, 1), 0)
+
+    def step(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        offset, slope_sum, best, least_loss = state
+        takes_above = (fraction + offset > 0.5) & (gap > 0)
+        error = jnp.where(takes_above, above, below) - matrix
+        slope = jnp.matmul(gram, error, precision=_ROUND_PRECISION)
+        loss = (error * slope).sum(0)
+        is_better = loss < least_loss
+        slope_sum = momentum * slope_sum + slope
+        offset = jnp.clip(offset - rate * (1 - i / iterations) / iterations * jnp.sign(slope_sum), -0.5, 0.5)
+        return offset, slope_sum, jnp.where(is_better[None, :], takes_above, best), jnp.minimum(loss, least_loss)
+
+    zeros = jnp.zeros_like(matrix)
+    initial_state = zeros, zeros, jnp.zeros(matrix.shape, bool), jnp.full(matrix.shape[1], jnp.inf, matrix.dtype)
+    _, _, best, least_loss = lax.fori_loop(0, iterations + 1, step, initial_state)
+    return best, least_loss
 
 
 class RoundingOutcome(NamedTuple):
@@ -113,26 +297,10 @@ def round_parameter(
     if steps.sweep is not None:
         q = qarray_of(packed_weight)
         scales = element_scales(q)
+        choose = partial(_choose_codes, steps.sweep, pruning, scales, elementwise_spec(q.spec), weight.dtype, key)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
-        spec = elementwise_spec(q.spec)
-
-        def descend(matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None) -> Array:
-            assert isinstance(steps.sweep, SignDescent)
-            options: Any = {"spec": spec, "dtype": weight.dtype, "by": steps.sweep, "mask": mask}
-            return sign_round_codes(matrix, gram, by_element, scales, **options)
-
-        def sweep(
-            matrix_index: Array, matrix: Array, gram: Array, by_element: tuple[Array, ...], mask: Array | None
-        ) -> tuple[Array, ...]:
-            matrix_key = None if key is None else jax.random.fold_in(key, matrix_index)
-            options: Any = {"spec": spec, "dtype": weight.dtype, "sweep": steps.sweep, "pruning": pruning, "mask": mask}
-            return _sweep_matrix(matrix, gram, by_element, scales, matrix_key, **options)
-
-        if isinstance(steps.sweep, SignDescent):
-            entries, fails = _each_matrix(descend, target_matrices, gram, by_element, mask), jnp.zeros_like(no_factor)
-        else:
-            numbers = jnp.arange(layout.matrices[0])
-            entries, damping, tries, fails = _each_matrix(sweep, numbers, target_matrices, gram, by_element, mask)
+        numbers = jnp.arange(layout.matrices[0])
+        entries, damping, tries, fails = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask)
         packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))
         no_factor |= fails
     packed_weight = _in_sparse_format(packed_weight, final_placement)
@@ -175,29 +343,37 @@ def _each_matrix(function: Any, *args: Any) -> Any:
     return lax.map(lambda matrix_args: function(*matrix_args), args)
 
 
-def _sweep_matrix(
+def _choose_codes(
+    step: Sweep | SignDescent,
+    pruning: Sparse | None,
+    scales: ElementScales,
+    spec: Spec,
+    dtype: Any,
+    key: Array | None,
+    index: Array,
     matrix: Array,
     gram: Array,
     by_element: tuple[Array, ...],
-    scales: ElementScales,
-    key: Array | None,
-    *,
-    spec: Any,
-    dtype: Any,
-    sweep: Sweep | SignDescent | None,
-    pruning: Sparse | None,
     mask: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
-    """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed."""
-    assert isinstance(sweep, Sweep)
+    """The codes of a matrix (summed, kept), the damping, the number of factorizations, and whether they failed.
+
+    `mask` has the numbers that are not pruned; None for all. The codes are those of `dtype` under scales by element.
+    """
+    if isinstance(step, SignDescent):
+        kept = matrix if mask is None else jnp.where(mask, matrix, 0)
+        below, above = neighbours(kept, by_element, scales, spec, dtype)
+        takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **vars(step))
+        return jnp.where(takes_above, above[0], below[0]), jnp.zeros((), gram.dtype), jnp.int32(0), jnp.bool_(False)
     sparsity = None if pruning is None or mask is not None else (pruning.n, pruning.m)
-    order = column_order(gram, sweep.order == "activation", 1 if sparsity is None else sparsity[1])
-    factorization = inverse_factor(gram[order][:, order], jnp.asarray(sweep.damping, gram.dtype))
+    order = column_order(gram, step.order == "activation", 1 if sparsity is None else sparsity[1])
+    factorization = inverse_factor(gram[order][:, order], jnp.asarray(step.damping, gram.dtype))
     # A column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
     worth = None if sparsity is None else jnp.where(factorization.dead, 0, 1 / jnp.diagonal(factorization.upper))
+    matrix_key = None if key is None else jax.random.fold_in(key, index)
     codes, _ = gptq_sweep(
-        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, key,
-        spec=spec, dtype=dtype, block=sweep.block, mask=None if mask is None else mask[order], worth=worth,
+        matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, matrix_key,
+        spec=spec, dtype=dtype, block=step.block, mask=None if mask is None else mask[order], worth=worth,
         sparsity=sparsity,
     )  # fmt: skip
     entries = jnp.zeros_like(codes).at[order].set(codes)

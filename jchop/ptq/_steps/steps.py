@@ -3,123 +3,161 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
-from jchop._common.checks import check_choice, check_int
-from jchop.ptq._steps.map_steps import Mapping
+from jchop._common.checks import check_bool, check_choice, check_int
 from jchop.sparsity._masks import check_sparsity_pattern
 from jchop.storage._half_quadratic import check_hqq_search
 
 __all__ = [
+    "Awq",
     "BiasCorrection",
+    "CalibrationStep",
     "CalibrationSteps",
     "Clip",
     "Correction",
     "HalfQuadratic",
+    "MappingStep",
+    "Rotate",
     "SignDescent",
+    "Smooth",
     "Sparse",
     "Sweep",
     "as_steps",
+    "awq",
     "clip",
     "correct_biases",
     "correct_error",
     "gptq",
     "hqq",
+    "rotate",
     "sign_round",
+    "smooth",
     "sparse",
 ]
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """GPTQ; `gptq` makes it."""
+class CalibrationStep:
+    """A step; its text is the call that makes it."""
 
-    order: str
-    damping: float
-    block: int
+    #: The function that makes it; its field of `CalibrationSteps`; how many of its arguments have no name in its text.
+    name: ClassVar[str]
+    field: ClassVar[str]
+    positional: ClassVar[int] = 1
 
     def __str__(self) -> str:
-        return f"gptq(order={self.order!r}, damping={self.damping:g}, block={self.block})"
+        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "whole_start"]
+        texts = [f"{value:g}" if isinstance(value, float) else repr(value) for _, value in values]
+        named = [text if i < self.positional else f"{values[i][0]}={text}" for i, text in enumerate(texts)]
+        return f"{self.name}({', '.join(named)})"
+
+
+class MappingStep(CalibrationStep):
+    """A step that changes parameters before they are rounded, and leaves the function what it is."""
+
+    field = "mappings"
 
 
 @dataclass(frozen=True)
-class Correction:
+class Smooth(MappingStep):
+    """SmoothQuant; `smooth` makes it."""
+
+    name = "smooth"
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Awq(MappingStep):
+    """AWQ; `awq` makes it."""
+
+    name = "awq"
+    points: int
+    duo: bool
+
+
+@dataclass(frozen=True)
+class Rotate(MappingStep):
+    """Rotations; `rotate` makes it."""
+
+    name = "rotate"
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Correction(CalibrationStep):
     """A correction of weights before they are rounded; `correct_error` makes it."""
 
+    name, field = "correct_error", "correction"
     strength: float
     damping: float
 
-    def __str__(self) -> str:
-        return f"correct_error({self.strength:g}, damping={self.damping:g})"
-
 
 @dataclass(frozen=True)
-class SignDescent:
-    """SignRound; `sign_round` makes it."""
-
-    iterations: int
-    rate: float
-    momentum: float
-
-    def __str__(self) -> str:
-        return f"sign_round({self.iterations}, rate={self.rate:g}, momentum={self.momentum:g})"
-
-
-@dataclass(frozen=True)
-class Sparse:
+class Sparse(CalibrationStep):
     """Pruning; `sparse` makes it."""
 
+    name, field, positional = "sparse", "pruning", 2
     n: int
     m: int
     by: str
 
-    def __str__(self) -> str:
-        return f"sparse({self.n}, {self.m}, by={self.by!r})"
-
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(CalibrationStep):
     """Clipped scales; `clip` makes it."""
 
+    name, field = "clip", "scales"
     points: int
     least: float
 
-    def __str__(self) -> str:
-        return f"clip({self.points}, least={self.least:g})"
-
 
 @dataclass(frozen=True)
-class HalfQuadratic:
+class HalfQuadratic(CalibrationStep):
     """Zero points by half-quadratic quantization; `hqq` makes it."""
 
+    name, field = "hqq", "scales"
     iterations: int
     norm: float
     weight: float
     growth: float
     whole_start: bool
 
-    def __str__(self) -> str:
-        return f"hqq({self.iterations}, norm={self.norm:g}, weight={self.weight:g}, growth={self.growth:g})"
+
+@dataclass(frozen=True)
+class Sweep(CalibrationStep):
+    """GPTQ; `gptq` makes it."""
+
+    name, field, positional = "gptq", "sweep", 0
+    order: str
+    damping: float
+    block: int
 
 
 @dataclass(frozen=True)
-class BiasCorrection:
+class SignDescent(CalibrationStep):
+    """SignRound; `sign_round` makes it."""
+
+    name, field = "sign_round", "sweep"
+    iterations: int
+    rate: float
+    momentum: float
+
+
+@dataclass(frozen=True)
+class BiasCorrection(CalibrationStep):
     """A correction of biases after weights are rounded; `correct_biases` makes it."""
 
-    def __str__(self) -> str:
-        return "correct_biases()"
-
-
-CalibrationStep = Mapping | Correction | Sparse | Clip | HalfQuadratic | Sweep | SignDescent | BiasCorrection
+    name, field = "correct_biases", "biases"
 
 
 @dataclass(frozen=True)
 class CalibrationSteps:
     """What is done to each weight: at most one step of each kind, None for one that is not taken; mappings before."""
 
-    mappings: tuple[Mapping, ...] = ()
+    mappings: tuple[MappingStep, ...] = ()
     correction: Correction | None = None
     pruning: Sparse | None = None
     scales: Clip | HalfQuadratic | None = None
@@ -137,20 +175,95 @@ class CalibrationSteps:
     def names(self) -> str:
         """The steps that round a weight, for a report."""
         steps = (self.correction, self.pruning, self.scales, self.sweep)
-        names = [str(step).partition("(")[0] for step in steps if step is not None]
-        return ", ".join(names) or "nearest"
+        return ", ".join(step.name for step in steps if step is not None) or "nearest"
 
 
-#: The field of `CalibrationSteps` of each kind, in the order in which they are taken.
-_STEP_FIELDS: dict[type, str] = {
-    Correction: "correction",
-    Sparse: "pruning",
-    Clip: "scales",
-    HalfQuadratic: "scales",
-    Sweep: "sweep",
-    SignDescent: "sweep",
-    BiasCorrection: "biases",
-}
+def smooth(alpha: float = 0.5) -> Smooth:
+    """SmoothQuant: large channels of the inputs of products are made smaller, and their weights larger.
+
+    Channel j of the input of a weight is divided by s_j = max|x_j|^alpha / max|w_j|^(1 - alpha), and the weight is
+    multiplied by it: by factors folded into parameters, so that nothing is divided when the function runs. The program
+    shows where they can go: into the scale of a norm, or the outputs of the product before. Weights that share an input
+    (queries, keys and values) share its factors. A weight whose factors cannot be folded stays as it is, and the report
+    says why. A channel whose input was always zero has the factor 1.
+
+    Args:
+        alpha: how much of the difficulty goes from inputs to weights, from 0 to 1. Default 0.5.
+
+    Raises:
+        TypeError, ValueError: for another alpha.
+
+    Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
+    arXiv 2211.10438, 2022.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.ptq.smooth(0.8))
+        'smooth(0.8)'
+    """
+    return Smooth(_number("alpha", alpha, "a number from 0 to 1", lambda x: 0 <= x <= 1))
+
+
+def awq(points: int = 20, *, duo: bool = True) -> Awq:
+    """AWQ: channels with large inputs get more of the levels of a weight, as much as makes the errors of outputs least.
+
+    For r = 0, 1/n, ..., 1 - 1/n the factors s = mean|x|^r are tried, and factors of 1: the weight times s is rounded to
+    nearest and divided by s again, and the s is kept with which W x has the least mean squared error on the data,
+    summed over the weights that share the input. The error is computed from the Gram matrix of the inputs, so no inputs
+    are kept. Factors are divided by the root of their largest times their smallest, and folded as those of `smooth`
+    are. Each turn of a loop over a stack has an r of its own.
+
+    Args:
+        points: n, at least 1. Default 20.
+        duo: whether the factors are mean|x|^r / (mean|w|^(1 - r) + 1e-4), with each w in units of the largest of its
+            group. Default True.
+
+    Raises:
+        TypeError, ValueError: for other arguments.
+
+    Source: Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", arXiv
+    2306.00978, 2023; `duo` is the duo scaling of llm-compressor.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.ptq.awq(duo=False))
+        'awq(20, duo=False)'
+    """
+    return Awq(check_int("points", points, 1), check_bool("duo", duo))
+
+
+def rotate(seed: int | None = 0) -> Rotate:
+    """Rotations: the inputs of products are multiplied by orthogonal matrices, which spread large channels over all.
+
+    The input x of a weight becomes x R, and the weight R^T W, by parameters alone: R goes into the outputs of the
+    products before, if nothing but sums, moves, and factors that all channels share lies between. So a residual stream
+    is rotated in all that writes and reads it, embeddings too, and the values of attention for each head. RMSNorm
+    commutes with R if its scale is the same for all channels; another scale goes into the weights that follow first. R
+    is the same in all turns of loops. A weight whose input cannot be rotated stays as it is, and the report says why.
+
+    R is a Hadamard matrix over the root of its size, after random signs. Sizes are powers of two times one, or a size
+    that Paley's construction gives from a prime (12, 20, 24, 28, 44, ...); for another one R has blocks of the largest
+    power of two that divides it.
+
+    Args:
+        seed: of the signs, from 0 to 2^32 - 1; None for no signs. Default 0.
+
+    Raises:
+        TypeError, ValueError: for another seed.
+
+    Source: Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv 2404.00456, 2024, and Liu et
+    al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv 2405.16406, 2024, whose R1 and R2 these are.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> params = {"a": jnp.eye(8), "b": jnp.ones((8, 2))}
+        >>> rule = jc.Rule("b", weight="int8(group=all)", activation="int4(group=all)")
+        >>> two = lambda p, x: (x @ p["a"]) @ p["b"]
+        >>> packed, report = jc.ptq.quantize(two, rule, params, [jnp.ones((4, 8))], [jc.ptq.rotate()])
+        >>> report.weights[0].note.partition(";")[0], float(jnp.abs(packed["a"]).max())
+        ('rotate by Hadamard 8 folded into a', 0.3535533845424652)
+    """
+    return Rotate(None if seed is None else check_int("seed", seed, 0, 2**32 - 1))
 
 
 def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float = 0.01, block: int = 128) -> Sweep:
@@ -181,7 +294,8 @@ def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float
         "gptq(order='plain', damping=0.01, block=128)"
     """
     check_choice("order", order, ("activation", "plain"))
-    return Sweep(order, _nonnegative_number("damping", damping), check_int("block", block, 1))
+    damping = _number("damping", damping, "a finite number, 0 or above", lambda x: x >= 0)
+    return Sweep(order, damping, check_int("block", block, 1))
 
 
 def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9) -> SignDescent:
@@ -207,11 +321,9 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
         >>> str(jc.ptq.sign_round(100))
         'sign_round(100, rate=0.5, momentum=0.9)'
     """
-    if _nonnegative_number("rate", rate) == 0:
-        raise ValueError(f"rate={rate!r} must be above 0")
-    if _nonnegative_number("momentum", momentum) >= 1:
-        raise ValueError(f"momentum={momentum!r} must be a number from 0 to below 1")
-    return SignDescent(check_int("iterations", iterations, 1, (1 << 31) - 1), float(rate), float(momentum))
+    rate = _number("rate", rate, "above 0", lambda x: x > 0)
+    momentum = _number("momentum", momentum, "a number from 0 to below 1", lambda x: 0 <= x < 1)
+    return SignDescent(check_int("iterations", iterations, 1, (1 << 31) - 1), rate, momentum)
 
 
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
@@ -237,12 +349,8 @@ def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction
         >>> str(jc.ptq.correct_error(1.0))
         'correct_error(1, damping=0.01)'
     """
-    number = _nonnegative_number("strength", strength)
-    if number > 1:
-        raise ValueError(f"strength={strength!r} must be a number from 0 to 1")
-    if _nonnegative_number("damping", damping) == 0:
-        raise ValueError(f"damping={damping!r} must be above 0")
-    return Correction(number, float(damping))
+    strength = _number("strength", strength, "a number from 0 to 1", lambda x: 0 <= x <= 1)
+    return Correction(strength, _number("damping", damping, "above 0", lambda x: x > 0))
 
 
 def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss") -> Sparse:
@@ -307,9 +415,8 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
         >>> report.weights[0].method, report.weights[0].after > report.weights[0].before + 1
         ('clip', True)
     """
-    if not 0 < _nonnegative_number("least", least) < 1:
-        raise ValueError(f"least={least!r} must be above 0 and below 1")
-    return Clip(check_int("points", points, 1), float(least))
+    least = _number("least", least, "above 0 and below 1", lambda x: 0 < x < 1)
+    return Clip(check_int("points", points, 1), least)
 
 
 def hqq(
@@ -367,12 +474,11 @@ def correct_biases() -> BiasCorrection:
     return BiasCorrection()
 
 
-def _nonnegative_number(name: str, value: Any) -> float:
-    """A finite number that is not negative."""
+def _number(name: str, value: Any, requirement: str, fits: Callable[[float], bool]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r} must be a finite number, 0 or above")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a finite number, 0 or above")
+        raise TypeError(f"{name}={value!r} must be {requirement}")
+    if not (-math.inf < value < math.inf and fits(value)):
+        raise ValueError(f"{name}={value!r} must be {requirement}")
     return float(value)
 
 
@@ -387,16 +493,17 @@ def as_steps(steps: Any) -> CalibrationSteps:
     other_types = [step for step in values or () if not isinstance(step, CalibrationStep)]
     if values is None or other_types:
         raise TypeError(f"steps={steps!r} must be a list of steps, such as [jc.ptq.correct_error(), jc.ptq.gptq()]")
-    mappings = [step for step in values if isinstance(step, Mapping)]
-    others = values[len(mappings) :]  # one that stands later has no field, and is refused
-    fields = [_STEP_FIELDS.get(type(step)) for step in others]
-    if fields != [name for name in dict.fromkeys(_STEP_FIELDS.values()) if name in fields]:
+    kinds = [f.name for f in fields(CalibrationSteps)]
+    others = [step for step in values if step.field != "mappings"]
+    order = [kinds.index(step.field) for step in values]
+    if order != sorted(order) or len({step.field for step in others}) < len(others):
         raise ValueError(
             f"steps=[{', '.join(map(str, values))}] may have smooth, awq and rotate, then one correct_error, then one "
             "sparse, then one clip or hqq, then one gptq or sign_round, then correct_biases"
         )
-    by_field: dict[str, Any] = {str(name): step for name, step in zip(fields, others, strict=True)}
-    result = CalibrationSteps(mappings=tuple(mappings), **by_field)
+    mappings = tuple(step for step in values if isinstance(step, MappingStep))
+    by_field: dict[str, Any] = {step.field: step for step in others}
+    result = CalibrationSteps(mappings, **by_field)
     if result.pruning is not None and result.pruning.by == "loss" and not isinstance(result.sweep, Sweep):
         raise ValueError(f"{result.pruning} prunes in the sweep of gptq: add it, or choose by='inputs' or 'magnitude'")
     return result

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -14,7 +13,8 @@ import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import as_iterable, check_choice
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.decibels import decibels_of_arrays
+from jchop._common.text import RowReport, TableOrLine
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_array
 from jchop._round.round_to_format import round_to_format
@@ -86,7 +86,7 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True)
-class Comparison(Tables):
+class Comparison(RowReport):
     """The result of `jchop.compare`; its ``str`` is a table, and it shows itself in a notebook.
 
     Args:
@@ -109,20 +109,6 @@ class Comparison(Tables):
     lost: int = 0
     scale: str = "none"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The comparison in the types of strict JSON; infinities are texts ("inf"), and NaN is None."""
-        rows = [{f.name: _comparison_json_value(getattr(row, f.name)) for f in fields(row)} for row in self.rows]
-        facts = {"shape": list(self.shape), "dtype": self.dtype, "lost": self.lost, "scale": self.scale}
-        return facts | {"rows": rows}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`as_dict` as strict JSON.
-
-        Args:
-            indent: spaces of each level; None for one line.
-        """
-        return json.dumps(self.as_dict(), indent=indent, allow_nan=False)
-
     def plot(self, *, title: str = "Bits against signal-to-noise ratio") -> Figure:
         """`jchop.plot.pareto` of bits and ratios; needs matplotlib."""
         from jchop.plot import pareto
@@ -136,7 +122,7 @@ class Comparison(Tables):
             higher_is_better=True,
         )
 
-    _align = "<" + ">" * 8
+    _align, _infinities_as_text = "<" + ">" * 8, True
 
     def _parts(self) -> list[TableOrLine]:
         fits_scale = self.scale == "fit"
@@ -164,12 +150,6 @@ def _comparison_share_text(value: float) -> str:
     if value == 0:
         return "0"
     return f"{100 * value:.1f} %" if value >= 5e-4 else f"{value:.0e}"
-
-
-def _comparison_json_value(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
 
 
 def compare(
@@ -260,7 +240,7 @@ def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any,
     return ComparisonRow(
         str(spec),
         float(fmt.bits_per_element(array.shape) if fmt is not None else spec.format.bits),
-        _snr_decibels(x, error),
+        decibels_of_arrays(x, error),
         worst,
         relative,
         float(nonfinite.mean()),
@@ -269,18 +249,6 @@ def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any,
         math.nan if fmt is not None else _float_or_infinity(spec.format.max),
         exponent,
     )
-
-
-def _snr_decibels(x: np.ndarray, error: np.ndarray) -> float:
-    """The signal-to-noise ratio; both are divided by powers of two before, so that no square overflows or is lost."""
-    worst, largest = float(error.max()), float(np.abs(x).max())
-    if worst == 0:
-        return math.inf
-    if math.isinf(worst) or largest == 0:
-        return -math.inf
-    exponents = [math.frexp(value)[1] for value in (largest, worst)]
-    power, noise = (float(np.sum(np.ldexp(v, -exp) ** 2)) for v, exp in zip((x, error), exponents, strict=True))
-    return 10 * math.log10(power / noise) + 20 * (exponents[0] - exponents[1]) * math.log10(2)
 
 
 def _fit_exponent(largest: float, fmt: ElementFormat) -> int:

@@ -8,7 +8,7 @@ Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,11 @@ _RANDOM_PRODUCTS = 2**14
 _ROUNDING_OF_QUARTERS = {(0, 0): "toward_zero", (0, 1): "down", (1, 0): "up"}
 #: The rounding to nearest by the results for half a unit and one and a half units.
 _ROUNDING_OF_TIES = {(0, 2): "nearest_even", (1, 2): "nearest_away", (0, 1): "nearest_zero", (1, 1): "odd"}
+
+
+def _found(text: str) -> Any:
+    """A property, with its name in the table."""
+    return field(default=None, metadata={"text": text})
 
 
 @dataclass(frozen=True)
@@ -64,42 +69,23 @@ class Probe(Tables):
         ('sequential', 10, 'nearest_even')
     """
 
-    order: str
-    k: int | None = None
-    bits: int | None = None
-    cut: str | None = None
-    sum_bits: int | None = None
-    sum_cut: str | None = None
-    out_bits: int | None = None
-    rounding: str | None = None
-    promote_every: int | None = None
-    operand_bits: int | None = None
-    operand_emin: int | None = None
-    subnormal_operands: bool | None = None
-    smallest_result: int | None = None
+    order: str = field(metadata={"text": "order of sums"})
+    k: int | None = _found("products in a block")
+    bits: int | None = _found("fraction bits of aligned products")
+    cut: str | None = _found("rounding of aligned products")
+    sum_bits: int | None = _found("fraction bits of the aligned accumulator")
+    sum_cut: str | None = _found("rounding of the aligned accumulator")
+    out_bits: int | None = _found("fraction bits of the accumulator")
+    rounding: str | None = _found("rounding of sums")
+    promote_every: int | None = _found("products in a promoted part")
+    operand_bits: int | None = _found("fraction bits of operands")
+    operand_emin: int | None = _found("exponent of the smallest normal operand")
+    subnormal_operands: bool | None = _found("subnormal operands")
+    smallest_result: int | None = _found("exponent of the smallest product")
 
     def _parts(self) -> Iterator[TableOrLine]:
-        yield [
-            ("property", "found"),
-            *((name, _property_text(getattr(self, field))) for field, name in _PROPERTY_NAMES.items()),
-        ]
-
-
-_PROPERTY_NAMES = {
-    "order": "order of sums",
-    "k": "products in a block",
-    "bits": "fraction bits of aligned products",
-    "cut": "rounding of aligned products",
-    "sum_bits": "fraction bits of the aligned accumulator",
-    "sum_cut": "rounding of the aligned accumulator",
-    "out_bits": "fraction bits of the accumulator",
-    "rounding": "rounding of sums",
-    "promote_every": "products in a promoted part",
-    "operand_bits": "fraction bits of operands",
-    "operand_emin": "exponent of the smallest normal operand",
-    "subnormal_operands": "subnormal operands",
-    "smallest_result": "exponent of the smallest product",
-}
+        rows = ((f.metadata["text"], _property_text(getattr(self, f.name))) for f in fields(self))
+        yield [("property", "found"), *rows]
 
 
 def _property_text(value: object) -> str:

@@ -1,24 +1,24 @@
-"""`tune`: a format for each layer of a model under a budget of bits."""
+"""`nn.tune` and `nn.sensitivity`: formats for the layers of a model, and the error of one layer at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import as_iterable, check_choice, short_repr
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop._common.text import TableOrLine, Tables
-from jchop._insight.tune._knapsack import choice_within_budget, knapsack_front
+from jchop._common.text import RowReport, TableOrLine
+from jchop._insight.tune._search import front_of_sums
 from jchop._quantized.products.rule import Rule
-from jchop._spec.spec import Spec
+from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._nnx.attach import packed_param_shape
 from jchop.nn._nnx.layer_kinds import NnxKind
@@ -27,9 +27,158 @@ from jchop.nn._nnx.quantize import quantize
 from jchop.nn._ratios import LayerCall, record_layer_calls, weight_names, weight_ratio
 from jchop.nn._shared.model_report import bytes_of_tree
 
-__all__ = ["LayerTuning", "TunedLayer", "tune"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"]
 
 Array = jax.Array
+
+_SENSITIVITY_TENSORS = ("weight", "activation")
+_ALL_LAYERS = "all"
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """One layer in one format.
+
+    Args:
+        path: its path in the model; ``"all"`` for one rule that has all layers.
+        layer: its class; empty for all layers.
+        format: the spec, as text.
+        snr: signal-to-noise ratio of the model's output in dB; infinite without an error, -infinite if an output of the
+            rounded model is not finite.
+    """
+
+    path: str
+    layer: str
+    format: str
+    snr: float
+
+
+@dataclass(frozen=True)
+class Sensitivity(RowReport):
+    """The layers of a model by formats. Its text is a table of decibels: the lowest layer of a column matters most.
+
+    Args:
+        rows: a `SensitivityRow` for each layer and format, layer by layer, and for one rule that has all layers.
+        formats: the formats, as texts, in their order.
+    """
+
+    rows: tuple[SensitivityRow, ...]
+    formats: tuple[str, ...]
+
+    _infinities_as_text = True
+
+    def plot(self, *, title: str = "Layers rounded one at a time") -> Figure:
+        """`jchop.plot.sensitivity` of it; needs matplotlib."""
+        from jchop.plot import sensitivity as draw
+
+        return draw(self, title=title)
+
+    @property
+    def _align(self) -> str:
+        return "<<" + ">" * len(self.formats)
+
+    def _parts(self) -> list[TableOrLine]:
+        snr_by_layer: dict[tuple[str, str], dict[str, float]] = {}
+        for row in self.rows:
+            snr_by_layer.setdefault((row.path, row.layer), {})[row.format] = row.snr
+        head = ("path", "layer", *self.formats)
+        body = [(*name, *(format_decibels(snr[fmt]) for fmt in self.formats)) for name, snr in snr_by_layer.items()]
+        return [[head, *body], "decibels of the output, one layer rounded; the last line has one rule for all layers"]
+
+
+def sensitivity(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    formats: Sequence[Spec | ElementFormat | ScaledFormat | str] | Spec | ElementFormat | ScaledFormat,
+    *,
+    tensors: Sequence[str] = ("weight",),
+    run: Callable[[Any, Any], Any] | None = None,
+    rngs: nnx.Rngs | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Sensitivity:
+    """How much the output of a model suffers when one layer is rounded: for each layer, and each format.
+
+    The signal-to-noise ratio is 10 log10(Σ y² / Σ (y - z)²) in dB over all batches: y are the outputs of the model, z
+    those of the model with a rule for one layer alone. A last row for each format has one rule for all layers, which
+    leaves norms as they are (`jchop.Rule`). Layers with a low ratio should keep more bits.
+
+    Args:
+        model: a module of Flax NNX that is not quantized; it is not changed.
+        batches: inputs of the model, as of `calibrate`.
+        formats: what the layer is rounded to, one or several; scaled formats have their scales along the inputs of a
+            layer.
+        tensors: the tensors of the layer that are rounded: ``"weight"``, ``"activation"``, or both. Default
+            ``("weight",)``.
+        run: function that calls the model on a batch and returns arrays. Default ``model(batch)``.
+        rngs: with a stream ``"rounding"``, for stochastic formats. Default None.
+        progress: function of the number of completed layers and formats, and of all.
+
+    Returns:
+        A `Sensitivity`: its `str` is a table; `as_dict`, `to_json` and `plot` show it in other ways.
+
+    Raises:
+        TypeError: for a model that is no module of Flax NNX.
+        ValueError: without batches, formats, tensors or layers that can be rounded, and for a batch with an output that
+            is not finite.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 4, rngs=nnx.Rngs(1)))
+        >>> found = jc.nn.sensitivity(model, [jax.random.normal(jax.random.key(2), (16, 8))], ["int8", "int4"])
+        >>> [(row.path, row.format) for row in found.rows if row.snr < 30]
+        [('layers/0', 'int4'), ('layers/2', 'int4'), ('all', 'int4')]
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX")
+    tensor_names = tuple(check_choice("tensors", name, _SENSITIVITY_TENSORS) for name in tensors)
+    specs = [as_spec(fmt, scaled=True) for fmt in as_iterable(formats)]
+    data = list(batches)
+    layers = _layer_classes(model, tensor_names)
+    for name, value in (("tensors", tensor_names), ("formats", specs), ("batches", data), ("model", layers)):
+        if not value:
+            raise ValueError(f"{name}: there must be at least one" + (" layer to round" if value is layers else ""))
+    call = nnx.jit(run if run is not None else lambda model, batch: model(batch))
+    exact = [_flat_outputs(call(model, batch)) for batch in data]
+    if not all(np.isfinite(y).all() for y in exact):
+        raise ValueError("batches: an output of the model is not finite")
+    rows, total = [], (len(layers) + 1) * len(specs)
+    for path, name in [*layers.items(), (_ALL_LAYERS, "")]:
+        pattern = " ".join(layers) if path == _ALL_LAYERS else path
+        for spec in specs:
+            rounded_model = quantize(model, Rule(pattern, **dict.fromkeys(tensor_names, spec)), rngs=rngs)
+            outputs = [_flat_outputs(call(rounded_model, batch)) for batch in data]
+            rows.append(SensitivityRow(path, name, str(spec), _output_snr(exact, outputs)))
+            if progress is not None:
+                progress(len(rows), total)
+    return Sensitivity(tuple(rows), tuple(dict.fromkeys(map(str, specs))))
+
+
+def _layer_classes(model: nnx.Module, tensors: Sequence[str]) -> dict[str, str]:
+    """The classes of the layers that have one of the tensors, by path."""
+    candidates = {path: (layer, kind) for path, layer, kind in nnx_layers(model) if kind is not None}
+    return {
+        path: type(layer).__name__
+        for path, (layer, kind) in candidates.items()
+        if set(tensors) <= set(kind.fields(layer))
+    }
+
+
+def _flat_outputs(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+
+
+def _output_snr(exact: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
+    if not all(np.isfinite(z).all() for z in outputs):
+        return -math.inf
+    noise = math.fsum(float(np.sum((y - z) ** 2)) for y, z in zip(exact, outputs, strict=True))
+    signal = math.fsum(float(np.sum(y**2)) for y in exact)
+    return decibels(signal, noise)
+
+
 LossFunction = Callable[..., Any]
 TUNE_SCORES = ("fisher", "loss")
 
@@ -63,7 +212,7 @@ class TunedLayer:
 
 
 @dataclass(frozen=True)
-class LayerTuning(Tables):
+class LayerTuning(RowReport):
     """The result of `tune`; its ``str`` is a table.
 
     Args:
@@ -90,10 +239,6 @@ class LayerTuning(Tables):
 
     _align = "<<>>>>>>"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data for JSON; rules as text, and a number that is not finite is None."""
-        return {f.name: _tuning_json(getattr(self, f.name)) for f in fields(self)}
-
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("layer", "format", "weights", "bits", "score", "weights dB", "inputs dB", "results dB")
         yield [head, *map(_tuning_row_cells, self.rows)]
@@ -108,18 +253,6 @@ def _tuning_row_cells(row: TunedLayer) -> tuple[str, ...]:
     return row.path, row.option, str(row.weights), f"{row.bits:.3g}", f"{row.score:.2g}", *map(format_decibels, ratios)
 
 
-def _tuning_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuning_json(x) for key, x in value.items()}
-    if isinstance(value, tuple):
-        return [_tuning_json(x) for x in value]
-    if isinstance(value, TunedLayer):
-        return {f.name: _tuning_json(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Rule):
-        return str(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 @dataclass
 class _TunableLayer:
     """A layer with weights of a product, and the number of its group."""
@@ -128,6 +261,60 @@ class _TunableLayer:
     module: Any
     kind: NnxKind
     group: int = 0
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """The names and values of its weights."""
+        return ((name, getattr(self.module, name).get_value()) for name in weight_names(self.module, self.kind))
+
+    @property
+    def count(self) -> int:
+        """The count of its weights."""
+        return sum(value.size for _, value in self.weights())
+
+    def bytes_under(self, option: Rule | None) -> int:
+        """The bytes of its weights, packed."""
+        specs = {name: None if option is None else self.kind.spec(option, name) for name, _ in self.weights()}
+        return sum(
+            bytes_of_tree(value if spec is None else packed_param_shape(self.module, self.kind, name, spec))
+            for (name, value), spec in zip(self.weights(), specs.values(), strict=True)
+        )
+
+
+class _LayerProblem:
+    """Layers, the options for each, and the losses of the model under assignments of these."""
+
+    def __init__(
+        self, model: nnx.Module, loss: LossFunction, batches: Sequence[tuple[Any, ...]],
+        layers: Sequence[_TunableLayer], options: Sequence[Rule | None],
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.batches, self.layers, self.options = model, loss, batches, layers, options
+        self._losses: dict[tuple[int, ...], float] = {}
+
+    def rules(self, assignment: Sequence[int]) -> list[Rule]:
+        """A rule for each layer with a format; those at level -1 have none."""
+        levels = ((layer, self.options[j]) for layer, j in zip(self.layers, assignment, strict=True) if j >= 0)
+        return [replace(rule, path=f"/{x.path}/" if x.path else "/") for x, rule in levels if rule is not None]
+
+    def loss_under(self, assignment: Sequence[int]) -> float:
+        """The mean loss of the model under an assignment, computed once."""
+        key = tuple(assignment)
+        if key not in self._losses:
+            rules = self.rules(key)
+            graph, state = nnx.split(quantize(self.model, rules) if rules else self.model)
+            run = jax.jit(lambda state, batch: self.loss(nnx.merge(graph, state), *batch))
+            self._losses[key] = float(np.mean([float(run(state, batch)) for batch in self.batches]))
+        return self._losses[key]
+
+    def uniform(self, level: int) -> list[int]:
+        """The assignment of one level to all layers."""
+        return [level] * len(self.layers)
+
+    def by_group(self, table: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """The sums over the layers of each group."""
+        sums = [[0] * len(self.options) for _ in range(1 + max(layer.group for layer in self.layers))]
+        for layer, row in zip(self.layers, table, strict=True):
+            sums[layer.group] = [total + value for total, value in zip(sums[layer.group], row, strict=True)]
+        return sums
 
 
 def tune(
@@ -194,23 +381,16 @@ def tune(
     check_choice("score", score, TUNE_SCORES)
     batches = _data_batches(data)
     targets, other_layers = _tunable_layers(model, layers, groups)
-    costs = [[_weight_bytes(layer, option) for option in options] for layer in targets]
-    count = sum(_weight_count(layer) for layer in targets)
+    problem = _LayerProblem(model, loss, batches, targets, options)
+    costs = [[layer.bytes_under(option) for option in options] for layer in targets]
+    uniform_costs = [sum(column) for column in zip(*costs, strict=True)]
+    count = sum(layer.count for layer in targets)
     budget = _byte_budget(bits, bytes, count)
-    cache: dict[tuple[int, ...], float] = {}
-
-    def loss_under(choice: Sequence[int]) -> float:
-        if tuple(choice) not in cache:
-            cache[tuple(choice)] = _mean_loss(loss, _model_under_options(model, targets, options, choice), batches)
-        return cache[tuple(choice)]
-
-    model_loss = _mean_loss(loss, model, batches)
+    carrier = problem.uniform(-1)
+    model_loss = problem.loss_under(carrier)
     # First, since errors about rules of the whole model have the paths of the layers.
-    uniform = {
-        _option_text(option): (8 * sum(row[j] for row in costs) / count, loss_under([j] * len(targets)))
-        for j, option in enumerate(options)
-    }
-    scores, ratios, opaque, uncalled = _fisher_scores(model, loss, batches, targets, options)
+    losses = [problem.loss_under(problem.uniform(j)) for j in range(len(options))]
+    scores, ratios, opaque, uncalled = _fisher_scores(problem)
     if opaque and score == "fisher":
         raise ValueError(
             f"score='fisher': the calls of {_first_names(sorted(map(repr, opaque)))} are within a transformation of "
@@ -218,31 +398,36 @@ def tune(
             "Use score='loss', or leave them out by layers="
         )
     if score == "loss":
-        carrier = [-1] * len(targets)
         scores = [
-            [loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - model_loss for j in range(len(options))]
+            [problem.loss_under([*carrier[:i], j, *carrier[i + 1 :]]) - model_loss for j in range(len(options))]
             for i in range(len(targets))
         ]
-    front = knapsack_front(*(_group_sums(table, targets) for table in (costs, scores)))
-    best = choice_within_budget(front, budget)
+    front = front_of_sums(problem.by_group(costs), problem.by_group(scores))
+    best = next((trial for trial in reversed(front) if trial.cost <= budget), None)
     if best is None:
         raise ValueError(
             f"{'bits' if bytes is None else 'bytes'}={bits if bytes is None else bytes}: the cheapest choice takes "
             f"{8 * front[0].cost / count:.4g} bits of a weight, {front[0].cost} bytes"
         )
-    choice = [best.options[layer.group] for layer in targets]
-    notes = _single_format_notes(choice, loss_under, costs, budget, options)
+    choice = [best.assignment[layer.group] for layer in targets]
+    chosen_loss = problem.loss_under(choice)
+    texts = [_option_text(option) for option in options]
+    notes = [
+        f"{text} alone has a lower loss than the choice by scores"
+        for text, cost, single_loss in zip(texts, uniform_costs, losses, strict=True)
+        if cost <= budget and single_loss < chosen_loss
+    ]
     if other_layers:
-        notes += (f"without a format, and not in the budget: {_first_names(other_layers)}",)
+        notes.append(f"without a format, and not in the budget: {_first_names(other_layers)}")
     if uncalled:
-        notes += (f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, uncalled)))}",)
+        notes.append(f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, uncalled)))}")
     rows = tuple(
         TunedLayer(
             layer.path,
             layer.group,
-            _option_text(options[j]),
-            _weight_count(layer),
-            8 * costs[i][j] / _weight_count(layer),
+            texts[j],
+            layer.count,
+            8 * costs[i][j] / layer.count,
             scores[i][j],
             weight_ratio(layer.module, layer.kind, options[j]),
             *ratios[i][j],
@@ -251,15 +436,15 @@ def tune(
     )
     total = sum(costs[i][j] for i, j in enumerate(choice))
     return LayerTuning(
-        tuple(_layer_option_rules(targets, options, choice)),
+        tuple(problem.rules(choice)),
         rows,
         8 * total / count,
         total,
-        loss_under(choice),
+        chosen_loss,
         model_loss,
-        uniform,
-        tuple((8 * point.cost / count, point.score) for point in front),
-        notes,
+        {text: (8 * cost / count, one) for text, cost, one in zip(texts, uniform_costs, losses, strict=True)},
+        tuple((8 * trial.cost / count, trial.error) for trial in front),
+        tuple(notes),
     )
 
 
@@ -333,28 +518,6 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _weight_count(layer: _TunableLayer) -> int:
-    return sum(getattr(layer.module, name).get_value().size for name in weight_names(layer.module, layer.kind))
-
-
-def _weight_bytes(layer: _TunableLayer, option: Rule | None) -> int:
-    """The bytes of the weights of a layer, packed."""
-    total = 0
-    for name in weight_names(layer.module, layer.kind):
-        spec = None if option is None else layer.kind.spec(option, name)
-        value = getattr(layer.module, name).get_value()
-        total += bytes_of_tree(value if spec is None else packed_param_shape(layer.module, layer.kind, name, spec))
-    return total
-
-
-def _group_sums(table: list[list[Any]], targets: Sequence[_TunableLayer]) -> list[list[Any]]:
-    """The sums over the layers of each group."""
-    sums = [[0] * len(table[0]) for _ in range(1 + max(layer.group for layer in targets))]
-    for layer, row in zip(targets, table, strict=True):
-        sums[layer.group] = [total + value for total, value in zip(sums[layer.group], row, strict=True)]
-    return sums
-
-
 def _option_text(option: Rule | None) -> str:
     if option is None:
         return "carrier"
@@ -362,110 +525,57 @@ def _option_text(option: Rule | None) -> str:
     return str(option.weight) if is_weight_only else str(option)
 
 
-# -- models under rules ------------------------------------------------------------------------------------------------
-
-
-def _layer_option_rules(
-    targets: Sequence[_TunableLayer], options: Sequence[Rule | None], choice: Sequence[int]
-) -> list[Rule]:
-    out = []
-    for layer, j in zip(targets, choice, strict=True):
-        option = options[j] if j >= 0 else None
-        if option is not None:
-            out.append(replace(option, path=f"/{layer.path}/" if layer.path else "/"))
-    return out
-
-
-def _model_under_options(
-    model: nnx.Module, targets: Sequence[_TunableLayer], options: Sequence[Rule | None], choice: Sequence[int]
-) -> nnx.Module:
-    rules = _layer_option_rules(targets, options, choice)
-    return quantize(model, rules) if rules else model
-
-
-def _mean_loss(loss: LossFunction, model: nnx.Module, batches: Sequence[tuple[Any, ...]]) -> float:
-    graph, state = nnx.split(model)
-    run = jax.jit(lambda state, batch: loss(nnx.merge(graph, state), *batch))
-    return float(np.mean([float(run(state, batch)) for batch in batches]))
-
-
-def _single_format_notes(
-    choice: list[int],
-    loss_under: Callable[[Sequence[int]], float],
-    costs: list[list[int]],
-    budget: int,
-    options: Sequence[Rule | None],
-) -> tuple[str, ...]:
-    """The single formats within the budget with a lower loss than the choice."""
-    return tuple(
-        f"{_option_text(option)} alone has a lower loss than the choice by scores"
-        for j, option in enumerate(options)
-        if sum(row[j] for row in costs) <= budget and loss_under([j] * len(costs)) < loss_under(choice)
-    )
-
-
 # -- the Fisher score --------------------------------------------------------------------------------------------------
 
 
 def _fisher_scores(
-    model: nnx.Module,
-    loss: LossFunction,
-    batches: Sequence[tuple[Any, ...]],
-    targets: Sequence[_TunableLayer],
-    options: Sequence[Rule | None],
+    problem: _LayerProblem,
 ) -> tuple[list[list[float]], list[list[tuple[float, float]]], set[str], set[str]]:
     """The scores of layers and formats, signal-to-noise ratio of inputs and results in dB, and layers without these.
 
     First those whose calls are unknown, then those that have no calls.
     """
-    rounded_layers, input_layers = (
-        _layers_under_options(targets, options),
-        _layers_under_options(targets, [_inputs_only_rule(option) for option in options]),
-    )
-    shape = (len(targets), len(options))
-    scores, noise, noise_of_inputs = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    power = np.zeros(len(targets))
+    paths = [layer.path for layer in problem.layers]
+    inputs_only = [
+        None if option is None or option.activation is None else Rule(activation=option.activation)
+        for option in problem.options
+    ]
+    rounded, input_rounded = (_layers_under(problem.layers, rules) for rules in (problem.options, inputs_only))
+    shape = (len(paths), len(problem.options))
+    scores, noise, noise_of_inputs, power = np.zeros(shape), np.zeros(shape), np.zeros(shape), np.zeros(len(paths))
     call_paths: set[str] = set()
     opaque: set[str] = set()
-    layer_indexes = {layer.path: i for i, layer in enumerate(targets)}
-    for batch in batches:
-        calls, gradients, opaque_paths = _calls_and_gradients(model, loss, batch, list(layer_indexes))
+    for batch in problem.batches:
+        calls, gradients, opaque_paths = _calls_and_gradients(problem.model, problem.loss, batch, paths)
         for call, gradient in zip(calls, gradients, strict=True):
-            i, y = layer_indexes[call.path], call.result
+            i, y = paths.index(call.path), call.result
             power[i] += float(jnp.sum(jnp.square(y)))
-            for j, (rounded, input_rounded) in enumerate(zip(rounded_layers, input_layers, strict=True)):
-                if rounded is None:
+            for j, (layers, input_layers) in enumerate(zip(rounded, input_rounded, strict=True)):
+                if layers is None:
                     continue
-                error = call.of(rounded) - y
+                error = call.of(layers) - y
                 scores[i, j] += float(jnp.sum(jnp.square(gradient) * jnp.square(error)))
                 noise[i, j] += float(jnp.sum(jnp.square(error)))
-                if input_rounded is not None:
-                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(input_rounded) - y)))
+                if input_layers is not None:
+                    noise_of_inputs[i, j] += float(jnp.sum(jnp.square(call.of(input_layers) - y)))
         call_paths |= {call.path for call in calls}
         opaque |= opaque_paths
     ratios = [
         [
             (decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j]))
-            if layer.path in call_paths - opaque
+            if path in call_paths - opaque
             else (math.nan, math.nan)
-            for j in range(len(options))
+            for j in range(shape[1])
         ]
-        for i, layer in enumerate(targets)
+        for i, path in enumerate(paths)
     ]
-    return (scores / len(batches)).tolist(), ratios, opaque, set(layer_indexes) - call_paths - opaque
+    return (scores / len(problem.batches)).tolist(), ratios, opaque, set(paths) - call_paths - opaque
 
 
-def _inputs_only_rule(option: Rule | None) -> Rule | None:
-    """A rule that rounds the inputs alone."""
-    return None if option is None or option.activation is None else Rule(activation=option.activation)
-
-
-def _layers_under_options(
-    targets: Sequence[_TunableLayer], options: Sequence[Rule | None]
-) -> list[dict[str, Any] | None]:
+def _layers_under(layers: Sequence[_TunableLayer], options: Sequence[Rule | None]) -> list[dict[str, Any] | None]:
     """The layers under each option, by path; each alone: a layer inside it, as that of LoRA, has a score of its own."""
     return [
-        None if option is None else {layer.path: quantize(layer.module, replace(option, path="/")) for layer in targets}
+        None if option is None else {layer.path: quantize(layer.module, replace(option, path="/")) for layer in layers}
         for option in options
     ]
 

@@ -1,1 +1,0 @@
-"""Searches over the layers of a model, and their scores."""

@@ -1,0 +1,321 @@
+"""Pictures of reports: of programs by operation, of the formats of a program, and of the layers of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jchop.plot._style import (
+    BLUE,
+    INK,
+    RED,
+    draw_at_edge,
+    draw_bars,
+    draw_frame,
+    draw_legend,
+    need_matplotlib,
+    new_figure,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from jchop._insight.reports.blame import Blame, BlameRow
+    from jchop._insight.reports.report import Report, ReportRow
+
+__all__ = ["blame", "calibration", "report", "sensitivity", "tune"]
+
+
+def _fields_of(seen: Any, what: str, *names: str) -> list[Any]:
+    """Fields of a report; TypeError for an object of another kind."""
+    need_matplotlib()
+    if not all(hasattr(seen, name) for name in names):
+        raise TypeError(f"seen={seen!r} must be {what}")
+    return [getattr(seen, name) for name in names]
+
+
+def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
+    """The operations of an emulated program as bars: errors, overflows and underflows.
+
+    There is one group of bars for each row of the report, in program order, with its file and line. The left side
+    shows, logarithmically, the largest relative error of one operation and of the program so far; an operation without
+    an error has no bar. An operation without finite results has a hatched bar of full length. The right side shows the
+    numbers of results that overflowed, became zero, are infinite and are NaN.
+
+    Args:
+        seen: a result of ``jchop.emulate.report(..., trace_values=True)``.
+        title: the title above the bars. Default ``"Where the digits go"``.
+
+    Raises:
+        TypeError: if `seen` is not a report.
+        ValueError: for a report without ``trace_values=True``, or without rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from jchop import plot
+        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
+        >>> figure = plot.report(jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True))
+        >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
+        [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
+    """
+    rows, has_values = _fields_of(seen, "a result of jchop.emulate.report", "rows", "traced")
+    if not has_values or not rows:
+        raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
+                         "with at least one operation")  # fmt: skip
+    figure = new_figure(10, 1.9 + 0.68 * len(rows), title)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    _draw_errors(left, rows)
+    _draw_losses(right, rows)
+    left.set_yticks(range(len(rows)), [_operation_label(row, _arithmetic_label(row)) for row in rows], fontsize=9)
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    return figure
+
+
+def _operation_label(row: ReportRow | BlameRow, spec: str) -> str:
+    return "\n".join((f"{row.scope} {row.primitive}".strip(), spec, row.place))
+
+
+def _arithmetic_label(row: ReportRow) -> str:
+    return row.spec + (f", sums {row.sums}" if row.sums else "")
+
+
+def _draw_errors(axes: Axes, rows: Sequence[ReportRow]) -> None:
+    from matplotlib.ticker import NullFormatter
+
+    bars = {"of the operation": [row.error for row in rows], "of the program so far": [row.deviation for row in rows]}
+    positive = [value for values in bars.values() for value in values if value > 0]
+    low, high = min(positive, default=1e-3) / 4, 8 * max(positive, default=1.0)  # room for the numbers
+    draw_bars(axes, bars, low, lambda value: f" {value:.1e}")
+    empty_rows = [index for index, row in enumerate(rows) if math.isnan(row.deviation) and row.infinities + row.nans]
+    if empty_rows:
+        name = "no finite result to compare"
+        axes.barh(empty_rows, high - low, 0.76, low, color="white", edgecolor=RED, hatch="///", label=name)
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(low, high)
+    axes.set_xlabel("largest relative error, of finite results", fontsize=10)
+    draw_legend(axes)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[ReportRow]) -> None:
+    names = {"overflows": "overflowed", "underflows": "became zero", "infinities": "infinite", "nans": "NaN"}
+    bars = {name: [getattr(row, field) for row in rows] for field, name in names.items()}
+    draw_bars(axes, bars, 0.0, lambda value: f" {value:.0f}")
+    axes.set_xlim(0, 1.25 * max(1, *(value for values in bars.values() for value in values)))
+    axes.set_xlabel("number of results", fontsize=10)
+    draw_legend(axes)
+
+
+def blame(seen: Blame, *, title: str = "Where the error comes from", most: int = 16) -> Figure:
+    """The parts of an error as bars, with their signs, and a line for each turn of loops.
+
+    There is one bar for each row, the largest first; the rest is one bar. If a row has turns, a second panel shows the
+    sum of the contributions up to each turn, for the rows with turns among those drawn.
+
+    Args:
+        seen: a result of `jchop.blame`.
+        title: the title above the bars. Default ``"Where the error comes from"``.
+        most: the most rows that have a bar of their own. Default 16.
+
+    Raises:
+        TypeError: if `seen` is no such result.
+        ValueError: without rows.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from jchop import plot
+        >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x * x), "e4m3"), jnp.array([1.1, 2.3]))
+        >>> figure = plot.blame(found)
+        >>> len(figure.axes[0].patches) == len(found.rows)
+        True
+    """
+    rows, _ = _fields_of(seen, "a result of jchop.blame", "rows", "unexplained")
+    if not rows:
+        raise ValueError("seen must have rows: a program without roundings has none")
+    top_rows, tail = rows[:most], rows[most:]
+    names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(tail)} more rows"] if tail else [])
+    values = [row.contribution for row in top_rows] + ([math.fsum(row.contribution for row in tail)] if tail else [])
+    turns = [row for row in top_rows if len(row.turns) > 1]
+    figure = new_figure(14 if turns else 9, 1.9 + 0.62 * len(names), title)
+    panels = np.ravel(figure.subplots(1, 2 if turns else 1))
+    axes = panels[0]
+    axes.barh(range(len(names)), values, 0.7, color=[RED if value < 0 else BLUE for value in values])
+    for row_index, value in enumerate(values):
+        axes.annotate(
+            f"{value:.2g}", (value, row_index), (-4 if value < 0 else 4, 0), textcoords="offset points", fontsize=8,
+            va="center", ha="right" if value < 0 else "left", color=INK,
+        )  # fmt: skip
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.margins(x=0.18)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"contribution to the error, which is {seen.error:.3g}")
+    draw_frame(axes, grid=False)
+    if turns:
+        _draw_iterations(panels[1], turns)
+    return figure
+
+
+def _draw_iterations(axes: Axes, rows: Sequence[BlameRow]) -> None:
+    for row in rows:
+        axes.plot(np.arange(len(row.turns)), np.cumsum(row.turns), label=f"{row.scope} {row.primitive}".strip())
+    axes.axhline(0, color=INK, linewidth=0.8)
+    axes.set_xlabel("turn of the outermost loop")
+    axes.set_ylabel("sum of contributions up to the turn")
+    axes.legend(fontsize=9, frameon=False)
+    draw_frame(axes, grid=False)
+
+
+def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
+    """The bits of each site as bars, with the name of its format, and the front of cost and error.
+
+    Args:
+        seen: a result of `jchop.tune`.
+        title: the title above. Default ``"Formats within a tolerance"``.
+
+    Raises:
+        TypeError: if `seen` is no such result.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from jchop import plot
+        >>> found = jc.tune(lambda x: jnp.sin(x) + x * x, [(1.1,)], 0.1, ["e5m2", "bfloat16"], by="equation")
+        >>> len(plot.tune(found).axes[0].patches) == len(found.rows)
+        True
+    """
+    rows, _ = _fields_of(seen, "a result of jchop.tune", "rows", "front")
+    figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
+    left, right = figure.subplots(1, 2)
+    left.barh(range(len(rows)), [row.bits for row in rows], 0.7, color=BLUE)
+    for row_index, row in enumerate(rows):
+        left.annotate(
+            row.spec, (row.bits, row_index), (4, 0), textcoords="offset points", fontsize=8, va="center", color=INK
+        )
+    left.margins(x=0.25)
+    left.set_yticks(range(len(rows)), [row.path for row in rows], fontsize=9)
+    left.invert_yaxis()
+    left.set_xlabel("bits of a result")
+    _draw_front(right, seen)
+    draw_frame(left, grid=False)
+    return figure
+
+
+def _draw_front(axes: Axes, tuning: Any) -> None:
+    """The front, the tolerance and the chosen assignment; errors of zero are crosses at the lower edge."""
+    cost, error = (np.array([getattr(point, name) for point in tuning.front]) for name in ("cost", "error"))
+    errors = [*error, tuning.error, tuning.tolerance]
+    lowest = min((value for value in errors if value > 0), default=1.0) / 3
+    axes.set_yscale("log")
+    positive = error > 0
+    axes.step(cost[positive], error[positive], where="post", color=BLUE, linewidth=1.2, label="best measured")
+    axes.scatter(cost[positive], error[positive], color=BLUE, s=18)
+    axes.axhline(max(tuning.tolerance, lowest), color=RED, linewidth=1.0, linestyle="--", label="tolerance")
+    axes.scatter(
+        [tuning.cost],
+        [max(tuning.error, lowest)],
+        color=RED,
+        marker="*",
+        s=140,
+        zorder=3,
+        clip_on=False,
+        label="chosen",
+    )
+    axes.set_ylim(bottom=lowest)
+    draw_at_edge(axes, cost[~positive], lowest, "exact", BLUE)
+    axes.set_xlabel(f"cost ({tuning.cost_name})")
+    axes.set_ylabel("largest error of the inputs")
+    draw_frame(axes)
+    axes.legend(fontsize=9, frameon=False)
+
+
+def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") -> Figure:
+    """The weights of a calibration as bars: signal-to-noise ratio in dB of their products on the data.
+
+    There are two bars for each weight whose product was looked at, in the order of the report: with each element
+    rounded to nearest by itself, and as it was rounded. A product without an error has no bar, and the word "exact".
+
+    Args:
+        seen: a `jchop.ptq.PtqReport`.
+        title: the title above the bars. Default ``"Signal-to-noise ratio of products"``.
+
+    Raises:
+        TypeError: if `seen` is not such a report.
+        ValueError: if no product was looked at.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> x, w = jax.random.normal(jax.random.key(0), (64, 8)), jax.random.normal(jax.random.key(1), (8, 4))
+        >>> _, report = jc.ptq.quantize(lambda p, x: x @ p["w"], jc.Rule(weight="int4(group=all)"), {"w": w}, [x])
+        >>> figure = report.plot()
+        >>> [label.get_text().split()[0] for label in figure.axes[0].get_yticklabels()]
+        ['w']
+    """
+    (weights,) = _fields_of(seen, "a report of jchop.ptq.quantize", "weights")
+    rows = [row for row in weights if not math.isnan(row.before)]
+    if not rows:
+        raise ValueError("seen has no weight whose product was looked at")
+    figure = new_figure(9, 1.6 + 0.5 * len(rows), title)
+    axes = figure.subplots()
+    bars = {"each element to nearest": [r.before for r in rows], "as rounded": [r.after for r in rows]}
+    finite = [value for values in bars.values() for value in values if math.isfinite(value)]
+    low, high = min(0.0, *finite, 0.0), max(1.0, *finite, 1.0)
+    lengths = {name: [value if math.isfinite(value) else 0.0 for value in values] for name, values in bars.items()}
+    draw_bars(axes, lengths, 0.0, lambda value: f" {value:.1f}")
+    for shift, values in zip((-0.19, 0.19), bars.values(), strict=True):
+        for row_index, value in enumerate(values):
+            if not value > 0 or math.isinf(value):
+                text = "exact" if value > 0 else f"{value:.1f}"
+                axes.text(0, row_index + shift, f" {text}", va="center", fontsize=8, color=INK)
+    axes.set_xlim(low, 1.15 * high)
+    axes.set_xlabel("signal-to-noise ratio on the data (dB)", fontsize=10)
+    axes.set_yticks(range(len(rows)), [f"{row.path}\n{row.spec}" for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    draw_legend(axes)
+    return figure
+
+
+def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Figure:
+    """Signal-to-noise ratio of a model's output for each layer, a line for each format.
+
+    Layers stand in the order of the model, and "all" last. A layer without an error in a format has no point.
+
+    Args:
+        seen: a result of `jchop.nn.sensitivity`.
+        title: the title above. Default ``"Layers rounded one at a time"``.
+
+    Raises:
+        TypeError: if `seen` is no such result.
+
+    Example:
+        >>> import jax, jchop as jc
+        >>> from flax import nnx
+        >>> from jchop import plot
+        >>> model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)))
+        >>> x = jax.random.normal(jax.random.key(1), (32, 16))
+        >>> found = jc.nn.sensitivity(model, [x], ["int8", "int4", "e4m3fn"])
+        >>> figure = plot.sensitivity(found)
+        >>> [line.get_label() for line in figure.axes[0].lines]
+        ['int8', 'int4', 'float8_e4m3fn']
+    """
+    rows, formats = _fields_of(seen, "a result of jchop.nn.sensitivity", "rows", "formats")
+    paths = list(dict.fromkeys(row.path for row in rows))
+    figure = new_figure(9, 1.9 + 0.34 * len(paths), title)
+    axes = figure.subplots()
+    for name in formats:
+        ratios = {row.path: row.snr for row in rows if row.format == name}
+        values = [ratios[path] if math.isfinite(ratios[path]) else math.nan for path in paths]
+        axes.plot(values, range(len(paths)), "o-", markersize=5, linewidth=1.2, label=name)
+    _label_rows(axes, [path or "(the model)" for path in paths])
+    axes.set_xlabel("signal-to-noise ratio of the output (dB): more is better", fontsize=10)
+    draw_frame(axes)
+    draw_legend(axes)
+    return figure
+
+
+def _label_rows(axes: Any, names: Sequence[str]) -> None:
+    axes.set_yticks(np.arange(len(names)), names, fontsize=9)
+    axes.set_ylim(len(names) - 0.5, -0.5)
