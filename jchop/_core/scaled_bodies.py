@@ -18,7 +18,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.codes import encode_elements, pack_codes, unpack_codes
 from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words_like
-from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
+from jchop._core.scaled import elements, fitting, zero_points
 from jchop._core.scaled.groups import Groups
 from jchop._core.scaled.levels import fit_levels
 from jchop._core.scaled.scales import (
@@ -161,7 +161,11 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
     group_scales = _fit_groups(x, view, groups, plan)
     if group_scales.zero is not None:
         return groups.back(
-            zero_points.is_beyond_ends(view, _round_with_zero_points(view, group_scales, plan, word), plan)
+            zero_points.is_beyond_ends(
+                view,
+                zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word),
+                plan,
+            )
         )
     return groups.back(elements.quotient_overflow_mask(view, group_scales.scales, plan, word))
 
@@ -202,7 +206,8 @@ def _round_to_elements(view: Array, group_scales: _GroupScales, plan: ScaledPlan
         return elements.round_block_quotients(view, group_scales.scales, plan, word)
     if plan.encoding == "integers" and not group_scales.zero_is_number:
         return integers.round_to_integers(view, group_scales.scales, group_scales.zero, plan, word)
-    return zero_points.clamp_to_ends(_round_with_zero_points(view, group_scales, plan, word), plan)
+    wholes = zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word)
+    return zero_points.clamp_to_ends(wholes, plan)
 
 
 def _pack_view(codes: Array, groups: Groups, bits: int) -> Array:
@@ -222,16 +227,10 @@ def _unpack_view(code_bytes: Array, groups: Groups, bits: int) -> Array:
     return groups.view(unpack_codes(code_bytes, bits, groups.shape[-1] if groups.shape else 1).reshape(groups.shape))
 
 
-def _round_with_zero_points(view: Array, group_scales: _GroupScales, plan: ScaledPlan, word: Array | None) -> Array:
-    assert group_scales.zero is not None
-    rounds = float_zero_points.round_offset if group_scales.zero_is_number else zero_points.round_quotient_plus_zero
-    return rounds(view, group_scales.scales, group_scales.zero, plan, word)
-
-
 def _dequantize_elements(values: Array, group_scales: _GroupScales, plan: ScaledPlan) -> Array:
     assert group_scales.zero is not None
     if group_scales.zero_is_number:
-        return float_zero_points.add_zero_points(values, group_scales.scales, group_scales.zero, plan)
+        return zero_points.add_zero_points(values, group_scales.scales, group_scales.zero, plan)
     values = values - group_scales.zero.astype(values.dtype)
     if plan.decoding == "integers":
         return dispatch.multiply_integers_of_groups(values, group_scales.scales, plan)
@@ -254,7 +253,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
     tensor = None if whole is None else lax.bitcast_convert_type(whole, jnp.int32)
     if fmt.zero_point:
-        fit = float_zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
+        fit = zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
     elif plan.rule.fit in fitting.SCALE_FITS:
         scales = fitting.SCALE_FITS[plan.rule.fit](view, groups.axes, plan, tensor)
@@ -273,7 +272,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
         if zero is None:
             return None
         zeros = groups.squeeze(zero)
-        return float_zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
+        return zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
         return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())))
@@ -290,7 +289,7 @@ def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _
     scale_arrays, zeros = unflatten_scales(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
-        zero = float_zero_points.load_zero_points(zero, plan)
+        zero = zero_points.load_zero_points(zero, plan)
     return _GroupScales(
         dispatch.materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan),
         zero,

@@ -222,8 +222,8 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "long_fusion_compiled_for_minutes",
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
-        "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `fit_offset` in "
-        "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
+        "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `_scales_of_ranges` "
+        "in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
         "mean in a variance (`math/_sums.py`).",
         versions_with=("0.12",),
         versions_without=("0.10",),

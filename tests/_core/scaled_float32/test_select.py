@@ -116,7 +116,7 @@ def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -
         known = [replace(plan, in_safe_range=moderate) for plan in plans]
         fast = [integers.round_to_integers(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
         exact = [
-            zero_points.clamp_to_ends(zero_points.round_quotient_plus_zero(x, scales, zero, plan, words), plan)
+            zero_points.clamp_to_ends(zero_points.round_with_zero_points(x, scales, zero, plan, words), plan)
             for plan in plans
         ]
         return list(zip(fast, exact, strict=True))
