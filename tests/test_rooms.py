@@ -344,7 +344,7 @@ def test_private_names_stay_in_their_file() -> None:
 
 
 # Where modes are told apart: the definition, the tables, and a short cut that needs tables of its own.
-MODES_IN = {"formats.rounding", "_core.rounding.modes", "_core.scaled_float32.integers"}
+MODES_IN = {"formats.rounding", "_core.rounding.modes", "_core.scaled_float32.grid_elements"}
 
 
 def test_rounding_modes_are_told_apart_in_one_table() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jchop._common.checks import check_int
 from jchop._core.rounding.random_bits import SEEDS
-from jchop._core.scaled.scales import ScaledPlan, scale_dtype
+from jchop._core.scaled.elements import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
 from jchop._kernels.round_tile import KernelStream
 

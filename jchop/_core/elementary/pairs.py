@@ -107,6 +107,7 @@ def fast_add_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
 
 
 def split_significand(x: Any) -> tuple[Any, Any]:
+    """Numbers as sums of two numbers of 12 bits each."""
     high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & _UPPER_HALF, jnp.float32)
     return high, x - high
 

@@ -11,15 +11,14 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import FLOAT32, FLOAT64
+from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.exact import ExactResult, significand
 from jchop._core.elementary.pairs import FloatPair
 
 Array = jax.Array
 
-FLOAT32_CARRIER = FLOAT32
-_BITS_OF_ONE = FLOAT32_CARRIER.bias << FLOAT32_CARRIER.fraction
+_BITS_OF_ONE = FLOAT32.bias << FLOAT32.fraction
 #: The least exponents of arguments: for smaller ones, f(x) = a + b x^n + ... is so close to a that only its side
 #: matters. FIRST_ORDER is for n = 1; SECOND_ORDER is for n = 2, relative to the first term.
 FIRST_ORDER, SECOND_ORDER = -50, -30
@@ -40,11 +39,11 @@ class Argument:
 
     @property
     def infinite(self) -> Array:
-        return self.magnitude == FLOAT32_CARRIER.inf
+        return self.magnitude == FLOAT32.inf
 
     @property
     def nan(self) -> Array:
-        return self.magnitude > FLOAT32_CARRIER.inf
+        return self.magnitude > FLOAT32.inf
 
     @property
     def negative(self) -> Array:
@@ -65,9 +64,7 @@ class Argument:
 
     def clamp(self, least: int, most: float) -> Array:
         """The number x with its magnitude clamped between 2^least and `most`."""
-        bits = bit_ops.lax_clip(
-            self.magnitude, (FLOAT32_CARRIER.bias + least) << FLOAT32_CARRIER.fraction, _float32_bits(most)
-        )
+        bits = bit_ops.lax_clip(self.magnitude, (FLOAT32.bias + least) << FLOAT32.fraction, _float32_bits(most))
         return lax.bitcast_convert_type(bits | self.sign, jnp.float32)
 
     def signed(self, size: Array) -> Array:
@@ -81,15 +78,15 @@ def _float32_bits(number: float) -> int:
 
 def split_argument(x: Array) -> Argument:
     """The parts of float32 numbers, also of subnormal ones; infinities and NaN have only a sign and a magnitude."""
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32_CARRIER)
-    exponent, count = double_word.normalize_magnitude(magnitude, FLOAT32_CARRIER)
-    bits = count & bit_ops.low_mask(FLOAT32_CARRIER.fraction) | _BITS_OF_ONE
+    sign, magnitude = bit_ops.split_sign(x, FLOAT32)
+    exponent, count = double_word.normalize_magnitude(magnitude, FLOAT32)
+    bits = count & bit_ops.low_mask(FLOAT32.fraction) | _BITS_OF_ONE
     return Argument(sign, magnitude, lax.bitcast_convert_type(bits, jnp.float32), exponent)
 
 
 def float32_power_of_two(exponent: Any) -> Any:
     """2^exponent, a normal float32 number."""
-    return lax.bitcast_convert_type((exponent + FLOAT32_CARRIER.bias) << FLOAT32_CARRIER.fraction, jnp.float32)
+    return lax.bitcast_convert_type((exponent + FLOAT32.bias) << FLOAT32.fraction, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -110,15 +107,15 @@ def round_value_to_odd(value: FunctionValue) -> tuple[Array, Array]:
     sign, bits, low = _split_pair(value.pair)
     bits = (bits - (low < 0).astype(bits.dtype)) | (low != 0).astype(bits.dtype)
     if not (isinstance(value.exponent, int) and value.exponent == 0):
-        exponent_field = (bits >> FLOAT32_CARRIER.fraction) + value.exponent
-        shift = bit_ops.lax_clip(1 - exponent_field, 0, FLOAT32_CARRIER.fraction + 1)
-        digits = significand(bits, FLOAT32_CARRIER)
+        exponent_field = (bits >> FLOAT32.fraction) + value.exponent
+        shift = bit_ops.lax_clip(1 - exponent_field, 0, FLOAT32.fraction + 1)
+        digits = significand(bits, FLOAT32)
         kept_digits = digits >> shift
         subnormal_bits = kept_digits | (kept_digits << shift != digits).astype(bits.dtype)
         normal_bits = bit_ops.lax_where(
-            exponent_field >= FLOAT32_CARRIER.inf >> FLOAT32_CARRIER.fraction,
-            FLOAT32_CARRIER.inf - 1,
-            bits + (value.exponent << FLOAT32_CARRIER.fraction),
+            exponent_field >= FLOAT32.inf >> FLOAT32.fraction,
+            FLOAT32.inf - 1,
+            bits + (value.exponent << FLOAT32.fraction),
         )
         bits = bit_ops.lax_where(exponent_field < 1, subnormal_bits, normal_bits)
     for where, number in value.cases:
@@ -129,12 +126,12 @@ def round_value_to_odd(value: FunctionValue) -> tuple[Array, Array]:
 
 def _split_pair(pair: FloatPair) -> tuple[Array, Array, Array]:
     """The sign bit and the bits of |hi|; lo, counted away from zero."""
-    sign, bits = bit_ops.split_sign(pair.hi, FLOAT32_CARRIER)
+    sign, bits = bit_ops.split_sign(pair.hi, FLOAT32)
     return sign, bits, lax.bitcast_convert_type(lax.bitcast_convert_type(pair.lo, jnp.int32) ^ sign, jnp.float32)
 
 
 def _sign_and_magnitude(number: Array | float) -> tuple[Array, Array]:
-    return bit_ops.split_sign(jnp.asarray(number, jnp.float32), FLOAT32_CARRIER)
+    return bit_ops.split_sign(jnp.asarray(number, jnp.float32), FLOAT32)
 
 
 def exact_of_value(value: FunctionValue) -> ExactResult:
@@ -152,8 +149,8 @@ def exact_of_value(value: FunctionValue) -> ExactResult:
 
 def _rest_below_bits(bits: Array, low: Array) -> Array:
     """The part below the last place of `bits`, in units of 2^-32 of it; `low` plus one place if `low` is negative."""
-    unit = jnp.maximum((bits >> FLOAT32_CARRIER.fraction) - FLOAT32_CARRIER.fraction, 1)  # the field of that place
-    units = low * lax.bitcast_convert_type(2 * _BITS_OF_ONE - (unit << FLOAT32_CARRIER.fraction), jnp.float32) * 65536.0
+    unit = jnp.maximum((bits >> FLOAT32.fraction) - FLOAT32.fraction, 1)  # the field of that place
+    units = low * lax.bitcast_convert_type(2 * _BITS_OF_ONE - (unit << FLOAT32.fraction), jnp.float32) * 65536.0
     high_units = jnp.floor(units)
     low_units = jnp.floor((units - high_units) * 65536.0)
     return (high_units.astype(jnp.int32) << 16).astype(jnp.uint32) + low_units.astype(jnp.uint32)
@@ -161,12 +158,12 @@ def _rest_below_bits(bits: Array, low: Array) -> Array:
 
 def _multiply_exact_by_power(v: ExactResult, exponent: Array | int) -> ExactResult:
     """A normal number times 2^exponent."""
-    field = (v.magnitude >> FLOAT32_CARRIER.fraction) + exponent
-    fraction = v.magnitude & bit_ops.low_mask(FLOAT32_CARRIER.fraction)
-    beyond = field >= FLOAT32_CARRIER.inf >> FLOAT32_CARRIER.fraction
-    magnitude = bit_ops.lax_where(beyond, FLOAT32_CARRIER.inf - 1, (field << FLOAT32_CARRIER.fraction) + fraction)
+    field = (v.magnitude >> FLOAT32.fraction) + exponent
+    fraction = v.magnitude & bit_ops.low_mask(FLOAT32.fraction)
+    beyond = field >= FLOAT32.inf >> FLOAT32.fraction
+    magnitude = bit_ops.lax_where(beyond, FLOAT32.inf - 1, (field << FLOAT32.fraction) + fraction)
     shift = bit_ops.lax_clip(1 - field, 0, 31)
-    digits = significand(v.magnitude, FLOAT32_CARRIER)
+    digits = significand(v.magnitude, FLOAT32)
     tail = digits & bit_ops.low_mask(shift)
     magnitude = bit_ops.lax_where(field < 1, digits >> shift, magnitude)
     word = shift.astype(v.rest.dtype)
@@ -186,44 +183,3 @@ def _exact_or_case(v: ExactResult, where: Array, number: Array | float) -> Exact
         v.sticky & ~where,
         v.beyond & ~where,
     )
-
-
-# -- float64 -----------------------------------------------------------------------------------------------------------
-
-_FLOAT64_MORE_BITS = FLOAT64.fraction - FLOAT32_CARRIER.fraction
-
-
-def narrow_by_bits(x: Array) -> Array:
-    """Float64 values that float32 holds, as float32, by bits: devices would convert subnormal numbers to zero."""
-    sign, magnitude = bit_ops.split_sign(x, FLOAT64)
-    field = (magnitude >> FLOAT64.fraction) - FLOAT64.bias + FLOAT32_CARRIER.bias
-    fraction = (magnitude & bit_ops.low_mask(FLOAT64.fraction)) >> _FLOAT64_MORE_BITS
-    shift = bit_ops.lax_clip(1 - field, 0, FLOAT32_CARRIER.fraction + 1)
-    bits = bit_ops.lax_where(
-        field < 1, (fraction | 1 << FLOAT32_CARRIER.fraction) >> shift, (field << FLOAT32_CARRIER.fraction) + fraction
-    )
-    bits = bit_ops.lax_where(
-        magnitude == FLOAT64.inf,
-        FLOAT32_CARRIER.inf,
-        bit_ops.lax_where(magnitude > FLOAT64.inf, FLOAT32_CARRIER.nan, bits),
-    )
-    return bit_ops.join_sign(_narrow_sign(sign), bits.astype(FLOAT32_CARRIER.work), FLOAT32_CARRIER)
-
-
-def _narrow_sign(sign: Array) -> Array:
-    return bit_ops.lax_where(sign != 0, np.int32(FLOAT32_CARRIER.sign_bit), np.int32(0))
-
-
-def widen_by_bits(x: Array) -> Array:
-    """Float32 values as float64, the inverse of `narrow_by_bits`."""
-    sign, magnitude = bit_ops.split_sign(x, FLOAT32_CARRIER)
-    exponent, count = double_word.normalize_magnitude(magnitude, FLOAT32_CARRIER)
-    exponent, count = exponent.astype(FLOAT64.work), count.astype(FLOAT64.work)
-    bits = ((exponent + FLOAT64.bias - 1) << FLOAT64.fraction) + (count << _FLOAT64_MORE_BITS)
-    bits = bit_ops.lax_where(
-        magnitude == FLOAT32_CARRIER.inf,
-        FLOAT64.inf,
-        bit_ops.lax_where(magnitude > FLOAT32_CARRIER.inf, FLOAT64.nan, bits),
-    )
-    bits = bit_ops.lax_where(magnitude == 0, 0, bits)
-    return bit_ops.join_sign(bit_ops.lax_where(sign != 0, FLOAT64.sign_bit, 0).astype(FLOAT64.work), bits, FLOAT64)

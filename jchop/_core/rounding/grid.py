@@ -39,23 +39,23 @@ class Grid:
 
     carrier: Carrier
     drop: int  # D: bits dropped at full precision
-    spacing: int | None  # K; None if d = D everywhere above T
-    deep: bool  # whether the carrier's subnormals are normal values of the format; then d is smaller
-    deep_least: int  # the least d there, from the format's own subnormals
     tiny_exponent: int  # T = 2^tiny_exponent
     tiny_bits: int  # T; 0 if no value of the carrier lies between 0 and T
-    parity: int  # added to the magnitude before its bit d is read as the last bit of the format's significand
-    deep_parity: int  # the same for a precision of one bit in the carrier's subnormals: there the exponent is read
-    normal_bits: int  # the smallest normal value; 0 if there is none
     top_bits: int  # the largest value
     bottom_bits: int  # the smallest (most negative) value
-    zero: bool
-    signed: bool
     has_inf: bool
     has_nan: bool
-    negative_zero: bool
-    saturates: bool
-    p3109: bool
+    spacing: int | None = None  # K; None if d = D everywhere above T
+    deep: bool = False  # whether the carrier's subnormals are normal values of the format; then d is smaller
+    deep_least: int = 0  # the least d there, from the format's own subnormals
+    parity: int = 0  # added to the magnitude before its bit d is read as the last bit of the format's significand
+    deep_parity: int = 0  # the same for a precision of one bit in the carrier's subnormals: there the exponent is read
+    normal_bits: int = 0  # the smallest normal value; 0 if there is none
+    zero: bool = True
+    signed: bool = True
+    negative_zero: bool = False
+    saturates: bool = False
+    p3109: bool = False
     taper: StringFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
     narrows: tuple[int, ...] = ()  # exponents k: from k and -k on, one bit more is dropped
 
@@ -110,23 +110,12 @@ def _tapered_grid(fmt: TaperedFormat, carrier: Carrier) -> Grid:
     return Grid(
         carrier=carrier,
         drop=0 if of_strings else carrier.fraction - fmt.most_fraction_bits,
-        spacing=None,
-        deep=False,
-        deep_least=0,
         tiny_exponent=fmt.last_place,
         tiny_bits=_bits_or_end(Fraction(fmt.smallest or 0), carrier),
-        parity=0,
-        deep_parity=0,
-        normal_bits=0,
         top_bits=top,
         bottom_bits=top,
-        zero=True,
-        signed=True,
         has_inf=fmt.has_inf,
         has_nan=True,
-        negative_zero=False,
-        saturates=False,
-        p3109=False,
         taper=fmt if of_strings else None,
         narrows=fmt.narrows if isinstance(fmt, HiFloat8Format) else (),
     )

@@ -19,8 +19,6 @@ from jchop.formats.scaled.grouping import sparse_length
 
 Array = jax.Array
 
-__all__ = ["drop_outside_mask", "gather_sparse", "largest_mask", "scatter_sparse", "sparse_mask"]
-
 
 def sparse_mask(x: Array, fmt: ScaledFormat) -> Array:
     """Which numbers of an array a format with `sparse` keeps: those of largest magnitude.

@@ -19,21 +19,22 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.arithmetic import double_word
-from jchop._core.arithmetic.basic import multiply_add_and_round, range_of
-from jchop._core.arithmetic.double_word import DoubleWord
-from jchop._core.arithmetic.exact import ExactResult, round_exact
-from jchop._core.arithmetic.quotient import (
+from jchop._core.arithmetic.basic import multiply_add_and_round
+from jchop._core.arithmetic.double_word import (
     Divisor,
+    DoubleWord,
     divisor_bits,
     divisor_of,
     exact_quotient,
     significand_of_extended,
 )
+from jchop._core.arithmetic.exact import ExactResult, round_exact
+from jchop._core.arithmetic.ranges import range_of
 from jchop._core.rounding import modes
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.modes import RandomBits, take_random_bits
 from jchop._core.scaled import elements
-from jchop._core.scaled.scales import (
+from jchop._core.scaled.elements import (
     BlockScales,
     ScaledPlan,
     clamp_scale,
@@ -202,9 +203,17 @@ def _complement_of_share(share: Array, sticky: Array) -> Array:
 
 
 def _quotient_of_difference(
-    x: Array, y: Array, divisor: Divisor, carrier: Carrier, stage: Callable[[Any], Any] = lambda values: values
+    x: Array,
+    y: Array,
+    divisor: Divisor,
+    carrier: Carrier,
+    stage: Callable[[Any], Any] = lambda values: values,
+    rest_bits: int | None = None,
 ) -> tuple[ExactResult, Array]:
-    """(x - y) / d of finite numbers, exactly, and whether x is not y; the values of each stage pass through `stage`."""
+    """(x - y) / d of finite numbers, exactly, and whether x is not y; the values of each stage pass through `stage`.
+
+    The rest of the quotient has `rest_bits` bits, by default those of a word, and a sticky bit.
+    """
     (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     a = double_word.double_word_of(xs, *double_word.normalize_magnitude(xm, carrier), carrier)
     b = double_word.double_word_of(ys ^ carrier.sign_bit, *double_word.normalize_magnitude(ym, carrier), carrier)
@@ -213,13 +222,13 @@ def _quotient_of_difference(
     v = double_word.shift_to_top(v, double_word.leading_zeros(v.high, carrier))
     (*words, tail) = stage((v.sign, v.exponent, v.high, v.low, tail))
     v = DoubleWord(*words)
-    quotient = _divide_double_word(v, tail, divisor, carrier)
+    quotient = _divide_double_word(v, tail, divisor, carrier, rest_bits or carrier.work_width)
     arrays = {name: part for name, part in vars(quotient).items() if isinstance(part, Array)}
     return replace(quotient, **stage(arrays)), (v.high | v.low | tail) != 0
 
 
-def _divide_double_word(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier) -> ExactResult:
-    """A number with its leading bit at the top of its words, divided by a divisor: M + 1 + W bits, and a sticky bit.
+def _divide_double_word(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier, rest_bits: int) -> ExactResult:
+    """A number with its leading bit at the top of its words, divided by a divisor: M + 1 bits, a rest, a sticky bit.
 
     `tail` is not zero if bits follow the words. No tie lies between the words and the exact number, because ties are
     coarser than their last place. A stochastic mode may draw as for a number that differs by 2^-W.
@@ -230,10 +239,10 @@ def _divide_double_word(v: DoubleWord, tail: Array, divisor: Divisor, carrier: C
     first = (remainder >= divisor.significand).astype(carrier.work)
     remainder = remainder - first * divisor.significand
     top, rest = jnp.zeros_like(high), first.astype(low.dtype)
-    total = carrier.fraction + 1 + width
+    total = carrier.fraction + 1 + rest_bits
     remaining = total
     while remaining:
-        step = min(remaining, carrier.fraction // 2 + 1)
+        step = min(remaining, carrier.fraction // 2 + 2)
         following = (high >> (width - step)).astype(carrier.work)
         high, low = double_word.shift_words_left(high, low, step)
         digit, remainder = double_word.next_quotient_digit(
@@ -245,7 +254,10 @@ def _divide_double_word(v: DoubleWord, tail: Array, divisor: Divisor, carrier: C
         top, rest = double_word.shift_words_left(top, rest, step)
         rest = rest | (digit + more).astype(rest.dtype)
         remaining -= step
-    top, rest = double_word.shift_words_left(top, rest, 2 * width - 1 - total)
+    if total < width:
+        top, rest = rest << (width - 1 - total), jnp.zeros_like(rest)
+    else:
+        top, rest = double_word.shift_words_left(top, rest, 2 * width - 1 - total)
     smaller = (first == 0).astype(carrier.work)
     exponent = v.exponent + carrier.bias - divisor.field - smaller
     after = tail | remainder.astype(tail.dtype)
@@ -305,7 +317,7 @@ def _scales_of_ranges(low: Array, high: Array, plan: ScaledPlan) -> tuple[BlockS
     compute, fmt = plan.compute, _integer_format(plan)
     width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
     divisor = divisor_of(bit_ops.split_sign(width, compute)[1], compute)
-    v, some = _quotient_of_difference(high, low, divisor, compute, lax.optimization_barrier)
+    v, some = _quotient_of_difference(high, low, divisor, compute, lax.optimization_barrier, rest_bits=2)
     quotient = bit_ops.split_sign(round_exact(v, scale_rounding(plan), compute, None), compute)[1]
     return BlockScales(clamp_scale(quotient, ~some, plan)[0]), some
 

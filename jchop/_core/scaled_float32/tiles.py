@@ -1,10 +1,7 @@
-"""Tiles of plain numbers under any scales, in a fraction of the operations of the general way; for kernels.
+"""Tiles of plain numbers, in a fraction of the operations of the general way; for kernels.
 
-In a tile of finite numbers whose scales are moderate, subnormal intermediate numbers have no effect. So a product with
-1 / s guesses x / s to a quarter of a step, and the guess is rounded to the nearest half step m. If m is a value of the
-format, it is the result. Otherwise it is the middle of two, and the sign of m s - x decides; with s in two halves,
-`integers` tells why this sign is exact. A kernel checks each block, and takes this way or the general one for a tile.
-Both give the same bits.
+In a tile of finite numbers whose scales are moderate, subnormal intermediate numbers have no effect. A kernel checks
+each block, and takes the short way or the general one for the whole tile. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -18,23 +15,172 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
+from jchop._core.elementary.pairs import split_significand
 from jchop._core.rounding.codes import encode_elements
-from jchop._core.scaled import elements, power_of_two_scales
-from jchop._core.scaled.power_of_two_scales import all_true, are_plain, largest_with_specials
-from jchop._core.scaled.scales import (
+from jchop._core.scaled import elements
+from jchop._core.scaled.elements import (
     SAFE_EXPONENT,
     BlockScales,
     ScaledPlan,
+    are_in_safe_range,
     choose_scales,
     divisor_parts,
+    exponent_carry,
+    exponent_lag,
+    narrow_16_bit,
     scale_magnitude,
 )
-from jchop._core.scaled_float32 import floats, integers
-from jchop._core.scaled_float32.integers import bits_to_float, float_to_bits
+from jchop._core.scaled_float32 import grid_elements
+from jchop._core.scaled_float32.grid_elements import bits_to_float, float_to_bits
 from jchop.formats import FloatFormat, UniformFormat, binary32
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array
+
+
+# == scales that are powers of two =====================================================================================
+# x / s is one exact multiplication, and rounding to nearest even is one addition.
+
+
+#: The largest magnitudes of plain blocks are zero or from 2^-60 to 2^60; the values of element formats, from 2^-30 to
+#: 2^20.
+_PLAIN_BLOCK_EXPONENT, _PLAIN_LEAST_EXPONENT, _PLAIN_MOST_EXPONENT = 60, 30, 20
+
+
+def round_tile_by_powers(
+    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
+) -> Array:
+    """The result of `elements.round_block_tile`."""
+
+    def general() -> Array:
+        return elements.round_block_tile(x, axis, plan, word, tensor)
+
+    # A result may be below the normal numbers of float16.
+    if not supports_plain_power_tiles(plan) or plan.carrier.name == "float16":
+        return general()
+    largest = largest_with_specials(x, axis)
+    return lax.cond(all_true(are_plain(largest)), lambda: _round_plain_tile(x, largest, plan), general)
+
+
+def quantize_tile_by_powers(
+    x: Array, axis: int, plan: ScaledPlan, word: Array | None = None, tensor: Array | None = None
+) -> tuple[Array, Array]:
+    """The result of `elements.quantize_block_tile`."""
+
+    def general() -> tuple[Array, Array]:
+        return elements.quantize_block_tile(x, axis, plan, word, tensor)
+
+    if not supports_plain_power_tiles(plan):
+        return general()
+    largest = largest_with_specials(x, axis)
+    return lax.cond(all_true(are_plain(largest)), lambda: _quantize_plain_tile(x, largest, plan), general)
+
+
+def supports_plain_power_tiles(plan: ScaledPlan) -> bool:
+    """Whether the plan allows the short way for plain blocks."""
+    element = plan.element
+    fmt = element.format
+    if plan.compute is not FLOAT32 or not plan.stores_exponents or plan.rule.carry is None or element.flush:
+        return False
+    low, _, high = plan.exponents
+    if low > -(_PLAIN_BLOCK_EXPONENT + _PLAIN_MOST_EXPONENT + 2):
+        return False
+    if high < _PLAIN_BLOCK_EXPONENT + _PLAIN_LEAST_EXPONENT + 2 or element.rounding is not Rounding.NEAREST_EVEN:
+        return False
+    if isinstance(fmt, UniformFormat):
+        return fmt.signed and fmt.bits <= 16 and 15 - _PLAIN_MOST_EXPONENT <= fmt.frac_bits <= _PLAIN_LEAST_EXPONENT
+    return grid_elements.has_plain_floats(plan) and grid_elements.clamps_overflow(plan)
+
+
+# -- whole blocks ------------------------------------------------------------------------------------------------------
+
+
+def largest_with_specials(x: Array, axis: int) -> Array:
+    """Bits of the largest magnitude of each block, infinities and NaN included."""
+    return jnp.max(bit_ops.split_sign(x, FLOAT32)[1], axis=axis, keepdims=True)
+
+
+def are_plain(largest: Array) -> Array:
+    """Whether each block's largest magnitude is zero or far from both ends of the carrier."""
+    low, high = (
+        FLOAT32.magnitude_bits(Fraction(2) ** exponent) for exponent in (-_PLAIN_BLOCK_EXPONENT, _PLAIN_BLOCK_EXPONENT)
+    )
+    assert low is not None and high is not None
+    return (largest == 0) | (largest >= low) & (largest <= high)
+
+
+def all_true(blocks: Array) -> Array:
+    """Whether a condition holds for all blocks of a tile, by a reduction that kernels have."""
+    return jnp.max(bit_ops.lax_where(blocks, jnp.zeros(blocks.shape, jnp.int32), 1).reshape(blocks.size)) == 0
+
+
+def _plain_scale_exponent(largest: Array, plan: ScaledPlan) -> Array:
+    exponent = ((largest + exponent_carry(plan)) >> FLOAT32.fraction) - exponent_lag(plan)
+    return bit_ops.lax_where(largest == 0, plan.exponents[1], exponent)
+
+
+def _plain_scale(exponent: Array) -> Array:
+    return bits_to_float((exponent + FLOAT32.bias) << FLOAT32.fraction)
+
+
+def _quantize_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> tuple[Array, Array]:
+    exponent, scale = _plain_scale_exponent(largest, plan), plan.scale
+    quotient, fmt = x * _plain_scale(-exponent), plan.element.format
+    assert isinstance(fmt, FloatFormat | UniformFormat)
+    codes = _encode_plain_float(quotient, fmt) if isinstance(fmt, FloatFormat) else _encode_plain_uniform(quotient, fmt)
+    return codes.astype(fmt.code_dtype), (exponent + scale.bias).astype(scale.code_dtype)
+
+
+def _round_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> Array:
+    exponent, fmt = _plain_scale_exponent(largest, plan), plan.element.format
+    assert isinstance(fmt, FloatFormat | UniformFormat)
+    scale = _plain_scale(exponent)
+    if isinstance(fmt, FloatFormat):
+        return narrow_16_bit(_round_plain_float(x * _plain_scale(-exponent), fmt) * scale, plan.carrier)
+    return narrow_16_bit(_round_plain_uniform(x, scale, fmt), plan.carrier)
+
+
+def _encode_plain_float(quotient: Array, fmt: FloatFormat) -> Array:
+    sign, step = _round_plain_quotient(quotient, fmt)
+    return step.code(fmt) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
+
+
+def _round_plain_float(quotient: Array, fmt: FloatFormat) -> Array:
+    sign, step = _round_plain_quotient(quotient, fmt)
+    return bits_to_float(float_to_bits(step.number) | sign)
+
+
+def _round_plain_quotient(quotient: Array, fmt: FloatFormat) -> tuple[Array, grid_elements.GridStep]:
+    sign, bits = bit_ops.split_sign(quotient, FLOAT32)
+    return sign, grid_elements.nearest_grid_step(jnp.minimum(bits_to_float(bits), float(fmt.max)), fmt)
+
+
+# -- integers and fixed point ------------------------------------------------------------------------------------------
+# Adding 1.5 times 2^F quanta rounds a number of either sign to a multiple of the quantum. The low bits are then its
+# two's complement code.
+
+
+def _uniform_shift(fmt: UniformFormat) -> float:
+    return 1.5 * 2.0 ** (FLOAT32.fraction - fmt.frac_bits)
+
+
+def _encode_plain_uniform(quotient: Array, fmt: UniformFormat) -> Array:
+    total = jnp.minimum(jnp.maximum(quotient, float(fmt.min)), float(fmt.max)) + _uniform_shift(fmt)
+    return lax.bitcast_convert_type(total, jnp.int32) & bit_ops.low_mask(fmt.bits)
+
+
+def _round_plain_uniform(x: Array, scale: Array, fmt: UniformFormat) -> Array:
+    """Rounds on the scaled grid itself: XLA would combine the addition and subtraction of a constant."""
+    shift = scale * _uniform_shift(fmt)
+    within = jnp.minimum(jnp.maximum(x, scale * float(fmt.min)), scale * float(fmt.max))
+    return (within + shift) - shift
+
+
+# == other scales ======================================================================================================
+# A product with 1 / s guesses x / s to a quarter of a step, and the guess is rounded to the nearest half step m. If m
+# is a value of the format, it is the result. Otherwise it is the middle of two, and the sign of m s - x decides; with
+# s in two halves, `grid_elements` tells why this sign is exact.
+
 
 #: Bits of half a significand.
 _HALF_SIGNIFICAND_BITS = 12
@@ -43,11 +189,9 @@ _HALF_STEP_BITS = int(np.float32(1.5 * 2.0 ** (FLOAT32.fraction - 1)).view(np.in
 
 
 def supports_plain_tiles(plan: ScaledPlan) -> bool:
-    """Whether the plan allows this short way, and not the shorter one of `power_of_two_scales`."""
-    nearest = plan.element.rounding is Rounding.NEAREST_EVEN and not power_of_two_scales.supports_plain_power_tiles(
-        plan
-    )
-    return nearest and (integers.supports_integer_encode(plan) or floats.supports_float_encode(plan))
+    """Whether the plan allows this short way, and not the shorter one of `supports_plain_power_tiles`."""
+    nearest = plan.element.rounding is Rounding.NEAREST_EVEN and not supports_plain_power_tiles(plan)
+    return nearest and (grid_elements.supports_integer_encode(plan) or grid_elements.supports_float_encode(plan))
 
 
 def plain_tile_scales(
@@ -67,7 +211,7 @@ def plain_tile_scales(
         if _has_short_divisor(plan)
         else choose_scales(x, axis, plan, tensor)
     )
-    return scales, largest, all_true(are_plain(largest) & _are_scales_moderate(scales, plan))
+    return scales, largest, all_true(are_plain(largest) & are_in_safe_range(scales, plan))
 
 
 def _has_short_divisor(plan: ScaledPlan) -> bool:
@@ -84,27 +228,14 @@ def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:
     """
     number, divisor = bits_to_float(largest), float(plan.divisors[0])
     guess = number * (1 / divisor)
-    high = _clear_lower_half(guess)
-    rest = (number - high * divisor) - (guess - high) * divisor
+    high, low = split_significand(guess)
+    rest = (number - high * divisor) - low * divisor
     return bit_ops.lax_where(largest == 0, plan.scale_bits[1], float_to_bits(guess + rest * (1 / divisor)))
-
-
-def _clear_lower_half(x: Array) -> Array:
-    """The numbers without the lower half of their significands."""
-    return bits_to_float(float_to_bits(x) & ~bit_ops.low_mask(FLOAT32.fraction + 1 - _HALF_SIGNIFICAND_BITS))
 
 
 def encode_tile(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """The codes of any numbers under their scales, by the general way."""
     return encode_elements(elements.round_block_quotients(x, scales, plan, None), plan.element.format, plan.compute)
-
-
-def _are_scales_moderate(scales: BlockScales, plan: ScaledPlan) -> Array:
-    """Whether each scale, and that of the tensor, is in the safe range, and none is NaN."""
-    low, high = ((exponent + FLOAT32.bias) << FLOAT32.fraction for exponent in (-SAFE_EXPONENT, SAFE_EXPONENT))
-    bits = [scale_magnitude(scales, plan), *(() if scales.tensor is None else (scales.tensor,))]
-    inside = (bits[0] >= low) & (bits[0] <= high) & (bits[-1] >= low) & (bits[-1] <= high)
-    return inside if scales.nan is None else inside & ~scales.nan
 
 
 def encode_plain_tile(x: Array, scales: BlockScales, largest: Array, plan: ScaledPlan) -> Array:
@@ -114,9 +245,9 @@ def encode_plain_tile(x: Array, scales: BlockScales, largest: Array, plan: Scale
     # Of elements in units of the quantum, or of half the smallest normal number.
     unit = Fraction(2) ** (fmt.emin - 1 if isinstance(fmt, FloatFormat) else -fmt.frac_bits)
     split_scale = block_scale if scales.tensor is None else bits_to_float(scales.tensor)
-    scale_high = _clear_lower_half(split_scale)
+    scale_high, scale_low = split_significand(split_scale)
     other_factor = float(unit) if scales.tensor is None else block_scale * float(unit)
-    scale_high, scale_low = scale_high * other_factor, (split_scale - scale_high) * other_factor
+    scale_high, scale_low = scale_high * other_factor, scale_low * other_factor
     inverse_scale = 1 / (scale_high + scale_low)
     quotient_limits = None if _stays_within_ends(plan) else (float(fmt.min / unit), float(fmt.max / unit))
     if isinstance(fmt, FloatFormat):

@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 
 from jchop._common.checks import check_int
-from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
-from jchop._core.matmul import aligned_limbs
+from jchop._core.arithmetic.basic import add_and_round
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range, sum_range
+from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product, combine_sums
 from jchop._spec.accumulation import MatmulSpec
@@ -250,7 +251,7 @@ def aligned_unit(spec: MatmulSpec, k: int) -> TensorCoreUnit:
 def aligned_factors(x: Array, axis: int, unit: TensorCoreUnit) -> list[Array]:
     """Significands and exponents of operands; zeros fill the last block, which change no sum."""
     rest = -x.shape[axis] % unit.length
-    parts = aligned_limbs.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
+    parts = aligned.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
     return [parts.significand, parts.exponent]
 
 
@@ -274,8 +275,8 @@ def add_aligned_block(
     """
     unit, every = aligned_unit(plan.spec, plan.k), plan.spec.order.promote_every
     word = draw("accumulate", block) if draw is not None else None
-    x, y = ([aligned_limbs.LimbFactors(*parts) for parts in side] for side in (lhs, rhs))
-    c = aligned_limbs.fused_add_limbs(sums[0], x, y, unit, word)
+    x, y = ([aligned.LimbFactors(*parts) for parts in side] for side in (lhs, rhs))
+    c = aligned.fused_add_limbs(sums[0], x, y, unit, word)
     if every is None:
         return (c,)
     full_range = carrier_range(plan.carrier)
