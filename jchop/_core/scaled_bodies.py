@@ -1,6 +1,6 @@
 """Scaled formats of any grouping: rounding, quantization, dequantization and fits, elementwise with broadcast scales.
 
-The arithmetic is the arithmetic of tiles (`elements`, `scales`), along all axes of a group. The format's rule chooses a
+The arithmetic is the arithmetic of tiles (`elements`), along all axes of a group. The format's rule chooses a
 scale. If the format quantizes scales again, the stored scale is used.
 
 Elements are found by the fastest exact way. If floating-point arithmetic is exact, it replaces arithmetic on bits
@@ -23,8 +23,8 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.rounding.codes import decode_elements, encode_elements, pack_codes, unpack_codes
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words_like
-from jchop._core.scaled import elements, fitting, zero_points
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
+from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements, zero_points
 from jchop._core.scaled.elements import (
     MOST_WITHOUT_BRANCH,
     BlockScales,
@@ -42,7 +42,6 @@ from jchop._core.scaled.elements import (
 )
 from jchop._core.scaled.fitting import fit_levels
 from jchop._core.scaled.groups import Groups
-from jchop._core.scaled_float32 import codebook_elements, grid_elements
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Spec

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.random_bits import SEEDS
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words_like
+from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, words_like
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._spec.spec import Spec
 from jchop.formats import LogTakumFormat

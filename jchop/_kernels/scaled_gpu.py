@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jchop._core.scaled import tiles
 from jchop._core.scaled.elements import BlockScales, ScaledPlan, choose_scales, store_scales, widen_16_bit
-from jchop._core.scaled_float32 import tiles
-from jchop._core.scaled_float32.tiles import quantize_tile_by_powers, round_tile_by_powers
+from jchop._core.scaled.tiles import quantize_tile_by_powers, round_tile_by_powers
 from jchop._kernels.round_tile import result_like
 from jchop._kernels.scaled_tile import TENSOR_WORD, ScaledBlocksProblem, ScaledGpuTiling, kernel_stream
 

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jchop._core.scaled.elements import ScaledPlan, widen_16_bit
-from jchop._core.scaled_float32.tiles import quantize_tile_by_powers, round_tile_by_powers
+from jchop._core.scaled.tiles import quantize_tile_by_powers, round_tile_by_powers
 from jchop._kernels.round_tile import result_like
 from jchop._kernels.scaled_tile import TENSOR_WORD, ScaledBlocksProblem, ScaledTpuTiling, kernel_stream
 

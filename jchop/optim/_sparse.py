@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jchop.formats.scaled.grouping import axis_indexes
+from jchop.formats.scaled.scaled import axis_indexes
 from jchop.optim._arguments import BELOW_ONE, check_count, check_number
 from jchop.optim._leaves import (
     NO_PARAMS,

@@ -16,7 +16,7 @@ from jchop._common.checks import check_int
 from jchop._common.settings import always_jit
 from jchop._core.scaled.sparse import largest_mask
 from jchop._round.arguments import as_operands, run_on_operands
-from jchop.formats.scaled.grouping import axis_indexes
+from jchop.formats.scaled.scaled import axis_indexes
 
 __all__ = ["mask"]
 

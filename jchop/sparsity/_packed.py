@@ -10,7 +10,7 @@ import numpy as np
 from jchop._common.settings import always_jit
 from jchop._core.scaled.sparse import sparse_mask
 from jchop._round.arguments import has_tracer
-from jchop.formats.scaled.grouping import axis_indexes
+from jchop.formats.scaled.scaled import axis_indexes
 from jchop.sparsity._masks import check_sparsity_pattern
 from jchop.storage import QArray, dequantize
 from jchop.storage._array import check_qarray

@@ -26,8 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.random_bits import seed_words
-from jchop._core.rounding.stream_offset import StreamOffset, words_like
+from jchop._core.rounding.random_bits import StreamOffset, seed_words, words_like
 from jchop._kernels import round_gpu, round_tpu
 from jchop._kernels.round_tile import RoundGpuTiling, RoundTpuTiling
 

@@ -26,12 +26,11 @@ from further import Further
 
 import jchop as jc
 from jchop._common import bit_ops
-from jchop._core.rounding.random_bits import seed_words
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, seed_words
 from jchop._core.scaled import elements as reference
+from jchop._core.scaled import tiles
 from jchop._core.scaled.elements import ScaledPlan, tensor_scale
 from jchop._core.scaled_bodies import quantize_body, round_body
-from jchop._core.scaled_float32 import tiles
 from jchop._kernels import scaled, scaled_gpu, scaled_tpu
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, ScaledTpuTiling
 from jchop._spec.spec import Spec

@@ -5,7 +5,7 @@ The ranges of the operands, known before anything is computed, decide between fo
 1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect; or the
    hardware's operation with subnormal results made zero, for the carrier's own format with `flush`;
 2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells on which side the exact sum is;
-3. the same on scaled operands (`subnormal_scaling`), for float32 and formats with its exponents;
+3. the same on scaled operands (`hardware`), for float32 and formats with its exponents;
 4. integer arithmetic (`double_word`), right for every input.
 
 Ways 1 and 2 are taken only if no operand, term or result can be a subnormal of the carrier, which devices may read as

@@ -23,14 +23,16 @@ from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.ranges import has_spare_bits
 from jchop._core.elementary import constants, pairs
-from jchop._core.elementary.pairs import FloatPair, pair_of_constant, pair_of_number
-from jchop._core.elementary.parts import (
+from jchop._core.elementary.pairs import (
     FIRST_ORDER,
     SECOND_ORDER,
     Argument,
+    FloatPair,
     FunctionValue,
     exact_of_value,
     float32_power_of_two,
+    pair_of_constant,
+    pair_of_number,
     round_value_to_odd,
     split_argument,
 )

@@ -521,7 +521,7 @@ def _double_power(exponent: Array) -> Array:
 
 
 def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFactors], unit: TensorCoreUnit) -> Array:
-    """As `limbs.fused_add_limbs`, with accumulators in float64."""
+    """As `fused_add_limbs`, with accumulators in float64."""
     exponents = [a.exponent + b.exponent for a, b in zip(x, y, strict=True)]
     values = [a.value * b.value for a, b in zip(x, y, strict=True)]
     values, exponents = merge_terms(values, exponents, unit)

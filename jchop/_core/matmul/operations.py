@@ -27,8 +27,7 @@ from jchop._core.arithmetic.ranges import OPERATION_CARRIERS, ValueRange, holds_
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import require_carrier, x64_remedy
-from jchop._core.rounding.random_bits import SEEDS, random_words
-from jchop._core.rounding.stream_offset import StreamOffset, words_like
+from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words, words_like
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import FloatFormat

@@ -15,7 +15,7 @@ import numpy as np
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, gather_cut_axes
 from jchop.formats import ScaledFormat
-from jchop.formats.scaled.grouping import sparse_length
+from jchop.formats.scaled.scaled import sparse_length
 
 Array = jax.Array
 

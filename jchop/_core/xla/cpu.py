@@ -71,7 +71,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "constants_of_sums_combined",
         "(x + a) - a with a constant a is x.",
-        "a is a multiple of the scale (`_core/scaled_float32/tiles.py`).",
+        "a is a multiple of the scale (`_core/scaled/tiles.py`).",
         versions_with=("0.10",),
         versions_without=("0.12",),
     ),

@@ -21,9 +21,8 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS
 from jchop._core import scaled_bodies
 from jchop._core.rounding.codes import decode_elements, encode_elements, extend_exponent
-from jchop._core.scaled import elements, groups, zero_points
+from jchop._core.scaled import codebook_elements, elements, grid_elements, groups, zero_points
 from jchop._core.scaled.elements import SAFE_EXPONENT, BlockScales, ScaledPlan, are_in_safe_range, make_scaled_plan
-from jchop._core.scaled_float32 import codebook_elements, grid_elements
 from jchop._core.xla.backend import PORTABLE
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat

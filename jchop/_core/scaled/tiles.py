@@ -17,7 +17,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.elementary.pairs import split_significand
 from jchop._core.rounding.codes import encode_elements
-from jchop._core.scaled import elements
+from jchop._core.scaled import elements, grid_elements
 from jchop._core.scaled.elements import (
     SAFE_EXPONENT,
     BlockScales,
@@ -30,8 +30,7 @@ from jchop._core.scaled.elements import (
     narrow_16_bit,
     scale_magnitude,
 )
-from jchop._core.scaled_float32 import grid_elements
-from jchop._core.scaled_float32.grid_elements import bits_to_float, float_to_bits
+from jchop._core.scaled.grid_elements import bits_to_float, float_to_bits
 from jchop.formats import FloatFormat, UniformFormat, binary32
 from jchop.formats.rounding import Rounding
 

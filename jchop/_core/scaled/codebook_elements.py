@@ -20,9 +20,9 @@ from jchop._core.arithmetic.double_word import significand_of_extended
 from jchop._core.rounding.codebooks import Bins, make_bins, take_in_bounds
 from jchop._core.rounding.codes import extend_exponent
 from jchop._core.rounding.modes import rounding_thresholds
+from jchop._core.scaled import grid_elements
 from jchop._core.scaled.elements import BlockScales, ScaledPlan, scale_magnitude
-from jchop._core.scaled_float32 import grid_elements
-from jchop._core.scaled_float32.grid_elements import bits_to_float, float_to_bits
+from jchop._core.scaled.grid_elements import bits_to_float, float_to_bits
 from jchop._core.xla.sizes import if_static
 from jchop.formats import CodebookFormat, ElementFormat
 from jchop.formats.rounding import Rounding
