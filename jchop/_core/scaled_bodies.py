@@ -21,7 +21,14 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
-from jchop._core.rounding.codes import decode_elements, encode_elements, pack_codes, unpack_codes
+from jchop._core.rounding.codes import (
+    bits_to_float,
+    decode_elements,
+    encode_elements,
+    float_to_bits,
+    pack_codes,
+    unpack_codes,
+)
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
 from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements, zero_points
@@ -330,9 +337,7 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
     if group_scales.zero is not None:
         return groups.back(
             zero_points.is_beyond_ends(
-                view,
-                zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word),
-                plan,
+                view, zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
             )
         )
     return groups.back(elements.quotient_overflow_mask(view, group_scales.scales, plan, word))
@@ -394,7 +399,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
     """
     fmt, zero = plan.fmt, None
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
-    tensor = None if whole is None else lax.bitcast_convert_type(whole, jnp.int32)
+    tensor = None if whole is None else float_to_bits(whole)
     if fmt.zero_point:
         fit = zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
@@ -434,9 +439,7 @@ def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _
     if zero is not None and plan.fmt.zero_point == "float":
         zero = zero_points.load_zero_points(zero, plan)
     return _GroupScales(
-        materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan),
-        zero,
-        lambda: (scale_arrays, zeros),
+        materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan), zero, lambda: (scale_arrays, zeros)
     )
 
 
@@ -445,7 +448,7 @@ def _load_block_scales(parts: ScaleArrays, groups: Groups, plan: ScaledPlan) -> 
         parts = _dequantize_scales(parts, plan.of_scales, groups.counts)
     if plan.rule.tensor_scale:
         parts, whole = parts
-        return load_scales(groups.expand(parts), plan, lax.bitcast_convert_type(whole, jnp.int32))
+        return load_scales(groups.expand(parts), plan, float_to_bits(whole))
     return load_scales(groups.expand(parts), plan)
 
 
@@ -470,6 +473,6 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
 
 def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
     scales = dequantize_body(*scale_arrays, plan=plan, shape=shape)
-    bits = lax.bitcast_convert_type(scales, jnp.int32)
+    bits = float_to_bits(scales)
     finite = bit_ops.lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
-    return lax.bitcast_convert_type(finite, jnp.float32)
+    return bits_to_float(finite)

@@ -16,6 +16,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, Carrier
 from jchop._core.arithmetic.ranges import ValueRange
+from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.elements import apply_overflow
 from jchop._core.rounding.grid import make_grid
 from jchop._core.rounding.modes import NEAREST_MODES, ROUNDING_ADDENDS, TINY_SENSITIVE_MODES, GridCut, take_random_bits
@@ -230,15 +231,11 @@ _SMALL_TERM, _SUM_UP = _bits_of_power(-60), 100
 _SMALL_FACTOR, _PRODUCT_UP = _bits_of_power(-62), 48
 
 
-def _is_of_full_range(spec: Spec | None, carrier: Carrier) -> bool:
+def supports_scaling_sum(spec: Spec | None, carrier: Carrier) -> bool:
+    """Whether `add_by_scaling` is right for all operands of the carrier; None is its own format, to nearest even."""
     if spec is None or carrier is not FLOAT32:
         return carrier is FLOAT32
     return has_constant_drop(spec, carrier) and spec.format == FloatFormat(8, _precision_of_spec(spec) - 1)
-
-
-def supports_scaling_sum(spec: Spec | None, carrier: Carrier) -> bool:
-    """Whether `add_by_scaling` is right for all operands of the carrier; None is its own format, to nearest even."""
-    return _is_of_full_range(spec, carrier)
 
 
 def _precision_of_spec(spec: Spec) -> int:
@@ -249,7 +246,7 @@ def _precision_of_spec(spec: Spec) -> int:
 def supports_scaling_product(spec: Spec | None, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
     """Whether `multiply_by_scaling` is right for these ranges: the carrier must have the bits of their product."""
     fits_float32 = xr.bits + yr.bits <= FLOAT32.fraction + 1
-    return fits_float32 and _is_of_full_range(spec, carrier) and (spec is None or _precision_of_spec(spec) <= 16)
+    return fits_float32 and supports_scaling_sum(spec, carrier) and (spec is None or _precision_of_spec(spec) <= 16)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
@@ -273,7 +270,7 @@ def add_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | None, xr
 def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array:
     """`x + y` by Fast2Sum of the larger magnitude and the smaller one, which is negative if the signs differ."""
     (_, xm), (_, ym) = bit_ops.split_sign(x, FLOAT32), bit_ops.split_sign(y, FLOAT32)
-    xb, yb = _float32_to_bits(x), _float32_to_bits(y)
+    xb, yb = float_to_bits(x), float_to_bits(y)
     larger, smaller = jnp.maximum(xm, ym), jnp.minimum(xm, ym)
     is_small = larger < _SMALL_TERM
     scale = _scale_where(is_small, _SUM_UP)
@@ -289,19 +286,11 @@ def _add_with_error(x: Array, y: Array, spec: Spec, word: Array | None) -> Array
     sign = bit_ops.lax_where(
         is_zero, xb | yb if spec.rounding is Rounding.DOWN else xb & yb, bit_ops.lax_where(xm > ym, xb, yb)
     )
-    magnitude = _float32_to_bits(total)
+    magnitude = float_to_bits(total)
     bits = bit_ops.lax_where(is_zero, 0, _scale_down(magnitude, scale.least) - shift)
     error, binade = error_of_sum(error, magnitude, spec, FLOAT32)
     return round_with_error(
-        sign & FLOAT32.sign_bit,
-        magnitude,
-        bits,
-        error,
-        spec,
-        FLOAT32,
-        word,
-        binade,
-        may_exceed_infinity=True,
+        sign & FLOAT32.sign_bit, magnitude, bits, error, spec, FLOAT32, word, binade, may_exceed_infinity=True
     )
 
 
@@ -312,23 +301,23 @@ def multiply_by_scaling(x: Array, y: Array, spec: Spec | None, word: Array | Non
     is_small = smaller < _SMALL_FACTOR
     scale = _scale_where(is_small, _PRODUCT_UP)
     shift, least = scale.shift, scale.least
-    product = _scale_up(smaller + shift, scale) * _bits_to_float32(larger)
+    product = _scale_up(smaller + shift, scale) * bits_to_float(larger)
     if spec is not None and spec.rounding in TINY_SENSITIVE_MODES:
         vanishes = (product < 2.0 ** (1 - FLOAT32.bias)) & (smaller > 0)
         product = bit_ops.lax_where(vanishes, np.float32(2.0 ** (1 - FLOAT32.bias)), product)
-    sign, magnitude, is_subnormal = xs ^ ys, _float32_to_bits(product), product < least
+    sign, magnitude, is_subnormal = xs ^ ys, float_to_bits(product), product < least
     shift = bit_ops.lax_where(product < np.inf, shift, np.int32(0))  # the bits of a NaN may have the sign bit
     if spec is not None and spec.rounding is Rounding.NEAREST_EVEN:
         # Adding the power of two whose last bit is the format's smallest number rounds the product.
         drop = FLOAT32.fraction + 1 - _precision_of_spec(spec)
         exponent = _PRODUCT_UP + 1 - FLOAT32.bias + drop
-        count = _float32_to_bits(product + np.float32(2.0**exponent)) - _bits_of_power(exponent)
+        count = float_to_bits(product + np.float32(2.0**exponent)) - _bits_of_power(exponent)
         bits = bit_ops.lax_where(is_subnormal, count << drop, magnitude - shift)
         error = None
     else:
         offset = bit_ops.lax_where(is_subnormal, least, np.float32(0))
         total = product + offset
-        bits = _float32_to_bits(total) - bit_ops.lax_where(
+        bits = float_to_bits(total) - bit_ops.lax_where(
             is_subnormal, np.int32(_bits_of_power(_PRODUCT_UP + 1 - FLOAT32.bias)), shift
         )
         error = product - (total - offset)
@@ -370,13 +359,13 @@ def _scale_where(where: Array, up: int) -> _PowerScale:
 
 def _scale_up(bits: Array, scale: _PowerScale) -> Array:
     """2^K |x| from the bits of |x| plus the shift: min(A, 2 A - c)."""
-    value, double = _bits_to_float32(bits), _bits_to_float32(bits + scale.step) - scale.least
+    value, double = bits_to_float(bits), bits_to_float(bits + scale.step) - scale.least
     return bit_ops.lax_where(double < value, double, value)
 
 
 def _scale_down(bits: Array, least: Array) -> Array:
     """The bits of |x| plus the shift, from the bits of v = 2^K |x|: the bits of max(v, (v + c) / 2)."""
-    return jnp.maximum(bits, _float32_to_bits(_bits_to_float32(bits) + least) - _SMALLEST_NORMAL)
+    return jnp.maximum(bits, float_to_bits(bits_to_float(bits) + least) - _SMALLEST_NORMAL)
 
 
 def _scaled_normal(exponent: int) -> np.float32:
@@ -384,13 +373,5 @@ def _scaled_normal(exponent: int) -> np.float32:
     return np.float32(2.0 ** (exponent + 1 - FLOAT32.bias))
 
 
-def _bits_to_float32(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _float32_to_bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
 def _join_sign(sign: Array, value: Array) -> Array:
-    return bit_ops.join_sign(sign, _float32_to_bits(value), FLOAT32)
+    return bit_ops.join_sign(sign, float_to_bits(value), FLOAT32)

@@ -37,6 +37,7 @@ from jchop._core.elementary.pairs import (
     split_argument,
 )
 from jchop._core.rounding.codebooks import take_in_bounds
+from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import carrier_holds
 from jchop._spec.spec import Spec
@@ -235,7 +236,7 @@ def _log_of_2(base: int) -> Fraction:
 
 def _normalize_pair(number: FloatPair) -> tuple[FloatPair, Array]:
     """A positive pair as a pair in [√½, √2] and the exponent of a power of two."""
-    bits = lax.bitcast_convert_type(number.hi, jnp.int32)
+    bits = float_to_bits(number.hi)
     root = int(np.float32(np.sqrt(0.5)).view(np.int32))
     n = (bits - root) >> 23
     return pairs.multiply_pair_by_power(number, float32_power_of_two(-n)), n
@@ -504,13 +505,12 @@ _MOST_ERFC = 11.0
 def _erf_and_erfc(abs_x: Array) -> tuple[FloatPair, FloatPair, Array, Array]:
     """erf(x) for 0 <= x < 1; the h and n of erfc(x) = h 2^n for x >= 1; and whether x >= 1."""
     erf = pairs.multiply_pairs(
-        pair_of_number(abs_x),
-        pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("erf"), 9),
+        pair_of_number(abs_x), pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("erf"), 9)
     )
     clamped_x = jnp.maximum(abs_x, np.float32(1))
-    bits = lax.bitcast_convert_type(clamped_x, jnp.int32)
+    bits = float_to_bits(clamped_x)
     index = (bits >> 21) - (127 << 2)
-    middle = lax.bitcast_convert_type(bits & ~((1 << 21) - 1) | 1 << 20, jnp.float32)
+    middle = bits_to_float(bits & ~((1 << 21) - 1) | 1 << 20)
     table = constants.scaled_erfc_series()
 
     def take_entry(entries: Any) -> Array:
@@ -709,11 +709,11 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
     log = pairs.select_pair(is_near, pairs.fast_add_pairs(pair_of_constant(constants.log_of_integer(2)), term), term)
     scale = bit_ops.lax_where(zero, n, jnp.maximum(exponent, n))
     larger = significand * float32_power_of_two(_clamp_difference(exponent, scale, -FIRST_ORDER))
-    larger = lax.bitcast_convert_type(lax.bitcast_convert_type(larger, jnp.int32) | sign, jnp.float32)
+    larger = bits_to_float(float_to_bits(larger) | sign)
     log = pairs.multiply_pair_by_power(log, float32_power_of_two(_clamp_difference(n, scale, -FIRST_ORDER)))
     total = pairs.add_pairs(pair_of_number(bit_ops.lax_where(zero, 0.0, larger)), log)
     lows = [v.infinite & v.negative for v in (x, y)]
-    number = lax.bitcast_convert_type(bit_ops.lax_where(swap, y.magnitude, x.magnitude) | sign, jnp.float32)
+    number = bits_to_float(bit_ops.lax_where(swap, y.magnitude, x.magnitude) | sign)
     number = bit_ops.lax_where(zero, 0.0, number)
     cases = ((lows[0] | lows[1], number), (infinite & (sign == 0), _INF), (x.nan | y.nan, _NAN))
     return FunctionValue(total, scale, cases)
@@ -749,9 +749,9 @@ def _power_function(x: Argument, y: Argument) -> FunctionValue:
 
 def _binary_logarithm(x: Argument) -> tuple[Array, tuple[Array, ...], FloatPair]:
     """log2 |x| as an integer, four numbers, and a pair that is zero if x has no more than 11 bits."""
-    bits = lax.bitcast_convert_type(x.significand, jnp.int32)
+    bits = float_to_bits(x.significand)
     nearest_bits = (bits + (1 << 12)) >> 13 << 13
-    c = lax.bitcast_convert_type(nearest_bits, jnp.float32)
+    c = bits_to_float(nearest_bits)
     index = nearest_bits >> 13 & (constants.LOG_PARTS - 1)
     n = x.exponent + (c == 2).astype(x.exponent.dtype) + (index >= constants.FIRST_LOG_OF_HALF).astype(x.exponent.dtype)
     t = pairs.divide_pairs(pair_of_number(x.significand - c), pair_of_number(c))

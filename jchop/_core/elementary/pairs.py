@@ -26,6 +26,7 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.exact import ExactResult, significand
+from jchop._core.rounding.codes import bits_to_float, float_to_bits
 
 Array = jax.Array
 
@@ -76,8 +77,8 @@ def multiply_pair_by_power(a: FloatPair, power: Any) -> FloatPair:
 
 def hide_from_contraction(x: Array, positive: Array) -> Array:
     """`x` combined with the sign of a nonnegative number, so that no compiler contracts it with a sum."""
-    sign = lax.bitcast_convert_type(positive, jnp.int32) & _FLOAT32_SIGN
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) | sign, jnp.float32)
+    sign = float_to_bits(positive) & _FLOAT32_SIGN
+    return bits_to_float(float_to_bits(x) | sign)
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def fast_add_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
 
 def split_significand(x: Any) -> tuple[Any, Any]:
     """Numbers as sums of two numbers of 12 bits each."""
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & _UPPER_HALF, jnp.float32)
+    high = bits_to_float(float_to_bits(x) & _UPPER_HALF)
     return high, x - high
 
 
@@ -261,11 +262,11 @@ class Argument:
     def clamp(self, least: int, most: float) -> Array:
         """The number x with its magnitude clamped between 2^least and `most`."""
         bits = bit_ops.lax_clip(self.magnitude, (FLOAT32.bias + least) << FLOAT32.fraction, _float32_bits(most))
-        return lax.bitcast_convert_type(bits | self.sign, jnp.float32)
+        return bits_to_float(bits | self.sign)
 
     def signed(self, size: Array) -> Array:
         """A number with the given magnitude and the sign of x."""
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.int32) | self.sign, jnp.float32)
+        return bits_to_float(float_to_bits(size) | self.sign)
 
 
 def _float32_bits(number: float) -> int:
@@ -277,12 +278,12 @@ def split_argument(x: Array) -> Argument:
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     exponent, count = double_word.normalize_magnitude(magnitude, FLOAT32)
     bits = count & bit_ops.low_mask(FLOAT32.fraction) | _BITS_OF_ONE
-    return Argument(sign, magnitude, lax.bitcast_convert_type(bits, jnp.float32), exponent)
+    return Argument(sign, magnitude, bits_to_float(bits), exponent)
 
 
 def float32_power_of_two(exponent: Any) -> Any:
     """2^exponent, a normal float32 number."""
-    return lax.bitcast_convert_type((exponent + FLOAT32.bias) << FLOAT32.fraction, jnp.float32)
+    return bits_to_float((exponent + FLOAT32.bias) << FLOAT32.fraction)
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,7 @@ def round_value_to_odd(value: FunctionValue) -> tuple[Array, Array]:
 def _split_pair(pair: FloatPair) -> tuple[Array, Array, Array]:
     """The sign bit and the bits of |hi|; lo, counted away from zero."""
     sign, bits = bit_ops.split_sign(pair.hi, FLOAT32)
-    return sign, bits, lax.bitcast_convert_type(lax.bitcast_convert_type(pair.lo, jnp.int32) ^ sign, jnp.float32)
+    return sign, bits, bits_to_float(float_to_bits(pair.lo) ^ sign)
 
 
 def _sign_and_magnitude(number: Array | float) -> tuple[Array, Array]:
@@ -346,7 +347,7 @@ def exact_of_value(value: FunctionValue) -> ExactResult:
 def _rest_below_bits(bits: Array, low: Array) -> Array:
     """The part below the last place of `bits`, in units of 2^-32 of it; `low` plus one place if `low` is negative."""
     unit = jnp.maximum((bits >> FLOAT32.fraction) - FLOAT32.fraction, 1)  # the field of that place
-    units = low * lax.bitcast_convert_type(2 * _BITS_OF_ONE - (unit << FLOAT32.fraction), jnp.float32) * 65536.0
+    units = low * bits_to_float(2 * _BITS_OF_ONE - (unit << FLOAT32.fraction)) * 65536.0
     high_units = jnp.floor(units)
     low_units = jnp.floor((units - high_units) * 65536.0)
     return (high_units.astype(jnp.int32) << 16).astype(jnp.uint32) + low_units.astype(jnp.uint32)

@@ -26,6 +26,7 @@ from jchop._core.arithmetic.double_word import DoubleWord
 from jchop._core.arithmetic.exact import BelowLastPlace, ExactResult, round_exact
 from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of, supports_operation
 from jchop._core.rounding import modes
+from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.modes import take_random_bits
 from jchop._spec.accumulation import MERGED, MatmulSpec
@@ -139,10 +140,7 @@ def require_aligned_order(spec: MatmulSpec, carrier: Carrier) -> None:
         ValueError: names the field.
     """
     has_scales = spec.operands is not None and spec.operands.scaled is not None
-    own, whole = (
-        carrier_range(carrier) if has_scales else range_of(spec.operands, carrier),
-        carrier_range(FLOAT32),
-    )
+    own, whole = (carrier_range(carrier) if has_scales else range_of(spec.operands, carrier), carrier_range(FLOAT32))
     if own.precision > whole.precision or own.quantum < whole.quantum or own.top > whole.top:
         raise ValueError(
             f"operands={None if spec.operands is None else str(spec.operands)!r} of {carrier.name} may not be numbers "
@@ -212,11 +210,11 @@ def _significands_and_exponents(x: Array, emin: int) -> tuple[Array, Array]:
     field, fraction = magnitude >> FLOAT32.fraction, magnitude & bit_ops.low_mask(FLOAT32.fraction)
     lead = jnp.where(field > 0, FLOAT32.fraction, bit_ops.floor_log2_integers(jnp.maximum(fraction, 1), FLOAT32))
     fraction = (fraction << (FLOAT32.fraction - lead)) & bit_ops.low_mask(FLOAT32.fraction)
-    s = lax.bitcast_convert_type(fraction | FLOAT32.bias << FLOAT32.fraction, jnp.float32)
+    s = bits_to_float(fraction | FLOAT32.bias << FLOAT32.fraction)
     e = jnp.maximum(field, 1) - FLOAT32.bias - (FLOAT32.fraction - lead)
     s = jnp.where(magnitude == 0, np.float32(0), s * _power_or_zero(jnp.minimum(e - emin, 0)))
-    bits = lax.bitcast_convert_type(s, jnp.int32) | sign
-    s = jnp.where(field == 2 * FLOAT32.bias + 1, x, lax.bitcast_convert_type(bits, jnp.float32))
+    bits = float_to_bits(s) | sign
+    s = jnp.where(field == 2 * FLOAT32.bias + 1, x, bits_to_float(bits))
     return s, jnp.where(magnitude == 0, _ZERO_EXPONENT, jnp.maximum(e, emin))
 
 
@@ -231,7 +229,7 @@ def merge_terms(floats: list[Array], exponents: list[Array], unit: TensorCoreUni
 
 def _power_or_zero(exponent: Array) -> Array:
     """2^exponent for exponents up to 127; 0 below -126."""
-    return lax.bitcast_convert_type(jnp.maximum(exponent + FLOAT32.bias, 0) << FLOAT32.fraction, jnp.float32)
+    return bits_to_float(jnp.maximum(exponent + FLOAT32.bias, 0) << FLOAT32.fraction)
 
 
 # -- integers of two limbs ---------------------------------------------------------------------------------------------
@@ -297,7 +295,7 @@ def _limbs_of_long_product(
     high, low = _carry_limbs(x1 * y1 + (middle >> 12), x0 * y0 + ((middle & 0xFFF) << 12))
     shift = largest - e + (2 * FLOAT32.fraction - unit.bits)
     high, low = _shift_limbs(high, low, shift)
-    negative = lax.bitcast_convert_type(product, jnp.int32) < 0
+    negative = float_to_bits(product) < 0
     return jnp.where(negative, -high, high), jnp.where(negative, -low, low)
 
 
@@ -529,9 +527,7 @@ def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFa
         values = [jnp.where(jnp.abs(v) >= 2.0 ** (FLOAT32.bias + 1), v * jnp.inf, v) for v in values]
     magnitude = bit_ops.split_sign(c, FLOAT64)[1]
     c_exp = jnp.clip(
-        (magnitude >> FLOAT64.fraction).astype(jnp.int32) - FLOAT64.bias,
-        1 - FLOAT32.bias,
-        FLOAT32.bias + 1,
+        (magnitude >> FLOAT64.fraction).astype(jnp.int32) - FLOAT64.bias, 1 - FLOAT32.bias, FLOAT32.bias + 1
     )
     c_exp = jnp.where(magnitude == 0, 1 - FLOAT32.bias, jnp.maximum(c_exp, unit.sum_emin))
     total, exponent = (_sum_of_products_first if unit.apart else _sum_of_all_terms)(c, c_exp, values, exponents, unit)

@@ -35,6 +35,16 @@ from jchop.formats import (
 Array = jax.Array
 
 
+def float_to_bits(x: Array) -> Array:
+    """The bits of float32 numbers."""
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def bits_to_float(bits: Array) -> Array:
+    """The inverse of `float_to_bits`."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of its ``code_dtype``.
 

@@ -18,13 +18,13 @@ from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.double_word import significand_of_extended
 from jchop._core.rounding.codebooks import Bins, make_bins, take_in_bounds
-from jchop._core.rounding.codes import extend_exponent
+from jchop._core.rounding.codes import bits_to_float, extend_exponent, float_to_bits
 from jchop._core.rounding.modes import rounding_thresholds
 from jchop._core.scaled import grid_elements
 from jchop._core.scaled.elements import BlockScales, ScaledPlan, scale_magnitude
-from jchop._core.scaled.grid_elements import bits_to_float, float_to_bits
 from jchop._core.xla.sizes import if_static
 from jchop.formats import CodebookFormat, ElementFormat
+from jchop.formats._base import floor_log2
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array
@@ -73,13 +73,8 @@ def _threshold_table(fmt: CodebookFormat, mode: Rounding) -> tuple[tuple[Fractio
 
 def _normalize_threshold(value: Fraction) -> tuple[Fraction, int]:
     """|value| as N 2^e with 2^27 <= N < 2^28."""
-    width, exponent = _DIGIT_BITS * _DIGIT_COUNT, 0
-    count = abs(value)
-    while count >= 1 << width:
-        count, exponent = count / 2, exponent + 1
-    while count < 1 << (width - 1):
-        count, exponent = count * 2, exponent - 1
-    return count, exponent
+    exponent = floor_log2(abs(value)) + 1 - _DIGIT_BITS * _DIGIT_COUNT
+    return abs(value) / Fraction(2) ** exponent, exponent
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,13 @@ from jchop._core.arithmetic.double_word import (
 )
 from jchop._core.arithmetic.exact import exact_overflow_mask, require_levels, round_exact, round_to_levels
 from jchop._core.arithmetic.ranges import range_of, require_operation
-from jchop._core.rounding.codes import decode_elements, decode_magnitude, encode_elements, extend_exponent
+from jchop._core.rounding.codes import (
+    bits_to_float,
+    decode_elements,
+    decode_magnitude,
+    encode_elements,
+    extend_exponent,
+)
 from jchop._core.rounding.elements import overflow_mask, round_to_spec
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.xla.backend import PORTABLE, Backend
@@ -504,7 +510,7 @@ def tensor_scale(x: Array, plan: ScaledPlan) -> Array:
     else:
         quotient = number_of_magnitude(jnp.minimum(bits, compute.inf - 1), compute)
     codes = encode_elements(quotient, TENSOR_SCALE, compute).astype(jnp.int32)
-    result = lax.bitcast_convert_type(jnp.maximum(codes, 1), jnp.float32)
+    result = bits_to_float(jnp.maximum(codes, 1))
     return bit_ops.lax_where(largest == 0, jnp.float32(1), result)
 
 
@@ -584,7 +590,7 @@ def widen_16_bit(x: Array, carrier: Carrier) -> Array:
         return x
     if carrier.name == "bfloat16":
         bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
-        return lax.bitcast_convert_type(bits, jnp.float32)
+        return bits_to_float(bits)
     return decode_elements(lax.bitcast_convert_type(x, jnp.uint16), binary16, FLOAT32)
 
 

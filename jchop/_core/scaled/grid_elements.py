@@ -35,7 +35,7 @@ from jchop._core.arithmetic.float64 import (
     widen_magnitude,
 )
 from jchop._core.elementary.pairs import split_significand
-from jchop._core.rounding.codes import decode_elements, extend_exponent
+from jchop._core.rounding.codes import bits_to_float, decode_elements, extend_exponent, float_to_bits
 from jchop._core.rounding.modes import AWAY_FROM_ZERO, BetweenNeighbours, RandomBits, take_random_bits
 from jchop._core.scaled.elements import SAFE_EXPONENT, TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop.formats import FloatFormat, UniformFormat
@@ -143,16 +143,6 @@ def move_with_quanta(x: Array, quanta: GroupQuanta) -> Array:
     )
     large = bits_to_float(float_to_bits(number) | bits ^ magnitude)
     return bit_ops.lax_where(quanta.tiny & (magnitude <= FLOAT32.inf), large, x * quanta.factor)
-
-
-def float_to_bits(x: Array) -> Array:
-    """The bits of a float32 number."""
-    return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def bits_to_float(bits: Array) -> Array:
-    """The inverse of `float_to_bits`."""
-    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------

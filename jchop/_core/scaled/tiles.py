@@ -7,6 +7,7 @@ each block, and takes the short way or the general one for the whole tile. Both 
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.elementary.pairs import split_significand
-from jchop._core.rounding.codes import encode_elements
+from jchop._core.rounding.codes import bits_to_float, encode_elements, float_to_bits
 from jchop._core.scaled import elements, grid_elements
 from jchop._core.scaled.elements import (
     SAFE_EXPONENT,
@@ -30,7 +31,6 @@ from jchop._core.scaled.elements import (
     narrow_16_bit,
     scale_magnitude,
 )
-from jchop._core.scaled.grid_elements import bits_to_float, float_to_bits
 from jchop.formats import FloatFormat, UniformFormat, binary32
 from jchop.formats.rounding import Rounding
 
@@ -165,7 +165,7 @@ def _uniform_shift(fmt: UniformFormat) -> float:
 
 def _encode_plain_uniform(quotient: Array, fmt: UniformFormat) -> Array:
     total = jnp.minimum(jnp.maximum(quotient, float(fmt.min)), float(fmt.max)) + _uniform_shift(fmt)
-    return lax.bitcast_convert_type(total, jnp.int32) & bit_ops.low_mask(fmt.bits)
+    return float_to_bits(total) & bit_ops.low_mask(fmt.bits)
 
 
 def _round_plain_uniform(x: Array, scale: Array, fmt: UniformFormat) -> Array:
@@ -237,6 +237,14 @@ def encode_tile(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     return encode_elements(elements.round_block_quotients(x, scales, plan, None), plan.element.format, plan.compute)
 
 
+class _SplitScale(NamedTuple):
+    """Scales as sums of two numbers of few bits, and about their inverse."""
+
+    inverse: Array
+    high: Array
+    low: Array
+
+
 def encode_plain_tile(x: Array, scales: BlockScales, largest: Array, plan: ScaledPlan) -> Array:
     """The result of `encode_tile` for a plain tile and its scales."""
     fmt, block_scale = plan.element.format, bits_to_float(scale_magnitude(scales, plan))
@@ -247,13 +255,11 @@ def encode_plain_tile(x: Array, scales: BlockScales, largest: Array, plan: Scale
     scale_high, scale_low = split_significand(split_scale)
     other_factor = float(unit) if scales.tensor is None else block_scale * float(unit)
     scale_high, scale_low = scale_high * other_factor, scale_low * other_factor
-    inverse_scale = 1 / (scale_high + scale_low)
+    scale = _SplitScale(1 / (scale_high + scale_low), scale_high, scale_low)
     quotient_limits = None if _stays_within_ends(plan) else (float(fmt.min / unit), float(fmt.max / unit))
     if isinstance(fmt, FloatFormat):
-        return _encode_float_tile(x, inverse_scale, scale_high, scale_low, quotient_limits, fmt).astype(fmt.code_dtype)
-    return _encode_uniform_tile(x, inverse_scale, scale_high, scale_low, largest, quotient_limits, fmt).astype(
-        fmt.code_dtype
-    )
+        return _encode_float_tile(x, scale, quotient_limits, fmt).astype(fmt.code_dtype)
+    return _encode_uniform_tile(x, scale, largest, quotient_limits, fmt).astype(fmt.code_dtype)
 
 
 def _stays_within_ends(plan: ScaledPlan) -> bool:
@@ -268,15 +274,9 @@ def _stays_within_ends(plan: ScaledPlan) -> bool:
 
 
 def _encode_uniform_tile(
-    x: Array,
-    inverse_scale: Array,
-    scale_high: Array,
-    scale_low: Array,
-    largest: Array,
-    quotient_limits: tuple | None,
-    fmt: UniformFormat,
+    x: Array, scale: _SplitScale, largest: Array, quotient_limits: tuple | None, fmt: UniformFormat
 ) -> Array:
-    guess = x * inverse_scale
+    guess = x * scale.inverse
     guess = (
         guess if quotient_limits is None else jnp.minimum(jnp.maximum(guess, quotient_limits[0]), quotient_limits[1])
     )
@@ -284,33 +284,28 @@ def _encode_uniform_tile(
     # the sign bit of a magnitude is 0.
     half_step_shift = bits_to_float(_HALF_STEP_BITS | largest & FLOAT32.sign_bit)
     total = guess + half_step_shift
-    round_up = _is_above_middle(total, total - half_step_shift, x, scale_high, scale_low)
+    round_up = _is_above_middle(total, total - half_step_shift, x, scale)
     return (float_to_bits(total) + round_up) >> 1 & bit_ops.low_mask(fmt.bits)
 
 
 def _encode_float_tile(
-    x: Array,
-    inverse_scale: Array,
-    scale_high: Array,
-    scale_low: Array,
-    quotient_limits: tuple[float, float] | None,
-    fmt: FloatFormat,
+    x: Array, scale: _SplitScale, quotient_limits: tuple[float, float] | None, fmt: FloatFormat
 ) -> Array:
     sign, magnitude = bit_ops.split_sign(x, FLOAT32)
     magnitude = bits_to_float(magnitude)
-    guess = magnitude * inverse_scale
+    guess = magnitude * scale.inverse
     guess = guess if quotient_limits is None else jnp.minimum(guess, quotient_limits[1])
     exponent = jnp.maximum(float_to_bits(guess) & FLOAT32.inf, (FLOAT32.bias + 1) << FLOAT32.fraction)
     half_step_shift = bits_to_float(exponent) * 2.0 ** (FLOAT32.fraction - fmt.frac_bits - 1)
     total = guess + half_step_shift
-    round_up = _is_above_middle(total, total - half_step_shift, magnitude, scale_high, scale_low)
+    round_up = _is_above_middle(total, total - half_step_shift, magnitude, scale)
     # The bits of `total` count half steps, and the exponent the binades. Bits beyond the code are not stored: those of
     # the exponent of `shift`, and the bias, which is 128.
     code = (float_to_bits(total) + (exponent >> (FLOAT32.fraction - fmt.frac_bits - 1)) + round_up) >> 1
     return code & bit_ops.low_mask(fmt.bits - 1) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
 
 
-def _is_above_middle(total: Array, middle: Array, x: Array, scale_high: Array, scale_low: Array) -> Array:
+def _is_above_middle(total: Array, middle: Array, x: Array, scale: _SplitScale) -> Array:
     """1 if a number is above its middle, or in it below an even number, else 0. If `middle` is none, it may be both."""
-    side = float_to_bits((middle * scale_high - x) + middle * scale_low) - (float_to_bits(total) & 2)
+    side = float_to_bits((middle * scale.high - x) + middle * scale.low) - (float_to_bits(total) & 2)
     return lax.shift_right_logical(side, jnp.full_like(side, FLOAT32.width - 1))

@@ -102,9 +102,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
         for rule in (
             ScaleRule("floor", "2^(floor(log2 a) - floor(log2 M))", carry=lambda element, fraction, of_most: 0),
             ScaleRule(
-                "ceil",
-                "2^(ceil(log2 a) - floor(log2 M))",
-                carry=lambda element, fraction, of_most: (1 << fraction) - 1,
+                "ceil", "2^(ceil(log2 a) - floor(log2 M))", carry=lambda element, fraction, of_most: (1 << fraction) - 1
             ),
             ScaleRule(
                 "even",
@@ -114,9 +112,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 needs="fraction bits",
             ),
             ScaleRule(
-                "rceil",
-                "2^ceil(log2(a / M))",
-                carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most,
+                "rceil", "2^ceil(log2(a / M))", carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most
             ),
             ScaleRule(
                 "floor_unclipped",

@@ -296,10 +296,7 @@ def option_text(value: object, name: str = "") -> str:
 
 
 def parse_element_or_scaled(
-    text: str,
-    names: Iterable[str],
-    lookup: Callable[[str], Any],
-    scale: Callable[[ElementFormat], Any],
+    text: str, names: Iterable[str], lookup: Callable[[str], Any], scale: Callable[[ElementFormat], Any]
 ) -> Any:
     """The element format or the scaled format that a lower-case text names.
 

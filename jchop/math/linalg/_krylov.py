@@ -437,8 +437,4 @@ def _givens_rotation(ops: SpecArithmetic, a: Array, b: Array) -> tuple[Array, Ar
     """Cosine and sine that turn (a, b) to (length, 0), and the length; 1, 0 and 0 for zeros."""
     length = ops.sqrt(ops.add(ops.mul(a, a), ops.mul(b, b)))
     is_zero = length == 0
-    return (
-        jnp.where(is_zero, 1, ops.div(a, length)),
-        jnp.where(is_zero, 0, ops.div(b, length)),
-        length,
-    )
+    return (jnp.where(is_zero, 1, ops.div(a, length)), jnp.where(is_zero, 0, ops.div(b, length)), length)
