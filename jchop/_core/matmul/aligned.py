@@ -382,7 +382,7 @@ def _exact_sum_of_all_terms(
         )
         total = reduce(jnp.add, multiples, jnp.where(negative, -c_units, c_units))
         word = jnp.abs(total).astype(jnp.uint32)
-        return _exact_of_words(total < 0, word, jnp.zeros_like(word), unit_exponent - FLOAT32.work_width, unit)
+        return _exact_of_words(total < 0, word, None, unit_exponent - FLOAT32.work_width, unit)
     total = _limbs_of_products(x, y, exponents, largest, unit, floats)
     return _exact_of_limbs(
         *_add_limbs([total, _limbs_of_accumulator(negative, digits, largest - c_exp, bits, False)]), unit_exponent, unit
@@ -436,14 +436,17 @@ def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUn
     return _exact_of_words(negative, *words, exponent, unit)
 
 
-def _exact_of_words(negative: Array, high: Array, low: Array, exponent: Array, unit: TensorCoreUnit) -> ExactResult:
-    """(high 2^32 + low) 2^exponent."""
-    zero = (high | low) == 0
+def _exact_of_words(
+    negative: Array, high: Array, low: Array | None, exponent: Array, unit: TensorCoreUnit
+) -> ExactResult:
+    """(high 2^32 + low) 2^exponent; if `low` is None, it is zero."""
+    zero = (high if low is None else high | low) == 0
     sign = jnp.where(zero, _sign_of_zero_sum(unit), jnp.where(negative, FLOAT32.sign_bit, 0)).astype(jnp.int32)
     exponent = jnp.where(zero, 0, exponent + (2 * FLOAT32.work_width - 2))
-    v = double_word.fill_high_word(DoubleWord(sign, exponent, high, low))
+    v = DoubleWord(sign, exponent, high, jnp.zeros_like(high) if low is None else low)
+    v = v if low is None else double_word.fill_high_word(v)
     v = double_word.shift_to_top(v, double_word.leading_zeros(v.high, FLOAT32))
-    return double_word.exact_of_double_word(v, jnp.zeros_like(low), FLOAT32)
+    return double_word.exact_of_double_word(v, jnp.zeros_like(high), FLOAT32)
 
 
 def _exact_or_special(v: ExactResult, special: Array) -> ExactResult:
