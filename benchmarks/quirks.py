@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.quotient import divisor_of
-from jchop._core.scaled.float_zero_points import _quotient_of_difference
+from jchop._core.arithmetic.double_word import divisor_of
+from jchop._core.scaled.zero_points import _quotient_of_difference
 from jchop._core.xla.cpu import CPU_QUIRKS
 
 PAIRS = 5

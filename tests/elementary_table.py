@@ -13,7 +13,7 @@ import numpy as np
 import oracle_elementary as exact
 
 import jchop as jc
-from jchop._core.elementary.evaluate import UNARY_FUNCTIONS, elementary_function
+from jchop._core.elementary.functions import UNARY_FUNCTIONS, elementary_function
 
 #: By name: exponent and fraction bits.
 FORMATS = {"bfloat16": (8, 7), "binary16": (5, 10), "float8_e5m2": (5, 2), "float8_e4m3": (4, 3)}

@@ -51,7 +51,7 @@ WINGS: dict[str, set[str]] = {
     "__main__": {"_cli"},
 }
 # The rooms of the core of the core, in order; bodies of operations stand on top of them.
-CORE_ROOMS = ("xla", "rounding", "arithmetic", "matmul", "elementary", "scaled", "scaled_float32")
+CORE_ROOMS = ("xla", "rounding", "arithmetic", "matmul", "elementary", "scaled")
 MOST_FILES = 18  # in a folder
 MOST_MODULES = 120  # loaded by `import jchop`
 # Names that several files define for themselves: aliases of types, type variables, registrars of JAX; and the public
@@ -344,7 +344,7 @@ def test_private_names_stay_in_their_file() -> None:
 
 
 # Where modes are told apart: the definition, the tables, and a short cut that needs tables of its own.
-MODES_IN = {"formats.rounding", "_core.rounding.modes", "_core.scaled_float32.integers"}
+MODES_IN = {"formats.rounding", "_core.rounding.modes", "_core.scaled.grid_elements"}
 
 
 def test_rounding_modes_are_told_apart_in_one_table() -> None:

@@ -1,7 +1,12 @@
 """Scaled formats of any grouping: rounding, quantization, dequantization and fits, elementwise with broadcast scales.
 
-The arithmetic is the arithmetic of tiles (`elements`, `scales`), along all axes of a group. The format's rule chooses a
+The arithmetic is the arithmetic of tiles (`elements`), along all axes of a group. The format's rule chooses a
 scale. If the format quantizes scales again, the stored scale is used.
+
+Elements are found by the fastest exact way. If floating-point arithmetic is exact, it replaces arithmetic on bits
+(`grid_elements`, `codebook_elements`). Otherwise the bodies of tiles (`elements`) run on arrays. Format and dtype
+decide, before any number is known. But a program may branch on whether all scales are in a safe range; that way has
+fewer operations for each element.
 """
 
 from __future__ import annotations
@@ -16,26 +21,216 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
-from jchop._core.rounding.codes import encode_elements, pack_codes, unpack_codes
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words_like
-from jchop._core.scaled import elements, fitting, float_zero_points, zero_points
-from jchop._core.scaled.groups import Groups
-from jchop._core.scaled.levels import fit_levels
-from jchop._core.scaled.scales import (
+from jchop._core.rounding.codes import (
+    bits_to_float,
+    decode_elements,
+    encode_elements,
+    float_to_bits,
+    pack_codes,
+    unpack_codes,
+)
+from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
+from jchop._core.scaled import codebook_elements, elements, fitting, grid_elements, zero_points
+from jchop._core.scaled.elements import (
+    MOST_WITHOUT_BRANCH,
     BlockScales,
+    Decoding,
+    Encoding,
     ScaledPlan,
+    are_in_safe_range,
     choose_scales,
     largest_finite_magnitude,
     load_scales,
+    narrow_16_bit,
+    put_nan,
     store_scales,
     tensor_scale,
 )
-from jchop._core.scaled_float32 import dispatch, in_float64, integers
+from jchop._core.scaled.fitting import fit_levels
+from jchop._core.scaled.groups import Groups
 from jchop._core.xla.backend import PORTABLE, Backend
+from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat, ScaledFormat
 
 Array = jax.Array
+
+
+# == which way =========================================================================================================
+
+
+#: Arrays of at most as many numbers are rounded in float64 if the program may: a third of the operations to compile,
+#: each of them at half the speed. Under scales that are powers of two (True) float32 needs few operations, too.
+MOST_IN_FLOAT64 = {False: 1 << 19, True: 1 << 16}
+
+
+def plan_to_encode(x: Array, plan: ScaledPlan, backend: Backend) -> ScaledPlan:
+    """The plan of a program that finds the elements of `x`, with every choice between the exact ways."""
+    plan = plan_to_decode(plan, backend)
+    encoding = next((way for way, supports in _ENCODINGS.items() if supports(plan)), "exact")
+    few = if_static(lambda: x.size <= MOST_IN_FLOAT64[plan.is_power])
+    float64 = backend.float64 and (few or encoding == "exact")
+    of_elements = float64 and grid_elements.supports_float64_encode(plan)
+    # Float32 products may be rounded once more, to the plan's carrier, if they are exact.
+    of_numbers = of_elements and (plan.carrier is plan.compute or plan.decoding in ("integers", "floats"))
+    return replace(plan, encoding=encoding, float64=float64, float64_elements=of_elements, float64_numbers=of_numbers)
+
+
+def plan_to_decode(plan: ScaledPlan, backend: Backend) -> ScaledPlan:
+    """The plan of a program that finds the numbers of codes."""
+    decoding = next((way for way, supports in _DECODINGS.items() if supports(plan)), "exact")
+    return replace(plan, backend=backend, decoding=decoding, float64=backend.float64 and decoding == "codebooks")
+
+
+#: Whether a way gives the results of the exact way, the fastest first.
+_ENCODINGS: dict[Encoding, Callable[[ScaledPlan], bool]] = {
+    "integers": grid_elements.supports_integer_encode,
+    "floats": grid_elements.supports_float_encode,
+    "thresholds": codebook_elements.supports_threshold_encode,
+    "codebooks": codebook_elements.supports_codebook_encode,
+}
+_DECODINGS: dict[Decoding, Callable[[ScaledPlan], bool]] = {
+    "integers": grid_elements.supports_integer_decode,
+    "floats": grid_elements.supports_float_decode,
+    "codebooks": codebook_elements.supports_codebook_decode,
+    "level_products": codebook_elements.has_level_products,
+}
+
+
+def materialize_scales(scales: BlockScales, plan: ScaledPlan) -> BlockScales:
+    """Scales, computed once for each group."""
+    if plan.float64_numbers:
+        return grid_elements.materialize_scale_pairs(scales, plan)
+    return BlockScales(*plan.backend.per_group((scales.value, scales.nan, scales.tensor)))
+
+
+def branch_on_range(
+    run: Callable[[ScaledPlan], Array], x: Array, scales: BlockScales, plan: ScaledPlan, zero: Array | None = None
+) -> Array:
+    """The result of `run` under a plan. If the program may branch, moderate scales use a plan with `in_safe_range`.
+
+    Args:
+        run: a function of a plan.
+        x: numbers.
+        scales: the scales of their groups.
+        plan: the plan without `in_safe_range`.
+        zero: integer zero points, which must be within 2^10 of zero for the branch.
+    """
+    branch, gains = plan.backend.branch, plan.encoding in ("integers", "floats") and not plan.float64_elements
+    small = if_static(lambda: x.size <= MOST_WITHOUT_BRANCH)
+    if branch is None or not gains or scales.tensor is not None or small:
+        return run(plan)
+    in_safe_range = jnp.all(are_in_safe_range(scales, plan))
+    if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
+        in_safe_range &= jnp.all((zero >= -grid_elements.MOST_ZERO_POINT) & (zero <= grid_elements.MOST_ZERO_POINT))
+    return branch(in_safe_range, lambda: run(replace(plan, in_safe_range=True)), lambda: run(plan))
+
+
+def encode_groups(
+    x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
+) -> Array:
+    """The codes of the quotients x / s, with zero points if there are any, rounded once to the element format."""
+    if plan.float64_elements and not _is_number(zero):
+        return grid_elements.encode_in_float64(x, scales, plan, word, zero)
+    if zero is not None:
+        return grid_elements.encode_integers(_round_with_zero_points(x, scales, zero, plan, word), plan)
+    match plan.encoding:
+        case "integers":
+            return grid_elements.encode_integers(grid_elements.round_to_integers(x, scales, None, plan, word), plan)
+        case "floats":
+            return grid_elements.encode_floats(x, scales, plan)
+        case "thresholds":
+            return codebook_elements.encode_by_thresholds(x, scales, plan)
+        case "codebooks":
+            return codebook_elements.encode_codebook(x, scales, plan)
+    return encode_elements(elements.round_block_quotients(x, scales, plan, word), plan.element.format, plan.compute)
+
+
+def round_groups(
+    x: Array, scales: BlockScales, plan: ScaledPlan, word: Array | None, zero: Array | None = None
+) -> Array:
+    """The numbers of the codes of `encode_groups`."""
+    if plan.float64_numbers and not _is_number(zero):
+        return _narrow_products(grid_elements.round_in_float64(x, scales, plan, word, zero), scales, plan)
+    if zero is not None:
+        return _subtract_zero_points(_round_with_zero_points(x, scales, zero, plan, word), scales, zero, plan)
+    match plan.encoding, plan.decoding:
+        case "integers", "integers":
+            counts = grid_elements.round_to_integers(x, scales, None, plan, word)
+            return multiply_integers_of_groups(counts, scales, plan)
+        case "floats", "floats":
+            values = grid_elements.round_float_quotients(x, scales, plan)
+            return _narrow_products(grid_elements.multiply_floats_by_scales(values, scales, plan), scales, plan)
+        case "thresholds" | "codebooks", _:
+            return decode_groups(encode_groups(x, scales, plan, word), scales, plan)
+    return elements.multiply_by_scales(elements.round_block_quotients(x, scales, plan, word), scales, plan)
+
+
+def decode_groups(codes: Array, scales: BlockScales, plan: ScaledPlan, zero: Array | None = None) -> Array:
+    """The numbers of codes."""
+    if zero is not None:
+        counts, _ = grid_elements.decode_integers(codes, plan)
+        return _subtract_zero_points(counts.astype(plan.compute.work), scales, zero, plan)
+    match plan.decoding:
+        case "integers":
+            counts, unused_codes = grid_elements.decode_integers(codes, plan)
+            return multiply_integers_of_groups(counts, scales, plan, unused_codes)
+        case "floats":
+            return _narrow_products(grid_elements.decode_floats(codes, scales, plan), scales, plan)
+        case "codebooks":
+            return _narrow_products(codebook_elements.decode_codebook(codes, scales, plan), scales, plan)
+        case "level_products":
+            levels = codebook_elements.level_of_each_code(plan.element.format, scales.value)
+            products = elements.multiply_by_scales(levels, scales, plan)
+            return codebook_elements.pick_product(codes, plan.backend.per_group(products))
+    return elements.multiply_by_scales(decode_elements(codes, plan.element.format, plan.compute), scales, plan)
+
+
+def _is_number(zero: Array | None) -> bool:
+    """Whether zero points are numbers to add, and not integers."""
+    return zero is not None and jnp.issubdtype(zero.dtype, jnp.floating)
+
+
+def _round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: ScaledPlan, word: Array | None) -> Array:
+    """The elements as whole numbers of the work dtype."""
+    if plan.encoding == "integers" and not _is_number(zero):
+        return grid_elements.round_to_integers(x, scales, zero, plan, word)
+    return zero_points.clamp_to_ends(zero_points.round_with_zero_points(x, scales, zero, plan, word), plan)
+
+
+def _subtract_zero_points(values: Array, scales: BlockScales, zero: Array, plan: ScaledPlan) -> Array:
+    """The numbers of elements with zero points."""
+    if _is_number(zero):
+        return zero_points.add_zero_points(values, scales, zero, plan)
+    values = values - zero.astype(values.dtype)
+    if plan.decoding == "integers":
+        return multiply_integers_of_groups(values, scales, plan)
+    wider = Spec(IntegerFormat(plan.element.format.bits + 1))
+    return elements.multiply_by_scales(values.astype(plan.compute.name), scales, replace(plan, element=wider))
+
+
+def multiply_integers_of_groups(
+    counts: Array, scales: BlockScales, plan: ScaledPlan, unused_codes: Array | None = None
+) -> Array:
+    """Quanta times scales, rounded once to the plan's carrier, if its `decoding` is "integers"."""
+    return _narrow_products(
+        put_nan(grid_elements.multiply_integers_by_scales(counts, scales, plan), unused_codes, plan.compute),
+        scales,
+        plan,
+    )
+
+
+def _narrow_products(products: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
+    """Products, rounded to a narrower carrier if the plan has one."""
+    if plan.carrier.name in elements.NARROW_SPECS:
+        products = round_to_spec(products, elements.NARROW_SPECS[plan.carrier.name], plan.compute)
+    return narrow_16_bit(put_nan(products, scales.nan, plan.compute), plan.carrier)
+
+
+# == bodies ============================================================================================================
+
+
 #: A stored scale: an array, or a tuple if a format has several parts (`ScaledFormat.scale_parts`).
 ScaleArrays = Any
 
@@ -53,11 +248,6 @@ class _GroupScales:
     scales: BlockScales
     zero: Array | None
     store: Callable[[], tuple[ScaleArrays, Array | None]]
-
-    @property
-    def zero_is_number(self) -> bool:
-        """Whether zero points are numbers to add, and not integers."""
-        return self.zero is not None and jnp.issubdtype(self.zero.dtype, jnp.floating)
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
@@ -79,21 +269,15 @@ def round_body(
         place: the position of `x` in the random stream.
         backend: of the program; it may branch on the scales' sizes, and compute in float64.
     """
-    plan = dispatch.plan_to_encode(x, plan, backend)
+    plan = plan_to_encode(x, plan, backend)
     groups = _groups_of_plan(x.shape, plan)
     group_scales = _fit_groups(x, _view_of_groups(x, groups, plan), groups, plan)
 
     def run(plan: ScaledPlan) -> Array:
         view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, seeds_and_starts, groups, place)
-        if group_scales.zero is None:
-            return groups.back(dispatch.round_groups(view, group_scales.scales, plan, word))
-        if not group_scales.zero_is_number and plan.float64_numbers:
-            return groups.back(
-                dispatch.round_groups_in_float64(view, group_scales.scales, group_scales.zero, plan, word)
-            )
-        return groups.back(_dequantize_elements(_round_to_elements(view, group_scales, plan, word), group_scales, plan))
+        return groups.back(round_groups(view, group_scales.scales, plan, word, group_scales.zero))
 
-    return dispatch.branch_on_range(run, x, group_scales.scales, plan, group_scales.zero)
+    return branch_on_range(run, x, group_scales.scales, plan, group_scales.zero)
 
 
 def quantize_body(
@@ -116,7 +300,7 @@ def quantize_body(
         as_dtype: dtype of the codes, of 8 bits. None: only scales and zero points, no codes.
         backend: as for `round_body`.
     """
-    plan = dispatch.plan_to_encode(x, plan, backend)
+    plan = plan_to_encode(x, plan, backend)
     groups = _groups_of_plan(x.shape, plan)
     if given:
         group_scales = _load_groups(arrays[:given], groups, plan)
@@ -128,30 +312,21 @@ def quantize_body(
 
     def run(plan: ScaledPlan) -> Array:
         view, word = _view_of_groups(x, groups, plan), _words_of_groups(x, arrays[given:], groups, place)
-        if group_scales.zero is None:
-            codes = dispatch.encode_groups(view, group_scales.scales, plan, word)
-        elif not group_scales.zero_is_number and plan.float64_elements:
-            codes = in_float64.encode_in_float64(view, group_scales.scales, plan, word, group_scales.zero)
-        else:
-            codes = integers.encode_integers(_round_to_elements(view, group_scales, plan, word), plan)
+        codes = encode_groups(view, group_scales.scales, plan, word, group_scales.zero)
         return lax.bitcast_convert_type(_pack_view(codes, groups, plan.fmt.bits), as_dtype)
 
-    return dispatch.branch_on_range(run, x, group_scales.scales, plan, group_scales.zero), *scale_arrays
+    return branch_on_range(run, x, group_scales.scales, plan, group_scales.zero), *scale_arrays
 
 
 def dequantize_body(
     codes: Array, *scale_arrays: Array, plan: ScaledPlan, shape: tuple[int, ...], backend: Backend = PORTABLE
 ) -> Array:
     """The numbers of the results of `quantize_body`: equal to `round_body`, bit for bit; `backend` as there."""
-    plan = dispatch.plan_to_decode(plan, backend)
+    plan = plan_to_decode(plan, backend)
     groups = _groups_of_plan(shape, plan)
     group_scales = _load_groups(scale_arrays, groups, plan)
     view = _unpack_view(codes, groups, plan.fmt.bits)
-    if group_scales.zero is None:
-        return groups.back(dispatch.decode_groups(view, group_scales.scales, plan))
-    return groups.back(
-        _dequantize_elements(integers.decode_integers(view, plan)[0].astype(plan.compute.work), group_scales, plan)
-    )
+    return groups.back(decode_groups(view, group_scales.scales, plan, group_scales.zero))
 
 
 def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: StreamOffset = STREAM_START) -> Array:
@@ -161,7 +336,9 @@ def overflow_body(x: Array, *seeds_and_starts: Array, plan: ScaledPlan, place: S
     group_scales = _fit_groups(x, view, groups, plan)
     if group_scales.zero is not None:
         return groups.back(
-            zero_points.is_beyond_ends(view, _round_with_zero_points(view, group_scales, plan, word), plan)
+            zero_points.is_beyond_ends(
+                view, zero_points.round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, word), plan
+            )
         )
     return groups.back(elements.quotient_overflow_mask(view, group_scales.scales, plan, word))
 
@@ -193,18 +370,6 @@ def _words_of_groups(x: Array, seeds_and_starts: Sequence[Array], groups: Groups
     return groups.view(words_like(x, seeds_and_starts, place)) if seeds_and_starts else None
 
 
-# -- elements ----------------------------------------------------------------------------------------------------------
-
-
-def _round_to_elements(view: Array, group_scales: _GroupScales, plan: ScaledPlan, word: Array | None) -> Array:
-    """The elements as numbers, or as whole numbers of the work dtype if there are zero points."""
-    if group_scales.zero is None:
-        return elements.round_block_quotients(view, group_scales.scales, plan, word)
-    if plan.encoding == "integers" and not group_scales.zero_is_number:
-        return integers.round_to_integers(view, group_scales.scales, group_scales.zero, plan, word)
-    return zero_points.clamp_to_ends(_round_with_zero_points(view, group_scales, plan, word), plan)
-
-
 def _pack_view(codes: Array, groups: Groups, bits: int) -> Array:
     """Codes of a view, packed along the last axis of the array."""
     byte_groups = groups.byte_groups(bits)
@@ -222,24 +387,6 @@ def _unpack_view(code_bytes: Array, groups: Groups, bits: int) -> Array:
     return groups.view(unpack_codes(code_bytes, bits, groups.shape[-1] if groups.shape else 1).reshape(groups.shape))
 
 
-def _round_with_zero_points(view: Array, group_scales: _GroupScales, plan: ScaledPlan, word: Array | None) -> Array:
-    assert group_scales.zero is not None
-    rounds = float_zero_points.round_offset if group_scales.zero_is_number else zero_points.round_quotient_plus_zero
-    return rounds(view, group_scales.scales, group_scales.zero, plan, word)
-
-
-def _dequantize_elements(values: Array, group_scales: _GroupScales, plan: ScaledPlan) -> Array:
-    assert group_scales.zero is not None
-    if group_scales.zero_is_number:
-        return float_zero_points.add_zero_points(values, group_scales.scales, group_scales.zero, plan)
-    values = values - group_scales.zero.astype(values.dtype)
-    if plan.decoding == "integers":
-        return dispatch.multiply_integers_of_groups(values, group_scales.scales, plan)
-    difference = values.astype(plan.compute.name)
-    wider = Spec(IntegerFormat(plan.element.format.bits + 1))
-    return elements.multiply_by_scales(difference, group_scales.scales, replace(plan, element=wider))
-
-
 # -- scales ------------------------------------------------------------------------------------------------------------
 
 
@@ -252,9 +399,9 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
     """
     fmt, zero = plan.fmt, None
     whole = tensor_scale(elements.widen_16_bit(x, plan.carrier), plan) if plan.rule.tensor_scale else None
-    tensor = None if whole is None else lax.bitcast_convert_type(whole, jnp.int32)
+    tensor = None if whole is None else float_to_bits(whole)
     if fmt.zero_point:
-        fit = float_zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
+        fit = zero_points.fit_offset if fmt.zero_point == "float" else zero_points.fit_range
         scales, zero = fit(view, groups.axes, plan)
     elif plan.rule.fit in fitting.SCALE_FITS:
         scales = fitting.SCALE_FITS[plan.rule.fit](view, groups.axes, plan, tensor)
@@ -263,7 +410,7 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
         scales = BlockScales(groups.expand(fit_levels(groups.squeeze(largest), plan)))
     else:
         scales = choose_scales(view, groups.axes, plan, tensor, stores)
-    scales, zero = dispatch.materialize_scales(scales, plan), plan.backend.per_group(zero)
+    scales, zero = materialize_scales(scales, plan), plan.backend.per_group(zero)
 
     def scale_arrays() -> ScaleArrays:
         own = groups.squeeze(store_scales(scales, plan))
@@ -273,13 +420,13 @@ def _fit_groups(x: Array, view: Array, groups: Groups, plan: ScaledPlan, stores:
         if zero is None:
             return None
         zeros = groups.squeeze(zero)
-        return float_zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
+        return zero_points.store_zero_points(zeros, plan) if fmt.zero_point == "float" else zeros
 
     if plan.of_scales is None:
         return _GroupScales(scales, zero, lambda: plan.backend.per_group((scale_arrays(), zero_array())))
     parts = lax.optimization_barrier(_quantize_scales(lax.optimization_barrier(scale_arrays()), plan.of_scales))
     return _GroupScales(
-        dispatch.materialize_scales(_load_block_scales(parts, groups, plan), plan),
+        materialize_scales(_load_block_scales(parts, groups, plan), plan),
         zero,
         lambda: plan.backend.per_group((parts, zero_array())),
     )
@@ -290,11 +437,9 @@ def _load_groups(arrays: Sequence[Array], groups: Groups, plan: ScaledPlan) -> _
     scale_arrays, zeros = unflatten_scales(arrays, plan.fmt)
     zero = None if zeros is None else groups.expand(zeros)
     if zero is not None and plan.fmt.zero_point == "float":
-        zero = float_zero_points.load_zero_points(zero, plan)
+        zero = zero_points.load_zero_points(zero, plan)
     return _GroupScales(
-        dispatch.materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan),
-        zero,
-        lambda: (scale_arrays, zeros),
+        materialize_scales(_load_block_scales(scale_arrays, groups, plan), plan), zero, lambda: (scale_arrays, zeros)
     )
 
 
@@ -303,29 +448,31 @@ def _load_block_scales(parts: ScaleArrays, groups: Groups, plan: ScaledPlan) -> 
         parts = _dequantize_scales(parts, plan.of_scales, groups.counts)
     if plan.rule.tensor_scale:
         parts, whole = parts
-        return load_scales(groups.expand(parts), plan, lax.bitcast_convert_type(whole, jnp.int32))
+        return load_scales(groups.expand(parts), plan, float_to_bits(whole))
     return load_scales(groups.expand(parts), plan)
 
 
 def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
     """binary32 scales in their own scaled format, never zero: codes, scales, and zero points if any."""
-    plan = dispatch.plan_to_encode(scales, plan, PORTABLE)
+    plan = plan_to_encode(scales, plan, PORTABLE)
     groups = _groups_of_plan(scales.shape, plan)
     view = _view_of_groups(scales, groups, plan)
     group_scales = _fit_groups(scales, view, groups, plan)
-    values = _round_to_elements(view, group_scales, plan, None)
     if group_scales.zero is None:
+        values = elements.round_block_quotients(view, group_scales.scales, plan, None)
         sign, magnitude = bit_ops.split_sign(values, plan.compute)
         smallest = plan.compute.toward_zero(fitting.smallest_positive(plan.element.format))[0]
         values = bit_ops.join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
         codes = encode_elements(values, plan.element.format, plan.compute)
     else:
-        codes = integers.encode_integers(values, plan)
+        codes = grid_elements.encode_integers(
+            _round_with_zero_points(view, group_scales.scales, group_scales.zero, plan, None), plan
+        )
     return _pack_view(codes, groups, plan.fmt.bits), *flatten_scales(*group_scales.store())
 
 
 def _dequantize_scales(scale_arrays: tuple[Array, ...], plan: ScaledPlan, shape: tuple[int, ...]) -> Array:
     scales = dequantize_body(*scale_arrays, plan=plan, shape=shape)
-    bits = lax.bitcast_convert_type(scales, jnp.int32)
+    bits = float_to_bits(scales)
     finite = bit_ops.lax_clip(bits, 1, FLOAT32.inf - 1)  # the largest may round up beyond the ends
-    return lax.bitcast_convert_type(finite, jnp.float32)
+    return bits_to_float(finite)

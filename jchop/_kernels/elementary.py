@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jchop._core.elementary.evaluate import elementary_function, supports_function
+from jchop._core.elementary.functions import elementary_function, supports_function
 from jchop._kernels.primitive import make_op
 
 __all__ = ["elementary_op", "supports_function"]

@@ -9,7 +9,7 @@ import jax
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, words_like
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.tiles import kernel_function, refuse_tpu_dtype
 from jchop._spec.spec import Spec

@@ -16,8 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.random_bits import SEEDS, random_words
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
+from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, random_words
 from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
 from jchop._kernels.tiles import LANES, SUBLANES, next_multiple
 from jchop._spec.spec import Spec

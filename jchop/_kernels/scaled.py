@@ -24,9 +24,9 @@ from jchop._common.bit_ops import (
 )
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
-from jchop._core.scaled.elements import widen_16_bit
-from jchop._core.scaled.scales import ScaledPlan, make_scaled_plan, scale_dtype, tensor_scale
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
+from jchop._core.scaled import tiles
+from jchop._core.scaled.elements import ScaledPlan, make_scaled_plan, scale_dtype, tensor_scale, widen_16_bit
 from jchop._core.scaled.sparse import drop_outside_mask, sparse_mask
 from jchop._core.scaled_bodies import (
     ScaleArrays,
@@ -37,7 +37,6 @@ from jchop._core.scaled_bodies import (
     round_body,
     unflatten_scales,
 )
-from jchop._core.scaled_float32 import tiles
 from jchop._core.xla.sizes import are_static
 from jchop._kernels.primitive import Kernel, make_op
 from jchop._kernels.scaled_tile import CODE_SUBLANES, ScaledBlocksProblem, kernel_words

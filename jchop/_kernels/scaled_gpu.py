@@ -18,10 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jchop._core.scaled.elements import widen_16_bit
-from jchop._core.scaled.power_of_two_scales import quantize_tile_by_powers, round_tile_by_powers
-from jchop._core.scaled.scales import BlockScales, ScaledPlan, choose_scales, store_scales
-from jchop._core.scaled_float32 import tiles
+from jchop._core.scaled import tiles
+from jchop._core.scaled.elements import BlockScales, ScaledPlan, choose_scales, store_scales, widen_16_bit
+from jchop._core.scaled.tiles import quantize_tile_by_powers, round_tile_by_powers
 from jchop._kernels.pallas import call_on_gpu, divmod_int32
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, draw_tile_words, tensor_scale_of_words
 

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._core.rounding.random_bits import SEEDS, random_words
-from jchop._core.rounding.stream_offset import StreamOffset
-from jchop._core.scaled.scales import ScaledPlan, scale_dtype
+from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words
+from jchop._core.scaled.elements import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
 from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
 

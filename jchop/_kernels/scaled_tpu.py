@@ -22,9 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jchop._core.scaled.elements import widen_16_bit
-from jchop._core.scaled.power_of_two_scales import quantize_tile_by_powers, round_tile_by_powers
-from jchop._core.scaled.scales import ScaledPlan
+from jchop._core.scaled.elements import ScaledPlan, widen_16_bit
+from jchop._core.scaled.tiles import quantize_tile_by_powers, round_tile_by_powers
 from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledTpuTiling, draw_tile_words, tensor_scale_of_words
 

@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
 from jchop._common.checks import as_numpy, check_int
 from jchop._common.settings import jax_default_settings
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
 

@@ -18,8 +18,7 @@ from jchop._common.gradients import CustomJvp, on_cotangent
 from jchop._common.settings import always_jit
 from jchop._core.rounding.elements import overflow_mask
 from jchop._core.rounding.grid import require_carrier
-from jchop._core.rounding.random_bits import SEEDS, seed_words
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset, draw_words, words_like
+from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, draw_words, seed_words, words_like
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
 from jchop._kernels.scaled import require_scaled_plan, round_scaled, scaled_overflow

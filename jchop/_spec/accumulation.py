@@ -16,8 +16,6 @@ from jchop._common.checks import check_bool, check_choice, check_int, check_text
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 
-__all__ = ["MERGED", "MatmulSpec", "Order", "SumSpecLike", "as_matmul_spec"]
-
 #: The sequential orders of multiply-adds, which can be fused.
 _FUSABLE_ORDERS = ("sequential", "blocked")
 #: The numbers that each order takes.

@@ -24,8 +24,6 @@ from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, Scaled
 from jchop.formats._facts import format_facts
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
-__all__ = ["AnySpec", "Gradient", "Spec", "as_spec", "parse"]
-
 
 @dataclass(frozen=True)
 class Gradient:

@@ -11,8 +11,6 @@ from jchop._common.checks import check_choice, close_names_hint
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import as_spec
 
-__all__ = ["TENSOR_CORES", "TensorCore", "tensor_core"]
-
 
 @dataclass(frozen=True)
 class TensorCore:

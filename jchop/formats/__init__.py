@@ -3,10 +3,7 @@
 from jchop.formats import _catalogue
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import *  # noqa: F403
-from jchop.formats._catalogue import (
-    ALIASES,
-    CATALOGUE,
-)
+from jchop.formats._catalogue import ALIASES, CATALOGUE
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
 from jchop.formats._float import FloatFormat
@@ -15,12 +12,7 @@ from jchop.formats._tapered import HiFloat8Format, PositFormat, StringFormat, Ta
 from jchop.formats.scaled import catalogue as _scaled_catalogue
 from jchop.formats.scaled.catalogue import *  # noqa: F403
 from jchop.formats.scaled.scale_rules import SCALE_RULES
-from jchop.formats.scaled.scaled import (
-    SCALED_CATALOGUE,
-    ScaledFormat,
-    bfp,
-    parse_format,
-)
+from jchop.formats.scaled.scaled import SCALED_CATALOGUE, ScaledFormat, bfp, parse_format
 
 __all__ = [
     "ALIASES",

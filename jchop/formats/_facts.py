@@ -7,8 +7,6 @@ from typing import Any
 
 from jchop._common.text import html
 
-__all__ = ["format_facts", "format_html", "short_number"]
-
 
 def format_facts(fmt: Any) -> list[tuple[str, str]]:
     """Names and values of the properties of an element format or a scaled format.

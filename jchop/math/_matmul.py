@@ -17,7 +17,8 @@ from jchop._common.bit_ops import FLOAT32, in_auto_mesh
 from jchop._common.checks import check_choice
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
-from jchop._core.arithmetic.basic import carrier_range, multiply_and_round
+from jchop._core.arithmetic.basic import multiply_and_round
+from jchop._core.arithmetic.ranges import carrier_range
 from jchop._core.matmul.matmul import MatmulPlan
 from jchop._core.matmul.operations import check_matmul, operation_carrier
 from jchop._core.rounding.codes import decode_elements

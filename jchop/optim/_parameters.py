@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from jchop._spec.spec import AnySpec, as_spec
-from jchop.formats.scaled.grouping import axis_indexes
+from jchop.formats.scaled.scaled import axis_indexes
 from jchop.optim._arguments import BELOW_ONE, check_count, check_number
 from jchop.optim._leaves import (
     first_state_key,

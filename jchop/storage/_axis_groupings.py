@@ -21,7 +21,7 @@ import numpy as np
 from jchop._common.checks import as_numpy
 from jchop._common.settings import split_prng_key
 from jchop.formats import ScaledFormat
-from jchop.formats.scaled.grouping import axis_indexes
+from jchop.formats.scaled.scaled import axis_indexes
 
 OWN_SCALE: Final = "own"
 WHOLE_AXIS: Final = "whole"

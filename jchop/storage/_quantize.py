@@ -16,8 +16,7 @@ from jax import lax
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._common.checks import check_choice
 from jchop._common.settings import always_jit
-from jchop._core.rounding.random_bits import seed_words
-from jchop._core.rounding.stream_offset import StreamOffset
+from jchop._core.rounding.random_bits import StreamOffset, seed_words
 from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import check_scales, dense_of, fit_scaled, quantize_scaled

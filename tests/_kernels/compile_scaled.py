@@ -13,7 +13,7 @@ from _kernels.compiling import Case, checks_of, is_tpu
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.scaled.scales import ScaledPlan, make_scaled_plan
+from jchop._core.scaled.elements import ScaledPlan, make_scaled_plan
 from jchop._kernels import scaled
 from jchop._spec.spec import Spec
 

@@ -25,11 +25,10 @@ from further import Further
 
 import jchop as jc
 from jchop._common import bit_ops
-from jchop._core.rounding.random_bits import seed_words
-from jchop._core.rounding.stream_offset import STREAM_START, StreamOffset
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, seed_words
 from jchop._core.scaled import elements as reference
-from jchop._core.scaled import power_of_two_scales
-from jchop._core.scaled.scales import ScaledPlan, tensor_scale
+from jchop._core.scaled import tiles
+from jchop._core.scaled.elements import ScaledPlan, tensor_scale
 from jchop._core.scaled_bodies import quantize_body, round_body
 from jchop._kernels import scaled, scaled_gpu, scaled_tpu
 from jchop._kernels.scaled_tile import ScaledBlocksProblem, ScaledGpuTiling, ScaledTpuTiling
@@ -263,7 +262,7 @@ SHORT = [mx(element, rule=rule) for element in ("e4m3fn", "e5m2", "e3m2fn", "e2m
 
 def test_the_short_way_is_taken_where_it_may_be():
     for spec in SHORT:
-        assert power_of_two_scales.supports_plain_power_tiles(plan_of(spec, "bfloat16")), spec
+        assert tiles.supports_plain_power_tiles(plan_of(spec, "bfloat16")), spec
     for spec in (
         mx("float8_e4m3fnuz"),  # no -0
         blocks("e4m3fn", 32),  # overflows to NaN
@@ -276,8 +275,8 @@ def test_the_short_way_is_taken_where_it_may_be():
         blocks("integer8", 32, rule="absmax"),
         blocks("codebook(-1,0,1)", 32),
     ):
-        assert not power_of_two_scales.supports_plain_power_tiles(plan_of(spec, "float32")), spec
-    assert not power_of_two_scales.supports_plain_power_tiles(plan_of(mx("e4m3fn"), "float64"))
+        assert not tiles.supports_plain_power_tiles(plan_of(spec, "float32")), spec
+    assert not tiles.supports_plain_power_tiles(plan_of(mx("e4m3fn"), "float64"))
 
 
 #: Whole rows, and blocks under scales that are no powers of two, or that are no exponents of the largest numbers.
@@ -339,8 +338,8 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
     @jax.jit
     def both(x: Array) -> tuple[Any, Any]:
         def tile(row: Array) -> tuple[Array, ...]:
-            rounded = power_of_two_scales.round_tile_by_powers(row[None], 1, plan)[0]
-            return rounded, *power_of_two_scales.quantize_tile_by_powers(row[None], 1, plan)
+            rounded = tiles.round_tile_by_powers(row[None], 1, plan)[0]
+            return rounded, *tiles.quantize_tile_by_powers(row[None], 1, plan)
 
         short = jax.lax.map(tile, x)
         return short, (reference.round_block_tile(x, 1, plan), *reference.quantize_block_tile(x, 1, plan))

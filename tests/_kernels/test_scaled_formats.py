@@ -22,11 +22,11 @@ from oracle_scaled import Blocks, Scheme
 
 import jchop as jc
 from jchop._common import bit_ops
+from jchop._core import scaled_bodies
 from jchop._core.rounding.codes import unpack_codes
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.scaled.scales import ScaledPlan, make_scaled_plan
+from jchop._core.scaled.elements import ScaledPlan, make_scaled_plan
 from jchop._core.scaled_bodies import quantize_body, round_body
-from jchop._core.scaled_float32 import dispatch
 from jchop._kernels.scaled import (
     code_and_scale_shapes,
     dequantize_scaled,
@@ -458,7 +458,7 @@ def asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
     spec = jc.parse(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
-    shape, plan = (64, dispatch.MOST_WITHOUT_BRANCH // 32), plan_of(spec, dtype)
+    shape, plan = (64, scaled_bodies.MOST_WITHOUT_BRANCH // 32), plan_of(spec, dtype)
 
     @jax.jit
     def both(x):
@@ -480,7 +480,7 @@ def asking_changes_no_bit(text, dtype, rng):
 def zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
     spec = jc.parse("uint8(channel=0,zero_point=integer)")
-    shape = (64, dispatch.MOST_WITHOUT_BRANCH // 32)
+    shape = (64, scaled_bodies.MOST_WITHOUT_BRANCH // 32)
     x = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     scale, zero = jnp.full((64, 1), 0.01, jnp.float32), jnp.full((64, 1), 128, jnp.int32)
     for far in (-(2**31), -70_000, -1025, 1025, 70_000, 2**31 - 1):
@@ -511,7 +511,7 @@ COLUMNS = {
 )  # fmt: skip
 def test_the_largest_number_of_a_column(text, dtype, rng):
     """A program of one CPU looks for it among numbers first; the body that may not branch, among integers."""
-    spec, shape = jc.parse(text), (dispatch.MOST_WITHOUT_BRANCH // 64, 65)
+    spec, shape = jc.parse(text), (scaled_bodies.MOST_WITHOUT_BRANCH // 64, 65)
     plan = plan_of(spec, dtype)
 
     @jax.jit

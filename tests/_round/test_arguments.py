@@ -13,7 +13,7 @@ import pytest
 from each_case import each
 
 import jchop as jc
-from jchop._core.rounding.stream_offset import STREAM_START
+from jchop._core.rounding.random_bits import STREAM_START
 from jchop._round.arguments import (
     as_operands,
     carrier_of_dtype,

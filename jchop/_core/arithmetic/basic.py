@@ -5,7 +5,7 @@ The ranges of the operands, known before anything is computed, decide between fo
 1. the hardware's operation and then a rounding, if the hardware's result is exact or its error has no effect; or the
    hardware's operation with subnormal results made zero, for the carrier's own format with `flush`;
 2. the hardware's sum and its error (TwoSum; Knuth 1969), whose sign tells on which side the exact sum is;
-3. the same on scaled operands (`subnormal_scaling`), for float32 and formats with its exponents;
+3. the same on scaled operands (`hardware`), for float32 and formats with its exponents;
 4. integer arithmetic (`double_word`), right for every input.
 
 Ways 1 and 2 are taken only if no operand, term or result can be a subnormal of the carrier, which devices may read as
@@ -23,39 +23,30 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT64, Carrier
-from jchop._core.arithmetic import double_word, subnormal_scaling
+from jchop._core.arithmetic import double_word, hardware
 from jchop._core.arithmetic.exact import ExactResult, round_exact
-from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
+from jchop._core.arithmetic.hardware import (
+    adds_to_round,
+    error_of_sum,
+    has_constant_drop,
+    round_by_adding,
+    round_with_error,
+)
 from jchop._core.arithmetic.ranges import (
     ValueRange,
     carrier_range,
     has_spare_bits,
     product_range,
     range_of,
-    require_operation,
     rounds_on_carrier_grid,
     sum_range,
 )
-from jchop._core.arithmetic.round_with_error import error_of_sum, has_constant_drop, round_with_error
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import x64_remedy
 from jchop._core.rounding.modes import NEAREST_MODES
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, StringFormat, binary32, binary64
 from jchop.formats.rounding import Overflow, Rounding
-
-__all__ = [
-    "ValueRange",
-    "add_and_round",
-    "carrier_range",
-    "divide_and_round",
-    "multiply_add_and_round",
-    "multiply_and_round",
-    "product_range",
-    "range_of",
-    "require_operation",
-    "sum_range",
-]
 
 Array = jax.Array
 
@@ -84,8 +75,8 @@ def multiply_and_round(
         return _flush_product(x, y, product_range(xr, yr), carrier)
     if _product_is_exact(xr, yr, carrier) and _ends_agree(product_range(xr, yr), spec, carrier):
         return round_hardware_result(x * y, product_range(xr, yr), spec, carrier, word)
-    if subnormal_scaling.supports_scaling_product(spec, carrier, xr, yr):
-        return subnormal_scaling.multiply_by_scaling(x, y, spec, word)
+    if hardware.supports_scaling_product(spec, carrier, xr, yr):
+        return hardware.multiply_by_scaling(x, y, spec, word)
     _refuse_wrapping(spec, product_range(xr, yr), carrier)
     return round_exact(double_word.multiply_exactly(x, y, carrier), spec, carrier, word)
 
@@ -113,8 +104,8 @@ def add_and_round(
         if spec is not None and has_spare_bits(spec.format, carrier) and _has_room_for_two_sum(total, spec, carrier):
             _refuse_wrapping(spec, total, carrier)
             return _round_sum_with_error(x, y, total, zero_sign, spec, carrier, word)
-    if subnormal_scaling.supports_scaling_sum(spec, carrier):
-        return subnormal_scaling.add_by_scaling(x, y, spec, word, xr, yr)
+    if hardware.supports_scaling_sum(spec, carrier):
+        return hardware.add_by_scaling(x, y, spec, word, xr, yr)
     _refuse_wrapping(spec, total, carrier)
     return round_exact(double_word.add_exactly(x, y, carrier, zero_sign), spec, carrier, word)
 
@@ -315,3 +306,54 @@ def _exact_of_sum_and_error(
     units = jnp.floor(multiple)
     rest = units.astype(carrier.work).astype(unsigned) << 1
     return ExactResult(sign, magnitude, inexact, rest, multiple != units, quantum=total.quantum)
+
+
+# -- quotients ---------------------------------------------------------------------------------------------------------
+
+#: The largest error of a hardware quotient, in units in the last place; it is moved up by as many and cut.
+_QUOTIENT_ERROR = 8
+
+
+def _deciding_bits(spec: Spec, carrier: Carrier) -> int:
+    """The number of leading bits of a quotient that decide its rounding, together with a sticky bit."""
+    return range_of(spec, carrier).precision + 1
+
+
+def divides_narrow(spec: Spec, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> bool:
+    """Whether `divide_narrow` is right for operands of these ranges."""
+    deciding_bits, least = _deciding_bits(spec, carrier), 1 - carrier.bias
+    low, high = xr.quantum - yr.top, xr.top - yr.quantum
+    return (
+        not spec.rounding.stochastic
+        and spec.overflow is not Overflow.WRAP
+        and has_spare_bits(spec.format, carrier)
+        and deciding_bits + yr.bits <= carrier.fraction + 1
+        and 1 << (carrier.fraction + 1 - deciding_bits) >= 4 * _QUOTIENT_ERROR
+        and min(low - carrier.fraction, low - deciding_bits + yr.quantum, xr.quantum, yr.quantum) >= least
+        and max(high, xr.top, yr.top) < carrier.bias
+    )
+
+
+def divide_narrow(x: Array, y: Array, spec: Spec, carrier: Carrier, xr: ValueRange, yr: ValueRange) -> Array:
+    """`x / y` rounded once under a spec that does not draw.
+
+    Let t be the hardware's quotient cut to one bit more than the format. Then t y and x - t y are exact, and the sign
+    of x - t y tells whether the quotient is t, above it, or below it. If it is not t, the last bit is set: the quotient
+    is rounded to odd.
+    """
+    drop = carrier.fraction + 1 - _deciding_bits(spec, carrier)
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    dividend, divisor = (lax.bitcast_convert_type(magnitude, x.dtype) for magnitude in (xm, ym))
+    bits = lax.bitcast_convert_type(_hardware_quotient(dividend, divisor), carrier.work)
+    bits = (jnp.minimum(bits, carrier.nan) + _QUOTIENT_ERROR) >> drop << drop
+    remainder = dividend - lax.bitcast_convert_type(bits, x.dtype) * divisor
+    is_below, is_above = remainder < 0, remainder > 0  # neither for NaN, beside infinities
+    bits = (bits - (is_below.astype(bits.dtype) << drop)) | (is_below | is_above).astype(bits.dtype)
+    low = xr.quantum - yr.top
+    odd = ValueRange(low - carrier.fraction, carrier.fraction + 1, xr.top - yr.quantum + 1)
+    return round_hardware_result(bit_ops.join_sign(xs ^ ys, bits, carrier), odd, spec, carrier, None)
+
+
+def _hardware_quotient(dividend: Array, divisor: Array) -> Array:
+    """The hardware's quotient."""
+    return dividend / divisor

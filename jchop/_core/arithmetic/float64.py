@@ -18,6 +18,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.arithmetic.ranges import ValueRange
+from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.modes import take_random_bits
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, binary32
@@ -33,7 +34,7 @@ _SNAP_BITS, _DIVISOR_AND_MIDDLE_BITS = 46, 43
 
 def widen_float32(x: Array) -> Array:
     """float32 numbers in float64. Subnormal numbers, which conversions read as zero, are converted from their bits."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
+    bits = float_to_bits(x)
     magnitude = bit_ops.with_constant(lax.bitwise_and, bits, bit_ops.low_mask(31))
     return _widen_in_two_ways(
         x, magnitude, lax.select(bit_ops.with_constant(lax.lt, bits, 0), lax.neg(magnitude), magnitude)
@@ -42,7 +43,7 @@ def widen_float32(x: Array) -> Array:
 
 def widen_magnitude(magnitude: Array) -> Array:
     """`widen_float32` of magnitude bits of float32."""
-    return _widen_in_two_ways(lax.bitcast_convert_type(magnitude, jnp.float32), magnitude, magnitude)
+    return _widen_in_two_ways(bits_to_float(magnitude), magnitude, magnitude)
 
 
 def _widen_in_two_ways(x: Array, magnitude: Array, count: Array) -> Array:
@@ -57,25 +58,22 @@ _convert_dtype = lax.convert_element_type
 
 def narrow_float64(x: Array) -> Array:
     """Numbers rounded to float32, to nearest even, also in the subnormal range."""
-    magnitude, bits = lax.abs(x), lax.bitcast_convert_type(_convert_dtype(x, jnp.float32), jnp.int32)
+    magnitude, bits = lax.abs(x), float_to_bits(_convert_dtype(x, jnp.float32))
     # The last places of this sum count multiples of the smallest number.
     total = bit_ops.with_constant(
-        lax.add,
-        bit_ops.with_constant(lax.mul, magnitude, 2.0**-FLOAT32.tiny_exponent),
-        2.0**FLOAT64.fraction,
+        lax.add, bit_ops.with_constant(lax.mul, magnitude, 2.0**-FLOAT32.tiny_exponent), 2.0**FLOAT64.fraction
     )
     subnormal_bits = lax.bitwise_or(
-        _convert_dtype(double_to_bits(total), jnp.int32),
-        bit_ops.with_constant(lax.bitwise_and, bits, FLOAT32.sign_bit),
+        _convert_dtype(double_to_bits(total), jnp.int32), bit_ops.with_constant(lax.bitwise_and, bits, FLOAT32.sign_bit)
     )
     bits = lax.select(bit_ops.with_constant(lax.lt, magnitude, 2.0 ** (1 - FLOAT32.bias)), subnormal_bits, bits)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return bits_to_float(bits)
 
 
 def narrow_to_bits(x: Array) -> Array:
     """The bits of positive numbers, rounded to float32."""
     with jax.enable_x64(True):
-        return lax.bitcast_convert_type(narrow_float64(x), jnp.int32)
+        return float_to_bits(narrow_float64(x))
 
 
 def double_to_bits(x: Array) -> Array:
@@ -117,7 +115,7 @@ def quotient_bits(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: 
             else quotient_in_float64(magnitude, divisor, fmt, other)
         )
         subnormal = fmt.emin - fmt.frac_bits < 1 - FLOAT32.bias
-        return lax.bitcast_convert_type(narrow_float64(x) if subnormal else _convert_dtype(x, jnp.float32), jnp.int32)
+        return float_to_bits(narrow_float64(x) if subnormal else _convert_dtype(x, jnp.float32))
 
 
 def quotient_in_float64(magnitude: Array, divisor: Fraction, fmt: FloatFormat, other: Array | None = None) -> Array:
@@ -184,7 +182,7 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
     """
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
-    bits = [lax.bitcast_convert_type(x, jnp.int32) for x in args]
+    bits = [float_to_bits(x) for x in args]
     sign = (bits[0] ^ bits[1] if name == "div" else bits[0]) & FLOAT32.sign_bit
     with jax.enable_x64(True):
         x, *divisors = (widen_magnitude(magnitude_bits & bit_ops.low_mask(31)) for magnitude_bits in bits)
@@ -205,7 +203,7 @@ def operation_in_float64(name: str, args: Sequence[Array], spec: Spec, word: Arr
             )
         subnormal = fmt.emin - fmt.frac_bits < 1 - FLOAT32.bias
         number = narrow_float64(value) if subnormal else value.astype(jnp.float32)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(number, jnp.int32) | sign, jnp.float32)
+    return bits_to_float(float_to_bits(number) | sign)
 
 
 def _root_reaches(x: Array, point: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from math import factorial, isqrt
@@ -55,63 +56,42 @@ def root_of_fraction(value: Fraction) -> Fraction:
     return Fraction(isqrt(int(value * _FIXED_POINT_ONE * _FIXED_POINT_ONE)), _FIXED_POINT_ONE)
 
 
-def _pairs_of_fractions(values: list[Fraction]) -> tuple[FloatPair, ...]:
-    return tuple(pair_of_constant(v) for v in values)
-
-
 # -- series ------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)
-def exponential_series() -> tuple[FloatPair, ...]:
-    """(e^x - 1) / x for |x| <= log(2) / 2."""
-    return _pairs_of_fractions([Fraction(1, factorial(n + 1)) for n in range(12)])
-
-
-@lru_cache(maxsize=1)
-def hyperbolic_sine_series() -> tuple[FloatPair, ...]:
-    """sinh(x) / x as a polynomial of x², for |x| <= log(2) / 2."""
-    return _pairs_of_fractions([Fraction(1, factorial(2 * n + 1)) for n in range(6)])
-
-
-@lru_cache(maxsize=1)
-def hyperbolic_cosine_series() -> tuple[FloatPair, ...]:
-    """(cosh(x) - 1) / x² as a polynomial of x², for |x| <= log(2) / 2."""
-    return _pairs_of_fractions([Fraction(1, factorial(2 * n + 2)) for n in range(6)])
-
-
-@lru_cache(maxsize=1)
-def hyperbolic_tangent_series() -> tuple[FloatPair, ...]:
-    """tanh(x) / x as a polynomial of x², for |x| <= 1/8: tanh' = 1 - tanh² gives the coefficients in order."""
+def _hyperbolic_tangent_terms() -> list[Fraction]:
+    """Tanh' = 1 - tanh² gives the coefficients in order."""
     terms = [Fraction(1)]
     for n in range(1, 7):
         terms.append(-sum((a * b for a, b in zip(terms, reversed(terms), strict=True)), Fraction(0)) / (2 * n + 1))
-    return _pairs_of_fractions(terms)
+    return terms
 
 
-@lru_cache(maxsize=1)
-def sine_series() -> tuple[FloatPair, ...]:
-    """sin(x) / x as a polynomial of x², for |x| <= π / 4."""
-    return _pairs_of_fractions([Fraction((-1) ** n, factorial(2 * n + 1)) for n in range(8)])
+_SERIES: dict[str, Callable[[], list[Fraction]]] = {
+    # (e^x - 1) / x for |x| <= log(2) / 2
+    "expm1": lambda: [Fraction(1, factorial(n + 1)) for n in range(12)],
+    # sinh(x) / x and (cosh(x) - 1) / x² as polynomials of x², for |x| <= log(2) / 2
+    "sinh": lambda: [Fraction(1, factorial(2 * n + 1)) for n in range(6)],
+    "coshm1": lambda: [Fraction(1, factorial(2 * n + 2)) for n in range(6)],
+    # tanh(x) / x as a polynomial of x², for |x| <= 1/8
+    "tanh": _hyperbolic_tangent_terms,
+    # sin(x) / x and cos(x) as polynomials of x², for |x| <= π / 4
+    "sin": lambda: [Fraction((-1) ** n, factorial(2 * n + 1)) for n in range(8)],
+    "cos": lambda: [Fraction((-1) ** n, factorial(2 * n)) for n in range(8)],
+    # arctan(x) / x for x² <= 1/16, and artanh(x) / x for x² <= 0.03, as polynomials of x²
+    "arctan": lambda: [Fraction((-1) ** n, 2 * n + 1) for n in range(12)],
+    "artanh": lambda: [Fraction(1, 2 * n + 1) for n in range(9)],
+    # erf(x) / x as a polynomial of x² <= 1: Kummer's series
+    "erf": lambda: [(-1) ** n * 2 / (root_of_fraction(pi()) * factorial(n) * (2 * n + 1)) for n in range(17)],
+    # log2(1 + x) / x for |x| <= 2^-11
+    "log2": lambda: [(-1) ** n / ((n + 1) * log_of_integer(2)) for n in range(4)],
+}
 
 
-@lru_cache(maxsize=1)
-def cosine_series() -> tuple[FloatPair, ...]:
-    """cos(x) as a polynomial of x², for |x| <= π / 4."""
-    return _pairs_of_fractions([Fraction((-1) ** n, factorial(2 * n)) for n in range(8)])
-
-
-@lru_cache(maxsize=2)
-def arctangent_coefficients(sign: int) -> tuple[FloatPair, ...]:
-    """arctan(x) / x for x² <= 1/16, or for sign 1 artanh(x) / x for x² <= 0.03, as a polynomial of x²."""
-    return _pairs_of_fractions([Fraction(sign**n, 2 * n + 1) for n in range(9 if sign > 0 else 12)])
-
-
-@lru_cache(maxsize=1)
-def error_function_series() -> tuple[FloatPair, ...]:
-    """erf(x) / x as a polynomial of x² <= 1: Kummer's series."""
-    scale = 2 / root_of_fraction(pi())
-    return _pairs_of_fractions([(-1) ** n * scale / (factorial(n) * (2 * n + 1)) for n in range(17)])
+@lru_cache(maxsize=len(_SERIES))
+def series(name: str) -> tuple[FloatPair, ...]:
+    """The coefficients of a series, the constant term first."""
+    return tuple(map(pair_of_constant, _SERIES[name]()))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -130,9 +110,8 @@ def scaled_erfc_series() -> tuple[FloatPair, ...]:
     columns = []
     for index in range(ERROR_INTERVALS):
         binade, part = divmod(index, ERROR_PARTS)
-        columns.append(
-            _pairs_of_fractions(_scaled_erfc_taylor((1 + Fraction(2 * part + 1, 2 * ERROR_PARTS)) * 2**binade))
-        )
+        middle = (1 + Fraction(2 * part + 1, 2 * ERROR_PARTS)) * 2**binade
+        columns.append(map(pair_of_constant, _scaled_erfc_taylor(middle)))
     return tuple(
         FloatPair(np.array([c.hi for c in terms]), np.array([c.lo for c in terms]))
         for terms in zip(*columns, strict=True)
@@ -185,12 +164,6 @@ def _first_12_bits(value: Fraction) -> np.float32:
     """A number to its first 12 bits, toward zero."""
     nearest = pair_of_constant(value).hi
     return (nearest.view(np.int32) & np.int32(~0xFFF)).view(np.float32)
-
-
-@lru_cache(maxsize=1)
-def logarithm_series() -> tuple[FloatPair, ...]:
-    """log2(1 + x) / x for |x| <= 2^-11."""
-    return _pairs_of_fractions([(-1) ** n / ((n + 1) * log_of_integer(2)) for n in range(4)])
 
 
 #: For the reduction by π / 2: the exponents of the last places of float32 numbers from 1/2 on, and words of a fraction.

@@ -1,4 +1,4 @@
-"""The functions: for each a formula in pairs of float32 numbers, and its special cases.
+"""Functions whose exact value is rounded once: for each a formula in pairs of float32 numbers, and its special cases.
 
 If f(x) is x, or a number of the format, plus a term too small for a float32 number, the argument's exponent is clamped
 to a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to matter, and keeps its sign.
@@ -7,6 +7,7 @@ to a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import factorial
 from typing import Any
@@ -17,18 +18,38 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
+from jchop._common.bit_ops import FLOAT32
+from jchop._core.arithmetic import float64
+from jchop._core.arithmetic.exact import round_exact
+from jchop._core.arithmetic.ranges import has_spare_bits
 from jchop._core.elementary import constants, pairs
-from jchop._core.elementary.pairs import FloatPair, pair_of_constant, pair_of_number
-from jchop._core.elementary.parts import FIRST_ORDER, SECOND_ORDER, Argument, FunctionValue, float32_power_of_two
-from jchop._core.rounding.bins import take_in_bounds
+from jchop._core.elementary.pairs import (
+    FIRST_ORDER,
+    SECOND_ORDER,
+    Argument,
+    FloatPair,
+    FunctionValue,
+    exact_of_value,
+    float32_power_of_two,
+    pair_of_constant,
+    pair_of_number,
+    round_value_to_odd,
+    split_argument,
+)
+from jchop._core.rounding.codebooks import take_in_bounds
+from jchop._core.rounding.codes import bits_to_float, float_to_bits
+from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.grid import carrier_holds
+from jchop._spec.spec import Spec
+from jchop.formats import CodebookFormat
 
 Array = jax.Array
 
 #: The least exponent of powers of two in sums: smaller ones have the same effect, and must not become zero.
 _LEAST_TERM_EXPONENT = -60
-_UNARY_INF = float("inf")
-_UNARY_NAN = float("nan")
-_UNARY_ONE = pair_of_constant(1)
+_INF = float("inf")
+_NAN = float("nan")
+_ONE = pair_of_constant(1)
 
 
 def _nearest_integer_of(x: Array) -> Array:
@@ -106,7 +127,7 @@ def _reduce_by_log2(x: FloatPair) -> tuple[FloatPair, Array]:
 
 def _expm1_of_remainder(r: FloatPair) -> FloatPair:
     """e^r - 1, |r| <= log(2) / 2."""
-    return pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.exponential_series(), 5))
+    return pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.series("expm1"), 5))
 
 
 def _exp_of_pair(x: FloatPair) -> tuple[FloatPair, Array]:
@@ -124,7 +145,7 @@ def _exp(x: Argument) -> FunctionValue:
 
 
 def _exponential_cases(x: Argument) -> tuple[tuple[Array, float], ...]:
-    return ((x.zero, 1.0), (x.infinite, _UNARY_INF), (x.infinite & x.negative, 0.0))
+    return ((x.zero, 1.0), (x.infinite, _INF), (x.infinite & x.negative, 0.0))
 
 
 def _exp2(x: Argument) -> FunctionValue:
@@ -141,7 +162,7 @@ def _expm1(x: Argument) -> FunctionValue:
     scale_exponent = jnp.maximum(n, 0)
     scaled_expm1 = pairs.multiply_pair_by_power(_expm1_of_remainder(r), _power_of_small_term(n - scale_exponent))
     power_difference = pairs.two_sum(_power_of_small_term(n - scale_exponent), -_power_of_small_term(-scale_exponent))
-    cases = ((x.zero, x.signed(jnp.zeros_like(number))), (x.infinite, _UNARY_INF), (x.infinite & x.negative, -1.0))
+    cases = ((x.zero, x.signed(jnp.zeros_like(number))), (x.infinite, _INF), (x.infinite & x.negative, -1.0))
     return FunctionValue(pairs.add_pairs(power_difference, scaled_expm1), scale_exponent + shift, cases)
 
 
@@ -149,7 +170,7 @@ def _logistic(x: Argument) -> FunctionValue:
     """1 / (1 + t) with t = e^-|x|; for negative x, t / (1 + t)."""
     abs_x = jnp.abs(x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL))
     t, n = _exp_of_pair(pair_of_number(-abs_x))
-    divisor = pairs.fast_add_pairs(_UNARY_ONE, pairs.multiply_pair_by_power(t, _power_of_small_term(n)))
+    divisor = pairs.fast_add_pairs(_ONE, pairs.multiply_pair_by_power(t, _power_of_small_term(n)))
     top = pairs.select_pair(x.negative, t, pair_of_number(jnp.ones_like(abs_x)))
     cases = ((x.infinite, 1.0), (x.infinite & x.negative, 0.0))
     return FunctionValue(pairs.divide_pairs(top, divisor), bit_ops.lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
@@ -162,10 +183,8 @@ def _sinh_and_cosh(abs_x: Array) -> tuple[FloatPair, FloatPair, Array]:
     """
     r, n = _reduce_by_log2(pair_of_number(abs_x))
     z = pairs.square_pair(r)
-    s = pairs.multiply_pairs(r, pairs.polynomial_of_pair(z, constants.hyperbolic_sine_series(), 3))
-    c = pairs.fast_add_pairs(
-        _UNARY_ONE, pairs.multiply_pairs(z, pairs.polynomial_of_pair(z, constants.hyperbolic_cosine_series(), 3))
-    )
+    s = pairs.multiply_pairs(r, pairs.polynomial_of_pair(z, constants.series("sinh"), 3))
+    c = pairs.fast_add_pairs(_ONE, pairs.multiply_pairs(z, pairs.polynomial_of_pair(z, constants.series("coshm1"), 3)))
     w = _power_of_small_term(-2 * n)
     half_plus = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), w), np.float32(0.5))
     half_minus = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), -w), np.float32(0.5))
@@ -177,26 +196,24 @@ def _sinh_and_cosh(abs_x: Array) -> tuple[FloatPair, FloatPair, Array]:
 def _sinh(x: Argument) -> FunctionValue:
     abs_x, shift = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
     sine, _, n = _sinh_and_cosh(abs_x)
-    return FunctionValue(sine, n + shift, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
+    return FunctionValue(sine, n + shift, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
 
 
 def _cosh(x: Argument) -> FunctionValue:
     abs_x, _ = _clamp_size(x, SECOND_ORDER, _MOST_EXPONENTIAL)
     _, cosine, n = _sinh_and_cosh(abs_x)
-    return FunctionValue(cosine, n, ((x.zero, 1.0), (x.infinite, _UNARY_INF)))
+    return FunctionValue(cosine, n, ((x.zero, 1.0), (x.infinite, _INF)))
 
 
 def _tanh(x: Argument) -> FunctionValue:
     """Taylor's series, or (1 - t) / (1 + t) with t = e^-2|x|."""
     abs_x, shift = _clamp_size(x, SECOND_ORDER, 60.0)
     series = pairs.multiply_pair_by_number(
-        pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.hyperbolic_tangent_series(), 2), abs_x
+        pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("tanh"), 2), abs_x
     )
     t, n = _exp_of_pair(pair_of_number(-2 * abs_x))
     t = pairs.multiply_pair_by_power(t, _power_of_small_term(n))
-    quotient = pairs.divide_pairs(
-        pairs.fast_add_pairs(_UNARY_ONE, pairs.negate_pair(t)), pairs.fast_add_pairs(_UNARY_ONE, t)
-    )
+    quotient = pairs.divide_pairs(pairs.fast_add_pairs(_ONE, pairs.negate_pair(t)), pairs.fast_add_pairs(_ONE, t))
     value = pairs.select_pair(abs_x < 0.125, series, quotient)
     return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
@@ -219,7 +236,7 @@ def _log_of_2(base: int) -> Fraction:
 
 def _normalize_pair(number: FloatPair) -> tuple[FloatPair, Array]:
     """A positive pair as a pair in [√½, √2] and the exponent of a power of two."""
-    bits = lax.bitcast_convert_type(number.hi, jnp.int32)
+    bits = float_to_bits(number.hi)
     root = int(np.float32(np.sqrt(0.5)).view(np.int32))
     n = (bits - root) >> 23
     return pairs.multiply_pair_by_power(number, float32_power_of_two(-n)), n
@@ -232,16 +249,14 @@ def _artanh_argument(m: FloatPair) -> FloatPair:
     return pairs.divide_pairs(numerator, pairs.fast_two_sum(denominator.hi, denominator.lo + m.lo))
 
 
-def arctangent_series(s: FloatPair, sign: int) -> FloatPair:
-    """arctan(s) for |s| <= 1/4; for sign 1, artanh(s) for |s| <= 0.172."""
-    return pairs.multiply_pairs(
-        s, pairs.polynomial_of_pair(pairs.square_pair(s), constants.arctangent_coefficients(sign), 3)
-    )
+def arctangent_series(s: FloatPair, name: str) -> FloatPair:
+    """The "arctan" of s for |s| <= 1/4, or its "artanh" for |s| <= 0.172."""
+    return pairs.multiply_pairs(s, pairs.polynomial_of_pair(pairs.square_pair(s), constants.series(name), 3))
 
 
 def _log_of_artanh_argument(s: FloatPair, n: Array, base: int = 0) -> FloatPair:
     """log(m 2^n), from s."""
-    log_m = arctangent_series(s, 1)
+    log_m = arctangent_series(s, "artanh")
     factor = 2 if not base else 2 / constants.log_of_integer(base)
     log_m = (
         pairs.multiply_pair_by_power(log_m, np.float32(2))
@@ -252,7 +267,7 @@ def _log_of_artanh_argument(s: FloatPair, n: Array, base: int = 0) -> FloatPair:
 
 
 def _logarithm_cases(x: Argument) -> tuple[tuple[Array, float], ...]:
-    return ((x.infinite, _UNARY_INF), (x.negative, _UNARY_NAN), (x.zero, -_UNARY_INF))
+    return ((x.infinite, _INF), (x.negative, _NAN), (x.zero, -_INF))
 
 
 def _make_logarithm(base: int) -> Callable[[Argument], FunctionValue]:
@@ -276,23 +291,23 @@ def _log1p(x: Argument) -> FunctionValue:
     abs_x, shift = x.size(FIRST_ORDER, 2 * _LARGE_ARGUMENT_EXPONENT)
     m, n = _normalize_pair(pairs.two_sum(x.signed(abs_x), np.float32(1)))
     is_below_domain = x.negative & x.exceeds(1.0)
-    cases = ((x.zero, x.signed(jnp.zeros_like(abs_x))), (x.infinite, _UNARY_INF), (is_below_domain, _UNARY_NAN))
+    cases = ((x.zero, x.signed(jnp.zeros_like(abs_x))), (x.infinite, _INF), (is_below_domain, _NAN))
     is_minus_one = x.negative & x.equals(1.0)
     m = pairs.select_pair(is_below_domain | is_minus_one, pair_of_number(jnp.ones_like(abs_x)), m)
     n = n + jnp.maximum(x.exponent - 2 * _LARGE_ARGUMENT_EXPONENT, 0)
-    return FunctionValue(_log_of_artanh_argument(_artanh_argument(m), n), shift, (*cases, (is_minus_one, -_UNARY_INF)))
+    return FunctionValue(_log_of_artanh_argument(_artanh_argument(m), n), shift, (*cases, (is_minus_one, -_INF)))
 
 
 def _arcsinh(x: Argument) -> FunctionValue:
     """artanh(x / √(1 + x²)), or log(x + √(1 + x²))."""
     abs_x, shift = x.size(SECOND_ORDER, _LARGE_ARGUMENT_EXPONENT)
-    root = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(abs_x, abs_x), _UNARY_ONE))
+    root = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(abs_x, abs_x), _ONE))
     m, n = _normalize_pair(pairs.fast_add_pairs(root, pair_of_number(abs_x)))
     n = n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0)
     is_small = abs_x < 0.17
     s = pairs.select_pair(is_small, pairs.divide_pairs(pair_of_number(abs_x), root), _artanh_argument(m))
     total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)), np.float32(0.5))
-    cases = ((x.zero, 0.0), (x.infinite, _UNARY_INF))
+    cases = ((x.zero, 0.0), (x.infinite, _INF))
     return FunctionValue(total, shift + (~is_small).astype(shift.dtype), cases, x.sign)
 
 
@@ -309,9 +324,7 @@ def _arccosh(x: Argument) -> FunctionValue:
     n = bit_ops.lax_where(is_small, 0, n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0))
     is_one = x.equals(1.0) & ~x.negative
     is_outside = x.negative | ~x.exceeds(1.0)
-    return FunctionValue(
-        _log_of_artanh_argument(s, n), 0, ((x.infinite, _UNARY_INF), (is_outside, _UNARY_NAN), (is_one, 0.0))
-    )
+    return FunctionValue(_log_of_artanh_argument(s, n), 0, ((x.infinite, _INF), (is_outside, _NAN), (is_one, 0.0)))
 
 
 def _arctanh(x: Argument) -> FunctionValue:
@@ -322,9 +335,7 @@ def _arctanh(x: Argument) -> FunctionValue:
     is_small = abs_x < 0.17
     s = pairs.select_pair(is_small, pair_of_number(abs_x), _artanh_argument(m))
     total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)), np.float32(0.5))
-    return FunctionValue(
-        total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _UNARY_NAN), (x.equals(1.0), _UNARY_INF)), x.sign
-    )
+    return FunctionValue(total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN), (x.equals(1.0), _INF)), x.sign)
 
 
 # -- circular functions ------------------------------------------------------------------------------------------------
@@ -372,9 +383,9 @@ def _reduce_angle(x: Argument) -> tuple[FloatPair, Array, Array, Array]:
 def _sine_or_cosine(r: FloatPair, cosine: Array | bool) -> FloatPair:
     """sin(r), or cos(r) if `cosine`."""
     z = pairs.square_pair(r)
-    coefficients = zip(constants.cosine_series(), constants.sine_series(), strict=True)
+    coefficients = zip(constants.series("cos"), constants.series("sin"), strict=True)
     if isinstance(cosine, bool):
-        terms = constants.cosine_series() if cosine else constants.sine_series()
+        terms = constants.series("cos") if cosine else constants.series("sin")
     else:
         terms = tuple(pairs.select_pair(cosine, a, b) for a, b in coefficients)
     series = pairs.polynomial_of_pair(z, terms, 4)
@@ -391,13 +402,13 @@ def _sign_bit_if(condition: Array) -> Array:
 def _sin(x: Argument) -> FunctionValue:
     r, q, shift, infinite = _reduce_angle(x)
     value = _sine_or_cosine(r, (q & 1) != 0)
-    return FunctionValue(value, shift, ((x.zero, 0.0), (infinite, _UNARY_NAN)), x.sign ^ _sign_bit_if(q >= 2))
+    return FunctionValue(value, shift, ((x.zero, 0.0), (infinite, _NAN)), x.sign ^ _sign_bit_if(q >= 2))
 
 
 def _cos(x: Argument) -> FunctionValue:
     r, q, _, infinite = _reduce_angle(x)
     value = _sine_or_cosine(r, (q & 1) == 0)
-    return FunctionValue(value, 0, ((x.zero, 1.0), (infinite, _UNARY_NAN)), _sign_bit_if((q == 1) | (q == 2)))
+    return FunctionValue(value, 0, ((x.zero, 1.0), (infinite, _NAN)), _sign_bit_if((q == 1) | (q == 2)))
 
 
 def _tan(x: Argument) -> FunctionValue:
@@ -408,7 +419,7 @@ def _tan(x: Argument) -> FunctionValue:
     sine = pairs.select_pair(is_negative, pairs.negate_pair(sine), sine)
     value = pairs.divide_pairs(pairs.select_pair(is_inverse, cosine, sine), pairs.select_pair(is_inverse, sine, cosine))
     return FunctionValue(
-        value, shift, ((x.zero, 0.0), (infinite, _UNARY_NAN)), x.sign ^ _sign_bit_if(is_negative ^ is_inverse)
+        value, shift, ((x.zero, 0.0), (infinite, _NAN)), x.sign ^ _sign_bit_if(is_negative ^ is_inverse)
     )
 
 
@@ -441,7 +452,7 @@ def angle_of(
             negative_x, _constant_of_case(right + half_angle, [(case, 2 * right - v) for case, v in angles]), base_angle
         )
         t = pairs.multiply_pair_by_power(t, bit_ops.lax_where(negative_x, -one, one))
-    return pairs.add_pairs(base_angle, arctangent_series(t, -1))
+    return pairs.add_pairs(base_angle, arctangent_series(t, "arctan"))
 
 
 def _constant_of_case(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> FloatPair:
@@ -464,7 +475,7 @@ def _cosine_of_arcsin(abs_x: Array) -> FloatPair:
     For small x it uses 1 - x², because a product of pairs lacks the product of their second numbers.
     """
     abs_x = jnp.minimum(abs_x, np.float32(1 - 2.0**-24))
-    small = pairs.add_pairs(pairs.two_product(-abs_x, abs_x), _UNARY_ONE)
+    small = pairs.add_pairs(pairs.two_product(-abs_x, abs_x), _ONE)
     large = pairs.multiply_pairs(pairs.two_sum(abs_x, np.float32(1)), pairs.two_sum(-abs_x, np.float32(1)))
     return pairs.root_of_pair(pairs.select_pair(abs_x < 0.5, small, large))
 
@@ -474,7 +485,7 @@ def _arcsin(x: Argument) -> FunctionValue:
     is_one = x.equals(1.0)
     cofactor = pairs.select_pair(is_one, pair_of_number(jnp.zeros_like(abs_x)), _cosine_of_arcsin(abs_x))
     value = angle_of(pair_of_number(abs_x), cofactor)
-    return FunctionValue(value, shift, ((x.zero, 0.0), (x.exceeds(1.0), _UNARY_NAN)), x.sign)
+    return FunctionValue(value, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN)), x.sign)
 
 
 def _arccos(x: Argument) -> FunctionValue:
@@ -482,7 +493,7 @@ def _arccos(x: Argument) -> FunctionValue:
     is_one = x.equals(1.0)
     cofactor = pairs.select_pair(is_one, pair_of_number(jnp.zeros_like(abs_x)), _cosine_of_arcsin(abs_x))
     value = angle_of(cofactor, pair_of_number(abs_x), x.negative)
-    return FunctionValue(value, 0, ((is_one & ~x.negative, 0.0), (x.exceeds(1.0), _UNARY_NAN)))
+    return FunctionValue(value, 0, ((is_one & ~x.negative, 0.0), (x.exceeds(1.0), _NAN)))
 
 
 # -- the error function ------------------------------------------------------------------------------------------------
@@ -494,13 +505,12 @@ _MOST_ERFC = 11.0
 def _erf_and_erfc(abs_x: Array) -> tuple[FloatPair, FloatPair, Array, Array]:
     """erf(x) for 0 <= x < 1; the h and n of erfc(x) = h 2^n for x >= 1; and whether x >= 1."""
     erf = pairs.multiply_pairs(
-        pair_of_number(abs_x),
-        pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.error_function_series(), 9),
+        pair_of_number(abs_x), pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("erf"), 9)
     )
     clamped_x = jnp.maximum(abs_x, np.float32(1))
-    bits = lax.bitcast_convert_type(clamped_x, jnp.int32)
+    bits = float_to_bits(clamped_x)
     index = (bits >> 21) - (127 << 2)
-    middle = lax.bitcast_convert_type(bits & ~((1 << 21) - 1) | 1 << 20, jnp.float32)
+    middle = bits_to_float(bits & ~((1 << 21) - 1) | 1 << 20)
     table = constants.scaled_erfc_series()
 
     def take_entry(entries: Any) -> Array:
@@ -516,14 +526,14 @@ def _erf(x: Argument) -> FunctionValue:
     abs_x, shift = _clamp_size(x, SECOND_ORDER, _MOST_ERFC)
     erf, scaled_erfc, n, is_large = _erf_and_erfc(abs_x)
     erfc = pairs.multiply_pair_by_power(scaled_erfc, -_power_of_small_term(n))
-    value = pairs.select_pair(is_large, pairs.fast_add_pairs(_UNARY_ONE, erfc), erf)
+    value = pairs.select_pair(is_large, pairs.fast_add_pairs(_ONE, erfc), erf)
     return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
 
 def _erfc(x: Argument) -> FunctionValue:
     abs_x, _ = _clamp_size(x, FIRST_ORDER, _MOST_ERFC)
     erf, scaled_erfc, n, is_large = _erf_and_erfc(abs_x)
-    erf = pairs.fast_add_pairs(_UNARY_ONE, pairs.select_pair(x.negative, erf, pairs.negate_pair(erf)))
+    erf = pairs.fast_add_pairs(_ONE, pairs.select_pair(x.negative, erf, pairs.negate_pair(erf)))
     reflection = pairs.fast_add_pairs(
         pair_of_constant(2), pairs.multiply_pair_by_power(scaled_erfc, -_power_of_small_term(n))
     )
@@ -541,7 +551,7 @@ def _cbrt(x: Argument) -> FunctionValue:
     guess = pairs.hide_from_contraction(lax.cbrt(number), number)
     guess = pairs.fast_two_sum(guess, _cube_error(guess, number)).hi
     value = FloatPair(guess, _cube_error(guess, number))
-    return FunctionValue(value, root_exponent, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
+    return FunctionValue(value, root_exponent, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
 
 
 def _cube_error(guess: Array, number: Array) -> Array:
@@ -555,8 +565,8 @@ def _rsqrt(x: Argument) -> FunctionValue:
     guess = pairs.hide_from_contraction(lax.rsqrt(number), number)
     guess = pairs.fast_two_sum(guess, _inverse_root_error(guess, number)).hi
     value = FloatPair(guess, _inverse_root_error(guess, number))
-    signed_infinity = x.signed(jnp.full_like(number, _UNARY_INF))
-    cases = ((x.infinite, 0.0), (x.negative, _UNARY_NAN), (x.zero, signed_infinity))
+    signed_infinity = x.signed(jnp.full_like(number, _INF))
+    cases = ((x.infinite, 0.0), (x.negative, _NAN), (x.zero, signed_infinity))
     return FunctionValue(value, (is_odd - x.exponent) >> 1, cases)
 
 
@@ -568,7 +578,7 @@ def _inverse_root_error(guess: Array, number: Array) -> Array:
 def _make_multiple(factor: Callable[[], Fraction]) -> Callable[[Argument], FunctionValue]:
     def multiple(x: Argument) -> FunctionValue:
         value = pairs.multiply_pair_by_number(pair_of_constant(factor()), x.significand)
-        return FunctionValue(value, x.exponent, ((x.zero, 0.0), (x.infinite, _UNARY_INF)), x.sign)
+        return FunctionValue(value, x.exponent, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
 
     return multiple
 
@@ -602,3 +612,234 @@ UNARY_FUNCTIONS: dict[str, Callable[[Argument], FunctionValue]] = {
     "degrees": _make_multiple(lambda: 180 / constants.pi()),
     "radians": _make_multiple(lambda: constants.pi() / 180),
 }
+
+
+# == functions of two arguments ========================================================================================
+# To about 44 bits, since the pairs of 16-bit numbers come closer to boundaries. Special values are those of C
+# (ISO/IEC 9899, annex F).
+
+
+def _clamp_difference(a: Array, b: Array, limit: int) -> Array:
+    """A - b, at least -`limit` and at most `limit`."""
+    return bit_ops.lax_clip(a - b, -limit, limit)
+
+
+# -- the root of a sum of squares --------------------------------------------------------------------------------------
+
+
+def _hypot(x: Argument, y: Argument) -> FunctionValue:
+    """The root of a sum of squares. For operands of 12 bits the sum is exact, and so is the side of the root.
+
+    If the exponents differ by more than 30, the smaller operand only tells that the result is above the larger one.
+    """
+    swap = x.magnitude < y.magnitude
+    exponent, least = bit_ops.lax_where(swap, y.exponent, x.exponent), bit_ops.lax_where(swap, x.exponent, y.exponent)
+    a, b = bit_ops.lax_where(swap, y.significand, x.significand), bit_ops.lax_where(swap, x.significand, y.significand)
+    b = b * float32_power_of_two(_clamp_difference(least, exponent, -SECOND_ORDER))
+    b = bit_ops.lax_where(x.zero | y.zero, 0.0, b)
+    value = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(a, a), pairs.two_product(b, b)))
+    cases = ((x.zero & y.zero, 0.0), (x.nan | y.nan, _NAN), (x.infinite | y.infinite, _INF))
+    return FunctionValue(value, exponent, cases)
+
+
+# -- the angle of a point ----------------------------------------------------------------------------------------------
+
+
+def _arctan2(y: Argument, x: Argument) -> FunctionValue:
+    """The angle of (x, y). Infinite coordinates are those of a point of the same angle."""
+    both = x.infinite & y.infinite
+    is_flat = y.zero | (x.infinite & ~both)
+    is_steep = (x.zero & ~y.zero) | (y.infinite & ~both)
+    negative_x = x.negative
+    difference = y.exponent - x.exponent
+    exponent_gap = bit_ops.lax_clip(difference, bit_ops.lax_where(negative_x, FIRST_ORDER, SECOND_ORDER), -FIRST_ORDER)
+    shift = bit_ops.lax_where(negative_x, 0, jnp.minimum(difference - exponent_gap, 0))
+    numerator = bit_ops.lax_where(both, 1.0, y.significand * float32_power_of_two(jnp.maximum(exponent_gap, -60)))
+    numerator, shift = (
+        bit_ops.lax_where(is_flat, 0.0, bit_ops.lax_where(is_steep, 1.0, numerator)),
+        bit_ops.lax_where(is_steep | both, 0, shift),
+    )
+    denominator = bit_ops.lax_where(is_steep, 0.0, bit_ops.lax_where(both | is_flat, 1.0, x.significand))
+    value = angle_of(pair_of_number(numerator), pair_of_number(denominator), negative_x, pairs.divide_pairs_exactly)
+    return FunctionValue(value, shift, ((is_flat & ~negative_x, 0.0), (x.nan | y.nan, _NAN)), y.sign)
+
+
+# -- exponentials and logarithms ---------------------------------------------------------------------------------------
+
+
+def _exp_of_eighths_precisely(r: FloatPair, n: Array) -> tuple[FloatPair, Array]:
+    """e^r 2^(n / 8) as a pair and an exponent, for |r| <= log(2) / 16, to 2^-45."""
+    expm1_r = pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.series("expm1")[:9], 4))
+    return pairs.multiply_pairs(pairs.fast_add_pairs(_ONE, expm1_r), two_to_eighths(n & 7)), n >> 3
+
+
+def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
+    """M + log(1 + t) with the larger operand m and t = e^-|x - y|.
+
+    log(1 + t) is 2 artanh(t / (2 + t)), or log(2) + 2 artanh((t - 1) / (t + 3)) for t near 1.
+    """
+    x_order, y_order = (bit_ops.lax_where(v.negative, -v.magnitude, v.magnitude) for v in (x, y))
+    swap = x_order < y_order
+    sign, exponent, significand, zero, infinite = (
+        bit_ops.lax_where(swap, b, a)
+        for a, b in (
+            (x.sign, y.sign),
+            (x.exponent, y.exponent),
+            (x.significand, y.significand),
+            (x.zero, y.zero),
+            (x.infinite, y.infinite),
+        )
+    )
+    a, b = (v.clamp(-100, 2.0**100) for v in (x, y))
+    d = pairs.two_sum(bit_ops.lax_where(swap, a, b), -bit_ops.lax_where(swap, b, a))
+    is_far = d.hi < -300
+    t, n = _exp_of_eighths_precisely(
+        *reduce_to_eighths(pairs.select_pair(is_far, pair_of_number(jnp.full_like(a, -300)), d))
+    )
+    t_value = pairs.multiply_pair_by_power(t, float32_power_of_two(jnp.maximum(n, -60)))
+    is_near = t_value.hi > 0.41
+    n = bit_ops.lax_where(is_near, 0, n)
+    numerator = pairs.select_pair(is_near, pairs.add_pairs(t_value, pair_of_constant(-1)), t)
+    denominator = pairs.fast_add_pairs(pairs.select_pair(is_near, pair_of_constant(3), pair_of_constant(2)), t_value)
+    s = pairs.divide_pairs(numerator, denominator)
+    z = pairs.square_pair(pairs.multiply_pair_by_power(s, float32_power_of_two(jnp.maximum(n, -60))))
+    term = pairs.multiply_pair_by_power(
+        pairs.multiply_pairs(s, pairs.polynomial_of_pair(z, constants.series("artanh"), 4)), np.float32(2)
+    )
+    log = pairs.select_pair(is_near, pairs.fast_add_pairs(pair_of_constant(constants.log_of_integer(2)), term), term)
+    scale = bit_ops.lax_where(zero, n, jnp.maximum(exponent, n))
+    larger = significand * float32_power_of_two(_clamp_difference(exponent, scale, -FIRST_ORDER))
+    larger = bits_to_float(float_to_bits(larger) | sign)
+    log = pairs.multiply_pair_by_power(log, float32_power_of_two(_clamp_difference(n, scale, -FIRST_ORDER)))
+    total = pairs.add_pairs(pair_of_number(bit_ops.lax_where(zero, 0.0, larger)), log)
+    lows = [v.infinite & v.negative for v in (x, y)]
+    number = bits_to_float(bit_ops.lax_where(swap, y.magnitude, x.magnitude) | sign)
+    number = bit_ops.lax_where(zero, 0.0, number)
+    cases = ((lows[0] | lows[1], number), (infinite & (sign == 0), _INF), (x.nan | y.nan, _NAN))
+    return FunctionValue(total, scale, cases)
+
+
+def _power_function(x: Argument, y: Argument) -> FunctionValue:
+    """2^(y log2 x).
+
+    log2 x is a number n plus the logarithm of one of 1024 numbers, known to 60 bits, plus log2(1 + t); t is zero for
+    operands of 11 bits. Products with halves of y are exact.
+    """
+    n, log_parts, log_rest = _binary_logarithm(x)
+    number = y.clamp(-60, 2.0**40)
+    high, low = pairs.split_significand(number)
+    estimate = number * (n + (log_parts[0] + log_parts[1])) + number * log_rest.hi
+    is_beyond = jnp.abs(estimate) > 300
+    eighths = bit_ops.lax_where(is_beyond, jnp.copysign(np.float32(2400), estimate), jnp.round(estimate * 8))
+    first = pairs.two_sum(high * n, high * log_parts[0])
+    high_sum = pairs.add_pairs(
+        pairs.two_sum(first.hi - eighths / 8, low * n), pairs.two_sum(low * log_parts[0], high * log_parts[1])
+    )
+    low_sum = pairs.add_pairs(pairs.two_sum(first.lo, low * log_parts[1]), pair_of_number(high * log_parts[2]))
+    low_sum = FloatPair(low_sum.hi, low_sum.lo + (low * log_parts[2] + number * log_parts[3]))
+    rest = pairs.add_pairs(pairs.add_pairs(high_sum, low_sum), pairs.multiply_pair_by_number(log_rest, number))
+    rest = pairs.select_pair(is_beyond, pair_of_number(jnp.zeros_like(number)), rest)
+    is_tiny = jnp.abs(estimate) < 2.0**FIRST_ORDER
+    rest = pairs.select_pair(is_tiny, pair_of_number(jnp.copysign(np.float32(2.0**FIRST_ORDER), estimate)), rest)
+    value, exponent = _exp_of_eighths_precisely(
+        pairs.multiply_pairs(rest, pair_of_constant(constants.log_of_integer(2))), eighths.astype(jnp.int32)
+    )
+    return FunctionValue(_drop_tail_if_exact(value, number), exponent, *_power_cases(x, y, number))
+
+
+def _binary_logarithm(x: Argument) -> tuple[Array, tuple[Array, ...], FloatPair]:
+    """log2 |x| as an integer, four numbers, and a pair that is zero if x has no more than 11 bits."""
+    bits = float_to_bits(x.significand)
+    nearest_bits = (bits + (1 << 12)) >> 13 << 13
+    c = bits_to_float(nearest_bits)
+    index = nearest_bits >> 13 & (constants.LOG_PARTS - 1)
+    n = x.exponent + (c == 2).astype(x.exponent.dtype) + (index >= constants.FIRST_LOG_OF_HALF).astype(x.exponent.dtype)
+    t = pairs.divide_pairs(pair_of_number(x.significand - c), pair_of_number(c))
+    correction = pairs.multiply_pairs(t, pairs.polynomial_of_pair(t, constants.series("log2"), 2))
+    log_parts = tuple(take_in_bounds(jnp.asarray(word), index) for word in constants.logarithm_table())
+    return n.astype(jnp.float32), log_parts, correction
+
+
+def _drop_tail_if_exact(value: FloatPair, exponent: Array) -> FloatPair:
+    """The first number alone, if the second is so small that the power is that number.
+
+    A power of a dyadic number that is not a power of two is dyadic, and has 24 bits at most, only for exponents
+    n / 8 <= 15: 3^16 has 26 bits, and so has the number of which 3 is a root of order 16.
+    """
+    eighths = jnp.round(exponent * 8)
+    can_be_exact = (eighths == exponent * 8) & (eighths >= 1) & (eighths <= 120)
+    is_close = jnp.abs(value.lo) < np.float32(2.0**-40) * value.hi
+    return FloatPair(value.hi, bit_ops.lax_where(can_be_exact & is_close, 0.0, value.lo))
+
+
+def _power_cases(x: Argument, y: Argument, number: Array) -> tuple[tuple[tuple[Array, float], ...], Array]:
+    """The special values, and the sign bits of the results."""
+    is_integer = jnp.round(number) == number
+    half = np.float32(0.5) * number
+    is_odd = is_integer & (jnp.round(half) != half) & ~y.infinite & ~y.exceeds(2.0**24)
+    is_one = x.equals(1.0)
+    is_below_one = ~x.exceeds(1.0) & ~is_one
+    falls = y.negative ^ is_below_one  # x^y is below 1
+    flip = bit_ops.lax_where(is_odd & x.negative, x.sign, 0)
+    is_extreme = y.infinite | x.zero | x.infinite
+    is_nan = x.negative & ~is_integer & ~x.zero & ~x.infinite & ~y.infinite
+    cases = (
+        (is_one, 1.0),
+        (is_nan, _NAN),
+        (is_extreme & ~is_one & falls, 0.0),
+        (is_extreme & ~is_one & ~falls, _INF),
+        (x.nan | y.nan, _NAN),
+        (y.zero | (is_one & ~x.negative), 1.0),
+    )
+    return cases, flip
+
+
+#: The functions by the names of JAX's primitives, or by their own names if there is no primitive.
+BINARY_FUNCTIONS: dict[str, Callable[[Argument, Argument], FunctionValue]] = {
+    "hypot": _hypot,
+    "atan2": _arctan2,
+    "logaddexp": _logaddexp,
+    "pow": _power_function,
+}
+
+
+# == calls =============================================================================================================
+
+
+def supports_function(name: str, spec: Spec) -> bool:
+    """Whether `elementary_function` has a function of this name, and float32 two bits more than the format."""
+    if not (name in UNARY_FUNCTIONS or name in BINARY_FUNCTIONS) or not carrier_holds(spec, FLOAT32):
+        return False
+    return isinstance(spec.format, CodebookFormat) or has_spare_bits(spec.format, FLOAT32)
+
+
+def elementary_function(x: Array, *more: Array, name: str, spec: Spec) -> Array:
+    """The function `name`, rounded once under `spec`; `supports_function(name, spec)` must hold.
+
+    Args:
+        x: float32, any values; or another dtype, if float32 holds the values.
+        more: for a function of `BINARY_FUNCTIONS`, the second operand, of the same dtype and shape; then, for the
+            stochastic modes, a random word for each element: uint32; of a uint64 the upper half is used.
+        name: the name of the function.
+        spec: the rounding of its values.
+    """
+    count = 2 if name in BINARY_FUNCTIONS else 1
+    operands, word = (x, *more)[:count], (*more, None)[count - 1]
+    if x.dtype.itemsize == 8:
+        word = None if word is None else (word >> 32).astype(jnp.uint32)
+        return float64.widen_float32(_round_function([float64.narrow_float64(v) for v in operands], word, name, spec))
+    return _round_function([v.astype(FLOAT32.name) for v in operands], word, name, spec).astype(x.dtype)
+
+
+def _round_function(operands: list[Array], word: Array | None, name: str, spec: Spec) -> Array:
+    value = _function_value([split_argument(x) for x in operands], operands[0], name)
+    if spec.rounding.stochastic and not isinstance(spec.format, CodebookFormat):
+        return round_exact(exact_of_value(value), spec, FLOAT32, word)
+    return round_to_spec(bit_ops.join_sign(*round_value_to_odd(value), FLOAT32), spec, FLOAT32, word)
+
+
+def _function_value(arguments: list[Argument], x: Array, name: str) -> FunctionValue:
+    if name in BINARY_FUNCTIONS:
+        return BINARY_FUNCTIONS[name](*arguments)
+    value = UNARY_FUNCTIONS[name](*arguments)
+    return replace(value, cases=(*value.cases, (arguments[0].nan, x)))

@@ -19,23 +19,14 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
-from jchop._core.arithmetic import subnormal_scaling
-from jchop._core.arithmetic.basic import ValueRange, range_of
+from jchop._core.arithmetic import hardware
+from jchop._core.arithmetic.ranges import ValueRange, range_of
 from jchop._core.matmul.operations import round_operation, spec_draws
 from jchop._core.rounding.random_bits import SEEDS, flat_index, random_words
 from jchop._spec.spec import Spec
 
 Array = jax.Array
 
-__all__ = [
-    "CHAIN_OPERATIONS",
-    "ChainLink",
-    "chain_body",
-    "chain_words",
-    "gains_by_trial",
-    "is_constant_in_safe_range",
-    "try_chain",
-]
 
 #: The operations of a chain: a NaN in any operand gives NaN.
 CHAIN_OPERATIONS = frozenset({"add", "sub", "mul", "square", "neg", "abs"})
@@ -52,7 +43,7 @@ _OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
 def gains_by_trial(spec: Spec) -> bool:
     """Whether trying makes a chain under a spec faster."""
     format_range = range_of(spec, FLOAT32)
-    return subnormal_scaling.supports_scaling_sum(spec, FLOAT32) and subnormal_scaling.supports_scaling_product(
+    return hardware.supports_scaling_sum(spec, FLOAT32) and hardware.supports_scaling_product(
         spec, FLOAT32, format_range, format_range
     )
 

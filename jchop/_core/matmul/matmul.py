@@ -17,16 +17,9 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, enable_x64_for
-from jchop._core.arithmetic.basic import (
-    ValueRange,
-    add_and_round,
-    carrier_range,
-    multiply_add_and_round,
-    multiply_and_round,
-    product_range,
-    range_of,
-)
-from jchop._core.matmul import aligned_doubles, aligned_limbs
+from jchop._core.arithmetic.basic import add_and_round, multiply_add_and_round, multiply_and_round
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range, product_range, range_of
+from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.random_bits import SEEDS, random_words
@@ -383,22 +376,20 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
     block = order.block or plan.k
     unit = TensorCoreUnit(plan.spec, min(block, plan.k))
     x, y, zero = jax.tree.map(lambda v: v.astype(jnp.float32), (x, y, zero))
-    uses_float64 = plan.backend.float64 and aligned_doubles.suits_doubles(unit)
-    split = aligned_doubles.double_factors if uses_float64 else aligned_limbs.limb_factors
+    uses_float64 = plan.backend.float64 and aligned.suits_doubles(unit)
+    split = aligned.double_factors if uses_float64 else aligned.limb_factors
     x_factors, y_factors = (split(v[0], unit, v[1]) if isinstance(v, tuple) else split(v, unit) for v in (x, y))
 
     def add_blocks(c: Array, x: Any, y: Any, first: StepIndex) -> Array:
         def add_block(c: Array, x: Any, y: Any, index: StepIndex) -> Array:
             x, y = _factors_of_each_product(x, y)
             if uses_float64:
-                return aligned_doubles.fused_add_doubles(c, x, y, unit)
+                return aligned.fused_add_doubles(c, x, y, unit)
             step = _add_to_step(index, first) if isinstance(first, int) else first + jnp.uint32(index)
-            return aligned_limbs.fused_add_limbs(
-                c, x, y, unit, _step_word(plan.spec.accumulate, draw, "accumulate", step)
-            )
+            return aligned.fused_add_limbs(c, x, y, unit, _step_word(plan.spec.accumulate, draw, "accumulate", step))
 
         c = _in_chunks(add_block, c.astype(jnp.float64) if uses_float64 else c, x, y, block)
-        return aligned_doubles.narrow_doubles(c) if uses_float64 else c
+        return aligned.narrow_doubles(c) if uses_float64 else c
 
     if order.promote_every is None:
         return add_blocks(zero, x_factors, y_factors, 0).astype(plan.carrier.name)

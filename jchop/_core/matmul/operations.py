@@ -8,7 +8,7 @@ index n 2^32, and each iteration of a loop has different seeds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -21,32 +21,17 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._core.arithmetic import basic
-from jchop._core.arithmetic.basic import ValueRange, range_of, require_operation
+from jchop._core.arithmetic.double_word import square_root
 from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.ranges import OPERATION_CARRIERS, holds_format
-from jchop._core.arithmetic.root import divide_narrow, divides_narrow, square_root
+from jchop._core.arithmetic.ranges import OPERATION_CARRIERS, ValueRange, holds_format, range_of, require_operation
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import require_carrier, x64_remedy
-from jchop._core.rounding.random_bits import SEEDS, random_words
-from jchop._core.rounding.stream_offset import StreamOffset, words_like
+from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words, words_like
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
-
-__all__ = [
-    "OPERAND_COUNTS",
-    "check_matmul",
-    "check_operation",
-    "fold_seeds",
-    "operation_carrier",
-    "operation_words",
-    "require_dtype_holds",
-    "round_operation",
-    "spec_draws",
-    "widen_operand",
-]
 
 Array = jax.Array
 
@@ -183,29 +168,9 @@ class _OperationStep:
         return self.spec, self.carrier, self.word
 
 
-def _add_operation(step: _OperationStep, x: Array, y: Array) -> Array:
-    return basic.add_and_round(x, y, *step.rest, *step.ranges)
-
-
-def _sub_operation(step: _OperationStep, x: Array, y: Array) -> Array:
-    return _add_operation(step, x, -y)
-
-
-def _mul_operation(step: _OperationStep, x: Array, y: Array) -> Array:
-    return basic.multiply_and_round(x, y, *step.rest, *step.ranges)
-
-
-def _square_operation(step: _OperationStep, x: Array) -> Array:
-    return _mul_operation(replace(step, ranges=step.ranges * 2), x, x)
-
-
-def _fma_operation(step: _OperationStep, x: Array, y: Array, z: Array) -> Array:
-    return basic.multiply_add_and_round(x, y, z, *step.rest, *step.ranges)
-
-
 def _div_operation(step: _OperationStep, x: Array, y: Array) -> Array:
-    if divides_narrow(step.spec, step.carrier, *step.ranges):
-        return divide_narrow(x, y, step.spec, step.carrier, *step.ranges)
+    if basic.divides_narrow(step.spec, step.carrier, *step.ranges):
+        return basic.divide_narrow(x, y, step.spec, step.carrier, *step.ranges)
     x, y = _barrier_unless_nearest(step, x, y)
     return _barrier_unless_nearest(step, basic.divide_and_round(x, y, *step.rest, *step.ranges))[0]
 
@@ -229,25 +194,9 @@ def _barrier_unless_nearest(step: _OperationStep, *args: Array) -> tuple[Array, 
 _NEAREST_ROUNDINGS = (Rounding.NEAREST_EVEN, Rounding.NEAREST_AWAY, Rounding.NEAREST_ZERO)
 
 
-def _neg_operation(step: _OperationStep, x: Array) -> Array:
-    return -x if _is_symmetric(step.spec) else round_to_spec(-x, *step.rest)
-
-
-def _abs_operation(step: _OperationStep, x: Array) -> Array:
-    return jnp.abs(x) if _is_symmetric(step.spec) else round_to_spec(jnp.abs(x), *step.rest)
-
-
 def _is_symmetric(spec: Spec) -> bool:
     """Whether the negative of every value is a value, including -0."""
     return isinstance(spec.format, FloatFormat) and spec.format.signed and spec.format.has_negative_zero
-
-
-def _max_operation(step: _OperationStep, x: Array, y: Array) -> Array:
-    return _select_by_bits(step, x, y, True) if _hides_subnormals(step) else jnp.maximum(x, y)
-
-
-def _min_operation(step: _OperationStep, x: Array, y: Array) -> Array:
-    return _select_by_bits(step, x, y, False) if _hides_subnormals(step) else jnp.minimum(x, y)
 
 
 def _hides_subnormals(step: _OperationStep) -> bool:
@@ -268,31 +217,21 @@ def _select_by_bits(step: _OperationStep, x: Array, y: Array, larger: bool) -> A
 
 
 _EXACT_OPERATIONS: dict[str, Callable[..., Array]] = {
-    "add": _add_operation,
-    "sub": _sub_operation,
-    "mul": _mul_operation,
+    "add": lambda step, x, y: basic.add_and_round(x, y, *step.rest, *step.ranges),
+    "sub": lambda step, x, y: basic.add_and_round(x, -y, *step.rest, *step.ranges),
+    "mul": lambda step, x, y: basic.multiply_and_round(x, y, *step.rest, *step.ranges),
     "div": _div_operation,
-    "square": _square_operation,
+    "square": lambda step, x: basic.multiply_and_round(x, x, *step.rest, *step.ranges * 2),
     "sqrt": _sqrt_operation,
-    "fma": _fma_operation,
-    "neg": _neg_operation,
-    "abs": _abs_operation,
-    "max": _max_operation,
-    "min": _min_operation,
+    "fma": lambda step, x, y, z: basic.multiply_add_and_round(x, y, z, *step.rest, *step.ranges),
+    "neg": lambda step, x: -x if _is_symmetric(step.spec) else round_to_spec(-x, *step.rest),
+    "abs": lambda step, x: jnp.abs(x) if _is_symmetric(step.spec) else round_to_spec(jnp.abs(x), *step.rest),
+    "max": lambda step, x, y: _select_by_bits(step, x, y, True) if _hides_subnormals(step) else jnp.maximum(x, y),
+    "min": lambda step, x, y: _select_by_bits(step, x, y, False) if _hides_subnormals(step) else jnp.minimum(x, y),
 }
 #: The carrier's own operations.
 _CARRIER_OPERATIONS: dict[str, Callable[..., Array]] = {
-    "add": lax.add,
-    "sub": lax.sub,
-    "mul": lax.mul,
-    "div": lax.div,
-    "square": lax.square,
-    "sqrt": lax.sqrt,
-    "fma": lambda x, y, z: x * y + z,
-    "neg": lax.neg,
-    "abs": lax.abs,
-    "max": lax.max,
-    "min": lax.min,
+    name: getattr(lax, name, lambda x, y, z: x * y + z) for name in _EXACT_OPERATIONS
 }
 #: The number of operands of each operation.
 OPERAND_COUNTS: Mapping[str, int] = MappingProxyType(

@@ -12,14 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._core.arithmetic.basic import carrier_range, range_of
-from jchop._core.arithmetic.ranges import ValueRange
+from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of
 from jchop._core.matmul.matmul import matmul_body
 from jchop._core.matmul.operations import fold_seeds, operation_carrier, operation_words, round_operation, spec_draws
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-
-__all__ = ["cumulative_along", "product_along", "sum_along"]
 
 Array = jax.Array
 SumAxes = int | Sequence[int]

@@ -18,7 +18,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.rounding import codebooks
-from jchop._core.rounding.bins import take_in_bounds
+from jchop._core.rounding.codebooks import take_in_bounds
 from jchop._core.rounding.log_takum import decode_log_takum, encode_log_takum
 from jchop._core.rounding.tapered import decode_hif8, decode_tapered, encode_hif8, encode_tapered
 from jchop._core.xla.sizes import are_static
@@ -33,6 +33,16 @@ from jchop.formats import (
 )
 
 Array = jax.Array
+
+
+def float_to_bits(x: Array) -> Array:
+    """The bits of float32 numbers."""
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def bits_to_float(bits: Array) -> Array:
+    """The inverse of `float_to_bits`."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Array:

@@ -47,9 +47,9 @@ def round_to_spec(x: Array, spec: Spec, carrier: Carrier, word: Array | None = N
         sign = bit_ops.lax_where(negative & (magnitude == carrier.inf), carrier.sign_bit, sign)
     else:
         result = apply_overflow(magnitude, result, negative, spec, grid)
-    if not grid.signed:
+    if not grid.fmt.signed:
         sign = jnp.zeros_like(sign)
-    elif not grid.negative_zero:
+    elif not grid.fmt.has_negative_zero:
         sign = bit_ops.lax_where(result == 0, 0, sign)
     is_nan = magnitude > carrier.inf
     return bit_ops.join_sign(sign, bit_ops.lax_where(is_nan, magnitude, result), carrier)
@@ -76,8 +76,8 @@ def overflow_mask(x: Array, spec: Spec, carrier: Carrier, word: Array | None = N
     else:
         grid = make_grid(fmt, carrier)
         rounded_bits, negative = _round_without_end(magnitude, sign != 0, word, spec, grid), sign != 0
-        beyond = rounded_bits > (_end_of_range(negative, grid) if grid.signed else grid.top_bits)
-        if not grid.signed:
+        beyond = rounded_bits > (_end_of_range(negative, grid) if grid.fmt.signed else grid.top_bits)
+        if not grid.fmt.signed:
             beyond = beyond | _stays_negative(magnitude, rounded_bits, negative, grid)
     return beyond & (magnitude <= carrier.inf)
 
@@ -93,12 +93,12 @@ def _end_of_range(negative: Array, grid: Grid) -> Array | int:
 def apply_overflow(magnitude: Array, rounded_bits: Array, negative: Array, spec: Spec, grid: Grid) -> Array:
     """`rounded_bits` with the overflow rule applied; `magnitude` separates infinities from finite values."""
     carrier = grid.carrier
-    limit = _end_of_range(negative, grid) if grid.signed else grid.top_bits
-    beyond = limit if grid.saturates else carrier.inf if grid.has_inf else carrier.nan
+    limit = _end_of_range(negative, grid) if grid.fmt.signed else grid.top_bits
+    beyond = limit if grid.fmt.saturates else carrier.inf if grid.fmt.has_inf else carrier.nan
     infinity = limit if spec.overflow is Overflow.SATURATE else beyond
     finite = limit
     if spec.overflow is Overflow.IEEE and grid.taper is None:
-        to_odd = grid.p3109 and spec.rounding is Rounding.ODD
+        to_odd = getattr(grid.fmt, "p3109", False) and spec.rounding is Rounding.ODD
         inward = (False, False) if to_odd else INWARD_OVERFLOW.get(spec.rounding, (False, False))
         finite = limit if all(inward) else beyond
         if inward[0] != inward[1]:
@@ -111,12 +111,12 @@ def apply_overflow(magnitude: Array, rounded_bits: Array, negative: Array, spec:
     result = bit_ops.lax_where(rounded_bits > limit, finite, rounded_bits)
     if infinity is not finite:
         result = bit_ops.lax_where(magnitude == carrier.inf, infinity, result)
-    if grid.signed:
+    if grid.fmt.signed:
         return result
     # An unsigned format has no values below zero; modes that round up, or to zero, give its smallest value.
     smallest = 0 if grid.zero else grid.tiny_bits
     finds_none = spec.overflow is Overflow.IEEE and spec.rounding not in NEGATIVE_TO_SMALLEST
-    below = carrier.nan if grid.has_nan and finds_none else smallest
+    below = carrier.nan if grid.fmt.has_nan and finds_none else smallest
     return bit_ops.lax_where(_stays_negative(magnitude, rounded_bits, negative, grid), below, result)
 
 

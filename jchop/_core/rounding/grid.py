@@ -37,27 +37,26 @@ from jchop.formats.rounding import Overflow, Rounding
 class Grid:
     """The static numbers of one format on one carrier; all `*_bits` are magnitude bits."""
 
+    fmt: ElementFormat
     carrier: Carrier
     drop: int  # D: bits dropped at full precision
-    spacing: int | None  # K; None if d = D everywhere above T
-    deep: bool  # whether the carrier's subnormals are normal values of the format; then d is smaller
-    deep_least: int  # the least d there, from the format's own subnormals
     tiny_exponent: int  # T = 2^tiny_exponent
     tiny_bits: int  # T; 0 if no value of the carrier lies between 0 and T
-    parity: int  # added to the magnitude before its bit d is read as the last bit of the format's significand
-    deep_parity: int  # the same for a precision of one bit in the carrier's subnormals: there the exponent is read
-    normal_bits: int  # the smallest normal value; 0 if there is none
     top_bits: int  # the largest value
     bottom_bits: int  # the smallest (most negative) value
-    zero: bool
-    signed: bool
-    has_inf: bool
-    has_nan: bool
-    negative_zero: bool
-    saturates: bool
-    p3109: bool
+    spacing: int | None = None  # K; None if d = D everywhere above T
+    deep: bool = False  # whether the carrier's subnormals are normal values of the format; then d is smaller
+    deep_least: int = 0  # the least d there, from the format's own subnormals
+    parity: int = 0  # added to the magnitude before its bit d is read as the last bit of the format's significand
+    deep_parity: int = 0  # the same for a precision of one bit in the carrier's subnormals: there the exponent is read
+    normal_bits: int = 0  # the smallest normal value; 0 if there is none
     taper: StringFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
     narrows: tuple[int, ...] = ()  # exponents k: from k and -k on, one bit more is dropped
+
+    @property
+    def zero(self) -> bool:
+        """Whether the format has a zero."""
+        return _format_has_zero(self.fmt)
 
 
 @lru_cache(maxsize=1024)
@@ -79,6 +78,7 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
         drop, has_subnormals, deep, normal, lag = 0, True, False, 0, None
     odd = (tiny + carrier.bias + 1 if lag is None else lag) % 2
     return Grid(
+        fmt=fmt,
         carrier=carrier,
         drop=drop,
         spacing=spacing if has_subnormals and spacing - 1 > drop else None,
@@ -93,13 +93,6 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
         normal_bits=normal,
         top_bits=_bits_or_end(Fraction(fmt.max), carrier),
         bottom_bits=_bits_or_end(Fraction(fmt.min), carrier) if fmt.signed else 0,
-        zero=_format_has_zero(fmt),
-        signed=fmt.signed,
-        has_inf=fmt.has_inf,
-        has_nan=fmt.has_nan,
-        negative_zero=fmt.has_negative_zero,
-        saturates=fmt.saturates,
-        p3109=isinstance(fmt, FloatFormat) and fmt.p3109,
     )
 
 
@@ -108,25 +101,13 @@ def _tapered_grid(fmt: TaperedFormat, carrier: Carrier) -> Grid:
     of_strings = isinstance(fmt, StringFormat)
     top = _bits_or_end(Fraction(fmt.max), carrier)
     return Grid(
+        fmt=fmt,
         carrier=carrier,
         drop=0 if of_strings else carrier.fraction - fmt.most_fraction_bits,
-        spacing=None,
-        deep=False,
-        deep_least=0,
         tiny_exponent=fmt.last_place,
         tiny_bits=_bits_or_end(Fraction(fmt.smallest or 0), carrier),
-        parity=0,
-        deep_parity=0,
-        normal_bits=0,
         top_bits=top,
         bottom_bits=top,
-        zero=True,
-        signed=True,
-        has_inf=fmt.has_inf,
-        has_nan=True,
-        negative_zero=False,
-        saturates=False,
-        p3109=False,
         taper=fmt if of_strings else None,
         narrows=fmt.narrows if isinstance(fmt, HiFloat8Format) else (),
     )

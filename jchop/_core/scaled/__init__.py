@@ -1,1 +1,1 @@
-"""Groups that share a scale: the groups, their scales, elements and zero points, on tiles; for every backend."""
+"""Groups that share a scale: the groups, their scales, elements and zero points."""

@@ -15,11 +15,9 @@ import numpy as np
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, gather_cut_axes
 from jchop.formats import ScaledFormat
-from jchop.formats.scaled.grouping import sparse_length
+from jchop.formats.scaled.scaled import sparse_length
 
 Array = jax.Array
-
-__all__ = ["drop_outside_mask", "gather_sparse", "largest_mask", "scatter_sparse", "sparse_mask"]
 
 
 def sparse_mask(x: Array, fmt: ScaledFormat) -> Array:

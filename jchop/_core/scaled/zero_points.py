@@ -1,41 +1,57 @@
-"""Integers with zero points: quotients plus integers, rounded once; and the scales and zero points of ranges.
+"""Zero points: quotients plus integers, or quotients of differences, rounded once; scales and zero points of ranges.
 
-A sum v = x / s + z is a whole number, a word of W bits that follow it, and a sticky bit. So the neighbours are whole
-numbers, and every mode depends only on v; the parity of the sum decides ties.
+An integer zero point z is added to a quotient: e is x / s + z, rounded once. Another is a number of the scale format:
+x = s e + z, so e is (x - z) / s, rounded once. The difference of two numbers is exact in two words, for all of them. It
+is divided digit by digit. Either sum v is a whole number, a word of W bits that follow it, and a sticky bit. So the
+neighbours are whole numbers, and every mode depends only on v; the parity of v decides ties.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
+from jchop._core.arithmetic import double_word
+from jchop._core.arithmetic.basic import multiply_add_and_round
+from jchop._core.arithmetic.double_word import (
+    Divisor,
+    DoubleWord,
+    divisor_bits,
+    divisor_of,
+    exact_quotient,
+    significand_of_extended,
+)
 from jchop._core.arithmetic.exact import ExactResult, round_exact
-from jchop._core.arithmetic.quotient import divisor_of, exact_quotient, significand_of_extended
+from jchop._core.arithmetic.ranges import range_of
 from jchop._core.rounding import modes
-from jchop._core.rounding.codes import extend_exponent
+from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.modes import RandomBits, take_random_bits
-from jchop._core.scaled.scales import (
+from jchop._core.scaled import elements
+from jchop._core.scaled.elements import (
     BlockScales,
     ScaledPlan,
     clamp_scale,
     largest_finite_magnitude,
+    number_of_magnitude,
+    scale_dtype,
     scale_magnitude,
     scale_rounding,
 )
+from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat
+from jchop.formats.rounding import Overflow
 
 Array = jax.Array
 
 #: Whole parts go up to 2^20, beyond all integers with zero points, so the fraction does not matter there.
 _MOST_WHOLE_EXPONENT = 20
-#: Bits of the limbs of a long division by an integer of up to 16 bits, and their number, by the width of a word.
-_LIMB_SIZES = {32: (12, 6), 64: (44, 3)}
 
 
 def _integer_format(plan: ScaledPlan) -> IntegerFormat:
@@ -69,13 +85,13 @@ class _QuotientPlusZero(modes.DiscardedFraction):
         return self.word, self.sticky
 
 
-def round_quotient_plus_zero(x: Array, scales: BlockScales, zero: Array, plan: ScaledPlan, word: Array | None) -> Array:
-    """The sums x / s + z rounded once to whole numbers, not yet clamped to the ends of the element format.
+def round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: ScaledPlan, word: Array | None) -> Array:
+    """The sums x / s + z, or (x - z) / s, rounded once to whole numbers, not yet clamped to the ends of the format.
 
     Args:
         x: numbers of the arithmetic's carrier.
         scales: the scales of the groups.
-        zero: zero points, int32, of the shape of the scales.
+        zero: zero points of the shape of the scales: int32, or numbers of the same carrier.
         plan: a plan with an integer element.
         word: for a stochastic element, a word for each number.
 
@@ -84,13 +100,21 @@ def round_quotient_plus_zero(x: Array, scales: BlockScales, zero: Array, plan: S
     """
     compute = plan.compute
     sign, magnitude = bit_ops.split_sign(x, compute)
-    whole, share, sticky = _divide_by_scales(sign, magnitude, scales, plan)
-    total, share = floor_and_share(sign != 0, whole, share, sticky)
-    sums = round_floor_and_share(total + zero.astype(total.dtype), share, sticky, plan, word)
-    return specials_far_outside(sums, sign, magnitude, compute)
+    if jnp.issubdtype(zero.dtype, jnp.floating):
+        divisor = divisor_of(scale_magnitude(scales, plan), compute)
+        v, some = _quotient_of_difference(x, jnp.broadcast_to(zero, x.shape), divisor, compute)
+        zero = jnp.zeros((), compute.work)
+    else:
+        v, some = _divide_by_scales(sign, magnitude, scales, plan)
+    whole, share, sticky = _whole_and_share(v, some, compute)
+    total, share = _floor_and_share(v.sign != 0, whole, share, sticky)
+    sums = _round_floor_and_share(total + zero.astype(total.dtype), share, sticky, plan, word)
+    far = jnp.full_like(sums, 1 << _MOST_WHOLE_EXPONENT)
+    beyond = bit_ops.lax_where((sign != 0) & (magnitude == compute.inf), -far, far)
+    return bit_ops.lax_where(magnitude >= compute.inf, beyond, sums)
 
 
-def round_floor_and_share(total: Array, share: Array, sticky: Array, plan: ScaledPlan, word: Array | None) -> Array:
+def _round_floor_and_share(total: Array, share: Array, sticky: Array, plan: ScaledPlan, word: Array | None) -> Array:
     """Numbers rounded to whole numbers, given by their floor, the word that follows, and a sticky bit."""
     element = plan.element
     negative, inexact = total < 0, (share != 0) | sticky
@@ -104,13 +128,6 @@ def round_floor_and_share(total: Array, share: Array, sticky: Array, plan: Scale
     return bit_ops.lax_where(negative, -whole, whole)
 
 
-def specials_far_outside(wholes: Array, sign: Array, magnitude: Array, carrier: Carrier) -> Array:
-    """Whole numbers, with numbers far outside for infinities and NaN."""
-    far = jnp.full_like(wholes, 1 << _MOST_WHOLE_EXPONENT)
-    beyond = bit_ops.lax_where((sign != 0) & (magnitude == carrier.inf), -far, far)
-    return bit_ops.lax_where(magnitude >= carrier.inf, beyond, wholes)
-
-
 def clamp_to_ends(wholes: Array, plan: ScaledPlan) -> Array:
     """Whole numbers within the ends of the element format."""
     fmt = _integer_format(plan)
@@ -119,26 +136,37 @@ def clamp_to_ends(wholes: Array, plan: ScaledPlan) -> Array:
 
 
 def is_beyond_ends(x: Array, wholes: Array, plan: ScaledPlan) -> Array:
-    """Whether results of `round_quotient_plus_zero` are beyond the ends; NaN counts as inside."""
+    """Whether results of `round_with_zero_points` are beyond the ends; NaN counts as inside."""
     fmt = _integer_format(plan)
     return ((wholes < fmt.min_code) | (wholes > fmt.max_code)) & (
         bit_ops.split_sign(x, plan.compute)[1] <= plan.compute.inf
     )
 
 
+def add_zero_points(values: Array, scales: BlockScales, zero: Array, plan: ScaledPlan) -> Array:
+    """The sums s e + z rounded once to nearest, ties to even, as numbers of the plan's carrier."""
+    compute, spec = plan.compute, elements.NARROW_SPECS.get(plan.carrier.name)
+    scale = jnp.broadcast_to(number_of_magnitude(scale_magnitude(scales, plan), compute), values.shape)
+    own = range_of(Spec(plan.scale), compute)
+    whole = values.astype(compute.name)
+    element = range_of(plan.element, compute)
+    zero = jnp.broadcast_to(zero, values.shape)
+    result = multiply_add_and_round(whole, scale, zero, spec, compute, None, element, own, own)
+    result = result if scales.nan is None else bit_ops.lax_where(scales.nan, jnp.nan, result)
+    return elements.narrow_16_bit(result, plan.carrier)
+
+
 def _divide_by_scales(
     sign: Array, magnitude: Array, scales: BlockScales, plan: ScaledPlan
-) -> tuple[Array, Array, Array]:
-    """|x| / s as a whole number, the word that follows, and a sticky bit."""
-    compute = plan.compute
-    plain = (magnitude != 0) & (magnitude < compute.inf)
-    divisor = divisor_of(scale_magnitude(scales, plan), compute)
-    whole, share, sticky = whole_and_share(exact_quotient(sign, magnitude, plain, divisor, compute), compute)
-    return bit_ops.lax_where(plain, whole, 0), bit_ops.lax_where(plain, share, 0), sticky & plain
+) -> tuple[ExactResult, Array]:
+    """The quotients x / s, and whether each number is neither zero nor infinite nor NaN."""
+    plain = (magnitude != 0) & (magnitude < plan.compute.inf)
+    divisor = divisor_of(scale_magnitude(scales, plan), plan.compute)
+    return exact_quotient(sign, magnitude, plain, divisor, plan.compute), plain
 
 
-def whole_and_share(v: ExactResult, carrier: Carrier) -> tuple[Array, Array, Array]:
-    """Whole number, word and sticky bit of normal numbers; from 2^_MOST on the whole number is too small."""
+def _whole_and_share(v: ExactResult, some: Array, carrier: Carrier) -> tuple[Array, Array, Array]:
+    """Whole number, word and sticky bit of normal numbers, or of zeros if not `some`; too small from 2^_MOST on."""
     fraction, width = carrier.fraction, carrier.work_width
     unsigned = v.rest.dtype
     exponent = (v.magnitude >> fraction) - carrier.bias
@@ -157,10 +185,11 @@ def whole_and_share(v: ExactResult, carrier: Carrier) -> tuple[Array, Array, Arr
     far = (-1 - exponent >= width) | (word >> right << right != word)
     less = exponent < 0
     sticky = v.sticky | bit_ops.lax_where(less, small_tail | far, tail)
-    return bit_ops.lax_where(less, 0, whole), bit_ops.lax_where(less, small, share), sticky
+    whole, share = bit_ops.lax_where(less, 0, whole), bit_ops.lax_where(less, small, share)
+    return bit_ops.lax_where(some, whole, 0), bit_ops.lax_where(some, share, 0), sticky & some
 
 
-def floor_and_share(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
+def _floor_and_share(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
     """floor(v) of v = +-(whole + share), and the word that follows it."""
     inexact = ((share != 0) | sticky).astype(whole.dtype)
     return bit_ops.lax_where(negative, -whole - inexact, whole), bit_ops.lax_where(
@@ -173,11 +202,75 @@ def _complement_of_share(share: Array, sticky: Array) -> Array:
     return ~share + (~sticky).astype(share.dtype)
 
 
+def _quotient_of_difference(
+    x: Array,
+    y: Array,
+    divisor: Divisor,
+    carrier: Carrier,
+    stage: Callable[[Any], Any] = lambda values: values,
+    rest_bits: int | None = None,
+) -> tuple[ExactResult, Array]:
+    """(x - y) / d of finite numbers, exactly, and whether x is not y; the values of each stage pass through `stage`.
+
+    The rest of the quotient has `rest_bits` bits, by default those of a word, and a sticky bit.
+    """
+    (xs, xm), (ys, ym) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
+    a = double_word.double_word_of(xs, *double_word.normalize_magnitude(xm, carrier), carrier)
+    b = double_word.double_word_of(ys ^ carrier.sign_bit, *double_word.normalize_magnitude(ym, carrier), carrier)
+    v, tail = double_word.add_double_words(a, b, 0)
+    v = double_word.fill_high_word(v)
+    v = double_word.shift_to_top(v, double_word.leading_zeros(v.high, carrier))
+    (*words, tail) = stage((v.sign, v.exponent, v.high, v.low, tail))
+    v = DoubleWord(*words)
+    quotient = _divide_double_word(v, tail, divisor, carrier, rest_bits or carrier.work_width)
+    arrays = {name: part for name, part in vars(quotient).items() if isinstance(part, Array)}
+    return replace(quotient, **stage(arrays)), (v.high | v.low | tail) != 0
+
+
+def _divide_double_word(v: DoubleWord, tail: Array, divisor: Divisor, carrier: Carrier, rest_bits: int) -> ExactResult:
+    """A number with its leading bit at the top of its words, divided by a divisor: M + 1 bits, a rest, a sticky bit.
+
+    `tail` is not zero if bits follow the words. No tie lies between the words and the exact number, because ties are
+    coarser than their last place. A stochastic mode may draw as for a number that differs by 2^-W.
+    """
+    width, divisor_width = carrier.work_width, divisor_bits(carrier)
+    remainder = (v.high >> (width - divisor_width)).astype(carrier.work)
+    high, low = double_word.shift_words_left(v.high, v.low, divisor_width)
+    first = (remainder >= divisor.significand).astype(carrier.work)
+    remainder = remainder - first * divisor.significand
+    top, rest = jnp.zeros_like(high), first.astype(low.dtype)
+    total = carrier.fraction + 1 + rest_bits
+    remaining = total
+    while remaining:
+        step = min(remaining, carrier.fraction // 2 + 2)
+        following = (high >> (width - step)).astype(carrier.work)
+        high, low = double_word.shift_words_left(high, low, step)
+        digit, remainder = double_word.next_quotient_digit(
+            remainder, divisor.significand, divisor.inverse, step, carrier
+        )
+        remainder = remainder + following
+        more = (remainder >= divisor.significand).astype(carrier.work)
+        remainder = remainder - more * divisor.significand
+        top, rest = double_word.shift_words_left(top, rest, step)
+        rest = rest | (digit + more).astype(rest.dtype)
+        remaining -= step
+    if total < width:
+        top, rest = rest << (width - 1 - total), jnp.zeros_like(rest)
+    else:
+        top, rest = double_word.shift_words_left(top, rest, 2 * width - 1 - total)
+    smaller = (first == 0).astype(carrier.work)
+    exponent = v.exponent + carrier.bias - divisor.field - smaller
+    after = tail | remainder.astype(tail.dtype)
+    return double_word.exact_of_double_word(
+        DoubleWord(v.sign, exponent, *double_word.shift_words_left(top, rest, smaller)), after, carrier
+    )
+
+
 # -- ranges ------------------------------------------------------------------------------------------------------------
 
 
 def fit_range(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockScales, Array]:
-    """Scales (max - min) / (M - m), the exact quotient rounded once, of ranges stretched to hold 0; and zero points.
+    """Scales (max - min) / (M - m) of ranges stretched to hold 0; and zero points clamp(m - rne(min / s)).
 
     Args:
         x: numbers of the arithmetic's carrier.
@@ -189,93 +282,72 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockS
     top, low = (
         largest_finite_magnitude(bit_ops.lax_where(side, magnitude, 0), axes, plan) for side in (sign == 0, sign != 0)
     )
-    quotient = round_exact(
-        _divide_sum(top, low, fmt.max_code - fmt.min_code, compute), scale_rounding(plan), compute, None
-    )
-    value = clamp_scale(bit_ops.split_sign(quotient, compute)[1], (top | low) == 0, plan)[0]
-    scales = BlockScales(value)
-    return scales, _fit_zero_points(low, scales, plan)
-
-
-def _fit_zero_points(low: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
-    """clamp(m - rne(min / s)) for min = -low."""
-    fmt = _integer_format(plan)
-    whole, share, sticky = _divide_by_scales(jnp.zeros_like(low), low, scales, plan)
+    least = bit_ops.join_sign(jnp.full_like(low, compute.sign_bit), low, compute)
+    scales, _ = _scales_of_ranges(least, number_of_magnitude(top, compute), plan)
+    whole, share, sticky = _whole_and_share(*_divide_by_scales(jnp.zeros_like(low), low, scales, plan), compute)
     quotient = _QuotientPlusZero(whole, share, sticky, whole < 0, None)
     nearest = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
-    return bit_ops.lax_clip(fmt.min_code + nearest, fmt.min_code, fmt.max_code).astype(jnp.int32)
+    return scales, bit_ops.lax_clip(fmt.min_code + nearest, fmt.min_code, fmt.max_code).astype(jnp.int32)
 
 
-def _divide_sum(a: Array, b: Array, divisor: int, carrier: Carrier) -> ExactResult:
-    """(a + b) / divisor of magnitude bits, not both zero, in limbs of a long division."""
-    fraction, width = carrier.fraction, carrier.work_width
-    size, count = _LIMB_SIZES[width]
-    place = size * count - 2 - fraction  # the place of the last bit of the larger one
-    large, small = (extend_exponent(bits, carrier) for bits in (jnp.maximum(a, b), jnp.minimum(a, b)))
-    field, gap = large >> fraction, (large >> fraction) - (small >> fraction)
-    second = bit_ops.lax_where(jnp.minimum(a, b) == 0, 0, significand_of_extended(small, carrier))
-    first, offset = significand_of_extended(large, carrier), place - gap
-    shift = bit_ops.lax_clip(-offset, 0, fraction + 1)
-    sticky = second >> shift << shift != second
-    limbs, carry = [], jnp.zeros_like(a)
-    for i in range(count):
-        at = i * size
-        digit = _limb_of_word(first, jnp.full_like(offset, place), at, size, width) + _limb_of_word(
-            second, offset, at, size, width
+def fit_offset(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockScales, Array]:
+    """Scales (max - min) / (M - m) and zero points min - m s, each the exact number rounded once to the scale format.
+
+    If all numbers of a group are equal, the scale is 1, and the number is the zero point.
+
+    Args:
+        x: numbers of the arithmetic's carrier; a group may be padded with NaN.
+        axes: the axes of a group.
+        plan: a plan with an integer element.
+    """
+    compute = plan.compute
+    low, high = lax.optimization_barrier(_ends_of_groups(x, axes, compute))
+    scales, some = _scales_of_ranges(low, high, plan)
+    step = bit_ops.lax_where(some, number_of_magnitude(scale_magnitude(scales, plan), compute), 0)
+    whole, spec = range_of(None, compute), Spec(plan.scale, overflow=Overflow.SATURATE)
+    least = jnp.full_like(low, float(-_integer_format(plan).min_code))
+    return scales, multiply_add_and_round(least, step, low, spec, compute, None, whole, whole, whole)
+
+
+def _scales_of_ranges(low: Array, high: Array, plan: ScaledPlan) -> tuple[BlockScales, Array]:
+    """The exact (high - low) / (M - m) rounded once to the scale format, and whether the ends differ.
+
+    In stages because of the quirk `long_fusion_compiled_for_minutes` (`_core/xla/cpu.py`).
+    """
+    compute, fmt = plan.compute, _integer_format(plan)
+    width = jnp.full_like(low, float(fmt.max_code - fmt.min_code))
+    divisor = divisor_of(bit_ops.split_sign(width, compute)[1], compute)
+    v, some = _quotient_of_difference(high, low, divisor, compute, lax.optimization_barrier, rest_bits=2)
+    quotient = bit_ops.split_sign(round_exact(v, scale_rounding(plan), compute, None), compute)[1]
+    return BlockScales(clamp_scale(quotient, ~some, plan)[0]), some
+
+
+def _ends_of_groups(x: Array, axes: tuple[int, ...], carrier: Carrier) -> tuple[Array, Array]:
+    """The least and the largest finite number of each group; zeros if there is none."""
+    sign, magnitude = bit_ops.split_sign(x, carrier)
+    value, finite = bit_ops.ordered_integers(sign, magnitude), magnitude < carrier.inf
+    low = jnp.min(bit_ops.lax_where(finite, value, carrier.inf), axis=axes, keepdims=True)
+    high = jnp.max(bit_ops.lax_where(finite, value, -carrier.inf), axis=axes, keepdims=True)
+    none = low > high
+
+    def number(value: Array) -> Array:
+        value = bit_ops.lax_where(none, 0, value)
+        return bit_ops.join_sign(
+            bit_ops.lax_where(value < 0, carrier.sign_bit, 0).astype(value.dtype), jnp.abs(value), carrier
         )
-        digit = digit + carry
-        carry = digit >> size
-        limbs.append(digit & bit_ops.low_mask(size))
-    digits, remainder = [], jnp.zeros_like(a)
-    for limb in reversed(limbs):
-        part = remainder << size | limb
-        digit = jax.lax.div(part, jnp.full_like(part, divisor))
-        remainder = part - digit * divisor
-        digits.insert(0, digit)
-    return _exact_of_digits(digits, sticky | (remainder != 0), field - fraction - place, divisor, carrier)
+
+    return number(low), number(high)
 
 
-def _limb_of_word(value: Array, offset: Array, at: int, size: int, width: int) -> Array:
-    """The bits [at, at + size) of value 2^offset, rounded down."""
-    up, down = bit_ops.lax_clip(offset - at, 0, size), bit_ops.lax_clip(at - offset, 0, width - 1)
-    return value << up >> down & bit_ops.low_mask(size)
+def store_zero_points(zero: Array, plan: ScaledPlan) -> Array:
+    """Zero points in their stored form, in `scale_dtype`."""
+    dtype = scale_dtype(plan.scale)
+    codes = encode_elements(zero, plan.scale, plan.compute)
+    return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
 
 
-def _exact_of_digits(digits: list[Array], sticky: Array, base: Array, divisor: int, carrier: Carrier) -> ExactResult:
-    """The number with these digits, whose last place has the biased exponent `base`, as a number of the carrier."""
-    fraction, width = carrier.fraction, carrier.work_width
-    size, unsigned = _LIMB_SIZES[width][0], np.dtype(f"uint{width}")
-    top = size * len(digits) - divisor.bit_length()  # the leading bit is here, or up to two places lower
-    best: tuple[Array, ...] | None = None
-    for lead in (top - 2, top - 1, top):
-        leading = _digits_to_word(digits, lead - fraction, size, unsigned)
-        rest = _digits_to_word(digits, lead - fraction - width, size, unsigned)
-        low = lead - fraction - width  # the bits below this are sticky
-        more = jnp.zeros_like(sticky)
-        for i, digit in enumerate(digits):
-            if low > i * size:
-                more = more | (digit & bit_ops.low_mask(min(low - i * size, size)) != 0)
-        here = (leading & bit_ops.low_mask(fraction + 1), rest, sticky | more, base + lead)
-        reaches = leading >> fraction != 0
-        old = here if best is None else best
-        best = tuple(bit_ops.lax_where(reaches, *pair) for pair in zip(here, old, strict=True))
-    assert best is not None
-    leading, rest, sticky, field = best
-    down = bit_ops.lax_clip(1 - field, 0, width - 1).astype(unsigned)  # into the subnormal range
-    tail = rest >> down << down != rest
-    magnitude = (leading >> down).astype(carrier.work) + (jnp.maximum(field - 1, 0) << fraction).astype(carrier.work)
-    rest = leading << 1 << (width - 1 - down) | rest >> down
-    sticky = sticky | tail
-    magnitude = jnp.minimum(magnitude, carrier.inf - 1)
-    return ExactResult(jnp.zeros_like(magnitude), magnitude, (rest != 0) | sticky, rest, sticky)
-
-
-def _digits_to_word(digits: list[Array], low: int, size: int, unsigned: np.dtype) -> Array:
-    """The number with these digits divided by 2^low, rounded down, modulo 2^W."""
-    total, width = jnp.zeros(digits[0].shape, unsigned), unsigned.itemsize * 8
-    for i, digit in enumerate(digits):
-        up = i * size - low
-        if -size < up < width:
-            word = digit.astype(unsigned)
-            total = total | (word << up if up >= 0 else word >> -up)
-    return total
+def load_zero_points(array: Array, plan: ScaledPlan) -> Array:
+    """The inverse of `store_zero_points`."""
+    fmt = plan.scale
+    codes = array if array.dtype == fmt.code_dtype else lax.bitcast_convert_type(array, fmt.code_dtype)
+    return decode_elements(codes, fmt, plan.compute)

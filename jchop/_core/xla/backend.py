@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 from jchop._core.xla.cpu import branch_in_functions, compute_once, integer_maximum, materialize_per_group, prevent_fma
 
-__all__ = ["ONE_CPU", "PORTABLE", "TILE", "Backend"]
-
 Array = jax.Array
 
 

@@ -21,23 +21,6 @@ from jchop._common.bit_ops import FLOAT32
 from jchop._common.settings import always_jit
 from jchop._core.xla.sizes import are_static, if_static
 
-__all__ = [
-    "CPU_QUIRKS",
-    "Quirk",
-    "branch_in_functions",
-    "compute_after",
-    "compute_once",
-    "dot_with_one_row",
-    "dot_with_two_rows",
-    "hide_constant",
-    "integer_maximum",
-    "is_short_float",
-    "loop_entry",
-    "loop_slice",
-    "materialize_per_group",
-    "prevent_fma",
-]
-
 Array = jax.Array
 
 #: The most parts of an axis, fewer for a long axis; and the fewest numbers of a part.
@@ -73,7 +56,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "subnormals_read_as_zero",
         "Arithmetic and comparisons take a subnormal operand for zero, and give zero for a subnormal result.",
         "Rounding is integer arithmetic on bits (`_core/rounding/`); exact arithmetic on float32 scales its operands "
-        "(`_core/arithmetic/subnormal_scaling.py`); `max` and `min` compare bits (`_core/matmul/operations.py`).",
+        "(`_core/arithmetic/hardware.py`); `max` and `min` compare bits (`_core/matmul/operations.py`).",
     ),
     Quirk(
         "product_contracted_with_sum",
@@ -88,7 +71,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "constants_of_sums_combined",
         "(x + a) - a with a constant a is x.",
-        "a is a multiple of the scale (`_core/scaled/power_of_two_scales.py`).",
+        "a is a multiple of the scale (`_core/scaled/tiles.py`).",
         versions_with=("0.10",),
         versions_without=("0.12",),
     ),
@@ -100,13 +83,13 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "quotient_by_one_number_is_product",
         "x / b with a number b that has no other use is x (1 / b), so the quotient may differ in its last bit.",
-        "Exact quotients (`_core/arithmetic/quotient.py`). None for Adam's 1 - b^t, a quotient of Optax "
+        "Exact quotients (`_core/arithmetic/double_word.py`). None for Adam's 1 - b^t, a quotient of Optax "
         "(docs/distributed.md).",
     ),
     Quirk(
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
-        "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/scales.py`, "
+        "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`, "
         "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
     ),
     Quirk(
@@ -173,7 +156,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "integers_written_before_maximum",
         "The bits of numbers are written to memory before the largest of each column is found; numbers are not.",
-        "The maximum of numbers is tried first (`_largest_magnitude` in `_core/scaled/scales.py`).",
+        "The maximum of numbers is tried first (`_largest_magnitude` in `_core/scaled/elements.py`).",
     ),
     Quirk(
         "write_into_part_has_one_thread",
@@ -222,8 +205,8 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "long_fusion_compiled_for_minutes",
         "Long integer arithmetic that is fused with the operations before it is compiled for a minute or more.",
-        "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `fit_offset` in "
-        "`_core/scaled/float_zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
+        "Barriers between the stages (`_barrier_unless_nearest` in `_core/matmul/operations.py`, `_scales_of_ranges` "
+        "in `_core/scaled/zero_points.py`). Places among nodes in memory (`interp` in `math/_composed.py`), and the "
         "mean in a variance (`math/_reductions.py`).",
         versions_with=("0.12",),
         versions_without=("0.10",),

@@ -14,8 +14,6 @@ from jax import lax
 
 from jchop._core.xla.cpu import Quirk
 
-__all__ = ["GPU_QUIRKS", "dot_precision", "pad_to_whole_words"]
-
 Array = jax.Array
 
 GPU_QUIRKS = (

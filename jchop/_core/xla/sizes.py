@@ -7,8 +7,6 @@ from typing import Any
 
 from jax.errors import InconclusiveDimensionOperation
 
-__all__ = ["are_static", "if_static"]
-
 
 def are_static(shape: Sequence[Any]) -> bool:
     """Whether no length of a shape is symbolic."""

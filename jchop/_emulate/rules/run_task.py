@@ -18,7 +18,7 @@ from jax import lax
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.settings import always_jit
 from jchop._core.arithmetic.basic import ValueRange, range_of
-from jchop._core.elementary.evaluate import elementary_function, supports_function
+from jchop._core.elementary.functions import elementary_function, supports_function
 from jchop._core.matmul.operations import operation_carrier, round_operation, spec_draws, widen_operand
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.xla.sizes import if_static

@@ -23,7 +23,7 @@ from jchop._quantized.scales.formulas import round_in_range, round_lsq, update_h
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
-from jchop.formats.scaled.grouping import axis_indexes
+from jchop.formats.scaled.scaled import axis_indexes
 from jchop.storage import QArray, dequantize, fit_scale, quantize
 from jchop.storage._array import PackedParam
 from jchop.storage._axis_groupings import (

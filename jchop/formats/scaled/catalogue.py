@@ -17,8 +17,7 @@ from jchop.formats._catalogue import (
     float8_e5m2,
     float8_e8m0fnu,
 )
-from jchop.formats._codebook import CodebookFormat
-from jchop.formats._codebook_tables import dynamic_levels, nf4_levels
+from jchop.formats._codebook import CodebookFormat, dynamic_levels, nf4_levels
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats.scaled.scaled import ScaledFormat, add_to_catalogue

@@ -22,34 +22,6 @@ from jchop.formats._fixed import UniformFormat
 from jchop.formats._float import FloatFormat
 
 
-def _largest_divisor(element: ElementFormat) -> tuple[Fraction, ...]:
-    return (Fraction(element.max),)
-
-
-def _unit_divisor(_: ElementFormat) -> tuple[Fraction, ...]:
-    return (Fraction(1),)
-
-
-def _half_range_divisor(element: ElementFormat) -> tuple[Fraction, ...]:
-    return ((Fraction(element.max) - Fraction(element.min)) / 2,)
-
-
-def _both_ends_divisors(element: ElementFormat) -> tuple[Fraction, ...]:
-    return Fraction(element.max), -Fraction(element.min)
-
-
-def _two_thirds_divisors(element: ElementFormat) -> tuple[Fraction, ...]:
-    return Fraction(element.max), Fraction(element.max) * 2 / 3
-
-
-def _largest_scale(scale: FloatFormat) -> Fraction:
-    return Fraction(scale.max)
-
-
-def _largest_power_scale(scale: FloatFormat) -> Fraction:
-    return Fraction(2) ** scale.emax
-
-
 def _next_power_ratio(element: ElementFormat) -> float:
     """2^(floor(log2 M) + 1) / M, from 1 to 2, rounded up to binary32."""
     most = Fraction(element.max)
@@ -63,24 +35,8 @@ def _half_ulp_carry(element: ElementFormat, fraction: int, _: int) -> int:
     return 1 << (fraction - bits - 1) if bits < fraction else 0
 
 
-def _is_any_element(_: ElementFormat) -> bool:
-    return True
-
-
-def _has_negative_values(element: ElementFormat) -> bool:
-    return element.min < 0
-
-
-def _has_fraction_bits(element: ElementFormat) -> bool:
-    return not isinstance(element, CodebookFormat)
-
-
 def _is_e2m1(element: ElementFormat) -> bool:
     return isinstance(element, FloatFormat) and (element.max, element.smallest, element.frac_bits) == (6, 0.5, 1)
-
-
-def _has_two_thirds(element: ElementFormat) -> bool:
-    return element.code_of(exact_number(Fraction(element.max) * 2 / 3)) is not None
 
 
 @dataclass(frozen=True)
@@ -111,15 +67,15 @@ class ScaleRule:
 
     name: str
     formula: str
-    divisors: Callable[[ElementFormat], tuple[Fraction, ...]] = _largest_divisor
+    divisors: Callable[[ElementFormat], tuple[Fraction, ...]] = lambda element: (Fraction(element.max),)
     carry: Callable[[ElementFormat, int, int], int] | None = None
     tensor_scale: bool = False
     constant: Callable[[ElementFormat], float] | None = None
-    top: Callable[[FloatFormat], Fraction] = _largest_scale
+    top: Callable[[FloatFormat], Fraction] = lambda scale: Fraction(scale.max)
     fit: Literal["ends", "range", "percentile", "squares", "either", "power", "levels"] = "ends"
     percentile: Fraction | None = None
     fill: float = 0.0
-    takes: Callable[[ElementFormat], bool] = _is_any_element
+    takes: Callable[[ElementFormat], bool] = lambda element: True
     needs: str = ""
 
     @property
@@ -146,21 +102,17 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
         for rule in (
             ScaleRule("floor", "2^(floor(log2 a) - floor(log2 M))", carry=lambda element, fraction, of_most: 0),
             ScaleRule(
-                "ceil",
-                "2^(ceil(log2 a) - floor(log2 M))",
-                carry=lambda element, fraction, of_most: (1 << fraction) - 1,
+                "ceil", "2^(ceil(log2 a) - floor(log2 M))", carry=lambda element, fraction, of_most: (1 << fraction) - 1
             ),
             ScaleRule(
                 "even",
                 "as floor, after a was rounded to the element's fraction bits, halves up",
                 carry=_half_ulp_carry,
-                takes=_has_fraction_bits,
+                takes=lambda element: not isinstance(element, CodebookFormat),
                 needs="fraction bits",
             ),
             ScaleRule(
-                "rceil",
-                "2^ceil(log2(a / M))",
-                carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most,
+                "rceil", "2^ceil(log2(a / M))", carry=lambda element, fraction, of_most: (1 << fraction) - 1 - of_most
             ),
             ScaleRule(
                 "floor_unclipped",
@@ -171,19 +123,19 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 constant=_next_power_ratio,
             ),
             ScaleRule("absmax", "a / M"),
-            ScaleRule("max_abs", "a", _unit_divisor),
+            ScaleRule("max_abs", "a", lambda element: (Fraction(1),)),
             ScaleRule(
                 "half_range",
                 "a / ((M - m) / 2)",
-                _half_range_divisor,
-                takes=_has_negative_values,
+                lambda element: ((Fraction(element.max) - Fraction(element.min)) / 2,),
+                takes=lambda element: element.min < 0,
                 needs="negative values",
             ),
             ScaleRule(
                 "no_clip",
                 "the larger of (largest x) / M and (least x) / m",
-                _both_ends_divisors,
-                takes=_has_negative_values,
+                lambda element: (Fraction(element.max), -Fraction(element.min)),
+                takes=lambda element: element.min < 0,
                 needs="negative values",
             ),
             ScaleRule(
@@ -195,11 +147,11 @@ SCALE_RULES: Mapping[str, ScaleRule] = MappingProxyType(
                 "four_over_six",
                 "as two_level, or 3/2 of that before it is rounded, if the sum of squared errors is smaller, summed in "
                 "binary32; the largest scale is a power of two, to leave room",
-                _two_thirds_divisors,
+                lambda element: (Fraction(element.max), Fraction(element.max) * 2 / 3),
                 tensor_scale=True,
-                top=_largest_power_scale,
+                top=lambda scale: Fraction(2) ** scale.emax,
                 fit="either",
-                takes=_has_two_thirds,
+                takes=lambda element: element.code_of(exact_number(Fraction(element.max) * 2 / 3)) is not None,
                 needs="two thirds of its largest value",
             ),
             ScaleRule(

@@ -1,4 +1,4 @@
-"""Scaled formats: an element format, groups of elements that share a scale, and how the scales are chosen and kept."""
+"""Scaled formats: their groups and other fields, the checks of these, and their text grammar."""
 
 from __future__ import annotations
 
@@ -7,32 +7,330 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jchop._common.checks import check_bool, check_int, check_text
+from jchop._common.checks import check_bool, check_int, check_text, quote
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
-from jchop.formats._element_text import build_format
+from jchop.formats._codebook import CodebookFormat
+from jchop.formats._element_text import (
+    FORMAT_CALL,
+    build_format,
+    parse_element,
+    read_bool,
+    read_integer,
+    read_options,
+    split_options,
+    unknown_format_error,
+)
 from jchop.formats._facts import format_html
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
-from jchop.formats.scaled.grouping import (
-    GroupSize,
-    as_format_axes,
-    as_group_and_axis,
-    as_sparse_pair,
-    axis_indexes,
-    check_zero_point,
-    group_fits_axis,
-    sparse_length,
-)
+from jchop.formats._tapered import TaperedFormat
 from jchop.formats.scaled.scale_rules import ScaleRule, as_scale_rule_name, scale_rule_of
-from jchop.formats.scaled.scaled_checks import check_scaled_format
-from jchop.formats.scaled.scaled_text import option_text, parse_element_or_scaled, scaled_element_text
+
+# == groups and axes ===================================================================================================
+
+
+#: A size, or "all" of an axis.
+GroupSize = int | str
+
+
+#: The largest m of n:m. Each number is compared with the others of its m.
+_MAX_SPARSE_GROUP = 64
+
+
+def as_sparse_pair(value: object) -> tuple[int, int] | None:
+    """The n and m of n:m as they are stored, from a pair or its text."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", value) if isinstance(value, str) else None
+    pair = value if match is None else tuple(map(int, match.groups()))
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"sparse={value!r} must be two integers n and m, or text such as '2:4'")
+    m = check_int(f"sparse={value!r} keeps n of every m: m", pair[1], 2, _MAX_SPARSE_GROUP)
+    return check_int(f"sparse={value!r} keeps n of every m: n", pair[0], 1, m - 1), m
+
+
+def sparse_length(sparse: tuple[int, int], length: int) -> int:
+    """How many numbers of an axis n:m keeps; the last group may be shorter."""
+    whole, rest = divmod(length, sparse[1])
+    return whole * sparse[0] + min(sparse[0], rest)
+
+
+def check_zero_point(value: object) -> None:
+    """Refuses an unknown kind of zero points."""
+    if value is not None and (not isinstance(value, str) or value not in ("integer", "float")):
+        raise ValueError(f"zero_point={value!r} must be None, 'integer' or 'float'")
+
+
+def as_format_axes(name: str, value: object) -> int | tuple[int, ...]:
+    """An axis, or several, as they are stored: a tuple of one axis becomes that axis."""
+    if isinstance(value, tuple | list):
+        if not value:
+            raise ValueError(f"{name}={value!r} must name at least one axis")
+        axes = tuple(check_int(name, axis, -(1 << 15), 1 << 15) for axis in value)
+        return axes[0] if len(axes) == 1 else axes
+    return check_int(name, value, -(1 << 15), 1 << 15)
+
+
+def _as_group_size(value: object) -> GroupSize:
+    if value == "all":
+        return "all"
+    return check_int("group", value, 1)
+
+
+def as_group_and_axis(
+    group: object, axis: object
+) -> tuple[GroupSize | tuple[GroupSize, ...] | None, int | tuple[int, ...]]:
+    """Group and axis as they are stored: a tuple of one group becomes that group, and "tensor" becomes None."""
+    axes = as_format_axes("axis", axis)
+    if group is None or group == "tensor":
+        return None, axes
+    groups: tuple[GroupSize, ...] = tuple(map(_as_group_size, group if isinstance(group, tuple | list) else (group,)))
+    if not groups:
+        raise ValueError("group=() must have a size for each of its axes")
+    if len(groups) == 1:
+        if isinstance(axes, tuple):
+            raise ValueError(f"group={group!r} is one size, and axis={axis!r} names {len(axes)} axes")
+        return groups[0], axes
+    if axes == -1:
+        axes = tuple(range(-len(groups), 0))
+    if not isinstance(axes, tuple) or len(axes) != len(groups):
+        raise ValueError(f"group={group!r} has {len(groups)} sizes; axis={axis!r} must name as many axes")
+    return groups, axes
+
+
+def group_fits_axis(group: object, axis: object) -> bool:
+    """Whether a group may keep an axis that another one had."""
+    count = len(group) if isinstance(group, tuple | list) and len(group) > 1 else 1
+    return group is not None and group != "tensor" and count == (len(axis) if isinstance(axis, tuple) else 1)
+
+
+def axis_indexes(name: str, axes: int | tuple[int, ...] | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """Axes counted from the front, in an array that has each of them once."""
+    axis_tuple = axes if isinstance(axes, tuple) else (axes,)
+    for axis in axis_tuple:
+        if axis is None or not -len(shape) <= axis < len(shape):
+            raise ValueError(f"{name}={axes} is not an axis of an array of {len(shape)} dimensions")
+    indexes = tuple(axis % len(shape) for axis in axis_tuple)  # type: ignore[operator]
+    if len(set(indexes)) < len(indexes):
+        raise ValueError(f"{name}={axes} names an axis twice in an array of {len(shape)} dimensions")
+    return indexes
+
+
+# == checks of the combination of fields ===============================================================================
+
+
+#: The most bits of integers with zero points.
+MAX_ZERO_POINT_BITS = 16
+
+
+def check_scaled_format(fmt: Any) -> None:
+    """Refuse a scaled format with fields that are allowed separately, but not together.
+
+    Args:
+        fmt: a ScaledFormat, or an object with the same fields.
+
+    Raises:
+        ValueError: the message names the fields.
+    """
+    for check in (
+        _check_scaled_element,
+        _check_grouping,
+        _check_zero_point_fields,
+        _check_scale_rule,
+        _check_scale_format,
+        _check_sparse_fields,
+    ):
+        check(fmt)
+
+
+def _check_scaled_element(fmt: Any) -> None:
+    if isinstance(fmt.element, TaperedFormat):
+        raise ValueError(
+            f"element={fmt.element} has its most bits next to 1, and scales would move numbers to its largest value, "
+            "which has few or none; round to it without a scale, or multiply by a power of two first"
+        )
+
+
+def _check_grouping(fmt: Any) -> None:
+    if fmt.channel is not None and fmt.group is not None:
+        raise ValueError(f"channel={fmt.channel} and group={fmt.group} exclude each other")
+    if fmt.group is None and fmt.axis != -1:
+        raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it has no effect")
+
+
+def _check_sparse_fields(fmt: Any) -> None:
+    if fmt.sparse is None and fmt.sparse_axis is not None:
+        raise ValueError(f"sparse_axis={fmt.sparse_axis} is the axis of sparse=; without it it has no effect")
+    if getattr(fmt.scale, "sparse", None) is not None:
+        raise ValueError(f"scale={fmt.scale} would drop scales, which every group needs; leave sparse out of it")
+
+
+def _check_zero_point_fields(fmt: Any) -> None:
+    field = f"zero_point={fmt.zero_point}"
+    if bool(fmt.zero_point) != (fmt.scale_rule.fit == "range"):
+        more = "write rule=minmax, or " if fmt.zero_point else "add zero_point=integer, or "
+        more *= isinstance(fmt.element, IntegerFormat)
+        raise ValueError(f"{field} with rule={fmt.rule!r}: zero points go with rule='minmax'; {more}leave rule out")
+    if not fmt.zero_point:
+        return
+    if not isinstance(fmt.element, IntegerFormat) or fmt.element.bits > MAX_ZERO_POINT_BITS:
+        raise ValueError(
+            f"{field} needs an integer element of at most {MAX_ZERO_POINT_BITS} bits, not element={fmt.element}"
+        )
+    scale = fmt.scale
+    if fmt.zero_point == "float" and not (
+        isinstance(scale, FloatFormat) and scale.signed and scale.zero and scale.frac_bits
+    ):
+        raise ValueError(f"{field} is kept in the format of the scales: with a sign, a zero and fraction bits, not "
+                         f"scale={scale}")  # fmt: skip
+
+
+def _check_scale_rule(fmt: Any) -> None:
+    element = fmt.element
+    if element.max <= 0:
+        raise ValueError(f"element={element} has no positive value to scale to")
+    rule = fmt.scale_rule
+    if not rule.takes(element):
+        raise ValueError(f"rule={fmt.rule!r} needs an element format with {rule.needs}, not element={element}")
+
+
+def _check_level_scales(scale: Any) -> None:
+    """Refuse other scales than levels 1 and 2, once or twice, over a format of codes."""
+    level = scale
+    while hasattr(level, "element") and level.element == CodebookFormat((1.0, 2.0)) and level.rule == "absmax":
+        level = level.scale
+    if level is scale or hasattr(level, "element") or level.bits > 8:
+        raise ValueError(
+            "rule='levels' needs scales that are quantized again to codebook(1,2), once or twice, under scales of at "
+            f"most 8 bits, not scale={scale}"
+        )
+
+
+def _check_scale_format(fmt: Any) -> None:
+    scale = fmt.scale
+    if isinstance(scale, FloatFormat):
+        if scale.max < 1:
+            raise ValueError(f"scale={scale} has no number from 1 on, and scales need one")
+        if fmt.nan_block and not scale.has_nan:
+            raise ValueError(f"nan_block=True needs a scale format with a NaN, not scale={scale}")
+        if fmt.nan_block and not fmt.scale_rule.by_ends:
+            raise ValueError(f"nan_block=True does not go with rule={fmt.rule!r}")
+        if fmt.scale_rule.fit == "levels":
+            _check_level_scales(scale)
+        return
+    has_levels = fmt.scale_rule.fit == "levels"
+    if (
+        not (isinstance(scale.scale, FloatFormat) or (has_levels and not scale.zero_point))
+        or scale.zero_point == "integer"
+        or scale.nan_block
+        or scale.scale_rule.tensor_scale
+    ):
+        raise ValueError(f"scale={scale} must have scales of its own that are numbers, without zero_point=integer, "
+                         "nan_block or a scale of the tensor")  # fmt: skip
+    if scale.zero_point and scale.element.signed:
+        raise ValueError(f"scale={scale}: scales are positive; with a zero point an unsigned element is for them")
+    if scale.element.bits > 8:
+        raise ValueError(f"scale={scale} has codes of {scale.element.bits} bits; at most 8 are stored")
+    if has_levels:
+        _check_level_scales(scale)
+    if fmt.nan_block or fmt.scale_rule.tensor_scale:
+        raise ValueError(f"scale={scale} is quantized again: nan_block and rule={fmt.rule!r} do not go with that")
+    if fmt.scale_rule.gives_powers:
+        raise ValueError(
+            f"scale={scale} does not keep the powers of two that rule={fmt.rule!r} gives; use rule='absmax', or a "
+            "floating-point format for the scales"
+        )
+
+
+# == the text grammar: an element's text, or a name, with options ======================================================
+
+
+def _read_sizes(value: str) -> Any:
+    """``128``, ``all``, ``tensor``, or several in parentheses."""
+    if value.startswith("(") and value.endswith(")"):
+        return tuple(_read_sizes(item) for item in value[1:-1].split(",") if item)
+    return value if value in ("all", "tensor") else read_integer(value)
+
+
+def _read_zero_point(value: str) -> Any:
+    return None if value == "none" else value  # the format checks the other values
+
+
+#: The options that make a format scaled, each with the function that reads its value.
+_SCALED_OPTIONS: dict[str, Callable[[str], object]] = {
+    "group": _read_sizes,
+    "axis": _read_sizes,
+    "channel": _read_sizes,
+    "scale": str,
+    "rule": str,
+    "zero_point": _read_zero_point,
+    "nan_block": read_bool,
+    "sparse": str,
+    "sparse_axis": read_integer,
+}
+
+
+#: Texts of integers: ``int8`` is always scaled, ``integer8`` only by an option.
+_SCALED_INTEGER, _INTEGER_TAIL = re.compile(r"u?int[0-9]+"), re.compile(r"(?<=int)eger(?=[0-9])")
+
+
+def scaled_element_text(element: ElementFormat) -> str:
+    """The text of an element format within the text of a scaled format."""
+    return _INTEGER_TAIL.sub("", str(element))
+
+
+def option_text(value: object, name: str = "") -> str:
+    """An option's value in text."""
+    if name == "sparse" and isinstance(value, tuple):
+        return ":".join(map(str, value))
+    if isinstance(value, tuple):
+        return f"({','.join(map(option_text, value))})"
+    return str(value).lower()
+
+
+def parse_element_or_scaled(
+    text: str, names: Iterable[str], lookup: Callable[[str], Any], scale: Callable[[ElementFormat], Any]
+) -> Any:
+    """The element format or the scaled format that a lower-case text names.
+
+    Args:
+        text: see `jchop.formats.parse_format`.
+        names: the names of scaled formats, for the error of a text that names nothing.
+        lookup: the scaled format of a name; None for another name.
+        scale: makes an element format a scaled one, which is called with the options.
+
+    Raises:
+        ValueError: for text that names no format, with the closest names.
+    """
+    match = FORMAT_CALL.fullmatch(text)
+    if match is None:
+        raise unknown_format_error(text, names)
+    if ")(" in text:
+        raise ValueError(
+            f"format text {quote(text)}: all that belongs to a format stands in one pair of parentheses, as in "
+            f"{quote(text.replace(')(', ','))}"
+        )
+    stem, items = match[1], split_options(match[2])
+    ours, rest = (
+        [item for item in items if (item.partition("=")[0] in _SCALED_OPTIONS) is belongs] for belongs in (True, False)
+    )
+    base = lookup(stem)
+    if base is None and not ours and not _SCALED_INTEGER.fullmatch(stem):
+        return parse_element(text, names, _SCALED_OPTIONS)
+    options = read_options(text, ",".join(ours if base is None else items), _SCALED_OPTIONS)
+    if base is None:
+        base = scale(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _SCALED_OPTIONS))
+    return build_format(text, base, **options)
+
+
+# == the format ========================================================================================================
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from jchop._program.control import operands_of_role
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
 from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView

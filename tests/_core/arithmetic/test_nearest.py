@@ -13,7 +13,7 @@ import pytest
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.nearest import adds_to_round, round_by_adding
+from jchop._core.arithmetic.hardware import adds_to_round, round_by_adding
 from jchop._core.arithmetic.ranges import ValueRange, carrier_range
 
 ROWS = [

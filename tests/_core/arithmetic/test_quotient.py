@@ -1,4 +1,4 @@
-"""Quotients by prepared divisors against exact rationals: `jchop._core.arithmetic.quotient`."""
+"""Quotients by prepared divisors against exact rationals: `jchop._core.arithmetic.double_word`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from further import Further
 
 from jchop._common.bit_ops import CARRIERS, low_mask
-from jchop._core.arithmetic import quotient
+from jchop._core.arithmetic import double_word
 
 further = Further()
 
@@ -51,9 +51,9 @@ def test_quotients_are_exact(name: str, rng: np.random.Generator) -> None:
 
     @jax.jit
     def run(x: jax.Array, d: jax.Array) -> tuple[jax.Array, ...]:
-        divisor = quotient.divisor_of(d, carrier)
-        v = quotient.exact_quotient(jnp.zeros_like(x), x, x == x, divisor, carrier)
-        odd = [quotient.odd_quotient(x, divisor, carrier, ends) for ends in (False, True)]
+        divisor = double_word.divisor_of(d, carrier)
+        v = double_word.exact_quotient(jnp.zeros_like(x), x, x == x, divisor, carrier)
+        odd = [double_word.odd_quotient(x, divisor, carrier, ends) for ends in (False, True)]
         return v.magnitude, v.rest, v.sticky, v.inexact, *odd
 
     columns = [np.asarray(column).tolist() for column in run(x, d)]
@@ -88,7 +88,7 @@ def test_what_is_not_plain_stays() -> None:
 
     @jax.jit
     def run(bits, divisor):
-        v = quotient.exact_quotient(bits, bits, bits < 0, quotient.divisor_of(divisor, carrier), carrier)
+        v = double_word.exact_quotient(bits, bits, bits < 0, double_word.divisor_of(divisor, carrier), carrier)
         return v.magnitude, v.rest.any() | v.inexact.any() | jnp.any(v.sticky)
 
     magnitude, rest = run(bits, np.full(3, 5, np.int32))
@@ -101,13 +101,13 @@ def test_what_is_not_plain_stays() -> None:
 def divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -> None:
     """Integers of 3 bits times powers of two times numbers of a carrier, as a significand and an exponent."""
     carrier = CARRIERS[name]
-    wide = quotient.divisor_bits(carrier)
+    wide = double_word.divisor_bits(carrier)
     own = min(bits, carrier.fraction, wide - 3 - 1)
     count, exponent = rng.integers(4, 8, COUNT), rng.integers(-20, 20, COUNT)
     field = rng.integers(40, 2 * carrier.bias - 40, COUNT)
     other = (field << carrier.fraction) + (rng.integers(0, 1 << own, COUNT) << carrier.fraction - own)
     count, exponent, other = (jnp.asarray(part, carrier.work) for part in (count, exponent, other))
-    made = quotient.divisor_of_product(count, 3, exponent, other, own, carrier)
+    made = double_word.divisor_of_product(count, 3, exponent, other, own, carrier)
     products = [
         n * Fraction(2) ** e * value(b, name)
         for n, e, b in zip(count.tolist(), exponent.tolist(), other.tolist(), strict=True)
@@ -122,14 +122,14 @@ def divisors_that_are_products(name: str, bits: int, rng: np.random.Generator) -
 @pytest.mark.parametrize(("name", "count"), [("float32", 3), ("float32", 127), ("float64", 1023)])
 def test_quotients_by_constants_are_exact(name: str, count: int, rng: np.random.Generator) -> None:
     carrier = CARRIERS[name]
-    assert quotient.is_short_divisor(count, carrier) and not quotient.is_short_divisor(count << 10 | 1, carrier)
+    assert double_word.is_short_divisor(count, carrier) and not double_word.is_short_divisor(count << 10 | 1, carrier)
     # Multiples of the constant give quotients that are exact, and with half a unit in the last place ties.
     multiples = count * rng.integers(1, (1 << carrier.fraction + 1) // count, 100)
     x = np.concatenate([[0], magnitudes(name, rng)[:300], multiples]).astype(carrier.work)
     for exponent in (-9, 0, 8):
         nearest, odd = (
             np.asarray(
-                jax.jit(quotient.quotient_by_constant, static_argnums=(1, 2, 3, 4))(x, count, exponent, carrier, o)
+                jax.jit(double_word.quotient_by_constant, static_argnums=(1, 2, 3, 4))(x, count, exponent, carrier, o)
             )
             for o in (False, True)
         )

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 from oracle_matmul import How, rounded
 
 import jchop as jc
-from jchop._core.elementary.evaluate import UNARY_FUNCTIONS, elementary_function
-from jchop._core.elementary.functions_of_two import BINARY_FUNCTIONS
+from jchop._core.elementary.functions import BINARY_FUNCTIONS, UNARY_FUNCTIONS, elementary_function
 
 further = Further()
 

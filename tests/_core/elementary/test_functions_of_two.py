@@ -15,7 +15,7 @@ from elementary_table import FORMATS, arguments, bits, words
 from further import Further
 
 import jchop as jc
-from jchop._core.elementary.evaluate import BINARY_FUNCTIONS, elementary_function
+from jchop._core.elementary.functions import BINARY_FUNCTIONS, elementary_function
 
 further = Further()
 

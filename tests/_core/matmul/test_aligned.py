@@ -19,7 +19,7 @@ from oracle_cores import Core, Target
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._core.matmul import aligned_doubles, aligned_limbs
+from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 
 further = Further()
@@ -170,11 +170,11 @@ def computed(
     @jax.jit
     def step(a: jax.Array, b: jax.Array, c: jax.Array) -> dict[str, jax.Array]:
         pairs = [v.T for v in (a, b)]
-        x, y = (aligned_limbs.limb_factors(v, unit) for v in pairs)
-        u, v = (aligned_doubles.double_factors(v, unit) for v in pairs)
-        in_words = aligned_limbs.fused_add_limbs(c, each(x), each(y), unit, None)
-        in_doubles = aligned_doubles.fused_add_doubles(near_float64(c), each(u), each(v), unit)
-        return {"limbs": in_words, "doubles": aligned_doubles.narrow_doubles(in_doubles)}
+        x, y = (aligned.limb_factors(v, unit) for v in pairs)
+        u, v = (aligned.double_factors(v, unit) for v in pairs)
+        in_words = aligned.fused_add_limbs(c, each(x), each(y), unit, None)
+        in_doubles = aligned.fused_add_doubles(near_float64(c), each(u), each(v), unit)
+        return {"limbs": in_words, "doubles": aligned.narrow_doubles(in_doubles)}
 
     with jax.enable_x64(True):
         return {name: np.asarray(value) for name, value in step(a, b, c).items()}
@@ -290,11 +290,11 @@ def check_scaled(row: ScaledRow, count: int) -> None:
     @jax.jit
     def step(c: jax.Array, *operands: jax.Array) -> dict[str, jax.Array]:
         a, b, sa, sb = (v.T for v in operands)
-        x, y = (aligned_limbs.limb_factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
-        u, v = (aligned_doubles.double_factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
-        in_words = aligned_limbs.fused_add_limbs(c, each(x), each(y), unit, None)
-        in_doubles = aligned_doubles.fused_add_doubles(near_float64(c), each(u), each(v), unit)
-        return {"limbs": in_words, "doubles": aligned_doubles.narrow_doubles(in_doubles)}
+        x, y = (aligned.limb_factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
+        u, v = (aligned.double_factors(*v) for v in ((a, unit, sa), (b, unit, sb)))
+        in_words = aligned.fused_add_limbs(c, each(x), each(y), unit, None)
+        in_doubles = aligned.fused_add_doubles(near_float64(c), each(u), each(v), unit)
+        return {"limbs": in_words, "doubles": aligned.narrow_doubles(in_doubles)}
 
     want = bits([row.core.step(*args) for args in zip(c.tolist(), *(v.tolist() for v in operands), strict=True)])
     with jax.enable_x64(True):

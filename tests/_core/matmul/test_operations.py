@@ -20,7 +20,7 @@ from oracle import Special, Value
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic import double_word, root, subnormal_scaling
+from jchop._core.arithmetic import basic, double_word, hardware
 from jchop._core.arithmetic.exact import round_exact
 from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of
 from jchop._core.matmul import operations
@@ -158,15 +158,15 @@ def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.G
         out = []
         for spec in specs:
             zero = carrier.sign_bit if spec is not None and spec.rounding.value == "down" else 0
-            assert subnormal_scaling.supports_scaling_sum(spec, carrier)
+            assert hardware.supports_scaling_sum(spec, carrier)
             got, exact = (
-                subnormal_scaling.add_by_scaling(x, y, spec, word, r, r),
+                hardware.add_by_scaling(x, y, spec, word, r, r),
                 double_word.add_exactly(x, y, carrier, zero),
             )
             out.append((f"add, {spec}", got, round_exact(exact, spec, carrier, word)))
-            if subnormal_scaling.supports_scaling_product(spec, carrier, r, r):
+            if hardware.supports_scaling_product(spec, carrier, r, r):
                 got, exact = (
-                    subnormal_scaling.multiply_by_scaling(x, y, spec, word),
+                    hardware.multiply_by_scaling(x, y, spec, word),
                     double_word.multiply_exactly(x, y, carrier),
                 )
                 out.append((f"multiply, {spec}", got, round_exact(exact, spec, carrier, word)))
@@ -263,7 +263,7 @@ def assert_every_bit(x: np.ndarray) -> None:
     """The leading bits of roots, the word after them and whether more follow."""
     carrier, kind = CARRIERS[x.dtype.name], oracle.CARRIERS[x.dtype.name]
     width, one = carrier.work_width, 1 << carrier.fraction
-    v = jax.jit(lambda x: vars(root.square_root(x, carrier, True)) | {"quantum": 0})(x)
+    v = jax.jit(lambda x: vars(double_word.square_root(x, carrier, True)) | {"quantum": 0})(x)
     columns = (np.asarray(v[part]).tolist() for part in ("magnitude", "rest", "sticky", "inexact"))
     for bits, *got in zip(x.view(kind.words).tolist(), *columns, strict=True):
         square = oracle.from_bits(bits, kind)
@@ -289,8 +289,8 @@ def test_every_bit_of_a_root(name: str, rng: np.random.Generator) -> None:
 def test_a_root_corrects_a_bad_guess(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """A device's root may be off by many units in the last place."""
     x = np.concatenate([(rng.random(200) * 100).astype(name), beside_squares(name)])
-    own, miss = root._float_root, np.where(np.arange(len(x)) % 2, -40, 3).astype(CARRIERS[name].work)
-    monkeypatch.setattr(root, "_float_root", lambda *args: own(*args) + miss)
+    own, miss = double_word._float_root, np.where(np.arange(len(x)) % 2, -40, 3).astype(CARRIERS[name].work)
+    monkeypatch.setattr(double_word, "_float_root", lambda *args: own(*args) + miss)
     assert_every_bit(x)
 
 
@@ -300,7 +300,7 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
     x, y = (jnp.asarray(v.ravel()) for v in np.meshgrid(values, values))
     carrier, spec = CARRIERS["float32"], jc.parse("e5m10:odd")
     r = range_of(jc.parse("e5m2"), carrier)
-    assert root.divides_narrow(spec, carrier, r, r)
+    assert basic.divides_narrow(spec, carrier, r, r)
     want = jax.jit(lambda x, y: round_operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2))(x, y)
 
     for miss in (-6, 6):
@@ -310,8 +310,8 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
             return jnp.where((q > 0) & (q < carrier.inf), q + miss, q).view(jnp.float32)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(root, root._hardware_quotient.__name__, quotient)
-            divide = jax.jit(lambda x, y: root.divide_narrow(x, y, spec, carrier, r, r))
+            patch.setattr(basic, basic._hardware_quotient.__name__, quotient)
+            divide = jax.jit(lambda x, y: basic.divide_narrow(x, y, spec, carrier, r, r))
             np.testing.assert_array_equal(divide(x, y), want)
 
 
@@ -321,12 +321,12 @@ def narrow_quotients_to_nearest() -> None:
     x, y = (jnp.asarray(v.ravel(), jnp.float32) for v in np.meshgrid(np.arange(8, 16), np.arange(8, 16)))
     carrier, spec = CARRIERS["float32"], jc.parse("e4m3")
     r = range_of(spec, carrier)
-    assert root.divides_narrow(spec, carrier, r, r)
+    assert basic.divides_narrow(spec, carrier, r, r)
     want = [
         oracle.round_exact(oracle.ieee(4, 3), Fraction(int(a)) / int(b), "nearest_even")
         for a, b in zip(x, y, strict=True)
     ]
-    found = jax.jit(lambda x, y: root.divide_narrow(x, y, spec, carrier, r, r))(x, y)
+    found = jax.jit(lambda x, y: basic.divide_narrow(x, y, spec, carrier, r, r))(x, y)
     np.testing.assert_array_equal(found, np.array(want, np.float32))
 
 
@@ -334,7 +334,7 @@ def test_bits_of_narrow_quotients() -> None:
     """The cut quotient times the divisor has to be exact: 12 bits times 12 in float32, not 13."""
     carrier, spec = CARRIERS["float32"], jc.parse("e5m10")
     allowed = [
-        root.divides_narrow(spec, carrier, ValueRange(-9, 12, 3), ValueRange(-9, bits, bits - 9))
+        basic.divides_narrow(spec, carrier, ValueRange(-9, 12, 3), ValueRange(-9, bits, bits - 9))
         for bits in (11, 12, 13)
     ]
     assert allowed == [True, True, False]

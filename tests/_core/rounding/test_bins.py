@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jchop._core.rounding.bins import Bins, make_bins, take_in_bounds
+from jchop._core.rounding.codebooks import Bins, make_bins, take_in_bounds
 
 _DRAWN = np.random.default_rng(5)
 #: Increasing integers: of both signs, of one, next to zero, few.

@@ -27,22 +27,20 @@ import jchop as jc
 from jchop._common import bit_ops
 from jchop._core.rounding.codes import unpack_codes
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.scaled import scales as chosen
+from jchop._core.scaled import elements as chosen
 from jchop._core.scaled.elements import (
-    multiply_by_power,
-    multiply_by_scales,
-    narrow_16_bit,
-    round_block_quotients,
-    widen_16_bit,
-)
-from jchop._core.scaled.scales import (
     BlockScales,
     ScaledPlan,
     choose_scales,
     make_scaled_plan,
+    multiply_by_power,
+    multiply_by_scales,
+    narrow_16_bit,
+    round_block_quotients,
     scale_magnitude,
     store_scales,
     tensor_scale,
+    widen_16_bit,
 )
 from jchop._core.scaled_bodies import dequantize_body, quantize_body, round_body
 from jchop._spec.spec import Spec

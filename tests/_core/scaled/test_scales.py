@@ -11,7 +11,7 @@ import pytest
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.scaled.scales import ScaledPlan, divisor_parts, make_scaled_plan, tensor_scale
+from jchop._core.scaled.elements import ScaledPlan, divisor_parts, make_scaled_plan, tensor_scale
 
 
 def plan_of(text: str) -> ScaledPlan:

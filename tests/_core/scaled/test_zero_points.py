@@ -1,4 +1,4 @@
-"""Differences over prepared divisors against exact rationals: `jchop._core.scaled.float_zero_points`."""
+"""Differences over prepared divisors against exact rationals: `jchop._core.scaled.zero_points`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import oracle
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.quotient import divisor_of
-from jchop._core.scaled.float_zero_points import _quotient_of_difference
+from jchop._core.arithmetic.double_word import divisor_of
+from jchop._core.scaled.zero_points import _quotient_of_difference
 
 COUNT, NAME = 600, "float32"
 

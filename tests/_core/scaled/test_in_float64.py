@@ -11,10 +11,10 @@ from further import Further
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
+from jchop._core import scaled_bodies
 from jchop._core.rounding.random_bits import seed_words
-from jchop._core.scaled.scales import make_scaled_plan
+from jchop._core.scaled.elements import make_scaled_plan
 from jchop._core.scaled_bodies import quantize_body, round_body
-from jchop._core.scaled_float32 import dispatch
 from jchop._core.xla.backend import ONE_CPU, PORTABLE
 
 further = Further()
@@ -80,7 +80,7 @@ def every_bit(text, mode, dtype):
         pytest.skip("the same numbers as in float32, by the exact way on both sides")
     plan = make_scaled_plan(spec, CARRIERS[dtype])
     drawn = seed_words(jax.random.key(1)) if spec.rounding.stochastic else ()
-    assert dispatch.plan_to_encode(x, plan, ONE_CPU).float64
+    assert scaled_bodies.plan_to_encode(x, plan, ONE_CPU).float64
     for body in (round_body, quantize_body):
         one, other = (
             jax.tree.leaves(jax.jit(partial(body, plan=plan, backend=backend))(x, *drawn))
@@ -97,7 +97,7 @@ def the_program_is_short():
     lines = [
         jax.jit(lambda x: jc.round_to_format(x, "int8(group=all)")).lower(x).as_text().count("\n") for x in (x, large)
     ]
-    assert large.size > dispatch.MOST_IN_FLOAT64[False] and lines[0] <= 160
+    assert large.size > scaled_bodies.MOST_IN_FLOAT64[False] and lines[0] <= 160
     assert lines[0] < lines[1] / 3
 
 

@@ -11,9 +11,8 @@ from further import Further
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.scaled import elements
-from jchop._core.scaled.scales import ScaledPlan, make_scaled_plan, scale_magnitude
-from jchop._core.scaled_float32 import tiles
+from jchop._core.scaled import elements, tiles
+from jchop._core.scaled.elements import ScaledPlan, make_scaled_plan, scale_magnitude
 
 further = Further()
 

@@ -19,10 +19,10 @@ from jax import lax
 import jchop as jc
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS
+from jchop._core import scaled_bodies
 from jchop._core.rounding.codes import decode_elements, encode_elements, extend_exponent
-from jchop._core.scaled import elements, groups, zero_points
-from jchop._core.scaled.scales import SAFE_EXPONENT, BlockScales, ScaledPlan, all_in_safe_range, make_scaled_plan
-from jchop._core.scaled_float32 import codebooks, dispatch, floats, integers, thresholds
+from jchop._core.scaled import codebook_elements, elements, grid_elements, groups, zero_points
+from jchop._core.scaled.elements import SAFE_EXPONENT, BlockScales, ScaledPlan, are_in_safe_range, make_scaled_plan
 from jchop._core.xla.backend import PORTABLE
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat
@@ -70,11 +70,11 @@ def plan_of(element: ElementFormat, mode: str, scale: Any = jc.binary32, carrier
 
 
 def plan_of_spec(spec: Spec, carrier: str = "float32") -> ScaledPlan:
-    return dispatch.plan_to_encode(jnp.zeros(1), make_scaled_plan(spec, CARRIERS[carrier]), PORTABLE)
+    return scaled_bodies.plan_to_encode(jnp.zeros(1), make_scaled_plan(spec, CARRIERS[carrier]), PORTABLE)
 
 
 def fast_codes(x: jax.Array, scales: BlockScales, plan: ScaledPlan, words: jax.Array) -> jax.Array:
-    return dispatch.encode_groups(x, scales, plan, words)
+    return scaled_bodies.encode_groups(x, scales, plan, words)
 
 
 def exact_codes(x: jax.Array, scales: BlockScales, plan: ScaledPlan, words: jax.Array) -> jax.Array:
@@ -105,8 +105,8 @@ def assert_same(got: Any, expected: Any, x: np.ndarray, s: np.ndarray, what: str
 def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -> None:
     element, rng = jc.IntegerFormat(bits, signed=False), np.random.default_rng(seed)
     plans = [plan_of(element, mode) for mode in modes]
-    assert all(integers.supports_integer_encode(plan) for plan in plans)
-    far = rng.integers(-integers.MOST_ZERO_POINT, integers.MOST_ZERO_POINT + 1, rows)
+    assert all(grid_elements.supports_integer_encode(plan) for plan in plans)
+    far = rng.integers(-grid_elements.MOST_ZERO_POINT, grid_elements.MOST_ZERO_POINT + 1, rows)
     zero = np.where(rng.random(rows) < 0.2, far, rng.integers(0, 1 << bits, rows)).astype(np.int32)
     words = words_of(rng, (rows, ROW))
 
@@ -114,9 +114,9 @@ def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -
     def run(x: jax.Array, s: jax.Array, zero: jax.Array, words: jax.Array, moderate: bool) -> list[tuple[Any, Any]]:
         scales = BlockScales(lax.bitcast_convert_type(s, jnp.int32))
         known = [replace(plan, in_safe_range=moderate) for plan in plans]
-        fast = [integers.round_to_integers(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
+        fast = [grid_elements.round_to_integers(x, scales, zero, plan, words).astype(jnp.int32) for plan in known]
         exact = [
-            zero_points.clamp_to_ends(zero_points.round_quotient_plus_zero(x, scales, zero, plan, words), plan)
+            zero_points.clamp_to_ends(zero_points.round_with_zero_points(x, scales, zero, plan, words), plan)
             for plan in plans
         ]
         return list(zip(fast, exact, strict=True))
@@ -145,7 +145,7 @@ def test_zero_points(bits: int, modes: tuple[str, ...], rows: int) -> None:
 def check(plan: ScaledPlan, points: np.ndarray, rows: int, seed: int, tensor: float | None = None) -> None:
     """Codes of numbers near `points` under random scales, and numbers of every code, both ways in one function."""
     check_scales(plan, points, rows, np.random.default_rng(seed), tensor, False)
-    if tensor is None and (integers.supports_integer_encode(plan) or floats.supports_float_encode(plan)):
+    if tensor is None and (grid_elements.supports_integer_encode(plan) or grid_elements.supports_float_encode(plan)):
         check_scales(plan, points, rows, np.random.default_rng(seed + 1), tensor, True)
 
 
@@ -172,9 +172,9 @@ def check_scales(
         scales = BlockScales(value if plan.is_power else bits, None, tensor)
         known = replace(plan, in_safe_range=moderate)
         coded = fast_codes(x, scales, known, words), exact_codes(x, scales, plan, words)
-        rounded = dispatch.round_groups(x, scales, known, words), exact_rounded(x, scales, plan, words)
-        numbers = dispatch.decode_groups(codes, scales, known), exact_numbers(codes, scales, plan)
-        return all_in_safe_range(scales, plan), (coded, rounded, numbers)
+        rounded = scaled_bodies.round_groups(x, scales, known, words), exact_rounded(x, scales, plan, words)
+        numbers = scaled_bodies.decode_groups(codes, scales, known), exact_numbers(codes, scales, plan)
+        return jnp.all(are_in_safe_range(scales, plan)), (coded, rounded, numbers)
 
     word = None if tensor is None else np.full((rows, 1), np.float32(tensor).view(np.int32))
     inside, found = run(x, words_of(rng, x.shape), codes, s.astype(np.float32)[:, None], word)
@@ -211,7 +211,7 @@ UNIFORM = [
 def test_uniform(case: Any) -> None:
     for i, (element, mode, scale, carrier) in enumerate([case] if isinstance(case, tuple) else case):
         plan = plan_of(element, mode, scale, carrier)
-        assert integers.supports_integer_encode(plan) and integers.supports_integer_decode(plan)
+        assert grid_elements.supports_integer_encode(plan) and grid_elements.supports_integer_decode(plan)
         check(plan, halves(element), ROWS if isinstance(case, tuple) else 20_000, i)
 
 
@@ -220,14 +220,14 @@ def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
     """A mode that first rounds to the random bits, of which there are few, to nearest."""
     spec = Spec(ScaledFormat(jc.IntegerFormat(4), ROW), rounding="stochastic_c", random_bits=2)
     plan = plan_of_spec(spec)
-    assert not integers.supports_integer_encode(plan) and integers.supports_integer_decode(plan)
+    assert not grid_elements.supports_integer_encode(plan) and grid_elements.supports_integer_decode(plan)
     s, words = np.array([[1.0], [3.0]], np.float32), words_of(rng, (2, 64))
     x = (rng.integers(-64, 64, (2, 64)) / 8 * s).astype(np.float32)
 
     @jax.jit
     def run(x: jax.Array, words: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
         scales = BlockScales(lax.bitcast_convert_type(s, jnp.int32))
-        return dispatch.round_groups(x, scales, plan, words), exact_rounded(x, scales, plan, words)
+        return scaled_bodies.round_groups(x, scales, plan, words), exact_rounded(x, scales, plan, words)
 
     got, expected = run(x, words, s)
     assert_same(got, expected, x, s[:, 0], "stochastic_c")
@@ -237,7 +237,7 @@ def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
 def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
     """Products of 31 bits next to the middle of two numbers of binary16; binary32 would round them to the middle."""
     plan = plan_of(jc.IntegerFormat(8), "nearest_even", carrier="float16")
-    assert integers.supports_integer_encode(plan) and not integers.supports_integer_decode(plan)
+    assert grid_elements.supports_integer_encode(plan) and not grid_elements.supports_integer_decode(plan)
     middle, counts = 64 + Fraction(1, 1 << 5), np.array([3, 7, 11, 13, 19])
     scales = np.nextafter((float(middle) / counts).astype(np.float32), np.float32(100))[:, None]
     products = [Fraction(float(s)) * int(count) - middle for s, count in zip(scales.ravel(), counts, strict=True)]
@@ -247,7 +247,7 @@ def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
 
     @jax.jit
     def run(x: jax.Array, s: jax.Array) -> jax.Array:
-        return dispatch.round_groups(x, BlockScales(lax.bitcast_convert_type(s, jnp.int32)), plan, None)
+        return scaled_bodies.round_groups(x, BlockScales(lax.bitcast_convert_type(s, jnp.int32)), plan, None)
 
     got = np.asarray(run(x, scales)).astype(np.float16)
     assert got.ravel().tolist() == expected
@@ -276,8 +276,8 @@ MINIFLOATS: list[tuple[ScaledFormat, str, float | None]] = [
 def test_minifloats(cases: list[tuple[ScaledFormat, str, float | None]]) -> None:
     for i, (fmt, carrier, tensor) in enumerate(cases):
         plan = plan_of_spec(Spec(fmt), carrier)
-        assert floats.supports_float_encode(plan)
-        assert floats.supports_float_decode(plan) or carrier != "float32"
+        assert grid_elements.supports_float_encode(plan)
+        assert grid_elements.supports_float_decode(plan) or carrier != "float32"
         check(plan, halves(fmt.element), ROWS if len(cases) == 1 else 10_000, i, tensor)
 
 
@@ -285,7 +285,7 @@ def test_products_of_as_many_bits_as_the_carrier_has() -> None:
     """What float32 holds exactly is rounded once, to 16 bits; products with a bit more would be rounded twice."""
     for bits, exact in ((15, True), (16, False)):
         fmt = ScaledFormat("e4m7", ROW, scale=f"e5m{bits}")
-        assert floats.supports_float_decode(make_scaled_plan(Spec(fmt), CARRIERS["bfloat16"])) is exact
+        assert grid_elements.supports_float_decode(make_scaled_plan(Spec(fmt), CARRIERS["bfloat16"])) is exact
 
 
 # -- codebooks ---------------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_products_of_as_many_bits_as_the_carrier_has() -> None:
 
 def check_levels(fmt: jc.CodebookFormat, mode: str, rows: int, carrier: str = "float32") -> None:
     plan = plan_of(fmt, mode, carrier=carrier)
-    assert thresholds.supports_threshold_encode(plan) and thresholds.has_level_products(plan)
+    assert codebook_elements.supports_threshold_encode(plan) and codebook_elements.has_level_products(plan)
     check(plan, halves(fmt), rows, rows)
 
 
@@ -317,16 +317,16 @@ def the_largest_number_reaches_thresholds_beyond_it() -> None:
     """The largest scale times a threshold below -1 overflows: the largest negative number is above it, -inf below."""
     fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
     plan = plan_of(fmt, "nearest_even")
-    assert thresholds.supports_threshold_encode(plan)
+    assert codebook_elements.supports_threshold_encode(plan)
     s = BlockScales(lax.bitcast_convert_type(jnp.full((1, 1), most), jnp.int32))
-    codes = thresholds.encode_by_thresholds(jnp.asarray([[-most, most, -np.inf, np.inf]], jnp.float32), s, plan)
+    codes = codebook_elements.encode_by_thresholds(jnp.asarray([[-most, most, -np.inf, np.inf]], jnp.float32), s, plan)
     assert [fmt.levels[code] for code in np.asarray(codes)[0]] == [0, 1, -8, 1]
 
 
 def test_levels_with_too_many_bits_take_the_exact_way() -> None:
     close = jc.CodebookFormat((0, 1, float(1 + Fraction(1, 1 << 23)), 1000.0))
-    assert thresholds.supports_threshold_encode(plan_of(close, "up"))
-    assert not thresholds.supports_threshold_encode(plan_of(close, "nearest_even"))
+    assert codebook_elements.supports_threshold_encode(plan_of(close, "up"))
+    assert not codebook_elements.supports_threshold_encode(plan_of(close, "nearest_even"))
 
 
 # -- codebooks of many levels ------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ POSITIVE = jc.CodebookFormat(tuple(i / 64 for i in range(1, 65)))
 
 def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any = jc.binary32) -> None:
     plan = plan_of(fmt, mode, scale)
-    assert codebooks.supports_codebook_encode(plan) and codebooks.supports_codebook_decode(plan)
+    assert codebook_elements.supports_codebook_encode(plan) and codebook_elements.supports_codebook_decode(plan)
     check(plan, halves(fmt), rows, rows)
 
 
@@ -369,8 +369,8 @@ def test_many_levels_beside_rationals(name: str) -> None:
     @jax.jit
     def run(x: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
         scales = BlockScales(lax.bitcast_convert_type(s, jnp.int32))
-        codes = codebooks.encode_codebook(x, scales, plan)
-        return codes, codebooks.decode_codebook(codes, scales, plan)
+        codes = codebook_elements.encode_codebook(x, scales, plan)
+        return codes, codebook_elements.decode_codebook(codes, scales, plan)
 
     expected, carrier = [], oracle.CARRIERS["float32"]
     for value, scale in zip(x.ravel().tolist(), np.repeat(s, ROW).tolist(), strict=True):
@@ -418,9 +418,9 @@ def check_ties(mode: str) -> None:
     points = np.unique(np.concatenate([np.arange(-82, 62) / 64, np.nextafter(np.float32(5 / 64), [0, 1])]))
     x = (points * scale).astype(np.float32)
     plan = plan_of(EVEN, mode)
-    assert codebooks.supports_codebook_encode(plan)
+    assert codebook_elements.supports_codebook_encode(plan)
     codes = jax.jit(
-        lambda x, s: codebooks.encode_codebook(x, BlockScales(lax.bitcast_convert_type(s, jnp.int32)), plan)
+        lambda x, s: codebook_elements.encode_codebook(x, BlockScales(lax.bitcast_convert_type(s, jnp.int32)), plan)
     )(x, scale)
     expected = [
         [oracle.round_exact(levels, Fraction(v) / int(s), mode, "saturate") for v in row.tolist()]
@@ -434,8 +434,8 @@ def test_many_levels_that_take_the_exact_way() -> None:
     close = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 + 2.0**-20, 1 + 2.0**-19, 2.0))
     wide = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 - 2.0**-24, 7.0))  # a middle of 27 bits
     for plan in (plan_of(fmt, "odd"), plan_of(fmt, "stochastic"), plan_of(close, "up"), plan_of(wide, "nearest_even")):
-        assert not codebooks.supports_codebook_encode(plan)
-    assert not codebooks.supports_codebook_decode(plan_of(fmt, "nearest_even", carrier="bfloat16"))
+        assert not codebook_elements.supports_codebook_encode(plan)
+    assert not codebook_elements.supports_codebook_decode(plan_of(fmt, "nearest_even", carrier="bfloat16"))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -453,7 +453,9 @@ def test_bits_of_a_number_below_the_normal_range() -> None:
     """What moves tiny scales keeps subnormal numbers, which arithmetic may read as zeros."""
     tiny = np.array([1e-45, -3e-42, 1.1e-38, 0.0], np.float32)
     move = jax.jit(
-        lambda x, s: integers.move_with_quanta(x, integers.quanta_of_bits(extend_exponent(s, CARRIERS["float32"])))
+        lambda x, s: grid_elements.move_with_quanta(
+            x, grid_elements.quanta_of_bits(extend_exponent(s, CARRIERS["float32"]))
+        )
     )
     moved = move(tiny, np.array([1], np.int32))
     expected = [float(v) * 2.0**100 for v in tiny]
