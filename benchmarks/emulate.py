@@ -19,15 +19,7 @@ import jax
 import jchop as jc
 
 STEPS = 20
-SPECS = (
-    "binary16",
-    "e5m2",
-    "bfloat16",
-    "binary16:up",
-    "bfloat16:up",
-    "binary16:stochastic",
-    "bfloat16:stochastic",
-)
+SPECS = ("binary16", "e5m2", "bfloat16", "binary16:up", "bfloat16:up", "binary16:stochastic", "bfloat16:stochastic")
 
 
 def chain(x: jax.Array, y: jax.Array, rounded: Callable[[Any], Any] = lambda v: v) -> jax.Array:

@@ -333,10 +333,7 @@ def main() -> None:
     x = jax.device_put(np.ones((side, side), np.float32), gpu)
     a = jax.device_put(np.ones((product, product), np.float32).astype(jnp.bfloat16), gpu)
     copy, multiply = jax.jit(jnp.copy), jax.jit(lambda a: jnp.matmul(a, a))
-    cases: dict[str, Callable[[], Any]] = {
-        "copy": lambda: copy(x),
-        "bf16 matmul": lambda: multiply(a),
-    }
+    cases: dict[str, Callable[[], Any]] = {"copy": lambda: copy(x), "bf16 matmul": lambda: multiply(a)}
     placed: dict = {}
     pairs = [(row, impl) for row in able for impl in row.impls]
     calls = in_parallel(lambda pair: on(gpu, pair[0], pair[0].args, pair[1], placed), pairs)

@@ -115,9 +115,7 @@ def add_qwix(programs: dict[str, Program], x: jax.Array, w: jax.Array, group: in
 
 def add_torchao(programs: dict[str, Program], x: jax.Array, w: jax.Array, group: int | None) -> None:
     import torch  # type: ignore[import-not-found]
-    from torchao.prototype.quantization.int4.inference_workflow import (  # type: ignore[import-not-found]
-        PrototypeInt4WeightOnlyConfig,
-    )
+    from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig  # type: ignore[import-not-found]
     from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-not-found]
 
     for dtype in (torch.float32, torch.bfloat16):

@@ -28,11 +28,7 @@ def arrays(seed: int = 0) -> dict[str, np.ndarray]:
     normal = rng.normal(size=(ROWS, COLUMNS))
     outliers = normal.copy()
     outliers[:, rng.choice(COLUMNS, COLUMNS // 256, replace=False)] *= 50
-    kinds = {
-        "normal": normal,
-        "Laplace": rng.laplace(size=(ROWS, COLUMNS)) / np.sqrt(2),
-        "outlier columns": outliers,
-    }
+    kinds = {"normal": normal, "Laplace": rng.laplace(size=(ROWS, COLUMNS)) / np.sqrt(2), "outlier columns": outliers}
     return {name: x.astype(np.float32) for name, x in kinds.items()}
 
 

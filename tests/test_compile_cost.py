@@ -74,12 +74,7 @@ def a_training_step(lines: Callable[[Any], int], own: Any, plain: Any, most: int
 @further
 @pytest.mark.parametrize(
     ("spec", "most"),
-    [
-        ("dynamic8", 100),
-        ("nf4(group=16)", 110),
-        ("int8(group=16,scale=bfloat16)", 125),
-        ("e4m3fn(group=16)", 185),
-    ],
+    [("dynamic8", 100), ("nf4(group=16)", 110), ("int8(group=16,scale=bfloat16)", 125), ("e4m3fn(group=16)", 185)],
 )
 def stored_numbers(spec: str, most: int) -> None:
     """Scales are prepared in few operations, and products of few numbers are rounded by one conversion."""

@@ -533,8 +533,7 @@ def test_a_result_that_is_nan_is_an_error_of_jax(work: Callable[[], Any]) -> Non
 
 @pytest.mark.in_turn(100)
 @pytest.mark.parametrize(
-    "fun",
-    [jax.nn.softmax, lambda x: jnp.max(x, initial=-jnp.inf), lambda x: jnp.max(x, where=x > 1, initial=-jnp.inf)],
+    "fun", [jax.nn.softmax, lambda x: jnp.max(x, initial=-jnp.inf), lambda x: jnp.max(x, where=x > 1, initial=-jnp.inf)]
 )
 def test_an_infinity_of_the_program_itself_is_no_error(fun: Callable[..., Any]) -> None:
     """As in JAX: a maximum begins with -inf. A result that is infinite is an error."""

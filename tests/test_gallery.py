@@ -13,16 +13,7 @@ from example_cases import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Examples that are not in the gallery: another package, minutes of work, or nothing to draw.
-OTHERS = {
-    "accumulators",
-    "diloco",
-    "fsdp",
-    "packages",
-    "pipeline",
-    "ptq_transformer",
-    "serving",
-    "torch_training",
-}
+OTHERS = {"accumulators", "diloco", "fsdp", "packages", "pipeline", "ptq_transformer", "serving", "torch_training"}
 
 
 def extension(name: str) -> Any:

@@ -87,12 +87,7 @@ BY_MODE = [
     (E5M2, F(9, 8) + pow2(-40), "ieee", [F(5, 4), F(5, 4), F(5, 4), F(5, 4), 1, 1, F(5, 4)]),
     # below the smallest subnormal of e5m2, 2^-16
     (E5M2, pow2(-17), "ieee", [0, pow2(-16), 0, pow2(-16), 0, 0, pow2(-16)]),
-    (
-        E5M2,
-        -pow2(-17),
-        "ieee",
-        [NEG_ZERO, -pow2(-16), NEG_ZERO, NEG_ZERO, -pow2(-16), NEG_ZERO, -pow2(-16)],
-    ),
+    (E5M2, -pow2(-17), "ieee", [NEG_ZERO, -pow2(-16), NEG_ZERO, NEG_ZERO, -pow2(-16), NEG_ZERO, -pow2(-16)]),
     # without subnormals the neighbours of 2^-7 are 0 and 2^-6
     (E4M3_NO_SUBNORMALS, pow2(-7), "ieee", [0, pow2(-6), 0, pow2(-6), 0, 0, pow2(-6)]),
     (E4M3_NO_SUBNORMALS, F(3, 4) * pow2(-6), "ieee", [pow2(-6)] * 4 + [0, 0, pow2(-6)]),

@@ -32,8 +32,6 @@ from jchop.formats import ElementFormat, ScaledFormat
 
 Array = jax.Array
 
-__all__ = ["EmulatedFunction", "emulate"]
-
 
 def emulate(
     fun: Any = ...,

@@ -26,8 +26,6 @@ from jchop.storage._quantize import quantize
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Comparison", "ComparisonRow", "compare", "default_formats"]
-
 _UNSCALED_FORMATS = ("bfloat16", "binary16", "float8_e4m3fn:saturate", "float8_e5m2:saturate", "int8")
 _CHANNEL_FORMATS = ("int8(channel=0)", "float8_e4m3fn(channel=0)")
 _GROUP_FORMATS = (

@@ -30,8 +30,6 @@ from jchop.nn._shared.model_report import bytes_of_tree
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"]
-
 Array = jax.Array
 
 _SENSITIVITY_TENSORS = ("weight", "activation")
@@ -149,7 +147,8 @@ def sensitivity(
     for path, name in [*layers.items(), (_ALL_LAYERS, "")]:
         pattern = " ".join(layers) if path == _ALL_LAYERS else path
         for spec in specs:
-            rounded_model = quantize(model, Rule(pattern, **dict.fromkeys(tensor_names, spec)), rngs=rngs)
+            fields: dict[str, Any] = dict.fromkeys(tensor_names, spec)
+            rounded_model = quantize(model, Rule(pattern, **fields), rngs=rngs)
             outputs = [_flat_outputs(call(rounded_model, batch)) for batch in data]
             rows.append(SensitivityRow(path, name, str(spec), _output_snr(exact, outputs)))
             if progress is not None:

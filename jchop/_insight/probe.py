@@ -17,8 +17,6 @@ import numpy as np
 from jchop._common.checks import check_int
 from jchop._common.text import TableOrLine, Tables
 
-__all__ = ["Probe", "probe"]
-
 #: A product: its place, and its two factors.
 _ProbeProduct = tuple[int, float, float]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from jchop._core.elementary.functions import elementary_function, supports_function
+from jchop._core.elementary.functions import elementary_function
 from jchop._kernels.primitive import make_op
-
-__all__ = ["elementary_op", "supports_function"]
 
 #: `_core.elementary.evaluate.elementary_function` as an operation: ``(x, *words, name=, spec=)``.
 elementary_op = make_op("jchop_elementary", elementary_function, like_first=True, no_inline=True)

@@ -15,13 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.errors import InconclusiveDimensionOperation
 
-from jchop._common.bit_ops import (
-    CARRIERS,
-    axes_cut_by_sharding,
-    fit_sharding,
-    gather_axes,
-    has_sharding,
-)
+from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
@@ -225,9 +219,7 @@ quantize_scaled_op = make_op(
     quantize_body,
     tpu=_kernel_on("tpu", quantizes=True),
     gpu=_kernel_on(
-        "gpu",
-        quantizes=True,
-        profitable=lambda *_, plan, **__: plan.is_power or tiles.supports_plain_tiles(plan),
+        "gpu", quantizes=True, profitable=lambda *_, plan, **__: plan.is_power or tiles.supports_plain_tiles(plan)
     ),
     single=False,
     results=_types_of_quantized,
@@ -237,11 +229,7 @@ quantize_scaled_op = make_op(
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
 dequantize_scaled_op = make_op(
-    "jchop_dequantize_scaled",
-    dequantize_body,
-    results=_types_of_numbers,
-    by_backend=True,
-    canonical=_collapse_codes,
+    "jchop_dequantize_scaled", dequantize_body, results=_types_of_numbers, by_backend=True, canonical=_collapse_codes
 )
 
 

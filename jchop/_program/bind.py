@@ -15,8 +15,6 @@ from jax.extend.core import Literal
 from jchop._common.gradients import moved_by, with_rule
 from jchop._program.step import is_reference
 
-__all__ = ["bind", "constant_of", "straight_through", "with_derivative_of"]
-
 Array = jax.Array
 
 

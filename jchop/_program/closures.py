@@ -25,8 +25,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-__all__ = ["reachable_objects", "same_objects"]
-
 #: Types whose objects never change; those of subclasses may have attributes.
 _SCALARS = (bool, int, float, complex, str, bytes)
 #: Types whose objects never change, nor those of subclasses.

@@ -37,25 +37,6 @@ from jchop._program.step import (
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
 
-__all__ = [
-    "CONTROL",
-    "Interpret",
-    "Loops",
-    "ScanOrder",
-    "ScanTurn",
-    "WhileParts",
-    "as_jax_value",
-    "copy_if_reference",
-    "operands_of_role",
-    "roles_of",
-    "run_implementation",
-    "turns_around",
-    "where_active",
-    "with_weak_types",
-    "without_weak_types",
-]
-
-
 # -- values ------------------------------------------------------------------------------------------------------------
 
 

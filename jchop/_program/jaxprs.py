@@ -11,8 +11,6 @@ from jax.extend.core import Literal
 
 from jchop._program.step import BATCHED_CALLS, CUSTOM_CALLS, REMAT_CALLS, is_reference, jaxpr_of
 
-__all__ = ["map_param", "same_constant", "same_param", "same_program", "with_own_constants"]
-
 #: Calls whose other parameters are rules of transformations. JAX makes new ones in each trace.
 _CALLS_WITH_RULES = (*CUSTOM_CALLS, *REMAT_CALLS, *BATCHED_CALLS)
 

@@ -17,8 +17,6 @@ from jchop._program.seeds import Seeds
 from jchop._program.shards import ShardAxes, ShardMap, map_shards, seeds_of_turn, shard_row
 from jchop._program.step import ProgramStep
 
-__all__ = ["LaneRunner", "same_bits"]
-
 #: A value: a sequence with an entry for each lane.
 LaneValue = Any
 #: The number of turns from which a `while` loop is long.

@@ -13,8 +13,6 @@ import numpy as np
 from jchop._program.source import source_line_of
 from jchop._program.step import ProgramStep
 
-__all__ = ["COMPARISONS", "text_of_stop", "warn_of_stop"]
-
 #: Primitives that compare, their signs and functions.
 COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
     "lt": ("<", operator.lt),

@@ -20,8 +20,6 @@ from jax.interpreters import batching, mlir
 from jchop._program.control import CONTROL
 from jchop._program.step import BATCHED_CALLS, ProgramPlan, ProgramStep, is_jchop_scope, jaxpr_of, scope_of
 
-__all__ = ["Planner", "has_batch_rule", "implementation_of", "is_foreign_primitive", "variables_outside_jchop"]
-
 
 class Planner:
     """Makes plans. A table of rules is a subclass; it defines the facts about values, and those of an unknown one."""

@@ -26,8 +26,6 @@ from jchop._program.step import ProgramPlan, ProgramStep
 
 Array = jax.Array
 
-__all__ = ["Turns", "run_turns", "with_turns"]
-
 #: The fewest equations that a loop must save, and that a turn must have: a turn of a loop costs about a microsecond.
 _LEAST_SAVING, _LEAST_TURN = 64, 16
 #: The most equations in a turn, and the most places that are tried for the start of one loop.

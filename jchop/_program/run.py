@@ -13,8 +13,6 @@ from jchop._program.control import CONTROL, Interpret, Loops, run_implementation
 from jchop._program.loop_limits import COMPARISONS
 from jchop._program.step import PLAIN_CALLS, ProgramPlan
 
-__all__ = ["Runner", "interpret"]
-
 
 class Runner(Loops):
     """Runs the steps of a plan. A table of rules is a subclass."""

@@ -20,8 +20,6 @@ from jchop._core.xla.cpu import compute_once, hide_constant
 
 Array = jax.Array
 
-__all__ = ["SeedDraw", "Seeds"]
-
 #: The first number for shards; smaller numbers belong to the equations of a program.
 _FIRST_SHARD_NUMBER = 1 << 31
 

@@ -18,19 +18,6 @@ from jchop._program.control import as_jax_value
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramStep
 
-__all__ = [
-    "ShardAxes",
-    "ShardMap",
-    "align_shard_axes",
-    "bind_shards",
-    "broadcast_to_shards",
-    "map_shards",
-    "seeds_of_turn",
-    "shard_row",
-    "stack_turns",
-    "with_vmap_collective",
-]
-
 Array = jax.Array
 _Step = TypeVar("_Step", bound=ProgramStep)
 #: The names and sizes of the mesh axes that values have first; empty outside of `jax.shard_map`.

@@ -11,8 +11,6 @@ from typing import Any
 import jax
 from jax.extend import source_info_util
 
-__all__ = ["is_library_file", "source_line_of", "user_line"]
-
 #: Folders and files of code that is not the user's; decorators of the standard library stand between others' frames.
 _LIBRARY_PATHS = (
     f"{Path(jax.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__,

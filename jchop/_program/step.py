@@ -12,25 +12,6 @@ import jax
 from jchop._program.source import source_line_of
 from jchop._round.arguments import JCHOP_RESULT, JCHOP_SCOPE
 
-__all__ = [
-    "BATCHED_CALLS",
-    "CALLS",
-    "CUSTOM_CALLS",
-    "HIGH_CALLS",
-    "PLAIN_CALLS",
-    "REMAT_CALLS",
-    "ProgramPlan",
-    "ProgramStep",
-    "carry_count",
-    "equations_of",
-    "is_jchop_result",
-    "is_jchop_scope",
-    "is_reference",
-    "jaxpr_of",
-    "programs_of",
-    "scope_of",
-]
-
 #: Calls of another program, by the way in which the call is built again.
 PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call", "call", "composite")
 #: Primitives of a higher level, which newer versions of JAX have for some functions; they expand to other primitives.

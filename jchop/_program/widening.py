@@ -26,8 +26,6 @@ from jchop._program.step import (
     scope_of,
 )
 
-__all__ = ["Widening", "widest_carrier"]
-
 #: Primitives that depend on the dtype of their operands or results.
 _DTYPE_DEPENDENT_PRIMITIVES = frozenset(
     ("bitcast_convert_type", "ffi_call", "io_callback", "pallas_call", "pure_callback")

@@ -36,8 +36,6 @@ from jchop.storage._array import refuse_qarray_dicts
 
 Array = jax.Array
 
-__all__ = ["QuantizedFunction", "Scales", "check_rule_fields", "quantize_fn", "refuse_codes_with_kept_scales"]
-
 
 def quantize_fn(
     fun: Callable[..., Any], rules: Rule | Iterable[Rule], *, key: Array | None = None

@@ -16,8 +16,6 @@ import numpy as np
 from jchop._common.checks import as_numpy
 from jchop.formats import ScaledFormat
 
-__all__ = ["is_dask", "round_dask_blocks"]
-
 
 def is_dask(x: object) -> bool:
     """Whether `x` is a dask array, without importing dask."""
@@ -54,10 +52,7 @@ def round_dask_blocks(
 
 
 def _round_dask_block(
-    rounder: Callable[..., Any],
-    words: tuple[np.ndarray, str] | None,
-    block: Any,
-    block_info: Any = None,
+    rounder: Callable[..., Any], words: tuple[np.ndarray, str] | None, block: Any, block_info: Any = None
 ) -> np.ndarray:
     block = as_numpy("x", block)
     if words is None:

@@ -22,15 +22,7 @@ from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, 
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.round import round_op, round_with_hardware_bits_op
 from jchop._kernels.scaled import require_scaled_plan, round_scaled, scaled_overflow
-from jchop._round.arguments import (
-    Keys,
-    as_array,
-    carrier_of_dtype,
-    check_key,
-    rounding_keys,
-    run_numpy,
-    stream_offset,
-)
+from jchop._round.arguments import Keys, as_array, carrier_of_dtype, check_key, rounding_keys, run_numpy, stream_offset
 from jchop._round.dask import is_dask, round_dask_blocks
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat

@@ -400,12 +400,7 @@ def _mesh_of_call(mesh: Any, leaves: list[Array]) -> Any:
 
 
 def check_collective(
-    axis_name: AxisName,
-    spec: AnySpec,
-    key: Any,
-    x: Any,
-    algorithm: Algorithm = TWO_SHOT,
-    accumulate: Accumulate = None,
+    axis_name: AxisName, spec: AnySpec, key: Any, x: Any, algorithm: Algorithm = TWO_SHOT, accumulate: Accumulate = None
 ) -> tuple[Wire, Array | None]:
     """The static arguments of a collective, and its key if something draws."""
     spec = as_spec(spec, scaled=True)

@@ -32,14 +32,7 @@ from jchop.storage._sharding import group_length
 Array = jax.Array
 
 
-def quantize_parts(
-    x: Any,
-    axis_name: AxisName,
-    spec: AnySpec,
-    key: Array | None = None,
-    *,
-    axis: int = 0,
-) -> Any:
+def quantize_parts(x: Any, axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, axis: int = 0) -> Any:
     """The parts of this rank as codes under the scales of the whole arrays: one all-reduce of maxima for a whole tree.
 
     If scales are shared along the cut axis (a scale of the tensor, of columns), the ranks exchange the least and the

@@ -51,12 +51,7 @@ class Transformation(NamedTuple):
 
 
 def psum_with_feedback(
-    axis_name: AxisName,
-    spec: AnySpec,
-    key: Array | None = None,
-    *,
-    accumulate: Accumulate = None,
-    bucket: int = BUCKET,
+    axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, accumulate: Accumulate = None, bucket: int = BUCKET
 ) -> Transformation:
     """Sums of updates over ranks as a link of an Optax chain, with the errors of both roundings kept.
 

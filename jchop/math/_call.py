@@ -158,11 +158,7 @@ def round_to_dtype(result: Array, how: MatmulSpec | None, dtype: Any) -> Array:
 
 
 def as_math_operands(
-    names: Sequence[str],
-    values: Sequence[Any],
-    spec: SpecLike,
-    accuracy: str = "exact",
-    complex_too: bool = False,
+    names: Sequence[str], values: Sequence[Any], spec: SpecLike, accuracy: str = "exact", complex_too: bool = False
 ) -> tuple[Spec, list[Any]]:
     """The spec of every rounding and the operands, checked.
 

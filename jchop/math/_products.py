@@ -104,12 +104,7 @@ def einsum(
 
 
 def tensordot(
-    a: Any,
-    b: Any,
-    spec: SumSpecLike,
-    key: Array | None = None,
-    *,
-    axes: int | Sequence[int | Sequence[int]] = 2,
+    a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, axes: int | Sequence[int | Sequence[int]] = 2
 ) -> Any:
     """Sums of products over axes of two arrays, as `jax.numpy.tensordot`; each is rounded as in `jchop.math.matmul`.
 
@@ -220,13 +215,7 @@ def outer(a: Any, b: Any, spec: SpecLike, key: Array | None = None) -> Any:
 
 
 def trace(
-    x: Any,
-    spec: SumSpecLike,
-    key: Array | None = None,
-    *,
-    offset: int = 0,
-    axis1: int = 0,
-    axis2: int = 1,
+    x: Any, spec: SumSpecLike, key: Array | None = None, *, offset: int = 0, axis1: int = 0, axis2: int = 1
 ) -> Any:
     """The sum along a diagonal, as `jax.numpy.trace`: `jchop.math.sum` of the diagonal, from its first element.
 

@@ -61,14 +61,7 @@ __getattr__, __dir__ = on_demand(
     (),
     {
         "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
-        "jchop._insight.layers": (
-            "LayerTuning",
-            "Sensitivity",
-            "SensitivityRow",
-            "TunedLayer",
-            "sensitivity",
-            "tune",
-        ),
+        "jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"),
         "jchop._serving.attention": ("dot_product_attention",),
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop.ptq._models": ("quantize_with_data",),

@@ -21,8 +21,6 @@ from jchop.nn._ratios import LayerCall, watch_layer_calls
 
 T = TypeVar("T", bound=nnx.Module)
 
-__all__ = ["correct_biases"]
-
 #: Layers with one bias for each channel, the last axis of their results.
 _BIAS_LAYERS = (nnx.Linear, nnx.Conv, nnx.ConvTranspose)
 _QUANTIZED_BIAS_LAYERS = tuple(QUANTIZED_CLASSES[base] for base in _BIAS_LAYERS)

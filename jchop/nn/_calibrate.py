@@ -22,8 +22,6 @@ from jchop.nn._trees.equinox_modules import calibrate_equinox_module, is_equinox
 
 T = TypeVar("T")
 
-__all__ = ["calibrate", "check_run_arguments"]
-
 
 def calibrate(
     model: T,

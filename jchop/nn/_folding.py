@@ -16,8 +16,6 @@ from jchop.nn._nnx.modules import Keys, ModuleEntry, keys_as_path, module_entrie
 Array = jax.Array
 T = TypeVar("T", bound=nnx.Module)
 
-__all__ = ["Folded", "fold_batch_norms"]
-
 
 class Folded(nnx.Module):
     """The replacement of a folded batch norm: the identity.

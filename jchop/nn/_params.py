@@ -16,8 +16,6 @@ from jchop.storage import quantize
 
 Array = jax.Array
 
-__all__ = ["quantize_params"]
-
 
 def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None = None) -> Any:
     """A pytree of parameters with those that rules match stored packed, as `jchop.QArray`.

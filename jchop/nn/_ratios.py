@@ -20,16 +20,6 @@ from jchop.nn._nnx.layer_kinds import NnxKind
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._nnx.quantize import quantize
 
-__all__ = [
-    "LayerCall",
-    "LayerRatios",
-    "layer_ratios",
-    "record_layer_calls",
-    "watch_layer_calls",
-    "weight_names",
-    "weight_ratio",
-]
-
 Array = jax.Array
 
 

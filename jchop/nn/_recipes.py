@@ -12,8 +12,6 @@ from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import DelayedScaling
 from jchop._spec.accumulation import MatmulSpec
 
-__all__ = ["RECIPES", "keep_wide", "recipe"]
-
 _FLOAT8_ROWS = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"
 _MXFP8 = "mxfp8_e4m3(rule=rceil)"
 _MXFP4_STOCHASTIC = "mxfp4(rule=floor_unclipped):stochastic"

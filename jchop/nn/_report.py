@@ -24,8 +24,6 @@ from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import is_equinox_module, report_equinox_module
 from jchop.storage import QArray
 
-__all__ = ["report"]
-
 
 @overload
 def report(
@@ -42,11 +40,7 @@ def report(
 ) -> ProgramReport: ...
 @overload
 def report(
-    model: Any,
-    rules: Rule | Iterable[Rule],
-    *,
-    inputs: Mapping[str, Any],
-    platform: str | None = ...,
+    model: Any, rules: Rule | Iterable[Rule], *, inputs: Mapping[str, Any], platform: str | None = ...
 ) -> dict[str, ProgramReport]: ...
 def report(
     model: Any,

@@ -20,8 +20,6 @@ from jchop.storage import QArray, load_safetensors, save_safetensors
 from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorFile, are_counts
 
-__all__ = ["load", "save"]
-
 #: The metadata key for packed parameters that are stored in another shape than their own: JSON, which maps the name of
 #: each to its shape, and to how many axes the stored array has for one of a stack.
 LAYOUTS_METADATA_KEY = "jchop.packed"

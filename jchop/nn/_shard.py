@@ -13,8 +13,6 @@ from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_
 from jchop.storage import QArray, shardings
 from jchop.storage._sharding import check_group_sharding
 
-__all__ = ["shard"]
-
 
 def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
     """A model, or any pytree, placed on the devices of a mesh: packed parameters too, between their groups.

@@ -16,14 +16,7 @@ from jchop.optim._nonfinite import (  # noqa: E402
     scale_gradients,
     skip_nonfinite,
 )
-from jchop.optim._optimizers import (  # noqa: E402
-    adam8bit,
-    adamw4bit,
-    adamw8bit,
-    adamw_fp8,
-    lion8bit,
-    sgd8bit,
-)
+from jchop.optim._optimizers import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
 from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
 from jchop.optim._parameters import (  # noqa: E402
     AverageState,

@@ -15,14 +15,7 @@ from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[repo
 from jchop._common.settings import always_jit
 from jchop._core.xla.cpu import materialize_per_group
 from jchop._round.arguments import has_tracer
-from jchop.optim._arguments import (
-    ABOVE_ONE,
-    ABOVE_ZERO,
-    NORMAL_FLOAT32,
-    as_transformation,
-    check_count,
-    check_number,
-)
+from jchop.optim._arguments import ABOVE_ONE, ABOVE_ZERO, NORMAL_FLOAT32, as_transformation, check_count, check_number
 from jchop.optim._leaves import in_sum_dtype, is_float_leaf, make_link, make_transformation, only_state, sum_dtype
 
 Array = jax.Array

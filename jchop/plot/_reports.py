@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from jchop._insight.reports.blame import Blame, BlameRow
     from jchop._insight.reports.report import Report, ReportRow
 
-__all__ = ["blame", "calibration", "report", "sensitivity", "tune"]
-
 
 def _fields_of(seen: Any, what: str, *names: str) -> list[Any]:
     """Fields of a report; TypeError for an object of another kind."""

@@ -24,8 +24,6 @@ from jchop.ptq._data.sites import INLINE_CALLS, WeightSites, scanned_leaves
 
 Array = jax.Array
 
-__all__ = ["BiasSite", "bias_means", "find_biases", "mean_errors"]
-
 #: Sums, and the sign with which each operand enters.
 _SUM_SIGNS = {"add": (1, 1), "add_any": (1, 1), "sub": (1, -1)}
 

@@ -18,8 +18,6 @@ from jchop.ptq._records import PtqReport
 
 T = TypeVar("T", bound=nnx.Module)
 
-__all__ = ["ModelData", "quantize_with_data"]
-
 
 class ModelData:
     """Batches of a model's arguments, and the steps that round parameters with them.

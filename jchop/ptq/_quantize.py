@@ -34,8 +34,6 @@ from jchop.storage._half_quadratic import check_float_zero_points
 
 Array = jax.Array
 
-__all__ = ["calibrate_params", "quantize"]
-
 
 def quantize(
     fun: Callable[..., Any],

@@ -30,8 +30,6 @@ from jchop.storage._files.safetensors import TensorFile
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Journal", "PtqReport", "StageRecord", "WeightRow", "check_resume", "discard_run", "run_facts"]
-
 Array = jax.Array
 
 

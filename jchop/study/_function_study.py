@@ -29,8 +29,6 @@ from jchop.study._run import StudyProgress, package_versions, study_specs
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FUNCTION_FORMATS", "FUNCTION_MODES", "FunctionRow", "FunctionStudy", "run_function", "save_function"]
-
 #: Formats of elements: a scaled format would need whole arrays in every operation.
 FUNCTION_FORMATS = (
     "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3fn", "float8_e5m2", "e5m5", "e5m7", "binary16",

@@ -34,12 +34,7 @@ _TENSOR_FIELDS = ("activation", "output", "gradient")
 
 @overload
 def quantize(
-    x: Tensor,
-    how: AnySpec,
-    *,
-    seed: int | None = ...,
-    generator: torch.Generator | None = ...,
-    copy: bool = ...,
+    x: Tensor, how: AnySpec, *, seed: int | None = ..., generator: torch.Generator | None = ..., copy: bool = ...
 ) -> QArray: ...
 
 

@@ -256,11 +256,7 @@ class Quantizer(nn.Module):
     calls: Tensor
 
     def __init__(
-        self,
-        forward: AnySpec | None = None,
-        backward: AnySpec | None = None,
-        *,
-        seed: int | tuple[int, ...] | None = 0,
+        self, forward: AnySpec | None = None, backward: AnySpec | None = None, *, seed: int | tuple[int, ...] | None = 0
     ) -> None:
         super().__init__()
         self.rounding = None if forward is None else plan_of(as_spec(forward, "forward", scaled=True))

@@ -90,10 +90,7 @@ def what_it_refuses(capsys: pytest.CaptureFixture[str], work: Path) -> None:
     assert main(words("--method", "nearest", data="nan.npz")) == 2
     assert "jchop: error: batches give the product of the parameter 'layers/0' at " in capsys.readouterr().err
     for more, said in {
-        (
-            "--method",
-            "rtn",
-        ): "--method 'rtn' must be nearest, or steps of smooth, awq, rotate, correct_error, sparse,",
+        ("--method", "rtn"): "--method 'rtn' must be nearest, or steps of smooth, awq, rotate, correct_error, sparse,",
         ("--method", "sparse(2, 4)"): "sparse(2, 4, by='loss') prunes in the sweep of gptq: add it",
         ("--method", "gptq(order='up')"): "order='up' must be one of",
         ("--method", "gptq(open('x'))"): "--method \"gptq(open('x'))\": malformed",

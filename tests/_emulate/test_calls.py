@@ -222,11 +222,7 @@ def test_arrays_of_numpy_that_change_in_place(shape: tuple[int, ...], dtype: str
     """Without x64 JAX keeps what it has converted while a program has it; plain JAX is not wrong, either."""
     table = np.full(shape, 2, dtype)
     low = jc.emulate(
-        lambda x: [
-            x * table,
-            jax.jit(lambda x: x * table)(x),
-            lax.scan(lambda c, _: (c * table, None), x, None, 1)[0],
-        ],
+        lambda x: [x * table, jax.jit(lambda x: x * table)(x), lax.scan(lambda c, _: (c * table, None), x, None, 1)[0]],
         "e5m2",
     )
     x, wanted = jnp.full(shape, 1.25), {2: 2.5, 7: 8.0, 3: 4.0}  # 8.75 and the tie 3.75 in e5m2

@@ -301,10 +301,7 @@ def neighbours_of_numbers_that_a_device_takes_for_zero() -> None:
         keys_of_every_kind_and_rules,
         *(
             pytest.param(check, marks=pytest.mark.slow)
-            for check in (
-                arguments_and_results_of_draws_are_rounded,
-                the_derivative_of_a_draw_is_the_carriers,
-            )
+            for check in (arguments_and_results_of_draws_are_rounded, the_derivative_of_a_draw_is_the_carriers)
         ),
     ],
 )

@@ -80,10 +80,7 @@ def lowered(name: str, function: Callable[..., Any], several: bool = False, plat
 #: The results of emulated primitives, and the same computation without them.
 LOWERED: dict[str, Callable[[], tuple[Any, Any]]] = {
     "one result": lambda: (lowered("one", lambda x: jnp.sin(x) * x).bind, lambda x: jnp.sin(x) * x),
-    "several": lambda: (
-        lambda x: lowered("several", lambda x, *, n: [jnp.exp(x)] * n, True).bind(x, n=2)[1],
-        jnp.exp,
-    ),
+    "several": lambda: (lambda x: lowered("several", lambda x, *, n: [jnp.exp(x)] * n, True).bind(x, n=2)[1], jnp.exp),
     "of one platform": lambda: (lowered("cpu", lambda x: x / 3, platform="cpu").bind, lambda x: x / 3),
 }
 

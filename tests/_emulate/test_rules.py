@@ -353,11 +353,7 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         r"rules\['sin'\] .* keywords \(accuracy\); write it as lambda x, \*\*params",
         lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": lambda x: x})(jnp.ones(3)),
     ),
-    (
-        TypeError,
-        "^the user's own$",
-        lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": _raising})(jnp.ones(3)),
-    ),
+    (TypeError, "^the user's own$", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": _raising})(jnp.ones(3))),
     (ValueError, "gradient", lambda: jc.emulate(jnp.sin, "e5m2:gradient=clipped")),
     (
         ValueError,

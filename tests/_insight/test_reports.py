@@ -128,10 +128,7 @@ def test_infinities_and_nan_have_rows_wherever_they_are_born() -> None:
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        (
-            "overflow",
-            r"stopped at the first overflow: exp of 8.0 is inf \(turn 0, \[1\]\) at .*test_reports.py:",
-        ),
+        ("overflow", r"stopped at the first overflow: exp of 8.0 is inf \(turn 0, \[1\]\) at .*test_reports.py:"),
         ("nan", r"stopped at the first nan: sub of inf, inf is nan \(turn 0, \[1\]\) at .*test_reports.py:"),
         ("invalid", r"stopped at the first invalid: sub of inf, inf is nan"),
     ],
@@ -247,11 +244,7 @@ def test_what_is_left_wide_is_listed() -> None:
 
 
 def stuck(t: Any) -> Any:
-    return lax.while_loop(
-        lambda t: t < 10,
-        lambda t: t + 0.01,
-        t,
-    )
+    return lax.while_loop(lambda t: t < 10, lambda t: t + 0.01, t)
 
 
 LINE = stuck.__code__.co_firstlineno + 2

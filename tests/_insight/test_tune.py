@@ -239,10 +239,7 @@ def compare_with_all(seed: int, sites: int, tolerances: tuple[float, ...]) -> li
 
 @pytest.mark.parametrize(
     ("seed", "sites", "tolerances"),
-    [
-        (0, 3, (1e-2,)),
-        *(pytest.param(seed, 8, (1e-1, 1e-2, 1e-3), marks=pytest.mark.slow) for seed in range(6)),
-    ],
+    [(0, 3, (1e-2,)), *(pytest.param(seed, 8, (1e-1, 1e-2, 1e-3), marks=pytest.mark.slow) for seed in range(6))],
 )
 def test_the_search_is_near_the_best_of_all_assignments(seed: int, sites: int, tolerances: tuple[float, ...]) -> None:
     """Of 65,536 with eight sites."""

@@ -90,13 +90,7 @@ def cases(target: str) -> Iterator[Case]:
 
 
 def case(
-    target: str,
-    kernel: str,
-    name: str,
-    spec: Spec,
-    dtype: str,
-    shape: tuple[int, ...],
-    x64: bool = False,
+    target: str, kernel: str, name: str, spec: Spec, dtype: str, shape: tuple[int, ...], x64: bool = False
 ) -> Case:
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     platform = "tpu" if is_tpu(target) else "gpu"

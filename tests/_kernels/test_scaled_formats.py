@@ -55,15 +55,7 @@ def scheme_of(spec: Spec) -> Scheme:
     assert isinstance(scale, oracle.FloatSet)
     element = oracle.describe(fmt.element)
     rule = fmt.rule if fmt.rule in oracle_scaled.ASKED else "absmax"
-    blocks = Blocks(
-        element,
-        scale,
-        rule,
-        spec.rounding.value,
-        spec.overflow.value,
-        fmt.nan_block,
-        spec.flush,
-    )
+    blocks = Blocks(element, scale, rule, spec.rounding.value, spec.overflow.value, fmt.nan_block, spec.flush)
     return Scheme(blocks, fmt.group, fmt.axis, fmt.channel, fmt.zero_point, fmt.percentile, again)
 
 
@@ -348,8 +340,7 @@ def against_exact_rationals(run, row):
 
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize(
-    "text",
-    ["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"],
+    "text", ["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"]
 )
 def test_fitted_scales_give_what_quantize_chooses(text):
     spec = jc.parse(text)
@@ -538,10 +529,7 @@ INEXACT = [
 
 
 @pytest.mark.in_turn(64)
-@pytest.mark.parametrize(
-    ("text", "devices"),
-    [*((text, 1) for text in INEXACT), ("nvfp4", 8)],
-)
+@pytest.mark.parametrize(("text", "devices"), [*((text, 1) for text in INEXACT), ("nvfp4", 8)])
 def test_products_are_rounded_before_they_are_summed(text, devices, rng):
     """XLA's CPU backend contracts a product with a sum that follows it, unless it cannot see the product."""
     if devices > jax.device_count():

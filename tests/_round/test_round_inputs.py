@@ -210,11 +210,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], list[str]]] = {
         ValueError,
         ["key", "(3,)", "jax.vmap"],
     ),
-    "unknown format": (
-        lambda x: jc.round_to_format(x, "bloat16"),
-        ValueError,
-        ["'bloat16'", "not known", "bfloat16"],
-    ),
+    "unknown format": (lambda x: jc.round_to_format(x, "bloat16"), ValueError, ["'bloat16'", "not known", "bfloat16"]),
     "unknown mode": (
         lambda x: jc.round_to_format(x, "e5m2:stochstic"),
         ValueError,

@@ -156,10 +156,7 @@ ALL_DRAWS = [(name, (1, 5) if len(name) % 2 else (2, 10)) for name in SAMPLED if
 
 @pytest.mark.parametrize(
     ("rows", "size"),
-    [
-        (DRAWS, 1_500),
-        *(pytest.param(ALL_DRAWS[k::4], 20_000, marks=pytest.mark.slow) for k in range(4)),
-    ],
+    [(DRAWS, 1_500), *(pytest.param(ALL_DRAWS[k::4], 20_000, marks=pytest.mark.slow) for k in range(4))],
     ids=["few", *(f"part {k}" for k in range(4))],
 )
 def test_gfloat_given_the_draws(rows, size):

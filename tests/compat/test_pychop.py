@@ -23,15 +23,7 @@ from jchop.compat.pychop import Chop, Chopf, Chopi, ChopSTE, Customs, FaultChop,
 
 further = Further()
 
-RMODES = {
-    1: "nearest_even",
-    2: "up",
-    3: "down",
-    4: "toward_zero",
-    7: "nearest_zero",
-    8: "nearest_away",
-    9: "odd",
-}
+RMODES = {1: "nearest_even", 2: "up", 3: "down", 4: "toward_zero", 7: "nearest_zero", 8: "nearest_away", 9: "odd"}
 E5M2 = oracle.ieee(5, 2)
 
 

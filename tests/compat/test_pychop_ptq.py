@@ -11,11 +11,7 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 
 from jchop.compat.pychop import Chop, Chopi  # noqa: E402
-from jchop.compat.pychop.ptq import (  # noqa: E402
-    dynamic_post_quantization,
-    mixed_post_quantization,
-    static_post_quantization,
-)
+from jchop.compat.pychop.ptq import dynamic_post_quantization, mixed_post_quantization, static_post_quantization  # noqa: E402
 
 nn = torch.nn
 SINGLE = Chop(8, 23)

@@ -53,8 +53,7 @@ def optims_error_feedback_before_a_sum(rng: np.random.Generator) -> None:
     x = rng.standard_normal((4, 2, 2 * GROUP)).astype(np.float32)
     spec = f"int4(group={GROUP},scale=e8m0fnu,rule=ceil)"  # steps that are powers of two: sums of 4 fit 16 bits
     chain = optax.chain(
-        jc.optim.error_feedback(spec),
-        optax.stateless(lambda u, _: jc.distributed.psum(u, "d", spec, accumulate=None)),
+        jc.optim.error_feedback(spec), optax.stateless(lambda u, _: jc.distributed.psum(u, "d", spec, accumulate=None))
     )
     local = jc.optim.error_feedback(spec)
 

@@ -106,9 +106,7 @@ def check_two_axes(names: list[str], rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["psum", "all_gather"], *(pytest.param([name], marks=pytest.mark.slow) for name in PAIRS)],
-    ids=",".join,
+    "names", [["psum", "all_gather"], *(pytest.param([name], marks=pytest.mark.slow) for name in PAIRS)], ids=",".join
 )
 def test_several_vmaps_are_several_axes(names: list[str], rng: np.random.Generator) -> None:
     check_two_axes(names, rng)

@@ -146,10 +146,7 @@ def test_codes_are_the_patterns_of_ieee_dtypes(dtype, rng):
     np.testing.assert_array_equal(fmt.encode(x), x.view(f"uint{x.itemsize * 8}"))
 
 
-@each(
-    "fmt",
-    [FloatFormat(16, 10), FloatFormat(12, 20, bias=1), FloatFormat(8, 20, bias=3000)],
-)
+@each("fmt", [FloatFormat(16, 10), FloatFormat(12, 20, bias=1), FloatFormat(8, 20, bias=3000)])
 def test_wide_formats_that_binary64_does_not_hold(fmt):
     """Exact fractions, as for the narrow ones: nothing is rounded on the way."""
     codes = [0, 1, 5, fmt.max_code - 1, fmt.max_code]

@@ -219,10 +219,7 @@ def refined(a: Matrix, b: Vector, machines: tuple[Machine, ...], steps: int, inn
     return iterates
 
 
-HOWS = {
-    "e5m7": How(oracle.ieee(5, 7)),
-    "e6m9:toward_zero": How(oracle.ieee(6, 9), "toward_zero"),
-}
+HOWS = {"e5m7": How(oracle.ieee(5, 7)), "e6m9:toward_zero": How(oracle.ieee(6, 9), "toward_zero")}
 
 
 def some(m: int, n: int, text: str, seed: int = 0) -> np.ndarray:

@@ -330,11 +330,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scalar": (lambda: untyped(np.float32(2), B, UNIT), ValueError, "a is a scalar"),
     "inner": (lambda: untyped(A, A, UNIT), ValueError, r"a has shape \(2, 3\) and b has shape \(2, 3\): the last"),
     "inner, 1-D": (lambda: untyped(A, A[0, :2], UNIT), ValueError, "and the only axis of b must be"),
-    "batch": (
-        lambda: untyped(np.stack([A] * 2), np.stack([B] * 3), UNIT),
-        ValueError,
-        "leading axes do not broad",
-    ),
+    "batch": (lambda: untyped(np.stack([A] * 2), np.stack([B] * 3), UNIT), ValueError, "leading axes do not broad"),
     "no key": (lambda: untyped(A, B, DRAWN), ValueError, "key=None, but spec=.*rounds stochastically"),
     "no key for operands": (lambda: untyped(A, B, MatmulSpec("e5m2:stochastic")), ValueError, "key=None"),
     "raw key": (lambda: untyped(A, B, DRAWN, jax.random.PRNGKey(0)), TypeError, "key=.*must be a typed key"),

@@ -72,11 +72,7 @@ def what_cannot_be_decoded_is_said() -> None:
 
 
 @each(
-    ("spec", "per_number"),
-    [
-        ("int8(group=all)", (DEPTH + 4) / DEPTH),
-        ("int4(group=8)", (DEPTH / 2 + 2 * 4) / DEPTH),
-    ],
+    ("spec", "per_number"), [("int8(group=all)", (DEPTH + 4) / DEPTH), ("int4(group=8)", (DEPTH / 2 + 2 * 4) / DEPTH)]
 )
 def a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> None:
     plain = attention()

@@ -113,12 +113,7 @@ def the_operands_of_a_program() -> None:
 
 @each(
     ("name", "rule"),
-    [
-        ("Linear", "int8"),
-        ("Conv", "asymmetric"),
-        ("Einsum", "weights alone"),
-        ("MultiHeadAttention", "asymmetric"),
-    ],
+    [("Linear", "int8"), ("Conv", "asymmetric"), ("Einsum", "weights alone"), ("MultiHeadAttention", "asymmetric")],
 )
 def layers_train_and_serve_the_same_numbers(name: str, rule: str) -> None:
     model, given = layers(name), jc.Rule(**RULES[rule], product="codes")

@@ -237,7 +237,7 @@ def einsum_packs_in_the_order_of_the_sum() -> None:
 def einsum_of_linen_may_get_its_subscripts_in_the_call() -> None:
     x, text = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32"), "ab,bc->ac"
     rule = jc.nn.Rule(weight="int8(group=4)", activation="int8(group=4)", gradient="e5m2")
-    late, early = (jc.nn.linen.quantize(linen.Einsum((4, 2), *said), rule) for said in ((), (text,)))
+    late, early = (jc.nn.linen.quantize(layer, rule) for layer in (linen.Einsum((4, 2)), linen.Einsum((4, 2), text)))
     variables = early.init(jax.random.key(0), x)
 
     def of(module: Any, *said: Any) -> Any:

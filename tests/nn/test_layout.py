@@ -34,11 +34,7 @@ WHOLE = (
 )
 #: What must be moved: blocks, drawn bits, sums over a group, and groups of scales.
 BLOCKS = "int4(group=3)"
-MOVED = (
-    "int8(group=all,rule=mse)",
-    "int4(group=all,zero_point=integer)",
-    "int4(group=all,scale=int8(group=2))",
-)
+MOVED = ("int8(group=all,rule=mse)", "int4(group=all,zero_point=integer)", "int4(group=all,scale=int8(group=2))")
 
 
 def laid(layout: OperandLayout, x: np.ndarray) -> np.ndarray:

@@ -334,8 +334,7 @@ def what_is_drawn_is_right_on_average(name: str, more: Any, shapes: Any, count: 
 
 
 @pytest.mark.parametrize(
-    ("text", "shape"),
-    [("int4(group=(3,3))", (1, 40)), pytest.param("nvfp4(group=(16,16))", (37, 21), marks=slow)],
+    ("text", "shape"), [("int4(group=(3,3))", (1, 40)), pytest.param("nvfp4(group=(16,16))", (37, 21), marks=slow)]
 )
 def test_square_tiles_are_the_same_of_the_transpose(text: str, shape: tuple[int, ...]) -> None:
     w = normal(*shape, seed=5) * 0.02

@@ -107,12 +107,7 @@ def test_groups_across_the_axes_of_a_product(every: bool) -> None:
         np.testing.assert_array_equal(both["w"].scale[i], one["w"].scale)
 
 
-FORMATS = [
-    "int4(group=128)",
-    "uint4(group=32,zero_point=integer)",
-    "nvfp4",
-    "int4(group=16,scale=uint8(group=2))",
-]
+FORMATS = ["int4(group=128)", "uint4(group=32,zero_point=integer)", "nvfp4", "int4(group=16,scale=uint8(group=2))"]
 
 
 @further

@@ -215,10 +215,7 @@ def test_rows_are_compared_in_one_order(names: list[str]) -> None:
 @further
 @pytest.mark.parametrize(
     "steps, depth",
-    [
-        ([jc.ptq.gptq()], 2),
-        pytest.param([jc.ptq.correct_error(1.0), jc.ptq.gptq("plain")], 3, marks=pytest.mark.slow),
-    ],
+    [([jc.ptq.gptq()], 2), pytest.param([jc.ptq.correct_error(1.0), jc.ptq.gptq("plain")], 3, marks=pytest.mark.slow)],
     ids=["inputs in full precision", "layer after layer"],
 )
 def a_loop_is_rounded_as_its_layers_are(steps: Any, depth: int) -> None:

@@ -105,8 +105,7 @@ def test_other_things_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "convert"),
-    [("array", jc.torch.as_tensor), ("q", jc.torch.dequantize), ("q", jc.torch.PackedTensor)],
+    ("name", "convert"), [("array", jc.torch.as_tensor), ("q", jc.torch.dequantize), ("q", jc.torch.PackedTensor)]
 )
 def test_arrays_that_jax_traces_are_refused(name, convert):
     given = jnp.ones((2, 4)) if name == "array" else jc.quantize(jnp.ones((2, 4)), "int4(group=4)")

@@ -105,8 +105,7 @@ def clipped_product(x: Any, w: Any) -> Any:
 
 
 clipped_product.defvjp(
-    lambda x, w: (x @ w, (x, w)),
-    lambda kept, g: (jnp.clip(g, -1, 1) @ kept[1].T, kept[0].T @ jnp.clip(g, -1, 1)),
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (jnp.clip(g, -1, 1) @ kept[1].T, kept[0].T @ jnp.clip(g, -1, 1))
 )
 
 

@@ -153,10 +153,7 @@ CASES = [
         derived=("masked", "direction", "spectral", "one", "other"),
     ),
     dict_case(
-        "odd_branches",
-        branches,
-        shapes(yes=SQUARE, no=SQUARE, this=SQUARE, that=SQUARE, stack=(3, *SQUARE)),
-        inputs,
+        "odd_branches", branches, shapes(yes=SQUARE, no=SQUARE, this=SQUARE, that=SQUARE, stack=(3, *SQUARE)), inputs
     ),
     dict_case("odd_power_iteration", power_iteration, shapes(w=UP), inputs),
     dict_case(
@@ -189,10 +186,7 @@ CASES = [
         derived=("standard",),
     ),
     dict_case(
-        "odd_attention",
-        attention,
-        shapes(kv=UP, latent=(4, WIDTH), memory=(16, WIDTH)),
-        lambda: (floats(2, 8, WIDTH),),
+        "odd_attention", attention, shapes(kv=UP, latent=(4, WIDTH), memory=(16, WIDTH)), lambda: (floats(2, 8, WIDTH),)
     ),
     dict_case(
         "odd_rows",

@@ -80,10 +80,6 @@ CASES = [
         expand("{conv,depthwise,grow,mlp/~/linear_0,mlp/~/linear_1}/b"),
     ),
     haiku_case(
-        "haiku_lstm",
-        recurrent,
-        lambda: (floats(2, 6, WIDTH),),
-        ("lstm/linear/w", "head/w"),
-        ("lstm/linear/b",),
+        "haiku_lstm", recurrent, lambda: (floats(2, 6, WIDTH),), ("lstm/linear/w", "head/w"), ("lstm/linear/b",)
     ),
 ]

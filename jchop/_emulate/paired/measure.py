@@ -14,8 +14,6 @@ from jchop._emulate.rules.value_facts import finite_range_of
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, UniformFormat
 
-__all__ = ["Event", "Measure"]
-
 
 @dataclass(frozen=True)
 class Event:

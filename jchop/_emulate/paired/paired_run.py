@@ -22,25 +22,10 @@ from jchop._program.control import as_jax_value, copy_if_reference, where_active
 from jchop._program.lanes import LaneRunner
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
-from jchop._program.shards import (
-    align_shard_axes,
-    broadcast_to_shards,
-    map_shards,
-    stack_turns,
-    with_vmap_collective,
-)
+from jchop._program.shards import align_shard_axes, broadcast_to_shards, map_shards, stack_turns, with_vmap_collective
 from jchop._program.step import is_reference
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
-
-__all__ = [
-    "CHOOSING_KINDS",
-    "ELEMENTWISE_KINDS",
-    "SILENT_KINDS",
-    "PairedRun",
-    "StopEventError",
-    "ValuePair",
-]
 
 #: A value of the emulated program, and the reference's value for it.
 ValuePair = tuple[Any, Any]

@@ -16,16 +16,6 @@ from jchop._program.control import turns_around
 from jchop._program.source import is_library_file, source_line_of
 from jchop._program.step import ProgramPlan
 
-__all__ = [
-    "MOST_REPORT_TURNS",
-    "argument_names",
-    "first_line_of",
-    "step_label",
-    "step_spec_text",
-    "text_of_event",
-    "walk_sources",
-]
-
 #: The default limit of turns of a `while` loop in a report.
 MOST_REPORT_TURNS = 10_000
 

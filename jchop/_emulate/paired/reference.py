@@ -18,8 +18,6 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, binary64
 
-__all__ = ["CarrierReference", "Float64Reference", "Reference", "make_reference"]
-
 
 class CarrierReference:
     """Every operation in the carrier."""

@@ -29,8 +29,6 @@ from jchop._spec.spec import Spec
 
 Array = jax.Array
 
-__all__ = ["accumulate_in_order"]
-
 
 def accumulate_in_order(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The result of an equation that sums, in the order and with the roundings of ``step.choice.accumulate``."""

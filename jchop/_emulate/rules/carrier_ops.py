@@ -23,9 +23,6 @@ from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-__all__ = ["is_less_by_bits", "round_toward", "round_with_draw", "run_in_carrier", "run_nextafter"]
-
-
 #: The first draw number of imaginary parts.
 _FIRST_IMAGINARY_DRAW = 1 << 30
 

@@ -15,13 +15,7 @@ from jax.extend.core import Literal
 
 from jchop._common.bit_ops import varying_axes
 from jchop._common.settings import always_jit
-from jchop._core.matmul.chain import (
-    CHAIN_OPERATIONS,
-    ChainLink,
-    chain_words,
-    gains_by_trial,
-    is_constant_in_safe_range,
-)
+from jchop._core.matmul.chain import CHAIN_OPERATIONS, ChainLink, chain_words, gains_by_trial, is_constant_in_safe_range
 from jchop._core.matmul.operations import spec_draws
 from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.rules import EXACT
@@ -34,8 +28,6 @@ from jchop._program.repeats import Turns
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan
 from jchop._spec.spec import Spec
-
-__all__ = ["Chain", "run_chain", "with_chains"]
 
 Array = jax.Array
 

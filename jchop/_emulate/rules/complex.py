@@ -24,8 +24,6 @@ from jchop._spec.spec import Spec
 Array = jax.Array
 ComplexParts = tuple[Array, Array]
 
-__all__ = ["run_complex", "run_complex_sum"]
-
 
 def run_complex(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The result of an equation with complex operands or a complex result; derivatives are the carrier's."""

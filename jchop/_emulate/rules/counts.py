@@ -20,8 +20,6 @@ from jchop._emulate.rules.rules import PRIMITIVE_KINDS
 from jchop._emulate.rules.value_facts import is_carrier_float
 from jchop._program.step import CALLS, HIGH_CALLS, equations_of, programs_of
 
-__all__ = ["Counts"]
-
 #: The degrees of freedom that a literal count may lack, as n - 1 in a variance.
 _DEGREES_OF_FREEDOM = 2
 #: The most products of lengths that are kept of one value.

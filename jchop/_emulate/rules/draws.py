@@ -26,8 +26,6 @@ from jchop.formats.rounding import Rounding
 
 Array = jax.Array
 
-__all__ = ["draws_of", "run_draw"]
-
 
 @lru_cache(maxsize=1)
 def _random_files() -> frozenset[str]:

@@ -20,8 +20,6 @@ from jchop._program.seeds import Seeds
 Array = jax.Array
 MatrixRule = Callable[..., tuple[Array, ...]]
 
-__all__ = ["map_matrices", "run_factorization"]
-
 
 def run_factorization(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The results of an equation of linear algebra, for each matrix of a batch; derivatives are the carrier's."""

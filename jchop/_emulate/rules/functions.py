@@ -15,11 +15,9 @@ from jax.extend.core import Literal
 from jax.scipy import special
 
 from jchop._emulate.rules import exact_functions
-from jchop._program.jaxpr_equal import same_constant, same_param
+from jchop._program.jaxprs import same_constant, same_param
 from jchop._program.step import programs_of
 from jchop._spec.spec import Spec
-
-__all__ = ["FUNCTIONS", "NamedFunction", "with_functions"]
 
 Array = jax.Array
 

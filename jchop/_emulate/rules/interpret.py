@@ -33,8 +33,6 @@ from jchop._round.arguments import JCHOP_RESULT
 
 Array = jax.Array
 
-__all__ = ["EMULATION_RUNNER", "EagerRunner", "run_step"]
-
 
 class EmulationRunner(Runner):
     """Emulated arithmetic.

@@ -34,18 +34,9 @@ from jchop._emulate.rules.value_facts import (
 from jchop._program import planner
 from jchop._program.bind import constant_of
 from jchop._program.seeds import Seeds
-from jchop._program.step import (
-    ProgramPlan,
-    equations_of,
-    is_jchop_result,
-    is_jchop_scope,
-    jaxpr_of,
-    scope_of,
-)
+from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, jaxpr_of, scope_of
 from jchop._program.widening import Widening
 from jchop._spec.spec import Spec
-
-__all__ = ["EmulationPlanner"]
 
 
 class EmulationPlanner(planner.Planner):

@@ -17,19 +17,6 @@ from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 
-__all__ = [
-    "COMPLEX_OPS",
-    "EVENTS",
-    "EXACT",
-    "PRIMITIVE_KINDS",
-    "UNKNOWN_TREATMENTS",
-    "ArithmeticChoice",
-    "PrimitiveFunction",
-    "Settings",
-    "make_settings",
-    "primitive_kind",
-]
-
 #: Primitives that are an operation of `_core.matmul.operations`: the exact result, rounded once.
 EXACT = {name: name for name in ("add", "sub", "mul", "div", "sqrt", "square", "neg", "abs")} | {
     "add_any": "add",

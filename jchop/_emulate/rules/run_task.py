@@ -38,9 +38,6 @@ Array = jax.Array
 #: Smaller operations are fused with their neighbours: XLA vectorizes the result, and a call would not be faster.
 LEAST_APART = 1 << 14
 
-__all__ = ["Task", "round_value", "run_task"]
-
-
 # -- tasks -------------------------------------------------------------------------------------------------------------
 
 

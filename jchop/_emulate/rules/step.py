@@ -13,8 +13,6 @@ from jchop._program import step
 if TYPE_CHECKING:
     from jchop._emulate.rules.value_facts import ValueFact
 
-__all__ = ["EmulatedStep", "RandomDraw"]
-
 
 @dataclass(frozen=True)
 class RandomDraw:

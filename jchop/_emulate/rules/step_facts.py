@@ -31,8 +31,6 @@ from jchop._emulate.rules.value_facts import (
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import bfloat16, binary16, binary32, binary64
 
-__all__ = ["STEP_FACTS", "errors_at"]
-
 
 def _facts_of_results(step: EmulatedStep, fact: ValueFact) -> tuple[ValueFact, ...]:
     return tuple(fact if is_number(v.aval) else None for v in step.eqn.outvars)

@@ -28,15 +28,6 @@ from jchop.storage import QArray
 
 Array = jax.Array
 
-__all__ = [
-    "EmulatedProgram",
-    "ProgramCache",
-    "as_program_arguments",
-    "has_codes",
-    "is_program_variable",
-    "trace_program",
-]
-
 #: The most programs of a function that are kept.
 _MOST_TRACES = 64
 

@@ -33,8 +33,6 @@ from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.source import user_line
 
-__all__ = ["Blame", "BlameRow", "blame"]
-
 Array = jax.Array
 #: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.1 s for a turn.
 _MOST_BLAME_TURNS = 1000

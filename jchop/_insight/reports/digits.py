@@ -47,8 +47,6 @@ from jchop._round.arguments import check_key
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat
 
-__all__ = ["Instability", "SignificantDigits", "significant_digits"]
-
 Array = jax.Array
 #: A value in every sample.
 ValueSamples = list[Any]

@@ -38,8 +38,6 @@ from jchop._program.source import user_line
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
 
-__all__ = ["Event", "PlacedRow", "Report", "ReportRow", "emulate", "emulated_call", "report"]
-
 Array = jax.Array
 
 

@@ -31,8 +31,6 @@ from jchop._program.planner import is_foreign_primitive
 from jchop._program.shards import ShardAxes, bind_shards, shard_row, with_vmap_collective
 from jchop._program.step import is_reference
 
-__all__ = ["ErrorShare", "Tape", "TapeNode"]
-
 Array = jax.Array
 #: Takes the cotangents of results to those of operands; None stands for zeros.
 Pullback = Callable[[list[Any]], Sequence[Any]]

@@ -21,8 +21,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
 from jchop.formats.rounding import Overflow, Rounding
 
-__all__ = ["FLOAT64_ROW", "format_row", "is_spec_traceable", "round_to_44_bits", "round_to_row"]
-
 Array = jax.Array
 
 #: The most significant bits: 2 p + 2 are at most those of float64.

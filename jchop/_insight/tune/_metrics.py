@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ERROR_METRICS", "GRANULARITIES", "check_finite_result", "error_by_metric"]
-
 ErrorMetric = Callable[[Any, Any], Any]
 #: The values of `by`.
 GRANULARITIES = ("scope", "equation")

@@ -26,8 +26,6 @@ from jchop._program.step import ProgramPlan
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 
-__all__ = ["TuningProblem", "TuningSite", "make_tuning_problem"]
-
 #: Functions whose results need no more digits than their operands.
 _INHERITING_PRIMITIVES = frozenset({"neg", "abs", "floor", "ceil", "round", "sign"})
 
@@ -65,7 +63,7 @@ class TuningSite:
 def tuning_sites(plan: ProgramPlan, by: str) -> tuple[list[TuningSite], dict[int, int], set[ScopePrimitive]]:
     """The sites, the number of the site of each step by its id, and scopes and primitives without a site."""
     sites: dict[str, TuningSite] = {}
-    steps = [(step, runs) for step, runs, _ in walk_sources(plan, 1, "") if step.kind != "own"]
+    steps = [(step, runs) for step, runs, _ in walk_sources(plan, "") if step.kind != "own"]
     pairs = {(step.scope, step.name) for step, _ in steps if _makes_errors(step)}
     path_of_step: dict[int, str] = {}
     for step, iterations in steps:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AssignmentSearch", "Trial", "front_of_sums"]
-
 #: The level of each site, a place in the menu.
 LevelAssignment = tuple[int, ...]
 

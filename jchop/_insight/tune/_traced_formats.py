@@ -17,27 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._core.elementary.functions import supports_function
 from jchop._emulate.rules.accumulate import accumulate_in_order
 from jchop._emulate.rules.factorizations import map_matrices
 from jchop._emulate.rules.rules import ArithmeticChoice
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import CARRIER_DTYPES
-from jchop._insight.tune._format_rows import (
-    FLOAT64_ROW,
-    format_row,
-    is_spec_traceable,
-    round_to_44_bits,
-    round_to_row,
-)
-from jchop._kernels.elementary import supports_function
+from jchop._insight.tune._format_rows import FLOAT64_ROW, format_row, is_spec_traceable, round_to_44_bits, round_to_row
 from jchop._program.bind import bind
 from jchop._program.control import CONTROL, WhileParts, as_jax_value
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
 from jchop._spec.spec import Spec
 from jchop.formats import bfloat16, binary16, binary32
-
-__all__ = ["is_plan_traceable", "run_with_levels"]
 
 Array = jax.Array
 

@@ -23,8 +23,6 @@ from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat
 
-__all__ = ["TunedSite", "Tuning", "TuningPoint", "tune"]
-
 
 @dataclass(frozen=True)
 class TunedSite:

@@ -233,13 +233,7 @@ dequantize_matmul_op = make_op(
 
 
 def dequantize_matmul(
-    x: Array,
-    codes: Array,
-    scales: Array,
-    *,
-    format: ElementFormat,
-    group: int,
-    impl: str = "auto",
+    x: Array, codes: Array, scales: Array, *, format: ElementFormat, group: int, impl: str = "auto"
 ) -> Array:
     """The product of `x` with a matrix of codes and group scales, W[k, n] = s[k // group, n] * value(codes[k, n]).
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jchop._core.arithmetic.basic import ValueRange, add_and_round, carrier_range, sum_range
-from jchop._core.matmul import aligned_limbs
+from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.matmul.matmul import MatmulPlan, WordSource, accumulate_product, combine_sums, matmul_body
 from jchop._kernels.primitive import Kernel, make_op
@@ -191,7 +191,7 @@ def aligned_factors(x: Array, axis: int, unit: TensorCoreUnit) -> list[Array]:
     """Significands and exponents of operands; zeros fill the last block, which change no sum."""
     rest = -x.shape[axis] % unit.length
     with jax.enable_x64(False):  # otherwise some Python numbers would become 64-bit numbers
-        parts = aligned_limbs.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
+        parts = aligned.limb_factors(jnp.pad(x, [(0, rest * (i == axis)) for i in range(x.ndim)]), unit)
         return [parts.significand, parts.exponent]
 
 
@@ -215,8 +215,8 @@ def add_aligned_block(
     """
     unit, every = aligned_unit(plan.spec, plan.k), plan.spec.order.promote_every
     word = draw("accumulate", block) if draw is not None else None
-    x, y = ([aligned_limbs.LimbFactors(*parts) for parts in side] for side in (lhs, rhs))
-    c = aligned_limbs.fused_add_limbs(sums[0], x, y, unit, word)
+    x, y = ([aligned.LimbFactors(*parts) for parts in side] for side in (lhs, rhs))
+    c = aligned.fused_add_limbs(sums[0], x, y, unit, word)
     if every is None:
         return (c,)
     full_range = carrier_range(plan.carrier)

@@ -14,8 +14,6 @@ from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, IntegerFormat
 
-__all__ = ["OPERANDS_BY_PLATFORM", "operand_types_on"]
-
 _TPU_OPERANDS = {
     "int8": "int8 x int8 -> int32",
     "float8": "float8 x float8 -> float32",

@@ -46,26 +46,6 @@ from jchop.storage._decode import batch_axes, decode_qarray, repeat_over_groups,
 
 Array = jax.Array
 
-__all__ = [
-    "LARGEST_SUM_WIDTH",
-    "CodedArray",
-    "MatrixSums",
-    "block_along_sum",
-    "check_code_format",
-    "encode_operand",
-    "exact_block_sum",
-    "expand_codes",
-    "float8_operand_dtype",
-    "group_scales",
-    "multiply_codes",
-    "param_codes",
-    "product_of_blocks_op",
-    "restore_param_axes",
-    "scale_sums",
-    "to_batched_matrices",
-    "why_no_codes",
-]
-
 
 @partial(
     jax.tree_util.register_dataclass,

@@ -51,15 +51,6 @@ from jchop.storage import quantize
 
 Array = jax.Array
 
-__all__ = [
-    "ProductRoundings",
-    "check_operand_specs",
-    "contract",
-    "rounded_conv",
-    "rounded_dot_general",
-    "rounded_einsum",
-]
-
 
 @dataclass(frozen=True)
 class ProductRoundings:

@@ -28,8 +28,6 @@ from jchop._quantized.products.codes import LARGEST_SUM_WIDTH, CodedArray, Matri
 
 Array = jax.Array
 
-__all__ = ["ConvGeometry", "convolve_codes", "correlate_codes"]
-
 
 @dataclass(frozen=True)
 class ConvGeometry:

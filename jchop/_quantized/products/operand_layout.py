@@ -24,17 +24,6 @@ from jchop.storage._axis_groupings import OWN_SCALE, AxisGrouping, axis_grouping
 
 Array = jax.Array
 
-__all__ = [
-    "OperandLayout",
-    "check_finite",
-    "check_layout_axes",
-    "keep_nan",
-    "norm_scale_spec",
-    "rotate_along_sum",
-    "round_in_layout",
-    "rounds_transpose_alike",
-]
-
 
 @dataclass(frozen=True)
 class OperandLayout:

@@ -40,8 +40,6 @@ OperandShapes = tuple[tuple[int, ...], tuple[int, ...]]
 #: The three products: y of x and w, dx of g and w, dw of x and g.
 Which = Literal["forward", "input", "weight"]
 
-__all__ = ["AnyProduct", "ConvProduct", "DotProduct", "OperandLayouts", "OperandSwap", "RaggedProduct", "Which"]
-
 
 class OperandLayouts(NamedTuple):
     """The layouts of the two operands of one product."""

@@ -22,8 +22,6 @@ from jchop.storage._decode import batch_axes, spec_of_part
 
 Array = jax.Array
 
-__all__ = ["dot", "einsum", "ragged_dot"]
-
 
 def dot(x: Any, w: Any, *, dtype: Any = None) -> Array:
     """The product of the last axis of `x` and the last but one of `w`, of codes where an operand is stored.

@@ -15,8 +15,6 @@ from jchop._quantized.products.codes import CodedArray, MatrixSums, multiply_cod
 
 Array = jax.Array
 
-__all__ = ["ExpertSums", "expert_weight_gradients"]
-
 
 class ExpertSums(MatrixSums):
     """The sums of rows (m, k) with the matrices (experts, n, k) that they belong to, (m, n).

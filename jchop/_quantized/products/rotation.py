@@ -16,8 +16,6 @@ from jax import lax
 from jchop._common.checks import check_choice, check_int
 from jchop._common.settings import always_jit
 
-__all__ = ["Hadamard", "HadamardBlocks", "paley_matrix", "sylvester_transform"]
-
 Array = jax.Array
 
 

@@ -17,25 +17,6 @@ from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 
-__all__ = [
-    "NO_LOCATION",
-    "OPERATION_NAMES",
-    "ROUNDING_FIELDS",
-    "SPEC_FIELDS",
-    "Location",
-    "Rule",
-    "as_rule_tuple",
-    "check_cache_spec",
-    "exclusion_advice",
-    "is_stochastic",
-    "module_rule_indexes",
-    "multiplies_codes",
-    "param_rule_index",
-    "refuse_code_products",
-    "refuse_forward_rotation",
-    "rule_index",
-]  # fmt: skip
-
 #: The fields of a rule that are specs.
 SPEC_FIELDS = ("weight", "activation", "output", "bias", "gradient", "input_gradient", "weight_gradient", "cache")
 #: What a rule's `operation` may select: the primitives of JAX by the names of their functions.

@@ -10,8 +10,6 @@ from jchop._common.checks import check_bool, check_choice, check_int
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import FloatFormat, ScaledFormat
 
-__all__ = ["LSQ", "DelayedScaling", "MovingAverage", "ScaleFrom", "check_scale_from", "has_tensor_scale"]
-
 
 @dataclass(frozen=True)
 class MovingAverage:

@@ -34,8 +34,6 @@ from jchop.storage._decode import repeat_over_groups
 
 Array = jax.Array
 
-__all__ = ["multiply_packed_weights", "reads_panels"]
-
 _FEW_ROWS, _SHORT_PANEL, _LONG_PANEL, _INTEGER_PANEL = 256, 128, 1024, 512
 #: The fewest numbers of a sum of bytes in panels.
 _TALL_SUM = 4096

@@ -19,13 +19,9 @@ from jchop._quantized.program.weight_layout import WeightLayout
 
 Array = jax.Array
 
-__all__ = ["AdaptedParam", "LoraAdapter", "add_lora_delta"]
-
 
 @partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["lora_a", "lora_b"],
-    meta_fields=["layout", "rule", "placement"],
+    jax.tree_util.register_dataclass, data_fields=["lora_a", "lora_b"], meta_fields=["layout", "rule", "placement"]
 )
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:

@@ -17,8 +17,6 @@ from jchop.storage import QArray
 
 Array = jax.Array
 
-__all__ = ["CallArguments", "batch_arguments", "enumerate_batches", "is_param_leaf"]
-
 
 def batch_arguments(batch: Any) -> tuple[Any, ...]:
     """The arguments of a call that a batch stands for: a tuple of them, or the only one."""

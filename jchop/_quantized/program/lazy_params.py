@@ -18,8 +18,6 @@ from jchop.storage import QArray, dequantize
 
 Array = jax.Array
 
-__all__ = ["Keys", "LazyParam", "RoundedAndFull", "is_packed_param", "rounded_value", "unpack_param"]
-
 
 @partial(
     jax.tree_util.register_dataclass,

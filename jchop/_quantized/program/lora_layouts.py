@@ -12,8 +12,6 @@ from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.provenance import AxisFactors
 from jchop._quantized.program.weight_layout import stack_ndim
 
-__all__ = ["lora_layouts"]
-
 
 def lora_layouts(plan: ProgramPlan, shapes: Sequence[tuple[int, ...]]) -> dict[int, MatrixLayout | str]:
     """The parameters that reach a product: each as a matrix, if all that takes it are `rounded_dot_general` alike.

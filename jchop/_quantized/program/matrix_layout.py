@@ -15,8 +15,6 @@ from jchop._quantized.program.provenance import AxisFactor, AxisFactors
 
 Array = jax.Array
 
-__all__ = ["MatrixLayout", "MatrixView", "WeightRotation", "split_axes"]
-
 
 @dataclass(frozen=True)
 class MatrixView:

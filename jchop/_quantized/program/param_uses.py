@@ -36,15 +36,6 @@ from jchop._quantized.program.provenance import (
 )
 from jchop._round.arguments import JCHOP_SCOPE
 
-__all__ = [
-    "ParamUse",
-    "ProductStep",
-    "ProvenancePlanner",
-    "dot_product_of",
-    "holds_several_arrays",
-    "is_complex_product",
-]
-
 
 def where_text(primitive: str, source: str) -> str:
     """A primitive and the line of source that it comes from."""

@@ -12,25 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = [
-    "ADD_PRIMITIVES",
-    "FROM_DATA",
-    "FROM_KEYS",
-    "MOVE_PRIMITIVES",
-    "NO_PROVENANCE",
-    "SCATTER_PRIMITIVES",
-    "AxisFactor",
-    "AxisFactors",
-    "ParamOrigin",
-    "Provenance",
-    "merge_provenance",
-    "move_origin",
-    "opaque_uses_of",
-    "param_provenance",
-    "stack_provenance",
-    "unstack_provenance",
-]
-
 
 @dataclass(frozen=True)
 class AxisFactor:

@@ -46,8 +46,6 @@ from jchop._quantized.program.weight_layout import WeightLayout, blocks_fit_axes
 from jchop._quantized.program.weight_rotation import weight_rotation_of, with_weight_rotation
 from jchop._spec.spec import Spec
 
-__all__ = ["QuantizedProgram", "check_weight_rules", "plan_quantized_program"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _RuledProgram:

@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 from jchop._common.text import TableOrLine, Tables
 
-__all__ = ["ParameterRow", "ProductRow", "ProgramReport"]
-
 
 @dataclass(frozen=True)
 class ParameterRow:

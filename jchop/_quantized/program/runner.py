@@ -27,8 +27,6 @@ from jchop._quantized.program.provenance import MOVE_PRIMITIVES
 
 Array = jax.Array
 
-__all__ = ["QuantizedRunner"]
-
 #: Moves of one array, under which elements, scales and zero points stay beside each other.
 _CODE_MOVES = MOVE_PRIMITIVES - {"concatenate", "dynamic_update_slice", "optimization_barrier", "pad", "stack"}
 #: Moves after which a product takes a parameter with an adapter still as a whole; of a stack, casts alone.

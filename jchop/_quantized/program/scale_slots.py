@@ -22,22 +22,6 @@ from jchop._quantized.scales.formulas import initial_scale
 from jchop._quantized.scales.observers import RangeObserver, check_calibration_data, range_observer_for
 from jchop._spec.spec import Gradient, Spec
 
-__all__ = [
-    "HISTORY",
-    "RANGE",
-    "SCALE",
-    "ScaleCalibration",
-    "ScaleSlot",
-    "Scales",
-    "check_entry_names",
-    "merge_scales",
-    "per_iteration",
-    "scale_slots_of",
-    "scales_after_packing",
-    "stack_entries",
-    "state_kind",
-]
-
 Array = jax.Array
 
 

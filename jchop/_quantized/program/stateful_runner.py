@@ -23,8 +23,6 @@ from jchop._quantized.scales.formulas import round_in_range, round_lsq_operand, 
 
 Array = jax.Array
 
-__all__ = ["ScaleStateRunner"]
-
 
 class ScaleStateRunner(QuantizedRunner):
     """Products under rules and kept scales; made for one call.

@@ -37,17 +37,6 @@ from jchop.storage._axis_groupings import (
 )
 from jchop.storage._quantize import requantize
 
-__all__ = [
-    "StoredAs",
-    "WeightLayout",
-    "WeightScaleState",
-    "blocks_fit_axes",
-    "stack_ndim",
-    "weight_layout_of",
-    "weight_scale_entry",
-    "weight_scale_state",
-]
-
 Array = jax.Array
 
 

@@ -13,8 +13,6 @@ from jchop._quantized.program.matrix_layout import MatrixLayout, WeightRotation
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.weight_layout import WeightLayout, stack_ndim
 
-__all__ = ["weight_rotation_of", "with_weight_rotation"]
-
 
 def weight_rotation_of(
     rule: Rule, path: str, shape: Sequence[int], uses: Sequence[ParamUse], is_result: bool

@@ -18,17 +18,6 @@ from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAver
 from jchop._spec.spec import Gradient, Spec
 from jchop.storage import QArray, dequantize, fit_scale, quantize
 
-__all__ = [
-    "finite_range",
-    "initial_scale",
-    "round_in_range",
-    "round_in_range_with_codes",
-    "round_lsq",
-    "round_lsq_operand",
-    "update_history",
-    "update_range",
-]
-
 Array = jax.Array
 
 

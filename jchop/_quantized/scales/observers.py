@@ -22,17 +22,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import UniformFormat
 from jchop.formats.rounding import Rounding
 
-__all__ = [
-    "HISTOGRAM_BINS",
-    "MagnitudeHistogram",
-    "RangeObserver",
-    "add_to_histogram",
-    "check_calibration_data",
-    "entropy_threshold",
-    "kl_divergence",
-    "range_observer_for",
-]
-
 Array = jax.Array
 
 

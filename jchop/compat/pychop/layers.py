@@ -32,14 +32,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from jchop.compat._arrays import round_first  # noqa: E402
-from jchop.compat.pychop._quantizers import (  # noqa: E402  # noqa: E402
-    QUANTIZER_WORDS,
-    Chop,
-    Chopf,
-    Chopi,
-    PychopQuantizer,
-    class_lookup,
-)
+from jchop.compat.pychop._quantizers import QUANTIZER_WORDS, Chop, Chopf, Chopi, PychopQuantizer, class_lookup  # noqa: E402  # noqa: E402
 from jchop.compat.pychop.ptq import (  # noqa: E402
     dynamic_post_quantization,
     mixed_post_quantization,

@@ -33,13 +33,7 @@ def float_quantize(x: Any, exp: int, man: int, rounding: str = "stochastic", **r
 
 
 def fixed_point_quantize(
-    x: Any,
-    wl: int,
-    fl: int,
-    clamp: bool = True,
-    symmetric: bool = False,
-    rounding: str = "stochastic",
-    **random: Any,
+    x: Any, wl: int, fl: int, clamp: bool = True, symmetric: bool = False, rounding: str = "stochastic", **random: Any
 ) -> Any:
     """`x` rounded to fixed point.
 

@@ -15,14 +15,7 @@ from jax import lax
 
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_layout_axes, norm_scale_spec, round_in_layout
-from jchop._quantized.products.rule import (
-    ROUNDING_FIELDS,
-    Location,
-    Rule,
-    is_stochastic,
-    param_rule_index,
-    rule_index,
-)
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, is_stochastic, param_rule_index, rule_index
 from jchop._quantized.program.weight_layout import WeightLayout, weight_layout_of
 from jchop._spec.spec import Spec
 from jchop.nn._shared.cache import cache_with_token, empty_packed_cache
@@ -30,18 +23,6 @@ from jchop.storage import QArray, dequantize, quantize
 
 Array = jax.Array
 LinenPath = tuple[str, ...]
-
-__all__ = [
-    "CACHE_COLLECTION",
-    "LayerRoundings",
-    "LinenPath",
-    "ModuleCall",
-    "NormRounding",
-    "may_round_norms",
-    "module_calls",
-    "norm_roundings",
-    "rules_excluding_layers",
-]
 
 #: The collection that Linen's attention keeps its keys and values in.
 CACHE_COLLECTION = "cache"

@@ -33,8 +33,6 @@ from jchop.storage import dequantize_params
 
 Array = jax.Array
 
-__all__ = ["Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"]
-
 #: The collection of adapters, and the arrays of each.
 LORA_COLLECTION, _ADAPTER_ARRAYS = "lora", ("lora_a", "lora_b")
 

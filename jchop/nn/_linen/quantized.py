@@ -37,8 +37,6 @@ from jchop.nn._linen.layers import (
 from jchop.storage import dequantize_params
 from jchop.storage._array import refuse_qarray_dicts
 
-__all__ = ["Quantized", "flat_params", "nest_params", "with_box_of"]
-
 #: The collection of ranges and histories; learned scales are parameters.
 SCALE_COLLECTION = "scale_stats"
 #: By the path of a norm, how it is rounded.

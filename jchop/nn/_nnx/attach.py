@@ -35,20 +35,6 @@ from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 
-__all__ = [
-    "PackedVariables",
-    "attach",
-    "attach_emulation",
-    "check_param_axes",
-    "exact_and_rounded_param",
-    "fit_param_scales",
-    "fork_rounding_stream",
-    "pack_param",
-    "packed_param_shape",
-    "param_layout",
-]
-
-
 #: By a variable and how it is packed: the variable, which keeps its identity from being used again, the packed one, and
 #: its layout.
 PackedVariables = dict[Any, tuple[Any, Any, OperandLayout | None]]

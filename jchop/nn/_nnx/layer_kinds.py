@@ -19,8 +19,6 @@ from jchop.nn._nnx import rounding_modules
 
 Array = jax.Array
 
-__all__ = ["NNX_KINDS", "NnxKind", "einsum_layouts", "rules_for_norms"]
-
 _NNX_LINEAR_ROLES = MappingProxyType({"kernel": "weight", "bias": "bias"})
 _NNX_NORM_ROLES = MappingProxyType({"scale": "weight", "bias": "bias"})
 #: The fields of a rule that a product of a layer has.

@@ -30,20 +30,6 @@ from jchop.nn._shared.scale_state import ScaleSource
 
 Array = jax.Array
 
-__all__ = [
-    "QUANTIZED_CLASSES",
-    "NnxLayerRule",
-    "check_norm_wrappers",
-    "entry_parameters",
-    "layer_entries",
-    "needs_nnx_program",
-    "nnx_layer_rules",
-    "nnx_layers",
-    "quantize_layers",
-    "refuse_quantized_layers",
-    "strip_rounding",
-]  # fmt: skip
-
 
 # What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
 # that of a layer that is there already.

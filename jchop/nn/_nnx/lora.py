@@ -58,15 +58,6 @@ from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 
-__all__ = [
-    "Adapted",
-    "add_lora",
-    "load_lora",
-    "merge_lora",
-    "save_lora",
-    "split_lora",
-]
-
 
 class Adapted(nnx.Module):
     """A layer with an adapter: ``base(x) + factor * (x A B)``. `add_lora` makes it.

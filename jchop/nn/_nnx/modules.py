@@ -10,8 +10,6 @@ from flax import nnx
 
 Keys = tuple[Any, ...]
 
-__all__ = ["Keys", "ModuleEntry", "keys_as_path", "module_entries"]
-
 #: So many paths are followed; modules that refer to each other all around could have more than can be counted.
 _MAX_MODULE_PATHS = 1_000_000
 

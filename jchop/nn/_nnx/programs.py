@@ -35,21 +35,6 @@ from jchop.nn._shared.scale_state import ProgramScales
 
 Array = jax.Array
 
-__all__ = [
-    "calibrate_program",
-    "has_adapters",
-    "is_nnx_program",
-    "params_with_adapters",
-    "program_rules",
-    "quantize_program",
-    "report_program",
-    "round_program_by",
-    "set_program_params",
-    "trace_nnx_part",
-    "trace_nnx_programs",
-    "variable_paths",
-]
-
 T = TypeVar("T")
 
 _PARAMETER_TYPES = (nnx.Param, QuantizedParam)

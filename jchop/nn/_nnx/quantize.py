@@ -24,8 +24,6 @@ from jchop.nn._trees.equinox_modules import is_equinox_module, quantize_equinox_
 
 T = TypeVar("T")
 
-__all__ = ["quantize"]
-
 
 def quantize(
     model: T,

@@ -32,20 +32,6 @@ from jchop.storage import QArray, dequantize
 Array = jax.Array
 KeyStream = nnx.RngStream | None
 
-__all__ = [
-    "EmulatedAttention",
-    "LayerEmulation",
-    "PackedOperand",
-    "RoundedAttention",
-    "RoundedConvolution",
-    "RoundedDotGeneral",
-    "RoundedEinsum",
-    "RoundedOutput",
-    "RoundedPromotion",
-    "RoundingModule",
-    "rounding_module_in",
-]
-
 
 class RoundingModule(nnx.Module):
     """A module that rounds, with its stream of keys; None if it is not stochastic."""

@@ -20,8 +20,6 @@ from jchop.storage import QArray
 from jchop.storage._array import PackedParam
 from jchop.storage._sharding import named_sharding_of
 
-__all__ = ["UNPACKED_CLASS", "QuantizedParam", "packed_nnx_variable", "put_on_devices", "variable_sharding"]
-
 #: The entry of the metadata of a packed parameter for its class before; none if that was `flax.nnx.Param` itself.
 UNPACKED_CLASS = "unpacked_class"
 

@@ -15,8 +15,6 @@ from jchop.storage import QArray, dequantize, quantize
 
 Array = jax.Array
 
-__all__ = ["attend_from_cache", "cache_with_token", "empty_packed_cache", "init_packed_cache"]
-
 
 def init_packed_cache(layer: Any, input_shape: Sequence[int], dtype: Any, spec: Spec) -> None:
     """Give an attention layer an empty cache for sequences of `input_shape`, (..., length, features)."""

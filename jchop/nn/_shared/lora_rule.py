@@ -18,18 +18,6 @@ from jchop._common.paths import check_path_pattern, nearest_paths_hint
 
 Array = jax.Array
 
-__all__ = [
-    "LORA_INITS",
-    "LoraRule",
-    "add_adapter_output",
-    "as_lora_rules",
-    "check_lora_rules_match",
-    "initial_adapter",
-    "initial_stack_adapters",
-    "merge_lora_weight",
-    "weight_as_matrix",
-]  # fmt: skip
-
 #: The first values of adapters: the name, and whether they need the weights before they were packed.
 LORA_INITS: Final = {"zeros": False, "loftq": True, "pissa": True}
 

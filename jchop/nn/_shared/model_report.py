@@ -11,8 +11,6 @@ from jchop._common.decibels import format_decibels
 from jchop._common.text import TableOrLine, Tables
 from jchop._quantized.products.rule import Rule
 
-__all__ = ["LayerRow", "ModelReport", "WideParam", "bytes_of_tree", "why_wide"]
-
 #: A parameter that stays in full precision: its path, its shape, and the reason.
 WideParam = tuple[str, tuple[int, ...], str]
 

@@ -7,13 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from jchop._common.checks import check_choice
-from jchop._quantized.products.rule import (
-    ROUNDING_FIELDS,
-    Rule,
-    as_rule_tuple,
-)
-
-__all__ = ["LAYER_MODES", "LayerMode", "check_layer_modes", "rules_of_mode"]
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, as_rule_tuple
 
 LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]
 

@@ -20,8 +20,6 @@ from jchop.nn._shared.lora_rule import LoraRule
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.json import json_object, short_text
 
-__all__ = ["read_adapters", "write_adapters"]
-
 _PEFT_TENSORS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 

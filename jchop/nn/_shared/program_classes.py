@@ -16,17 +16,6 @@ from flax import nnx
 from jchop._common.checks import short_repr
 from jchop._quantized.products.rule import Rule
 
-__all__ = [
-    "ExampleInputs",
-    "ProgramPart",
-    "class_body",
-    "is_method",
-    "is_plain_flax_layer",
-    "method_inputs",
-    "method_of",
-    "plain_class",
-]
-
 #: Example arguments of the model's call, positional or by their names; or of several methods, by the names of these.
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
 

@@ -24,18 +24,6 @@ from jchop._spec.spec import Spec
 
 Array = jax.Array
 
-__all__ = [
-    "ActivationRange",
-    "AmaxHistory",
-    "LearnedScale",
-    "LearnedStep",
-    "MovingRange",
-    "PastMagnitudes",
-    "ProgramScales",
-    "ScaleSource",
-    "new_scale_source",
-]
-
 
 class ActivationRange(nnx.Variable):
     """The range (least, largest) of a layer's input that its scale is made for, as `calibrate` found it.

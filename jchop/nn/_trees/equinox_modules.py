@@ -24,20 +24,6 @@ from jchop.nn._shared.program_classes import ExampleInputs, ProgramPart, class_b
 
 Array = jax.Array
 
-__all__ = [
-    "calibrate_equinox_module",
-    "equinox_method_functions",
-    "equinox_rules",
-    "equinox_scales",
-    "is_array_leaf",
-    "is_equinox_module",
-    "module_arrays",
-    "module_under_rules",
-    "plain_module",
-    "quantize_equinox_module",
-    "report_equinox_module",
-]
-
 #: The fields that hold the rules of a module and its kept scales; the keyword argument of its methods that has a key.
 _RULES_FIELD, _SCALES_FIELD, _KEY_ARGUMENT = "quantization_rules", "quantization_scales", "rounding_key"
 

@@ -38,21 +38,6 @@ Array = jax.Array
 #: By the path of a parameter that reaches products: its value, it as a matrix or why it is none, its rounding.
 AdapterTargets = dict[str, tuple[Any, MatrixLayout | str, WeightLayout | None]]
 
-__all__ = [
-    "adapter_name",
-    "add_lora_to_tree",
-    "check_tree_has_adapters",
-    "lora_mask",
-    "merge_lora_tree",
-    "params_unpacked_by_merge",
-    "program_adapter_targets",
-    "rules_excluding_params",
-    "split_lora_tree",
-    "tree_adapter_targets",
-    "tree_with_adapters",
-    "tree_with_file_adapters",
-]  # fmt: skip
-
 #: Names of a parameter that stand for its layer in a file of PEFT.
 _WEIGHT_NAMES = ("weight", "kernel")
 

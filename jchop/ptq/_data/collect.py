@@ -23,8 +23,6 @@ from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedPr
 from jchop._quantized.products.rule import is_stochastic
 from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites, scanned_leaves
 
-__all__ = ["Collector", "InputSums", "PlainRunner", "add_sums", "input_means", "pair_value", "sums_over_rows"]
-
 Array = jax.Array
 
 #: How many rows one matrix product sums over; sums of more are sums of pairs.

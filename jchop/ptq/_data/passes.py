@@ -29,21 +29,6 @@ from jchop.ptq._data.collect import (
 )
 from jchop.ptq._data.sites import Stage, WeightSite, WeightSites, find_sites
 
-__all__ = [
-    "BatchData",
-    "InputStatistics",
-    "LazySums",
-    "Statistics",
-    "check_batches",
-    "check_memory",
-    "map_batches",
-    "mean_statistics",
-    "memory_bytes",
-    "split_stages",
-    "statistics",
-    "sum_bytes",
-]
-
 Array = jax.Array
 
 _BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -462,11 +447,7 @@ class Statistics(Mapping[str, InputStatistics]):
 
 
 def statistics(
-    fun: Callable[..., Any],
-    params: Any,
-    batches: Iterable[Any],
-    *,
-    progress: Callable[[int], object] | None = None,
+    fun: Callable[..., Any], params: Any, batches: Iterable[Any], *, progress: Callable[[int], object] | None = None
 ) -> Statistics:
     """The second moments and magnitudes of the inputs of all products of parameters and data, in one pass.
 

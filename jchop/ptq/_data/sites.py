@@ -19,8 +19,6 @@ from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.provenance import AxisFactor, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
 
-__all__ = ["INLINE_CALLS", "Stage", "WeightSite", "WeightSites", "find_sites", "rounded_sites", "scanned_leaves"]
-
 #: Calls whose programs are run in their place.
 INLINE_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS))
 

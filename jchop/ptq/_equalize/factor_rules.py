@@ -19,21 +19,6 @@ import numpy as np
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
 from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue
 
-__all__ = [
-    "Channels",
-    "FactorAssignments",
-    "FactorLabel",
-    "FoldError",
-    "Port",
-    "RunAxis",
-    "TiedChannels",
-    "axis_lengths",
-    "factor_assignments",
-    "fit_broadcast_axes",
-    "has_one_factor",
-    "reshape_runs",
-]
-
 #: The size of a run of indexes, and the distance of the channels of two neighbours.
 ChannelRun = tuple[int, int]
 RunAxis = tuple[ChannelRun, ...]

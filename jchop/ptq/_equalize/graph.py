@@ -14,17 +14,6 @@ from jchop._program.step import ProgramPlan, carry_count
 from jchop._quantized.program.param_uses import dot_product_of
 from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites, scanned_leaves
 
-__all__ = [
-    "LOOP_STACK",
-    "LOOP_VALUE",
-    "SAME_VALUE",
-    "GraphNode",
-    "GraphValue",
-    "ProductPlace",
-    "ProgramGraph",
-    "graph_of",
-]
-
 #: Names of nodes that are no equations: one value in all turns of a loop; a stack of which each turn has one; a result
 #: of one of several branches.
 LOOP_VALUE, LOOP_STACK, SAME_VALUE = "carried", "over turns", "same"

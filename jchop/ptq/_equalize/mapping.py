@@ -28,8 +28,6 @@ from jchop.ptq._steps.round import placement_to_nearest, round_parameter
 from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
 from jchop.ptq._steps.sweep import element_scales, qarray_of
 
-__all__ = ["MappingRecord", "map_parameters", "multiply_by_factors"]
-
 Array = jax.Array
 
 #: Factors are kept within these, so that parameters neither vanish nor overflow.

@@ -28,8 +28,6 @@ from jchop.ptq._equalize.factor_rules import (
 )
 from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphNode, GraphValue, ProductPlace
 
-__all__ = ["Fold", "GainError", "channels_of", "fold_of", "rotation_of"]
-
 #: The most equations that a search looks at.
 _MOST_EQUATIONS = 20_000
 _Labels = dict[GraphValue, FactorLabel | None]

@@ -34,8 +34,6 @@ from jchop.ptq._steps.sweep import (
 )
 from jchop.storage import QArray, dequantize, fit_half_quadratic
 
-__all__ = ["RoundingOutcome", "neighbours", "pruning_of", "round_parameter", "sign_descent"]
-
 Array = jax.Array
 
 _ROUND_PRECISION = lax.Precision.HIGHEST

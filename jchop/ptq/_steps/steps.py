@@ -11,33 +11,6 @@ from jchop._common.checks import check_bool, check_choice, check_int
 from jchop.sparsity._masks import check_sparsity_pattern
 from jchop.storage._half_quadratic import check_hqq_search
 
-__all__ = [
-    "Awq",
-    "BiasCorrection",
-    "CalibrationStep",
-    "CalibrationSteps",
-    "Clip",
-    "Correction",
-    "HalfQuadratic",
-    "MappingStep",
-    "Rotate",
-    "SignDescent",
-    "Smooth",
-    "Sparse",
-    "Sweep",
-    "as_steps",
-    "awq",
-    "clip",
-    "correct_biases",
-    "correct_error",
-    "gptq",
-    "hqq",
-    "rotate",
-    "sign_round",
-    "smooth",
-    "sparse",
-]
-
 
 @dataclass(frozen=True)
 class CalibrationStep:

@@ -24,18 +24,6 @@ from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings, with_groupi
 from jchop.storage._codes import pack_entries, unpack_entries
 from jchop.storage._decode import repeat_over_groups
 
-__all__ = [
-    "ElementScales",
-    "column_order",
-    "element_scales",
-    "elementwise_spec",
-    "gptq_sweep",
-    "inverse_factor",
-    "qarray_of",
-    "round_column",
-    "with_entries",
-]
-
 Array = jax.Array
 
 

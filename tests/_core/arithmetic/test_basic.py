@@ -181,10 +181,7 @@ def any_operands(text: str, carrier: str, count: int, rng: np.random.Generator) 
 
 
 @further
-@pytest.mark.parametrize(
-    ("carrier", "count"),
-    [("float32", 200), pytest.param("float64", 800, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("carrier", "count"), [("float32", 200), pytest.param("float64", 800, marks=pytest.mark.slow)])
 def exact_form_too(carrier: str, count: int, rng: np.random.Generator) -> None:
     """What integer arithmetic hands to a rounding, bit for bit: t, the W bits after it, and whether more follow."""
     kind, width = oracle.CARRIERS[carrier], CARRIERS[carrier].work_width

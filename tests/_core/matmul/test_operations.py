@@ -159,10 +159,7 @@ def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.G
         for spec in specs:
             zero = carrier.sign_bit if spec is not None and spec.rounding.value == "down" else 0
             assert hardware.supports_scaling_sum(spec, carrier)
-            got, exact = (
-                hardware.add_by_scaling(x, y, spec, word, r, r),
-                double_word.add_exactly(x, y, carrier, zero),
-            )
+            got, exact = (hardware.add_by_scaling(x, y, spec, word, r, r), double_word.add_exactly(x, y, carrier, zero))
             out.append((f"add, {spec}", got, round_exact(exact, spec, carrier, word)))
             if hardware.supports_scaling_product(spec, carrier, r, r):
                 got, exact = (

@@ -151,10 +151,7 @@ def test_facts_and_what_is_refused() -> None:
         (lambda: jc.quantize(x, "takum8:stochastic", jax.random.key(0)), "a deterministic mode is needed"),
         (lambda: jc.LogTakumFormat(33), "bits=33 must be an integer from 6 to 32"),
         (lambda: jc.quantize(x, "takum17"), "at most 16 are stored"),
-        (
-            lambda: jc.round_to_format(x, "takum8:stochastic", jax.random.key(0)),
-            "are the bits of a logarithm",
-        ),
+        (lambda: jc.round_to_format(x, "takum8:stochastic", jax.random.key(0)), "are the bits of a logarithm"),
         (lambda: jc.round_to_format(np.float32(1), "takum8"), "cast x to float64 first"),
         (lambda: jc.math.add(1.0, 2.0, "takum8"), "to round a result once"),
         (lambda: jc.ScaledFormat("takum8", group=16), "has its most bits next to 1"),
