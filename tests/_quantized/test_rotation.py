@@ -260,14 +260,22 @@ def test_parameters_that_are_needed_as_they_are() -> None:
 
 
 def test_layers_refuse_rotations_of_programs() -> None:
-    from flax import linen, nnx
+    from flax import nnx
 
     rule = jc.Rule(weight="int8(group=all)", rotation=FORWARD)
     with pytest.raises(NotImplementedError, match=r"Linear at .*quantize the program"):
         jc.nn.quantize(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), rule)
-    module = jc.nn.linen.quantize(linen.Dense(2), rule)
-    with pytest.raises(NotImplementedError, match=r"Dense at .*quantize the program"):
-        module.apply({"params": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)}}, jnp.ones((1, 4)))
+
+
+def test_linen_rotates_as_its_program() -> None:
+    from flax import linen
+
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((3, 16), (16, 4))))
+    rule = jc.Rule(weight="int4(group=all)", rotation=FORWARD)
+    module = jc.nn.linen.quantize(linen.Dense(4), rule)
+    y = module.apply({"params": {"kernel": w, "bias": jnp.zeros(4)}}, x)
+    np.testing.assert_array_equal(y, jc.quantize_fn(lambda p, x: x @ p["kernel"], rule)({"kernel": w}, x))
+    assert (y != x @ jc.round_to_format(w, "int4(group=all,axis=0)")).any()
 
 
 test_further = further.test()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,6 +129,7 @@ def reports() -> Iterator[Call]:
     yield Call("report operations", lambda: (lambda r: [str(facts(r)["operations"]), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(jc.emulate.report(low(halves), X, trace_values=True)))
     yield Call("Event", lambda: jc.emulate.report(jc.emulate(lambda x: x * 9e4, "e5m10"), X, trace_values=True).first("overflow").first_overflow)
     yield Call("blame options", lambda: whole(jc.blame(low=low(lambda x: (halves(x), x), "e5m7:stochastic"), output=lambda y: y[0] * 2, key=KEY, max_turns=5, x=X)), loose=True)
+    yield Call("blame columns", lambda: (lambda b: [b.to_csv().splitlines()[0], sorted(json.loads(b.to_json(indent=1)))])(jc.blame(low(halves), X)))
     yield Call("blame places", lambda: [(facts(row), row.as_dict()) for row in jc.blame(low(halves), X).rows], loose=True)
 
 

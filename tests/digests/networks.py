@@ -301,6 +301,11 @@ def linen() -> Iterator[Call]:
     yield Call("linen.Quantized.report", lambda: str(l.quantize(Tower(), jc.Rule(**a8)).report(v(), x, platform="h200")))
     yield Call("linen.constructors", lambda: (str(type(l.Quantized(module=Tower(), rules=(jc.Rule(**W4),))).__name__), l.Program(module=Tower(), rules=(jc.Rule(**W4),)).apply(v(), x)), loose=True)
 
+    noisy = program({"weight": "e4m3:stochastic"})
+    yield Call("linen.Program.key", lambda: [noisy.key(keys), program(W4).key(None)])
+    yield Call("linen.Program.apply_with_key", lambda: noisy.apply_with_key(noisy.key(keys), v(), (x,), None, {}), loose=True)
+    yield Call("linen.Program.traced", lambda: program(W4).traced(v(), (x,), None, {})[0].paths)
+
     def packed() -> Any:
         low = l.quantize(Tower(), jc.Rule(**W4))
         one = low.pack(v(), x)["params"]["Dense_0"]["kernel"]

@@ -79,7 +79,10 @@ def refused() -> None:
             jc.ptq.quantize(dense, jc.Rule(weight=fmt), w, [x], jc.ptq.hqq())
     with pytest.raises(ValueError, match="then one clip or hqq, then"):
         jc.ptq.quantize(dense, jc.Rule(weight="int4"), w, [x], [jc.ptq.clip(), jc.ptq.hqq()])
-    for arguments, message in (({"iterations": 0}, "iterations=0"), ({"norm": 1.0}, "norm=1.0 must be a number")):
+    for arguments, message in (
+        ({"iterations": 0}, "iterations=0"),
+        ({"norm": 1.0}, "norm=1.0 must be a finite number > 0 and < 1"),
+    ):
         with pytest.raises(ValueError, match=message):
             jc.ptq.hqq(**arguments)
 
