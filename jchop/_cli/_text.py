@@ -31,7 +31,7 @@ def rows_as_dicts(rows: Sequence[Sequence[str]], align: str) -> list[dict[str, A
     """The rows of a table as dicts by its head: cells of columns aligned by > are numbers; "-" and "" are None.
 
     Example:
-        >>> records([("name", "bytes"), ("7", "1,024"), ("b", "-")], "<>")
+        >>> rows_as_dicts([("name", "bytes"), ("7", "1,024"), ("b", "-")], "<>")
         [{'name': '7', 'bytes': 1024}, {'name': 'b', 'bytes': None}]
     """
     return [dict(zip(rows[0], map(_json_cell, row, align), strict=True)) for row in rows[1:]]

@@ -72,7 +72,7 @@ def path_pattern(path: str) -> str:
     """A pattern that a path matches, for the advice of an error.
 
     Example:
-        >>> pattern_of(""), pattern_of("mlp/kernel"), pattern_of("a b/{c}")
+        >>> path_pattern(""), path_pattern("mlp/kernel"), path_pattern("a b/{c}")
         ('/', 'mlp/kernel', 'a?b/[{]c[}]')
     """
     return re.sub(r"^[!^]|[\s\\|]|\$$|(?<=[\])])[+]|(?<=\))[*?]$", "?", re.sub(r"[*?\[{}]", r"[\g<0>]", path)) or "/"
@@ -82,7 +82,7 @@ def common_path_pattern(paths: Iterable[str], others: Iterable[str] = ()) -> str
     """A pattern that paths match, and others do not: a star stands for the numbers of layers, if it may.
 
     Example:
-        >>> pattern_of_all(["0/mlp", "1/mlp", "head"]), pattern_of_all(["0/mlp", "1/mlp"], ["2/mlp"])
+        >>> common_path_pattern(["0/mlp", "1/mlp", "head"]), common_path_pattern(["0/mlp", "1/mlp"], ["2/mlp"])
         ('*/mlp head', '0/mlp 1/mlp')
     """
     terms, others = {}, list(others)
@@ -98,9 +98,9 @@ def nearest_paths_hint(patterns: Iterable[str], paths: Iterable[str]) -> str:
     A path that is one of the patterns is left out: it is no correction.
 
     Example:
-        >>> nearest_paths(["blocks/*/mpl"], ["blocks/0/mlp", "head"])
+        >>> nearest_paths_hint(["blocks/*/mpl"], ["blocks/0/mlp", "head"])
         "; the nearest paths are 'blocks/0/mlp'"
-        >>> nearest_paths(["5.weight"], ["0", "1", "5"])
+        >>> nearest_paths_hint(["5.weight"], ["0", "1", "5"])
         "; the nearest paths are '5'"
     """
     patterns = list(patterns)

@@ -51,7 +51,7 @@ def always_jit(function: Callable[..., Any], **options: Any) -> Callable[..., An
 
     Example:
         >>> with jax.disable_jit():
-        ...     int(compiled(lambda x: x + 1)(1))
+        ...     int(always_jit(lambda x: x + 1)(1))
         2
     """
 
@@ -77,7 +77,7 @@ def split_prng_key(key: jax.Array, count: int = 2) -> jax.Array:
 
     Example:
         >>> with jax.threefry_partitionable(False):
-        ...     keys = split(jax.random.key(0))
+        ...     keys = split_prng_key(jax.random.key(0))
         >>> bool((keys == jax.random.split(jax.random.key(0))).all())
         True
     """

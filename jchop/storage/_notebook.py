@@ -30,7 +30,7 @@ def qarray_title(q: Any) -> str:
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
-        >>> title(jc.quantize(jnp.ones((2, 64)), "nf4"))
+        >>> qarray_title(jc.quantize(jnp.ones((2, 64)), "nf4"))
         'QArray nf4 [2, 64], 4.5 bits per element'
     """
     shape = ", ".join(map(str, q.shape))

@@ -31,7 +31,7 @@ def table_element(rows: Sequence[Sequence[str]]) -> str:
     """A table; the first row is its head.
 
     Example:
-        >>> table([("name",), ("a<b",)]).count("a&lt;b")
+        >>> table_element([("name",), ("a<b",)]).count("a&lt;b")
         1
     """
     head, *body = [[escape(cell) for cell in row] for row in rows]
@@ -90,7 +90,7 @@ def heat_map_image(cells: np.ndarray, text: str) -> str:
         text: a description.
 
     Example:
-        >>> heat_map(np.eye(2), "the unit matrix").startswith('<img alt="the unit matrix"')
+        >>> heat_map_image(np.eye(2), "the unit matrix").startswith('<img alt="the unit matrix"')
         True
     """
     finite = np.isfinite(cells)

@@ -289,7 +289,7 @@ def pack_codes(codes: Array, bits: int) -> Array:
         (..., ceil(n * bits / 8)) uint8.
 
     Example:
-        >>> pack(jnp.array([1, 2, 15]), 4).tolist()
+        >>> pack_codes(jnp.array([1, 2, 15]), 4).tolist()
         [33, 15]
     """
     if bits == 8:
@@ -312,7 +312,7 @@ def unpack_codes(code_bytes: Array, bits: int, count: int) -> Array:
         (..., count) uint8.
 
     Example:
-        >>> unpack(jnp.array([33, 15], jnp.uint8), 4, 3).tolist()
+        >>> unpack_codes(jnp.array([33, 15], jnp.uint8), 4, 3).tolist()
         [1, 2, 15]
     """
     if bits == 8:

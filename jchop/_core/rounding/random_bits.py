@@ -212,7 +212,7 @@ def stream_words(seeds: Sequence[Array], shape: Sequence[int], offset: Any = 0, 
         A uint32 array; for 64 bits two arrays, the high words (equal to the 32-bit words) and the low words.
 
     Example:
-        >>> random_bits(seed_words(jax.random.key(0)), (2,), offset=2**40).shape
+        >>> stream_words(seed_words(jax.random.key(0)), (2,), offset=2**40).shape
         (2,)
     """
     lo, hi = flat_index(shape, offset, base)
