@@ -157,8 +157,9 @@ def what_the_wrapper_does_not_change_is_packed() -> None:
     rule = Rule(bias="e4m3")
     packed = jc.nn.quantize(model, rule, mode="ptq")
     np.testing.assert_array_equal(packed(X2), jc.nn.quantize(model, rule)(X2))
-    low, _ = jc.nn.quantize_with_data(model, INT4, [X2])
-    assert np.abs(low(X2) - model(X2)).max() < np.abs(jc.nn.quantize(model, INT4, inputs=(X2,))(X2) - model(X2)).max()
+    rows = jc.nn.quantize_with_data(model, INT4, [X2])[1].weights
+    assert rows[0].path == "first/kernel" and rows[0].method == "gptq" and rows[0].after > rows[0].before
+    assert all(row.method == "nearest" for row in rows[1:]) and "no step by the inputs of one use" in rows[1].note
 
 
 # -- wrappers of Linen -------------------------------------------------------------------------------------------------
