@@ -144,6 +144,8 @@ _MOVED = frozenset(
         "reduce_window_max",
     ]
 )
+#: Functions of several operations that are rounded once.
+_ONE_OPERATION: dict[str, Any] = {"logaddexp": np.logaddexp}
 _CALLS = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "remat2", "checkpoint"]
 )
@@ -191,6 +193,8 @@ class _Machine:
         name, params = eqn.primitive.name, eqn.params
         if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars if hasattr(v.aval, "dtype")):
             raise NotCovered(name)
+        if not self.own and params.get("name") in _ONE_OPERATION:
+            return [self.rounded(_ONE_OPERATION[params["name"]](*(np.asarray(x, np.float64) for x in args)))]
         if name in _CALLS:
             return self.run(params.get("jaxpr", params.get("call_jaxpr")), args)
         if name in ("scan", "while", "cond"):
