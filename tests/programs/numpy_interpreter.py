@@ -145,7 +145,7 @@ _MOVED = frozenset(
     ]
 )
 #: Functions of several operations that are rounded once.
-_ONE_OPERATION: dict[str, Any] = {"logaddexp": np.logaddexp}
+_ONE_OPERATION: dict[str, Any] = {"logaddexp": np.logaddexp, "hypot": np.hypot}
 _CALLS = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat", "remat2", "checkpoint"]
 )
@@ -157,6 +157,13 @@ def _is_float(x: Any) -> bool:
 
 def _jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+
+
+def _name_of_call(params: Any) -> str:
+    """The name of the function that an equation calls; empty for other equations."""
+    inner = params.get("call_jaxpr")
+    info = None if inner is None else getattr(inner, "jaxpr", inner).debug_info
+    return params.get("name", "" if info is None else info.func_name) or ""
 
 
 def _wide(value: Any) -> Any:
@@ -193,8 +200,9 @@ class _Machine:
         name, params = eqn.primitive.name, eqn.params
         if any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.outvars if hasattr(v.aval, "dtype")):
             raise NotCovered(name)
-        if not self.own and params.get("name") in _ONE_OPERATION:
-            return [self.rounded(_ONE_OPERATION[params["name"]](*(np.asarray(x, np.float64) for x in args)))]
+        function = _ONE_OPERATION.get(_name_of_call(params))
+        if function is not None and not self.own:
+            return [self.rounded(function(*(np.asarray(x, np.float64) for x in args)))]
         if name in _CALLS:
             return self.run(params.get("jaxpr", params.get("call_jaxpr")), args)
         if name in ("scan", "while", "cond"):

@@ -197,8 +197,8 @@ def differing(got: Any, want: Any) -> int:
     return sum(int(np.sum(~np.isclose(np.asarray(x), np.asarray(y), 0, 0, equal_nan=True))) for x, y in pairs)
 
 
-#: Programs whose elementary functions are not correctly rounded in every mode, or whose sums have another order.
-INEXACT: dict[str, int] = {}
+#: The numbers that may differ: gamma is one operation of jchop, and of the other interpreter many.
+INEXACT: dict[str, int] = {"jax.scipy.special.gamma": 2}
 
 
 @every
