@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._common.bit_ops import gather_axes
 from jchop._common.checks import check_int
 from jchop._common.settings import jax_default_settings
 from jchop._round.arguments import Array, SpecLike, as_operands
@@ -243,6 +244,7 @@ def trace(
     if first == second:
         raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
     offset = check_int("offset", offset)
+    array = gather_axes(array, (first - array.ndim, second - array.ndim))  # before the trace: the same draws
     return run_sums(_trace, as_sum_spec(spec), (array,), key, offset=offset, axis1=first, axis2=second)
 
 

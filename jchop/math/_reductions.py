@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._common.bit_ops import gather_axes, has_sharding, reshard_like
 from jchop._common.checks import check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._kernels.materialize import materialize
@@ -328,7 +330,8 @@ def _run_reduction(
         _check_count(count, options.get("ddof", 0), bool(mask), arrays[0].dtype)
     more = {_sum: "", _softmax: "operands accumulate", _logsumexp: "operands accumulate"}.get(function, "accumulate")
     options |= {"axes": axes, "keepdims": keepdims, "has_initial": len(arrays) > 1}
-    return run_sums(function, spec, (*arrays, *mask), key, more, **options)
+    operands = [*arrays, *mask] if initial is None else _gather_summed_axes([*arrays, *mask], axes)
+    return run_sums(function, spec, operands, key, more, **options)
 
 
 def _reduction_operands(x: Any, initial: Any) -> list[Any]:
@@ -353,6 +356,12 @@ def _check_count(count: int, ddof: int, has_mask: bool, dtype: Any) -> None:
         raise ValueError(f"the number of elements, {divisor}, is not held by {carrier.name}; cast x to float64")
 
 
+def _gather_summed_axes(arrays: Sequence[Any], axes: Sequence[int]) -> list[Any]:
+    """Arrays without an explicit sharding along axes, before the program is traced, so that it has the same draws."""
+    ndim = arrays[0].ndim
+    return [gather_axes(x, [axis - ndim for axis in axes]) if x.ndim == ndim else x for x in arrays]
+
+
 def _rows(x: Array, axes: AxisIndices) -> Array:
     """The elements of `axes` as the last axis, in C order."""
     others = [a for a in range(x.ndim) if a not in axes]
@@ -363,7 +372,9 @@ def _rows(x: Array, axes: AxisIndices) -> Array:
 def _with_first(x: Array, first: Array, axes: AxisIndices) -> Array:
     """The elements of `axes` as the last axis, after another one."""
     rows = _rows(x, axes)
-    return jnp.concatenate([jnp.broadcast_to(first, (*rows.shape[:-1], 1)), rows], -1)
+    like = jax.typeof(rows).sharding if has_sharding(rows) else None
+    start = lax.broadcast_in_dim(first, (*rows.shape[:-1], 1), (), out_sharding=like)
+    return jnp.concatenate([start, rows], -1)
 
 
 def _masked(x: Array, mask: tuple[Array, ...], other: Any = 0) -> Array:
@@ -494,7 +505,8 @@ def prod(
     arrays = _reduction_operands(x, initial)
     axes, mask = as_axis_indices(axis, arrays[0].ndim), as_mask_operands(where, arrays[0].shape)
     options = {"axes": axes, "keepdims": keepdims, "has_initial": len(arrays) > 1}
-    return _run_recurrence(_product, (*arrays, *mask), spec, key, **options)
+    operands = [*arrays, *mask] if initial is None else _gather_summed_axes([*arrays, *mask], axes)
+    return _run_recurrence(_product, operands, spec, key, **options)
 
 
 def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
@@ -544,8 +556,11 @@ def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | Non
 
 
 def _run_cumulative(function: Callable[..., Array], x: Any, spec: SpecLike, key: Any, axis: int | None) -> Any:
-    (array,) = as_operands("x", (x,))
-    return _run_recurrence(function, (array,), spec, key, axis=None if axis is None else check_axis(axis, array.ndim))
+    array: Any = as_operands("x", (x,))[0]
+    axis = None if axis is None else check_axis(axis, array.ndim)
+    (whole,) = _gather_summed_axes([array], range(array.ndim) if axis is None else (axis,))
+    result = _run_recurrence(function, (whole,), spec, key, axis=axis)
+    return result if axis is None else reshard_like(result, array)
 
 
 def _run_recurrence(
