@@ -330,7 +330,9 @@ def _run_reduction(
         _check_count(count, options.get("ddof", 0), bool(mask), arrays[0].dtype)
     more = {_sum: "", _softmax: "operands accumulate", _logsumexp: "operands accumulate"}.get(function, "accumulate")
     options |= {"axes": axes, "keepdims": keepdims, "has_initial": len(arrays) > 1}
-    operands = [*arrays, *mask] if initial is None else _gather_summed_axes([*arrays, *mask], axes)
+    operands = [*arrays, *mask]
+    if function is not _softmax:  # whose results have the axes of x
+        operands = _gather_summed_axes(operands, axes)
     return run_sums(function, spec, operands, key, more, **options)
 
 
@@ -369,11 +371,16 @@ def _rows(x: Array, axes: AxisIndices) -> Array:
     return jnp.transpose(x, (*others, *axes)).reshape(*shape, math.prod(x.shape[a] for a in axes))
 
 
+def _sharding_of(x: Array, last: int | None = None) -> Any:
+    """The explicit sharding of the axes before `last`; None without one."""
+    sharding = jax.typeof(x).sharding
+    return sharding.update(spec=jax.P(*sharding.spec[:last])) if has_sharding(x) else None
+
+
 def _with_first(x: Array, first: Array, axes: AxisIndices) -> Array:
     """The elements of `axes` as the last axis, after another one."""
     rows = _rows(x, axes)
-    like = jax.typeof(rows).sharding if has_sharding(rows) else None
-    start = lax.broadcast_in_dim(first, (*rows.shape[:-1], 1), (), out_sharding=like)
+    start = lax.broadcast_in_dim(first, (*rows.shape[:-1], 1), (), out_sharding=_sharding_of(rows))
     return jnp.concatenate([start, rows], -1)
 
 
@@ -505,7 +512,7 @@ def prod(
     arrays = _reduction_operands(x, initial)
     axes, mask = as_axis_indices(axis, arrays[0].ndim), as_mask_operands(where, arrays[0].shape)
     options = {"axes": axes, "keepdims": keepdims, "has_initial": len(arrays) > 1}
-    operands = [*arrays, *mask] if initial is None else _gather_summed_axes([*arrays, *mask], axes)
+    operands = _gather_summed_axes([*arrays, *mask], axes)
     return _run_recurrence(_product, operands, spec, key, **options)
 
 
@@ -578,7 +585,8 @@ def _product(x: Array, *more: Array, axes: AxisIndices, keepdims: bool, has_init
     else:  # a loop, since the format may have no 1 to multiply by
         counts = jnp.pad(mask[0], [(0, 0)] * (rows.ndim - 1) + [(int(has_initial), 0)], constant_values=True)
         factors = [jnp.moveaxis(v, -1, 0) for v in (jnp.where(counts, rows, 1), counts)]
-        result = lax.scan(_multiply_if, jnp.ones(rows.shape[:-1], rows.dtype), factors)[0]
+        one = lax.broadcast_in_dim(jnp.ones((), rows.dtype), rows.shape[:-1], (), out_sharding=_sharding_of(rows, -1))
+        result = lax.scan(_multiply_if, one, factors)[0]
     return jnp.expand_dims(result, axes) if keepdims else result
 
 

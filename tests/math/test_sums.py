@@ -428,6 +428,9 @@ ON_A_MESH: dict[str, tuple[Callable[[Any], Any], P]] = {
     "cumsum": (lambda x: jc.math.cumsum(x, STOCHASTIC, KEY, axis=0), P("a", "b")),
     "flat_cumsum": (lambda x: jc.math.cumsum(x, "bfloat16"), P(None)),
     "prod": (lambda x: jc.math.prod(x, "bfloat16", axis=1), P("a")),
+    "masked_prod": (lambda x: jc.math.prod(x, STOCHASTIC, KEY, axis=0, where=x > -1, initial=1.0), P("b")),
+    "var": (lambda x: jc.math.var(x, STOCHASTIC, KEY, axis=0), P("b")),
+    "norm": (lambda x: jc.math.norm(x, STOCHASTIC, KEY, axis=0), P("b")),
     "matmul": (
         lambda x: jc.math.matmul(x, WEIGHT, MatmulSpec(accumulate="e5m2", order="matrix_unit(8)")),
         P("a", None),
