@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,14 @@ import numpy as np
 from jax import lax
 
 from jchop._common.settings import always_jit
+from jchop._program.control import ScanOrder, ScanTurn
+from jchop._program.run import interpret
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.product import ConvProduct, DotProduct
 from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.provenance import AxisFactors, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSites, scanned_leaves
+from jchop.ptq._data.sites import ProgramWalk, WeightSites, scanned_leaves
 
 Array = jax.Array
 
@@ -73,12 +75,12 @@ def find_biases(program: Any, sites: WeightSites) -> tuple[dict[int, BiasSite], 
     with data that have no other use.
     """
     search = _BiasSearch(sites)
-    search.walk(program.plan, {})
+    interpret(search, program.plan, None, [()] * len(program.plan.jaxpr.invars))
     biases: dict[int, BiasSite] = {}
     reasons: dict[int, str] = {}
     for leaf, site in sites.by_leaf.items():
         sums = search.sums.get(leaf, [])
-        if search.products.get(leaf, 0) != 1:
+        if search.products[leaf] != 1:
             reasons[leaf] = "several products take the weight"
         elif len(sums) > 1:
             reasons[leaf] = "several parameters are added to its product"
@@ -121,64 +123,70 @@ class _ProductTerm:
 _ProductTerms = tuple[_ProductTerm, ...]
 
 
-class _BiasSearch:
-    """Follows products through a program."""
+class _BiasSearch(ProgramWalk):
+    """Follows products through a program; the facts are the product terms in each value."""
+
+    unknown: _ProductTerms = ()
 
     def __init__(self, sites: WeightSites) -> None:
         self.sites = sites
         self.sums: dict[int, list[_BiasSum]] = {}
-        self.products: dict[int, int] = {}
+        self.products: Counter[int] = Counter()
         self.loops: dict[int, tuple[int, ...]] = {}  # those that run over each parameter where it was last met
         self._loops_around: dict[int, tuple[int, ...]] = {}  # the same, where the search is
+        self._uses: Counter[Any] = Counter()  # of each variable of the programs that were entered
 
-    def walk(self, plan: ProgramPlan, env: dict[Any, _ProductTerms]) -> list[_ProductTerms]:
-        """Follow products through a program; the product terms in each of its results."""
+    def parts(self, plan: ProgramPlan) -> Iterable[Any]:
+        """The steps of a program that is entered."""
         reads = [v for step in plan.steps for v in step.eqn.invars] + list(plan.jaxpr.outvars)
-        uses = Counter(v for v in reads if not hasattr(v, "val"))
+        self._uses |= Counter(v for v in reads if not hasattr(v, "val"))
+        return plan.steps
 
-        def terms(v: Any) -> _ProductTerms:
-            """The products in a value; a sum that has several uses is not followed."""
-            known = () if hasattr(v, "val") else env.get(v, ())
-            return tuple(term for term in known if uses[v] == 1 or not term.has_other_terms)
+    def _followed(self, variables: Sequence[Any], terms: Sequence[_ProductTerms]) -> list[_ProductTerms]:
+        """The terms of variables; a sum that has several uses is not followed."""
+        return [
+            tuple(term for term in known if self._uses[v] == 1 or not term.has_other_terms)
+            for v, known in zip(variables, terms, strict=True)
+        ]
 
-        for step in plan.steps:
-            results = self._step(step, [terms(v) for v in step.eqn.invars], uses)
-            env.update(zip(step.eqn.outvars, results, strict=False))
-        return [terms(v) for v in plan.jaxpr.outvars]
+    def control(self, step: Any, seeds: Any, args: list[_ProductTerms]) -> list[_ProductTerms]:
+        """A step that holds programs."""
+        outs = super().control(step, seeds, self._followed(step.eqn.invars, args))
+        return self._followed(step.inner[-1].jaxpr.outvars, outs) if any(outs) else outs
 
-    def _step(self, step: Any, operand_terms: list[_ProductTerms], uses: Mapping[Any, int]) -> Sequence[_ProductTerms]:
-        if id(step) in self.sites.of_step:
-            side, sites = self.sites.of_step[id(step)]
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """A loop."""
+        around = self._loops_around
+        self._loops_around = around | {leaf: (*around.get(leaf, ()), id(step)) for leaf in scanned_leaves(step)}
+        outs = super().scan(step, turn, start, xs, order)
+        self._loops_around = around
+        return outs
+
+    def run(self, part: Any, seeds: Any, args: list[_ProductTerms]) -> list[_ProductTerms]:
+        """One equation."""
+        terms, outvars = self._followed(part.eqn.invars, args), part.eqn.outvars
+        nothing: list[_ProductTerms] = [()] * len(outvars)
+        if id(part) in self.sites.of_step:
+            side, sites = self.sites.of_step[id(part)]
             for site in sites:
-                self.products[site.leaf] = self.products.get(site.leaf, 0) + 1
+                self.products[site.leaf] += 1
                 self._note_loops(site.leaf)
             if len(sites) != 1:
-                return []
-            axes = _axes_of_result(step.product, side, sites[0].view, step.eqn)
+                return nothing
+            axes = _axes_of_result(part.product, side, sites[0].view, part.eqn)
             return [(_ProductTerm(ParamOrigin(sites[0].leaf, axes)),)]
-        if step.kind == "control":
-            if step.name in INLINE_CALLS:
-                inner = step.inner[0]
-                return self.walk(inner, dict(zip(inner.jaxpr.invars, operand_terms, strict=True)))
-            around = self._loops_around
-            leaves = scanned_leaves(step) if step.name == "scan" else ()
-            self._loops_around = around | {leaf: (*around.get(leaf, ()), id(step)) for leaf in leaves}
-            for inner in step.inner:
-                self.walk(inner, {})
-            self._loops_around = around
-            return []
-        if step.name in _SUM_SIGNS and any(operand_terms):
-            return self._sum(step, operand_terms, uses)
-        if operand_terms and operand_terms[0] and len(step.eqn.outvars) == 1:
-            before, after = (v.aval.shape for v in (step.eqn.invars[0], step.eqn.outvars[0]))
-            origins = [(t, move_origin(step.name, step.eqn.params, t.weight, before, after)) for t in operand_terms[0]]
+        if part.name in _SUM_SIGNS and any(terms):
+            return self._sum(part, terms)
+        if terms and terms[0] and len(outvars) == 1:
+            before, after = (v.aval.shape for v in (part.eqn.invars[0], outvars[0]))
+            origins = [(t, move_origin(part.name, part.eqn.params, t.weight, before, after)) for t in terms[0]]
             return [tuple(replace(t, weight=o) for t, o in origins if o is not None and o.is_intact)]
-        return []
+        return nothing
 
     def _note_loops(self, leaf: int) -> None:
         self.loops[leaf] = self._loops_around.get(leaf, ())
 
-    def _sum(self, step: Any, operand_terms: list[_ProductTerms], uses: Mapping[Any, int]) -> Sequence[_ProductTerms]:
+    def _sum(self, step: Any, operand_terms: list[_ProductTerms]) -> list[_ProductTerms]:
         """The product terms in a sum; a sum with a parameter has none, and is appended to `sums`."""
         shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUM_SIGNS[step.name]
         parameter_origins = [fact.origins for fact in step.known if not fact.data and fact.origins]
@@ -189,7 +197,7 @@ class _BiasSearch:
                     replace(term, sign=sign * term.sign, has_other_terms=True)
                     for sign, v, terms in signed_operands
                     for term in terms
-                    if uses[v] == 1 and v.aval.shape == shape
+                    if self._uses[v] == 1 and v.aval.shape == shape
                 )
             ]
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
@@ -197,7 +205,7 @@ class _BiasSearch:
             self._note_loops(bias.leaf)
             bias_sum = _BiasSum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
             self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
-        return []
+        return [()]
 
 
 def _axes_of_result(product: Any, side: int, view: MatrixView, eqn: Any) -> tuple[AxisFactors, ...]:

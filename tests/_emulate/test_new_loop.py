@@ -133,3 +133,17 @@ def test_quantized() -> None:
         y, scales = low.update(*operands(), scales=low.start(*operands()))
         results.append((y, scales.stats))
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_rounded_with_data() -> None:
+    """Its weights have sites, and their statistics and roundings are those of the same scan; so have their biases."""
+    w, x = operands()
+    found, want = (jc.ptq.statistics(fun, w, [x]) for fun in (program, same))
+    assert not found.left_out and [*found] == [*want] == [""]
+    np.testing.assert_array_equal(found[""].gram, want[""].gram)
+    rule, steps = jc.Rule(weight="int4(group=all)"), [jc.ptq.smooth(), jc.ptq.gptq(), jc.ptq.correct_biases()]
+    results = [jc.ptq.quantize(fun, rule, w, [x], steps, sequential=True) for fun in (program, same)]
+    np.testing.assert_array_equal(*(jc.dequantize(packed) for packed, _ in results))
+    (row,), (other,) = (report.weights for _, report in results)
+    assert row.method == other.method == "gptq" and (row.before, row.after) == (other.before, other.after)
+    assert "no factors by smooth" in row.note

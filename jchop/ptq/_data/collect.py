@@ -21,7 +21,7 @@ from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, rotate_along_sum, round_in_layout
 from jchop._quantized.products.product import ConvProduct, OperandSwap, RaggedProduct
 from jchop._quantized.products.rule import is_stochastic
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites, scanned_leaves
+from jchop.ptq._data.sites import WeightSite, WeightSites, runs_step_by_step, scanned_leaves
 
 Array = jax.Array
 
@@ -270,9 +270,7 @@ class Collector(Runner):
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A step with inner programs; run equation by equation if they have a site, or a choice of all lanes."""
-        if not any(self._has_sites(plan) for plan in step.inner):
-            return self._run_each("control", step, seeds, self._args_by_lane(args))
-        if step.name in INLINE_CALLS or step.name in ("scan", "cond"):
+        if runs_step_by_step(step) and any(map(self._has_sites, step.inner)):
             return super().control(step, seeds, [self.finish(x, seeds) for x in args])
         return self._run_each("control", step, seeds, self._args_by_lane(args))
 
@@ -437,7 +435,7 @@ class ErrorCollector(Collector):
 
     def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
         """A step with inner programs: in each lane without data, else in full precision only."""
-        if step.name in INLINE_CALLS or self._has_operand_steps(step):
+        if runs_step_by_step(step):
             return super().control(step, seeds, args)
         if any(step.data):
             return self.lanes[0].control(step, seeds, self._args_by_lane(args)[0])
@@ -445,9 +443,6 @@ class ErrorCollector(Collector):
 
     def _has_sites(self, plan: ProgramPlan) -> bool:
         return True
-
-    def _has_operand_steps(self, step: Any) -> bool:
-        return step.name in ("scan", "cond") and any(id(s) in self._operands for p in step.inner for s in p.walk())
 
 
 def _is_choice(eqn: Any) -> bool:

@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from jchop._program.control import operands_of_role
-from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count
+from jchop._program.control import CONTROL, ScanOrder, ScanTurn, operands_of_role, roles_of
+from jchop._program.run import Runner, interpret
+from jchop._program.step import CUSTOM_CALLS
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
 from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.provenance import AxisFactor, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
 
-#: Calls whose programs are run in their place.
-INLINE_CALLS = frozenset((*PLAIN_CALLS, *HIGH_CALLS, *REMAT_CALLS, *CUSTOM_CALLS))
+
+def runs_step_by_step(step: Any) -> bool:
+    """Whether the programs of a step are run equation by equation: those of calls, branches and loops of known length.
+
+    `CONTROL` says it, so that a new primitive is none of these or one of these by its row.
+    """
+    return step.name in CUSTOM_CALLS or CONTROL[step.name].turns is not None or "passed" in roles_of(step)
+
+
+class ProgramWalk(Runner):
+    """Follows facts through a program in place of numbers; `CONTROL` says where they go. A use of it is a subclass."""
+
+    differentiates = False
+    #: The fact about a value of which nothing is known.
+    unknown: Any = None
+
+    def constant(self, value: Any) -> Any:
+        """A constant or a literal."""
+        return self.unknown
+
+    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """The results of a step that holds programs; of one that does not run step by step nothing is known."""
+        if runs_step_by_step(step):
+            return super().control(step, seeds, args)
+        for plan in step.inner:
+            interpret(self, plan, None, [self.unknown] * len(plan.jaxpr.invars))
+        return [self.unknown] * len(step.eqn.outvars)
+
+    def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
+        """Branches, into and out of which nothing is followed."""
+        for run in branches:
+            outs = run([self.unknown] * len(operands))
+        return [self.unknown] * len(outs)
+
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """A loop, into and out of which nothing is followed."""
+        carry, ys = turn([self.unknown] * len(start), [self.unknown] * len(xs), 0)
+        return [self.unknown] * len(carry), [self.unknown] * len(ys)
 
 
 @dataclass(frozen=True)
@@ -60,9 +96,7 @@ class Stage:
 
 
 #: A value of which not all numbers are those of its first parameter, so that its slices are not those of this one.
-_MIXED, _MIXING_PRIMITIVES = 2, frozenset(("concatenate", "pad", "stack"))
-#: The lengths of the loops around a product that run over a parameter, by its index.
-_LoopLengths = dict[int, tuple[int, ...]]
+_JOINED, _JOINING_PRIMITIVES = 2, frozenset(("concatenate", "pad", "stack"))
 
 
 @dataclass(frozen=True)
@@ -86,8 +120,6 @@ class WeightSites:
         others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
             and the use.
         inputs: the products in the order of the program, as in `_LoopSites`.
-        dependence: of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if it does on one that
-            was joined with something; by the identity of its step.
     """
 
     by_leaf: dict[int, WeightSite] = field(default_factory=dict)
@@ -97,7 +129,6 @@ class WeightSites:
     reasons: dict[int, str] = field(default_factory=dict)
     others: dict[int, list[tuple[ProductStep, int, ParamUse]]] = field(default_factory=dict)
     inputs: list[Any] = field(default_factory=list)
-    dependence: dict[int, list[int]] = field(default_factory=dict)
 
     def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
         """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
@@ -149,9 +180,8 @@ def _leaves_by_input(
 
 def find_sites(program: Any) -> WeightSites:
     """The sites of a program that `QuantizedFunction.traced` gave."""
-    sites = WeightSites()
-    arguments = [int(i < len(program.paths)) for i in range(len(program.plan.jaxpr.invars))]
-    _follow_parameters(program.plan, arguments, sites.dependence)
+    sites, walk, argument_count = WeightSites(), _DependenceWalk(), len(program.plan.jaxpr.invars)
+    interpret(walk, program.plan, None, [int(i < len(program.paths)) for i in range(argument_count)])
     first_views: dict[int, MatrixView] = {}
     for leaf, uses in program.uses.items():
         view = next((use.view for use in uses if use.kind == "product"), None)
@@ -159,12 +189,12 @@ def find_sites(program: Any) -> WeightSites:
             first_views[leaf] = view
     index_counts: dict[int, list[int]] = {}  # how many constant indexes each product takes
     for step in (step for step in program.plan.walk() if step.product is not None):
-        for uses, dependence in zip(step.uses, sites.dependence[id(step)], strict=False):
+        for uses, dependence in zip(step.uses, walk.operands[id(step)], strict=False):
             for use in uses:
-                indexes = _layer_indexes(use, program.shapes[use.leaf]) if dependence != _MIXED else ()
+                indexes = () if dependence == _JOINED else _layer_indexes(use, program.shapes[use.leaf])
                 index_counts.setdefault(use.leaf, []).append(len(indexes))
     sites.stacks = {leaf: program.shapes[leaf][: counts[0]] for leaf, counts in index_counts.items() if all(counts)}
-    _walk_sites(program.plan, program, first_views, sites, {}, "")
+    interpret(_SiteWalk(program, first_views, sites, walk.operands), program.plan, None, [None] * argument_count)
     for leaf in set(sites.reasons) & set(sites.by_leaf):
         del sites.reasons[leaf]
     for step in program.plan.walk():
@@ -190,66 +220,105 @@ def _is_other_use(step: ProductStep, operand: int, use: ParamUse, shape: tuple[i
     return not layers or any(indexes[: len(layer)] == layer for indexes in layers)
 
 
-def _walk_sites(
-    plan: ProgramPlan, program: Any, views: dict[int, MatrixView], sites: WeightSites, loops: _LoopLengths, refusal: str
-) -> None:
-    inputs = sites.inputs
-    for step in plan.steps:
-        if step.product is not None:
-            inputs += _sites_of_product(step, program, views, sites, loops, refusal)
-        elif step.kind == "control":
-            is_run = step.name in INLINE_CALLS or step.name in ("scan", "cond")
-            reason = refusal or ("" if is_run else f"within {step.name}")
-            if step.name == "scan":
-                stacked_leaves = scanned_leaves(step)
-                order = range(step.eqn.params["length"])
-                inner_loops = {leaf: (*loops.get(leaf, ()), len(order)) for leaf in stacked_leaves}
-                loop = _LoopSites(stacked_leaves, tuple(reversed(order) if step.eqn.params["reverse"] else order), [])
-                sites.inputs = loop.inputs
-                _walk_sites(step.inner[0], program, views, sites, {**loops, **inner_loops}, reason)
-                sites.inputs = inputs
-                if loop.inputs:
-                    inputs.append(loop)
-            else:
-                for inner in step.inner:
-                    _walk_sites(inner, program, views, sites, loops, reason)
+class _DependenceWalk(ProgramWalk):
+    """Of each operand of a product 0 if it depends on no parameter, 1 if it does, 2 if on one joined with something."""
+
+    unknown = _JOINED
+
+    def __init__(self) -> None:
+        self.operands: dict[int, Sequence[int]] = {}  # by the identity of the step
+
+    def constant(self, value: Any) -> int:
+        """A constant or a literal."""
+        return 0
+
+    def control(self, step: Any, seeds: Any, args: list[int]) -> list[int]:
+        """A step that holds programs."""
+        outs = super().control(step, seeds, args)
+        return outs if runs_step_by_step(step) else [max(args, default=0)] * len(outs)
+
+    def run(self, part: Any, seeds: Any, args: list[int]) -> list[int]:
+        """One equation."""
+        if part.product is not None:
+            self.operands[id(part)] = args
+        highest = max(args, default=0)
+        return [_JOINED if highest and part.name in _JOINING_PRIMITIVES else highest] * len(part.eqn.outvars)
+
+    def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
+        """Branches."""
+        return [max(index, *levels) for levels in zip(*(run(operands) for run in branches), strict=True)]
+
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """A loop, until what holds in a turn holds in the next one."""
+        while True:
+            after, ys = turn(start, xs, 0)
+            after = list(map(max, start, after))
+            if after == start:
+                return start, ys
+            start = after
+
+
+class _SiteWalk(ProgramWalk):
+    """Finds the sites of a program, in its order; `first_views` are those of the first product of each parameter."""
+
+    def __init__(
+        self, program: Any, first_views: Mapping[int, MatrixView], sites: WeightSites, dependence: Mapping[int, Any]
+    ) -> None:
+        self.program, self.views, self.sites, self.inputs = program, first_views, sites, sites.inputs
+        self.dependence = dependence
+        self.loops: dict[int, tuple[int, ...]] = {}  # the lengths of the loops around that run over a parameter
+        self.refusal = ""
+
+    def control(self, step: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """A step that holds programs; not every one may have sites."""
+        outer = self.refusal
+        self.refusal = outer or ("" if runs_step_by_step(step) else f"within {step.name}")
+        outs = super().control(step, seeds, args)
+        self.refusal = outer
+        return outs
+
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """A loop."""
+        leaves, turns, outer = scanned_leaves(step), range(order.length), (self.inputs, self.loops)
+        loop = _LoopSites(leaves, tuple(reversed(turns) if order.reverse else turns), [])
+        inner_loops = {leaf: (*self.loops.get(leaf, ()), order.length) for leaf in leaves}
+        self.inputs, self.loops = loop.inputs, {**self.loops, **inner_loops}
+        outs = super().scan(step, turn, start, xs, order)
+        self.inputs, self.loops = outer
+        if loop.inputs:
+            self.inputs.append(loop)
+        return outs
+
+    def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
+        """One equation, of a product with the sites that it has."""
+        for side in (i for i in (0, 1) if part.product is not None and part.uses and part.uses[i]):
+            sites = [site for use in part.uses[side] if (site := self._site_of(part, side, use)) is not None]
+            if sites:
+                self.sites.of_step[id(part)] = side, sites
+        return [None] * len(part.eqn.outvars)
+
+    def _site_of(self, step: ProductStep, side: int, use: ParamUse) -> WeightSite | None:
+        """The site of a use, with the constant indexes of its layer and the variable that is its input."""
+        sites, shape = self.sites, self.program.shapes[use.leaf]
+        site = self.refusal or _product_refusal(step, side, use, self.views, self.dependence[id(step)])
+        site = site or _site_of_use(step, side, use, shape, self.loops.get(use.leaf, ()))
+        if isinstance(site, str):
+            sites.reasons.setdefault(use.leaf, site)
+            return None
+        indexes = _layer_indexes(use, shape) if use.leaf in sites.stacks and not site.turns else ()
+        if indexes:
+            site = replace(site, turns=len(indexes))
+            sites.indexes[id(step), use.leaf] = indexes
+        if sites.by_leaf.setdefault(use.leaf, site) != site:
+            sites.reasons.setdefault(use.leaf, "another product takes it in another loop")
+            return None
+        self.inputs.append((use.leaf, indexes, step.eqn.invars[1 - side]))
+        return site
 
 
 def scanned_leaves(step: Any) -> frozenset[int]:
     """The parameters that a `scan` runs over."""
     return frozenset(o.leaf for fact in operands_of_role(step, "sliced", step.known) for o in fact.origins)
-
-
-def _sites_of_product(
-    step: ProductStep, program: Any, views: dict[int, MatrixView], sites: WeightSites, loops: _LoopLengths, refusal: str
-) -> Iterator[tuple[int, tuple[int, ...], Any]]:
-    """The sites of one product, each with the constant indexes of its layer and the variable that is its input."""
-    sides = [i for i in (0, 1) if step.uses and step.uses[i]]
-    for side in sides:
-        step_sites = []
-        for use in step.uses[side]:
-            reason = refusal or _product_refusal(step, side, use, views, sites.dependence[id(step)])
-            site = None
-            if not reason:
-                site = _site_of_use(step, side, use, program.shapes[use.leaf], loops.get(use.leaf, ()))
-                reason = site if isinstance(site, str) else ""
-            if reason or not isinstance(site, WeightSite):
-                sites.reasons.setdefault(use.leaf, reason)
-                continue
-            indexes = (
-                _layer_indexes(use, program.shapes[use.leaf]) if use.leaf in sites.stacks and not site.turns else ()
-            )
-            if indexes:
-                site = replace(site, turns=len(indexes))
-                sites.indexes[id(step), use.leaf] = indexes
-            first_site = sites.by_leaf.setdefault(use.leaf, site)
-            if first_site != site:
-                sites.reasons.setdefault(use.leaf, "another product takes it in another loop")
-                continue
-            step_sites.append(site)
-            yield use.leaf, indexes, step.eqn.invars[1 - side]
-        if step_sites:
-            sites.of_step[id(step)] = side, step_sites
 
 
 def _layer_indexes(use: ParamUse, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -271,42 +340,8 @@ def _layer_indexes(use: ParamUse, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(indexes)
 
 
-def _follow_parameters(plan: ProgramPlan, dependence: Sequence[int], operands: dict[int, list[int]]) -> list[int]:
-    """Whether results of a program depend on parameters, as `WeightSites.dependence`; fills `operands`, of products."""
-    env = dict(zip(plan.jaxpr.invars, dependence, strict=True))
-
-    def read(v: Any) -> int:
-        return 0 if isinstance(v, Literal) else env.get(v, 0)
-
-    for step in plan.steps:
-        levels = [read(v) for v in step.eqn.invars]
-        highest = max(levels, default=0)
-        outs = [_MIXED if highest and step.name in _MIXING_PRIMITIVES else highest] * len(step.eqn.outvars)
-        if step.product is not None:
-            operands[id(step)] = levels
-        elif not step.inner:
-            pass
-        elif step.name in INLINE_CALLS:
-            outs = _follow_parameters(step.inner[0], levels, operands)
-        elif step.name == "cond":
-            branches = [_follow_parameters(inner, levels[1:], operands) for inner in step.inner]
-            outs = [max(levels[0], *branch_outs) for branch_outs in zip(*branches, strict=True)]
-        elif step.name == "scan":
-            num_consts, num_carry = carry_count(step.eqn.params)
-            earlier: list[int] | None = None
-            while earlier != levels[num_consts : num_consts + num_carry]:
-                earlier = levels[num_consts : num_consts + num_carry]
-                outs = _follow_parameters(step.inner[0], levels, operands)
-                levels[num_consts : num_consts + num_carry] = [max(pair) for pair in zip(earlier, outs, strict=False)]
-        else:
-            for inner in step.inner:
-                _follow_parameters(inner, [_MIXED] * len(inner.jaxpr.invars), operands)
-        env.update(zip(step.eqn.outvars, outs, strict=True))
-    return [read(v) for v in plan.jaxpr.outvars]
-
-
 def _product_refusal(
-    step: ProductStep, side: int, use: ParamUse, views: dict[int, MatrixView], dependence: Sequence[int]
+    step: ProductStep, side: int, use: ParamUse, views: Mapping[int, MatrixView], dependence: Sequence[int]
 ) -> str:
     """Why a product is not looked at; empty if it is."""
     if not step.data[1 - side] and dependence[1 - side]:
@@ -317,11 +352,7 @@ def _product_refusal(
         return "its numbers are computed with before the product"
     if any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in step.eqn.invars[:2]):
         return "its product is complex"
-    if isinstance(step.product, DotProduct):
-        return ""
-    if side == 0:
-        return f"it is the left operand of {step.name}"
-    return ""
+    return "" if side or isinstance(step.product, DotProduct) else f"it is the left operand of {step.name}"
 
 
 def _site_of_use(

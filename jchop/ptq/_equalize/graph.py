@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
-from jchop._program.step import ProgramPlan, carry_count
+from jchop._program.control import CONTROL, ScanOrder, ScanTurn, roles_of
+from jchop._program.run import interpret
 from jchop._quantized.program.param_uses import dot_product_of
-from jchop.ptq._data.sites import INLINE_CALLS, WeightSite, WeightSites, scanned_leaves
+from jchop.ptq._data.sites import ProgramWalk, WeightSite, WeightSites, runs_step_by_step, scanned_leaves
 
 #: Names of nodes that are no equations: one value in all turns of a loop; a stack of which each turn has one; a result
 #: of one of several branches.
@@ -110,121 +110,111 @@ class ProgramGraph:
 
 def graph_of(program: Any, sites: WeightSites) -> ProgramGraph:
     """The graph of a program that `QuantizedFunction.traced` gave."""
-    graph, ins = ProgramGraph(), []
+    walk, ins = _GraphWalk(sites), []
     for i, v in enumerate(program.plan.jaxpr.invars):
-        is_parameter = i < len(program.paths) and _is_real_aval(v.aval)
-        value = GraphValue(
-            (), _aval_shape(v), _is_real_aval(v.aval), "" if is_parameter else "an argument of the function"
-        )
-        if is_parameter:
-            value.leaf, value.is_parameter = i, True
-            graph.parameters[i] = value
+        value = GraphValue((), getattr(v.aval, "shape", ()), _is_real(v.aval), "an argument of the function")
+        if i < len(program.paths) and value.real:
+            value.source, value.leaf, value.is_parameter = "", i, True
+            walk.graph.parameters[i] = value
         ins.append(value)
-    for value in _GraphBuilder(graph, sites).enter(program.plan, ins, (), ()):
+    for value in interpret(walk, program.plan, None, ins):
         value.result = True
-    return graph
+    return walk.graph
 
 
-def _aval_shape(v: Any) -> tuple[int, ...]:
-    return tuple(getattr(v.aval, "shape", ()))
+def _is_real(value: Any) -> bool:
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
 
 
-def _is_real_aval(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+class _GraphWalk(ProgramWalk):
+    """Makes the graph; the facts are its values."""
 
+    def __init__(self, sites: WeightSites) -> None:
+        self.graph, self.sites = ProgramGraph(), sites
+        self.loops: tuple[int, ...] = ()  # the lengths of the loops around
+        self.stacked_leaves: tuple[frozenset[int], ...] = ()  # the parameters that each of them runs over
 
-def _is_zero_constant(v: Any, value: Any) -> bool:
-    return hasattr(v.aval, "dtype") and jnp.issubdtype(v.aval.dtype, jnp.number) and not np.any(np.asarray(value))
+    def constant(self, value: Any) -> GraphValue:
+        """A constant or a literal."""
+        value = value if hasattr(value, "dtype") else np.asarray(value)
+        is_zero = jnp.issubdtype(value.dtype, jnp.number) and not np.any(np.asarray(value))
+        return GraphValue(self.loops, np.shape(value), _is_real(value), _CONSTANT, zero=is_zero)
 
-
-class _GraphBuilder:
-    def __init__(self, graph: ProgramGraph, sites: WeightSites) -> None:
-        self.graph, self.sites = graph, sites
-
-    def enter(
-        self,
-        plan: ProgramPlan,
-        ins: Sequence[GraphValue],
-        loops: tuple[int, ...],
-        stacked_leaves: tuple[frozenset[int], ...],
-    ) -> list[GraphValue]:
-        """The results of a program; `stacked_leaves` are the parameters that each loop runs over."""
-        consts = zip(plan.jaxpr.constvars, plan.consts, strict=True)
-        env: dict[Any, GraphValue] = {v: self._constant(v, loops, _is_zero_constant(v, x)) for v, x in consts}
-        env.update(zip(plan.jaxpr.invars, ins, strict=True))
-
-        def read(v: Any) -> GraphValue:
-            if isinstance(v, Literal):
-                return self._constant(v, loops, _is_zero_constant(v, v.val))
-            return env[v]
-
-        for step in plan.steps:
-            results = self._step(step, [read(v) for v in step.eqn.invars], loops, stacked_leaves)
-            env.update(zip(step.eqn.outvars, results, strict=True))
-        return [read(v) for v in plan.jaxpr.outvars]
-
-    def _constant(self, v: Any, loops: tuple[int, ...], zero: bool) -> GraphValue:
-        return GraphValue(loops, _aval_shape(v), _is_real_aval(v.aval), _CONSTANT, zero=zero)
-
-    def _step(
-        self, step: Any, ins: list[GraphValue], loops: tuple[int, ...], stacked_leaves: tuple[frozenset[int], ...]
-    ) -> list[GraphValue]:
-        if step.inner and step.name in INLINE_CALLS:
-            return self.enter(step.inner[0], ins, loops, stacked_leaves)
-        if step.inner and step.name == "cond":
-            branches = [self.enter(plan, ins[1:], loops, stacked_leaves) for plan in step.inner]
-            outs = [self._new_value(v, loops) for v in step.eqn.outvars]
-            for out, *branch_values in zip(outs, *branches, strict=True):
-                for value in branch_values:
-                    self._add_node(GraphNode(SAME_VALUE, {}, (value,), (out,)))
-            return outs
-        if step.inner and step.name == "scan":
-            return self._scan(step, ins, loops, stacked_leaves)
-        outs = [self._new_value(v, loops) for v in step.eqn.outvars]
-        function = step.scope.rpartition("/")[2]
-        where = " ".join(text for text in (function and f"of {function}", step.source and f"at {step.source}") if text)
-        product = step.product
-        if step.name == "dot_general" and all(value.real for value in (*ins, *outs)):
-            product = dot_product_of(step.eqn)  # one that sums over no axis is none of those that are rounded
-        node = GraphNode(step.name, dict(step.eqn.params), tuple(ins), tuple(outs), where, product)
-        if step.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
-            outs[0].zero = ins[0].zero
-        is_constant = all(value.is_constant for value in ins)
-        is_parameter = not is_constant and all(v.is_parameter or v.is_constant for v in ins)
+    def run(self, part: Any, seeds: Any, args: list[GraphValue]) -> list[GraphValue]:
+        """One equation."""
+        avals = [v.aval for v in part.eqn.outvars]
+        outs = [GraphValue(self.loops, getattr(aval, "shape", ()), _is_real(aval)) for aval in avals]
+        function = part.scope.rpartition("/")[2]
+        where = " ".join(text for text in (function and f"of {function}", part.source and f"at {part.source}") if text)
+        product = part.product
+        if part.name == "dot_general" and all(value.real for value in (*args, *outs)):
+            product = dot_product_of(part.eqn)  # one that sums over no axis is none of those that are rounded
+        if part.name in ("broadcast_in_dim", "convert_element_type", "reshape"):
+            outs[0].zero = args[0].zero
+        is_constant = all(value.is_constant for value in args)
+        is_parameter = not is_constant and all(v.is_parameter or v.is_constant for v in args)
         for value in outs:
             value.is_parameter, value.source = is_parameter, _CONSTANT if is_constant else ""
-        self._add_node(node)
-        side, step_sites = self.sites.of_step.get(id(step), (0, ()))
+        node = _join(part.name, args, outs, dict(part.eqn.params), where, product)
+        side, step_sites = self.sites.of_step.get(id(part), (0, ()))
         for site in step_sites:
             if site.groups == 1:
-                self.graph.places.append(
-                    ProductPlace(node, side, site, tuple(site.leaf in leaves for leaves in stacked_leaves))
-                )
+                turns = tuple(site.leaf in leaves for leaves in self.stacked_leaves)
+                self.graph.places.append(ProductPlace(node, side, site, turns))
         return outs
 
-    def _scan(
-        self, step: Any, ins: list[GraphValue], loops: tuple[int, ...], stacked_leaves: tuple[frozenset[int], ...]
-    ) -> list[GraphValue]:
-        plan, params = step.inner[0], step.eqn.params
-        num_consts, num_carry = carry_count(params)
-        inner_loops = (*loops, params["length"])
-        inner_values = [self._new_value(v, inner_loops) for v in plan.jaxpr.invars]
-        for i, (outer, value) in enumerate(zip(ins, inner_values, strict=True)):
-            self._add_node(GraphNode(LOOP_VALUE if i < num_consts + num_carry else LOOP_STACK, {}, (outer,), (value,)))
-            if not num_consts <= i < num_consts + num_carry:
-                value.is_parameter, value.zero, value.source = outer.is_parameter, outer.zero, outer.source
-        results = self.enter(plan, inner_values, inner_loops, (*stacked_leaves, scanned_leaves(step)))
-        outs = [self._new_value(v, loops) for v in step.eqn.outvars]
-        for i, (value, out) in enumerate(zip(results, outs, strict=True)):
-            # The value outside comes first, for both directions are the same relation.
-            self._add_node(GraphNode(LOOP_VALUE if i < num_carry else LOOP_STACK, {}, (out,), (value,)))
-        for before, after in zip(inner_values[num_consts : num_consts + num_carry], results[:num_carry], strict=True):
-            self._add_node(GraphNode(SAME_VALUE, {}, (after,), (before,)))
+    def control(self, step: Any, seeds: Any, args: list[GraphValue]) -> list[GraphValue]:
+        """A step that holds programs; the operands of a loop become values in all of its turns."""
+        if not runs_step_by_step(step):
+            return self.run(step, seeds, args)
+        turns = CONTROL[step.name].turns
+        if turns is None:
+            return super().control(step, seeds, args)
+        outer = self.loops, self.stacked_leaves
+        self.loops, self.stacked_leaves = (*self.loops, turns(step)), (*self.stacked_leaves, scanned_leaves(step))
+        outs = super().control(step, seeds, list(map(self._in_turns, args, roles_of(step))))
+        self.loops, self.stacked_leaves = outer
         return outs
 
-    def _new_value(self, v: Any, loops: tuple[int, ...]) -> GraphValue:
-        return GraphValue(loops, _aval_shape(v), _is_real_aval(v.aval))
+    def _in_turns(self, outer: GraphValue, role: str) -> GraphValue:
+        """An operand of a loop inside of it."""
+        is_stack = role == "sliced"
+        value = GraphValue(self.loops, outer.shape[1:] if is_stack else outer.shape, outer.real)
+        if role != "carried":
+            value.is_parameter, value.zero, value.source = outer.is_parameter, outer.zero, outer.source
+        _join(LOOP_STACK if is_stack else LOOP_VALUE, [outer], [value])
+        return value
 
-    def _add_node(self, node: GraphNode) -> None:
-        for value in dict.fromkeys((*node.ins, *node.outs)):
-            value.nodes.append(node)
+    def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> list[GraphValue]:
+        """Branches: a result is one of theirs."""
+        outs = []
+        for values in zip(*[run(operands) for run in branches], strict=True):
+            outs.append(GraphValue(self.loops, values[0].shape, values[0].real))
+            for value in values:
+                _join(SAME_VALUE, [value], outs[-1:])
+        return outs
+
+    def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """A loop: the last carried values, and the stacks of the others."""
+        results = carry, ys = turn(start, xs, 0)
+        last, stacks = ([GraphValue(self.loops[:-1], value.shape, value.real) for value in some] for some in results)
+        for stack in stacks:
+            stack.shape = (order.length, *stack.shape)
+        # The value outside comes first, for both directions are the same relation.
+        for name, outs, values in ((LOOP_VALUE, last, carry), (LOOP_STACK, stacks, ys)):
+            for out, value in zip(outs, values, strict=True):
+                _join(name, [out], [value])
+        for before, after in zip(start, carry, strict=True):
+            _join(SAME_VALUE, [after], [before])
+        return last, stacks
+
+
+def _join(
+    name: str, ins: Sequence[GraphValue], outs: Sequence[GraphValue], params: Any = None, where: str = "",
+    product: Any = None,
+) -> GraphNode:  # fmt: skip
+    """A node, known to its values."""
+    node = GraphNode(name, params or {}, tuple(ins), tuple(outs), where, product)
+    for value in dict.fromkeys((*ins, *outs)):
+        value.nodes.append(node)
+    return node
