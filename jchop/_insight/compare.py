@@ -12,7 +12,7 @@ import jax.core
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import as_iterable, check_choice
+from jchop._common.checks import as_iterable, check, check_choice
 from jchop._common.decibels import decibels_of_arrays
 from jchop._common.text import RowReport, TableOrLine
 from jchop._core.rounding.grid import carrier_holds
@@ -195,11 +195,9 @@ def compare(
     array = _comparison_array(x)
     names = default_formats(array.ndim) if formats is None else as_iterable(formats)
     specs = [as_spec(name, "formats", scaled=True) for name in names]
-    if not specs:
-        raise ValueError("formats must name at least one format")
+    check(specs, "formats must name at least one format")
     finite = np.isfinite(array)
-    if not finite.any():
-        raise ValueError(f"x of shape {array.shape} has no finite number")
+    check(finite.any(), f"x of shape {array.shape} has no finite number")
     rows = tuple(_comparison_row(array, finite, spec, key, scale == "fit") for spec in specs)
     return Comparison(rows, np.shape(x), np.dtype(getattr(x, "dtype", array.dtype)).name, int((~finite).sum()), scale)
 
@@ -216,8 +214,7 @@ def _comparison_array(x: Any) -> np.ndarray:
         raise TypeError(f"x has dtype {array.dtype}; allowed are {', '.join(CARRIERS)}, integers and booleans")
     elif CARRIERS[name].width < 32:
         array = array.astype(np.float32)
-    if not array.size:
-        raise ValueError(f"x of shape {array.shape} is empty")
+    check(array.size, f"x of shape {array.shape} is empty")
     return array
 
 

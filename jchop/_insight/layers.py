@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._common.checks import as_iterable, check_choice, short_repr
+from jchop._common.checks import as_iterable, check, check_choice, short_repr
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.text import RowReport, TableOrLine
@@ -137,12 +137,10 @@ def sensitivity(
     data = list(batches)
     layers = _layer_classes(model, tensor_names)
     for name, value in (("tensors", tensor_names), ("formats", specs), ("batches", data), ("model", layers)):
-        if not value:
-            raise ValueError(f"{name}: there must be at least one" + (" layer to round" if value is layers else ""))
+        check(value, f"{name}: there must be at least one" + (" layer to round" if value is layers else ""))
     call = nnx.jit(run if run is not None else lambda model, batch: model(batch))
     exact = [_flat_outputs(call(model, batch)) for batch in data]
-    if not all(np.isfinite(y).all() for y in exact):
-        raise ValueError("batches: an output of the model is not finite")
+    check(all(np.isfinite(y).all() for y in exact), "batches: an output of the model is not finite")
     rows, total = [], (len(layers) + 1) * len(specs)
     for path, name in [*layers.items(), (_ALL_LAYERS, "")]:
         pattern = " ".join(layers) if path == _ALL_LAYERS else path
@@ -461,8 +459,7 @@ def _menu_options(menu: Any) -> list[Rule | None]:
         if option is not None and option.stochastic:
             raise ValueError(f"menu[{i}]={value} rounds stochastically; tune needs deterministic roundings")
         options.append(option)
-    if len(set(map(_option_text, options))) < len(options):
-        raise ValueError(f"menu={list(menu)!r} has a format twice")
+    check(len(set(map(_option_text, options))) >= len(options), f"menu={list(menu)!r} has a format twice")
     return options
 
 

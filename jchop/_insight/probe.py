@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.text import TableOrLine, Tables
 
 #: A product: its place, and its two factors.
@@ -128,8 +128,7 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
         raise TypeError(f"matmul={matmul!r} must be a function of two matrices")
     unit = _UnitUnderTest(matmul, check_int("length", length, 64, _MAX_PROBE_LENGTH))
     one = unit.results([[(0, 1, 1)]])[0]
-    if not np.isfinite(one) or one == 0:
-        raise ValueError(f"matmul gave {one} for 1 times 1; it must be a matrix product")
+    check(np.isfinite(one) and one != 0, f"matmul gave {one} for 1 times 1; it must be a matrix product")
     return Probe(**unit.order(), **unit.accumulator(), **unit.operands())
 
 
@@ -152,8 +151,7 @@ class _UnitUnderTest:
             for index, x, y in products:
                 a[i, index], b[index, i] = x, y
         out = np.asarray(self.matmul(a, b))
-        if out.shape != a.shape:
-            raise ValueError(f"matmul gave shape {out.shape} for operands of shapes {a.shape} and {b.shape}")
+        check(out.shape == a.shape, f"matmul gave shape {out.shape} for operands of shapes {a.shape} and {b.shape}")
         return np.diagonal(out).astype(np.float64)[: len(sums)]
 
     # -- the order -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jchop._common.checks import as_iterable, as_numpy, check_int
+from jchop._common.checks import as_iterable, as_numpy, check, check_int
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, StringFormat
@@ -57,8 +57,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
     fmt = element_format_of(fmt)
     values = _drawable_values("fmt=", fmt)
     rows = _magnitude_rows(values)
-    if not rows:
-        raise ValueError(f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
+    check(rows, f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
     low, high = f"{float(fmt.min):.6g}", f"{float(fmt.max):.6g}"
     title = f"{format_label(fmt)}: {fmt.bits} bits, {values.size} finite values from {low} to {high}"
     figure = new_figure(10, 4.8, title, size=13)
@@ -193,8 +192,7 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
         5
     """
     elements = [element_format_of(fmt) for fmt in as_iterable(formats)]
-    if not elements:
-        raise ValueError("formats must name at least one format")
+    check(elements, "formats must name at least one format")
     rows = [_positive_values(fmt) for fmt in elements]
     figure = new_figure(10, 1.5 + 0.55 * len(rows), title, size=13)
     axes = figure.subplots()
@@ -212,8 +210,7 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
 
 def _positive_values(fmt: ElementFormat) -> np.ndarray:
     values = _drawable_values("formats: ", fmt)
-    if not (values > 0).any():
-        raise ValueError(f"formats: {fmt} has no positive value to draw")
+    check((values > 0).any(), f"formats: {fmt} has no positive value to draw")
     return values[values > 0]
 
 
@@ -256,13 +253,11 @@ def rounding_error(
         ['float8_e4m3fn', 'float8_e5m2', 'fixed4.4']
     """
     spec_list = [as_spec(spec) for spec in as_iterable(specs)]
-    if not spec_list:
-        raise ValueError("specs must have at least one spec")
+    check(spec_list, "specs must have at least one spec")
     if not (math.isfinite(start) and math.isfinite(stop) and start < stop):
         raise ValueError(f"start={start!r} and stop={stop!r} must be finite, and start the lesser")
     for spec in spec_list:
-        if spec.rounding.stochastic:
-            raise ValueError(f"specs: {spec} is stochastic; its error is no function of x")
+        check(not spec.rounding.stochastic, f"specs: {spec} is stochastic; its error is no function of x")
     count = check_int("points", points, 2, _MAX_POINTS)
     logarithmic = start > 0
     x = np.geomspace(start, stop, count) if logarithmic else np.linspace(start, stop, count)
@@ -313,8 +308,7 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         raise ValueError(f"fmt={element} has {element.bits} bits; at most {_MAX_HISTOGRAM_BITS} can be drawn")
     numbers = as_numpy("x", x).astype(np.float64).ravel()
     numbers = numbers[np.isfinite(numbers)]
-    if not numbers.size:
-        raise ValueError("x has no finite number")
+    check(numbers.size, "x has no finite number")
     values = element.values()
     values = values[np.concatenate([[True], np.diff(values) > 0])]
     results = np.asarray(round_to_format(numbers, Spec(element, overflow="saturate")))

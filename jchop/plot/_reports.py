@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jchop._common.checks import check
 from jchop.plot._style import (
     BLUE,
     INK,
@@ -132,8 +133,7 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
         True
     """
     rows, _ = _fields_of(seen, "a result of jchop.blame", "rows", "unexplained")
-    if not rows:
-        raise ValueError("seen must have rows: a program without roundings has none")
+    check(rows, "seen must have rows: a program without roundings has none")
     top_rows, tail = rows[:most], rows[most:]
     names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(tail)} more rows"] if tail else [])
     values = [row.contribution for row in top_rows] + ([math.fsum(row.contribution for row in tail)] if tail else [])
@@ -254,8 +254,7 @@ def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") 
     """
     (weights,) = _fields_of(seen, "a report of jchop.ptq.quantize", "weights")
     rows = [row for row in weights if not math.isnan(row.before)]
-    if not rows:
-        raise ValueError("seen has no weight whose product was looked at")
+    check(rows, "seen has no weight whose product was looked at")
     figure = new_figure(9, 1.6 + 0.5 * len(rows), title)
     axes = figure.subplots()
     bars = {"each element to nearest": [r.before for r in rows], "as rounded": [r.after for r in rows]}

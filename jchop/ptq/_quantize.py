@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import enable_x64_for
+from jchop._common.checks import check_instance
 from jchop._common.decibels import decibels
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import Rule
@@ -24,10 +25,18 @@ from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
 from jchop.ptq._data.collect import InputSums, input_means, pair_value
-from jchop.ptq._data.passes import BatchData, check_batches, check_memory, memory_bytes, split_stages, sum_bytes
+from jchop.ptq._data.passes import (
+    BatchData,
+    StagePart,
+    check_batches,
+    check_memory,
+    memory_bytes,
+    split_stages,
+    sum_bytes,
+)
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
 from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
-from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, check_resume, run_facts
+from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
 from jchop.ptq._steps.round import RoundingOutcome, pruning_of, round_parameter
 from jchop.ptq._steps.steps import CalibrationStep, CalibrationSteps, HalfQuadratic, Sweep, as_steps, gptq
 from jchop.storage._half_quadratic import check_float_zero_points
@@ -128,21 +137,21 @@ def calibrate_params(
     if stateful_rule := next((rule for rule in low.rules if rule.scale_from is not None), None):
         raise NotImplementedError(f"{stateful_rule} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
-    check_resume(resume)
+    check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
     memory_limit = memory_bytes(memory)
     check_batches(batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None)
     if key is not None:
         check_key("key", key)
     journal = None
     if resume is not None:
-        journal = Journal(resume, run_facts(low, params, batches, plan, in_order, key, memory_limit))
+        journal = Journal(resume, *run_facts(low, params, batches, plan, in_order, key, memory_limit))
     data = BatchData(low, params, batches, key, progress)
     mapping_record = map_parameters(data, plan.mappings, memory_limit)
     job = _CalibrationJob(low, data, plan, key, mapping_record, journal, tell, memory_limit)
-    if in_order:
-        job.round_sequentially()
+    if in_order or memory_limit is not None:
+        job.round_in_several_passes(in_order)
     else:
-        job.round_in_one_pass() if memory_limit is None else job.round_in_several_passes()
+        job.round_in_one_pass()
     return job.result()
 
 
@@ -169,62 +178,50 @@ class _CalibrationJob:
             sums, trace = self.data.sums()
             if self.journal is not None:
                 self.journal.save_sums(sums)
-        self.passes += 1
         self._start(trace)
-        self._round_stages(self.stages, lambda stage: _sums_of_stage(sums, stage))
+        self._round_stages([StagePart(tuple(self.stages), (), None)], lambda _: sums)
 
-    def round_in_several_passes(self) -> None:
-        """As `at_once`, with the statistics of some weights at a time."""
-        assert self.memory is not None
+    def round_in_several_passes(self, in_order: bool) -> None:
+        """The same with the statistics of some weights at a time; or in order, by the model as it is rounded so far."""
         self._start(self.data.first())
-        parts = split_stages(self.stages, self._sum_bytes(), self.memory, self.program.paths.__getitem__)
-        part_by_stage = {stage: part for part in parts for stage in part.stages}
-        part_and_sums: list[Any] = [None, {}]
-
-        def sums_of(stage: Stage) -> Mapping[int, InputSums]:
-            part = part_by_stage[stage]
-            if part_and_sums[0] is not part:
-                part_and_sums[:] = None, {}
-                part_and_sums[:] = part, self.data.sums(leaves=part.leaves, window=part.window)[0]
-                self.passes += 1
-            return _sums_of_stage(part_and_sums[1], stage, part.window)
-
-        self._round_stages([stage for part in parts for stage in part.stages], sums_of)
-
-    def round_sequentially(self) -> None:
-        """One stage after the other, by the inputs of the model as it is rounded so far."""
-        self._start(self.data.first())
+        two_trajectories = in_order and (self.steps.correction is not None or self.steps.biases is not None)
+        values, path_of = self.call.values, self.program.paths.__getitem__
+        sizes = {i: sum_bytes(site, values[i], two_trajectories) for i, site in self.weight_sites.items()}
         full_precision: dict[int, Array] = {}
-        two_trajectories = self.steps.correction is not None or self.steps.biases is not None
-        trajectories = [full_precision] if two_trajectories else []
-        if self.memory is not None:
-            check_memory(self.stages, self._sum_bytes(two_trajectories), self.memory, self.program.paths.__getitem__)
+        trajectories = [full_precision]
+        if in_order:
+            trajectories = [*([full_precision] if two_trajectories else []), self.values]
+            windowed = self.memory is not None
+            if self.memory is not None:
+                check_memory(self.stages, sizes, self.memory, path_of)
+            windows = [(stage.turn[0], 1) if windowed and stage.turn else None for stage in self.stages]
+            parts = [StagePart((s,), s.leaves, window) for s, window in zip(self.stages, windows, strict=True)]
+        else:
+            assert self.memory is not None
+            parts = split_stages(self.stages, sizes, self.memory, path_of)
+        self._round_stages(parts, lambda part: self.data.sums(trajectories, in_order, part.leaves, part.window)[0])
 
-        def sums_of(stage: Stage) -> Mapping[int, InputSums]:
-            window = (stage.turn[0], 1) if self.memory is not None and stage.turn else None
-            sums, _ = self.data.sums([*trajectories, self.values], True, stage.leaves, window)
-            return _sums_of_stage(sums, stage, window)
-
-        self.passes += len(self.stages)
-        self._round_stages(self.stages, sums_of)
-
-    def _sum_bytes(self, two_trajectories: bool = False) -> dict[int, tuple[int, int]]:
-        """The bytes of the statistics of each weight in a turn of its outermost loop, and the number of turns."""
-        values = self.call.values
-        return {i: sum_bytes(site, values[i], two_trajectories) for i, site in self.weight_sites.items()}
-
-    def _round_stages(self, stages: Sequence[Stage], sums_of: Callable[[Stage], Mapping[int, InputSums]]) -> None:
+    def _round_stages(
+        self, parts: Sequence[StagePart], sums_of: Callable[[StagePart], Mapping[int, InputSums]]
+    ) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
-        for stage_index, stage in enumerate(stages):
+        self.passes += len(parts)
+        stages = [(part, stage) for part in parts for stage in part.stages]
+        sums: Mapping[int, InputSums] = {}
+        summed = None
+        for stage_index, (part, stage) in enumerate(stages):
             record = None if self.journal is None else self.journal.load_stage(stage_index)
             earlier_rows = len(self.rows)
             if record is not None:
                 self._restore_stage(record)
             else:
-                sums = sums_of(stage)
+                if summed is not part:
+                    sums = {}  # the memory is free before the next pass
+                    summed, sums = part, sums_of(part)
+                stage_sums = _sums_of_stage(sums, stage, part.window)
                 self.stage_record = StageRecord([], [], {})
                 for leaf in stage.leaves:
-                    self._round(leaf, stage.turn, sums.get(leaf))
+                    self._round(leaf, stage.turn, stage_sums.get(leaf))
                 if self.journal is not None:
                     self.journal.save_stage(stage_index, self.stage_record._replace(rows=self.rows[earlier_rows:]))
             if self.tell is not None:
@@ -276,7 +273,8 @@ class _CalibrationJob:
         weight_sites = rounded_sites(self.program, self.sites)
         for i in weight_sites:
             _check_step_formats(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
-        packed_params = self.low.pack(self.params, *self.call_args(), key=self.key)
+        (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
+        packed_params = self.low.pack(self.params, *args, key=self.key)
         self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed_param)
         packed_leaves = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
         self.weight_sites = weight_sites
@@ -296,11 +294,6 @@ class _CalibrationJob:
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
         none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
         self.bias_sites, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
-
-    def call_args(self) -> tuple[Any, ...]:
-        """The arguments after the parameters, as the program was traced for."""
-        (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
-        return tuple(args)
 
     def _round(self, leaf: int, turn: tuple[int, ...], inputs: InputSums | None) -> None:
         """Round a weight, or a layer of a stack of them."""
@@ -474,9 +467,7 @@ def _use_name(step_operand_use: tuple[Any, int, ParamUse]) -> str:
     return f"{use.primitive} at {use.source}" if use.source else use.primitive
 
 
-def _sums_of_stage(
-    sums: Mapping[int, InputSums], stage: Stage, window: tuple[int, int] | None = None
-) -> dict[int, InputSums]:
+def _sums_of_stage(sums: Mapping[int, InputSums], stage: Stage, window: tuple[int, int] | None) -> dict[int, InputSums]:
     """The sums of one turn of the loops, of all turns or of those in a window of the outermost loop."""
     index = stage.turn if window is None else (stage.turn[0] - window[0], *stage.turn[1:])
     return {leaf: jax.tree.map(lambda v: v[index], sums[leaf]) for leaf in stage.leaves if leaf in sums}

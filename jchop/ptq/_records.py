@@ -127,18 +127,6 @@ _SUMS_STRUCTURE = jax.tree.structure(
 )
 
 
-class RunFacts(NamedTuple):
-    """What a run depends on.
-
-    Args:
-        facts: digests and texts, by name.
-        last_batch: the last batch.
-    """
-
-    facts: dict[str, str]
-    last_batch: Any
-
-
 class StageRecord(NamedTuple):
     """What one stage has changed.
 
@@ -156,8 +144,8 @@ class StageRecord(NamedTuple):
 def run_facts(
     low: QuantizedFunction, params: Any, batches: Iterable[Any], steps: Any, in_order: bool, key: Array | None,
     memory: int | None = None,
-) -> RunFacts:  # fmt: skip
-    """What a run depends on; runs once through the batches."""
+) -> tuple[dict[str, str], Any]:  # fmt: skip
+    """What a run depends on, as digests and texts by name; and the last batch. Runs once through the batches."""
     batch_digest, last_batch, program_digest = hashlib.sha256(), None, hashlib.sha256()
     for batch_number, batch in enumerate_batches(batches):
         _update_digest(batch_digest, batch)
@@ -180,7 +168,7 @@ def run_facts(
         "params": param_digest.hexdigest(),
         "batches": batch_digest.hexdigest(),
     }
-    return RunFacts(facts, last_batch)
+    return facts, last_batch
 
 
 def _run_version() -> str:
@@ -210,27 +198,28 @@ class Journal:
 
     Args:
         folder: its path; created if it does not exist.
-        run: what the run depends on.
+        facts: what the run depends on.
+        last_batch: the last batch.
 
     Raises:
         ValueError: if the folder has a run that depends on something else, or other files.
         OSError: if it cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], run: RunFacts) -> None:
-        self.folder, self.last_batch = Path(folder), run.last_batch
+    def __init__(self, folder: str | os.PathLike[str], facts: Mapping[str, str], last_batch: Any) -> None:
+        self.folder, self.last_batch = Path(folder), last_batch
         self.folder.mkdir(exist_ok=True)
         path = self.folder / _RUN_FILE
         names = sorted(p.name for p in self.folder.iterdir())
         other_files = [name for name in names if not _JOURNAL_FILES.fullmatch(name)]
         if other_files:
             raise ValueError(f"resume={str(folder)!r} has files of something else, such as {other_files[0]!r}")
-        self._facts, self._files = run.facts, {}
+        self._facts, self._files = facts, {}
         if not any(name.endswith(".safetensors") for name in names):  # nothing is done yet
             self._write()
         prior = _read_run_facts(path)
         self._files = prior.pop("files")
-        differences = sorted(name for name in {*prior, *run.facts} if prior.get(name) != run.facts.get(name))
+        differences = sorted(name for name in {*prior, *facts} if prior.get(name) != facts.get(name))
         if len(differences) > 1 and "function" in differences:
             differences.remove("function")  # its digest is that of a trace for parameters and data, and follows them
         if differences:
@@ -270,8 +259,9 @@ class Journal:
 
     def save_sums(self, sums: Mapping[int, InputSums]) -> None:
         """Write the sums of the pass over the data."""
+        leaves = {leaf: jax.tree.leaves(leaf_sums) for leaf, leaf_sums in sums.items()}
         self._save_file(
-            _SUMS_FILE, {f"{leaf}.{i}": array for leaf, tree in sums.items() for i, array in _enumerate_leaves(tree)}
+            _SUMS_FILE, {f"{i}.{j}": jnp.asarray(x) for i, some in leaves.items() for j, x in enumerate(some)}
         )
 
     def load_stage(self, stage_index: int) -> StageRecord | None:
@@ -302,10 +292,6 @@ class Journal:
         self._save_file(_STAGE_FILE.format(stage_index), arrays, {"ptq": json.dumps(facts)})
 
 
-def _enumerate_leaves(tree: Any) -> list[tuple[int, Any]]:
-    return list(enumerate(map(jnp.asarray, jax.tree.leaves(tree))))
-
-
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -330,13 +316,3 @@ def discard_run(folder: Path) -> None:
             path.unlink()
     if not any(folder.iterdir()):
         folder.rmdir()
-
-
-def check_resume(resume: Any) -> None:
-    """Refuse what is no path.
-
-    Raises:
-        TypeError: that names the argument.
-    """
-    if resume is not None and not isinstance(resume, str | os.PathLike):
-        raise TypeError(f"resume={resume!r} must be the path of a folder, or None")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.files import require_extra
 from jchop._common.text import RowReport, TableOrLine, html
 from jchop._emulate.emulate import emulate
@@ -217,8 +217,7 @@ def run_function(
         raise TypeError(f"fun={fun!r} must be a function")
     check_int("seeds", seeds, 1)
     check_int("seed", seed, 0, 2**31 - 1)
-    if budget_seconds is not None and not budget_seconds > 0:
-        raise ValueError(f"budget_seconds={budget_seconds!r} must be positive, or None")
+    check(budget_seconds is None or budget_seconds > 0, f"budget_seconds={budget_seconds!r} must be positive, or None")
     specs = study_specs(formats, modes)
     for _, spec in specs:
         as_spec(spec, "formats")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import as_iterable, check_bool, check_choice, check_int
+from jchop._common.checks import as_iterable, check, check_bool, check_choice, check_int
 from jchop._common.files import require_extra
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
@@ -152,8 +152,7 @@ def study_specs(formats: Any, modes: Any) -> list[tuple[tuple[str, ...], Spec]]:
         label = value if isinstance(value, str) else str(value)
         if label not in labels:
             labels.append(label)
-    if not names or not roundings:
-        raise ValueError("formats and modes must each name at least one")
+    check(names and roundings, "formats and modes must each name at least one")
     by_bits = sorted(names.items(), key=lambda item: _bits_per_number(item[0]))
     return [(tuple(format_names), _with_rounding(spec, mode)) for spec, format_names in by_bits for mode in roundings]
 

@@ -152,7 +152,7 @@ def bad_arguments() -> None:
     with pytest.raises(ValueError, match="points=0 must be"):
         jc.ptq.clip(0)
     for least in (0, 1):
-        with pytest.raises(ValueError, match=f"least={least} must be above 0 and below 1"):
+        with pytest.raises(ValueError, match=f"least={least} must be a finite number > 0 and < 1"):
             jc.ptq.clip(least=least)
     with pytest.raises(TypeError, match="least='a' must be"):
         jc.ptq.clip(least="a")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.text import RowReport, TableOrLine
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
 from jchop._emulate.paired.measure import as_double_precision
@@ -70,6 +70,11 @@ class BlameRow(PlacedRow):
     source: str = ""
     turns: tuple[float, ...] = ()
 
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        numbers = f"{self.rms:.2g}", f"{self.contribution:.4g}", "" if math.isnan(self.share) else f"{self.share:z.1%}"
+        return self.scope, self.primitive, self.spec, str(self.equations), *numbers, self.place
+
 
 @dataclass(frozen=True)
 class Blame(RowReport):
@@ -102,15 +107,9 @@ class Blame(RowReport):
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
-        yield [head, *map(_blame_cells, self.rows)]
+        yield [head, *(row.cells() for row in self.rows)]
         yield f"error {self.error:.4g}, of which no row explains {self.unexplained:.2g}"
         yield from self.notes
-
-
-def _blame_cells(row: BlameRow) -> tuple[str, ...]:
-    share = "" if math.isnan(row.share) else f"{row.share:z.1%}"
-    numbers = (f"{row.rms:.2g}", f"{row.contribution:.4g}", share)
-    return row.scope, row.primitive, row.spec, str(row.equations), *numbers, row.place
 
 
 def blame(
@@ -185,11 +184,15 @@ def blame(
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
-    rows = [
-        *_argument_blame_rows(shares, str(low.settings.spec), first, error),
-        *_blame_rows(tape.with_literal_steps(steps), shares, error),
-    ]
-    rows.sort(key=lambda row: -abs(row.contribution))
+    arguments = {
+        ("", name, str(low.settings.spec), first): [share]
+        for name, share in shares.items()
+        if isinstance(name, str) and share.squares
+    }
+    groups = [*arguments.items(), *_shares_by_place(tape.with_literal_steps(steps), shares).items()]
+    rows = sorted(
+        (_blame_row(*place, members, error) for place, members in groups), key=lambda row: -abs(row.contribution)
+    )
     unexplained = error - math.fsum(row.contribution for row in rows)
     notes = (*dict.fromkeys(tape.notes), *_blame_notes(tape.diverges, error, value, unexplained, rows))
     return Blame(tuple(rows), error, value, reference, unexplained, notes)
@@ -252,8 +255,7 @@ def _output_cotangents(
     """The error, both outputs, and the derivative of the output by each result."""
     low, wide = ([as_jax_value(pair[side]) for pair in results] for side in (0, 1))
     numbers = [i for i, x in enumerate(low) if is_number(jax.typeof(x))]
-    if not numbers:
-        raise ValueError("the result has no floating-point number, so it has no error")
+    check(numbers, "the result has no floating-point number, so it has no error")
     if output is not None:
         return _cotangents_of_output(program, low, wide, numbers, output)
     errors = [as_double_precision(low[i]) - as_double_precision(wide[i]) for i in numbers]
@@ -311,32 +313,24 @@ def _not_finite_error(*output: Any) -> ValueError:
     )
 
 
-def _argument_blame_rows(shares: dict[Any, ErrorShare], spec: str, source: str, error: float) -> Iterator[BlameRow]:
-    for name, share in shares.items():
-        if isinstance(name, str) and share.squares:
-            yield _blame_row("", name, spec, 1, [share], source, error)
-
-
-def _blame_rows(
-    steps: Iterable[tuple[EmulatedStep, int, str]], shares: dict[Any, ErrorShare], error: float
-) -> Iterator[BlameRow]:
+def _shares_by_place(
+    steps: Iterable[tuple[EmulatedStep, int, str]], shares: dict[Any, ErrorShare]
+) -> dict[tuple[str, str, str, str], list[ErrorShare]]:
+    """The shares of the steps of each scope, name, rounding and line of source."""
     groups: dict[tuple[str, str, str, str], list[ErrorShare]] = {}
     for step, _, source in steps:
         if id(step) in shares:
             moves = step.kind in SILENT_KINDS and not is_foreign_primitive(step)  # which round nothing else
             name = "constant" if moves else step_label(step)
             groups.setdefault((step.scope, name, step_spec_text(step), source), []).append(shares[id(step)])
-    for (scope, name, spec, source), members in groups.items():
-        yield _blame_row(scope, name, spec, len(members), members, source, error)
+    return groups
 
 
-def _blame_row(
-    scope: str, name: str, spec: str, equations: int, members: Sequence[ErrorShare], source: str, error: float
-) -> BlameRow:
+def _blame_row(scope: str, name: str, spec: str, source: str, members: Sequence[ErrorShare], error: float) -> BlameRow:
     count = sum(share.count for share in members)
     rms = math.sqrt(sum(share.squares for share in members) / count) if count else 0.0
     contribution = math.fsum(share.contribution for share in members)
     last_turn = max((turn for share in members for turn in share.turns), default=-1)
     turns = tuple(math.fsum(share.turns.get(turn, 0.0) for share in members) for turn in range(last_turn + 1))
     share = contribution / error if error else math.nan
-    return BlameRow(scope, name, spec, equations, count, rms, contribution, share, source, turns)
+    return BlameRow(scope, name, spec, len(members), count, rms, contribution, share, source, turns)

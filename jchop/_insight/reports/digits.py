@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jchop._common.checks import check_int
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.checks import check, check_float, check_int
+from jchop._common.text import TableOrLine, Tables, plain_data
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
 from jchop._emulate.paired.paired_run import SILENT_KINDS
 from jchop._emulate.paired.places import MOST_REPORT_TURNS, step_label, walk_sources
@@ -28,6 +28,7 @@ from jchop._emulate.rules.rules import EXACT, Settings, make_settings
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._emulate.rules.value_facts import is_carrier_float
+from jchop._insight.reports.report import PlacedRow
 from jchop._program.control import as_jax_value, copy_if_reference, where_active
 from jchop._program.lanes import LaneRunner
 from jchop._program.loop_limits import COMPARISONS
@@ -65,7 +66,7 @@ _EXACT_KINDS = SILENT_KINDS | {"exact", "power"}
 
 
 @dataclass(frozen=True)
-class Instability:
+class Instability(PlacedRow):
     """Operations of one kind and line of source whose operands or outcomes have too few digits.
 
     Args:
@@ -85,11 +86,6 @@ class Instability:
     primitive: str
     scope: str
     source: str
-
-    @property
-    def place(self) -> str:
-        """The source without its folders: ``"model.py:12"``."""
-        return os.path.basename(self.source)
 
 
 @dataclass(frozen=True)
@@ -136,8 +132,7 @@ class SignificantDigits(Tables):
             return {jax.tree_util.keystr(path): _strict_json(np.asarray(x).tolist()) for path, x in leaves}
 
         out = {name: by_path(getattr(self, name)) for name in ("digits", "mean", "spread")}
-        rows = [{f.name: getattr(row, f.name) for f in fields(row)} for row in self.instabilities]
-        return {**out, "most": self.most, "samples": self.samples, "instabilities": rows, "notes": list(self.notes)}
+        return out | {name: plain_data(getattr(self, name)) for name in ("most", "samples", "instabilities", "notes")}
 
     def _parts(self) -> Iterator[TableOrLine]:
         leaves = [np.ravel(x) for x in jax.tree.leaves(self.digits)]
@@ -225,26 +220,23 @@ def significant_digits(
     check_key("key", key)
     samples = check_int("samples", samples, 2, 1 << 16)
     max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
-    if not isinstance(confidence, int | float) or not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence!r} must be a number between 0 and 1")
+    confidence = check_float("confidence", confidence, 0, 1, "()")
     if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
         fun, args = fun.__func__, (fun.__self__, *args)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
         raise TypeError("significant_digits needs arguments that are not traced: call it outside of jax.jit")
     if isinstance(fun, EmulatedFunction):
-        if spec is not None:
-            raise ValueError(f"spec={spec!r}: a function from emulate has its own arithmetic; leave spec out")
-        if narrow != "raise":
-            raise ValueError(f"narrow={narrow!r}: a function from emulate has its own; pass it to emulate")
+        check(spec is None, f"spec={spec!r}: a function from emulate has its own arithmetic; leave spec out")
+        check(narrow == "raise", f"narrow={narrow!r}: a function from emulate has its own; pass it to emulate")
         program = trace_program(fun.fun, _require_stochastic(fun.settings), args, kwargs)
-        return _measure_digits(fun.settings, program, key, samples, float(confidence), max_turns)
+        return _measure_digits(fun.settings, program, key, samples, confidence, max_turns)
     if not callable(fun):
         raise TypeError(f"fun={fun!r} must be a function")
     settings = make_settings(_DEFAULT_SPEC if spec is None else spec, None, None, "raise", narrow=narrow)
     own_x64 = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     with jax.enable_x64(True):
         program = _trace_in_float64(fun, _require_stochastic(settings), args, kwargs, own_x64)
-        return _measure_digits(settings, program, key, samples, float(confidence), max_turns)
+        return _measure_digits(settings, program, key, samples, confidence, max_turns)
 
 
 def _trace_in_float64(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any, x64: Any) -> EmulatedProgram:
@@ -258,9 +250,16 @@ def _trace_in_float64(fun: Callable[..., Any], settings: Settings, args: Any, kw
         with x64:  # its own error, if it has one
             program = trace_program(fun, make_settings(None, None, None, "carrier"), args, kwargs)
         if widens:
-            return trace_program(
-                partial(_rerun_program, program), settings, list(map(_number_in_float64, program.values)), {}
-            )
+            source = ClosedJaxpr(program.source, program.plan.consts)
+
+            def rerun(*values: Any) -> Any:
+                """The results of the program of other dtypes."""
+                args = [
+                    lax.convert_element_type(x, v.aval.dtype) for x, v in zip(values, source.jaxpr.invars, strict=True)
+                ]
+                return jax.tree.unflatten(program.tree, list(map(_number_in_float64, jaxpr_as_fun(source)(*args))))
+
+            return trace_program(rerun, settings, list(map(_number_in_float64, program.values)), {})
         reason = str(error).splitlines()[0].rstrip(":")
         raise TypeError(
             f"fun={fun!r} does not run in float64: it mixes its arguments, which are float64 here, with values of a "
@@ -269,16 +268,8 @@ def _trace_in_float64(fun: Callable[..., Any], settings: Settings, args: Any, kw
         ) from error
 
 
-def _rerun_program(program: EmulatedProgram, *values: Any) -> Any:
-    """The results of a program of other dtypes."""
-    source = ClosedJaxpr(program.source, program.plan.consts)
-    args = [lax.convert_element_type(x, v.aval.dtype) for x, v in zip(values, program.source.invars, strict=True)]
-    return jax.tree.unflatten(program.tree, list(map(_number_in_float64, jaxpr_as_fun(source)(*args))))
-
-
 def _require_stochastic(settings: Settings) -> Settings:
-    if not settings.stochastic:
-        raise ValueError(f"spec={str(settings.spec)!r} rounds to one value; a stochastic spec is needed")
+    check(settings.stochastic, f"spec={str(settings.spec)!r} rounds to one value; a stochastic spec is needed")
     return settings
 
 
@@ -294,7 +285,8 @@ def _measure_digits(
 ) -> SignificantDigits:
     fmt = None if settings.spec is None else settings.spec.format
     bits = fmt.precision if isinstance(fmt, FloatFormat) else 53
-    measure = _DigitsMeasure.of(samples, confidence, bits * math.log10(2))
+    factor = math.sqrt(samples) / student_quantile(samples - 1, confidence)
+    measure = _DigitsMeasure(factor, bits * math.log10(2))
     _check_carrier_digits(program.plan)
     seeds = [call_seeds(settings, jax.random.fold_in(key, i)) for i in range(samples)]
     entries = [round_on_entry(program, settings.spec, sample_seeds) for sample_seeds in seeds]
@@ -338,15 +330,13 @@ def _check_carrier_digits(plan: ProgramPlan) -> None:
                 )
 
 
-def _instability_rows(steps: Any, counts: dict[tuple[int, str], int]) -> list[Instability]:
+def _instability_rows(steps: Any, counts: Counter[tuple[int, str]]) -> list[Instability]:
     by_id = {id(step): (step, source) for step, _, source in steps}
-    groups: dict[tuple[str, str, str, str], int] = {}
+    groups: Counter[tuple[str, str, str, str]] = Counter()
     for (number, kind), count in counts.items():
         step, source = by_id[number]
-        group = kind, step_label(step), step.scope, source
-        groups[group] = groups.get(group, 0) + count
-    rows = [Instability(kind, count, name, scope, source) for (kind, name, scope, source), count in groups.items()]
-    return sorted(rows, key=lambda row: -row.count)
+        groups[kind, step_label(step), step.scope, source] += count
+    return [Instability(kind, count, *place) for (kind, *place), count in groups.most_common()]
 
 
 def student_quantile(freedom: int, confidence: float) -> float:
@@ -374,10 +364,6 @@ class _DigitsMeasure:
 
     factor: float
     most: float
-
-    @classmethod
-    def of(cls, samples: int, confidence: float, most: float) -> _DigitsMeasure:
-        return cls(math.sqrt(samples) / student_quantile(samples - 1, confidence), most)
 
     def facts(self, many: ValueSamples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The digits, mean and standard deviation of samples; a complex number has the digits of its worse part."""
@@ -409,7 +395,7 @@ class _SampleRun(LaneRunner):
     measure: _DigitsMeasure
     max_turns: int
     lanes: Sequence[int]
-    counts: dict[tuple[int, str], int] = field(default_factory=dict)
+    counts: Counter[tuple[int, str]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -524,6 +510,5 @@ class _SampleRun(LaneRunner):
             return [self.measure.digits(np.sqrt(x), np.sqrt(d)) for x, d in zip(sizes, noises, strict=True)]
 
     def _count(self, step: EmulatedStep, kind: str, unstable: np.ndarray) -> None:
-        count = int(np.sum(unstable))
-        if count:
-            self.counts[id(step), kind] = self.counts.get((id(step), kind), 0) + count
+        if count := int(np.sum(unstable)):
+            self.counts[id(step), kind] += count

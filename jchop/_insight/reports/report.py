@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
@@ -269,16 +270,14 @@ def report(
     for note in dict.fromkeys(paired_run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(paired_run.notes), *_report_notes(steps, paired_run), *_carrier_notes(steps))
-    entry_rows = _entry_rows(paired_run, spec, first_line_of(fun.fun, call_line))
+    home = first_line_of(fun.fun, call_line)
+    entry_rows = [
+        ReportRow("", name, str(spec) if rounds else "carrier", "", 1, size, home, **measure.facts())
+        for name, rounds, size, measure in paired_run.entries
+        if measure.overflows or measure.infinities or measure.nans or measure.underflows
+    ]
     rows = (*entry_rows, *_report_rows(paired_run.with_literal_steps(steps), paired_run.measures))
     return Report(rows, True, paired_run.reference.text, stop_text, notes)
-
-
-def _entry_rows(paired_run: PairedRun, spec: Spec | None, source: str) -> Iterator[ReportRow]:
-    """Rows of the arguments and constants with overflows, infinities, NaN or underflows."""
-    for name, rounds, size, measure in paired_run.entries:
-        if measure.overflows or measure.infinities or measure.nans or measure.underflows:
-            yield ReportRow("", name, str(spec) if rounds else "carrier", "", 1, size, source, **measure.facts())
 
 
 def _report_notes(steps: Sequence[tuple[EmulatedStep, int, str]], paired_run: PairedRun) -> Iterator[str]:
@@ -292,9 +291,7 @@ def _carrier_notes(steps: Sequence[tuple[EmulatedStep, int, str]]) -> Iterator[s
     """A sentence about the operations that rules and `unknown` leave in the carrier."""
     unrounded = [step for step, _, _ in steps if step.kind not in SILENT_KINDS and step_spec_text(step) == "carrier"]
     if unrounded:
-        counts = {step_label(step): 0 for step in unrounded}
-        for step in unrounded:
-            counts[step_label(step)] += 1
+        counts = Counter(map(step_label, unrounded))
         yield f"left in the carrier: {', '.join(f'{name} ({n})' for name, n in counts.items())}"
 
 

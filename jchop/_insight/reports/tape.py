@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jchop._common.settings import always_jit
+from jchop._emulate.paired.measure import as_double_precision
 from jchop._emulate.paired.paired_run import (
     CHOOSING_KINDS,
     ELEMENTWISE_KINDS,
@@ -50,7 +51,8 @@ class TapeNode(tuple[Any, Any]):
 
     def add(self, cotangent: Any) -> None:
         """Adds to the cotangent."""
-        cotangent = _on_devices_of(cotangent, self[0])
+        if isinstance(self[0], Array) and self[0].sharding.num_devices > 1:  # JAX compares the axes of explicit meshes
+            cotangent = jax.device_put(cotangent, self[0].sharding)
         self.cotangent = cotangent if self.cotangent is None else self.cotangent + cotangent
 
 
@@ -232,7 +234,9 @@ class Tape(PairedRun):
         ]
         if not entries:
             return
-        infinite = next(filter(_entry_overflows, self.entries), None)
+        pairs = ((entry, pair) for entry in self.entries for pair in _number_nodes(entry))
+        overflows = (entry for entry, (x, y) in pairs if bool(jnp.any(~jnp.isfinite(x) & jnp.isfinite(y))))
+        infinite = next(overflows, None)  # in the emulated program alone
         if self.steep is None and infinite is not None:
             raise ValueError(
                 f"the result of {self._name(infinite.step)} is not finite although the output is, {_NO_PARTS}; take a "
@@ -470,19 +474,12 @@ def _share_key(entry: _TapeEntry) -> Any:
     return id(entry.step) if isinstance(entry.step, EmulatedStep) else entry.step
 
 
-def _entry_overflows(entry: _TapeEntry) -> bool:
-    """Whether a number is infinite or NaN in the emulated program alone."""
-    return any(bool(jnp.any(~jnp.isfinite(low) & jnp.isfinite(wide))) for low, wide in _number_nodes(entry))
-
-
 def _number_nodes(entry: _TapeEntry) -> list[TapeNode]:
     return [node for node in entry.results if is_number(jax.typeof(node[0]))]
 
 
 def _add_share(share: ErrorShare, node: TapeNode, turn: tuple[int, ...]) -> None:
-    error = np.asarray(node.rounding_error).astype(
-        np.complex128 if np.iscomplexobj(node.rounding_error) else np.float64
-    )
+    error = as_double_precision(node.rounding_error)
     share.squares += float(np.sum(np.abs(error) ** 2))
     share.count += error.size
     if node.cotangent is None:
@@ -495,17 +492,9 @@ def _add_share(share: ErrorShare, node: TapeNode, turn: tuple[int, ...]) -> None
         share.turns[turn[0]] = share.turns.get(turn[0], 0.0) + part
 
 
-def _on_devices_of(cotangent: Any, like: Any) -> Any:
-    """The cotangent on the devices of a value; JAX compares them if the axes of a mesh are explicit."""
-    is_sharded = isinstance(like, Array) and like.sharding.num_devices > 1
-    return jax.device_put(cotangent, like.sharding) if is_sharded else cotangent
-
-
 def _rounding_error(low: Any, exact: Any) -> np.ndarray:
     """Their difference in float64, which holds that of two numbers of float32 almost always, to half a unit else."""
-    low, exact = np.asarray(low), np.asarray(exact)
-    dtype = np.complex128 if np.iscomplexobj(low) else np.float64
-    low, exact = low.astype(dtype), exact.astype(dtype)
+    low, exact = as_double_precision(low), as_double_precision(exact)
     is_equal = (low == exact) | (np.isnan(low) & np.isnan(exact))
     with np.errstate(invalid="ignore"):
         return np.where(is_equal, 0, low - exact)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._common.checks import check
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.paired.paired_run import SILENT_KINDS
 from jchop._emulate.paired.places import walk_sources
@@ -275,8 +276,7 @@ def make_tuning_problem(
             check_finite_result(name, exact)
         cases.append(TuningCase(args, program, site_of_step, exact))
     assert all_sites is not None
-    if not all_sites:
-        raise ValueError("fun has no operation that rounds, so there is nothing to tune")
+    check(all_sites, "fun has no operation that rounds, so there is nothing to tune")
     pairs = {pair for site in all_sites for pair in site.pairs}
     has_program = all(is_plan_traceable(case.program.plan, menu) for case in cases)
     problem = TuningProblem(fun, menu, all_sites, others - pairs, cases[: len(inputs)], metric, max_turns, has_program)

@@ -12,7 +12,7 @@ import jax
 import jax.core
 import numpy as np
 
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import check, check_choice, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
@@ -269,8 +269,7 @@ def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[A
     for name, value in (("inputs", inputs), ("held_out", held_out)):
         if not isinstance(value, Sequence) or not all(isinstance(args, tuple | list) for args in value):
             raise TypeError(f"{name} must be a list of tuples of arguments, as [(x,), (y,)], not {value!r}")
-    if not inputs:
-        raise ValueError("inputs=[] must have at least one tuple of arguments")
+    check(inputs, "inputs=[] must have at least one tuple of arguments")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((list(inputs), list(held_out)))):
         raise TypeError("tune needs arguments that are not traced: call it outside of jax.jit")
     return fun, [tuple(args) for args in inputs], [tuple(args) for args in held_out]
@@ -289,8 +288,7 @@ def _as_menu(menu: Any) -> tuple[ArithmeticChoice, ...]:
     if isinstance(menu, str) or not isinstance(menu, Sequence):
         raise TypeError(f"menu={menu!r} must be a list of formats, as ['bfloat16', 'e5m10', None]")
     choices = [_as_menu_choice(value, f"menu[{i}]") for i, value in enumerate(menu)]
-    if len(set(choices)) != len(choices):
-        raise ValueError(f"menu={list(menu)!r} has a format twice")
+    check(len(set(choices)) == len(choices), f"menu={list(menu)!r} has a format twice")
     if all(choice.spec is None for choice in choices) or len(choices) < 2:
         raise ValueError(f"menu={list(menu)!r} must have two formats or more; None (in a shell: carrier) counts")
     return tuple(
@@ -309,8 +307,7 @@ def _as_menu_choice(value: Any, name: str) -> ArithmeticChoice:
         value, sums = value
     spec = None if value is None else as_spec(value, name)
     for item, stochastic in ((spec, spec is not None and spec.rounding.stochastic), (sums, sums and sums.stochastic)):
-        if stochastic:
-            raise ValueError(f"{name}={str(item)!r} rounds stochastically; tune needs deterministic roundings")
+        check(not stochastic, f"{name}={str(item)!r} rounds stochastically; tune needs deterministic roundings")
     return ArithmeticChoice(spec, sums)
 
 
@@ -337,8 +334,7 @@ def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable
             choices = [problem.menu[level] for level in assignment]
             values = [one.spec if one.accumulate is None else (one.spec, one.accumulate) for one in choices]
             number = float(cost({site.path: value for site, value in zip(problem.sites, values, strict=True)}))
-            if not math.isfinite(number):
-                raise ValueError(f"cost={cost!r} gave {number}; a cost must be finite")
+            check(math.isfinite(number), f"cost={cost!r} gave {number}; a cost must be finite")
             return number
 
         return custom_cost

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._common.checks import check
 from jchop._common.text import table_lines
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._quantized.program.lazy_params import Keys
@@ -90,8 +91,7 @@ def memory_bytes(memory: Any) -> int | None:
         count = int(float(match[1]) * _BYTE_UNITS[match[2]]) if match else 0
     else:
         count = memory
-    if count < 1:
-        raise ValueError(f"memory={memory!r} {requirement}")
+    check(count >= 1, f"memory={memory!r} {requirement}")
     return count
 
 

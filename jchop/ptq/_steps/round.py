@@ -54,7 +54,8 @@ def clip_groups(step: Clip, target: Array, gram: Array, *, placement: WeightLayo
         layout: it as matrices.
     """
     nearest_placement, numbers = placement_to_nearest(placement), group_numbers(placement, layout, jnp)
-    count = group_count(placement)
+    fmt = placement.spec.scaled
+    count = 1 if fmt is None else math.prod(fmt.scale_shape(placement.shape))
     matrices = layout.lay(target).astype(gram.dtype)
     group_products = _inner_products(placement, layout, gram)
     groups = numbers.reshape(-1)
@@ -83,12 +84,6 @@ def placement_to_nearest(placement: WeightLayout) -> WeightLayout:
     if not placement.spec.rounding.stochastic:
         return placement
     return replace(placement, spec=replace(placement.spec, rounding=Rounding.NEAREST_EVEN, random_bits=None))
-
-
-def group_count(placement: WeightLayout) -> int:
-    """How many groups a parameter has; 1 without groups."""
-    fmt = placement.spec.scaled
-    return 1 if fmt is None else math.prod(fmt.scale_shape(placement.shape))
 
 
 def group_numbers(placement: WeightLayout, layout: MatrixLayout, xp: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from jchop._common.checks import check_bool, check_choice, check_int
+from jchop._common.checks import check_bool, check_choice, check_float, check_int
 from jchop.sparsity._masks import check_sparsity_pattern
 from jchop.storage._half_quadratic import check_hqq_search
 
@@ -174,7 +173,7 @@ def smooth(alpha: float = 0.5) -> Smooth:
         >>> str(jc.ptq.smooth(0.8))
         'smooth(0.8)'
     """
-    return Smooth(_number("alpha", alpha, "a number from 0 to 1", lambda x: 0 <= x <= 1))
+    return Smooth(check_float("alpha", alpha, 0, 1))
 
 
 def awq(points: int = 20, *, duo: bool = True) -> Awq:
@@ -267,8 +266,7 @@ def gptq(order: Literal["activation", "plain"] = "activation", *, damping: float
         "gptq(order='plain', damping=0.01, block=128)"
     """
     check_choice("order", order, ("activation", "plain"))
-    damping = _number("damping", damping, "a finite number, 0 or above", lambda x: x >= 0)
-    return Sweep(order, damping, check_int("block", block, 1))
+    return Sweep(order, check_float("damping", damping, 0), check_int("block", block, 1))
 
 
 def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.9) -> SignDescent:
@@ -294,9 +292,11 @@ def sign_round(iterations: int = 200, *, rate: float = 0.5, momentum: float = 0.
         >>> str(jc.ptq.sign_round(100))
         'sign_round(100, rate=0.5, momentum=0.9)'
     """
-    rate = _number("rate", rate, "above 0", lambda x: x > 0)
-    momentum = _number("momentum", momentum, "a number from 0 to below 1", lambda x: 0 <= x < 1)
-    return SignDescent(check_int("iterations", iterations, 1, (1 << 31) - 1), rate, momentum)
+    return SignDescent(
+        check_int("iterations", iterations, 1, (1 << 31) - 1),
+        check_float("rate", rate, 0, ends="(]"),
+        check_float("momentum", momentum, 0, 1, "[)"),
+    )
 
 
 def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction:
@@ -322,8 +322,7 @@ def correct_error(strength: float = 0.5, *, damping: float = 0.01) -> Correction
         >>> str(jc.ptq.correct_error(1.0))
         'correct_error(1, damping=0.01)'
     """
-    strength = _number("strength", strength, "a number from 0 to 1", lambda x: 0 <= x <= 1)
-    return Correction(strength, _number("damping", damping, "above 0", lambda x: x > 0))
+    return Correction(check_float("strength", strength, 0, 1), check_float("damping", damping, 0, ends="(]"))
 
 
 def sparse(n: int, m: int, *, by: Literal["loss", "inputs", "magnitude"] = "loss") -> Sparse:
@@ -388,8 +387,7 @@ def clip(points: int = 20, *, least: float = 0.5) -> Clip:
         >>> report.weights[0].method, report.weights[0].after > report.weights[0].before + 1
         ('clip', True)
     """
-    least = _number("least", least, "above 0 and below 1", lambda x: 0 < x < 1)
-    return Clip(check_int("points", points, 1), least)
+    return Clip(check_int("points", points, 1), check_float("least", least, 0, 1, "()"))
 
 
 def hqq(
@@ -445,14 +443,6 @@ def correct_biases() -> BiasCorrection:
         ('b', True)
     """
     return BiasCorrection()
-
-
-def _number(name: str, value: Any, requirement: str, fits: Callable[[float], bool]) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r} must be {requirement}")
-    if not (-math.inf < value < math.inf and fits(value)):
-        raise ValueError(f"{name}={value!r} must be {requirement}")
-    return float(value)
 
 
 def as_steps(steps: Any) -> CalibrationSteps:
