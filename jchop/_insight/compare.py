@@ -29,14 +29,8 @@ if TYPE_CHECKING:
 _UNSCALED_FORMATS = ("bfloat16", "binary16", "float8_e4m3fn:saturate", "float8_e5m2:saturate", "int8")
 _CHANNEL_FORMATS = ("int8(channel=0)", "float8_e4m3fn(channel=0)")
 _GROUP_FORMATS = (
-    "int8(group=128)",
-    "int4(group=128)",
-    "int4(group=32)",
-    "nf4(group=64)",
-    "mxfp8_e4m3",
-    "mxfp4",
-    "nvfp4",
-)
+    *("int8(group=128)", "int4(group=128)", "int4(group=32)", "nf4(group=64)"), "mxfp8_e4m3", "mxfp4", "nvfp4",
+)  # fmt: skip
 
 COMPARISON_SCALES = ("none", "fit")
 
@@ -111,14 +105,9 @@ class Comparison(RowReport):
         """`jchop.plot.pareto` of bits and ratios; needs matplotlib."""
         from jchop.plot import pareto
 
-        return pareto(
-            [row.format for row in self.rows],
-            [row.bits for row in self.rows],
-            [row.snr for row in self.rows],
-            ylabel="signal-to-noise ratio (dB): more is better",
-            title=title,
-            higher_is_better=True,
-        )
+        names, bits, ratios = (self.columns()[name] for name in ("format", "bits", "snr"))
+        ylabel = "signal-to-noise ratio (dB): more is better"
+        return pareto(names, bits, ratios, ylabel=ylabel, title=title, higher_is_better=True)
 
     _align, _infinities_as_text = "<" + ">" * 8, True
 
@@ -232,18 +221,11 @@ def _comparison_row(array: np.ndarray, finite: np.ndarray, spec: Spec, key: Any,
         error = np.where(nonfinite, np.inf, np.abs(x - y))
         relative = float((error[nonzero] / np.abs(x[nonzero])).max(initial=0.0))
         worst = float(np.ldexp(error.max(), -exponent))
-    return ComparisonRow(
-        str(spec),
-        float(fmt.bits_per_element(array.shape) if fmt is not None else spec.format.bits),
-        decibels_of_arrays(x, error),
-        worst,
-        relative,
-        float(nonfinite.mean()),
-        math.nan if is_clipped is None else float(is_clipped[finite].mean()),
-        float((nonzero & (y == 0)).mean()),
-        math.nan if fmt is not None else _float_or_infinity(spec.format.max),
-        exponent,
-    )
+    bits = float(fmt.bits_per_element(array.shape) if fmt is not None else spec.format.bits)
+    clipped = math.nan if is_clipped is None else float(is_clipped[finite].mean())
+    shares = float(nonfinite.mean()), clipped, float((nonzero & (y == 0)).mean())
+    largest = math.nan if fmt is not None else _float_or_infinity(spec.format.max)
+    return ComparisonRow(str(spec), bits, decibels_of_arrays(x, error), worst, relative, *shares, largest, exponent)
 
 
 def _fit_exponent(largest: float, fmt: ElementFormat) -> int:
@@ -265,7 +247,7 @@ def _float_or_infinity(value: Any) -> float:
 
 
 def _clip_mask(x: np.ndarray, y: np.ndarray, spec: Spec, key: Any) -> np.ndarray | None:
-    """Whether each number was clipped."""
+    """Whether each number was clipped: it lies beyond an end by more than half the distance to the value next to it."""
     if spec.scaled is not None:
         try:
             q = quantize(x, spec, key)
@@ -273,22 +255,10 @@ def _clip_mask(x: np.ndarray, y: np.ndarray, spec: Spec, key: Any) -> np.ndarray
             return None
         return clip_mask(q, x.astype(np.float64))
     fmt = spec.format
-    half_steps = {fmt.max: _half_step_at_end(fmt, True), fmt.min: _half_step_at_end(fmt, False)}
+    values = np.zeros(2) if fmt.bits > 16 else fmt.values()  # which cannot be listed: the distances count as 0
     result = np.zeros(x.shape, bool)
-    for sign, (end, half_step) in zip((1, -1), half_steps.items(), strict=True):
+    for sign, end, pair in ((1, fmt.max, values[-2:]), (-1, fmt.min, values[:2])):
+        limit, half_step = _float_or_infinity(end), float(pair[-1] - pair[0]) / 2
         with np.errstate(invalid="ignore", over="ignore"):
-            result |= (
-                (y == _float_or_infinity(end))
-                & np.isfinite(x)
-                & (sign * (x.astype(np.float64) - _float_or_infinity(end)) > half_step)
-            )
+            result |= (y == limit) & np.isfinite(x) & (sign * (x.astype(np.float64) - limit) > half_step)
     return result
-
-
-def _half_step_at_end(fmt: ElementFormat, upper: bool) -> float:
-    """Half the distance of the largest value, or the lowest, to the one next to it; 0 if it cannot be listed."""
-    if fmt.bits > 16:
-        return 0.0
-    values = fmt.values()
-    pair = values[-2:] if upper else values[:2]
-    return float(pair[-1] - pair[0]) / 2

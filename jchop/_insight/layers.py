@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._common.checks import as_iterable, check, check_choice, short_repr
+from jchop._common.checks import as_iterable, check, check_choice, check_float, short_repr
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.text import RowReport, TableOrLine
@@ -207,6 +207,11 @@ class TunedLayer:
     activation_snr: float
     output_snr: float
 
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        ratios = map(format_decibels, (self.weight_snr, self.activation_snr, self.output_snr))
+        return self.path, self.option, str(self.weights), f"{self.bits:.3g}", f"{self.score:.2g}", *ratios
+
 
 @dataclass(frozen=True)
 class LayerTuning(RowReport):
@@ -238,16 +243,11 @@ class LayerTuning(RowReport):
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("layer", "format", "weights", "bits", "score", "weights dB", "inputs dB", "results dB")
-        yield [head, *map(_tuning_row_cells, self.rows)]
+        yield [head, *(row.cells() for row in self.rows)]
         yield f"{self.bits:.3g} bits of a weight, {self.bytes} bytes"
         yield f"loss {self.loss:.4g}, before {self.loss_before:.4g}"
         yield from (f"{name} alone: {bits:.3g} bits, loss {loss:.4g}" for name, (bits, loss) in self.uniform.items())
         yield from self.notes
-
-
-def _tuning_row_cells(row: TunedLayer) -> tuple[str, ...]:
-    ratios = (row.weight_snr, row.activation_snr, row.output_snr)
-    return row.path, row.option, str(row.weights), f"{row.bits:.3g}", f"{row.score:.2g}", *map(format_decibels, ratios)
 
 
 @dataclass
@@ -270,22 +270,23 @@ class _TunableLayer:
 
     def bytes_under(self, option: Rule | None) -> int:
         """The bytes of its weights, packed."""
-        specs = {name: None if option is None else self.kind.spec(option, name) for name, _ in self.weights()}
-        return sum(
-            bytes_of_tree(value if spec is None else packed_param_shape(self.module, self.kind, name, spec))
-            for (name, value), spec in zip(self.weights(), specs.values(), strict=True)
-        )
+        total = 0
+        for name, value in self.weights():
+            spec = None if option is None else self.kind.spec(option, name)
+            total += bytes_of_tree(value if spec is None else packed_param_shape(self.module, self.kind, name, spec))
+        return total
 
 
+@dataclass
 class _LayerProblem:
     """Layers, the options for each, and the losses of the model under assignments of these."""
 
-    def __init__(
-        self, model: nnx.Module, loss: LossFunction, batches: Sequence[tuple[Any, ...]],
-        layers: Sequence[_TunableLayer], options: Sequence[Rule | None],
-    ) -> None:  # fmt: skip
-        self.model, self.loss, self.batches, self.layers, self.options = model, loss, batches, layers, options
-        self._losses: dict[tuple[int, ...], float] = {}
+    model: nnx.Module
+    loss: LossFunction
+    batches: Sequence[tuple[Any, ...]]
+    layers: Sequence[_TunableLayer]
+    options: Sequence[Rule | None]
+    _losses: dict[tuple[int, ...], float] = field(default_factory=dict)
 
     def rules(self, assignment: Sequence[int]) -> list[Rule]:
         """A rule for each layer with a format; those at level -1 have none."""
@@ -376,7 +377,9 @@ def tune(
     if not callable(loss):
         raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
     check_choice("score", score, TUNE_SCORES)
-    batches = _data_batches(data)
+    if not isinstance(data, Sequence) or not data or not all(isinstance(batch, tuple | list) for batch in data):
+        raise TypeError("data must be a list of batches, each a tuple of arguments of loss after the model")
+    batches = list(map(tuple, data))
     targets, other_layers = _tunable_layers(model, layers, groups)
     problem = _LayerProblem(model, loss, batches, targets, options)
     costs = [[layer.bytes_under(option) for option in options] for layer in targets]
@@ -418,30 +421,20 @@ def tune(
         notes.append(f"without a format, and not in the budget: {_first_names(other_layers)}")
     if uncalled:
         notes.append(f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, uncalled)))}")
-    rows = tuple(
-        TunedLayer(
-            layer.path,
-            layer.group,
-            texts[j],
-            layer.count,
-            8 * costs[i][j] / layer.count,
-            scores[i][j],
-            weight_ratio(layer.module, layer.kind, options[j]),
-            *ratios[i][j],
+    rows = []
+    for i, (layer, j) in enumerate(zip(targets, choice, strict=True)):
+        facts = texts[j], layer.count, 8 * costs[i][j] / layer.count, scores[i][j]
+        rows.append(
+            TunedLayer(
+                layer.path, layer.group, *facts, weight_ratio(layer.module, layer.kind, options[j]), *ratios[i][j]
+            )
         )
-        for i, (layer, j) in enumerate(zip(targets, choice, strict=True))
-    )
     total = sum(costs[i][j] for i, j in enumerate(choice))
+    uniform = {text: (8 * cost / count, one) for text, cost, one in zip(texts, uniform_costs, losses, strict=True)}
+    points = tuple((8 * trial.cost / count, trial.error) for trial in front)
+    sizes = 8 * total / count, total
     return LayerTuning(
-        tuple(problem.rules(choice)),
-        rows,
-        8 * total / count,
-        total,
-        chosen_loss,
-        model_loss,
-        {text: (8 * cost / count, one) for text, cost, one in zip(texts, uniform_costs, losses, strict=True)},
-        tuple((8 * trial.cost / count, trial.error) for trial in front),
-        tuple(notes),
+        tuple(problem.rules(choice)), tuple(rows), *sizes, chosen_loss, model_loss, uniform, points, tuple(notes)
     )
 
 
@@ -463,19 +456,11 @@ def _menu_options(menu: Any) -> list[Rule | None]:
     return options
 
 
-def _data_batches(data: Any) -> list[tuple[Any, ...]]:
-    if not isinstance(data, Sequence) or not data or not all(isinstance(batch, tuple | list) for batch in data):
-        raise TypeError("data must be a list of batches, each a tuple of arguments of loss after the model")
-    return [tuple(batch) for batch in data]
-
-
 def _byte_budget(bits: float | None, bytes_: int | None, count: int) -> int:
-    if (bits is None) == (bytes_ is None):
-        raise ValueError(f"bits={bits!r}, bytes={bytes_!r}: give one of both")
-    value, name = (bits, "bits") if bytes_ is None else (bytes_, "bytes")
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value > 0:
-        raise ValueError(f"{name}={value!r} must be a positive number")
-    return math.floor(float(value) * count / 8 + 1e-9) if bytes_ is None else int(value)
+    check((bits is None) != (bytes_ is None), f"bits={bits!r}, bytes={bytes_!r}: give one of both")
+    if bytes_ is None:
+        return math.floor(check_float("bits", bits, 0, ends="(]") * count / 8 + 1e-9)
+    return int(check_float("bytes", bytes_, 0, ends="(]"))
 
 
 def _tunable_layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tuple[list[_TunableLayer], list[str]]:

@@ -168,7 +168,9 @@ class _UnitUnderTest:
             self._find_blocks(losses, indexes)
         if self.order_name == "other":
             self._find_order_by_rounding()
-        interval = self._promotion_interval(losses, indexes) if self.order_name == "aligned" else None
+        block_ends = np.minimum(self.k * -(-(indexes + 1) // self.k), self.length)
+        unequal = np.flatnonzero(losses != block_ends) if self.order_name == "aligned" else []
+        interval = int(indexes[unequal[0]]) if len(unequal) else None
         return {"order": self.order_name, "k": self.k if self.k > 1 else None, "promote_every": interval}
 
     def _loss_counts(self) -> np.ndarray:
@@ -209,11 +211,9 @@ class _UnitUnderTest:
             return
         rng, shape = np.random.default_rng(0), (max(32, _RANDOM_PRODUCTS // self.length), self.length)
         # Down to less than a unit of most sums, if operands hold such products.
-        lowest, highest = (
-            (_SMALL_EXPONENT, 7)
-            if bits <= 24
-            else (max(6 - bits, _LARGE_EXPONENT - self.product_range), _LARGE_EXPONENT)
-        )
+        lowest, highest = _SMALL_EXPONENT, 7
+        if bits > 24:
+            lowest, highest = max(6 - bits, _LARGE_EXPONENT - self.product_range), _LARGE_EXPONENT
         small, any_size = rng.integers(lowest, lowest + 8, shape), rng.integers(lowest, highest, shape)
         exponents, signs = np.where(rng.random(shape) < 0.5, small, any_size), rng.choice([-1, 1], shape)
         factors = [[_power_of_two_factors(e) for e in row] for row in exponents.tolist()]
@@ -232,22 +232,13 @@ class _UnitUnderTest:
 
     def _loses_the_sum(self, k: int) -> bool:
         """Whether a small accumulator is lost beside two large products that cancel."""
-        index = min(k, self.length - 2)
-        return (
-            self.results(
-                [self._accumulator_beside_large(index, 2.0 ** (_SMALL_EXPONENT // 2), 2.0 ** (_SMALL_EXPONENT // 2))]
-            )[0]
-            == 0
-        )
+        small = 2.0 ** (_SMALL_EXPONENT // 2)
+        return self.results([self._accumulator_beside_large(min(k, self.length - 2), small, small)])[0] == 0
 
     def _accumulator_beside_large(self, k: int, x: float, y: float) -> list[_ProbeProduct]:
         """The accumulator x y, then a block with M and -M."""
         high = 2.0 ** (_LARGE_EXPONENT - 7)
         return [(0, x, y), (k, high, 128.0), (k + 1, -high, 128.0)]
-
-    def _promotion_interval(self, losses: np.ndarray, indexes: np.ndarray) -> int | None:
-        unequal = np.flatnonzero(losses != np.minimum(self.k * -(-(indexes + 1) // self.k), self.length))
-        return int(indexes[unequal[0]]) if len(unequal) else None
 
     # -- alignment and rounding ----------------------------------------------------------------------------------------
 
@@ -255,7 +246,10 @@ class _UnitUnderTest:
         """The bits that alignment keeps, and the roundings."""
         properties: dict[str, Any] = {}
         if self.order_name == "aligned":
-            properties["bits"], properties["cut"] = self._alignment(self._block_beside_large)
+            high = 2.0 ** (_LARGE_EXPONENT - 7)  # the accumulator M, then a block with -M and x y
+            properties["bits"], properties["cut"] = self._alignment(
+                lambda x, y: [(0, high, 128.0), (self.k, -high, 128.0), (self.k + 1, x, y)]
+            )
             properties["sum_bits"], properties["sum_cut"] = self._alignment(
                 lambda x, y: self._accumulator_beside_large(self.k, x, y)
             )
@@ -263,11 +257,6 @@ class _UnitUnderTest:
         if bits is not None:
             properties["rounding"] = self._rounding(bits)
         return properties
-
-    def _block_beside_large(self, x: float, y: float) -> list[_ProbeProduct]:
-        """The accumulator M, then a block with -M and x y."""
-        high = 2.0 ** (_LARGE_EXPONENT - 7)
-        return [(0, high, 128.0), (self.k, -high, 128.0), (self.k + 1, x, y)]
 
     def _alignment(self, sum_of: Callable[[float, float], list[_ProbeProduct]]) -> tuple[int | None, str | None]:
         """The place of the last bit beside 2^14, and how 1.5 of its units are rounded, positive and negative."""
@@ -384,8 +373,7 @@ _SUM_WITHIN_BLOCK = {"blocked": _sum_in_sequence, "blocked_pairwise": _sum_in_pa
 
 def _sum_in_blocks(x: np.ndarray, k: int, sum_block: Callable[..., np.ndarray], round_sum: Any) -> np.ndarray:
     """The sums of rows, in blocks of k."""
-    x = _pad_terms(x, k)
-    return _sum_in_sequence(sum_block(x.reshape(len(x), -1, k), round_sum), round_sum)
+    return _sum_in_sequence(sum_block(_pad_terms(x, k).reshape(len(x), -1, k), round_sum), round_sum)
 
 
 def _pad_terms(x: np.ndarray, k: int) -> np.ndarray:

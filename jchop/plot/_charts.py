@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+#: Of red, green and blue (WCAG 2, without gamma), to choose black or white text.
+_LUMINANCE_WEIGHTS = (0.2126, 0.7152, 0.0722)
+
+
 @dataclass(frozen=True)
 class Panel:
     """One heat map of a figure.
@@ -101,7 +105,8 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     axes.tick_params(which="minor", length=0)
     axes.spines[:].set_visible(False)
     for (row, column), value in np.ndenumerate(values):
-        bright = not np.isfinite(value) or _luminance(colours(scale(value))) > 0.45
+        luminance = np.dot(_LUMINANCE_WEIGHTS, colours(scale(value))[:3])
+        bright = not np.isfinite(value) or luminance > 0.45
         text = format(value, panel.text) if np.isfinite(value) else str(value)
         if np.isfinite(spread[row, column]):
             text += f"\n±{spread[row, column]:{panel.text}}"
@@ -122,11 +127,6 @@ def _colour_scale(panel: Panel, values: np.ndarray) -> Any:
     if low >= high:
         low, high = (low / 2, low * 2) if panel.log else (low - 1, low + 1)
     return (LogNorm if panel.log else Normalize)(low, high)
-
-
-def _luminance(colour: Any) -> float:
-    """Relative luminance of an sRGB colour (WCAG 2, without gamma), to choose black or white text."""
-    return 0.2126 * colour[0] + 0.7152 * colour[1] + 0.0722 * colour[2]
 
 
 def pareto(
@@ -210,13 +210,10 @@ def _axis_ends(values: np.ndarray, log: bool) -> tuple[float, float]:
 
 def _pareto_front(bits: np.ndarray, cost: np.ndarray, valid: np.ndarray) -> np.ndarray:
     """The indexes of the points that none with as few bits and as low a cost beats, by bits."""
-    order = [i for i in np.lexsort((cost, bits)) if valid[i]]
-    front, least = [], math.inf
-    for i in order:
-        if cost[i] < least:
-            front.append(i)
-            least = cost[i]
-    return np.array(front, np.int64)
+    order = np.lexsort((cost, bits))
+    order = order[valid[order]]
+    least = np.minimum.accumulate(np.append(np.inf, cost[order]))
+    return order[cost[order] < least[:-1]]
 
 
 def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, best: np.ndarray) -> None:
@@ -232,15 +229,8 @@ def _draw_names(axes: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, 
         label_heights[i] = min(max(height[i], next_height), 1.0 - (len(names) - 1 - rank) * step)
         next_height = label_heights[i] + step
     for i, name in enumerate(names):
+        weight, position = "bold" if best[i] else "normal", (1.02, label_heights[i])
         axes.annotate(
-            name,
-            xy=(x[i], y[i]),
-            xytext=(1.02, label_heights[i]),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=8.5,
-            color=INK,
-            fontweight="bold" if best[i] else "normal",
-            annotation_clip=False,
-            arrowprops=arrow,
-        )
+            name, (x[i], y[i]), position, textcoords="axes fraction", va="center", fontsize=8.5, color=INK,
+            fontweight=weight, annotation_clip=False, arrowprops=arrow,
+        )  # fmt: skip

@@ -14,17 +14,8 @@ from jchop._common.checks import as_iterable, as_numpy, check, check_int
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, StringFormat
-from jchop.plot._style import (
-    BAR_COLOURS,
-    BLUE,
-    INK,
-    ORANGE,
-    RED,
-    draw_frame,
-    element_format_of,
-    format_label,
-    new_figure,
-)
+from jchop.plot import _style
+from jchop.plot._style import BAR_COLOURS, BLUE, INK, ORANGE, RED, draw_frame, format_label, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +45,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
         >>> figure.get_suptitle()
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
     """
-    fmt = element_format_of(fmt)
+    fmt = _style.element_format_of(fmt)
     values = _drawable_values("fmt=", fmt)
     rows = _magnitude_rows(values)
     check(rows, f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
@@ -114,24 +105,13 @@ def _draw_marks(axes: Axes, marks: dict[float, str], top: float) -> None:
         # A label too close to the next one on its right is placed above it.
         level = level + 1 if is_close[index] else 0
         has_neighbour = is_close[index] or is_close[index - 1]
+        side, relpos = ("left", 0.0) if has_neighbour else ("center", 0.5)
+        arrow = {"arrowstyle": "-", "color": "#888888", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 0}
+        text = f"{marks[positions[index]]}\n{_value_label(positions[index])}"
         axes.annotate(
-            f"{marks[positions[index]]}\n{_value_label(positions[index])}",
-            xy=(positions[index], top * 0.92),
-            xytext=(0, 12 + 36 * level),
-            textcoords="offset points",
-            ha="left" if has_neighbour else "center",
-            va="bottom",
-            fontsize=9,
-            color=INK,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": "#888888",
-                "linewidth": 0.8,
-                "shrinkA": 1,
-                "shrinkB": 0,
-                "relpos": (0.0 if has_neighbour else 0.5, 0.0),
-            },
-        )
+            text, (positions[index], top * 0.92), (0, 12 + 36 * level), textcoords="offset points", ha=side,
+            va="bottom", fontsize=9, color=INK, arrowprops={**arrow, "relpos": (relpos, 0.0)},
+        )  # fmt: skip
 
 
 def _value_label(value: float) -> str:
@@ -191,9 +171,13 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
         >>> len(figure.axes[0].collections)
         5
     """
-    elements = [element_format_of(fmt) for fmt in as_iterable(formats)]
+    elements = [_style.element_format_of(fmt) for fmt in as_iterable(formats)]
     check(elements, "formats must name at least one format")
-    rows = [_positive_values(fmt) for fmt in elements]
+    rows = []
+    for fmt in elements:
+        values = _drawable_values("formats: ", fmt)
+        check((values > 0).any(), f"formats: {fmt} has no positive value to draw")
+        rows.append(values[values > 0])
     figure = new_figure(10, 1.5 + 0.55 * len(rows), title, size=13)
     axes = figure.subplots()
     for row, values in enumerate(rows):
@@ -206,12 +190,6 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
     axes.set_xlabel("positive values (logarithmic, base 2)", fontsize=10)
     draw_frame(axes, "left", grid=False)
     return figure
-
-
-def _positive_values(fmt: ElementFormat) -> np.ndarray:
-    values = _drawable_values("formats: ", fmt)
-    check((values > 0).any(), f"formats: {fmt} has no positive value to draw")
-    return values[values > 0]
 
 
 def _drawable_values(name: str, fmt: ElementFormat) -> np.ndarray:
@@ -263,7 +241,8 @@ def rounding_error(
     x = np.geomspace(start, stop, count) if logarithmic else np.linspace(start, stop, count)
     figure = new_figure(10, 4.2, title, size=13)
     axes = figure.subplots()
-    for spec, colour in zip(spec_list, (BAR_COLOURS[i % len(BAR_COLOURS)] for i in range(len(spec_list))), strict=True):
+    for i, spec in enumerate(spec_list):
+        colour = BAR_COLOURS[i % len(BAR_COLOURS)]
         axes.plot(x, _error_curve(x, spec, relative), color=colour, linewidth=1.0, label=str(spec))
     axes.axhline(0, color="#888888", linewidth=0.7)
     axes.set_xscale("log" if logarithmic else "linear")
@@ -303,7 +282,7 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         >>> figure.get_suptitle()
         'float4_e2m1fn: 4,000 numbers, 12 of 15 values in use'
     """
-    element = element_format_of(fmt)
+    element = _style.element_format_of(fmt)
     if element.bits > _MAX_HISTOGRAM_BITS:
         raise ValueError(f"fmt={element} has {element.bits} bits; at most {_MAX_HISTOGRAM_BITS} can be drawn")
     numbers = as_numpy("x", x).astype(np.float64).ravel()

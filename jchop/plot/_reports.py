@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop._common.checks import check
-from jchop.plot._style import (
-    BLUE,
-    INK,
-    RED,
-    draw_at_edge,
-    draw_bars,
-    draw_frame,
-    draw_legend,
-    need_matplotlib,
-    new_figure,
-)
+from jchop.plot import _style
+from jchop.plot._style import BLUE, INK, RED, draw_at_edge, draw_bars, draw_frame, draw_legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +22,7 @@ if TYPE_CHECKING:
 
 def _fields_of(seen: Any, what: str, *names: str) -> list[Any]:
     """Fields of a report; TypeError for an object of another kind."""
-    need_matplotlib()
+    _style.need_matplotlib()
     if not all(hasattr(seen, name) for name in names):
         raise TypeError(f"seen={seen!r} must be {what}")
     return [getattr(seen, name) for name in names]
@@ -69,17 +60,14 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_errors(left, rows)
     _draw_losses(right, rows)
-    left.set_yticks(range(len(rows)), [_operation_label(row, _arithmetic_label(row)) for row in rows], fontsize=9)
+    names = [_operation_label(row, row.spec + (f", sums {row.sums}" if row.sums else "")) for row in rows]
+    left.set_yticks(range(len(rows)), names, fontsize=9)
     left.set_ylim(len(rows) - 0.4, -0.6)
     return figure
 
 
 def _operation_label(row: ReportRow | BlameRow, spec: str) -> str:
     return "\n".join((f"{row.scope} {row.primitive}".strip(), spec, row.place))
-
-
-def _arithmetic_label(row: ReportRow) -> str:
-    return row.spec + (f", sums {row.sums}" if row.sums else "")
 
 
 def _draw_errors(axes: Axes, rows: Sequence[ReportRow]) -> None:
@@ -212,16 +200,8 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
     axes.step(cost[positive], error[positive], where="post", color=BLUE, linewidth=1.2, label="best measured")
     axes.scatter(cost[positive], error[positive], color=BLUE, s=18)
     axes.axhline(max(tuning.tolerance, lowest), color=RED, linewidth=1.0, linestyle="--", label="tolerance")
-    axes.scatter(
-        [tuning.cost],
-        [max(tuning.error, lowest)],
-        color=RED,
-        marker="*",
-        s=140,
-        zorder=3,
-        clip_on=False,
-        label="chosen",
-    )
+    style: dict[str, Any] = {"color": RED, "marker": "*", "s": 140, "zorder": 3, "clip_on": False}
+    axes.scatter([tuning.cost], [max(tuning.error, lowest)], label="chosen", **style)
     axes.set_ylim(bottom=lowest)
     draw_at_edge(axes, cost[~positive], lowest, "exact", BLUE)
     axes.set_xlabel(f"cost ({tuning.cost_name})")
@@ -306,13 +286,9 @@ def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Fi
         ratios = {row.path: row.snr for row in rows if row.format == name}
         values = [ratios[path] if math.isfinite(ratios[path]) else math.nan for path in paths]
         axes.plot(values, range(len(paths)), "o-", markersize=5, linewidth=1.2, label=name)
-    _label_rows(axes, [path or "(the model)" for path in paths])
+    axes.set_yticks(np.arange(len(paths)), [path or "(the model)" for path in paths], fontsize=9)
+    axes.set_ylim(len(paths) - 0.5, -0.5)
     axes.set_xlabel("signal-to-noise ratio of the output (dB): more is better", fontsize=10)
     draw_frame(axes)
     draw_legend(axes)
     return figure
-
-
-def _label_rows(axes: Any, names: Sequence[str]) -> None:
-    axes.set_yticks(np.arange(len(names)), names, fontsize=9)
-    axes.set_ylim(len(names) - 0.5, -0.5)

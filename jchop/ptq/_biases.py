@@ -48,8 +48,8 @@ class BiasSite:
 
     def result_entries(self, layout: MatrixLayout) -> np.ndarray:
         """The flat index of the bias entry that is added to each result of the matrices: (batch, kept)."""
-        ndim = len(layout.shape)
-        result_indexes = [layout.results(_axis_indexes(layout.shape, axis)) for axis in range(ndim)]
+        indexes = np.meshgrid(*map(np.arange, layout.shape), indexing="ij", copy=False)  # views of one axis each
+        result_indexes = list(map(layout.results, indexes))
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         bias_indexes = np.zeros((layout.matrices[0], layout.matrices[2]), np.int64)
         for weight_factors, bias_factors in self.axes:
@@ -60,12 +60,6 @@ class BiasSite:
                 bias_indexes += position % factor.size * factor.inner * strides[factor.axis]
                 position //= factor.size
         return bias_indexes
-
-
-def _axis_indexes(shape: Sequence[int], axis: int) -> np.ndarray:
-    """The index along one axis, broadcast to a shape without a copy."""
-    index_shape = [n if i == axis else 1 for i, n in enumerate(shape)]
-    return np.broadcast_to(np.arange(shape[axis]).reshape(index_shape), shape)
 
 
 def find_biases(program: Any, sites: WeightSites) -> tuple[dict[int, BiasSite], dict[int, str]]:

@@ -147,7 +147,7 @@ def calibrate_params(
         journal = Journal(resume, *run_facts(low, params, batches, plan, in_order, key, memory_limit))
     data = BatchData(low, params, batches, key, progress)
     mapping_record = map_parameters(data, plan.mappings, memory_limit)
-    job = _CalibrationJob(low, data, plan, key, mapping_record, journal, tell, memory_limit)
+    job = _CalibrationJob(data, plan, key, mapping_record, journal, tell, memory_limit)
     if in_order or memory_limit is not None:
         job.round_in_several_passes(in_order)
     else:
@@ -159,12 +159,10 @@ class _CalibrationJob:
     """The state of a calibration: packed parameters, their current values, and rows of the report."""
 
     def __init__(
-        self, low: QuantizedFunction, data: BatchData, steps: CalibrationSteps, key: Array | None,
-        mapping_record: MappingRecord, journal: Journal | None = None,
-        tell: Callable[[WeightRow, int, int], object] | None = None,
-        memory: int | None = None,
+        self, data: BatchData, steps: CalibrationSteps, key: Array | None, mapping_record: MappingRecord,
+        journal: Journal | None, tell: Callable[[WeightRow, int, int], object] | None, memory: int | None,
     ) -> None:  # fmt: skip
-        self.low, self.params, self.data, self.steps, self.key = low, data.params, data, steps, key
+        self.low, self.params, self.data, self.steps, self.key = data.low, data.params, data, steps, key
         self.mapping_record, self.journal, self.tell, self.memory = mapping_record, journal, tell, memory
         self.rows: list[WeightRow] = []
         self.passes = mapping_record.passes
@@ -239,14 +237,11 @@ class _CalibrationJob:
 
     def _store_weight(self, leaf: int, turn: tuple[int, ...], packed_weight: Any) -> None:
         """Store a rounded weight, or a layer of a stack of them, and its values."""
-        values = unpack_param(packed_weight)
+        new = packed_weight, unpack_param(packed_weight)
         if turn:
-            self.low_leaves[leaf] = jax.tree.map(
-                lambda a, layer: a.at[turn].set(layer), self.low_leaves[leaf], packed_weight
-            )
-            self.values[leaf] = self.values[leaf].at[turn].set(values)
-        else:
-            self.low_leaves[leaf], self.values[leaf] = packed_weight, values
+            old = self.low_leaves[leaf], self.values[leaf]
+            new = jax.tree.map(lambda stack, layer: stack.at[turn].set(layer), old, new)
+        self.low_leaves[leaf], self.values[leaf] = new
 
     def _store_bias(self, leaf: int, bias: Array) -> None:
         """Store a corrected bias, and its values as its rule rounds them."""
@@ -270,30 +265,27 @@ class _CalibrationJob:
         """Pack all parameters; those to be calibrated have values in full precision until they are rounded."""
         self.program, self.call, self.sites = trace
         placements = self.program.placements
-        weight_sites = rounded_sites(self.program, self.sites)
+        self.weight_sites = weight_sites = rounded_sites(self.program, self.sites)
         for i in weight_sites:
             _check_step_formats(self.steps, self.program.paths[i], self.program.shapes[i], *placements[i])
         (_, *args), _ = jax.tree.unflatten(self.call.tree, self.call.leaves)
         packed_params = self.low.pack(self.params, *args, key=self.key)
         self.leaves, self.tree = jax.tree.flatten(packed_params, is_leaf=is_packed_param)
-        packed_leaves = {i: self.leaves[self.call.places[i]] for i in self.program.placements}
-        self.weight_sites = weight_sites
-        self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in self.weight_sites}
-        self.values = {i: unpack_param(v) for i, v in packed_leaves.items() if i not in self.weight_sites}
-        self.values |= {
-            i: self.program.placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in self.weight_sites
-        }
+        packed_leaves = {i: self.leaves[self.call.places[i]] for i in placements}
+        self.low_leaves: dict[int, Any] = {i: packed_leaves[i] for i in weight_sites}
+        self.values = {i: unpack_param(v) for i, v in packed_leaves.items() if i not in weight_sites}
+        self.values |= {i: placements[i][0].rotate(jnp.asarray(self.call.values[i])) for i in weight_sites}
         self.stages = list(self.sites.stages(list(weight_sites)))
-        self.other_layers = [
-            layer for layer in self.sites.other_layers(self.program, self.stages) if layer[0] in weight_sites
-        ]
+        other_layers = self.sites.other_layers(self.program, self.stages)
+        self.other_layers = [layer for layer in other_layers if layer[0] in weight_sites]
         for leaf, indexes, _ in self.other_layers:
             self.values[leaf] = self.values[leaf].at[indexes].set(unpack_param(packed_leaves[leaf])[indexes])
         weights = (i for i in weight_sites if i in self.sites.others)
         self.nearest = {i: unpack_param(packed_leaves[i]) for i in weights if placements[i][0].rotation is None}
         self.biases: dict[int, Array] = {}  # corrected ones, before they are rounded
-        none: tuple[dict[int, BiasSite], dict[int, str]] = {}, {}
-        self.bias_sites, self.no_bias = find_biases(self.program, self.sites) if self.steps.biases is not None else none
+        self.bias_sites, self.no_bias = dict[int, BiasSite](), dict[int, str]()
+        if self.steps.biases is not None:
+            self.bias_sites, self.no_bias = find_biases(self.program, self.sites)
 
     def _round(self, leaf: int, turn: tuple[int, ...], inputs: InputSums | None) -> None:
         """Round a weight, or a layer of a stack of them."""
@@ -302,11 +294,10 @@ class _CalibrationJob:
             self.rows.append(self._row(leaf, note="no batch has its product"))
             return
         count = pair_value(inputs.count)
-        has_input = bool((count > 0).any())
-        without_input = int((count == 0).sum())
         notes = [] if site.turns == site.stack else ["one statistic for the whole stack"]
-        if without_input:
-            notes = [f"no input reached {without_input} of its {count.size} matrices" if has_input else _NO_INPUT]
+        if without_input := int((count == 0).sum()):
+            some = without_input < count.size
+            notes = [f"no input reached {without_input} of its {count.size} matrices" if some else _NO_INPUT]
         few_rows = int(((count > 0) & (count < site.layout.matrices[1])).sum())
         dtype_info = jnp.finfo(inputs.largest.dtype)
         square_limit = float(np.sqrt(float(dtype_info.tiny) / float(dtype_info.eps)))
@@ -319,8 +310,7 @@ class _CalibrationJob:
         if few_rows and (isinstance(steps.sweep, Sweep) or steps.correction is not None):
             matrices_text = "" if few_rows == count.size else f" in {few_rows} of its {count.size} matrices"
             notes += [f"fewer rows than inputs{matrices_text}"]
-        shared_shape = self.call.values[leaf].shape[len(turn) : site.stack]
-        for indexes in np.ndindex(*shared_shape):
+        for indexes in np.ndindex(*self.call.values[leaf].shape[len(turn) : site.stack]):
             self._round_layer(leaf, (*turn, *indexes), inputs, notes, placement)
 
     def _steps_of(self, leaf: int) -> CalibrationSteps:
@@ -359,14 +349,12 @@ class _CalibrationJob:
 
     def _with_mapping(self, leaf: int, turn: tuple[int, ...], row: WeightRow) -> WeightRow:
         """A row with the errors before the parameters were mapped, and with what was done."""
-        energy, before = self.mapping_record.before.get((leaf, turn), (0.0, 0.0))
-        methods = ", ".join(
-            [*self.mapping_record.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])]
-        )
-        return replace(
-            row, method=methods or row.method, before=_snr_of(energy, before) if energy else row.before,
-            note=_join_notes(row.note, self.mapping_record.note(leaf, turn)),
-        )  # fmt: skip
+        record = self.mapping_record
+        energy, before = record.before.get((leaf, turn), (0.0, 0.0))
+        methods = ", ".join([*record.methods.get(leaf, ()), *([] if row.method == "nearest" else [row.method])])
+        before = _snr_of(energy, before) if energy else row.before
+        note = _join_notes(row.note, record.note(leaf, turn))
+        return replace(row, method=methods or row.method, before=before, note=note)
 
     def _correct_bias(
         self, leaf: int, turn: tuple[int, ...], weight: Array, outcome: RoundingOutcome, mean: Array,
@@ -407,20 +395,21 @@ class _CalibrationJob:
         self, leaf: int, turn: tuple[int, ...] = (), outcome: RoundingOutcome | None = None, rows: Array | None = None,
         note: str = "",
     ) -> WeightRow:  # fmt: skip
-        array = self.leaves[self.call.places[leaf]] if leaf in self.program.placements else None
-        spec, bits = (
-            ("", math.nan) if array is None else (str(array.spec), 8 * array.nbytes / max(1, math.prod(array.shape)))
-        )
-        path, shape = self._path(leaf, turn), tuple(self.program.shapes[leaf][len(turn) :])
+        shape = tuple(self.program.shapes[leaf][len(turn) :])
+        row = WeightRow(self._path(leaf, turn), shape, "", method="", note=note)
+        if leaf in self.program.placements:
+            array = self.leaves[self.call.places[leaf]]
+            bits = 8 * array.nbytes / max(1, math.prod(array.shape))
+            row = replace(row, spec=str(array.spec), bits=bits, method="nearest")
         if outcome is None:
-            return WeightRow(path, shape, spec, bits, "nearest" if array is not None else "", note=note)
-        bias = self.program.paths[self.bias_sites[leaf].leaf] if leaf in self.bias_sites else ""
+            return row
         assert rows is not None
         energy, before, after = (float((v * rows).sum()) for v in (outcome.energy, outcome.before, outcome.after))
-        return WeightRow(
-            path, shape, spec, bits, self._steps_of(leaf).names, _snr_of(energy, before), _snr_of(energy, after),
-            float(outcome.damping.max()), int(outcome.tries.max()), int(outcome.dead.sum()), float(rows.sum()),
-            float(outcome.zeros), bias, note,
+        return replace(
+            row, method=self._steps_of(leaf).names, before=_snr_of(energy, before), after=_snr_of(energy, after),
+            damping=float(outcome.damping.max()), tries=int(outcome.tries.max()), dead=int(outcome.dead.sum()),
+            rows=float(rows.sum()), sparsity=float(outcome.zeros),
+            bias=self.program.paths[self.bias_sites[leaf].leaf] if leaf in self.bias_sites else "",
         )  # fmt: skip
 
     def _path(self, leaf: int, turn: tuple[int, ...]) -> str:
@@ -432,16 +421,12 @@ class _CalibrationJob:
         for leaf, indexes, use in self.other_layers:
             row = self._row(leaf, indexes, note=_USES_WITHOUT_PRODUCT.get(use, _NO_INPUT))
             self.rows.append(self._with_mapping(leaf, indexes, row))
-        for leaf in sorted(
-            {*self.program.placements, *self.sites.by_leaf, *self.sites.reasons} - set(self.weight_sites)
-        ):
-            placement_and_use = self.program.placements.get(leaf)
-            if placement_and_use is None:
-                note = "no rule rounds it"
-            elif leaf in self.sites.reasons:
-                note = self.sites.reasons[leaf]
-            else:
-                note = _USES_WITHOUT_PRODUCT.get(placement_and_use[1].kind, "its product is not in every batch")
+        placements, reasons = self.program.placements, self.sites.reasons
+        for leaf in sorted({*placements, *self.sites.by_leaf, *reasons} - set(self.weight_sites)):
+            note = "no rule rounds it"
+            if leaf in placements:
+                note = _USES_WITHOUT_PRODUCT.get(placements[leaf][1].kind, "its product is not in every batch")
+                note = reasons.get(leaf, note)
             self.rows.append(self._row(leaf, note=note))
 
     def _add_use_rows(self) -> None:
@@ -452,13 +437,13 @@ class _CalibrationJob:
             errors = self.data.errors(others, [self.nearest, {leaf: self.values[leaf] for leaf in others}])
             self.passes += 1
         for leaf, index, use in ((leaf, index, use) for leaf, uses in others.items() for index, use in enumerate(uses)):
-            row = self._row(leaf, note=f"taken by {_use_name(use)}")
-            sums = errors.get((leaf, index))
-            if sums is None:
-                row = replace(row, note=_join_notes(row.note, "its errors are not measured"))
+            row = replace(self._row(leaf, note=f"taken by {_use_name(use)}"), method=self._steps_of(leaf).names)
+            if (leaf, index) in errors:
+                energy, before, after = errors[leaf, index]
+                row = replace(row, before=_snr_of(energy, before), after=_snr_of(energy, after))
             else:
-                row = replace(row, before=_snr_of(sums[0], sums[1]), after=_snr_of(sums[0], sums[2]))
-            self.rows.append(replace(row, method=self._steps_of(leaf).names))
+                row = replace(row, note=_join_notes(row.note, "its errors are not measured"))
+            self.rows.append(row)
 
 
 def _use_name(step_operand_use: tuple[Any, int, ParamUse]) -> str:

@@ -10,8 +10,7 @@ Needs the extra ``study``. Importing this module does not import Flax, Optax, sc
 """
 
 from jchop.study._function_study import FunctionRow, FunctionStudy, run_function, save_function
-from jchop.study._result import Row, StudyResult, figure, save, table
-from jchop.study._run import DATASETS, FORMATS, MODES, run
+from jchop.study._run import DATASETS, FORMATS, MODES, Row, StudyResult, figure, run, save, table
 
 __all__ = [
     "DATASETS",

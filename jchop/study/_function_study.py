@@ -23,8 +23,7 @@ from jchop._emulate.rules.trace import as_program_arguments
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
 from jchop.formats.rounding import Rounding
-from jchop.study._result import png_bytes, write_files
-from jchop.study._run import StudyProgress, package_versions, study_specs
+from jchop.study._run import StudyProgress, package_versions, png_bytes, study_specs, write_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -245,9 +244,7 @@ def run_function(
     settings = {
         "formats": list(dict.fromkeys(names[0] for names, _ in specs)),
         "modes": list(dict.fromkeys(spec.rounding.value for _, spec in specs)),
-        "seeds": seeds,
-        "seed": seed,
-        "budget_seconds": budget_seconds,
+        **{"seeds": seeds, "seed": seed, "budget_seconds": budget_seconds},
     }
     inputs = tuple(_argument_text(arg) for arg in args)
     return FunctionStudy(name, tuple(rows), settings, inputs, time.perf_counter() - start, package_versions())

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._emulate.paired.measure import as_double_precision
+
 ErrorMetric = Callable[[Any, Any], Any]
 #: The values of `by`.
 GRANULARITIES = ("scope", "equation")
@@ -19,23 +21,11 @@ def _norm_of_leaves(values: list[np.ndarray]) -> float:
     return math.sqrt(math.fsum(float(np.sum(np.abs(x) ** 2)) for x in values))
 
 
-def _relative_norm_of_error(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    return _norm_of_error(low, exact) / (_norm_of_leaves(exact) or 1.0)
-
-
-def _norm_of_error(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    return _norm_of_leaves([x - y for x, y in zip(low, exact, strict=True)])
-
-
-def _maximum_of_error(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    return max(float(np.max(np.abs(x - y), initial=0.0)) for x, y in zip(low, exact, strict=True))
-
-
-#: Errors of all numbers of a result: the norm of the error over that of the result, the norm, the largest magnitude.
+#: Of the errors of all numbers of a result, and the result: the norm over that of the result, the norm, the largest.
 ERROR_METRICS: dict[str, Callable[[list[np.ndarray], list[np.ndarray]], float]] = {
-    "relative": _relative_norm_of_error,
-    "absolute": _norm_of_error,
-    "largest": _maximum_of_error,
+    "relative": lambda errors, exact: _norm_of_leaves(errors) / (_norm_of_leaves(exact) or 1.0),
+    "absolute": lambda errors, exact: _norm_of_leaves(errors),
+    "largest": lambda errors, exact: max(float(np.max(np.abs(x), initial=0.0)) for x in errors),
 }
 
 
@@ -64,27 +54,16 @@ def error_by_metric(metric: str | ErrorMetric, low: Any, exact: Any) -> float:
             raise TypeError(f"metric={metric!r} must give a real number, but gives {out!r}")
         number = float(out.reshape(()))
     else:
-        numbers = [_inexact_leaves(tree) for tree in (low, exact)]
+        pairs = list(zip(_inexact_leaves(low), _inexact_leaves(exact), strict=True))
         with np.errstate(all="ignore"):
-            number = ERROR_METRICS[metric](*_without_common_nonfinite(*numbers))
+            common = [~np.isfinite(y) & ((x == y) | (np.isnan(x) & np.isnan(y))) for x, y in pairs]
+            errors = [np.where(c, 0, x) - np.where(c, 0, y) for c, (x, y) in zip(common, pairs, strict=True)]
+            number = ERROR_METRICS[metric](errors, [np.where(c, 0, y) for c, (_, y) in zip(common, pairs, strict=True)])
     if number < 0:
         raise ValueError(f"metric={metric!r} gave {number}; an error is not negative")
     return number if math.isfinite(number) else math.inf
 
 
-def _without_common_nonfinite(
-    low: list[np.ndarray], exact: list[np.ndarray]
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Both, with zeros in the places of an infinity or a NaN that they have in common."""
-    common = [~np.isfinite(y) & ((x == y) | (np.isnan(x) & np.isnan(y))) for x, y in zip(low, exact, strict=True)]
-    both = ([np.where(c, 0, v) for c, v in zip(common, side, strict=True)] for side in (low, exact))
-    return next(both), next(both)
-
-
 def _inexact_leaves(tree: Any) -> list[np.ndarray]:
-    out = []
-    for leaf in jax.tree.leaves(tree):
-        dtype = jax.typeof(leaf).dtype
-        if jnp.issubdtype(dtype, jnp.inexact):
-            out.append(np.asarray(leaf).astype(np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else float))
-    return out
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact))
+    return list(map(as_double_precision, leaves))

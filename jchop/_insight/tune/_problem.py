@@ -169,9 +169,7 @@ class TuningProblem:
     metric: str | ErrorMetric
     max_turns: int
     has_program: bool
-
-    def __post_init__(self) -> None:
-        self._runs: dict[int, Callable[..., list[Any]]] = {}
+    _runs: dict[int, Callable[..., list[Any]]] = field(default_factory=dict)
 
     def rules(self, assignment: Sequence[int]) -> dict[str, Spec | MatmulSpec | None]:
         """The rules of `emulate` for an assignment."""
@@ -185,11 +183,10 @@ class TuningProblem:
 
     def run_program(self, case: TuningCase, assignment: Sequence[int]) -> Any:
         """The result of the compiled program for an input."""
-        levels = np.asarray(assignment, np.int32)
         plan = case.program.plan
         with jax.enable_x64(True):
             values, consts = ([_as_host_float64(x) for x in arrays] for arrays in (case.program.values, plan.consts))
-            results = self.run_of(case)(levels, values, consts)
+            results = self.run_of(case)(np.asarray(assignment, np.int32), values, consts)
         avals = [v.aval for v in plan.jaxpr.outvars]
         out = [
             np.asarray(x).astype(aval.dtype) if aval.dtype.name in CARRIER_DTYPES else x
@@ -234,10 +231,8 @@ class TuningProblem:
 
 def _as_host_float64(x: Any) -> Any:
     """A value in float64 if it is real, converted on the host, which keeps subnormal numbers."""
-    if isinstance(x, float):
-        return np.float64(x)
-    dtype = getattr(x, "dtype", None)
-    return np.asarray(x).astype(np.float64) if dtype is not None and dtype.name in CARRIER_DTYPES else x
+    is_real = isinstance(x, float) or (hasattr(x, "dtype") and x.dtype.name in CARRIER_DTYPES)
+    return np.asarray(x).astype(np.float64) if is_real else x
 
 
 def make_tuning_problem(

@@ -166,26 +166,20 @@ class AssignmentSearch:
             now = best
         return now
 
-    def _exchange_levels(self, current: Trial) -> Trial:
+    def _exchange_levels(self, current: Trial | None) -> None:
         """Exchanges: one site changes its level, or one is lowered and another one changes, if that is cheaper."""
-        while True:
-            cheaper = self._cheaper_neighbour(current)
-            if cheaper is None:
-                return current
-            current = cheaper
+        while current is not None:
+            current = self._cheaper_neighbour(current)
 
     def _cheaper_neighbour(self, current: Trial) -> Trial | None:
         moves = self._moves(current)
-        single_moves = [(move,) for move in moves]
         pairs = [(one, two) for one in moves for two in moves if one[0] < two[0]]
-        candidates: list[tuple[float, LevelAssignment]] = []
-        for change in [*single_moves, *pairs]:
-            assignment = self._neighbour(current, *change)
-            cost = self.cost(assignment)
-            if cost < current.cost:
-                candidates.append((cost, assignment))
+        assignments = [self._neighbour(current, *change) for change in [*((move,) for move in moves), *pairs]]
+        costs = [(self.cost(assignment), assignment) for assignment in assignments]
         # Those that save little are the likeliest to be allowed; what they save adds up.
-        for _, assignment in sorted(candidates, key=lambda pair: (-pair[0], pair[1])):
+        for _, assignment in sorted(
+            (pair for pair in costs if pair[0] < current.cost), key=lambda pair: (-pair[0], pair[1])
+        ):
             trial = self._trial(assignment)
             if trial.error <= self.tolerance:
                 return trial

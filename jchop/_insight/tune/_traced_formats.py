@@ -8,7 +8,7 @@ Operations that `emulate` leaves to the carrier take and give numbers of the car
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -102,33 +102,26 @@ def run_with_levels(
         if hasattr(v.aval, "dtype") and v.aval.dtype.name in CARRIER_DTYPES
     }
     rows = {
-        name: jnp.asarray(np.stack([_row_for_dtype(choice.spec, name) for choice in menu]))[levels]
+        name: jnp.asarray(np.stack([format_row(c.spec) if c.spec else _ROW_OF_DTYPE[name] for c in menu]))[levels]
         for name in sorted(dtypes)
     }
-    return interpret(_LevelRunner(sites, menu, max_turns, levels, rows), plan, None, values, consts)
+    return interpret(_LevelRunner(sites, menu, levels, rows, max_turns), plan, None, values, consts)
 
 
-def _row_for_dtype(spec: Spec | None, dtype: str) -> np.ndarray:
-    return _ROW_OF_DTYPE[dtype] if spec is None else format_row(spec)
-
-
+@dataclass
 class _LevelRunner(Runner):
     """Runs one plan. It knows the results that are already in the format of a site."""
 
     differentiates = False
+    sites: dict[int, int]
+    menu: Sequence[ArithmeticChoice]
+    levels: Array
+    rows: dict[str, Array]
     max_turns: int
-
-    def __init__(
-        self,
-        sites: dict[int, int],
-        menu: Sequence[ArithmeticChoice],
-        max_turns: int,
-        levels: Array,
-        rows: dict[str, Array],
-    ) -> None:
-        self.sites, self.menu, self.max_turns, self.levels, self.rows = sites, menu, max_turns, levels, rows
-        self.formats_of_values: dict[int, tuple[Any, tuple[int, str]]] = {}  # keeps the value and its id
-        self.results_of_rounding: dict[tuple[int, int, str], Array] = {}
+    formats_of_values: dict[int, tuple[Any, tuple[int, str]]] = field(
+        default_factory=dict
+    )  # keeps the value and its id
+    results_of_rounding: dict[tuple[int, int, str], Array] = field(default_factory=dict)
 
     def finish(self, value: Any, seeds: Any) -> Any:
         """A result of a program."""
@@ -136,19 +129,18 @@ class _LevelRunner(Runner):
 
     def run(self, part: EmulatedStep, seeds: Any, args: list[Any]) -> list[Any]:
         """The results of one equation."""
-        args = [_as_float64(x) for x in args]
+        args = list(map(_as_float64, args))
         site = self.sites.get(id(part))
         if site is None or part.kind in ("structural", "extremum", "own", "carrier"):
             return self._run_without_rounding(part, args)
         if part.kind not in ("made", "result", "converted"):
-            args = [
-                self._round(x, site, v.aval.dtype.name) if _is_carrier_aval(v.aval) else x
-                for x, v in zip(args, part.eqn.invars, strict=True)
-            ]
-        out = _TUNABLE_BY_KIND[part.kind](self, part, site, args)
+            args = self._round_all(args, part.eqn.invars, site)
+        return self._round_all(_TUNABLE_BY_KIND[part.kind](self, part, site, args), part.eqn.outvars, site)
+
+    def _round_all(self, values: Sequence[Any], variables: Sequence[Any], site: int) -> list[Any]:
         return [
             self._round(x, site, v.aval.dtype.name) if _is_carrier_aval(v.aval) else x
-            for x, v in zip(out, part.eqn.outvars, strict=True)
+            for x, v in zip(values, variables, strict=True)
         ]
 
     def _round(self, x: Array, site: int, dtype: str) -> Array:
@@ -192,7 +184,7 @@ class _LevelRunner(Runner):
         return self.enter(step, None, args, self._inner)
 
     def _inner(self, plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
-        runner = _LevelRunner(self.sites, self.menu, self.max_turns, self.levels, self.rows)
+        runner = replace(self, formats_of_values={}, results_of_rounding={})
         return interpret(runner, plan, None, args, [_as_float64(x) for x in plan.consts])
 
     def at_limit(self, step: EmulatedStep, loop: WhileParts, last: Any, count: Array) -> list[Any]:
@@ -224,12 +216,15 @@ def _round_to_program_dtype(x: Any, step: EmulatedStep) -> Array:
     return x.astype(jnp.float64)
 
 
+def _in_carrier(step: EmulatedStep, args: Sequence[Any]) -> list[Any]:
+    """Operands as the program has them."""
+    pairs = zip(args, step.eqn.invars, strict=True)
+    return [x.astype(v.aval.dtype) if _is_carrier_aval(v.aval) else x for x, v in pairs]
+
+
 def _bind_in_carrier(step: EmulatedStep, args: Sequence[Any], **params: Any) -> list[Any]:
     """The carrier's results."""
-    carrier_args = [
-        x.astype(v.aval.dtype) if _is_carrier_aval(v.aval) else x for x, v in zip(args, step.eqn.invars, strict=True)
-    ]
-    return [_as_float64(x) for x in bind(step.eqn.primitive, {**step.eqn.params, **params}, *carrier_args)]
+    return list(map(_as_float64, bind(step.eqn.primitive, {**step.eqn.params, **params}, *_in_carrier(step, args))))
 
 
 # -- operations by kind; operands and results are rounded around them --------------------------------------------------
@@ -239,33 +234,25 @@ def _tunable_power(run: _LevelRunner, step: EmulatedStep, site: int, args: list[
     """By squaring, every product rounded."""
     (x,), exponent, dtype = args, step.eqn.params["y"], step.eqn.outvars[0].aval.dtype.name
     total, square, n = None, x, abs(exponent)
-
-    def product(a: Array, b: Array) -> Array:
-        return run._round(a * b, site, dtype)
-
     while n:
         if n & 1:
-            total = square if total is None else product(total, square)
+            total = square if total is None else run._round(total * square, site, dtype)
         n >>= 1
         if n:
-            square = product(square, square)
+            square = run._round(square * square, site, dtype)
     one = run._round(jnp.ones_like(x), site, dtype)
-    if total is None:
-        return [one]
-    return [total if exponent > 0 else one / total]
+    return [one if total is None else total if exponent > 0 else one / total]
 
 
 def _tunable_elementary(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
     """The exact value to 44 digits for the formats in which `emulate` rounds it, else the carrier's."""
     is_exact = [choice.spec is not None and supports_function(step.name, choice.spec) for choice in run.menu]
-    results = []
-    if any(is_exact):
-        results.append(round_to_44_bits(bind(step.eqn.primitive, step.eqn.params, *args)[0]))
+    if not any(is_exact):
+        return _bind_in_carrier(step, args)
+    result = round_to_44_bits(bind(step.eqn.primitive, step.eqn.params, *args)[0])
     if not all(is_exact):
-        results.append(_bind_in_carrier(step, args)[0])
-    if len(results) == 1:
-        return results
-    return [jnp.where(jnp.asarray(is_exact)[run.levels[site]], *results)]
+        result = jnp.where(jnp.asarray(is_exact)[run.levels[site]], result, _bind_in_carrier(step, args)[0])
+    return [result]
 
 
 def _tunable_sum(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
@@ -285,16 +272,12 @@ def _tunable_sum(run: _LevelRunner, step: EmulatedStep, site: int, args: list[An
 
 
 def _accumulate_by_choice(step: EmulatedStep, choice: ArithmeticChoice, args: Sequence[Any]) -> list[Any]:
-    carrier_args = [
-        x.astype(v.aval.dtype) if _is_carrier_aval(v.aval) else x for x, v in zip(args, step.eqn.invars, strict=True)
-    ]
-    specs = (choice.spec,) * len(carrier_args)
-    return [_as_float64(x) for x in accumulate_in_order(replace(step, choice=choice, known=specs), None, carrier_args)]
+    chosen = replace(step, choice=choice, known=(choice.spec,) * len(args))
+    return list(map(_as_float64, accumulate_in_order(chosen, None, _in_carrier(step, args))))
 
 
 def _tunable_linalg(run: _LevelRunner, step: EmulatedStep, site: int, args: list[Any]) -> list[Any]:
-    dtype = step.eqn.outvars[0].aval.dtype.name
-    steps = _RowSteps(partial(round_to_row, row=run.rows[dtype][site]))
+    steps = _RowSteps(partial(round_to_row, row=run.rows[step.eqn.outvars[0].aval.dtype.name][site]))
     return list(map_matrices(step, args, lambda index, matrix: steps))
 
 

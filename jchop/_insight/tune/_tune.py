@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import jax
 import jax.core
-import numpy as np
 
-from jchop._common.checks import check, check_choice, check_int
+from jchop._common.checks import check, check_choice, check_float, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
@@ -43,6 +42,11 @@ class TunedSite:
     equations: int
     results: int
     alone: float = math.nan
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        alone = "" if math.isnan(self.alone) else f"{self.alone:.2g}"
+        return self.path, self.spec, str(self.bits), str(self.equations), str(self.results), alone
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Tuning(RowReport):
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("site", "format", "bits", "equations", "results", "error alone")
-        yield [head, *map(_tuning_cells, self.rows)]
+        yield [head, *(row.cells() for row in self.rows)]
         yield f"error {self.error:.3g} on {_inputs_text(self.errors)}, tolerance {self.tolerance:.3g}"
         if self.held_out:
             yield f"error {max(self.held_out):.3g} on {_inputs_text(self.held_out)} held out"
@@ -127,11 +131,6 @@ class Tuning(RowReport):
 
 def _inputs_text(errors: tuple[float, ...]) -> str:
     return f"{len(errors)} input{'' if len(errors) == 1 else 's'}"
-
-
-def _tuning_cells(row: TunedSite) -> tuple[str, ...]:
-    alone = "" if math.isnan(row.alone) else f"{row.alone:.2g}"
-    return row.path, row.spec, str(row.bits), str(row.equations), str(row.results), alone
 
 
 #: The most assignments that are emulated before the search gives up.
@@ -224,7 +223,7 @@ def tune(
         True
     """
     fun, inputs, held_out = _as_tuning_inputs(fun, inputs, held_out)
-    tolerance = _as_positive_float("tolerance", tolerance, zero=True)
+    tolerance = check_float("tolerance", tolerance, 0)
     check_choice("by", by, GRANULARITIES)
     if not callable(metric):
         check_choice("metric", metric, tuple(ERROR_METRICS))
@@ -232,25 +231,18 @@ def tune(
         check_choice("cost", cost, _COST_NAMES)
     levels = _as_menu(menu)
     evaluations = check_int("evaluations", evaluations, 1)
-    seconds = None if seconds is None else _as_positive_float("seconds", seconds)
+    seconds = None if seconds is None else check_float("seconds", seconds, 0, ends="(]")
     max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
     problem, held_out_cases = make_tuning_problem(fun, inputs, held_out, levels, by, metric, max_turns)
+
+    def tell(count: int, most: int, best: Trial | None) -> None:
+        text = f"cost {best.cost:.4g}, error {best.error:.3g}" if best else "nothing within the tolerance yet"
+        if progress is not None:
+            progress("measuring", count, most, text)
+
+    costs = _cost_function(problem, cost)
     search = AssignmentSearch(
-        len(problem.sites),
-        len(levels),
-        problem.error,
-        _cost_function(problem, cost),
-        tolerance,
-        evaluations,
-        seconds,
-        None
-        if progress is None
-        else lambda count, most, best: progress(
-            "measuring",
-            count,
-            most,
-            f"cost {best.cost:.4g}, error {best.error:.3g}" if best else "nothing within the tolerance yet",
-        ),
+        len(problem.sites), len(levels), problem.error, costs, tolerance, evaluations, seconds, tell
     )
     search.run()
     trial, errors, emulations = _emulate_cheapest(problem, search)
@@ -275,14 +267,6 @@ def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[A
     return fun, [tuple(args) for args in inputs], [tuple(args) for args in held_out]
 
 
-def _as_positive_float(name: str, value: Any, *, zero: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise TypeError(f"{name}={value!r} must be a number")
-    if not (value > 0 or (zero and value == 0)) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be finite and {'not negative' if zero else 'positive'}")
-    return float(value)
-
-
 def _as_menu(menu: Any) -> tuple[ArithmeticChoice, ...]:
     """The formats from few bits to many."""
     if isinstance(menu, str) or not isinstance(menu, Sequence):
@@ -291,12 +275,11 @@ def _as_menu(menu: Any) -> tuple[ArithmeticChoice, ...]:
     check(len(set(choices)) == len(choices), f"menu={list(menu)!r} has a format twice")
     if all(choice.spec is None for choice in choices) or len(choices) < 2:
         raise ValueError(f"menu={list(menu)!r} must have two formats or more; None (in a shell: carrier) counts")
-    return tuple(
-        sorted(
-            choices,
-            key=lambda choice: (*_bits_and_precision(choice.spec), *_bits_and_precision(_choice_accumulator(choice))),
-        )
-    )
+
+    def fineness(choice: ArithmeticChoice) -> tuple[float, ...]:
+        return *_bits_and_precision(choice.spec), *_bits_and_precision(_choice_accumulator(choice))
+
+    return tuple(sorted(choices, key=fineness))
 
 
 def _as_menu_choice(value: Any, name: str) -> ArithmeticChoice:
@@ -389,9 +372,7 @@ def _as_tuning(
     name: str,
     notes: tuple[str, ...],
 ) -> Tuning:
-    def text(level: int) -> str:
-        return _choice_text(problem.menu[level])
-
+    texts = [_choice_text(choice) for choice in problem.menu]
     uniform = [search.trials.get((level,) * search.sites) for level in range(search.levels)]
     trials = [run for run in uniform if run is not None]
     finest = min(trials, key=lambda run: run.error).assignment[0] if trials else 0
@@ -402,9 +383,9 @@ def _as_tuning(
         alone = search.trials.get(tuple(level if j == i else finest for j in range(search.sites)))
         error = math.nan if alone is None else alone.error
         bits = site.bits_in(problem.menu[level].spec)
-        rows.append(TunedSite(site.path, text(level), bits, site.equations, site.results, error))
+        rows.append(TunedSite(site.path, texts[level], bits, site.equations, site.results, error))
     front = tuple(
-        TuningPoint(run.cost, run.error, tuple(text(level) for level in run.assignment)) for run in search.front()
+        TuningPoint(run.cost, run.error, tuple(texts[level] for level in run.assignment)) for run in search.front()
     )
     return Tuning(
         problem.rules(trial.assignment),
@@ -414,7 +395,7 @@ def _as_tuning(
         tuple(held_out_errors),
         trial.cost,
         name,
-        None if single is None else (text(single.assignment[0]), single.cost),
+        None if single is None else (texts[single.assignment[0]], single.cost),
         front,
         len(search.trials),
         problem.has_program,

@@ -103,23 +103,16 @@ def sums_over_rows(x: Array, y: Array | None = None, mask: Array | None = None) 
     batch, rows, _ = x.shape
     if mask is not None:
         operands = [jnp.where(mask[..., None], v, 0) for v in operands]
-    row_counts = jnp.full((batch,), rows) if mask is None else mask.sum(1)
-    count = row_counts.astype(x.dtype)
+    count = (jnp.full((batch,), rows) if mask is None else mask.sum(1)).astype(x.dtype)
     chunk_rows = min(_ROWS_PER_PRODUCT, max(rows, 1))
-    chunks = [_row_chunks(v, chunk_rows) for v in operands]
+    padded = (jnp.pad(v, [(0, 0), (0, -rows % chunk_rows), (0, 0)]) for v in operands)
+    chunks = [v.reshape(batch, -1, chunk_rows, v.shape[2]).swapaxes(0, 1) for v in padded]  # (chunks, batch, rows, ...)
 
     def add_chunk(earlier_sums: InputSums, chunk: list[Array]) -> tuple[InputSums, None]:
         return add_sums(earlier_sums, _chunk_sums(chunk, jnp.zeros_like(count))), None
 
     first_sums = _chunk_sums([v[0] for v in chunks], count)
     return lax.scan(add_chunk, first_sums, [v[1:] for v in chunks])[0] if rows > chunk_rows else first_sums
-
-
-def _row_chunks(x: Array, chunk_rows: int) -> Array:
-    """Rows in chunks, the last one filled up with zeros: (chunks, batch, rows, summed)."""
-    batch, rows, inputs = x.shape
-    x = jnp.pad(x, [(0, 0), (0, -rows % chunk_rows), (0, 0)])
-    return x.reshape(batch, -1, chunk_rows, inputs).swapaxes(0, 1)
 
 
 def _chunk_sums(operands: list[Array], count: Array) -> InputSums:
@@ -132,15 +125,8 @@ def _chunk_sums(operands: list[Array], count: Array) -> InputSums:
     magnitude = jnp.abs(x)
     cross = product(x, y[0] - x) if y else None
     total, shift = pairs.pair_of_number(x.sum(1)), pairs.pair_of_number((y[0] - x).sum(1)) if y else None
-    return InputSums(
-        product(x, x),
-        cross,
-        total,
-        shift,
-        pairs.pair_of_number(magnitude.sum(1)),
-        magnitude.max(1, initial=0),
-        pairs.pair_of_number(count),
-    )
+    magnitudes = pairs.pair_of_number(magnitude.sum(1)), magnitude.max(1, initial=0)
+    return InputSums(product(x, x), cross, total, shift, *magnitudes, pairs.pair_of_number(count))
 
 
 #: Primitives that choose an order, or an expert, by data.
@@ -195,27 +181,27 @@ class Collector(Runner):
         self._in_window: Any = None  # whether the iteration that is traced is within the window
 
     def collect(
-        self, plan: ProgramPlan, seeds: Any, values: Sequence[Any], window: tuple[Any, int] | None = None
-    ) -> dict[int, InputSums]:
+        self, plan: ProgramPlan, values: Sequence[Any], overrides: Sequence[Mapping[int, Any]], seeds: Any = None,
+        window_start: Any = None, *, window_size: int | None = None,
+    ) -> dict[int, InputSums]:  # fmt: skip
         """The sums of a program, by the index of the parameter.
 
         Args:
             plan: the program.
-            seeds: of random roundings.
             values: its arguments.
-            window: the first turn, and how many turns, of the outermost loop over a stack of each parameter, or of its
-                constant indexes; the sums are those of these turns alone. Default: of all.
+            overrides: those that each trajectory has changed, by their index.
+            seeds: of random roundings.
+            window_start: the first turn of the outermost loop over a stack of each parameter, or of its constant
+                indexes, of those that the sums are of alone. Default: all.
+            window_size: how many turns these are.
         """
-        self._window = self._layer_window = window
+        self._window = self._layer_window = None if window_size is None else (window_start, window_size)
+        indexes = {i for changes in overrides for i in changes}
+        args = [Lanes(changes.get(i, x) for changes in overrides) if i in indexes else x for i, x in enumerate(values)]
         try:
-            return self._collected(partial(interpret, self, plan, seeds, values))[1]
+            return self._collected(partial(interpret, self, plan, seeds, args))[1]
         finally:
             self._window = self._layer_window = None
-
-    def lane_values(self, values: Sequence[Any], overrides: Sequence[Mapping[int, Any]]) -> list[Any]:
-        """The arguments of a program, of which each trajectory has changed some, by their index."""
-        indexes = {i for changes in overrides for i in changes}
-        return [Lanes(changes.get(i, x) for changes in overrides) if i in indexes else x for i, x in enumerate(values)]
 
     def _collected(self, run: Callable[[], Any]) -> tuple[Any, dict[int, InputSums]]:
         """The results of a program within, and its sums."""
@@ -227,14 +213,10 @@ class Collector(Runner):
 
     def finish(self, value: Any, seeds: Any) -> Lanes:
         """A result of a program."""
-        return Lanes(map(as_jax_value, self._as_lanes(value)))
-
-    def _as_lanes(self, value: Any) -> Lanes:
-        return value if isinstance(value, Lanes) else Lanes((value,) * len(self.lanes))
+        return Lanes(map(as_jax_value, value if isinstance(value, Lanes) else (value,) * len(self.lanes)))
 
     def _add_sums(self, leaf: int, sums: InputSums) -> None:
-        earlier_sums = self._sums.get(leaf)
-        self._sums[leaf] = sums if earlier_sums is None else add_sums(earlier_sums, sums)
+        self._sums[leaf] = add_sums(self._sums[leaf], sums) if leaf in self._sums else sums
 
     def _add_in_window(self, leaf: int, compute_sums: Callable[[], InputSums]) -> None:
         """Add sums; outside the window they are zeros, and not computed."""
@@ -275,11 +257,9 @@ class Collector(Runner):
         return self._run_each("control", step, seeds, self._args_by_lane(args))
 
     def _has_sites(self, plan: ProgramPlan) -> bool:
-        steps = list(plan.walk())
-        site_lists = (self.sites.of_step.get(id(step), (0, ()))[1] for step in steps)
-        if any(site.leaf in self.leaves for sites in site_lists for site in sites):
-            return True
-        return len(self.lanes) > 1 and any(_is_choice(step.eqn) for step in steps)
+        sites = (site for step in plan.walk() for site in self.sites.of_step.get(id(step), (0, ()))[1])
+        aligns = len(self.lanes) > 1 and any(_is_choice(step.eqn) for step in plan.walk())
+        return aligns or any(site.leaf in self.leaves for site in sites)
 
     def _args_by_lane(self, args: Sequence[Any]) -> list[list[Any]]:
         return [[x[i] if isinstance(x, Lanes) else x for x in args] for i in range(len(self.lanes))]
@@ -301,8 +281,8 @@ class Collector(Runner):
             axis = params.get("axis", params.get("reduction_dimension", -1))
             values = Lanes(jnp.take_along_axis(x, order, axis) for (x,) in by_lane)
             return [values, Lanes((order,) * len(by_lane))]
-        is_integer = [jnp.issubdtype(v.aval.dtype, jnp.integer) for v in eqn.outvars]
-        return [Lanes((x[-1],) * len(by_lane)) if i else x for i, x in zip(is_integer, outs, strict=True)]
+        pairs = zip(eqn.outvars, outs, strict=True)
+        return [Lanes(x[-1:] * len(x)) if jnp.issubdtype(v.aval.dtype, jnp.integer) else x for v, x in pairs]
 
     # -- loops and branches --------------------------------------------------------------------------------------------
 
@@ -327,17 +307,13 @@ class Collector(Runner):
 
         start, first = without_weak_types(start), jax.eval_shape(lambda xs: jax.tree.map(lambda v: v[0], xs), xs)
         shapes = jax.eval_shape(lambda carry, x: run_iteration(carry, x, jnp.uint32(0))[1], start, first)
-        shared_sums = {
-            leaf: jax.tree.map(_zeros_of_shape, sums) for leaf, sums in shapes.items() if leaf not in stacked_leaves
-        }
+        stacked_shapes = {leaf: sums for leaf, sums in shapes.items() if leaf in stacked_leaves}
+        shared_sums = {leaf: sums for leaf, sums in shapes.items() if leaf not in stacked_leaves}
+        shared_sums = jax.tree.map(_zeros_of_shape, shared_sums)
         window_sums: dict[int, Any] = {}  # the turns of the window, which is written to in the loop
         if window is not None:
             size = window[1]
-            window_sums = {
-                leaf: jax.tree.map(lambda v: jnp.zeros((size, *v.shape), v.dtype), sums)
-                for leaf, sums in shapes.items()
-                if leaf in stacked_leaves
-            }
+            window_sums = jax.tree.map(lambda v: jnp.zeros((size, *v.shape), v.dtype), stacked_shapes)
 
         def turn_with_sums(state: Any, x: Any, iteration: Any) -> tuple[Any, Any]:
             carry, earlier_sums, slots = state
@@ -347,7 +323,7 @@ class Collector(Runner):
             if window is not None:
                 slot = window_slot(iteration)
                 write = lambda v, iteration_sum: v.at[slot].set(iteration_sum, mode="drop")  # noqa: E731
-                slots, stacked_sums = {leaf: jax.tree.map(write, slots[leaf], stacked_sums[leaf]) for leaf in slots}, {}
+                slots, stacked_sums = jax.tree.map(write, slots, stacked_sums), {}
             return (carry, new_sums, slots), (ys, stacked_sums)
 
         state, (ys, stacked_sums) = super().scan(step, turn_with_sums, (start, shared_sums, window_sums), xs, order)
@@ -367,10 +343,7 @@ class Collector(Runner):
 
         def with_all_sums(run: Callable[[Any], Any], values: Any) -> Any:
             out, sums = collected(run, values)
-            return out, {
-                leaf: sums[leaf] if leaf in sums else jax.tree.map(_zeros_of_shape, shape)
-                for leaf, shape in shapes.items()
-            }
+            return out, jax.tree.map(_zeros_of_shape, shapes) | sums
 
         out, sums = super().switch(index[-1], [partial(with_all_sums, run) for run in branches], operands)
         for leaf, value in sums.items():
@@ -519,8 +492,7 @@ def _patches(conv: ConvProduct, x: Array, kernel: Sequence[int]) -> Array:
 
 def _sums_by_group(x: Array, y: Array | None, group_sizes: Array) -> InputSums:
     """The sums over each group of rows."""
-    ends = jnp.cumsum(group_sizes)
-    group_of_row = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
+    group_of_row = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
 
     def sums_of_group(group_index: Array) -> InputSums:
         sums = sums_over_rows(x[None], None if y is None else y[None], (group_of_row == group_index)[None])

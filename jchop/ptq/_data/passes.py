@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -50,26 +51,19 @@ def check_batches(batches: Any, repeated: bool) -> None:
         )
 
 
-def _check_not_empty(batch: Any) -> None:
-    """Refuse a batch with an empty array, of which there are no statistics."""
-    empty = [tuple(x.shape) for x in jax.tree.leaves(batch) if hasattr(x, "shape") and 0 in x.shape]
-    if empty:
-        raise ValueError(f"batches: one has an argument of shape {empty[0]}, which holds no number; leave it out")
-
-
 def map_batches(batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Iterable[Any]:
     """Batches with other arguments; they can be run through as often as the given ones."""
     check_batches(batches, repeated=False)
-
     batches_anew = _MappedBatches(batches, map_arguments)
     return iter(batches_anew) if iter(batches) is iter(batches) else batches_anew
 
 
+@dataclass(frozen=True)
 class _MappedBatches:
     """Batches with other arguments, as often as it is asked for them."""
 
-    def __init__(self, batches: Any, map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-        self.batches, self.map_arguments = batches, map_arguments
+    batches: Any
+    map_arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
     def __iter__(self) -> Iterator[Any]:
         return (self.map_arguments(batch_arguments(batch)) for batch in self.batches)
@@ -224,7 +218,9 @@ class BatchData:
 
     def program(self, batch: Any) -> tuple[Any, Any, WeightSites]:
         """The program of a batch, its arguments taken apart, and its sites."""
-        _check_not_empty(batch)
+        empty = [tuple(x.shape) for x in jax.tree.leaves(batch) if hasattr(x, "shape") and 0 in x.shape]
+        if empty:
+            raise ValueError(f"batches: one has an argument of shape {empty[0]}, which holds no number; leave it out")
         program, call = self.low.traced(self.params, *batch_arguments(batch))
         return program, call, self.sites(program)
 
@@ -299,15 +295,10 @@ class BatchData:
             program, call, sites = self.program(batch)
             if (id(program), "errors") not in self._functions:
                 collector = ErrorCollector({leaf: sites.others.get(leaf, ()) for leaf in others})
-
-                def run(
-                    values: list[Any], overrides: Any, collector: ErrorCollector = collector, plan: Any = program.plan
-                ) -> Any:
-                    return collector.collect(plan, None, collector.lane_values(values, overrides))
-
-                self._functions[id(program), "errors"] = jax.jit(run), collector
+                self._functions[id(program), "errors"] = jax.jit(partial(collector.collect, program.plan)), collector
             function, collector = self._functions[id(program), "errors"]
-            for key, sums in function([*map(_as_jax_leaf, call.values)], [{}, *map(dict, roundings)]).items():
+            overrides = [{}, *map(dict, roundings)]
+            for key, sums in function([*map(_as_jax_leaf, call.values)], overrides).items():
                 use_key = collector.use_of_key[key]
                 total[use_key] = total.get(use_key, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
         return {use_key: tuple(map(float, sums)) for use_key, sums in total.items()}  # type: ignore[misc]
@@ -330,14 +321,7 @@ class BatchData:
             }
             runners = [*[PlainRunner()] * (lane_count - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
             collector = Collector(runners, roundings, sites, leaves)
-
-            def run(
-                values: list[Any], overrides: list[dict[int, Array]], keys: Any, start: Any
-            ) -> dict[int, InputSums]:
-                window = None if window_size is None else (start, window_size)
-                return collector.collect(program.plan, keys, collector.lane_values(values, overrides), window)
-
-            self._functions[key] = jax.jit(run)
+            self._functions[key] = jax.jit(partial(collector.collect, program.plan, window_size=window_size))
         with jax.disable_jit(False):
             return self._functions[key]
 

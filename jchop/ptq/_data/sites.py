@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import jax.numpy as jnp
@@ -99,13 +100,6 @@ class Stage:
 _JOINED, _JOINING_PRIMITIVES = 2, frozenset(("concatenate", "pad", "stack"))
 
 
-@dataclass(frozen=True)
-class _LoopSites:
-    leaves: frozenset[int]
-    turns: tuple[int, ...]
-    inputs: list[Any]  # loops, and a leaf, the constant indexes of its stack, and the input of its product
-
-
 @dataclass
 class WeightSites:
     """The sites of a program.
@@ -119,7 +113,8 @@ class WeightSites:
         reasons: why a parameter that reaches a product is not looked at.
         others: what takes a parameter beside the products that are looked at: the step, which of its operands it is,
             and the use.
-        inputs: the products in the order of the program, as in `_LoopSites`.
+        inputs: the products in the order of the program, each turn of a loop by itself: the parameter, the turns of the
+            loops that run over it or its constant indexes, and what is equal for neighbours with one input.
     """
 
     by_leaf: dict[int, WeightSite] = field(default_factory=dict)
@@ -128,16 +123,17 @@ class WeightSites:
     stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     others: dict[int, list[tuple[ProductStep, int, ParamUse]]] = field(default_factory=dict)
-    inputs: list[Any] = field(default_factory=list)
+    inputs: list[tuple[int, tuple[int, ...], Any]] = field(default_factory=list)
 
     def stages(self, leaves: Sequence[int]) -> Iterator[Stage]:
         """The stages of some parameters, in the order of the program; each turn of a loop by itself."""
         earlier: set[tuple[int, tuple[int, ...]]] = set()
-        for input_pairs in _leaves_by_input(self.inputs, {}):
-            new_pairs = [pair for pair in dict.fromkeys(input_pairs) if pair[0] in leaves and pair not in earlier]
+        for _, group in groupby(self.inputs, lambda entry: entry[2]):
+            pairs = dict.fromkeys((leaf, turn) for leaf, turn, _ in group if leaf in leaves)
+            new_pairs = [pair for pair in pairs if pair not in earlier]
             earlier.update(new_pairs)
-            for indexes in dict.fromkeys(indexes for _, indexes in new_pairs):
-                yield Stage(tuple(leaf for leaf, leaf_indexes in new_pairs if leaf_indexes == indexes), indexes)
+            for turn in dict.fromkeys(turn for _, turn in new_pairs):
+                yield Stage(tuple(leaf for leaf, leaf_turn in new_pairs if leaf_turn == turn), turn)
 
     def other_layers(self, program: Any, stages: Sequence[Stage]) -> list[tuple[int, tuple[int, ...], str]]:
         """The layers of stacks that are in none of some stages: the parameter, the indexes, and its use if known."""
@@ -150,32 +146,6 @@ class WeightSites:
                 is_lookup = any(indexes == layer[: len(indexes)] for indexes in lookups)
                 layers.append((leaf, layer, "rows" if is_lookup else ""))
         return layers
-
-
-def _leaves_by_input(
-    inputs: Sequence[Any], iterations: dict[int, tuple[int, ...]]
-) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-    """Parameters whose products have one input, each with the turns of the loops that run over it, or its indexes."""
-    pending: list[tuple[int, tuple[int, ...]]] = []
-    last_source: Any = None
-    for entry in inputs:
-        if isinstance(entry, _LoopSites):
-            if pending:
-                yield pending
-            pending, last_source = [], None
-            for iteration in entry.turns:
-                yield from _leaves_by_input(
-                    entry.inputs, {**iterations, **{i: (*iterations.get(i, ()), iteration) for i in entry.leaves}}
-                )
-            continue
-        leaf, indexes, source = entry
-        if pending and source is not last_source:
-            yield pending
-            pending = []
-        pending.append((leaf, indexes or iterations.get(leaf, ())))
-        last_source = source
-    if pending:
-        yield pending
 
 
 def find_sites(program: Any) -> WeightSites:
@@ -279,14 +249,16 @@ class _SiteWalk(ProgramWalk):
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """A loop."""
-        leaves, turns, outer = scanned_leaves(step), range(order.length), (self.inputs, self.loops)
-        loop = _LoopSites(leaves, tuple(reversed(turns) if order.reverse else turns), [])
-        inner_loops = {leaf: (*self.loops.get(leaf, ()), order.length) for leaf in leaves}
-        self.inputs, self.loops = loop.inputs, {**self.loops, **inner_loops}
+        leaves, outer = scanned_leaves(step), (self.inputs, self.loops)
+        self.inputs, inner_loops = [], {leaf: (*self.loops.get(leaf, ()), order.length) for leaf in leaves}
+        self.loops = {**self.loops, **inner_loops}
         outs = super().scan(step, turn, start, xs, order)
-        self.inputs, self.loops = outer
-        if loop.inputs:
-            self.inputs.append(loop)
+        inner, (self.inputs, self.loops) = self.inputs, outer
+        turns = range(order.length)[:: -1 if order.reverse else 1]
+        if not any(leaf in leaves for leaf, *_ in inner):
+            turns = turns[:1]  # they are the same in all turns
+        for k in turns:
+            self.inputs += [(leaf, (k, *own) if leaf in leaves else own, (k, source)) for leaf, own, source in inner]
         return outs
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:

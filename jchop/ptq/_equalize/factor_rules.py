@@ -195,11 +195,10 @@ class Port:
         """Every value has the factors."""
         return [self.label] * len(self.node.ins), [self.label] * len(self.node.outs)
 
-    def from_first(
-        self, ins: FactorLabel, outs: FactorLabel
-    ) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
-        """The first operand and all results have factors."""
-        return [ins, *[None] * (len(self.node.ins) - 1)], [outs] * len(self.node.outs)
+    def first_and_result(self, other: FactorLabel) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
+        """The first operand and all results have factors: the one that is not the port's has these."""
+        first, result = (other, self.label) if self.is_result else (self.label, other)
+        return [first, *[None] * (len(self.node.ins) - 1)], [result] * len(self.node.outs)
 
     def require_one_factor(self, axes: Sequence[int], reason: str) -> None:
         """Refuse factors that differ along some axes."""
@@ -264,19 +263,18 @@ _SUM_OF_PART, _MIXED_CHANNELS = "sums over a part of its channels", "does not ke
 # -- values that differ in their axes alone ----------------------------------------------------------------------------
 
 
-def _same_factors(port: Port) -> FactorAssignments:
-    yield port.same_for_all()
+def _only_way(way_of: Callable[[Port], Any]) -> Callable[[Port], FactorAssignments]:
+    """A primitive with one way for its factors."""
+
+    def rule(port: Port) -> FactorAssignments:
+        yield way_of(port)
+
+    return rule
 
 
 def _one_label(index: int, label: FactorLabel, count: int = 2) -> list[FactorLabel | None]:
     """One of some values has factors."""
     return [label if i == index else None for i in range(count)]
-
-
-def _one_to_one(port: Port) -> FactorAssignments:
-    """Each result is one operand."""
-    labels = _one_label(port.place, port.label, len(port.node.ins))
-    yield labels, list(labels)
 
 
 def _loop_value_factors(port: Port) -> FactorAssignments:
@@ -302,11 +300,7 @@ def _reshape_factors(port: Port) -> FactorAssignments:
     if port.node.params.get("dimensions") is not None:
         raise FoldError(f"{port.node} moves axes too")
     other = before if port.is_result else after
-    yield _first_and_result(port, port.with_value_axes(reshape_runs(port.own, other.shape)))
-
-
-def _first_and_result(port: Port, other: FactorLabel) -> tuple[list[FactorLabel | None], list[FactorLabel | None]]:
-    return port.from_first(other, port.label) if port.is_result else port.from_first(port.label, other)
+    yield port.first_and_result(port.with_value_axes(reshape_runs(port.own, other.shape)))
 
 
 #: For the parameters of a primitive and the shapes of its first operand and its result: the axes that are the same.
@@ -330,7 +324,7 @@ def _axes_rule(pairs_of: _AxisPairs, reason: str, ties: bool = False) -> Callabl
         if ties and port.is_result and varying:
             yield TiedChannels(tuple(run for runs in varying for run in runs))
         else:
-            yield _first_and_result(port, _label_by_axes(port, axes, before if port.is_result else after, reason))
+            yield port.first_and_result(_label_by_axes(port, axes, before if port.is_result else after, reason))
 
     return rule
 
@@ -344,10 +338,6 @@ def _label_by_axes(port: Port, axes: Mapping[int, int], other: GraphValue, reaso
         elif not has_one_factor(runs):
             raise FoldError(f"{port.node} {reason}")
     return port.with_value_axes(other_axes)
-
-
-def _same_length(_: Any, before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((i, i) for i, lengths in enumerate(zip(before, after, strict=True)) if lengths[0] == lengths[1])
 
 
 def _without_axes(axes_param: str, shape: Sequence[int], params: dict[str, Any]) -> list[int]:
@@ -435,7 +425,7 @@ def _power_rule(exponent: Callable[[dict[str, Any]], Fraction]) -> Callable[[Por
         power = exponent(port.node.params)
         if not power:
             raise FoldError(f"{port.node} does not commute with factors")
-        yield _first_and_result(port, port.label.to_power(1 / power if port.is_result else power))
+        yield port.first_and_result(port.label.to_power(1 / power if port.is_result else power))
 
     return rule
 
@@ -456,30 +446,15 @@ def _mul_factors(port: Port) -> FactorAssignments:
 
 
 def _div_factors(port: Port) -> FactorAssignments:
+    label, inverse = port.label, port.label.to_power(-1)
     if port.is_result:
-        ways: list[list[FactorLabel | None]] = [[port.label, None], [None, port.label.to_power(-1)]]
+        ways: list[list[FactorLabel | None]] = [[label, None], [None, inverse]]
         for way, value in zip(ways, port.node.ins, strict=True):
             if not value.source:
-                yield way, [port.label]
-    elif port.place == 0:
-        yield [port.label, None], [port.label]
-        yield [port.label, port.label], [None]
+                yield way, [label]
     else:
-        yield [None, port.label], [port.label.to_power(-1)]
-        yield [port.label, port.label], [None]
-
-
-def _compare_factors(port: Port) -> FactorAssignments:
-    """With zero, and with a value of the same factors: these are positive."""
-    yield [port.label, port.label], [None]
-
-
-def _sign_factors(port: Port) -> FactorAssignments:
-    yield [port.label], [None]
-
-
-def _select_factors(port: Port) -> FactorAssignments:
-    yield [None, *[port.label] * (len(port.node.ins) - 1)], [port.label]
+        yield _one_label(port.place, label), [inverse if port.place else label]
+        yield [label, label], [None]
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -592,17 +567,21 @@ _PRODUCT_FACTOR_RULES: dict[type, Callable[[Port], FactorAssignments]] = {
     RaggedProduct: _ragged_dot_factors,
 }
 _FACTOR_RULES: dict[str, Callable[[Port], FactorAssignments]] = {
-    SAME_VALUE: _same_factors,
-    LOOP_STACK: _same_factors,
+    **dict.fromkeys((SAME_VALUE, LOOP_STACK, *_HOMOGENEOUS_NAMES.split()), _only_way(Port.same_for_all)),
     LOOP_VALUE: _loop_value_factors,
-    **dict.fromkeys(_HOMOGENEOUS_NAMES.split(), _same_factors),
-    **dict.fromkeys(_COMPARISONS.split(), _compare_factors),
-    "optimization_barrier": _one_to_one,
+    # With zero, and with a value of the same factors: these are positive.
+    **dict.fromkeys(_COMPARISONS.split(), _only_way(lambda port: ([port.label] * 2, [None]))),
+    "optimization_barrier": _only_way(  # each result is one operand
+        lambda port: (_one_label(port.place, port.label, len(port.node.ins)),) * 2
+    ),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min"),
         _axes_rule(lambda params, a, b: zip(_without_axes("axes", a, params), range(len(b)), strict=True), _REDUCED),
     ),
-    **dict.fromkeys(("slice", "dynamic_slice"), _axes_rule(_same_length, "takes some channels")),
+    **dict.fromkeys(
+        ("slice", "dynamic_slice"),
+        _axes_rule(lambda params, a, b: ((i, i) for i in range(len(a)) if a[i] == b[i]), "takes some channels"),
+    ),
     "convert_element_type": _convert_factors,
     "reshape": _reshape_factors,
     "transpose": _axes_rule(lambda params, a, b: zip(params["permutation"], range(len(b)), strict=True), ""),
@@ -630,8 +609,8 @@ _FACTOR_RULES: dict[str, Callable[[Port], FactorAssignments]] = {
     "sqrt": _power_rule(lambda params: Fraction(1, 2)),
     "rsqrt": _power_rule(lambda params: Fraction(-1, 2)),
     "integer_pow": _power_rule(lambda params: Fraction(params["y"])),
-    "sign": _sign_factors,
-    "select_n": _select_factors,
+    "sign": _only_way(lambda port: ([port.label], [None])),
+    "select_n": _only_way(lambda port: ([None, *[port.label] * (len(port.node.ins) - 1)], [port.label])),
 }
 #: Primitives that broadcast axes of length 1.
 _BROADCAST_NAMES = "add add_any sub max min mul div select_n"

@@ -354,42 +354,34 @@ class _MappingJob:
         error_leaves = [leaf for leaf in _labels_by_leaf(fold) if self._needs_errors(leaf)]
         if self.lazy_sums.fits({*places, *error_leaves}):
             self.lazy_sums.sums_of([*dict.fromkeys([*places, *error_leaves])], self.step)
+        text, choices, count = self.step.name, list[str](), fold.channels.count
         if isinstance(self.step, Rotate):
             hadamard = HadamardBlocks.of(fold.channels.free, self.step.seed)
-            self._report(fold, places, f"{self.step.name} by {hadamard}")
-            for leaf, label in _labels_by_leaf(fold).items():
-                self._change(leaf, partial(rotate_channels, label=label, hadamard=hadamard))
-            return
-        sums = self.lazy_sums.sums_of([*places], self.step)
-        members = [self._member(fold, product_place, sums[leaf]) for leaf, product_place in places.items()]
-        count = fold.channels.count
-        if isinstance(self.step, Awq):
-            units = self._units(place, members, count)
-            factors, choices = awq_factors(self.step, members, count, units)
+            text, transform = f"{text} by {hadamard}", partial(rotate_channels, hadamard=hadamard)
         else:
-            assert isinstance(self.step, Smooth)
-            units, choices = 1, []
-            factors = smooth_factors(self.step, members, count)
-        self._report(fold, places, self.step.name, choices, units > 1)
+            sums = self.lazy_sums.sums_of([*places], self.step)
+            members = [self._member(fold, product_place, sums[leaf]) for leaf, product_place in places.items()]
+            if isinstance(self.step, Smooth):
+                factors = smooth_factors(self.step, members, count)
+            else:
+                assert isinstance(self.step, Awq)
+                factors, choices = awq_factors(self.step, members, count, self._units(place, members, count))
+            transform = partial(multiply_by_factors, factors=factors)
+        self._report(fold, places, text, choices)
         for leaf, label in _labels_by_leaf(fold).items():
-            self._change(leaf, partial(multiply_by_factors, label=label, factors=factors))
+            self._change(leaf, partial(transform, label=label))
 
-    def _report(
-        self, fold: Fold, places: dict[int, ProductPlace], text: str, choices: Sequence[str] = (), by_turn: bool = False
-    ) -> None:
+    def _report(self, fold: Fold, places: dict[int, ProductPlace], text: str, choices: Sequence[str]) -> None:
         """Report for each weight the step, the parameters it was folded into, and the choice for each turn or all."""
-        leaves = (
-            leaf
-            for leaf in _labels_by_leaf(fold)
-            if leaf not in places or _reaches_data(self.graph.parameters[leaf], fold)
-        )
+        parameters = self.graph.parameters
+        leaves = (i for i in _labels_by_leaf(fold) if i not in places or _reaches_data(parameters[i], fold))
         targets = sorted(self.program.paths[leaf] for leaf in leaves)
         for leaf in places:
             self.record.methods.setdefault(leaf, []).append(self.step.name)
             if targets:
                 self.record.add(leaf, f"{text} folded into {', '.join(targets)}")
-            turns = list(np.ndindex(*self.program.shapes[leaf][: self.weight_sites[leaf].turns])) if by_turn else [()]
-            for turn, choice in zip(turns, choices, strict=False):
+            turn_count = self.weight_sites[leaf].turns if len(choices) > 1 else 0
+            for turn, choice in zip(np.ndindex(*self.program.shapes[leaf][:turn_count]), choices, strict=False):
                 self.record.add(leaf, choice, turn)
 
     def _value(self, leaf: int) -> Any:
@@ -433,10 +425,8 @@ class _MappingJob:
         placement = placement_to_nearest(self.program.placements[leaf][0])
         weights = jnp.asarray(self._value(leaf))
         for layer in np.ndindex(*weights.shape[: site.stack]):
-            inputs, weight = (
-                mean_statistics(jax.tree.map(lambda v, turn=layer[: site.turns]: v[turn], sums)),
-                weights[layer],
-            )
+            inputs = mean_statistics(jax.tree.map(lambda v, turn=layer[: site.turns]: v[turn], sums))
+            weight = weights[layer]
             with enable_x64_for(weight.dtype):
                 outcome = round_parameter(
                     weight, inputs.gram, None, None, placement=placement, layout=site.layout, steps=CalibrationSteps()
@@ -454,10 +444,8 @@ class _MappingJob:
         before = self._value(leaf)
         after = transform(before)
         if bool((jnp.isfinite(jnp.asarray(before)) & ~jnp.isfinite(jnp.asarray(after))).any()):
-            raise ValueError(
-                f"params: {self.program.paths[leaf]!r} of dtype {before.dtype} overflows under the factors of "
-                f"{self.step}"
-            )
+            what = f"params: {self.program.paths[leaf]!r} of dtype {before.dtype}"
+            raise ValueError(f"{what} overflows under the factors of {self.step}")
         self.new_values[leaf] = after
 
 

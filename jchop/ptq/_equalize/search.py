@@ -7,7 +7,7 @@ runs that are not tied; one with power 2, that they are the squares of such numb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,7 +30,6 @@ from jchop.ptq._equalize.graph import LOOP_STACK, LOOP_VALUE, SAME_VALUE, GraphN
 
 #: The most equations that a search looks at.
 _MOST_EQUATIONS = 20_000
-_Labels = dict[GraphValue, FactorLabel | None]
 _ValueAndNode = tuple[GraphValue, GraphNode]
 
 
@@ -108,83 +107,90 @@ class _FoldSearch:
         runs: list[RunAxis] = [((n, 0),) if n != 1 else () for n in shape]
         for axis, stride in axes:
             runs[axis] = channels.axis(shape[axis], stride)
-        weight = self.place.node.ins[self.place.side]
-        labels: _Labels = {}
-        pending: list[_ValueAndNode] = []
-        self._set(labels, pending, weight, FactorLabel(Fraction(1), tuple(runs)), self.place.node)
-        return self._solve(channels, labels, pending)
+        state = _PartialFold()
+        state.set(self.place.node.ins[self.place.side], FactorLabel(Fraction(1), tuple(runs)), self.place.node)
+        return self._solve(channels, state)
 
-    def _solve(self, channels: Channels, labels: _Labels, pending: list[_ValueAndNode]) -> Fold:
+    def _solve(self, channels: Channels, state: _PartialFold) -> Fold:
         """Equations with one way first; then each way of the others in turn."""
         open_pairs: list[_ValueAndNode] = []
-        while pending or open_pairs:
-            has_choices_only = not pending
-            value, node = (pending or open_pairs).pop()
+        while state.pending or open_pairs:
+            has_choices_only = not state.pending
+            value, node = (state.pending or open_pairs).pop()
             self.budget -= 1
             if self.budget < 0:
                 raise FoldError("the program is too long to follow")
-            ways = self._ways(labels, value, node)
+            ways = self._ways(state, value, node)
             if len(ways) > 1 and not has_choices_only:
                 open_pairs.insert(0, (value, node))
             elif len(ways) > 1:
-                return self._first_way(channels, labels, open_pairs, node, ways)
+                return self._first_way(channels, _PartialFold(state.labels, open_pairs), node, ways)
             elif isinstance(ways[0], TiedChannels):
                 return self.start(channels.tie(ways[0].runs))
             else:
-                self._apply_way(labels, pending, node, ways[0])
-        return Fold(channels, {value: label for value, label in labels.items() if label is not None})
+                state.apply(node, ways[0])
+        return Fold(channels, {value: label for value, label in state.labels.items() if label is not None})
 
-    def _first_way(
-        self, channels: Channels, labels: _Labels, pending: list[_ValueAndNode], node: GraphNode, ways: Sequence[Any]
-    ) -> Fold:
+    def _first_way(self, channels: Channels, state: _PartialFold, node: GraphNode, ways: Sequence[Any]) -> Fold:
         """The first way that leads to an end."""
         reasons: list[FoldError] = []
         for way in ways:
             try:
                 if isinstance(way, TiedChannels):
                     return self.start(channels.tie(way.runs))
-                branch_labels, branch_pending = dict(labels), list(pending)
-                self._apply_way(branch_labels, branch_pending, node, way)
-                return self._solve(channels, branch_labels, branch_pending)
+                branch = _PartialFold(dict(state.labels), list(state.pending))
+                branch.apply(node, way)
+                return self._solve(channels, branch)
             except FoldError as reason:
                 reasons.append(reason)
         raise reasons[0]
 
-    def _ways(self, labels: _Labels, value: GraphValue, node: GraphNode) -> list[Any]:
+    def _ways(self, state: _PartialFold, value: GraphValue, node: GraphNode) -> list[Any]:
         """The ways that agree with what is known."""
-        label = labels[value]
+        label = state.labels[value]
         assert label is not None
         is_result = value not in node.ins
         place = (node.outs if is_result else node.ins).index(value)
         ways = list(self.ways(node, label, place, is_result))
-        fitting = [way for way in ways if isinstance(way, TiedChannels) or self._fits(labels, node, way)]
+        fitting = [way for way in ways if isinstance(way, TiedChannels) or state.fits(node, way)]
         if not fitting:
             raise FoldError(f"the factors that its values need disagree at {node}")
         return fitting
 
-    def _fits(self, labels: _Labels, node: GraphNode, way: Any) -> bool:
-        new_labels: _Labels = {}
-        for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
-            if value.zero:
-                continue
-            if labels.get(value, label) != label or new_labels.setdefault(value, label) != label:
-                return False
-        return True
 
-    def _apply_way(self, labels: _Labels, pending: list[_ValueAndNode], node: GraphNode, way: Any) -> None:
-        for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
-            if not value.zero and value not in labels:
-                self._set(labels, pending, value, label, node)
+@dataclass(frozen=True)
+class _PartialFold:
+    """What is known in a search.
 
-    def _set(
-        self,
-        labels: _Labels,
-        pending: list[_ValueAndNode],
-        value: GraphValue,
-        label: FactorLabel | None,
-        node: GraphNode,
-    ) -> None:
-        labels[value] = label
+    Args:
+        labels: the labels, None for values without factors.
+        pending: the values whose nodes are not looked at, each with a node.
+    """
+
+    labels: dict[GraphValue, FactorLabel | None] = field(default_factory=dict)
+    pending: list[_ValueAndNode] = field(default_factory=list)
+
+    def fits(self, node: GraphNode, way: Any) -> bool:
+        """Whether a way agrees with the labels, and with itself."""
+        new_labels: dict[GraphValue, FactorLabel | None] = {}
+        return all(
+            value.zero or self.labels.get(value, label) == label == new_labels.setdefault(value, label)
+            for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True)
+        )
+
+    def apply(self, node: GraphNode, way: Any) -> None:
+        """Add the labels of a way."""
+        for value, label in zip((*node.ins, *node.outs), (*way[0], *way[1]), strict=True):
+            if not value.zero and value not in self.labels:
+                self.set(value, label, node)
+
+    def set(self, value: GraphValue, label: FactorLabel | None, node: GraphNode) -> None:
+        """Add a label, which a node needs.
+
+        Raises:
+            FoldError: for factors of a value that cannot have any.
+        """
+        self.labels[value] = label
         if label is None:
             return
         if value.source:
@@ -193,7 +199,7 @@ class _FoldSearch:
             raise FoldError(f"{node} makes a result of the function")
         if not value.real:
             raise FoldError(f"{node} makes numbers that are not real")
-        pending.extend((value, node) for node in value.nodes)
+        self.pending.extend((value, node) for node in value.nodes)
 
 
 class GainError(FoldError):
