@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._common.checks import as_iterable, check, check_choice, check_float, short_repr
+from jchop._common.checks import as_iterable, check, check_choice, check_float, first_names, short_repr
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.text import RowReport, TableOrLine
@@ -393,7 +393,7 @@ def tune(
     scores, ratios, opaque, uncalled = _fisher_scores(problem)
     if opaque and score == "fisher":
         raise ValueError(
-            f"score='fisher': the calls of {_first_names(sorted(map(repr, opaque)))} are within a transformation of "
+            f"score='fisher': the calls of {first_names(sorted(opaque))} are within a transformation of "
             "JAX, as a scan, jit or remat, or of a stack of layers, so the gradients of their results cannot be had. "
             "Use score='loss', or leave them out by layers="
         )
@@ -418,9 +418,9 @@ def tune(
         if cost <= budget and single_loss < chosen_loss
     ]
     if other_layers:
-        notes.append(f"without a format, and not in the budget: {_first_names(other_layers)}")
+        notes.append(f"without a format, and not in the budget: {first_names(other_layers, str)}")
     if uncalled:
-        notes.append(f"not called by the loss, so without a ratio: {_first_names(sorted(map(repr, uncalled)))}")
+        notes.append(f"not called by the loss, so without a ratio: {first_names(sorted(uncalled))}")
     rows = []
     for i, (layer, j) in enumerate(zip(targets, choice, strict=True)):
         facts = texts[j], layer.count, 8 * costs[i][j] / layer.count, scores[i][j]
@@ -478,7 +478,9 @@ def _tunable_layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tu
             others.append(f"{path!r} ({type(module).__name__})")
     targets = [layer for layer in usable if matches_path(layers, layer.path)]
     if not targets:
-        hint = f", only {_first_names(others)}" if others else nearest_paths_hint([layers], [x.path for x in usable])
+        hint = (
+            f", only {first_names(others, str)}" if others else nearest_paths_hint([layers], [x.path for x in usable])
+        )
         raise ValueError(f"layers={layers!r} matches no layer with weights of a product{hint}")
     group_indexes: dict[Any, int] = {}
     for pattern in groups:
@@ -492,11 +494,6 @@ def _tunable_layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tu
         key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
         layer.group = group_indexes.setdefault(key, len(group_indexes))
     return targets, others
-
-
-def _first_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _option_text(option: Rule | None) -> str:

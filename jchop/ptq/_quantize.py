@@ -24,16 +24,8 @@ from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn
 from jchop._round.arguments import check_key, has_tracer
 from jchop.ptq._biases import BiasSite, bias_means, find_biases, mean_errors
+from jchop.ptq._data import passes
 from jchop.ptq._data.collect import InputSums, input_means, pair_value
-from jchop.ptq._data.passes import (
-    BatchData,
-    StagePart,
-    check_batches,
-    check_memory,
-    memory_bytes,
-    split_stages,
-    sum_bytes,
-)
 from jchop.ptq._data.sites import Stage, WeightSites, rounded_sites
 from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
@@ -138,14 +130,16 @@ def calibrate_params(
         raise NotImplementedError(f"{stateful_rule} keeps scales: round with data under rules without scale_from")
     in_order = bool(sequential) or plan.correction is not None
     check_instance("resume", resume, str | os.PathLike | None, "the path of a folder, or None")
-    memory_limit = memory_bytes(memory)
-    check_batches(batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None)
+    memory_limit = passes.memory_bytes(memory)
+    passes.check_batches(
+        batches, repeated=in_order or bool(plan.mappings) or resume is not None or memory_limit is not None
+    )
     if key is not None:
         check_key("key", key)
     journal = None
     if resume is not None:
         journal = Journal(resume, *run_facts(low, params, batches, plan, in_order, key, memory_limit))
-    data = BatchData(low, params, batches, key, progress)
+    data = passes.BatchData(low, params, batches, key, progress)
     mapping_record = map_parameters(data, plan.mappings, memory_limit)
     job = _CalibrationJob(data, plan, key, mapping_record, journal, tell, memory_limit)
     if in_order or memory_limit is not None:
@@ -159,7 +153,7 @@ class _CalibrationJob:
     """The state of a calibration: packed parameters, their current values, and rows of the report."""
 
     def __init__(
-        self, data: BatchData, steps: CalibrationSteps, key: Array | None, mapping_record: MappingRecord,
+        self, data: passes.BatchData, steps: CalibrationSteps, key: Array | None, mapping_record: MappingRecord,
         journal: Journal | None, tell: Callable[[WeightRow, int, int], object] | None, memory: int | None,
     ) -> None:  # fmt: skip
         self.low, self.params, self.data, self.steps, self.key = data.low, data.params, data, steps, key
@@ -177,30 +171,30 @@ class _CalibrationJob:
             if self.journal is not None:
                 self.journal.save_sums(sums)
         self._start(trace)
-        self._round_stages([StagePart(tuple(self.stages), (), None)], lambda _: sums)
+        self._round_stages([passes.StagePart(tuple(self.stages), (), None)], lambda _: sums)
 
     def round_in_several_passes(self, in_order: bool) -> None:
         """The same with the statistics of some weights at a time; or in order, by the model as it is rounded so far."""
         self._start(self.data.first())
         two_trajectories = in_order and (self.steps.correction is not None or self.steps.biases is not None)
         values, path_of = self.call.values, self.program.paths.__getitem__
-        sizes = {i: sum_bytes(site, values[i], two_trajectories) for i, site in self.weight_sites.items()}
+        sizes = {i: passes.sum_bytes(site, values[i], two_trajectories) for i, site in self.weight_sites.items()}
         full_precision: dict[int, Array] = {}
         trajectories = [full_precision]
         if in_order:
             trajectories = [*([full_precision] if two_trajectories else []), self.values]
             windowed = self.memory is not None
             if self.memory is not None:
-                check_memory(self.stages, sizes, self.memory, path_of)
+                passes.check_memory(self.stages, sizes, self.memory, path_of)
             windows = [(stage.turn[0], 1) if windowed and stage.turn else None for stage in self.stages]
-            parts = [StagePart((s,), s.leaves, window) for s, window in zip(self.stages, windows, strict=True)]
+            parts = [passes.StagePart((s,), s.leaves, window) for s, window in zip(self.stages, windows, strict=True)]
         else:
             assert self.memory is not None
-            parts = split_stages(self.stages, sizes, self.memory, path_of)
+            parts = passes.split_stages(self.stages, sizes, self.memory, path_of)
         self._round_stages(parts, lambda part: self.data.sums(trajectories, in_order, part.leaves, part.window)[0])
 
     def _round_stages(
-        self, parts: Sequence[StagePart], sums_of: Callable[[StagePart], Mapping[int, InputSums]]
+        self, parts: Sequence[passes.StagePart], sums_of: Callable[[passes.StagePart], Mapping[int, InputSums]]
     ) -> None:
         """Round the weights stage after stage; those that a killed run finished are taken from its folder."""
         self.passes += len(parts)

@@ -401,7 +401,7 @@ class InputStatistics:
     count: Array
 
 
-class Statistics(Mapping[str, InputStatistics]):
+class Statistics(dict[str, InputStatistics]):
     """`InputStatistics` by the path of the parameter.
 
     Args:
@@ -410,16 +410,8 @@ class Statistics(Mapping[str, InputStatistics]):
     """
 
     def __init__(self, found: Mapping[str, InputStatistics], left_out: Mapping[str, str]) -> None:
-        self._by_path, self.left_out = dict(found), dict(left_out)
-
-    def __getitem__(self, path: str) -> InputStatistics:
-        return self._by_path[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_path)
-
-    def __len__(self) -> int:
-        return len(self._by_path)
+        super().__init__(found)
+        self.left_out = dict(left_out)
 
     def __str__(self) -> str:
         rows = [("parameter", "inputs", "rows", "largest")]

@@ -20,18 +20,8 @@ from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
+from jchop.ptq._steps import sweep
 from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
-from jchop.ptq._steps.sweep import (
-    ElementScales,
-    column_order,
-    element_scales,
-    elementwise_spec,
-    gptq_sweep,
-    inverse_factor,
-    qarray_of,
-    round_column,
-    with_entries,
-)
 from jchop.storage import QArray, dequantize, fit_half_quadratic
 
 Array = jax.Array
@@ -138,16 +128,16 @@ def round_under_scales(
     packed_weight: QArray | StoredAs, target: Array, layout: MatrixLayout, key: Array | None = None
 ) -> tuple[Array, Array]:
     """The codes and the numbers of a parameter, in its shape, under the scales of a packed one."""
-    q = qarray_of(packed_weight)
-    scales = element_scales(q)
-    spec, dtype = elementwise_spec(q.spec), target.dtype
+    q = sweep.qarray_of(packed_weight)
+    scales = sweep.element_scales(q)
+    spec, dtype = sweep.elementwise_spec(q.spec), target.dtype
     parts = [part.reshape(-1) for part in scales.by_element]
-    entries, numbers = round_column(target.reshape(-1), *scales.quantize_args(parts), spec, dtype, key)
+    entries, numbers = sweep.round_column(target.reshape(-1), *scales.quantize_args(parts), spec, dtype, key)
     return entries.reshape(layout.shape), numbers.reshape(layout.shape)
 
 
 def neighbours(
-    matrix: Array, by_element: tuple[Array, ...], scales: ElementScales, spec: Spec, dtype: Any
+    matrix: Array, by_element: tuple[Array, ...], scales: sweep.ElementScales, spec: Spec, dtype: Any
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """The codes and numbers that each number lies between, or twice those of the end of the format beyond it."""
 
@@ -155,7 +145,7 @@ def neighbours(
         mode_spec = replace(spec, rounding=mode, random_bits=None, overflow="saturate")
 
         def round_row(column: Array, *parts: Array) -> tuple[Array, Array]:
-            return round_column(column, *scales.quantize_args(parts), mode_spec, dtype)
+            return sweep.round_column(column, *scales.quantize_args(parts), mode_spec, dtype)
 
         entries, numbers = jax.vmap(round_row)(matrix, *by_element)
         return entries, numbers.astype(matrix.dtype)
@@ -284,17 +274,17 @@ def round_parameter(
     else:
         packed_weight = placement.pack(clip_groups(steps.scales, target, gram, placement=placement, layout=layout), key)
         if steps.sweep is None:
-            packed_weight = with_entries(packed_weight, round_under_scales(packed_weight, target, layout, key)[0])
+            packed_weight = sweep.with_entries(packed_weight, round_under_scales(packed_weight, target, layout, key)[0])
     zeros = jnp.zeros(layout.matrices[0], dtype)
     damping, tries, dead = zeros, zeros.astype(jnp.int32), (jnp.diagonal(gram, axis1=1, axis2=2) == 0).sum(1)
     if steps.sweep is not None:
-        q = qarray_of(packed_weight)
-        scales = element_scales(q)
-        choose = partial(_choose_codes, steps.sweep, pruning, scales, elementwise_spec(q.spec), weight.dtype, key)
+        q = sweep.qarray_of(packed_weight)
+        scales = sweep.element_scales(q)
+        choose = partial(_choose_codes, steps.sweep, pruning, scales, sweep.elementwise_spec(q.spec), weight.dtype, key)
         by_element = tuple(layout.lay(part) for part in scales.by_element)
         numbers = jnp.arange(layout.matrices[0])
         entries, damping, tries, fails = _each_matrix(choose, numbers, target_matrices, gram, by_element, mask)
-        packed_weight = with_entries(packed_weight, layout.back(entries).reshape(q.shape))
+        packed_weight = sweep.with_entries(packed_weight, layout.back(entries).reshape(q.shape))
         no_factor |= fails
     packed_weight = _in_sparse_format(packed_weight, final_placement)
     values = unpack_param(packed_weight)
@@ -320,7 +310,7 @@ def pruning_of(steps: CalibrationSteps, spec: Spec) -> Sparse | None:
 
 def _in_sparse_format(packed_weight: QArray | StoredAs, placement: WeightLayout) -> QArray | StoredAs:
     """A pruned parameter with the codes of its numbers alone that are not zero, if its format has `sparse`."""
-    spec, q = placement.spec, qarray_of(packed_weight)
+    spec, q = placement.spec, sweep.qarray_of(packed_weight)
     if spec.scaled is None or spec.scaled.sparse is None or q.places is not None:
         return packed_weight
     mask = sparse_mask(dequantize(q), spec.scaled)
@@ -339,7 +329,7 @@ def _each_matrix(function: Any, *args: Any) -> Any:
 def _choose_codes(
     step: Sweep | SignDescent,
     pruning: Sparse | None,
-    scales: ElementScales,
+    scales: sweep.ElementScales,
     spec: Spec,
     dtype: Any,
     key: Array | None,
@@ -359,12 +349,12 @@ def _choose_codes(
         takes_above, _ = sign_descent(matrix, gram, below[1], above[1], **vars(step))
         return jnp.where(takes_above, above[0], below[0]), jnp.zeros((), gram.dtype), jnp.int32(0), jnp.bool_(False)
     sparsity = None if pruning is None or mask is not None else (pruning.n, pruning.m)
-    order = column_order(gram, step.order == "activation", 1 if sparsity is None else sparsity[1])
-    factorization = inverse_factor(gram[order][:, order], jnp.asarray(step.damping, gram.dtype))
+    order = sweep.column_order(gram, step.order == "activation", 1 if sparsity is None else sparsity[1])
+    factorization = sweep.inverse_factor(gram[order][:, order], jnp.asarray(step.damping, gram.dtype))
     # A column without an input is the first to be pruned, and by magnitudes alone if its whole group has none.
     worth = None if sparsity is None else jnp.where(factorization.dead, 0, 1 / jnp.diagonal(factorization.upper))
     matrix_key = None if key is None else jax.random.fold_in(key, index)
-    codes, _ = gptq_sweep(
+    codes, _ = sweep.gptq_sweep(
         matrix[order], tuple(part[order] for part in by_element), scales.scale[1:], factorization.upper, matrix_key,
         spec=spec, dtype=dtype, block=step.block, mask=None if mask is None else mask[order], worth=worth,
         sparsity=sparsity,
