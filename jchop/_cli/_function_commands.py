@@ -16,8 +16,7 @@ from jchop._common.files import require_extra
 from jchop._common.on_demand import load_name
 from jchop._spec.spec import as_spec
 from jchop.study._function_study import FUNCTION_FORMATS, FUNCTION_MODES, run_function, save_function
-from jchop.study._progress import ProgressBar
-from jchop.study._run import DATASETS, FORMATS, MODES
+from jchop.study._run import DATASETS, FORMATS, MODES, ProgressBar
 
 
 def _run_blame(options: argparse.Namespace) -> None:

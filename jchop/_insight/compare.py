@@ -76,6 +76,22 @@ class ComparisonRow:
     largest: float
     exponent: int = 0
 
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        name = self.format + (f" · 2^{-self.exponent}" if self.exponent else "")
+        ratio = "exact" if self.snr == math.inf else f"{self.snr:.1f}"
+        shares = map(_comparison_share_text, (self.overflow, self.clipped, self.underflow))
+        largest = "-" if math.isnan(self.largest) else f"{self.largest:.4g}"
+        return (
+            name,
+            f"{self.bits:.4g}",
+            ratio,
+            f"{self.worst_absolute:.3g}",
+            f"{self.worst_relative:.3g}",
+            *shares,
+            largest,
+        )
+
 
 @dataclass(frozen=True)
 class Comparison(RowReport):
@@ -112,20 +128,8 @@ class Comparison(RowReport):
     _align, _infinities_as_text = "<" + ">" * 8, True
 
     def _parts(self) -> list[TableOrLine]:
-        fits_scale = self.scale == "fit"
         head = ("format", "bits", "SNR dB", "worst abs.", "worst rel.", "overflow", "clipped", "to zero", "largest")
-        body = [
-            (
-                row.format + (f" · 2^{-row.exponent}" if fits_scale and row.exponent else ""),
-                f"{row.bits:.4g}",
-                "exact" if row.snr == math.inf else f"{row.snr:.1f}",
-                f"{row.worst_absolute:.3g}",
-                f"{row.worst_relative:.3g}",
-                *map(_comparison_share_text, (row.overflow, row.clipped, row.underflow)),
-                "-" if math.isnan(row.largest) else f"{row.largest:.4g}",
-            )
-            for row in self.rows
-        ]
+        body = [row.cells() for row in self.rows]
         notes = [f"{self.lost} numbers are infinite or NaN, and do not count"] if self.lost else []
         return [f"{'×'.join(map(str, self.shape)) or 'scalar'} {self.dtype}", [head, *body], *notes]
 

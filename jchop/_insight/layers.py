@@ -156,11 +156,10 @@ def sensitivity(
 
 def _layer_classes(model: nnx.Module, tensors: Sequence[str]) -> dict[str, str]:
     """The classes of the layers that have one of the tensors, by path."""
-    candidates = {path: (layer, kind) for path, layer, kind in nnx_layers(model) if kind is not None}
     return {
         path: type(layer).__name__
-        for path, (layer, kind) in candidates.items()
-        if set(tensors) <= set(kind.fields(layer))
+        for path, layer, kind in nnx_layers(model)
+        if kind is not None and set(tensors) <= set(kind.fields(layer))
     }
 
 
@@ -486,9 +485,8 @@ def _tunable_layers(model: nnx.Module, layers: str, groups: Sequence[str]) -> tu
     for pattern in groups:
         check_path_pattern("groups", pattern)
         if not any(matches_path(pattern, layer.path) for layer in targets):
-            raise ValueError(
-                f"groups: {pattern!r} matches no layer{nearest_paths_hint([pattern], [x.path for x in targets])}"
-            )
+            hint = nearest_paths_hint([pattern], [x.path for x in targets])
+            raise ValueError(f"groups: {pattern!r} matches no layer{hint}")
     for layer in targets:
         pattern = next((one for one in groups if matches_path(one, layer.path)), None)
         key = layer.path if pattern is None else (pattern, layer.path.rpartition("/")[0])
@@ -539,12 +537,9 @@ def _fisher_scores(
         call_paths |= {call.path for call in calls}
         opaque |= opaque_paths
     ratios = [
-        [
-            (decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j]))
-            if path in call_paths - opaque
-            else (math.nan, math.nan)
-            for j in range(shape[1])
-        ]
+        [(decibels(power[i], noise_of_inputs[i, j]), decibels(power[i], noise[i, j])) for j in range(shape[1])]
+        if path in call_paths - opaque
+        else [(math.nan, math.nan)] * shape[1]
         for i, path in enumerate(paths)
     ]
     return (scores / len(problem.batches)).tolist(), ratios, opaque, set(paths) - call_paths - opaque
@@ -580,8 +575,5 @@ def _calls_and_gradients(
         return out, [(call.args, call.kwargs, call.result) for call in calls]
 
     gradients, arrays = jax.grad(loss_and_calls, has_aux=True)([jnp.zeros(*shape) for shape in shapes])
-    return (
-        [LayerCall(call.path, call.method, *values) for call, values in zip(traced_calls, arrays, strict=True)],
-        gradients,
-        opaque,
-    )
+    calls = [LayerCall(call.path, call.method, *values) for call, values in zip(traced_calls, arrays, strict=True)]
+    return calls, gradients, opaque

@@ -14,8 +14,8 @@ from jchop._common.checks import as_iterable, as_numpy, check, check_int
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, StringFormat
-from jchop.plot import _style
-from jchop.plot._style import BAR_COLOURS, BLUE, INK, ORANGE, RED, draw_frame, format_label, new_figure
+from jchop.plot import _charts
+from jchop.plot._charts import BAR_COLOURS, BLUE, INK, ORANGE, RED, draw_frame, format_label, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def value_grid(fmt: ElementFormat | str) -> Figure:
         >>> figure.get_suptitle()
         'float8_e4m3fn: 8 bits, 253 finite values from -448 to 448'
     """
-    fmt = _style.element_format_of(fmt)
+    fmt = _charts.element_format_of(fmt)
     values = _drawable_values("fmt=", fmt)
     rows = _magnitude_rows(values)
     check(rows, f"fmt={fmt} has no value but zero: nothing to draw on a logarithmic axis")
@@ -171,7 +171,7 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
         >>> len(figure.axes[0].collections)
         5
     """
-    elements = [_style.element_format_of(fmt) for fmt in as_iterable(formats)]
+    elements = [_charts.element_format_of(fmt) for fmt in as_iterable(formats)]
     check(elements, "formats must name at least one format")
     rows = []
     for fmt in elements:
@@ -282,7 +282,7 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
         >>> figure.get_suptitle()
         'float4_e2m1fn: 4,000 numbers, 12 of 15 values in use'
     """
-    element = _style.element_format_of(fmt)
+    element = _charts.element_format_of(fmt)
     if element.bits > _MAX_HISTOGRAM_BITS:
         raise ValueError(f"fmt={element} has {element.bits} bits; at most {_MAX_HISTOGRAM_BITS} can be drawn")
     numbers = as_numpy("x", x).astype(np.float64).ravel()

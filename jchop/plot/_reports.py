@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jchop._common.checks import check
-from jchop.plot import _style
-from jchop.plot._style import BLUE, INK, RED, draw_at_edge, draw_bars, draw_frame, draw_legend, new_figure
+from jchop.plot import _charts
+from jchop.plot._charts import BLUE, INK, RED, draw_at_edge, draw_bars, draw_frame, draw_legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def _fields_of(seen: Any, what: str, *names: str) -> list[Any]:
     """Fields of a report; TypeError for an object of another kind."""
-    _style.need_matplotlib()
+    _charts.need_matplotlib()
     if not all(hasattr(seen, name) for name in names):
         raise TypeError(f"seen={seen!r} must be {what}")
     return [getattr(seen, name) for name in names]

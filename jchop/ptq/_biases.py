@@ -164,7 +164,7 @@ class _BiasSearch(ProgramWalk):
             side, sites = self.sites.of_step[id(part)]
             for site in sites:
                 self.products[site.leaf] += 1
-                self._note_loops(site.leaf)
+                self.loops[site.leaf] = self._loops_around.get(site.leaf, ())
             if len(sites) != 1:
                 return nothing
             axes = _axes_of_result(part.product, side, sites[0].view, part.eqn)
@@ -177,26 +177,19 @@ class _BiasSearch(ProgramWalk):
             return [tuple(replace(t, weight=o) for t, o in origins if o is not None and o.is_intact)]
         return nothing
 
-    def _note_loops(self, leaf: int) -> None:
-        self.loops[leaf] = self._loops_around.get(leaf, ())
-
     def _sum(self, step: Any, operand_terms: list[_ProductTerms]) -> list[_ProductTerms]:
         """The product terms in a sum; a sum with a parameter has none, and is appended to `sums`."""
         shape, signs = tuple(step.eqn.outvars[0].aval.shape), _SUM_SIGNS[step.name]
         parameter_origins = [fact.origins for fact in step.known if not fact.data and fact.origins]
         if not parameter_origins:
-            signed_operands = zip(signs, step.eqn.invars, operand_terms, strict=True)
-            return [
-                tuple(
-                    replace(term, sign=sign * term.sign, has_other_terms=True)
-                    for sign, v, terms in signed_operands
-                    for term in terms
-                    if self._uses[v] == 1 and v.aval.shape == shape
-                )
-            ]
+            sum_terms: list[_ProductTerm] = []
+            for sign, v, terms in zip(signs, step.eqn.invars, operand_terms, strict=True):
+                if self._uses[v] == 1 and v.aval.shape == shape:
+                    sum_terms += [replace(term, sign=sign * term.sign, has_other_terms=True) for term in terms]
+            return [tuple(sum_terms)]
         for term in (*operand_terms[0], *operand_terms[1]) if len(parameter_origins[0]) == 1 else ():
             (bias,) = parameter_origins[0]
-            self._note_loops(bias.leaf)
+            self.loops[bias.leaf] = self._loops_around.get(bias.leaf, ())
             bias_sum = _BiasSum(term.weight, bias, term.sign * signs[0] * signs[1], shape)
             self.sums.setdefault(term.weight.leaf, []).append(bias_sum)
         return [()]

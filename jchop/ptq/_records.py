@@ -70,6 +70,14 @@ class WeightRow:
     bias: str = ""
     note: str = ""
 
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        name, bits = (self.path, "×".join(map(str, self.shape))), _format_number(self.bits, ".3g")
+        ratios = (_format_number(ratio, ".2f") for ratio in (self.before, self.after))
+        damping, dead = f"{self.damping:g}" if self.tries else "", str(self.dead) if self.rows else ""
+        zeros = _format_number(self.sparsity, ".0%")
+        return *name, bits, self.method, *ratios, damping, dead, zeros, self.bias, self.note
+
 
 @dataclass(frozen=True)
 class PtqReport(RowReport):
@@ -94,23 +102,7 @@ class PtqReport(RowReport):
 
     def _parts(self) -> list[TableOrLine]:
         head = ("weight", "shape", "bits", "method", "nearest dB", "SNR dB", "damping", "dead", "zeros", "bias", "note")
-        rows = [
-            (
-                row.path,
-                "×".join(map(str, row.shape)),
-                _format_number(row.bits, ".3g"),
-                row.method,
-                _format_number(row.before, ".2f"),
-                _format_number(row.after, ".2f"),
-                f"{row.damping:g}" if row.tries else "",
-                str(row.dead) if row.rows else "",
-                _format_number(row.sparsity, ".0%"),
-                row.bias,
-                row.note,
-            )
-            for row in self.weights
-        ]
-        return [[head, *rows]]
+        return [[head, *(row.cells() for row in self.weights)]]
 
 
 def _format_number(value: float, format_spec: str) -> str:

@@ -71,6 +71,13 @@ class FunctionRow:
     changed: float = math.nan
     note: str = ""
 
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        errors = _figure_text(self.error), _figure_text(self.error_std) if self.runs > 1 else ""
+        shares = (_figure_text(100 * share, " %") for share in (self.lost, self.changed))
+        name = self.format, self.rounding, f"{self.bits:g}"
+        return *name, *errors, _figure_text(self.worst_absolute), *shares, self.note
+
 
 @dataclass(frozen=True)
 class FunctionStudy(RowReport):
@@ -96,22 +103,8 @@ class FunctionStudy(RowReport):
 
     def _parts(self) -> list[TableOrLine]:
         head = ("format", "rounding", "bits", "error", "± runs", "worst abs.", "lost", "changed", "note")
-        body = [
-            (
-                row.format,
-                row.rounding,
-                f"{row.bits:g}",
-                _figure_text(row.error),
-                _figure_text(row.error_std) if row.runs > 1 else "",
-                _figure_text(row.worst_absolute),
-                _figure_text(100 * row.lost, " %"),
-                _figure_text(100 * row.changed, " %"),
-                row.note,
-            )
-            for row in self.rows
-        ]
         first = f"{self.name}({', '.join(self.inputs)}): {self._figure()} against the carrier's arithmetic"
-        return [first, [head, *body], self.reading()]
+        return [first, [head, *(row.cells() for row in self.rows)], self.reading()]
 
     def reading(self) -> str:
         """One line: the narrowest format that keeps each of three errors, by nearest_even or the first mode."""
@@ -142,14 +135,9 @@ class FunctionStudy(RowReport):
 
         rows = [row for row in self.rows if not row.note]
         modes = {row.rounding for row in rows}
-        return pareto(
-            [row.format if len(modes) == 1 else f"{row.format} {row.rounding}" for row in rows],
-            [row.bits for row in rows],
-            [_figure_of_merit(row) for row in rows],
-            ylabel=self._figure(),
-            title=f"{self.name}: bits against error",
-            log=True,
-        )
+        names = [row.format if len(modes) == 1 else f"{row.format} {row.rounding}" for row in rows]
+        bits, merits, title = [row.bits for row in rows], list(map(_figure_of_merit, rows)), "bits against error"
+        return pareto(names, bits, merits, ylabel=self._figure(), title=f"{self.name}: {title}", log=True)
 
     def to_html(self) -> str:
         """A page of its own: the plot, the table, settings and versions. It loads nothing. Needs matplotlib."""
@@ -273,15 +261,11 @@ def _measure_row(
         return dataclasses.replace(row, note=" ".join(str(error).split())[:300])
     errors, absolute, loss_share, change_share = np.array(runs).T
     finite = bool(np.isfinite(errors).all())
-    return dataclasses.replace(
-        row,
-        runs=len(runs),
-        error=float(errors.mean()),
-        error_std=float((errors - errors[0]).std()) if finite else math.nan,
-        worst_absolute=float(absolute.max()),
-        lost=float(loss_share.mean()),
-        changed=float(change_share.mean()),
-    )
+    error, lost, changed = (float(values.mean()) for values in (errors, loss_share, change_share))
+    deviation = float((errors - errors[0]).std()) if finite else math.nan
+    worst = float(absolute.max())
+    figures = {"error": error, "error_std": deviation, "worst_absolute": worst, "lost": lost, "changed": changed}
+    return dataclasses.replace(row, runs=len(runs), **figures)
 
 
 def _result_errors(results: list[np.ndarray], reference: list[np.ndarray]) -> tuple[float, float, float, float]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,27 @@ if TYPE_CHECKING:
 
 #: A function of (stage, done, total, note), called during a study.
 StudyProgress = Callable[[str, int, int, str], None]
+
+_BAR_WIDTH = 24
+
+
+class ProgressBar:
+    """A `progress` function: a line that is overwritten on a terminal, a few plain lines on another stream."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._live = stream.isatty()
+
+    def __call__(self, stage: str, count: int, total: int, note: str) -> None:
+        """Shows that `count` of `total` steps of `stage` are complete."""
+        quarter = count == total or count * 4 // total != (count - 1) * 4 // total
+        if not (self._live or quarter):
+            return
+        length = _BAR_WIDTH * count // total
+        line = f"{stage:9} [{'#' * length}{'.' * (_BAR_WIDTH - length)}] {count:>{len(str(total))}}/{total}  {note}"
+        start, end = ("\r\x1b[K", "\n" if count == total else "") if self._live else ("", "\n")
+        print(start + line, end=end, file=self._stream, flush=True)
+
 
 #: The data sets, with the default number of epochs.
 DATASETS = {"digits": 30, "breast-cancer": 60, "wine": 100}

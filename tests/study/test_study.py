@@ -27,8 +27,7 @@ from jchop.__main__ import main
 from jchop._common.files import write_atomically
 from jchop.formats.rounding import Rounding
 from jchop.study import StudyResult
-from jchop.study._progress import ProgressBar
-from jchop.study._run import STUDY_FILES, accuracy_summary
+from jchop.study._run import STUDY_FILES, ProgressBar, accuracy_summary
 
 further = Further()
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jchop._common.checks import check, check_int
 from jchop._common.text import RowReport, TableOrLine
-from jchop._emulate.emulate import EmulatedFunction, round_on_entry
+from jchop._emulate.emulate import round_on_entry
 from jchop._emulate.paired.measure import as_double_precision
 from jchop._emulate.paired.paired_run import SILENT_KINDS, ValuePair
 from jchop._emulate.paired.places import argument_names, first_line_of, step_label, step_spec_text, walk_sources
@@ -167,9 +167,8 @@ def blame(
     if output is not None and not callable(output):
         raise TypeError(f"output={output!r} must be a function of the result, or None")
     limit = max_turns if max_turns is not None else low.settings.max_turns
-    tape = Tape(
-        CarrierReference(), check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
-    )
+    most_turns = check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
+    tape = Tape(CarrierReference(), most_turns)
     program = trace_program(low.fun, low.settings, args, kwargs)
     if any(isinstance(v, jax.core.Tracer) for v in program.values):
         raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
@@ -178,8 +177,10 @@ def blame(
     # Of a constant result, `emulate` makes an equation in this call.
     steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, call)]
     tape.sources.update((id(step), source) for step, _, source in steps)
-    seeds = low.seeds(key, args, kwargs)
-    results = _run_tape(low, program, tape, argument_names(args, kwargs), seeds, limit is not None)
+    entry = round_on_entry(program, low.settings.spec, low.seeds(key, args, kwargs))
+    if limit is None:
+        tape.check = partial(_check_loop_turns, program, entry)
+    results = _run_tape(program, tape, argument_names(args, kwargs), entry)
     error, value, reference, cotangents = _output_cotangents(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
@@ -215,16 +216,9 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
 
 
 def _run_tape(
-    low: EmulatedFunction,
-    program: EmulatedProgram,
-    tape: Tape,
-    names: Sequence[str],
-    seeds: Seeds | None,
-    has_limit: bool,
+    program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: tuple[list[Any], list[Any], Seeds | None]
 ) -> list[ValuePair]:
-    entry = values, constants, inner_seeds = round_on_entry(program, low.settings.spec, seeds)
-    if not has_limit:
-        tape.check = partial(_check_loop_turns, program, entry)
+    values, constants, inner_seeds = entry
     all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
     pairs: list[ValuePair] = [

@@ -51,6 +51,7 @@ from jchop.formats import ElementFormat, FloatFormat
 Array = jax.Array
 #: A value in every sample.
 ValueSamples = list[Any]
+SampleSeeds = Sequence[Seeds | None]
 #: A sum or difference that loses this many digits counts as a cancellation, as in CADNA.
 _CANCELLATION_DIGITS = 4.0
 _DEFAULT_SPEC = "binary32:stochastic"
@@ -299,12 +300,8 @@ def _measure_digits(
     results = interpret(sample_run, program.plan, [e[2] for e in entries], values, constants)
     for note in dict.fromkeys(sample_run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=3)
-    facts = [
-        measure.facts(many)
-        if not jnp.issubdtype(as_jax_value(many[0]).dtype, jax.dtypes.extended)
-        else (None, None, None)
-        for many in results
-    ]
+    is_key = [jnp.issubdtype(as_jax_value(many[0]).dtype, jax.dtypes.extended) for many in results]
+    facts = [(None,) * 3 if key else measure.facts(many) for key, many in zip(is_key, results, strict=True)]
     digits, mean, spread = (jax.tree.unflatten(program.tree, [fact[i] for fact in facts]) for i in range(3))
     rows = tuple(_instability_rows(walk_sources(program.plan, call_line), sample_run.counts))
     return SignificantDigits(digits, mean, spread, measure.most, samples, rows, tuple(dict.fromkeys(sample_run.notes)))
@@ -314,14 +311,9 @@ def _check_carrier_digits(plan: ProgramPlan) -> None:
     """Refuses operations whose results in the carrier have no bits below those of the format, so that nothing draws."""
     for step in plan.walk():
         spec = step.choice.spec
-        if (
-            spec is None
-            or not spec.rounding.stochastic
-            or step.kind in _EXACT_KINDS
-            or not isinstance(spec.format, FloatFormat)
-        ):
+        if spec is None or not spec.rounding.stochastic or not isinstance(spec.format, FloatFormat):
             continue
-        for v in step.eqn.outvars:
+        for v in step.eqn.outvars if step.kind not in _EXACT_KINDS else ():
             if is_carrier_float(v.aval) and jnp.finfo(v.aval.dtype).nmant < spec.format.precision:
                 raise ValueError(
                     f"primitive {step.name!r} (scope {step.scope!r}) gives {v.aval.dtype.name}, which has no digits "
@@ -420,30 +412,24 @@ class _SampleRun(LaneRunner):
             for i, (y, x) in enumerate(zip(new, old, strict=True))
         ]
 
-    def rounded_operands(
-        self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]
-    ) -> list[ValueSamples]:
+    def rounded_operands(self, step: EmulatedStep, seeds: SampleSeeds, args: list[ValueSamples]) -> list[ValueSamples]:
         """The operands of an equation that holds programs, with those rounded that the plan marks."""
-        return list(map(self._by_lane, self._run_each(partial(round_operands, step), seeds, args, len(args))))
+        return list(map(self._by_lane, self._run_each(partial(round_operands, step), seeds, args)))
 
-    def run(self, part: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples]) -> list[ValueSamples]:
+    def run(self, part: EmulatedStep, seeds: SampleSeeds, args: list[ValueSamples]) -> list[ValueSamples]:
         """The results of one equation, whose instabilities are counted."""
         step = with_vmap_collective(part, self.axes)
-        results = self._run_each(partial(self.runner.run, step), seeds, args, len(part.eqn.outvars))
+        results = self._run_each(partial(self.runner.run, step), seeds, args)
         if len(self.lanes) > 1:
             self._count_unstable(part, seeds, args, results)
         return list(map(self._by_lane, results))
 
     def _run_each(
-        self,
-        run: Callable[[Seeds | None, list[Any]], Any],
-        seeds: Sequence[Seeds | None],
-        args: list[ValueSamples],
-        count: int,
+        self, run: Callable[[Seeds | None, list[Any]], Any], seeds: SampleSeeds, args: list[ValueSamples]
     ) -> list[ValueSamples]:
-        """The results of ``run(seeds, args)``, as many as `count`, each in the samples that run."""
+        """The results of ``run(seeds, args)``, each in the samples that run."""
         by_sample = [map_shards(self.axes, run, seeds[i], [many[i] for many in args]) for i in self.lanes]
-        return [[values[k] for values in by_sample] for k in range(count)]
+        return list(map(list, zip(*by_sample, strict=True)))
 
     def _by_lane(self, many: Sequence[Any]) -> ValueSamples:
         """A value in all samples, of one in those that run."""
@@ -451,11 +437,11 @@ class _SampleRun(LaneRunner):
         return [value.get(i) for i in range(self.samples)]
 
     def _count_unstable(
-        self, step: EmulatedStep, seeds: Sequence[Seeds | None], args: list[ValueSamples], results: list[ValueSamples]
+        self, step: EmulatedStep, seeds: SampleSeeds, args: list[ValueSamples], results: list[ValueSamples]
     ) -> None:
         """Counts the instabilities of one equation."""
         if step.name in COMPARISONS:
-            outcomes = np.stack([np.asarray(x) for x in results[0]])
+            outcomes = np.stack(list(map(np.asarray, results[0])))
             self._count(step, "branching", np.any(outcomes != outcomes[0], axis=0))
             return
         name = EXACT.get(step.name, step.name)
@@ -464,7 +450,7 @@ class _SampleRun(LaneRunner):
         after = [] if name == "div" else [self.measure.facts(many)[0] for many in results]
         if after and all(np.all(x > self.measure.most - _CANCELLATION_DIGITS) for x in after):
             return  # no operand has more than the most digits
-        operands = self._run_each(partial(self.runner.prepare_operands, step), seeds, args, len(args))
+        operands = self._run_each(partial(self.runner.prepare_operands, step), seeds, args)
         if name in _TERM_SUMS | _PRODUCT_SUMS:
             before = self._digits_without_cancellation(with_vmap_collective(step, self.axes), operands)
         else:

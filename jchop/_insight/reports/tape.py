@@ -104,9 +104,8 @@ class Tape(PairedRun):
             args = [(low := self.path_value(args[0]), low), *args[1:]]
         args = self._with_literal_nodes(part, seeds, args)
         out = [TapeNode(pair) for pair in super().run(part, seeds, args)]
-        if (
-            part.kind not in SILENT_KINDS or is_foreign_primitive(part) or any(part.rounds)
-        ):  # of a move, a constant operand may be rounded
+        # Of a move, a constant operand may be rounded.
+        if part.kind not in SILENT_KINDS or is_foreign_primitive(part) or any(part.rounds):
             low = [pair[0] for pair in args]
             exact = self.reference.bind(with_vmap_collective(part, self.axes), low, self.axes, rounds=False)
             for v, node, exact_result in zip(part.eqn.outvars, out, exact, strict=True):
@@ -227,11 +226,8 @@ class Tape(PairedRun):
 
     def _check_finite(self, shares: dict[Any, ErrorShare]) -> None:
         """Refuses infinite parts of a finite output: of an infinite value, as of x / 0 in a quotient, or derivative."""
-        entries = [
-            entry
-            for entry in self.entries
-            if not math.isfinite(shares.get(_share_key(entry), ErrorShare()).contribution)
-        ]
+        infinite_keys = {key for key, share in shares.items() if not math.isfinite(share.contribution)}
+        entries = [entry for entry in self.entries if _share_key(entry) in infinite_keys]
         if not entries:
             return
         pairs = ((entry, pair) for entry in self.entries for pair in _number_nodes(entry))
@@ -264,10 +260,11 @@ class Tape(PairedRun):
     def _pull_back_step(
         self, step: EmulatedStep, axes: ShardAxes, args: list[ValuePair], out: list[TapeNode], cotangents: list[Any]
     ) -> list[Any]:
-        is_literal = [
-            isinstance(v, Literal) and not isinstance(x, TapeNode) for v, x in zip(step.eqn.invars, args, strict=True)
+        operands = [
+            i
+            for i, (v, x) in enumerate(zip(step.eqn.invars, args, strict=True))
+            if is_number(v.aval) and (isinstance(x, TapeNode) or not isinstance(v, Literal))
         ]
-        operands = [i for i, v in enumerate(step.eqn.invars) if is_number(v.aval) and not is_literal[i]]
         result: list[Any] = [None] * len(args)
         if any(is_reference(v.aval) for v in step.eqn.invars):
             raise NotImplementedError(

@@ -129,18 +129,6 @@ _TUNABLE_KINDS = frozenset({"exact", "power", "elementary", "made", "converted",
                     "result", "structural", "extremum", "compared", "own", "carrier", "control",
                     "untouched"})  # fmt: skip
 _TUNABLE_LINALG = frozenset({"triangular_solve", "lu"})
-_FLOAT64_OPERATIONS: dict[str, Callable[..., Array]] = {
-    "add": jnp.add,
-    "add_any": jnp.add,
-    "add_jaxvals": jnp.add,
-    "sub": jnp.subtract,
-    "mul": jnp.multiply,
-    "div": jnp.divide,
-    "sqrt": jnp.sqrt,
-    "square": jnp.square,
-    "neg": jnp.negative,
-    "abs": jnp.abs,
-}
 
 
 def is_plan_traceable(plan: ProgramPlan, menu: Iterable[ArithmeticChoice]) -> bool:
@@ -245,17 +233,17 @@ class _LevelRunner(Runner):
         """An equation that makes no error."""
         if step.name == "convert_element_type" and _is_carrier_aval(step.eqn.outvars[0].aval):
             return [_round_to_program_dtype(args[0], step)]
-        if step.kind == "exact":
-            return [_FLOAT64_OPERATIONS[step.name](*args)]
-        if step.kind not in ("structural", "extremum", "elementary"):
+        if step.kind not in ("exact", "structural", "extremum", "elementary"):
             return _bind_in_carrier(step, args)
         out = bind(step.eqn.primitive, step.eqn.params, *args)
+        if step.kind in ("exact", "elementary"):
+            return out
         keys = {
             self.formats_of_values.get(id(x), (x, None))[1]
             for x, v in zip(args, step.eqn.invars, strict=True)
             if _is_carrier_aval(v.aval)
         }
-        if step.kind != "elementary" and len(keys) == 1:
+        if len(keys) == 1:
             (key,) = keys
             self.formats_of_values.update({id(x): (x, key) for x in out if key is not None})
         return out
@@ -368,7 +356,7 @@ def _tunable_linalg(run: _LevelRunner, step: EmulatedStep, site: int, args: list
 
 
 _TUNABLE_BY_KIND: dict[str, Callable[[_LevelRunner, EmulatedStep, int, list[Any]], list[Any]]] = {
-    "exact": lambda run, step, site, args: [_FLOAT64_OPERATIONS[step.name](*args)],
+    "exact": lambda run, step, site, args: bind(step.eqn.primitive, step.eqn.params, *args),
     "power": _tunable_power,
     "elementary": _tunable_elementary,
     **dict.fromkeys(
@@ -381,11 +369,11 @@ _TUNABLE_BY_KIND: dict[str, Callable[[_LevelRunner, EmulatedStep, int, list[Any]
 }
 
 
+@dataclass
 class _RowSteps:
     """The arithmetic of the algorithms of linear algebra, as `Steps` has it; those of `_TUNABLE_LINALG` use no more."""
 
-    def __init__(self, round_: Callable[[Array], Array]) -> None:
-        self.round = round_
+    round: Callable[[Array], Array]
 
     def at(self, step: Any) -> _RowSteps:
         return self

@@ -15,8 +15,14 @@ from jchop._common.checks import check, check_choice, check_float, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
-from jchop._insight.tune._metrics import ERROR_METRICS, GRANULARITIES, ErrorMetric
-from jchop._insight.tune._problem import TuningProblem, TuningSite, make_tuning_problem
+from jchop._insight.tune._problem import (
+    ERROR_METRICS,
+    GRANULARITIES,
+    ErrorMetric,
+    TuningProblem,
+    TuningSite,
+    make_tuning_problem,
+)
 from jchop._insight.tune._search import AssignmentSearch, Trial
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
@@ -384,20 +390,9 @@ def _as_tuning(
         error = math.nan if alone is None else alone.error
         bits = site.bits_in(problem.menu[level].spec)
         rows.append(TunedSite(site.path, texts[level], bits, site.equations, site.results, error))
-    front = tuple(
-        TuningPoint(run.cost, run.error, tuple(texts[level] for level in run.assignment)) for run in search.front()
-    )
-    return Tuning(
-        problem.rules(trial.assignment),
-        tuple(rows),
-        search.tolerance,
-        tuple(errors),
-        tuple(held_out_errors),
-        trial.cost,
-        name,
-        None if single is None else (texts[single.assignment[0]], single.cost),
-        front,
-        len(search.trials),
-        problem.has_program,
-        notes,
-    )
+    points = ((run.cost, run.error, tuple(texts[level] for level in run.assignment)) for run in search.front())
+    front = tuple(TuningPoint(*point) for point in points)
+    uniform_cost = None if single is None else (texts[single.assignment[0]], single.cost)
+    all_errors = search.tolerance, tuple(errors), tuple(held_out_errors)
+    costs, facts = (trial.cost, name, uniform_cost), (len(search.trials), problem.has_program, notes)
+    return Tuning(problem.rules(trial.assignment), tuple(rows), *all_errors, *costs, front, *facts)

@@ -96,14 +96,10 @@ def awq_factors(step: Awq, members: Sequence[ChannelWeight], count: int, units: 
     is_used = np.zeros(count, bool)
     for member in members:
         is_used[member.channels] = True
-    inputs = _channel_means(
-        ((m.channels, np.asarray(mean_statistics(m.sums).mean_abs, np.float64).reshape(-1)) for m in members), count
-    )
-    weights = (
-        _channel_means((_channel_magnitudes(m, place) for m in members for place in m.layers), count)
-        if step.duo
-        else None
-    )
+    magnitudes = ((m.channels, np.asarray(mean_statistics(m.sums).mean_abs, np.float64).reshape(-1)) for m in members)
+    inputs, weights = _channel_means(magnitudes, count), None
+    if step.duo:
+        weights = _channel_means((_channel_magnitudes(m, layer) for m in members for layer in m.layers), count)
     ratios = [i / step.points for i in range(step.points)]
     candidates = np.stack([np.ones(count), *(_candidate_factors(inputs, weights, is_used, r, units) for r in ratios)])
     losses = np.zeros((len(candidates), units))
