@@ -422,12 +422,8 @@ def tune(
         notes.append(f"not called by the loss, so without a ratio: {first_names(sorted(uncalled))}")
     rows = []
     for i, (layer, j) in enumerate(zip(targets, choice, strict=True)):
-        facts = texts[j], layer.count, 8 * costs[i][j] / layer.count, scores[i][j]
-        rows.append(
-            TunedLayer(
-                layer.path, layer.group, *facts, weight_ratio(layer.module, layer.kind, options[j]), *ratios[i][j]
-            )
-        )
+        facts = layer.path, layer.group, texts[j], layer.count, 8 * costs[i][j] / layer.count, scores[i][j]
+        rows.append(TunedLayer(*facts, weight_ratio(layer.module, layer.kind, options[j]), *ratios[i][j]))
     total = sum(costs[i][j] for i, j in enumerate(choice))
     uniform = {text: (8 * cost / count, one) for text, cost, one in zip(texts, uniform_costs, losses, strict=True)}
     points = tuple((8 * trial.cost / count, trial.error) for trial in front)

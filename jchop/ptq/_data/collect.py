@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,6 +153,7 @@ class Lanes(tuple):
 jax.tree_util.register_pytree_node(Lanes, lambda lanes: (tuple(lanes), None), lambda _, values: Lanes(values))
 
 
+@dataclass(eq=False)
 class Collector(Runner):
     """Runs a program on several trajectories at once, equation by equation, and sums up the inputs of products.
 
@@ -165,20 +167,16 @@ class Collector(Runner):
         leaves: the indexes of the parameters whose inputs are summed up.
     """
 
-    differentiates = False
+    lanes: Sequence[Runner]
+    roundings: dict[int, tuple[ProductRoundings, int]]
+    sites: WeightSites
+    leaves: frozenset[int]
+    _sums: dict[int, InputSums] = field(default_factory=dict)
+    _window: tuple[Any, int] | None = None
+    _layer_window: tuple[Any, int] | None = None  # `_window`, which stays set within loops
+    _in_window: Any = None  # whether the iteration that is traced is within the window
 
-    def __init__(
-        self,
-        lanes: Sequence[Runner],
-        roundings: dict[int, tuple[ProductRoundings, int]],
-        sites: WeightSites,
-        leaves: frozenset[int],
-    ) -> None:
-        self.lanes, self.roundings, self.sites, self.leaves = tuple(lanes), roundings, sites, leaves
-        self._sums: dict[int, InputSums] = {}
-        self._window: tuple[Any, int] | None = None
-        self._layer_window: tuple[Any, int] | None = None  # `_window`, which stays set within loops
-        self._in_window: Any = None  # whether the iteration that is traced is within the window
+    differentiates = False
 
     def collect(
         self, plan: ProgramPlan, values: Sequence[Any], overrides: Sequence[Mapping[int, Any]], seeds: Any = None,

@@ -209,8 +209,7 @@ class BatchData:
 
     def first(self) -> tuple[Any, Any, WeightSites]:
         """The program of the first batch, its arguments taken apart, and its sites; takes a batch."""
-        _, batch = next(enumerate_batches(self.batches))
-        return self.program(batch)
+        return self.program(next(enumerate_batches(self.batches))[1])
 
     def last(self) -> tuple[Any, Any, WeightSites]:
         """The program of the last batch, as `first`; those of the others are traced, too."""
@@ -261,8 +260,14 @@ class BatchData:
             default = [i for i in sites.by_leaf if not self.low.rules or i in program.placements]
             leaf_set = frozenset(default if leaves is None else leaves) & frozenset(sites.by_leaf)
             start, size = (None, None) if window is None else window
-            run = self._run(program, sites, len(trajectories), round_activations, leaf_set, size)
-            batch_sums = run([*map(_as_jax_leaf, call.values)], [*map(dict, trajectories)], self.keys, start)
+            options = len(trajectories), round_activations, leaf_set
+            key = (id(program), *options, size)
+            if key not in self._functions:
+                collect = partial(self._collector(program, *options).collect, program.plan, window_size=size)
+                self._functions[key] = jax.jit(collect)
+            batch_sums = self._functions[key](
+                [*map(_as_jax_leaf, call.values)], [*map(dict, trajectories)], self.keys, start
+            )
             for leaf, sums in batch_sums.items():
                 total[leaf] = _add_in_place(total[leaf], sums) if leaf in total else sums
             self.count += 1
@@ -303,27 +308,14 @@ class BatchData:
                 total[use_key] = total.get(use_key, 0) + np.diagonal(np.asarray(pair_value(sums.gram)[0], np.float64))
         return {use_key: tuple(map(float, sums)) for use_key, sums in total.items()}  # type: ignore[misc]
 
-    def _run(
-        self,
-        program: Any,
-        sites: WeightSites,
-        lane_count: int,
-        round_activations: bool,
-        leaves: frozenset[int],
-        window_size: int | None,
-    ) -> Any:
-        key = (id(program), lane_count, round_activations, leaves, window_size)
-        if key not in self._functions:
-            roundings = {
-                step_id: (replace(rounding, codes=False), weight)
-                for step_id, (rounding, weight) in program.runner.roundings.items()
-                if round_activations
-            }
-            runners = [*[PlainRunner()] * (lane_count - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
-            collector = Collector(runners, roundings, sites, leaves)
-            self._functions[key] = jax.jit(partial(collector.collect, program.plan, window_size=window_size))
-        with jax.disable_jit(False):
-            return self._functions[key]
+    def _collector(self, program: Any, lane_count: int, round_activations: bool, leaves: frozenset[int]) -> Collector:
+        roundings = {
+            step_id: (replace(rounding, codes=False), weight)
+            for step_id, (rounding, weight) in program.runner.roundings.items()
+            if round_activations
+        }
+        runners = [*[PlainRunner()] * (lane_count - 1), QuantizedRunner(roundings) if roundings else PlainRunner()]
+        return Collector(runners, roundings, self.sites(program), leaves)
 
 
 class LazySums:

@@ -369,16 +369,12 @@ def _join_rule(axis_param: str, reason: str) -> Callable[[Port], FactorAssignmen
     """A primitive that joins values along the axis that a parameter names, or takes one apart."""
 
     def rule(port: Port) -> FactorAssignments:
-        axis = port.node.params[axis_param]
+        axis, own = port.node.params[axis_param], port.own
         port.require_one_factor([axis], reason)
 
         def labels(values: Sequence[GraphValue]) -> list[FactorLabel | None]:
-            return [
-                port.with_value_axes(
-                    [_runs_of_one_factor(v.shape[i]) if i == axis else runs for i, runs in enumerate(port.own)]
-                )
-                for v in values
-            ]
+            lengths = [v.shape[axis] for v in values]
+            return [port.with_value_axes([*own[:axis], _runs_of_one_factor(n), *own[axis + 1 :]]) for n in lengths]
 
         yield labels(port.node.ins), labels(port.node.outs)
 
