@@ -80,12 +80,12 @@ def draw_bars(axes: Axes, bars: dict[str, list[Any]], low: float, text: Any) -> 
     height = 0.76 / len(bars)
     for index, (name, values) in enumerate(bars.items()):
         shift = (index + 0.5) * height - 0.38
-        labels = [(row_index + shift, value) for row_index, value in enumerate(values) if value > 0]
         # Bars of length zero for the others: without any bar, the legend's colour would be Matplotlib's own.
         lengths = [max(value - low, 0.0) if value > 0 else 0.0 for value in values]
         axes.barh(np.arange(len(values)) + shift, lengths, 0.95 * height, low, color=BAR_COLOURS[index], label=name)
-        for y, value in labels:
-            axes.text(value, y, text(value), va="center", fontsize=8, color=INK)
+        for row_index, value in enumerate(values):
+            if value > 0:
+                axes.text(value, row_index + shift, text(value), va="center", fontsize=8, color=INK)
 
 
 def draw_legend(axes: Axes) -> None:
@@ -186,11 +186,10 @@ def _draw_panel(figure: Figure, axes: Axes, panel: Panel, rows: Sequence[str], c
     axes.set_title(panel.title, fontsize=12, color=INK)
     axes.set_xticks(range(len(columns)), [name.replace("_", "\n", 1) for name in columns], fontsize=10)
     axes.set_yticks(range(len(rows)), rows, fontsize=10)
-    axes.tick_params(length=0)
     axes.set_xticks(np.arange(1, len(columns)) - 0.5, minor=True)
     axes.set_yticks(np.arange(1, len(rows)) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1.0)
-    axes.tick_params(which="minor", length=0)
+    axes.tick_params(which="both", length=0)
     axes.spines[:].set_visible(False)
     for (row, column), value in np.ndenumerate(values):
         luminance = np.dot(_LUMINANCE_WEIGHTS, colours(scale(value))[:3])
@@ -261,8 +260,7 @@ def pareto(
     y = np.where(on_axis, y, np.where(exact, good, bad))
     figure = new_figure(10, max(4.2, 1.6 + 0.24 * len(names)), title, size=14)
     axes = figure.subplots()
-    axes.set_yscale("log" if log else "linear")
-    axes.set_ylim(bottom, top)
+    axes.set(yscale="log" if log else "linear", ylim=(bottom, top))
     left, right = float(x.min()), float(x.max())
     span = (right - left) or 1.0
     axes.set_xlim(left - 0.06 * span, right + 0.1 * span)
@@ -290,10 +288,8 @@ def _axis_ends(values: np.ndarray, log: bool) -> tuple[float, float]:
     if not values.size:
         return (0.1, 10.0) if log else (0.0, 1.0)
     low, high = float(values.min()), float(values.max())
-    if log:
-        return low / 3, high * 3
     edge = 0.08 * (high - low) or 1.0
-    return low - edge, high + edge
+    return (low / 3, high * 3) if log else (low - edge, high + edge)
 
 
 def _pareto_front(bits: np.ndarray, cost: np.ndarray, valid: np.ndarray) -> np.ndarray:

@@ -144,13 +144,12 @@ def _draw_relative_error(axes: Axes, fmt: ElementFormat, row: np.ndarray) -> Non
         name = f"unit roundoff, {_value_label(roundoff)}"
         axes.axhline(roundoff, color="#888888", linewidth=1.0, linestyle="--", label=name)
         axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=1.0, edgecolor="none")
-    axes.set_yscale("log")
     low = float(error.min()) if error.size else 0.1
-    axes.set_ylim(0.7 * low, max(1.0, 1.4 * float(error.max(initial=0.0))))
+    high = max(1.0, 1.4 * float(error.max(initial=0.0)))
+    axes.set(yscale="log", ylim=(0.7 * low, high), ylabel="largest relative error")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if low > 0.01 else (1.0,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:,g} %"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("largest relative error", fontsize=10)
     draw_frame(axes)
 
 
@@ -185,9 +184,8 @@ def value_grids(formats: Sequence[ElementFormat | str] | ElementFormat, *, title
         axes.vlines(values, row - 0.38, row + 0.38, color=BAR_COLOURS[row % len(BAR_COLOURS)], linewidth=width)
     axes.set_xscale("log", base=2)
     axes.set_yticks(range(len(rows)), [f"{format_label(fmt)}\n{fmt.bits} bits" for fmt in elements], fontsize=9)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="positive values (logarithmic, base 2)")
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("positive values (logarithmic, base 2)", fontsize=10)
     draw_frame(axes, "left", grid=False)
     return figure
 
@@ -245,9 +243,8 @@ def rounding_error(
         colour = BAR_COLOURS[i % len(BAR_COLOURS)]
         axes.plot(x, _error_curve(x, spec, relative), color=colour, linewidth=1.0, label=str(spec))
     axes.axhline(0, color="#888888", linewidth=0.7)
-    axes.set_xscale("log" if logarithmic else "linear")
-    axes.set_xlabel("x", fontsize=10)
-    axes.set_ylabel("(rounded - x) / |x|" if relative else "rounded - x", fontsize=10)
+    ylabel = "(rounded - x) / |x|" if relative else "rounded - x"
+    axes.set(xscale="log" if logarithmic else "linear", xlabel="x", ylabel=ylabel)
     draw_frame(axes)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=9, frameon=False)
     return figure
@@ -300,7 +297,6 @@ def code_histogram(x: Any, fmt: ElementFormat | str, *, title: str | None = None
     axes.bar(range(values.size), counts, 0.9, color=colours)
     ticks = np.unique(np.linspace(0, values.size - 1, min(values.size, 16)).round().astype(int))
     axes.set_xticks(ticks, [f"{values[i]:.3g}" for i in ticks], fontsize=9)
-    axes.set_xlabel("value (one bar each, in their order)", fontsize=10)
-    axes.set_ylabel("numbers", fontsize=10)
+    axes.set(xlabel="value (one bar each, in their order)", ylabel="numbers")
     draw_frame(axes, grid=False)
     return figure

@@ -81,10 +81,8 @@ def _draw_errors(axes: Axes, rows: Sequence[ReportRow]) -> None:
     if empty_rows:
         name = "no finite result to compare"
         axes.barh(empty_rows, high - low, 0.76, low, color="white", edgecolor=RED, hatch="///", label=name)
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlim=(low, high), xlabel="largest relative error, of finite results")
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlim(low, high)
-    axes.set_xlabel("largest relative error, of finite results", fontsize=10)
     draw_legend(axes)
 
 
@@ -92,8 +90,8 @@ def _draw_losses(axes: Axes, rows: Sequence[ReportRow]) -> None:
     names = {"overflows": "overflowed", "underflows": "became zero", "infinities": "infinite", "nans": "NaN"}
     bars = {name: [getattr(row, field) for row in rows] for field, name in names.items()}
     draw_bars(axes, bars, 0.0, lambda value: f" {value:.0f}")
-    axes.set_xlim(0, 1.25 * max(1, *(value for values in bars.values() for value in values)))
-    axes.set_xlabel("number of results", fontsize=10)
+    most = max(1, *(value for values in bars.values() for value in values))
+    axes.set(xlim=(0, 1.25 * most), xlabel="number of results")
     draw_legend(axes)
 
 
@@ -129,29 +127,32 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
     figure = new_figure(14 if turns else 9, 1.9 + 0.62 * len(names), title)
     panels = np.ravel(figure.subplots(1, 2 if turns else 1))
     axes = panels[0]
-    axes.barh(range(len(names)), values, 0.7, color=[RED if value < 0 else BLUE for value in values])
-    for row_index, value in enumerate(values):
-        axes.annotate(
-            f"{value:.2g}", (value, row_index), (-4 if value < 0 else 4, 0), textcoords="offset points", fontsize=8,
-            va="center", ha="right" if value < 0 else "left", color=INK,
-        )  # fmt: skip
+    _draw_named_bars(axes, names, values, [f"{value:.2g}" for value in values])
     axes.axvline(0, color=INK, linewidth=0.8)
     axes.margins(x=0.18)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.invert_yaxis()
     axes.set_xlabel(f"contribution to the error, which is {seen.error:.3g}")
-    draw_frame(axes, grid=False)
     if turns:
         _draw_iterations(panels[1], turns)
     return figure
+
+
+def _draw_named_bars(axes: Axes, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
+    """A bar in each row, red to the left and blue to the right, with the text at its end."""
+    axes.barh(range(len(names)), values, 0.7, color=[RED if value < 0 else BLUE for value in values])
+    style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "va": "center", "color": INK}
+    for row_index, (value, text) in enumerate(zip(values, texts, strict=True)):
+        shift, side = (-4, "right") if value < 0 else (4, "left")
+        axes.annotate(text, (value, row_index), (shift, 0), ha=side, **style)
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    draw_frame(axes, grid=False)
 
 
 def _draw_iterations(axes: Axes, rows: Sequence[BlameRow]) -> None:
     for row in rows:
         axes.plot(np.arange(len(row.turns)), np.cumsum(row.turns), label=f"{row.scope} {row.primitive}".strip())
     axes.axhline(0, color=INK, linewidth=0.8)
-    axes.set_xlabel("turn of the outermost loop")
-    axes.set_ylabel("sum of contributions up to the turn")
+    axes.set(xlabel="turn of the outermost loop", ylabel="sum of contributions up to the turn")
     axes.legend(fontsize=9, frameon=False)
     draw_frame(axes, grid=False)
 
@@ -176,17 +177,10 @@ def tune(seen: Any, *, title: str = "Formats within a tolerance") -> Figure:
     rows, _ = _fields_of(seen, "a result of jchop.tune", "rows", "front")
     figure = new_figure(14, max(4.0, 1.9 + 0.45 * len(rows)), title)
     left, right = figure.subplots(1, 2)
-    left.barh(range(len(rows)), [row.bits for row in rows], 0.7, color=BLUE)
-    for row_index, row in enumerate(rows):
-        left.annotate(
-            row.spec, (row.bits, row_index), (4, 0), textcoords="offset points", fontsize=8, va="center", color=INK
-        )
+    _draw_named_bars(left, *([getattr(row, name) for row in rows] for name in ("path", "bits", "spec")))
     left.margins(x=0.25)
-    left.set_yticks(range(len(rows)), [row.path for row in rows], fontsize=9)
-    left.invert_yaxis()
     left.set_xlabel("bits of a result")
     _draw_front(right, seen)
-    draw_frame(left, grid=False)
     return figure
 
 
@@ -204,8 +198,7 @@ def _draw_front(axes: Axes, tuning: Any) -> None:
     axes.scatter([tuning.cost], [max(tuning.error, lowest)], label="chosen", **style)
     axes.set_ylim(bottom=lowest)
     draw_at_edge(axes, cost[~positive], lowest, "exact", BLUE)
-    axes.set_xlabel(f"cost ({tuning.cost_name})")
-    axes.set_ylabel("largest error of the inputs")
+    axes.set(xlabel=f"cost ({tuning.cost_name})", ylabel="largest error of the inputs")
     draw_frame(axes)
     axes.legend(fontsize=9, frameon=False)
 
@@ -247,10 +240,9 @@ def calibration(seen: Any, *, title: str = "Signal-to-noise ratio of products") 
             if not value > 0 or math.isinf(value):
                 text = "exact" if value > 0 else f"{value:.1f}"
                 axes.text(0, row_index + shift, f" {text}", va="center", fontsize=8, color=INK)
-    axes.set_xlim(low, 1.15 * high)
-    axes.set_xlabel("signal-to-noise ratio on the data (dB)", fontsize=10)
     axes.set_yticks(range(len(rows)), [f"{row.path}\n{row.spec}" for row in rows], fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    limits = {"xlim": (low, 1.15 * high), "ylim": (len(rows) - 0.4, -0.6)}
+    axes.set(**limits, xlabel="signal-to-noise ratio on the data (dB)")
     draw_legend(axes)
     return figure
 
@@ -287,8 +279,7 @@ def sensitivity(seen: Any, *, title: str = "Layers rounded one at a time") -> Fi
         values = [ratios[path] if math.isfinite(ratios[path]) else math.nan for path in paths]
         axes.plot(values, range(len(paths)), "o-", markersize=5, linewidth=1.2, label=name)
     axes.set_yticks(np.arange(len(paths)), [path or "(the model)" for path in paths], fontsize=9)
-    axes.set_ylim(len(paths) - 0.5, -0.5)
-    axes.set_xlabel("signal-to-noise ratio of the output (dB): more is better", fontsize=10)
+    axes.set(ylim=(len(paths) - 0.5, -0.5), xlabel="signal-to-noise ratio of the output (dB): more is better")
     draw_frame(axes)
     draw_legend(axes)
     return figure
