@@ -115,8 +115,8 @@ def drawn(found: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 #: Faults put by hand: what they are, the file, what stands in it, and what the fault puts there.
 SOWN: dict[str, tuple[str, str, str]] = {
     "GPTQ: the errors of a block never leave it": (
-        "jchop/ptq/_steps/sweep.py",
-        "work = work - jnp.matmul(upper_rows.T, errors, precision=_SWEEP_PRECISION)",
+        "jchop/ptq/_steps/round.py",
+        "work = work - jnp.matmul(upper_rows.T, errors, precision=_ROUND_PRECISION)",
         "pass",
     ),
     "`low_precision`: accumulator and weight draw the same bits": (

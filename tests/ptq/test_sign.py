@@ -11,8 +11,7 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.ptq._steps.round import neighbours, sign_descent
-from jchop.ptq._steps.sweep import element_scales, elementwise_spec
+from jchop.ptq._steps.round import element_scales, elementwise_spec, neighbours, sign_descent
 
 further = Further()
 

@@ -12,7 +12,7 @@ from further import Further
 
 import jchop as jc
 from jchop._spec.spec import parse
-from jchop.ptq._steps.sweep import (
+from jchop.ptq._steps.round import (
     column_order,
     element_scales,
     elementwise_spec,

@@ -24,9 +24,8 @@ from jchop.ptq._data.sites import WeightSite, rounded_sites
 from jchop.ptq._equalize.factor_rules import FactorLabel, FoldError, has_one_factor
 from jchop.ptq._equalize.graph import GraphValue, ProductPlace, ProgramGraph, graph_of
 from jchop.ptq._equalize.search import Fold, GainError, channels_of, fold_of, rotation_of
-from jchop.ptq._steps.round import placement_to_nearest, round_parameter
+from jchop.ptq._steps.round import element_scales, placement_to_nearest, qarray_of, round_parameter
 from jchop.ptq._steps.steps import Awq, CalibrationSteps, MappingStep, Rotate, Smooth
-from jchop.ptq._steps.sweep import element_scales, qarray_of
 
 Array = jax.Array
 
