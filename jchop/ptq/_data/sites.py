@@ -24,9 +24,10 @@ from jchop._quantized.program.weight_layout import stack_ndim
 def runs_step_by_step(step: Any) -> bool:
     """Whether the programs of a step are run equation by equation: those of calls, branches and loops of known length.
 
-    `CONTROL` says it, so that a new primitive is none of these or one of these by its row.
+    The row of `CONTROL` says it: a loop has turns, and calls and branches pass operands on, or are derivative rules.
     """
-    return step.name in CUSTOM_CALLS or CONTROL[step.name].turns is not None or "passed" in roles_of(step)
+    is_call = step.name in (*CUSTOM_CALLS, "cond") or "passed" in roles_of(step)
+    return is_call or CONTROL[step.name].turns is not None
 
 
 class ProgramWalk(Runner):
