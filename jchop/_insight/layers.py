@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._common.checks import as_iterable, check, check_choice, check_float, first_names, short_repr
+from jchop._common.checks import as_iterable, check, check_choice, check_float, check_instance, first_names
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.text import RowReport, TableOrLine
@@ -130,8 +130,7 @@ def sensitivity(
         >>> [(row.path, row.format) for row in found.rows if row.snr < 30]
         [('layers/0', 'int4'), ('layers/2', 'int4'), ('all', 'int4')]
     """
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX")
+    check_instance("model", model, nnx.Module, "a module of Flax NNX")
     tensor_names = tuple(check_choice("tensors", name, _SENSITIVITY_TENSORS) for name in tensors)
     specs = [as_spec(fmt, scaled=True) for fmt in as_iterable(formats)]
     data = list(batches)
@@ -371,10 +370,8 @@ def tune(
         (True, ['float4_e2m1fn', 'float8_e4m3'])
     """
     options = _menu_options(menu)
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX")
-    if not callable(loss):
-        raise TypeError(f"loss={loss!r} must be a function of the model and a batch")
+    check_instance("model", model, nnx.Module, "a module of Flax NNX")
+    check_instance("loss", loss, Callable, "a function of the model and a batch")
     check_choice("score", score, TUNE_SCORES)
     if not isinstance(data, Sequence) or not data or not all(isinstance(batch, tuple | list) for batch in data):
         raise TypeError("data must be a list of batches, each a tuple of arguments of loss after the model")

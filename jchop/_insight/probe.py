@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._common.checks import check, check_int
+from jchop._common.checks import check, check_instance, check_int
 from jchop._common.text import TableOrLine, Tables
 
 #: A product: its place, and its two factors.
@@ -124,8 +124,7 @@ def probe(matmul: Callable[[Any, Any], Any], *, length: int = 288) -> Probe:
         >>> found.order, found.k, found.bits, found.cut, found.rounding
         ('aligned', 4, 23, 'toward_zero', 'toward_zero')
     """
-    if not callable(matmul):
-        raise TypeError(f"matmul={matmul!r} must be a function of two matrices")
+    check_instance("matmul", matmul, Callable, "a function of two matrices")
     unit = _UnitUnderTest(matmul, check_int("length", length, 64, _MAX_PROBE_LENGTH))
     one = unit.results([[(0, 1, 1)]])[0]
     check(np.isfinite(one) and one != 0, f"matmul gave {one} for 1 times 1; it must be a matrix product")

@@ -99,8 +99,7 @@ def quantize(
         >>> str(packed["w"].spec), row.after - row.before > 3
         ('int4(group=32,axis=-2)', True)
     """
-    if sequential is not None and not isinstance(sequential, bool):
-        raise TypeError(f"sequential={sequential!r} must be True, False or None")
+    check_instance("sequential", sequential, bool | None, "True, False or None")
     low = quantize_fn(fun, rules, key=key)
     return calibrate_params(low, params, batches, steps, sequential, key, progress, resume, memory=memory)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check, check_int
+from jchop._common.checks import check, check_instance, check_int
 from jchop._common.files import require_extra
 from jchop._common.text import RowReport, TableOrLine, html
 from jchop._emulate.emulate import emulate
@@ -200,8 +200,7 @@ def run_function(
         >>> [(row.format, row.error < 0.01) for row in found.rows]
         [('e5m2', False), ('half', True)]
     """
-    if not callable(fun):
-        raise TypeError(f"fun={fun!r} must be a function")
+    check_instance("fun", fun, Callable, "a function")
     check_int("seeds", seeds, 1)
     check_int("seed", seed, 0, 2**31 - 1)
     check(budget_seconds is None or budget_seconds > 0, f"budget_seconds={budget_seconds!r} must be positive, or None")

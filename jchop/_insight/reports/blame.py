@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check, check_int
+from jchop._common.checks import check, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine
 from jchop._emulate.emulate import round_on_entry
 from jchop._emulate.paired.measure import as_double_precision
@@ -164,8 +164,7 @@ def blame(
         [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('mul', -0.0156), ('sub', 0.0)]
     """
     low, args = emulated_call("low", low, args)
-    if output is not None and not callable(output):
-        raise TypeError(f"output={output!r} must be a function of the result, or None")
+    check_instance("output", output, Callable | None, "a function of the result, or None")
     limit = max_turns if max_turns is not None else low.settings.max_turns
     most_turns = check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
     tape = Tape(CarrierReference(), most_turns)

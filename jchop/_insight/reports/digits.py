@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jchop._common.checks import check, check_float, check_int
+from jchop._common.checks import check, check_float, check_instance, check_int
 from jchop._common.text import TableOrLine, Tables, plain_data
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
 from jchop._emulate.paired.paired_run import SILENT_KINDS
@@ -231,8 +231,7 @@ def significant_digits(
         check(narrow == "raise", f"narrow={narrow!r}: a function from emulate has its own; pass it to emulate")
         program = trace_program(fun.fun, _require_stochastic(fun.settings), args, kwargs)
         return _measure_digits(fun.settings, program, key, samples, confidence, max_turns)
-    if not callable(fun):
-        raise TypeError(f"fun={fun!r} must be a function")
+    check_instance("fun", fun, Callable, "a function")
     settings = make_settings(_DEFAULT_SPEC if spec is None else spec, None, None, "raise", narrow=narrow)
     own_x64 = jax.enable_x64(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     with jax.enable_x64(True):

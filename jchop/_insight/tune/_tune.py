@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.core
 
-from jchop._common.checks import check, check_choice, check_float, check_int
+from jchop._common.checks import check, check_choice, check_float, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
@@ -262,8 +262,7 @@ def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[A
         isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction)
     ):
         raise TypeError(f"fun={fun!r} is emulated already; pass the function itself, and its formats in menu")
-    if not callable(fun):
-        raise TypeError(f"fun={fun!r} must be a function")
+    check_instance("fun", fun, Callable, "a function")
     for name, value in (("inputs", inputs), ("held_out", held_out)):
         if not isinstance(value, Sequence) or not all(isinstance(args, tuple | list) for args in value):
             raise TypeError(f"{name} must be a list of tuples of arguments, as [(x,), (y,)], not {value!r}")

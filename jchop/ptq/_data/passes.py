@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check
+from jchop._common.checks import check, check_instance
 from jchop._common.text import table_lines
 from jchop._quantized.program.call import batch_arguments, enumerate_batches
 from jchop._quantized.program.lazy_params import Keys
@@ -447,8 +447,7 @@ def statistics(
         >>> found["w"].gram.tolist(), found["w"].max_abs.tolist(), found["w"].count.tolist()
         ([[[5.0, -1.0], [-1.0, 2.0]]], [[3.0, 2.0]], [2.0])
     """
-    if not callable(fun):
-        raise TypeError(f"fun={fun!r} must be a function of parameters and other arguments")
+    check_instance("fun", fun, Callable, "a function of parameters and other arguments")
     check_batches(batches, repeated=False)
     data = BatchData(QuantizedFunction(fun, ()), params, batches, progress=progress)
     sums, (program, _, sites) = data.sums()
