@@ -301,10 +301,6 @@ class _LayerProblem:
             self._losses[key] = float(np.mean([float(run(state, batch)) for batch in self.batches]))
         return self._losses[key]
 
-    def uniform(self, level: int) -> list[int]:
-        """The assignment of one level to all layers."""
-        return [level] * len(self.layers)
-
     def by_group(self, table: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """The sums over the layers of each group."""
         sums = [[0] * len(self.options) for _ in range(1 + max(layer.group for layer in self.layers))]
@@ -382,10 +378,10 @@ def tune(
     uniform_costs = [sum(column) for column in zip(*costs, strict=True)]
     count = sum(layer.count for layer in targets)
     budget = _byte_budget(bits, bytes, count)
-    carrier = problem.uniform(-1)
+    carrier = [-1] * len(targets)
     model_loss = problem.loss_under(carrier)
     # First, since errors about rules of the whole model have the paths of the layers.
-    losses = [problem.loss_under(problem.uniform(j)) for j in range(len(options))]
+    losses = [problem.loss_under([j] * len(targets)) for j in range(len(options))]
     scores, ratios, opaque, uncalled = _fisher_scores(problem)
     if opaque and score == "fisher":
         raise ValueError(

@@ -186,12 +186,9 @@ def make_tuning_rules(
         if choice.accumulate is not None
     }
     if names:
-        rules[
-            "{" + ",".join(map(_literal_pattern, names)) + "}/" if len(names) > 1 else f"{_literal_pattern(names[0])}/"
-        ] = None
-    for scope, name in sorted(rest_of_scopes):
-        if name in site_names:
-            rules[_site_pattern(scope, name)] = None
+        text = ",".join(map(_literal_pattern, names))
+        rules[f"{{{text}}}/" if len(names) > 1 else f"{text}/"] = None
+    rules |= {_site_pattern(scope, name): None for scope, name in sorted(rest_of_scopes) if name in site_names}
     return rules | {site.pattern: choice.spec for site, choice in zip(sites, choices, strict=True)}
 
 
