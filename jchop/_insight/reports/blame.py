@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +24,7 @@ from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._emulate.rules.value_facts import is_number
-from jchop._insight.reports.report import PlacedRow, emulated_call
+from jchop._insight.reports.report import PlacedRow, emulated_call, refuse_tracers
 from jchop._insight.reports.tape import ErrorShare, Tape
 from jchop._program.control import as_jax_value
 from jchop._program.planner import is_foreign_primitive
@@ -169,8 +168,7 @@ def blame(
     most_turns = check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
     tape = Tape(CarrierReference(), most_turns)
     program = trace_program(low.fun, low.settings, args, kwargs)
-    if any(isinstance(v, jax.core.Tracer) for v in program.values):
-        raise TypeError("blame needs arguments that are not traced: call it outside of jax.jit")
+    refuse_tracers("blame", program.values)
     call = user_line()
     first = first_line_of(low.fun, call)
     # Of a constant result, `emulate` makes an equation in this call.

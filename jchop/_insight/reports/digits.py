@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
 from typing import Any, Literal
 
 import jax
@@ -28,7 +27,7 @@ from jchop._emulate.rules.rules import EXACT, Settings, make_settings
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
 from jchop._emulate.rules.value_facts import is_carrier_float
-from jchop._insight.reports.report import PlacedRow
+from jchop._insight.reports.report import PlacedRow, refuse_tracers, unbind_method
 from jchop._program.control import as_jax_value, copy_if_reference, where_active
 from jchop._program.lanes import LaneRunner
 from jchop._program.loop_limits import COMPARISONS
@@ -222,10 +221,8 @@ def significant_digits(
     samples = check_int("samples", samples, 2, 1 << 16)
     max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
     confidence = check_float("confidence", confidence, 0, 1, "()")
-    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
-        fun, args = fun.__func__, (fun.__self__, *args)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-        raise TypeError("significant_digits needs arguments that are not traced: call it outside of jax.jit")
+    fun, args = unbind_method(fun, args)
+    refuse_tracers("significant_digits", (args, kwargs))
     if isinstance(fun, EmulatedFunction):
         check(spec is None, f"spec={spec!r}: a function from emulate has its own arithmetic; leave spec out")
         check(narrow == "raise", f"narrow={narrow!r}: a function from emulate has its own; pass it to emulate")

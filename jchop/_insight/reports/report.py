@@ -12,10 +12,9 @@ from types import MethodType
 from typing import Any, Literal, Protocol, TypedDict, Unpack, cast, overload
 
 import jax
-import jax.core
 import numpy as np
 
-from jchop._common.checks import check_bool, check_choice, check_int
+from jchop._common.checks import check_bool, check_choice, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
 from jchop._emulate.emulate import emulate as _emulate
@@ -36,6 +35,7 @@ from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.trace import trace_program
 from jchop._emulate.rules.value_facts import is_number
 from jchop._program.source import user_line
+from jchop._round.arguments import has_tracer
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
 
@@ -60,11 +60,24 @@ class PlacedRow:
 
 def emulated_call(name: str, fun: Any, args: tuple[Any, ...]) -> tuple[EmulatedFunction, tuple[Any, ...]]:
     """An emulated function and its arguments; those of a method begin with its object."""
-    if isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction):
-        fun, args = fun.__func__, (fun.__self__, *args)
-    if not isinstance(fun, EmulatedFunction):
-        raise TypeError(f"{name}={fun!r} must be a function that jchop.emulate returned")
-    return fun, args
+    fun, args = unbind_method(fun, args)
+    return check_instance(name, fun, EmulatedFunction, "a function that jchop.emulate returned"), args
+
+
+def unbind_method(fun: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """An emulated method as a function of its object; any other function as it is."""
+    is_method = isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction)
+    return (fun.__func__, (fun.__self__, *args)) if is_method else (fun, args)
+
+
+def refuse_tracers(what: str, arguments: Any) -> None:
+    """Refuses arguments without numbers.
+
+    Raises:
+        TypeError: if an argument is traced.
+    """
+    if has_tracer(arguments):
+        raise TypeError(f"{what} needs arguments that are not traced: call it outside of jax.jit")
 
 
 @dataclass(frozen=True)
@@ -259,8 +272,7 @@ def report(
     steps = list(walk_sources(program.plan, call_line))
     if not trace_values:
         return Report(tuple(_report_rows(steps, {})), notes=tuple(_carrier_notes(steps)))
-    if any(isinstance(v, jax.core.Tracer) for v in program.values):
-        raise TypeError("trace_values=True needs arguments that are not traced: call report outside of jax.jit")
+    refuse_tracers("trace_values=True", program.values)
     stop_text, spec = "", fun.settings.spec
     seeds = fun.seeds(key, args, kwargs)
     try:

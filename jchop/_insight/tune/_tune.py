@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Literal
-
-import jax
-import jax.core
 
 from jchop._common.checks import check, check_choice, check_float, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
+from jchop._insight.reports.report import refuse_tracers, unbind_method
 from jchop._insight.tune._problem import (
     ERROR_METRICS,
     GRANULARITIES,
@@ -258,17 +255,14 @@ def tune(
 
 
 def _as_tuning_inputs(fun: Any, inputs: Any, held_out: Any) -> tuple[Any, list[Any], list[Any]]:
-    if isinstance(fun, EmulatedFunction) or (
-        isinstance(fun, MethodType) and isinstance(fun.__func__, EmulatedFunction)
-    ):
+    if isinstance(unbind_method(fun, ())[0], EmulatedFunction):
         raise TypeError(f"fun={fun!r} is emulated already; pass the function itself, and its formats in menu")
     check_instance("fun", fun, Callable, "a function")
     for name, value in (("inputs", inputs), ("held_out", held_out)):
         if not isinstance(value, Sequence) or not all(isinstance(args, tuple | list) for args in value):
             raise TypeError(f"{name} must be a list of tuples of arguments, as [(x,), (y,)], not {value!r}")
     check(inputs, "inputs=[] must have at least one tuple of arguments")
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((list(inputs), list(held_out)))):
-        raise TypeError("tune needs arguments that are not traced: call it outside of jax.jit")
+    refuse_tracers("tune", (list(inputs), list(held_out)))
     return fun, [tuple(args) for args in inputs], [tuple(args) for args in held_out]
 
 
