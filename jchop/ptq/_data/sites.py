@@ -259,7 +259,10 @@ class _SiteWalk(ProgramWalk):
         if not any(leaf in leaves for leaf, *_ in inner):
             turns = turns[:1]  # they are the same in all turns
         for k in turns:
-            self.inputs += [(leaf, (k, *own) if leaf in leaves else own, (k, source)) for leaf, own, source in inner]
+            place = id(step), k
+            self.inputs += [
+                (leaf, (k, *own) if leaf in leaves else own, (*place, source)) for leaf, own, source in inner
+            ]
         return outs
 
     def run(self, part: Any, seeds: Any, args: list[Any]) -> list[Any]:
