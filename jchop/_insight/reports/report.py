@@ -265,10 +265,9 @@ def report(
         check_choice("stop_at", stop_at, EVENTS)
     limit = max_turns if max_turns is not None else fun.settings.max_turns or MOST_REPORT_TURNS
     paired_run = PairedRun(make_reference(reference), check_int("max_turns", limit, 1, (1 << 32) - 1), stop_at)
-    program = trace_program(
-        fun.fun, fun.settings, args, kwargs
-    )  # traced again, because an equal program may have other lines
-    call_line = user_line()
+    # Traced again, because an equal program may have other lines.
+    program, call_line = trace_program(fun.fun, fun.settings, args, kwargs), user_line()
+    home = first_line_of(fun.fun, call_line)
     steps = list(walk_sources(program.plan, call_line))
     if not trace_values:
         return Report(tuple(_report_rows(steps, {})), notes=tuple(_carrier_notes(steps)))
@@ -278,11 +277,10 @@ def report(
     try:
         paired_run.whole(program, spec, round_on_entry(program, spec, seeds), argument_names(args, kwargs))
     except StopEventError as stop:
-        stop_text = text_of_event(stop, program.plan, call_line, first_line_of(fun.fun, call_line))
+        stop_text = text_of_event(stop, program.plan, call_line, home)
     for note in dict.fromkeys(paired_run.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=2)
     notes = (*dict.fromkeys(paired_run.notes), *_report_notes(steps, paired_run), *_carrier_notes(steps))
-    home = first_line_of(fun.fun, call_line)
     entry_rows = [
         ReportRow("", name, str(spec) if rounds else "carrier", "", 1, size, home, **measure.facts())
         for name, rounds, size, measure in paired_run.entries
