@@ -362,9 +362,8 @@ def _grid_rows(result: StudyResult) -> list[tuple[str, list[Row]]]:
     lines: dict[Any, tuple[list[str], list[Row]]] = {}
     for name in result.formats:
         rows = [result.cell(name, mode) for mode in result.modes]
-        figures = str(
-            [(row.bits, *(getattr(row, field) for field in _FIGURE_FIELDS)) for row in rows]
-        )  # a NaN equals a NaN
+        # As text, in which a NaN equals a NaN.
+        figures = str([(row.bits, *(getattr(row, field) for field in _FIGURE_FIELDS)) for row in rows])
         lines.setdefault(figures, ([], rows))[0].append(" = ".join((name, *rows[0].also)))
     return [(", ".join(names), rows) for names, rows in lines.values()]
 

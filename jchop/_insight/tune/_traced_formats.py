@@ -192,9 +192,8 @@ class _LevelRunner(Runner):
     levels: Array
     rows: dict[str, Array]
     max_turns: int
-    formats_of_values: dict[int, tuple[Any, tuple[int, str]]] = field(
-        default_factory=dict
-    )  # keeps the value and its id
+    #: By the identity of a value, which is kept.
+    formats_of_values: dict[int, tuple[Any, tuple[int, str]]] = field(default_factory=dict)
     results_of_rounding: dict[tuple[int, int, str], Array] = field(default_factory=dict)
 
     def finish(self, value: Any, seeds: Any) -> Any:
@@ -238,14 +237,10 @@ class _LevelRunner(Runner):
         out = bind(step.eqn.primitive, step.eqn.params, *args)
         if step.kind in ("exact", "elementary"):
             return out
-        keys = {
-            self.formats_of_values.get(id(x), (x, None))[1]
-            for x, v in zip(args, step.eqn.invars, strict=True)
-            if _is_carrier_aval(v.aval)
-        }
-        if len(keys) == 1:
-            (key,) = keys
-            self.formats_of_values.update({id(x): (x, key) for x in out if key is not None})
+        numbers = [x for x, v in zip(args, step.eqn.invars, strict=True) if _is_carrier_aval(v.aval)]
+        key, *others = {self.formats_of_values.get(id(x), (x, None))[1] for x in numbers} or {None}
+        if key is not None and not others:
+            self.formats_of_values.update({id(x): (x, key) for x in out})
         return out
 
     # -- equations that hold programs ----------------------------------------------------------------------------------
