@@ -76,7 +76,7 @@ class ComparisonRow:
     largest: float
     exponent: int = 0
 
-    def cells(self) -> tuple[str, ...]:
+    def _cells(self) -> tuple[str, ...]:
         """The row of the table."""
         name = self.format + (f" · 2^{-self.exponent}" if self.exponent else "")
         ratio = "exact" if self.snr == math.inf else f"{self.snr:.1f}"
@@ -129,7 +129,7 @@ class Comparison(RowReport):
 
     def _parts(self) -> list[TableOrLine]:
         head = ("format", "bits", "SNR dB", "worst abs.", "worst rel.", "overflow", "clipped", "to zero", "largest")
-        body = [row.cells() for row in self.rows]
+        body = [row._cells() for row in self.rows]
         notes = [f"{self.lost} numbers are infinite or NaN, and do not count"] if self.lost else []
         return [f"{'×'.join(map(str, self.shape)) or 'scalar'} {self.dtype}", [head, *body], *notes]
 

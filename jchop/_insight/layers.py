@@ -205,7 +205,7 @@ class TunedLayer:
     activation_snr: float
     output_snr: float
 
-    def cells(self) -> tuple[str, ...]:
+    def _cells(self) -> tuple[str, ...]:
         """The row of the table."""
         ratios = map(format_decibels, (self.weight_snr, self.activation_snr, self.output_snr))
         return self.path, self.option, str(self.weights), f"{self.bits:.3g}", f"{self.score:.2g}", *ratios
@@ -241,7 +241,7 @@ class LayerTuning(RowReport):
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("layer", "format", "weights", "bits", "score", "weights dB", "inputs dB", "results dB")
-        yield [head, *(row.cells() for row in self.rows)]
+        yield [head, *(row._cells() for row in self.rows)]
         yield f"{self.bits:.3g} bits of a weight, {self.bytes} bytes"
         yield f"loss {self.loss:.4g}, before {self.loss_before:.4g}"
         yield from (f"{name} alone: {bits:.3g} bits, loss {loss:.4g}" for name, (bits, loss) in self.uniform.items())

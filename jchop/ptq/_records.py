@@ -70,7 +70,7 @@ class WeightRow:
     bias: str = ""
     note: str = ""
 
-    def cells(self) -> tuple[str, ...]:
+    def _cells(self) -> tuple[str, ...]:
         """The row of the table."""
         name, bits = (self.path, "×".join(map(str, self.shape))), _format_number(self.bits, ".3g")
         ratios = (_format_number(ratio, ".2f") for ratio in (self.before, self.after))
@@ -102,7 +102,7 @@ class PtqReport(RowReport):
 
     def _parts(self) -> list[TableOrLine]:
         head = ("weight", "shape", "bits", "method", "nearest dB", "SNR dB", "damping", "dead", "zeros", "bias", "note")
-        return [[head, *(row.cells() for row in self.weights)]]
+        return [[head, *(row._cells() for row in self.weights)]]
 
 
 def _format_number(value: float, format_spec: str) -> str:

@@ -71,7 +71,7 @@ class FunctionRow:
     changed: float = math.nan
     note: str = ""
 
-    def cells(self) -> tuple[str, ...]:
+    def _cells(self) -> tuple[str, ...]:
         """The row of the table."""
         errors = _figure_text(self.error), _figure_text(self.error_std) if self.runs > 1 else ""
         shares = (_figure_text(100 * share, " %") for share in (self.lost, self.changed))
@@ -104,7 +104,7 @@ class FunctionStudy(RowReport):
     def _parts(self) -> list[TableOrLine]:
         head = ("format", "rounding", "bits", "error", "± runs", "worst abs.", "lost", "changed", "note")
         first = f"{self.name}({', '.join(self.inputs)}): {self._figure()} against the carrier's arithmetic"
-        return [first, [head, *(row.cells() for row in self.rows)], self.reading()]
+        return [first, [head, *(row._cells() for row in self.rows)], self.reading()]
 
     def reading(self) -> str:
         """One line: the narrowest format that keeps each of three errors, by nearest_even or the first mode."""

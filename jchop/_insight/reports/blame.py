@@ -69,7 +69,7 @@ class BlameRow(PlacedRow):
     source: str = ""
     turns: tuple[float, ...] = ()
 
-    def cells(self) -> tuple[str, ...]:
+    def _cells(self) -> tuple[str, ...]:
         """The row of the table."""
         numbers = f"{self.rms:.2g}", f"{self.contribution:.4g}", "" if math.isnan(self.share) else f"{self.share:z.1%}"
         return self.scope, self.primitive, self.spec, str(self.equations), *numbers, self.place
@@ -106,7 +106,7 @@ class Blame(RowReport):
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("scope", "primitive", "spec", "equations", "rms", "contribution", "share", "source")
-        yield [head, *(row.cells() for row in self.rows)]
+        yield [head, *(row._cells() for row in self.rows)]
         yield f"error {self.error:.4g}, of which no row explains {self.unexplained:.2g}"
         yield from self.notes
 

@@ -46,7 +46,7 @@ class TunedSite:
     results: int
     alone: float = math.nan
 
-    def cells(self) -> tuple[str, ...]:
+    def _cells(self) -> tuple[str, ...]:
         """The row of the table."""
         alone = "" if math.isnan(self.alone) else f"{self.alone:.2g}"
         return self.path, self.spec, str(self.bits), str(self.equations), str(self.results), alone
@@ -123,7 +123,7 @@ class Tuning(RowReport):
 
     def _parts(self) -> Iterator[TableOrLine]:
         head = ("site", "format", "bits", "equations", "results", "error alone")
-        yield [head, *(row.cells() for row in self.rows)]
+        yield [head, *(row._cells() for row in self.rows)]
         yield f"error {self.error:.3g} on {_inputs_text(self.errors)}, tolerance {self.tolerance:.3g}"
         if self.held_out:
             yield f"error {max(self.held_out):.3g} on {_inputs_text(self.held_out)} held out"
