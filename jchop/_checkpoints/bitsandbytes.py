@@ -15,7 +15,7 @@ import numpy as np
 from jchop._checkpoints.arrays import cast_exactly, float_scales, pack_bits, pieces, qarray_of_codes, unpack_bits
 from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, TensorParts, fact_field
 from jchop._common.checks import check
-from jchop.formats import nf4
+from jchop.formats.scaled.catalogue import nf4
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE
 from jchop.storage._files.json import json_object, short_text

@@ -29,7 +29,7 @@ from jchop._checkpoints.arrays import (
 )
 from jchop._checkpoints.row import FLOAT8, INT8, WORD, LayoutFacts, LayoutRow, TensorParts, fact_field, look_for_matrix
 from jchop._common.checks import check
-from jchop.formats import float8_e4m3fn
+from jchop.formats._catalogue import float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE
 from jchop.storage._files.json import short_text

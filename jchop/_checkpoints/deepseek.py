@@ -15,7 +15,7 @@ from jchop._checkpoints.arrays import cast_exactly, float_scales, group_lengths,
 from jchop._checkpoints.compressed_tensors import FLOAT_ROW, float8_array
 from jchop._checkpoints.row import EXPONENT8, FLOAT8, LayoutFacts, LayoutRow, TensorParts, fact_field, look_for_matrix
 from jchop._common.checks import check
-from jchop.formats import float8_e4m3fn, float8_e8m0fnu
+from jchop.formats._catalogue import float8_e4m3fn, float8_e8m0fnu
 from jchop.storage._array import QArray
 
 

@@ -34,7 +34,8 @@ from jchop._checkpoints.row import (
 )
 from jchop._common.checks import check
 from jchop._spec.spec import Spec
-from jchop.formats import float4_e2m1fn, float8_e4m3fn, mxfp4, mxfp8_e4m3, nvfp4
+from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn
+from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nvfp4
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE
 from jchop.storage._codes import load_codes, store_codes

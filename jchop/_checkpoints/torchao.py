@@ -42,7 +42,8 @@ from jchop._checkpoints.row import (
     look_for_matrix,
 )
 from jchop._common.checks import check
-from jchop.formats import IntegerFormat, ScaledFormat, float8_e4m3fn
+from jchop.formats import IntegerFormat, ScaledFormat
+from jchop.formats._catalogue import float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import AxisGrouping, grouping_fields
 from jchop.storage._files.json import short_text

@@ -10,7 +10,8 @@ from typing import Any
 
 import optax
 
-from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8nz
+from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, parse_format
+from jchop.formats.scaled.catalogue import dynamic4, dynamic8, udynamic8nz
 from jchop.optim._arguments import BELOW_ONE, FROM_ZERO, NumberRange, check_number
 from jchop.optim._state import quantize_state
 

@@ -18,18 +18,8 @@ from jchop._core.rounding.grid import carrier_holds
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
 from jchop._core.scaled.sparse import gather_sparse, scatter_sparse
 from jchop._spec.spec import Spec
-from jchop.formats import (
-    ElementFormat,
-    FloatFormat,
-    TaperedFormat,
-    UniformFormat,
-    bfloat16,
-    binary16,
-    binary32,
-    binary64,
-    float8_e4m3fn,
-    float8_e5m2,
-)
+from jchop.formats import ElementFormat, FloatFormat, TaperedFormat, UniformFormat
+from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64, float8_e4m3fn, float8_e5m2
 
 Array = jax.Array
 #: Codes of NumPy or JAX; the result of a function is of the same library.

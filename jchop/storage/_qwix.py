@@ -15,16 +15,9 @@ from jchop._common.checks import check
 from jchop._common.files import require_extra
 from jchop._core.rounding.codes import decode_elements
 from jchop._spec.spec import Spec
-from jchop.formats import (
-    CATALOGUE,
-    CodebookFormat,
-    ElementFormat,
-    FloatFormat,
-    IntegerFormat,
-    ScaledFormat,
-    float8_e8m0fnu,
-    nf4,
-)
+from jchop.formats import CATALOGUE, CodebookFormat, ElementFormat, FloatFormat, IntegerFormat, ScaledFormat
+from jchop.formats._catalogue import float8_e8m0fnu
+from jchop.formats.scaled.catalogue import nf4
 from jchop.storage._array import QArray, check_qarray
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
 from jchop.storage._codes import CARRIER_FORMATS, load_codes, pack_entries, store_codes

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from _kernels.compiling import Case, checks_of, is_tpu
 
-from jchop.formats import ElementFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn, float8_e5m2
+from jchop.formats import ElementFormat, IntegerFormat
+from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e5m2
 
 FORMATS: dict[str, ElementFormat] = {
     "int4": IntegerFormat(4),

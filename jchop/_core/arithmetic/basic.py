@@ -45,7 +45,8 @@ from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import x64_remedy
 from jchop._core.rounding.modes import NEAREST_MODES
 from jchop._spec.spec import Spec
-from jchop.formats import FloatFormat, StringFormat, binary32, binary64
+from jchop.formats import FloatFormat, StringFormat
+from jchop.formats._catalogue import binary32, binary64
 from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array

@@ -21,7 +21,8 @@ from jchop._core.arithmetic.ranges import ValueRange
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.modes import take_random_bits
 from jchop._spec.spec import Spec
-from jchop.formats import FloatFormat, binary32
+from jchop.formats import FloatFormat
+from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array

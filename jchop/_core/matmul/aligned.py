@@ -31,7 +31,8 @@ from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.modes import take_random_bits
 from jchop._spec.accumulation import MERGED, MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, binary32
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
+from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array

@@ -49,16 +49,8 @@ from jchop._core.rounding.grid import require_carrier
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import if_static
 from jchop._spec.spec import Gradient, Spec
-from jchop.formats import (
-    CodebookFormat,
-    ElementFormat,
-    FloatFormat,
-    ScaledFormat,
-    bfloat16,
-    binary16,
-    binary32,
-    binary64,
-)
+from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, ScaledFormat
+from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
 from jchop.formats.rounding import Overflow
 from jchop.formats.scaled.scale_rules import ScaleRule
 

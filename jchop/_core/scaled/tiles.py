@@ -31,7 +31,8 @@ from jchop._core.scaled.elements import (
     narrow_16_bit,
     scale_magnitude,
 )
-from jchop.formats import FloatFormat, UniformFormat, binary32
+from jchop.formats import FloatFormat, UniformFormat
+from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array

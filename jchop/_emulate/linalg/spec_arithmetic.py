@@ -17,7 +17,7 @@ from jchop._kernels.operation import operation_on_device
 from jchop._kernels.products.matmul import matmul_op
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.formats import binary32, binary64
+from jchop.formats._catalogue import binary32, binary64
 
 Array = jax.Array
 

@@ -16,7 +16,8 @@ from jchop._program.control import where_active
 from jchop._program.shards import ShardAxes, bind_shards
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
-from jchop.formats import ElementFormat, binary64
+from jchop.formats import ElementFormat
+from jchop.formats._catalogue import binary64
 
 
 class CarrierReference:

@@ -24,7 +24,7 @@ from jchop._core.arithmetic.exact import ExactResult, round_exact
 from jchop._core.arithmetic.ranges import carrier_range, range_of
 from jchop._core.matmul.operations import round_operation
 from jchop._spec.spec import Spec
-from jchop.formats import binary32, binary64
+from jchop.formats._catalogue import binary32, binary64
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array

@@ -29,7 +29,7 @@ from jchop._emulate.rules.value_facts import (
     is_number,
 )
 from jchop._spec.spec import Spec, as_spec
-from jchop.formats import bfloat16, binary16, binary32, binary64
+from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
 
 
 def _facts_of_results(step: EmulatedStep, fact: ValueFact) -> tuple[ValueFact, ...]:

@@ -36,7 +36,8 @@ from jchop._program.control import CONTROL, WhileParts, as_jax_value
 from jchop._program.run import Runner, interpret
 from jchop._program.step import ProgramPlan
 from jchop._spec.spec import Spec
-from jchop.formats import FloatFormat, bfloat16, binary16, binary32
+from jchop.formats import FloatFormat
+from jchop.formats._catalogue import bfloat16, binary16, binary32
 from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array

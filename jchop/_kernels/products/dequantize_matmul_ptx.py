@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jchop.formats import ElementFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn
+from jchop.formats import ElementFormat, IntegerFormat
+from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn
 
 #: Of LLVM: four float32 results, written before all arguments are read, and the arguments.
 PTX_CONSTRAINTS = "=&f,=&f,=&f,=&f,r,f,f,f,f,f,f,f,f"

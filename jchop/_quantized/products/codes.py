@@ -38,7 +38,8 @@ from jchop._kernels.products import product_of_blocks
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat, FloatFormat, IntegerFormat, float8_e4m3fn, float8_e5m2
+from jchop.formats import ElementFormat, FloatFormat, IntegerFormat
+from jchop.formats._catalogue import float8_e4m3fn, float8_e5m2
 from jchop.storage import QArray, quantize
 from jchop.storage._axis_groupings import WHOLE_AXIS, AxisGrouping, axis_groupings, scale_shape_of, with_groupings
 from jchop.storage._codes import check_code_dtype, decode_unscaled, native_dtype, pack_entries, store_codes

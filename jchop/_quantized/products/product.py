@@ -32,8 +32,8 @@ from jchop._quantized.products.ragged_dot import ExpertSums, expert_weight_gradi
 from jchop._quantized.products.weight_only import multiply_packed_weights, reads_panels, suits_panels
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.math import conv as emulated_conv
 from jchop.math import matmul as emulated_matmul
+from jchop.math._products import conv as emulated_conv
 
 Array = jax.Array
 OperandShapes = tuple[tuple[int, ...], tuple[int, ...]]

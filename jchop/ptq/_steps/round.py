@@ -21,7 +21,8 @@ from jchop._quantized.program.lazy_params import unpack_param
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._spec.spec import Spec
-from jchop.formats import ScaledFormat, binary32
+from jchop.formats import ScaledFormat
+from jchop.formats._catalogue import binary32
 from jchop.formats.rounding import Rounding
 from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
 from jchop.storage import QArray, dequantize, fit_half_quadratic, quantize

@@ -15,7 +15,8 @@ import pytest
 from programs.program import equations
 
 from jchop._core.matmul.dequantize_matmul import dequantize_matmul_body, join_columns, part_columns
-from jchop.formats import ElementFormat, FixedFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn, float8_e5m2
+from jchop.formats import ElementFormat, FixedFormat, IntegerFormat
+from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e5m2
 
 FORMATS: dict[str, ElementFormat] = {
     "int2": IntegerFormat(2),
