@@ -13,9 +13,8 @@ from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.adapters import AdaptedParam
 from jchop.nn import linen
-from jchop.nn._bias import correct_biases
+from jchop.nn._biases import Folded, correct_biases, fold_batch_norms
 from jchop.nn._calibrate import calibrate
-from jchop.nn._folding import Folded, fold_batch_norms
 from jchop.nn._nnx.layers import (
     BatchNorm,
     Conv,
@@ -38,15 +37,13 @@ from jchop.nn._nnx.layers import (
 )
 from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
 from jchop.nn._nnx.quantize import quantize
+from jchop.nn._nnx.rounding_modules import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._nnx.variables import QuantizedParam
-from jchop.nn._params import quantize_params
+from jchop.nn._params import quantize_params, shard
 from jchop.nn._recipes import keep_wide, recipe
-from jchop.nn._report import report
+from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._save_load import load, save
-from jchop.nn._shard import shard
 from jchop.nn._shared.lora_rule import LoraRule
-from jchop.nn._shared.model_report import LayerRow, ModelReport
-from jchop.nn._shared.scale_state import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._trees.lora import lora_mask
 
 if TYPE_CHECKING:

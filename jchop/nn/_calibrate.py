@@ -16,8 +16,7 @@ from jchop._quantized.scales.observers import RangeObserver, check_calibration_d
 from jchop._spec.spec import Gradient
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
-from jchop.nn._nnx.rounding_modules import RoundedProduct, rounding_module_in
-from jchop.nn._shared.scale_state import PastMagnitudes
+from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
 from jchop.nn._trees.equinox_modules import calibrate_equinox_module, is_equinox_module
 
 T = TypeVar("T")

@@ -18,15 +18,14 @@ from jchop._quantized.products.rule import (
     param_rule_index,
 )
 from jchop.nn._nnx import rounding_modules
-from jchop.nn._nnx.attach import PackedVariables, attach, attach_emulation
-from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, rules_for_norms
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, PackedVariables, attach, attach_emulation
 from jchop.nn._nnx.modules import ModuleEntry, module_entries
-from jchop.nn._nnx.programs import INPUTS_ADVICE, is_nnx_program
+from jchop.nn._nnx.programs import is_nnx_program
+from jchop.nn._nnx.rounding_modules import ScaleSource
 from jchop.nn._nnx.variables import QuantizedParam
+from jchop.nn._recipes import LayerMode, check_layer_modes, rules_of_mode
 from jchop.nn._shared import cache
-from jchop.nn._shared.modes import LayerMode, check_layer_modes, rules_of_mode
-from jchop.nn._shared.program_classes import is_plain_flax_layer, plain_class
-from jchop.nn._shared.scale_state import ScaleSource
+from jchop.nn._shared.program_classes import INPUTS_ADVICE, is_plain_flax_layer, plain_class
 
 Array = jax.Array
 
@@ -191,7 +190,7 @@ class NnxLayerRule(NamedTuple):
         kind: its row of `NNX_KINDS`.
         numbers: the rules that match it, by number; all say the same.
         rule: its rule, as given; None if none matches.
-        effective_rule: what that rule rounds in this layer (`rules_for_norms`).
+        effective_rule: what that rule rounds in this layer.
     """
 
     entry: ModuleEntry
@@ -204,15 +203,24 @@ class NnxLayerRule(NamedTuple):
 def nnx_layer_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[NnxLayerRule]:
     """As `layer_entries`, each with its rule."""
     matches = [(entry, kind, entry_rule_numbers(entry, kind, rules)) for entry, kind in layer_entries(model)]
-    of_norms = rules_for_norms(rules, ((number, kind) for _, kind, numbers in matches for number in numbers))
+    wide = {n for _, kind, numbers in matches if kind is None or kind.operation for n in numbers}
 
     def of(numbers: list[int], kind: NnxKind | None) -> tuple[Rule | None, Rule | None]:
         if not numbers:
             return None, None
         rule = rules[numbers[0]]
-        return rule, rule if kind is None or kind.operation else of_norms[numbers[0]]
+        return rule, rule if kind is None or kind.operation or numbers[0] not in wide else _rule_for_norm(rule)
 
     return [NnxLayerRule(entry, kind, numbers, *of(numbers, kind)) for entry, kind, numbers in matches]
+
+
+def _rule_for_norm(rule: Rule) -> Rule:
+    """What a rule that decides other layers, too, says for a norm.
+
+    A scale and an input of a norm enter no product, so programs leave them as they are under the same rule.
+    """
+    names = ("path", "layer", "operation", "output", "bias", "stochastic_stream")
+    return Rule(**{name: getattr(rule, name) for name in names})
 
 
 def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:

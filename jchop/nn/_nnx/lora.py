@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +16,9 @@ from flax.nnx.nn import dtypes
 from jchop._common.checks import short_repr
 from jchop._common.paths import matches_path
 from jchop.nn._nnx import rounding_modules
-from jchop.nn._nnx.attach import attach
-from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, attach
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries, strip_rounding
-from jchop.nn._nnx.modules import keys_as_path
+from jchop.nn._nnx.modules import keys_as_path, replace_nodes
 from jchop.nn._nnx.programs import (
     has_adapters,
     is_nnx_program,
@@ -36,9 +36,9 @@ from jchop.nn._shared.lora_rule import (
     check_lora_rules_match,
     initial_stack_adapters,
     merge_lora_weight,
-    weight_as_matrix,
+    read_adapters,
+    write_adapters,
 )
-from jchop.nn._shared.peft_files import read_adapters, write_adapters
 from jchop.nn._shared.program_classes import ExampleInputs, plain_class
 from jchop.nn._trees.equinox_modules import is_equinox_module
 from jchop.nn._trees.lora import (
@@ -175,7 +175,7 @@ def add_lora(
         used.add(number)
         adapters[id(layer)] = _adapt_layer(layer, path, lora_rules[number], rngs, before.get(path))
     check_lora_rules_match(lora_rules, used, paths)
-    return _replace_with_adapters(result, adapters)
+    return replace_nodes(result, adapters)
 
 
 def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> AdapterTargets:
@@ -233,11 +233,6 @@ _NEEDS_INPUTS_MESSAGE = (
 )
 
 
-def _replace_with_adapters(model: Any, adapters: dict[int, Adapted]) -> Any:
-    """A model with modules replaced, in place, by the adapted ones of their ids."""
-    return _replace_modules(model, lambda node: adapters.get(id(node)))
-
-
 def merge_lora(model: Any, *, requantize: bool = False) -> Any:
     """A copy of a model with its adapters added to the weights, W + factor A B, and without adapters.
 
@@ -271,17 +266,11 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         rules = rules_excluding_params(program_rules(result), params_unpacked_by_merge(params, requantize), params)
         set_program_params(result, merge_lora_tree(params, requantize), rules, None)
         return result
-    _require_adapters(result)
-
-    def merge_layer(node: Any) -> Any:
-        if not isinstance(node, Adapted):
-            return None
-        layer: Any = node.base
-        weight = merge_lora_weight(_linear_weight(layer), node.lora_a[...], node.lora_b[...], node.rule)
-        _set_linear_weight(layer, weight, requantize)
-        return layer
-
-    return _replace_modules(result, merge_layer)
+    adapted = _adapted_layers(result)
+    for layer in adapted.values():
+        weight = merge_lora_weight(_linear_weight(layer.base), layer.lora_a[...], layer.lora_b[...], layer.rule)
+        _set_linear_weight(layer.base, weight, requantize)
+    return replace_nodes(result, {id(layer): layer.base for layer in adapted.values()})
 
 
 def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -314,19 +303,24 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
         bare, tree_adapters = split_lora_tree(params_with_adapters(result))
         set_program_params(result, bare, program_rules(result), None)
         return result, tree_adapters
-    _require_adapters(result)
+    adapted = _adapted_layers(result)
     adapters = {
         path: {"lora_a": layer.lora_a[...], "lora_b": layer.lora_b[...], "rule": layer.rule}
-        for path, layer in _adapter_modules(result)
+        for path, layer in adapted.items()
     }
-    return _replace_modules(result, lambda node: node.base if isinstance(node, Adapted) else None), adapters
+    return replace_nodes(result, {id(layer): layer.base for layer in adapted.values()}), adapters
 
 
-def _adapter_modules(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
-    """The path and the module of each adapter."""
-    for path, node in nnx.iter_graph(model):
-        if isinstance(node, Adapted):
-            yield "/".join(map(str, path)), node
+def _adapted_layers(model: nnx.Module) -> dict[str, Adapted]:
+    """The layers with adapters, by path.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    layers = {keys_as_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Adapted)}
+    if not layers:
+        raise ValueError("model has no adapters; jchop.nn.add_lora makes them")
+    return layers
 
 
 def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
@@ -412,7 +406,7 @@ def load_lora(
         rule = rule if rngs is not None else replace(rule, dropout=0.0)
         dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
         adapters[id(linear_layers[path])] = Adapted(linear_layers[path], a, b, rule, dropout)
-    return _replace_with_adapters(result, adapters)
+    return replace_nodes(result, adapters)
 
 
 def _check_tree_model(model: Any, fun: Any) -> None:
@@ -458,9 +452,10 @@ def _is_linear_layer(layer: Any) -> bool:
 
 def _linear_weight(layer: Any) -> Array:
     """The weight of a linear layer, (in, out), unpacked; the axes of a stack of layers come in front."""
-    inside, out = map(len, _linear_axis_sizes(layer))
+    inside, out = _linear_axis_sizes(layer)
     numbers = _kernel_numbers(layer)
-    return map_over_stack(numbers.ndim - inside - out, lambda one: weight_as_matrix(one, inside, out), numbers)
+    stack = numbers.shape[: numbers.ndim - len(inside) - len(out)]
+    return numbers.reshape(*stack, math.prod(inside), math.prod(out))
 
 
 def _kernel_numbers(layer: Any) -> Array:
@@ -495,48 +490,3 @@ def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:
         attach(layer, NNX_KINDS[base], promote.place.rule, promote.place.path, packs=True, rngs=None)
     else:
         layer.__class__ = base
-
-
-# -- trees of modules --------------------------------------------------------------------------------------------------
-
-
-def _replace_modules(model: Any, change: Callable[[Any], Any]) -> Any:
-    """A model with modules replaced, in place; None from `change` keeps a module, and goes on below it."""
-    replacements: dict[int, Any] = {}
-    node_ids: set[int] = set()
-
-    def new(node: Any) -> Any:
-        if id(node) not in replacements:
-            replacements[id(node)] = change(node)
-        return replacements[id(node)]
-
-    def walk(node: Any) -> None:
-        if id(node) in node_ids:
-            return
-        node_ids.add(id(node))
-        for key, child in list(_module_children(node)):
-            if (other := new(child)) is None:
-                walk(child)
-            elif isinstance(node, MutableSequence | MutableMapping):
-                node[key] = other
-            else:
-                setattr(node, key, other)
-
-    if (whole := new(model)) is not None:
-        return whole
-    walk(model)
-    return model
-
-
-def _module_children(node: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(node, MutableMapping):
-        yield from node.items()
-    elif isinstance(node, MutableSequence):
-        yield from enumerate(node)
-    elif isinstance(node, nnx.Module):
-        yield from ((name, child) for name, child in vars(node).items() if not name.startswith("_pytree"))
-
-
-def _require_adapters(model: nnx.Module) -> None:
-    if next(_adapter_modules(model), None) is None:
-        raise ValueError("model has no adapters; jchop.nn.add_lora makes them")

@@ -1,8 +1,8 @@
-"""The modules of a model, each with all the paths that lead to it and the parameters that are its own."""
+"""The modules of a model, each with all the paths that lead to it and the parameters that are its own; other nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +68,7 @@ def module_entries(model: nnx.Module) -> list[ModuleEntry]:
             holder, start = entries.setdefault(id(node), ModuleEntry(node)), len(keys)
             holder.keys.append(keys)
         above.add(id(node))
-        for key, child in nnx.graph.get_node_impl(node).node_dict(node).items():  # type: ignore[union-attr]
+        for key, child in _node_children(node).items():
             visit(child, (*keys, key), holder, start)
         above.remove(id(node))
         if isinstance(node, nnx.Module):
@@ -76,3 +76,31 @@ def module_entries(model: nnx.Module) -> list[ModuleEntry]:
 
     visit(model, (), None, 0)
     return [*order.values()]
+
+
+def node_at(model: Any, path: Keys) -> Any:
+    """The module, variable or container at a path."""
+    node = model
+    for key in path:
+        node = _node_children(node)[key]
+    return node
+
+
+def replace_nodes(model: Any, replacements: Mapping[int, Any]) -> Any:
+    """A model with other variables or modules, in place, in all that hold those with the ids of `replacements`."""
+    nodes = [node for _, node in nnx.iter_graph(model) if nnx.graph.is_node(node)]
+    for node in nodes:
+        if isinstance(node, nnx.Variable):
+            continue
+        for key, child in _node_children(node).items():
+            if id(child) not in replacements:
+                continue
+            if isinstance(key, str) and hasattr(node, key):
+                setattr(node, key, replacements[id(child)])
+            else:
+                node[key] = replacements[id(child)]
+    return replacements.get(id(model), model)
+
+
+def _node_children(node: Any) -> dict[Any, Any]:
+    return dict(nnx.graph.get_node_impl(node).node_dict(node))  # type: ignore[union-attr]

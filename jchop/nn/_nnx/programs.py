@@ -16,22 +16,23 @@ from flax import nnx
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.lazy_params import is_packed_param
-from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import ScaleCalibration, Scales, merge_scales, scales_after_packing
+from jchop._quantized.program.scale_slots import ScaleCalibration, Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
-from jchop.nn._nnx.attach import fork_rounding_stream
-from jchop.nn._nnx.modules import Keys, module_entries
+from jchop.nn._nnx.layer_kinds import fork_rounding_stream
+from jchop.nn._nnx.modules import Keys, module_entries, node_at, replace_nodes
+from jchop.nn._nnx.rounding_modules import ProgramScales
 from jchop.nn._nnx.variables import UNPACKED_CLASS, QuantizedParam, packed_nnx_variable
 from jchop.nn._shared.program_classes import (
+    INPUTS_ADVICE,
     ExampleInputs,
     ProgramPart,
     class_body,
     method_inputs,
     method_of,
     plain_class,
+    round_methods,
 )
-from jchop.nn._shared.scale_state import ProgramScales
 
 Array = jax.Array
 
@@ -50,13 +51,6 @@ _PART_ATTRIBUTE = "quantization_part"
 _ADAPTERS_ATTRIBUTE = "quantization_adapters"
 
 
-#: The advice of an error for a program that has to be traced.
-INPUTS_ADVICE = (
-    "pass example arguments of the model's call, inputs=(x,) or inputs={'x': x}, or of other methods, "
-    "inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
-)
-
-
 def quantize_program(
     model: Any, rules: Sequence[Rule], mode: str, inputs: ExampleInputs | None, rngs: nnx.Rngs | None
 ) -> None:
@@ -65,16 +59,13 @@ def quantize_program(
     Raises:
         ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
     """
-    packed_flags = (isinstance(v, QuantizedParam) for v in jax.tree.leaves(nnx.state(model), is_leaf=_is_variable))
-    if is_nnx_program(model) and any(packed_flags):
+    is_packed = any(isinstance(node, QuantizedParam) for _, node in nnx.iter_graph(model))
+    if is_nnx_program(model) and is_packed:
         raise ValueError("model is packed already; quantize the model that it was made from")
     check_rule_fields(rules)
     program_scales: ProgramScales | None = getattr(model, _SCALES_ATTRIBUTE, None)
-    old_scales = (
-        program_scales.scales
-        if program_scales is not None and _nnx_program_part(model).rules == tuple(rules)
-        else Scales({}, {})
-    )
+    has_same_rules = program_scales is not None and _nnx_program_part(model).rules == tuple(rules)
+    scales = program_scales.scales if program_scales is not None and has_same_rules else Scales({}, {})
     if is_nnx_program(model):
         _strip_program(model)
     keeping = next((rule for rule in rules if rule.scale_from is not None), None)
@@ -83,24 +74,19 @@ def quantize_program(
             f"inputs=None, but {keeping} keeps scales, whose places the program says: pass example arguments of the "
             "model's call, inputs=(x,)"
         )
-    scales = (
-        old_scales if inputs is None or keeping is None else _initial_program_scales(model, rules, inputs, old_scales)
-    )
-    stochastic = [rule for rule in rules if rule.stochastic]
-    if mode == "qat" and inputs is not None:
-        graph, params, rest = _split_program_state(model)  # the errors of rules come here, not in the first call
+    if mode != "qat" and inputs is None:
+        raise ValueError(f"inputs=None, but a program that is packed has to be traced: {INPUTS_ADVICE}")
+    if inputs is not None:
+        draws = [
+            rule for rule in rules for spec in (rule.weight, rule.bias) if spec is not None and spec.rounding.stochastic
+        ]
+        key = fork_rounding_stream(draws[0], rngs, "the model")() if mode != "qat" and draws else None
+        graph, params, rest = _split_program_state(model)
         functions = _nnx_method_functions(model, graph, rules, inputs).values()
-        check_weight_rules([function.resolved(params, rest, args) for function, args in functions])
-    if mode != "qat":
-        if inputs is None:
-            raise ValueError(f"inputs=None, but a program that is packed has to be traced: {INPUTS_ADVICE}")
-        key = (
-            fork_rounding_stream(stochastic[0], rngs, "the model")()
-            if any(map(_rounds_params_stochastically, rules))
-            else None
-        )
-        _pack_program(model, rules, inputs, scales, key)
-        scales = scales_after_packing(scales)
+        calls = [(function, (rest, args)) for function, args in functions]
+        params, scales = round_methods(params, calls, mode, scales, key)
+        if mode != "qat":
+            _put_packed_params(model, params)
     _attach_program_rules(model, rules, rngs, scales)
 
 
@@ -140,7 +126,7 @@ def _set_program_parts(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None
 
 def variable_paths(model: Any) -> dict[int, Keys]:
     """The paths of parameters, by the identities of their variables."""
-    return {id(_node_at(model, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, _PARAMETER_TYPES))}
+    return {id(node_at(model, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, _PARAMETER_TYPES))}
 
 
 def _refuse_method_attributes(module: Any, path: str) -> None:
@@ -158,15 +144,6 @@ def _refuse_method_attributes(module: Any, path: str) -> None:
                 f"{name} of {type(module).__name__} at {path!r} is a function of one object, which copies of the "
                 "model do not run: make it a method of a class, or del the attribute"
             )
-
-
-def _initial_program_scales(model: Any, rules: Sequence[Rule], inputs: ExampleInputs, old_scales: Scales) -> Scales:
-    """The scales that rules keep in the methods of a model, those that are known as they are."""
-    graph, params, rest = _split_program_state(model)
-    scales = Scales({}, {})
-    for function, args in _nnx_method_functions(model, graph, rules, inputs).values():
-        scales = merge_scales(function.start(params, rest, args, from_data=False), scales)
-    return merge_scales(scales, old_scales)
 
 
 def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], None]:
@@ -230,10 +207,6 @@ def report_program(
 def is_nnx_program(model: Any) -> bool:
     """Whether the methods of a model run under rules."""
     return hasattr(type(model), "_quantized_program")
-
-
-def _rounds_params_stochastically(rule: Rule) -> bool:
-    return any(spec is not None and spec.rounding.stochastic for spec in (rule.weight, rule.bias))
 
 
 def _nnx_program_part(model: Any) -> ProgramPart:
@@ -419,14 +392,14 @@ class _MethodResult:
         """Change a model likewise, and give the result of the method."""
         for (path, name), value in self.attributes.value.items():
             if value is _NO_ATTRIBUTE:
-                delattr(_node_at(model, path), name)
+                delattr(node_at(model, path), name)
             else:
-                setattr(_node_at(model, path), name, value)
+                setattr(node_at(model, path), name, value)
         nnx.update(model, self.state)
 
         def restore(leaf: Any) -> Any:
             value = leaf.value if isinstance(leaf, _NonArray) else leaf
-            return _node_at(model, value.path) if isinstance(value, _ModulePlace) else value
+            return node_at(model, value.path) if isinstance(value, _ModulePlace) else value
 
         return jax.tree.map(restore, self.out, is_leaf=lambda leaf: isinstance(leaf, _NonArray))
 
@@ -459,7 +432,7 @@ def _restore_param_classes(model: Any) -> None:
     for variable_id, variable in packed_variables.items():
         metadata = variable.get_metadata()
         replacements[variable_id] = metadata.pop(UNPACKED_CLASS, nnx.Param)(variable.get_raw_value(), **metadata)
-    _replace_variables(model, replacements)
+    replace_nodes(model, replacements)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves", "states"], meta_fields=["tree", "graphs"])
@@ -515,56 +488,18 @@ class _MethodArguments:
 # -- packed parameters -------------------------------------------------------------------------------------------------
 
 
-def _pack_program(model: Any, rules: Sequence[Rule], inputs: ExampleInputs, scales: Scales, key: Array | None) -> None:
-    """Store parameters packed, in place."""
-    graph, params, rest = _split_program_state(model)
-    functions = _nnx_method_functions(model, graph, rules, inputs).values()
-    check_weight_rules([function.resolved(params, rest, args) for function, args in functions])
-    for function, args in functions:  # packed for the first method that rounds it
-        params = function.pack_more(params, rest, args, scales=scales, key=key)
-    _put_packed_params(model, params)
-
-
 def _put_packed_params(model: Any, params: Any) -> None:
     """Put packed parameters in the places of others, and the numbers of those that changed in theirs."""
     for path, value in nnx.to_flat_state(params):
         numbers = value.get_value()
-        if not is_packed_param(numbers) and numbers is not (variable := _node_at(model, path)).get_value():
+        if not is_packed_param(numbers) and numbers is not (variable := node_at(model, path)).get_value():
             variable.set_value(numbers)
     replacements = {
-        id(_node_at(model, path)): packed_nnx_variable(_node_at(model, path), value.get_value())
+        id(node_at(model, path)): packed_nnx_variable(node_at(model, path), value.get_value())
         for path, value in nnx.to_flat_state(params)
         if is_packed_param(value.get_value())
     }
-    _replace_variables(model, replacements)
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, nnx.Variable)
-
-
-def _node_at(model: Any, path: tuple[Any, ...]) -> Any:
-    node = model
-    for key in path:
-        node = _node_children(node)[key]
-    return node
-
-
-def _node_children(node: Any) -> dict[Any, Any]:
-    return dict(nnx.graph.get_node_impl(node).node_dict(node))  # type: ignore[union-attr]
-
-
-def _replace_variables(model: Any, replacements: Mapping[int, nnx.Variable]) -> None:
-    """Put other variables in the places of some, in every module that holds them."""
-    nodes = [node for _, node in nnx.iter_graph(model) if nnx.graph.is_node(node) and not _is_variable(node)]
-    for node in nodes:
-        for key, child in _node_children(node).items():
-            if id(child) not in replacements:
-                continue
-            if isinstance(key, str) and hasattr(node, key):
-                setattr(node, key, replacements[id(child)])
-            else:
-                node[key] = replacements[id(child)]
+    replace_nodes(model, replacements)
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -624,7 +559,7 @@ def set_program_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: n
         else:
             setattr(module, _PART_ATTRIBUTE, nnx.static(replace(getattr(module, _PART_ATTRIBUTE), rules=rules)))
     flat = dict(nnx.to_flat_state(params))
-    values = {id(_node_at(model, path)): value.get_value() for path, value in flat.items()}
+    values = {id(node_at(model, path)): value.get_value() for path, value in flat.items()}
     adapters = {
         key: ParamAdapter(value.adapter, rngs) for key, value in values.items() if isinstance(value, AdaptedParam)
     }
@@ -638,14 +573,14 @@ def set_program_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: n
             delattr(entry.module, _ADAPTERS_ATTRIBUTE)
     replacements = {}
     for path in flat:
-        variable = _node_at(model, path)
+        variable = node_at(model, path)
         value = _without_adapter(values[id(variable)])
         if isinstance(variable, QuantizedParam) and not is_packed_param(value):
             metadata = variable.get_metadata()
             replacements[id(variable)] = metadata.pop(UNPACKED_CLASS, nnx.Param)(value, **metadata)
         elif value is not variable.get_value():
             variable.set_value(value)
-    _replace_variables(model, replacements)
+    replace_nodes(model, replacements)
 
 
 def trace_nnx_programs(model: Any, inputs: ExampleInputs) -> list[tuple[Any, Any]]:

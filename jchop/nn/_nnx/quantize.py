@@ -18,7 +18,7 @@ from jchop.nn._nnx.layers import (
     refuse_quantized_layers,
 )
 from jchop.nn._nnx.programs import quantize_program
-from jchop.nn._shared.modes import LayerMode, check_layer_modes, rules_of_mode
+from jchop.nn._recipes import LayerMode, check_layer_modes, rules_of_mode
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import is_equinox_module, quantize_equinox_module
 

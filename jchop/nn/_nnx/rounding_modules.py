@@ -1,4 +1,4 @@
-"""Small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
+"""Small modules that round in a layer, and that Flax's layers call in place of Flax's functions; scales that are state.
 
 A module holds its specs, and if they are stochastic a stream of keys: state of the model like that of a dropout.
 Other modules have no state, so a checkpoint fits the model with and without them; their layers hold them as static
@@ -7,14 +7,16 @@ attributes, which costs `flax.nnx.jit` less than modules.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.attention import dot_product_attention_weights
 from flax.nnx.nn import dtypes
 
 from jchop._common.settings import split_prng_key
@@ -23,14 +25,225 @@ from jchop._quantized.products.codes import param_codes
 from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
 from jchop._quantized.products.rule import Location, is_stochastic
-from jchop._quantized.scales.formulas import round_in_range, round_in_range_with_codes
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
+from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
+from jchop._quantized.scales.formulas import (
+    initial_scale,
+    round_in_range,
+    round_in_range_with_codes,
+    round_lsq_operand,
+    update_history,
+    update_range,
+)
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.nn._shared.scale_state import ActivationRange, ScaleSource
 from jchop.storage import QArray, dequantize
 
 Array = jax.Array
 KeyStream = nnx.RngStream | None
+
+
+# -- scales that are state or parameters -------------------------------------------------------------------------------
+
+
+class ActivationRange(nnx.Variable):
+    """The range (least, largest) of a layer's input that its scale is made for, as `calibrate` found it.
+
+    It is ordinary state of the model, saved and restored with it, and may be set by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> rule = jc.nn.Rule(activation="int8")
+        >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
+        >>> static = jc.nn.calibrate(layer, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])])
+        >>> static.dot_general.range[...].tolist()
+        [-3.0, 2.0]
+    """
+
+
+class AmaxHistory(nnx.Variable):
+    """The largest magnitudes of an operand in earlier steps, the most recent first; zeros for missing steps.
+
+    It is ordinary state of the model, as the averages of a batch norm.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> layer = jc.nn.Linear(2, 2, rule=jc.nn.recipe("float8_delayed"), rngs=nnx.Rngs(0))
+        >>> _ = layer(jnp.array([[0.5, -2.0]]))
+        >>> layer.dot_general.left.history[...].shape, float(layer.dot_general.left.history[...].max())
+        ((1024,), 2.0)
+    """
+
+
+class LearnedScale(nnx.Param):
+    """A scale that is trained, in the form of `jchop.fit_scale`; it has to stay above zero.
+
+    Filters tell it from other parameters, for example to give it a learning rate of its own.
+
+    Example:
+        >>> import jchop as jc
+        >>> from flax import nnx
+        >>> rule = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.LSQ())
+        >>> layer = jc.nn.Linear(4, 3, rule=rule, rngs=nnx.Rngs(0))
+        >>> [path for path, _ in nnx.to_flat_state(nnx.state(layer, jc.nn.LearnedScale))]
+        [('dot_general', 'right', 'scale')]
+    """
+
+
+class ScaleSource(nnx.Module):
+    """Rounds one operand under scales of its own; `start` begins with the range that `calibrate` found."""
+
+    how: Any  # the value of the rule that it was made for
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """The variable, if the layer has one, and the shape of its array."""
+        """Its variable, and the required shape; None if it is checked elsewhere."""
+        raise NotImplementedError
+
+    def start(self, span: Array, spec: Spec) -> None:
+        """Set the state from the least and the largest number of an array."""
+        raise NotImplementedError
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        raise NotImplementedError
+
+
+class _RunningState(ScaleSource):
+    """State that follows the data in training mode, and stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        self.use_running_average = False
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """The hook of `flax.nnx.view`."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+
+class ProgramScales(_RunningState):
+    """The kept scales of a model whose program is quantized.
+
+    Args:
+        scales: as `jchop.quantize_fn` has them.
+    """
+
+    observer: Any = None  # what `calibrate` has seen, while it runs the model
+
+    def __init__(self, scales: Scales) -> None:
+        super().__init__()
+        self.learned: dict[str, LearnedScale] = nnx.data({name: LearnedScale(v) for name, v in scales.learned.items()})
+        self.stats: dict[str, nnx.Variable] = nnx.data(
+            {name: _STATISTIC_VARIABLES[state_kind(name)](v) for name, v in scales.stats.items()}
+        )
+
+    @property
+    def scales(self) -> Scales:
+        """As arrays."""
+        return Scales(
+            *({name: v.get_value() for name, v in variables.items()} for variables in (self.learned, self.stats))
+        )
+
+    def take(self, stats: Mapping[str, Array]) -> None:
+        """The ranges and histories after a call."""
+        for name, value in stats.items():
+            self.stats[name][...] = value
+
+
+class MovingRange(_RunningState):
+    """A range that moves with those of the arrays; NaN before the first."""
+
+    def __init__(self, how: MovingAverage, stack: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.range = ActivationRange(jnp.full((*stack, 2), jnp.nan))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """The variable, if the layer has one, and the shape of its array."""
+        return self.range, (2,)
+
+    def start(self, span: Array, spec: Spec) -> None:
+        """Set the state from the least and the largest number of an array."""
+        self.range[...] = span.astype(jnp.float32)
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        span = update_range(self.how, self.range[...], x, self.use_running_average)
+        if not self.use_running_average:
+            self.range[...] = span
+        return round_in_range(x, spec, span, key)
+
+
+class PastMagnitudes(_RunningState):
+    """The largest magnitudes of earlier steps."""
+
+    def __init__(self, how: DelayedScaling, stack: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.history = AmaxHistory(jnp.zeros((*stack, how.length)))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """The variable, if the layer has one, and the shape of its array."""
+        return self.history, (self.how.length,)
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        span, history = update_history(self.how, self.history[...], x)
+        if not self.use_running_average:
+            self.history[...] = history
+        return round_in_range(x, spec, span, key)
+
+
+class LearnedStep(ScaleSource):
+    """A scale that is a parameter.
+
+    Args:
+        how: with the factor of its gradient or without.
+        stack: how many layers it is of, as axes in front.
+        layout: of a kernel; None of an activation, which has one scale, and none before `start`.
+        scale: of a kernel.
+    """
+
+    def __init__(
+        self, how: LSQ, stack: tuple[int, ...], layout: OperandLayout | None = None, scale: Array | None = None
+    ) -> None:
+        self.how, self.layout = how, layout
+        self.scale: LearnedScale | None = nnx.data(None if scale is None else LearnedScale(scale))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """The variable, if the layer has one, and the shape of its array."""
+        return (self.scale if self.layout is None else None), ()  # those of a kernel are for `quantize` to see
+
+    def start(self, span: Array, spec: Spec) -> None:
+        """Set the state from the least and the largest number of an array."""
+        self.scale = nnx.data(LearnedScale(initial_scale(span, spec)))
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        if self.scale is None:
+            raise ValueError(
+                f"activation={str(spec)!r} with scale_from={self.how!r} has no scale yet: run jchop.nn.calibrate, "
+                "which gives it the one to start from"
+            )
+        return round_lsq_operand(self.how, self.layout, x, spec, self.scale[...], key)
+
+
+_STATISTIC_VARIABLES: Mapping[str, type[nnx.Variable]] = MappingProxyType(
+    {RANGE: ActivationRange, HISTORY: AmaxHistory}
+)
+_SCALE_SOURCES: Mapping[type, Callable[[Any, tuple[int, ...]], ScaleSource]] = MappingProxyType(
+    {MovingAverage: MovingRange, DelayedScaling: PastMagnitudes, LSQ: LearnedStep}
+)
+
+
+def new_scale_source(how: ScaleFrom, name: str, spec: Spec | None, stack: tuple[int, ...]) -> ScaleSource | None:
+    """A new module for one operand, ``"activation"`` or ``"weight"``; None if its scales are those of each array."""
+    return None if spec is None or name not in how.fields else _SCALE_SOURCES[type(how)](how, stack)
+
+
+# -- modules in layers -------------------------------------------------------------------------------------------------
 
 
 class RoundingModule(nnx.Module):
@@ -135,8 +348,9 @@ class RoundedProduct(RoundingModule):
         right: of the right operand.
     """
 
-    #: Whether the left operand is the input of a layer, whose range can be fixed.
+    #: Whether the left operand is the input of a layer, whose range can be fixed; and the product.
     calibrates: ClassVar[bool] = True
+    product: ClassVar[Callable[..., Array]]
     left: ScaleSource | None = None
     right: ScaleSource | None = None
     range: ActivationRange | None = None
@@ -152,6 +366,10 @@ class RoundedProduct(RoundingModule):
         super().__init__(stream)
         self.how = how
         self._set_data(left=left, right=right)
+
+    def __call__(self, x: Array, w: Any, *args: Any, **kwargs: Any) -> Array:
+        x, w, more = self.round_operands(x, w)
+        return self.product(x, w, *args, **kwargs, **more)
 
     def keep(self, span: ActivationRange | None) -> None:
         """Go on with a range that was found, if one was."""
@@ -206,24 +424,20 @@ class RoundedProduct(RoundingModule):
 class RoundedDotGeneral(RoundedProduct):
     """In place of `jax.lax.dot_general`."""
 
-    def __call__(self, x: Array, w: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.round_operands(x, w)
-        return rounded_dot_general(x, w, dimension_numbers, *args, **kwargs, **more)
+    product = staticmethod(rounded_dot_general)
 
 
 class RoundedConvolution(RoundedProduct):
     """In place of `jax.lax.conv_general_dilated`."""
 
-    def __call__(self, x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.round_operands(x, w)
-        return rounded_conv(x, w, *args, **kwargs, **more)
+    product = staticmethod(rounded_conv)
 
 
 class RoundedEinsum(RoundedProduct):
     """In place of `jax.numpy.einsum`."""
 
-    def __call__(self, subscripts: str, x: Array, w: Array, **kwargs: Any) -> Array:
-        x, w, more = self.round_operands(x, w)
+    def __call__(self, subscripts: str, *operands: Array, **kwargs: Any) -> Array:
+        x, w, more = self.round_operands(*operands)
         return rounded_einsum(subscripts, x, w, **kwargs, **more)
 
 
@@ -320,71 +534,32 @@ class RoundedAttention(RoundedProduct):
 
     calibrates: ClassVar[bool] = False
 
-    def __call__(self, *args: Any, module: nnx.Module | None = None, **kwargs: Any) -> Array:
-        y, weights = _rounded_attention(*args, **kwargs, how=self.how, keys=(self.key(), self.key()))
-        if module is not None:
-            module.sow(nnx.Intermediate, "attention_weights", weights)
-        return y
-
-
-def _rounded_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
-    is_causal: bool = False,
-    *,
-    how: ProductRoundings,
-    keys: tuple[Array | None, Array | None],
-) -> tuple[Array, Array]:
-    """`flax.nnx.dot_product_attention`, with its arguments, and the attention weights before a dropout.
-
-    Args:
-        query: shape (..., queries, heads, depth).
-        key: shape (..., keys, heads or a divisor of them, depth).
-        value: as `key`.
-        bias: added to the scores.
-        mask: the positions to which a query may attend.
-        broadcast_dropout: one dropout for all heads and sequences.
-        dropout_rng: its key.
-        dropout_rate: of the attention weights.
-        deterministic: no dropout.
-        dtype: of the computation.
-        precision: of the products.
-        promote_dtype: function that casts arrays to one dtype.
-        is_causal: no query attends to later keys.
-        how: the roundings of both products.
-        keys: a key for each product, if it is stochastic.
-    """
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
-    key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
-    query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
-    scores = rounded_einsum("...qhd,...khd->...hqk", query, key, precision=precision, how=how, key=keys[0])
-    scores = scores if bias is None else scores + bias
-    weights = dropout_weights = jax.nn.softmax(_mask_scores(scores, mask, is_causal)).astype(query.dtype)
-    if not deterministic and dropout_rate > 0.0:
-        shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast_dropout else weights.shape
-        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)  # type: ignore[arg-type]
-        dropout_weights = weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
-    return rounded_einsum(
-        "...hqk,...khd->...qhd", dropout_weights, value, precision=precision, how=how, key=keys[1]
-    ), weights
-
-
-def _mask_scores(scores: Array, mask: Array | None, is_causal: bool) -> Array:
-    masks = [] if mask is None else [mask.astype(bool)]
-    if is_causal:
-        masks.append(jnp.tril(jnp.ones(scores.shape[-2:], bool)))
-    return jnp.where(math.prod(masks), scores, jnp.finfo(scores.dtype).min) if masks else scores
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        *,
+        dtype: Any = None,
+        precision: Any = None,
+        module: nnx.Module | None = None,
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Array:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
+        key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
+        if is_causal:
+            causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+            mask = causal if mask is None else mask.astype(bool) & causal
+        scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, key=self.key()) for _ in range(2))
+        sower = None if module is None else SimpleNamespace(sow=lambda _, *named: module.sow(nnx.Intermediate, *named))
+        # Linen's function is that of NNX, with an einsum as an argument.
+        weights = dot_product_attention_weights(query, key, bias, mask, module=sower, einsum=scores, **kwargs)  # type: ignore[arg-type]
+        return sums("...hqk,...khd->...qhd", weights, value)
 
 
 # -- emulated arithmetic -----------------------------------------------------------------------------------------------
@@ -429,12 +604,8 @@ def _variable_values(module: nnx.Module) -> dict[Any, Any]:
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
-class EmulatedAttention(RoundingModule):
+class EmulatedAttention(LayerEmulation):
     """In place of `flax.nnx.dot_product_attention`, in an emulated arithmetic."""
-
-    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: KeyStream) -> None:
-        super().__init__(stream)
-        self.spec, self.accumulate = spec, accumulate
 
     def __call__(self, *args: Any, module: Any = None, **kwargs: Any) -> Array:
         if module is not None:

@@ -5,19 +5,60 @@ from __future__ import annotations
 import copyreg
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
 from typing import Any, cast
 
+import jax
 from flax import nnx
 
 from jchop._common.checks import short_repr
 from jchop._quantized.products.rule import Rule
+from jchop._quantized.program.quantized_program import check_weight_rules
+from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
+from jchop._quantized.quantize_fn import QuantizedFunction
 
 #: Example arguments of the model's call, positional or by their names; or of several methods, by the names of these.
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
+
+#: The advice of an error for a program that has to be traced.
+INPUTS_ADVICE = (
+    "pass example arguments of the model's call, inputs=(x,) or inputs={'x': x}, or of other methods, "
+    "inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
+)
+
+
+def round_methods(
+    params: Any,
+    calls: Sequence[tuple[QuantizedFunction, tuple[Any, ...]]],
+    mode: str,
+    old_scales: Scales,
+    key: jax.Array | None,
+) -> tuple[Any, Scales]:
+    """The parameters of methods under rules, packed unless ``mode="qat"``, and the scales that the rules keep.
+
+    Args:
+        params: the parameters.
+        calls: each method as a function, with example arguments after the parameters.
+        mode: as of `jchop.nn.quantize`.
+        old_scales: scales that are known already.
+        key: for parameters that are packed with a stochastic rounding.
+
+    Raises:
+        ValueError: as `jchop.quantize_fn`; so errors of rules come here, not in the first call.
+    """
+    scales = Scales({}, {})
+    for function, args in calls:
+        scales = merge_scales(function.start(params, *args, from_data=False), scales)
+    check_weight_rules([function.resolved(params, *args) for function, args in calls])
+    scales = merge_scales(scales, old_scales)
+    if mode == "qat":
+        return params, scales
+    for function, args in calls:  # packed for the first method that rounds it
+        params = function.pack_more(params, *args, scales=scales, key=key)
+    return params, scales_after_packing(scales)
 
 
 @dataclass(frozen=True)

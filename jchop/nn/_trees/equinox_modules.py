@@ -14,13 +14,20 @@ import numpy as np
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import is_param_leaf
-from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
+from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop._round.arguments import check_key
-from jchop.nn._shared.modes import LayerMode, check_layer_modes
-from jchop.nn._shared.program_classes import ExampleInputs, ProgramPart, class_body, method_inputs, plain_class
+from jchop.nn._recipes import LayerMode, check_layer_modes
+from jchop.nn._shared.program_classes import (
+    INPUTS_ADVICE,
+    ExampleInputs,
+    ProgramPart,
+    class_body,
+    method_inputs,
+    plain_class,
+    round_methods,
+)
 
 Array = jax.Array
 
@@ -56,24 +63,15 @@ def quantize_equinox_module(
     has_codes = any(is_param_leaf(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf))
     if has_codes:
         raise ValueError("model is packed already; quantize the module that it was made from")
-    old_scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
+    scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
     if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
         raise ValueError(
-            "inputs=None, but a program that is packed, or keeps scales, has to be traced: pass example arguments of "
-            "the model's call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
+            f"inputs=None, but a program that is packed, or keeps scales, has to be traced: {INPUTS_ADVICE}"
         )
     plain = plain_module(model)
-    scales = Scales({}, {})
-    method_calls = () if inputs is None else equinox_method_functions(model, rules, inputs).values()
-    for function, args in method_calls:
-        scales = merge_scales(function.start(plain, *args, from_data=False), scales)
-    if method_calls:  # the errors of rules come here, not in the first call
-        check_weight_rules([function.resolved(plain, *args) for function, args in method_calls])
-    scales = merge_scales(scales, old_scales)
-    if mode != "qat":
-        for function, args in method_calls:  # packed for the first method that rounds it
-            plain = function.pack_more(plain, *args, scales=scales, key=key)
-        scales = scales_after_packing(scales)
+    if inputs is not None:
+        calls = list(equinox_method_functions(model, rules, inputs).values())
+        plain, scales = round_methods(plain, calls, mode, scales, key)
     return module_under_rules(plain, rules, scales)
 
 

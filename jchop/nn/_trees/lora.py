@@ -20,8 +20,13 @@ from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key
-from jchop.nn._shared.lora_rule import LoraRule, check_lora_rules_match, initial_stack_adapters, merge_lora_weight
-from jchop.nn._shared.peft_files import read_adapters
+from jchop.nn._shared.lora_rule import (
+    LoraRule,
+    check_lora_rules_match,
+    initial_stack_adapters,
+    merge_lora_weight,
+    read_adapters,
+)
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import (
     equinox_method_functions,
