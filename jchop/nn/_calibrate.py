@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeVar
 
 from flax import nnx
 
-from jchop._common.checks import short_repr
 from jchop._quantized.products.rule import Location
 from jchop._quantized.products.scale_from import has_tensor_scale
 from jchop._quantized.program.call import enumerate_batches
@@ -17,7 +16,7 @@ from jchop._spec.spec import Gradient
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
 from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
-from jchop.nn._trees.equinox_modules import calibrate_equinox_module, is_equinox_module
+from jchop.nn._trees.equinox_modules import calibrate_equinox_module, check_flax_or_equinox, is_equinox_module
 
 T = TypeVar("T")
 
@@ -67,18 +66,13 @@ def calibrate(
         >>> static.dot_general.range[...].tolist()
         [-1.0, 2.0]
     """
-    if not (is_equinox_module(model) or isinstance(model, nnx.Module)):
-        raise TypeError(
-            f"model={short_repr(model)} must be a module of Flax NNX or Equinox that jchop.nn.quantize returned"
-        )
+    check_flax_or_equinox("model", model, " that jchop.nn.quantize returned")
     check_run_arguments(batches, run, progress)
     if is_equinox_module(model):
         return calibrate_equinox_module(model, batches, method, combine, run, progress)
     make_observer = range_observer_for(method, combine)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    finish = None
-    if is_nnx_program(result):
-        finish = calibrate_program(result, method, combine)
+    finish = calibrate_program(result, method, combine) if is_nnx_program(result) else None
     products = [] if finish is not None else [*_products_to_calibrate(result)]
     if not products and finish is None:
         raise ValueError(
@@ -113,30 +107,24 @@ def check_run_arguments(batches: Any, run: Any, progress: Any) -> None:
 
 
 def _observe_input(observer: RangeObserver, place: Location, x: Any) -> None:
-    """Note an input of a layer that has a range."""
     check_calibration_data(x, str(place))
     observer.see(x)
 
 
-def _products_to_calibrate(model: Any) -> Iterator[Any]:
+def _products_to_calibrate(model: Any) -> Iterator[RoundedProduct]:
     """The products whose range is to be found; a static one becomes a part of the model, of its own."""
     for _, layer, kind in nnx_layers(model):
-        product = None if kind is None or kind.product is None else rounding_module_in(layer, kind.product[0])
-        if kind is None or kind.product is None or not isinstance(product, RoundedProduct) or not _needs_range(product):
+        if kind is None or kind.product is None:
+            continue
+        product = rounding_module_in(layer, kind.product[0])
+        if not isinstance(product, RoundedProduct) or not product.calibrates or not product.how.keeps_left:
+            continue
+        spec = product.how.left
+        if spec is None or not has_tensor_scale(spec) or spec.gradient != Gradient():
+            continue
+        if isinstance(product.left, PastMagnitudes):
             continue
         if product is not getattr(layer, kind.product[0]):
             product = nnx.clone(product)
             setattr(layer, kind.product[0], nnx.data(product))
         yield product
-
-
-def _needs_range(product: RoundedProduct) -> bool:
-    if not product.calibrates or isinstance(product.left, PastMagnitudes):
-        return False
-    roundings = product.how
-    return (
-        has_tensor_scale(roundings.left)
-        and roundings.keeps_left
-        and roundings.left is not None
-        and roundings.left.gradient == Gradient()
-    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -14,6 +15,7 @@ from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple, rule_index
+from jchop.nn._trees.equinox_modules import is_equinox_module
 from jchop.storage import QArray, quantize, shardings
 from jchop.storage._sharding import check_group_sharding
 
@@ -117,13 +119,29 @@ def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:
         [('fsdp', None), ('fsdp', None)]
     """
     _check_partition_rules(mesh, rules)
+    arrays, rebuild = split_arrays(model)
+    return rebuild(_shard_tree(arrays, mesh, rules))
+
+
+def split_arrays(model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The arrays of a model as a pytree, and a function that gives a model like it of other arrays."""
     if isinstance(model, nnx.Module):
-        graph, state = nnx.split(model)
-        arrays = _shard_tree(nnx.to_pure_dict(state), mesh, rules)
-        _, new_state = nnx.split(nnx.merge(graph, state, copy=True))
-        nnx.replace_by_pure_dict(new_state, arrays)
-        return nnx.merge(graph, new_state)
-    return _shard_tree(model, mesh, rules)
+        graph, state = nnx.split(nnx.merge(*nnx.split(model), copy=True))  # with variables of its own
+
+        def rebuild_module(arrays: Any) -> Any:
+            nnx.replace_by_pure_dict(state, arrays)
+            return nnx.merge(graph, state)
+
+        return nnx.to_pure_dict(state), rebuild_module
+    if not is_equinox_module(model):
+        return model, lambda arrays: arrays
+    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)  # noqa: E731
+
+    def rebuild_equinox_module(arrays: Any) -> Any:
+        leaves = iter(jax.tree.leaves(arrays))
+        return jax.tree.map(lambda leaf: next(leaves) if is_array(leaf) else leaf, model)
+
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, model), rebuild_equinox_module
 
 
 def _check_partition_rules(mesh: Any, rules: Any) -> None:

@@ -1,15 +1,14 @@
-"""Published training methods as rules; the rules that a mode has."""
+"""Published training methods as rules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from jchop._common.checks import check_choice, check_int
 from jchop._quantized.products.rotation import Hadamard
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, as_rule_tuple
+from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import DelayedScaling
 from jchop._spec.accumulation import MatmulSpec
 
@@ -170,35 +169,3 @@ def keep_wide(blocks: str, count: int, *, first: int = 2, last: int = 8, others:
     indices = [*range(first), *range(count - last, count)]
     paths = [f"{blocks}/{{{','.join(map(str, indices))}}}"] if indices else []
     return [Rule(path) for path in (*paths, others) if path]
-
-
-# -- modes -------------------------------------------------------------------------------------------------------------
-
-LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]
-#: The fields of a rule that a mode allows, and its purpose.
-_MODE_FIELDS = {
-    "weight_only": (("weight", "bias", "cache", "scale_from"), "rounds weights, biases and caches; use mode='ptq'"),
-    "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),
-}
-
-
-def check_layer_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None:
-    """Refuse a mode that is none, and fields of rules that it does not have."""
-    check_choice("mode", mode, ("qat", "ptq", "weight_only", "emulate"))
-    if program and mode == "emulate":
-        raise ValueError("mode='emulate' is for layers of Flax: leave out inputs, or use jchop.emulate on the function")
-    mode_fields, purpose = _MODE_FIELDS.get(mode, (ROUNDING_FIELDS, ""))
-    for rule in rules:
-        wrong = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in mode_fields]
-        if wrong:
-            raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {purpose}")
-
-
-def rules_of_mode(rules: Any, mode: str) -> tuple[Rule, ...]:
-    """Rules as a mode has them: weights alone are multiplied as they are stored if a rule does not say otherwise."""
-    return tuple(
-        replace(rule, product="auto")
-        if mode == "weight_only" and rule.product is None and rule.scale_from is None
-        else rule
-        for rule in as_rule_tuple(rules)
-    )

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.tracers import TraceState
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import check_choice
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.text import TableOrLine, Tables
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
@@ -27,13 +27,12 @@ from jchop.nn._nnx.layer_kinds import (
     packed_param_shape,
     param_layout,
 )
-from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers
+from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers, quantize
 from jchop.nn._nnx.programs import report_program
-from jchop.nn._nnx.quantize import quantize
 from jchop.nn._nnx.rounding_modules import RoundedConvolution
 from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._shared.program_classes import ExampleInputs
-from jchop.nn._trees.equinox_modules import is_equinox_module, report_equinox_module
+from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
 from jchop.storage import QArray
 
 Array = jax.Array
@@ -125,7 +124,10 @@ class ModelReport(Tables):
                 _describe_roundings(row),
                 str(row.bytes_before),
                 str(row.bytes_after),
-                *(_ratio_cells(row) if ratio_heads else ()),
+                *(
+                    "" if ratio is None else format_decibels(ratio)
+                    for ratio in (row.weight_snr, row.activation_snr, row.output_snr)[: len(ratio_heads)]
+                ),
             )
             for row in self.rows
         ]
@@ -133,11 +135,6 @@ class ModelReport(Tables):
         operand_rows = [row for row in self.rows if row.operands]
         lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in operand_rows]
         return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
-
-
-def _ratio_cells(row: LayerRow) -> list[str]:
-    ratios = (row.weight_snr, row.activation_snr, row.output_snr)
-    return ["" if ratio is None else format_decibels(ratio) for ratio in ratios]
 
 
 def _describe_roundings(row: LayerRow) -> str:
@@ -241,11 +238,7 @@ def report(
     """
     all_rules = () if rules is None else as_rule_tuple(rules)
     program = is_equinox_module(model)
-    if not program and not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"model={short_repr(model)} must be a module of Flax NNX or Equinox; one of Linen has "
-            "jchop.nn.linen.Quantized.report"
-        )
+    check_flax_or_equinox("model", model, "; one of Linen has jchop.nn.linen.Quantized.report")
     if platform is not None:
         check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
     if batches is not None:

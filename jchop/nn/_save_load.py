@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from jchop._common.checks import short_repr
 from jchop._quantized.program.weight_layout import StoredAs
-from jchop.nn._trees.equinox_modules import is_array_leaf, is_equinox_module, module_arrays
+from jchop.nn._params import split_arrays
+from jchop.nn._trees.equinox_modules import check_flax_or_equinox
 from jchop.storage import QArray, load_safetensors, save_safetensors
 from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorFile, are_counts
@@ -52,14 +51,9 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
         >>> bool((dense.apply(jc.nn.load(path), x) == dense.apply(variables, x)).all())
         True
     """
-    if isinstance(model, nnx.Module):
-        model = nnx.to_pure_dict(nnx.state(model))
-    elif is_equinox_module(model):
-        model = module_arrays(model)
-    elif not isinstance(model, Mapping):
-        raise TypeError(
-            f"model={short_repr(model)} must be a module of Flax NNX or Equinox, or variables of a Linen module"
-        )
+    if not isinstance(model, Mapping):
+        check_flax_or_equinox("model", model, ", or variables of a Linen module")
+    model, _ = split_arrays(model)
     if metadata is not None and LAYOUTS_METADATA_KEY in metadata:
         raise ValueError(f"metadata has an entry {LAYOUTS_METADATA_KEY!r}, which is jchop's own")
     layouts = {
@@ -101,25 +95,12 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         >>> bool((loaded(jnp.ones((1, 8))) == model(jnp.ones((1, 8)))).all()), loaded.kernel[...].nbytes
         (True, 32)
     """
-    if like is not None and not isinstance(like, nnx.Module | Mapping) and not is_equinox_module(like):
-        raise TypeError(
-            f"like={short_repr(like)} must be a module of Flax NNX or Equinox, or variables of a Linen module"
-        )
-    if isinstance(like, nnx.Module):
-        graph, state = nnx.split(nnx.merge(*nnx.split(like), copy=True))  # with variables of its own
-        like_tree = nnx.to_pure_dict(state)
-        file_tree = load_safetensors(path, like=_storable_tree(like_tree))
-        nnx.replace_by_pure_dict(state, jax.tree.map(_restore_leaf, like_tree, file_tree, is_leaf=_is_packed_leaf))
-        return nnx.merge(graph, state)
-    if is_equinox_module(like):
-        like_tree = module_arrays(like)
-        file_tree = load_safetensors(path, like=_storable_tree(like_tree))
-        model_tree = jax.tree.map(_restore_leaf, like_tree, file_tree, is_leaf=_is_packed_leaf)
-        arrays = iter(jax.tree.leaves(model_tree))
-        return jax.tree.map(lambda leaf: next(arrays) if is_array_leaf(leaf) else leaf, like)
     if like is not None:
-        file_tree = load_safetensors(path, like=_storable_tree(like))
-        return jax.tree.map(_restore_leaf, like, file_tree, is_leaf=_is_packed_leaf)
+        if not isinstance(like, Mapping):
+            check_flax_or_equinox("like", like, ", or variables of a Linen module")
+        like_tree, rebuild = split_arrays(like)
+        file_tree = load_safetensors(path, like=_storable_tree(like_tree))
+        return rebuild(jax.tree.map(_restore_leaf, like_tree, file_tree, is_leaf=_is_packed_leaf))
     with TensorFile(path) as file:
         layouts_text = file.metadata.get(LAYOUTS_METADATA_KEY, "{}")
     file_tree = load_safetensors(path, nested=True)

@@ -17,8 +17,15 @@ from jchop._common.checks import check_bool, short_repr
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._round.arguments import check_key
-from jchop.nn._linen.layers import LinenPath, module_calls, rules_excluding_layers
-from jchop.nn._linen.quantized import Quantized, flat_params, nest_params, with_box_of
+from jchop.nn._linen.quantized import (
+    LinenPath,
+    Quantized,
+    flat_params,
+    module_calls,
+    nest_params,
+    rules_excluding_layers,
+    with_box_of,
+)
 from jchop.nn._shared.lora_rule import LoraRule, as_lora_rules, read_adapters, write_adapters
 from jchop.nn._trees.lora import (
     AdapterTargets,

@@ -25,13 +25,15 @@ from jchop._quantized.products.rule import (
     refuse_code_products,
     refuse_forward_rotation,
 )
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, ScaleFrom
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.nn._nnx.rounding_modules import (
+    SCALE_SOURCES,
     EmulatedAttention,
     LayerEmulation,
     LearnedStep,
+    PackedForm,
     RoundedAttention,
     RoundedConvolution,
     RoundedDotGeneral,
@@ -40,7 +42,6 @@ from jchop.nn._nnx.rounding_modules import (
     RoundedProduct,
     RoundedPromotion,
     ScaleSource,
-    new_scale_source,
 )
 from jchop.nn._nnx.variables import QuantizedParam, packed_nnx_variable
 from jchop.storage import QArray, fit_scale, quantize
@@ -196,8 +197,8 @@ NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
 # -- roundings of a layer ----------------------------------------------------------------------------------------------
 
 #: By a variable and how it is packed: the variable, which keeps its identity from being used again, the packed one, and
-#: its layout.
-PackedVariables = dict[Any, tuple[Any, Any, OperandLayout | None]]
+#: its form.
+PackedVariables = dict[Any, tuple[Any, Any, PackedForm]]
 
 
 def attach(
@@ -251,7 +252,7 @@ def attach(
         draws = how.stochastic and not (packs and how.stored_only)
         module = module_class(how, stream(draws), input_source, None if packs else weight_source)
         if before is not None and before.how.left == rule.activation and input_source is None and how.keeps_left:
-            module.keep(before.range)
+            module.set_data(range=before.range)
         setattr(layer, attribute, module.as_attribute())
     if kind.slots:
         specs = tuple(_promotion_specs(layer, kind, rule, packs))
@@ -305,24 +306,20 @@ def operand_scale_sources(
     layout, stack_ndim = param_layout(layer, kind, "kernel")
     kernel = _param_in_compute_dtype(layer, "kernel")
     stack = kernel.shape[:stack_ndim]
-    input_source = _previous_scale_source(before, "left", rule.activation, how) or new_scale_source(
-        how, "activation", rule.activation, stack
-    )
-    weight_source = _previous_scale_source(before, "right", rule.weight, how)
-    if weight_source is None and isinstance(how, LSQ) and rule.weight is not None:
-        weight_source = LearnedStep(how, stack, layout, fit_param_scales(kernel, layout, stack_ndim, rule.weight))
-    return input_source, weight_source or new_scale_source(how, "weight", rule.weight, stack)
 
+    def source(side: str, field: str, spec: Spec | None) -> ScaleSource | None:
+        old = getattr(before, side, None)
+        if old is not None and old.how == how and getattr(before.how, side) == spec:
+            return old
+        if spec is None or field not in how.fields:
+            return None
+        if isinstance(how, LSQ) and field == "weight":
+            return LearnedStep(
+                how, stack, layout, map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], kernel)
+            )
+        return SCALE_SOURCES[type(how)](how, stack)
 
-def _previous_scale_source(before: Any, side: str, spec: Spec | None, how: ScaleFrom) -> ScaleSource | None:
-    """The source of the previous module, if it is of the same kind and for the same spec."""
-    source = getattr(before, side, None)
-    return source if source is not None and source.how == how and getattr(before.how, side) == spec else None
-
-
-def fit_param_scales(value: Array, layout: OperandLayout, stack_ndim: int, spec: Spec) -> Any:
-    """The scales that a parameter has by the format's rule; of a stack, those of each layer."""
-    return map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], value)
+    return source("left", "activation", rule.activation), source("right", "weight", rule.weight)
 
 
 # -- packed parameters -------------------------------------------------------------------------------------------------
@@ -337,8 +334,8 @@ def _pack_layer_params(
     weight_source: Any,
     codes_by_name: Mapping[str, QArray],
     tied: PackedVariables,
-) -> tuple[tuple[str, Spec, OperandLayout | None, tuple[int, ...]], ...]:
-    """Store the parameters that the rule rounds as QArrays, or those in `codes_by_name`; how to get each back."""
+) -> tuple[tuple[str, PackedForm], ...]:
+    """Store the parameters that the rule rounds as QArrays, or those in `codes_by_name`; the form of each."""
     packed_params = []
     for name, role in kind.parameters.items():
         variable, spec = getattr(layer, name), kind.spec(rule, name)
@@ -362,18 +359,19 @@ def _pack_layer_params(
             if key is None and scale is None and not has_mask:
                 identity = id(variable), spec, layout, stack_ndim, getattr(layer, "dtype", None)
             if identity in tied:
-                _, new, codes_layout = tied[identity]
-                packed_params.append((name, new.get_value().spec, codes_layout, shape))
+                _, new, form = tied[identity]
+                packed_params.append((name, form))
                 setattr(layer, name, new)
                 continue
             codes, codes_layout = pack_param(
                 _param_in_compute_dtype(layer, name, has_mask), layout, stack_ndim, spec, key, scale
             )
-        packed_params.append((name, codes.spec, codes_layout, shape))
+        form = PackedForm(codes.spec, codes_layout, shape)
+        packed_params.append((name, form))
         new = packed_nnx_variable(variable, codes, codes_layout)
         setattr(layer, name, new)
         if identity is not None:
-            tied[identity] = variable, new, codes_layout
+            tied[identity] = variable, new, form
         if has_mask:
             layer.mask = None  # it is in the packed kernel, since the product rounds kernel * mask
     return tuple(packed_params)

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jchop._common.checks import short_repr
 from jchop._common.paths import matches_path
 from jchop.nn._nnx import rounding_modules
-from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, attach
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, attach
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries, strip_rounding
 from jchop.nn._nnx.modules import keys_as_path, replace_nodes
 from jchop.nn._nnx.programs import (
@@ -40,7 +39,7 @@ from jchop.nn._shared.lora_rule import (
     write_adapters,
 )
 from jchop.nn._shared.program_classes import ExampleInputs, plain_class
-from jchop.nn._trees.equinox_modules import is_equinox_module
+from jchop.nn._trees.equinox_modules import check_flax_or_equinox
 from jchop.nn._trees.lora import (
     AdapterTargets,
     add_lora_to_tree,
@@ -146,7 +145,8 @@ def add_lora(
     """
     lora_rules = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
-        _check_tree_model(model, fun)
+        if fun is None:
+            check_flax_or_equinox("model", model, "; parameters need fun=")
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
         return add_lora_to_tree(model, lora_rules, key, inputs, fun, original)
@@ -193,7 +193,7 @@ def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> Ada
         for entry, kind in entries
         if kind is not None
         for name, v in entry.variables.items()
-        if not _is_product_weight(kind, name)
+        if kind.parameters.get(name) != "weight" or kind.operation in ("", "embedding")
     }
     flat, targets = dict(nnx.to_flat_state(params_with_adapters(model))), AdapterTargets()
     for variable_id, keys in variable_paths(model).items():
@@ -205,11 +205,6 @@ def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> Ada
         elif value.ndim > 1 and variable_id not in others:
             targets[keys_as_path(keys)] = value, _NEEDS_INPUTS_MESSAGE, None
     return targets
-
-
-def _is_product_weight(kind: NnxKind, name: str) -> bool:
-    """Whether a parameter of a layer in the table is one that a product sums over."""
-    return kind.parameters.get(name) == "weight" and kind.operation not in ("", "embedding")
 
 
 def _linear_example_input(layer: Any) -> jax.ShapeDtypeStruct:
@@ -388,7 +383,8 @@ def load_lora(
         TypeError: model=None must be a module of Flax NNX or Equinox; parameters need fun=
     """
     if not isinstance(model, nnx.Module):
-        _check_tree_model(model, fun)
+        if fun is None:
+            check_flax_or_equinox("model", model, "; parameters need fun=")
         return tree_with_file_adapters(folder, model, tree_adapter_targets(model, inputs, fun))
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     if inputs is not None or is_nnx_program(result):
@@ -407,12 +403,6 @@ def load_lora(
         dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
         adapters[id(linear_layers[path])] = Adapted(linear_layers[path], a, b, rule, dropout)
     return replace_nodes(result, adapters)
-
-
-def _check_tree_model(model: Any, fun: Any) -> None:
-    """Refuse what is neither a module nor the parameters of a function."""
-    if fun is None and not is_equinox_module(model):
-        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
@@ -464,11 +454,9 @@ def _kernel_numbers(layer: Any) -> Array:
         return value
     promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
     assert isinstance(promote, rounding_modules.RoundedPromotion)
-    layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed_params if name == "kernel")
-    stack = len(value.shape) - len(shape if layout is None else layout.shape(shape))
-    return map_over_stack(
-        stack, lambda one: rounding_modules.PackedOperand(one, layout, shape, one.dtype).numbers(), value
-    )
+    form = dict(promote.packed_params)["kernel"]
+    stack = len(value.shape) - len(form.codes_shape)
+    return map_over_stack(stack, lambda one: form.numbers(one, one.dtype), value)
 
 
 def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:

@@ -373,14 +373,12 @@ class _MethodResult:
         paths = {id(node): path for path, node in nnx.iter_graph(model) if nnx.graph.is_graph_node(node)}
 
         def as_static(leaf: Any) -> Any:
-            in_model = id(leaf) in paths and not isinstance(leaf, nnx.Variable)
-            return (
-                _NonArray(_ModulePlace(paths[id(leaf)]))
-                if in_model
-                else leaf
-                if _is_result_leaf(leaf)
-                else _NonArray(leaf)
+            if id(leaf) in paths and not isinstance(leaf, nnx.Variable):
+                return _NonArray(_ModulePlace(paths[id(leaf)]))
+            stays = nnx.graph.is_graph_node(leaf) or isinstance(
+                leaf, jax.Array | np.ndarray | np.generic | float | int | complex
             )
+            return leaf if stays else _NonArray(leaf)
 
         out = jax.tree.map(as_static, out, is_leaf=nnx.graph.is_graph_node)
         after = _static_attributes(model)
@@ -406,12 +404,6 @@ class _MethodResult:
 
 #: In the place of an attribute that a method has deleted, or given an array.
 _NO_ATTRIBUTE = _NonArray(None)
-
-
-def _is_result_leaf(leaf: Any) -> bool:
-    return nnx.graph.is_graph_node(leaf) or isinstance(
-        leaf, jax.Array | np.ndarray | np.generic | float | int | complex
-    )
 
 
 def _static_attributes(model: Any) -> dict[tuple[Keys, str], Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jchop._quantized.products.codes import param_codes
 from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
 from jchop._quantized.products.rule import Location, is_stochastic
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
 from jchop._quantized.scales.formulas import (
     initial_scale,
@@ -233,14 +233,10 @@ class LearnedStep(ScaleSource):
 _STATISTIC_VARIABLES: Mapping[str, type[nnx.Variable]] = MappingProxyType(
     {RANGE: ActivationRange, HISTORY: AmaxHistory}
 )
-_SCALE_SOURCES: Mapping[type, Callable[[Any, tuple[int, ...]], ScaleSource]] = MappingProxyType(
+#: The module of one operand for each source of scales.
+SCALE_SOURCES: Mapping[type, Callable[[Any, tuple[int, ...]], ScaleSource]] = MappingProxyType(
     {MovingAverage: MovingRange, DelayedScaling: PastMagnitudes, LSQ: LearnedStep}
 )
-
-
-def new_scale_source(how: ScaleFrom, name: str, spec: Spec | None, stack: tuple[int, ...]) -> ScaleSource | None:
-    """A new module for one operand, ``"activation"`` or ``"weight"``; None if its scales are those of each array."""
-    return None if spec is None or name not in how.fields else _SCALE_SOURCES[type(how)](how, stack)
 
 
 # -- modules in layers -------------------------------------------------------------------------------------------------
@@ -252,13 +248,13 @@ class RoundingModule(nnx.Module):
     stream: KeyStream = None
 
     def __init__(self, stream: KeyStream) -> None:
-        self._set_data(stream=stream)
+        self.set_data(stream=stream)
 
     def as_attribute(self) -> Any:
         """The attribute of a layer: the module itself if it has state, else a static wrapper."""
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticRoundingModule(self))
 
-    def _set_data(self, **values: Any) -> None:
+    def set_data(self, **values: Any) -> None:
         """Attributes for those that are there; the others stay the None of the class."""
         for name, value in values.items():
             if value is not None:
@@ -303,31 +299,42 @@ def rounding_module_in(layer: Any, attribute: str) -> RoundingModule | None:
     return value if isinstance(value, RoundingModule) else None
 
 
-@dataclass(frozen=True, eq=False)
-class PackedOperand:
-    """A packed parameter from `RoundedPromotion` for a product of codes.
+@dataclass(frozen=True)
+class PackedForm:
+    """How a parameter is packed.
 
     Args:
-        value: codes and scales.
+        spec: of its codes.
         layout: of the codes, if that is not the parameter's own.
         shape: of the parameter.
-        dtype: of its numbers in the product.
     """
 
-    value: QArray
+    spec: Spec
     layout: OperandLayout | None
     shape: tuple[int, ...]
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        """The shape of the codes."""
+        return self.shape if self.layout is None else self.layout.shape(self.shape)
+
+    def numbers(self, codes: QArray, dtype: Any) -> Array:
+        """The numbers of the parameter."""
+        numbers = dequantize(codes, dtype)
+        return numbers if self.layout is None else self.layout.back(numbers, self.shape)
+
+
+class PackedOperand(NamedTuple):
+    """Codes from `RoundedPromotion` for a product of codes, and the dtype that their numbers have in it."""
+
+    codes: QArray
+    form: PackedForm
     dtype: Any
 
     @property
     def ndim(self) -> int:
         """Number of axes of the parameter."""
-        return len(self.shape)
-
-    def numbers(self) -> Array:
-        """The numbers."""
-        numbers = dequantize(self.value, self.dtype)
-        return numbers if self.layout is None else self.layout.back(numbers, self.shape)
+        return len(self.form.shape)
 
 
 def rounding_and_gradient_keys(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array | None]:
@@ -365,15 +372,11 @@ class RoundedProduct(RoundingModule):
     ) -> None:
         super().__init__(stream)
         self.how = how
-        self._set_data(left=left, right=right)
+        self.set_data(left=left, right=right)
 
     def __call__(self, x: Array, w: Any, *args: Any, **kwargs: Any) -> Array:
         x, w, more = self.round_operands(x, w)
         return self.product(x, w, *args, **kwargs, **more)
-
-    def keep(self, span: ActivationRange | None) -> None:
-        """Go on with a range that was found, if one was."""
-        self._set_data(range=span)
 
     def start(self, span: Array) -> None:
         """Take a range that was found, to keep or to start from."""
@@ -389,8 +392,8 @@ class RoundedProduct(RoundingModule):
         key, how = self.key(), self.how
         code_arguments: dict[str, Any] = {}
         if isinstance(w, PackedOperand):
-            code_arguments["codes"] = param_codes(w.value, w.layout, w.shape)
-            w = code_arguments["rounded"] = w.numbers()
+            code_arguments["codes"] = param_codes(w.codes, w.form.layout, w.form.shape)
+            w = code_arguments["rounded"] = w.form.numbers(w.codes, w.dtype)
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
@@ -461,7 +464,7 @@ class RoundedPromotion(RoundingModule):
         base: the replaced function.
         slots: the names of the arrays, as in a `NnxKind`.
         specs: the specs of arrays, and their layouts.
-        packed_params: names, specs, layouts (None: the parameter's own) and shapes of those that are stored.
+        packed_params: names of those that are stored, and their forms.
         stream: of keys.
         place: for errors.
         codes: whether a product takes the codes of what is stored.
@@ -472,7 +475,7 @@ class RoundedPromotion(RoundingModule):
         base: Callable[..., Any],
         slots: tuple[tuple[str, ...], ...],
         specs: tuple[tuple[str, Spec, OperandLayout | None], ...],
-        packed_params: tuple[tuple[str, Spec, OperandLayout | None, tuple[int, ...]], ...],
+        packed_params: tuple[tuple[str, PackedForm], ...],
         stream: KeyStream,
         place: Location,
         codes: bool = False,
@@ -483,13 +486,16 @@ class RoundedPromotion(RoundingModule):
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
         names = next(names for names in self.slots if len(names) == len(args))
+        forms = dict(self.packed_params)
         for name, arg in zip(names, args, strict=True):
-            self._check_packing(name.strip("*"), arg)
+            self._check_packing(name.strip("*"), arg, forms.get(name.strip("*")))
         plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
-        arrays: list[Any] = [
-            self._unpack(name, arg, new.dtype) if isinstance(arg, QArray) else new
-            for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
-        ]
+        arrays: list[Any] = list(self.base(plain, **kwargs))
+        for i, (name, arg) in enumerate(zip(names, args, strict=True)):
+            if isinstance(arg, QArray):
+                form, dtype = forms[name.strip("*")], arrays[i].dtype
+                stays = self.codes and name.startswith("*")
+                arrays[i] = PackedOperand(arg, form, dtype) if stays else form.numbers(arg, dtype)
         key = self.key()
         for i, (name, spec, layout) in enumerate(self.specs):
             if name in names and (x := arrays[names.index(name)]) is not None:
@@ -499,31 +505,18 @@ class RoundedPromotion(RoundingModule):
                 arrays[names.index(name)] = round_in_layout(layout, x, spec, *keys)
         return tuple(arrays)
 
-    def _check_packing(self, name: str, arg: Any) -> None:
+    def _check_packing(self, name: str, arg: Any, form: PackedForm | None) -> None:
         """Refuse a parameter that is not packed as here, as a checkpoint of another model brings it."""
-        expected_packing = next(
-            ((spec, layout, shape) for packed_name, spec, layout, shape in self.packed_params if packed_name == name),
-            None,
-        )
-        if arg is None or (expected_packing is None and not isinstance(arg, QArray)):
+        if arg is None or (form is None and not isinstance(arg, QArray)):
             return
         description = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
-        if expected_packing is None:
+        if form is None:
             raise ValueError(f"{name} of the {self.place} is packed as {description}, and this model packs none there")
-        spec, layout, shape = expected_packing
-        codes_shape = shape if layout is None else layout.shape(shape)
-        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, codes_shape):
+        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (form.spec, form.codes_shape):
             raise ValueError(
-                f"{name} of the {self.place} is {description}, and this model holds it packed as {spec} of "
-                f"{codes_shape}: it belongs to a model with another rule or shape"
+                f"{name} of the {self.place} is {description}, and this model holds it packed as {form.spec} of "
+                f"{form.codes_shape}: it belongs to a model with another rule or shape"
             )
-
-    def _unpack(self, name: str, codes: QArray, dtype: Any) -> Array | PackedOperand:
-        layout, shape = next(
-            (layout, shape) for packed_name, _, layout, shape in self.packed_params if packed_name == name.strip("*")
-        )
-        operand = PackedOperand(codes, layout, shape, dtype)
-        return operand if self.codes and name.startswith("*") else operand.numbers()
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

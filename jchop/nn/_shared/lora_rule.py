@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import check_choice, check_float, check_int
 from jchop._common.files import atomic_file, exclusive_folder, open_regular_file
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
 from jchop.storage import load_safetensors, save_safetensors
@@ -64,21 +63,13 @@ class LoraRule:
         check_path_pattern("path", self.path)
         check_int("rank", self.rank, 1)
         check_choice("init", self.init, tuple(LORA_INITS))
-        alpha = 1.0 if self.alpha is None else self.alpha
-        _check_number("alpha", alpha, "above 0", lambda v: 0 < v <= sys.float_info.max)
-        _check_number("dropout", self.dropout, "from 0 up to 1", lambda v: 0 <= v < 1)
+        check_float("alpha", 1.0 if self.alpha is None else self.alpha, 0, ends="(]")
+        check_float("dropout", self.dropout, 0, 1, "[)")
 
     @property
     def factor(self) -> float:
         """Alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
-
-
-def _check_number(name: str, value: Any, range_text: str, holds: Callable[[float], bool]) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be a number {range_text}")
-    if not holds(value):
-        raise ValueError(f"{name}={value!r} must be a number {range_text}")
 
 
 # -- adapters of any model ---------------------------------------------------------------------------------------------

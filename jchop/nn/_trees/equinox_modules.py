@@ -9,8 +9,9 @@ from functools import lru_cache, wraps
 from typing import Any
 
 import jax
-import numpy as np
+from flax import nnx
 
+from jchop._common.checks import check_instance
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import is_param_leaf
@@ -18,11 +19,12 @@ from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop._round.arguments import check_key
-from jchop.nn._recipes import LayerMode, check_layer_modes
 from jchop.nn._shared.program_classes import (
     INPUTS_ADVICE,
     ExampleInputs,
+    LayerMode,
     ProgramPart,
+    check_layer_modes,
     class_body,
     method_inputs,
     plain_class,
@@ -39,6 +41,12 @@ def is_equinox_module(model: Any) -> bool:
     """Whether a model is a module of Equinox."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(model, equinox.Module)
+
+
+def check_flax_or_equinox(name: str, model: Any, more: str = "") -> None:
+    """Refuse what is no module of NNX or Equinox; `more` follows in the error."""
+    if not is_equinox_module(model):
+        check_instance(name, model, nnx.Module, f"a module of Flax NNX or Equinox{more}")
 
 
 def quantize_equinox_module(
@@ -107,16 +115,6 @@ def calibrate_equinox_module(
     calls = ((batch,) for batch in batches)
     scales = function.calibrate(plain, calls, method=method, combine=combine, scales=scales, progress=progress)
     return module_under_rules(plain, rules, scales)
-
-
-def module_arrays(model: Any) -> Any:
-    """A module with None in place of all that is no array."""
-    return jax.tree.map(lambda leaf: leaf if is_array_leaf(leaf) else None, model)
-
-
-def is_array_leaf(leaf: Any) -> bool:
-    """Whether a leaf of a module is an array, or stands for one."""
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def equinox_method_functions(

@@ -144,7 +144,9 @@ def merge_lora_tree(model: Any, requantize: bool) -> Any:
     rules = equinox_rules(model)
     remaining = rules_excluding_params(rules, unpacked_paths, model)
     has_codes = any(map(is_packed_param, _leaves_by_path(result).values()))
-    drops_rules = bool(unpacked_paths) and not has_codes and not any(map(_rounds_more_than_params, remaining))
+    others = [name for name in ROUNDING_FIELDS if name not in ("weight", "bias")]
+    rounds_more = any(getattr(rule, name) is not None for rule in remaining for name in others)
+    drops_rules = bool(unpacked_paths) and not has_codes and not rounds_more
     return (
         plain_module(result)
         if drops_rules or not rules
@@ -184,11 +186,6 @@ def split_lora_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def _rounds_more_than_params(rule: Rule) -> bool:
-    """Whether a rule rounds anything but parameters."""
-    return any(getattr(rule, name) is not None for name in ROUNDING_FIELDS if name not in ("weight", "bias"))
 
 
 def adapter_name(path: str) -> str:
