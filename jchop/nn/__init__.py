@@ -15,16 +15,14 @@ from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.adapters import AdaptedParam
 from jchop.nn import linen
-from jchop.nn._biases import Folded, correct_biases, fold_batch_norms
-from jchop.nn._calibrate import calibrate
+from jchop.nn._arrays import load, quantize_params, save, shard
+from jchop.nn._fit import Folded, calibrate, correct_biases, fold_batch_norms
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, quantize
 from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
+from jchop.nn._nnx.nodes import QuantizedParam
 from jchop.nn._nnx.rounding_modules import ActivationRange, AmaxHistory, LearnedScale
-from jchop.nn._nnx.variables import QuantizedParam
-from jchop.nn._params import quantize_params, shard
 from jchop.nn._recipes import keep_wide, recipe
 from jchop.nn._report import LayerRow, ModelReport, report
-from jchop.nn._save_load import load, save
 from jchop.nn._shared.lora_rule import LoraRule
 from jchop.nn._trees.lora import lora_mask
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.tracers import TraceState
 
-from jchop._common.checks import check_choice
+from jchop._common.checks import check, check_choice
 from jchop._common.decibels import decibels, format_decibels
 from jchop._common.text import TableOrLine, Tables
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
@@ -28,9 +28,9 @@ from jchop.nn._nnx.layer_kinds import (
     param_layout,
 )
 from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers, quantize
+from jchop.nn._nnx.nodes import QuantizedParam
 from jchop.nn._nnx.programs import report_program
 from jchop.nn._nnx.rounding_modules import RoundedConvolution
-from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
 from jchop.storage import QArray
@@ -244,13 +244,11 @@ def report(
     if batches is not None:
         wrongs = (("inputs", inputs is not None), ("no rules", not all_rules), ("no layers of Flax NNX", program))
         for name, wrong in wrongs:
-            if wrong:
-                raise ValueError(f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
-        if any(rule.stochastic for rule in all_rules):
-            raise ValueError("batches: a rule rounds stochastically; ratios need deterministic roundings")
+            check(not wrong, f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
+        stochastic = any(rule.stochastic for rule in all_rules)
+        check(not stochastic, "batches: a rule rounds stochastically; ratios need deterministic roundings")
     if inputs is not None or program:
-        if not all_rules:
-            raise ValueError("rules=None: a report of a program needs rules")
+        check(all_rules, "rules=None: a report of a program needs rules")
         of_program: Any = report_equinox_module if program else report_program
         reports = of_program(model, all_rules, inputs, platform)
         return reports if isinstance(inputs, Mapping) else reports["__call__"]
@@ -443,8 +441,7 @@ def layer_ratios(
             errors = [_sum_squares_of_leaves(call.of(layers), call.result) for layers in (input_rounded, rounded)]
             sums[call.path] += (_sum_squares_of_leaves(call.result, None), *errors)
         unknown |= opaque_paths
-    if not count:
-        raise ValueError("batches: there must be at least one")
+    check(count, "batches: there must be at least one")
     layers = {path: (module, kind) for path, module, kind in nnx_layers(model)}
     ratios = {}
     for path, (power, input_noise, result_noise) in sums.items():

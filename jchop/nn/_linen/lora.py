@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop._common.checks import check_bool, short_repr
+from jchop._common.checks import check, check_bool, short_repr
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._round.arguments import check_key
@@ -129,8 +129,7 @@ def add_lora(
     """
     lora_rules, low = as_lora_rules(rules), _as_quantized(module)
     check_key("key", key)
-    if LORA_COLLECTION in variables:
-        raise ValueError("variables have adapters already; merge_lora or split_lora takes them out")
+    check(LORA_COLLECTION not in variables, "variables have adapters already; merge_lora or split_lora takes them out")
     targets = program_adapter_targets([low.traced(variables, args, rngs, kwargs)])
     exact = None if original is None else dict(original)["params"]
     leaves = flat_params(tree_with_adapters(dict(variables)["params"], lora_rules, key, targets, exact))
@@ -271,11 +270,12 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
     kernels = {_layer_name(name): name for name in leaves if name.rpartition("/")[2] == "kernel"}
     adapters = read_adapters(folder, kernels, lambda name: tuple(leaves[kernels[name]].shape))
     order = sorted(adapters)
-    result = Adapted(
-        module,
-        tuple((name, adapters[name][2]) for name in order),
-        tuple((kernels[name], _kernel_layout(leaves[kernels[name]].shape, adapters[name][0])) for name in order),
-    )
+    layouts = {}
+    for name in order:
+        shape, axes = tuple(leaves[kernels[name]].shape), range(len(leaves[kernels[name]].shape))
+        split = next(i for i in axes[1:] if math.prod(shape[:i]) == adapters[name][0].shape[0])
+        layouts[kernels[name]] = MatrixLayout(shape, shape, (), tuple(axes[:split]), tuple(axes[split:]))
+    result = Adapted(module, tuple((name, adapters[name][2]) for name in order), tuple(layouts.items()))
     arrays = {kernels[name]: adapters[name][:2] for name in order}
     return result, {**variables, LORA_COLLECTION: _lora_collection(arrays)}
 
@@ -312,13 +312,6 @@ def _lora_collection(arrays: Mapping[str, tuple[Array, Array]]) -> dict[str, Any
             for part, array in zip(_ADAPTER_ARRAYS, both, strict=True)
         }
     )
-
-
-def _kernel_layout(shape: tuple[int, ...], lora_a: Array) -> MatrixLayout:
-    """A kernel of axes of inputs and then of outputs as a matrix."""
-    split = next(i for i in range(1, len(shape)) if math.prod(shape[:i]) == lora_a.shape[0])
-    axes = tuple(range(len(shape)))
-    return MatrixLayout(tuple(shape), tuple(shape), (), axes[:split], axes[split:])
 
 
 def _params_with_adapters(

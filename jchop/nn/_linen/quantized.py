@@ -364,10 +364,9 @@ class Quantized:
             variables = {**variables, **{name: made[name] for name in made if name == CACHE_COLLECTION}}
         if not self._keeps:
             return variables
-        params, state, old_scales = self._split_variables(whole)
-        function = self._function(whole, args, rngs, kwargs)
-        new_scales = function.start(params, state, args, rngs, kwargs, key=self.key(rngs))
-        return {**variables, **_param_and_scale_collections(params, merge_scales(new_scales, old_scales))}
+        function, operands, old_scales, _ = self._prepare(whole, args, rngs, kwargs)
+        new_scales = function.start(*operands, key=self.key(rngs))
+        return {**variables, **_param_and_scale_collections(operands[0], merge_scales(new_scales, old_scales))}
 
     def calibrate(
         self, variables: Any, batches: Iterable[Any], *, method: str = "minmax", combine: str = "widest",
@@ -383,9 +382,8 @@ class Quantized:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, state, old_scales = self._split_variables(variables)
         calls = [batch_arguments(batch) for _, batch in enumerate_batches(batches)]
-        function = self._function(variables, calls[0], rngs, kwargs)
+        function, (params, state, *_), old_scales, _ = self._prepare(variables, calls[0], rngs, kwargs)
         scales = function.calibrate(
             params, [(state, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=old_scales,
             key=self.key(rngs),
@@ -413,12 +411,11 @@ class Quantized:
 
     def apply_with_key(self, key: jax.Array | None, variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
         """As `apply`, with the key of the program: without stochastic rules it is for the dropout of adapters."""
-        params, state, scales = self._split_variables(variables)
-        function = self._function(variables, args, rngs, kwargs)
+        function, operands, scales, _ = self._prepare(variables, args, rngs, kwargs)
         if not scales.stats or not in_filter(kwargs.get("mutable", False), SCALE_COLLECTION):
             call_scales = scales if self._keeps or scales.stats else None
-            return function(params, state, args, rngs, kwargs, scales=call_scales, key=key)
-        (y, mutated), scales = function.update(params, state, args, rngs, kwargs, scales=scales, key=key)
+            return function(*operands, scales=call_scales, key=key)
+        (y, mutated), scales = function.update(*operands, scales=scales, key=key)
         return y, {**mutated, SCALE_COLLECTION: nest_params(scales.stats)}
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -435,11 +432,10 @@ class Quantized:
         Raises:
             ValueError: as `apply`; for a rule with a weight that rounds nothing, or with a `DelayedScaling`.
         """
-        params, state, scales = self._split_variables(variables)
-        norms, function = self._norms_and_function(variables, args, rngs, kwargs)
-        check_weight_rules([function.resolved(params, state, args, rngs, kwargs)])
+        function, operands, scales, norms = self._prepare(variables, args, rngs, kwargs)
+        check_weight_rules([function.resolved(*operands)])
         key = self.key(rngs)
-        packed_params = function.pack(params, state, args, rngs, kwargs, scales=scales, key=key)
+        packed_params = function.pack(*operands, scales=scales, key=key)
         packed_params = _map_norm_scales(packed_params, norms, self.rules, key, packs=True)
         return {**variables, **_param_and_scale_collections(packed_params, scales_after_packing(scales))}
 
@@ -464,8 +460,8 @@ class Quantized:
             progress: called with the number of batches that were run.
         """
         data = load_name("jchop.ptq._models", "ModelData")(batches, steps, sequential, progress)
-        params, state, _ = self._split_variables(variables)
-        function = self._function(variables, data.first() if self._needs_calls(params) else (), rngs, {})
+        first = data.first() if self._needs_calls(self._split_variables(variables)[0]) else ()
+        function, (params, state, *_), _, _ = self._prepare(variables, first, rngs, {})
         packed_params, report = data.round(function, params, lambda args: (state, args, rngs, {}), self.key(rngs))
         others = {name: collection for name, collection in variables.items() if name != SCALE_COLLECTION}
         return {**others, "params": packed_params}, report
@@ -474,17 +470,16 @@ class Quantized:
         self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
     ) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`, and a platform."""
-        params, state, _ = self._split_variables(variables)
-        norms, function = self._norms_and_function(variables, args, rngs, kwargs)
-        report = function.report(params, state, args, rngs, kwargs, platform=platform)
+        function, operands, _, norms = self._prepare(variables, args, rngs, kwargs)
+        report = function.report(*operands, platform=platform)
         specs = {"/".join((*path, "scale")): str(norm.scale.spec) for path, norm in norms if norm.scale is not None}
         rows = (replace(row, spec=specs.get(row.path, row.spec)) for row in report.parameters)
         return replace(report, parameters=tuple(rows))
 
     def traced(self, variables: Any, args: Any, rngs: Any, kwargs: Any) -> tuple[Any, CallArguments]:
         """The planned program, with the call of its function."""
-        params, state, _ = self._split_variables(variables)
-        return self._function(variables, args, rngs, kwargs).traced(params, state, args, rngs, kwargs)
+        function, operands, _, _ = self._prepare(variables, args, rngs, kwargs)
+        return function.traced(*operands)
 
     @property
     def _keeps(self) -> bool:
@@ -515,16 +510,13 @@ class Quantized:
         """Whether rules are for classes, or for norms alone, which a call of the module shows."""
         return may_round_norms(self.rules, [tuple(name.split("/")) for name in flat_params(params)])
 
-    def _function(self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> QuantizedFunction:
-        return self._norms_and_function(variables, args, rngs, kwargs)[1]
-
-    def _norms_and_function(
+    def _prepare(
         self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]
-    ) -> tuple[Norms, QuantizedFunction]:
-        """The norms that are rounded, and the module as a function of parameters under rules."""
+    ) -> tuple[QuantizedFunction, tuple[Any, ...], Scales, Norms]:
+        """The module as a function under rules, its arguments, the kept scales, and the norms that are rounded."""
         refuse_qarray_dicts("variables", variables)
         calls: dict[LinenPath, ModuleCall] = {}
-        params = dict(variables).get("params", {})
+        params, state, scales = self._split_variables(variables)
         if self._needs_calls(params):
             calls = module_calls(self.module, dequantize_params(variables), args, rngs, kwargs)
         classes = {"/".join((*path, name)): call.cls.__name__ for path, call in calls.items() for name in call.shapes}
@@ -544,7 +536,8 @@ class Quantized:
             make = _new_linen_function
         of_layers = frozenset(call.rule_number(path, self.rules) for path, call in calls.items() if call.is_layer)
         context = str(nn.get_logical_axis_rules())
-        return norms, make(self.module, self.rules, norms, tuple(classes.items()), of_layers, context)
+        function = make(self.module, self.rules, norms, tuple(classes.items()), of_layers, context)
+        return function, (params, state, args, rngs, kwargs), scales, norms
 
     def key(self, rngs: Any) -> jax.Array | None:
         """The key of the program, of the stream that a stochastic rule names; None without such a rule."""

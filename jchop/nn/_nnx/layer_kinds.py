@@ -28,6 +28,7 @@ from jchop._quantized.products.rule import (
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
+from jchop.nn._nnx.nodes import QuantizedParam, packed_nnx_variable
 from jchop.nn._nnx.rounding_modules import (
     SCALE_SOURCES,
     EmulatedAttention,
@@ -43,7 +44,6 @@ from jchop.nn._nnx.rounding_modules import (
     RoundedPromotion,
     ScaleSource,
 )
-from jchop.nn._nnx.variables import QuantizedParam, packed_nnx_variable
 from jchop.storage import QArray, fit_scale, quantize
 from jchop.storage._axis_groupings import map_over_stack
 
@@ -61,12 +61,11 @@ class NnxKind:
         parameters: its parameters, each with the field of a rule that it is rounded by.
         slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
             ``"inputs"``, others (``""``); with a star those that the product rounds.
-        product: the attribute that multiplies, the rounding module that replaces it, and Flax's function.
+        product: the attribute that multiplies, the rounding module that replaces it, and Flax's function. A layer with
+            a layout and without it has a product that backward roundings cannot reach.
         layout: of its weights, as the product sums over them. Default: its last axis is summed over.
         inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
         ndim: how many axes a parameter without a layout has; more of them in front come of a stack of layers.
-        hides_product: whether there is a product that backward roundings cannot reach.
-        output: whether `output` is rounded: not if an inner layer returns it.
         operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
 
@@ -76,8 +75,6 @@ class NnxKind:
     layout: Callable[[Any], OperandLayout] | None = None
     inputs: Callable[[Any], OperandLayout] | None = None
     ndim: int = 1
-    hides_product: bool = False
-    output: bool = True
     operation: str = "dot_general"
 
     def fields(self, layer: Any) -> tuple[str, ...]:
@@ -87,7 +84,7 @@ class NnxKind:
         return (
             *dict.fromkeys(roles),
             *activation,
-            *["output"] * self.output,
+            *["output"] * (not self.caches),
             *(PRODUCT_RULE_FIELDS if self.product else ()),
             *["scale_from"] * self.keeps_scales,
             *["cache"] * self.caches,
@@ -100,7 +97,7 @@ class NnxKind:
 
     @property
     def caches(self) -> bool:
-        """Whether it keeps keys and values."""
+        """Whether it keeps keys and values; its result is then that of an inner layer, which has an `output`."""
         return self.product is not None and self.product[1] is RoundedAttention
 
     @property
@@ -163,7 +160,6 @@ NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
             product=None,
             layout=_nnx_conv_transpose_layout,
             inputs=lambda layer: OperandLayout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
-            hides_product=True,
             operation="conv",
         ),
         nnx.Embed: NnxKind(
@@ -185,10 +181,9 @@ NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
             parameters=MappingProxyType({"lora_a": "weight", "lora_b": "weight"}),
             slots=(("inputs", "lora_a", "lora_b"),),
             product=None,
-            hides_product=True,
         ),
         nnx.MultiHeadAttention: NnxKind(
-            MappingProxyType({}), (), ("attention_fn", RoundedAttention, (nnx.dot_product_attention,)), output=False
+            MappingProxyType({}), (), ("attention_fn", RoundedAttention, (nnx.dot_product_attention,))
         ),
     }
 )
@@ -262,7 +257,7 @@ def attach(
             layer.promote_dtype = promote.as_attribute()
     if kind.caches:
         layer.cache = rule.cache
-    if kind.output and rule.output is not None:
+    elif rule.output is not None:
         layer.output = RoundedOutput(rule.output, stream(is_stochastic(rule.output)), place).as_attribute()
 
 
@@ -383,7 +378,8 @@ def param_layout(layer: Any, kind: NnxKind, name: str) -> tuple[OperandLayout, i
     layout = None if kind.layout is None else kind.layout(layer)
     if layout is None or not weight:
         ndim = kind.ndim if layout is None else len(layout.free)
-        ndim = len(layer.bias_shape) if isinstance(layer, nnx.Einsum) and not weight else ndim
+        if isinstance(layer, nnx.Einsum) and layer.bias_shape is not None and not weight:
+            ndim = len(layer.bias_shape)
         layout = OperandLayout(tuple(range(ndim - 1)), tuple(range(ndim - 1, ndim)))
     return layout, getattr(layer, name).get_value().ndim - len(layout.free) - len(layout.contracting)
 
@@ -459,7 +455,7 @@ def _check_layer_rule(layer: Any, kind: NnxKind, rule: Rule, path: str, emulates
         own = getattr(layer, attribute, None)
         if not any(own is function for function in usual) or getattr(layer, "dot_general_cls", None) is not None:
             raise ValueError(f"{what} has a {attribute} of its own, in whose place the rounding would stand")
-    if kind.hides_product and not emulates:
+    if kind.product is None and kind.layout is not None and not emulates:
         for name in PRODUCT_RULE_FIELDS:
             if getattr(rule, name) is not None:
                 raise NotImplementedError(

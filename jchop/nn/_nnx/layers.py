@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from flax import nnx
 
-from jchop._common.checks import first_names
+from jchop._common.checks import check_instance, first_names
 from jchop._common.paths import nearest_paths_hint
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
@@ -20,10 +20,9 @@ from jchop._quantized.products.rule import (
 )
 from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, PackedVariables, attach, attach_emulation
-from jchop.nn._nnx.modules import ModuleEntry, module_entries
+from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam, module_entries
 from jchop.nn._nnx.programs import is_nnx_program, quantize_program
 from jchop.nn._nnx.rounding_modules import ScaleSource
-from jchop.nn._nnx.variables import QuantizedParam
 from jchop.nn._shared import cache
 from jchop.nn._shared.program_classes import (
     INPUTS_ADVICE,
@@ -141,7 +140,8 @@ QUANTIZED_CLASSES: Mapping[type, type] = MappingProxyType(
 )
 
 
-_FLAX_CLASSES = {quantized_class: base for base, quantized_class in QUANTIZED_CLASSES.items()}
+#: The class of Flax of each quantized class.
+FLAX_CLASSES: Mapping[type, type] = {quantized_class: base for base, quantized_class in QUANTIZED_CLASSES.items()}
 
 
 def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | None]]:
@@ -151,7 +151,7 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
     """
     for entry in module_entries(model):
         cls = plain_class(type(entry.module))
-        cls = _FLAX_CLASSES.get(cls, cls)
+        cls = FLAX_CLASSES.get(cls, cls)
         if isinstance(entry.module, rounding_modules.RoundingModule | ScaleSource):
             continue
         kind, names = NNX_KINDS.get(cls), entry_parameters(entry).keys()
@@ -220,8 +220,7 @@ def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:
 def quantize_layers(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
     """Quantize every layer of a model that a rule matches, in place."""
     check_layer_modes(rules, mode)
-    if rngs is not None and not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
+    check_instance("rngs", rngs, nnx.Rngs | None, "flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
     layer_rules = nnx_layer_rules(model, rules)
     _check_nnx_rules_have_effect(rules, layer_rules)
     tied: PackedVariables = {}

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
+from jchop._common.checks import check, check_instance
 from jchop._common.paths import matches_path
 from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, attach
-from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries, strip_rounding
-from jchop.nn._nnx.modules import keys_as_path, replace_nodes
+from jchop.nn._nnx.layers import FLAX_CLASSES, layer_entries, strip_rounding
+from jchop.nn._nnx.nodes import keys_as_path, replace_nodes
 from jchop.nn._nnx.programs import (
     has_adapters,
     is_nnx_program,
@@ -153,8 +154,8 @@ def add_lora(
     for name, value in (("key", key), ("fun", fun)):
         if value is not None:
             raise TypeError(f"{name} is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
-    if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
+    check_instance("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs, for example nnx.Rngs(0)")
+    assert rngs is not None
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     if inputs is not None or is_nnx_program(result):
         targets = _nnx_adapter_targets(result, inputs)
@@ -313,8 +314,7 @@ def _adapted_layers(model: nnx.Module) -> dict[str, Adapted]:
         ValueError: if there is none.
     """
     layers = {keys_as_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Adapted)}
-    if not layers:
-        raise ValueError("model has no adapters; jchop.nn.add_lora makes them")
+    check(layers, "model has no adapters; jchop.nn.add_lora makes them")
     return layers
 
 
@@ -435,9 +435,8 @@ def _adapter_dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx
 
 def _is_linear_layer(layer: Any) -> bool:
     """Whether a layer, quantized or not, may have an adapter."""
-    linear = nnx.Linear, nnx.LinearGeneral
-    is_flax_linear = plain_class(type(layer)) in (*linear, *(QUANTIZED_CLASSES[base] for base in linear))
-    return is_flax_linear and not getattr(layer, "batch_axis", None)
+    cls = plain_class(type(layer))
+    return FLAX_CLASSES.get(cls, cls) in (nnx.Linear, nnx.LinearGeneral) and not getattr(layer, "batch_axis", None)
 
 
 def _linear_weight(layer: Any) -> Array:
@@ -466,10 +465,8 @@ def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:
         return
     promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
     assert isinstance(promote, rounding_modules.RoundedPromotion) and promote.place.rule is not None
-    layer_class = type(layer)
-    base = next(base for base, quantized_class in QUANTIZED_CLASSES.items() if quantized_class is layer_class)
-    has_packed_bias = layer.bias is not None and isinstance(layer.bias.get_value(), QArray)
-    if has_packed_bias:
+    base = FLAX_CLASSES[type(layer)]
+    if layer.bias is not None and isinstance(layer.bias.get_value(), QArray):
         raise ValueError(f"{promote.place}: its bias is packed, too; leave bias out of the rule to change the weight")
     shape = _kernel_numbers(layer).shape
     strip_rounding(layer, NNX_KINDS[base])

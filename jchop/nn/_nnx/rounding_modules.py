@@ -98,7 +98,6 @@ class ScaleSource(nnx.Module):
     how: Any  # the value of the rule that it was made for
 
     def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
-        """The variable, if the layer has one, and the shape of its array."""
         """Its variable, and the required shape; None if it is checked elsewhere."""
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_choice, check_float, check_int
+from jchop._common.checks import check, check_choice, check_float, check_int
 from jchop._common.files import atomic_file, exclusive_folder, open_regular_file
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
 from jchop.storage import load_safetensors, save_safetensors
@@ -111,8 +111,7 @@ def initial_adapter(
     if not LORA_INITS[rule.init]:
         a = jax.nn.initializers.he_uniform()(draw(), (weight.shape[0], rule.rank), weight.dtype)
         return a, jnp.zeros((rule.rank, weight.shape[1]), weight.dtype), None
-    if rule.rank > min(weight.shape):
-        raise ValueError(f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
+    check(rule.rank <= min(weight.shape), f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
     if has_codes and original is None:
         raise ValueError(f"{what}: init={rule.init!r} needs original=, the model before it was packed")
     exact = np.asarray(original if has_codes else weight, np.float64)
@@ -287,8 +286,7 @@ def _peft_rules(config: dict[str, Any], adapters: Mapping[str, tuple[Array, Arra
     for (name, (a, _)), rank, alpha in zip(adapters.items(), ranks, alphas, strict=True):
         if rank != a.shape[1]:
             raise ValueError(f"the rank of {short_text(name)} is {short_text(rank)}, and A of it has {a.shape[1]}")
-        if alpha is None:
-            raise ValueError(f"alpha of {short_text(name)} is null, and must be a number")
+        check(alpha is not None, f"alpha of {short_text(name)} is null, and must be a number")
         if config.get("use_rslora"):
             alpha = alpha * math.sqrt(rank)
         rules[name] = LoraRule(name or "*", rank, alpha, config.get("lora_dropout") or 0.0)
@@ -297,8 +295,7 @@ def _peft_rules(config: dict[str, Any], adapters: Mapping[str, tuple[Array, Arra
 
 def _values_by_pattern(field: str, patterns: Any, default: Any, names: Sequence[str]) -> list[Any]:
     """The value of the first pattern that matches each name, as PEFT matches them; `default` if none does."""
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{field}={short_text(patterns)} is no object")
+    check(isinstance(patterns, dict), f"{field}={short_text(patterns)} is no object")
     longest, steps, regexes = max(map(len, names), default=0), 0, []
     for pattern, pattern_value in patterns.items():
         steps += len(names) * (16 + _max_match_ways(pattern, longest)) + 64 * (256 + len(pattern))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jchop._common.checks import check_instance
+from jchop._common.checks import check, check_instance
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import is_param_leaf
@@ -69,8 +69,7 @@ def quantize_equinox_module(
                 "jchop.quantize_fn(...).update returns them, and jchop.nn.calibrate fixes ranges"
             )
     has_codes = any(is_param_leaf(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf))
-    if has_codes:
-        raise ValueError("model is packed already; quantize the module that it was made from")
+    check(not has_codes, "model is packed already; quantize the module that it was made from")
     scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
     if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
         raise ValueError(
@@ -108,8 +107,7 @@ def calibrate_equinox_module(
 ) -> Any:
     """A module with fixed scales of activations, found by running it on data; as `jchop.nn.calibrate`."""
     rules = equinox_rules(model)
-    if not rules:
-        raise ValueError("model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
+    check(rules, "model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
     function = QuantizedFunction((lambda plain, batch: plain(batch)) if run is None else run, rules)
     plain, scales = plain_module(model), equinox_scales(model)
     calls = ((batch,) for batch in batches)

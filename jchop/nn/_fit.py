@@ -1,28 +1,145 @@
-"""Biases: `fold_batch_norms` folds norms into the layers before them, `correct_biases` subtracts errors of rounding."""
+"""Numbers of a model found anew: ranges by `calibrate`, biases by `correct_biases` and `fold_batch_norms`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jchop._common.checks import check_instance
+from jchop._common.checks import check, check_instance
+from jchop._quantized.products.rule import Location
+from jchop._quantized.products.scale_from import has_tensor_scale
 from jchop._quantized.program.call import enumerate_batches
-from jchop.nn._calibrate import check_run_arguments
+from jchop._quantized.scales.observers import RangeObserver, check_calibration_data, range_observer_for
+from jchop._spec.spec import Gradient, Spec
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, nnx_layers
-from jchop.nn._nnx.modules import Keys, ModuleEntry, keys_as_path, module_entries
-from jchop.nn._nnx.programs import is_nnx_program
-from jchop.nn._nnx.variables import QuantizedParam
+from jchop.nn._nnx.nodes import Keys, ModuleEntry, QuantizedParam, keys_as_path, module_entries
+from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
+from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
 from jchop.nn._report import LayerCall, watch_layer_calls
+from jchop.nn._trees.equinox_modules import calibrate_equinox_module, check_flax_or_equinox, is_equinox_module
 
 Array = jax.Array
-T = TypeVar("T", bound=nnx.Module)
+T = TypeVar("T")
+M = TypeVar("M", bound=nnx.Module)
+
+
+def calibrate(
+    model: T,
+    batches: Iterable[Any],
+    *,
+    method: str = "minmax",
+    combine: Literal["widest", "mean"] = "widest",
+    run: Callable[[Any, Any], Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> T:
+    """A quantized model with fixed scales of activations, found by running it on data.
+
+    This applies to layers with a product and an activation with one scale for the whole array, such as
+    ``"int8"``: the range of the layer's input, before rounding, is recorded for each batch and becomes
+    its `ActivationRange`. Other roundings, and layers that no batch reaches, do not change.
+
+    Args:
+        model: a result of `quantize`, for ``"qat"`` or ``"ptq"``, of layers or of a program; it is not changed.
+        batches: inputs of the model.
+        method: the range of a batch: ``"minmax"``, from the least to the largest number (default);
+            ``"percentile(99.9)"``, that range up to the magnitude that 99.9 % of the numbers do not exceed; ``"mse"``,
+            the fraction of that range, in hundredths, with the least square error of rounding to nearest. Or the range
+            of all batches: ``"entropy"``, up to the magnitude at which a histogram of 2048 bins loses the least
+            information (Kullback-Leibler) when it is rounded to the integers of the format, as in TensorRT. Numbers
+            that are not finite are ignored, with a `RuntimeWarning`.
+        combine: the combined range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not for
+            entropy).
+        run: function that calls the model on a batch. Default ``model(batch)``; for a module of Equinox that takes one
+            example, ``lambda model, batch: jax.vmap(model)(batch)``.
+        progress: function of the number of completed batches.
+
+    Returns:
+        The new model.
+
+    Raises:
+        TypeError, ValueError: for another method, no batch, an input without a finite number, or a model without such a
+            layer.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> layer = jc.nn.Linear(4, 2, rule=jc.nn.Rule(activation="int8"), rngs=nnx.Rngs(0))
+        >>> static = jc.nn.calibrate(layer, [jnp.linspace(-1, 2, 8).reshape(2, 4)], method="percentile(100)")
+        >>> static.dot_general.range[...].tolist()
+        [-1.0, 2.0]
+    """
+    check_flax_or_equinox("model", model, " that jchop.nn.quantize returned")
+    _check_run_arguments(batches, run, progress)
+    if is_equinox_module(model):
+        return calibrate_equinox_module(model, batches, method, combine, run, progress)
+    make_observer = range_observer_for(method, combine)
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    finish = calibrate_program(result, method, combine) if is_nnx_program(result) else None
+    products = [] if finish is not None else [*_products_to_calibrate(result)]
+    if not products and finish is None:
+        raise ValueError(
+            "model has no layer whose activation has one scale for the whole array, such as 'int8', "
+            "without a gradient of its own, backward roundings or a history"
+        )
+    observers = [(product, make_observer(spec)) for product, spec in products]
+    for product, observer in observers:
+        product.range = nnx.data(None)
+        product.observe = nnx.static(partial(_observe_input, observer, product.how.place))
+    for count, batch in enumerate_batches(batches):
+        _ = result(batch) if run is None else run(result, batch)
+        if progress is not None:
+            progress(count)
+    if finish is not None:
+        finish()
+    for product, observer in observers:
+        product.observe = nnx.static(None)
+        value_range = observer.range()
+        if value_range is not None:
+            product.start(value_range)
+    return result
+
+
+def _check_run_arguments(batches: Any, run: Any, progress: Any) -> None:
+    """Refuse arguments with which no model can be run."""
+    check_instance("batches", batches, Iterable, "inputs of the model, one after the other, as in a list")
+    for name, value in (("run", run), ("progress", progress)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r} must be a function, or None")
+
+
+def _observe_input(observer: RangeObserver, place: Location, x: Any) -> None:
+    check_calibration_data(x, str(place))
+    observer.see(x)
+
+
+def _products_to_calibrate(model: Any) -> Iterator[tuple[RoundedProduct, Spec]]:
+    """The products whose range is to be found, for a spec; a static one becomes a part of the model, of its own."""
+    for _, layer, kind in nnx_layers(model):
+        if kind is None or kind.product is None:
+            continue
+        product = rounding_module_in(layer, kind.product[0])
+        if not isinstance(product, RoundedProduct) or not product.calibrates or not product.how.keeps_left:
+            continue
+        spec = product.how.left
+        if spec is None or not has_tensor_scale(spec) or spec.gradient != Gradient():
+            continue
+        if isinstance(product.left, PastMagnitudes):
+            continue
+        if product is not getattr(layer, kind.product[0]):
+            product = nnx.clone(product)
+            setattr(layer, kind.product[0], nnx.data(product))
+        yield product, spec
+
+
+# -- batch norms -------------------------------------------------------------------------------------------------------
 
 
 class Folded(nnx.Module):
@@ -49,7 +166,7 @@ _KERNEL_CHANNEL_AXIS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
 )
 
 
-def fold_batch_norms(model: T, pairs: Mapping[str, str]) -> T:
+def fold_batch_norms(model: M, pairs: Mapping[str, str]) -> M:
     """A model with batch norms folded into the layers before them, as in evaluation mode.
 
     With y = x w + b and the norm's mean m, variance v, gain g and offset c, the layer gets the kernel w a and the bias
@@ -84,16 +201,14 @@ def fold_batch_norms(model: T, pairs: Mapping[str, str]) -> T:
         True
     """
     check_instance("model", model, nnx.Module, "a module of Flax NNX")
-    if not isinstance(pairs, Mapping):
-        raise TypeError(f"pairs={pairs!r} must map the path of a layer to that of the batch norm behind it")
+    check_instance("pairs", pairs, Mapping, "a dict of the path of a layer and that of the batch norm behind it")
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     modules = {keys_as_path(keys): (keys, entry) for entry in module_entries(result) for keys in entry.keys}
     pair_paths = [*pairs, *pairs.values()]
     for path in pair_paths:
         if path not in modules:
             raise ValueError(f"pairs has {path!r}, and model has no module there; it has {', '.join(modules)}")
-        if pair_paths.count(path) > 1:
-            raise ValueError(f"pairs has {path!r} {pair_paths.count(path)} times")
+        check(pair_paths.count(path) == 1, f"pairs has {path!r} {pair_paths.count(path)} times")
     for layer, norm in pairs.items():
         _check_single_place(pairs, layer, modules)
         _fold_norm(layer, modules[layer][1].module, norm, modules[norm][1].module)
@@ -167,12 +282,12 @@ _QUANTIZED_BIAS_LAYERS = tuple(QUANTIZED_CLASSES[base] for base in _KERNEL_CHANN
 
 def correct_biases(
     model: nnx.Module,
-    quantized: T,
+    quantized: M,
     batches: Iterable[Any],
     *,
     run: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[int], None] | None = None,
-) -> T:
+) -> M:
     """A quantized model whose layers have, in the mean over data, the outputs of the exact model.
 
     Layer by layer, in the order of their calls, E[y'] - E[y] is subtracted from the bias: the means, over all axes but
@@ -216,7 +331,7 @@ def correct_biases(
             "quantized is a program, in which biases have no layers: correct a model that jchop.nn.quantize made "
             "without inputs, of layers of Flax alone, and quantize its program after that"
         )
-    check_run_arguments(batches, run, progress)
+    _check_run_arguments(batches, run, progress)
     data = [batch for _, batch in enumerate_batches(batches)]
     call = (lambda model, batch: model(batch)) if run is None else run
     result: Any = nnx.merge(*nnx.split(quantized), copy=True)
