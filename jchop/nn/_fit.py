@@ -125,8 +125,8 @@ def _products_to_calibrate(model: Any) -> Iterator[tuple[RoundedProduct, Spec]]:
     for _, layer, kind in nnx_layers(model):
         if kind is None or kind.product is None:
             continue
-        product = rounding_module_in(layer, kind.product[0])
-        if not isinstance(product, RoundedProduct) or not product.calibrates or not product.how.keeps_left:
+        product = rounding_module_in(layer, kind.product[0], RoundedProduct)
+        if product is None or not product.calibrates or not product.how.keeps_left:
             continue
         spec = product.how.left
         if spec is None or not has_tensor_scale(spec) or spec.gradient != Gradient():
@@ -230,9 +230,9 @@ def _check_single_place(pairs: Mapping[str, str], path: str, modules: Mapping[st
 
 
 def _replace_norm(modules: Mapping[str, Any], parent: list[Any], key: Any) -> None:
-    holder = modules[keys_as_path(parent)][1].module if keys_as_path(parent) in modules else None
-    if holder is None:
+    if (path := keys_as_path(parent)) not in modules:
         raise NotImplementedError(f"the batch norm at {keys_as_path([*parent, key])!r} is held by no module")
+    holder = modules[path][1].module
     if isinstance(key, int):
         holder[key] = Folded()
     else:

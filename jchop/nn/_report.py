@@ -16,7 +16,7 @@ from flax.nnx.tracers import TraceState
 
 from jchop._common.checks import check, check_choice
 from jchop._common.decibels import decibels, format_decibels
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import RowReport, TableOrLine
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple
 from jchop._quantized.program.report import ProgramReport
@@ -28,7 +28,6 @@ from jchop.nn._nnx.layer_kinds import (
     param_layout,
 )
 from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers, quantize
-from jchop.nn._nnx.nodes import QuantizedParam
 from jchop.nn._nnx.programs import report_program
 from jchop.nn._nnx.rounding_modules import RoundedConvolution
 from jchop.nn._shared.program_classes import ExampleInputs
@@ -82,7 +81,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class ModelReport(Tables):
+class ModelReport(RowReport):
     """The layers of a model. Its text is a table, and a line for each parameter that stays in full precision.
 
     Args:
@@ -272,19 +271,16 @@ def report(
 def _nnx_layer_row(decision: NnxLayerRule, under_rules: bool, platform: str | None) -> LayerRow:
     entry, kind, _, matching_rule, rule = decision
     (path, *also), layer = entry.paths, entry.module
-    name, rule_text, params = (
-        type(layer).__name__,
-        "" if matching_rule is None else str(matching_rule),
-        entry_parameters(entry),
-    )
+    name, params = type(layer).__name__, entry_parameters(entry)
+    rule_text = "" if matching_rule is None else str(matching_rule)
     before = sum(map(bytes_of_tree, params.values()))
     wide = []
     for key, value in params.items() if under_rules else ():
         why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    packed_values = {key: value.get_value() for key, value in params.items() if isinstance(value, QuantizedParam)}
-    packed_specs = tuple((key, str(qarray.spec)) for key, qarray in packed_values.items() if isinstance(qarray, QArray))
+    values = {key: value.get_value() for key, value in params.items()}
+    packed_specs = tuple((key, str(value.spec)) for key, value in values.items() if isinstance(value, QArray))
     extra_fields: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": packed_specs}
     if kind is None or rule is None:
         return LayerRow(path, name, rule_text, (), before, before, kind is not None, **extra_fields)

@@ -11,14 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop._common.checks import check, check_bool, short_repr
+from jchop._common.checks import check, check_bool, check_instance
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._round.arguments import check_key
 from jchop.nn._linen.quantized import (
-    LinenPath,
     Quantized,
     flat_params,
     module_calls,
@@ -287,11 +285,8 @@ def _as_quantized(module: Any) -> Quantized:
     """A module under its rules; a plain one under none."""
     if isinstance(module, Quantized):
         return module
-    if isinstance(module, nn.Module):
-        return Quantized(module, ())
-    raise TypeError(
-        f"module={short_repr(module)} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize"
-    )
+    words = "a module of Flax Linen, or a result of jchop.nn.linen.quantize"
+    return Quantized(check_instance("module", module, nn.Module, words), ())
 
 
 def _layer_name(name: str) -> str:
@@ -299,19 +294,14 @@ def _layer_name(name: str) -> str:
     return "" if name == "kernel" else adapter_name(name)
 
 
-def _linen_path(name: str) -> LinenPath:
-    return tuple(name.split("/")) if name else ()
+def _array_path(layer: str, part: str) -> str:
+    return f"{layer}/{part}".lstrip("/")
 
 
 def _lora_collection(arrays: Mapping[str, tuple[Array, Array]]) -> dict[str, Any]:
     """The collection of adapters, from their arrays by the paths of their parameters."""
-    return unflatten_dict(
-        {
-            (*_linen_path(_layer_name(name)), part): array
-            for name, both in arrays.items()
-            for part, array in zip(_ADAPTER_ARRAYS, both, strict=True)
-        }
-    )
+    pairs = [(_layer_name(name), zip(_ADAPTER_ARRAYS, both, strict=True)) for name, both in arrays.items()]
+    return nest_params({_array_path(layer, part): array for layer, parts in pairs for part, array in parts})
 
 
 def _params_with_adapters(
@@ -335,12 +325,10 @@ def _params_with_adapters(
 def _split_adapters(model: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
     base = dict(variables)
-    arrays: Any = flatten_dict(dict(base.pop(LORA_COLLECTION, {})))
-    array_paths = {(*_linen_path(name), part): (name, part) for name, _ in model.rules for part in _ADAPTER_ARRAYS}
+    arrays = flat_params(base.pop(LORA_COLLECTION, {}))
+    array_paths = {_array_path(name, part): (name, part) for name, _ in model.rules for part in _ADAPTER_ARRAYS}
     if difference := set(arrays) ^ set(array_paths):
-        raise ValueError(
-            f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {'/'.join(min(difference))!r}"
-        )
+        raise ValueError(f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {min(difference)!r}")
     adapters: dict[str, dict[str, Any]] = {name: {"rule": rule} for name, rule in model.rules}
     for keys, (name, part) in array_paths.items():
         adapters[name][part] = arrays[keys]

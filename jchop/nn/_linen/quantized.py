@@ -91,8 +91,7 @@ def module_calls(
 
     def record_call(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         y = call(*args, **kwargs)
-        params = nn.meta.unbox(dict(context.module.variables).get("params", {}))
-        shapes = {name: value.shape for name, value in params.items() if isinstance(value, jax.Array)}
+        shapes = {name: value.shape for name, value in _own_params(context.module).items()}
         calls[context.module.path] = ModuleCall(type(context.module), shapes)
         return y
 
@@ -212,7 +211,7 @@ class LayerRoundings:
             self.used.add((number, "cache"))
             call = partial(_call_with_packed_cache, call, layer, rule.cache) if layer.decode else call
         y = call(*args, **kwargs)
-        if not self.results or rule.output is None or not _has_params(layer):
+        if not self.results or rule.output is None or not _own_params(layer):
             return y
         return jax.tree.map(partial(round_array, "output", rule.output), y)
 
@@ -238,10 +237,10 @@ class LayerRoundings:
                 )
 
 
-def _has_params(layer: nn.Module) -> bool:
-    """Whether a module has parameters of its own, apart from those of modules in it."""
+def _own_params(layer: nn.Module) -> dict[str, Array]:
+    """The parameters of a module, without those of modules in it."""
     params = nn.meta.unbox(dict(layer.variables).get("params", {}))
-    return any(isinstance(value, jax.Array) for value in params.values())
+    return {name: value for name, value in params.items() if isinstance(value, jax.Array)}
 
 
 def _call_with_packed_cache(call: Callable[..., Any], layer: Any, spec: Spec, *args: Any, **kwargs: Any) -> Any:

@@ -18,11 +18,16 @@ from jchop._quantized.products.rule import (
     module_rule_indexes,
     param_rule_index,
 )
-from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, PackedVariables, attach, attach_emulation
 from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam, module_entries
 from jchop.nn._nnx.programs import is_nnx_program, quantize_program
-from jchop.nn._nnx.rounding_modules import ScaleSource
+from jchop.nn._nnx.rounding_modules import (
+    RoundedProduct,
+    RoundedPromotion,
+    RoundingModule,
+    ScaleSource,
+    rounding_module_in,
+)
 from jchop.nn._shared import cache
 from jchop.nn._shared.program_classes import (
     INPUTS_ADVICE,
@@ -152,7 +157,7 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
     for entry in module_entries(model):
         cls = plain_class(type(entry.module))
         cls = FLAX_CLASSES.get(cls, cls)
-        if isinstance(entry.module, rounding_modules.RoundingModule | ScaleSource):
+        if isinstance(entry.module, RoundingModule | ScaleSource):
             continue
         kind, names = NNX_KINDS.get(cls), entry_parameters(entry).keys()
         is_plain = kind is not None and names <= kind.parameters.keys()
@@ -164,11 +169,6 @@ def nnx_layers(model: nnx.Module) -> Iterator[tuple[str, Any, NnxKind | None]]:
     """As `layer_entries`: the first path of each, the module itself, and its row."""
     for entry, kind in layer_entries(model):
         yield entry.paths[0], entry.module, kind
-
-
-def entry_rule_numbers(entry: ModuleEntry, kind: NnxKind | None, rules: Sequence[Rule]) -> list[int]:
-    """As `module_rule_indexes`, of a module that has a row of `NNX_KINDS` or none."""
-    return module_rule_indexes(entry.paths, rules, type(entry.module).__name__, "" if kind is None else kind.operation)
 
 
 class NnxLayerRule(NamedTuple):
@@ -191,7 +191,10 @@ class NnxLayerRule(NamedTuple):
 
 def nnx_layer_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[NnxLayerRule]:
     """As `layer_entries`, each with its rule."""
-    matches = [(entry, kind, entry_rule_numbers(entry, kind, rules)) for entry, kind in layer_entries(model)]
+    matches = []
+    for entry, kind in layer_entries(model):
+        operation = "" if kind is None else kind.operation
+        matches.append((entry, kind, module_rule_indexes(entry.paths, rules, type(entry.module).__name__, operation)))
     wide = {n for _, kind, numbers in matches if kind is None or kind.operation for n in numbers}
 
     def of(numbers: list[int], kind: NnxKind | None) -> tuple[Rule | None, Rule | None]:
@@ -275,10 +278,10 @@ def _rounded_param_names(layer: Any, kind: NnxKind) -> set[str]:
         return set()
     if getattr(layer, "emulation", None) is not None:
         return set(kind.parameters)
-    product = None if kind.product is None else rounding_modules.rounding_module_in(layer, kind.product[0])
-    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
-    names = {name for name, *_ in promote.specs} if isinstance(promote, rounding_modules.RoundedPromotion) else set()
-    if isinstance(product, rounding_modules.RoundedProduct) and product.how.right is not None:
+    product = None if kind.product is None else rounding_module_in(layer, kind.product[0], RoundedProduct)
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    names = set() if promote is None else {name for name, *_ in promote.specs}
+    if product is not None and product.how.right is not None:
         names |= {name for name, role in kind.parameters.items() if role == "weight"}
     return names & set(kind.parameters)
 
@@ -308,12 +311,6 @@ def check_norm_wrappers(model: nnx.Module) -> None:
             )
 
 
-def _custom_module_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[tuple[ModuleEntry, Rule]]:
-    """The modules with parameters that are no layers of Flax, each with the rule that rounds it."""
-    modules = [(entry, entry_rule_numbers(entry, kind, rules)) for entry, kind in layer_entries(model) if kind is None]
-    return [(entry, rules[numbers[0]]) for entry, numbers in modules if numbers and rules[numbers[0]].rounds]
-
-
 def _refuse_to_pack(modules: Sequence[tuple[ModuleEntry, Rule]]) -> None:
     """Refuse to pack the program of a model without arguments to trace it with.
 
@@ -337,15 +334,11 @@ def strip_rounding(layer: Any, kind: NnxKind) -> Any:
     """
     if type(layer) in NNX_KINDS:
         return None
-    before = None
-    if kind.slots and isinstance(
-        promote := rounding_modules.rounding_module_in(layer, "promote_dtype"), rounding_modules.RoundedPromotion
-    ):
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    if promote is not None:
         layer.promote_dtype = nnx.static(promote.base)
-    if kind.product is not None and isinstance(
-        product := rounding_modules.rounding_module_in(layer, kind.product[0]), rounding_modules.RoundedProduct
-    ):
-        before = product
+    before = None if kind.product is None else rounding_module_in(layer, kind.product[0], RoundedProduct)
+    if before is not None and kind.product is not None:
         setattr(layer, kind.product[0], nnx.static(kind.product[2][0]))
     for name in ("output", "emulation", "cache"):
         if name in vars(layer):
@@ -460,7 +453,10 @@ def quantize(
         raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")
     result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
     is_program = is_nnx_program(result)
-    custom = [] if mode == "emulate" or is_program else _custom_module_rules(result, all_rules)
+    decisions = [] if mode == "emulate" or is_program else nnx_layer_rules(result, all_rules)
+    custom = [
+        (one.entry, one.rule) for one in decisions if one.kind is None and one.rule is not None and one.rule.rounds
+    ]
     if inputs is None and not custom and (mode == "emulate" or not is_program):
         quantize_layers(result, all_rules, mode, rngs)
         check_norm_wrappers(result)

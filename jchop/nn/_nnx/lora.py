@@ -15,7 +15,6 @@ from flax.nnx.nn import dtypes
 
 from jchop._common.checks import check, check_instance
 from jchop._common.paths import matches_path
-from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, attach
 from jchop.nn._nnx.layers import FLAX_CLASSES, layer_entries, strip_rounding
 from jchop.nn._nnx.nodes import keys_as_path, replace_nodes
@@ -29,6 +28,7 @@ from jchop.nn._nnx.programs import (
     trace_nnx_programs,
     variable_paths,
 )
+from jchop.nn._nnx.rounding_modules import RoundedPromotion, rounding_module_in
 from jchop.nn._shared.lora_rule import (
     LoraRule,
     add_adapter_output,
@@ -451,8 +451,8 @@ def _kernel_numbers(layer: Any) -> Array:
     value = layer.kernel.get_value()
     if not isinstance(value, QArray):
         return value
-    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
-    assert isinstance(promote, rounding_modules.RoundedPromotion)
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    assert promote is not None
     form = dict(promote.packed_params)["kernel"]
     stack = len(value.shape) - len(form.codes_shape)
     return map_over_stack(stack, lambda one: form.numbers(one, one.dtype), value)
@@ -463,8 +463,8 @@ def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:
     if not isinstance(layer.kernel.get_value(), QArray):
         layer.kernel[...] = weight.reshape(layer.kernel.shape)
         return
-    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
-    assert isinstance(promote, rounding_modules.RoundedPromotion) and promote.place.rule is not None
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    assert promote is not None and promote.place.rule is not None
     base = FLAX_CLASSES[type(layer)]
     if layer.bias is not None and isinstance(layer.bias.get_value(), QArray):
         raise ValueError(f"{promote.place}: its bias is packed, too; leave bias out of the rule to change the weight")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from jchop.storage import QArray, dequantize
 
 Array = jax.Array
 KeyStream = nnx.RngStream | None
+T = TypeVar("T")
 
 
 # -- scales that are state or parameters -------------------------------------------------------------------------------
@@ -291,11 +292,11 @@ class StaticRoundingModule:
         return self._hash
 
 
-def rounding_module_in(layer: Any, attribute: str) -> RoundingModule | None:
-    """The rounding module that a layer has in an attribute, if it is one."""
+def rounding_module_in(layer: Any, attribute: str, cls: type[T]) -> T | None:
+    """The rounding module of a class that a layer has in an attribute."""
     value = getattr(layer, attribute, None)
     value = value.module if isinstance(value, StaticRoundingModule) else value
-    return value if isinstance(value, RoundingModule) else None
+    return value if isinstance(value, cls) else None
 
 
 @dataclass(frozen=True)
@@ -336,12 +337,13 @@ class PackedOperand(NamedTuple):
         return len(self.form.shape)
 
 
-def rounding_and_gradient_keys(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array | None]:
-    """A key of the rounding and one of its cotangent."""
-    if not is_stochastic(spec) or key is None:
-        return None, None
-    forward, backward = split_prng_key(key)
-    return forward, backward
+def _round_by_field(
+    place: Location, field: str, spec: Spec, x: Array, key: Array | None, layout: OperandLayout | None = None
+) -> Array:
+    """An array that a field of the rule of a layer rounds."""
+    check_layout_axes(field, spec, x.ndim if layout is None else layout.ndim, place)
+    keys = (None, None) if key is None or not is_stochastic(spec) else split_prng_key(key)
+    return round_in_layout(layout, x, spec, *keys)
 
 
 class RoundedProduct(RoundingModule):
@@ -451,9 +453,7 @@ class RoundedOutput(RoundingModule):
         self.spec, self.place = spec, place
 
     def __call__(self, y: Array) -> Array:
-        check_layout_axes("output", self.spec, y.ndim, self.place)
-        key, gradient_key = rounding_and_gradient_keys(self.spec, self.key())
-        return round_in_layout(None, y, self.spec, key, gradient_key)
+        return _round_by_field(self.place, "output", self.spec, y, self.key())
 
 
 class RoundedPromotion(RoundingModule):
@@ -499,9 +499,8 @@ class RoundedPromotion(RoundingModule):
         for i, (name, spec, layout) in enumerate(self.specs):
             if name in names and (x := arrays[names.index(name)]) is not None:
                 field = "activation" if name == "inputs" else "bias" if name == "bias" else "weight"
-                check_layout_axes(field, spec, x.ndim if layout is None else layout.ndim, self.place)
-                keys = rounding_and_gradient_keys(spec, None if key is None else jax.random.fold_in(key, i))
-                arrays[names.index(name)] = round_in_layout(layout, x, spec, *keys)
+                own_key = None if key is None else jax.random.fold_in(key, i)
+                arrays[names.index(name)] = _round_by_field(self.place, field, spec, x, own_key, layout)
         return tuple(arrays)
 
     def _check_packing(self, name: str, arg: Any, form: PackedForm | None) -> None:
@@ -541,7 +540,8 @@ class RoundedAttention(RoundedProduct):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Array:
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        if dtype is not None or not query.dtype == key.dtype == value.dtype:
+            query, key, value = promote_dtype((query, key, value), dtype=dtype)
         groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
         key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
         if is_causal:

@@ -337,14 +337,12 @@ def _read_peft_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not a configuration: {error}") from None
     switches = {key: value for key, value in config.items() if value and value != "none" and key not in _PEFT_FIELDS}
-    if other := sorted(switches.keys() - set(_PEFT_NEUTRAL_FIELDS)):
-        raise ValueError(
-            f"{path} is not of plain LoRA: {other[0]}={short_text(switches[other[0]])}; {_PEFT_MERGE_ADVICE}"
-        )
+    wrong = sorted(switches.keys() - set(_PEFT_NEUTRAL_FIELDS))
     if config.get("peft_type") != "LORA":
-        raise ValueError(
-            f"{path} is not of plain LoRA: peft_type={short_text(config.get('peft_type'))}; {_PEFT_MERGE_ADVICE}"
-        )
+        wrong.append("peft_type")
+    if wrong:
+        field = f"{wrong[0]}={short_text(config.get(wrong[0]))}"
+        raise ValueError(f"{path} is not of plain LoRA: {field}; {_PEFT_MERGE_ADVICE}")
     if str(init := config.get("init_lora_weights")).lower() not in _PEFT_PLAIN_INITS:
         raise ValueError(
             f"{path} has init_lora_weights={short_text(init)}, which changes the base or is not known; "

@@ -121,18 +121,12 @@ class ProgramPart:
     def params_in_model(self, params: Any) -> Any:
         """Parameters of the module, by their paths in the model."""
         other_paths = dict(self.names)
-        return (
-            params if not self.path else _rename_params(params, lambda path: other_paths.get(path, (*self.path, *path)))
-        )
+        return _rename_params(params, lambda path: other_paths.get(path, (*self.path, *path))) if self.path else params
 
     def params_in_part(self, params: Any) -> Any:
         """Parameters by their paths in the model, by those in the module."""
-        other_paths = {full: path for path, full in self.names}
-        return (
-            params
-            if not self.path
-            else _rename_params(params, lambda path: other_paths.get(path, path[len(self.path) :]))
-        )
+        other_paths, start = {full: path for path, full in self.names}, len(self.path)
+        return _rename_params(params, lambda path: other_paths.get(path, path[start:])) if self.path else params
 
     def nest(self, module: Any) -> Any:
         """A module of a pytree at its place in the model, in dicts."""

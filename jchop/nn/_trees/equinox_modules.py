@@ -165,13 +165,10 @@ def _rebuild_module(
     children, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
     if is_param_leaf(node) or any(child is node for _, child in children) or not (children or is_equinox_module(node)):
         return node
-    if (
-        (has_rules := hasattr(type(node), _RULES_FIELD))
-        and old_part is not None
-        and _equinox_program_part(node).rules != old_part.rules
-    ):
+    own_part = _equinox_program_part(node) if hasattr(type(node), _RULES_FIELD) else None
+    if own_part is not None and old_part is not None and own_part.rules != old_part.rules:
         return node
-    old_part = old_part or (_equinox_program_part(node) if has_rules else ProgramPart(()))
+    old_part = old_part or own_part or ProgramPart(())
     keys = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in children]
     items = zip(keys, children, strict=True)
     copy = jax.tree.unflatten(tree, [_rebuild_module(child, part, (*path, key), old_part) for key, (_, child) in items])
