@@ -21,12 +21,10 @@ from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.weight_layout import StoredAs
-from jchop.nn._nnx.attach import attach, param_layout
-from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, attach, param_layout
 from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries
 from jchop.nn._nnx.lora import Adapted
-from jchop.nn._nnx.modules import ModuleEntry
-from jchop.nn._nnx.variables import QuantizedParam
+from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam
 from jchop.storage import QArray
 from jchop.storage import save_checkpoint as save_tree
 from jchop.storage._sharding import named_sharding_of

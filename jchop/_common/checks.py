@@ -64,7 +64,7 @@ def check_float(name: str, value: Any, low: float = -math.inf, high: float = mat
         if isinstance(value, bool | str):
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(expectation) from None
     above = number >= low if ends[0] == "[" else number > low
     below = number <= high if ends[1] == "]" else number < high

@@ -20,12 +20,9 @@ from jchop._insight.tune._search import front_of_sums
 from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.nn._nnx.attach import packed_param_shape
-from jchop.nn._nnx.layer_kinds import NnxKind
-from jchop.nn._nnx.layers import nnx_layers
-from jchop.nn._nnx.quantize import quantize
-from jchop.nn._ratios import LayerCall, record_layer_calls, weight_names, weight_ratio
-from jchop.nn._shared.model_report import bytes_of_tree
+from jchop.nn._nnx.layer_kinds import NnxKind, packed_param_shape
+from jchop.nn._nnx.layers import nnx_layers, quantize
+from jchop.nn._report import LayerCall, bytes_of_tree, record_layer_calls, weight_names, weight_ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

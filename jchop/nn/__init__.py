@@ -2,52 +2,49 @@
 
 # ruff: noqa: E402
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jchop._common.files import require_extra
 
 require_extra("jchop.nn", "flax", ("flax",))
+
+from flax import nnx
 
 from jchop._common.on_demand import on_demand
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.adapters import AdaptedParam
 from jchop.nn import linen
-from jchop.nn._bias import correct_biases
-from jchop.nn._calibrate import calibrate
-from jchop.nn._folding import Folded, fold_batch_norms
-from jchop.nn._nnx.layers import (
-    BatchNorm,
-    Conv,
-    ConvTranspose,
-    Einsum,
-    Embed,
-    GroupNorm,
-    GRUCell,
-    InstanceNorm,
-    LayerNorm,
-    Linear,
-    LinearGeneral,
-    LoRA,
-    LoRALinear,
-    LSTMCell,
-    MultiHeadAttention,
-    OptimizedLSTMCell,
-    RMSNorm,
-    SimpleCell,
-)
+from jchop.nn._arrays import load, quantize_params, save, shard
+from jchop.nn._fit import Folded, calibrate, correct_biases, fold_batch_norms
+from jchop.nn._nnx.layers import QUANTIZED_CLASSES, quantize
 from jchop.nn._nnx.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
-from jchop.nn._nnx.quantize import quantize
-from jchop.nn._nnx.variables import QuantizedParam
-from jchop.nn._params import quantize_params
+from jchop.nn._nnx.nodes import QuantizedParam
+from jchop.nn._nnx.rounding_modules import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._recipes import keep_wide, recipe
-from jchop.nn._report import report
-from jchop.nn._save_load import load, save
-from jchop.nn._shard import shard
+from jchop.nn._report import LayerRow, ModelReport, report
 from jchop.nn._shared.lora_rule import LoraRule
-from jchop.nn._shared.model_report import LayerRow, ModelReport
-from jchop.nn._shared.scale_state import ActivationRange, AmaxHistory, LearnedScale
 from jchop.nn._trees.lora import lora_mask
+
+#: The quantized layers.
+BatchNorm: Any = QUANTIZED_CLASSES[nnx.BatchNorm]
+Conv: Any = QUANTIZED_CLASSES[nnx.Conv]
+ConvTranspose: Any = QUANTIZED_CLASSES[nnx.ConvTranspose]
+Einsum: Any = QUANTIZED_CLASSES[nnx.Einsum]
+Embed: Any = QUANTIZED_CLASSES[nnx.Embed]
+GRUCell: Any = QUANTIZED_CLASSES[nnx.GRUCell]
+GroupNorm: Any = QUANTIZED_CLASSES[nnx.GroupNorm]
+InstanceNorm: Any = QUANTIZED_CLASSES[nnx.InstanceNorm]
+LSTMCell: Any = QUANTIZED_CLASSES[nnx.LSTMCell]
+LayerNorm: Any = QUANTIZED_CLASSES[nnx.LayerNorm]
+Linear: Any = QUANTIZED_CLASSES[nnx.Linear]
+LinearGeneral: Any = QUANTIZED_CLASSES[nnx.LinearGeneral]
+LoRA: Any = QUANTIZED_CLASSES[nnx.LoRA]
+LoRALinear: Any = QUANTIZED_CLASSES[nnx.LoRALinear]
+MultiHeadAttention: Any = QUANTIZED_CLASSES[nnx.MultiHeadAttention]
+OptimizedLSTMCell: Any = QUANTIZED_CLASSES[nnx.OptimizedLSTMCell]
+RMSNorm: Any = QUANTIZED_CLASSES[nnx.RMSNorm]
+SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
 
 if TYPE_CHECKING:
     from jchop._checkpoints.models import load_checkpoint, save_checkpoint

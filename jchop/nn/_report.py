@@ -1,28 +1,174 @@
-"""`report`: the effect of rules on each layer of a model."""
+"""`report`: the effect of rules on each layer of a model; signal-to-noise ratios of its weights, inputs and results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from flax.nnx.tracers import TraceState
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import check, check_choice
+from jchop._common.decibels import decibels, format_decibels
+from jchop._common.text import RowReport, TableOrLine
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple
 from jchop._quantized.program.report import ProgramReport
-from jchop.nn._nnx.attach import check_param_axes, packed_param_shape
-from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules
+from jchop.nn._nnx.layer_kinds import (
+    NnxKind,
+    check_param_axes,
+    exact_and_rounded_param,
+    packed_param_shape,
+    param_layout,
+)
+from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules, nnx_layers, quantize
 from jchop.nn._nnx.programs import report_program
 from jchop.nn._nnx.rounding_modules import RoundedConvolution
-from jchop.nn._nnx.variables import QuantizedParam
-from jchop.nn._ratios import LayerRatios, layer_ratios
-from jchop.nn._shared.model_report import LayerRow, ModelReport, bytes_of_tree, why_wide
 from jchop.nn._shared.program_classes import ExampleInputs
-from jchop.nn._trees.equinox_modules import is_equinox_module, report_equinox_module
+from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
 from jchop.storage import QArray
+
+Array = jax.Array
+
+#: A parameter that stays in full precision: its path, its shape, and the reason.
+WideParam = tuple[str, tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer.
+
+    Args:
+        path: its path in the model.
+        layer: its class.
+        rule: its rule as text; empty if no rule matches.
+        specs: the fields of the rule that apply to it; empty if it rounds nothing.
+        bytes_before: bytes of its own parameters.
+        bytes_after: bytes of its own parameters, with those that the rule rounds stored packed.
+        supported: whether the layer can be quantized.
+        also: its other paths. Rules match all of them, and its bytes count once.
+        wide: (path, shape, reason) of each of its own parameters that stays in full precision.
+        operands: the types of the operands that reach the units of the platform in its forward product; empty without a
+            platform or a product.
+        stored: (name, spec as text) of each of its own parameters that is packed already.
+        weight_snr: signal-to-noise ratio of its weights in dB, with batches; infinite if they are exact, None without
+            a rule.
+        activation_snr: the same of its results with its inputs alone rounded.
+        output_snr: the same of its results with all its roundings, on the inputs that the model without rules gives it.
+            Both are nan if the model calls it within a transformation of JAX.
+    """
+
+    path: str
+    layer: str
+    rule: str
+    specs: tuple[tuple[str, str], ...]
+    bytes_before: int
+    bytes_after: int
+    supported: bool = True
+    also: tuple[str, ...] = ()
+    wide: tuple[WideParam, ...] = ()
+    operands: str = ""
+    stored: tuple[tuple[str, str], ...] = ()
+    weight_snr: float | None = None
+    activation_snr: float | None = None
+    output_snr: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelReport(RowReport):
+    """The layers of a model. Its text is a table, and a line for each parameter that stays in full precision.
+
+    Args:
+        rows: a `LayerRow` for each layer.
+    """
+
+    rows: tuple[LayerRow, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all parameters."""
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all parameters, with those that rules round stored packed."""
+        return sum(row.bytes_after for row in self.rows)
+
+    @property
+    def wide(self) -> tuple[WideParam, ...]:
+        """The path, the shape and the reason of each parameter that stays in full precision."""
+        return tuple(wide for row in self.rows for wide in row.wide)
+
+    @property
+    def _align(self) -> str:
+        return "<<<>>" + ">>>" * self._has_ratios
+
+    @property
+    def _has_ratios(self) -> bool:
+        return any(row.output_snr is not None for row in self.rows)
+
+    def _parts(self) -> list[TableOrLine]:
+        ratio_heads = ("weights dB", "inputs dB", "results dB") if self._has_ratios else ()
+        head = ("path", "layer", "rounds", "bytes", "packed", *ratio_heads)
+        body = [
+            (
+                ", ".join([row.path or "(the model)", *row.also]),
+                row.layer,
+                _describe_roundings(row),
+                str(row.bytes_before),
+                str(row.bytes_after),
+                *(
+                    "" if ratio is None else format_decibels(ratio)
+                    for ratio in (row.weight_snr, row.activation_snr, row.output_snr)[: len(ratio_heads)]
+                ),
+            )
+            for row in self.rows
+        ]
+        total = ("", "", "", str(self.bytes_before), str(self.bytes_after), *("" for _ in ratio_heads))
+        operand_rows = [row for row in self.rows if row.operands]
+        lines = [f"multiplies: {row.path or '(the model)'}: {row.operands}" for row in operand_rows]
+        return [[head, *body, total], *lines, *(f"stays wide: {path} {shape}: {why}" for path, shape, why in self.wide)]
+
+
+def _describe_roundings(row: LayerRow) -> str:
+    if not row.supported:
+        return "cannot be quantized" if row.rule else "nothing, and cannot be quantized"
+    packed_text = ", ".join(f"{name} is {spec}" for name, spec in row.stored)
+    return ", ".join(f"{name}={spec}" for name, spec in row.specs) or packed_text or "nothing"
+
+
+def why_wide(layer: str, quantizable: bool, rule: Rule | None, role: str | None, effective: Rule | None) -> str | None:
+    """The reason why a parameter of a layer stays in full precision; None if it does not.
+
+    Args:
+        layer: its class.
+        quantizable: whether the class can be quantized.
+        rule: the rule of the layer.
+        role: the field of a rule for the parameter; None if there is none.
+        effective: what the rule rounds in this layer.
+    """
+    if rule is None:
+        return "no rule matches"
+    if not rule.rounds:
+        return f"{rule} rounds nothing"
+    if not quantizable:
+        return f"{layer} cannot be quantized as a layer, only in its program"
+    if role is None:
+        return f"no field of a rule is for this parameter of {layer}"
+    if getattr(rule, role) is None:
+        return f"{rule} has no {role}"
+    return None if getattr(effective, role) is not None else f"{rule} leaves norms, since it decides other layers, too"
+
+
+def bytes_of_tree(tree: Any) -> int:
+    """The bytes of all arrays of a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 @overload
@@ -91,23 +237,17 @@ def report(
     """
     all_rules = () if rules is None else as_rule_tuple(rules)
     program = is_equinox_module(model)
-    if not program and not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"model={short_repr(model)} must be a module of Flax NNX or Equinox; one of Linen has "
-            "jchop.nn.linen.Quantized.report"
-        )
+    check_flax_or_equinox("model", model, "; one of Linen has jchop.nn.linen.Quantized.report")
     if platform is not None:
         check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
     if batches is not None:
         wrongs = (("inputs", inputs is not None), ("no rules", not all_rules), ("no layers of Flax NNX", program))
         for name, wrong in wrongs:
-            if wrong:
-                raise ValueError(f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
-        if any(rule.stochastic for rule in all_rules):
-            raise ValueError("batches: a rule rounds stochastically; ratios need deterministic roundings")
+            check(not wrong, f"batches: ratios of layers need rules, and no `inputs`; there are {name}")
+        stochastic = any(rule.stochastic for rule in all_rules)
+        check(not stochastic, "batches: a rule rounds stochastically; ratios need deterministic roundings")
     if inputs is not None or program:
-        if not all_rules:
-            raise ValueError("rules=None: a report of a program needs rules")
+        check(all_rules, "rules=None: a report of a program needs rules")
         of_program: Any = report_equinox_module if program else report_program
         reports = of_program(model, all_rules, inputs, platform)
         return reports if isinstance(inputs, Mapping) else reports["__call__"]
@@ -121,29 +261,26 @@ def report(
         if row.specs and one.effective_rule is not None
     }
     ratios = layer_ratios(model, all_rules, layer_rules, batches)
-    return ModelReport(tuple(_row_with_ratios(row, ratios[row.path]) if row.path in ratios else row for row in rows))
-
-
-def _row_with_ratios(row: LayerRow, ratios: LayerRatios) -> LayerRow:
-    return replace(row, weight_snr=ratios.weights, activation_snr=ratios.inputs, output_snr=ratios.results)
+    for i, row in enumerate(rows):
+        if row.path in ratios:
+            weights, inputs_alone, results = ratios[row.path]
+            rows[i] = replace(row, weight_snr=weights, activation_snr=inputs_alone, output_snr=results)
+    return ModelReport(tuple(rows))
 
 
 def _nnx_layer_row(decision: NnxLayerRule, under_rules: bool, platform: str | None) -> LayerRow:
     entry, kind, _, matching_rule, rule = decision
     (path, *also), layer = entry.paths, entry.module
-    name, rule_text, params = (
-        type(layer).__name__,
-        "" if matching_rule is None else str(matching_rule),
-        entry_parameters(entry),
-    )
+    name, params = type(layer).__name__, entry_parameters(entry)
+    rule_text = "" if matching_rule is None else str(matching_rule)
     before = sum(map(bytes_of_tree, params.values()))
     wide = []
     for key, value in params.items() if under_rules else ():
         why = why_wide(name, kind is not None, matching_rule, None if kind is None else kind.parameters.get(key), rule)
         if why is not None and isinstance(value, nnx.Param):
             wide.append(("/".join(filter(None, (path, key))), tuple(value.shape), why))
-    packed_values = {key: value.get_value() for key, value in params.items() if isinstance(value, QuantizedParam)}
-    packed_specs = tuple((key, str(qarray.spec)) for key, qarray in packed_values.items() if isinstance(qarray, QArray))
+    values = {key: value.get_value() for key, value in params.items()}
+    packed_specs = tuple((key, str(value.spec)) for key, value in values.items() if isinstance(value, QArray))
     extra_fields: dict[str, Any] = {"also": tuple(also), "wide": tuple(wide), "stored": packed_specs}
     if kind is None or rule is None:
         return LayerRow(path, name, rule_text, (), before, before, kind is not None, **extra_fields)
@@ -160,3 +297,160 @@ def _nnx_layer_row(decision: NnxLayerRule, under_rules: bool, platform: str | No
         matrices = kind.product[1] is not RoundedConvolution
         extra_fields["operands"] = operand_types_on(platform, rule, carrier, bool(kind.parameters), matrices)
     return LayerRow(path, name, rule_text, specs, before, after, **extra_fields)
+
+
+# -- ratios ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer.
+
+    Args:
+        path: of the layer.
+        method: the name of the method: ``"attend"`` of an Embed, else ``"__call__"``.
+        args: its arguments.
+        kwargs: its arguments by keyword.
+        result: what it gave.
+    """
+
+    path: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+    def of(self, layers: Mapping[str, Any]) -> Any:
+        """What another layer gives for the same call; `layers` has it by its path."""
+        return getattr(layers[self.path], self.method)(*self.args, **self.kwargs)
+
+
+def weight_names(module: Any, kind: NnxKind) -> list[str]:
+    """The names of the parameters with the role of weights."""
+    return [name for name, role in kind.parameters.items() if role == "weight" and getattr(module, name) is not None]
+
+
+def weight_ratio(module: Any, kind: NnxKind, rule: Rule | None) -> float:
+    """The signal-to-noise ratio of the weights of a layer."""
+    power = noise = 0.0
+    for name in weight_names(module, kind):
+        spec = None if rule is None else kind.spec(rule, name)
+        if spec is not None:
+            exact, rounded = (np.asarray(x, np.float64) for x in exact_and_rounded_param(module, kind, name, spec))
+            power, noise = power + float(np.sum(exact**2)), noise + float(np.sum((rounded - exact) ** 2))
+    return decibels(power, noise)
+
+
+def watch_layer_calls(model: nnx.Module, paths: Iterable[str], see: Callable[[LayerCall], Any]) -> tuple[Any, set[str]]:
+    """A copy of a model, whose layers return what `see` says of their calls, and the layers whose calls cannot be seen.
+
+    Those are called within a transformation of JAX, which hands out no arrays, or are stacks, called layer by layer.
+    They are added in calls of the copy.
+
+    Args:
+        model: a model, which is not changed.
+        paths: of the layers that are watched.
+        see: a function of each call.
+    """
+    copy = nnx.merge(*nnx.split(model), copy=True)
+    opaque_paths: set[str] = set()
+    path_set, outer_trace = set(paths), TraceState()
+
+    def see_call(call: LayerCall, is_stack: bool) -> Any:
+        if is_stack or not outer_trace.is_valid():
+            opaque_paths.add(call.path)
+            return call.result
+        return see(call)
+
+    for path, module, kind in list(nnx_layers(copy)):
+        if path in path_set:
+            stack = kind is not None and any(param_layout(module, kind, name)[1] for name in weight_names(module, kind))
+            _record_calls_of(module, path, partial(see_call, is_stack=stack))
+    return copy, opaque_paths
+
+
+def record_layer_calls(
+    model: nnx.Module, run: Callable[[Any], Any], paths: Iterable[str], probes: Sequence[Array] | None = None
+) -> tuple[Any, list[LayerCall], set[str]]:
+    """What `run` gives for a copy of the model, the calls of its layers, and the layers whose calls cannot be kept.
+
+    Args:
+        model: a model, which is not changed.
+        run: a function of the copy.
+        paths: of the layers whose calls are noted.
+        probes: an array for each call, which is added to its result.
+    """
+    calls: list[LayerCall] = []
+
+    def note(call: LayerCall) -> Any:
+        calls.append(call)
+        return call.result if probes is None else call.result + probes[len(calls) - 1]
+
+    copy, opaque_paths = watch_layer_calls(model, paths, note)
+    return run(copy), calls, opaque_paths
+
+
+def _record_calls_of(module: Any, path: str, record_call: Callable[[LayerCall], Any]) -> None:
+    """Has a layer note its calls, and return what `record_call` gives."""
+    base = type(module)
+
+    def record_method(method: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return record_call(LayerCall(path, method, args, kwargs, getattr(base, method)(self, *args, **kwargs)))
+
+        return call
+
+    methods = {name: record_method(name) for name in ("__call__", "attend") if hasattr(base, name)}
+    module.__class__ = type(base.__name__, (base,), methods)
+
+
+def layer_ratios(
+    model: nnx.Module, rules: Sequence[Rule], layer_rules: dict[str, Rule], batches: Iterable[Any]
+) -> dict[str, tuple[float, float, float]]:
+    """10 log10(Σ x² / Σ (x - z)²) in dB of the tensors x of layers and the rounded ones z, by path; infinite if exact.
+
+    These are the weights of a layer, its results with its inputs alone rounded, and its results with all its roundings
+    on the inputs that it has in the model without rules. The last two are nan if its calls cannot be kept.
+
+    Args:
+        model: a module that is not quantized.
+        rules: all rules; none is stochastic.
+        layer_rules: of each layer under a rule, its path and the rule.
+        batches: inputs of the model.
+
+    Raises:
+        ValueError: without batches.
+    """
+    inputs_only = [
+        Rule(rule.path, layer=rule.layer, operation=rule.operation, activation=rule.activation) for rule in rules
+    ]
+    rounded, input_rounded = (
+        {path: module for path, module, _ in nnx_layers(quantize(model, rule_set))} for rule_set in (rules, inputs_only)
+    )
+    sums = {path: np.zeros(3) for path in layer_rules}
+    unknown: set[str] = set()
+    count = 0
+    for batch in batches:
+        count += 1
+        _, calls, opaque_paths = record_layer_calls(model, lambda copy, batch=batch: copy(batch), layer_rules)
+        for call in calls:
+            errors = [_sum_squares_of_leaves(call.of(layers), call.result) for layers in (input_rounded, rounded)]
+            sums[call.path] += (_sum_squares_of_leaves(call.result, None), *errors)
+        unknown |= opaque_paths
+    check(count, "batches: there must be at least one")
+    layers = {path: (module, kind) for path, module, kind in nnx_layers(model)}
+    ratios = {}
+    for path, (power, input_noise, result_noise) in sums.items():
+        module, kind = layers[path]
+        assert kind is not None
+        has_calls = power and path not in unknown
+        results = (decibels(power, input_noise), decibels(power, result_noise)) if has_calls else (math.nan, math.nan)
+        ratios[path] = (weight_ratio(module, kind, layer_rules[path]), *results)
+    return ratios
+
+
+def _sum_squares_of_leaves(tree: Any, other: Any) -> float:
+    """The sum of the squares of all numbers of a result, or of its differences from another one."""
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+    others = [0.0] * len(leaves) if other is None else [np.asarray(x, np.float64) for x in jax.tree.leaves(other)]
+    return math.fsum(float(np.sum((x - y) ** 2)) for x, y in zip(leaves, others, strict=True))

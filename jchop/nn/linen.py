@@ -6,28 +6,16 @@ from collections.abc import Iterable
 
 from flax import linen as nn
 
-from jchop._common.checks import check_bool, short_repr
+from jchop._common.checks import check_instance
 from jchop._quantized.products.rule import Rule, as_rule_tuple
 from jchop._quantized.quantize_fn import refuse_codes_with_kept_scales
 from jchop.nn._linen.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
 from jchop.nn._linen.quantized import Quantized
 
-__all__ = [
-    "Adapted",
-    "Program",
-    "Quantized",
-    "add_lora",
-    "load_lora",
-    "merge_lora",
-    "quantize",
-    "save_lora",
-    "split_lora",
-]
-
-Program = Quantized
+__all__ = ["Adapted", "Quantized", "add_lora", "load_lora", "merge_lora", "quantize", "save_lora", "split_lora"]
 
 
-def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool = False) -> Quantized:
+def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
     """A module of Flax Linen that rounds by rules, with the same variables.
 
     The program of the module is quantized, as `jchop.quantize_fn` does, whatever the classes of its layers: parameters
@@ -40,7 +28,6 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
         rules: as in `jchop.nn.quantize`. Kept scales (`scale_from`) are variables, see `Quantized.start`: learned ones
             are parameters, ranges and histories are in the collection ``"scale_stats"``. A packed `cache` is in the
             collection ``"cache"``.
-        program: has no effect, since every module is quantized as a program. Default False.
 
     Returns:
         A `Quantized` module, with the `init` and `apply` of Linen, `start`, `pack`, `calibrate` and `report`.
@@ -57,8 +44,6 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule], *, program: bool =
         (1, 2)
     """
     all_rules = as_rule_tuple(rules)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module={short_repr(module)} must be a module of Flax Linen; for NNX use jchop.nn.quantize")
-    check_bool("program", program)
+    check_instance("module", module, nn.Module, "a module of Flax Linen; for NNX use jchop.nn.quantize")
     refuse_codes_with_kept_scales(all_rules)
     return Quantized(module, all_rules)

@@ -17,7 +17,7 @@ from each_case import each
 import jchop as jc
 from jchop._checkpoints import writer
 from jchop._checkpoints.load_save import convert_checkpoint
-from jchop.nn._shared.peft_files import read_adapters, write_adapters
+from jchop.nn._shared.lora_rule import read_adapters, write_adapters
 from jchop.storage import load_checkpoint, save_checkpoint
 
 posix = pytest.mark.skipif(os.name != "posix", reason="locks, permissions and links of POSIX")

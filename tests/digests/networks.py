@@ -280,31 +280,29 @@ def linen() -> Iterator[Call]:
             return nn.Dense(4)(nn.relu(nn.Dense(16)(x)))
 
     l, x, keys = jc.nn.linen, f32(X), {"rounding": KEY}  # noqa: E741
-    for program in (False, True):
-        for name, rule in {"w4": W4, "w8a8": {"weight": "int8(group=all)", "activation": "int8(group=all)"}, "noisy": {"weight": "e4m3:stochastic"},
-                           "lsq": {"weight": "int4(group=16)", "scale_from": jchop.LSQ()}}.items():
+    for name, rule in {"w4": W4, "w8a8": {"weight": "int8(group=all)", "activation": "int8(group=all)"}, "noisy": {"weight": "e4m3:stochastic"},
+                       "lsq": {"weight": "int4(group=16)", "scale_from": jchop.LSQ()}}.items():
 
-            def used(program: bool = program, rule: Any = rule) -> Any:
-                low = l.quantize(module=Tower(), rules=jc.Rule(**rule), program=program)
-                variables = low.init({"params": KEY, **keys}, x)
-                packed = low.pack(variables, x, rngs=keys)
-                return variables, packed, low.apply(packed, x, rngs=keys), low.start(Tower().init(KEY, x), x, rngs=keys), whole(low.report(variables, x, rngs=keys, platform=None))
+        def used(rule: Any = rule) -> Any:
+            low = l.quantize(module=Tower(), rules=jc.Rule(**rule))
+            variables = low.init({"params": KEY, **keys}, x)
+            packed = low.pack(variables, x, rngs=keys)
+            return variables, packed, low.apply(packed, x, rngs=keys), low.start(Tower().init(KEY, x), x, rngs=keys), whole(low.report(variables, x, rngs=keys, platform=None))
 
-            yield Call(f"linen.quantize {name} {program}", used, loose=True)
-    program = lambda rule: l.quantize(Tower(), jc.Rule(**rule), program=True)
+        yield Call(f"linen.quantize {name}", used, loose=True)
+    program = lambda rule: l.quantize(Tower(), jc.Rule(**rule))
     v = lambda: Tower().init(KEY, x)
     a8 = {"weight": "int4(group=16)", "activation": "int8"}
-    yield Call("linen.Program.calibrate", lambda: program(a8).calibrate(v(), [x], method="percentile(90)", combine="mean", rngs=keys), loose=True)
-    yield Call("linen.Program.quantize_with_data", lambda: program(W4).quantize_with_data(v(), [x], steps=[jc.ptq.gptq(block=8)], sequential=True, rngs=keys,
+    yield Call("linen.Quantized.calibrate", lambda: program(a8).calibrate(v(), [x], method="percentile(90)", combine="mean", rngs=keys), loose=True)
+    yield Call("linen.Quantized.quantize_with_data", lambda: program(W4).quantize_with_data(v(), [x], steps=[jc.ptq.gptq(block=8)], sequential=True, rngs=keys,
                                                                                           progress=lambda n: None)[0], loose=True)
-    yield Call("linen.Program.report", lambda: str(program(a8).report(v(), x, platform="h200")))
-    yield Call("linen.Quantized.report", lambda: str(l.quantize(Tower(), jc.Rule(**a8)).report(v(), x, platform="h200")))
-    yield Call("linen.constructors", lambda: (str(type(l.Quantized(module=Tower(), rules=(jc.Rule(**W4),))).__name__), l.Program(module=Tower(), rules=(jc.Rule(**W4),)).apply(v(), x)), loose=True)
+    yield Call("linen.Quantized.report", lambda: str(program(a8).report(v(), x, platform="h200")))
+    yield Call("linen.constructors", lambda: (str(type(l.Quantized(module=Tower(), rules=(jc.Rule(**W4),))).__name__), l.Quantized(module=Tower(), rules=(jc.Rule(**W4),)).apply(v(), x)), loose=True)
 
     noisy = program({"weight": "e4m3:stochastic"})
-    yield Call("linen.Program.key", lambda: [noisy.key(keys), program(W4).key(None)])
-    yield Call("linen.Program.apply_with_key", lambda: noisy.apply_with_key(noisy.key(keys), v(), (x,), None, {}), loose=True)
-    yield Call("linen.Program.traced", lambda: program(W4).traced(v(), (x,), None, {})[0].paths)
+    yield Call("linen.Quantized.key", lambda: [noisy.key(keys), program(W4).key(None)])
+    yield Call("linen.Quantized.apply_with_key", lambda: noisy.apply_with_key(noisy.key(keys), v(), (x,), None, {}), loose=True)
+    yield Call("linen.Quantized.traced", lambda: program(W4).traced(v(), (x,), None, {})[0].paths)
 
     def packed() -> Any:
         low = l.quantize(Tower(), jc.Rule(**W4))

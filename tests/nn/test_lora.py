@@ -404,7 +404,7 @@ def test_patterns_of_a_file_of_peft_in_other_faces(tmp_path: Path) -> None:
         ("no regular expression", {"alpha_pattern": {"(up": 2}}),
         (r"alpha_pattern=\['up'\] is no object", {"alpha_pattern": ["up"]}),
         ("alpha of 'gate_up' is null", {"lora_alpha": None}),
-        ("alpha=1000+ must be a number above 0", {"lora_alpha": 10**400}),
+        ("alpha=int must be a finite number > 0", {"lora_alpha": 10**400}),
         ("too large", {"lora_alpha": 10**400, "use_rslora": True}),
         ("takes too long to match", {"alpha_pattern": {"(u+)+!": 2}}),
         ("takes too long to match", {"alpha_pattern": {"(u|u)(?#)*!": 2}}),
@@ -576,7 +576,7 @@ def errors(model: Any, packed: Any) -> None:
         add_lora(conv, LoraRule("*", rank=2), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="rank=0"):
         LoraRule("up", rank=0)
-    with pytest.raises(ValueError, match=r"dropout=1\.0 must be a number from"):
+    with pytest.raises(ValueError, match=r"dropout=1\.0 must be a finite number >= 0"):
         LoraRule("up", rank=1, dropout=1.0)
     with pytest.raises(ValueError, match="init='x' must be one of"):
         LoraRule("up", rank=1, init="x")

@@ -266,7 +266,7 @@ def test_a_weight_that_rounds_no_parameter_is_refused(mode: Any) -> None:
 
     variables = Linen().init(jax.random.key(0), x)
     with pytest.raises(ValueError, match=r"weight rounds no parameter .*'kernel' reaches mul"):
-        jc.nn.linen.quantize(Linen(), rule, program=True).pack(variables, x)
+        jc.nn.linen.quantize(Linen(), rule).pack(variables, x)
 
 
 @further.first
@@ -342,7 +342,7 @@ def modules_of_linen(name: str) -> None:
     case = CASES[name]
     params, args = case.build()
     variables = {"params": params, **case.rest()}
-    low = jc.nn.linen.quantize(case.module, jc.Rule(weight="int8(group=all)"), program=True)
+    low = jc.nn.linen.quantize(case.module, jc.Rule(weight="int8(group=all)"))
     more: dict[str, Any] = {} if case.method == "__call__" else {"method": case.method}
     more |= {"mutable": ["batch_stats"]} if "batch_stats" in variables else {}
     packed = low.pack(variables, *args, **more)
@@ -427,7 +427,7 @@ def test_rules_for_classes_of_layers_count_beside_others_in_rounding_with_data()
     variables = {"params": {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)},
                             "down": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}}}  # fmt: skip
     rules = [jc.Rule(layer="DenseGeneral"), jc.Rule(weight="int4(group=all)")]
-    packed, _ = jc.nn.linen.quantize(Net(), rules, program=True).quantize_with_data(variables, [x], [])
+    packed, _ = jc.nn.linen.quantize(Net(), rules).quantize_with_data(variables, [x], [])
     kernels = {name: type(packed["params"][name]["kernel"]) for name in ("up", "down")}
     assert issubclass(kernels["up"], jax.Array) and kernels["down"] is jc.QArray
 
@@ -441,9 +441,7 @@ def test_parameters_of_a_module_of_linen_of_its_own_are_rounded() -> None:
     x = jnp.ones((1, 64))
     low = jc.nn.linen.quantize(Heads(), RULE)
     assert isinstance(low.pack(Heads().init(jax.random.key(0), x), x)["params"]["w"], jc.QArray)
-    with pytest.raises(TypeError, match="program"):
-        jc.nn.linen.quantize(Heads(), RULE, program=1)  # type: ignore[call-overload]
-    draws = jc.nn.linen.quantize(Heads(), jc.Rule(weight="int2(group=32):stochastic"), program=True)
+    draws = jc.nn.linen.quantize(Heads(), jc.Rule(weight="int2(group=32):stochastic"))
     with pytest.raises(ValueError, match=r"rngs=\{'rounding': a key\}"):
         draws.apply(draws.init(jax.random.key(0), x), x)
 

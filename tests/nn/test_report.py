@@ -93,6 +93,8 @@ def test_the_report_of_a_packed_model_names_the_formats_that_it_holds() -> None:
         "dense": (("kernel", "nf4(group=2,axis=-2)"),)
     }
     assert "kernel is nf4(group=2,axis=-2)" in str(report) and report.bytes_before == report.bytes_after
+    assert report.columns()["path"] == [row["path"] for row in report.as_dict()["rows"]]
+    assert report.to_csv().startswith("path,layer,rule,specs,")
 
 
 def test_ratios_of_layers_are_those_of_the_definition() -> None:

@@ -64,7 +64,7 @@ def all_faces_give_the_same_numbers(steps: Any, rotation: jc.Hadamard | None) ->
     own, report = jc.ptq.quantize(plain, rule, params, [x[:100], x[100:]], steps)
     assert all(row.after > row.before + 0.5 for row in report.weights)
 
-    program = jc.nn.linen.quantize(Linen(), rule, program=True)
+    program = jc.nn.linen.quantize(Linen(), rule)
     variables, of_linen = program.quantize_with_data({"params": params}, [x[:100], x[100:]], steps)
     model, of_nnx = jc.nn.quantize_with_data(Module(w, b), rule, [x[:100], x[100:]], steps)
     for name in ("first", "second"):

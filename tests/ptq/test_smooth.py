@@ -159,7 +159,7 @@ def test_all_faces_give_the_same_numbers() -> None:
     np.testing.assert_allclose(model.norm.scale.get_value(), own["norm"]["scale"], rtol=1e-6)
     np.testing.assert_allclose(model(x), y, rtol=1e-3, atol=1e-3)
     assert [row.method for row in report.weights] == ["smooth", "smooth"]
-    program = jc.nn.linen.quantize(Linen(), rule, program=True)
+    program = jc.nn.linen.quantize(Linen(), rule)
     variables, _ = program.quantize_with_data({"params": params}, [x], steps)
     np.testing.assert_array_equal(variables["params"]["norm"]["scale"], own["norm"]["scale"])
     np.testing.assert_array_equal(program.apply(variables, x), y)

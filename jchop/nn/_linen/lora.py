@@ -11,16 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jchop._common.checks import check_bool, short_repr
+from jchop._common.checks import check, check_bool, check_instance
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._round.arguments import check_key
-from jchop.nn._linen.layers import LinenPath, module_calls, rules_excluding_layers
-from jchop.nn._linen.quantized import Quantized, flat_params, nest_params, with_box_of
-from jchop.nn._shared.lora_rule import LoraRule, as_lora_rules
-from jchop.nn._shared.peft_files import read_adapters, write_adapters
+from jchop.nn._linen.quantized import (
+    Quantized,
+    flat_params,
+    module_calls,
+    nest_params,
+    rules_excluding_layers,
+    with_box_of,
+)
+from jchop.nn._shared.lora_rule import LoraRule, as_lora_rules, read_adapters, write_adapters
 from jchop.nn._trees.lora import (
     AdapterTargets,
     adapter_name,
@@ -123,8 +127,7 @@ def add_lora(
     """
     lora_rules, low = as_lora_rules(rules), _as_quantized(module)
     check_key("key", key)
-    if LORA_COLLECTION in variables:
-        raise ValueError("variables have adapters already; merge_lora or split_lora takes them out")
+    check(LORA_COLLECTION not in variables, "variables have adapters already; merge_lora or split_lora takes them out")
     targets = program_adapter_targets([low.traced(variables, args, rngs, kwargs)])
     exact = None if original is None else dict(original)["params"]
     leaves = flat_params(tree_with_adapters(dict(variables)["params"], lora_rules, key, targets, exact))
@@ -265,11 +268,12 @@ def load_lora(folder: str | os.PathLike[str], module: nn.Module | Quantized, var
     kernels = {_layer_name(name): name for name in leaves if name.rpartition("/")[2] == "kernel"}
     adapters = read_adapters(folder, kernels, lambda name: tuple(leaves[kernels[name]].shape))
     order = sorted(adapters)
-    result = Adapted(
-        module,
-        tuple((name, adapters[name][2]) for name in order),
-        tuple((kernels[name], _kernel_layout(leaves[kernels[name]].shape, adapters[name][0])) for name in order),
-    )
+    layouts = {}
+    for name in order:
+        shape, axes = tuple(leaves[kernels[name]].shape), range(len(leaves[kernels[name]].shape))
+        split = next(i for i in axes[1:] if math.prod(shape[:i]) == adapters[name][0].shape[0])
+        layouts[kernels[name]] = MatrixLayout(shape, shape, (), tuple(axes[:split]), tuple(axes[split:]))
+    result = Adapted(module, tuple((name, adapters[name][2]) for name in order), tuple(layouts.items()))
     arrays = {kernels[name]: adapters[name][:2] for name in order}
     return result, {**variables, LORA_COLLECTION: _lora_collection(arrays)}
 
@@ -281,11 +285,8 @@ def _as_quantized(module: Any) -> Quantized:
     """A module under its rules; a plain one under none."""
     if isinstance(module, Quantized):
         return module
-    if isinstance(module, nn.Module):
-        return Quantized(module, ())
-    raise TypeError(
-        f"module={short_repr(module)} must be a module of Flax Linen, or a result of jchop.nn.linen.quantize"
-    )
+    words = "a module of Flax Linen, or a result of jchop.nn.linen.quantize"
+    return Quantized(check_instance("module", module, nn.Module, words), ())
 
 
 def _layer_name(name: str) -> str:
@@ -293,26 +294,14 @@ def _layer_name(name: str) -> str:
     return "" if name == "kernel" else adapter_name(name)
 
 
-def _linen_path(name: str) -> LinenPath:
-    return tuple(name.split("/")) if name else ()
+def _array_path(layer: str, part: str) -> str:
+    return f"{layer}/{part}".lstrip("/")
 
 
 def _lora_collection(arrays: Mapping[str, tuple[Array, Array]]) -> dict[str, Any]:
     """The collection of adapters, from their arrays by the paths of their parameters."""
-    return unflatten_dict(
-        {
-            (*_linen_path(_layer_name(name)), part): array
-            for name, both in arrays.items()
-            for part, array in zip(_ADAPTER_ARRAYS, both, strict=True)
-        }
-    )
-
-
-def _kernel_layout(shape: tuple[int, ...], lora_a: Array) -> MatrixLayout:
-    """A kernel of axes of inputs and then of outputs as a matrix."""
-    split = next(i for i in range(1, len(shape)) if math.prod(shape[:i]) == lora_a.shape[0])
-    axes = tuple(range(len(shape)))
-    return MatrixLayout(tuple(shape), tuple(shape), (), axes[:split], axes[split:])
+    pairs = [(_layer_name(name), zip(_ADAPTER_ARRAYS, both, strict=True)) for name, both in arrays.items()]
+    return nest_params({_array_path(layer, part): array for layer, parts in pairs for part, array in parts})
 
 
 def _params_with_adapters(
@@ -336,12 +325,10 @@ def _params_with_adapters(
 def _split_adapters(model: Adapted, variables: Any) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The variables without adapters, and the adapters by path, as `split_lora` gives them."""
     base = dict(variables)
-    arrays: Any = flatten_dict(dict(base.pop(LORA_COLLECTION, {})))
-    array_paths = {(*_linen_path(name), part): (name, part) for name, _ in model.rules for part in _ADAPTER_ARRAYS}
+    arrays = flat_params(base.pop(LORA_COLLECTION, {}))
+    array_paths = {_array_path(name, part): (name, part) for name, _ in model.rules for part in _ADAPTER_ARRAYS}
     if difference := set(arrays) ^ set(array_paths):
-        raise ValueError(
-            f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {'/'.join(min(difference))!r}"
-        )
+        raise ValueError(f"variables['{LORA_COLLECTION}'] and the adapters of the module differ in {min(difference)!r}")
     adapters: dict[str, dict[str, Any]] = {name: {"rule": rule} for name, rule in model.rules}
     for keys, (name, part) in array_paths.items():
         adapters[name][part] = arrays[keys]

@@ -1,41 +1,285 @@
-"""`Quantized`: a module of Linen whose program runs under rules, whatever the classes of its layers."""
+"""`Quantized`: a module of Linen whose program runs under rules, whatever the classes of its layers.
+
+What a program does not show is one interceptor in the traced call: results of modules, norms under rules of their own,
+and caches of keys and values.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial, wraps
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax.core.scope import in_filter
 from flax.linen import module as linen_module
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
 
 from jchop._common.on_demand import load_name
-from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import Rule
+from jchop._common.settings import split_prng_key
+from jchop._quantized.products.operand_layout import check_finite, check_layout_axes, norm_scale_spec, round_in_layout
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, is_stochastic, param_rule_index, rule_index
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
 from jchop._quantized.program.lazy_params import is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
+from jchop._quantized.program.weight_layout import WeightLayout, weight_layout_of
 from jchop._quantized.quantize_fn import QuantizedFunction
-from jchop.nn._linen.layers import (
-    CACHE_COLLECTION,
-    LayerRoundings,
-    LinenPath,
-    ModuleCall,
-    NormRounding,
-    may_round_norms,
-    module_calls,
-    norm_roundings,
-)
-from jchop.storage import dequantize_params
+from jchop._spec.spec import Spec
+from jchop.nn._shared.cache import cache_with_token, empty_packed_cache
+from jchop.storage import QArray, dequantize, dequantize_params, quantize
 from jchop.storage._array import refuse_qarray_dicts
+
+Array = jax.Array
+LinenPath = tuple[str, ...]
+
+#: The collection that Linen's attention keeps its keys and values in.
+CACHE_COLLECTION = "cache"
+_CACHE_VARIABLES = ("cached_key", "cached_value")
+_NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
+_ATTENTIONS = (nn.MultiHeadDotProductAttention, nn.MultiHeadAttention)
+#: What layers compute with their parameters, as a rule's `operation` names it.
+_OPERATIONS: Mapping[type, str] = MappingProxyType(
+    {
+        **dict.fromkeys((nn.Dense, nn.DenseGeneral, nn.Einsum, *_ATTENTIONS), "dot_general"),
+        **dict.fromkeys((nn.Conv, nn.ConvTranspose), "conv"),
+        nn.Embed: "embedding",
+    }
+)
+_ARGUMENT_ARRAY_TYPES = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+
+
+class ModuleCall(NamedTuple):
+    """A module that runs: its class, and the shapes of its own parameters by name."""
+
+    cls: type
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def rule_number(self, path: LinenPath, rules: Sequence[Rule]) -> int | None:
+        """The index of the first rule that matches it."""
+        return rule_index("/".join(path), rules, self.cls.__name__, _OPERATIONS.get(self.cls, ""))
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether a rule may round something in it that is neither a parameter nor a product."""
+        return self.cls in (*_NORMS, *_ATTENTIONS)
+
+
+def module_calls(
+    module: nn.Module, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: Any
+) -> dict[LinenPath, ModuleCall]:
+    """The modules that run, by path, from a call that computes nothing.
+
+    Args:
+        module: of Linen.
+        variables: unpacked.
+        args: of the module; only shapes of arrays count.
+        rngs: streams of keys.
+        kwargs: as of Linen's `apply`.
+    """
+    calls: dict[LinenPath, ModuleCall] = {}
+    leaves, structure = jax.tree.flatten(args)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARGUMENT_ARRAY_TYPES)]
+
+    def record_call(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        y = call(*args, **kwargs)
+        shapes = {name: value.shape for name, value in _own_params(context.module).items()}
+        calls[context.module.path] = ModuleCall(type(context.module), shapes)
+        return y
+
+    def run(variables: Any, rngs: Any, arrays: list[Any]) -> Any:
+        remaining = iter(arrays)
+        values = [next(remaining) if isinstance(leaf, _ARGUMENT_ARRAY_TYPES) else leaf for leaf in leaves]
+        return module.apply(variables, *jax.tree.unflatten(structure, values), rngs=rngs, **kwargs)
+
+    with nn.intercept_methods(record_call):
+        jax.eval_shape(run, variables, rngs, arrays)
+    return calls
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+class NormRounding(NamedTuple):
+    """A norm whose rule decides norms alone, and so rounds what no product takes: its scale and its input.
+
+    Args:
+        number: of its rule.
+        scale: how its scale is rounded; None if it is not.
+    """
+
+    number: int
+    scale: WeightLayout | None
+
+
+def may_round_norms(rules: Sequence[Rule], paths: Sequence[LinenPath]) -> bool:
+    """Whether a rule may decide norms alone: only a call of the module shows it.
+
+    Args:
+        rules: the rules.
+        paths: of all parameters.
+    """
+    scaled = {path[:-1] for path in paths if path[-1] == "scale"}
+    decided = {param_rule_index("/".join(path), rules) for path in paths if path[:-1] not in scaled}
+    return any(
+        rule.layer is not None
+        or rule.operation is not None
+        or ((rule.weight is not None or rule.activation is not None) and number not in decided)
+        for number, rule in enumerate(rules)
+    )
+
+
+def norm_roundings(rules: Sequence[Rule], calls: Mapping[LinenPath, ModuleCall]) -> dict[LinenPath, NormRounding]:
+    """The norms that rules round, by path: rules that decide no other layer."""
+    numbers = {path: call.rule_number(path, rules) for path, call in calls.items()}
+    wide = {numbers[path] for path, call in calls.items() if call.shapes and call.cls not in _NORMS}
+    norms = {}
+    for path, number in numbers.items():
+        if number is None or number in wide or calls[path].cls not in _NORMS:
+            continue
+        rule, shape = rules[number], calls[path].shapes.get("scale")
+        spec = norm_scale_spec(rule.weight)
+        if spec is not None and shape is not None:
+            check_layout_axes("weight", spec, len(shape), Location(calls[path].cls.__name__, "/".join(path), rule))
+        scale = None if spec is None or shape is None else weight_layout_of(shape, None, spec)
+        if scale is not None or rule.activation is not None:
+            norms[path] = NormRounding(number, scale)
+    return norms
+
+
+def rules_excluding_layers(
+    rules: Sequence[Rule], layers: Sequence[str], calls: Mapping[LinenPath, ModuleCall]
+) -> tuple[Rule, ...]:
+    """Rules that leave some layers alone, without those that then match none, and fields that then say nothing."""
+    all_rules = (Rule(" ".join(f"/{path}/" if path else "/" for path in layers)), *rules)
+    norms, used = norm_roundings(rules, calls), dict[int, set[str]]()
+    for path, call in calls.items():
+        numbers = {call.rule_number(path, all_rules)}
+        for name in call.shapes:
+            operation = _OPERATIONS.get(call.cls, "")
+            numbers.add(param_rule_index("/".join((*path, name)), all_rules, call.cls.__name__, operation))
+        fields: Iterable[str] = ROUNDING_FIELDS if call.shapes else ()
+        if call.cls in _NORMS:
+            fields = ("bias", "output", *(("weight", "activation") if path in norms else ()))
+        elif call.cls in _ATTENTIONS:
+            fields = [name for name in ROUNDING_FIELDS if name not in ("weight", "bias", "output", "scale_from")]
+        for number in numbers if fields else ():
+            if number is not None:
+                used.setdefault(number, set()).update(fields)
+    idle = {number: dict.fromkeys(name for name in ROUNDING_FIELDS if name not in used[number]) for number in used}
+    return tuple(replace(rule, **idle[number]) for number, rule in enumerate(all_rules) if number in used)
+
+
+# -- the interceptor ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerRoundings:
+    """An interceptor for `flax.linen.intercept_methods` that rounds inputs of norms, and results, and packs caches.
+
+    Args:
+        rules: the rules.
+        norms: the norms whose input is rounded.
+        used: filled with the rules, by number, and their fields that had an effect.
+        results: whether results and inputs are rounded, or caches packed alone.
+    """
+
+    rules: Sequence[Rule]
+    norms: Mapping[LinenPath, NormRounding] = field(default_factory=dict)
+    used: set[tuple[int, str]] = field(default_factory=set)
+    results: bool = True
+
+    def __call__(self, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        layer = context.module
+        owner = ModuleCall(type(layer), {})
+        number = owner.rule_number(layer.path, self.rules)
+        if number is None or context.method_name not in ("__call__", "attend"):
+            return call(*args, **kwargs)
+        rule = self.rules[number]
+        round_array = partial(self._round, layer, number)
+        if self.results and rule.activation is not None and layer.path in self.norms:
+            args = (round_array("activation", rule.activation, args[0]), *args[1:])
+        if owner.cls in _ATTENTIONS and rule.cache is not None:
+            self.used.add((number, "cache"))
+            call = partial(_call_with_packed_cache, call, layer, rule.cache) if layer.decode else call
+        y = call(*args, **kwargs)
+        if not self.results or rule.output is None or not _own_params(layer):
+            return y
+        return jax.tree.map(partial(round_array, "output", rule.output), y)
+
+    def _round(self, layer: nn.Module, number: int, name: str, spec: Spec, x: Array) -> Array:
+        rule = self.rules[number]
+        self.used.add((number, name))
+        check_layout_axes(name, spec, x.ndim, Location(type(layer).__name__, "/".join(layer.path), rule))
+        keys = split_prng_key(layer.make_rng(rule.stochastic_stream)) if is_stochastic(spec) else (None, None)
+        return round_in_layout(None, x, spec, *keys)
+
+    def check_fields(self) -> None:
+        """Refuse a rule with an `output` or a `cache` that no layer of the call has had.
+
+        Raises:
+            ValueError: that names the field.
+        """
+        for number, rule in enumerate(self.rules):
+            idle = [name for name in ("output", "cache") if getattr(rule, name) is not None]
+            if idle := [name for name in idle if (number, name) not in self.used]:
+                raise ValueError(
+                    f"{rule}: {', '.join(idle)} has no effect on any layer that runs. It is of "
+                    f"{'attention' if 'cache' in idle else 'modules with parameters of their own'}"
+                )
+
+
+def _own_params(layer: nn.Module) -> dict[str, Array]:
+    """The parameters of a module, without those of modules in it."""
+    params = nn.meta.unbox(dict(layer.variables).get("params", {}))
+    return {name: value for name, value in params.items() if isinstance(value, jax.Array)}
+
+
+def _call_with_packed_cache(call: Callable[..., Any], layer: Any, spec: Spec, *args: Any, **kwargs: Any) -> Any:
+    """A call of attention that decodes: it packs the token into its cache, or begins one.
+
+    Linen's own code puts the new token into arrays in full precision, so it is shown those; the function of attention
+    takes the token out of them again, and into the packed ones.
+    """
+    if not layer.has_variable(CACHE_COLLECTION, _CACHE_VARIABLES[0]):
+        y = call(*args, **kwargs)
+        for name in _CACHE_VARIABLES:
+            value = layer.get_variable(CACHE_COLLECTION, name)
+            layer.put_variable(CACHE_COLLECTION, name, empty_packed_cache(value.shape, value.dtype, spec))
+        return y
+    caches = [layer.get_variable(CACHE_COLLECTION, name) for name in _CACHE_VARIABLES]
+    if not all(isinstance(q, QArray) for q in caches):
+        raise ValueError(
+            f"the cache of {type(layer).__name__} at {'/'.join(layer.path)!r} is not packed: take the one that "
+            "`init` of the quantized module returns"
+        )
+    for name, q in zip(_CACHE_VARIABLES, caches, strict=True):
+        layer.put_variable(CACHE_COLLECTION, name, dequantize(q))
+    index, attention_fn = layer.get_variable(CACHE_COLLECTION, "cache_index"), layer.attention_fn
+
+    @wraps(attention_fn)  # Linen passes only the arguments of its signature
+    def attend(query: Array, *full: Array, **options: Any) -> Array:
+        numbers = []
+        for name, cache, array in zip(_CACHE_VARIABLES, caches, full, strict=True):
+            token = lax.dynamic_slice_in_dim(array, index, 1, array.ndim - 3)
+            cache = cache_with_token(cache, quantize(token.astype(cache.dtype), spec), index)
+            layer.put_variable(CACHE_COLLECTION, name, cache)
+            numbers.append(dequantize(cache, array.dtype))
+        return attention_fn(query, *numbers, **options)
+
+    object.__setattr__(layer, "attention_fn", attend)  # a layer of Linen is made anew for each call
+    return call(*args, **kwargs)
+
+
+# -- the module -------------------------------------------------------------------------------------------------------
 
 #: The collection of ranges and histories; learned scales are parameters.
 SCALE_COLLECTION = "scale_stats"
@@ -119,10 +363,9 @@ class Quantized:
             variables = {**variables, **{name: made[name] for name in made if name == CACHE_COLLECTION}}
         if not self._keeps:
             return variables
-        params, state, old_scales = self._split_variables(whole)
-        function = self._function(whole, args, rngs, kwargs)
-        new_scales = function.start(params, state, args, rngs, kwargs, key=self.key(rngs))
-        return {**variables, **_param_and_scale_collections(params, merge_scales(new_scales, old_scales))}
+        function, operands, old_scales, _ = self._prepare(whole, args, rngs, kwargs)
+        new_scales = function.start(*operands, key=self.key(rngs))
+        return {**variables, **_param_and_scale_collections(operands[0], merge_scales(new_scales, old_scales))}
 
     def calibrate(
         self, variables: Any, batches: Iterable[Any], *, method: str = "minmax", combine: str = "widest",
@@ -138,9 +381,8 @@ class Quantized:
             rngs: streams of keys by name.
             kwargs: as of `apply`.
         """
-        params, state, old_scales = self._split_variables(variables)
         calls = [batch_arguments(batch) for _, batch in enumerate_batches(batches)]
-        function = self._function(variables, calls[0], rngs, kwargs)
+        function, (params, state, *_), old_scales, _ = self._prepare(variables, calls[0], rngs, kwargs)
         scales = function.calibrate(
             params, [(state, args, rngs, kwargs) for args in calls], method=method, combine=combine, scales=old_scales,
             key=self.key(rngs),
@@ -168,12 +410,11 @@ class Quantized:
 
     def apply_with_key(self, key: jax.Array | None, variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
         """As `apply`, with the key of the program: without stochastic rules it is for the dropout of adapters."""
-        params, state, scales = self._split_variables(variables)
-        function = self._function(variables, args, rngs, kwargs)
+        function, operands, scales, _ = self._prepare(variables, args, rngs, kwargs)
         if not scales.stats or not in_filter(kwargs.get("mutable", False), SCALE_COLLECTION):
             call_scales = scales if self._keeps or scales.stats else None
-            return function(params, state, args, rngs, kwargs, scales=call_scales, key=key)
-        (y, mutated), scales = function.update(params, state, args, rngs, kwargs, scales=scales, key=key)
+            return function(*operands, scales=call_scales, key=key)
+        (y, mutated), scales = function.update(*operands, scales=scales, key=key)
         return y, {**mutated, SCALE_COLLECTION: nest_params(scales.stats)}
 
     def pack(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -190,12 +431,11 @@ class Quantized:
         Raises:
             ValueError: as `apply`; for a rule with a weight that rounds nothing, or with a `DelayedScaling`.
         """
-        params, state, scales = self._split_variables(variables)
-        norms, function = self._norms_and_function(variables, args, rngs, kwargs)
-        check_weight_rules([function.resolved(params, state, args, rngs, kwargs)])
+        function, operands, scales, norms = self._prepare(variables, args, rngs, kwargs)
+        check_weight_rules([function.resolved(*operands)])
         key = self.key(rngs)
-        packed_params = function.pack(params, state, args, rngs, kwargs, scales=scales, key=key)
-        packed_params = _map_norm_scales(packed_params, norms, self.rules, key, _pack_norm_scale)
+        packed_params = function.pack(*operands, scales=scales, key=key)
+        packed_params = _map_norm_scales(packed_params, norms, self.rules, key, packs=True)
         return {**variables, **_param_and_scale_collections(packed_params, scales_after_packing(scales))}
 
     def quantize_with_data(
@@ -219,8 +459,8 @@ class Quantized:
             progress: called with the number of batches that were run.
         """
         data = load_name("jchop.ptq._models", "ModelData")(batches, steps, sequential, progress)
-        params, state, _ = self._split_variables(variables)
-        function = self._function(variables, data.first() if self._needs_calls(params) else (), rngs, {})
+        first = data.first() if self._needs_calls(self._split_variables(variables)[0]) else ()
+        function, (params, state, *_), _, _ = self._prepare(variables, first, rngs, {})
         packed_params, report = data.round(function, params, lambda args: (state, args, rngs, {}), self.key(rngs))
         others = {name: collection for name, collection in variables.items() if name != SCALE_COLLECTION}
         return {**others, "params": packed_params}, report
@@ -229,17 +469,16 @@ class Quantized:
         self, variables: Any, *args: Any, rngs: Any = None, platform: str | None = None, **kwargs: Any
     ) -> ProgramReport:
         """What happens to each parameter and each product; arguments as those of `pack`, and a platform."""
-        params, state, _ = self._split_variables(variables)
-        norms, function = self._norms_and_function(variables, args, rngs, kwargs)
-        report = function.report(params, state, args, rngs, kwargs, platform=platform)
+        function, operands, _, norms = self._prepare(variables, args, rngs, kwargs)
+        report = function.report(*operands, platform=platform)
         specs = {"/".join((*path, "scale")): str(norm.scale.spec) for path, norm in norms if norm.scale is not None}
         rows = (replace(row, spec=specs.get(row.path, row.spec)) for row in report.parameters)
         return replace(report, parameters=tuple(rows))
 
     def traced(self, variables: Any, args: Any, rngs: Any, kwargs: Any) -> tuple[Any, CallArguments]:
         """The planned program, with the call of its function."""
-        params, state, _ = self._split_variables(variables)
-        return self._function(variables, args, rngs, kwargs).traced(params, state, args, rngs, kwargs)
+        function, operands, _, _ = self._prepare(variables, args, rngs, kwargs)
+        return function.traced(*operands)
 
     @property
     def _keeps(self) -> bool:
@@ -270,16 +509,13 @@ class Quantized:
         """Whether rules are for classes, or for norms alone, which a call of the module shows."""
         return may_round_norms(self.rules, [tuple(name.split("/")) for name in flat_params(params)])
 
-    def _function(self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]) -> QuantizedFunction:
-        return self._norms_and_function(variables, args, rngs, kwargs)[1]
-
-    def _norms_and_function(
+    def _prepare(
         self, variables: Any, args: tuple[Any, ...], rngs: Any, kwargs: dict[str, Any]
-    ) -> tuple[Norms, QuantizedFunction]:
-        """The norms that are rounded, and the module as a function of parameters under rules."""
+    ) -> tuple[QuantizedFunction, tuple[Any, ...], Scales, Norms]:
+        """The module as a function under rules, its arguments, the kept scales, and the norms that are rounded."""
         refuse_qarray_dicts("variables", variables)
         calls: dict[LinenPath, ModuleCall] = {}
-        params = dict(variables).get("params", {})
+        params, state, scales = self._split_variables(variables)
         if self._needs_calls(params):
             calls = module_calls(self.module, dequantize_params(variables), args, rngs, kwargs)
         classes = {"/".join((*path, name)): call.cls.__name__ for path, call in calls.items() for name in call.shapes}
@@ -290,14 +526,17 @@ class Quantized:
             (path, norm._replace(scale=None) if "/".join((*path, "scale")) in packed_names else norm)
             for path, norm in norm_roundings(self.rules, calls).items()
         )
-        make: Any = _new_linen_function if _is_intercepted() else _cached_linen_function
+        # A kept trace would not call interceptors of the caller again.
+        is_intercepted = bool(getattr(linen_module, "_global_interceptor_stack", True))
+        make: Any = _new_linen_function if is_intercepted else _cached_linen_function
         try:
             hash(self.module)
         except TypeError:  # a field that cannot be compared
             make = _new_linen_function
         of_layers = frozenset(call.rule_number(path, self.rules) for path, call in calls.items() if call.is_layer)
         context = str(nn.get_logical_axis_rules())
-        return norms, make(self.module, self.rules, norms, tuple(classes.items()), of_layers, context)
+        function = make(self.module, self.rules, norms, tuple(classes.items()), of_layers, context)
+        return function, (params, state, args, rngs, kwargs), scales, norms
 
     def key(self, rngs: Any) -> jax.Array | None:
         """The key of the program, of the stream that a stochastic rule names; None without such a rule."""
@@ -332,7 +571,7 @@ def _new_linen_function(
         if CACHE_COLLECTION in state:
             leaves, tree = state[CACHE_COLLECTION]
             state = {**state, CACHE_COLLECTION: jax.tree.unflatten(tree, leaves)}
-        params = _map_norm_scales(params, norms, rules, rngs, _round_norm_scale)
+        params = _map_norm_scales(params, norms, rules, rngs, packs=False)
         with nn.intercept_methods(roundings):
             y = module.apply({**state, "params": params}, *args, rngs=rngs, **kwargs)
         roundings.check_fields()
@@ -341,38 +580,27 @@ def _new_linen_function(
     return QuantizedFunction(pure, of_products, classes=dict(classes), elsewhere=of_layers)
 
 
-def _is_intercepted() -> bool:
-    """Whether calls of modules have interceptors of the caller, which a kept trace would not call again."""
-    return bool(getattr(linen_module, "_global_interceptor_stack", True))
-
-
 #: Of equal modules and rules one function, which is traced once.
 _cached_linen_function = lru_cache(maxsize=256)(_new_linen_function)
 
 
-def _map_norm_scales(params: Any, norms: Norms, rules: tuple[Rule, ...], rngs: Any, change: Callable[..., Any]) -> Any:
-    """Parameters with the scales of norms changed; those of a stack of norms each by itself."""
-    scaled = [(path, norm) for path, norm in norms if norm.scale is not None]
-    if not scaled:
-        return params
-    leaves = flat_params(params)
-    for i, (path, norm) in enumerate(scaled):
-        leaf, key, assert_scale = leaves[name := "/".join((*path, "scale"))], None, norm.scale
-        assert assert_scale is not None
-        if assert_scale.spec.rounding.stochastic:
-            stream = rngs[rules[norm.number].stochastic_stream] if isinstance(rngs, Mapping) else rngs
+def _map_norm_scales(params: Any, norms: Norms, rules: tuple[Rule, ...], rngs: Any, packs: bool) -> Any:
+    """Parameters with the scales of norms rounded, or packed; those of a stack of norms each by itself."""
+    scaled = [(path, norm.number, norm.scale) for path, norm in norms if norm.scale is not None]
+    leaves = flat_params(params) if scaled else {}
+    for i, (path, number, layout) in enumerate(scaled):
+        leaf, key = leaves[name := "/".join((*path, "scale"))], None
+        if layout.spec.rounding.stochastic:
+            stream = rngs[rules[number].stochastic_stream] if isinstance(rngs, Mapping) else rngs
             key = jax.random.fold_in(stream, i)
-        leaves[name] = with_box_of(leaf, change(name, assert_scale, nn.meta.unbox(leaf), key))
-    return nest_params(leaves)
-
-
-def _round_norm_scale(name: str, layout: Any, x: Any, key: jax.Array | None) -> Any:
-    return layout.round(x, key, None if key is None else jax.random.fold_in(key, 1))
-
-
-def _pack_norm_scale(name: str, layout: Any, x: Any, key: jax.Array | None) -> Any:
-    check_finite(x, f"params: {name!r}")
-    return layout.pack(x, key)
+        x = nn.meta.unbox(leaf)
+        if packs:
+            check_finite(x, f"params: {name!r}")
+            new: Any = layout.pack(x, key)
+        else:
+            new = layout.round(x, key, None if key is None else jax.random.fold_in(key, 1))
+        leaves[name] = with_box_of(leaf, new)
+    return nest_params(leaves) if scaled else params
 
 
 def flat_params(params: Any) -> dict[str, Any]:

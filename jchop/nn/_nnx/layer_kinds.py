@@ -1,26 +1,54 @@
-"""The table of layers and of their roundings."""
+"""The table of layers and of their roundings; how a layer gets the roundings of a rule, and packed parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 from jax import lax
 
-from jchop._quantized.products.contraction import einsum_letters
-from jchop._quantized.products.operand_layout import OperandLayout, norm_scale_spec
-from jchop._quantized.products.rule import Rule
-from jchop._spec.spec import Spec
-from jchop.nn._nnx import rounding_modules
+from jchop._quantized.products.codes import restore_param_axes
+from jchop._quantized.products.contraction import ProductRoundings, einsum_letters
+from jchop._quantized.products.operand_layout import OperandLayout, check_finite, check_layout_axes, norm_scale_spec
+from jchop._quantized.products.rule import (
+    Location,
+    Rule,
+    exclusion_advice,
+    is_stochastic,
+    multiplies_codes,
+    refuse_code_products,
+    refuse_forward_rotation,
+)
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Spec, as_spec
+from jchop.nn._nnx.nodes import QuantizedParam, packed_nnx_variable
+from jchop.nn._nnx.rounding_modules import (
+    SCALE_SOURCES,
+    EmulatedAttention,
+    LayerEmulation,
+    LearnedStep,
+    PackedForm,
+    RoundedAttention,
+    RoundedConvolution,
+    RoundedDotGeneral,
+    RoundedEinsum,
+    RoundedOutput,
+    RoundedProduct,
+    RoundedPromotion,
+    ScaleSource,
+)
+from jchop.storage import QArray, fit_scale, quantize
+from jchop.storage._axis_groupings import map_over_stack
 
 Array = jax.Array
 
-_NNX_LINEAR_ROLES = MappingProxyType({"kernel": "weight", "bias": "bias"})
-_NNX_NORM_ROLES = MappingProxyType({"scale": "weight", "bias": "bias"})
 #: The fields of a rule that a product of a layer has.
 PRODUCT_RULE_FIELDS = ("gradient", "input_gradient", "weight_gradient", "matmul", "rotation")
 
@@ -33,23 +61,20 @@ class NnxKind:
         parameters: its parameters, each with the field of a rule that it is rounded by.
         slots: what its `promote_dtype` is given, one tuple for each number of arrays: names of parameters,
             ``"inputs"``, others (``""``); with a star those that the product rounds.
-        product: the attribute that multiplies, the rounding module that replaces it, and Flax's function.
+        product: the attribute that multiplies, the rounding module that replaces it, and Flax's function. A layer with
+            a layout and without it has a product that backward roundings cannot reach.
         layout: of its weights, as the product sums over them. Default: its last axis is summed over.
         inputs: layout of the inputs, if `promote_dtype` rounds them. Default: their own axes.
-        axes: how many axes that parameter has; more of them in front come of a stack of layers.
-        hides_product: whether there is a product that backward roundings cannot reach.
-        output: whether `output` is rounded: not if an inner layer returns it.
+        ndim: how many axes a parameter without a layout has; more of them in front come of a stack of layers.
         operation: what it computes with its parameters, as a rule's `operation` names it; empty for a norm.
     """
 
     parameters: Mapping[str, str]
     slots: tuple[tuple[str, ...], ...] = ()
-    product: tuple[str, type[rounding_modules.RoundedProduct], tuple[Any, ...]] | None = None
+    product: tuple[str, type[RoundedProduct], tuple[Any, ...]] | None = None
     layout: Callable[[Any], OperandLayout] | None = None
     inputs: Callable[[Any], OperandLayout] | None = None
-    axes: Callable[[Any], int] = lambda layer: 1
-    hides_product: bool = False
-    output: bool = True
+    ndim: int = 1
     operation: str = "dot_general"
 
     def fields(self, layer: Any) -> tuple[str, ...]:
@@ -59,7 +84,7 @@ class NnxKind:
         return (
             *dict.fromkeys(roles),
             *activation,
-            *["output"] * self.output,
+            *["output"] * (not self.caches),
             *(PRODUCT_RULE_FIELDS if self.product else ()),
             *["scale_from"] * self.keeps_scales,
             *["cache"] * self.caches,
@@ -72,8 +97,8 @@ class NnxKind:
 
     @property
     def caches(self) -> bool:
-        """Whether it keeps keys and values."""
-        return self.product is not None and self.product[1] is rounding_modules.RoundedAttention
+        """Whether it keeps keys and values; its result is then that of an inner layer, which has an `output`."""
+        return self.product is not None and self.product[1] is RoundedAttention
 
     @property
     def keeps_scales(self) -> bool:
@@ -81,62 +106,21 @@ class NnxKind:
         return self.product is not None and self.layout is not None
 
 
-def rules_for_norms(rules: Sequence[Rule], layer_kinds: Iterable[tuple[int, Any]]) -> tuple[Rule, ...]:
-    """Each rule as norms have it: if it decides other layers, too, it says only `output` and `bias` for a norm.
-
-    A scale and an input of a norm enter no product, so programs leave them as they are under the same rule.
-
-    Args:
-        rules: the rules.
-        layer_kinds: of each layer under a rule the number of the rule, and its row of `NNX_KINDS`; None without one.
-    """
-    wide = {number for number, kind in layer_kinds if kind is None or kind.operation}
-    return tuple(
-        Rule(
-            rule.path,
-            layer=rule.layer,
-            operation=rule.operation,
-            output=rule.output,
-            bias=rule.bias,
-            stochastic_stream=rule.stochastic_stream,
-        )
-        if number in wide
-        else rule
-        for number, rule in enumerate(rules)
-    )
-
-
-def _linear_layout(layer: Any) -> OperandLayout:
-    return OperandLayout((1,), (0,))
-
-
 def _linear_general_layout(layer: nnx.LinearGeneral) -> OperandLayout:
-    batch, inside = len(layer.batch_axis), len(layer.in_features)
-    free_axes = (*range(batch), *range(batch + inside, batch + inside + len(layer.out_features)))
+    batch, inside, out = len(layer.batch_axis), len(layer.in_features), len(layer.out_features)
+    free_axes = (*range(batch), *range(batch + inside, batch + inside + out))
     return OperandLayout(free_axes, tuple(range(batch, batch + inside)))
 
 
-def einsum_layouts(subscripts: str, *ndims: int) -> tuple[OperandLayout, OperandLayout]:
-    """The layouts of both arrays of an einsum: indices of a batch, others that stay, those that are summed over."""
-    left, right, result = einsum_letters(subscripts, *ndims)
-    both = [letter for letter in left if letter in right]
-    batch, contraction = ([letter for letter in both if (letter in result) is stays] for stays in (True, False))
-
-    def of(term: str) -> OperandLayout:
-        free = [*batch, *(letter for letter in term if letter not in both)]
-        return OperandLayout.of([term.index(letter) for letter in free], [term.index(letter) for letter in contraction])
-
-    return of(left), of(right)
-
-
 def _nnx_einsum_layout(layer: nnx.Einsum) -> OperandLayout:
+    """Indices of a batch come first, then others that stay, then those that are summed over."""
     first_term = layer.einsum_str.partition(",")[0]
-    return einsum_layouts(layer.einsum_str, len(first_term.replace("...", "")), len(layer.kernel_shape))[1]
-
-
-def _nnx_conv_layout(layer: nnx.Conv) -> OperandLayout:
-    space = len(layer.kernel_size)
-    return OperandLayout((space + 1,), tuple(range(space + 1)))
+    ndims = len(first_term.replace("...", "")), len(layer.kernel_shape)
+    left, right, result = einsum_letters(layer.einsum_str, *ndims)
+    both = [letter for letter in left if letter in right]
+    free = [*(letter for letter in both if letter in result), *(letter for letter in right if letter not in both)]
+    contraction = (letter for letter in both if letter not in result)
+    return OperandLayout(tuple(map(right.index, free)), tuple(map(right.index, contraction)))
 
 
 def _nnx_conv_transpose_layout(layer: nnx.ConvTranspose) -> OperandLayout:
@@ -145,74 +129,357 @@ def _nnx_conv_transpose_layout(layer: nnx.ConvTranspose) -> OperandLayout:
     return OperandLayout((out,), (*range(space), inside))
 
 
-_DOT_GENERAL_PRODUCT = ("dot_general", rounding_modules.RoundedDotGeneral, (lax.dot_general, None))
-_LINEAR_SLOTS = (("*inputs", "*kernel", "bias"),)
+_LINEAR_KIND = NnxKind(
+    MappingProxyType({"kernel": "weight", "bias": "bias"}),
+    (("*inputs", "*kernel", "bias"),),
+    ("dot_general", RoundedDotGeneral, (lax.dot_general, None)),
+    lambda layer: OperandLayout((1,), (0,)),
+)
+_NORM_KIND = NnxKind(
+    MappingProxyType({"scale": "weight", "bias": "bias"}), (("inputs", "scale", "bias"),), operation=""
+)
 
 #: Every layer that can be quantized. Cells of recurrent networks consist of Linear layers.
 NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
     {
-        nnx.Linear: NnxKind(
-            _NNX_LINEAR_ROLES, _LINEAR_SLOTS, _DOT_GENERAL_PRODUCT, _linear_layout, axes=lambda layer: 2
+        nnx.Linear: _LINEAR_KIND,
+        nnx.LoRALinear: _LINEAR_KIND,
+        nnx.LinearGeneral: replace(_LINEAR_KIND, layout=_linear_general_layout),
+        nnx.Einsum: replace(
+            _LINEAR_KIND, product=("einsum_op", RoundedEinsum, (jnp.einsum,)), layout=_nnx_einsum_layout
         ),
-        nnx.LoRALinear: NnxKind(
-            _NNX_LINEAR_ROLES, _LINEAR_SLOTS, _DOT_GENERAL_PRODUCT, _linear_layout, axes=lambda layer: 2
-        ),
-        nnx.LinearGeneral: NnxKind(
-            _NNX_LINEAR_ROLES,
-            _LINEAR_SLOTS,
-            _DOT_GENERAL_PRODUCT,
-            _linear_general_layout,
-            axes=lambda v: len(v.batch_axis) + len(v.in_features) + len(v.out_features),
-        ),
-        nnx.Einsum: NnxKind(
-            _NNX_LINEAR_ROLES,
-            _LINEAR_SLOTS,
-            ("einsum_op", rounding_modules.RoundedEinsum, (jax.numpy.einsum,)),
-            _nnx_einsum_layout,
-            axes=lambda layer: len(layer.kernel_shape),
-        ),
-        nnx.Conv: NnxKind(
-            _NNX_LINEAR_ROLES,
-            _LINEAR_SLOTS,
-            ("conv_general_dilated", rounding_modules.RoundedConvolution, (lax.conv_general_dilated,)),
-            _nnx_conv_layout,
-            axes=lambda layer: len(layer.kernel_size) + 2,
+        nnx.Conv: replace(
+            _LINEAR_KIND,
+            product=("conv_general_dilated", RoundedConvolution, (lax.conv_general_dilated,)),
+            layout=lambda layer: OperandLayout((len(layer.kernel_size) + 1,), tuple(range(len(layer.kernel_size) + 1))),
             operation="conv",
         ),
-        nnx.ConvTranspose: NnxKind(
-            _NNX_LINEAR_ROLES,
-            (("inputs", "kernel", "bias"),),
-            None,
-            _nnx_conv_transpose_layout,
-            lambda layer: OperandLayout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
-            axes=lambda layer: len(layer.kernel_size) + 2,
-            hides_product=True,
+        nnx.ConvTranspose: replace(
+            _LINEAR_KIND,
+            slots=(("inputs", "kernel", "bias"),),
+            product=None,
+            layout=_nnx_conv_transpose_layout,
+            inputs=lambda layer: OperandLayout((0,), tuple(range(1, len(layer.kernel_size) + 2))),
             operation="conv",
         ),
         nnx.Embed: NnxKind(
             MappingProxyType({"embedding": "weight"}),
             (("embedding",), ("*inputs", "*embedding")),
-            ("product", rounding_modules.RoundedDotGeneral, (None,)),
-            axes=lambda layer: 2,
+            ("product", RoundedDotGeneral, (None,)),
+            ndim=2,
             operation="embedding",
         ),
-        nnx.BatchNorm: NnxKind(_NNX_NORM_ROLES, (("inputs", "", "", "scale", "bias"),), operation=""),
-        nnx.LayerNorm: NnxKind(_NNX_NORM_ROLES, (("inputs", "scale", "bias"),), operation=""),
-        nnx.RMSNorm: NnxKind(MappingProxyType({"scale": "weight"}), (("inputs", "scale"),), operation=""),
-        nnx.GroupNorm: NnxKind(_NNX_NORM_ROLES, (("inputs", "scale", "bias"),), operation=""),
-        nnx.InstanceNorm: NnxKind(_NNX_NORM_ROLES, (("inputs", "scale", "bias"),), operation=""),
-        nnx.LoRA: NnxKind(
-            MappingProxyType({"lora_a": "weight", "lora_b": "weight"}),
-            (("inputs", "lora_a", "lora_b"),),
-            layout=_linear_layout,
-            axes=lambda layer: 2,
-            hides_product=True,
+        nnx.BatchNorm: replace(_NORM_KIND, slots=(("inputs", "", "", "scale", "bias"),)),
+        nnx.LayerNorm: _NORM_KIND,
+        nnx.RMSNorm: replace(
+            _NORM_KIND, parameters=MappingProxyType({"scale": "weight"}), slots=(("inputs", "scale"),)
+        ),
+        nnx.GroupNorm: _NORM_KIND,
+        nnx.InstanceNorm: _NORM_KIND,
+        nnx.LoRA: replace(
+            _LINEAR_KIND,
+            parameters=MappingProxyType({"lora_a": "weight", "lora_b": "weight"}),
+            slots=(("inputs", "lora_a", "lora_b"),),
+            product=None,
         ),
         nnx.MultiHeadAttention: NnxKind(
-            MappingProxyType({}),
-            (),
-            ("attention_fn", rounding_modules.RoundedAttention, (nnx.dot_product_attention,)),
-            output=False,
+            MappingProxyType({}), (), ("attention_fn", RoundedAttention, (nnx.dot_product_attention,))
         ),
     }
 )
+
+
+# -- roundings of a layer ----------------------------------------------------------------------------------------------
+
+#: By a variable and how it is packed: the variable, which keeps its identity from being used again, the packed one, and
+#: its form.
+PackedVariables = dict[Any, tuple[Any, Any, PackedForm]]
+
+
+def attach(
+    layer: Any,
+    kind: NnxKind,
+    rule: Rule,
+    path: str,
+    *,
+    packs: bool,
+    rngs: nnx.Rngs | None,
+    before: Any = None,
+    codes_by_name: Mapping[str, QArray] = MappingProxyType({}),
+    tied: PackedVariables | None = None,
+) -> None:
+    """Add the roundings of a rule to `layer`, which already has a class of jchop.
+
+    Args:
+        layer: changed in place.
+        kind: its row of `NNX_KINDS`.
+        rule: the rule of the layer.
+        path: of the layer, for errors.
+        packs: whether parameters are stored packed, else rounded each time.
+        rngs: for streams of keys.
+        before: the previous rounding module of the layer's product, whose scales are kept if they are of the same kind.
+        codes_by_name: parameters that are packed already, in their layout, by name.
+        tied: what has been packed in the model; a parameter that is packed again in the same way stays one.
+    """
+    place = Location(type(layer).__name__, path, rule)
+    _check_layer_rule(layer, kind, rule, path)
+    check_param_axes(layer, kind, place)
+    input_source, weight_source = operand_scale_sources(layer, kind, rule, packs, before)
+    packed_params = (
+        _pack_layer_params(layer, kind, rule, path, rngs, weight_source, codes_by_name, {} if tied is None else tied)
+        if packs
+        else ()
+    )
+
+    def stream(*stochastic: bool) -> nnx.RngStream | None:
+        return fork_rounding_stream(rule, rngs, path) if any(stochastic) else None
+
+    weight = None if packs else rule.weight
+    by_codes = multiplies_codes(rule)
+    if kind.product is not None:
+        attribute, module_class, _ = kind.product
+        codes = by_codes and (rule.activation is not None or rule.weight is not None)
+        right_spec = rule.activation if not kind.parameters else rule.weight if codes else weight
+        fields = (getattr(rule, name) for name in PRODUCT_RULE_FIELDS)
+        how = ProductRoundings(
+            rule.activation, right_spec, *fields, place=place, codes=codes, stored_only=rule.product == "auto"
+        )
+        draws = how.stochastic and not (packs and how.stored_only)
+        module = module_class(how, stream(draws), input_source, None if packs else weight_source)
+        if before is not None and before.how.left == rule.activation and input_source is None and how.keeps_left:
+            module.set_data(range=before.range)
+        setattr(layer, attribute, module.as_attribute())
+    if kind.slots:
+        specs = tuple(_promotion_specs(layer, kind, rule, packs))
+        draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
+        if specs or packed_params:
+            promote = RoundedPromotion(layer.promote_dtype, kind.slots, specs, packed_params, draws, place, by_codes)
+            layer.promote_dtype = promote.as_attribute()
+    if kind.caches:
+        layer.cache = rule.cache
+    elif rule.output is not None:
+        layer.output = RoundedOutput(rule.output, stream(is_stochastic(rule.output)), place).as_attribute()
+
+
+def attach_emulation(layer: Any, kind: NnxKind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
+    """Give `layer` the arithmetic that a rule says: `activation` for every operation, `matmul` for sums."""
+    _check_layer_rule(layer, kind, rule, path, emulates=True)
+    if rule.activation is None:
+        raise ValueError(f"{rule}: mode='emulate' needs an activation, which every operation is rounded to")
+    draws = is_stochastic(rule.activation) or (rule.matmul is not None and rule.matmul.stochastic)
+    stream = fork_rounding_stream(rule, rngs, path) if draws else None
+    as_spec(rule.activation, "activation")  # a scaled format has no single numbers
+    if kind.parameters:
+        layer.emulation = LayerEmulation(rule.activation, rule.matmul, stream).as_attribute()
+    else:
+        layer.attention_fn = EmulatedAttention(rule.activation, rule.matmul, stream).as_attribute()
+
+
+def _promotion_specs(layer: Any, kind: NnxKind, rule: Rule, packs: bool) -> Any:
+    """The arrays that `promote_dtype` rounds: (name, spec, layout)."""
+    layout = None if kind.layout is None else kind.layout(layer)
+    for name, role in kind.parameters.items():
+        spec = kind.spec(rule, name)
+        if spec is not None and not packs and any(name in slots for slots in kind.slots):
+            yield name, spec, layout if role == "weight" else None
+    if rule.activation is not None and any("inputs" in slots for slots in kind.slots):
+        yield "inputs", rule.activation, None if kind.inputs is None else kind.inputs(layer)
+
+
+# -- sources of scales -------------------------------------------------------------------------------------------------
+
+
+def operand_scale_sources(
+    layer: Any, kind: NnxKind, rule: Rule, packs: bool, before: Any
+) -> tuple[ScaleSource | None, ScaleSource | None]:
+    """The sources of scales of both operands of a layer's product, by the rule or from its previous module."""
+    how = rule.scale_from
+    if how is None or not kind.keeps_scales:
+        return None, None
+    if packs and isinstance(how, DelayedScaling):
+        raise ValueError(f"{rule}: a history of scales is for training, mode='qat'; leave scale_from out to pack")
+    layout, stack_ndim = param_layout(layer, kind, "kernel")
+    kernel = _param_in_compute_dtype(layer, "kernel")
+    stack = kernel.shape[:stack_ndim]
+
+    def source(side: str, field: str, spec: Spec | None) -> ScaleSource | None:
+        old = getattr(before, side, None)
+        if old is not None and old.how == how and getattr(before.how, side) == spec:
+            return old
+        if spec is None or field not in how.fields:
+            return None
+        if isinstance(how, LSQ) and field == "weight":
+            return LearnedStep(
+                how, stack, layout, map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], kernel)
+            )
+        return SCALE_SOURCES[type(how)](how, stack)
+
+    return source("left", "activation", rule.activation), source("right", "weight", rule.weight)
+
+
+# -- packed parameters -------------------------------------------------------------------------------------------------
+
+
+def _pack_layer_params(
+    layer: Any,
+    kind: NnxKind,
+    rule: Rule,
+    path: str,
+    rngs: nnx.Rngs | None,
+    weight_source: Any,
+    codes_by_name: Mapping[str, QArray],
+    tied: PackedVariables,
+) -> tuple[tuple[str, PackedForm], ...]:
+    """Store the parameters that the rule rounds as QArrays, or those in `codes_by_name`; the form of each."""
+    packed_params = []
+    for name, role in kind.parameters.items():
+        variable, spec = getattr(layer, name), kind.spec(rule, name)
+        if variable is None or spec is None:
+            continue
+        layout, stack_ndim = param_layout(layer, kind, name)
+        shape = tuple(variable.get_value().shape[stack_ndim:])
+        has_mask = name == "kernel" and getattr(layer, "mask", None) is not None
+        identity: Any = None
+        if name in codes_by_name:
+            if has_mask:
+                raise ValueError(
+                    f"{type(layer).__name__} at {path!r} has a mask, and its kernel is packed already: a packed kernel "
+                    "has been multiplied by its mask. Make the layer with mask=None"
+                )
+            codes, codes_layout = _codes_in_own_shape(codes_by_name[name], layout, shape, stack_ndim)
+        else:
+            check_finite(variable.get_value(), f"{name} of the {Location(type(layer).__name__, path, rule)}")
+            key = fork_rounding_stream(rule, rngs, path)() if spec.rounding.stochastic else None
+            scale = weight_source.scale[...] if weight_source is not None and role == "weight" else None
+            if key is None and scale is None and not has_mask:
+                identity = id(variable), spec, layout, stack_ndim, getattr(layer, "dtype", None)
+            if identity in tied:
+                _, new, form = tied[identity]
+                packed_params.append((name, form))
+                setattr(layer, name, new)
+                continue
+            codes, codes_layout = pack_param(
+                _param_in_compute_dtype(layer, name, has_mask), layout, stack_ndim, spec, key, scale
+            )
+        form = PackedForm(codes.spec, codes_layout, shape)
+        packed_params.append((name, form))
+        new = packed_nnx_variable(variable, codes, codes_layout)
+        setattr(layer, name, new)
+        if identity is not None:
+            tied[identity] = variable, new, form
+        if has_mask:
+            layer.mask = None  # it is in the packed kernel, since the product rounds kernel * mask
+    return tuple(packed_params)
+
+
+def param_layout(layer: Any, kind: NnxKind, name: str) -> tuple[OperandLayout, int]:
+    """The layout of a parameter, and how many axes in front come of a stack of layers."""
+    weight = kind.parameters[name] == "weight"
+    layout = None if kind.layout is None else kind.layout(layer)
+    if layout is None or not weight:
+        ndim = kind.ndim if layout is None else len(layout.free)
+        if isinstance(layer, nnx.Einsum) and layer.bias_shape is not None and not weight:
+            ndim = len(layer.bias_shape)
+        layout = OperandLayout(tuple(range(ndim - 1)), tuple(range(ndim - 1, ndim)))
+    return layout, getattr(layer, name).get_value().ndim - len(layout.free) - len(layout.contracting)
+
+
+def _param_in_compute_dtype(layer: Any, name: str, times_mask: bool = False) -> Array:
+    """A parameter in the dtype that the layer computes in; of a convolution also times its mask."""
+    value, dtype = getattr(layer, name).get_value(), getattr(layer, "dtype", None)
+    value = value * layer.mask if times_mask else value
+    return value if dtype is None else value.astype(dtype)
+
+
+def packed_param_shape(layer: Any, kind: NnxKind, name: str, spec: Spec) -> Any:
+    """The shapes of a packed parameter."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shape = jax.ShapeDtypeStruct(getattr(layer, name).get_value().shape, getattr(layer, name).get_value().dtype)
+    how = param_layout(layer, kind, name)
+    return jax.eval_shape(lambda value, key: pack_param(value, *how, spec, key)[0], shape, key)
+
+
+def exact_and_rounded_param(layer: Any, kind: NnxKind, name: str, spec: Spec) -> tuple[Array, Array]:
+    """A parameter in its layout, and the same rounded by a spec that draws nothing."""
+    layout, stack_ndim = param_layout(layer, kind, name)
+    value, mask = getattr(layer, name).get_value(), getattr(layer, "mask", None) if name == "kernel" else None
+    value = value if mask is None else value * mask
+    exact = map_over_stack(stack_ndim, layout.lay, value)
+    return exact, map_over_stack(stack_ndim, lambda one: round_to_format(layout.lay(one), spec), value)
+
+
+def pack_param(
+    value: Array, layout: OperandLayout, stack_ndim: int, spec: Spec, key: Array | None, scale: Any = None
+) -> tuple[QArray, OperandLayout | None]:
+    """A parameter quantized along the axes of its layout, under its own or given scales; each of a stack by itself.
+
+    Returns:
+        The codes and scales in the parameter's own shape, and None. If that shape would split groups, the codes and
+        scales in the layout, and the layout.
+    """
+
+    def quantize_one(both: tuple[Array, Any], key: Array | None) -> QArray:
+        return quantize(layout.lay(both[0]), spec, key, scale=both[1])
+
+    codes = map_over_stack(stack_ndim, quantize_one, (value, scale), key)
+    return _codes_in_own_shape(codes, layout, tuple(value.shape[stack_ndim:]), stack_ndim)
+
+
+def _codes_in_own_shape(
+    codes: QArray, layout: OperandLayout, shape: tuple[int, ...], stack_ndim: int
+) -> tuple[QArray, OperandLayout | None]:
+    """As `pack_param` returns it, of codes and scales in a layout."""
+    # Layer by layer, so that the spec is that of one layer: as an axis among others, that of the stack would be named.
+    own = map_over_stack(stack_ndim, lambda one: restore_param_axes(one, layout, shape), codes)
+    return (codes, layout) if own is None else (own, None)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_param_axes(layer: Any, kind: NnxKind, place: Location) -> None:
+    """Refuse formats of parameters that name axes which those have not, before anything runs."""
+    assert place.rule is not None
+    for name, role in kind.parameters.items():
+        if getattr(layer, name) is not None:
+            check_layout_axes(role, kind.spec(place.rule, name), param_layout(layer, kind, name)[0].ndim, place)
+
+
+def _check_layer_rule(layer: Any, kind: NnxKind, rule: Rule, path: str, emulates: bool = False) -> None:
+    what = f"{type(layer).__name__} at {path!r}"
+    if kind.slots and layer.promote_dtype is not dtypes.promote_dtype:
+        raise ValueError(f"{what} has a promote_dtype of its own, in whose place the rounding would stand")
+    refuse_forward_rotation(rule, what)
+    if kind.product is not None:
+        attribute, _, usual = kind.product
+        own = getattr(layer, attribute, None)
+        if not any(own is function for function in usual) or getattr(layer, "dot_general_cls", None) is not None:
+            raise ValueError(f"{what} has a {attribute} of its own, in whose place the rounding would stand")
+    if kind.product is None and kind.layout is not None and not emulates:
+        for name in PRODUCT_RULE_FIELDS:
+            if getattr(rule, name) is not None:
+                raise NotImplementedError(
+                    f"{what}: {name}={str(getattr(rule, name))!r} cannot be had, since Flax gives no access to its "
+                    f"product. {exclusion_advice([path], rule, ', ...')}"
+                )
+        refuse_code_products(rule, what, "Flax gives no access to its product")
+    if kind.keeps_scales and rule.scale_from is not None:
+        refuse_code_products(rule, what, "codes have scales of their own, and none from scale_from")
+    for name, role in kind.parameters.items():
+        if role in ("weight", "bias") and isinstance(getattr(layer, name), QuantizedParam):
+            raise ValueError(f"{what} is packed already; quantize the model that it was made from")
+
+
+def fork_rounding_stream(rule: Rule, rngs: nnx.Rngs | None, path: str) -> nnx.RngStream:
+    if rngs is None:
+        raise ValueError(
+            f"rngs=None, but {rule} rounds stochastically in the layer {path!r}: pass flax.nnx.Rngs, for example "
+            f"rngs=nnx.Rngs({rule.stochastic_stream}=0)"
+        )
+    stream = getattr(rngs, rule.stochastic_stream, None)  # that of the name, or "default"
+    if stream is None:
+        raise ValueError(
+            f"rngs has no stream {rule.stochastic_stream!r}, which {rule} draws from in the layer {path!r}: it has "
+            f"{', '.join(map(repr, rngs)) or 'none'}"
+        )
+    return stream.fork()

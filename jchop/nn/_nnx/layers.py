@@ -1,14 +1,15 @@
-"""The quantized layers: a generated class for each layer of Flax, and the conversion of Flax's layers to them."""
+"""The quantized layers: a class for each layer of Flax; `quantize`, which converts a model into one that rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
 
+from jchop._common.checks import check_instance, first_names
 from jchop._common.paths import nearest_paths_hint
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
@@ -17,18 +18,30 @@ from jchop._quantized.products.rule import (
     module_rule_indexes,
     param_rule_index,
 )
-from jchop.nn._nnx import rounding_modules
-from jchop.nn._nnx.attach import PackedVariables, attach, attach_emulation
-from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, rules_for_norms
-from jchop.nn._nnx.modules import ModuleEntry, module_entries
-from jchop.nn._nnx.programs import INPUTS_ADVICE, is_nnx_program
-from jchop.nn._nnx.variables import QuantizedParam
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind, PackedVariables, attach, attach_emulation
+from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam, module_entries
+from jchop.nn._nnx.programs import is_nnx_program, quantize_program
+from jchop.nn._nnx.rounding_modules import (
+    RoundedProduct,
+    RoundedPromotion,
+    RoundingModule,
+    ScaleSource,
+    rounding_module_in,
+)
 from jchop.nn._shared import cache
-from jchop.nn._shared.modes import LayerMode, check_layer_modes, rules_of_mode
-from jchop.nn._shared.program_classes import is_plain_flax_layer, plain_class
-from jchop.nn._shared.scale_state import ScaleSource
+from jchop.nn._shared.program_classes import (
+    INPUTS_ADVICE,
+    ExampleInputs,
+    LayerMode,
+    check_layer_modes,
+    is_plain_flax_layer,
+    plain_class,
+    rules_of_mode,
+)
+from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, quantize_equinox_module
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 # What a quantized layer adds to one of Flax stands in the class itself: a class with one more parent could not become
@@ -76,8 +89,11 @@ def _init_attention_cache(self: Any, input_shape: Sequence[int], dtype: Any = ja
     """An empty cache for sequences of `input_shape`, (..., length, features), packed if the rule has a `cache`."""
     if self.cache is None:
         nnx.MultiHeadAttention.init_cache(self, tuple(input_shape), dtype)
-    else:
-        cache.init_packed_cache(self, input_shape, dtype, self.cache)
+        return
+    shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
+    for name in ("cached_key", "cached_value"):
+        setattr(self, name, nnx.data(nnx.Cache(cache.empty_packed_cache(shape, dtype, self.cache))))
+    self.cache_index = nnx.data(nnx.Cache(jax.numpy.array(0, jax.numpy.int32)))
 
 
 _EXTRA_LAYER_ATTRIBUTES: Mapping[type, Mapping[str, Any]] = MappingProxyType(
@@ -119,7 +135,7 @@ def _make_quantized_class(base: type) -> type:
         else {}
     )
     return type(
-        name, (base,), {"__init__": _make_layer_init(base), "__doc__": doc, "__module__": __name__, **attributes}
+        name, (base,), {"__init__": _make_layer_init(base), "__doc__": doc, "__module__": "jchop.nn", **attributes}
     )
 
 
@@ -127,24 +143,10 @@ def _make_quantized_class(base: type) -> type:
 QUANTIZED_CLASSES: Mapping[type, type] = MappingProxyType(
     {base: _make_quantized_class(base) for base in (*NNX_KINDS, *_RECURRENT_CELLS)}
 )
-BatchNorm: Any = QUANTIZED_CLASSES[nnx.BatchNorm]
-Conv: Any = QUANTIZED_CLASSES[nnx.Conv]
-ConvTranspose: Any = QUANTIZED_CLASSES[nnx.ConvTranspose]
-Einsum: Any = QUANTIZED_CLASSES[nnx.Einsum]
-Embed: Any = QUANTIZED_CLASSES[nnx.Embed]
-GRUCell: Any = QUANTIZED_CLASSES[nnx.GRUCell]
-GroupNorm: Any = QUANTIZED_CLASSES[nnx.GroupNorm]
-InstanceNorm: Any = QUANTIZED_CLASSES[nnx.InstanceNorm]
-LSTMCell: Any = QUANTIZED_CLASSES[nnx.LSTMCell]
-LayerNorm: Any = QUANTIZED_CLASSES[nnx.LayerNorm]
-Linear: Any = QUANTIZED_CLASSES[nnx.Linear]
-LinearGeneral: Any = QUANTIZED_CLASSES[nnx.LinearGeneral]
-LoRA: Any = QUANTIZED_CLASSES[nnx.LoRA]
-LoRALinear: Any = QUANTIZED_CLASSES[nnx.LoRALinear]
-MultiHeadAttention: Any = QUANTIZED_CLASSES[nnx.MultiHeadAttention]
-OptimizedLSTMCell: Any = QUANTIZED_CLASSES[nnx.OptimizedLSTMCell]
-RMSNorm: Any = QUANTIZED_CLASSES[nnx.RMSNorm]
-SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
+
+
+#: The class of Flax of each quantized class.
+FLAX_CLASSES: Mapping[type, type] = {quantized_class: base for base, quantized_class in QUANTIZED_CLASSES.items()}
 
 
 def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | None]]:
@@ -154,33 +156,19 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
     """
     for entry in module_entries(model):
         cls = plain_class(type(entry.module))
-        cls = cls if cls in NNX_KINDS else _flax_class(cls)
-        if isinstance(entry.module, rounding_modules.RoundingModule | ScaleSource):
+        cls = FLAX_CLASSES.get(cls, cls)
+        if isinstance(entry.module, RoundingModule | ScaleSource):
             continue
-        if (kind := NNX_KINDS.get(cls)) is not None or entry_parameters(entry):
-            yield entry, kind if kind is not None and _is_plain_layer(entry, cls, kind) else None
-
-
-def _is_plain_layer(entry: ModuleEntry, cls: type, kind: NnxKind) -> bool:
-    """Whether a layer computes what its class says, and nothing that other libraries have put into it."""
-    more = entry_parameters(entry).keys() - kind.parameters.keys()
-    return not more and is_plain_flax_layer(entry.module, cls, nnx.Module)
+        kind, names = NNX_KINDS.get(cls), entry_parameters(entry).keys()
+        is_plain = kind is not None and names <= kind.parameters.keys()
+        if kind is not None or names:
+            yield entry, kind if is_plain and is_plain_flax_layer(entry.module, cls, nnx.Module) else None
 
 
 def nnx_layers(model: nnx.Module) -> Iterator[tuple[str, Any, NnxKind | None]]:
     """As `layer_entries`: the first path of each, the module itself, and its row."""
     for entry, kind in layer_entries(model):
         yield entry.paths[0], entry.module, kind
-
-
-def _flax_class(cls: type) -> Any:
-    """The class of Flax that a class was made from."""
-    return next((base for base, quantized_class in QUANTIZED_CLASSES.items() if quantized_class is cls), None)
-
-
-def entry_rule_numbers(entry: ModuleEntry, kind: NnxKind | None, rules: Sequence[Rule]) -> list[int]:
-    """As `module_rule_indexes`, of a module that has a row of `NNX_KINDS` or none."""
-    return module_rule_indexes(entry.paths, rules, type(entry.module).__name__, "" if kind is None else kind.operation)
 
 
 class NnxLayerRule(NamedTuple):
@@ -191,7 +179,7 @@ class NnxLayerRule(NamedTuple):
         kind: its row of `NNX_KINDS`.
         numbers: the rules that match it, by number; all say the same.
         rule: its rule, as given; None if none matches.
-        effective_rule: what that rule rounds in this layer (`rules_for_norms`).
+        effective_rule: what that rule rounds in this layer.
     """
 
     entry: ModuleEntry
@@ -203,16 +191,28 @@ class NnxLayerRule(NamedTuple):
 
 def nnx_layer_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[NnxLayerRule]:
     """As `layer_entries`, each with its rule."""
-    matches = [(entry, kind, entry_rule_numbers(entry, kind, rules)) for entry, kind in layer_entries(model)]
-    of_norms = rules_for_norms(rules, ((number, kind) for _, kind, numbers in matches for number in numbers))
+    matches = []
+    for entry, kind in layer_entries(model):
+        operation = "" if kind is None else kind.operation
+        matches.append((entry, kind, module_rule_indexes(entry.paths, rules, type(entry.module).__name__, operation)))
+    wide = {n for _, kind, numbers in matches if kind is None or kind.operation for n in numbers}
 
     def of(numbers: list[int], kind: NnxKind | None) -> tuple[Rule | None, Rule | None]:
         if not numbers:
             return None, None
         rule = rules[numbers[0]]
-        return rule, rule if kind is None or kind.operation else of_norms[numbers[0]]
+        return rule, rule if kind is None or kind.operation or numbers[0] not in wide else _rule_for_norm(rule)
 
     return [NnxLayerRule(entry, kind, numbers, *of(numbers, kind)) for entry, kind, numbers in matches]
+
+
+def _rule_for_norm(rule: Rule) -> Rule:
+    """What a rule that decides other layers, too, says for a norm.
+
+    A scale and an input of a norm enter no product, so programs leave them as they are under the same rule.
+    """
+    names = ("path", "layer", "operation", "output", "bias", "stochastic_stream")
+    return Rule(**{name: getattr(rule, name) for name in names})
 
 
 def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:
@@ -223,8 +223,7 @@ def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:
 def quantize_layers(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
     """Quantize every layer of a model that a rule matches, in place."""
     check_layer_modes(rules, mode)
-    if rngs is not None and not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
+    check_instance("rngs", rngs, nnx.Rngs | None, "flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
     layer_rules = nnx_layer_rules(model, rules)
     _check_nnx_rules_have_effect(rules, layer_rules)
     tied: PackedVariables = {}
@@ -279,10 +278,10 @@ def _rounded_param_names(layer: Any, kind: NnxKind) -> set[str]:
         return set()
     if getattr(layer, "emulation", None) is not None:
         return set(kind.parameters)
-    product = None if kind.product is None else rounding_modules.rounding_module_in(layer, kind.product[0])
-    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
-    names = {name for name, *_ in promote.specs} if isinstance(promote, rounding_modules.RoundedPromotion) else set()
-    if isinstance(product, rounding_modules.RoundedProduct) and product.how.right is not None:
+    product = None if kind.product is None else rounding_module_in(layer, kind.product[0], RoundedProduct)
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    names = set() if promote is None else {name for name, *_ in promote.specs}
+    if product is not None and product.how.right is not None:
         names |= {name for name, role in kind.parameters.items() if role == "weight"}
     return names & set(kind.parameters)
 
@@ -312,33 +311,16 @@ def check_norm_wrappers(model: nnx.Module) -> None:
             )
 
 
-def needs_nnx_program(model: nnx.Module, rules: Sequence[Rule], mode: str) -> bool:
-    """Whether a rule that rounds matches a module with parameters that is no layer of Flax."""
-    if mode == "emulate" or is_nnx_program(model):
-        return mode != "emulate"
-    return bool(_custom_module_rules(model, rules))
-
-
-def _custom_module_rules(model: nnx.Module, rules: Sequence[Rule]) -> list[tuple[ModuleEntry, Rule]]:
-    """The modules with parameters that are no layers of Flax, each with the rule that rounds it."""
-    modules = [(entry, entry_rule_numbers(entry, kind, rules)) for entry, kind in layer_entries(model) if kind is None]
-    return [(entry, rules[numbers[0]]) for entry, numbers in modules if numbers and rules[numbers[0]].rounds]
-
-
-def check_program_inputs(model: nnx.Module, rules: Sequence[Rule]) -> None:
+def _refuse_to_pack(modules: Sequence[tuple[ModuleEntry, Rule]]) -> None:
     """Refuse to pack the program of a model without arguments to trace it with.
 
     Raises:
         ValueError: that names the modules for which the program is quantized.
     """
-    modules = [] if is_nnx_program(model) else _custom_module_rules(model, rules)
-    if not modules:
-        return
-    names = ", ".join(f"{entry.paths[0]!r} ({type(entry.module).__name__})" for entry, _ in modules[:3])
-    names += f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+    text = first_names([f"{entry.paths[0]!r} ({type(entry.module).__name__})" for entry, _ in modules], str)
     paths = [path for entry, _ in modules for path in entry.paths]
     raise ValueError(
-        f"inputs=None, but rules match {names}, whose parameters no plain layer of Flax holds. So the program of the "
+        f"inputs=None, but rules match {text}, whose parameters no plain layer of Flax holds. So the program of the "
         f"model is quantized, and one that is packed has to be traced: {INPUTS_ADVICE}. "
         f"{exclusion_advice(paths, modules[0][1])}"
     )
@@ -352,15 +334,11 @@ def strip_rounding(layer: Any, kind: NnxKind) -> Any:
     """
     if type(layer) in NNX_KINDS:
         return None
-    before = None
-    if kind.slots and isinstance(
-        promote := rounding_modules.rounding_module_in(layer, "promote_dtype"), rounding_modules.RoundedPromotion
-    ):
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    if promote is not None:
         layer.promote_dtype = nnx.static(promote.base)
-    if kind.product is not None and isinstance(
-        product := rounding_modules.rounding_module_in(layer, kind.product[0]), rounding_modules.RoundedProduct
-    ):
-        before = product
+    before = None if kind.product is None else rounding_module_in(layer, kind.product[0], RoundedProduct)
+    if before is not None and kind.product is not None:
         setattr(layer, kind.product[0], nnx.static(kind.product[2][0]))
     for name in ("output", "emulation", "cache"):
         if name in vars(layer):
@@ -393,3 +371,99 @@ def _check_nnx_rules_have_effect(rules: Sequence[Rule], layer_rules: Sequence[Nn
                 f"{rule}: {', '.join(idle)} has no effect on any of its layers: "
                 f"{', '.join(sorted({type(one.entry.module).__name__ for one in matches}))}"
             )
+
+
+def quantize(
+    model: T,
+    rules: Rule | Iterable[Rule],
+    mode: LayerMode = "qat",
+    *,
+    inputs: ExampleInputs | None = None,
+    rngs: nnx.Rngs | None = None,
+    key: jax.Array | None = None,
+) -> T:
+    """A copy of a model that rounds by rules.
+
+    With `inputs`, or if a rule matches a module with parameters that is no layer of Flax, the *program* of the model is
+    quantized: `jchop.quantize_fn` runs each of its methods, and rounds the parameters that reach products, whatever
+    modules they are in. A rule then may have `weight`, `bias`, `activation`, `matmul` and the specs of gradients.
+    Calls of a module in the model by itself (``model.encoder(x)``) are under the rules, too, as long as these need no
+    stream of keys and no kept scales, which are those of the model; else they are an error.
+
+    Without `inputs`, the *layers* of the model are quantized: they become layers of `jchop.nn` with the same name,
+    parameters and paths, which round in place of Flax's `rounded_dot_general`, `rounded_conv`, `einsum_op`,
+    `attention_fn` and `promote_dtype`, and round their result. A product in the model's own code, ``x @ kernel``, is
+    not rounded then. `scale_from`, `calibrate`, `output` and `cache` need layers.
+
+    Of a module of Equinox the program is quantized: the result has the fields, paths and methods of the module, and
+    its class is derived from the module's. Packed parameters are QArrays in the places of arrays.
+
+    Layers without a rule do not change; `report` lists the effect on each. A rule rounds the scale and the input of a
+    norm only if all layers that it decides are norms. So a rule for products gives the same model in both ways.
+
+    Args:
+        model: a module of Flax NNX or of Equinox, or a quantized one, which is then quantized again. Calibrated and
+            learned scales (`calibrate`, `Rule.scale_from`) are kept if the rounding of the operand is the same.
+        rules: a `Rule`, or several; the first that matches a layer's path applies.
+        mode: ``"qat"`` (default): parameters are rounded at each use, with straight-through gradients. ``"ptq"``:
+            weights and biases are rounded once and stored packed, as `QuantizedParam`; other tensors are rounded at
+            each use. These two compute the same numbers, bit for bit, if the rounding is not stochastic.
+            ``"weight_only"``: like ``"ptq"``, and a rule may round nothing else; a rule without a `product` has
+            ``"auto"``, so that products read weights as they are stored, and sums differ in last digits from those of
+            ``"ptq"``. ``"emulate"``: `jchop.emulate` runs the layer, with
+            every operation rounded to the rule's activation, and sums by its matmul.
+        inputs: example arguments of the model's call, ``(x,)`` or by name ``{"x": x, "cache": cache}``, or of several
+            methods, ``{"decode": (x, step), "encode": {"x": x}}``: arrays or `jax.ShapeDtypeStruct`. With them the
+            program is quantized. They are required to pack a model that is not made of plain layers of Flax alone: a
+            layer with parameters or methods that other code has given it is none. Default None.
+        rngs: `flax.nnx.Rngs`, required if a rule is stochastic: every rounding draws from its own stream, forked from
+            the one named by the rule, and advances it, like a dropout. Not for Equinox.
+        key: Equinox: a typed key, required to pack if the rounding of a parameter is stochastic. Calls of a module with
+            a stochastic rule then take a key each, ``model(x, rounding_key=key)``. Default None.
+
+    Returns:
+        The new model. Arrays that did not change are shared with the given one.
+
+    Raises:
+        TypeError: for invalid rules or `rngs`.
+        ValueError: for a rule that matches no layer, or has a field without effect on those it matches; a layer with
+            its own functions instead of Flax's; a stochastic rule without `rngs`; with `inputs`, a layer that rounds
+            its parameters already, or a method that is an attribute of one object; other arguments in `inputs`.
+        NotImplementedError: for a product that is out of reach, a field that a program does not have, or packed
+            parameters that `flax.nnx.SpectralNorm` or `WeightNorm` would normalize.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(4, 2, rngs=nnx.Rngs(1)))
+        >>> rules = [jc.nn.Rule("layers/2"), jc.nn.Rule(weight="int4(group=all)", activation="int8(group=all)")]
+        >>> trained, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, mode="ptq")
+        >>> x = jnp.linspace(-1, 1, 24).reshape(3, 8)
+        >>> bool((trained(x) == packed(x)).all()), packed.layers[0].kernel[...].nbytes
+        (True, 32)
+    """
+    all_rules = rules_of_mode(rules, mode)
+    if is_equinox_module(model):
+        if rngs is not None:
+            raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")
+        return quantize_equinox_module(model, all_rules, mode, inputs, key)
+    advice = "for one of Linen use jchop.nn.linen.quantize, for a function of parameters jchop.quantize_fn"
+    check_flax_or_equinox("model", model, f"; {advice}")
+    if key is not None:
+        raise TypeError("key is for modules of Equinox; one of Flax NNX takes rngs=")
+    result: Any = nnx.merge(*nnx.split(model), copy=True)  # variables of its own, holding the same arrays
+    is_program = is_nnx_program(result)
+    decisions = [] if mode == "emulate" or is_program else nnx_layer_rules(result, all_rules)
+    custom = [
+        (one.entry, one.rule) for one in decisions if one.kind is None and one.rule is not None and one.rule.rounds
+    ]
+    if inputs is None and not custom and (mode == "emulate" or not is_program):
+        quantize_layers(result, all_rules, mode, rngs)
+        check_norm_wrappers(result)
+        return result
+    check_layer_modes(all_rules, mode, program=True)
+    refuse_quantized_layers(result, all_rules)
+    if inputs is None and mode != "qat" and custom:
+        _refuse_to_pack(custom)
+    quantize_program(result, all_rules, mode, inputs, rngs)
+    return result

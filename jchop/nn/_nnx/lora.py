@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jchop._common.checks import short_repr
+from jchop._common.checks import check, check_instance
 from jchop._common.paths import matches_path
-from jchop.nn._nnx import rounding_modules
-from jchop.nn._nnx.attach import attach
-from jchop.nn._nnx.layer_kinds import NNX_KINDS, NnxKind
-from jchop.nn._nnx.layers import QUANTIZED_CLASSES, layer_entries, strip_rounding
-from jchop.nn._nnx.modules import keys_as_path
+from jchop.nn._nnx.layer_kinds import NNX_KINDS, attach
+from jchop.nn._nnx.layers import FLAX_CLASSES, layer_entries, strip_rounding
+from jchop.nn._nnx.nodes import keys_as_path, replace_nodes
 from jchop.nn._nnx.programs import (
     has_adapters,
     is_nnx_program,
@@ -29,6 +28,7 @@ from jchop.nn._nnx.programs import (
     trace_nnx_programs,
     variable_paths,
 )
+from jchop.nn._nnx.rounding_modules import RoundedPromotion, rounding_module_in
 from jchop.nn._shared.lora_rule import (
     LoraRule,
     add_adapter_output,
@@ -36,11 +36,11 @@ from jchop.nn._shared.lora_rule import (
     check_lora_rules_match,
     initial_stack_adapters,
     merge_lora_weight,
-    weight_as_matrix,
+    read_adapters,
+    write_adapters,
 )
-from jchop.nn._shared.peft_files import read_adapters, write_adapters
 from jchop.nn._shared.program_classes import ExampleInputs, plain_class
-from jchop.nn._trees.equinox_modules import is_equinox_module
+from jchop.nn._trees.equinox_modules import check_flax_or_equinox
 from jchop.nn._trees.lora import (
     AdapterTargets,
     add_lora_to_tree,
@@ -146,15 +146,16 @@ def add_lora(
     """
     lora_rules = as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
-        _check_tree_model(model, fun)
+        if fun is None:
+            check_flax_or_equinox("model", model, "; parameters need fun=")
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
         return add_lora_to_tree(model, lora_rules, key, inputs, fun, original)
     for name, value in (("key", key), ("fun", fun)):
         if value is not None:
             raise TypeError(f"{name} is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
-    if not isinstance(rngs, nnx.Rngs):
-        raise TypeError(f"rngs={rngs!r} must be flax.nnx.Rngs, for example nnx.Rngs(0)")
+    check_instance("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs, for example nnx.Rngs(0)")
+    assert rngs is not None
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     if inputs is not None or is_nnx_program(result):
         targets = _nnx_adapter_targets(result, inputs)
@@ -175,7 +176,7 @@ def add_lora(
         used.add(number)
         adapters[id(layer)] = _adapt_layer(layer, path, lora_rules[number], rngs, before.get(path))
     check_lora_rules_match(lora_rules, used, paths)
-    return _replace_with_adapters(result, adapters)
+    return replace_nodes(result, adapters)
 
 
 def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> AdapterTargets:
@@ -193,7 +194,7 @@ def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> Ada
         for entry, kind in entries
         if kind is not None
         for name, v in entry.variables.items()
-        if not _is_product_weight(kind, name)
+        if kind.parameters.get(name) != "weight" or kind.operation in ("", "embedding")
     }
     flat, targets = dict(nnx.to_flat_state(params_with_adapters(model))), AdapterTargets()
     for variable_id, keys in variable_paths(model).items():
@@ -205,11 +206,6 @@ def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> Ada
         elif value.ndim > 1 and variable_id not in others:
             targets[keys_as_path(keys)] = value, _NEEDS_INPUTS_MESSAGE, None
     return targets
-
-
-def _is_product_weight(kind: NnxKind, name: str) -> bool:
-    """Whether a parameter of a layer in the table is one that a product sums over."""
-    return kind.parameters.get(name) == "weight" and kind.operation not in ("", "embedding")
 
 
 def _linear_example_input(layer: Any) -> jax.ShapeDtypeStruct:
@@ -231,11 +227,6 @@ def _linear_axis_sizes(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 _NEEDS_INPUTS_MESSAGE = (
     "only the program says which operations take it: pass example arguments of the model's call, inputs=(x,)"
 )
-
-
-def _replace_with_adapters(model: Any, adapters: dict[int, Adapted]) -> Any:
-    """A model with modules replaced, in place, by the adapted ones of their ids."""
-    return _replace_modules(model, lambda node: adapters.get(id(node)))
 
 
 def merge_lora(model: Any, *, requantize: bool = False) -> Any:
@@ -271,17 +262,11 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         rules = rules_excluding_params(program_rules(result), params_unpacked_by_merge(params, requantize), params)
         set_program_params(result, merge_lora_tree(params, requantize), rules, None)
         return result
-    _require_adapters(result)
-
-    def merge_layer(node: Any) -> Any:
-        if not isinstance(node, Adapted):
-            return None
-        layer: Any = node.base
-        weight = merge_lora_weight(_linear_weight(layer), node.lora_a[...], node.lora_b[...], node.rule)
-        _set_linear_weight(layer, weight, requantize)
-        return layer
-
-    return _replace_modules(result, merge_layer)
+    adapted = _adapted_layers(result)
+    for layer in adapted.values():
+        weight = merge_lora_weight(_linear_weight(layer.base), layer.lora_a[...], layer.lora_b[...], layer.rule)
+        _set_linear_weight(layer.base, weight, requantize)
+    return replace_nodes(result, {id(layer): layer.base for layer in adapted.values()})
 
 
 def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
@@ -314,19 +299,23 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
         bare, tree_adapters = split_lora_tree(params_with_adapters(result))
         set_program_params(result, bare, program_rules(result), None)
         return result, tree_adapters
-    _require_adapters(result)
+    adapted = _adapted_layers(result)
     adapters = {
         path: {"lora_a": layer.lora_a[...], "lora_b": layer.lora_b[...], "rule": layer.rule}
-        for path, layer in _adapter_modules(result)
+        for path, layer in adapted.items()
     }
-    return _replace_modules(result, lambda node: node.base if isinstance(node, Adapted) else None), adapters
+    return replace_nodes(result, {id(layer): layer.base for layer in adapted.values()}), adapters
 
 
-def _adapter_modules(model: nnx.Module) -> Iterator[tuple[str, Adapted]]:
-    """The path and the module of each adapter."""
-    for path, node in nnx.iter_graph(model):
-        if isinstance(node, Adapted):
-            yield "/".join(map(str, path)), node
+def _adapted_layers(model: nnx.Module) -> dict[str, Adapted]:
+    """The layers with adapters, by path.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    layers = {keys_as_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Adapted)}
+    check(layers, "model has no adapters; jchop.nn.add_lora makes them")
+    return layers
 
 
 def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
@@ -394,7 +383,8 @@ def load_lora(
         TypeError: model=None must be a module of Flax NNX or Equinox; parameters need fun=
     """
     if not isinstance(model, nnx.Module):
-        _check_tree_model(model, fun)
+        if fun is None:
+            check_flax_or_equinox("model", model, "; parameters need fun=")
         return tree_with_file_adapters(folder, model, tree_adapter_targets(model, inputs, fun))
     result: Any = nnx.merge(*nnx.split(model), copy=True)
     if inputs is not None or is_nnx_program(result):
@@ -412,13 +402,7 @@ def load_lora(
         rule = rule if rngs is not None else replace(rule, dropout=0.0)
         dropout = nnx.Dropout(rule.dropout, rngs=rngs) if rule.dropout and rngs is not None else None
         adapters[id(linear_layers[path])] = Adapted(linear_layers[path], a, b, rule, dropout)
-    return _replace_with_adapters(result, adapters)
-
-
-def _check_tree_model(model: Any, fun: Any) -> None:
-    """Refuse what is neither a module nor the parameters of a function."""
-    if fun is None and not is_equinox_module(model):
-        raise TypeError(f"model={short_repr(model)} must be a module of Flax NNX or Equinox; parameters need fun=")
+    return replace_nodes(result, adapters)
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
@@ -451,29 +435,27 @@ def _adapter_dropout(rate: float, rngs: nnx.Rngs, stack: tuple[int, ...]) -> nnx
 
 def _is_linear_layer(layer: Any) -> bool:
     """Whether a layer, quantized or not, may have an adapter."""
-    linear = nnx.Linear, nnx.LinearGeneral
-    is_flax_linear = plain_class(type(layer)) in (*linear, *(QUANTIZED_CLASSES[base] for base in linear))
-    return is_flax_linear and not getattr(layer, "batch_axis", None)
+    cls = plain_class(type(layer))
+    return FLAX_CLASSES.get(cls, cls) in (nnx.Linear, nnx.LinearGeneral) and not getattr(layer, "batch_axis", None)
 
 
 def _linear_weight(layer: Any) -> Array:
     """The weight of a linear layer, (in, out), unpacked; the axes of a stack of layers come in front."""
-    inside, out = map(len, _linear_axis_sizes(layer))
+    inside, out = _linear_axis_sizes(layer)
     numbers = _kernel_numbers(layer)
-    return map_over_stack(numbers.ndim - inside - out, lambda one: weight_as_matrix(one, inside, out), numbers)
+    stack = numbers.shape[: numbers.ndim - len(inside) - len(out)]
+    return numbers.reshape(*stack, math.prod(inside), math.prod(out))
 
 
 def _kernel_numbers(layer: Any) -> Array:
     value = layer.kernel.get_value()
     if not isinstance(value, QArray):
         return value
-    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
-    assert isinstance(promote, rounding_modules.RoundedPromotion)
-    layout, shape = next((layout, shape) for name, _, layout, shape in promote.packed_params if name == "kernel")
-    stack = len(value.shape) - len(shape if layout is None else layout.shape(shape))
-    return map_over_stack(
-        stack, lambda one: rounding_modules.PackedOperand(one, layout, shape, one.dtype).numbers(), value
-    )
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    assert promote is not None
+    form = dict(promote.packed_params)["kernel"]
+    stack = len(value.shape) - len(form.codes_shape)
+    return map_over_stack(stack, lambda one: form.numbers(one, one.dtype), value)
 
 
 def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:
@@ -481,12 +463,10 @@ def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:
     if not isinstance(layer.kernel.get_value(), QArray):
         layer.kernel[...] = weight.reshape(layer.kernel.shape)
         return
-    promote = rounding_modules.rounding_module_in(layer, "promote_dtype")
-    assert isinstance(promote, rounding_modules.RoundedPromotion) and promote.place.rule is not None
-    layer_class = type(layer)
-    base = next(base for base, quantized_class in QUANTIZED_CLASSES.items() if quantized_class is layer_class)
-    has_packed_bias = layer.bias is not None and isinstance(layer.bias.get_value(), QArray)
-    if has_packed_bias:
+    promote = rounding_module_in(layer, "promote_dtype", RoundedPromotion)
+    assert promote is not None and promote.place.rule is not None
+    base = FLAX_CLASSES[type(layer)]
+    if layer.bias is not None and isinstance(layer.bias.get_value(), QArray):
         raise ValueError(f"{promote.place}: its bias is packed, too; leave bias out of the rule to change the weight")
     shape = _kernel_numbers(layer).shape
     strip_rounding(layer, NNX_KINDS[base])
@@ -495,48 +475,3 @@ def _set_linear_weight(layer: Any, weight: Array, again: bool) -> None:
         attach(layer, NNX_KINDS[base], promote.place.rule, promote.place.path, packs=True, rngs=None)
     else:
         layer.__class__ = base
-
-
-# -- trees of modules --------------------------------------------------------------------------------------------------
-
-
-def _replace_modules(model: Any, change: Callable[[Any], Any]) -> Any:
-    """A model with modules replaced, in place; None from `change` keeps a module, and goes on below it."""
-    replacements: dict[int, Any] = {}
-    node_ids: set[int] = set()
-
-    def new(node: Any) -> Any:
-        if id(node) not in replacements:
-            replacements[id(node)] = change(node)
-        return replacements[id(node)]
-
-    def walk(node: Any) -> None:
-        if id(node) in node_ids:
-            return
-        node_ids.add(id(node))
-        for key, child in list(_module_children(node)):
-            if (other := new(child)) is None:
-                walk(child)
-            elif isinstance(node, MutableSequence | MutableMapping):
-                node[key] = other
-            else:
-                setattr(node, key, other)
-
-    if (whole := new(model)) is not None:
-        return whole
-    walk(model)
-    return model
-
-
-def _module_children(node: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(node, MutableMapping):
-        yield from node.items()
-    elif isinstance(node, MutableSequence):
-        yield from enumerate(node)
-    elif isinstance(node, nnx.Module):
-        yield from ((name, child) for name, child in vars(node).items() if not name.startswith("_pytree"))
-
-
-def _require_adapters(model: nnx.Module) -> None:
-    if next(_adapter_modules(model), None) is None:
-        raise ValueError("model has no adapters; jchop.nn.add_lora makes them")

@@ -13,48 +13,46 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jchop._common.checks import check
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.lazy_params import is_packed_param
-from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import ScaleCalibration, Scales, merge_scales, scales_after_packing
+from jchop._quantized.program.scale_slots import ScaleCalibration, Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
-from jchop.nn._nnx.attach import fork_rounding_stream
-from jchop.nn._nnx.modules import Keys, module_entries
-from jchop.nn._nnx.variables import UNPACKED_CLASS, QuantizedParam, packed_nnx_variable
+from jchop.nn._nnx.layer_kinds import fork_rounding_stream
+from jchop.nn._nnx.nodes import (
+    Keys,
+    QuantizedParam,
+    module_entries,
+    node_at,
+    packed_nnx_variable,
+    replace_nodes,
+    unpacked_nnx_variable,
+)
+from jchop.nn._nnx.rounding_modules import ProgramScales
 from jchop.nn._shared.program_classes import (
+    INPUTS_ADVICE,
     ExampleInputs,
     ProgramPart,
     class_body,
     method_inputs,
     method_of,
     plain_class,
+    round_methods,
 )
-from jchop.nn._shared.scale_state import ProgramScales
 
 Array = jax.Array
 
 T = TypeVar("T")
 
 _PARAMETER_TYPES = (nnx.Param, QuantizedParam)
-#: The attributes that hold the rules of a model, the stream of its stochastic roundings, its kept scales, and of the
-#: modules below it their places.
-_RULES_ATTRIBUTE, _STREAM_ATTRIBUTE, _SCALES_ATTRIBUTE = (
-    "quantization_rules",
-    "quantization_stream",
-    "quantization_scales",
-)
+#: The attributes that hold the rules of a module and its place in the model; and in the model alone the stream of
+#: stochastic roundings, and kept scales.
 _PART_ATTRIBUTE = "quantization_part"
+_STREAM_ATTRIBUTE, _SCALES_ATTRIBUTE = "quantization_stream", "quantization_scales"
 #: The attribute of a module that holds the adapters of its parameters, by the names of these.
 _ADAPTERS_ATTRIBUTE = "quantization_adapters"
-
-
-#: The advice of an error for a program that has to be traced.
-INPUTS_ADVICE = (
-    "pass example arguments of the model's call, inputs=(x,) or inputs={'x': x}, or of other methods, "
-    "inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
-)
 
 
 def quantize_program(
@@ -65,16 +63,12 @@ def quantize_program(
     Raises:
         ValueError: as `jchop.quantize_fn`; for packing without `inputs`.
     """
-    packed_flags = (isinstance(v, QuantizedParam) for v in jax.tree.leaves(nnx.state(model), is_leaf=_is_variable))
-    if is_nnx_program(model) and any(packed_flags):
-        raise ValueError("model is packed already; quantize the model that it was made from")
+    is_packed = is_nnx_program(model) and any(isinstance(node, QuantizedParam) for _, node in nnx.iter_graph(model))
+    check(not is_packed, "model is packed already; quantize the model that it was made from")
     check_rule_fields(rules)
     program_scales: ProgramScales | None = getattr(model, _SCALES_ATTRIBUTE, None)
-    old_scales = (
-        program_scales.scales
-        if program_scales is not None and _nnx_program_part(model).rules == tuple(rules)
-        else Scales({}, {})
-    )
+    has_same_rules = program_scales is not None and _nnx_program_part(model).rules == tuple(rules)
+    scales = program_scales.scales if program_scales is not None and has_same_rules else Scales({}, {})
     if is_nnx_program(model):
         _strip_program(model)
     keeping = next((rule for rule in rules if rule.scale_from is not None), None)
@@ -83,44 +77,34 @@ def quantize_program(
             f"inputs=None, but {keeping} keeps scales, whose places the program says: pass example arguments of the "
             "model's call, inputs=(x,)"
         )
-    scales = (
-        old_scales if inputs is None or keeping is None else _initial_program_scales(model, rules, inputs, old_scales)
-    )
-    stochastic = [rule for rule in rules if rule.stochastic]
-    if mode == "qat" and inputs is not None:
-        graph, params, rest = _split_program_state(model)  # the errors of rules come here, not in the first call
+    if mode != "qat" and inputs is None:
+        raise ValueError(f"inputs=None, but a program that is packed has to be traced: {INPUTS_ADVICE}")
+    if inputs is not None:
+        draws = [
+            rule for rule in rules for spec in (rule.weight, rule.bias) if spec is not None and spec.rounding.stochastic
+        ]
+        key = fork_rounding_stream(draws[0], rngs, "the model")() if mode != "qat" and draws else None
+        graph, params, rest = _split_program_state(model)
         functions = _nnx_method_functions(model, graph, rules, inputs).values()
-        check_weight_rules([function.resolved(params, rest, args) for function, args in functions])
-    if mode != "qat":
-        if inputs is None:
-            raise ValueError(f"inputs=None, but a program that is packed has to be traced: {INPUTS_ADVICE}")
-        key = (
-            fork_rounding_stream(stochastic[0], rngs, "the model")()
-            if any(map(_rounds_params_stochastically, rules))
-            else None
-        )
-        _pack_program(model, rules, inputs, scales, key)
-        scales = scales_after_packing(scales)
-    _attach_program_rules(model, rules, rngs, scales)
+        calls = [(function, (rest, args)) for function, args in functions]
+        params, scales = round_methods(params, calls, mode, scales, key)
+        if mode != "qat":
+            _put_params(model, params)
+    _attach_program_rules(model, tuple(rules), rngs, scales)
 
 
-def _attach_program_rules(model: Any, rules: Sequence[Rule], rngs: nnx.Rngs | None, scales: Scales) -> None:
-    """Give a model the class whose methods run under rules."""
-    stochastic = [rule for rule in rules if rule.stochastic]
-    if stochastic:
-        setattr(model, _STREAM_ATTRIBUTE, nnx.data(fork_rounding_stream(stochastic[0], rngs, "the model")))
-    if scales.learned or scales.stats:
-        setattr(model, _SCALES_ATTRIBUTE, nnx.data(ProgramScales(scales)))
-    _set_program_parts(model, tuple(rules), bool(scales.learned or scales.stats))
-    setattr(model, _RULES_ATTRIBUTE, nnx.static(tuple(rules)))
-
-
-def _set_program_parts(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None:
-    """Give every module of a model its class and its place, so that its methods are under rules, too.
+def _attach_program_rules(model: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs | None, scales: Scales) -> None:
+    """Give every module of a model the class whose methods run under rules, and its place.
 
     Raises:
         ValueError: for an attribute that stands for a method and belongs to one module.
     """
+    stochastic = [rule for rule in rules if rule.stochastic]
+    if stochastic:
+        setattr(model, _STREAM_ATTRIBUTE, nnx.data(fork_rounding_stream(stochastic[0], rngs, "the model")))
+    keeps = bool(scales.learned or scales.stats)
+    if keeps:
+        setattr(model, _SCALES_ATTRIBUTE, nnx.data(ProgramScales(scales)))
     keeps |= any(rule.scale_from is not None for rule in rules)
     entries = [entry for entry in module_entries(model) if not isinstance(entry.module, ProgramScales)]
     holders = Counter(id(variable) for entry in entries for _ in entry.keys for variable in entry.variables.values())
@@ -133,14 +117,14 @@ def _set_program_parts(model: Any, rules: tuple[Rule, ...], keeps: bool) -> None
         own = variable_paths(module) if model_paths else {}
         names = ((path, model_paths[variable_id]) for variable_id, path in own.items())
         other_names = tuple((path, full) for path, full in names if full != (*entry.keys[0], *path))
-        if module is not model:
-            setattr(module, _PART_ATTRIBUTE, nnx.static(ProgramPart(rules, entry.keys[0], other_names, keeps)))
+        part = ProgramPart(rules, entry.keys[0], other_names, keeps and module is not model)
+        setattr(module, _PART_ATTRIBUTE, nnx.static(part))
         module.__class__ = _nnx_program_class(plain_class(type(module)))
 
 
 def variable_paths(model: Any) -> dict[int, Keys]:
     """The paths of parameters, by the identities of their variables."""
-    return {id(_node_at(model, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, _PARAMETER_TYPES))}
+    return {id(node_at(model, path)): path for path, _ in nnx.to_flat_state(nnx.state(model, _PARAMETER_TYPES))}
 
 
 def _refuse_method_attributes(module: Any, path: str) -> None:
@@ -160,15 +144,6 @@ def _refuse_method_attributes(module: Any, path: str) -> None:
             )
 
 
-def _initial_program_scales(model: Any, rules: Sequence[Rule], inputs: ExampleInputs, old_scales: Scales) -> Scales:
-    """The scales that rules keep in the methods of a model, those that are known as they are."""
-    graph, params, rest = _split_program_state(model)
-    scales = Scales({}, {})
-    for function, args in _nnx_method_functions(model, graph, rules, inputs).values():
-        scales = merge_scales(function.start(params, rest, args, from_data=False), scales)
-    return merge_scales(scales, old_scales)
-
-
 def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], None]:
     """Make a model of which the program is quantized note its data; what is returned ends that, and fixes ranges."""
     observer = ScaleCalibration(method, combine)
@@ -181,8 +156,8 @@ def calibrate_program(model: Any, method: str, combine: str) -> Callable[[], Non
             model, _SCALES_ATTRIBUTE, nnx.data(ProgramScales(observer.into(getattr(model, _SCALES_ATTRIBUTE).scales)))
         )
         for module in _modules_under_rules(model, _nnx_program_part(model).rules):
-            if (part := getattr(module, _PART_ATTRIBUTE, None)) is not None:
-                setattr(module, _PART_ATTRIBUTE, nnx.static(replace(part, keeps=True)))
+            if module is not model:
+                setattr(module, _PART_ATTRIBUTE, nnx.static(replace(_nnx_program_part(module), keeps=True)))
 
     return end
 
@@ -202,17 +177,16 @@ def round_program_by(
     Raises:
         ValueError: for a model that runs under rules already.
     """
-    if is_nnx_program(model):
-        raise ValueError("model is quantized already; give the model that it was made from")
+    check(not is_nnx_program(model), "model is quantized already; give the model that it was made from")
     check_rule_fields(rules)
     stochastic = [rule for rule in rules if rule.stochastic]
     key = fork_rounding_stream(stochastic[0], rngs, "the model")() if stochastic else None
     graph, params, rest = _split_program_state(model)
     function = _nnx_method_function(model, graph, method_of(type(model), "__call__"), ProgramPart(tuple(rules)))
-    arguments = lambda args: (rest, _MethodArguments(args, {}).split())  # noqa: E731
+    arguments = lambda args: (rest, _ArgumentArrays.of(args, {})[0])  # noqa: E731
     packed_params, report = round_params(function, params, arguments, key)
-    _put_packed_params(model, packed_params)
-    _attach_program_rules(model, rules, rngs, Scales({}, {}))
+    _put_params(model, packed_params)
+    _attach_program_rules(model, tuple(rules), rngs, Scales({}, {}))
     return report
 
 
@@ -232,13 +206,9 @@ def is_nnx_program(model: Any) -> bool:
     return hasattr(type(model), "_quantized_program")
 
 
-def _rounds_params_stochastically(rule: Rule) -> bool:
-    return any(spec is not None and spec.rounding.stochastic for spec in (rule.weight, rule.bias))
-
-
 def _nnx_program_part(model: Any) -> ProgramPart:
     """The place of a module under rules: in a model, or that of the model itself."""
-    return getattr(model, _PART_ATTRIBUTE, None) or ProgramPart(getattr(model, _RULES_ATTRIBUTE))
+    return getattr(model, _PART_ATTRIBUTE)
 
 
 def _modules_under_rules(model: Any, rules: tuple[Rule, ...]) -> list[Any]:
@@ -251,7 +221,7 @@ def _strip_program(model: Any) -> None:
     """Give modules under rules the classes and attributes that they had before, in place."""
     for module in _modules_under_rules(model, _nnx_program_part(model).rules):
         module.__class__ = plain_class(type(module))
-        for name in (_RULES_ATTRIBUTE, _STREAM_ATTRIBUTE, _SCALES_ATTRIBUTE, _PART_ATTRIBUTE, _ADAPTERS_ATTRIBUTE):
+        for name in (_STREAM_ATTRIBUTE, _SCALES_ATTRIBUTE, _PART_ATTRIBUTE, _ADAPTERS_ATTRIBUTE):
             if name in vars(module):
                 delattr(module, name)
 
@@ -269,42 +239,36 @@ def _nnx_program_class(plain: type) -> type:
 def _nnx_method_under_rules(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stream, program_scales, part = (
-            getattr(self, _STREAM_ATTRIBUTE, None),
-            getattr(self, _SCALES_ATTRIBUTE, None),
-            _nnx_program_part(self),
-        )
+        stream, program_scales = (getattr(self, name, None) for name in (_STREAM_ATTRIBUTE, _SCALES_ATTRIBUTE))
+        part = _nnx_program_part(self)
         graph, params, rest = _split_program_state(self)
-        arguments = _MethodArguments(args, kwargs)
+        arguments, nodes = _ArgumentArrays.of(args, kwargs)
         params, dropout = (params, None) if not rest[2] else _params_and_dropout_key(self, params)
         params = part.params_in_model(params)
         function = _nnx_method_function(self, graph, method, part)
         key = None if stream is None else stream()
         if stream is None and program_scales is None:
             key = _part_call_key(part, function, params, rest, arguments) if dropout is None else dropout
-        call = partial(function, params, rest, arguments.split(), key=key)
+        operands = params, rest, arguments
         if program_scales is None:
-            after, states = call()
+            after, state = function(*operands, key=key)
         elif program_scales.observer is not None:
-            (after, states), observations = function.observe(
-                params, rest, arguments.split(), scales=program_scales.scales, key=key
-            )
+            (after, state), observations = function.observe(*operands, scales=program_scales.scales, key=key)
             program_scales.observer.see(observations)
         elif program_scales.use_running_average:
-            after, states = call(scales=program_scales.scales)
+            after, state = function(*operands, scales=program_scales.scales, key=key)
         else:
-            (after, states), scales = function.update(
-                params, rest, arguments.split(), scales=program_scales.scales, key=key
-            )
+            (after, state), scales = function.update(*operands, scales=program_scales.scales, key=key)
             program_scales.take(scales.stats)
-        arguments.update(states)
+        if nodes:
+            nnx.update(nnx.List(nodes), state)
         return after.update(self)
 
     return run
 
 
 def _part_call_key(
-    part: ProgramPart, function: QuantizedFunction, params: Any, rest: Any, arguments: _MethodArguments
+    part: ProgramPart, function: QuantizedFunction, params: Any, rest: Any, arguments: _ArgumentArrays
 ) -> Array | None:
     """A key for the call of a part, which draws nothing.
 
@@ -315,7 +279,7 @@ def _part_call_key(
     missing = [what for what, needs_it in needs.items() if needs_it]
     if not missing:
         return None
-    if function.resolved(params, rest, arguments.split()).rounds:
+    if function.resolved(params, rest, arguments).rounds:
         part.refuse_state(missing[0])
     return jax.random.key(0)
 
@@ -333,7 +297,7 @@ def _nnx_method_functions(
     """The methods that have example arguments, as functions, with these."""
     cls, part = plain_class(type(model)), ProgramPart(tuple(rules))
     return {
-        name: (_nnx_method_function(model, graph, method_of(cls, name), part), _MethodArguments(*arguments).split())
+        name: (_nnx_method_function(model, graph, method_of(cls, name), part), _ArgumentArrays.of(*arguments)[0])
         for name, arguments in method_inputs(inputs, cls).items()
     }
 
@@ -366,10 +330,9 @@ def _new_nnx_method_function(
         if is_nnx_program(copy):
             _strip_program(copy)  # so that methods call each other as they are
         _restore_param_classes(copy)
-        before, call_arguments = _static_attributes(copy), arguments.merge()
-        args, kwargs = call_arguments.values
+        before, ((args, kwargs), nodes) = _static_attributes(copy), arguments.merge()
         out = method(copy, *args, **kwargs)
-        return _MethodResult.of(out, copy, before), call_arguments.states()
+        return _MethodResult.of(out, copy, before), nnx.state(nodes) if nodes else None
 
     return QuantizedFunction(pure, part.rules, classes=dict(classes), whole=not part.path)
 
@@ -400,14 +363,12 @@ class _MethodResult:
         paths = {id(node): path for path, node in nnx.iter_graph(model) if nnx.graph.is_graph_node(node)}
 
         def as_static(leaf: Any) -> Any:
-            in_model = id(leaf) in paths and not isinstance(leaf, nnx.Variable)
-            return (
-                _NonArray(_ModulePlace(paths[id(leaf)]))
-                if in_model
-                else leaf
-                if _is_result_leaf(leaf)
-                else _NonArray(leaf)
+            if id(leaf) in paths and not isinstance(leaf, nnx.Variable):
+                return _NonArray(_ModulePlace(paths[id(leaf)]))
+            stays = nnx.graph.is_graph_node(leaf) or isinstance(
+                leaf, jax.Array | np.ndarray | np.generic | float | int | complex
             )
+            return leaf if stays else _NonArray(leaf)
 
         out = jax.tree.map(as_static, out, is_leaf=nnx.graph.is_graph_node)
         after = _static_attributes(model)
@@ -419,26 +380,20 @@ class _MethodResult:
         """Change a model likewise, and give the result of the method."""
         for (path, name), value in self.attributes.value.items():
             if value is _NO_ATTRIBUTE:
-                delattr(_node_at(model, path), name)
+                delattr(node_at(model, path), name)
             else:
-                setattr(_node_at(model, path), name, value)
+                setattr(node_at(model, path), name, value)
         nnx.update(model, self.state)
 
         def restore(leaf: Any) -> Any:
             value = leaf.value if isinstance(leaf, _NonArray) else leaf
-            return _node_at(model, value.path) if isinstance(value, _ModulePlace) else value
+            return node_at(model, value.path) if isinstance(value, _ModulePlace) else value
 
         return jax.tree.map(restore, self.out, is_leaf=lambda leaf: isinstance(leaf, _NonArray))
 
 
 #: In the place of an attribute that a method has deleted, or given an array.
 _NO_ATTRIBUTE = _NonArray(None)
-
-
-def _is_result_leaf(leaf: Any) -> bool:
-    return nnx.graph.is_graph_node(leaf) or isinstance(
-        leaf, jax.Array | np.ndarray | np.generic | float | int | complex
-    )
 
 
 def _static_attributes(model: Any) -> dict[tuple[Keys, str], Any]:
@@ -454,30 +409,35 @@ def _static_attributes(model: Any) -> dict[tuple[Keys, str], Any]:
 
 def _restore_param_classes(model: Any) -> None:
     """Put parameters of the classes that they had in the places of packed ones, in a copy that holds their numbers."""
-    packed_variables = {id(node): node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedParam)}
-    replacements = {}
-    for variable_id, variable in packed_variables.items():
-        metadata = variable.get_metadata()
-        replacements[variable_id] = metadata.pop(UNPACKED_CLASS, nnx.Param)(variable.get_raw_value(), **metadata)
-    _replace_variables(model, replacements)
+    nodes = (node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedParam))
+    replace_nodes(model, {id(node): unpacked_nnx_variable(node, node.get_raw_value()) for node in nodes})
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["leaves", "states"], meta_fields=["tree", "graphs"])
+@partial(jax.tree_util.register_dataclass, data_fields=["leaves", "state"], meta_fields=["tree", "graph"])
 @dataclass(frozen=True)
 class _ArgumentArrays:
-    """Arguments, with the state of modules among them apart."""
+    """Arguments of a method, with the state of modules among them (streams of keys, caches), which a call changes."""
 
     leaves: list[Any]
-    states: list[Any]
+    state: Any
     tree: Any
-    graphs: tuple[Any, ...]
+    graph: Any
 
-    def merge(self) -> _MethodArguments:
-        """The arguments themselves, modules as copies."""
-        nodes = iter([nnx.merge(graph, state) for graph, state in zip(self.graphs, self.states, strict=True)])
-        leaves = [next(nodes) if isinstance(leaf, _ModulePlace) else leaf for leaf in self.leaves]
-        args, kwargs = jax.tree.unflatten(self.tree, leaves)
-        return _MethodArguments(args, kwargs)
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_ArgumentArrays, list[Any]]:
+        """Arguments as arrays, and the modules among them."""
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
+        nodes = [leaf for leaf in leaves if nnx.graph.is_graph_node(leaf)]
+        leaves = [_ModulePlace() if nnx.graph.is_graph_node(leaf) else leaf for leaf in leaves]
+        graph, state = nnx.split(nnx.List(nodes)) if nodes else (None, None)
+        return cls(leaves, state, tree, graph), nodes
+
+    def merge(self) -> tuple[Any, Any]:
+        """The arguments themselves, and the modules among them, which are copies."""
+        nodes = [] if self.graph is None else nnx.merge(self.graph, self.state)
+        remaining = iter(nodes)
+        leaves = [next(remaining) if isinstance(leaf, _ModulePlace) else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.tree, leaves), nodes
 
 
 @jax.tree_util.register_static
@@ -488,83 +448,19 @@ class _ModulePlace:
     path: Keys = ()
 
 
-class _MethodArguments:
-    """Arguments of a method. A call changes the state of modules among them (streams of keys, caches)."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.values = args, kwargs
-        self._leaves, self._tree = jax.tree.flatten(self.values, is_leaf=nnx.graph.is_graph_node)
-        self._nodes = [leaf for leaf in self._leaves if nnx.graph.is_graph_node(leaf)]
-
-    def split(self) -> _ArgumentArrays:
-        """The arguments as arrays."""
-        parts = [nnx.split(node) for node in self._nodes]
-        leaves = [_ModulePlace() if nnx.graph.is_graph_node(leaf) else leaf for leaf in self._leaves]
-        return _ArgumentArrays(leaves, [state for _, state in parts], self._tree, tuple(graph for graph, _ in parts))
-
-    def states(self) -> list[Any]:
-        """The state of each module."""
-        return [nnx.state(node) for node in self._nodes]
-
-    def update(self, states: Sequence[Any]) -> None:
-        """Give the modules the state that they have after the call."""
-        for node, state in zip(self._nodes, states, strict=True):
-            nnx.update(node, state)
-
-
-# -- packed parameters -------------------------------------------------------------------------------------------------
-
-
-def _pack_program(model: Any, rules: Sequence[Rule], inputs: ExampleInputs, scales: Scales, key: Array | None) -> None:
-    """Store parameters packed, in place."""
-    graph, params, rest = _split_program_state(model)
-    functions = _nnx_method_functions(model, graph, rules, inputs).values()
-    check_weight_rules([function.resolved(params, rest, args) for function, args in functions])
-    for function, args in functions:  # packed for the first method that rounds it
-        params = function.pack_more(params, rest, args, scales=scales, key=key)
-    _put_packed_params(model, params)
-
-
-def _put_packed_params(model: Any, params: Any) -> None:
-    """Put packed parameters in the places of others, and the numbers of those that changed in theirs."""
-    for path, value in nnx.to_flat_state(params):
-        numbers = value.get_value()
-        if not is_packed_param(numbers) and numbers is not (variable := _node_at(model, path)).get_value():
-            variable.set_value(numbers)
-    replacements = {
-        id(_node_at(model, path)): packed_nnx_variable(_node_at(model, path), value.get_value())
-        for path, value in nnx.to_flat_state(params)
-        if is_packed_param(value.get_value())
-    }
-    _replace_variables(model, replacements)
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, nnx.Variable)
-
-
-def _node_at(model: Any, path: tuple[Any, ...]) -> Any:
-    node = model
-    for key in path:
-        node = _node_children(node)[key]
-    return node
-
-
-def _node_children(node: Any) -> dict[Any, Any]:
-    return dict(nnx.graph.get_node_impl(node).node_dict(node))  # type: ignore[union-attr]
-
-
-def _replace_variables(model: Any, replacements: Mapping[int, nnx.Variable]) -> None:
-    """Put other variables in the places of some, in every module that holds them."""
-    nodes = [node for _, node in nnx.iter_graph(model) if nnx.graph.is_node(node) and not _is_variable(node)]
-    for node in nodes:
-        for key, child in _node_children(node).items():
-            if id(child) not in replacements:
-                continue
-            if isinstance(key, str) and hasattr(node, key):
-                setattr(node, key, replacements[id(child)])
-            else:
-                node[key] = replacements[id(child)]
+def _put_params(model: Any, params: Any) -> None:
+    """Put parameters, packed or not, in the places of others, in place; adapters stand elsewhere."""
+    replacements: dict[int, nnx.Variable] = {}
+    for path, new in nnx.to_flat_state(params):
+        variable, value = node_at(model, path), new.get_value()
+        value = value.base if isinstance(value, AdaptedParam) else value
+        if is_packed_param(value) and not isinstance(variable, QuantizedParam):
+            replacements[id(variable)] = packed_nnx_variable(variable, value)
+        elif isinstance(variable, QuantizedParam) and not is_packed_param(value):
+            replacements[id(variable)] = unpacked_nnx_variable(variable, value)
+        elif value is not variable.get_value():
+            variable.set_value(value)
+    replace_nodes(model, replacements)
 
 
 # -- adapters ----------------------------------------------------------------------------------------------------------
@@ -603,28 +499,20 @@ def _params_and_dropout_key(model: Any, params: Any) -> tuple[Any, Array | None]
     for entry in module_entries(model):
         for name, param_adapter in vars(entry.module).get(_ADAPTERS_ATTRIBUTE, {}).items():
             path = paths[id(entry.variables[name])]
-            variable, adapter = flat[path], param_adapter.adapter
-            flat[path] = variable.replace(AdaptedParam(_without_adapter(variable.get_value()), adapter))
+            adapter, value = param_adapter.adapter, flat[path].get_value()
+            base = value.base if isinstance(value, AdaptedParam) else value  # tied, and seen before
+            flat[path] = flat[path].replace(AdaptedParam(base, adapter))
             key = param_adapter.dropout.rngs() if adapter.rule.dropout and key is None else key
     return nnx.from_flat_state(flat), key
-
-
-def _without_adapter(value: Any) -> Any:
-    return value.base if isinstance(value, AdaptedParam) else value
 
 
 def set_program_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: nnx.Rngs | None) -> None:
     """Give a model other parameters, with or without adapters, and rules, in place."""
     if not is_nnx_program(model):
-        _set_program_parts(model, rules, False)
-        setattr(model, _RULES_ATTRIBUTE, nnx.static(rules))
+        _attach_program_rules(model, rules, rngs, Scales({}, {}))
     for module in _modules_under_rules(model, _nnx_program_part(model).rules):
-        if _RULES_ATTRIBUTE in vars(module):
-            setattr(module, _RULES_ATTRIBUTE, nnx.static(rules))
-        else:
-            setattr(module, _PART_ATTRIBUTE, nnx.static(replace(getattr(module, _PART_ATTRIBUTE), rules=rules)))
-    flat = dict(nnx.to_flat_state(params))
-    values = {id(_node_at(model, path)): value.get_value() for path, value in flat.items()}
+        setattr(module, _PART_ATTRIBUTE, nnx.static(replace(_nnx_program_part(module), rules=rules)))
+    values = {id(node_at(model, path)): value.get_value() for path, value in nnx.to_flat_state(params)}
     adapters = {
         key: ParamAdapter(value.adapter, rngs) for key, value in values.items() if isinstance(value, AdaptedParam)
     }
@@ -636,26 +524,14 @@ def set_program_params(model: Any, params: Any, rules: tuple[Rule, ...], rngs: n
             setattr(entry.module, _ADAPTERS_ATTRIBUTE, nnx.Dict(own))
         elif _ADAPTERS_ATTRIBUTE in vars(entry.module):
             delattr(entry.module, _ADAPTERS_ATTRIBUTE)
-    replacements = {}
-    for path in flat:
-        variable = _node_at(model, path)
-        value = _without_adapter(values[id(variable)])
-        if isinstance(variable, QuantizedParam) and not is_packed_param(value):
-            metadata = variable.get_metadata()
-            replacements[id(variable)] = metadata.pop(UNPACKED_CLASS, nnx.Param)(value, **metadata)
-        elif value is not variable.get_value():
-            variable.set_value(value)
-    _replace_variables(model, replacements)
+    _put_params(model, params)
 
 
 def trace_nnx_programs(model: Any, inputs: ExampleInputs) -> list[tuple[Any, Any]]:
     """The programs of methods of a model, each with its call."""
     graph, params, rest = _split_program_state(model)
-    rules = program_rules(model)
-    return [
-        function.traced(params, rest, args)
-        for function, args in _nnx_method_functions(model, graph, rules, inputs).values()
-    ]
+    functions = _nnx_method_functions(model, graph, program_rules(model), inputs).values()
+    return [function.traced(params, rest, args) for function, args in functions]
 
 
 def trace_nnx_part(module: Any, *args: Any) -> tuple[Any, Any]:
@@ -663,7 +539,7 @@ def trace_nnx_part(module: Any, *args: Any) -> tuple[Any, Any]:
     graph, params, rest = _split_program_state(module)
     part = _nnx_program_part(module)
     function = _nnx_method_function(module, graph, method_of(plain_class(type(module)), "__call__"), part)
-    return function.traced(part.params_in_model(params), rest, _MethodArguments(args, {}).split())
+    return function.traced(part.params_in_model(params), rest, _ArgumentArrays.of(args, {})[0])
 
 
 def program_rules(model: Any) -> tuple[Rule, ...]:

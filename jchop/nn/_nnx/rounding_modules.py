@@ -1,4 +1,4 @@
-"""Small modules that round in a layer, and that Flax's layers call in place of Flax's functions.
+"""Small modules that round in a layer, and that Flax's layers call in place of Flax's functions; scales that are state.
 
 A module holds its specs, and if they are stochastic a stream of keys: state of the model like that of a dropout.
 Other modules have no state, so a checkpoint fits the model with and without them; their layers hold them as static
@@ -7,14 +7,16 @@ attributes, which costs `flax.nnx.jit` less than modules.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.attention import dot_product_attention_weights
 from flax.nnx.nn import dtypes
 
 from jchop._common.settings import split_prng_key
@@ -23,14 +25,221 @@ from jchop._quantized.products.codes import param_codes
 from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
 from jchop._quantized.products.rule import Location, is_stochastic
-from jchop._quantized.scales.formulas import round_in_range, round_in_range_with_codes
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
+from jchop._quantized.scales.formulas import (
+    initial_scale,
+    round_in_range,
+    round_in_range_with_codes,
+    round_lsq_operand,
+    update_history,
+    update_range,
+)
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.nn._shared.scale_state import ActivationRange, ScaleSource
 from jchop.storage import QArray, dequantize
 
 Array = jax.Array
 KeyStream = nnx.RngStream | None
+T = TypeVar("T")
+
+
+# -- scales that are state or parameters -------------------------------------------------------------------------------
+
+
+class ActivationRange(nnx.Variable):
+    """The range (least, largest) of a layer's input that its scale is made for, as `calibrate` found it.
+
+    It is ordinary state of the model, saved and restored with it, and may be set by hand.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> rule = jc.nn.Rule(activation="int8")
+        >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
+        >>> static = jc.nn.calibrate(layer, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])])
+        >>> static.dot_general.range[...].tolist()
+        [-3.0, 2.0]
+    """
+
+
+class AmaxHistory(nnx.Variable):
+    """The largest magnitudes of an operand in earlier steps, the most recent first; zeros for missing steps.
+
+    It is ordinary state of the model, as the averages of a batch norm.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> layer = jc.nn.Linear(2, 2, rule=jc.nn.recipe("float8_delayed"), rngs=nnx.Rngs(0))
+        >>> _ = layer(jnp.array([[0.5, -2.0]]))
+        >>> layer.dot_general.left.history[...].shape, float(layer.dot_general.left.history[...].max())
+        ((1024,), 2.0)
+    """
+
+
+class LearnedScale(nnx.Param):
+    """A scale that is trained, in the form of `jchop.fit_scale`; it has to stay above zero.
+
+    Filters tell it from other parameters, for example to give it a learning rate of its own.
+
+    Example:
+        >>> import jchop as jc
+        >>> from flax import nnx
+        >>> rule = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.LSQ())
+        >>> layer = jc.nn.Linear(4, 3, rule=rule, rngs=nnx.Rngs(0))
+        >>> [path for path, _ in nnx.to_flat_state(nnx.state(layer, jc.nn.LearnedScale))]
+        [('dot_general', 'right', 'scale')]
+    """
+
+
+class ScaleSource(nnx.Module):
+    """Rounds one operand under scales of its own; `start` begins with the range that `calibrate` found."""
+
+    how: Any  # the value of the rule that it was made for
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """Its variable, and the required shape; None if it is checked elsewhere."""
+        raise NotImplementedError
+
+    def start(self, span: Array, spec: Spec) -> None:
+        """Set the state from the least and the largest number of an array."""
+        raise NotImplementedError
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        raise NotImplementedError
+
+
+class _RunningState(ScaleSource):
+    """State that follows the data in training mode, and stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        self.use_running_average = False
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """The hook of `flax.nnx.view`."""
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
+
+class ProgramScales(_RunningState):
+    """The kept scales of a model whose program is quantized.
+
+    Args:
+        scales: as `jchop.quantize_fn` has them.
+    """
+
+    observer: Any = None  # what `calibrate` has seen, while it runs the model
+
+    def __init__(self, scales: Scales) -> None:
+        super().__init__()
+        self.learned: dict[str, LearnedScale] = nnx.data({name: LearnedScale(v) for name, v in scales.learned.items()})
+        self.stats: dict[str, nnx.Variable] = nnx.data(
+            {name: _STATISTIC_VARIABLES[state_kind(name)](v) for name, v in scales.stats.items()}
+        )
+
+    @property
+    def scales(self) -> Scales:
+        """As arrays."""
+        return Scales(
+            *({name: v.get_value() for name, v in variables.items()} for variables in (self.learned, self.stats))
+        )
+
+    def take(self, stats: Mapping[str, Array]) -> None:
+        """The ranges and histories after a call."""
+        for name, value in stats.items():
+            self.stats[name][...] = value
+
+
+class MovingRange(_RunningState):
+    """A range that moves with those of the arrays; NaN before the first."""
+
+    def __init__(self, how: MovingAverage, stack: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.range = ActivationRange(jnp.full((*stack, 2), jnp.nan))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """The variable, if the layer has one, and the shape of its array."""
+        return self.range, (2,)
+
+    def start(self, span: Array, spec: Spec) -> None:
+        """Set the state from the least and the largest number of an array."""
+        self.range[...] = span.astype(jnp.float32)
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        span = update_range(self.how, self.range[...], x, self.use_running_average)
+        if not self.use_running_average:
+            self.range[...] = span
+        return round_in_range(x, spec, span, key)
+
+
+class PastMagnitudes(_RunningState):
+    """The largest magnitudes of earlier steps."""
+
+    def __init__(self, how: DelayedScaling, stack: tuple[int, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.history = AmaxHistory(jnp.zeros((*stack, how.length)))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """The variable, if the layer has one, and the shape of its array."""
+        return self.history, (self.how.length,)
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        span, history = update_history(self.how, self.history[...], x)
+        if not self.use_running_average:
+            self.history[...] = history
+        return round_in_range(x, spec, span, key)
+
+
+class LearnedStep(ScaleSource):
+    """A scale that is a parameter.
+
+    Args:
+        how: with the factor of its gradient or without.
+        stack: how many layers it is of, as axes in front.
+        layout: of a kernel; None of an activation, which has one scale, and none before `start`.
+        scale: of a kernel.
+    """
+
+    def __init__(
+        self, how: LSQ, stack: tuple[int, ...], layout: OperandLayout | None = None, scale: Array | None = None
+    ) -> None:
+        self.how, self.layout = how, layout
+        self.scale: LearnedScale | None = nnx.data(None if scale is None else LearnedScale(scale))
+
+    def state(self) -> tuple[nnx.Variable | None, tuple[int, ...]]:
+        """The variable, if the layer has one, and the shape of its array."""
+        return (self.scale if self.layout is None else None), ()  # those of a kernel are for `quantize` to see
+
+    def start(self, span: Array, spec: Spec) -> None:
+        """Set the state from the least and the largest number of an array."""
+        self.scale = nnx.data(LearnedScale(initial_scale(span, spec)))
+
+    def __call__(self, x: Array, spec: Spec, key: Array | None) -> Array:
+        """`x` rounded under the scale of the state, which follows `x` in training."""
+        if self.scale is None:
+            raise ValueError(
+                f"activation={str(spec)!r} with scale_from={self.how!r} has no scale yet: run jchop.nn.calibrate, "
+                "which gives it the one to start from"
+            )
+        return round_lsq_operand(self.how, self.layout, x, spec, self.scale[...], key)
+
+
+_STATISTIC_VARIABLES: Mapping[str, type[nnx.Variable]] = MappingProxyType(
+    {RANGE: ActivationRange, HISTORY: AmaxHistory}
+)
+#: The module of one operand for each source of scales.
+SCALE_SOURCES: Mapping[type, Callable[[Any, tuple[int, ...]], ScaleSource]] = MappingProxyType(
+    {MovingAverage: MovingRange, DelayedScaling: PastMagnitudes, LSQ: LearnedStep}
+)
+
+
+# -- modules in layers -------------------------------------------------------------------------------------------------
 
 
 class RoundingModule(nnx.Module):
@@ -39,13 +248,13 @@ class RoundingModule(nnx.Module):
     stream: KeyStream = None
 
     def __init__(self, stream: KeyStream) -> None:
-        self._set_data(stream=stream)
+        self.set_data(stream=stream)
 
     def as_attribute(self) -> Any:
         """The attribute of a layer: the module itself if it has state, else a static wrapper."""
         return nnx.data(self) if jax.tree.leaves(self) else nnx.static(StaticRoundingModule(self))
 
-    def _set_data(self, **values: Any) -> None:
+    def set_data(self, **values: Any) -> None:
         """Attributes for those that are there; the others stay the None of the class."""
         for name, value in values.items():
             if value is not None:
@@ -83,46 +292,58 @@ class StaticRoundingModule:
         return self._hash
 
 
-def rounding_module_in(layer: Any, attribute: str) -> RoundingModule | None:
-    """The rounding module that a layer has in an attribute, if it is one."""
+def rounding_module_in(layer: Any, attribute: str, cls: type[T]) -> T | None:
+    """The rounding module of a class that a layer has in an attribute."""
     value = getattr(layer, attribute, None)
     value = value.module if isinstance(value, StaticRoundingModule) else value
-    return value if isinstance(value, RoundingModule) else None
+    return value if isinstance(value, cls) else None
 
 
-@dataclass(frozen=True, eq=False)
-class PackedOperand:
-    """A packed parameter from `RoundedPromotion` for a product of codes.
+@dataclass(frozen=True)
+class PackedForm:
+    """How a parameter is packed.
 
     Args:
-        value: codes and scales.
+        spec: of its codes.
         layout: of the codes, if that is not the parameter's own.
         shape: of the parameter.
-        dtype: of its numbers in the product.
     """
 
-    value: QArray
+    spec: Spec
     layout: OperandLayout | None
     shape: tuple[int, ...]
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        """The shape of the codes."""
+        return self.shape if self.layout is None else self.layout.shape(self.shape)
+
+    def numbers(self, codes: QArray, dtype: Any) -> Array:
+        """The numbers of the parameter."""
+        numbers = dequantize(codes, dtype)
+        return numbers if self.layout is None else self.layout.back(numbers, self.shape)
+
+
+class PackedOperand(NamedTuple):
+    """Codes from `RoundedPromotion` for a product of codes, and the dtype that their numbers have in it."""
+
+    codes: QArray
+    form: PackedForm
     dtype: Any
 
     @property
     def ndim(self) -> int:
         """Number of axes of the parameter."""
-        return len(self.shape)
-
-    def numbers(self) -> Array:
-        """The numbers."""
-        numbers = dequantize(self.value, self.dtype)
-        return numbers if self.layout is None else self.layout.back(numbers, self.shape)
+        return len(self.form.shape)
 
 
-def rounding_and_gradient_keys(spec: Spec | None, key: Array | None) -> tuple[Array | None, Array | None]:
-    """A key of the rounding and one of its cotangent."""
-    if not is_stochastic(spec) or key is None:
-        return None, None
-    forward, backward = split_prng_key(key)
-    return forward, backward
+def _round_by_field(
+    place: Location, field: str, spec: Spec, x: Array, key: Array | None, layout: OperandLayout | None = None
+) -> Array:
+    """An array that a field of the rule of a layer rounds."""
+    check_layout_axes(field, spec, x.ndim if layout is None else layout.ndim, place)
+    keys = (None, None) if key is None or not is_stochastic(spec) else split_prng_key(key)
+    return round_in_layout(layout, x, spec, *keys)
 
 
 class RoundedProduct(RoundingModule):
@@ -135,8 +356,9 @@ class RoundedProduct(RoundingModule):
         right: of the right operand.
     """
 
-    #: Whether the left operand is the input of a layer, whose range can be fixed.
+    #: Whether the left operand is the input of a layer, whose range can be fixed; and the product.
     calibrates: ClassVar[bool] = True
+    product: ClassVar[Callable[..., Array]]
     left: ScaleSource | None = None
     right: ScaleSource | None = None
     range: ActivationRange | None = None
@@ -151,11 +373,11 @@ class RoundedProduct(RoundingModule):
     ) -> None:
         super().__init__(stream)
         self.how = how
-        self._set_data(left=left, right=right)
+        self.set_data(left=left, right=right)
 
-    def keep(self, span: ActivationRange | None) -> None:
-        """Go on with a range that was found, if one was."""
-        self._set_data(range=span)
+    def __call__(self, x: Array, w: Any, *args: Any, **kwargs: Any) -> Array:
+        x, w, more = self.round_operands(x, w)
+        return self.product(x, w, *args, **kwargs, **more)
 
     def start(self, span: Array) -> None:
         """Take a range that was found, to keep or to start from."""
@@ -171,8 +393,8 @@ class RoundedProduct(RoundingModule):
         key, how = self.key(), self.how
         code_arguments: dict[str, Any] = {}
         if isinstance(w, PackedOperand):
-            code_arguments["codes"] = param_codes(w.value, w.layout, w.shape)
-            w = code_arguments["rounded"] = w.numbers()
+            code_arguments["codes"] = param_codes(w.codes, w.form.layout, w.form.shape)
+            w = code_arguments["rounded"] = w.form.numbers(w.codes, w.dtype)
         if self.observe is not None:
             self.observe(x)
             how = replace(how, left=None)
@@ -206,24 +428,20 @@ class RoundedProduct(RoundingModule):
 class RoundedDotGeneral(RoundedProduct):
     """In place of `jax.lax.dot_general`."""
 
-    def __call__(self, x: Array, w: Array, dimension_numbers: Any, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.round_operands(x, w)
-        return rounded_dot_general(x, w, dimension_numbers, *args, **kwargs, **more)
+    product = staticmethod(rounded_dot_general)
 
 
 class RoundedConvolution(RoundedProduct):
     """In place of `jax.lax.conv_general_dilated`."""
 
-    def __call__(self, x: Array, w: Array, *args: Any, **kwargs: Any) -> Array:
-        x, w, more = self.round_operands(x, w)
-        return rounded_conv(x, w, *args, **kwargs, **more)
+    product = staticmethod(rounded_conv)
 
 
 class RoundedEinsum(RoundedProduct):
     """In place of `jax.numpy.einsum`."""
 
-    def __call__(self, subscripts: str, x: Array, w: Array, **kwargs: Any) -> Array:
-        x, w, more = self.round_operands(x, w)
+    def __call__(self, subscripts: str, *operands: Array, **kwargs: Any) -> Array:
+        x, w, more = self.round_operands(*operands)
         return rounded_einsum(subscripts, x, w, **kwargs, **more)
 
 
@@ -235,9 +453,7 @@ class RoundedOutput(RoundingModule):
         self.spec, self.place = spec, place
 
     def __call__(self, y: Array) -> Array:
-        check_layout_axes("output", self.spec, y.ndim, self.place)
-        key, gradient_key = rounding_and_gradient_keys(self.spec, self.key())
-        return round_in_layout(None, y, self.spec, key, gradient_key)
+        return _round_by_field(self.place, "output", self.spec, y, self.key())
 
 
 class RoundedPromotion(RoundingModule):
@@ -247,7 +463,7 @@ class RoundedPromotion(RoundingModule):
         base: the replaced function.
         slots: the names of the arrays, as in a `NnxKind`.
         specs: the specs of arrays, and their layouts.
-        packed_params: names, specs, layouts (None: the parameter's own) and shapes of those that are stored.
+        packed_params: names of those that are stored, and their forms.
         stream: of keys.
         place: for errors.
         codes: whether a product takes the codes of what is stored.
@@ -258,7 +474,7 @@ class RoundedPromotion(RoundingModule):
         base: Callable[..., Any],
         slots: tuple[tuple[str, ...], ...],
         specs: tuple[tuple[str, Spec, OperandLayout | None], ...],
-        packed_params: tuple[tuple[str, Spec, OperandLayout | None, tuple[int, ...]], ...],
+        packed_params: tuple[tuple[str, PackedForm], ...],
         stream: KeyStream,
         place: Location,
         codes: bool = False,
@@ -269,47 +485,36 @@ class RoundedPromotion(RoundingModule):
 
     def __call__(self, args: tuple[Any, ...], /, **kwargs: Any) -> tuple[Any, ...]:
         names = next(names for names in self.slots if len(names) == len(args))
+        forms = dict(self.packed_params)
         for name, arg in zip(names, args, strict=True):
-            self._check_packing(name.strip("*"), arg)
+            self._check_packing(name.strip("*"), arg, forms.get(name.strip("*")))
         plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, QArray) else arg for arg in args)
-        arrays: list[Any] = [
-            self._unpack(name, arg, new.dtype) if isinstance(arg, QArray) else new
-            for name, arg, new in zip(names, args, self.base(plain, **kwargs), strict=True)
-        ]
+        arrays: list[Any] = list(self.base(plain, **kwargs))
+        for i, (name, arg) in enumerate(zip(names, args, strict=True)):
+            if isinstance(arg, QArray):
+                form, dtype = forms[name.strip("*")], arrays[i].dtype
+                stays = self.codes and name.startswith("*")
+                arrays[i] = PackedOperand(arg, form, dtype) if stays else form.numbers(arg, dtype)
         key = self.key()
         for i, (name, spec, layout) in enumerate(self.specs):
             if name in names and (x := arrays[names.index(name)]) is not None:
                 field = "activation" if name == "inputs" else "bias" if name == "bias" else "weight"
-                check_layout_axes(field, spec, x.ndim if layout is None else layout.ndim, self.place)
-                keys = rounding_and_gradient_keys(spec, None if key is None else jax.random.fold_in(key, i))
-                arrays[names.index(name)] = round_in_layout(layout, x, spec, *keys)
+                own_key = None if key is None else jax.random.fold_in(key, i)
+                arrays[names.index(name)] = _round_by_field(self.place, field, spec, x, own_key, layout)
         return tuple(arrays)
 
-    def _check_packing(self, name: str, arg: Any) -> None:
+    def _check_packing(self, name: str, arg: Any, form: PackedForm | None) -> None:
         """Refuse a parameter that is not packed as here, as a checkpoint of another model brings it."""
-        expected_packing = next(
-            ((spec, layout, shape) for packed_name, spec, layout, shape in self.packed_params if packed_name == name),
-            None,
-        )
-        if arg is None or (expected_packing is None and not isinstance(arg, QArray)):
+        if arg is None or (form is None and not isinstance(arg, QArray)):
             return
         description = f"{arg.spec} of {arg.shape}" if isinstance(arg, QArray) else f"an array of {arg.shape}"
-        if expected_packing is None:
+        if form is None:
             raise ValueError(f"{name} of the {self.place} is packed as {description}, and this model packs none there")
-        spec, layout, shape = expected_packing
-        codes_shape = shape if layout is None else layout.shape(shape)
-        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (spec, codes_shape):
+        if not isinstance(arg, QArray) or (arg.spec, arg.shape) != (form.spec, form.codes_shape):
             raise ValueError(
-                f"{name} of the {self.place} is {description}, and this model holds it packed as {spec} of "
-                f"{codes_shape}: it belongs to a model with another rule or shape"
+                f"{name} of the {self.place} is {description}, and this model holds it packed as {form.spec} of "
+                f"{form.codes_shape}: it belongs to a model with another rule or shape"
             )
-
-    def _unpack(self, name: str, codes: QArray, dtype: Any) -> Array | PackedOperand:
-        layout, shape = next(
-            (layout, shape) for packed_name, _, layout, shape in self.packed_params if packed_name == name.strip("*")
-        )
-        operand = PackedOperand(codes, layout, shape, dtype)
-        return operand if self.codes and name.startswith("*") else operand.numbers()
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -320,71 +525,33 @@ class RoundedAttention(RoundedProduct):
 
     calibrates: ClassVar[bool] = False
 
-    def __call__(self, *args: Any, module: nnx.Module | None = None, **kwargs: Any) -> Array:
-        y, weights = _rounded_attention(*args, **kwargs, how=self.how, keys=(self.key(), self.key()))
-        if module is not None:
-            module.sow(nnx.Intermediate, "attention_weights", weights)
-        return y
-
-
-def _rounded_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
-    is_causal: bool = False,
-    *,
-    how: ProductRoundings,
-    keys: tuple[Array | None, Array | None],
-) -> tuple[Array, Array]:
-    """`flax.nnx.dot_product_attention`, with its arguments, and the attention weights before a dropout.
-
-    Args:
-        query: shape (..., queries, heads, depth).
-        key: shape (..., keys, heads or a divisor of them, depth).
-        value: as `key`.
-        bias: added to the scores.
-        mask: the positions to which a query may attend.
-        broadcast_dropout: one dropout for all heads and sequences.
-        dropout_rng: its key.
-        dropout_rate: of the attention weights.
-        deterministic: no dropout.
-        dtype: of the computation.
-        precision: of the products.
-        promote_dtype: function that casts arrays to one dtype.
-        is_causal: no query attends to later keys.
-        how: the roundings of both products.
-        keys: a key for each product, if it is stochastic.
-    """
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
-    key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
-    query = query / jnp.sqrt(query.shape[-1]).astype(query.dtype)
-    scores = rounded_einsum("...qhd,...khd->...hqk", query, key, precision=precision, how=how, key=keys[0])
-    scores = scores if bias is None else scores + bias
-    weights = dropout_weights = jax.nn.softmax(_mask_scores(scores, mask, is_causal)).astype(query.dtype)
-    if not deterministic and dropout_rate > 0.0:
-        shape = (1,) * (weights.ndim - 2) + weights.shape[-2:] if broadcast_dropout else weights.shape
-        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)  # type: ignore[arg-type]
-        dropout_weights = weights * (keep.astype(weights.dtype) / (1.0 - dropout_rate))
-    return rounded_einsum(
-        "...hqk,...khd->...qhd", dropout_weights, value, precision=precision, how=how, key=keys[1]
-    ), weights
-
-
-def _mask_scores(scores: Array, mask: Array | None, is_causal: bool) -> Array:
-    masks = [] if mask is None else [mask.astype(bool)]
-    if is_causal:
-        masks.append(jnp.tril(jnp.ones(scores.shape[-2:], bool)))
-    return jnp.where(math.prod(masks), scores, jnp.finfo(scores.dtype).min) if masks else scores
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        *,
+        dtype: Any = None,
+        precision: Any = None,
+        module: nnx.Module | None = None,
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Array:
+        if dtype is not None or not query.dtype == key.dtype == value.dtype:
+            query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        groups = query.shape[-2] // key.shape[-2]  # of queries that share a key and a value
+        key, value = (jnp.repeat(v, groups, axis=-2) if groups > 1 else v for v in (key, value))
+        if is_causal:
+            causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+            mask = causal if mask is None else mask.astype(bool) & causal
+        scores, sums = (partial(rounded_einsum, precision=precision, how=self.how, key=self.key()) for _ in range(2))
+        sower = None if module is None else SimpleNamespace(sow=lambda _, *named: module.sow(nnx.Intermediate, *named))
+        # Linen's function is that of NNX, with an einsum as an argument.
+        weights = dot_product_attention_weights(query, key, bias, mask, module=sower, einsum=scores, **kwargs)  # type: ignore[arg-type]
+        return sums("...hqk,...khd->...qhd", weights, value)
 
 
 # -- emulated arithmetic -----------------------------------------------------------------------------------------------
@@ -429,12 +596,8 @@ def _variable_values(module: nnx.Module) -> dict[Any, Any]:
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
-class EmulatedAttention(RoundingModule):
+class EmulatedAttention(LayerEmulation):
     """In place of `flax.nnx.dot_product_attention`, in an emulated arithmetic."""
-
-    def __init__(self, spec: Spec, accumulate: MatmulSpec | None, stream: KeyStream) -> None:
-        super().__init__(stream)
-        self.spec, self.accumulate = spec, accumulate
 
     def __call__(self, *args: Any, module: Any = None, **kwargs: Any) -> Array:
         if module is not None:

@@ -16,14 +16,6 @@ from jchop.storage import QArray, dequantize, quantize
 Array = jax.Array
 
 
-def init_packed_cache(layer: Any, input_shape: Sequence[int], dtype: Any, spec: Spec) -> None:
-    """Give an attention layer an empty cache for sequences of `input_shape`, (..., length, features)."""
-    shape = (*input_shape[:-1], layer.num_kv_heads, layer.head_dim)
-    for name in ("cached_key", "cached_value"):
-        setattr(layer, name, nnx.data(nnx.Cache(empty_packed_cache(shape, dtype, spec))))
-    layer.cache_index = nnx.data(nnx.Cache(jnp.array(0, jnp.int32)))
-
-
 def empty_packed_cache(shape: Sequence[int], dtype: Any, spec: Spec) -> QArray:
     """A packed array of no tokens yet."""
     shapes = jax.eval_shape(lambda: quantize(jnp.zeros(shape, dtype), spec))

@@ -1,20 +1,28 @@
-"""`LoraRule`: which layers get adapters of low rank; and the adapters that they begin with."""
+"""`LoraRule`: which layers get adapters of low rank; the adapters that they begin with, and files of PEFT."""
 
 from __future__ import annotations
 
+import json
 import math
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import check, check_choice, check_float, check_int
+from jchop._common.files import atomic_file, exclusive_folder, open_regular_file
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
+from jchop.storage import load_safetensors, save_safetensors
+from jchop.storage._files.json import json_object, short_text
 
 Array = jax.Array
 
@@ -55,21 +63,13 @@ class LoraRule:
         check_path_pattern("path", self.path)
         check_int("rank", self.rank, 1)
         check_choice("init", self.init, tuple(LORA_INITS))
-        alpha = 1.0 if self.alpha is None else self.alpha
-        _check_number("alpha", alpha, "above 0", lambda v: 0 < v <= sys.float_info.max)
-        _check_number("dropout", self.dropout, "from 0 up to 1", lambda v: 0 <= v < 1)
+        check_float("alpha", 1.0 if self.alpha is None else self.alpha, 0, ends="(]")
+        check_float("dropout", self.dropout, 0, 1, "[)")
 
     @property
     def factor(self) -> float:
         """Alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
-
-
-def _check_number(name: str, value: Any, range_text: str, holds: Callable[[float], bool]) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be a number {range_text}")
-    if not holds(value):
-        raise ValueError(f"{name}={value!r} must be a number {range_text}")
 
 
 # -- adapters of any model ---------------------------------------------------------------------------------------------
@@ -108,13 +108,10 @@ def initial_adapter(
     Returns:
         A, B, and the weight that the layer is to have beside them, None for its own.
     """
-    if weight.ndim != 2:
-        raise ValueError(f"{what}: its weight of shape {list(weight.shape)} is no matrix")
     if not LORA_INITS[rule.init]:
         a = jax.nn.initializers.he_uniform()(draw(), (weight.shape[0], rule.rank), weight.dtype)
         return a, jnp.zeros((rule.rank, weight.shape[1]), weight.dtype), None
-    if rule.rank > min(weight.shape):
-        raise ValueError(f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
+    check(rule.rank <= min(weight.shape), f"{what}: the rank is above the sizes {list(weight.shape)} of the weight")
     if has_codes and original is None:
         raise ValueError(f"{what}: init={rule.init!r} needs original=, the model before it was packed")
     exact = np.asarray(original if has_codes else weight, np.float64)
@@ -155,11 +152,6 @@ def _low_rank_factors(matrix: np.ndarray, rule: LoraRule) -> tuple[np.ndarray, n
     return left[:, : rule.rank] * root, root[:, None] * right[: rule.rank]
 
 
-def weight_as_matrix(weight: Array, in_ndim: int, out_ndim: int) -> Array:
-    """A weight of `in_ndim` axes of inputs and `out_ndim` of outputs as (in, out); one of more axes as it is."""
-    return weight.reshape(math.prod(weight.shape[:in_ndim]), -1) if weight.ndim == in_ndim + out_ndim else weight
-
-
 def add_adapter_output(y: Array, x: Array, a: Array, b: Array, axis: Sequence[int], rule: LoraRule) -> Array:
     """The result y of a layer that sums over `axis` of x, with what an adapter adds."""
     sum_axes = sorted(i % x.ndim for i in axis)  # as Flax sums, in whatever order they are given
@@ -172,3 +164,188 @@ def merge_lora_weight(weight: Array, a: Array, b: Array, rule: LoraRule) -> Arra
     """W + factor A B, in the shape and dtype of W."""
     product = jnp.matmul(a, b, precision="highest").reshape(weight.shape)
     return (weight + rule.factor * product).astype(weight.dtype)
+
+
+# -- files of PEFT -----------------------------------------------------------------------------------------------------
+
+_PEFT_TENSORS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+_PEFT_PREFIX, _LORA_A_SUFFIX, _LORA_B_SUFFIX = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+#: The longest configuration, in bytes.
+_MAX_PEFT_CONFIG_BYTES = 1 << 20
+
+#: Fields that are read, and fields that leave the result as it is; all others must be off.
+_PEFT_FIELDS = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout", "use_rslora", "init_lora_weights",
+)  # fmt: skip
+
+_PEFT_NEUTRAL_FIELDS = (
+    "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_config",
+    "megatron_core", "runtime_config",
+)  # fmt: skip
+
+#: The first values of adapters that leave the weights of the base as they are.
+_PEFT_PLAIN_INITS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
+
+_PEFT_MERGE_ADVICE = "merge the adapters in PEFT (merge_and_unload), and load the weights"
+
+#: What makes a regular expression match in several ways; escapes and sets of characters are read over.
+_REGEX_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?[:=!]?)?|\)[*+{]?|[|?*+{]", re.DOTALL)
+
+#: The most steps of all patterns of a file.
+_MAX_MATCH_STEPS = 1 << 27
+
+
+def write_adapters(folder: str | os.PathLike[str], adapters: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes the adapters that `split_lora` gives, by path."""
+    tensors: dict[str, Any] = {}
+    rules: dict[str, LoraRule] = {}
+    for path, adapter in adapters.items():
+        if adapter["lora_a"].ndim != 2:
+            raise ValueError(
+                f"the adapter of {path!r} is one of a stack, {list(adapter['lora_a'].shape)}, which a file of PEFT has "
+                "not; save split_lora(model)[1] with jchop.save_safetensors"
+            )
+        name = path.replace("/", ".")
+        tensors |= {
+            f"{_PEFT_PREFIX}{name}{_LORA_A_SUFFIX}": adapter["lora_a"].T,
+            f"{_PEFT_PREFIX}{name}{_LORA_B_SUFFIX}": adapter["lora_b"].T,
+        }
+        rules[name] = adapter["rule"]
+    rates = {rule.dropout for rule in rules.values()}
+    if len(rates) > 1:
+        raise ValueError(f"the adapters have dropout of {sorted(rates)}, and a file of PEFT has one rate")
+    rank = Counter(rule.rank for rule in rules.values()).most_common(1)[0][0]
+    alphas = {name: float(rule.rank if rule.alpha is None else rule.alpha) for name, rule in rules.items()}
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    config = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "bias": "none"}
+    config |= {"r": rank, "lora_alpha": alpha, "lora_dropout": rates.pop(), "target_modules": sorted(rules)}
+    pattern = {name: f"^{re.escape(name)}" for name in rules}  # a name alone is a pattern of the ends of paths, too
+    config["rank_pattern"] = {pattern[name]: rule.rank for name, rule in rules.items() if rule.rank != rank}
+    config["alpha_pattern"] = {pattern[name]: value for name, value in alphas.items() if value != alpha}
+    text = json.dumps(config, indent=2) + "\n"
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    lock = exclusive_folder(target) if jax.process_count() == 1 else nullcontext()  # several processes write one file
+    with lock, atomic_file(target / _PEFT_CONFIG) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())  # both files are whole before one of them has its name
+        save_safetensors(target / _PEFT_TENSORS, tensors, metadata={"format": "pt"})
+
+
+def read_adapters(
+    folder: str | os.PathLike[str], paths: Collection[str], shape_of: Callable[[str], tuple[int, ...]]
+) -> dict[str, tuple[Array, Array, LoraRule]]:
+    """A, B and the rule of each adapter in a folder, by the path of its layer.
+
+    Args:
+        folder: of `save_lora` or PEFT.
+        paths: of the layers that may have one.
+        shape_of: the shape of the weight of such a layer, of axes of inputs and then of outputs.
+    """
+    source = Path(folder)
+    config, tensors = _read_peft_config(source / _PEFT_CONFIG), load_safetensors(source / _PEFT_TENSORS)
+    path_by_name = {path.replace("/", "."): path for path in paths}
+    arrays = {}
+    for name in sorted(
+        {name.removeprefix(_PEFT_PREFIX).removesuffix(_LORA_A_SUFFIX).removesuffix(_LORA_B_SUFFIX) for name in tensors}
+    ):
+        a, b = (tensors.get(f"{_PEFT_PREFIX}{name}{suffix}") for suffix in (_LORA_A_SUFFIX, _LORA_B_SUFFIX))
+        if a is None or b is None or name not in path_by_name:
+            raise ValueError(
+                f"{source / _PEFT_TENSORS}: {short_text(name)} has no A and B, or is no linear layer of the model"
+            )
+        arrays[name] = jnp.asarray(a).T, jnp.asarray(b).T
+        _check_adapter_shapes(source, name, shape_of(path_by_name[name]), *arrays[name])
+    try:
+        return {path_by_name[name]: (*arrays[name], rule) for name, rule in _peft_rules(config, arrays).items()}
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"{source / _PEFT_CONFIG}: {error}") from None
+
+
+def _check_adapter_shapes(source: Path, name: str, shape: tuple[int, ...], a: Any, b: Any) -> None:
+    sides = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or (a.shape[0], b.shape[1]) not in sides:
+        raise ValueError(
+            f"{source / _PEFT_TENSORS}: A and B of {short_text(name)} have shapes {list(a.shape)} and {list(b.shape)} "
+            f"(transposed), and its weight {list(shape)}"
+        )
+
+
+def _peft_rules(config: dict[str, Any], adapters: Mapping[str, tuple[Array, Array]]) -> dict[str, LoraRule]:
+    """The rules of adapters by name; fields that a configuration has not are as PEFT has them."""
+    ranks, alphas = (
+        _values_by_pattern(field, config.get(field) or {}, config.get(default_field, 8), list(adapters))
+        for field, default_field in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    )
+    rules = {}
+    for (name, (a, _)), rank, alpha in zip(adapters.items(), ranks, alphas, strict=True):
+        if rank != a.shape[1]:
+            raise ValueError(f"the rank of {short_text(name)} is {short_text(rank)}, and A of it has {a.shape[1]}")
+        check(alpha is not None, f"alpha of {short_text(name)} is null, and must be a number")
+        if config.get("use_rslora"):
+            alpha = alpha * math.sqrt(rank)
+        rules[name] = LoraRule(name or "*", rank, alpha, config.get("lora_dropout") or 0.0)
+    return rules
+
+
+def _values_by_pattern(field: str, patterns: Any, default: Any, names: Sequence[str]) -> list[Any]:
+    """The value of the first pattern that matches each name, as PEFT matches them; `default` if none does."""
+    check(isinstance(patterns, dict), f"{field}={short_text(patterns)} is no object")
+    longest, steps, regexes = max(map(len, names), default=0), 0, []
+    for pattern, pattern_value in patterns.items():
+        steps += len(names) * (16 + _max_match_ways(pattern, longest)) + 64 * (256 + len(pattern))
+        if steps > _MAX_MATCH_STEPS:
+            raise ValueError(f"{field} takes too long to match, at {short_text(pattern)}: use whole paths as keys")
+        try:
+            regexes.append((re.compile(rf"(.*\.)?({pattern})$"), pattern_value))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{field} has the key {short_text(pattern)}, which is no regular expression: {error}"
+            ) from None
+    return [next((pattern_value for key, pattern_value in regexes if key.match(name)), default) for name in names]
+
+
+def _max_match_ways(pattern: str, longest: int) -> int:
+    """A bound of the ways in which a pattern can match a text; groups that repeat have no bound of use."""
+    ways, branches = longest + 1, [1]
+    for token in _REGEX_TOKENS.findall(pattern):
+        if token[0] in "\\[":
+            continue
+        factor = 1
+        if token[0] == "(" and token != "(?":  # of flags and comments, which can hide what repeats
+            branches.append(1)
+        elif token == "|":
+            branches[-1] += 1
+        elif token == ")" and len(branches) > 1:
+            factor = branches.pop()
+        else:
+            factor = 2 if token == "?" else longest + 1 if token in "*+{" else _MAX_MATCH_STEPS
+        ways = min(ways * factor, _MAX_MATCH_STEPS)
+    return ways * branches[0]
+
+
+def _read_peft_config(path: Path) -> dict[str, Any]:
+    with open_regular_file(path) as file:
+        data = file.read(_MAX_PEFT_CONFIG_BYTES)
+    try:
+        config = json_object(data.decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a configuration: {error}") from None
+    switches = {key: value for key, value in config.items() if value and value != "none" and key not in _PEFT_FIELDS}
+    wrong = sorted(switches.keys() - set(_PEFT_NEUTRAL_FIELDS))
+    if config.get("peft_type") != "LORA":
+        wrong.append("peft_type")
+    if wrong:
+        field = f"{wrong[0]}={short_text(config.get(wrong[0]))}"
+        raise ValueError(f"{path} is not of plain LoRA: {field}; {_PEFT_MERGE_ADVICE}")
+    if str(init := config.get("init_lora_weights")).lower() not in _PEFT_PLAIN_INITS:
+        raise ValueError(
+            f"{path} has init_lora_weights={short_text(init)}, which changes the base or is not known; "
+            f"{_PEFT_MERGE_ADVICE}"
+        )
+    return config

@@ -1,23 +1,94 @@
-"""Classes of modules whose methods run under the rules of a model, for Flax NNX and for Equinox."""
+"""What models of NNX and Equinox share: modes, packing, and classes whose methods run under the rules of a model."""
 
 from __future__ import annotations
 
 import copyreg
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import CodeType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+import jax
 from flax import nnx
 
-from jchop._common.checks import short_repr
-from jchop._quantized.products.rule import Rule
+from jchop._common.checks import check_choice, short_repr
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, as_rule_tuple
+from jchop._quantized.program.quantized_program import check_weight_rules
+from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
+from jchop._quantized.quantize_fn import QuantizedFunction
 
 #: Example arguments of the model's call, positional or by their names; or of several methods, by the names of these.
 ExampleInputs = tuple[Any, ...] | Mapping[str, Any]
+
+#: The advice of an error for a program that has to be traced.
+INPUTS_ADVICE = (
+    "pass example arguments of the model's call, inputs=(x,) or inputs={'x': x}, or of other methods, "
+    "inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
+)
+
+
+def round_methods(
+    params: Any,
+    calls: Sequence[tuple[QuantizedFunction, tuple[Any, ...]]],
+    mode: str,
+    old_scales: Scales,
+    key: jax.Array | None,
+) -> tuple[Any, Scales]:
+    """The parameters of methods under rules, packed unless ``mode="qat"``, and the scales that the rules keep.
+
+    Args:
+        params: the parameters.
+        calls: each method as a function, with example arguments after the parameters.
+        mode: as of `jchop.nn.quantize`.
+        old_scales: scales that are known already.
+        key: for parameters that are packed with a stochastic rounding.
+
+    Raises:
+        ValueError: as `jchop.quantize_fn`; so errors of rules come here, not in the first call.
+    """
+    scales = Scales({}, {})
+    for function, args in calls:
+        scales = merge_scales(function.start(params, *args, from_data=False), scales)
+    check_weight_rules([function.resolved(params, *args) for function, args in calls])
+    scales = merge_scales(scales, old_scales)
+    if mode == "qat":
+        return params, scales
+    for function, args in calls:  # packed for the first method that rounds it
+        params = function.pack_more(params, *args, scales=scales, key=key)
+    return params, scales_after_packing(scales)
+
+
+LayerMode = Literal["qat", "ptq", "weight_only", "emulate"]
+#: The fields of a rule that a mode allows, and its purpose.
+_MODE_FIELDS = {
+    "weight_only": (("weight", "bias", "cache", "scale_from"), "rounds weights, biases and caches; use mode='ptq'"),
+    "emulate": (("activation", "matmul"), "rounds every operation to activation, with the sums of matmul"),
+}
+
+
+def check_layer_modes(rules: Sequence[Rule], mode: str, program: bool = False) -> None:
+    """Refuse a mode that is none, and fields of rules that it does not have."""
+    check_choice("mode", mode, ("qat", "ptq", "weight_only", "emulate"))
+    if program and mode == "emulate":
+        raise ValueError("mode='emulate' is for layers of Flax: leave out inputs, or use jchop.emulate on the function")
+    mode_fields, purpose = _MODE_FIELDS.get(mode, (ROUNDING_FIELDS, ""))
+    for rule in rules:
+        wrong = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in mode_fields]
+        if wrong:
+            raise ValueError(f"{rule} has {', '.join(wrong)}, and mode={mode!r} {purpose}")
+
+
+def rules_of_mode(rules: Any, mode: str) -> tuple[Rule, ...]:
+    """Rules as a mode has them: weights alone are multiplied as they are stored if a rule does not say otherwise."""
+    return tuple(
+        replace(rule, product="auto")
+        if mode == "weight_only" and rule.product is None and rule.scale_from is None
+        else rule
+        for rule in as_rule_tuple(rules)
+    )
 
 
 @dataclass(frozen=True)
@@ -50,18 +121,12 @@ class ProgramPart:
     def params_in_model(self, params: Any) -> Any:
         """Parameters of the module, by their paths in the model."""
         other_paths = dict(self.names)
-        return (
-            params if not self.path else _rename_params(params, lambda path: other_paths.get(path, (*self.path, *path)))
-        )
+        return _rename_params(params, lambda path: other_paths.get(path, (*self.path, *path))) if self.path else params
 
     def params_in_part(self, params: Any) -> Any:
         """Parameters by their paths in the model, by those in the module."""
-        other_paths = {full: path for path, full in self.names}
-        return (
-            params
-            if not self.path
-            else _rename_params(params, lambda path: other_paths.get(path, path[len(self.path) :]))
-        )
+        other_paths, start = {full: path for path, full in self.names}, len(self.path)
+        return _rename_params(params, lambda path: other_paths.get(path, path[start:])) if self.path else params
 
     def nest(self, module: Any) -> Any:
         """A module of a pytree at its place in the model, in dicts."""

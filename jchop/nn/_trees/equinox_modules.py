@@ -9,18 +9,27 @@ from functools import lru_cache, wraps
 from typing import Any
 
 import jax
-import numpy as np
+from flax import nnx
 
+from jchop._common.checks import check, check_instance
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import is_param_leaf
-from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
-from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
+from jchop._quantized.program.scale_slots import Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
 from jchop._round.arguments import check_key
-from jchop.nn._shared.modes import LayerMode, check_layer_modes
-from jchop.nn._shared.program_classes import ExampleInputs, ProgramPart, class_body, method_inputs, plain_class
+from jchop.nn._shared.program_classes import (
+    INPUTS_ADVICE,
+    ExampleInputs,
+    LayerMode,
+    ProgramPart,
+    check_layer_modes,
+    class_body,
+    method_inputs,
+    plain_class,
+    round_methods,
+)
 
 Array = jax.Array
 
@@ -32,6 +41,12 @@ def is_equinox_module(model: Any) -> bool:
     """Whether a model is a module of Equinox."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(model, equinox.Module)
+
+
+def check_flax_or_equinox(name: str, model: Any, more: str = "") -> None:
+    """Refuse what is no module of NNX or Equinox; `more` follows in the error."""
+    if not is_equinox_module(model):
+        check_instance(name, model, nnx.Module, f"a module of Flax NNX or Equinox{more}")
 
 
 def quantize_equinox_module(
@@ -54,26 +69,16 @@ def quantize_equinox_module(
                 "jchop.quantize_fn(...).update returns them, and jchop.nn.calibrate fixes ranges"
             )
     has_codes = any(is_param_leaf(leaf) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf))
-    if has_codes:
-        raise ValueError("model is packed already; quantize the module that it was made from")
-    old_scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
+    check(not has_codes, "model is packed already; quantize the module that it was made from")
+    scales = equinox_scales(model) if equinox_rules(model) == tuple(rules) else Scales({}, {})
     if inputs is None and (mode != "qat" or any(rule.scale_from is not None for rule in rules)):
         raise ValueError(
-            "inputs=None, but a program that is packed, or keeps scales, has to be traced: pass example arguments of "
-            "the model's call, inputs=(x,), or of other methods, inputs={'decode': (x,)}; jax.ShapeDtypeStruct will do"
+            f"inputs=None, but a program that is packed, or keeps scales, has to be traced: {INPUTS_ADVICE}"
         )
     plain = plain_module(model)
-    scales = Scales({}, {})
-    method_calls = () if inputs is None else equinox_method_functions(model, rules, inputs).values()
-    for function, args in method_calls:
-        scales = merge_scales(function.start(plain, *args, from_data=False), scales)
-    if method_calls:  # the errors of rules come here, not in the first call
-        check_weight_rules([function.resolved(plain, *args) for function, args in method_calls])
-    scales = merge_scales(scales, old_scales)
-    if mode != "qat":
-        for function, args in method_calls:  # packed for the first method that rounds it
-            plain = function.pack_more(plain, *args, scales=scales, key=key)
-        scales = scales_after_packing(scales)
+    if inputs is not None:
+        calls = list(equinox_method_functions(model, rules, inputs).values())
+        plain, scales = round_methods(plain, calls, mode, scales, key)
     return module_under_rules(plain, rules, scales)
 
 
@@ -102,23 +107,12 @@ def calibrate_equinox_module(
 ) -> Any:
     """A module with fixed scales of activations, found by running it on data; as `jchop.nn.calibrate`."""
     rules = equinox_rules(model)
-    if not rules:
-        raise ValueError("model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
+    check(rules, "model is not quantized; jchop.nn.quantize makes a module that can be calibrated")
     function = QuantizedFunction((lambda plain, batch: plain(batch)) if run is None else run, rules)
     plain, scales = plain_module(model), equinox_scales(model)
     calls = ((batch,) for batch in batches)
     scales = function.calibrate(plain, calls, method=method, combine=combine, scales=scales, progress=progress)
     return module_under_rules(plain, rules, scales)
-
-
-def module_arrays(model: Any) -> Any:
-    """A module with None in place of all that is no array."""
-    return jax.tree.map(lambda leaf: leaf if is_array_leaf(leaf) else None, model)
-
-
-def is_array_leaf(leaf: Any) -> bool:
-    """Whether a leaf of a module is an array, or stands for one."""
-    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def equinox_method_functions(
@@ -171,13 +165,10 @@ def _rebuild_module(
     children, tree = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda n: n is not node)
     if is_param_leaf(node) or any(child is node for _, child in children) or not (children or is_equinox_module(node)):
         return node
-    if (
-        (has_rules := hasattr(type(node), _RULES_FIELD))
-        and old_part is not None
-        and _equinox_program_part(node).rules != old_part.rules
-    ):
+    own_part = _equinox_program_part(node) if hasattr(type(node), _RULES_FIELD) else None
+    if own_part is not None and old_part is not None and own_part.rules != old_part.rules:
         return node
-    old_part = old_part or (_equinox_program_part(node) if has_rules else ProgramPart(()))
+    old_part = old_part or own_part or ProgramPart(())
     keys = [jax.tree_util.keystr(key, simple=True, separator="/") for key, _ in children]
     items = zip(keys, children, strict=True)
     copy = jax.tree.unflatten(tree, [_rebuild_module(child, part, (*path, key), old_part) for key, (_, child) in items])

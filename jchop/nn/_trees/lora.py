@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jchop._common.checks import check, check_instance
 from jchop._common.paths import matches_path
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, rule_index
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
@@ -20,8 +21,13 @@ from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key
-from jchop.nn._shared.lora_rule import LoraRule, check_lora_rules_match, initial_stack_adapters, merge_lora_weight
-from jchop.nn._shared.peft_files import read_adapters
+from jchop.nn._shared.lora_rule import (
+    LoraRule,
+    check_lora_rules_match,
+    initial_stack_adapters,
+    merge_lora_weight,
+    read_adapters,
+)
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import (
     equinox_method_functions,
@@ -36,7 +42,8 @@ from jchop.storage._axis_groupings import map_over_stack
 Array = jax.Array
 
 #: By the path of a parameter that reaches products: its value, it as a matrix or why it is none, its rounding.
-AdapterTargets = dict[str, tuple[Any, MatrixLayout | str, WeightLayout | None]]
+AdapterTarget = tuple[Any, MatrixLayout | str, WeightLayout | None]
+AdapterTargets = dict[str, AdapterTarget]
 
 #: Names of a parameter that stand for its layer in a file of PEFT.
 _WEIGHT_NAMES = ("weight", "kernel")
@@ -63,7 +70,7 @@ def lora_mask(model: Any) -> Any:
         >>> [leaf.shape for leaf, own in zip(*map(jax.tree.leaves, (adapted, jc.nn.lora_mask(adapted)))) if own]
         [(64, 4), (4, 8)]
     """
-    check_tree_has_adapters(model)
+    adapted_params(model)
 
     def mask(node: Any) -> Any:
         false = jax.tree.map(lambda _: False, node)
@@ -74,10 +81,15 @@ def lora_mask(model: Any) -> Any:
     return jax.tree.map(mask, model, is_leaf=is_param_leaf)
 
 
-def check_tree_has_adapters(model: Any) -> None:
-    """Refuse a pytree without adapters."""
-    if not any(isinstance(leaf, AdaptedParam) for leaf in jax.tree.leaves(model, is_leaf=is_param_leaf)):
-        raise ValueError("model has no adapters; jchop.nn.add_lora makes them")
+def adapted_params(model: Any) -> dict[str, AdaptedParam]:
+    """The parameters of a pytree with adapters, by path.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    adapted = {path: leaf for path, leaf in _leaves_by_path(model).items() if isinstance(leaf, AdaptedParam)}
+    check(adapted, "model has no adapters; jchop.nn.add_lora makes them")
+    return adapted
 
 
 def add_lora_to_tree(
@@ -95,19 +107,14 @@ def tree_with_adapters(model: Any, rules: Sequence[LoraRule], key: Array, places
     original_leaves = {} if original is None else _leaves_by_path(original)
     adapters: dict[str, AdaptedParam] = {}
     used: set[int] = set()
-    for target_index, (path, (value, layout, placement)) in enumerate(places.items()):
+    for target_index, (path, target) in enumerate(places.items()):
         names = path, adapter_name(path)
         number = next((i for i, rule in enumerate(rules) if matches_path(rule.path, *names)), None)
         if number is None:
             continue
         used.add(number)
-        rule, what = rules[number], f"the parameter {path!r}, by {rules[number]}"
-        if isinstance(layout, str):
-            raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
-        if rule.init != "zeros":
-            _check_repackable(what, value, placement)
         keys = jax.random.fold_in(key, target_index)
-        adapters[path] = _adapt_param(rule, what, value, layout, placement, original_leaves.get(path), keys)
+        adapters[path] = _adapt_param(rules[number], path, target, original_leaves.get(path), keys)
     check_lora_rules_match(rules, used, list(places))
     return _replace_leaves(model, adapters)
 
@@ -129,9 +136,7 @@ def tree_with_file_adapters(folder: str | os.PathLike[str], model: Any, targets:
 
 def merge_lora_tree(model: Any, requantize: bool) -> Any:
     """A model with adapters added to the parameters."""
-    check_tree_has_adapters(model)
-    adapters = {path: leaf for path, leaf in _leaves_by_path(model).items() if isinstance(leaf, AdaptedParam)}
-    params = {path: _merge_param(path, leaf, requantize) for path, leaf in adapters.items()}
+    params = {path: _merge_param(path, leaf, requantize) for path, leaf in adapted_params(model).items()}
     result = _replace_leaves(model, params)
     unpacked_paths = params_unpacked_by_merge(model, requantize)
     if not is_equinox_module(model):
@@ -139,12 +144,12 @@ def merge_lora_tree(model: Any, requantize: bool) -> Any:
     rules = equinox_rules(model)
     remaining = rules_excluding_params(rules, unpacked_paths, model)
     has_codes = any(map(is_packed_param, _leaves_by_path(result).values()))
-    drops_rules = bool(unpacked_paths) and not has_codes and not any(map(_rounds_more_than_params, remaining))
-    return (
-        plain_module(result)
-        if drops_rules or not rules
-        else module_under_rules(plain_module(result), remaining, equinox_scales(model))
-    )
+    others = [name for name in ROUNDING_FIELDS if name not in ("weight", "bias")]
+    rounds_more = any(getattr(rule, name) is not None for rule in remaining for name in others)
+    plain = plain_module(result)
+    if not rules or (unpacked_paths and not has_codes and not rounds_more):
+        return plain
+    return module_under_rules(plain, remaining, equinox_scales(model))
 
 
 def rules_excluding_params(rules: Sequence[Rule], excluded: Sequence[str], model: Any) -> tuple[Rule, ...]:
@@ -158,18 +163,15 @@ def rules_excluding_params(rules: Sequence[Rule], excluded: Sequence[str], model
 
 def params_unpacked_by_merge(model: Any, requantize: bool) -> list[str]:
     """The packed parameters with adapters that a merge leaves in full precision."""
-    adapters = {path: leaf for path, leaf in _leaves_by_path(model).items() if isinstance(leaf, AdaptedParam)}
-    return [path for path, leaf in adapters.items() if is_packed_param(leaf.base) and not requantize]
+    adapted = adapted_params(model)
+    return [path for path, leaf in adapted.items() if is_packed_param(leaf.base) and not requantize]
 
 
 def split_lora_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
     """A model without its adapters, and these by path."""
-    check_tree_has_adapters(model)
     adapters: dict[str, dict[str, Any]] = {}
     bases = {}
-    for path, leaf in _leaves_by_path(model).items():
-        if not isinstance(leaf, AdaptedParam):
-            continue
+    for path, leaf in adapted_params(model).items():
         if adapter_name(path) in adapters:
             raise ValueError(f"two parameters of {adapter_name(path)!r} have adapters, which a file cannot tell apart")
         bases[path], adapter = leaf.base, leaf.adapter
@@ -179,11 +181,6 @@ def split_lora_tree(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def _rounds_more_than_params(rule: Rule) -> bool:
-    """Whether a rule rounds anything but parameters."""
-    return any(getattr(rule, name) is not None for name in ROUNDING_FIELDS if name not in ("weight", "bias"))
 
 
 def adapter_name(path: str) -> str:
@@ -209,10 +206,8 @@ def tree_adapter_targets(model: Any, inputs: ExampleInputs | None, fun: Any) -> 
         functions = equinox_method_functions(model, equinox_rules(model), inputs).values()
         programs = [function.traced(plain_module(model), *args) for function, args in functions]
     else:
-        if not isinstance(fun, QuantizedFunction):
-            raise TypeError(f"fun={fun!r} must be a result of jchop.quantize_fn, which runs the parameters")
-        if not isinstance(inputs, tuple | list | Mapping):
-            raise TypeError(f"inputs={inputs!r} must be a tuple, or a dict, of arguments after the parameters")
+        check_instance("fun", fun, QuantizedFunction, "a result of jchop.quantize_fn, which runs the parameters")
+        check_instance("inputs", inputs, tuple | list | Mapping, "a tuple or a dict of arguments after the parameters")
         by_name = isinstance(inputs, Mapping)
         programs = [fun.traced(model, **inputs) if by_name else fun.traced(model, *inputs)]
     return program_adapter_targets(programs)
@@ -237,24 +232,21 @@ def _check_repackable(what: str, value: Any, placement: WeightLayout | None) -> 
         raise ValueError(f"{what}: it is packed {'by no rule' if placement is None else 'rotated'}, so it can't change")
 
 
-def _adapt_param(
-    rule: LoraRule,
-    what: str,
-    value: Any,
-    layout: MatrixLayout,
-    placement: WeightLayout | None,
-    original: Any,
-    key: Array,
-) -> AdaptedParam:
+def _param_numbers(value: Any) -> Array:
+    return unpack_param(value) if is_packed_param(value) else jnp.asarray(value)
+
+
+def _adapt_param(rule: LoraRule, path: str, target: AdapterTarget, original: Any, key: Array) -> AdaptedParam:
+    (value, layout, placement), what = target, f"the parameter {path!r}, by {rule}"
+    if isinstance(layout, str):
+        raise ValueError(f"{what}: {layout}; exclude it with '!{path}'")
+    if rule.init != "zeros":
+        _check_repackable(what, value, placement)
     stack = value.ndim - len(layout.shape)
     lay = lambda x: map_over_stack(stack, lambda one: layout.lay(one)[0], x)  # noqa: E731
     has_codes = is_packed_param(value)
-    weight = lay(unpack_param(value) if has_codes else jnp.asarray(value))
-    exact = (
-        None
-        if original is None
-        else lay(unpack_param(original) if is_packed_param(original) else jnp.asarray(original))
-    )
+    exact = None if original is None else lay(_param_numbers(original))
+    weight = lay(_param_numbers(value))
     a, b, base = initial_stack_adapters(rule, what, partial(jax.random.fold_in, key), weight, exact, has_codes)
     if base is not None:
         numbers = map_over_stack(stack, lambda one: layout.back(one[None]), base)
@@ -271,8 +263,7 @@ def _merge_param(path: str, leaf: AdaptedParam, requantize: bool) -> Any:
         weight, a, b = parts
         return layout.back(merge_lora_weight(layout.lay(weight)[0], a, b, own.rule)[None])
 
-    numbers = unpack_param(base) if is_packed_param(base) else jnp.asarray(base)
-    result = map_over_stack(own.stack, merge_layer, (numbers, own.lora_a, own.lora_b))
+    result = map_over_stack(own.stack, merge_layer, (_param_numbers(base), own.lora_a, own.lora_b))
     return own.placement.pack(result) if requantize and is_packed_param(base) and own.placement is not None else result
 
 

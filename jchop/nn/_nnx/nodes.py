@@ -1,10 +1,10 @@
-"""`QuantizedParam`: a variable of codes and scales, with the sharding annotation of the parameter that it replaces."""
+"""The nodes of a model: modules with all their paths and their own parameters; variables of packed parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,8 +20,108 @@ from jchop.storage import QArray
 from jchop.storage._array import PackedParam
 from jchop.storage._sharding import named_sharding_of
 
+Array = jax.Array
+
+Keys = tuple[Any, ...]
+
+#: So many paths are followed; modules that refer to each other all around could have more than can be counted.
+_MAX_MODULE_PATHS = 1_000_000
+
+
+@dataclass
+class ModuleEntry:
+    """A module in a model.
+
+    Args:
+        module: the module.
+        keys: of each path that leads to it, the names of attributes and the indexes. One that leads through the module
+            itself is none.
+        variables: its variables by their paths below it, without those of modules below.
+    """
+
+    module: nnx.Module
+    keys: list[Keys] = field(default_factory=list)
+    variables: dict[str, nnx.Variable] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> list[str]:
+        """Its paths as text, the one of `flax.nnx.iter_modules` first."""
+        return [keys_as_path(keys) for keys in self.keys]
+
+
+def keys_as_path(keys: Sequence[Any]) -> str:
+    """The path of a module as text."""
+    return "/".join(map(str, keys))
+
+
+def module_entries(model: nnx.Module) -> list[ModuleEntry]:
+    """Every module of a model once, in the order of `flax.nnx.iter_modules`.
+
+    Raises:
+        ValueError: for more paths than can be followed.
+    """
+    entries: dict[int, ModuleEntry] = {}
+    order: dict[int, ModuleEntry] = {}
+    above: set[int] = set()
+    count = 0
+
+    def visit(node: Any, keys: Keys, holder: ModuleEntry | None, start: int) -> None:
+        nonlocal count
+        if isinstance(node, nnx.Variable):
+            if holder is not None:
+                holder.variables[keys_as_path(keys[start:])] = node
+            return
+        if id(node) in above or not nnx.graph.is_node(node):
+            return
+        if isinstance(node, nnx.Module):
+            count += 1
+            if count > _MAX_MODULE_PATHS:
+                raise ValueError(
+                    f"model: more than {_MAX_MODULE_PATHS} paths lead to its modules, which refer to each other"
+                )
+            holder, start = entries.setdefault(id(node), ModuleEntry(node)), len(keys)
+            holder.keys.append(keys)
+        above.add(id(node))
+        for key, child in _node_children(node).items():
+            visit(child, (*keys, key), holder, start)
+        above.remove(id(node))
+        if isinstance(node, nnx.Module):
+            order.setdefault(id(node), entries[id(node)])
+
+    visit(model, (), None, 0)
+    return [*order.values()]
+
+
+def node_at(model: Any, path: Keys) -> Any:
+    """The module, variable or container at a path."""
+    node = model
+    for key in path:
+        node = _node_children(node)[key]
+    return node
+
+
+def replace_nodes(model: Any, replacements: Mapping[int, Any]) -> Any:
+    """A model with other variables or modules, in place, in all that hold those with the ids of `replacements`."""
+    nodes = [node for _, node in nnx.iter_graph(model) if nnx.graph.is_node(node)]
+    for node in nodes:
+        if isinstance(node, nnx.Variable):
+            continue
+        for key, child in _node_children(node).items():
+            if id(child) not in replacements:
+                continue
+            if isinstance(key, str) and hasattr(node, key):
+                setattr(node, key, replacements[id(child)])
+            else:
+                node[key] = replacements[id(child)]
+    return replacements.get(id(model), model)
+
+
+def _node_children(node: Any) -> dict[Any, Any]:
+    return dict(nnx.graph.get_node_impl(node).node_dict(node))  # type: ignore[union-attr]
+
+
 #: The entry of the metadata of a packed parameter for its class before; none if that was `flax.nnx.Param` itself.
-UNPACKED_CLASS = "unpacked_class"
+_UNPACKED_CLASS = "unpacked_class"
 
 
 class QuantizedParam(nnx.Variable):
@@ -87,7 +187,7 @@ def packed_nnx_variable(
         layout: of the codes, if that is not the parameter's own.
     """
     metadata, value = variable.get_metadata(), variable.get_raw_value()
-    metadata |= {} if type(variable) in (nnx.Param, QuantizedParam) else {UNPACKED_CLASS: type(variable)}
+    metadata |= {} if type(variable) in (nnx.Param, QuantizedParam) else {_UNPACKED_CLASS: type(variable)}
     own = None if isinstance(value, jax.core.Tracer) else named_sharding_of(value)
     if layout is not None:
         if metadata.get("out_sharding"):
@@ -96,6 +196,12 @@ def packed_nnx_variable(
     if own is None:
         return QuantizedParam(codes, **metadata)
     return QuantizedParam.from_metadata(put_on_devices(codes, own), metadata)  # type: ignore[return-value]
+
+
+def unpacked_nnx_variable(variable: QuantizedParam, value: Any) -> nnx.Variable:
+    """A variable of numbers in the place of a packed parameter, of the class that this had before."""
+    metadata = variable.get_metadata()
+    return metadata.pop(_UNPACKED_CLASS, nnx.Param)(value, **metadata)
 
 
 def variable_sharding(variable: nnx.Variable) -> NamedSharding | None:

@@ -1,0 +1,388 @@
+"""Numbers of a model found anew: ranges by `calibrate`, biases by `correct_biases` and `fold_batch_norms`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jchop._common.checks import check, check_instance
+from jchop._quantized.products.rule import Location
+from jchop._quantized.products.scale_from import has_tensor_scale
+from jchop._quantized.program.call import enumerate_batches
+from jchop._quantized.scales.observers import RangeObserver, check_calibration_data, range_observer_for
+from jchop._spec.spec import Gradient, Spec
+from jchop.nn._nnx.layers import QUANTIZED_CLASSES, nnx_layers
+from jchop.nn._nnx.nodes import Keys, ModuleEntry, QuantizedParam, keys_as_path, module_entries
+from jchop.nn._nnx.programs import calibrate_program, is_nnx_program
+from jchop.nn._nnx.rounding_modules import PastMagnitudes, RoundedProduct, rounding_module_in
+from jchop.nn._report import LayerCall, watch_layer_calls
+from jchop.nn._trees.equinox_modules import calibrate_equinox_module, check_flax_or_equinox, is_equinox_module
+
+Array = jax.Array
+T = TypeVar("T")
+M = TypeVar("M", bound=nnx.Module)
+
+
+def calibrate(
+    model: T,
+    batches: Iterable[Any],
+    *,
+    method: str = "minmax",
+    combine: Literal["widest", "mean"] = "widest",
+    run: Callable[[Any, Any], Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> T:
+    """A quantized model with fixed scales of activations, found by running it on data.
+
+    This applies to layers with a product and an activation with one scale for the whole array, such as
+    ``"int8"``: the range of the layer's input, before rounding, is recorded for each batch and becomes
+    its `ActivationRange`. Other roundings, and layers that no batch reaches, do not change.
+
+    Args:
+        model: a result of `quantize`, for ``"qat"`` or ``"ptq"``, of layers or of a program; it is not changed.
+        batches: inputs of the model.
+        method: the range of a batch: ``"minmax"``, from the least to the largest number (default);
+            ``"percentile(99.9)"``, that range up to the magnitude that 99.9 % of the numbers do not exceed; ``"mse"``,
+            the fraction of that range, in hundredths, with the least square error of rounding to nearest. Or the range
+            of all batches: ``"entropy"``, up to the magnitude at which a histogram of 2048 bins loses the least
+            information (Kullback-Leibler) when it is rounded to the integers of the format, as in TensorRT. Numbers
+            that are not finite are ignored, with a `RuntimeWarning`.
+        combine: the combined range of all batches: ``"widest"`` (default), or the ``"mean"`` of both ends (not for
+            entropy).
+        run: function that calls the model on a batch. Default ``model(batch)``; for a module of Equinox that takes one
+            example, ``lambda model, batch: jax.vmap(model)(batch)``.
+        progress: function of the number of completed batches.
+
+    Returns:
+        The new model.
+
+    Raises:
+        TypeError, ValueError: for another method, no batch, an input without a finite number, or a model without such a
+            layer.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> layer = jc.nn.Linear(4, 2, rule=jc.nn.Rule(activation="int8"), rngs=nnx.Rngs(0))
+        >>> static = jc.nn.calibrate(layer, [jnp.linspace(-1, 2, 8).reshape(2, 4)], method="percentile(100)")
+        >>> static.dot_general.range[...].tolist()
+        [-1.0, 2.0]
+    """
+    check_flax_or_equinox("model", model, " that jchop.nn.quantize returned")
+    _check_run_arguments(batches, run, progress)
+    if is_equinox_module(model):
+        return calibrate_equinox_module(model, batches, method, combine, run, progress)
+    make_observer = range_observer_for(method, combine)
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    finish = calibrate_program(result, method, combine) if is_nnx_program(result) else None
+    products = [] if finish is not None else [*_products_to_calibrate(result)]
+    if not products and finish is None:
+        raise ValueError(
+            "model has no layer whose activation has one scale for the whole array, such as 'int8', "
+            "without a gradient of its own, backward roundings or a history"
+        )
+    observers = [(product, make_observer(spec)) for product, spec in products]
+    for product, observer in observers:
+        product.range = nnx.data(None)
+        product.observe = nnx.static(partial(_observe_input, observer, product.how.place))
+    for count, batch in enumerate_batches(batches):
+        _ = result(batch) if run is None else run(result, batch)
+        if progress is not None:
+            progress(count)
+    if finish is not None:
+        finish()
+    for product, observer in observers:
+        product.observe = nnx.static(None)
+        value_range = observer.range()
+        if value_range is not None:
+            product.start(value_range)
+    return result
+
+
+def _check_run_arguments(batches: Any, run: Any, progress: Any) -> None:
+    """Refuse arguments with which no model can be run."""
+    check_instance("batches", batches, Iterable, "inputs of the model, one after the other, as in a list")
+    for name, value in (("run", run), ("progress", progress)):
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r} must be a function, or None")
+
+
+def _observe_input(observer: RangeObserver, place: Location, x: Any) -> None:
+    check_calibration_data(x, str(place))
+    observer.see(x)
+
+
+def _products_to_calibrate(model: Any) -> Iterator[tuple[RoundedProduct, Spec]]:
+    """The products whose range is to be found, for a spec; a static one becomes a part of the model, of its own."""
+    for _, layer, kind in nnx_layers(model):
+        if kind is None or kind.product is None:
+            continue
+        product = rounding_module_in(layer, kind.product[0], RoundedProduct)
+        if product is None or not product.calibrates or not product.how.keeps_left:
+            continue
+        spec = product.how.left
+        if spec is None or not has_tensor_scale(spec) or spec.gradient != Gradient():
+            continue
+        if isinstance(product.left, PastMagnitudes):
+            continue
+        if product is not getattr(layer, kind.product[0]):
+            product = nnx.clone(product)
+            setattr(layer, kind.product[0], nnx.data(product))
+        yield product, spec
+
+
+# -- batch norms -------------------------------------------------------------------------------------------------------
+
+
+class Folded(nnx.Module):
+    """The replacement of a folded batch norm: the identity.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> jc.nn.Folded()(jnp.ones(2), use_running_average=True).tolist()
+        [1.0, 1.0]
+    """
+
+    def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
+        """The argument `x`; other arguments of a batch norm have no effect."""
+        return x
+
+
+#: The axis of output channels of the kernel.
+_KERNEL_CHANNEL_AXIS: Mapping[type, Callable[[Any], int]] = MappingProxyType(
+    {
+        nnx.Linear: lambda layer: -1,
+        nnx.Conv: lambda layer: -1,
+        nnx.ConvTranspose: lambda layer: -2 if layer.transpose_kernel else -1,
+    }
+)
+
+
+def fold_batch_norms(model: M, pairs: Mapping[str, str]) -> M:
+    """A model with batch norms folded into the layers before them, as in evaluation mode.
+
+    With y = x w + b and the norm's mean m, variance v, gain g and offset c, the layer gets the kernel w a and the bias
+    (b - m) a + c, where a = g / sqrt(v + epsilon), computed in float32; `Folded` replaces the norm. Use it on a trained
+    model before quantization, so that the final kernel is rounded.
+
+    Args:
+        model: a module of Flax NNX; it is not changed.
+        pairs: maps the path of a Linear, Conv or ConvTranspose to that of the batch norm that reads its result, alone
+            and unchanged: ``{"blocks/0/conv": "blocks/0/norm"}``. The caller must know this, because a module does not
+            expose the order of its calls.
+
+    Returns:
+        The new model. Arrays that did not change are shared with the given one.
+
+    Raises:
+        TypeError: if `model` is not a module, or `pairs` not a mapping.
+        ValueError: for an unknown or repeated path, a layer that several modules hold, a norm of other axes or another
+            number of channels.
+        NotImplementedError: for another layer, or a quantized one.
+
+    Source: Jacob et al., "Quantization and training of neural networks", 2018, section 3.2.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> r = nnx.Rngs(0)
+        >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=r), nnx.BatchNorm(2, use_running_average=True, rngs=r))
+        >>> model.layers[1].mean[...] = jnp.array([1.0, -2.0])
+        >>> folded = jc.nn.fold_batch_norms(model, {"layers/0": "layers/1"})
+        >>> bool(jnp.allclose(folded(jnp.ones((1, 3))), model(jnp.ones((1, 3))), atol=1e-6))
+        True
+    """
+    check_instance("model", model, nnx.Module, "a module of Flax NNX")
+    check_instance("pairs", pairs, Mapping, "a dict of the path of a layer and that of the batch norm behind it")
+    result: Any = nnx.merge(*nnx.split(model), copy=True)
+    modules = {keys_as_path(keys): (keys, entry) for entry in module_entries(result) for keys in entry.keys}
+    pair_paths = [*pairs, *pairs.values()]
+    for path in pair_paths:
+        if path not in modules:
+            raise ValueError(f"pairs has {path!r}, and model has no module there; it has {', '.join(modules)}")
+        check(pair_paths.count(path) == 1, f"pairs has {path!r} {pair_paths.count(path)} times")
+    for layer, norm in pairs.items():
+        _check_single_place(pairs, layer, modules)
+        _fold_norm(layer, modules[layer][1].module, norm, modules[norm][1].module)
+        *parent, key = modules[norm][0]
+        _replace_norm(modules, parent, key)
+    return result
+
+
+def _check_single_place(pairs: Mapping[str, str], path: str, modules: Mapping[str, tuple[Keys, ModuleEntry]]) -> None:
+    """Refuse a layer that stands twice in `pairs`, or in several places of which some have no norm behind it."""
+    entry = modules[path][1]
+    holders = [modules.get(keys_as_path(keys[:-1]), (keys, None))[1] for keys in entry.keys]
+    slots = {(id(holder), keys[-1:]) for holder, keys in zip(holders, entry.keys, strict=True)}
+    if len(slots) > 1 or sum(modules[layer][1] is entry for layer in pairs) > 1:
+        raise ValueError(
+            f"pairs has {path!r}, a layer that is reached as {', '.join(map(repr, entry.paths))}: folded, it would "
+            "change in all of these places; name a layer that stands in one, once"
+        )
+
+
+def _replace_norm(modules: Mapping[str, Any], parent: list[Any], key: Any) -> None:
+    if (path := keys_as_path(parent)) not in modules:
+        raise NotImplementedError(f"the batch norm at {keys_as_path([*parent, key])!r} is held by no module")
+    holder = modules[path][1].module
+    if isinstance(key, int):
+        holder[key] = Folded()
+    else:
+        setattr(holder, key, Folded())
+
+
+def _fold_norm(path: str, layer: Any, norm_path: str, norm: Any) -> None:
+    what = f"{type(layer).__name__} at {path!r}"
+    if type(layer) not in _KERNEL_CHANNEL_AXIS:
+        class_names = ", ".join(kind.__name__ for kind in _KERNEL_CHANNEL_AXIS)
+        raise NotImplementedError(
+            f"{what} takes no batch norm in; that can be a {class_names} that is not quantized yet"
+        )
+    if type(norm) is not nnx.BatchNorm:
+        raise NotImplementedError(f"{type(norm).__name__} at {norm_path!r} must be a BatchNorm that is not quantized")
+    kernel = layer.kernel[...]
+    axis = _KERNEL_CHANNEL_AXIS[type(layer)](layer)
+    if norm.axis != -1 or norm.num_features != kernel.shape[axis]:
+        raise ValueError(
+            f"the BatchNorm at {norm_path!r} has axis={norm.axis} and num_features={norm.num_features}; behind {what} "
+            f"they must be -1 and {kernel.shape[axis]}"
+        )
+    gain = jax.lax.rsqrt(norm.var[...].astype(jnp.float32) + norm.epsilon)
+    gain = gain if norm.scale is None else gain * norm.scale[...].astype(jnp.float32)
+    bias = 0.0 if layer.bias is None else layer.bias[...].astype(jnp.float32)
+    bias = (bias - norm.mean[...].astype(jnp.float32)) * gain
+    bias = bias if norm.bias is None else bias + norm.bias[...].astype(jnp.float32)
+    gain_of_axis = gain.reshape([-1 if i == axis % kernel.ndim else 1 for i in range(kernel.ndim)])
+    layer.kernel[...] = (kernel.astype(jnp.float32) * gain_of_axis).astype(kernel.dtype)
+    _set_layer_bias(layer, bias.astype(kernel.dtype))
+
+
+def _set_layer_bias(layer: Any, value: Array) -> None:
+    """Give a layer a bias, in place of the one that it has or has not."""
+    if layer.bias is None:
+        layer.use_bias = True
+        layer.bias = nnx.data(nnx.Param(value))
+    else:
+        layer.bias[...] = value
+
+
+# -- errors of rounding ------------------------------------------------------------------------------------------------
+
+#: Layers with one bias for each channel, the last axis of their results.
+_QUANTIZED_BIAS_LAYERS = tuple(QUANTIZED_CLASSES[base] for base in _KERNEL_CHANNEL_AXIS)
+
+
+def correct_biases(
+    model: nnx.Module,
+    quantized: M,
+    batches: Iterable[Any],
+    *,
+    run: Callable[[Any, Any], Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> M:
+    """A quantized model whose layers have, in the mean over data, the outputs of the exact model.
+
+    Layer by layer, in the order of their calls, E[y'] - E[y] is subtracted from the bias: the means, over all axes but
+    the channels, of the outputs of the quantized layer (after correction of those before it) and of the exact one.
+    Quantized Linear, Conv and ConvTranspose layers are corrected; a layer without a bias gets one.
+
+    Args:
+        model: the original of `quantized`.
+        quantized: a result of `quantize`, in any mode but ``"emulate"``; neither model is changed.
+        batches: inputs of the models; they are kept in a list and used once for each layer.
+        run: function that calls a model on a batch, not within `jax.jit`. Default ``model(batch)``.
+        progress: function of the number of completed layers.
+
+    Returns:
+        The new model.
+
+    Raises:
+        TypeError: for invalid models or batches.
+        ValueError: for no batch, a mean that is not finite, no such layer in `quantized`, or models of other layers;
+            for layers that are called within `jax.jit`, scan or similar transformations, in which outputs cannot be
+            recorded.
+        NotImplementedError: for a packed bias; correct the model before it is packed, or leave biases unrounded.
+
+    Source: Nagel et al., "Data-free quantization through weight equalization and bias correction", ICCV 2019,
+    appendix D (empirical bias correction).
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> from flax import nnx
+        >>> exact = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+        >>> coarse = jc.nn.quantize(exact, jc.nn.Rule(weight="int2(group=all)"))
+        >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
+        >>> better = jc.nn.correct_biases(exact, coarse, [x])
+        >>> bool(jnp.allclose(better(x).mean(0), exact(x).mean(0), atol=1e-6))
+        True
+    """
+    check_instance("model", model, nnx.Module, "a module of Flax NNX")
+    check_instance("quantized", quantized, nnx.Module, "a module of Flax NNX")
+    if is_nnx_program(quantized):
+        raise NotImplementedError(
+            "quantized is a program, in which biases have no layers: correct a model that jchop.nn.quantize made "
+            "without inputs, of layers of Flax alone, and quantize its program after that"
+        )
+    _check_run_arguments(batches, run, progress)
+    data = [batch for _, batch in enumerate_batches(batches)]
+    call = (lambda model, batch: model(batch)) if run is None else run
+    result: Any = nnx.merge(*nnx.split(quantized), copy=True)
+    layers = {path: layer for path, layer, _ in nnx_layers(result) if isinstance(layer, _QUANTIZED_BIAS_LAYERS)}
+    of_exact = {path: layer for path, layer, _ in nnx_layers(model) if path in layers}
+    if not layers or of_exact.keys() != layers.keys():
+        raise ValueError(
+            f"quantized has the quantized layers {sorted(layers)}, and model {sorted(of_exact)}; they must be the same "
+            "Linear, Conv and ConvTranspose, at least one"
+        )
+    for path, layer in layers.items():
+        if layer.out_features != of_exact[path].out_features:
+            raise ValueError(
+                f"{type(layer).__name__} at {path!r} has {layer.out_features} output channels in quantized, and "
+                f"{of_exact[path].out_features} in model"
+            )
+        if isinstance(layer.bias, QuantizedParam):
+            raise NotImplementedError(f"{type(layer).__name__} at {path!r} has a packed bias; correct before packing")
+    exact_means = _output_means(model, of_exact, data, call)
+    for count, path in enumerate(exact_means, start=1):
+        layer = layers[path]
+        mean = _output_means(result, [path], data, call)[path]
+        change = jnp.asarray(exact_means[path] - mean, layer.kernel.dtype if layer.bias is None else layer.bias.dtype)
+        _set_layer_bias(layer, change if layer.bias is None else layer.bias[...] + change)
+        if progress is not None:
+            progress(count)
+    return result
+
+
+def _output_means(
+    model: Any, paths: Collection[str], data: list[Any], call: Callable[[Any, Any], Any]
+) -> dict[str, np.ndarray]:
+    """The mean output of each layer over data, in the order of the calls; the model is not changed."""
+    sums: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+
+    def add(one: LayerCall) -> Any:
+        values = np.asarray(one.result, np.float64).reshape(-1, one.result.shape[-1])
+        sums[one.path] = sums.get(one.path, 0.0) + values.sum(0)
+        counts[one.path] += len(values)
+        return one.result
+
+    copy, opaque_paths = watch_layer_calls(model, paths, add)
+    for batch in data:
+        _ = call(copy, batch)
+        for path in opaque_paths:
+            raise ValueError(f"the layer {path!r} is called within jax.jit, scan or the like; run must not be")
+    if missing := [path for path in paths if path not in sums]:
+        raise ValueError(f"batches reach no layer at {', '.join(map(repr, missing))}")
+    means = {path: total / max(counts[path], 1) for path, total in sums.items()}
+    for path, mean in means.items():
+        if not counts[path] or not np.isfinite(mean).all():
+            raise ValueError(f"batches give the layer at {path!r} no finite mean: {mean.tolist()}")
+    return means
