@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
-from jchop._cli._compare import COMPARE
+from jchop._cli._command import bold, print_note, printable
 from jchop._cli._completion import completion_command, words_by_command
-from jchop._cli._doctor import DOCTOR
-from jchop._cli._file_commands import CONVERT, INSPECT, QUANTIZE
-from jchop._cli._function_commands import BLAME, STUDY, TUNE
-from jchop._cli._info import FORMAT_LIST, INFO
-from jchop._cli._ptq import PTQ
+from jchop._cli._file_commands import COMPARE, CONVERT, INSPECT, QUANTIZE
+from jchop._cli._function_commands import BLAME, PTQ, STUDY, TUNE
+from jchop._cli._info import DOCTOR, FORMAT_LIST, INFO
 from jchop._cli._round import ROUND
-from jchop._cli._text import bold, print_note, printable
 from jchop._common.checks import close_names_hint
 
 

@@ -61,7 +61,7 @@ _CORE = tuple(
     for name in (*("_core/", "_spec/", "formats/", "_round/", "_common/bit_ops.py", "_common/gradients.py"),)
 )
 #: Files that only make words.
-_WORDS = ("jchop/_common/text/", "jchop/_cli/_text.py", "jchop/_cli/_completion.py")
+_WORDS = ("jchop/_common/text.py", "jchop/_common/html.py", "jchop/_cli/_command.py", "jchop/_cli/_completion.py")
 #: The mutants of the core, of all other packages together, and the least of one package.
 _OF_CORE, _OF_OTHERS, _LEAST = 80, 340, 12
 
@@ -185,7 +185,7 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "slot, fits = position, fits & (row != NO_PAGE)",
     ),
     "GPTQ checkpoints: scales are read without being transposed": (
-        "jchop/_checkpoints/gptq_awq.py",
+        "jchop/_checkpoints/layouts.py",
         "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = codes_from_words(zeros, bits",
         "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = codes_from_words(zeros, bits",
     ),

@@ -14,10 +14,10 @@ import numpy as np
 from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS, READABLE_TYPES
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_choice
+from jchop._common.files import short_text
 from jchop.storage._array import QArray
 from jchop.storage._files.gguf import GGUFFile, block_sizes, is_gguf
-from jchop.storage._files.json import short_text
-from jchop.storage._files.shards import ShardFiles
+from jchop.storage._files.safetensors import ShardFiles
 from jchop.storage._save import QARRAYS_KEY, join_qarray, qarray_shape_in, qarray_tensor_names, qarrays_in
 
 #: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.

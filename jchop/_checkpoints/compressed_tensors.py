@@ -7,32 +7,54 @@ Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from jchop._checkpoints.arrays import (
+from jchop._checkpoints.row import (
+    BYTE,
+    EXPONENT8,
+    FLOAT4,
+    FLOAT8,
+    INT8,
+    WORD,
+    LayoutFacts,
+    LayoutRow,
+    LookForShape,
+    TensorEntries,
+    TensorParts,
     as_scales,
+    cast_exactly,
     codes_from_words,
     codes_to_words,
+    fact_field,
     float_array,
     float_scales,
     group_by_column,
+    group_lengths,
     integer_array,
     kinds_from,
+    look_for_matrix,
+    pack_bits,
     pieces,
+    qarray_of_codes,
+    replace_zero_scales,
     row_group_size,
+    unpack_bits,
     unsigned_pieces,
     weight_arguments,
     word_count,
     zero_codes,
 )
-from jchop._checkpoints.row import FLOAT8, INT8, WORD, LayoutFacts, LayoutRow, TensorParts, fact_field, look_for_matrix
 from jchop._common.checks import check
-from jchop.formats import float8_e4m3fn
+from jchop._common.files import short_text
+from jchop._spec.spec import Spec
+from jchop.formats import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu, mxfp4, mxfp8_e4m3, nvfp4
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE
-from jchop.storage._files.json import short_text
+from jchop.storage._codes import batch_axes, load_codes, store_codes
 
 #: Widths that may be packed.
 _PACK_WIDTHS = range(2, 9)
@@ -263,3 +285,208 @@ def _write_float(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[st
 
 _FLOAT_FITS, _LOOK_FOR_FLOAT8 = "float8_e4m3fn(channel=0)", look_for_matrix("weight", FLOAT8)
 FLOAT_ROW = LayoutRow("float-quantized", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float, _write_float, _FLOAT_FITS)
+
+
+# -- deepSeek's 8-bit floats: e4m3 in tiles of 128 x 128, each times a binary32 number or a power of two (e8m0) --------
+
+
+def _read_tiles(parts: TensorParts, facts: LayoutFacts) -> QArray:
+    block = fact_field(facts, "weight_block_size", list, [128, 128])
+    ok = len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
+    check(ok, f"weight_block_size={block} must be two integers above zero")
+    weight, scale = parts["weight"], parts["weight_scale_inv"]
+    if scale.dtype == np.uint8 and facts.get("scale_fmt") == "ue8m0":
+        scale = scale.view(EXPONENT8)
+    if scale.size == 1 and facts.get("weight_block_size") is None:
+        return float8_array(weight, scale, None)
+    counts = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+    ok = tuple(scale.shape) == counts
+    check(ok, f"weight_scale_inv has shape {list(scale.shape)}, and tiles of {block} have {list(counts)}")
+    return float8_array(weight, scale, (block[0], block[1]))
+
+
+def _write_tiles(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    weight = pieces(q, float8_e4m3fn)
+    sizes = zip(weight.kinds, group_lengths(weight), q.shape, strict=True)
+    tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
+    check(tiles, f"it has the grouping of {weight.fmt}, not tiles of 128 x 128")
+    powers = weight.fmt.scale == float8_e8m0fnu
+    scale = weight.scale.view(EXPONENT8) if powers else cast_exactly(float_scales(weight), np.float32, "scales")
+    facts = {"weight_block_size": [128, 128]} | ({"scale_fmt": "ue8m0"} if powers else {})
+    return {"weight": weight.codes.view(FLOAT8), "weight_scale_inv": scale}, facts
+
+
+_TILE_PARTS, _TILE_FITS = ("weight_scale_inv", "weight"), "float8_e4m3fn(group=(128,128))"
+FP8_TILES = LayoutRow("fp8", _TILE_PARTS, look_for_matrix("weight", FLOAT8), _read_tiles, _write_tiles, _TILE_FITS)
+
+
+def _refuse_one_scale(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    raise ValueError("weights with one scale are only read; compressed-tensors has them")
+
+
+#: A scale for the whole weight, ``weight_scale``, as the same method has it without blocks.
+FP8_ONE_SCALE = replace(FLOAT_ROW, name="fp8 with one scale", write=_refuse_one_scale, fits=FP8_TILES.fits)
+
+
+# -- floats of 4 or 8 bits in small groups: NVFP4, MXFP4 and MXFP8 of compressed-tensors, and gpt-oss's MXFP4 ----------
+
+
+ArrayFunction = Callable[[np.ndarray], np.ndarray]
+#: NVFP4 with the subnormal scales that files have.
+_NVFP4_FORMAT = nvfp4(scale=float8_e4m3fn)
+#: The code of NaN of e8m0, and the code of 1 of e8m0 and e4m3.
+_E8M0_NAN, _E8M0_ONE, _E4M3_ONE = 255, np.uint8(127), np.uint8(0x38)
+
+
+def _check_scale_counts(shape: tuple[int, ...], scale: np.ndarray, group: int) -> None:
+    counts = (shape[0], shape[1] // group)
+    ok = shape[1] % group == 0 and scale.shape == counts
+    check(ok, f"weight_scale has shape {list(scale.shape)}, and groups of {group} in {list(shape)} have {list(counts)}")
+
+
+# -- nvfp4 -------------------------------------------------------------------------------------------------------------
+
+
+def _read_nvfp4(parts: TensorParts, facts: LayoutFacts) -> QArray:
+    packed_codes, scale, whole = parts["weight_packed"], parts["weight_scale"], parts["weight_global_scale"]
+    codes = unpack_bits(packed_codes, 4, 2 * packed_codes.shape[1])
+    _check_scale_counts(codes.shape, scale, 16)
+    check(scale.dtype == FLOAT8, f"weight_scale is of dtype {scale.dtype}, and must be float8_e4m3fn")
+    check(whole.dtype == np.float32 and whole.size == 1, "weight_global_scale must be one float32 number")
+    divisor = whole.reshape(())
+    check(bool(np.isfinite(divisor) and divisor > 0), f"weight_global_scale={divisor} must be a finite number above 0")
+    numbers = scale.astype(np.float32)
+    check(bool(np.isfinite(numbers).all()), "a scale is NaN")
+    with np.errstate(over="ignore"):
+        quotients = numbers / divisor
+    check(bool(np.isfinite(quotients).all()), "a scale is infinite after the division by weight_global_scale")
+    factor = _nvfp4_factor(np.abs(numbers), divisor, facts.get("exact", True) is True)
+    if factor is None or (numbers < 0).any():
+        return float_array(codes, quotients, float4_e2m1fn, [OWN_SCALE, 16])
+    codes, scale_codes = replace_zero_scales(codes, scale.view(np.uint8), np.uint8(8), _E4M3_ONE, [OWN_SCALE, 16])
+    return qarray_of_codes(codes, (scale_codes, factor), None, _NVFP4_FORMAT)
+
+
+def _nvfp4_factor(numbers: np.ndarray, divisor: np.ndarray, exact: bool) -> np.ndarray | None:
+    """The factor with the same products as the quotients by `divisor`; None if there is none.
+
+    Products of a factor and two short numbers are exact in binary64.
+    """
+    with np.errstate(over="ignore"):
+        factor = np.float32(1) / divisor
+    if not np.isfinite(factor) or factor == 0:
+        return None
+    return np.asarray(factor) if not exact or _same_products(np.unique(numbers), factor, divisor) else None
+
+
+def _same_products(numbers: np.ndarray, factor: Any, divisor: Any) -> bool:
+    """Whether e fl(s / divisor) and e s factor are the same binary32 numbers for all scales s and elements e."""
+    levels = np.arange(8, dtype=np.uint8).view(FLOAT4).astype(np.float32)
+    with np.errstate(over="ignore"):
+        quotients = np.outer(numbers.astype(np.float32) / np.float32(divisor), levels).astype(np.float32)
+        exact = np.outer(numbers.astype(np.float64), levels.astype(np.float64)) * np.float64(factor)
+        return np.array_equal(quotients, exact.astype(np.float32))
+
+
+def _write_nvfp4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    weight = pieces(q)
+    two_level = weight.fmt.element == float4_e2m1fn and weight.fmt.scale_rule.tensor_scale
+    check(two_level and weight.kinds == (OWN_SCALE, 16), "it is not nvfp4 with groups of 16 along its last axis")
+    check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
+    scale, factor = weight.scale[0].view(FLOAT8), np.float32(weight.scale[1])
+    with np.errstate(over="ignore", divide="ignore"):
+        divisor = np.float32(1) / factor
+    check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
+    check(
+        not exact or _same_products(np.unique(scale.astype(np.float32)), factor, divisor),
+        f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False permits "
+        "this, and a tensor scale that is a power of two avoids it",
+    )
+    parts = {"weight_packed": pack_bits(weight.codes, 4), "weight_scale": scale}
+    facts = weight_arguments(weight, "float", True) | {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    return parts | {"weight_global_scale": divisor.reshape(1)}, facts
+
+
+_LOOK_FOR_NIBBLES = look_for_matrix("weight_packed", BYTE, each=2)
+_NVFP4_PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
+NVFP4_ROW = LayoutRow("nvfp4-pack-quantized", _NVFP4_PARTS, _LOOK_FOR_NIBBLES, _read_nvfp4, _write_nvfp4, "nvfp4")
+
+
+# -- mxfp4 and mxfp8: exponents + 127 ----------------------------------------------------------------------------------
+
+
+def _check_exponents(scale: np.ndarray) -> np.ndarray:
+    check(scale.dtype == BYTE, f"weight_scale is of dtype {scale.dtype}, and must be uint8")
+    check(not (scale == _E8M0_NAN).any(), "a scale is 255, the code of NaN")
+    return scale
+
+
+def _mx_row(
+    name: str, fmt: Any, parts: tuple[str, ...], look: LookForShape, unpack: ArrayFunction, pack: ArrayFunction
+) -> LayoutRow:
+    """A row of codes in one tensor, which two functions unpack and pack, and exponents in ``weight_scale``."""
+    (part,) = {*parts} - {"weight_scale"}
+
+    def read(tensors: TensorParts, facts: LayoutFacts) -> QArray:
+        codes, scale = unpack(tensors[part]), tensors["weight_scale"]
+        _check_scale_counts(codes.shape, scale, 32)
+        return qarray_of_codes(codes, _check_exponents(scale), None, fmt)
+
+    def write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        weight = pieces(q)
+        same = (weight.fmt.element, weight.fmt.scale, weight.kinds) == (fmt.element, fmt.scale, (OWN_SCALE, 32))
+        check(same and weight.zero is None, f"it is not {fmt} along its last axis")
+        check(q.shape[1] % 32 == 0, f"its last axis of {q.shape[1]} is no multiple of 32")
+        facts = weight_arguments(weight, "float", True) | {"scale_dtype": "torch.uint8"}
+        return {part: pack(weight.codes), "weight_scale": _check_exponents(weight.scale)}, facts
+
+    return LayoutRow(name, parts, look, read, write, str(fmt))
+
+
+MXFP4_ROW = _mx_row(
+    "mxfp4-pack-quantized",
+    mxfp4,
+    ("weight_packed", "weight_scale"),
+    _LOOK_FOR_NIBBLES,
+    lambda rows: unpack_bits(rows, 4, 2 * rows.shape[1]),
+    lambda codes: pack_bits(codes, 4),
+)
+MXFP8_ROW = _mx_row(
+    "mxfp8-quantized",
+    mxfp8_e4m3,
+    ("weight_scale", "weight"),
+    look_for_matrix("weight", FLOAT8, weight_scale=BYTE),
+    lambda weight: weight.view(np.uint8),
+    lambda codes: codes.view(FLOAT8),
+)
+
+
+# -- gpt-oss: mxfp4 of any number of axes, each group in 16 bytes ------------------------------------------------------
+
+
+def _look_blocks(entries: TensorEntries) -> tuple[int, ...] | None:
+    blocks, scales = entries.values()
+    *outer, groups, size = blocks.shape if len(blocks.shape) > 2 else (0, 0)
+    ok = blocks.dtype == scales.dtype == BYTE and size == 16 and scales.shape == (*outer, groups) and groups
+    return (*outer, 32 * groups) if ok else None
+
+
+def _read_blocks(parts: TensorParts, facts: LayoutFacts) -> QArray:
+    blocks, scales = parts.values()
+    numbers = store_codes(np.ascontiguousarray(blocks).reshape(*blocks.shape[:-2], -1), mxfp4.element)
+    return QArray(numbers, _check_exponents(scales), None, Spec(mxfp4), 32 * scales.shape[-1], np.dtype(np.float32))
+
+
+def _gpt_oss_row(blocks: str, scales: str, name: str) -> LayoutRow:
+    def write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        check(q.spec.scaled == mxfp4 and q.ndim > 1, "it is not mxfp4 along the last of two axes or more")
+        check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
+        check(q.shape[-1] % 32 == 0, f"its last axis of {q.shape[-1]} is no multiple of 32")
+        codes = load_codes(np.asarray(q.qvalue), mxfp4.element).reshape(*q.shape[:-1], -1, 16)
+        return {blocks: codes, scales: _check_exponents(np.asarray(q.scale))}, {}
+
+    return LayoutRow(name, (blocks, scales), _look_blocks, _read_blocks, write, "mxfp4")
+
+
+GPT_OSS_ROW = _gpt_oss_row("_blocks", "_scales", "gpt-oss")
+GPT_OSS_POINT_ROW = _gpt_oss_row(".blocks", ".scales", "gpt-oss of OpenAI")

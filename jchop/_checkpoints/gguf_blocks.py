@@ -13,8 +13,8 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from jchop._checkpoints.arrays import cast_exactly, integer_array, pieces, unsigned_pieces
-from jchop._checkpoints.torchao import offset_array
+from jchop._checkpoints.layouts import offset_array
+from jchop._checkpoints.row import cast_exactly, integer_array, pieces, unsigned_pieces
 from jchop._common.checks import check
 from jchop.formats import IntegerFormat
 from jchop.storage._array import QArray

@@ -24,12 +24,11 @@ from jchop._checkpoints.writer import (
     write_jobs,
 )
 from jchop._common.checks import check, check_bool
-from jchop._common.files import as_path
+from jchop._common.files import as_path, short_text
 from jchop._common.paths import check_path_pattern, matches_path
 from jchop._round.arguments import has_tracer
 from jchop.storage._array import PackedParam, QArray
-from jchop.storage._files.json import short_text
-from jchop.storage._files.shards import CONFIG_FILE, INDEX_FILE
+from jchop.storage._files.safetensors import CONFIG_FILE, INDEX_FILE
 from jchop.storage._save import leaves_by_name
 
 #: Names in a warning.

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from jchop._checkpoints import bitsandbytes, compressed_tensors, deepseek, gptq_awq, microscaling, torchao
+from jchop._checkpoints import compressed_tensors as ct
+from jchop._checkpoints import layouts
 from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, fact_field
 from jchop._common.checks import check
-from jchop.storage._files.json import json_object, short_text
-from jchop.storage._files.safetensors import TensorEntry
-from jchop.storage._files.shards import ShardFiles
+from jchop._common.files import json_object, short_text
+from jchop.storage._files.safetensors import ShardFiles, TensorEntry
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
@@ -333,9 +333,9 @@ def _metadata_record(source: ShardFiles, module: str) -> dict[str, Any]:
         record = json_object(text)
     except ValueError as error:
         raise ValueError(f"the record of {short_text(name)} in the metadata is not JSON: {error}") from None
-    if str(record.get("_type")) not in torchao.TORCHAO_ROWS:
+    if str(record.get("_type")) not in layouts.TORCHAO_ROWS:
         raise ValueError(
-            f"{short_text(name)} is a {short_text(record.get('_type'))}; read are {', '.join(torchao.TORCHAO_ROWS)}"
+            f"{short_text(name)} is a {short_text(record.get('_type'))}; read are {', '.join(layouts.TORCHAO_ROWS)}"
         )
     return record | {"_data": fact_field(record, "_data", dict, {})}
 
@@ -357,7 +357,7 @@ def _compressed_tensors_config(rows: RowsByModule, others: Sequence[str]) -> dic
         targets = ["Linear"] if len(kinds) == 1 else modules
         groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
     config = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
-    config["version"] = ".".join(map(str, (*compressed_tensors.DENSE_VERSION, 0)))
+    config["version"] = ".".join(map(str, (*ct.DENSE_VERSION, 0)))
     return config | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(others)}
 
 
@@ -395,41 +395,27 @@ def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[s
 
 
 _NF4_CONFIG = _config_of_one_form("bitsandbytes", "llm_int8_skip_modules")
-_COMPRESSED_ROWS = (
-    microscaling.NVFP4_ROW,
-    compressed_tensors.PACK_ROW,
-    microscaling.MXFP4_ROW,
-    microscaling.MXFP8_ROW,
-    compressed_tensors.FLOAT_ROW,
-    compressed_tensors.INTEGER_ROW,
-)
+_COMPRESSED_ROWS = (ct.NVFP4_ROW, ct.PACK_ROW, ct.MXFP4_ROW, ct.MXFP8_ROW, ct.FLOAT_ROW, ct.INTEGER_ROW)
 #: The layouts by name.
 LAYOUTS = {
     layout.name: layout
     for layout in (
         CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config),
-        CheckpointLayout("gptq", (gptq_awq.GPTQ,), _gptq_config("gptq")),
-        CheckpointLayout("gptq_v2", (gptq_awq.GPTQ_V2,), _gptq_config("gptq_v2")),
-        CheckpointLayout("awq", (gptq_awq.AWQ,), _config_of_one_form("awq")),
+        CheckpointLayout("gptq", (layouts.GPTQ,), _gptq_config("gptq")),
+        CheckpointLayout("gptq_v2", (layouts.GPTQ_V2,), _gptq_config("gptq_v2")),
+        CheckpointLayout("awq", (layouts.AWQ,), _config_of_one_form("awq")),
         CheckpointLayout(
-            "fp8",
-            (deepseek.FP8_TILES, deepseek.FP8_ONE_SCALE),
-            _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic"),
+            "fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE), _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic")
         ),
-        CheckpointLayout("bitsandbytes", (bitsandbytes.NF4_ROW,), _NF4_CONFIG, appends=True),
+        CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
         CheckpointLayout(
-            "torchao", tuple(torchao.TORCHAO_ROWS.values()), lambda *_: {"quant_method": "torchao"}, records=True
+            "torchao", tuple(layouts.TORCHAO_ROWS.values()), lambda *_: {"quant_method": "torchao"}, records=True
         ),
-        CheckpointLayout(
-            "mxfp4",
-            (microscaling.GPT_OSS_ROW, microscaling.GPT_OSS_POINT_ROW),
-            _config_of_one_form("mxfp4"),
-            appends=True,
-        ),
+        CheckpointLayout("mxfp4", (ct.GPT_OSS_ROW, ct.GPT_OSS_POINT_ROW), _config_of_one_form("mxfp4"), appends=True),
     )
 }
 #: The first layout with each anchor; of layouts that append to any name, an anchor that belongs to no other tensor.
-_ANCHOR_LAYOUTS: dict[str, str] = {bitsandbytes.NF4_ROW.anchor.strip("."): "bitsandbytes"}
+_ANCHOR_LAYOUTS: dict[str, str] = {layouts.NF4_ROW.anchor.strip("."): "bitsandbytes"}
 for _layout in LAYOUTS.values():
     for _row in () if _layout.records or _layout.appends else _layout.rows:
         _ANCHOR_LAYOUTS.setdefault(_row.anchor, _layout.name)

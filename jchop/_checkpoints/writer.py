@@ -16,18 +16,23 @@ from typing import IO, Any
 
 import numpy as np
 
-from jchop._checkpoints.arrays import group_lengths, pieces
 from jchop._checkpoints.checkpoint import GGUF_LAYOUT, LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT
 from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS
-from jchop._checkpoints.row import LayoutRow
+from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
 from jchop._common.checks import check, check_bool, check_choice, check_int
-from jchop._common.files import exclusive_folder, open_regular_file, remove_part_files, write_atomically
+from jchop._common.files import exclusive_folder, json_object, open_regular_file, remove_part_files, write_atomically
 from jchop.storage._array import QArray
 from jchop.storage._files.gguf import GGUFWriter
-from jchop.storage._files.json import json_object
-from jchop.storage._files.safetensors import TensorEntry, place_tensors, write_tensors
-from jchop.storage._files.shards import CONFIG_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
+from jchop.storage._files.safetensors import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    JOURNAL_FILE,
+    SINGLE_FILE,
+    TensorEntry,
+    place_tensors,
+    write_tensors,
+)
 from jchop.storage._quantize import dequantize
 from jchop.storage._save import QARRAYS_KEY, qarray_description, qarray_tensors
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from jchop._cli._command import Command, argument
-from jchop._cli._ptq import NEAREST_METHOD, PTQ_STEPS
+from jchop._cli._function_commands import NEAREST_METHOD, PTQ_STEPS
 from jchop._insight.tune._metrics import ERROR_METRICS, GRANULARITIES
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
 from jchop.formats.rounding import Overflow, Rounding

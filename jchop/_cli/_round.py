@@ -16,9 +16,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jchop._cli._command import Command, argument, print_json, print_written
-from jchop._cli._text import (
+from jchop._cli._command import (
+    Command,
     PercentProgress,
+    argument,
     binary_code,
     check_new_file,
     check_suffix,
@@ -26,6 +27,8 @@ from jchop._cli._text import (
     integer_digits,
     json_value,
     key_of_seed_option,
+    print_json,
+    print_written,
     short_decimal,
     shortest_decimal,
     text_table,

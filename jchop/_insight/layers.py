@@ -13,9 +13,8 @@ import numpy as np
 from flax import nnx
 
 from jchop._common.checks import as_iterable, check_choice, short_repr
-from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop._common.text import RowReport, TableOrLine
+from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
 from jchop._insight.tune._search import front_of_sums
 from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec, as_spec

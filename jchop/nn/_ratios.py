@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.tracers import TraceState
 
-from jchop._common.decibels import decibels
+from jchop._common.text import decibels
 from jchop._quantized.products.rule import Rule
 from jchop.nn._nnx.attach import exact_and_rounded_param, param_layout
 from jchop.nn._nnx.layer_kinds import NnxKind

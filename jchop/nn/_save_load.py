@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._common.checks import short_repr
+from jchop._common.files import json_object, short_text
 from jchop._quantized.program.weight_layout import StoredAs
 from jchop.nn._trees.equinox_modules import is_array_leaf, is_equinox_module, module_arrays
 from jchop.storage import QArray, load_safetensors, save_safetensors
-from jchop.storage._files.json import json_object, short_text
 from jchop.storage._files.safetensors import TensorFile, are_counts
 
 #: The metadata key for packed parameters that are stored in another shape than their own: JSON, which maps the name of

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop.storage import QArray, shardings
-from jchop.storage._sharding import check_group_sharding
+from jchop.storage._array import check_group_sharding
 
 
 def shard(model: Any, mesh: Mesh, rules: Mapping[str, PartitionSpec]) -> Any:

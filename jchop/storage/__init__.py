@@ -3,12 +3,10 @@
 from typing import TYPE_CHECKING
 
 from jchop._common.on_demand import on_demand
-from jchop.storage._array import QArray
-from jchop.storage._half_quadratic import fit_half_quadratic
-from jchop.storage._quantize import dequantize, dequantize_params, fit_scale, quantize
+from jchop.storage._array import QArray, shardings
+from jchop.storage._quantize import dequantize, dequantize_params, fit_half_quadratic, fit_scale, quantize
 from jchop.storage._qwix import from_qwix, to_qwix
 from jchop.storage._save import load_safetensors, save_safetensors
-from jchop.storage._sharding import shardings
 
 if TYPE_CHECKING:
     from jchop._checkpoints.load_save import load_checkpoint, save_checkpoint

@@ -27,8 +27,7 @@ from jchop.formats import (
 )
 from jchop.storage._array import QArray, check_qarray
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
-from jchop.storage._codes import CARRIER_FORMATS, load_codes, pack_entries, store_codes
-from jchop.storage._decode import batch_axes, spec_of_part
+from jchop.storage._codes import CARRIER_FORMATS, batch_axes, load_codes, pack_entries, spec_of_part, store_codes
 
 #: qwix's name of the type that it stores in another dtype.
 _QWIX_NF4 = "nf4"

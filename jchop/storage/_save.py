@@ -15,16 +15,21 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, check_bool
-from jchop._common.files import as_path
+from jchop._common.files import as_path, json_object, short_text
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import parse
 from jchop.formats import ScaledFormat
-from jchop.storage._array import QArray, refuse_qarray_dicts
-from jchop.storage._decode import check_qarray_leaves, qarray_shape
-from jchop.storage._files.device_parts import read_to_devices, spans_processes, write_together
-from jchop.storage._files.json import json_object, short_text
-from jchop.storage._files.safetensors import TensorEntry, TensorFile, place_tensors, write_tensors
-from jchop.storage._sharding import named_sharding_of
+from jchop.storage._array import QArray, named_sharding_of, refuse_qarray_dicts
+from jchop.storage._codes import check_qarray_leaves, qarray_shape
+from jchop.storage._files.safetensors import (
+    TensorEntry,
+    TensorFile,
+    place_tensors,
+    read_to_devices,
+    spans_processes,
+    write_tensors,
+    write_together,
+)
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.

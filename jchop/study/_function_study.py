@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jchop._common import html
 from jchop._common.checks import check_int
 from jchop._common.files import require_extra
-from jchop._common.text import RowReport, TableOrLine, html
+from jchop._common.text import RowReport, TableOrLine
 from jchop._emulate.emulate import emulate
 from jchop._emulate.rules.trace import as_program_arguments
 from jchop._spec.spec import Spec, as_spec

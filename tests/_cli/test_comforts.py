@@ -15,8 +15,8 @@ from each_case import each
 
 import jchop as jc
 from jchop.__main__ import _command_parser, main
+from jchop._cli._command import bold
 from jchop._cli._completion import words_by_command
-from jchop._cli._text import bold
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> object:

@@ -19,8 +19,8 @@ from refusals import assert_refused
 
 import jchop as jc
 from jchop.__main__ import main
+from jchop.storage._chunks import TensorRule, quantize_file
 from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._quantize_file import TensorRule, quantize_file
 
 further = Further()
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from jchop._common.decibels import format_decibels
-from jchop._common.text import TableOrLine, Tables
+from jchop._common.text import TableOrLine, Tables, format_decibels
 from jchop._quantized.products.rule import Rule
 
 #: A parameter that stays in full precision: its path, its shape, and the reason.

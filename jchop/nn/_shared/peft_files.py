@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._common.files import atomic_file, exclusive_folder, open_regular_file
+from jchop._common.files import atomic_file, exclusive_folder, json_object, open_regular_file, short_text
 from jchop.nn._shared.lora_rule import LoraRule
 from jchop.storage import load_safetensors, save_safetensors
-from jchop.storage._files.json import json_object, short_text
 
 _PEFT_TENSORS, _PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 

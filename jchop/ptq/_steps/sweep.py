@@ -21,8 +21,7 @@ from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat, binary32
 from jchop.storage import QArray, dequantize, quantize
 from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings, with_groupings
-from jchop.storage._codes import pack_entries, unpack_entries
-from jchop.storage._decode import repeat_over_groups
+from jchop.storage._codes import pack_entries, repeat_over_groups, unpack_entries
 
 Array = jax.Array
 

@@ -16,8 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from jchop._common.checks import check
-from jchop._common.files import RegularFile, open_regular_file
-from jchop.storage._files.json import MOST_ENTRIES, short_text
+from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 
 _GGUF_MAGIC = b"GGUF"
 #: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
