@@ -17,7 +17,7 @@ from jchop._cli._file_commands import COMPARE, CONVERT, INSPECT, QUANTIZE
 from jchop._cli._function_commands import BLAME, PTQ, STUDY, TUNE
 from jchop._cli._info import DOCTOR, FORMAT_LIST, INFO
 from jchop._cli._round import ROUND
-from jchop._common.checks import close_names_hint
+from jchop._common.checks import check, close_names_hint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if sys.stdout is None:
-            raise ValueError("standard output is closed")
+        check(sys.stdout is not None, "standard output is closed")
         try:
             options = _command_parser().parse_args([_shield_negative_number(argument) for argument in arguments])
             options.run(options)

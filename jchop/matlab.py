@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import as_numpy, check_int
+from jchop._common.checks import as_numpy, check, check_int
 from jchop._common.settings import always_jit
 from jchop._core.rounding.elements import round_to_spec
 from jchop._round.flip import flip_bits
@@ -125,8 +125,7 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
     else:
         result = round_by_randfunc(array, spec, randfunc)
     if _switch_option(settings, "flip", False):
-        if key is None:
-            raise ValueError("flip=1 flips bits at random: pass seed")
+        check(key is not None, "flip=1 flips bits at random: pass seed")
         result = flip_bits(result, Spec(spec.format), settings.get("p", 0.5), key)
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     return np.asarray(result, order=order) if array.ndim else result[()]
@@ -155,11 +154,9 @@ def chop_float_format(bits: int, emax: int, subnormals: bool = True) -> FloatFor
 
 def _custom_params(params: Any) -> tuple[int, int]:
     values = [] if params is None else np.asarray(params, float).ravel().tolist()
-    if len(values) != 2:
-        raise ValueError(f"params={params!r} must be [t, emax], which format 'custom' needs")
+    check(len(values) == 2, f"params={params!r} must be [t, emax], which format 'custom' needs")
     bits, emax = (check_int(name, int_if_whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
-    if bits > 53:
-        raise ValueError(f"params=[{bits}, {emax}] must have t from 1 to 53")
+    check(bits <= 53, f"params=[{bits}, {emax}] must have t from 1 to 53")
     return bits, emax
 
 

@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, Checkpoint, open_checkpoint
-from jchop._checkpoints.load_save import convert_checkpoint
 from jchop._checkpoints.table import fields_beside_weights
-from jchop._checkpoints.writer import SHARD_BYTES
+from jchop._checkpoints.writer import SHARD_BYTES, convert_checkpoint
 from jchop._cli._command import (
     Command,
     PercentProgress,
@@ -233,8 +232,7 @@ def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], se
     for rule in rules:
         if rule.spec.rounding.stochastic:
             raise ValueError(f"spec={str(rule.spec)!r} rounds stochastically, which folders do not have")
-    if seed is not None:
-        raise ValueError("--seed has no effect on a folder, whose rules round without draws")
+    check(seed is None, "--seed has no effect on a folder, whose rules round without draws")
     with open_checkpoint(source, "auto") as source_checkpoint:
         rules_by_name = _rules_of_arrays(source_checkpoint, rules)
     notes: list[str] = []
@@ -366,8 +364,7 @@ def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: 
 def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]]:
     """The array of a .npy file, or those of a safetensors file that match and are numbers, packed ones unpacked."""
     if path.suffix.lower() == ".npy":
-        if pattern is not None:
-            raise ValueError(f"--tensor {pattern!r} belongs to a .safetensors file; {path} has one array")
+        check(pattern is None, f"--tensor {pattern!r} belongs to a .safetensors file; {path} has one array")
         with NpyFile(path, str(path)) as file:
             yield path.name, file.read([0] * len(file.shape), file.shape)
         return

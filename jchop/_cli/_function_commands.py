@@ -149,8 +149,7 @@ def _run_study(options: argparse.Namespace) -> None:
         _run_function_study(options)
         return
     for option, value in (("--data", options.data), ("--budget-seconds", options.budget_seconds)):
-        if value is not None:
-            raise ValueError(f"{option} {value} belongs to the study of a function: jchop study MODULE:FUNCTION")
+        check(value is None, f"{option} {value} belongs to the study of a function: jchop study MODULE:FUNCTION")
     require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
     from jchop import study
 
@@ -181,8 +180,7 @@ def _run_function_study(options: argparse.Namespace) -> None:
         ("--activations", options.activations),
     ):
         check(not is_set, f"{option} belongs to the study of a network, without MODULE:FUNCTION")
-    if options.data is None:
-        raise ValueError("--data FILE.npz is needed: the arguments of the function")
+    check(options.data is not None, "--data FILE.npz is needed: the arguments of the function")
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
         result = run_function(

@@ -137,8 +137,7 @@ def check_text(what: str, text: str) -> str:
             f"{what} {quote(text)} is too long: at most {MAX_TEXT_LENGTH} characters, "
             f"and {MAX_CODEBOOK_LENGTH} with the levels of codebooks"
         )
-    if not text.isascii():
-        raise ValueError(f"{what} {quote(text)} is not known: only ASCII characters are allowed")
+    check(text.isascii(), f"{what} {quote(text)} is not known: only ASCII characters are allowed")
     depth = 0
     for char in text:
         depth += (char in "([") - (char in ")]")

@@ -172,8 +172,7 @@ def _folder_lock(folder: Path) -> Iterator[None]:
             is_busy = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # by one that had it, and removed it
         except OSError as error:
             is_busy = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
-        if is_busy:
-            raise ValueError(f"{folder} is being written by another call: wait for its end, or write to another folder")
+        check(not is_busy, f"{folder} is being written by another call: wait for its end, or write to another folder")
         try:
             yield
         finally:

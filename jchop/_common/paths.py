@@ -20,6 +20,8 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any
 
+from jchop._common.checks import check
+
 
 def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
     """A pattern, checked.
@@ -160,16 +162,14 @@ def _parse_terms(pattern: str) -> tuple[_PatternTerm, ...]:
 
 def _parse_term(text: str) -> _PatternTerm:
     excludes, glob = text.startswith("!"), text.removeprefix("!")
-    if not glob:
-        raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
+    check(glob, "'!' excludes nothing; write it in front of a term, as '!head'")
     if _REGEX_SYNTAX.search(glob):
         raise ValueError(
             "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
             "between them"
         )
     from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _path_parts(glob)
-    if not parts and not from_start:
-        raise ValueError("it has no part")
+    check(parts or from_start, "it has no part")
     body = "".join(_ANY_PARTS if part == "**" else f"{_part_regex(part)}/" for part in parts)
     try:
         expression = re.compile(f"{'' if from_start else _ANY_PARTS}{body}{'' if to_end else _ANY_PARTS}", re.DOTALL)
@@ -200,8 +200,7 @@ def _part_regex(glob: str) -> str:
             regex += "[^/]"
         elif char == "[":
             end = glob.find("]", i + 1 + glob.startswith("!", i))
-            if end < 0:
-                raise ValueError("'[' is not closed before the next slash or dot")
+            check(end >= 0, "'[' is not closed before the next slash or dot")
             inside = _CHARACTER_CLASS_SYNTAX.sub(r"\\\g<0>", glob[i:end].removeprefix("!"))
             regex, i = f"{regex}[{'^/' if glob.startswith('!', i) else ''}{inside}]", end + 1
         elif char == "{":
@@ -212,8 +211,7 @@ def _part_regex(glob: str) -> str:
             regex += "|"
         else:
             regex += re.escape(char)
-    if depth:
-        raise ValueError("'{' is not closed before the next slash or dot")
+    check(not depth, "'{' is not closed before the next slash or dot")
     return regex
 
 

@@ -9,9 +9,14 @@ from jchop.storage._qwix import from_qwix, to_qwix
 from jchop.storage._save import load_safetensors, save_safetensors
 
 if TYPE_CHECKING:
-    from jchop._checkpoints.load_save import load_checkpoint, save_checkpoint
+    from jchop._checkpoints.checkpoint import load_checkpoint
+    from jchop._checkpoints.writer import save_checkpoint
 
-__getattr__, __dir__ = on_demand(__name__, (), {"jchop._checkpoints.load_save": ("load_checkpoint", "save_checkpoint")})
+__getattr__, __dir__ = on_demand(
+    __name__,
+    (),
+    {"jchop._checkpoints.checkpoint": ("load_checkpoint",), "jchop._checkpoints.writer": ("save_checkpoint",)},
+)
 
 __all__ = [
     "QArray",

@@ -170,8 +170,7 @@ class QArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The numbers, for functions of NumPy; without this method NumPy would make an array of QArrays."""
-        if copy is False:
-            raise ValueError("a QArray holds codes, so its numbers are a new array: copy=False cannot be had")
+        check(copy is not False, "a QArray holds codes, so its numbers are a new array: copy=False cannot be had")
         return np.asarray(self.__jax_array__(), dtype)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -231,25 +230,21 @@ class QArray:
         order = list(range(self.ndim))[::-1]
         if argument:
             order = [_nonnegative_axis(axis, self.ndim) for axis in argument]  # type: ignore[arg-type]
-        if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"axes={argument} must name each of the {self.ndim} axes once")
+        check(sorted(order) == list(range(self.ndim)), f"axes={argument} must name each of the {self.ndim} axes once")
         if order == list(range(self.ndim)):
             return self
         if self.places is not None:
-            dense, mask, axis = self._whole()
+            dense, mask, axis, _ = self._whole()
             return dense.transpose(order).thinned(mask.transpose(order), self.spec, order.index(axis))
         kinds, lead = self._kinds()
         if order[:lead] != list(range(lead)):
             raise ValueError(f"axes={argument}: each of the first {lead} axes has a tensor scale; they cannot be moved")
-        qvalue = self.qvalue.transpose(order) if order[-1] == self.ndim - 1 else self._entries().transpose(order)
-        zero_point = None if self.zero_point is None else self.zero_point.transpose(order)
-        return self._with(
-            qvalue if order[-1] == self.ndim - 1 else self._codes(qvalue),
-            self.shape[order[-1]],
-            [kinds[axis] for axis in order][lead:],
-            self._map_scale(lambda part: part.transpose(order), lambda inner: inner.transpose(order)),
-            zero_point,
-        )
+        if order[-1] == self.ndim - 1:
+            qvalue = self.qvalue.transpose(order)
+        else:
+            qvalue = pack_entries(self._entries().transpose(order), self.spec.element)
+        grouping = [kinds[axis] for axis in order][lead:]
+        return self._moved(qvalue, self.shape[order[-1]], grouping, lambda part: part.transpose(order))
 
     def reshape(self, *shape: int | Sequence[int]) -> QArray:
         """The array in another shape, in which every group must be whole along an axis.
@@ -268,12 +263,11 @@ class QArray:
         if new == self.shape:
             return self
         if self.places is not None:
-            dense, mask, axis = self._whole()
-            units = [self._unit if i == axis else OWN_SCALE for i in range(self.ndim)]
-            groupings = reshape_groupings(units, self.shape, new)
-            sparse_flags = [isinstance(v, int) for v in groupings or ()]
+            dense, mask, axis, unit = self._whole()
+            units = [unit if i == axis else OWN_SCALE for i in range(self.ndim)]
+            sparse_flags = [isinstance(v, int) for v in reshape_groupings(units, self.shape, new) or ()]
             if not any(sparse_flags):
-                raise ValueError(f"shape={new} would split groups of {self._unit} along axis {axis} of which "
+                raise ValueError(f"shape={new} would split groups of {unit} along axis {axis} of which "
                                  f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
             return dense.reshape(new).thinned(reshape(mask, new), self.spec, sparse_flags.index(True))
         kinds, lead = self._kinds()
@@ -284,19 +278,12 @@ class QArray:
                 "them along several axes; dequantize, reshape and quantize"
             )
         scales = new[:lead] + scale_shape_of(core, new[lead:])
-        keeps_rows = new[-1:] == self.shape[-1:] or not packs_codes(self._element)
-        if keeps_rows:
-            qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if packs_codes(self._element) else new[-1]))
+        packs = packs_codes(self.spec.element)
+        if new[-1:] == self.shape[-1:] or not packs:
+            qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if packs else new[-1]))
         else:
-            qvalue = self._codes(reshape(self._entries(), new))
-        zero_point = None if self.zero_point is None else reshape(self.zero_point, scales)
-        return self._with(
-            qvalue,
-            new[-1],
-            core,
-            self._map_scale(lambda part: reshape(part, scales), lambda inner: inner.reshape(scales)),
-            zero_point,
-        )
+            qvalue = pack_entries(reshape(self._entries(), new), self.spec.element)
+        return self._moved(qvalue, new[-1], core, lambda part: reshape(part, scales))
 
     def __getitem__(self, index: Any) -> QArray:
         """A part: integers and slices along any axis, or an array of integers along one, if they cut no group.
@@ -318,21 +305,19 @@ class QArray:
             return self
         axes = [axis for axis, entry in enumerate(entries) for _ in range(_index_ndim(entry))]
         if self.places is not None:
-            dense, which, axis = self._whole()
-            scale_entry(axis, entries[axis], self._unit, self.shape[axis])
+            dense, which, axis, unit = self._whole()
+            scale_entry(axis, entries[axis], unit, self.shape[axis])
             return dense[tuple(entries)].thinned(which[tuple(entries)], self.spec, axes.index(axis))
         if self.length is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
             qvalue, size = self.qvalue[tuple(entries[:-1])], self.length
         else:
             cut = self._entries()[tuple(entries)]
             size = cut.shape[-1] if axes else None
-            qvalue = self._codes(cut if axes else cut.reshape(1))
-        tensor = scales[:lead]
-        scale = self._map_scale(
-            lambda part: part[scales], lambda inner: inner[scales], lambda part: part[tensor] if tensor else part
+            qvalue = pack_entries(cut if axes else cut.reshape(1), self.spec.element)
+        tensor, grouping = scales[:lead], [kinds[axis] for axis in axes if axis >= lead]
+        return self._moved(
+            qvalue, size, grouping, lambda part: part[scales], lambda part: part[tensor] if tensor else part
         )
-        zero_point = None if self.zero_point is None else self.zero_point[scales]
-        return self._with(qvalue, size, [kinds[axis] for axis in axes if axis >= lead], scale, zero_point)
 
     def thinned(self, kept: Any, spec: Spec, axis: int) -> QArray:
         """This array, of a format without `sparse`, with the codes of some numbers alone.
@@ -349,10 +334,6 @@ class QArray:
         return replace(self, qvalue=codes, places=places, spec=spec)
 
     # -- internals -----------------------------------------------------------------------------------------------------
-    @property
-    def _element(self) -> Any:
-        return self.spec.format if self.spec.scaled is None else self.spec.scaled.element
-
     def _kinds(self) -> tuple[tuple[AxisGrouping, ...], int]:
         """The grouping of each axis, and the number of leading axes that the tensor scale has, too."""
         fmt = spec_of_part(self.spec, self.ndim).scaled
@@ -361,35 +342,18 @@ class QArray:
         batch = batch_axes(self.spec, self.shape, self.scale)
         return axis_groupings(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
 
-    @property
-    def _unit(self) -> int:
-        assert self.spec.scaled is not None and self.spec.scaled.sparse is not None
-        return self.spec.scaled.sparse[1]
-
-    def _whole(self) -> tuple[QArray, Any, int]:
-        """The array with codes of all numbers, which of them are kept, and the axis along which these are counted."""
-        assert self.spec.scaled is not None and self.length is not None
+    def _whole(self) -> tuple[QArray, Any, int, int]:
+        """The array with codes of all numbers, which of them are kept, along which axis, and of how many some are."""
+        fmt = self.spec.scaled
+        assert fmt is not None and fmt.sparse is not None and self.length is not None
         codes, mask = dense_codes(self.qvalue, self.places, self.length, self.spec)
-        spec = replace(self.spec, format=self.spec.scaled.dense)
-        return replace(self, qvalue=codes, places=None, spec=spec), mask, self.spec.scaled.axis_of_sparse % self.ndim
+        dense = replace(self, qvalue=codes, places=None, spec=replace(self.spec, format=fmt.dense))
+        return dense, mask, fmt.axis_of_sparse % self.ndim, fmt.sparse[1]
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""
-        return unpack_entries(self.qvalue, self._element, 1 if self.length is None else self.length).reshape(self.shape)
-
-    def _codes(self, entries: Any) -> Any:
-        return pack_entries(entries, self._element)
-
-    def _map_scale(self, whole: Any, inner: Any, tensor: Any = lambda part: part) -> Scale:
-        """The scales after an operation: `whole` on an array, `inner` on a QArray, `tensor` on the tensor scale."""
-        fmt = self.spec.scaled
-        if fmt is None:
-            return None
-        if isinstance(fmt.scale, ScaledFormat):
-            return inner(self._quantized_scale(fmt, fmt.scale))
-        if fmt.scale_rule.tensor_scale:
-            return whole(self.scale[0]), tensor(self.scale[1])
-        return whole(self.scale)
+        count = 1 if self.length is None else self.length
+        return unpack_entries(self.qvalue, self.spec.element, count).reshape(self.shape)
 
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
@@ -399,17 +363,35 @@ class QArray:
         size = shape[-1] if shape else None
         return QArray(store_codes(codes, inner.element), scale, zero_point, Spec(inner), size, np.dtype(np.float32))
 
-    def _with(
-        self, qvalue: Any, size: int | None, kinds: Sequence[AxisGrouping], scale: Scale, zero_point: Any
+    def _moved(
+        self,
+        qvalue: Any,
+        size: int | None,
+        kinds: Sequence[AxisGrouping],
+        move: Any,
+        of_tensor: Any = lambda part: part,
     ) -> QArray:
-        """A QArray of other parts, grouped by `kinds`."""
-        fmt = self.spec.scaled
+        """The array with other codes, grouped by `kinds`.
+
+        Args:
+            qvalue: the codes.
+            size: of the last axis.
+            kinds: the grouping of each axis.
+            move: makes the scales and zero points, of arrays and, if scales are quantized, of a QArray.
+            of_tensor: makes the tensor scale. Default: it stays.
+        """
+        fmt, scale = self.spec.scaled, self.scale
         if fmt is None:
             return QArray(qvalue, None, None, self.spec, size, self.dtype)
-        if isinstance(scale, QArray):
-            assert scale.spec.scaled is not None
-            fmt = fmt(scale=scale.spec.scaled)
-            scale = (load_codes(scale.qvalue, scale._element), *flatten_scales(scale.scale, scale.zero_point))
+        if isinstance(fmt.scale, ScaledFormat):
+            inner = move(self._quantized_scale(fmt, fmt.scale))
+            fmt = fmt(scale=inner.spec.format)
+            scale = (load_codes(inner.qvalue, inner.spec.element), *flatten_scales(inner.scale, inner.zero_point))
+        elif fmt.scale_rule.tensor_scale:
+            scale = move(scale[0]), of_tensor(scale[1])
+        else:
+            scale = move(scale)
+        zero_point = None if self.zero_point is None else move(self.zero_point)
         spec = replace(self.spec, format=with_groupings(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
 
@@ -515,22 +497,23 @@ def _complete_shape(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ..
 # -- jax.export --------------------------------------------------------------------------------------------------------
 
 
-def _qarray_aux_to_bytes(static: tuple[Spec, int | None, np.dtype]) -> bytes:
-    spec, size, dtype = static
-    return json.dumps([str(spec), size, np.dtype(dtype).name]).encode()
+def register_export(cls: type, name: str) -> None:
+    """Has `jax.export` store the static fields of a class: a spec or None, a length, a dtype."""
+
+    def to_bytes(static: tuple[Spec | None, int | None, np.dtype]) -> bytes:
+        spec, size, dtype = static
+        return json.dumps([None if spec is None else str(spec), size, np.dtype(dtype).name]).encode()
+
+    def from_bytes(data: bytes) -> tuple[Spec | None, int | None, np.dtype]:
+        text, size, dtype = json.loads(data)
+        return None if text is None else parse(text), size, jnp.dtype(dtype)
+
+    export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+    )
 
 
-def _qarray_aux_from_bytes(data: bytes) -> tuple[Spec, int | None, np.dtype]:
-    text, size, dtype = json.loads(data)
-    return parse(text), size, jnp.dtype(dtype)
-
-
-export.register_pytree_node_serialization(
-    QArray,
-    serialized_name="jchop.QArray",
-    serialize_auxdata=_qarray_aux_to_bytes,
-    deserialize_auxdata=_qarray_aux_from_bytes,
-)
+register_export(QArray, "jchop.QArray")
 
 
 # -- shardings of the leaves of a QArray -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, FLOAT64, Carrier, has_sharding
+from jchop._common.checks import check
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit
 from jchop._core.rounding.codes import decode_elements, encode_elements, pack_codes, packed_size, unpack_codes
@@ -293,8 +294,7 @@ def check_qarray_leaves(q: Any) -> None:
     if (q.places is not None) != bool(spec.scaled and spec.scaled.sparse):
         raise ValueError(f"{spec} has {'no places' if q.places is not None else 'places, which are missing'}")
     if spec.scaled is not None and q.places is not None:
-        if spec.scaled.axis_of_sparse >= 0:
-            raise ValueError(f"the axes of {spec} are not counted from the end")
+        check(spec.scaled.axis_of_sparse < 0, f"the axes of {spec} are not counted from the end")
         code_shape = spec.scaled.kept_shape(shape)
     count = packed_size(code_shape[-1], spec.element.bits) if packs_codes(spec.element) else code_shape[-1]
     spec_leaves = [((*code_shape[:-1], count), code_dtype(spec.element))]

@@ -137,8 +137,7 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         {'layers': [{'bias': Array([0., 1., 2.], dtype=float32)}]}
     """
     check_bool("nested", nested)
-    if nested and like is not None:
-        raise ValueError("nested=True has no effect beside like=, which defines the structure")
+    check(like is None or not nested, "nested=True has no effect beside like=, which defines the structure")
     with TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
         descriptions = qarrays_in(file)
         owners = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}

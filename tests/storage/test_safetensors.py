@@ -18,7 +18,7 @@ from further import Further
 from refusals import assert_refused
 
 import jchop as jc
-from jchop._checkpoints.load_save import convert_checkpoint
+from jchop._checkpoints.writer import convert_checkpoint
 from jchop.storage import QArray
 from jchop.storage import _save as save
 from jchop.storage._chunks import TensorRule, quantize_file

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from jchop._common.checks import check_choice
+from jchop._common.checks import check, check_choice
 from jchop._common.files import require_extra
 
 require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
@@ -48,8 +48,7 @@ def round_layer_outputs(
     Of several outputs the first is rounded, as of recurrent layers and attention.
     """
     check_choice("calibration_method", method, _PTQ_METHODS)
-    if not 0 < percentile <= 100:
-        raise ValueError(f"percentile={percentile} must be more than 0 and at most 100")
+    check(0 < percentile <= 100, f"percentile={percentile} must be more than 0 and at most 100")
     layers = _leaf_layers(model)
     if data is None:
         ranges = dict.fromkeys(layers.values())

@@ -13,7 +13,7 @@ import jax.core
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_operands, convert_dtype
 from jchop._round.flip import flip_bits
@@ -242,8 +242,7 @@ class Customs:
             raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
         if self.emax not in (None, emax):
             raise ValueError(f"customs={self}: exp_bits={exp_bits} is emax={emax}, not {self.emax}; pass one of them")
-        if self.t not in (None, t):
-            raise ValueError(f"customs={self}: sig_bits={self.sig_bits} is t={t}, not {self.t}; pass one of them")
+        check(self.t in (None, t), f"customs={self}: sig_bits={self.sig_bits} is t={t}, not {self.t}; pass one of them")
         return check_int("t", t, 1, 53), check_int("emax", emax, 1, (1 << 15) - 1)
 
 
@@ -455,8 +454,7 @@ class Chopi:
         Raises:
             ValueError: if no array was quantized.
         """
-        if self.scale is None:
-            raise ValueError("no array was quantized, so there is no scale to dequantize with")
+        check(self.scale is not None, "no array was quantized, so there is no scale to dequantize with")
         shift = 0 if self.zero_point is None else self.zero_point
         dtype = self.scale.dtype if self._dtype is None else self._dtype
         return apply_to_arrays(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)

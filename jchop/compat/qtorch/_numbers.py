@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from jchop._common.checks import check_bool, check_choice, check_int
+from jchop._common.checks import check, check_bool, check_choice, check_int
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import FixedFormat, FloatFormat, bfp
 
@@ -109,8 +109,7 @@ class FixedPoint(Number):
         Raises:
             ValueError: for `clipped` without `clamp`.
         """
-        if clipped and not self.clamp:
-            raise ValueError(f"clamping_grad_zero=True needs clamp=True, not {self}")
+        check(self.clamp or not clipped, f"clamping_grad_zero=True needs clamp=True, not {self}")
         fmt = _multiples_format(self.fl)
         if self.clamp:
             fmt = FixedFormat(self.wl - self.fl, self.fl, symmetric=self.symmetric)
@@ -145,7 +144,6 @@ class BlockFloatingPoint(Number):
             rounding: ``"stochastic"``, or ``"nearest"``, with ties away from zero.
             clipped: not for blocks, whose range follows the data.
         """
-        if clipped:
-            raise ValueError("clamping_grad_zero=True is for fixed point")
+        check(not clipped, "clamping_grad_zero=True is for fixed point")
         fmt = bfp(self.wl) if self.dim < 0 else bfp(self.wl)(channel=self.dim)
         return Spec(fmt, _rounding_name(rounding, "nearest_away"))
