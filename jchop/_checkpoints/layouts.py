@@ -50,7 +50,7 @@ from jchop._checkpoints.row import (
     unsigned_pieces,
     zero_codes,
 )
-from jchop._common.checks import check
+from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop.formats import IntegerFormat, ScaledFormat, float8_e4m3fn, nf4
 from jchop.storage._array import QArray
@@ -214,10 +214,8 @@ def _quant_state(data: np.ndarray) -> dict[str, Any]:
     check(
         data.dtype == BYTE and data.ndim == 1 and data.size <= _LONGEST_NF4_STATE, "the quant_state is not a short text"
     )
-    try:
+    with place_in_errors("the quant_state is not JSON"):
         return json_object(data.tobytes().decode("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"the quant_state is not JSON: {error}") from None
 
 
 def _shape_in_state(data: np.ndarray) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from jchop._checkpoints import compressed_tensors as ct
 from jchop._checkpoints import layouts
 from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, fact_field
-from jchop._common.checks import check
+from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop.storage._files.safetensors import ShardFiles, TensorEntry
 
@@ -171,10 +171,8 @@ def _with_shape(
     name = weight.names[part]
     if source.entries[name].nbytes > _LONGEST_SHAPE_BYTES:
         raise ValueError(f"tensor {short_text(name)} has more than {_LONGEST_SHAPE_BYTES} bytes")
-    try:
+    with place_in_errors(f"tensor {short_text(name)}"):
         return replace(weight, shape=shape_in(source.read(name)))
-    except ValueError as error:
-        raise ValueError(f"tensor {short_text(name)}: {error}") from None
 
 
 def _names_starting(names: Sequence[str], stem: str) -> Iterator[str]:
@@ -329,10 +327,8 @@ def _metadata_record(source: ShardFiles, module: str) -> dict[str, Any]:
     text = source.metadata.get(name)
     if text is None or len(text) > 1 << 14:
         raise ValueError(f"the metadata have no record of {short_text(name)}, or one that is too long")
-    try:
+    with place_in_errors(f"the record of {short_text(name)} in the metadata is not JSON"):
         record = json_object(text)
-    except ValueError as error:
-        raise ValueError(f"the record of {short_text(name)} in the metadata is not JSON: {error}") from None
     if str(record.get("_type")) not in layouts.TORCHAO_ROWS:
         raise ValueError(
             f"{short_text(name)} is a {short_text(record.get('_type'))}; read are {', '.join(layouts.TORCHAO_ROWS)}"

@@ -38,7 +38,7 @@ from jchop._cli._command import (
     write_pictures,
 )
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, first_names
+from jchop._common.checks import check, first_names, place_in_errors
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._insight.compare import COMPARISON_SCALES, Comparison, compare, default_formats
 from jchop._spec.spec import as_spec
@@ -109,20 +109,11 @@ def _quantization_rows(reports: Sequence[TensorReport]) -> list[tuple[str, ...]]
     for report in reports:
         has_errors = not (report.copied or math.isnan(report.sqnr))
         errors = (_decibels_text(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
-        sizes = (f"{report.before:,}", f"{report.after:,}")
-        rows.append(
-            (
-                report.name,
-                _shape_text(report.shape),
-                report.dtype,
-                report.to,
-                *sizes,
-                *errors,
-                _fates_text(report.fates),
-            )
-        )
+        facts, sizes = (report.name, _shape_text(report.shape), report.dtype, report.to), (report.before, report.after)
+        rows.append((*facts, *(f"{size:,}" for size in sizes), *errors, _fates_text(report.fates)))
     before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
-    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _percent_text(after, before)))
+    percent = f"{100 * after / before:.1f} %" if before else ""
+    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", percent))
     return rows
 
 
@@ -155,10 +146,6 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 def _decibels_text(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
-
-
-def _percent_text(after: int, before: int) -> str:
-    return f"{100 * after / before:.1f} %" if before else ""
 
 
 QUANTIZE = Command(
@@ -200,15 +187,9 @@ def _run_convert(options: argparse.Namespace) -> None:
         raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
     if one_file and not options.target.is_dir():
         check_new_file("OUT", options.target, options.force)
-    is_continuation = convert_checkpoint(
-        options.source,
-        options.target,
-        options.layout,
-        read_as=options.source_layout,
-        exact=not options.inexact,
-        shard_bytes=options.shard or SHARD_BYTES,
-        progress=PercentProgress("convert"),
-    )
+    how = {"read_as": options.source_layout, "exact": not options.inexact, "shard_bytes": options.shard or SHARD_BYTES}
+    progress = PercentProgress("convert")
+    is_continuation = convert_checkpoint(options.source, options.target, options.layout, progress=progress, **how)
     with open_checkpoint(options.source, options.source_layout) as source:
         missing = fields_beside_weights(source.config)
     facts = ", ".join(missing)
@@ -336,12 +317,10 @@ def _run_compare(options: argparse.Namespace) -> None:
         raise ValueError(f"--formats {' '.join(options.formats)!r} must name at least one format")
     key = key_of_seed_option(options.seed, formats or ())
     for name, array in _real_tensors(options.file, options.tensor):
-        try:
+        with place_in_errors(f"{name}", (ValueError, TypeError)):
             comparisons[name] = _compare_formats(
                 name, array, formats or default_formats(max(array.ndim, 1)), key, options.scale
             )
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{name}: {error}") from None
     if options.plot and len(comparisons) > 1:
         raise ValueError(f"--plot draws one array, and there are {len(comparisons)}; choose one by --tensor")
     if options.json:
@@ -371,12 +350,9 @@ def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.nda
     check(path.suffix.lower() == ".safetensors", f"FILE {path} must end in .npy or .safetensors")
     pattern = check_path_pattern("--tensor", "*" if pattern is None else pattern)
     with open_checkpoint(path, "auto") as file:
-        numbers = [
-            name
-            for name, item in file.items.items()
-            if (item.quantized or item.format in CARRIERS or item.format.startswith(("int", "uint", "bool")))
-            and 0 not in item.shape
-        ]
+        kinds = (*CARRIERS, "int", "uint", "bool")
+        filled = {name: item for name, item in file.items.items() if 0 not in item.shape}
+        numbers = [name for name, item in filled.items() if item.quantized or item.format.startswith(kinds)]
         matches = [name for name in numbers if matches_path(pattern, name)]
         if not matches:
             hint = nearest_paths_hint([pattern], numbers)

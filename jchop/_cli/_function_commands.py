@@ -30,7 +30,7 @@ from jchop._cli._command import (
 )
 from jchop._cli._file_commands import parse_rule
 from jchop._cli._user_function import argument_order, imports_from_here, load_arguments, load_arrays, load_function
-from jchop._common.checks import check, split_outside_brackets
+from jchop._common.checks import check, place_in_errors, split_outside_brackets
 from jchop._common.files import require_extra
 from jchop._common.on_demand import load_name
 from jchop._spec.spec import as_spec
@@ -143,26 +143,34 @@ TUNE = Command(
 # -- study -------------------------------------------------------------------------------------------------------------
 
 
+#: The options that belong to the study of a network alone, and to that of a function.
+_NETWORK_OPTIONS, _FUNCTION_OPTIONS = ("dataset", "epochs", "activations"), ("data", "budget_seconds")
+
+
 def _run_study(options: argparse.Namespace) -> None:
     check_folder("--out", options.out)
-    if options.function is not None:
-        _run_function_study(options)
-        return
-    for option, value in (("--data", options.data), ("--budget-seconds", options.budget_seconds)):
-        check(value is None, f"{option} {value} belongs to the study of a function: jchop study MODULE:FUNCTION")
+    of_function = options.function is not None
+    kind = "a network, without MODULE:FUNCTION" if of_function else "a function: jchop study MODULE:FUNCTION"
+    for name in _NETWORK_OPTIONS if of_function else _FUNCTION_OPTIONS:
+        value = getattr(options, name)
+        check(value is None or value is False, f"--{name.replace('_', '-')} belongs to the study of {kind}")
+    formats, modes, seeds = (FUNCTION_FORMATS, FUNCTION_MODES, 3) if of_function else (FORMATS, MODES, 10)
+    grid = {
+        "formats": split_items(options.formats or formats),
+        "modes": split_items(options.modes or modes),
+        "seeds": seeds if options.seeds is None else options.seeds,
+        "seed": options.seed,
+        "progress": ProgressBar(sys.stderr) if sys.stderr is not None else None,
+    }
+    (_run_function_study if of_function else _run_network_study)(options, grid)
+
+
+def _run_network_study(options: argparse.Namespace, grid: dict[str, Any]) -> None:
     require_extra("jchop study", "study", ("flax", "optax", "sklearn", "matplotlib"))
     from jchop import study
 
-    result = study.run(
-        options.dataset or "digits",
-        formats=split_items(options.formats or study.FORMATS),
-        modes=split_items(options.modes or study.MODES),
-        seeds=10 if options.seeds is None else options.seeds,
-        epochs=options.epochs,
-        activations=options.activations,
-        seed=options.seed,
-        progress=_progress_bar(),
-    )
+    dataset = options.dataset or "digits"
+    result = study.run(dataset, epochs=options.epochs, activations=options.activations, **grid)
     paths = study.save(result, options.out)
     if options.json:
         print(paths[1].read_text(encoding="utf-8"), end="")
@@ -171,38 +179,17 @@ def _run_study(options: argparse.Namespace) -> None:
     _print_files(paths, result.seconds)
 
 
-def _run_function_study(options: argparse.Namespace) -> None:
-    """The study of a function of the user."""
+def _run_function_study(options: argparse.Namespace, grid: dict[str, Any]) -> None:
     require_extra("jchop study", "plot", ("matplotlib",))
-    for option, is_set in (
-        ("--dataset", options.dataset is not None),
-        ("--epochs", options.epochs is not None),
-        ("--activations", options.activations),
-    ):
-        check(not is_set, f"{option} belongs to the study of a network, without MODULE:FUNCTION")
     check(options.data is not None, "--data FILE.npz is needed: the arguments of the function")
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
-        result = run_function(
-            function,
-            *load_arguments("--data", options.data, function),
-            formats=split_items(options.formats or FUNCTION_FORMATS),
-            modes=split_items(options.modes or FUNCTION_MODES),
-            seeds=3 if options.seeds is None else options.seeds,
-            seed=options.seed,
-            budget_seconds=options.budget_seconds,
-            progress=_progress_bar(),
-        )
+        inputs = load_arguments("--data", options.data, function)
+        result = run_function(function, *inputs, budget_seconds=options.budget_seconds, **grid)
     paths = save_function(result, options.out)
-    if options.json:
-        print(result.to_json(indent=1))
-        return
-    print("\n".join(map(printable, str(result).splitlines())))
-    _print_files(paths, result.seconds)
-
-
-def _progress_bar() -> ProgressBar | None:
-    return ProgressBar(sys.stderr) if sys.stderr is not None else None
+    print_report(result, options.json)
+    if not options.json:
+        _print_files(paths, result.seconds)
 
 
 def _print_files(paths: Sequence[Path], seconds: float) -> None:
@@ -320,12 +307,10 @@ def _parse_steps(text: str, ptq: Any) -> list[Any]:
         name = call.func if isinstance(call, ast.Call) else call
         if not (isinstance(name, ast.Name) and name.id in PTQ_STEPS):
             raise ValueError(message)
-        try:
+        with place_in_errors(f"--method {text!r}", (ValueError, TypeError)):
             args = [ast.literal_eval(arg) for arg in call.args] if isinstance(call, ast.Call) else []
             keywords = call.keywords if isinstance(call, ast.Call) else []
             steps.append(getattr(ptq, name.id)(*args, **{str(k.arg): ast.literal_eval(k.value) for k in keywords}))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"--method {text!r}: {error}") from None
     return steps
 
 

@@ -28,6 +28,7 @@ from jchop._cli._command import (
     write_pictures,
     yes_or_no,
 )
+from jchop._common.checks import place_in_errors
 from jchop._common.files import INSTALL_EXTRA
 from jchop._common.on_demand import load_name
 from jchop._common.settings import has_fast_math
@@ -62,11 +63,8 @@ def _run_formats(options: argparse.Namespace) -> None:
     if options.json:
         print_json([dict(zip(head, map(json_value, row), strict=True)) for row in rows])
         return
-    print(
-        text_table(
-            [head, *(tuple(_cell_text(value, short_decimal) for value in row) for row in rows)], "<" + ">" * 12 + "<"
-        )
-    )
+    cells = [[_cell_text(value, short_decimal) for value in row] for row in rows]
+    print(text_table([head, *cells], "<" + ">" * 12 + "<"))
     print(
         "\nPatterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 "
         "takum_linear16 codebook(-1,0,0.5)"
@@ -78,10 +76,8 @@ def _run_info(options: argparse.Namespace) -> None:
     parsed_format = parse_format(options.format)
     fmt = parsed_format.element if isinstance(parsed_format, ScaledFormat) else parsed_format
     check_pictures(options)
-    try:
+    with place_in_errors("--plot"):
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
-    except ValueError as error:
-        raise ValueError(f"--plot: {error}") from None
     _print_info(parsed_format, fmt, options.json)
     if picture is not None and not options.json:
         print()

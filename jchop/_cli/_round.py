@@ -7,12 +7,11 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from decimal import Context
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,12 +65,9 @@ def _run_round(options: argparse.Namespace) -> None:
 def _spec_of_options(options: argparse.Namespace) -> Spec:
     """The spec of --to, with the fields of further options."""
     parts = [options.to]
-    if options.rounding is not None:
-        parts.append(as_rounding(options.rounding).value)
-    if options.overflow is not None:
-        parts.append(as_overflow(options.overflow).value)
-    if options.random_bits is not None:
-        parts.append(f"random_bits={options.random_bits}")
+    parts += [] if options.rounding is None else [as_rounding(options.rounding).value]
+    parts += [] if options.overflow is None else [as_overflow(options.overflow).value]
+    parts += [] if options.random_bits is None else [f"random_bits={options.random_bits}"]
     try:
         return parse(":".join(parts))
     except ValueError as error:
@@ -87,8 +83,7 @@ def _format_with_codes(spec: Spec) -> ElementFormat | None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _TypedNumber:
+class _TypedNumber(NamedTuple):
     """The text of a number, and its value: a float if it is not finite."""
 
     word: str
@@ -98,28 +93,26 @@ class _TypedNumber:
 def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     from jchop._round.round_to_format import round_to_format
 
-    numbers = [_parse_number(text.strip()) for text in _number_words(options.values)]
+    typed = [_parse_number(text.strip()) for text in _number_words(options.values)]
     element = _format_with_codes(spec)
     is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW_BITS
-    values = _round_to_carrier([number.exact for number in numbers], options.carrier or "float64", is_narrow)
+    values = _round_to_carrier([number.exact for number in typed], options.carrier or "float64", is_narrow)
     results = round_to_format(values, spec, key)
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
-    rows = _comparison_rows(numbers, values, results, element)
+    rows = _comparison_rows(typed, values, results, element)
+    digits, write = (17, json_value) if options.json else (4, short_decimal)
+    cells = [(n, *row, *(_error_cell(error, digits, write) for error in errors)) for n, row, errors in rows]
     if options.json:
-        cells = [
-            (_json_number(n.exact, text), json_value(float(x)), code, bits, *map(_json_float, errors))
-            for n, (text, x, code, bits, *errors) in zip(numbers, rows, strict=True)
-        ]
-        entries = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in cells]
-        print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": entries})
+        entries = [(_json_number(n.exact, text), json_value(float(x)), *more) for n, text, x, *more in cells]
+        numbers = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in entries]
+        print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": numbers})
         return
     print(f"to {spec}, carrier {values.dtype}")
-    cells = [
-        (clip_text(text), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
-        for text, result, code, bits, *errors in rows
+    words = [
+        (clip_text(t), shortest_decimal(x), code or "-", bits or "-", *more) for _, t, x, code, bits, *more in cells
     ]
-    print(text_table([_ROUND_HEAD, *cells], "<<<<>>"))
+    print(text_table([_ROUND_HEAD, *words], "<<<<>>"))
 
 
 def _number_words(texts: list[str]) -> list[str]:
@@ -216,20 +209,15 @@ _ROUND_HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
 
 def _comparison_rows(
     numbers: list[_TypedNumber], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
-) -> Iterator[tuple[Any, ...]]:
-    """The cells of each number under `_ROUND_HEAD`; None for those that it lacks."""
+) -> Iterator[tuple[_TypedNumber, tuple[Any, ...], tuple[Any, Any]]]:
+    """Each number with its cells under `_ROUND_HEAD`, None for those that it lacks, and its errors."""
     for number, value, result in zip(numbers, values, results, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
         bits = (None, None) if fmt is None or code is None else (hexadecimal_code(fmt, code), binary_code(fmt, code))
-        yield (_input_text(number, value), result, *bits, *_exact_errors(number.exact, float(result)))
-
-
-def _input_text(number: _TypedNumber, value: np.generic) -> str:
-    """The carrier's number if its shortest decimal equals the typed number; else the typed text."""
-    text = shortest_decimal(value)
-    if isinstance(number.exact, float):
-        return text
-    return text if np.isfinite(value) and Fraction(text) == number.exact else number.word
+        text = shortest_decimal(value)
+        if isinstance(number.exact, Fraction) and not (np.isfinite(value) and Fraction(text) == number.exact):
+            text = number.word  # the carrier's number is another
+        yield number, (text, result, *bits), _exact_errors(number.exact, float(result))
 
 
 def _json_number(exact: Fraction | float, text: str) -> Any:
@@ -252,22 +240,11 @@ def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | fl
     return absolute, absolute / abs(Fraction(exact)) if exact else math.inf
 
 
-def _four_digits(value: Fraction | float) -> str:
-    """Four digits of a number that may exceed every float."""
-    return _decimal_text(value, 4) if _is_outside_float64(value) else short_decimal(_nearest_float(value, odd=False))
-
-
-def _json_float(value: Fraction | float) -> Any:
-    """A number in JSON: the nearest float64; a text of 17 digits if it lies outside of them."""
-    return _decimal_text(value, 17) if _is_outside_float64(value) else json_value(_nearest_float(value, odd=False))
-
-
-def _is_outside_float64(value: Fraction | float) -> TypeGuard[Fraction]:
-    """Whether a number lies outside of the normal float64 numbers."""
-    return isinstance(value, Fraction) and not sys.float_info.min <= _nearest_float(value, odd=False) < math.inf
-
-
-def _decimal_text(value: Fraction, digits: int) -> str:
+def _error_cell(value: Fraction | float, digits: int, write: Callable[[float], Any]) -> Any:
+    """What `write` makes of the nearest float64; a text of some digits, if it lies outside of the normal numbers."""
+    nearest = _nearest_float(value, odd=False)
+    if isinstance(value, float) or sys.float_info.min <= nearest < math.inf:
+        return write(nearest)
     exact = Context(prec=30, Emin=-(10**6), Emax=10**6)
     quotient = exact.divide(exact.create_decimal(value.numerator), exact.create_decimal(value.denominator))
     return f"{quotient.normalize(Context(prec=digits, Emin=-(10**6), Emax=10**6)):g}"
@@ -315,7 +292,8 @@ class _RoundingSummary:
 
     def add_chunk(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
-        exact, result = (_stack_real_parts(x).astype(np.float64) for x in (values, results))
+        parts = (np.real, np.imag) if values.dtype.kind == "c" else (np.real,)
+        exact, result = (np.stack([part(x.ravel()) for part in parts]).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
         is_finite_result, overflows = np.isfinite(result), finite & ~np.isfinite(result)
         least, most = (-math.inf, math.inf) if self._fmt is None else (self._fmt.min, self._fmt.max)
@@ -367,12 +345,6 @@ _COUNT_NAMES = (
     *("changed", "overflows", "saturated", "underflows"),
     *("infinities", "infinities to nan", "infinities to finite", "nans", "nans to finite"),
 )
-
-
-def _stack_real_parts(array: np.ndarray) -> np.ndarray:
-    """The numbers in a row; complex ones in two, of their parts."""
-    flat = np.ravel(array)
-    return np.stack([np.real(flat), np.imag(flat)] if flat.dtype.kind == "c" else [flat])
 
 
 ROUND = Command(

@@ -6,10 +6,11 @@ an integer or a number in a range, a choice, an instance. `check` states any oth
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,15 @@ def check(holds: object, message: str) -> None:
     """
     if not holds:
         raise ValueError(message)
+
+
+@contextlib.contextmanager
+def place_in_errors(place: str, kinds: Any = ValueError) -> Iterator[None]:
+    """Names a place in front of the messages of errors, which become a ValueError."""
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

@@ -20,7 +20,7 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any
 
-from jchop._common.checks import check
+from jchop._common.checks import check, place_in_errors
 
 
 def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
@@ -37,10 +37,8 @@ def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/ml
     """
     if not isinstance(pattern, str) or not pattern.strip():
         raise TypeError(f"{argument}={pattern!r} must be a pattern of paths such as {example}; '*' is every path")
-    try:
+    with place_in_errors(f"{argument}={pattern!r} is no pattern of paths such as {example}"):
         _parse_terms(pattern)
-    except ValueError as error:
-        raise ValueError(f"{argument}={pattern!r} is no pattern of paths such as {example}: {error}") from None
     return pattern
 
 
@@ -171,10 +169,8 @@ def _parse_term(text: str) -> _PatternTerm:
     from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _path_parts(glob)
     check(parts or from_start, "it has no part")
     body = "".join(_ANY_PARTS if part == "**" else f"{_part_regex(part)}/" for part in parts)
-    try:
+    with place_in_errors(f"{glob!r} has a wrong bracket", re.error):
         expression = re.compile(f"{'' if from_start else _ANY_PARTS}{body}{'' if to_end else _ANY_PARTS}", re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{glob!r} has a wrong bracket ({error})") from None
     return _PatternTerm(excludes, expression, parts[-1] if parts else "")
 
 

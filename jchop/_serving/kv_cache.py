@@ -16,7 +16,7 @@ import numpy as np
 from jax import export, lax
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, check_int
+from jchop._common.checks import check, check_int, place_in_errors
 from jchop._quantized.products.rule import check_cache_spec
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import AnySpec, Spec, as_spec
@@ -110,10 +110,8 @@ def kv_rows_spec(name: str, spec: Any) -> Spec | None:
         return None
     spec = as_spec(spec, name, scaled=True)
     if spec.scaled is not None:
-        try:
+        with place_in_errors(f"{name}={str(spec)!r}"):
             spec = replace(spec, format=axes_from_end(spec.scaled, KV_NDIM))
-        except ValueError as error:
-            raise ValueError(f"{name}={str(spec)!r}: {error}") from None
     check_cache_spec(name, spec)
     return spec
 

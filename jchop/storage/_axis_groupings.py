@@ -53,7 +53,7 @@ def format_of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
         return fmt
     axes = _as_tuple(fmt.channel)
     remaining = tuple(axis for axis in axes if axis >= -ndim)
-    return fmt if remaining == axes else fmt(channel=_unwrap_single(remaining) if remaining else None)
+    return fmt if remaining == axes else fmt(channel=remaining or None)
 
 
 def axes_from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
@@ -69,7 +69,7 @@ def axes_from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
         fmt = fmt if inner == fmt.scale else fmt(scale=inner)
     axes = tuple(axis for axis, _ in _format_axes(fmt))
     if not all(axis < 0 for axis in axes):
-        negative = _unwrap_single(tuple(axis % ndim - ndim for axis in axes))
+        negative = tuple(axis % ndim - ndim for axis in axes)
         fmt = fmt(channel=negative) if fmt.channel is not None else fmt(axis=negative)
     return fmt if sparse is None else with_sparse_axis(fmt, sparse)
 
@@ -80,14 +80,18 @@ def with_sparse_axis(fmt: ScaledFormat, axis: int) -> ScaledFormat:
     return default if default.axis_of_sparse == axis else fmt(sparse_axis=axis)
 
 
-def grouping_fields(kinds: Sequence[AxisGrouping]) -> dict[str, Any]:
-    """The fields `group` and `axis`, or `channel`, of a scaled format with a grouping for each axis."""
-    axes = range(-len(kinds), 0)
-    if any(isinstance(kind, int) for kind in kinds):
-        sizes = {axis: "all" if kind == WHOLE_AXIS else kind for axis, kind in zip(axes, kinds, strict=True)}
-        named = {axis: size for axis, size in sizes.items() if size != OWN_SCALE}
-        return {"group": tuple(named.values()), "axis": tuple(named)}
-    return {"channel": tuple(axis for axis, kind in zip(axes, kinds, strict=True) if kind == OWN_SCALE) or None}
+def grouping_fields(kinds: Sequence[AxisGrouping], has_groups: bool = False) -> dict[str, Any]:
+    """The fields `group`, `axis` and `channel` of a scaled format with a grouping for each axis.
+
+    Args:
+        kinds: the groupings.
+        has_groups: whether one axis under one scale is said by its group, and not by the other axes. Default False.
+    """
+    axes = dict(zip(range(-len(kinds), 0), kinds, strict=True))
+    sizes = {axis: "all" if kind == WHOLE_AXIS else kind for axis, kind in axes.items() if kind != OWN_SCALE}
+    if any(isinstance(kind, int) for kind in kinds) or (has_groups and len(sizes) == 1):
+        return {"group": tuple(sizes.values()), "axis": tuple(sizes)}
+    return {"group": None, "axis": -1, "channel": tuple(axis for axis in axes if axis not in sizes) or None}
 
 
 def with_groupings(fmt: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFormat:
@@ -95,12 +99,7 @@ def with_groupings(fmt: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFo
     ndim = len(kinds)
     if all(-ndim <= axis < 0 for axis, _ in _format_axes(fmt)) and axis_groupings(fmt, ndim) == tuple(kinds):
         return fmt
-    group_axes = tuple(i - ndim for i, kind in enumerate(kinds) if kind != OWN_SCALE)
-    sizes = tuple("all" if kind == WHOLE_AXIS else kind for kind in kinds if kind != OWN_SCALE)
-    if any(isinstance(kind, int) for kind in kinds) or (fmt.group is not None and len(group_axes) == 1):
-        return fmt(group=_unwrap_single(sizes), axis=_unwrap_single(group_axes))
-    own = tuple(i - ndim for i, kind in enumerate(kinds) if kind == OWN_SCALE)
-    return fmt(group=None, axis=-1, channel=_unwrap_single(own) if own else None)
+    return fmt(**grouping_fields(kinds, fmt.group is not None))
 
 
 def scale_shape_of(kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> tuple[int, ...]:
@@ -188,11 +187,6 @@ def _check_format_axes(fmt: ScaledFormat, ndim: int) -> None:
 
 def _as_tuple(item: Any) -> tuple[Any, ...]:
     return item if isinstance(item, tuple) else (item,)
-
-
-def _unwrap_single(items: tuple[Any, ...]) -> Any:
-    """The element of a tuple of one; other tuples unchanged."""
-    return items[0] if len(items) == 1 else items
 
 
 def map_over_stack(stack: int, function: Callable[..., Any], value: Any, *keys: jax.Array | None) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, check_bool
+from jchop._common.checks import check, check_bool, place_in_errors
 from jchop._common.files import as_path, json_object, short_text
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import parse
@@ -174,11 +174,11 @@ def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
     """
     keys = _jchop_metadata(file, RANDOM_KEYS_KEY)
     for name, kind in keys.items():
-        try:
+        with place_in_errors(
+            f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}", (ValueError, TypeError)
+        ):
             check(name in file.entries and name not in owners, "no tensor has this name")
             _random_key_type(file, name, kind)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}: {error}") from None
     return keys
 
 
@@ -306,10 +306,8 @@ def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[s
 
 def _jchop_metadata(file: TensorFile, key: str) -> dict[str, Any]:
     """A JSON object in the metadata of a file; empty if it is missing."""
-    try:
+    with place_in_errors(f"{file.path}: bad metadata {key!r}"):
         return json_object(file.metadata.get(key, "{}"))
-    except ValueError as error:
-        raise ValueError(f"{file.path}: bad metadata {key!r} ({error})") from None
 
 
 def _check_qarray_tensors(file: TensorFile, name: str, fields: Any) -> None:
@@ -423,7 +421,7 @@ def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Tree
             f"{file.path} has no record of dicts and lists, which save_safetensors writes: omit nested to get the "
             "arrays by name, or pass like="
         )
-    try:
+    with place_in_errors(f"{file.path}: bad metadata {TREE_KEY!r}"):
         record = json_object(file.metadata.get(TREE_KEY, "{}"))
         if set(record) != names:
             raise ValueError(f"it is of other arrays: {short_text(sorted(set(record) ^ names))}")
@@ -431,8 +429,6 @@ def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Tree
             if not isinstance(path, list) or ".".join(map(_tree_step_text, path)) != name:
                 raise ValueError(f"{short_text(path)} does not lead to {short_text(name)}")
         nest_leaves([(path, None) for path in record.values()])
-    except ValueError as error:
-        raise ValueError(f"{file.path}: bad metadata {TREE_KEY!r} ({error})") from None
     return record
 
 

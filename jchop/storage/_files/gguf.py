@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from jchop._common.checks import check
+from jchop._common.checks import check, place_in_errors
 from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
 
 _GGUF_MAGIC = b"GGUF"
@@ -53,10 +53,8 @@ class GGUFFile(RegularFile):
         super().__init__(path, lambda: self._read_header(sizes))
 
     def _read_header(self, sizes: Mapping[int, tuple[int, int]]) -> None:
-        try:
+        with place_in_errors(f"{self.path} is not a GGUF file"):
             self.tensors, self._data = _GGUFHeader(self._file, self.file_size).read(sizes)
-        except ValueError as error:
-            raise ValueError(f"{self.path} is not a GGUF file: {error}") from None
 
     def read(self, name: str) -> np.ndarray:
         """The bytes of a tensor.

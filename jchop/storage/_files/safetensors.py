@@ -25,7 +25,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jchop._common.checks import check, first_names
+from jchop._common.checks import check, first_names, place_in_errors
 from jchop._common.files import (
     MOST_ENTRIES,
     RegularFile,
@@ -158,13 +158,11 @@ class TensorFile(RegularFile):
         most = f"at most {_MOST_HEADER_BYTES}"
         check(length <= _MOST_HEADER_BYTES, f"{wrong}: its header would take {length} bytes, and {most}")
         self._data, size = 8 + length, size - length
-        try:
+        with place_in_errors(f"{wrong} that jchop reads: bad header"):
             fields = json_object(self._file.read(length).decode("utf-8"))
             self.metadata = string_object(fields.pop(_METADATA_KEY, None), _METADATA_KEY)
             self.entries = {name: _read_entry(f"tensor {short_text(name)}", fields[name], size) for name in fields}
             _check_tensor_places(self.entries, size)
-        except ValueError as error:
-            raise ValueError(f"{wrong} that jchop reads: bad header ({error})") from None
 
 
 def _read_entry(what: str, fields: Any, size: int) -> TensorEntry:
@@ -409,31 +407,25 @@ def _read_text(path: Path, most: int) -> str:
     with open_regular_file(path) as file:
         data = file.read(most + 1)
     check(len(data) <= most, f"{path} is longer than {most} bytes")
-    try:
+    with place_in_errors(f"{path} is not text"):
         return data.decode("utf-8")
-    except ValueError as error:
-        raise ValueError(f"{path} is not text: {error}") from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
+    with place_in_errors(f"{path} is not a configuration"):
         return json_object(_read_text(path, _LONGEST_CONFIG))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a configuration: {error}") from None
 
 
 def _read_index(path: Path) -> dict[str, str]:
     text = _read_text(path, _LONGEST_INDEX)
-    try:
+    with place_in_errors(f"{path} is not an index"):
         homes = string_object(json_object(text).get("weight_map"), "weight_map")
         check(homes, "it has no weight_map")
         for name in homes.values():
             if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
                 raise ValueError(f"{short_text(name)} is no name of a safetensors file in the folder")
-    except ValueError as error:
-        raise ValueError(f"{path} is not an index: {error}") from None
     return homes
 
 
