@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS, READABLE_TYPES
+from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, is_gguf
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
 from jchop._common.checks import check, check_bool, check_choice
 from jchop._common.files import as_path, short_text
 from jchop._common.paths import check_path_pattern, matches_path
 from jchop.storage._array import QArray
-from jchop.storage._files.gguf import GGUFFile, block_sizes, is_gguf
 from jchop.storage._files.safetensors import ShardFiles
 from jchop.storage._save import QARRAYS_KEY, join_qarray, qarray_shape_in, qarray_tensor_names, qarrays_in
 
@@ -86,7 +85,7 @@ def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
     if gguf != (layout == GGUF_LAYOUT) and not (gguf and layout == "auto"):
         raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
     if gguf:
-        with GGUFFile(path, block_sizes(GGUF_BLOCKS)) as gguf_file:
+        with GGUFFile(path) as gguf_file:
             yield _GGUFCheckpoint(path, gguf_file)
         return
     with ShardFiles(path) as source:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jchop._checkpoints.checkpoint import GGUF_LAYOUT, LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, open_checkpoint
-from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS
+from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
 from jchop._common.checks import check, check_bool, check_choice, check_int
@@ -32,7 +32,6 @@ from jchop._common.files import (
 )
 from jchop._round.arguments import has_tracer
 from jchop.storage._array import PackedParam, QArray
-from jchop.storage._files.gguf import GGUFWriter
 from jchop.storage._files.safetensors import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -378,14 +377,18 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) 
         position += job.nbytes
         progress(job.name, position, total)
 
+    header, starts, end = gguf_header(places)
+
     def write(file: Any) -> None:
         at = position
-        writer = GGUFWriter(file, places, {"general.architecture": "unknown"})
+        file.write(header)
         for job in jobs:
-            writer.write(job.name, _gguf_type_and_bytes(job.name, job.make())[1])
+            data = _gguf_type_and_bytes(job.name, job.make())[1]
+            file.seek(starts[job.name])
+            file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
             at += job.nbytes
             progress(job.name, at, total)
-        writer.finish()
+        file.truncate(end)
 
     write_atomically(target, write)
 

@@ -73,10 +73,6 @@ complete -o default -F _jchop jchop
 """
 
 
-def _zsh_script(table: dict[str, dict[str, list[str]]]) -> str:
-    return "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + _bash_script(table)
-
-
 def _fish_script(table: dict[str, dict[str, list[str]]]) -> str:
     lines = [f"complete -c jchop -n __fish_use_subcommand -f -a '{' '.join(table)}'"]
     for name, options in table.items():
@@ -89,9 +85,10 @@ def _fish_script(table: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_ZSH_START = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 _SHELL_SCRIPTS: dict[str, Callable[[dict[str, dict[str, list[str]]]], str]] = {
     "bash": _bash_script,
-    "zsh": _zsh_script,
+    "zsh": lambda table: _ZSH_START + _bash_script(table),
     "fish": _fish_script,
 }
 

@@ -256,7 +256,9 @@ def _run_ptq(options: argparse.Namespace) -> None:
     function = load_function("FUNCTION", options.function)
     specs = [spec for rule in rules for spec in (rule.weight, rule.activation) if spec is not None]
     key = key_of_seed_option(options.seed, specs)
-    params = _load_parameters(options.weights)
+    with TensorFile(options.weights) as file:
+        has_tree = TREE_KEY in file.metadata
+    params = load_safetensors(options.weights, nested=has_tree)
     batches = _load_batches(options.data, function, options.batch)
     sequential = True if options.sequential else None
     quantized_function = quantize_fn(function, rules, key=key)
@@ -312,13 +314,6 @@ def _parse_steps(text: str, ptq: Any) -> list[Any]:
             keywords = call.keywords if isinstance(call, ast.Call) else []
             steps.append(getattr(ptq, name.id)(*args, **{str(k.arg): ast.literal_eval(k.value) for k in keywords}))
     return steps
-
-
-def _load_parameters(path: Path) -> Any:
-    """The pytree of a checkpoint: in its dicts and lists if the file has a record of them, else a dict by name."""
-    with TensorFile(path) as file:
-        has_tree = TREE_KEY in file.metadata
-    return load_safetensors(path, nested=has_tree)
 
 
 def _load_batches(path: Path, function: Callable[..., Any], batch_size: int) -> list[tuple[Any, ...]]:

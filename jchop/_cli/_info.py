@@ -263,7 +263,8 @@ def environment_facts() -> dict[str, Any]:
 
 
 def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> dict[str, Any]:
-    letters = "cpu" if backend == "cpu" else _platform_letters(device_kind)
+    letters = device_kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
+    letters = "cpu" if backend == "cpu" else letters
     units = next((units for name, units in OPERANDS_BY_PLATFORM.items() if name in letters), {})
     return {
         "device": f"{backend}: {device_kind}" if device_kind != backend else device_kind,
@@ -273,11 +274,6 @@ def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> 
         "float8": units.get("float8"),
         "alone": units.get("alone"),
     }
-
-
-def _platform_letters(device_kind: str) -> str:
-    """The kind of a device as `OPERANDS_BY_PLATFORM` writes it: a TPU "v5 lite" is a v5e."""
-    return device_kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
 
 
 def _extra_facts(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from jchop._common.checks import check, check_instance
 
 
@@ -66,6 +68,19 @@ class RegularFile(ExitStack):
         except BaseException:
             self.close()
             raise
+
+    def read_bytes(self, start: int, count: int, what: str) -> np.ndarray:
+        """Bytes from `start` on.
+
+        Raises:
+            ValueError: if the file is shorter than when it was opened, or they do not fit in memory.
+        """
+        try:
+            data = np.empty(count, np.uint8)
+        except MemoryError:
+            raise ValueError(f"{self.name}: {what} of {count} bytes does not fit in memory") from None
+        self.fill(data.data, start, what)
+        return data
 
     def fill(self, data: memoryview, start: int, what: str) -> None:
         """Reads bytes from a position on; ValueError if the file has become shorter."""

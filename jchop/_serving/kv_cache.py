@@ -339,12 +339,9 @@ class KVCache:
         if self.window is None and count > capacity:
             raise ValueError(f"k has {count} tokens, and the cache {capacity} slots for a sequence")
         if positions is None:
-            position = self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
-            self._check_positions(position)
-        else:
-            self._check_positions(positions)
-            position = self._as_positions(positions, count)
-        return self._write_tokens(k, v, position)
+            positions = self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
+        self._check_positions(positions)
+        return self._write_tokens(k, v, self._as_positions(positions, count))
 
     def _write_tokens(self, k: Array, v: Array, position: Array) -> KVCache:
         batch, capacity, _, _ = self.shape

@@ -27,7 +27,6 @@ from jchop.storage import _notebook
 from jchop.storage._axis_groupings import (
     OWN_SCALE,
     AxisGrouping,
-    Index,
     axis_groupings,
     format_of_part,
     normalize_index,
@@ -229,7 +228,7 @@ class QArray:
         argument = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
         order = list(range(self.ndim))[::-1]
         if argument:
-            order = [_nonnegative_axis(axis, self.ndim) for axis in argument]  # type: ignore[arg-type]
+            order = [check_int("axes", axis, -self.ndim, self.ndim - 1) % self.ndim for axis in argument]  # type: ignore
         check(sorted(order) == list(range(self.ndim)), f"axes={argument} must name each of the {self.ndim} axes once")
         if order == list(range(self.ndim)):
             return self
@@ -303,7 +302,9 @@ class QArray:
         )
         if all(entry == slice(None) for entry in entries):
             return self
-        axes = [axis for axis, entry in enumerate(entries) for _ in range(_index_ndim(entry))]
+        axes = [
+            axis for axis, entry in enumerate(entries) for _ in range(1 if isinstance(entry, slice) else np.ndim(entry))
+        ]
         if self.places is not None:
             dense, which, axis, unit = self._whole()
             scale_entry(axis, entries[axis], unit, self.shape[axis])
@@ -472,15 +473,6 @@ def _is_qarray_leaf(value: object) -> bool:
 _SHAPE_FUNCTIONS = (np.shape, np.ndim, np.size, np.iscomplexobj, np.isrealobj)
 #: The most elements that `repr` dequantizes and shows.
 _MOST_REPR_ELEMENTS = 1000
-
-
-def _index_ndim(entry: Index) -> int:
-    """How many axes an index leaves of its axis."""
-    return 1 if isinstance(entry, slice) else np.ndim(entry)
-
-
-def _nonnegative_axis(axis: int, ndim: int) -> int:
-    return check_int("axes", axis, -ndim, ndim - 1) % ndim
 
 
 def _complete_shape(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:

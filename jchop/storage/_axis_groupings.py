@@ -234,25 +234,17 @@ def _index_entry(axis: int, entry: Any, n: int) -> Index:
         return slice(None) if (start, stop, step) == (0, n, 1) else slice(start, None if stop < 0 else stop, step)
     if isinstance(entry, jax.Array | np.ndarray | list):
         entry = entry if isinstance(entry, jax.Array) else jnp.asarray(as_numpy("index", entry))
-        if jnp.issubdtype(entry.dtype, jnp.integer):
-            _require_index_in_range(axis, entry, n)
-            return entry
-    elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
-        number = operator.index(entry)
-        if not -n <= number < n:
-            raise IndexError(f"index {number} is outside axis {axis} of length {n}")
-        return number % n
-    raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
-
-
-def _require_index_in_range(axis: int, entry: jax.Array, n: int) -> None:
-    """Refuse known indexes out of range, which JAX would clamp."""
-    if isinstance(entry, jax.core.Tracer):
-        return
-    values = np.asarray(entry)
-    outside = values[(values < -n) | (values >= n)]
-    if outside.size:
-        raise IndexError(f"index {outside.flat[0]} is outside axis {axis} of length {n}")
+        is_integer = jnp.issubdtype(entry.dtype, jnp.integer)
+    else:
+        is_integer = not isinstance(entry, bool) and hasattr(entry, "__index__")
+    if not is_integer:
+        raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
+    if not isinstance(entry, jax.core.Tracer):  # JAX would clamp what is out of range
+        values = np.asarray(entry if isinstance(entry, jax.Array) else operator.index(entry))
+        outside = values[(values < -n) | (values >= n)]
+        if outside.size:
+            raise IndexError(f"index {outside.flat[0]} is outside axis {axis} of length {n}")
+    return entry if isinstance(entry, jax.Array) else operator.index(entry) % n
 
 
 def scale_entry(axis: int, entry: Index, kind: AxisGrouping, n: int) -> Index:

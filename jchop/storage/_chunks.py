@@ -16,7 +16,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -91,7 +90,12 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
         return ChunkCut(None, 1, (), False)
     kinds = axis_groupings(fmt, len(shape)) if fmt is not None else (OWN_SCALE,) * len(shape)
     units, indivisible = _cut_units(kinds, fmt, len(shape))
-    if fmt is not None and fmt.sparse is not None and math.prod(shape) and _may_share_scales(kinds, fmt):
+    if (
+        fmt is not None
+        and fmt.sparse is not None
+        and math.prod(shape)
+        and (WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
+    ):
         return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
     for axis, size in enumerate(shape):
         inner = math.prod(shape[axis + 1 :]) * itemsize
@@ -109,11 +113,6 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
     share_scale = any(several and kinds[i] == WHOLE_AXIS for i, several in enumerate(parts))
     of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
     return ChunkCut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
-
-
-def _may_share_scales(kinds: Sequence[AxisGrouping], fmt: ScaledFormat) -> bool:
-    """Whether chunks may share a scale."""
-    return WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale
 
 
 def _cut_units(kinds: Sequence[AxisGrouping], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
@@ -475,17 +474,16 @@ def quantize_file(
         def write(out: Any) -> None:
             writer, start = TensorWriter(out, entries, texts | qarray_metadata(descriptions)), 0
             for job in jobs:
-                tell = partial(_tell_progress, progress, job.name, start, total)
+
+                def tell(part: int, name: str = job.name, start: int = start) -> None:
+                    progress(name, start + part, total)
+
                 reports.append(_convert_tensor(file, job, writer, seed, chunk, tell))
                 start += job.entry.nbytes
             writer.finish()
 
         write_atomically(target, write)
     return reports
-
-
-def _tell_progress(progress: Callable[[str, int, int], None], name: str, before: int, total: int, part: int) -> None:
-    progress(name, before + part, total)
 
 
 # -- conversion of each tensor -----------------------------------------------------------------------------------------

@@ -566,14 +566,12 @@ def float_params(prec: str | None = None, binary: bool = False) -> FloatParams |
     check_bool("binary", binary)
     if prec is None:
         table = {name: _params_of(*facts) for name, facts in CHOP_FORMATS.items()}
-        return {name: (*map(_power_text, row[:4]), *row[4:]) for name, row in table.items()} if binary else table
+        if binary:
+            table = {name: (*(f"2^{round(math.log2(x))}" for x in row[:4]), *row[4:]) for name, row in table.items()}
+        return table
     if prec not in CHOP_FORMATS:
         raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, CHOP_FORMATS))}")
     return _params_of(*CHOP_FORMATS[prec])
-
-
-def _power_text(value: float) -> str:
-    return f"2^{round(math.log2(value))}"
 
 
 def _params_of(t: int, emax: int) -> FloatParams:

@@ -108,17 +108,9 @@ def static_post_quantization(
     model = _require_torch_module(model)
     from jchop.compat.pychop._ptq_torch import fuse_batch_norms
 
-    return mixed_post_quantization(
-        fuse_batch_norms(model) if fuse_bn and eval_mode else model,
-        chop,
-        chop,
-        calibration_data,
-        calibration_method,
-        percentile,
-        dynamic=False,
-        eval_mode=eval_mode,
-        verbose=verbose,
-    )
+    model = fuse_batch_norms(model) if fuse_bn and eval_mode else model
+    calibration = (calibration_data, calibration_method, percentile)
+    return mixed_post_quantization(model, chop, chop, *calibration, dynamic=False, eval_mode=eval_mode, verbose=verbose)
 
 
 def mixed_post_quantization(

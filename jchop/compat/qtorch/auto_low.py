@@ -15,7 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # noqa: E40
 
 from jchop._common.checks import check, check_choice  # noqa: E402
 from jchop.compat._arrays import round_first  # noqa: E402
-from jchop.compat.qtorch._numbers import Number  # noqa: E402
+from jchop.compat.qtorch import Number  # noqa: E402
 from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
 
 __all__ = ["lower", "sequential_lower"]

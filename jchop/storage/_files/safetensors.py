@@ -40,27 +40,16 @@ from jchop._common.files import (
 
 #: The dtypes of the format by name.
 DTYPES: dict[str, np.dtype] = {
-    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "F32": np.dtype("<f4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F64": np.dtype("<f8"),
-    "C64": np.dtype("<c8"),
-}
+    name: np.dtype(kind)
+    for name, kind in (
+        ("F4", ml_dtypes.float4_e2m1fn), ("BOOL", "?"), ("U8", "u1"), ("I8", "i1"),
+        ("F8_E5M2", ml_dtypes.float8_e5m2), ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz), ("F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
+        ("F8_E8M0", ml_dtypes.float8_e8m0fnu), ("U16", "<u2"), ("I16", "<i2"), ("F16", "<f2"),
+        ("BF16", ml_dtypes.bfloat16), ("U32", "<u4"), ("I32", "<i4"), ("F32", "<f4"),
+        ("U64", "<u8"), ("I64", "<i8"), ("F64", "<f8"), ("C64", "<c8"),
+    )
+}  # fmt: skip
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: The dtype of which a file has two numbers in a byte, the first in the low nibble, and an array one.
 _HALF_BYTE_DTYPE = DTYPES["F4"]
@@ -137,16 +126,10 @@ class TensorFile(RegularFile):
         entry = self.entries[name]
         shape = entry.shape if count is None else (count,)
         first, end = start * entry.bits // 8, -(-(start + math.prod(shape)) * entry.bits // 8)
-        try:
-            array = np.empty(shape, entry.dtype)
-            data = array.reshape(-1).view(np.uint8) if entry.bits >= 8 else np.empty(end - first, np.uint8)
-        except MemoryError:
-            raise ValueError(f"{self.path}: tensor {name!r} of {entry.nbytes} bytes does not fit in memory") from None
-        self.fill(data.data, self._data + entry.start + first, f"tensor {name!r}")
+        data = self.read_bytes(self._data + entry.start + first, end - first, f"tensor {name!r}")
         if entry.bits < 8:
-            codes = np.stack([data & 15, data >> 4], -1).reshape(-1)[start % 2 :][: array.size]
-            array = codes.view(entry.dtype).reshape(shape)
-        return array
+            data = np.stack([data & 15, data >> 4], -1).reshape(-1)[start % 2 :][: math.prod(shape)]
+        return data.view(entry.dtype).reshape(shape)
 
     def _read_header(self) -> None:
         """Reads the entries and the metadata; also sets the position of the data."""
@@ -320,7 +303,10 @@ class ShardFiles(ExitStack):
         self.path = path
         super().__init__()
         try:
-            self.config = _read_config(path / CONFIG_FILE) if path.is_dir() else {}
+            self.config: dict[str, Any] = {}
+            if path.is_dir() and (config := path / CONFIG_FILE).exists():
+                with place_in_errors(f"{config} is not a configuration"):
+                    self.config = json_object(_read_text(config, _LONGEST_CONFIG))
             self.files = [self.enter_context(TensorFile(name)) for name in self._paths(path)]
             self.entries: dict[str, TensorEntry] = {}
             self._homes: dict[str, TensorFile] = {}
@@ -333,7 +319,12 @@ class ShardFiles(ExitStack):
                         )
                     self._homes[name], self.entries[name] = file, entry
                 self.metadata |= file.metadata
-            self._check_index()
+            for name, home in self._index.items():
+                if name not in self._homes or self._homes[name].path.name != home:
+                    raise ValueError(
+                        f"{path / INDEX_FILE}: tensor {short_text(name)} is not in {short_text(home)}; "
+                        "if it is tied to another, remove its line from the index"
+                    )
         except BaseException:
             self.close()
             raise
@@ -354,14 +345,6 @@ class ShardFiles(ExitStack):
             if not (path / name).exists():
                 raise _no_file(path / name, f"which {INDEX_FILE} names; is the download complete?")
         return [path / name for name in names]
-
-    def _check_index(self) -> None:
-        for name, file in self._index.items():
-            if name not in self._homes or self._homes[name].path.name != file:
-                raise ValueError(
-                    f"{self.path / INDEX_FILE}: tensor {short_text(name)} is not in {short_text(file)}; "
-                    "if it is tied to another, remove its line from the index"
-                )
 
     def read(self, name: str) -> np.ndarray:
         """A tensor."""
@@ -409,13 +392,6 @@ def _read_text(path: Path, most: int) -> str:
     check(len(data) <= most, f"{path} is longer than {most} bytes")
     with place_in_errors(f"{path} is not text"):
         return data.decode("utf-8")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    with place_in_errors(f"{path} is not a configuration"):
-        return json_object(_read_text(path, _LONGEST_CONFIG))
 
 
 def _read_index(path: Path) -> dict[str, str]:
