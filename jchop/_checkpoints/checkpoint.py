@@ -8,9 +8,8 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,7 @@ OWN_LAYOUT, GGUF_LAYOUT, PLAIN_LAYOUT = "jchop", "gguf", "plain"
 LAYOUT_NAMES = (*LAYOUTS, GGUF_LAYOUT, OWN_LAYOUT, PLAIN_LAYOUT)
 
 
-@dataclass(frozen=True)
-class CheckpointItem:
+class CheckpointItem(NamedTuple):
     """An array of a checkpoint: its format in the layout's words, shape, bytes in the file; whether it is quantized."""
 
     format: str

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -32,8 +32,7 @@ _ALIGNMENT_KEY = "general.alignment"
 _LONGEST_NAME, _MOST_GGUF_AXES, _MOST_STRINGS, _DEEPEST = 1 << 12, 4, 1 << 21, 3
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
+class GGUFTensor(NamedTuple):
     """A tensor of a file: its type by number, its shape in C order, its first byte in the data and its bytes."""
 
     kind: int
@@ -206,8 +205,7 @@ def is_gguf(path: Path) -> bool:
 # -- gGUF's blocks: the bytes of a group of numbers of one row, scales included ----------------------------------------
 
 
-@dataclass(frozen=True)
-class GGUFBlock:
+class GGUFBlock(NamedTuple):
     """A type of GGUF.
 
     Args:

@@ -62,12 +62,6 @@ _GPTQ_PARTS = ("qweight", "qzeros", "scales")
 _GPTQ_WIDTHS = (2, 3, 4, 8)
 
 
-def _config_group(facts: LayoutFacts, columns: int) -> tuple[int, int] | None:
-    """The sizes of the groups of a weight along both axes; None if the configuration does not have them."""
-    size = fact_field(facts, "group_size", int)
-    return None if size is None else (1, columns if size == -1 else min(size, columns))
-
-
 # -- GPTQ --------------------------------------------------------------------------------------------------------------
 
 
@@ -96,16 +90,31 @@ def _read_gptq(parts: TensorParts, facts: LayoutFacts, *, offset: int) -> QArray
     check(form is not None, f"bits={facts.get('bits')} of the configuration does not fit qzeros of shape {zeros.shape}")
     assert form is not None
     bits, columns, out = form
-    scales = parts["scales"]
-    check(scales.shape == (zeros.shape[0], out), f"scales have shape {list(scales.shape)}, not {[zeros.shape[0], out]}")
-    codes = np.ascontiguousarray(codes_from_words(words.T, bits, columns))
+    codes, zero = codes_from_words(words.T, bits, columns), codes_from_words(zeros, bits, out).astype(np.int32) + offset
+    return _integers_by_columns(codes, parts, zero, bits, None if own else facts)
+
+
+def _integers_by_columns(
+    codes: np.ndarray, parts: TensorParts, zero: np.ndarray, bits: int, facts: LayoutFacts | None
+) -> QArray:
+    """Codes (out, in) under scales and zero points (groups, out).
+
+    Args:
+        codes: of the weight.
+        parts: its tensors.
+        zero: its zero points.
+        bits: of a code.
+        facts: which have the size of the groups; None if they have not.
+    """
+    scales, index, columns = parts["scales"], parts.get("g_idx"), codes.shape[1]
+    check(scales.shape == zero.shape, f"scales have shape {list(scales.shape)}, not {list(zero.shape)}")
+    codes, zero = np.ascontiguousarray(codes), zero.T
     scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)
-    zero = codes_from_words(zeros, bits, out).T.astype(np.int32) + offset
-    index = parts.get("g_idx")
-    if index is None:
-        block = None if own else _config_group(facts, columns)
-        return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape, block))
-    return integer_array_by_index(codes, scale, zero, index, bits)
+    if index is not None:
+        return integer_array_by_index(codes, scale, zero, index, bits)
+    size = None if facts is None else fact_field(facts, "group_size", int)
+    block = None if size is None else (1, columns if size == -1 else min(size, columns))
+    return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape, block))
 
 
 def _write_gptq(q: QArray, exact: bool, *, offset: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -156,17 +165,10 @@ def _look_awq(entries: TensorEntries) -> tuple[int, ...] | None:
 
 
 def _read_awq(parts: TensorParts, facts: LayoutFacts) -> QArray:
-    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    words, zeros = parts["qweight"], parts["qzeros"]
     check(fact_field(facts, "bits", int, 4) == 4, f"bits={facts.get('bits')}, and AutoAWQ has 4 bits alone")
-    out = 8 * words.shape[1]
-    check(scales.shape == (zeros.shape[0], out), f"scales have shape {list(scales.shape)}, not {[zeros.shape[0], out]}")
     check(zeros.shape[1] == words.shape[1], "qweight and qzeros have different numbers of columns")
-    codes = np.ascontiguousarray(_from_awq_order(words).T)
-    scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)
-    zero = _from_awq_order(zeros).T.astype(np.int32)
-    return integer_array(
-        codes, scale, zero, 4, kinds_from(codes.shape, scale.shape, _config_group(facts, codes.shape[1]))
-    )
+    return _integers_by_columns(_from_awq_order(words).T, parts, _from_awq_order(zeros).astype(np.int32), 4, facts)
 
 
 def _from_awq_order(words: np.ndarray) -> np.ndarray:

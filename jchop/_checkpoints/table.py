@@ -6,9 +6,9 @@ import json
 from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from jchop.storage._files.safetensors import ShardFiles, TensorEntry
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
 
 
-@dataclass(frozen=True)
-class LayoutWeight:
+class LayoutWeight(NamedTuple):
     """A quantized weight in files: its row, the names of its tensors by their ends, its facts, its shape."""
 
     row: LayoutRow
@@ -33,8 +32,7 @@ class LayoutWeight:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class UnreadWeight:
+class UnreadWeight(NamedTuple):
     """A weight in files that cannot be read: why, and the names of its tensors."""
 
     why: str
@@ -172,7 +170,7 @@ def _with_shape(
     if source.entries[name].nbytes > _LONGEST_SHAPE_BYTES:
         raise ValueError(f"tensor {short_text(name)} has more than {_LONGEST_SHAPE_BYTES} bytes")
     with place_in_errors(f"tensor {short_text(name)}"):
-        return replace(weight, shape=shape_in(source.read(name)))
+        return weight._replace(shape=shape_in(source.read(name)))
 
 
 def _names_starting(names: Sequence[str], stem: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -246,8 +246,7 @@ def _write_json(path: Path, value: Any) -> None:
 ModelArray = QArray | np.ndarray
 
 
-@dataclass(frozen=True)
-class WriteJob:
+class WriteJob(NamedTuple):
     """An array that is to be written.
 
     Args:

@@ -43,14 +43,7 @@ from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_
 from jchop._insight.compare import COMPARISON_SCALES, Comparison, compare, default_formats
 from jchop._spec.spec import as_spec
 from jchop.storage import QArray, dequantize, quantize
-from jchop.storage._chunks import (
-    TensorReport,
-    TensorRule,
-    fates_of,
-    quantize_file,
-    refuse_idle_rules,
-    tensor_rule_error,
-)
+from jchop.storage._chunks import TensorReport, TensorRule, choose_rules, fates_of, quantize_file, tensor_rule_error
 from jchop.storage._files.npy import NpyFile
 from jchop.storage._files.safetensors import TensorFile
 from jchop.storage._save import qarray_shape_in, qarray_tensor_names, qarrays_in
@@ -215,7 +208,9 @@ def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], se
             raise ValueError(f"spec={str(rule.spec)!r} rounds stochastically, which folders do not have")
     check(seed is None, "--seed has no effect on a folder, whose rules round without draws")
     with open_checkpoint(source, "auto") as source_checkpoint:
-        rules_by_name = _rules_of_arrays(source_checkpoint, rules)
+        packed = [name for name, item in source_checkpoint.items.items() if item.quantized]
+        dtypes = {name: item.format for name, item in source_checkpoint.items.items() if not item.quantized}
+        rules_by_name = choose_rules(rules, dtypes, packed, packed)
     notes: list[str] = []
 
     def change(name: str, value: QArray | np.ndarray) -> QArray | np.ndarray:
@@ -236,19 +231,6 @@ def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], se
     progress = PercentProgress("quantize")
     is_continuation = convert_checkpoint(source, target, OWN_LAYOUT, change=change, options=texts, progress=progress)
     _print_checkpoint(target, OWN_LAYOUT, is_continuation, notes, as_json)
-
-
-def _rules_of_arrays(checkpoint: Checkpoint, rules: Sequence[TensorRule]) -> dict[str, TensorRule]:
-    """The rule of each array that is quantized."""
-    rules_by_name: dict[str, TensorRule] = {}
-    for name, item in checkpoint.items.items():
-        rule = next((rule for rule in rules if matches_path(rule.pattern, name)), None)
-        if rule is not None and not item.quantized and item.format in CARRIERS:
-            rules_by_name[name] = rule
-    unused_rules = [rule for rule in rules if rule not in rules_by_name.values()]
-    packed_names = [name for name, item in checkpoint.items.items() if item.quantized]
-    refuse_idle_rules(unused_rules, [name for name in checkpoint.items if name not in rules_by_name], packed_names)
-    return rules_by_name
 
 
 def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from jchop._common.checks import check, place_in_errors
 
@@ -138,8 +137,7 @@ _MAX_COMPARISONS, _NEAR_SIMILARITY = 4096, 0.5
 # -- terms -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _PatternTerm:
+class _PatternTerm(NamedTuple):
     """A term.
 
     Args:

@@ -14,10 +14,10 @@ import os
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -50,8 +50,7 @@ from jchop.storage._save import (
 _CODES_IN_WHOLE_BYTES = 8
 
 
-@dataclass(frozen=True)
-class ChunkCut:
+class ChunkCut(NamedTuple):
     """The cut of an array.
 
     Args:
@@ -354,8 +353,7 @@ class RoundedChunks:
 CHUNK_BYTES = 1 << 25
 
 
-@dataclass(frozen=True)
-class TensorRule:
+class TensorRule(NamedTuple):
     """The spec of the tensors whose name matches `pattern`."""
 
     pattern: str
@@ -420,8 +418,7 @@ def fates_of(exact: np.ndarray, result: np.ndarray) -> Counter[str]:
     return fates
 
 
-@dataclass(frozen=True)
-class _TensorJob:
+class _TensorJob(NamedTuple):
     """A tensor, its conversion, and its tensors in the new file."""
 
     name: str
@@ -491,48 +488,47 @@ def quantize_file(
 
 def _tensor_jobs(file: TensorFile, rules: Sequence[TensorRule]) -> list[_TensorJob]:
     descriptions = qarrays_in(file)
-    part_names_of_file = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
-    used: set[int] = set()
+    parts = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
+    dtypes = {name: entry.dtype.name for name, entry in file.entries.items() if name not in parts}
+    chosen = choose_rules(rules, dtypes, descriptions, parts)
     jobs = []
     for name, entry in sorted(file.entries.items(), key=lambda item: item[1].start):
-        index = next((i for i, rule in enumerate(rules) if matches_path(rule.pattern, name)), None)
-        if name in part_names_of_file:
-            index, why = None, "copied: part of a QArray"
-        elif index is None:
-            why = "copied: no rule"
-        elif entry.dtype.name not in CARRIERS:
-            index, why = None, f"copied: {entry.dtype.name} is not quantized"
-        else:
-            why = ""
-            used.add(index)
-        jobs.append(_tensor_job(name, entry, None if index is None else rules[index], why))
-    idle = [rule for i, rule in enumerate(rules) if i not in used]
-    refuse_idle_rules(idle, [job.name for job in jobs if job.spec is None], descriptions)
+        why = "part of a QArray" if name in parts else "no rule"
+        if name not in parts and name not in chosen and any(matches_path(rule.pattern, name) for rule in rules):
+            why = f"{entry.dtype.name} is not quantized"
+        jobs.append(_tensor_job(name, entry, chosen.get(name), f"copied: {why}"))
     count = Counter(output for job in jobs for output in job.outputs)
     if twice := [name for name, times in count.items() if times > 1]:
         raise ValueError(f"quantized tensors would have the names of others: {', '.join(twice)}")
     return jobs
 
 
-def refuse_idle_rules(idle: Sequence[TensorRule], names: Iterable[str], qarray_names: Iterable[str]) -> None:
-    """Refuses rules that quantize nothing.
+def choose_rules(
+    rules: Sequence[TensorRule], dtypes: Mapping[str, str], packed: Iterable[str], others: Iterable[str] = ()
+) -> dict[str, TensorRule]:
+    """The rules of tensors by name: for each tensor of a carrier's dtype the first one that matches.
 
     Args:
-        idle: the rules.
-        names: of the tensors that no rule quantizes, for the error.
-        qarray_names: the names of arrays that are codes and scales already.
+        rules: each must quantize a tensor.
+        dtypes: the dtypes of tensors by name.
+        packed: the names of arrays that are codes and scales already.
+        others: further names that are not quantized, for the error.
 
     Raises:
-        ValueError: if there are such rules.
+        ValueError: for a rule that quantizes nothing.
     """
+    firsts = {name: next((rule for rule in rules if matches_path(rule.pattern, name)), None) for name in dtypes}
+    chosen = {name: rule for name, rule in firsts.items() if rule is not None and dtypes[name] in CARRIERS}
+    idle = [rule for rule in rules if rule not in chosen.values()]
     if not idle:
-        return
-    matches = {rule: [name for name in qarray_names if matches_path(rule.pattern, name)] for rule in idle}
+        return chosen
+    matches = {rule: [name for name in packed if matches_path(rule.pattern, name)] for rule in idle}
     owners = list(dict.fromkeys(name for hits in matches.values() for name in hits))
     note = f"; packed already: {first_names(owners)}" if owners else ""
     patterns = [rule.pattern for rule, hits in matches.items() if not hits]
     texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in idle)
-    near = nearest_paths_hint(patterns, names) if patterns else ""
+    left = [name for name in (*dtypes, *others) if name not in chosen]
+    near = nearest_paths_hint(patterns, left) if patterns else ""
     raise ValueError(f"no tensor is quantized by {texts}{note}{near}. `jchop inspect` lists the names")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -226,8 +226,7 @@ def fit_scale(x: Any, spec: _StorageSpec) -> tuple[Scale, Any]:
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _QuantizeOptions:
+class _QuantizeOptions(NamedTuple):
     """The static arguments of quantization to a scaled format."""
 
     spec: Spec
