@@ -29,6 +29,7 @@ from jchop._checkpoints.row import (
     cast_exactly,
     codes_from_words,
     codes_to_words,
+    config_groups,
     fact_field,
     float_array,
     float_scales,
@@ -67,7 +68,7 @@ DENSE_VERSION = (0, 18)
 
 def _module_arguments(facts: LayoutFacts) -> list[LayoutFacts]:
     """The arguments of the weights of the groups that name the module in their targets; else of all groups."""
-    groups = [group for group in fact_field(facts, "config_groups", dict, {}).values() if isinstance(group, dict)]
+    groups = config_groups(facts).values()
     own = [group for group in groups if facts.get("module") in fact_field(group, "targets", list, [])]
     return [weights for group in own or groups if isinstance(weights := group.get("weights"), dict)]
 

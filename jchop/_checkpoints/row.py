@@ -98,6 +98,12 @@ def fact_field(facts: LayoutFacts, name: str, kind: type | tuple[type, ...], def
     return value
 
 
+def config_groups(facts: LayoutFacts) -> dict[str, dict[str, Any]]:
+    """The groups of weights in a ``quantization_config``, by name."""
+    groups = fact_field(facts, "config_groups", dict, {})
+    return {key: group for key, group in groups.items() if isinstance(group, dict)}
+
+
 # -- qArrays from codes and scales that other programs stored, and the reverse. NumPy alone, so nothing is compiled ----
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jchop._checkpoints import compressed_tensors as ct
 from jchop._checkpoints import layouts
-from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, fact_field
+from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, config_groups, fact_field
 from jchop._common.checks import check, place_in_errors
 from jchop._common.files import json_object, short_text
 from jchop.storage._files.safetensors import ShardFiles, TensorEntry
@@ -95,8 +95,7 @@ class CheckpointLayout:
         Raises:
             ValueError: for a configuration of weights that are not read.
         """
-        entries, config = source.entries, quantization_config(source)
-        names = sorted(entries)
+        entries, config, names = source.entries, quantization_config(source), sorted(source.entries)
         _check_layout_config(self.name, config)
         weights: dict[str, LayoutWeight] = {}
         own = _module_facts(config)
@@ -106,13 +105,10 @@ class CheckpointLayout:
             name, stem = self.name_of(owner), self.stem(owner)
             try:
                 facts = ChainMap(_metadata_record(source, owner)) if self.records else ChainMap(own(owner), config)
-                weight = self._weight(owner, entries, names, facts)
-                weights[name] = weight if weight.row.peek is None else _with_shape(weight, *weight.row.peek, source)
+                weights[name] = self._weight(owner, source, names, facts)
             except ValueError as error:
-                ends_of = {part for row in self.rows for part in (*row.parts, *row.optional)}
-                unread.setdefault(
-                    name, UnreadWeight(str(error), [stem + end for end in ends_of if stem + end in entries])
-                )
+                parts = {stem + part for row in self.rows for part in (*row.parts, *row.optional)}
+                unread.setdefault(name, UnreadWeight(str(error), [part for part in parts if part in entries]))
         used = {name for weight in weights.values() for name in weight.names.values()}
         used |= {name for weight in unread.values() for name in weight.tensors}
         for name in names:
@@ -125,11 +121,9 @@ class CheckpointLayout:
 
     def _others(self, entries: Mapping[str, TensorEntry], anchors: set[str]) -> dict[str, UnreadWeight]:
         """Weights of other layouts, which would be read as if they were not quantized."""
-        others = {
-            anchor: name for anchor, name in (_ANCHOR_LAYOUTS | _FOREIGN_ANCHORS).items() if anchor not in anchors
-        }
+        known, names = _ANCHOR_LAYOUTS | _FOREIGN_ANCHORS, sorted(entries)
+        others = {anchor: name for anchor, name in known.items() if anchor not in anchors}
         unread: dict[str, UnreadWeight] = {}
-        names = sorted(entries)
         for name in names:
             anchor = next((anchor for anchor in others if has_anchor(name, "", anchor)), None)
             if anchor is not None:
@@ -140,10 +134,8 @@ class CheckpointLayout:
                 unread.setdefault(owner if owner in entries else f"{stem}{WEIGHT_NAME}", UnreadWeight(why, own))
         return unread
 
-    def _weight(
-        self, module: str, entries: Mapping[str, TensorEntry], names: Sequence[str], facts: ChainMap[str, Any]
-    ) -> LayoutWeight:
-        stem = self.stem(module)
+    def _weight(self, module: str, source: ShardFiles, names: Sequence[str], facts: ChainMap[str, Any]) -> LayoutWeight:
+        stem, entries = self.stem(module), source.entries
         for row in self.rows:
             if self.records and row.name != facts.get("_type"):
                 continue
@@ -152,6 +144,8 @@ class CheckpointLayout:
                 continue
             shape = row.look({part: entries[name] for part, name in tensors.items()})
             if shape is not None:
+                if row.peek is not None:
+                    shape = _shape_in(source, tensors[row.peek[0]], row.peek[1])
                 return LayoutWeight(row, tensors, ChainMap(facts["_data"]) if self.records else facts, shape)
         near = list(islice(_names_starting(names, stem), 5))
         texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
@@ -162,15 +156,11 @@ class CheckpointLayout:
 _LONGEST_SHAPE_BYTES = 1 << 12
 
 
-def _with_shape(
-    weight: LayoutWeight, part: str, shape_in: Callable[[np.ndarray], tuple[int, ...]], source: ShardFiles
-) -> LayoutWeight:
-    """A weight with the shape that one of its tensors holds."""
-    name = weight.names[part]
-    if source.entries[name].nbytes > _LONGEST_SHAPE_BYTES:
-        raise ValueError(f"tensor {short_text(name)} has more than {_LONGEST_SHAPE_BYTES} bytes")
+def _shape_in(source: ShardFiles, name: str, shape_in: Callable[[np.ndarray], tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a weight that one of its tensors holds."""
     with place_in_errors(f"tensor {short_text(name)}"):
-        return weight._replace(shape=shape_in(source.read(name)))
+        check(source.entries[name].nbytes <= _LONGEST_SHAPE_BYTES, f"it has more than {_LONGEST_SHAPE_BYTES} bytes")
+        return shape_in(source.read(name))
 
 
 def _names_starting(names: Sequence[str], stem: str) -> Iterator[str]:
@@ -262,9 +252,8 @@ _UNREADABLE_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp
 
 
 def _check_layout_config(layout: str, config: LayoutFacts) -> None:
-    groups = fact_field(config, "config_groups", dict, {}).values()
     sparsity = fact_field(config, "sparsity_config", dict, {}).get("format")
-    formats = [config.get("format"), sparsity, *(group.get("format") for group in groups if isinstance(group, dict))]
+    formats = [config.get("format"), sparsity, *(group.get("format") for group in config_groups(config).values())]
     wrong = [name for name in formats if name in _UNREADABLE_FORMATS]
     if wrong:
         raise ValueError(
@@ -290,12 +279,11 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
     """
     by_module: dict[str, dict[str, Any]] = {}
     kinds: dict[str, Any] = {}
-    for key, group in fact_field(config, "config_groups", dict, {}).items():
-        if isinstance(group, dict):
-            weights = {"weights": group.get("weights")}
-            kinds.setdefault(json.dumps(weights), weights)
-            for name in fact_field(group, "targets", list, []):
-                by_module.setdefault(str(name), {})[key] = {"targets": [name]} | weights
+    for key, group in config_groups(config).items():
+        weights = {"weights": group.get("weights")}
+        kinds.setdefault(json.dumps(weights), weights)
+        for name in fact_field(group, "targets", list, []):
+            by_module.setdefault(str(name), {})[key] = {"targets": [name]} | weights
 
     def own(module: str) -> dict[str, Any]:
         if module not in by_module and len(kinds) > _MOST_GROUPS:
@@ -310,11 +298,7 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
 def fields_beside_weights(config: LayoutFacts) -> list[str]:
     """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
     quantization_config = fact_field(config, CONFIG_FIELD, dict, {})
-    groups = [
-        group
-        for group in fact_field(quantization_config, "config_groups", dict, {}).values()
-        if isinstance(group, dict)
-    ]
+    groups = config_groups(quantization_config).values()
     names = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
     names += [name for name in ("kv_cache_scheme", "transform_config") if quantization_config.get(name)]
     return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])
@@ -391,23 +375,19 @@ def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[s
 _NF4_CONFIG = _config_of_one_form("bitsandbytes", "llm_int8_skip_modules")
 _COMPRESSED_ROWS = (ct.NVFP4_ROW, ct.PACK_ROW, ct.MXFP4_ROW, ct.MXFP8_ROW, ct.FLOAT_ROW, ct.INTEGER_ROW)
 #: The layouts by name.
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config),
-        CheckpointLayout("gptq", (layouts.GPTQ,), _gptq_config("gptq")),
-        CheckpointLayout("gptq_v2", (layouts.GPTQ_V2,), _gptq_config("gptq_v2")),
-        CheckpointLayout("awq", (layouts.AWQ,), _config_of_one_form("awq")),
-        CheckpointLayout(
-            "fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE), _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic")
-        ),
-        CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
-        CheckpointLayout(
-            "torchao", tuple(layouts.TORCHAO_ROWS.values()), lambda *_: {"quant_method": "torchao"}, records=True
-        ),
-        CheckpointLayout("mxfp4", (ct.GPT_OSS_ROW, ct.GPT_OSS_POINT_ROW), _config_of_one_form("mxfp4"), appends=True),
-    )
-}
+_FP8_CONFIG = _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic")
+_GPT_OSS_ROWS, _TORCHAO_ROWS = (ct.GPT_OSS_ROW, ct.GPT_OSS_POINT_ROW), tuple(layouts.TORCHAO_ROWS.values())
+_LAYOUT_LIST = (
+    CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config),
+    CheckpointLayout("gptq", (layouts.GPTQ,), _gptq_config("gptq")),
+    CheckpointLayout("gptq_v2", (layouts.GPTQ_V2,), _gptq_config("gptq_v2")),
+    CheckpointLayout("awq", (layouts.AWQ,), _config_of_one_form("awq")),
+    CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE), _FP8_CONFIG),
+    CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
+    CheckpointLayout("torchao", _TORCHAO_ROWS, lambda *_: {"quant_method": "torchao"}, records=True),
+    CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
+)
+LAYOUTS = {layout.name: layout for layout in _LAYOUT_LIST}
 #: The first layout with each anchor; of layouts that append to any name, an anchor that belongs to no other tensor.
 _ANCHOR_LAYOUTS: dict[str, str] = {layouts.NF4_ROW.anchor.strip("."): "bitsandbytes"}
 for _layout in LAYOUTS.values():
