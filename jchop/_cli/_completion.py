@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jchop._cli._command import Command, argument
 from jchop._cli._function_commands import NEAREST_METHOD, PTQ_STEPS
@@ -27,21 +26,16 @@ _OPTION_WORDS = {
 }
 
 
-def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(choices[0]) if choices else {}
-
-
-def words_by_command(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
+def words_by_command(commands: Iterable[Command]) -> dict[str, dict[str, list[str]]]:
     """By command: its long options, each with the words that it takes; "" holds those of its other arguments."""
     table: dict[str, dict[str, list[str]]] = {}
-    for name, command in _subparsers(parser).items():
-        options = table.setdefault(name, {})
-        for action in command._actions:
-            words = [str(choice) for choice in action.choices or _OPTION_WORDS.get(action.dest, ())]
-            for text in action.option_strings or [""]:
-                if not text or text.startswith("--"):
-                    options[text] = options.get(text, []) + words
+    for command in commands:
+        options = table.setdefault(command.name, {"--help": []})
+        for name, fields in command.arguments:
+            place = fields.get("dest", name.strip("-").replace("-", "_"))
+            words = map(str, fields.get("choices") or _OPTION_WORDS.get(place, ()))
+            text = name if name.startswith("--") else ""
+            options[text] = [*options.get(text, []), *words]
     return table
 
 
@@ -93,15 +87,11 @@ _SHELL_SCRIPTS: dict[str, Callable[[dict[str, dict[str, list[str]]]], str]] = {
 }
 
 
-def completion_command(parser: argparse.ArgumentParser) -> Command:
-    """The command; it reads the other commands from the parser."""
-    return Command(
-        "completion",
-        lambda options: print(_SHELL_SCRIPTS[options.shell](words_by_command(parser)), end=""),
-        "print a script that completes commands and options in a shell",
-        [argument("shell", help="the shell", choices=tuple(_SHELL_SCRIPTS))],
-        epilog="to use it now:\n"
-        '  eval "$(jchop completion bash)"\n'
-        '  eval "$(jchop completion zsh)"\n'
-        "  jchop completion fish | source",
-    )
+COMPLETION = Command(
+    "completion",
+    lambda options: print(_SHELL_SCRIPTS[options.shell](words_by_command(options.commands)), end=""),
+    "print a script that completes commands and options in a shell",
+    [argument("shell", help="the shell", choices=tuple(_SHELL_SCRIPTS))],
+    epilog='to use it now:\n  eval "$(jchop completion bash)"\n  eval "$(jchop completion zsh)"\n'
+    "  jchop completion fish | source",
+)

@@ -244,7 +244,7 @@ def environment_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "versions": {
             "Python": platform.python_version(),
-            **{name: _distribution_version(name) or "(not installed)" for name in _CORE_DISTRIBUTIONS},
+            **{name: distribution_version(name) or "(not installed)" for name in _CORE_DISTRIBUTIONS},
         },
         "settings": {
             "machine": f"{platform.system()} {platform.machine()}",
@@ -277,12 +277,12 @@ def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> 
 
 
 def _extra_facts(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
-    versions = {distribution: _distribution_version(distribution) for distribution in row[0]}
+    versions = {distribution: distribution_version(distribution) for distribution in row[0]}
     install = None if all(versions.values()) else INSTALL_EXTRA.format(extra=name)
     return {"extra": name, "for": row[1], "installed": versions, "install": install}
 
 
-def _distribution_version(name: str) -> str | None:
+def distribution_version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:

@@ -365,12 +365,7 @@ class QArray:
         return QArray(store_codes(codes, inner.element), scale, zero_point, Spec(inner), size, np.dtype(np.float32))
 
     def _moved(
-        self,
-        qvalue: Any,
-        size: int | None,
-        kinds: Sequence[AxisGrouping],
-        move: Any,
-        of_tensor: Any = lambda part: part,
+        self, qvalue: Any, size: int | None, kinds: Sequence[AxisGrouping], move: Any, of_tensor: Any = None
     ) -> QArray:
         """The array with other codes, grouped by `kinds`.
 
@@ -389,7 +384,7 @@ class QArray:
             fmt = fmt(scale=inner.spec.format)
             scale = (load_codes(inner.qvalue, inner.spec.element), *flatten_scales(inner.scale, inner.zero_point))
         elif fmt.scale_rule.tensor_scale:
-            scale = move(scale[0]), of_tensor(scale[1])
+            scale = move(scale[0]), scale[1] if of_tensor is None else of_tensor(scale[1])
         else:
             scale = move(scale)
         zero_point = None if self.zero_point is None else move(self.zero_point)

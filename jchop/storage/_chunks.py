@@ -575,12 +575,7 @@ def _tensor_carrier(entry: TensorEntry, spec: Spec) -> np.dtype:
 
 
 def _convert_tensor(
-    file: TensorFile,
-    job: _TensorJob,
-    writer: TensorWriter,
-    seed: int | None,
-    chunk_bytes: int,
-    progress: Callable[[int], None],
+    file: TensorFile, job: _TensorJob, writer: TensorWriter, seed: int | None, chunk: int, tell: Callable[[int], None]
 ) -> TensorReport:
     """Reads, converts and writes one tensor."""
     entry, spec = job.entry, job.spec
@@ -588,14 +583,14 @@ def _convert_tensor(
     to = job.why or str(spec)
     report = TensorReport(job.name, entry.dtype.name, entry.shape, to, entry.nbytes, after, copied=spec is None)
     if spec is None:
-        step = max(chunk_bytes // entry.dtype.itemsize // 2 * 2, 2)  # even: a file has two numbers of four bits a byte
+        step = max(chunk // entry.dtype.itemsize // 2 * 2, 2)  # even: a file has two numbers of four bits a byte
         for at in range(0, math.prod(entry.shape), step):
             x = file.read(job.name, at, min(step, math.prod(entry.shape) - at))
             writer.write(job.name, x)
-            progress((at + x.size) * entry.bits // 8)
+            tell((at + x.size) * entry.bits // 8)
         return report
     fmt = None if spec.scaled is None else axes_from_end(spec.scaled, len(entry.shape))
-    cut = plan_chunk_cut(entry.shape, entry.dtype.itemsize, fmt, chunk_bytes)
+    cut = plan_chunk_cut(entry.shape, entry.dtype.itemsize, fmt, chunk)
 
     def read(chunk: Chunk) -> np.ndarray:
         return file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
@@ -604,16 +599,16 @@ def _convert_tensor(
     key = None
     if spec.rounding.stochastic:
         key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
-    for chunk in chunks(entry.shape, cut):
-        x = read(chunk)
-        result = _quantize_chunk(x, job, spec, key, chunk, extremes)
+    for part in chunks(entry.shape, cut):
+        x = read(part)
+        result = _quantize_chunk(x, job, spec, key, part, extremes)
         if isinstance(result, QArray):
-            _write_chunk_parts(writer, job.name, result, chunk)
+            _write_chunk_parts(writer, job.name, result, part)
             result = dequantize(result)
         else:
             writer.write(job.name, result)
         report.add(x, result)
-        progress((chunk.start + x.size) * entry.dtype.itemsize)
+        tell((part.start + x.size) * entry.dtype.itemsize)
     return report
 
 

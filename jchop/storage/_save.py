@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -145,20 +145,19 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         paths = tree_paths_in(file, {*descriptions, *file.entries} - owners) if nested else {}
         like_leaves = {} if like is None else {name: leaf for name, _, leaf in leaves_by_name(like)}
         if like is not None:
-            _check_like_tree(path, like_leaves, _abstract_leaves(file, descriptions, owners, keys))
+            shapes = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in file.entries.items()}
+            abstract = jax.eval_shape(lambda shapes: _leaves_in(file, descriptions, keys, shapes.get), shapes)
+            _check_like_tree(path, like_leaves, abstract)
         tensor_shardings = _tensor_shardings(like_leaves)
 
         def read(name: str) -> jax.Array:
             sharding = tensor_shardings.get(name)
             return jnp.asarray(file.read(name)) if sharding is None else read_to_devices(file, name, sharding)
 
-        arrays: dict[str, Any] = {name: read(name) for name in file.entries if name not in owners}
-        for name, fields in descriptions.items():
-            arrays[name] = join_qarray([read(part) for part in qarray_tensor_names(name, fields)], fields)
-        for name, kind in keys.items():
-            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
-            sharding = named_sharding_of(like_leaves.get(name))
-            arrays[name] = arrays[name] if sharding is None else jax.device_put(arrays[name], sharding)
+        arrays = _leaves_in(file, descriptions, keys, read)
+        for name in keys:
+            if (sharding := named_sharding_of(like_leaves.get(name))) is not None:
+                arrays[name] = jax.device_put(arrays[name], sharding)
     if nested:
         return nest_leaves([(paths[name], arrays[name]) for name in arrays])
     if like is None:
@@ -188,20 +187,15 @@ def _random_key_type(file: TensorFile, name: str, kind: str) -> Any:
     return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=kind), data)
 
 
-def _abstract_leaves(
-    file: TensorFile, descriptions: Mapping[str, Any], owners: set[str], keys: Mapping[str, str]
+def _leaves_in(
+    file: TensorFile, descriptions: Mapping[str, Any], keys: Mapping[str, str], read: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """The arrays, QArrays and random keys of a file by name, without their data."""
-
-    def empty(name: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
-
-    leaves: dict[str, Any] = {name: empty(name) for name in file.entries if name not in owners}
-    leaves |= {name: _random_key_type(file, name, kind) for name, kind in keys.items()}
-    return leaves | {
-        n: join_qarray([empty(part) for part in qarray_tensor_names(n, fields)], fields)
-        for n, fields in descriptions.items()
-    }
+    """The leaves of a file by name, of tensors that `read` gives."""
+    parts = {name: qarray_tensor_names(name, fields) for name, fields in descriptions.items()}
+    owned = {part for own in parts.values() for part in own}
+    leaves: dict[str, Any] = {name: read(name) for name in file.entries if name not in owned}
+    leaves |= {name: join_qarray(list(map(read, own)), descriptions[name]) for name, own in parts.items()}
+    return leaves | {name: jax.random.wrap_key_data(leaves[name], impl=kind) for name, kind in keys.items()}
 
 
 def _tensor_shardings(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding]:

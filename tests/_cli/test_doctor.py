@@ -73,7 +73,7 @@ def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, capsys
 
     for extra, (packages, _) in _info.USER_EXTRAS.items():
         assert set(packages) == brought(extra)
-    monkeypatch.setattr(_info, "_distribution_version", lambda name: None if name == "matplotlib" else "1")
+    monkeypatch.setattr(_info, "distribution_version", lambda name: None if name == "matplotlib" else "1")
     main(["doctor"])
     out = capsys.readouterr().out
     assert re.search(r'plot .* matplotlib missing +pip install "\.\[plot\]"', out)

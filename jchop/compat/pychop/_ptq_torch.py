@@ -40,9 +40,7 @@ def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
     return result
 
 
-def round_layer_outputs(
-    model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, percentile: float
-) -> None:
+def round_layer_outputs(model: nn.Module, chop: Any, data: Iterable | None, method: str, percentile: float) -> None:
     """Makes every layer of `model` round its output, after clamping to its range on `data`, if any.
 
     Of several outputs the first is rounded, as of recurrent layers and attention.

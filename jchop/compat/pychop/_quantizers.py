@@ -113,11 +113,7 @@ class PychopQuantizer:
         return partial(call_method, self, name)
 
     def compute(
-        self,
-        function: Callable[..., Any],
-        operands: tuple[Any, ...],
-        key: jax.Array | None = None,
-        exponents: tuple[Any, ...] = (),
+        self, function: Callable[..., Any], operands: tuple, key: jax.Array | None = None, exponents: tuple = ()
     ) -> Any:
         """A function of `jchop.math`, ``function(*operands, *exponents, spec, key)``.
 
