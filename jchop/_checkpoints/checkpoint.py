@@ -17,7 +17,7 @@ import numpy as np
 
 from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, is_gguf
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
-from jchop._common.checks import check, check_bool, check_choice
+from jchop._common.checks import check, check_bool, check_choice, place_in_errors
 from jchop._common.files import as_path, short_text
 from jchop._common.paths import check_path_pattern, matches_path
 from jchop.storage._array import QArray
@@ -35,6 +35,10 @@ class CheckpointItem(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     quantized: bool
+
+
+#: What numbers and arrays that are too large raise, too.
+_READ_ERRORS = (ValueError, ArithmeticError, MemoryError)
 
 
 class Checkpoint(ABC):
@@ -58,7 +62,7 @@ class Checkpoint(ABC):
         """An array, with NumPy leaves; ValueError for one that cannot be read."""
         if name in self.unread:
             raise ValueError(f"{self.path}: {self.unread[name]}")
-        with _place_in_errors(self.path, name):
+        with place_in_errors(f"{self.path}: {short_text(name)}", _READ_ERRORS):
             return self._read(name, exact)
 
     @abstractmethod
@@ -87,7 +91,7 @@ def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
             yield _GGUFCheckpoint(path, gguf_file)
         return
     with ShardFiles(path) as source:
-        with _place_in_errors(path, None):
+        with place_in_errors(str(path), _READ_ERRORS):
             checkpoint = _SafetensorsCheckpoint(path, source, layout)
         yield checkpoint
 
@@ -165,18 +169,6 @@ class _SafetensorsCheckpoint(Checkpoint):
             return self._source.read(name)
         parts = {part: self._source.read(tensor) for part, tensor in weight.names.items()}
         return weight.row.read(parts, weight.facts.new_child({"exact": exact}))
-
-
-@contextmanager
-def _place_in_errors(path: Path, name: str | None) -> Iterator[None]:
-    """Names the file and the array in a ValueError, as which numbers and arrays that are too large are raised, too."""
-    try:
-        yield
-    except (ValueError, ArithmeticError, MemoryError) as error:
-        place = f"{path}: " + ("" if name is None else f"{short_text(name)}: ")
-        if str(error).startswith(place):
-            raise
-        raise ValueError(place + (str(error) or "it does not fit in memory")) from None
 
 
 #: Names in a warning.

@@ -7,7 +7,6 @@ Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -219,15 +218,11 @@ def _write_pack(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
     return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}
 
 
+_PACK_PARTS, _PACK_OPTIONAL = ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")
+_PACK_FITS, _PACK_PEEK = "int4(group=128,scale=bfloat16)", ("weight_shape", _weight_shape)
+_LOOK_FOR_WORDS = look_for_matrix("weight_packed", WORD)
 PACK_ROW = LayoutRow(
-    "pack-quantized",
-    ("weight_packed", "weight_scale", "weight_shape"),
-    look_for_matrix("weight_packed", WORD),
-    _read_pack,
-    _write_pack,
-    "int4(group=128,scale=bfloat16)",
-    ("weight_zero_point", "weight_g_idx"),
-    ("weight_shape", _weight_shape),
+    "pack-quantized", _PACK_PARTS, _LOOK_FOR_WORDS, _read_pack, _write_pack, _PACK_FITS, _PACK_OPTIONAL, _PACK_PEEK
 )
 
 
@@ -332,7 +327,6 @@ FP8_ONE_SCALE = replace(FLOAT_ROW, name="fp8 with one scale", write=_refuse_one_
 # -- floats of 4 or 8 bits in small groups: NVFP4, MXFP4 and MXFP8 of compressed-tensors, and gpt-oss's MXFP4 ----------
 
 
-ArrayFunction = Callable[[np.ndarray], np.ndarray]
 #: NVFP4 with the subnormal scales that files have.
 _NVFP4_FORMAT = nvfp4(scale=float8_e4m3fn)
 #: The code of NaN of e8m0, and the code of 1 of e8m0 and e4m3.
@@ -364,7 +358,9 @@ def _read_nvfp4(parts: TensorParts, facts: LayoutFacts) -> QArray:
     factor = _nvfp4_factor(np.abs(numbers), divisor, facts.get("exact", True) is True)
     if factor is None or (numbers < 0).any():
         return float_array(codes, quotients, float4_e2m1fn, [OWN_SCALE, 16])
-    codes, scale_codes = replace_zero_scales(codes, scale.view(np.uint8), np.uint8(8), _E4M3_ONE, [OWN_SCALE, 16])
+    codes, scale_codes = replace_zero_scales(
+        codes, scale.view(np.uint8), [OWN_SCALE, 16], codes & np.uint8(8), _E4M3_ONE
+    )
     return qarray_of_codes(codes, (scale_codes, factor), None, _NVFP4_FORMAT)
 
 
@@ -422,14 +418,13 @@ def _check_exponents(scale: np.ndarray) -> np.ndarray:
     return scale
 
 
-def _mx_row(
-    name: str, fmt: Any, parts: tuple[str, ...], look: LookForShape, unpack: ArrayFunction, pack: ArrayFunction
-) -> LayoutRow:
-    """A row of codes in one tensor, which two functions unpack and pack, and exponents in ``weight_scale``."""
-    (part,) = {*parts} - {"weight_scale"}
+def _mx_row(name: str, fmt: Any, parts: tuple[str, ...], look: LookForShape) -> LayoutRow:
+    """A row of codes in one tensor and exponents in ``weight_scale``."""
+    (part,), bits = {*parts} - {"weight_scale"}, fmt.element.bits
 
     def read(tensors: TensorParts, facts: LayoutFacts) -> QArray:
-        codes, scale = unpack(tensors[part]), tensors["weight_scale"]
+        rows, scale = tensors[part].view(np.uint8), tensors["weight_scale"]
+        codes = unpack_bits(rows, bits, rows.shape[1] * 8 // bits)
         _check_scale_counts(codes.shape, scale, 32)
         return qarray_of_codes(codes, _check_exponents(scale), None, fmt)
 
@@ -439,27 +434,15 @@ def _mx_row(
         check(same and weight.zero is None, f"it is not {fmt} along its last axis")
         check(q.shape[1] % 32 == 0, f"its last axis of {q.shape[1]} is no multiple of 32")
         facts = weight_arguments(weight, "float", True) | {"scale_dtype": "torch.uint8"}
-        return {part: pack(weight.codes), "weight_scale": _check_exponents(weight.scale)}, facts
+        codes = pack_bits(weight.codes, bits).view(BYTE if bits < 8 else FLOAT8)
+        return {part: codes, "weight_scale": _check_exponents(weight.scale)}, facts
 
     return LayoutRow(name, parts, look, read, write, str(fmt))
 
 
-MXFP4_ROW = _mx_row(
-    "mxfp4-pack-quantized",
-    mxfp4,
-    ("weight_packed", "weight_scale"),
-    _LOOK_FOR_NIBBLES,
-    lambda rows: unpack_bits(rows, 4, 2 * rows.shape[1]),
-    lambda codes: pack_bits(codes, 4),
-)
-MXFP8_ROW = _mx_row(
-    "mxfp8-quantized",
-    mxfp8_e4m3,
-    ("weight_scale", "weight"),
-    look_for_matrix("weight", FLOAT8, weight_scale=BYTE),
-    lambda weight: weight.view(np.uint8),
-    lambda codes: codes.view(FLOAT8),
-)
+_LOOK_FOR_MXFP8 = look_for_matrix("weight", FLOAT8, weight_scale=BYTE)
+MXFP4_ROW = _mx_row("mxfp4-pack-quantized", mxfp4, ("weight_packed", "weight_scale"), _LOOK_FOR_NIBBLES)
+MXFP8_ROW = _mx_row("mxfp8-quantized", mxfp8_e4m3, _SCALED_PARTS, _LOOK_FOR_MXFP8)
 
 
 # -- gpt-oss: mxfp4 of any number of axes, each group in 16 bytes ------------------------------------------------------

@@ -41,10 +41,10 @@ from jchop._checkpoints.row import (
     is_matrix,
     kinds_from,
     look_for_matrix,
-    over_elements,
     pack_bits,
     pieces,
     qarray_of_codes,
+    replace_zero_scales,
     row_group_size,
     unpack_bits,
     unsigned_pieces,
@@ -244,10 +244,8 @@ def _read_nf4(parts: TensorParts, facts: LayoutFacts) -> QArray:
     codes = codes.reshape(-1, 2)[:, ::-1].reshape(-1)[:count].reshape(shape)  # the first is in the high nibble
     rows = max(1, size // columns)
     scale = absmax.reshape(*shape[:-2], out // rows, max(1, columns // size))
-    if (nothing := scale == 0).any():
-        nothing = np.repeat(np.repeat(nothing, rows, -2), columns // scale.shape[-1], -1)
-        codes = np.where(nothing, _NF4_ZERO, codes)
-        scale = np.where(scale == 0, np.float32(1), scale)
+    kinds = [*(OWN_SCALE,) * (len(shape) - 2), rows, columns // scale.shape[-1]]
+    codes, scale = replace_zero_scales(codes, scale, kinds, _NF4_ZERO)
     check(bool((scale > 0).all()), "a scale is below zero")
     fmt = nf4(group=size) if size <= columns else nf4(group=(rows, "all"), axis=(-2, -1))
     return qarray_of_codes(codes, scale, None, fmt)
@@ -299,16 +297,13 @@ def _write_nf4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str,
     return parts, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False}
 
 
-NF4_ROW = LayoutRow(
-    "bitsandbytes",
-    (_NF4_STATE, "", ".absmax", ".quant_map"),
-    lambda entries: (2 * math.prod(entries[""].shape),) if entries[""].dtype == BYTE else None,
-    _read_nf4,
-    _write_nf4,
-    "nf4",
-    (".nested_absmax", ".nested_quant_map"),
-    (_NF4_STATE, _shape_in_state),
-)
+def _look_nf4(entries: TensorEntries) -> tuple[int, ...] | None:
+    return (2 * math.prod(entries[""].shape),) if entries[""].dtype == BYTE else None
+
+
+_NF4_PARTS, _NF4_OPTIONAL = (_NF4_STATE, "", ".absmax", ".quant_map"), (".nested_absmax", ".nested_quant_map")
+_NF4_PEEK = (_NF4_STATE, _shape_in_state)
+NF4_ROW = LayoutRow("bitsandbytes", _NF4_PARTS, _look_nf4, _read_nf4, _write_nf4, "nf4", _NF4_OPTIONAL, _NF4_PEEK)
 
 
 # -- torchao's safetensors: tensor subclasses taken apart, with a record of each in the metadata of the file -----------
@@ -379,9 +374,7 @@ def offset_array(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, element: IntegerFormat, kinds: list[AxisGrouping]
 ) -> QArray:
     """The numbers s e + z; under a scale of zero the codes become those of zero."""
-    if (nothing := scale == 0).any():
-        codes = np.where(over_elements(nothing, kinds, codes.shape), np.uint8(0), codes)
-        scale = np.where(nothing, scale.dtype.type(1), scale)
+    codes, scale = replace_zero_scales(codes, scale, kinds, np.uint8(0))
     fmt = ScaledFormat(element, scale=SCALE_FORMATS[scale.dtype], zero_point="float", **grouping_fields(kinds))
     return qarray_of_codes(codes, scale, zero, fmt)
 

@@ -186,10 +186,8 @@ def integer_array(
         codes = np.where(over_elements(below, kinds, shape), most - codes, codes).astype(np.uint8)
         zeros = np.where(below, most - zeros, zeros)
         scale = np.abs(scale)
-    if (nothing := scale == 0).any():
-        codes = np.where(over_elements(nothing, kinds, shape), np.uint8(middle), codes)
-        zeros = np.where(nothing, middle, zeros)
-        scale = np.where(nothing, scale.dtype.type(1), scale)
+    zeros = np.where(scale == 0, middle, zeros)
+    codes, scale = replace_zero_scales(codes, scale, kinds, np.uint8(middle))
     fields = {"scale": SCALE_FORMATS[scale.dtype], **grouping_fields(kinds)}
     if (zeros == middle).all():
         return qarray_of_codes(codes ^ np.uint8(middle), scale, None, ScaledFormat(IntegerFormat(bits), **fields))
@@ -210,17 +208,17 @@ def float_array(codes: np.ndarray, scale: np.ndarray, element: ElementFormat, ki
     if (below := scale < 0).any():
         codes = np.where(over_elements(below, kinds, codes.shape), codes ^ sign, codes)
         scale = np.abs(scale)
-    codes, scale = replace_zero_scales(codes, scale, sign, scale.dtype.type(1), kinds)
+    codes, scale = replace_zero_scales(codes, scale, kinds, codes & sign)
     fmt = ScaledFormat(element, scale=SCALE_FORMATS[scale.dtype], **grouping_fields(kinds))
     return qarray_of_codes(codes, scale, None, fmt)
 
 
 def replace_zero_scales(
-    codes: np.ndarray, scale: np.ndarray, sign: np.uint8, one: Any, kinds: Sequence[AxisGrouping]
+    codes: np.ndarray, scale: np.ndarray, kinds: Sequence[AxisGrouping], zeros: Any, one: Any = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scales of zero replaced by `one`, and the codes under them by zeros of their sign."""
-    if (nothing := scale == scale.dtype.type(0)).any():
-        codes = np.where(over_elements(nothing, kinds, codes.shape), codes & sign, codes)
+    """Scales of zero replaced by `one`, and the codes under them by `zeros`."""
+    if (nothing := scale == 0).any():
+        codes = np.where(over_elements(nothing, kinds, codes.shape), zeros, codes)
         scale = np.where(nothing, one, scale).astype(scale.dtype)
     return codes, scale
 
@@ -262,8 +260,7 @@ def pieces(q: QArray, element: ElementFormat | None = None) -> Pieces:
     check(q.ndim == 2, f"it has shape {list(q.shape)}, and a stored weight has two axes (out, in)")
     check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
     check(element in (None, fmt.element), f"its elements are not {element}")
-    raw_codes = load_codes(np.asarray(q.qvalue), fmt.element)
-    codes = unpack_bits(raw_codes, fmt.element.bits, q.shape[-1]) if fmt.element.bits < 8 else raw_codes
+    codes = unpack_bits(load_codes(np.asarray(q.qvalue), fmt.element), fmt.element.bits, q.shape[-1])
     scale = tuple(map(np.asarray, q.scale)) if isinstance(q.scale, tuple) else np.asarray(q.scale)
     zero = None if q.zero_point is None else np.asarray(q.zero_point)
     return Pieces(codes, scale, zero, fmt, axis_groupings(fmt, q.ndim))

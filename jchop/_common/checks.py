@@ -32,11 +32,13 @@ def check(holds: object, message: str) -> None:
 
 @contextlib.contextmanager
 def place_in_errors(place: str, kinds: Any = ValueError) -> Iterator[None]:
-    """Names a place in front of the messages of errors, which become a ValueError."""
+    """Names a place in front of the messages of errors, unless they begin with it; they become a ValueError."""
     try:
         yield
     except kinds as error:
-        raise ValueError(f"{place}: {error}") from None
+        if str(error).startswith(f"{place}: "):
+            raise
+        raise ValueError(f"{place}: {str(error) or 'it does not fit in memory'}") from None
 
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

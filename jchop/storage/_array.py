@@ -33,6 +33,7 @@ from jchop.storage._axis_groupings import (
     reshape_groupings,
     scale_entry,
     scale_shape_of,
+    unit_lengths,
     with_groupings,
     with_sparse_axis,
 )
@@ -595,11 +596,4 @@ def check_group_sharding(q: QArray, sharding: NamedSharding, name: str) -> None:
 
 def group_length(q: QArray, axis: int) -> int:
     """The length along an axis that parts of a QArray must be multiples of: of its groups, and of groups of scales."""
-    length, fmt = 1, spec_of_part(q.spec, q.ndim).format
-    if isinstance(fmt, ScaledFormat) and fmt.sparse is not None and fmt.axis_of_sparse % q.ndim == axis:
-        return math.lcm(fmt.sparse[1], group_length(replace(q, spec=replace(q.spec, format=fmt.dense)), axis))
-    while isinstance(fmt, ScaledFormat):
-        kind = axis_groupings(fmt, q.ndim)[axis]
-        length *= kind if isinstance(kind, int) else 1
-        fmt = fmt.scale
-    return length
+    return unit_lengths(spec_of_part(q.spec, q.ndim).scaled, q.ndim)[axis]

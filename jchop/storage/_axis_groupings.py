@@ -42,6 +42,18 @@ def axis_groupings(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[AxisGr
     return (OWN_SCALE,) * batch + tuple(kinds)
 
 
+def unit_lengths(fmt: ScaledFormat | None, ndim: int) -> list[int]:
+    """The length along each axis that parts must be multiples of: of groups, of groups of scales, of `sparse`."""
+    lengths, level = [1] * ndim, fmt
+    while isinstance(level, ScaledFormat):
+        kinds = axis_groupings(level, ndim)
+        lengths = [n * (kind if isinstance(kind, int) else 1) for n, kind in zip(lengths, kinds, strict=True)]
+        level = level.scale
+    if fmt is not None and fmt.sparse is not None:
+        lengths[fmt.axis_of_sparse] = math.lcm(lengths[fmt.axis_of_sparse], fmt.sparse[1])
+    return lengths
+
+
 def format_of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
     """A stored format without the channels along axes that vmap or scan removed from in front of the `ndim` left.
 

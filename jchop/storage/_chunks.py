@@ -32,7 +32,14 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axes_from_end, axis_groupings
+from jchop.storage._axis_groupings import (
+    OWN_SCALE,
+    WHOLE_AXIS,
+    AxisGrouping,
+    axes_from_end,
+    axis_groupings,
+    unit_lengths,
+)
 from jchop.storage._codes import native_dtype
 from jchop.storage._files.npy import NpyFile
 from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
@@ -88,7 +95,7 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
     if not shape:
         return ChunkCut(None, 1, (), False)
     kinds = axis_groupings(fmt, len(shape)) if fmt is not None else (OWN_SCALE,) * len(shape)
-    units, indivisible = _cut_units(kinds, fmt, len(shape))
+    units, indivisible = _cut_units(fmt, len(shape))
     if (
         fmt is not None
         and fmt.sparse is not None
@@ -114,22 +121,17 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
     return ChunkCut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
 
 
-def _cut_units(kinds: Sequence[AxisGrouping], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
-    """For each axis the unit of its cuts, and whether it cannot be cut."""
-    units = [kind if isinstance(kind, int) else 1 for kind in kinds]
-    if fmt is not None and fmt.sparse is not None:
-        units[fmt.axis_of_sparse] = math.lcm(units[fmt.axis_of_sparse], fmt.sparse[1])
-    indivisible = [False] * ndim
-    if fmt is not None and isinstance(fmt.scale, ScaledFormat):
-        indivisible, scale = [kind == WHOLE_AXIS for kind in kinds], fmt.scale
-        while isinstance(scale, ScaledFormat):
-            inner = axis_groupings(scale, ndim)
-            units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
-            indivisible = [whole or kind == WHOLE_AXIS for whole, kind in zip(indivisible, inner, strict=True)]
-            scale = scale.scale
-    elif fmt is not None and (fmt.scale_rule.tensor_scale or not fmt.scale_rule.by_extremes):
-        indivisible = [kind == WHOLE_AXIS for kind in kinds]
+def _cut_units(fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
+    """For each axis: what the lengths of chunks along it are multiples of, and whether it cannot be cut at all."""
+    units, indivisible = unit_lengths(fmt, ndim), [False] * ndim
     units[-1] *= _CODES_IN_WHOLE_BYTES
+    level: Any = fmt
+    if fmt is not None and fmt.scale_rule.by_extremes and not fmt.scale_rule.tensor_scale:
+        level = fmt if isinstance(fmt.scale, ScaledFormat) else None  # the extremes of all chunks give the scales
+    while isinstance(level, ScaledFormat):
+        kinds = axis_groupings(level, ndim)
+        indivisible = [whole or kind == WHOLE_AXIS for whole, kind in zip(indivisible, kinds, strict=True)]
+        level = level.scale
     return units, indivisible
 
 

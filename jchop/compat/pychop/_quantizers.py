@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -512,24 +512,24 @@ QUANTIZER_WORDS = {
 }
 
 
-def class_lookup(
-    module: str, prefixes: Iterable[str], torch_names: Mapping[str, str], make: Callable[[str, str, str], type]
-) -> Callable[[str], type]:
+def class_lookup(base: type, library: Any, torch_names: Mapping[str, str], texts: Mapping[str, str]) -> Any:
     """The function ``__getattr__`` of a module that has a class for each prefix and name, made when first used.
 
     Args:
-        module: its name.
-        prefixes: keys of `QUANTIZER_WORDS`.
+        base: the first base of the classes, of the module; they have ``prefix`` and ``of``, the name in torch.
+        library: a module of torch, which has the second base.
         torch_names: the name in torch for each name after a prefix.
-        make: makes a class, from its name, its prefix and the name in torch.
+        texts: the docstring of classes, by their prefix, with a place for the name in torch.
     """
-    names = {prefix + name: (prefix, of) for prefix in prefixes for name, of in torch_names.items()}
+    names = {prefix + name: (prefix, of) for prefix in texts for name, of in torch_names.items()}
 
     @lru_cache(maxsize=len(names))
     def load(name: str) -> type:
         if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return make(name, *names[name])
+            raise AttributeError(f"module {base.__module__!r} has no attribute {name!r}")
+        prefix, of = names[name]
+        body = {"__doc__": texts[prefix].format(of), "__module__": base.__module__, "prefix": prefix, "of": of}
+        return type(name, (base, getattr(library, of)), body)
 
     return load
 
