@@ -283,7 +283,7 @@ def print_written(path: Path) -> None:
 
 def check_pictures(options: argparse.Namespace) -> None:
     """Refuses, before any work, a picture or a page that cannot be drawn or written."""
-    for option, path, suffix in (("--plot", options.plot, ".png"), ("--html", _page_path(options), ".html")):
+    for option, path, suffix in (("--plot", options.plot, ".png"), ("--html", getattr(options, "html", None), ".html")):
         if path is not None:
             check_suffix(option, path, suffix)
             require_extra(option, "plot", ("matplotlib",))
@@ -301,7 +301,7 @@ def write_pictures(
         report: of the page, below the picture; it has a form in HTML.
         dpi: of the picture. Default: that of the figure.
     """
-    page_path = _page_path(options)
+    page_path = getattr(options, "html", None)
     if options.plot is None and page_path is None:
         return
     picture = io.BytesIO()
@@ -314,7 +314,3 @@ def write_pictures(
     for path in () if options.json else (options.plot, page_path):
         if path is not None:
             print_written(path)
-
-
-def _page_path(options: argparse.Namespace) -> Path | None:
-    return getattr(options, "html", None)

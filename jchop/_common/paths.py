@@ -104,11 +104,8 @@ def nearest_paths_hint(patterns: Iterable[str], paths: Iterable[str]) -> str:
     """
     patterns = list(patterns)
     candidates = [path for path in dict.fromkeys(paths) if path and path not in patterns]
-    part_lists = [
-        [part for part in _path_parts(term.removeprefix("!")) if part.strip("*")]
-        for p in patterns
-        for term in p.split()
-    ]
+    terms = [term.removeprefix("!") for pattern in patterns for term in pattern.split()]
+    part_lists = [[part for part in _path_parts(term) if part.strip("*")] for term in terms]
     scores = [
         (max((_path_similarity(parts, path) for parts in part_lists if parts), default=0.0), path)
         for path in candidates[:_MAX_COMPARISONS]

@@ -360,10 +360,7 @@ class QArray:
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
         shape = format_of_part(fmt, self.ndim).scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
-        codes, *rest = self.scale
-        scale, zero_point = unflatten_scales(rest, inner)
-        size = shape[-1] if shape else None
-        return QArray(store_codes(codes, inner.element), scale, zero_point, Spec(inner), size, np.dtype(np.float32))
+        return qarray_of_scales(self.scale, inner, shape)
 
     def _moved(
         self, qvalue: Any, size: int | None, kinds: Sequence[AxisGrouping], move: Any, of_tensor: Any = None
@@ -391,6 +388,13 @@ class QArray:
         zero_point = None if self.zero_point is None else move(self.zero_point)
         spec = replace(self.spec, format=with_groupings(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
+
+
+def qarray_of_scales(scale: Scale, fmt: ScaledFormat, shape: tuple[int, ...]) -> QArray:
+    """Scales of a shape that are quantized to a scaled format, as a QArray."""
+    codes, *rest = scale
+    size = shape[-1] if shape else None
+    return QArray(store_codes(codes, fmt.element), *unflatten_scales(rest, fmt), Spec(fmt), size, np.dtype(np.float32))
 
 
 class PackedParam(ABC):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import jax
@@ -121,31 +121,39 @@ def check_code_dtype(codes: Codes, fmt: ElementFormat) -> None:
 
 def unpack_entries(codes: Codes, fmt: ElementFormat, count: int) -> Codes:
     """Stored codes, unpacked to one entry for each element, so that any axis can be cut or moved."""
-    return _in_library_of(_unpack_codes(codes, fmt.bits, count), codes) if packs_codes(fmt) else codes
+    return _unpack_codes(codes, fmt.bits, count) if packs_codes(fmt) else codes
 
 
 def pack_entries(entries: Codes, fmt: ElementFormat) -> Codes:
     """The inverse of `unpack_entries`."""
-    return _in_library_of(_pack_codes(entries, fmt.bits), entries) if packs_codes(fmt) else entries
+    return _pack_codes(entries, fmt.bits) if packs_codes(fmt) else entries
 
 
-_unpack_codes = always_jit(unpack_codes, static_argnums=(1, 2), inline=True)
-_pack_codes = always_jit(pack_codes, static_argnums=1, inline=True)
+def _keeps_library(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled function whose results are NumPy if its first argument is NumPy."""
+
+    @wraps(function)
+    def call(first: Codes, *others: Any) -> Any:
+        results = function(first, *others)
+        return jax.tree.map(np.asarray, results) if isinstance(first, np.ndarray) else results
+
+    return call
+
+
+_unpack_codes = _keeps_library(always_jit(unpack_codes, static_argnums=(1, 2), inline=True))
+_pack_codes = _keeps_library(always_jit(pack_codes, static_argnums=1, inline=True))
 
 
 def _bitcast_codes(codes: Codes, dtype: np.dtype) -> Codes:
     return codes.view(dtype) if isinstance(codes, np.ndarray) else lax.bitcast_convert_type(codes, dtype)
 
 
-def _in_library_of(result: Array, codes: Codes) -> Codes:
-    """A result as NumPy if `codes` is NumPy."""
-    return np.asarray(result) if isinstance(codes, np.ndarray) else result
-
-
 # -- n of every m numbers ----------------------------------------------------------------------------------------------
 
 
-def sparse_codes(qvalue: Codes, mask: Array, spec: Spec) -> tuple[Codes, Array]:
+@_keeps_library
+@partial(always_jit, static_argnums=2, inline=True)
+def sparse_codes(qvalue: Codes, mask: Any, spec: Spec) -> tuple[Codes, Codes]:
     """The codes of the kept numbers, and one bit for each number, from the codes of all; both as they are stored.
 
     Args:
@@ -153,19 +161,6 @@ def sparse_codes(qvalue: Codes, mask: Array, spec: Spec) -> tuple[Codes, Array]:
         mask: which numbers are kept.
         spec: with `sparse`, and axes counted from the end.
     """
-    return jax.tree.map(
-        lambda v: _in_library_of(v, qvalue), _make_sparse_codes(jnp.asarray(qvalue), jnp.asarray(mask), spec=spec)
-    )
-
-
-def dense_codes(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Array]:
-    """The codes of all numbers, and which are kept, as the inverse of `sparse_codes`; codes of others mean nothing."""
-    arrays = _make_dense_codes(jnp.asarray(qvalue), jnp.asarray(places), size=size, spec=spec)
-    return jax.tree.map(lambda v: _in_library_of(v, qvalue), arrays)
-
-
-@partial(always_jit, static_argnames="spec", inline=True)
-def _make_sparse_codes(qvalue: Array, mask: Array, *, spec: Spec) -> tuple[Array, Array]:
     fmt, element = spec.scaled, spec.element
     assert fmt is not None and fmt.sparse is not None
     codes = unpack_entries(load_codes(qvalue, element), element, mask.shape[-1])
@@ -173,8 +168,10 @@ def _make_sparse_codes(qvalue: Array, mask: Array, *, spec: Spec) -> tuple[Array
     return store_codes(pack_entries(sparse, element), element), pack_codes(mask, 1)
 
 
-@partial(always_jit, static_argnames=("size", "spec"), inline=True)
-def _make_dense_codes(qvalue: Array, places: Array, *, size: int, spec: Spec) -> tuple[Array, Array]:
+@_keeps_library
+@partial(always_jit, static_argnums=(2, 3), inline=True)
+def dense_codes(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Codes, Codes]:
+    """The codes of all numbers, and which are kept, as the inverse of `sparse_codes`; codes of others mean nothing."""
     fmt, element = spec.scaled, spec.element
     assert fmt is not None and fmt.sparse is not None
     mask = unpack_codes(places, 1, size) != 0

@@ -18,7 +18,7 @@ from jchop._common.checks import check_bool, check_choice, check_float, check_in
 from jchop._common.settings import always_jit
 from jchop._core.rounding.random_bits import StreamOffset, seed_words
 from jchop._core.scaled.groups import Groups
-from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
+from jchop._core.scaled_bodies import flatten_scales
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import check_scales, dense_of, fit_scaled, quantize_scaled
 from jchop._round.arguments import (
@@ -34,7 +34,7 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
-from jchop.storage._array import PackedParam, QArray, check_qarray, refuse_qarray_dicts
+from jchop.storage._array import PackedParam, QArray, check_qarray, qarray_of_scales, refuse_qarray_dicts
 from jchop.storage._axis_groupings import axes_from_end, map_over_stack
 from jchop.storage._codes import (
     CARRIER_FORMATS,
@@ -47,7 +47,6 @@ from jchop.storage._codes import (
     needs_float64,
     sparse_codes,
     spec_of_part,
-    store_codes,
 )
 
 Array = jax.Array
@@ -281,19 +280,19 @@ def _check_scale_values(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> Non
     assert fmt is not None
     values = []
     while isinstance(fmt.scale, ScaledFormat):
-        codes, *rest = scale
-        scale, zero = unflatten_scales(rest, fmt.scale)
-        shape = fmt.scale_shape(shape)
-        size = shape[-1] if shape else None
-        q = QArray(store_codes(codes, fmt.scale.element), scale, zero, Spec(fmt.scale), size, np.dtype("f4"))
+        q = qarray_of_scales(scale, fmt.scale, fmt.scale_shape(shape))
         values.append(dequantize(q))
-        fmt = fmt.scale
+        fmt, scale, shape = fmt.scale, q.scale, q.shape
     for part in [*values, *flatten_scales(scale, None)]:
         assert isinstance(fmt.scale, ElementFormat)
         numbers = _distinct_values(part, fmt.scale)
         wrong = numbers[~(np.isfinite(numbers) & (numbers > 0))]
-        if wrong.size:
-            raise ValueError(f"scale has {wrong[0]}; for spec={str(spec)!r} scales must be finite and above zero")
+        _refuse_numbers("scale", wrong, spec, "scales must be finite and above zero")
+
+
+def _refuse_numbers(name: str, wrong: np.ndarray, spec: Spec, requirement: str) -> None:
+    if wrong.size:
+        raise ValueError(f"{name} has {wrong.flat[0]}; for spec={str(spec)!r} {requirement}")
 
 
 def _check_zero_point_values(zero_point: Any, spec: Spec) -> None:
@@ -304,18 +303,12 @@ def _check_zero_point_values(zero_point: Any, spec: Spec) -> None:
     if spec.scaled.zero_point == "float":
         assert isinstance(spec.scaled.scale, ElementFormat)
         numbers = _distinct_values(zero_point, spec.scaled.scale)
-        if not np.isfinite(numbers).all():
-            wrong = numbers[~np.isfinite(numbers)][0]
-            raise ValueError(f"zero_point has {wrong}; for spec={str(spec)!r} zero points must be finite")
+        _refuse_numbers("zero_point", numbers[~np.isfinite(numbers)], spec, "zero points must be finite")
         return
     values = np.asarray(zero_point)
     assert isinstance(fmt, UniformFormat)
     outside = values[(values < fmt.min_code) | (values > fmt.max_code)]
-    if outside.size:
-        raise ValueError(
-            f"zero_point has {outside.flat[0]}; for spec={str(spec)!r} it must lie between {fmt.min_code} and "
-            f"{fmt.max_code}"
-        )
+    _refuse_numbers("zero_point", outside, spec, f"it must lie between {fmt.min_code} and {fmt.max_code}")
 
 
 def _distinct_values(scales: Any, fmt: ElementFormat) -> np.ndarray:
