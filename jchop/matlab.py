@@ -109,14 +109,10 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
     array = _float_array(x)
     seed = _integer_option(settings, "seed", 0)
     key = None if seed is None else jax.random.key(seed)
-    spec = chop_spec(
-        settings.get("format", "h"),
-        _switch_option(settings, "subnormal", None),
-        _integer_option(settings, "round", 1, 6, default=1),
-        bool(_switch_option(settings, "explim", True)),
-        settings.get("params"),
-        array.dtype.name,
-    )
+    mode = _integer_option(settings, "round", 1, 6, default=1)
+    subnormal, explim = _switch_option(settings, "subnormal", None), bool(_switch_option(settings, "explim", True))
+    name, params = settings.get("format", "h"), settings.get("params")
+    spec = chop_spec(name, subnormal, mode, explim, params, array.dtype.name)
     randfunc = settings.get("randfunc")
     if not spec.rounding.stochastic or randfunc is None:
         if spec.rounding.stochastic and key is None:

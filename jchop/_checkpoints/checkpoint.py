@@ -138,10 +138,7 @@ class _SafetensorsCheckpoint(Checkpoint):
             self._descriptions |= qarrays_in(file, bad)
         for name, why in bad.items():
             unread[name] = UnreadWeight(why, [one for one in source.entries if f"{one}.".startswith(f"{name}.")])
-        self._find_items(unread)
-
-    def _find_items(self, unread: Mapping[str, UnreadWeight]) -> None:
-        entries, used = self._source.entries, set[str]()
+        entries, used = source.entries, set[str]()
         self.items, self.unread = {}, {name: weight.why for name, weight in unread.items()}
 
         def add(name: str, kind: str, shape: tuple[int, ...], parts: Collection[str]) -> None:

@@ -335,10 +335,17 @@ _UNREAD_TYPES = {
     29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
+#: Name and dtype of the types that are not quantized, by number.
+_PLAIN_TYPES = {
+    number: (name, np.dtype(dtype))
+    for number, name, dtype in (
+        (0, "F32", "<f4"), (1, "F16", "<f2"), (24, "I8", "i1"), (25, "I16", "<i2"), (26, "I32", "<i4"),
+        (27, "I64", "<i8"), (28, "F64", "<f8"), (30, "BF16", ml_dtypes.bfloat16),
+    )
+}  # fmt: skip
 #: The types by number.
 GGUF_BLOCKS = {
-    0: GGUFBlock("F32", 1, 4, dtype=np.dtype("<f4")),
-    1: GGUFBlock("F16", 1, 2, dtype=np.dtype("<f2")),
+    **{number: GGUFBlock(name, 1, dtype.itemsize, dtype=dtype) for number, (name, dtype) in _PLAIN_TYPES.items()},
     2: GGUFBlock("Q4_0", 32, 18, partial(_read_symmetric, bits=4), _write_q4_0, fits="int4(group=32,scale=float16)"),
     3: GGUFBlock("Q4_1", 32, 20, partial(_read_offset, bits=4)),
     6: GGUFBlock("Q5_0", 32, 22, partial(_read_symmetric, bits=5)),
@@ -347,12 +354,6 @@ GGUF_BLOCKS = {
     12: GGUFBlock("Q4_K", 256, 144, partial(_read_offset_k, bits=4)),
     13: GGUFBlock("Q5_K", 256, 176, partial(_read_offset_k, bits=5)),
     14: GGUFBlock("Q6_K", 256, 210, _read_q6_k),
-    24: GGUFBlock("I8", 1, 1, dtype=np.dtype(np.int8)),
-    25: GGUFBlock("I16", 1, 2, dtype=np.dtype("<i2")),
-    26: GGUFBlock("I32", 1, 4, dtype=np.dtype("<i4")),
-    27: GGUFBlock("I64", 1, 8, dtype=np.dtype("<i8")),
-    28: GGUFBlock("F64", 1, 8, dtype=np.dtype("<f8")),
-    30: GGUFBlock("BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
     **{number: GGUFBlock(*row) for number, row in _UNREAD_TYPES.items()},
 }
 #: Where the bytes of an unknown type end is not known.

@@ -78,26 +78,18 @@ def _run_info(options: argparse.Namespace) -> None:
     check_pictures(options)
     with place_in_errors("--plot"):
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
-    _print_info(parsed_format, fmt, options.json)
-    if picture is not None and not options.json:
-        print()
-    write_pictures(options, lambda: picture)
-
-
-def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool) -> None:
     head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
-    if as_json:
+    if options.json:
         report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
         report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
         report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
         report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
         print_json(report)
+        write_pictures(options, lambda: picture)
         return
     if isinstance(parsed_format, ScaledFormat):
-        facts = _scaling_facts(parsed_format)
-        facts["bits per element"] = f"{facts['bits per element']:g}" + " in a large array" * (
-            parsed_format.bits == facts["bits per element"]
-        )
+        facts, bits = _scaling_facts(parsed_format), parsed_format.bits_per_element()
+        facts["bits per element"] = f"{bits:g}{' in a large array' if parsed_format.bits == bits else ''}"
         print(f"{parsed_format}\n\n{_facts_table(facts)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
@@ -105,6 +97,9 @@ def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat,
     print(_facts_table(_element_facts(fmt)))
     print()
     print(text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><"))
+    if picture is not None:
+        print()
+    write_pictures(options, lambda: picture)
 
 
 def _code_layout(fmt: ElementFormat) -> str:
