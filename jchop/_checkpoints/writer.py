@@ -32,15 +32,7 @@ from jchop._common.files import (
 )
 from jchop._round.arguments import has_tracer
 from jchop.storage._array import PackedParam, QArray
-from jchop.storage._files.safetensors import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    JOURNAL_FILE,
-    SINGLE_FILE,
-    TensorEntry,
-    place_tensors,
-    write_tensors,
-)
+from jchop.storage._files import safetensors
 from jchop.storage._quantize import dequantize
 from jchop.storage._save import leaves_by_name, qarray_description, qarray_metadata, qarray_tensors
 
@@ -118,12 +110,14 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
     facts = [options.run, options.layout, options.exact, [[job.name for job in part] for part in plan]]
     count = len(plan)
     names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
-    names = names if count > 1 else [SINGLE_FILE]
+    names = names if count > 1 else [safetensors.SINGLE_FILE]
     position, total = 0, sum(job.nbytes for job in jobs)
     with exclusive_folder(target):
         records = _begin_run(target, facts, names if options.run else [])
         copies = [path.name for path in options.others]
-        remove_part_files(target, [*names, JOURNAL_FILE, INDEX_FILE, CONFIG_FILE, *copies])
+        remove_part_files(
+            target, [*names, safetensors.JOURNAL_FILE, safetensors.INDEX_FILE, safetensors.CONFIG_FILE, *copies]
+        )
         continues = bool(records)
         try:
             for number, (name, part) in enumerate(zip(names, plan, strict=True)):
@@ -141,10 +135,10 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
         except BaseException as error:
             # No run goes on, or it would end here, too.
             if not options.run or not records or isinstance(error, ValueError):
-                for name in (*names, INDEX_FILE, JOURNAL_FILE):
+                for name in (*names, safetensors.INDEX_FILE, safetensors.JOURNAL_FILE):
                     (target / name).unlink(missing_ok=True)
             raise
-        (target / JOURNAL_FILE).unlink()  # the last step: without it the same call goes on
+        (target / safetensors.JOURNAL_FILE).unlink()  # the last step: without it the same call goes on
     return continues
 
 
@@ -160,10 +154,11 @@ def _write_index_and_config(
     if len(names) > 1:
         homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
         _write_json(
-            target / INDEX_FILE, {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes}
+            target / safetensors.INDEX_FILE,
+            {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes},
         )
     if full_config:
-        _write_json(target / CONFIG_FILE, full_config)
+        _write_json(target / safetensors.CONFIG_FILE, full_config)
 
 
 def _divide_jobs(jobs: Sequence[WriteJob], shard_bytes: int) -> list[list[WriteJob]]:
@@ -180,7 +175,7 @@ def _divide_jobs(jobs: Sequence[WriteJob], shard_bytes: int) -> list[list[WriteJ
 
 def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """The facts of the finished files, of such names, of an unfinished run of the same arrays."""
-    journal = target / JOURNAL_FILE
+    journal = target / safetensors.JOURNAL_FILE
     if journal.exists():
         with open_regular_file(journal) as file:
             try:
@@ -194,7 +189,7 @@ def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str,
             f"{target} has an unfinished run of other arrays or options: remove the folder, or repeat that run"
         )
     if tensors := sorted(
-        path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == INDEX_FILE
+        path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == safetensors.INDEX_FILE
     ):
         raise ValueError(f"{target} has tensors already ({tensors[0]}); write to a new folder")
     _write_journal(target, facts, [])
@@ -202,7 +197,7 @@ def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str,
 
 
 def _write_journal(target: Path, facts: Any, records: Sequence[Any]) -> None:
-    _write_json(target / JOURNAL_FILE, {"run": _facts_digest(facts, records), "done": records})
+    _write_json(target / safetensors.JOURNAL_FILE, {"run": _facts_digest(facts, records), "done": records})
 
 
 def _facts_digest(*facts: Any) -> str:
@@ -213,23 +208,23 @@ def _write_tensors(
     path: Path, jobs: Sequence[WriteJob], options: WriteOptions, position: int, total: int, config: bool = True
 ) -> dict[str, Any]:
     """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it."""
-    record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, TensorEntry]()
+    record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
     with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=path.parent) as file:  # until the header is known
         for job in jobs:
             for name, array in record.add(options.layout, job.name, job.make(), options.exact).items():
                 check(name not in tensors, f"two arrays have a tensor of the name {name!r}")
-                tensors[name], places[name] = TensorEntry(array.dtype, tuple(array.shape)), file.tell()
+                tensors[name], places[name] = safetensors.TensorEntry(array.dtype, tuple(array.shape)), file.tell()
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             position += job.nbytes
             options.progress(job.name, position, total)
-        entries = place_tensors(tensors)
+        entries = safetensors.place_tensors(tensors)
 
         def read(name: str) -> np.ndarray:
             file.seek(places[name])
             size = math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
             return np.frombuffer(file.read(size), np.uint8).view(tensors[name].dtype)
 
-        write_tensors(path, entries, record.metadata(options.layout), read)
+        safetensors.write_tensors(path, entries, record.metadata(options.layout), read)
     size = sum(entry.nbytes for entry in entries.values())
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
 
@@ -547,10 +542,10 @@ def _other_files(source: Path) -> list[Path]:
     home = source.resolve()
     homes = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)
     files = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES]
-    files = [path for path in files if not path.name.startswith(".") and path.name != INDEX_FILE]
+    files = [path for path in files if not path.name.startswith(".") and path.name != safetensors.INDEX_FILE]
     for path in files:
         if not any(path.resolve().is_relative_to(place) for place in homes):
             raise ValueError(
                 f"{path} is a link to a file outside of the folder: put the file in its place, or remove it"
             )
-    return [path for path in files if path.name != CONFIG_FILE]
+    return [path for path in files if path.name != safetensors.CONFIG_FILE]

@@ -17,26 +17,7 @@ import numpy as np
 from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, Checkpoint, open_checkpoint
 from jchop._checkpoints.table import fields_beside_weights
 from jchop._checkpoints.writer import SHARD_BYTES, convert_checkpoint
-from jchop._cli._command import (
-    Command,
-    PercentProgress,
-    argument,
-    check_new_file,
-    check_pictures,
-    check_suffix,
-    flag,
-    key_of_seed_option,
-    print_json,
-    print_note,
-    print_rows,
-    print_written,
-    printable,
-    rows_as_dicts,
-    split_items,
-    terminal_progress_bar,
-    text_table,
-    write_pictures,
-)
+from jchop._cli import _command as cli
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check, first_names, place_in_errors
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
@@ -52,19 +33,19 @@ from jchop.storage._save import qarray_shape_in, qarray_tensor_names, qarrays_in
 def _run_quantize(options: argparse.Namespace) -> None:
     rules = [parse_rule(text) for text in options.rule]
     if not options.target.is_dir():
-        check_new_file("OUT", options.target, options.force)
+        cli.check_new_file("OUT", options.target, options.force)
     if options.source.is_dir():
         _quantize_folder(options.source, options.target, rules, options.seed, options.json)
         return
-    key_of_seed_option(options.seed, [rule.spec for rule in rules])
-    check_suffix("OUT", options.target, ".safetensors")
+    cli.key_of_seed_option(options.seed, [rule.spec for rule in rules])
+    cli.check_suffix("OUT", options.target, ".safetensors")
     reports = quantize_file(
-        options.source, options.target, rules, seed=options.seed, progress=PercentProgress("quantize")
+        options.source, options.target, rules, seed=options.seed, progress=cli.PercentProgress("quantize")
     )
-    print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
+    cli.print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
     if not options.json:
         print()
-        print_written(options.target)
+        cli.print_written(options.target)
 
 
 def _run_inspect(options: argparse.Namespace) -> None:
@@ -73,7 +54,7 @@ def _run_inspect(options: argparse.Namespace) -> None:
             print(_checkpoint_contents(source, options.json))
             return
     with TensorFile(options.file) as file:
-        print_rows(_contents_rows(file), "<<<>><", options.json)
+        cli.print_rows(_contents_rows(file), "<<<>><", options.json)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -141,32 +122,32 @@ def _decibels_text(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
 
 
-QUANTIZE = Command(
+QUANTIZE = cli.Command(
     "quantize",
     _run_quantize,
     "quantize the tensors of a safetensors file or folder",
     (
-        argument("source", "IN", "a safetensors file, or a folder of a model", type=Path),
-        argument("target", "OUT", "a safetensors file, or a new folder", type=Path),
-        argument("--rule", help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be "
+        cli.argument("source", "IN", "a safetensors file, or a folder of a model", type=Path),
+        cli.argument("target", "OUT", "a safetensors file, or a new folder", type=Path),
+        cli.argument("--rule", help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be "
                  "repeated"),
-        argument("--seed"),
-        argument("--force"),
-        argument("--json"),
+        cli.argument("--seed"),
+        cli.argument("--force"),
+        cli.argument("--json"),
     ),
     "Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
     "rule whose pattern matches parts of a name applies; tensors without a rule are copied.",
     "example:\n  jchop quantize in.safetensors out.safetensors \\\n"
     "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
 )  # fmt: skip
-INSPECT = Command(
+INSPECT = cli.Command(
     "inspect",
     _run_inspect,
     "list the contents of a checkpoint: a file or a folder",
     (
-        argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
-        argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
-        argument("--json"),
+        cli.argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
+        cli.argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        cli.argument("--json"),
     ),
 )
 
@@ -179,9 +160,9 @@ def _run_convert(options: argparse.Namespace) -> None:
     if options.shard is not None and one_file:
         raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
     if one_file and not options.target.is_dir():
-        check_new_file("OUT", options.target, options.force)
+        cli.check_new_file("OUT", options.target, options.force)
     how = {"read_as": options.source_layout, "exact": not options.inexact, "shard_bytes": options.shard or SHARD_BYTES}
-    progress = PercentProgress("convert")
+    progress = cli.PercentProgress("convert")
     is_continuation = convert_checkpoint(options.source, options.target, options.layout, progress=progress, **how)
     with open_checkpoint(options.source, options.source_layout) as source:
         missing = fields_beside_weights(source.config)
@@ -193,12 +174,12 @@ def _run_convert(options: argparse.Namespace) -> None:
 def _print_checkpoint(target: Path, layout: str, is_continuation: bool, notes: Sequence[str], as_json: bool) -> None:
     """Prints what was written, after notes."""
     for note in (*["an unfinished run was continued: its files were kept"] * is_continuation, *notes):
-        print_note(printable(note))
+        cli.print_note(cli.printable(note))
     with open_checkpoint(target, layout) as checkpoint:
         print(_checkpoint_contents(checkpoint, as_json))
     if not as_json:
         print()
-        print_written(target)
+        cli.print_written(target)
 
 
 def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], seed: int | None, as_json: bool) -> None:
@@ -228,7 +209,7 @@ def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], se
         return qarray
 
     texts = repr([(rule.pattern, str(rule.spec)) for rule in rules])
-    progress = PercentProgress("quantize")
+    progress = cli.PercentProgress("quantize")
     is_continuation = convert_checkpoint(source, target, OWN_LAYOUT, change=change, options=texts, progress=progress)
     _print_checkpoint(target, OWN_LAYOUT, is_continuation, notes, as_json)
 
@@ -242,11 +223,15 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
         rows.append((name, _shape_text(item.shape), item.format, f"{item.nbytes:,}", bits))
         totals[item.format] += item.nbytes
     if as_json:
-        report = {"layout": source.layout, "arrays": rows_as_dicts(rows, "<<<>>"), "bytes": dict(totals.most_common())}
+        report = {
+            "layout": source.layout,
+            "arrays": cli.rows_as_dicts(rows, "<<<>>"),
+            "bytes": dict(totals.most_common()),
+        }
         return json.dumps(report, indent=1)
-    lines = [f"layout: {source.layout}", text_table(rows, "<<<>>"), ""]
+    lines = [f"layout: {source.layout}", cli.text_table(rows, "<<<>>"), ""]
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
-    return "\n".join(printable(line) if "\n" not in line else line for line in lines)
+    return "\n".join(cli.printable(line) if "\n" not in line else line for line in lines)
 
 
 def _element_bits_text(nbytes: int, shape: Sequence[int]) -> str:
@@ -266,19 +251,21 @@ def _shard_bytes(text: str) -> int:
     return int(text) << 20
 
 
-CONVERT = Command(
+CONVERT = cli.Command(
     "convert",
     _run_convert,
     "write a checkpoint in the layout of another program",
     (
-        argument("source", "IN", type=Path),
-        argument("target", "OUT", "a new folder, or a .safetensors or .gguf file", type=Path),
-        argument("--force", help="replace OUT if it is a file that exists"),
-        argument("--json"),
-        argument("--layout", help="the layout of OUT", required=True, choices=LAYOUT_NAMES),
-        argument("--from", help="that of IN", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES)),
-        flag("--inexact", "let numbers of NVFP4 differ in their last bit"),
-        argument("--shard", "MIB", "MiB of arrays in a file of a folder; default 256", type=_shard_bytes),
+        cli.argument("source", "IN", type=Path),
+        cli.argument("target", "OUT", "a new folder, or a .safetensors or .gguf file", type=Path),
+        cli.argument("--force", help="replace OUT if it is a file that exists"),
+        cli.argument("--json"),
+        cli.argument("--layout", help="the layout of OUT", required=True, choices=LAYOUT_NAMES),
+        cli.argument(
+            "--from", help="that of IN", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES)
+        ),
+        cli.flag("--inexact", "let numbers of NVFP4 differ in their last bit"),
+        cli.argument("--shard", "MIB", "MiB of arrays in a file of a folder; default 256", type=_shard_bytes),
     ),
     "Reads a folder of safetensors files, one such file or a GGUF file; writes a new folder or file.\n"
     "Codes, scales and zero points stay the same; an array that the layout cannot hold is an error. A killed\n"
@@ -292,12 +279,14 @@ CONVERT = Command(
 
 
 def _run_compare(options: argparse.Namespace) -> None:
-    check_pictures(options)
+    cli.check_pictures(options)
     comparisons: dict[str, Comparison] = {}
-    formats = [as_spec(f, "--formats", scaled=True) for f in split_items(options.formats)] if options.formats else None
+    formats = (
+        [as_spec(f, "--formats", scaled=True) for f in cli.split_items(options.formats)] if options.formats else None
+    )
     if formats == []:
         raise ValueError(f"--formats {' '.join(options.formats)!r} must name at least one format")
-    key = key_of_seed_option(options.seed, formats or ())
+    key = cli.key_of_seed_option(options.seed, formats or ())
     for name, array in _real_tensors(options.file, options.tensor):
         with place_in_errors(f"{name}", (ValueError, TypeError)):
             comparisons[name] = _compare_formats(
@@ -306,19 +295,19 @@ def _run_compare(options: argparse.Namespace) -> None:
     if options.plot and len(comparisons) > 1:
         raise ValueError(f"--plot draws one array, and there are {len(comparisons)}; choose one by --tensor")
     if options.json:
-        print_json({name: comparison.as_dict() for name, comparison in comparisons.items()})
+        cli.print_json({name: comparison.as_dict() for name, comparison in comparisons.items()})
     else:
-        print("\n\n".join(f"{printable(name)}: {comparison}" for name, comparison in comparisons.items()))
-    write_pictures(options, lambda: next(iter(comparisons.values())).plot())
+        print("\n\n".join(f"{cli.printable(name)}: {comparison}" for name, comparison in comparisons.items()))
+    cli.write_pictures(options, lambda: next(iter(comparisons.values())).plot())
 
 
 def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, scale: Any) -> Comparison:
     """The array in each format, with progress on a terminal: a first rounding in a format takes seconds to compile."""
-    show_progress = terminal_progress_bar() or (lambda *step: None)
+    show_progress = cli.terminal_progress_bar() or (lambda *step: None)
     comparisons = []
     for count, fmt in enumerate(formats, start=1):
         comparisons.append(compare(array, [fmt], key, scale=scale))
-        show_progress("compare", count, len(formats), printable(f"{name} {fmt}"))
+        show_progress("compare", count, len(formats), cli.printable(f"{name} {fmt}"))
     return replace(comparisons[0], rows=tuple(row for part in comparisons for row in part.rows))
 
 
@@ -341,26 +330,26 @@ def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.nda
             raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{hint}")
         others = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
         if others:
-            empty = printable(first_names(others))
-            print_note(f"note: without a table, since empty or of a type that has none: {empty}")
+            empty = cli.printable(first_names(others))
+            cli.print_note(f"note: without a table, since empty or of a type that has none: {empty}")
         for name in matches:
             value = file.read(name)
             yield name, np.asarray(dequantize(value)) if isinstance(value, QArray) else value
 
 
-COMPARE = Command(
+COMPARE = cli.Command(
     "compare",
     _run_compare,
     "compare formats on your own numbers: errors, overflow, bits",
     (
-        argument("file", "FILE", "a .npy or .safetensors file", type=Path),
-        argument("--formats", "SPEC", "default: 8 to 14 formats in use", nargs="+"),
-        argument("--tensor", "PATTERN", "the tensors of a safetensors file; default all"),
-        argument("--scale", choices=COMPARISON_SCALES, default="none", help="fit: numbers are multiplied by a power of "
-                 "two that fills the range of a plain format; default none"),
-        argument("--seed"),
-        argument("--json"),
-        argument("--plot", help="draw bits against ratio (needs matplotlib)"),
+        cli.argument("file", "FILE", "a .npy or .safetensors file", type=Path),
+        cli.argument("--formats", "SPEC", "default: 8 to 14 formats in use", nargs="+"),
+        cli.argument("--tensor", "PATTERN", "the tensors of a safetensors file; default all"),
+        cli.argument("--scale", choices=COMPARISON_SCALES, default="none", help="fit: numbers are multiplied by a "
+                 "power of two that fills the range of a plain format; default none"),
+        cli.argument("--seed"),
+        cli.argument("--json"),
+        cli.argument("--plot", help="draw bits against ratio (needs matplotlib)"),
     ),
     "Rounds an array to several formats, and shows signal-to-noise ratio, worst errors, overflow,\n"
     "numbers that were clipped or became zero, and bits; a table for each tensor of real numbers.\n"

@@ -19,23 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._cli._command import (
-    Command,
-    argument,
-    check_folder,
-    check_new_file,
-    check_pictures,
-    check_suffix,
-    flag,
-    key_of_seed_option,
-    print_note,
-    print_report,
-    print_written,
-    printable,
-    split_items,
-    terminal_progress_bar,
-    write_pictures,
-)
+from jchop._cli import _command as cli
 from jchop._cli._file_commands import parse_rule
 from jchop._common.checks import check, close_names_hint, place_in_errors, short_repr, split_outside_brackets
 from jchop._common.files import open_regular_file, require_extra
@@ -61,14 +45,14 @@ def imports_from_here() -> Iterator[None]:
         sys.path.remove(here)
 
 
-def load_function(argument: str, text: str) -> Callable[..., Any]:
+def load_function(option: str, text: str) -> Callable[..., Any]:
     """The function of ``module:function``; modules of the current folder are found, too.
 
     It takes arguments that are by keyword alone as positional ones, too, after the others. A call raises ValueError if
     JAX cannot trace the function, or the function raises an error.
 
     Args:
-        argument: name of the argument of the command, for errors.
+        option: name of the argument of the command, for errors.
         text: what was given.
 
     Raises:
@@ -76,7 +60,7 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
     """
     module, colon, name = text.partition(":")
     if not (colon and name) or not all(part.isidentifier() for part in module.split(".")) or module.endswith(".py"):
-        raise ValueError(f"{argument} {text!r} must be MODULE:FUNCTION, as 'model:apply' for a function of model.py")
+        raise ValueError(f"{option} {text!r} must be MODULE:FUNCTION, as 'model:apply' for a function of model.py")
     try:
         with imports_from_here():
             function = pkgutil.resolve_name(text)
@@ -87,8 +71,8 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
             reason = f"{error}{close_names_hint(name, vars(sys.modules[module]))}"
         else:
             reason = f"{error}{close_names_hint(module, (path.stem for path in Path().glob('*.py')))}"
-        raise ValueError(f"{argument} {text!r} cannot be loaded: {reason}") from None
-    check(callable(function), f"{argument} {text!r} is {type(function).__name__}, and no function")
+        raise ValueError(f"{option} {text!r} cannot be loaded: {reason}") from None
+    check(callable(function), f"{option} {text!r} is {type(function).__name__}, and no function")
 
     positional_count, keywords = _keyword_only_arguments(function)
 
@@ -104,14 +88,12 @@ def load_function(argument: str, text: str) -> Callable[..., Any]:
         except (JAXIndexError, JAXTypeError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ValueError(
-                f"{argument} {text!r} cannot be traced by JAX: {reason}; "
+                f"{option} {text!r} cannot be traced by JAX: {reason}; "
                 "use jax.numpy and jax.lax in place of float, int, if, while, x[mask] and NumPy"
             ) from None
         except Exception as error:
             detail = f": {error}" if str(error) else ""
-            raise ValueError(
-                f"{argument} {text!r} raised {type(error).__name__}{_error_place(error)}{detail}"
-            ) from None
+            raise ValueError(f"{option} {text!r} raised {type(error).__name__}{_error_place(error)}{detail}") from None
 
     return call
 
@@ -139,9 +121,9 @@ def _error_place(error: Exception) -> str:
 _MAX_ARRAY_BYTES, _MAX_EXPANSION = 1 << 26, 64
 
 
-def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:
+def load_arrays(option: str, path: Path) -> dict[str, np.ndarray]:
     """The arrays of a .npz file by name; ValueError for another file, or one without arrays."""
-    with open_regular_file(path, f"{argument} {path}") as file:
+    with open_regular_file(path, f"{option} {path}") as file:
         try:
             _check_npz(file)
             with np.load(file, allow_pickle=False) as arrays:
@@ -151,9 +133,9 @@ def load_arrays(argument: str, path: Path) -> dict[str, np.ndarray]:
         except Exception as error:  # of damaged files zipfile, zlib and NumPy raise errors of any kind
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"{argument} {path} must be a .npz file of arrays, as numpy.savez writes it: {reason}"
+                f"{option} {path} must be a .npz file of arrays, as numpy.savez writes it: {reason}"
             ) from None
-    check(arrays_by_name, f"{argument} {path} has no array")
+    check(arrays_by_name, f"{option} {path} has no array")
     return arrays_by_name
 
 
@@ -177,10 +159,10 @@ def _check_npz(file: BufferedReader) -> None:
     file.seek(0)
 
 
-def load_arguments(argument: str, path: Path, function: Callable[..., Any]) -> tuple[Any, ...]:
+def load_arguments(option: str, path: Path, function: Callable[..., Any]) -> tuple[Any, ...]:
     """The arrays of a .npz file as the arguments of a function, in their order."""
-    arrays = load_arrays(argument, path)
-    return tuple(arrays[name] for name in argument_order(list(arrays), function, f"{argument} {path}"))
+    arrays = load_arrays(option, path)
+    return tuple(arrays[name] for name in argument_order(list(arrays), function, f"{option} {path}"))
 
 
 def argument_order(names: Sequence[str], function: Callable[..., Any], file: str, *, after: int = 0) -> list[str]:
@@ -213,12 +195,12 @@ def argument_order(names: Sequence[str], function: Callable[..., Any], file: str
 
 
 def _run_blame(options: argparse.Namespace) -> None:
-    check_pictures(options)
+    cli.check_pictures(options)
     from jchop._insight.reports.blame import blame
     from jchop._insight.reports.report import emulate
 
     spec = as_spec(options.to, "--to")
-    key = key_of_seed_option(options.seed, [spec])
+    key = cli.key_of_seed_option(options.seed, [spec])
     with imports_from_here():
         function = load_function("FUNCTION", options.function)
         output = None if options.output is None else load_function("--output", options.output)
@@ -231,26 +213,26 @@ def _run_blame(options: argparse.Namespace) -> None:
 
 def _show_report(options: argparse.Namespace, report: Any, name: str, title: str) -> None:
     """Prints a report, and writes its picture, which a function of that name in `jchop.plot` draws, and its page."""
-    print_report(report, options.json)
-    write_pictures(options, lambda: load_name("jchop.plot", name)(report, title=title), title, report, dpi=100)
+    cli.print_report(report, options.json)
+    cli.write_pictures(options, lambda: load_name("jchop.plot", name)(report, title=title), title, report, dpi=100)
 
 
-BLAME = Command(
+BLAME = cli.Command(
     "blame",
     _run_blame,
     "divide the error of your own function in a format among its operations",
     (
-        argument("function"),
-        argument("--data", required=True),
-        argument("--to", "SPEC", "the rounding, such as bfloat16 or e4m3:saturate", required=True),
-        argument("--output", "MODULE:FUNCTION", "a function of the result to a number; default: the number, or the "
+        cli.argument("function"),
+        cli.argument("--data", required=True),
+        cli.argument("--to", "SPEC", "the rounding, such as bfloat16 or e4m3:saturate", required=True),
+        cli.argument("--output", "MODULE:FUNCTION", "a function of the result to a number; default: the number, or the "
                  "norm of the error"),
-        argument("--seed"),
-        argument("--max-turns", "N", "the turns of a while loop whose parts are shown; without it, a loop of more than "
-                 "1000 is an error", type=int),
-        argument("--json"),
-        argument("--plot", help="draw the parts (needs matplotlib)"),
-        argument("--html"),
+        cli.argument("--seed"),
+        cli.argument("--max-turns", "N", "the turns of a while loop whose parts are shown; without it, a loop of more "
+                 "than 1000 is an error", type=int),
+        cli.argument("--json"),
+        cli.argument("--plot", help="draw the parts (needs matplotlib)"),
+        cli.argument("--html"),
     ),
     "Runs your function on the arrays of --data with every operation rounded, beside the same\n"
     "function without rounding, and shows the part of each operation in the error of the result, by line.",
@@ -263,7 +245,7 @@ BLAME = Command(
 
 
 def _run_tune(options: argparse.Namespace) -> None:
-    check_pictures(options)
+    cli.check_pictures(options)
     from jchop._insight.tune import tune
 
     menu: list[Any] = [item for item in split_outside_brackets(options.menu, ", \t") if item]
@@ -275,32 +257,32 @@ def _run_tune(options: argparse.Namespace) -> None:
         limits = {name: getattr(options, name) for name in ("cost", "by", "evaluations", "seconds", "max_turns")}
         tuning = tune(
             function, inputs, options.tolerance, [None if item == "carrier" else item for item in menu],
-            metric=metric, held_out=extra_inputs, progress=terminal_progress_bar(), **limits,
+            metric=metric, held_out=extra_inputs, progress=cli.terminal_progress_bar(), **limits,
         )  # fmt: skip
     _show_report(options, tuning, "tune", f"{options.function} within {options.tolerance:g}")
 
 
-TUNE = Command(
+TUNE = cli.Command(
     "tune",
     _run_tune,
     "find the cheapest formats for the parts of your own function within a tolerance",
     (
-        argument("function"),
-        argument("--data", nargs="+", required=True,
+        cli.argument("function"),
+        cli.argument("--data", nargs="+", required=True,
                  help="its arguments, one file for each input: arrays by name, or without names"),
-        argument("--tolerance", "X", "the largest error allowed", type=float, required=True),
-        argument("--menu", "SPECS", "formats with commas between them; carrier is no rounding", required=True),
-        argument("--cost", help="bits (of a site, the mean) or bytes (of all results)", default="bits"),
-        argument("--by", help="scope or equation: the parts with a format of their own", default="scope"),
-        argument("--metric", default="relative",
+        cli.argument("--tolerance", "X", "the largest error allowed", type=float, required=True),
+        cli.argument("--menu", "SPECS", "formats with commas between them; carrier is no rounding", required=True),
+        cli.argument("--cost", help="bits (of a site, the mean) or bytes (of all results)", default="bits"),
+        cli.argument("--by", help="scope or equation: the parts with a format of their own", default="scope"),
+        cli.argument("--metric", default="relative",
                  help="relative, absolute or largest; or MODULE:FUNCTION of the result and the carrier's result"),
-        argument("--held-out", "FILE.npz", "inputs that are only reported", type=Path, nargs="+", default=[]),
-        argument("--evaluations", "N", "the most measurements; 2000", type=int, default=2000),
-        argument("--seconds", "X", "the most seconds of the search", type=float),
-        argument("--max-turns", "N", "the most turns of a while loop", type=int, default=10_000),
-        argument("--json"),
-        argument("--plot", help="draw the formats (needs matplotlib)"),
-        argument("--html"),
+        cli.argument("--held-out", "FILE.npz", "inputs that are only reported", type=Path, nargs="+", default=[]),
+        cli.argument("--evaluations", "N", "the most measurements; 2000", type=int, default=2000),
+        cli.argument("--seconds", "X", "the most seconds of the search", type=float),
+        cli.argument("--max-turns", "N", "the most turns of a while loop", type=int, default=10_000),
+        cli.argument("--json"),
+        cli.argument("--plot", help="draw the formats (needs matplotlib)"),
+        cli.argument("--html"),
     ),
     "Finds a format of the menu for each part of your function, so that the error on the arrays of\n"
     "--data stays within the tolerance, and shows them with the rules for jchop.emulate (--json).",
@@ -318,7 +300,7 @@ _NETWORK_OPTIONS, _FUNCTION_OPTIONS = ("dataset", "epochs", "activations"), ("da
 
 
 def _run_study(options: argparse.Namespace) -> None:
-    check_folder("--out", options.out)
+    cli.check_folder("--out", options.out)
     of_function = options.function is not None
     kind = "a network, without MODULE:FUNCTION" if of_function else "a function: jchop study MODULE:FUNCTION"
     for name in _NETWORK_OPTIONS if of_function else _FUNCTION_OPTIONS:
@@ -326,8 +308,8 @@ def _run_study(options: argparse.Namespace) -> None:
         check(value is None or value is False, f"--{name.replace('_', '-')} belongs to the study of {kind}")
     formats, modes, seeds = (FUNCTION_FORMATS, FUNCTION_MODES, 3) if of_function else (FORMATS, MODES, 10)
     grid = {
-        "formats": split_items(options.formats or formats),
-        "modes": split_items(options.modes or modes),
+        "formats": cli.split_items(options.formats or formats),
+        "modes": cli.split_items(options.modes or modes),
         "seeds": seeds if options.seeds is None else options.seeds,
         "seed": options.seed,
         "progress": ProgressBar(sys.stderr) if sys.stderr is not None else None,
@@ -357,37 +339,37 @@ def _run_function_study(options: argparse.Namespace, grid: dict[str, Any]) -> No
         inputs = load_arguments("--data", options.data, function)
         result = run_function(function, *inputs, budget_seconds=options.budget_seconds, **grid)
     paths = save_function(result, options.out)
-    print_report(result, options.json)
+    cli.print_report(result, options.json)
     if not options.json:
         _print_files(paths, result.seconds)
 
 
 def _print_files(paths: Sequence[Path], seconds: float) -> None:
-    print(f"\nFiles: {printable(', '.join(map(str, paths)))} ({seconds:.0f} s)")
+    print(f"\nFiles: {cli.printable(', '.join(map(str, paths)))} ({seconds:.0f} s)")
 
 
 def _lists_text(of_network: Sequence[str], of_function: Sequence[str]) -> str:
     return f"default {' '.join(of_network)}; of a function: {' '.join(of_function)}"
 
 
-STUDY = Command(
+STUDY = cli.Command(
     "study",
     _run_study,
     "round your own function, or a small network trained on real data, to every format in every mode",
     (
-        argument("function", nargs="?"),
-        argument("--data"),
-        argument("--budget-seconds", "S", "begin no format after this time", type=float),
-        argument("--dataset", help="default digits (images)", choices=DATASETS),
-        argument("--formats", "TEXT", _lists_text(FORMATS, FUNCTION_FORMATS), nargs="+"),
-        argument("--modes", "TEXT", _lists_text(MODES, FUNCTION_MODES), nargs="+"),
-        argument("--seeds", "N", "draws of each stochastic mode; default 10, of a function 3", type=int),
-        argument("--epochs", "N", "passes over the training data; default by data set", type=int),
-        flag("--activations", "round the activations, too"),
-        argument("--seed", help="seed of split, training and rounding; default 0", default=0),
-        argument("--out", "DIR", "the folder of the files; default jchop-study", type=Path,
+        cli.argument("function", nargs="?"),
+        cli.argument("--data"),
+        cli.argument("--budget-seconds", "S", "begin no format after this time", type=float),
+        cli.argument("--dataset", help="default digits (images)", choices=DATASETS),
+        cli.argument("--formats", "TEXT", _lists_text(FORMATS, FUNCTION_FORMATS), nargs="+"),
+        cli.argument("--modes", "TEXT", _lists_text(MODES, FUNCTION_MODES), nargs="+"),
+        cli.argument("--seeds", "N", "draws of each stochastic mode; default 10, of a function 3", type=int),
+        cli.argument("--epochs", "N", "passes over the training data; default by data set", type=int),
+        cli.flag("--activations", "round the activations, too"),
+        cli.argument("--seed", help="seed of split, training and rounding; default 0", default=0),
+        cli.argument("--out", "DIR", "the folder of the files; default jchop-study", type=Path,
                  default=Path("jchop-study")),
-        argument("--json"),
+        cli.argument("--json"),
     ),
     "With MODULE:FUNCTION: runs your function on the arrays of --data with every operation rounded,\n"
     "prints its errors, and writes study.csv, study.json, study.png and study.html, a page for a mail.\n"
@@ -416,16 +398,16 @@ def _run_ptq(options: argparse.Namespace) -> None:
     from jchop.ptq._quantize import calibrate_params
     from jchop.ptq._records import discard_run
 
-    check_suffix("--out", options.out, ".safetensors")
-    check_new_file("--out", options.out, options.force)
-    check_pictures(options)
+    cli.check_suffix("--out", options.out, ".safetensors")
+    cli.check_new_file("--out", options.out, options.force)
+    cli.check_pictures(options)
     folder = options.resume or options.out.with_name(options.out.name + ".run")
-    check_folder("--resume", folder)
+    cli.check_folder("--resume", folder)
     rules = [Rule(r.pattern, weight=r.spec, activation=options.activation) for r in map(parse_rule, options.rule)]
     steps = _parse_steps(options.method, ptq)
     function = load_function("FUNCTION", options.function)
     specs = [spec for rule in rules for spec in (rule.weight, rule.activation) if spec is not None]
-    key = key_of_seed_option(options.seed, specs)
+    key = cli.key_of_seed_option(options.seed, specs)
     with TensorFile(options.weights) as file:
         has_tree = TREE_KEY in file.metadata
     params = load_safetensors(options.weights, nested=has_tree)
@@ -441,8 +423,8 @@ def _run_ptq(options: argparse.Namespace) -> None:
     options.json = options.report == "json"
     print(report.to_json(indent=1) if options.json else report)
     if not options.json:
-        print_written(options.out)
-    write_pictures(options, report.plot)
+        cli.print_written(options.out)
+    cli.write_pictures(options, report.plot)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -450,14 +432,14 @@ def _run_ptq(options: argparse.Namespace) -> None:
 
 def _batch_progress(count: int) -> Callable[[int], None]:
     def show_step(step: int) -> None:
-        print_note(f"data: batch {(step - 1) % count + 1} of {count}")
+        cli.print_note(f"data: batch {(step - 1) % count + 1} of {count}")
 
     return show_step
 
 
 def _print_weight_progress(row: Any, stage: int, total: int) -> None:
     decibels = "" if np.isnan(row.before) else f": {row.before:.2f} dB to nearest, {row.after:.2f} dB"
-    print_note(printable(f"stage {stage} of {total}: {row.path}{decibels}"))
+    cli.print_note(cli.printable(f"stage {stage} of {total}: {row.path}{decibels}"))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -500,28 +482,29 @@ def _load_batches(path: Path, function: Callable[..., Any], batch_size: int) -> 
     return [tuple(arrays[name][start : start + batch_size] for name in order) for start in range(0, count, batch_size)]
 
 
-PTQ = Command(
+PTQ = cli.Command(
     "ptq",
     _run_ptq,
     "quantize the parameters of a JAX function with data",
     (
-        argument("function", help="a function of a pytree of parameters and data"),
-        argument("weights", "WEIGHTS.safetensors", type=Path),
-        argument("data", "DATA.npz", "arrays named as the arguments after the parameters, or not at all", type=Path),
-        argument("--rule", help="parts of paths, as 'blocks' or '!norm', and their format or spec; may be repeated"),
-        argument("--activation", "SPEC", "the rounding of inputs of the rules' products"),
-        argument("--method", "STEPS", default="gptq",
+        cli.argument("function", help="a function of a pytree of parameters and data"),
+        cli.argument("weights", "WEIGHTS.safetensors", type=Path),
+        cli.argument("data", "DATA.npz", "arrays named as the arguments after the parameters, or without names",
+                     type=Path),
+        cli.argument("--rule", help="parts of paths, as 'blocks' or '!norm', with a format or spec; may be repeated"),
+        cli.argument("--activation", "SPEC", "the rounding of inputs of the rules' products"),
+        cli.argument("--method", "STEPS", default="gptq",
                  help=f"{NEAREST_METHOD}, or steps in order: {', '.join(PTQ_STEPS)}, with arguments; default gptq"),
-        flag("--sequential", "weight after weight, with inputs of rounded ones"),
-        argument("--batch", "N", "samples that are run at once; default 32", type=int, default=32),
-        argument("--seed"),
-        argument("--out", "OUT.safetensors", type=Path, required=True),
-        argument("--force"),
-        argument("--memory", "SIZE", "the most memory for statistics, as 4GiB; default no limit"),
-        argument("--resume", "DIR", "the folder of the unfinished run; default OUT.run", type=Path),
-        argument("--report", help="on standard output", choices=("table", "json"), default="table"),
+        cli.flag("--sequential", "weight after weight, with inputs of rounded ones"),
+        cli.argument("--batch", "N", "samples that are run at once; default 32", type=int, default=32),
+        cli.argument("--seed"),
+        cli.argument("--out", "OUT.safetensors", type=Path, required=True),
+        cli.argument("--force"),
+        cli.argument("--memory", "SIZE", "the most memory for statistics, as 4GiB; default no limit"),
+        cli.argument("--resume", "DIR", "the folder of the unfinished run; default OUT.run", type=Path),
+        cli.argument("--report", help="on standard output", choices=("table", "json"), default="table"),
         ("--json", {"dest": "report", "action": "store_const", "const": "json", "help": "the same as --report json"}),
-        argument("--plot", help="draw the report (needs matplotlib)"),
+        cli.argument("--plot", help="draw the report (needs matplotlib)"),
     ),
     "Runs data through FUNCTION(params, ...), rounds the weights of its products by what it sees, and\n"
     "writes a new file. A run that was killed continues when the command is given again.",

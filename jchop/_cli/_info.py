@@ -13,38 +13,14 @@ from typing import Any
 
 import jax
 
-from jchop._cli._command import (
-    Command,
-    argument,
-    binary_code,
-    check_pictures,
-    fact_text,
-    hexadecimal_code,
-    integer_digits,
-    json_value,
-    print_json,
-    short_decimal,
-    text_table,
-    write_pictures,
-    yes_or_no,
-)
+from jchop import formats
+from jchop._cli import _command as cli
 from jchop._common.checks import place_in_errors
 from jchop._common.files import INSTALL_EXTRA
 from jchop._common.on_demand import load_name
 from jchop._common.settings import has_fast_math
 from jchop._kernels.primitive import devices_at_hand
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM
-from jchop.formats import (
-    ALIASES,
-    CATALOGUE,
-    SCALED_CATALOGUE,
-    ElementFormat,
-    FloatFormat,
-    ScaledFormat,
-    TaperedFormat,
-    UniformFormat,
-    parse_format,
-)
 
 
 def _run_formats(options: argparse.Namespace) -> None:
@@ -56,38 +32,38 @@ def _run_formats(options: argparse.Namespace) -> None:
             *(fmt.bits, fmt.exp_bits, fmt.frac_bits, fmt.bias, fmt.precision),
             *(fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff),
             *(fmt.has_inf, fmt.has_nan, fmt.has_negative_zero),
-            " ".join(other for other, main in ALIASES.items() if main == name),
+            " ".join(other for other, main in formats.ALIASES.items() if main == name),
         )
-        for name, fmt in CATALOGUE.items()
+        for name, fmt in formats.CATALOGUE.items()
     ]
     if options.json:
-        print_json([dict(zip(head, map(json_value, row), strict=True)) for row in rows])
+        cli.print_json([dict(zip(head, map(cli.json_value, row), strict=True)) for row in rows])
         return
-    cells = [[_cell_text(value, short_decimal) for value in row] for row in rows]
-    print(text_table([head, *cells], "<" + ">" * 12 + "<"))
+    cells = [[_cell_text(value, cli.short_decimal) for value in row] for row in rows]
+    print(cli.text_table([head, *cells], "<" + ">" * 12 + "<"))
     print(
         "\nPatterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 "
         "takum_linear16 codebook(-1,0,0.5)"
     )
-    print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
+    print(f"Scaled: {' '.join(formats.SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
 
 
 def _run_info(options: argparse.Namespace) -> None:
-    parsed_format = parse_format(options.format)
-    fmt = parsed_format.element if isinstance(parsed_format, ScaledFormat) else parsed_format
-    check_pictures(options)
+    parsed_format = formats.parse_format(options.format)
+    fmt = parsed_format.element if isinstance(parsed_format, formats.ScaledFormat) else parsed_format
+    cli.check_pictures(options)
     with place_in_errors("--plot"):
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
     head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
     if options.json:
         report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
-        report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
-        report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
-        report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
-        print_json(report)
-        write_pictures(options, lambda: picture)
+        report |= {name: cli.json_value(value) for name, value in _element_facts(fmt).items()}
+        report |= _scaling_facts(parsed_format) if isinstance(parsed_format, formats.ScaledFormat) else {}
+        report["codes"] = [dict(zip(head, map(cli.json_value, row), strict=True)) for row in codes]
+        cli.print_json(report)
+        cli.write_pictures(options, lambda: picture)
         return
-    if isinstance(parsed_format, ScaledFormat):
+    if isinstance(parsed_format, formats.ScaledFormat):
         facts, bits = _scaling_facts(parsed_format), parsed_format.bits_per_element()
         facts["bits per element"] = f"{bits:g}{' in a large array' if parsed_format.bits == bits else ''}"
         print(f"{parsed_format}\n\n{_facts_table(facts)}\n\nElements:")
@@ -96,20 +72,22 @@ def _run_info(options: argparse.Namespace) -> None:
     print(_code_layout(fmt))
     print(_facts_table(_element_facts(fmt)))
     print()
-    print(text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><"))
+    print(
+        cli.text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><")
+    )
     if picture is not None:
         print()
-    write_pictures(options, lambda: picture)
+    cli.write_pictures(options, lambda: picture)
 
 
-def _code_layout(fmt: ElementFormat) -> str:
+def _code_layout(fmt: formats.ElementFormat) -> str:
     """The fields of a code, highest bit first."""
-    if isinstance(fmt, FloatFormat):
+    if isinstance(fmt, formats.FloatFormat):
         fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.frac_bits)]
-    elif isinstance(fmt, TaperedFormat):
+    elif isinstance(fmt, formats.TaperedFormat):
         fields = [(fmt.parts, fmt.bits)]
     else:
-        uniform = isinstance(fmt, UniformFormat)
+        uniform = isinstance(fmt, formats.UniformFormat)
         fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]
     boxes, bits_left = [], fmt.bits
     for name, width in fields:
@@ -122,27 +100,29 @@ def _code_layout(fmt: ElementFormat) -> str:
     return "\n".join(["", edge, *("  | " + " | ".join(box[line] for box in boxes) + " |" for line in (0, 1)), edge, ""])
 
 
-def _element_facts(fmt: ElementFormat) -> dict[str, Any]:
+def _element_facts(fmt: formats.ElementFormat) -> dict[str, Any]:
     numbers = ("max", "min", "smallest_normal", "smallest_subnormal", "smallest", "eps", "unit_roundoff")
     facts: dict[str, Any] = {"bits": fmt.bits, "precision": fmt.precision}
-    if isinstance(fmt, FloatFormat):
+    if isinstance(fmt, formats.FloatFormat):
         facts |= {"bias": fmt.bias, "smallest exponent": fmt.emin, "largest exponent": fmt.emax}
     facts |= {name.replace("_", " "): getattr(fmt, name) for name in numbers}
     return facts | {"infinities": fmt.has_inf, "NaN": fmt.has_nan, "-0": fmt.has_negative_zero}
 
 
 def _facts_table(facts: dict[str, Any]) -> str:
-    return text_table([(f"  {name}", _cell_text(value, fact_text)) for name, value in facts.items()], "<<", rule=False)
+    return cli.text_table(
+        [(f"  {name}", _cell_text(value, cli.fact_text)) for name, value in facts.items()], "<<", rule=False
+    )
 
 
 def _cell_text(value: Any, format_number: Callable[[Any], str]) -> str:
     """A cell of a table."""
     if isinstance(value, bool):
-        return yes_or_no(value)
+        return cli.yes_or_no(value)
     return str(value) if isinstance(value, str | int) else format_number(value)
 
 
-def _scaling_facts(fmt: ScaledFormat) -> dict[str, Any]:
+def _scaling_facts(fmt: formats.ScaledFormat) -> dict[str, Any]:
     """The grouping of a scaled format, and the choice and format of its scales."""
     group = f"{fmt.group} along axis {fmt.axis}" if fmt.group is not None else "the whole tensor"
     return {
@@ -156,10 +136,10 @@ def _scaling_facts(fmt: ScaledFormat) -> dict[str, Any]:
 
 
 def _value_text(value: float | Fraction | None) -> str:
-    return short_decimal(value) if value is None else integer_digits(value) or short_decimal(value)
+    return cli.short_decimal(value) if value is None else cli.integer_digits(value) or cli.short_decimal(value)
 
 
-def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
+def _notable_codes(fmt: formats.ElementFormat) -> list[tuple[str, str, Any, str]]:
     """Notable codes with their values; codes that the format lacks are omitted."""
     candidates = {
         "zero": 0.0,
@@ -178,20 +158,20 @@ def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
         if code is not None:
             names.setdefault(code, []).append(name)
     return [
-        (hexadecimal_code(fmt, code), binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
+        (cli.hexadecimal_code(fmt, code), cli.binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
         for code, descriptions in names.items()
     ]
 
 
-FORMAT_LIST = Command("formats", _run_formats, "list the named formats", [argument("--json")])
-INFO = Command(
+FORMAT_LIST = cli.Command("formats", _run_formats, "list the named formats", [cli.argument("--json")])
+INFO = cli.Command(
     "info",
     _run_info,
     "show the properties of one format, its bit layout, its values",
     (
-        argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
-        argument("--plot", help="draw its values (needs matplotlib)"),
-        argument("--json", help="print JSON in place of the tables"),
+        cli.argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
+        cli.argument("--plot", help="draw its values (needs matplotlib)"),
+        cli.argument("--json", help="print JSON in place of the tables"),
     ),
 )
 
@@ -219,19 +199,21 @@ def _run_doctor(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(facts, indent=2))
         return
-    print(text_table([*facts["versions"].items(), *facts["settings"].items()], "<<", rule=False))
+    print(cli.text_table([*facts["versions"].items(), *facts["settings"].items()], "<<", rule=False))
     print()
     if "error" in facts:
         print(f"no devices: {facts['error']}")
     else:
         rows = [("device", "number", "jchop runs", "products of int8", "of float8", "of codes and floats")]
-        print(text_table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in facts["devices"])], "<><<<<"))
+        print(
+            cli.text_table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in facts["devices"])], "<><<<<")
+        )
     print()
     rows = [("extra", "for", "installed", "to install")]
     for row in facts["extras"]:
         versions = ", ".join(f"{name} {v or 'missing'}" for name, v in row["installed"].items())
         rows.append((row["extra"], row["for"], versions, row["install"] or "-"))
-    print(text_table(rows, "<<<<"))
+    print(cli.text_table(rows, "<<<<"))
 
 
 def environment_facts() -> dict[str, Any]:
@@ -284,9 +266,9 @@ def distribution_version(name: str) -> str | None:
         return None
 
 
-DOCTOR = Command(
+DOCTOR = cli.Command(
     "doctor",
     _run_doctor,
     "show versions, devices, what runs on them, and missing extras",
-    [argument("--json", help="print JSON")],
+    [cli.argument("--json", help="print JSON")],
 )

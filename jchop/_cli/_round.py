@@ -15,23 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jchop._cli._command import (
-    Command,
-    PercentProgress,
-    argument,
-    binary_code,
-    check_new_file,
-    check_suffix,
-    hexadecimal_code,
-    integer_digits,
-    json_value,
-    key_of_seed_option,
-    print_json,
-    print_written,
-    short_decimal,
-    shortest_decimal,
-    text_table,
-)
+from jchop._cli import _command as cli
 from jchop._common.checks import check, clip_text, first_names
 from jchop._common.files import write_atomically
 from jchop._spec.spec import Spec, parse
@@ -50,16 +34,16 @@ _NARROW_BITS = 32
 
 def _run_round(options: argparse.Namespace) -> None:
     spec = _spec_of_options(options)
-    key = key_of_seed_option(options.seed, [spec])
+    key = cli.key_of_seed_option(options.seed, [spec])
     if options.out:
-        check_suffix("--out", options.out, ".npy")
-        check_new_file("--out", options.out, options.force)
+        cli.check_suffix("--out", options.out, ".npy")
+        cli.check_new_file("--out", options.out, options.force)
     if any(text.lower().endswith(".npy") for text in options.values):
         _round_npy_file(options, spec, key)
     else:
         _round_numbers(options, spec, key)
     if options.out and not options.json:
-        print_written(options.out)
+        cli.print_written(options.out)
 
 
 def _spec_of_options(options: argparse.Namespace) -> Spec:
@@ -101,18 +85,18 @@ def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
     rows = _comparison_rows(typed, values, results, element)
-    digits, write = (17, json_value) if options.json else (4, short_decimal)
+    digits, write = (17, cli.json_value) if options.json else (4, cli.short_decimal)
     cells = [(n, *row, *(_error_cell(error, digits, write) for error in errors)) for n, row, errors in rows]
     if options.json:
-        entries = [(_json_number(n.exact, text), json_value(float(x)), *more) for n, text, x, *more in cells]
+        entries = [(_json_number(n.exact, text), cli.json_value(float(x)), *more) for n, text, x, *more in cells]
         numbers = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in entries]
-        print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": numbers})
+        cli.print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": numbers})
         return
     print(f"to {spec}, carrier {values.dtype}")
     words = [
-        (clip_text(t), shortest_decimal(x), code or "-", bits or "-", *more) for _, t, x, code, bits, *more in cells
+        (clip_text(t), cli.shortest_decimal(x), code or "-", bits or "-", *more) for _, t, x, code, bits, *more in cells
     ]
-    print(text_table([_ROUND_HEAD, *words], "<<<<>>"))
+    print(cli.text_table([_ROUND_HEAD, *words], "<<<<>>"))
 
 
 def _number_words(texts: list[str]) -> list[str]:
@@ -213,8 +197,12 @@ def _comparison_rows(
     """Each number with its cells under `_ROUND_HEAD`, None for those that it lacks, and its errors."""
     for number, value, result in zip(numbers, values, results, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
-        bits = (None, None) if fmt is None or code is None else (hexadecimal_code(fmt, code), binary_code(fmt, code))
-        text = shortest_decimal(value)
+        bits = (
+            (None, None)
+            if fmt is None or code is None
+            else (cli.hexadecimal_code(fmt, code), cli.binary_code(fmt, code))
+        )
+        text = cli.shortest_decimal(value)
         if isinstance(number.exact, Fraction) and not (np.isfinite(value) and Fraction(text) == number.exact):
             text = number.word  # the carrier's number is another
         yield number, (text, result, *bits), _exact_errors(number.exact, float(result))
@@ -223,8 +211,8 @@ def _comparison_rows(
 def _json_number(exact: Fraction | float, text: str) -> Any:
     """A typed number in JSON: a float64, or an integer of at most 64 bits; else its text."""
     if isinstance(exact, float):
-        return json_value(exact)
-    nearest, digits = _nearest_float(exact, odd=False), integer_digits(exact)
+        return cli.json_value(exact)
+    nearest, digits = _nearest_float(exact, odd=False), cli.integer_digits(exact)
     return nearest if nearest == exact else int(digits) if digits else text
 
 
@@ -263,7 +251,7 @@ def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         if file.dtype not in CARRIER_NUMPY_DTYPES.values() and file.dtype.kind != "c":
             raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
         summary = _RoundingSummary(_format_with_codes(spec))
-        bar = PercentProgress("round") if file.size * file.dtype.itemsize > _CHUNK_BYTES else lambda *_: None
+        bar = cli.PercentProgress("round") if file.size * file.dtype.itemsize > _CHUNK_BYTES else lambda *_: None
         chunks = RoundedChunks(file, spec, key, _CHUNK_BYTES, lambda count, total: bar(path.name, count, total))
         if options.out:
             write_atomically(options.out, lambda out: chunks.write(out, summary.add_chunk))
@@ -272,7 +260,7 @@ def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
                 summary.add_chunk(*pair)
         if options.json:
             facts = {"to": str(spec), "carrier": str(file.dtype), "shape": list(file.shape)}
-            print_json(facts | summary.as_dict())
+            cli.print_json(facts | summary.as_dict())
             return
         print(f"to {spec}, carrier {file.dtype}")
         print(summary.text(file.shape))
@@ -325,7 +313,7 @@ class _RoundingSummary:
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""
         counts, note = self._counts, " (overflows apart)" if self._counts["overflows"] else ""
-        absolute, relative = map(short_decimal, self._errors.values())
+        absolute, relative = map(cli.short_decimal, self._errors.values())
         infinities, to_nan, to_finite = (counts[f"infinities{end}"] for end in ("", " to nan", " to finite"))
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),
@@ -337,7 +325,7 @@ class _RoundingSummary:
             ("inf in the input", f"{infinities}, {to_nan} to nan, {to_finite} to a finite value"),
             ("nan in the input", f"{counts['nans']}, {counts['nans to finite']} to a finite value"),
         ]
-        return text_table([("  " + name, value) for name, value in rows], "<<", rule=False)
+        return cli.text_table([("  " + name, value) for name, value in rows], "<<", rule=False)
 
 
 #: What is counted, as JSON names it.
@@ -347,22 +335,22 @@ _COUNT_NAMES = (
 )
 
 
-ROUND = Command(
+ROUND = cli.Command(
     "round",
     _run_round,
     "round numbers, or a .npy array, to a format",
     (
-        argument("values", "X", "numbers, or one .npy file; - or nothing: standard input", nargs="*"),
-        argument("--to", "SPEC", "format, or a whole spec such as e5m2:up:saturate", required=True),
-        argument("--rounding", "MODE", ", ".join(mode.value for mode in Rounding)),
-        argument("--overflow", "RULE", ", ".join(rule.value for rule in Overflow)),
-        argument("--random-bits", "N", "random bits for each stochastic rounding", type=int),
-        argument("--seed"),
-        argument("--carrier", choices=CARRIER_NUMPY_DTYPES, help="type of the numbers before and after; default "
+        cli.argument("values", "X", "numbers, or one .npy file; - or nothing: standard input", nargs="*"),
+        cli.argument("--to", "SPEC", "format, or a whole spec such as e5m2:up:saturate", required=True),
+        cli.argument("--rounding", "MODE", ", ".join(mode.value for mode in Rounding)),
+        cli.argument("--overflow", "RULE", ", ".join(rule.value for rule in Overflow)),
+        cli.argument("--random-bits", "N", "random bits for each stochastic rounding", type=int),
+        cli.argument("--seed"),
+        cli.argument("--carrier", choices=CARRIER_NUMPY_DTYPES, help="type of the numbers before and after; default "
                  "float64, and for a .npy file its own type"),
-        argument("--out", "FILE.npy", "write the rounded array there", type=Path),
-        argument("--force", help="replace FILE.npy if it exists"),
-        argument("--json"),
+        cli.argument("--out", "FILE.npy", "write the rounded array there", type=Path),
+        cli.argument("--force", help="replace FILE.npy if it exists"),
+        cli.argument("--json"),
     ),
     "Rounds numbers to a format and shows value, code and error.",
     "examples:\n"

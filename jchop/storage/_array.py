@@ -23,35 +23,8 @@ from jchop._common.checks import check, check_instance, check_int
 from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._spec.spec import Spec, parse
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.storage import _notebook
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    AxisGrouping,
-    axis_groupings,
-    format_of_part,
-    normalize_index,
-    reshape_groupings,
-    scale_entry,
-    scale_shape_of,
-    unit_lengths,
-    with_groupings,
-    with_sparse_axis,
-)
-from jchop.storage._codes import (
-    QArrayForm,
-    Scale,
-    batch_axes,
-    decode_qarray,
-    dense_codes,
-    load_codes,
-    pack_entries,
-    packs_codes,
-    qarray_shape,
-    sparse_codes,
-    spec_of_part,
-    store_codes,
-    unpack_entries,
-)
+from jchop.storage import _axis_groupings as groupings
+from jchop.storage import _codes, _notebook
 
 Array = jax.Array
 
@@ -98,7 +71,7 @@ class QArray:
     """
 
     qvalue: Any
-    scale: Scale
+    scale: _codes.Scale
     zero_point: Any
     spec: Spec
     length: int | None
@@ -116,7 +89,7 @@ class QArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
-        return qarray_shape(self.qvalue, self.length, self.places)
+        return _codes.qarray_shape(self.qvalue, self.length, self.places)
 
     @property
     def ndim(self) -> int:
@@ -166,7 +139,7 @@ class QArray:
 
     def __jax_array__(self) -> Any:
         """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""
-        return decode_qarray(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
+        return _codes.decode_qarray(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The numbers, for functions of NumPy; without this method NumPy would make an array of QArrays."""
@@ -198,15 +171,17 @@ class QArray:
 
     def astype(self, dtype: Any) -> Any:
         """The numbers in a carrier, as `jchop.dequantize` gives them."""
-        return decode_qarray(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
+        return _codes.decode_qarray(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __matmul__(self, other: Any) -> Any:
         return self.__jax_array__() @ other
 
-    def form(self, dtype: Any = None) -> QArrayForm:
+    def form(self, dtype: Any = None) -> _codes.QArrayForm:
         """The static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
-        return QArrayForm(
-            spec_of_part(self.spec, self.ndim), self.length, np.dtype(self.dtype if dtype is None else dtype).name
+        return _codes.QArrayForm(
+            _codes.spec_of_part(self.spec, self.ndim),
+            self.length,
+            np.dtype(self.dtype if dtype is None else dtype).name,
         )
 
     # -- parts and shapes ----------------------------------------------------------------------------------------------
@@ -242,7 +217,7 @@ class QArray:
         if order[-1] == self.ndim - 1:
             qvalue = self.qvalue.transpose(order)
         else:
-            qvalue = pack_entries(self._entries().transpose(order), self.spec.element)
+            qvalue = _codes.pack_entries(self._entries().transpose(order), self.spec.element)
         grouping = [kinds[axis] for axis in order][lead:]
         return self._moved(qvalue, self.shape[order[-1]], grouping, lambda part: part.transpose(order))
 
@@ -264,25 +239,25 @@ class QArray:
             return self
         if self.places is not None:
             dense, mask, axis, unit = self._whole()
-            units = [unit if i == axis else OWN_SCALE for i in range(self.ndim)]
-            sparse_flags = [isinstance(v, int) for v in reshape_groupings(units, self.shape, new) or ()]
+            units = [unit if i == axis else groupings.OWN_SCALE for i in range(self.ndim)]
+            sparse_flags = [isinstance(v, int) for v in groupings.reshape_groupings(units, self.shape, new) or ()]
             if not any(sparse_flags):
                 raise ValueError(f"shape={new} would split groups of {unit} along axis {axis} of which "
                                  f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
             return dense.reshape(new).thinned(reshape(mask, new), self.spec, sparse_flags.index(True))
         kinds, lead = self._kinds()
-        core = reshape_groupings(kinds[lead:], self.shape[lead:], new[lead:])
+        core = groupings.reshape_groupings(kinds[lead:], self.shape[lead:], new[lead:])
         if core is None or not new or new[:lead] != self.shape[:lead]:
             raise ValueError(
                 f"shape={new} would split groups of {self.spec.format} in an array of shape {self.shape}, or leave "
                 "them along several axes; dequantize, reshape and quantize"
             )
-        scales = new[:lead] + scale_shape_of(core, new[lead:])
-        packs = packs_codes(self.spec.element)
+        scales = new[:lead] + groupings.scale_shape_of(core, new[lead:])
+        packs = _codes.packs_codes(self.spec.element)
         if new[-1:] == self.shape[-1:] or not packs:
             qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if packs else new[-1]))
         else:
-            qvalue = pack_entries(reshape(self._entries(), new), self.spec.element)
+            qvalue = _codes.pack_entries(reshape(self._entries(), new), self.spec.element)
         return self._moved(qvalue, new[-1], core, lambda part: reshape(part, scales))
 
     def __getitem__(self, index: Any) -> QArray:
@@ -295,10 +270,10 @@ class QArray:
                 clamped, as in JAX.
             ValueError: if a group would be cut.
         """
-        entries = normalize_index(index, self.shape)
+        entries = groupings.normalize_index(index, self.shape)
         kinds, lead = self._kinds()
         scales = tuple(
-            scale_entry(axis, entry, kind, n)
+            groupings.scale_entry(axis, entry, kind, n)
             for axis, (entry, kind, n) in enumerate(zip(entries, kinds, self.shape, strict=True))
         )
         if all(entry == slice(None) for entry in entries):
@@ -308,14 +283,14 @@ class QArray:
         ]
         if self.places is not None:
             dense, which, axis, unit = self._whole()
-            scale_entry(axis, entries[axis], unit, self.shape[axis])
+            groupings.scale_entry(axis, entries[axis], unit, self.shape[axis])
             return dense[tuple(entries)].thinned(which[tuple(entries)], self.spec, axes.index(axis))
         if self.length is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
             qvalue, size = self.qvalue[tuple(entries[:-1])], self.length
         else:
             cut = self._entries()[tuple(entries)]
             size = cut.shape[-1] if axes else None
-            qvalue = pack_entries(cut if axes else cut.reshape(1), self.spec.element)
+            qvalue = _codes.pack_entries(cut if axes else cut.reshape(1), self.spec.element)
         tensor, grouping = scales[:lead], [kinds[axis] for axis in axes if axis >= lead]
         return self._moved(
             qvalue, size, grouping, lambda part: part[scales], lambda part: part[tensor] if tensor else part
@@ -330,40 +305,42 @@ class QArray:
             axis: the axis along which they are counted, from 0.
         """
         assert self.spec.scaled is not None and spec.scaled is not None
-        fmt = with_sparse_axis(self.spec.scaled(sparse=spec.scaled.sparse), axis - self.ndim)
+        fmt = groupings.with_sparse_axis(self.spec.scaled(sparse=spec.scaled.sparse), axis - self.ndim)
         spec = replace(self.spec, format=fmt)
-        codes, places = sparse_codes(self.qvalue, kept, spec)
+        codes, places = _codes.sparse_codes(self.qvalue, kept, spec)
         return replace(self, qvalue=codes, places=places, spec=spec)
 
     # -- internals -----------------------------------------------------------------------------------------------------
-    def _kinds(self) -> tuple[tuple[AxisGrouping, ...], int]:
+    def _kinds(self) -> tuple[tuple[groupings.AxisGrouping, ...], int]:
         """The grouping of each axis, and the number of leading axes that the tensor scale has, too."""
-        fmt = spec_of_part(self.spec, self.ndim).scaled
+        fmt = _codes.spec_of_part(self.spec, self.ndim).scaled
         if fmt is None:
-            return (OWN_SCALE,) * self.ndim, 0
-        batch = batch_axes(self.spec, self.shape, self.scale)
-        return axis_groupings(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
+            return (groupings.OWN_SCALE,) * self.ndim, 0
+        batch = _codes.batch_axes(self.spec, self.shape, self.scale)
+        return groupings.axis_groupings(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
 
     def _whole(self) -> tuple[QArray, Any, int, int]:
         """The array with codes of all numbers, which of them are kept, along which axis, and of how many some are."""
         fmt = self.spec.scaled
         assert fmt is not None and fmt.sparse is not None and self.length is not None
-        codes, mask = dense_codes(self.qvalue, self.places, self.length, self.spec)
+        codes, mask = _codes.dense_codes(self.qvalue, self.places, self.length, self.spec)
         dense = replace(self, qvalue=codes, places=None, spec=replace(self.spec, format=fmt.dense))
         return dense, mask, fmt.axis_of_sparse % self.ndim, fmt.sparse[1]
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""
         count = 1 if self.length is None else self.length
-        return unpack_entries(self.qvalue, self.spec.element, count).reshape(self.shape)
+        return _codes.unpack_entries(self.qvalue, self.spec.element, count).reshape(self.shape)
 
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
-        shape = format_of_part(fmt, self.ndim).scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
+        shape = groupings.format_of_part(fmt, self.ndim).scale_shape(
+            self.shape[_codes.batch_axes(self.spec, self.shape, self.scale) :]
+        )
         return qarray_of_scales(self.scale, inner, shape)
 
     def _moved(
-        self, qvalue: Any, size: int | None, kinds: Sequence[AxisGrouping], move: Any, of_tensor: Any = None
+        self, qvalue: Any, size: int | None, kinds: Sequence[groupings.AxisGrouping], move: Any, of_tensor: Any = None
     ) -> QArray:
         """The array with other codes, grouped by `kinds`.
 
@@ -380,21 +357,26 @@ class QArray:
         if isinstance(fmt.scale, ScaledFormat):
             inner = move(self._quantized_scale(fmt, fmt.scale))
             fmt = fmt(scale=inner.spec.format)
-            scale = (load_codes(inner.qvalue, inner.spec.element), *flatten_scales(inner.scale, inner.zero_point))
+            scale = (
+                _codes.load_codes(inner.qvalue, inner.spec.element),
+                *flatten_scales(inner.scale, inner.zero_point),
+            )
         elif fmt.scale_rule.tensor_scale:
             scale = move(scale[0]), scale[1] if of_tensor is None else of_tensor(scale[1])
         else:
             scale = move(scale)
         zero_point = None if self.zero_point is None else move(self.zero_point)
-        spec = replace(self.spec, format=with_groupings(fmt, kinds))
+        spec = replace(self.spec, format=groupings.with_groupings(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
 
 
-def qarray_of_scales(scale: Scale, fmt: ScaledFormat, shape: tuple[int, ...]) -> QArray:
+def qarray_of_scales(scale: _codes.Scale, fmt: ScaledFormat, shape: tuple[int, ...]) -> QArray:
     """Scales of a shape that are quantized to a scaled format, as a QArray."""
     codes, *rest = scale
     size = shape[-1] if shape else None
-    return QArray(store_codes(codes, fmt.element), *unflatten_scales(rest, fmt), Spec(fmt), size, np.dtype(np.float32))
+    return QArray(
+        _codes.store_codes(codes, fmt.element), *unflatten_scales(rest, fmt), Spec(fmt), size, np.dtype(np.float32)
+    )
 
 
 class PackedParam(ABC):
@@ -600,4 +582,4 @@ def check_group_sharding(q: QArray, sharding: NamedSharding, name: str) -> None:
 
 def group_length(q: QArray, axis: int) -> int:
     """The length along an axis that parts of a QArray must be multiples of: of its groups, and of groups of scales."""
-    return unit_lengths(spec_of_part(q.spec, q.ndim).scaled, q.ndim)[axis]
+    return groupings.unit_lengths(_codes.spec_of_part(q.spec, q.ndim).scaled, q.ndim)[axis]

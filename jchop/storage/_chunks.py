@@ -31,27 +31,13 @@ from jchop._core.rounding.grid import carrier_holds
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.storage import _axis_groupings as groupings
+from jchop.storage import _save
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    WHOLE_AXIS,
-    AxisGrouping,
-    axes_from_end,
-    axis_groupings,
-    unit_lengths,
-)
 from jchop.storage._codes import native_dtype
 from jchop.storage._files.npy import NpyFile
 from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
 from jchop.storage._quantize import dequantize, quantize
-from jchop.storage._save import (
-    QARRAYS_KEY,
-    qarray_description,
-    qarray_metadata,
-    qarray_tensor_names,
-    qarray_tensors,
-    qarrays_in,
-)
 
 #: This number of codes of any width fills whole bytes.
 _CODES_IN_WHOLE_BYTES = 8
@@ -69,7 +55,7 @@ class ChunkCut(NamedTuple):
 
     axis: int | None
     step: int
-    kinds: tuple[AxisGrouping, ...]
+    kinds: tuple[groupings.AxisGrouping, ...]
     needs_extremes: bool
 
 
@@ -94,13 +80,13 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
     """
     if not shape:
         return ChunkCut(None, 1, (), False)
-    kinds = axis_groupings(fmt, len(shape)) if fmt is not None else (OWN_SCALE,) * len(shape)
+    kinds = groupings.axis_groupings(fmt, len(shape)) if fmt is not None else (groupings.OWN_SCALE,) * len(shape)
     units, indivisible = _cut_units(fmt, len(shape))
     if (
         fmt is not None
         and fmt.sparse is not None
         and math.prod(shape)
-        and (WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
+        and (groupings.WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
     ):
         return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
     for axis, size in enumerate(shape):
@@ -116,21 +102,21 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
     else:
         raise AssertionError("the last axis ends the search")
     parts = [*(n > 1 for n in shape[:axis]), step < shape[axis]]
-    share_scale = any(several and kinds[i] == WHOLE_AXIS for i, several in enumerate(parts))
+    share_scale = any(several and kinds[i] == groupings.WHOLE_AXIS for i, several in enumerate(parts))
     of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
     return ChunkCut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
 
 
 def _cut_units(fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
     """For each axis: what the lengths of chunks along it are multiples of, and whether it cannot be cut at all."""
-    units, indivisible = unit_lengths(fmt, ndim), [False] * ndim
+    units, indivisible = groupings.unit_lengths(fmt, ndim), [False] * ndim
     units[-1] *= _CODES_IN_WHOLE_BYTES
     level: Any = fmt
     if fmt is not None and fmt.scale_rule.by_extremes and not fmt.scale_rule.tensor_scale:
         level = fmt if isinstance(fmt.scale, ScaledFormat) else None  # the extremes of all chunks give the scales
     while isinstance(level, ScaledFormat):
-        kinds = axis_groupings(level, ndim)
-        indivisible = [whole or kind == WHOLE_AXIS for whole, kind in zip(indivisible, kinds, strict=True)]
+        kinds = groupings.axis_groupings(level, ndim)
+        indivisible = [whole or kind == groupings.WHOLE_AXIS for whole, kind in zip(indivisible, kinds, strict=True)]
         level = level.scale
     return units, indivisible
 
@@ -149,7 +135,7 @@ def chunks(shape: Sequence[int], cut: ChunkCut) -> Iterator[Chunk]:
         for first in range(0, shape[axis], cut.step):
             length = min(cut.step, shape[axis] - first)
             begins = (*outer, first)
-            leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == WHOLE_AXIS)
+            leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == groupings.WHOLE_AXIS)
             yield Chunk((*begins, *(0 for _ in rest)), start, ((1,) * axis) + (length, *rest), leads)
             start += length * inner
 
@@ -173,8 +159,8 @@ class GroupExtremes:
             return None
         assert cut.axis is not None
         everywhere = fmt.scale_rule.tensor_scale
-        shares_axis = tuple(everywhere or kind == WHOLE_AXIS for kind in cut.kinds)
-        axis = cut.axis if everywhere else cut.kinds.index(WHOLE_AXIS)
+        shares_axis = tuple(everywhere or kind == groupings.WHOLE_AXIS for kind in cut.kinds)
+        axis = cut.axis if everywhere else cut.kinds.index(groupings.WHOLE_AXIS)
         kind = cut.kinds[axis]
         bounds = tuple(1 if all_of else n for all_of, n in zip(shares_axis, shape, strict=True))
         count = (kind if isinstance(kind, int) else 1) * _CODES_IN_WHOLE_BYTES
@@ -310,7 +296,7 @@ class RoundedChunks:
     def __init__(self, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, progress: ElementProgress) -> None:
         self._file, self._spec, self._key, self._progress = file, spec, key, progress
         self._order = -1 if spec.scaled is None and file.fortran_order else 1
-        fmt = None if spec.scaled is None else axes_from_end(spec.scaled, len(file.shape))
+        fmt = None if spec.scaled is None else groupings.axes_from_end(spec.scaled, len(file.shape))
         shape = file.shape if file.size else (0,) * len(file.shape)  # an array without elements may have many scales
         cut = plan_chunk_cut(shape[:: self._order], file.dtype.itemsize, fmt, chunk_bytes)
         self._chunks = [
@@ -466,12 +452,14 @@ def quantize_file(
             if job.spec is not None and job.spec.rounding.stochastic and seed is None:
                 raise ValueError(f"spec={str(job.spec)!r} rounds stochastically: it needs a seed")
         entries = place_tensors({name: entry for job in jobs for name, entry in job.outputs.items()})
-        descriptions = qarrays_in(file) | {job.name: job.description for job in jobs if job.description is not None}
-        texts = {name: text for name, text in file.metadata.items() if name != QARRAYS_KEY}
+        descriptions = _save.qarrays_in(file) | {
+            job.name: job.description for job in jobs if job.description is not None
+        }
+        texts = {name: text for name, text in file.metadata.items() if name != _save.QARRAYS_KEY}
         total, reports = sum(job.entry.nbytes for job in jobs), []
 
         def write(out: Any) -> None:
-            writer, start = TensorWriter(out, entries, texts | qarray_metadata(descriptions)), 0
+            writer, start = TensorWriter(out, entries, texts | _save.qarray_metadata(descriptions)), 0
             for job in jobs:
 
                 def tell(part: int, name: str = job.name, start: int = start) -> None:
@@ -489,8 +477,8 @@ def quantize_file(
 
 
 def _tensor_jobs(file: TensorFile, rules: Sequence[TensorRule]) -> list[_TensorJob]:
-    descriptions = qarrays_in(file)
-    parts = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
+    descriptions = _save.qarrays_in(file)
+    parts = {part for name, fields in descriptions.items() for part in _save.qarray_tensor_names(name, fields)}
     dtypes = {name: entry.dtype.name for name, entry in file.entries.items() if name not in parts}
     chosen = choose_rules(rules, dtypes, descriptions, parts)
     jobs = []
@@ -555,9 +543,10 @@ def _tensor_job(name: str, entry: TensorEntry, rule: TensorRule | None, why: str
     except (ValueError, TypeError) as error:
         raise tensor_rule_error(rule, name, entry.shape, error) from None
     outputs = {
-        part: TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape)) for part, leaf in qarray_tensors(name, q).items()
+        part: TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
+        for part, leaf in _save.qarray_tensors(name, q).items()
     }
-    return _TensorJob(name, entry, spec, "", outputs, qarray_description(q))
+    return _TensorJob(name, entry, spec, "", outputs, _save.qarray_description(q))
 
 
 def _native_dtype_of(spec: Spec) -> np.dtype | None:
@@ -591,7 +580,7 @@ def _convert_tensor(
             writer.write(job.name, x)
             tell((at + x.size) * entry.bits // 8)
         return report
-    fmt = None if spec.scaled is None else axes_from_end(spec.scaled, len(entry.shape))
+    fmt = None if spec.scaled is None else groupings.axes_from_end(spec.scaled, len(entry.shape))
     cut = plan_chunk_cut(entry.shape, entry.dtype.itemsize, fmt, chunk)
 
     def read(chunk: Chunk) -> np.ndarray:
@@ -627,7 +616,7 @@ def _quantize_chunk(
 
 def _write_chunk_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> None:
     """Writes the parts of a chunk; scales that chunks share are written with the first one."""
-    for part, array in qarray_tensors(name, q).items():
+    for part, array in _save.qarray_tensors(name, q).items():
         repeats = part.endswith(".tensor_scale") and chunk.start > 0
         if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not repeats):
             writer.write(part, array)

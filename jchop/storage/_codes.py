@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop import formats
 from jchop._common.bit_ops import CARRIERS, FLOAT32, FLOAT64, Carrier, has_sharding
 from jchop._common.checks import check
 from jchop._common.gradients import CustomJvp
@@ -23,49 +24,29 @@ from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
 from jchop._core.scaled.sparse import gather_sparse, scatter_sparse
 from jchop._kernels.scaled import code_and_scale_shapes, dequantize_scaled
 from jchop._spec.spec import Spec
-from jchop.formats import (
-    ElementFormat,
-    FloatFormat,
-    ScaledFormat,
-    TaperedFormat,
-    UniformFormat,
-    bfloat16,
-    binary16,
-    binary32,
-    binary64,
-    float8_e4m3fn,
-    float8_e5m2,
-)
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    WHOLE_AXIS,
-    AxisGrouping,
-    axes_from_end,
-    axis_groupings,
-    format_of_part,
-)
+from jchop.storage import _axis_groupings as groupings
 
 Array = jax.Array
 #: Codes of NumPy or JAX; the result of a function is of the same library.
 Codes = Any
 
 #: The format of each carrier.
-CARRIER_FORMATS: dict[str, FloatFormat] = {
-    "float16": binary16, "bfloat16": bfloat16, "float32": binary32, "float64": binary64
+CARRIER_FORMATS: dict[str, formats.FloatFormat] = {
+    "float16": formats.binary16, "bfloat16": formats.bfloat16, "float32": formats.binary32, "float64": formats.binary64
 }  # fmt: skip
 #: Formats whose codes are the bits of a dtype that JAX's backends, other libraries and files support.
-_NATIVE_DTYPES: dict[ElementFormat, str] = {fmt: name for name, fmt in CARRIER_FORMATS.items()}
-_NATIVE_DTYPES |= {float8_e4m3fn: "float8_e4m3fn", float8_e5m2: "float8_e5m2"}
+_NATIVE_DTYPES: dict[formats.ElementFormat, str] = {fmt: name for name, fmt in CARRIER_FORMATS.items()}
+_NATIVE_DTYPES |= {formats.float8_e4m3fn: "float8_e4m3fn", formats.float8_e5m2: "float8_e5m2"}
 #: The most bits of codes without a dtype of the same values.
 _MOST_CODE_BITS = 16
 
 
-def native_dtype(fmt: ElementFormat) -> np.dtype | None:
+def native_dtype(fmt: formats.ElementFormat) -> np.dtype | None:
     """The dtype with the values of `fmt`, bit for bit; None if there is no widely supported one."""
     return jnp.dtype(_NATIVE_DTYPES[fmt]) if fmt in _NATIVE_DTYPES else None
 
 
-def code_dtype(fmt: ElementFormat) -> np.dtype:
+def code_dtype(fmt: formats.ElementFormat) -> np.dtype:
     """The dtype of stored codes.
 
     The dtype of the same values if there is one (the floats above; int8 and uint8 for 8-bit integers and fixed point),
@@ -81,28 +62,28 @@ def code_dtype(fmt: ElementFormat) -> np.dtype:
         raise ValueError(
             f"{fmt} has codes of {fmt.bits} bits; at most {_MOST_CODE_BITS} are stored, or a format with a dtype"
         )
-    if isinstance(fmt, UniformFormat) and fmt.bits == 8:
+    if isinstance(fmt, formats.UniformFormat) and fmt.bits == 8:
         return np.dtype(np.int8 if fmt.signed else np.uint8)
     return np.dtype(np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-def packs_codes(fmt: ElementFormat) -> bool:
+def packs_codes(fmt: formats.ElementFormat) -> bool:
     """Whether several codes share a byte."""
     return fmt.bits < 8
 
 
-def store_codes(codes: Codes, fmt: ElementFormat) -> Codes:
+def store_codes(codes: Codes, fmt: formats.ElementFormat) -> Codes:
     """Unsigned codes, packed if they have fewer than 8 bits, in the stored dtype; `load_codes` is the inverse."""
     return _bitcast_codes(codes, code_dtype(fmt))
 
 
-def load_codes(codes: Codes, fmt: ElementFormat) -> Codes:
+def load_codes(codes: Codes, fmt: formats.ElementFormat) -> Codes:
     """Stored codes as unsigned integers, still packed."""
     check_code_dtype(codes, fmt)
     return _bitcast_codes(codes, np.dtype(f"u{code_dtype(fmt).itemsize}"))
 
 
-def check_code_dtype(codes: Codes, fmt: ElementFormat) -> None:
+def check_code_dtype(codes: Codes, fmt: formats.ElementFormat) -> None:
     """Refuses numbers in the place of codes, as arithmetic on the leaves of a QArray makes them.
 
     Raises:
@@ -119,12 +100,12 @@ def check_code_dtype(codes: Codes, fmt: ElementFormat) -> None:
         )
 
 
-def unpack_entries(codes: Codes, fmt: ElementFormat, count: int) -> Codes:
+def unpack_entries(codes: Codes, fmt: formats.ElementFormat, count: int) -> Codes:
     """Stored codes, unpacked to one entry for each element, so that any axis can be cut or moved."""
     return _unpack_codes(codes, fmt.bits, count) if packs_codes(fmt) else codes
 
 
-def pack_entries(entries: Codes, fmt: ElementFormat) -> Codes:
+def pack_entries(entries: Codes, fmt: formats.ElementFormat) -> Codes:
     """The inverse of `unpack_entries`."""
     return _pack_codes(entries, fmt.bits) if packs_codes(fmt) else entries
 
@@ -182,13 +163,13 @@ def dense_codes(qvalue: Codes, places: Codes, size: int, spec: Spec) -> tuple[Co
 # -- formats without a scale -------------------------------------------------------------------------------------------
 
 
-def encode_unscaled(values: Array, fmt: ElementFormat) -> Array:
+def encode_unscaled(values: Array, fmt: formats.ElementFormat) -> Array:
     """The stored codes of values of a plain format, packed along the last axis.
 
     If `fmt` has no NaN, a NaN becomes its largest value, as in scaled formats.
     """
     carrier = CARRIERS[values.dtype.name]
-    if fmt == binary64 and carrier.width < 64:
+    if fmt == formats.binary64 and carrier.width < 64:
         raise ValueError(f"x has dtype {carrier.name}, which binary64 would store in more bits than it has")
     codes = encode_elements(widen_16_bit(values, carrier), fmt, _arithmetic_carrier(carrier))
     if not fmt.has_nan:
@@ -196,12 +177,12 @@ def encode_unscaled(values: Array, fmt: ElementFormat) -> Array:
     return store_codes(pack_entries(codes, fmt), fmt)
 
 
-def needs_float64(fmt: ElementFormat) -> bool:
+def needs_float64(fmt: formats.ElementFormat) -> bool:
     """Whether values of a plain format are computed in float64: binary64, and tapered formats with a wider range."""
-    return fmt == binary64 or (isinstance(fmt, TaperedFormat) and not carrier_holds(Spec(fmt), FLOAT32))
+    return fmt == formats.binary64 or (isinstance(fmt, formats.TaperedFormat) and not carrier_holds(Spec(fmt), FLOAT32))
 
 
-def decode_unscaled(codes: Array, fmt: ElementFormat, count: int, carrier: Carrier) -> Array:
+def decode_unscaled(codes: Array, fmt: formats.ElementFormat, count: int, carrier: Carrier) -> Array:
     """The values of stored codes, rounded to nearest if `carrier` does not hold them."""
     compute = FLOAT64 if needs_float64(fmt) else _arithmetic_carrier(carrier)
     values = decode_elements(unpack_entries(load_codes(codes, fmt), fmt, count), fmt, compute)
@@ -251,7 +232,7 @@ def qarray_shape(qvalue: Any, size: int | None, places: Any = None) -> tuple[int
 
 def spec_of_part(spec: Spec, ndim: int) -> Spec:
     """The spec of a stored array of `ndim` axes, without channels along removed axes (`format_of_part`)."""
-    fmt = None if spec.scaled is None else format_of_part(spec.scaled, ndim)
+    fmt = None if spec.scaled is None else groupings.format_of_part(spec.scaled, ndim)
     return spec if fmt is None or fmt == spec.scaled else replace(spec, format=fmt)
 
 
@@ -297,7 +278,7 @@ def check_qarray_leaves(q: Any) -> None:
     spec_leaves = [((*code_shape[:-1], count), code_dtype(spec.element))]
     if spec.scaled is not None:
         batch = batch_axes(spec, shape, q.scale)
-        if axes_from_end(spec.scaled, len(shape) - batch) != spec.scaled:
+        if groupings.axes_from_end(spec.scaled, len(shape) - batch) != spec.scaled:
             raise ValueError(f"the axes of {spec} are not counted from the end")
         parts = jax.tree.leaves(code_and_scale_shapes(spec, shape[batch:])[1:])
         spec_leaves += [((*shape[:batch], *part.shape), part.dtype) for part in parts]
@@ -329,7 +310,7 @@ def decode_qarray(
 @partial(CustomJvp, nondiff_argnums=(0,))
 def _decode_dense(form: QArrayForm, qvalue: Array, scale: Scale, zero_point: Array | None) -> Array:
     fmt, shape = form.spec.format, qarray_shape(qvalue, form.size)
-    if isinstance(fmt, ElementFormat):
+    if isinstance(fmt, formats.ElementFormat):
         count = 1 if form.size is None else form.size
         return decode_unscaled(qvalue, fmt, count, CARRIERS[form.dtype]).reshape(shape)
     batch = batch_axes(form.spec, shape, scale)
@@ -385,20 +366,20 @@ def _scale_over_elements(spec: Spec, values: Array, part: int, scale: Scale, sha
     """Values in the shape of one part of the scales, repeated for each element that it scales."""
     fmt, batch = spec.scaled, batch_axes(spec, shape, scale)
     assert fmt is not None
-    if part and isinstance(fmt.scale, ScaledFormat):
+    if part and isinstance(fmt.scale, formats.ScaledFormat):
         scales = shape[:batch] + fmt.scale_shape(shape[batch:])
         values = jnp.broadcast_to(
-            repeat_over_groups(values, axis_groupings(fmt.scale, len(scales), batch), scales), scales
+            repeat_over_groups(values, groupings.axis_groupings(fmt.scale, len(scales), batch), scales), scales
         )
     elif part:
         return values.reshape(*values.shape, *([1] * (len(shape) - batch)))
-    return repeat_over_groups(values, axis_groupings(fmt, len(shape), batch), shape)
+    return repeat_over_groups(values, groupings.axis_groupings(fmt, len(shape), batch), shape)
 
 
-def repeat_over_groups(values: Array, kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> Array:
+def repeat_over_groups(values: Array, kinds: Sequence[groupings.AxisGrouping], shape: Sequence[int]) -> Array:
     """One value for each group, repeated for each element of the group; whole-axis groups keep length 1."""
     for axis, (kind, n) in enumerate(zip(kinds, shape, strict=True)):
-        if kind not in (OWN_SCALE, WHOLE_AXIS):
+        if kind not in (groupings.OWN_SCALE, groupings.WHOLE_AXIS):
             sharding = jax.typeof(values).sharding if has_sharding(values) else None
             values = lax.slice_in_dim(jnp.repeat(values, int(kind), axis, out_sharding=sharding), 0, n, axis=axis)
     return values
@@ -412,7 +393,7 @@ _MOST_TABLE_BITS = 16
 
 
 @lru_cache(maxsize=32)
-def _range_end_codes(fmt: ElementFormat) -> tuple[np.ndarray, np.ndarray] | None:
+def _range_end_codes(fmt: formats.ElementFormat) -> tuple[np.ndarray, np.ndarray] | None:
     """For each code: whether its value is the largest or the lowest, or infinite; and the code of the value next to it.
 
     Other codes are next to themselves. A lowest value of zero does not count. None for codes of more than 16 bits, and

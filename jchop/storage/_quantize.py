@@ -34,20 +34,9 @@ from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
+from jchop.storage import _codes
 from jchop.storage._array import PackedParam, QArray, check_qarray, qarray_of_scales, refuse_qarray_dicts
 from jchop.storage._axis_groupings import axes_from_end, map_over_stack
-from jchop.storage._codes import (
-    CARRIER_FORMATS,
-    QArrayForm,
-    Scale,
-    batch_axes,
-    code_dtype,
-    decode_qarray,
-    encode_unscaled,
-    needs_float64,
-    sparse_codes,
-    spec_of_part,
-)
 
 Array = jax.Array
 _StorageSpec = Spec | ElementFormat | ScaledFormat | str
@@ -58,7 +47,7 @@ def quantize(
     spec: _StorageSpec,
     key: Array | None = None,
     *,
-    scale: Scale = None,
+    scale: _codes.Scale = None,
     zero_point: Any = None,
     offset: Any = 0,
     impl: Impl = "auto",
@@ -116,7 +105,7 @@ def quantize(
         else:
             if scale is not None or zero_point is not None:
                 raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale and no zero_point")
-            code_dtype(spec.format)
+            _codes.code_dtype(spec.format)
             values = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, draw_key, offset=offset, impl=impl)
             parts = (_encode_values(values, fmt=spec.format), None, None, None)
         qvalue, scale, zero_point, places = jax.tree.map(_leaf_to_numpy, parts) if numpy else parts
@@ -164,7 +153,7 @@ def dequantize(q: QArray | PackedParam, dtype: Any = None, *, add_to: Any = None
     if form.dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
-    wide = wide or needs_float64(q.spec.element)
+    wide = wide or _codes.needs_float64(q.spec.element)
     with enable_x64_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(JCHOP_SCOPE):
         numbers = mark_results(_dequantize_leaves(q.qvalue, q.scale, q.zero_point, q.places, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
@@ -187,11 +176,14 @@ def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     """
     if isinstance(q, PackedParam):
         return q.requantize(x, key)
-    spec, stack = spec_of_part(q.spec, q.ndim), 0 if q.spec.scaled is None else batch_axes(q.spec, q.shape, q.scale)
+    spec, stack = (
+        _codes.spec_of_part(q.spec, q.ndim),
+        0 if q.spec.scaled is None else _codes.batch_axes(q.spec, q.shape, q.scale),
+    )
     return replace(map_over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
 
 
-def fit_scale(x: Any, spec: _StorageSpec) -> tuple[Scale, Any]:
+def fit_scale(x: Any, spec: _StorageSpec) -> tuple[_codes.Scale, Any]:
     """The scales and zero points that `quantize` chooses, to be kept, averaged, or used for other arrays.
 
     Args:
@@ -235,44 +227,44 @@ class _QuantizeOptions(NamedTuple):
 
 @partial(always_jit, static_argnames="how", inline=True)
 def _quantize_groups(
-    x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _QuantizeOptions
+    x: Any, key: Array | None, starts: tuple, scale: _codes.Scale, zero_point: Any, *, how: _QuantizeOptions
 ) -> tuple:
     words = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
     assert how.spec.scaled is not None
-    more = {"place": how.place, "impl": how.impl, "as_dtype": code_dtype(how.spec.scaled.element)}
+    more = {"place": how.place, "impl": how.impl, "as_dtype": _codes.code_dtype(how.spec.scaled.element)}
     dense, x, mask = dense_of(how.spec, x)
     codes, *scales = quantize_scaled(x, *words, spec=dense, scale=scale, zero_point=zero_point, **more)
     if how.spec.scaled.sparse is None:
         return codes, *scales, None
     mask = jnp.ones(x.shape, bool) if mask is None else mask  # of no numbers
-    codes, places = sparse_codes(codes, mask, how.spec)
+    codes, places = _codes.sparse_codes(codes, mask, how.spec)
     return codes, *scales, places
 
 
 @partial(always_jit, static_argnames="fmt", inline=True)
 def _encode_values(values: Array, *, fmt: ElementFormat) -> Array:
-    return encode_unscaled(values.reshape(values.shape or (1,)), fmt)
+    return _codes.encode_unscaled(values.reshape(values.shape or (1,)), fmt)
 
 
 @partial(always_jit, static_argnames="spec", inline=True)
-def _fit_group_scales(x: Any, *, spec: Spec) -> tuple[Scale, Any]:
+def _fit_group_scales(x: Any, *, spec: Spec) -> tuple[_codes.Scale, Any]:
     return fit_scaled(lax.stop_gradient(jnp.asarray(x)), spec=spec)
 
 
 @partial(always_jit, static_argnames="form", inline=True)
 def _dequantize_leaves(
-    qvalue: Any, scale: Scale, zero_point: Any, places: Any, add_to: Any, *, form: QArrayForm
+    qvalue: Any, scale: _codes.Scale, zero_point: Any, places: Any, add_to: Any, *, form: _codes.QArrayForm
 ) -> Array:
     qvalue, scale, zero_point, places = jax.tree.map(jnp.asarray, (qvalue, scale, zero_point, places))
-    numbers = decode_qarray(form, qvalue, scale, zero_point, places)
+    numbers = _codes.decode_qarray(form, qvalue, scale, zero_point, places)
     return numbers if add_to is None else add_to + numbers
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check_scale_values(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
+def _check_scale_values(scale: _codes.Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     """Refuses scales that `fit_scale` cannot return. Traced values are not known and not checked."""
     if has_tracer(scale):
         return
@@ -434,7 +426,7 @@ def check_float_zero_points(spec: Spec) -> ScaledFormat:
         )
     if fmt.sparse is not None:
         raise ValueError(f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
-    if fmt.scale not in CARRIER_FORMATS.values():
+    if fmt.scale not in _codes.CARRIER_FORMATS.values():
         raise ValueError(
             f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
             "float16, bfloat16, float32 and float64"

@@ -21,15 +21,7 @@ from jchop._spec.spec import parse
 from jchop.formats import ScaledFormat
 from jchop.storage._array import QArray, named_sharding_of, refuse_qarray_dicts
 from jchop.storage._codes import check_qarray_leaves, qarray_shape
-from jchop.storage._files.safetensors import (
-    TensorEntry,
-    TensorFile,
-    place_tensors,
-    read_to_devices,
-    spans_processes,
-    write_tensors,
-    write_together,
-)
+from jchop.storage._files import safetensors
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
@@ -93,14 +85,14 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
             raise ValueError(f"tree has two leaves of the name {min(twice)!r}")
         used |= {name, *parts}
         tensors |= parts
-    entries = place_tensors({name: _tensor_entry(name, array) for name, array in tensors.items()})
+    entries = safetensors.place_tensors({name: _tensor_entry(name, array) for name, array in tensors.items()})
     texts |= qarray_metadata(descriptions) | tree_metadata({name: path for name, path, _ in leaves})
     texts |= {RANDOM_KEYS_KEY: json.dumps(keys)} if keys else {}
-    if any(map(spans_processes, tensors.values())):
-        write_together(path, tensors, entries, texts)
+    if any(map(safetensors.spans_processes, tensors.values())):
+        safetensors.write_together(path, tensors, entries, texts)
         return
 
-    write_tensors(path, entries, texts, lambda name: np.asarray(tensors[name]))
+    safetensors.write_tensors(path, entries, texts, lambda name: np.asarray(tensors[name]))
 
 
 def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: bool = False) -> Any:
@@ -138,7 +130,7 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     """
     check_bool("nested", nested)
     check(like is None or not nested, "nested=True has no effect beside like=, which defines the structure")
-    with TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
+    with safetensors.TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
         descriptions = qarrays_in(file)
         owners = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
         keys = _random_keys_in(file, owners)
@@ -152,7 +144,9 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
 
         def read(name: str) -> jax.Array:
             sharding = tensor_shardings.get(name)
-            return jnp.asarray(file.read(name)) if sharding is None else read_to_devices(file, name, sharding)
+            return (
+                jnp.asarray(file.read(name)) if sharding is None else safetensors.read_to_devices(file, name, sharding)
+            )
 
         arrays = _leaves_in(file, descriptions, keys, read)
         for name in keys:
@@ -165,7 +159,7 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [arrays[name] for name in like_leaves])
 
 
-def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
+def _random_keys_in(file: safetensors.TensorFile, owners: set[str]) -> dict[str, str]:
     """The implementations of the random keys of a file by name.
 
     Raises:
@@ -181,14 +175,14 @@ def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
     return keys
 
 
-def _random_key_type(file: TensorFile, name: str, kind: str) -> Any:
+def _random_key_type(file: safetensors.TensorFile, name: str, kind: str) -> Any:
     """The type of a random key."""
     data = jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
     return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=kind), data)
 
 
 def _leaves_in(
-    file: TensorFile, descriptions: Mapping[str, Any], keys: Mapping[str, str], read: Callable[[str], Any]
+    file: safetensors.TensorFile, descriptions: Mapping[str, Any], keys: Mapping[str, str], read: Callable[[str], Any]
 ) -> dict[str, Any]:
     """The leaves of a file by name, of tensors that `read` gives."""
     parts = {name: qarray_tensor_names(name, fields) for name, fields in descriptions.items()}
@@ -263,7 +257,9 @@ def qarray_tensor_names(name: str, fields: Mapping[str, Any]) -> list[str]:
     return [f"{name}.{part}" for part in parts]
 
 
-def qarray_shape_in(entries: Mapping[str, TensorEntry], name: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+def qarray_shape_in(
+    entries: Mapping[str, safetensors.TensorEntry], name: str, fields: Mapping[str, Any]
+) -> tuple[int, ...]:
     """The shape of a QArray of a file."""
     first, last = (entries[qarray_tensor_names(name, fields)[place]] for place in (0, -1))
     fmt = parse(fields["spec"]).scaled
@@ -275,7 +271,7 @@ def qarray_metadata(descriptions: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return {QARRAYS_KEY: json.dumps(descriptions)} if descriptions else {}
 
 
-def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+def qarrays_in(file: safetensors.TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """The QArrays in the metadata of a file: the spec, the length of the last axis and the dtype by name.
 
     Args:
@@ -298,13 +294,13 @@ def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[s
     return descriptions
 
 
-def _jchop_metadata(file: TensorFile, key: str) -> dict[str, Any]:
+def _jchop_metadata(file: safetensors.TensorFile, key: str) -> dict[str, Any]:
     """A JSON object in the metadata of a file; empty if it is missing."""
     with place_in_errors(f"{file.path}: bad metadata {key!r}"):
         return json_object(file.metadata.get(key, "{}"))
 
 
-def _check_qarray_tensors(file: TensorFile, name: str, fields: Any) -> None:
+def _check_qarray_tensors(file: safetensors.TensorFile, name: str, fields: Any) -> None:
     """Checks that the tensors of a file form the described QArray."""
     if not isinstance(fields, dict) or set(fields) != {"spec", "size", "dtype"}:
         raise ValueError(f"{short_text(fields)} must be an object of spec, size and dtype")
@@ -354,10 +350,10 @@ def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any,
     return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]
 
 
-def _tensor_entry(name: str, leaf: Any) -> TensorEntry:
+def _tensor_entry(name: str, leaf: Any) -> safetensors.TensorEntry:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-    entry = TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
+    entry = safetensors.TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
     try:
         entry.dtype_name  # noqa: B018
     except TypeError as error:
@@ -403,7 +399,7 @@ def tree_metadata(paths: Mapping[str, Sequence[Any]]) -> dict[str, str]:
     return {TREE_KEY: json.dumps(steps, separators=(",", ":"))} if steps else {}
 
 
-def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[TreeStep]]:
+def tree_paths_in(file: safetensors.TensorFile, names: Iterable[str]) -> dict[str, list[TreeStep]]:
     """The recorded steps to each array of a file.
 
     Raises:

@@ -18,17 +18,7 @@ from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_operands, convert_dtype
 from jchop._round.flip import flip_bits
 from jchop._spec.spec import Spec
-from jchop.compat._arrays import (
-    SeedCounter,
-    apply_to_arrays,
-    as_numbers,
-    as_whole_numbers,
-    dtype_name,
-    is_torch,
-    key_of_seed,
-    narrow_dtype,
-    round_any_array,
-)
+from jchop.compat import _arrays
 from jchop.compat.pychop.math_func import PYCHOP_METHODS, call_method
 from jchop.formats import FixedFormat, FloatFormat, IntegerFormat, ScaledFormat
 from jchop.matlab import CHOP_FORMATS, CHOP_ROUNDINGS, chop_float_format, chop_spec, int_if_whole, round_by_randfunc
@@ -70,7 +60,7 @@ class PychopQuantizer:
 
     def __init__(self, spec: Spec, random_state: int, verbose: int = 0) -> None:
         self.spec = spec
-        self._draws = SeedCounter(int_if_whole(random_state))
+        self._draws = _arrays.SeedCounter(int_if_whole(random_state))
         if verbose:
             print(f"{spec}: unit roundoff {self.u:e}")
 
@@ -86,11 +76,11 @@ class PychopQuantizer:
             x: numbers of NumPy, JAX or torch; the result is of the same kind.
             key: a typed JAX key instead of the object's random numbers; required for a traced `x`.
         """
-        x = as_numbers(x)
-        if isinstance(x, jax.Array) or not self._needs_float64(dtype_name(x)):
-            spec = self.spec_for(dtype_name(x))
-            return round_any_array(x, spec, self._seed(spec, x, key), key)
-        if is_torch(x):
+        x = _arrays.as_numbers(x)
+        if isinstance(x, jax.Array) or not self._needs_float64(_arrays.dtype_name(x)):
+            spec = self.spec_for(_arrays.dtype_name(x))
+            return _arrays.round_any_array(x, spec, self._seed(spec, x, key), key)
+        if _arrays.is_torch(x):
             return PychopQuantizer.__call__(self, x.double(), key=key).to(x.dtype)
         with np.errstate(over="ignore"):
             return PychopQuantizer.__call__(self, x.astype(np.float64), key=key).astype(x.dtype)
@@ -123,10 +113,10 @@ class PychopQuantizer:
             key: as in a call.
             exponents: whole numbers, which are not rounded.
         """
-        operands = tuple(as_numbers(operand) for operand in operands)
+        operands = tuple(_arrays.as_numbers(operand) for operand in operands)
         tracer = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
         seed = self._seed(self.spec, tracer, key)
-        key = key if seed is None else key_of_seed(seed)
+        key = key if seed is None else _arrays.key_of_seed(seed)
         in_jax = any(isinstance(x, jax.Array) for x in operands)
 
         def run(*arrays: Any) -> Any:
@@ -137,9 +127,9 @@ class PychopQuantizer:
                 return function(*numbers, *exponent_arrays, self.spec_for(dtype.name), key)
             wide = (convert_dtype(x, np.dtype("float64")) for x in numbers)
             results = function(*wide, *exponent_arrays, self.spec_for("float64"), key)
-            return jax.tree.map(lambda y: narrow_dtype(y, dtype) if y.dtype == np.float64 else y, results)
+            return jax.tree.map(lambda y: _arrays.narrow_dtype(y, dtype) if y.dtype == np.float64 else y, results)
 
-        return apply_to_arrays(run, *operands, *map(as_whole_numbers, exponents))
+        return _arrays.apply_to_arrays(run, *operands, *map(_arrays.as_whole_numbers, exponents))
 
     def _needs_float64(self, dtype: str) -> bool:
         """Whether numbers of a dtype other than those of JAX are rounded in float64."""
@@ -310,20 +300,20 @@ class FaultChop(Chop):
             x: numbers.
             key: as for `Chop`.
         """
-        x = as_numbers(x)
-        spec = self.spec_for(dtype_name(x))
+        x = _arrays.as_numbers(x)
+        spec = self.spec_for(_arrays.dtype_name(x))
         if self.randfunc is not None and spec.rounding.stochastic:
-            if is_torch(x) or isinstance(x, jax.Array):
+            if _arrays.is_torch(x) or isinstance(x, jax.Array):
                 raise TypeError(f"randfunc is for NumPy arrays; x is a {type(x).__name__}")
             result = round_by_randfunc(np.asarray(x), spec, self.randfunc)
         else:
             result = super().__call__(x, key=key)
         if not self.flip:
             return result
-        if is_torch(result) and result.requires_grad:
+        if _arrays.is_torch(result) and result.requires_grad:
             raise ValueError("flip=True has no gradient for tensors; use torch.no_grad()")
-        key = key_of_seed(self._draws.next(x)) if key is None else key
-        return apply_to_arrays(lambda array: flip_bits(array, Spec(spec.format), self.p, key), result)
+        key = _arrays.key_of_seed(self._draws.next(x)) if key is None else key
+        return _arrays.apply_to_arrays(lambda array: flip_bits(array, Spec(spec.format), self.p, key), result)
 
 
 class Chopf(PychopQuantizer):
@@ -410,7 +400,7 @@ class Chopi:
         Args:
             x: numbers.
         """
-        apply_to_arrays(self._fit, as_numbers(x))
+        _arrays.apply_to_arrays(self._fit, _arrays.as_numbers(x))
         self._fixed = True
 
     def _fit(self, x: Any) -> Any:
@@ -424,7 +414,7 @@ class Chopi:
         Args:
             x: numbers.
         """
-        return apply_to_arrays(self._codes, as_numbers(x))
+        return _arrays.apply_to_arrays(self._codes, _arrays.as_numbers(x))
 
     def _codes(self, x: Any) -> Any:
         qarray = self._as_qarray(x)
@@ -453,7 +443,7 @@ class Chopi:
         check(self.scale is not None, "no array was quantized, so there is no scale to dequantize with")
         shift = 0 if self.zero_point is None else self.zero_point
         dtype = self.scale.dtype if self._dtype is None else self._dtype
-        return apply_to_arrays(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
+        return _arrays.apply_to_arrays(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
 
     def __call__(self, x: Any) -> Any:
         """`x` rounded to the values of its codes.
@@ -461,10 +451,10 @@ class Chopi:
         Args:
             x: numbers.
         """
-        x = as_numbers(x)
+        x = _arrays.as_numbers(x)
         if self._fixed:
-            return apply_to_arrays(lambda array: dequantize(self._as_qarray(array)), x)
-        return round_any_array(x, self.spec_for(x))
+            return _arrays.apply_to_arrays(lambda array: dequantize(self._as_qarray(array)), x)
+        return _arrays.round_any_array(x, self.spec_for(x))
 
 
 # -- the arguments of the paper's layers and optimizers, instead of a quantizer ----------------------------------------
