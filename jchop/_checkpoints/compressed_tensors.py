@@ -160,7 +160,7 @@ def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | N
     return used == 32 or not (np.ascontiguousarray(words).view(np.uint32) >> np.uint32(used)).any()
 
 
-def _write_pack(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
     weight, index = row.group_by_column(row.pieces(q))
     codes, scale, zero = row.unsigned_pieces(weight, _PACK_WIDTHS)
     bits = weight.fmt.element.bits
@@ -204,7 +204,7 @@ def _read_integer(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return row.integer_array(codes, scale, zero, 8, kinds)
 
 
-def _write_integer(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_integer(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
     codes, scale, zero = row.unsigned_pieces(weight, (8,))
     parts = {"weight": (codes ^ np.uint8(128)).view(np.int8), "weight_scale": scale}
@@ -240,7 +240,7 @@ def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] |
     )
 
 
-def _write_float(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_float(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q, float8_e4m3fn)
     parts = {"weight": weight.codes.view(row.FLOAT8), "weight_scale": row.float_scales(weight)}
     return parts, row.weight_arguments(weight, "float", True)
@@ -268,7 +268,7 @@ def _read_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     return float8_array(weight, scale, (block[0], block[1]))
 
 
-def _write_tiles(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_tiles(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q, float8_e4m3fn)
     sizes = zip(weight.kinds, row.group_lengths(weight), q.shape, strict=True)
     tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
@@ -287,7 +287,7 @@ FP8_TILES = row.LayoutRow(
 )
 
 
-def _refuse_one_scale(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _refuse_one_scale(q: QArray, exact: bool) -> row.WrittenWeight:
     raise ValueError("weights with one scale are only read; compressed-tensors has them")
 
 
@@ -356,7 +356,7 @@ def _same_products(numbers: np.ndarray, factor: Any, divisor: Any) -> bool:
         return np.array_equal(quotients, exact.astype(np.float32))
 
 
-def _write_nvfp4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
     two_level = weight.fmt.element == float4_e2m1fn and weight.fmt.scale_rule.tensor_scale
     check(two_level and weight.kinds == (OWN_SCALE, 16), "it is not nvfp4 with groups of 16 along its last axis")
@@ -402,7 +402,7 @@ def _mx_row(name: str, fmt: Any, parts: tuple[str, ...], look: row.LookForShape)
         _check_scale_counts(codes.shape, scale, 32)
         return row.qarray_of_codes(codes, _check_exponents(scale), None, fmt)
 
-    def write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def write(q: QArray, exact: bool) -> row.WrittenWeight:
         weight = row.pieces(q)
         same = (weight.fmt.element, weight.fmt.scale, weight.kinds) == (fmt.element, fmt.scale, (OWN_SCALE, 32))
         check(same and weight.zero is None, f"it is not {fmt} along its last axis")
@@ -436,7 +436,7 @@ def _read_blocks(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
 
 
 def _gpt_oss_row(blocks: str, scales: str, name: str) -> row.LayoutRow:
-    def write(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def write(q: QArray, exact: bool) -> row.WrittenWeight:
         check(q.spec.scaled == mxfp4 and q.ndim > 1, "it is not mxfp4 along the last of two axes or more")
         check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
         check(q.shape[-1] % 32 == 0, f"its last axis of {q.shape[-1]} is no multiple of 32")

@@ -88,7 +88,7 @@ def _integers_by_columns(
     return row.integer_array(codes, scale, zero, bits, row.kinds_from(codes.shape, scale.shape, block))
 
 
-def _write_gptq(q: QArray, exact: bool, *, offset: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_gptq(q: QArray, exact: bool, *, offset: int) -> row.WrittenWeight:
     weight, index = row.group_by_column(row.pieces(q))
     size = row.row_group_size(weight) or q.shape[1]
     codes, scale, zero = row.unsigned_pieces(weight, _GPTQ_WIDTHS)
@@ -153,7 +153,7 @@ def _to_awq_order(codes: np.ndarray) -> np.ndarray:
     return row.codes_to_words(np.ascontiguousarray(eights.reshape(codes.shape)), 4)
 
 
-def _write_awq(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_awq(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
     row.row_group_size(weight)
     size = row.group_lengths(weight)[1]
@@ -248,7 +248,7 @@ def _absmax(parts: row.TensorParts, state: dict[str, Any]) -> np.ndarray:
     return absmax
 
 
-def _write_nf4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_nf4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q, nf4.element)
     rows, last = weight.kinds
     check(
@@ -364,9 +364,7 @@ def _block_size(weight: row.Pieces) -> list[int]:
     return block
 
 
-def _torchao_record(
-    name: str, data: dict[str, Any], parts: dict[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict]:
+def _torchao_record(name: str, data: dict[str, Any], parts: dict[str, np.ndarray]) -> row.WrittenWeight:
     return parts, {"_type": name, "_data": data, "_tensor_data_names": list(parts)}
 
 
@@ -374,7 +372,7 @@ def _dtype_record(name: str) -> dict[str, str]:
     return {"_type": "torch.dtype", "_data": name}
 
 
-def _write_int8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_int8(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
     codes, scale, zero = row.unsigned_pieces(weight, range(2, 9))
     half = 1 << (weight.fmt.element.bits - 1)
@@ -387,7 +385,7 @@ def _write_int8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
     return _torchao_record("IntxUnpackedToInt8Tensor", data, parts)
 
 
-def _write_float8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_float8(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q, float8_e4m3fn)
     parts = {"qdata": weight.codes.view(row.FLOAT8), "scale": row.float_scales(weight)}
     data = {"block_size": _block_size(weight), "mm_config": None, "act_quant_kwargs": None}
@@ -398,7 +396,7 @@ def _write_float8(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[s
     return _torchao_record("Float8Tensor", data, parts)
 
 
-def _write_int4(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _write_int4(q: QArray, exact: bool) -> row.WrittenWeight:
     weight = row.pieces(q)
     check(
         weight.fmt.zero_point == "float" and weight.fmt.element == IntegerFormat(4),

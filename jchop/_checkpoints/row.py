@@ -26,6 +26,8 @@ TensorEntries = Mapping[str, TensorEntry]
 LookForShape = Callable[[TensorEntries], tuple[int, ...] | None]
 #: The facts that are not in the tensors: the ``quantization_config`` of a model, or a record of the weight.
 LayoutFacts = Mapping[str, Any]
+#: The tensors of a weight as they are stored, and its facts.
+WrittenWeight = tuple[dict[str, np.ndarray], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class LayoutRow:
     parts: tuple[str, ...]
     look: LookForShape
     read: Callable[[TensorParts, LayoutFacts], QArray]
-    write: Callable[[QArray, bool], tuple[dict[str, np.ndarray], dict[str, Any]]]
+    write: Callable[[QArray, bool], WrittenWeight]
     fits: str
     optional: tuple[str, ...] = ()
     peek: tuple[str, Callable[[np.ndarray], tuple[int, ...]]] | None = None

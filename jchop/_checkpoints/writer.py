@@ -21,15 +21,8 @@ from jchop._checkpoints.checkpoint import GGUF_LAYOUT, LAYOUT_NAMES, OWN_LAYOUT,
 from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
 from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
+from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
-from jchop._common.files import (
-    as_path,
-    exclusive_folder,
-    json_object,
-    open_regular_file,
-    remove_part_files,
-    write_atomically,
-)
 from jchop._round.arguments import has_tracer
 from jchop.storage._array import PackedParam, QArray
 from jchop.storage._files import safetensors
@@ -112,10 +105,10 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
     names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
     names = names if count > 1 else [safetensors.SINGLE_FILE]
     position, total = 0, sum(job.nbytes for job in jobs)
-    with exclusive_folder(target):
+    with files.exclusive_folder(target):
         records = _begin_run(target, facts, names if options.run else [])
         copies = [path.name for path in options.others]
-        remove_part_files(
+        files.remove_part_files(
             target, [*names, safetensors.JOURNAL_FILE, safetensors.INDEX_FILE, safetensors.CONFIG_FILE, *copies]
         )
         continues = bool(records)
@@ -129,9 +122,11 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
             _write_index_and_config(target, names, records, options)
             for path in options.others:
                 if not (target / path.name).exists():
-                    with open_regular_file(path) as file:
+                    with files.open_regular_file(path) as file:
                         mode = os.fstat(file.fileno()).st_mode & 0o777
-                        write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode)
+                        files.write_atomically(
+                            target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode
+                        )
         except BaseException as error:
             # No run goes on, or it would end here, too.
             if not options.run or not records or isinstance(error, ValueError):
@@ -177,9 +172,9 @@ def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str,
     """The facts of the finished files, of such names, of an unfinished run of the same arrays."""
     journal = target / safetensors.JOURNAL_FILE
     if journal.exists():
-        with open_regular_file(journal) as file:
+        with files.open_regular_file(journal) as file:
             try:
-                content = json_object(file.read().decode("utf-8"))
+                content = files.json_object(file.read().decode("utf-8"))
                 if content["run"] == _facts_digest(facts, content["done"]):
                     there = zip(names, content["done"], strict=False)
                     return [one for _, one in itertools.takewhile(lambda pair: (target / pair[0]).exists(), there)]
@@ -231,7 +226,7 @@ def _write_tensors(
 
 def _write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=2) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    files.write_atomically(path, lambda file: file.write(text.encode()))
 
 
 # -- an array as tensors, and the metadata and the configuration that go with them -------------------------------------
@@ -384,7 +379,7 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) 
             progress(job.name, at, total)
         file.truncate(end)
 
-    write_atomically(target, write)
+    files.write_atomically(target, write)
 
 
 def _gguf_type_and_bytes(name: str, value: ModelArray) -> tuple[int, np.ndarray]:
@@ -464,17 +459,10 @@ def save_checkpoint(
             )
         codes = leaf.stored if isinstance(leaf, PackedParam) else leaf
         nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
-        jobs.append(
-            WriteJob(
-                name,
-                nbytes,
-                lambda leaf=leaf: jax.tree.map(
-                    np.asarray, leaf.dequantize() if isinstance(leaf, PackedParam) else leaf
-                ),
-            )
-        )
+        numbers = leaf.dequantize if isinstance(leaf, PackedParam) else lambda leaf=leaf: leaf
+        jobs.append(WriteJob(name, nbytes, lambda numbers=numbers: jax.tree.map(np.asarray, numbers())))
     options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
-    write_jobs(jobs, as_path("path", path), options)
+    write_jobs(jobs, files.as_path("path", path), options)
 
 
 def convert_checkpoint(
@@ -519,8 +507,8 @@ def convert_checkpoint(
         for name, item in checkpoint.items.items():
             nbytes = _layout_bytes(layout, item.nbytes, item.shape, item.quantized)
             jobs.append(WriteJob(name, nbytes, lambda name=name: change(name, checkpoint.read(name, exact))))
-        files = [(file, file.stat()) for file in (sorted(source.iterdir()) if source.is_dir() else [source])]
-        state = [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in files if path.is_file()]
+        states = [(file, file.stat()) for file in (sorted(source.iterdir()) if source.is_dir() else [source])]
+        state = [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in states if path.is_file()]
         run = f"{state!r} {options}"
         how = WriteOptions(layout, checkpoint.config, exact, shard_bytes, run, _other_files(source), progress)
         return write_jobs(jobs, target, how)
@@ -541,11 +529,11 @@ def _other_files(source: Path) -> list[Path]:
         return []
     home = source.resolve()
     homes = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)
-    files = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES]
-    files = [path for path in files if not path.name.startswith(".") and path.name != safetensors.INDEX_FILE]
-    for path in files:
+    others = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES]
+    others = [path for path in others if not path.name.startswith(".") and path.name != safetensors.INDEX_FILE]
+    for path in others:
         if not any(path.resolve().is_relative_to(place) for place in homes):
             raise ValueError(
                 f"{path} is a link to a file outside of the folder: put the file in its place, or remove it"
             )
-    return [path for path in files if path.name != safetensors.CONFIG_FILE]
+    return [path for path in others if path.name != safetensors.CONFIG_FILE]

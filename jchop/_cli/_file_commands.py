@@ -223,12 +223,8 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
         rows.append((name, _shape_text(item.shape), item.format, f"{item.nbytes:,}", bits))
         totals[item.format] += item.nbytes
     if as_json:
-        report = {
-            "layout": source.layout,
-            "arrays": cli.rows_as_dicts(rows, "<<<>>"),
-            "bytes": dict(totals.most_common()),
-        }
-        return json.dumps(report, indent=1)
+        arrays, sizes = cli.rows_as_dicts(rows, "<<<>>"), dict(totals.most_common())
+        return json.dumps({"layout": source.layout, "arrays": arrays, "bytes": sizes}, indent=1)
     lines = [f"layout: {source.layout}", cli.text_table(rows, "<<<>>"), ""]
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
     return "\n".join(cli.printable(line) if "\n" not in line else line for line in lines)

@@ -150,10 +150,12 @@ class QArray:
         """The numbers, also for functions of NumPy that would index or transpose a QArray, as `numpy.flip` does."""
         if func in _SHAPE_FUNCTIONS:
             return func._implementation(*args, **kwargs)
+
+        def has_codes(value: object) -> bool:
+            return isinstance(value, QArray)
+
         args, kwargs = jax.tree.map(
-            lambda value: np.asarray(value) if _is_qarray_leaf(value) else value,
-            (args, kwargs),
-            is_leaf=_is_qarray_leaf,
+            lambda value: np.asarray(value) if has_codes(value) else value, (args, kwargs), is_leaf=has_codes
         )
         return func(*args, **kwargs)
 
@@ -178,11 +180,8 @@ class QArray:
 
     def form(self, dtype: Any = None) -> _codes.QArrayForm:
         """The static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
-        return _codes.QArrayForm(
-            _codes.spec_of_part(self.spec, self.ndim),
-            self.length,
-            np.dtype(self.dtype if dtype is None else dtype).name,
-        )
+        dtype = np.dtype(self.dtype if dtype is None else dtype)
+        return _codes.QArrayForm(_codes.spec_of_part(self.spec, self.ndim), self.length, dtype.name)
 
     # -- parts and shapes ----------------------------------------------------------------------------------------------
     @property
@@ -445,10 +444,6 @@ def refuse_qarray_dicts(name: str, tree: Any) -> None:
                 "checkpoint that was restored without a target: restore(path, jax.eval_shape(make)), where make() "
                 "gives what was saved"
             )
-
-
-def _is_qarray_leaf(value: object) -> bool:
-    return isinstance(value, QArray)
 
 
 #: Functions of NumPy that need no numbers; within jit there are none for NumPy.

@@ -200,11 +200,8 @@ def header_of(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -
     for name, entry in entries.items():
         if math.prod(entry.shape) * entry.bits % 8:
             raise ValueError(f"tensor {name!r} of {entry.dtype}{list(entry.shape)} fills no whole bytes of a file")
-        fields[name] = {
-            "dtype": entry.dtype_name,
-            "shape": list(entry.shape),
-            "data_offsets": [entry.start, entry.start + entry.nbytes],
-        }
+        offsets = [entry.start, entry.start + entry.nbytes]
+        fields[name] = {"dtype": entry.dtype_name, "shape": list(entry.shape), "data_offsets": offsets}
     header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     header += b" " * (-len(header) % 8)
     if len(header) > _MOST_HEADER_BYTES or max(len(entries), len(metadata)) > MOST_ENTRIES:
@@ -358,18 +355,18 @@ def _files_without_index(folder: Path) -> list[Path]:
         FileNotFoundError: if there are none, or some are missing; the message has a way out.
     """
     names = sorted(path.name for path in folder.iterdir())
-    files = [name for name in names if name.endswith(".safetensors")]
-    matches = [_SHARD_NAME.fullmatch(name) for name in files]
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    matches = [_SHARD_NAME.fullmatch(name) for name in tensors]
     kinds = {(one[1], one[3]) for one in matches if one}
     if len(kinds) == 1 and None not in matches:
         ((_, count),) = kinds
         lacking = set(range(1, min(int(count), _MOST_FILES) + 1)) - {int(one[2]) for one in matches if one}
-        if not lacking and len(files) == int(count):
-            return [folder / name for name in files]
+        if not lacking and len(tensors) == int(count):
+            return [folder / name for name in tensors]
         first = f", number {min(lacking)} first" if lacking else ""
         raise _no_file(folder / INDEX_FILE, f"and not all of {int(count)} numbered files are there{first}")
     gguf = [name for name in names if name.lower().endswith(".gguf")]
-    if models := files or gguf:
+    if models := tensors or gguf:
         raise _no_model(folder, f"pass the path of one of its files: {first_names(models, short_text)}")
     others = [name for name in names if name.endswith((".bin", ".pt", ".pth"))][:1]
     why = f"{short_text(others[0])} is a pickle of torch, which is not read: save it as safetensors" if others else ""
