@@ -121,7 +121,8 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
     else:
         result = round_by_randfunc(array, spec, randfunc)
     if _switch_option(settings, "flip", False):
-        check(key is not None, "flip=1 flips bits at random: pass seed")
+        if key is None:
+            raise ValueError("flip=1 flips bits at random: pass seed")
         result = flip_bits(result, Spec(spec.format), settings.get("p", 0.5), key)
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     return np.asarray(result, order=order) if array.ndim else result[()]

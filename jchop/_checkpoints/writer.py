@@ -204,7 +204,7 @@ def _write_tensors(
 ) -> dict[str, Any]:
     """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it."""
     record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
-    with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=path.parent) as file:  # until the header is known
+    with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
             for name, array in record.add(options.layout, job.name, job.make(), options.exact).items():
                 check(name not in tensors, f"two arrays have a tensor of the name {name!r}")

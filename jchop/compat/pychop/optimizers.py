@@ -50,5 +50,5 @@ class _RoundingOptimizer(torch.optim.Optimizer):
 
 
 _OPTIMIZER_TEXT = "`torch.optim.{}` with ``chop=``, a quantizer of its moments; None (default) for none."
-_OPTIMIZER_TEXTS = dict.fromkeys(_OPTIMIZER_PREFIXES, _OPTIMIZER_TEXT)
+_OPTIMIZER_TEXTS: dict[str, str] = dict.fromkeys(_OPTIMIZER_PREFIXES, _OPTIMIZER_TEXT)
 __getattr__ = class_lookup(_RoundingOptimizer, torch.optim, _TORCH_OPTIMIZERS, _OPTIMIZER_TEXTS)
