@@ -1,4 +1,4 @@
-"""`Checkpoint`: a checkpoint of any layout, open for reading weight by weight."""
+"""`Checkpoint`: a checkpoint of any layout, open for reading weight by weight; `load_checkpoint`."""
 
 from __future__ import annotations
 

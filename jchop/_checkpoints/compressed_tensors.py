@@ -1,5 +1,6 @@
-"""compressed-tensors: integers packed into words, and integers or 8-bit floats one by one.
+"""The layouts of compressed-tensors, and those like them of DeepSeek and gpt-oss.
 
+Integers are packed into words or stand one by one, as 8-bit floats do; floats of 4 or 8 bits stand in small groups.
 Definition: https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and `naive_quantized`.
 Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5, 6 and 7 bits had spare bits.
 """
@@ -250,7 +251,10 @@ _FLOAT_FITS, _LOOK_FOR_FLOAT8 = "float8_e4m3fn(channel=0)", row.look_for_matrix(
 FLOAT_ROW = row.LayoutRow("float-quantized", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float, _write_float, _FLOAT_FITS)
 
 
-# -- deepSeek's 8-bit floats: e4m3 in tiles of 128 x 128, each times a binary32 number or a power of two (e8m0) --------
+# -- DeepSeek: e4m3 in tiles of 128 x 128, each times a binary32 number or a power of two (e8m0) -----------------------
+
+# Definition: https://github.com/deepseek-ai/DeepSeek-V3, `inference/kernel.py` (`weight_dequant`). Despite its name,
+# ``weight_scale_inv`` is the factor.
 
 
 def _read_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
@@ -296,6 +300,10 @@ FP8_ONE_SCALE = replace(FLOAT_ROW, name="fp8 with one scale", write=_refuse_one_
 
 
 # -- floats of 4 or 8 bits in small groups: NVFP4, MXFP4 and MXFP8 of compressed-tensors, and gpt-oss's MXFP4 ----------
+
+# Definition: https://github.com/vllm-project/compressed-tensors, `compressors/nvfp4`, `mxfp4`, `mxfp8`. The scale of a
+# group of NVFP4 is the quotient of an e4m3 number and the scale of the tensor, rounded to binary32. gpt-oss:
+# https://github.com/openai/gpt-oss, `gpt_oss/torch/weights.py`.
 
 
 #: NVFP4 with the subnormal scales that files have.

@@ -202,7 +202,10 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == _GGUF_MAGIC or path.suffix.lower() == ".gguf"
 
 
-# -- gGUF's blocks: the bytes of a group of numbers of one row, scales included ----------------------------------------
+# -- GGUF's blocks: the bytes of a group of numbers of one row, scales included ----------------------------------------
+
+# Definition: https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gguf-py/gguf/quants.py`. All products
+# of scales are exact in binary32, so every number is rounded once, as in a QArray.
 
 
 class GGUFBlock(NamedTuple):

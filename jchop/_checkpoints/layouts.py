@@ -1,8 +1,4 @@
-"""AutoGPTQ and AutoAWQ: integers in words of a matrix (in, out), with scales and zero points (groups, out).
-
-Definition: https://github.com/AutoGPTQ/AutoGPTQ, `nn_modules/qlinear`; https://github.com/casper-hansen/AutoAWQ,
-`utils/packing_utils.py`. The numbers are s (u - z). The QArray is the transpose, (out, in), as in the model.
-"""
+"""The layouts of AutoGPTQ and AutoAWQ, of bitsandbytes, and of torchao."""
 
 from __future__ import annotations
 
@@ -30,7 +26,10 @@ _GPTQ_PARTS = ("qweight", "qzeros", "scales")
 _GPTQ_WIDTHS = (2, 3, 4, 8)
 
 
-# -- GPTQ --------------------------------------------------------------------------------------------------------------
+# -- GPTQ: words of a matrix (in, out), with scales and zero points (groups, out) --------------------------------------
+
+# Definition: https://github.com/AutoGPTQ/AutoGPTQ, `nn_modules/qlinear`; https://github.com/casper-hansen/AutoAWQ,
+# `utils/packing_utils.py`. The numbers are s (u - z). The QArray is the transpose, (out, in), as in the model.
 
 
 def _gptq_form(entries: row.TensorEntries, bits: int | None) -> tuple[int, int, int] | None:
@@ -173,6 +172,9 @@ AWQ = row.LayoutRow("awq", _GPTQ_PARTS, _look_awq, _read_awq, _write_awq, "int4(
 
 # -- bitsandbytes' NF4: codes of the flat weight, the first in the high nibble, with or without double quantization ----
 
+# Definition: https://github.com/bitsandbytes-foundation/bitsandbytes, `functional.py` (`QuantState.as_dict`,
+# `dequantize_4bit`). With double quantization the scale of a block is map[code] * nested_absmax + offset in binary32.
+
 
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
 _NF4_MAP = np.array([float(level) for level in nf4.element.levels], np.float32)  # type: ignore[attr-defined]
@@ -279,6 +281,10 @@ NF4_ROW = row.LayoutRow("bitsandbytes", _NF4_PARTS, _look_nf4, _read_nf4, _write
 
 
 # -- torchao's safetensors: tensor subclasses taken apart, with a record of each in the metadata of the file -----------
+
+# Definition: https://github.com/pytorch/ao, `prototype/safetensors`, and the classes in
+# `quantization/quantize_/workflows`: `Int8Tensor` and `IntxUnpackedToInt8Tensor` are s (e - z), `Float8Tensor` s e, and
+# `Int4Tensor`, with scales and zero points (groups, out), s e + z.
 
 
 def _grouping(

@@ -1,4 +1,4 @@
-"""`LayoutRow`: one way to store a quantized weight in named tensors, as two pure functions."""
+"""`LayoutRow`: one way to store a quantized weight in named tensors, as two pure functions; and what rows share."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def config_groups(facts: LayoutFacts) -> dict[str, dict[str, Any]]:
     return {key: group for key, group in groups.items() if isinstance(group, dict)}
 
 
-# -- qArrays from codes and scales that other programs stored, and the reverse. NumPy alone, so nothing is compiled ----
+# -- QArrays from codes and scales that other programs stored: NumPy alone, so nothing is compiled ---------------------
+
+# The scales of a QArray are above zero. A stored scale below zero is said by codes that run the other way,
+# s (u - z) = |s| ((m - u) - (m - z)) with the largest code m, and a scale of zero by codes of value zero.
 
 
 #: The formats of scales by dtype.

@@ -1,4 +1,7 @@
-"""Writes checkpoints: folders, whose killed run goes on after the last file, and files, each in one step."""
+"""Writes checkpoints: folders, whose killed run goes on after the last file, and files, each in one step.
+
+Also `save_checkpoint`, and the conversion of folders.
+"""
 
 from __future__ import annotations
 
@@ -401,7 +404,7 @@ def _gguf_type_and_bytes(name: str, value: ModelArray) -> tuple[int, np.ndarray]
     raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({'; '.join(reasons)}). It has {fits}")
 
 
-# -- trees and checkpoints ---------------------------------------------------------------------------------------------
+# -- `save_checkpoint`, and the conversion of folders ------------------------------------------------------------------
 
 #: Changes an array of a checkpoint before it is written: by its name.
 ArrayChange = Callable[[str, QArray | np.ndarray], QArray | np.ndarray]

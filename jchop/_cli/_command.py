@@ -1,4 +1,4 @@
-"""Commands as rows, and what several of them take, check, print and write."""
+"""Commands as rows, and what several of them take, check, print and write: tables, numbers as text, output files."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def check_folder(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: {ancestor} is not a folder that can be written to")
 
 
-# -- commands as rows, and what several of them take, check, print and write -------------------------------------------
+# -- commands and their arguments --------------------------------------------------------------------------------------
 
 
 #: An argument of a command: its name and the fields of `add_argument`.

@@ -1,4 +1,4 @@
-"""``jchop quantize``, ``jchop inspect`` and ``jchop convert``."""
+"""``jchop quantize``, ``inspect``, ``convert`` and ``compare``: files of arrays."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ CONVERT = cli.Command(
 )
 
 
-# -- ``jchop compare`` -------------------------------------------------------------------------------------------------
+# -- compare -----------------------------------------------------------------------------------------------------------
 
 
 def _run_compare(options: argparse.Namespace) -> None:

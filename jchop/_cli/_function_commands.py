@@ -1,4 +1,4 @@
-"""``jchop blame``, ``jchop tune`` and ``jchop study``: a function of the user in formats."""
+"""``jchop blame``, ``tune``, ``study`` and ``ptq``: a function of the user, ``module:function``, and its arguments."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def argument_order(names: Sequence[str], function: Callable[..., Any], file: str
     return order
 
 
-# -- ``jchop blame``, ``jchop tune`` and ``jchop study``: a function of the user in formats ----------------------------
+# -- blame -------------------------------------------------------------------------------------------------------------
 
 
 def _run_blame(options: argparse.Namespace) -> None:
@@ -380,7 +380,7 @@ STUDY = cli.Command(
 )  # fmt: skip
 
 
-# -- ``jchop ptq`` -----------------------------------------------------------------------------------------------------
+# -- ptq ---------------------------------------------------------------------------------------------------------------
 
 
 #: The steps that ``--method`` may name.

@@ -1,4 +1,4 @@
-"""``jchop formats`` and ``jchop info``."""
+"""``jchop formats``, ``jchop info`` and ``jchop doctor``."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ INFO = cli.Command(
 )
 
 
-# -- ``jchop doctor``: what is installed, which devices there are, and what jchop runs on them -------------------------
+# -- doctor: what is installed, which devices there are, and what jchop runs on them -----------------------------------
 
 
 #: The extras that users install: the distributions that each brings, and what needs them.

@@ -1,4 +1,4 @@
-"""Opens regular files only, writes files atomically, and names the extra of a missing package."""
+"""Opens regular files only, writes files atomically, checks JSON, and names the extra of a missing package."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
         raise ModuleNotFoundError(f"{purpose} needs {names}: {command} in a clone of jchop", name=missing[0])
 
 
-# -- reads JSON objects of untrusted files: with bounded memory, limited depth and no duplicate keys -------------------
+# -- JSON of untrusted files: with bounded memory, limited depth and no duplicate keys ---------------------------------
 
 
 #: The most entries of an object. A text may have four lists and objects, and six strings, for each of so many.

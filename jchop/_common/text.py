@@ -1,4 +1,4 @@
-"""Tables as text and as HTML, of one source; reports of rows, as plain data too."""
+"""Tables as text and as HTML, of one source; reports of rows, as plain data too; decibels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`QArray`: an array stored as codes and scales."""
+"""`QArray`: an array stored as codes and scales; the shardings of its leaves."""
 
 from __future__ import annotations
 

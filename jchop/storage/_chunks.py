@@ -4,6 +4,8 @@ A chunk has one index of each axis before the cut axis, a range of the cut axis,
 elements are contiguous in C order, and so are its codes and scales. Axes in blocks are cut between blocks. If a scale
 is shared along the cut axis, the extremes of its group are prepended to each chunk, so that the rule includes them; all
 rules but "mse" and "percentile" depend only on the extremes.
+
+`round_file` rounds a .npy file so, and `quantize_file` a safetensors file.
 """
 
 from __future__ import annotations
@@ -334,7 +336,7 @@ class RoundedChunks:
         os.fsync(file.fileno())
 
 
-# -- quantizes a safetensors file chunk by chunk into another one, in bounded memory -----------------------------------
+# -- a safetensors file larger than memory -----------------------------------------------------------------------------
 
 
 #: Bytes of a tensor that are processed at once.

@@ -1,4 +1,4 @@
-"""Storage of codes: packed into bytes, or in a dtype of the same bits; and the codes of plain formats."""
+"""Stored codes: packed into bytes, or in a dtype of the same bits; and the numbers that codes and scales stand for."""
 
 from __future__ import annotations
 

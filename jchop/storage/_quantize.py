@@ -1,4 +1,4 @@
-"""`quantize`, `dequantize`, `requantize` and `fit_scale`."""
+"""`quantize`, `dequantize`, `requantize`, `fit_scale` and `fit_half_quadratic`."""
 
 from __future__ import annotations
 

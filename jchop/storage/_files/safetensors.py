@@ -4,6 +4,8 @@ The layout is defined in https://github.com/huggingface/safetensors: eight bytes
 endian), the header as JSON (for each name its dtype, shape and the range of its bytes; ``__metadata__`` maps texts to
 texts), the data. The package `safetensors` would map files into memory, so that truncation by another process ends the
 program; it has no float8 and no float4 for NumPy, takes the last of duplicate keys, and writes whole files from memory.
+
+A folder may have several such files with an index; and each process may read and write parts of one.
 """
 
 from __future__ import annotations
@@ -267,7 +269,7 @@ def write_tensors(
     write_atomically(path, write)
 
 
-# -- tensors of one safetensors file, or of a folder with an index, and the configuration of the model beside them -----
+# -- a file or a folder with an index, and the configuration of the model beside them ----------------------------------
 
 
 INDEX_FILE, SINGLE_FILE, CONFIG_FILE = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -402,7 +404,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return homes
 
 
-# -- tensors of a safetensors file in parts: those of the devices of one process, read and written without the others --
+# -- parts of tensors: those of the devices of one process, without the others -----------------------------------------
 
 
 Array = jax.Array
