@@ -192,40 +192,24 @@ _CONFIG_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN_ANCHORS = {
-    "SCB": "LLM.int8 of bitsandbytes",
-    "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
-    "weight.bitmask": "sparse compressed-tensors",
-    "weight_scale_2": "modelopt's NVFP4",
-    "W_q": "HQQ",
-    "q_weight": "ExLlamaV2",
-    "_weight_qdata": "torchao, without its records in the metadata",
-}
+    "SCB": "LLM.int8 of bitsandbytes", "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
+    "weight.bitmask": "sparse compressed-tensors", "weight_scale_2": "modelopt's NVFP4", "W_q": "HQQ",
+    "q_weight": "ExLlamaV2", "_weight_qdata": "torchao, without its records in the metadata",
+}  # fmt: skip
 #: Ends of the names of two tensors, of which the first has codes: a layout, or a name for those that are not read.
 _CODE_SCALE_PAIRS = {
-    ("_blocks", "_scales"): "mxfp4",
-    (".blocks", ".scales"): "mxfp4",
-    (".weight", ".scales"): "MLX, HIGGS or gpt-fast",
-    (".weight", ".scales_and_zeros"): "gpt-fast",
-    (".weight", ".scale"): "DeepSeek's inference",
-    (".weight", ".scale_weight"): "ComfyUI",
-    (".weight", ".qscale_weight"): "Mistral",
-    (".weight", ".weights_scaling_factor"): "TensorRT-LLM",
-    (".qvalue", ".scale"): "jchop, without their record in the metadata",
-    ("._data", "._scale"): "quanto",
-    ("._data._data", "._scale"): "quanto",
-    (".codes", ".codebooks"): "AQLM",
-    (".indices", ".centroids.weight"): "VPTQ",
-    (".Qidxs", ".SU"): "QuIP#",
-    (".trellis", ".suh"): "ExLlamaV3",
-    (".dense_weights", ".row_offsets"): "SpQR",
-    (".encoded_exponent", ".sign_mantissa"): "DFloat11",
-    (".B", ".s"): "Marlin",
-    ("_packed", "_scale"): "compressed-tensors under another name than weight",
-    ("", "_scales"): "EETQ or a layout like it",
-    ("", "_weight_scale"): "modelopt or a layout like it",
-    ("", "_scale"): "FBGEMM or a layout like it",
-    ("", "_scale_inv"): "DeepSeek or a layout like it",
-}
+    ("_blocks", "_scales"): "mxfp4", (".blocks", ".scales"): "mxfp4",
+    (".weight", ".scales"): "MLX, HIGGS or gpt-fast", (".weight", ".scales_and_zeros"): "gpt-fast",
+    (".weight", ".scale"): "DeepSeek's inference", (".weight", ".scale_weight"): "ComfyUI",
+    (".weight", ".qscale_weight"): "Mistral", (".weight", ".weights_scaling_factor"): "TensorRT-LLM",
+    (".qvalue", ".scale"): "jchop, without their record in the metadata", ("._data", "._scale"): "quanto",
+    ("._data._data", "._scale"): "quanto", (".codes", ".codebooks"): "AQLM",
+    (".indices", ".centroids.weight"): "VPTQ", (".Qidxs", ".SU"): "QuIP#", (".trellis", ".suh"): "ExLlamaV3",
+    (".dense_weights", ".row_offsets"): "SpQR", (".encoded_exponent", ".sign_mantissa"): "DFloat11",
+    (".B", ".s"): "Marlin", ("_packed", "_scale"): "compressed-tensors under another name than weight",
+    ("", "_scales"): "EETQ or a layout like it", ("", "_weight_scale"): "modelopt or a layout like it",
+    ("", "_scale"): "FBGEMM or a layout like it", ("", "_scale_inv"): "DeepSeek or a layout like it",
+}  # fmt: skip
 
 
 def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[str, UnreadWeight]:

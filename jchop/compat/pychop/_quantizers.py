@@ -33,15 +33,9 @@ RMODES = {rmode: rounding for rmode, (rounding, _) in CHOP_ROUNDINGS.items()} | 
     10: "stochastic_equal",  # CADNA's: up or down with equal probability
 }
 RMODE_NAMES = {
-    "nearest": 1,
-    "plus_inf": 2,
-    "minus_inf": 3,
-    "toward_zero": 4,
-    "towards_zero": 4,
-    "stoc_prop": 5,
-    "stoc_equal": 6,
-    "cadna": 10,
-}
+    "nearest": 1, "plus_inf": 2, "minus_inf": 3, "toward_zero": 4, "towards_zero": 4, "stoc_prop": 5,
+    "stoc_equal": 6, "cadna": 10,
+}  # fmt: skip
 
 
 def _rmode_number(rmode: Any, largest: int) -> int:

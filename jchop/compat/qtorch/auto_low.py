@@ -23,15 +23,10 @@ __all__ = ["lower", "sequential_lower"]
 _TorchModel = TypeVar("_TorchModel", bound=nn.Module)
 #: The files of `torch.nn.modules` that define each type of layer.
 _LAYER_FILES = {
-    "conv": ("conv", "fold"),
-    "linear": ("linear",),
-    "pool": ("pooling",),
-    "pad": ("padding",),
-    "activation": ("activation",),
-    "normalization": ("batchnorm", "instancenorm", "normalization"),
-    "dropout": ("dropout",),
-    "loss": ("loss",),
-}
+    "conv": ("conv", "fold"), "linear": ("linear",), "pool": ("pooling",), "pad": ("padding",),
+    "activation": ("activation",), "normalization": ("batchnorm", "instancenorm", "normalization"),
+    "dropout": ("dropout",), "loss": ("loss",),
+}  # fmt: skip
 #: The submodule that rounds the output of a layer.
 _OUTPUT_MODULE = "jchop_output"
 
