@@ -243,14 +243,9 @@ def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> 
     letters = device_kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
     letters = "cpu" if backend == "cpu" else letters
     units = next((units for name, units in OPERANDS_BY_PLATFORM.items() if name in letters), {})
-    return {
-        "device": f"{backend}: {device_kind}" if device_kind != backend else device_kind,
-        "number": count,
-        "runs": "XLA, Pallas kernels" if kernels else "XLA",
-        "int8": units.get("int8"),
-        "float8": units.get("float8"),
-        "alone": units.get("alone"),
-    }
+    device = f"{backend}: {device_kind}" if device_kind != backend else device_kind
+    facts = {"device": device, "number": count, "runs": "XLA, Pallas kernels" if kernels else "XLA"}
+    return facts | {name: units.get(name) for name in ("int8", "float8", "alone")}
 
 
 def _extra_facts(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:

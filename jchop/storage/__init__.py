@@ -19,17 +19,6 @@ __getattr__, __dir__ = on_demand(
 )
 
 __all__ = [
-    "QArray",
-    "dequantize",
-    "dequantize_params",
-    "fit_half_quadratic",
-    "fit_scale",
-    "from_qwix",
-    "load_checkpoint",
-    "load_safetensors",
-    "quantize",
-    "save_checkpoint",
-    "save_safetensors",
-    "shardings",
-    "to_qwix",
-]
+    "QArray", "dequantize", "dequantize_params", "fit_half_quadratic", "fit_scale", "from_qwix", "load_checkpoint",
+    "load_safetensors", "quantize", "save_checkpoint", "save_safetensors", "shardings", "to_qwix",
+]  # fmt: skip
