@@ -182,9 +182,7 @@ def int_if_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float | np.floating) and float(value).is_integer() else value
 
 
-def _integer_option(
-    settings: Mapping[str, Any], name: str, low: int, high: int | None = None, default: int | None = None
-) -> Any:
+def _integer_option(settings: dict[str, Any], name: str, low: int, high: int | None = None, default: Any = None) -> Any:
     return check_int(name, int_if_whole(settings[name]), low, high) if name in settings else default
 
 

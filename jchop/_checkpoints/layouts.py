@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -287,9 +287,7 @@ NF4_ROW = row.LayoutRow("bitsandbytes", _NF4_PARTS, _look_nf4, _read_nf4, _write
 # `Int4Tensor`, with scales and zero points (groups, out), s e + z.
 
 
-def _grouping(
-    facts: row.LayoutFacts, shape: tuple[int, ...], scale: np.ndarray
-) -> tuple[np.ndarray, list[AxisGrouping]]:
+def _grouping(facts: row.LayoutFacts, shape: Sequence[int], scale: np.ndarray) -> tuple[np.ndarray, list[AxisGrouping]]:
     block = row.fact_field(facts, "block_size", list, [])
     ok = are_counts(block) and len(block) in (0, len(shape)) and all(0 < n < 1 << 31 for n in block)
     check(ok, f"block_size={short_text(block)} must have an integer above 0 for each axis")
