@@ -121,39 +121,30 @@ def _grouping_of_count(n: int, count: int) -> AxisGrouping:
 # -- elements ----------------------------------------------------------------------------------------------------------
 
 
+#: The elements of qwix's types by name, and the names of those that are no dtypes of JAX there.
+_QWIX_ELEMENTS: dict[str, formats.ElementFormat] = {
+    _QWIX_NF4: formats.nf4.element,
+    **{n: f for n, f in formats.CATALOGUE.items() if f.bits in (4, 8) and f != formats.float8_e8m0fnu},
+    **{f"int{bits}": formats.IntegerFormat(bits) for bits in range(2, 9)},
+    **{f"uint{bits}": formats.IntegerFormat(bits, signed=False) for bits in (4, 8)},
+}
+_QWIX_TEXTS = (_QWIX_NF4, "int2", "int3", "int5", "int6", "int7")
+
+
 def _qtype_of(element: formats.ElementFormat) -> Any:
     """The qtype in qwix of an element format."""
-    if element == formats.nf4.element:
-        return _QWIX_NF4
-    if isinstance(element, formats.IntegerFormat) and element.bits <= 8:
-        if element.bits in (4, 8):
-            return jnp.dtype(f"{'' if element.signed else 'u'}int{element.bits}")
-        if element.signed and element.bits > 1:
-            return f"int{element.bits}"
-    name = _native_float_names().get(element)
+    name = next((name for name, fmt in _QWIX_ELEMENTS.items() if fmt == element), None)
     if name is None:
         raise ValueError(f"q has elements of {element}, for which qwix has no type")
-    return jnp.dtype(name)
+    return name if name in _QWIX_TEXTS else jnp.dtype(name)
 
 
 def _element_of_qtype(qtype: Any) -> formats.ElementFormat:
     """The element format of a qtype of qwix."""
     text = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
     text = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}.get(text, text)
-    if text == _QWIX_NF4:
-        return formats.nf4.element
-    elements: dict[str, formats.ElementFormat] = {name: fmt for fmt, name in _native_float_names().items()}
-    elements |= {f"int{bits}": formats.IntegerFormat(bits) for bits in range(2, 9)}
-    elements |= {f"uint{bits}": formats.IntegerFormat(bits, signed=False) for bits in (4, 8)}
-    check(text in elements, f"q has qtype={qtype!r}; allowed: {', '.join([_QWIX_NF4, *elements])}")
-    return elements[text]
-
-
-def _native_float_names() -> dict[formats.ElementFormat, str]:
-    """The names of floats of 8 and 4 bits that are both element formats and dtypes."""
-    return {
-        fmt: name for name, fmt in formats.CATALOGUE.items() if fmt.bits in (4, 8) and fmt != formats.float8_e8m0fnu
-    }
+    check(text in _QWIX_ELEMENTS, f"q has qtype={qtype!r}; allowed: {', '.join(_QWIX_ELEMENTS)}")
+    return _QWIX_ELEMENTS[text]
 
 
 def _codes_to_native(entries: jax.Array, element: formats.ElementFormat, qtype: Any) -> jax.Array:
