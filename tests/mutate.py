@@ -186,8 +186,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "GPTQ checkpoints: scales are read without being transposed": (
         "jchop/_checkpoints/layouts.py",
-        "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = codes_from_words(zeros, bits",
-        "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = codes_from_words(zeros, bits",
+        "scale = np.ascontiguousarray(row.as_scales(scales, scales.shape).T)\n    if index is not None",
+        "scale = row.as_scales(scales, scales.shape).reshape(codes.shape[0], -1)\n    if index is not None",
     ),
     "`jchop.torch.OptimLP` draws the same bits in every step": (
         "jchop/torch/_optim.py",
