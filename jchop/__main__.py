@@ -8,19 +8,17 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
-from jchop._cli._compare import COMPARE
-from jchop._cli._completion import completion_command, words_by_command
-from jchop._cli._doctor import DOCTOR
-from jchop._cli._file_commands import CONVERT, INSPECT, QUANTIZE
-from jchop._cli._function_commands import BLAME, STUDY, TUNE
-from jchop._cli._info import FORMAT_LIST, INFO
-from jchop._cli._ptq import PTQ
+from jchop._cli._command import bold, print_note, printable
+from jchop._cli._completion import COMPLETION, words_by_command
+from jchop._cli._file_commands import COMPARE, CONVERT, INSPECT, QUANTIZE
+from jchop._cli._function_commands import BLAME, PTQ, STUDY, TUNE
+from jchop._cli._info import DOCTOR, FORMAT_LIST, INFO, distribution_version
 from jchop._cli._round import ROUND
-from jchop._cli._text import bold, print_note, printable
-from jchop._common.checks import close_names_hint
+from jchop._common.checks import check, close_names_hint
+
+COMMANDS = (FORMAT_LIST, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ, COMPARE, BLAME, TUNE, STUDY, DOCTOR, COMPLETION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if sys.stdout is None:
-            raise ValueError("standard output is closed")
+        check(sys.stdout is not None, "standard output is closed")
         try:
             options = _command_parser().parse_args([_shield_negative_number(argument) for argument in arguments])
             options.run(options)
@@ -95,8 +92,9 @@ class _CommandParser(argparse.ArgumentParser):
         """Arguments that no command knows are an error of the command before them."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            name = next(name for name in args if name in words_by_command(self))
-            near = close_names_hint(unknown[0].split("=")[0], filter(None, words_by_command(self)[name]))
+            table = words_by_command(options.commands)
+            name = next(name for name in args if name in table)
+            near = close_names_hint(unknown[0].split("=")[0], filter(None, table[name]))
             raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{near} (see {self.prog} {name} --help)")
         return options
 
@@ -119,19 +117,14 @@ class _CommandParser(argparse.ArgumentParser):
 def _command_parser() -> argparse.ArgumentParser:
     description = "Rounds numbers, and the parameters of a neural network, to low-precision formats."
     parser = _CommandParser(prog="jchop", description=description)
-    parser.add_argument("-V", "--version", action="version", version=f"jchop {_jchop_version()}")
+    parser.add_argument(
+        "-V", "--version", action="version", version=f"jchop {distribution_version('jchop') or '(not installed)'}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    rows = (FORMAT_LIST, INFO, ROUND, QUANTIZE, INSPECT, CONVERT, PTQ, COMPARE, BLAME, TUNE, STUDY, DOCTOR)
-    for command in (*rows, completion_command(parser)):
+    parser.set_defaults(commands=COMMANDS)
+    for command in COMMANDS:
         command.add_to(commands)
     return parser
-
-
-def _jchop_version() -> str:
-    try:
-        return version("jchop")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

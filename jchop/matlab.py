@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import as_numpy, check_int
+from jchop._common.checks import as_numpy, check, check_int
 from jchop._common.settings import always_jit
 from jchop._core.rounding.elements import round_to_spec
 from jchop._round.flip import flip_bits
@@ -109,14 +109,10 @@ def chop(x: Any, options: Any = None, /, **more: Any) -> Any:
     array = _float_array(x)
     seed = _integer_option(settings, "seed", 0)
     key = None if seed is None else jax.random.key(seed)
-    spec = chop_spec(
-        settings.get("format", "h"),
-        _switch_option(settings, "subnormal", None),
-        _integer_option(settings, "round", 1, 6, default=1),
-        bool(_switch_option(settings, "explim", True)),
-        settings.get("params"),
-        array.dtype.name,
-    )
+    mode = _integer_option(settings, "round", 1, 6, default=1)
+    subnormal, explim = _switch_option(settings, "subnormal", None), bool(_switch_option(settings, "explim", True))
+    name, params = settings.get("format", "h"), settings.get("params")
+    spec = chop_spec(name, subnormal, mode, explim, params, array.dtype.name)
     randfunc = settings.get("randfunc")
     if not spec.rounding.stochastic or randfunc is None:
         if spec.rounding.stochastic and key is None:
@@ -155,11 +151,9 @@ def chop_float_format(bits: int, emax: int, subnormals: bool = True) -> FloatFor
 
 def _custom_params(params: Any) -> tuple[int, int]:
     values = [] if params is None else np.asarray(params, float).ravel().tolist()
-    if len(values) != 2:
-        raise ValueError(f"params={params!r} must be [t, emax], which format 'custom' needs")
+    check(len(values) == 2, f"params={params!r} must be [t, emax], which format 'custom' needs")
     bits, emax = (check_int(name, int_if_whole(value), 1) for name, value in zip(("t", "emax"), values, strict=True))
-    if bits > 53:
-        raise ValueError(f"params=[{bits}, {emax}] must have t from 1 to 53")
+    check(bits <= 53, f"params=[{bits}, {emax}] must have t from 1 to 53")
     return bits, emax
 
 
@@ -188,9 +182,7 @@ def int_if_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float | np.floating) and float(value).is_integer() else value
 
 
-def _integer_option(
-    settings: Mapping[str, Any], name: str, low: int, high: int | None = None, default: int | None = None
-) -> Any:
+def _integer_option(settings: dict[str, Any], name: str, low: int, high: int | None = None, default: Any = None) -> Any:
     return check_int(name, int_if_whole(settings[name]), low, high) if name in settings else default
 
 

@@ -61,7 +61,7 @@ _CORE = tuple(
     for name in (*("_core/", "_spec/", "formats/", "_round/", "_common/bit_ops.py", "_common/gradients.py"),)
 )
 #: Files that only make words.
-_WORDS = ("jchop/_common/text/", "jchop/_cli/_text.py", "jchop/_cli/_completion.py")
+_WORDS = ("jchop/_common/text.py", "jchop/_common/html.py", "jchop/_cli/_command.py", "jchop/_cli/_completion.py")
 #: The mutants of the core, of all other packages together, and the least of one package.
 _OF_CORE, _OF_OTHERS, _LEAST = 80, 340, 12
 
@@ -185,9 +185,9 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "slot, fits = position, fits & (row != NO_PAGE)",
     ),
     "GPTQ checkpoints: scales are read without being transposed": (
-        "jchop/_checkpoints/gptq_awq.py",
-        "scale = np.ascontiguousarray(as_scales(scales, scales.shape).T)\n    zero = codes_from_words(zeros, bits",
-        "scale = as_scales(scales, scales.shape).reshape(out, -1)\n    zero = codes_from_words(zeros, bits",
+        "jchop/_checkpoints/layouts.py",
+        "scale = np.ascontiguousarray(row.as_scales(scales, scales.shape).T)\n    if index is not None",
+        "scale = row.as_scales(scales, scales.shape).reshape(codes.shape[0], -1)\n    if index is not None",
     ),
     "`jchop.torch.OptimLP` draws the same bits in every step": (
         "jchop/torch/_optim.py",

@@ -1,38 +1,44 @@
-"""`Checkpoint`: a checkpoint of any layout, open for reading weight by weight."""
+"""`Checkpoint`: a checkpoint of any layout, open for reading weight by weight; `load_checkpoint`."""
 
 from __future__ import annotations
 
+#: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
+import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS, READABLE_TYPES
+from jchop._checkpoints.gguf import GGUF_BLOCKS, READABLE_TYPES, GGUFFile, is_gguf
 from jchop._checkpoints.table import LAYOUTS, UnreadWeight, code_scale_pairs, detect_layout
-from jchop._common.checks import check, check_choice
+from jchop._common.checks import check, check_bool, check_choice, place_in_errors
+from jchop._common.files import as_path, short_text
+from jchop._common.paths import check_path_pattern, matches_path
 from jchop.storage._array import QArray
-from jchop.storage._files.gguf import GGUFFile, block_sizes, is_gguf
-from jchop.storage._files.json import short_text
-from jchop.storage._files.shards import ShardFiles
+from jchop.storage._files.safetensors import ShardFiles
 from jchop.storage._save import QARRAYS_KEY, join_qarray, qarray_shape_in, qarray_tensor_names, qarrays_in
 
-#: The layouts that have no row in the table: jchop's own, GGUF, and tensors that are not quantized.
 OWN_LAYOUT, GGUF_LAYOUT, PLAIN_LAYOUT = "jchop", "gguf", "plain"
 LAYOUT_NAMES = (*LAYOUTS, GGUF_LAYOUT, OWN_LAYOUT, PLAIN_LAYOUT)
 
 
-@dataclass(frozen=True)
-class CheckpointItem:
+class CheckpointItem(NamedTuple):
     """An array of a checkpoint: its format in the layout's words, shape, bytes in the file; whether it is quantized."""
 
     format: str
     shape: tuple[int, ...]
     nbytes: int
     quantized: bool
+
+
+#: What numbers and arrays that are too large raise, too.
+_READ_ERRORS = (ValueError, ArithmeticError, MemoryError)
 
 
 class Checkpoint(ABC):
@@ -56,7 +62,7 @@ class Checkpoint(ABC):
         """An array, with NumPy leaves; ValueError for one that cannot be read."""
         if name in self.unread:
             raise ValueError(f"{self.path}: {self.unread[name]}")
-        with _place_in_errors(self.path, name):
+        with place_in_errors(f"{self.path}: {short_text(name)}", _READ_ERRORS):
             return self._read(name, exact)
 
     @abstractmethod
@@ -81,11 +87,11 @@ def open_checkpoint(path: Path, layout: str) -> Iterator[Checkpoint]:
     if gguf != (layout == GGUF_LAYOUT) and not (gguf and layout == "auto"):
         raise ValueError(f"{path} is {'a' if gguf else 'no'} GGUF file, and layout={layout!r}")
     if gguf:
-        with GGUFFile(path, block_sizes(GGUF_BLOCKS)) as gguf_file:
+        with GGUFFile(path) as gguf_file:
             yield _GGUFCheckpoint(path, gguf_file)
         return
     with ShardFiles(path) as source:
-        with _place_in_errors(path, None):
+        with place_in_errors(str(path), _READ_ERRORS):
             checkpoint = _SafetensorsCheckpoint(path, source, layout)
         yield checkpoint
 
@@ -132,10 +138,7 @@ class _SafetensorsCheckpoint(Checkpoint):
             self._descriptions |= qarrays_in(file, bad)
         for name, why in bad.items():
             unread[name] = UnreadWeight(why, [one for one in source.entries if f"{one}.".startswith(f"{name}.")])
-        self._find_items(unread)
-
-    def _find_items(self, unread: Mapping[str, UnreadWeight]) -> None:
-        entries, used = self._source.entries, set[str]()
+        entries, used = source.entries, set[str]()
         self.items, self.unread = {}, {name: weight.why for name, weight in unread.items()}
 
         def add(name: str, kind: str, shape: tuple[int, ...], parts: Collection[str]) -> None:
@@ -165,13 +168,72 @@ class _SafetensorsCheckpoint(Checkpoint):
         return weight.row.read(parts, weight.facts.new_child({"exact": exact}))
 
 
-@contextmanager
-def _place_in_errors(path: Path, name: str | None) -> Iterator[None]:
-    """Names the file and the array in a ValueError, as which numbers and arrays that are too large are raised, too."""
-    try:
-        yield
-    except (ValueError, ArithmeticError, MemoryError) as error:
-        place = f"{path}: " + ("" if name is None else f"{short_text(name)}: ")
-        if str(error).startswith(place):
-            raise
-        raise ValueError(place + (str(error) or "it does not fit in memory")) from None
+#: Names in a warning.
+_MOST_NAMES = 9
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    layout: str = "auto",
+    *,
+    exact: bool = True,
+    skip: str | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Reads a checkpoint of another program, quantized or not, as arrays and QArrays.
+
+    The weights stay packed. The numbers of a QArray are those that the layout defines in float32, bit for bit but for
+    the sign of zeros, and a weight has the axes (out, in) of its model in every layout.
+
+    Args:
+        path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and possibly
+            ``config.json``, or a GGUF_LAYOUT file.
+        layout: ``"compressed-tensors"``, ``"gptq"``, ``"gptq_v2"``, ``"awq"``, ``"fp8"`` (DeepSeek),
+            ``"bitsandbytes"``, ``"torchao"``, ``"mxfp4"`` (gpt-oss), ``"gguf"``, ``"jchop"`` (of `save_safetensors`)
+            or ``"plain"`` (every tensor as it is).
+            Default ``"auto"``: by ``quantization_config`` in ``config.json``, else by the names of the tensors.
+        exact: whether NVFP4 keeps every bit: its groups then have float32 scales, unless the reciprocal of
+            ``weight_global_scale`` gives the same numbers. With False the scales stay in 8 bits, and numbers may differ
+            in their last bit. Default True.
+        skip: a pattern of names that are not read, such as ``"visual"``. Default: none.
+        strict: whether an array that cannot be read is an error. With False it is left out, and a warning
+            (RuntimeWarning) names it. Default True.
+
+    Returns:
+        JAX arrays and QArrays by name, such as ``"model.layers.0.mlp.up_proj.weight"``.
+
+    Raises:
+        TypeError: for `exact` or `strict` that is no boolean, or a `skip` that is no text.
+        ValueError: for an invalid or damaged file, a layout that is not known, or a weight that no QArray holds.
+        OSError: if a file cannot be read.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
+        >>> q = jc.quantize(jnp.ones((32, 64)), "int4(group=32,scale=float16)")
+        >>> jc.storage.save_checkpoint({"up.weight": q, "up.bias": jnp.zeros(32)}, folder, layout="gptq")
+        >>> tree = jc.storage.load_checkpoint(folder)
+        >>> str(tree["up.weight"].spec), tree["up.bias"].shape
+        ('int4(group=32,scale=binary16)', (32,))
+    """
+    check_bool("exact", exact)
+    check_bool("strict", strict)
+    if skip is not None:
+        check_path_pattern("skip", skip, "'visual'")
+    arrays: dict[str, Any] = {}
+    unread: dict[str, str] = {}
+    with open_checkpoint(as_path("path", path), layout) as source, jax.enable_x64(True):
+        names = [name for name in source.items if skip is None or not matches_path(skip, name)]
+        for name in sorted(names, key=lambda name: name not in source.unread):  # errors before large arrays
+            try:
+                arrays[name] = jax.tree.map(jnp.asarray, source.read(name, exact))
+            except ValueError as error:
+                if strict:
+                    others = "; strict=False reads the other arrays, and names those it leaves out"
+                    raise ValueError(f"{error}{others if len(names) > 1 else ''}") from None
+                unread[name] = str(error)
+    if unread:
+        (first, *others), why = map(short_text, unread), next(iter(unread.values()))
+        more = f", and {len(others)} more: {', '.join(others[: _MOST_NAMES - 1])}" if others else ""
+        warnings.warn(f"{first} is not read: {why}{more}", RuntimeWarning, 2)
+    return arrays

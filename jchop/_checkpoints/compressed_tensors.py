@@ -1,16 +1,14 @@
-"""compressed-tensors: integers packed into words, and integers or 8-bit floats one by one.
+"""The layouts of compressed-tensors, and those like them of DeepSeek and gpt-oss.
 
+Integers are packed into words or stand one by one, as 8-bit floats do; floats of 4 or 8 bits stand in small groups.
 Definition: https://github.com/vllm-project/compressed-tensors, `compressors/pack_quantized` and `naive_quantized`.
 Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5, 6 and 7 bits had spare bits.
 """
 
 from __future__ import annotations
-
 import re
 from typing import Any
-
 import numpy as np
-
 from jchop._checkpoints.arrays import (
     as_scales,
     codes_from_words,
@@ -33,6 +31,13 @@ from jchop.formats._catalogue import float8_e4m3fn
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE
 from jchop.storage._files.json import short_text
+from dataclasses import replace
+from jchop._checkpoints import row
+from jchop._common.files import short_text
+from jchop._spec.spec import Spec
+from jchop.formats import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu, mxfp4, mxfp8_e4m3, nvfp4
+from jchop.storage._codes import batch_axes, load_codes, store_codes
+
 
 #: Widths that may be packed.
 _PACK_WIDTHS = range(2, 9)
@@ -43,16 +48,16 @@ DENSE_VERSION = (0, 18)
 # -- the arguments of a weight in the configuration --------------------------------------------------------------------
 
 
-def _module_arguments(facts: LayoutFacts) -> list[LayoutFacts]:
+def _module_arguments(facts: row.LayoutFacts) -> list[row.LayoutFacts]:
     """The arguments of the weights of the groups that name the module in their targets; else of all groups."""
-    groups = [group for group in fact_field(facts, "config_groups", dict, {}).values() if isinstance(group, dict)]
-    own = [group for group in groups if facts.get("module") in fact_field(group, "targets", list, [])]
+    groups = row.config_groups(facts).values()
+    own = [group for group in groups if facts.get("module") in row.fact_field(group, "targets", list, [])]
     return [weights for group in own or groups if isinstance(weights := group.get("weights"), dict)]
 
 
-def _group_sizes(weights: LayoutFacts, shape: tuple[int, int]) -> tuple[int, int] | None:
+def _group_sizes(weights: row.LayoutFacts, shape: tuple[int, int]) -> tuple[int, int] | None:
     """The sizes of the groups along both axes, by the arguments of a weight; None if they do not have them."""
-    strategy, size = weights.get("strategy"), fact_field(weights, "group_size", int)
+    strategy, size = weights.get("strategy"), row.fact_field(weights, "group_size", int)
     if strategy == "block":
         block = weights.get("block_structure")
         structure: Any = list(map(int, re.findall(r"\d{1,9}", block))) if isinstance(block, str) else block
@@ -66,7 +71,7 @@ def _group_sizes(weights: LayoutFacts, shape: tuple[int, int]) -> tuple[int, int
 
 
 def _module_group_sizes(
-    facts: LayoutFacts, shape: tuple[int, int], scales: tuple[int, ...], bits: int
+    facts: row.LayoutFacts, shape: tuple[int, int], scales: tuple[int, ...], bits: int
 ) -> tuple[int, int] | None:
     """The sizes of the groups of a weight of a module; None if the configuration does not have them.
 
@@ -84,33 +89,33 @@ def _module_group_sizes(
 # -- pack-quantized: words of int32 along the last axis, codes + 2^(bits - 1) ------------------------------------------
 
 
-def _read_pack(parts: TensorParts, facts: LayoutFacts) -> QArray:
+def _read_pack(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     words, shape = parts["weight_packed"], _weight_shape(parts["weight_shape"])
-    scale = as_scales(parts["weight_scale"], shape)
+    scale = row.as_scales(parts["weight_scale"], shape)
     check(words.shape[0] == shape[0], f"weight_packed has {words.shape[0]} rows, and weight_shape {list(shape)}")
     zero = parts.get("weight_zero_point")
-    bits, each = _word_form(words, shape, zero if zero is not None and zero.dtype == WORD else None, facts)
-    codes = codes_from_words(words, bits, shape[1], each)
-    if zero is not None and zero.dtype == INT8:  # of strategies whose zero points are not packed
+    bits, each = _word_form(words, shape, zero if zero is not None and zero.dtype == row.WORD else None, facts)
+    codes = row.codes_from_words(words, bits, shape[1], each)
+    if zero is not None and zero.dtype == row.INT8:  # of strategies whose zero points are not packed
         zero = _unpacked_zero(zero, scale, bits)
     elif zero is not None:
-        zero_shape = (word_count(shape[0], bits, each), scale.shape[1])
+        zero_shape = (row.word_count(shape[0], bits, each), scale.shape[1])
         check(
-            zero.dtype == WORD and zero.shape == zero_shape,
+            zero.dtype == row.WORD and zero.shape == zero_shape,
             f"weight_zero_point must be int32 of shape {list(zero_shape)}",
         )
-        zero = codes_from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
+        zero = row.codes_from_words(zero.T, bits, shape[0], each).T.astype(np.int32)
         check(scale.shape[0] == shape[0], "weight_zero_point needs a scale for each row")
     index = parts.get("weight_g_idx")
     if index is None or (index < 0).all():  # -1 everywhere: no order was chosen
-        kinds = kinds_from(shape, scale.shape, _module_group_sizes(facts, shape, scale.shape, bits))
-        return integer_array(codes, scale, zero, bits, kinds)
+        kinds = row.kinds_from(shape, scale.shape, _module_group_sizes(facts, shape, scale.shape, bits))
+        return row.integer_array(codes, scale, zero, bits, kinds)
     return integer_array_by_index(codes, scale, zero, index, bits)
 
 
 def _unpacked_zero(zero: np.ndarray, scale: np.ndarray, bits: int) -> np.ndarray:
     """Zero points of signed codes, one for each scale, as those of unsigned codes."""
-    ok = zero.dtype == INT8 and zero.size == scale.size
+    ok = zero.dtype == row.INT8 and zero.size == scale.size
     check(ok, "weight_zero_point must be int8, one for each scale")
     return zero.reshape(scale.shape).astype(np.int32) + (1 << (bits - 1))
 
@@ -126,9 +131,9 @@ def integer_array_by_index(
     )
     size = int((index != 0).argmax()) or columns  # the first group is whole, and the last may be smaller
     if np.array_equal(index, np.arange(columns) // size) and count == -(-columns // size):
-        return integer_array(codes, scale, zero, bits, kinds_from(codes.shape, scale.shape, (1, size)))
+        return row.integer_array(codes, scale, zero, bits, row.kinds_from(codes.shape, scale.shape, (1, size)))
     spread_zero = None if zero is None else zero[:, index]
-    return integer_array(codes, scale[:, index], spread_zero, bits, [OWN_SCALE, OWN_SCALE])
+    return row.integer_array(codes, scale[:, index], spread_zero, bits, [OWN_SCALE, OWN_SCALE])
 
 
 def _weight_shape(data: np.ndarray) -> tuple[int, int]:
@@ -138,18 +143,18 @@ def _weight_shape(data: np.ndarray) -> tuple[int, int]:
 
 
 def _word_form(
-    word_rows: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: LayoutFacts
+    word_rows: np.ndarray, shape: tuple[int, int], zero: np.ndarray | None, facts: row.LayoutFacts
 ) -> tuple[int, int | None]:
     """The width of the codes, and how many are in each word if some of its bits are spare; else None.
 
     The configuration names widths and the version. What it leaves open, the numbers of words and spare bits show.
     """
     (out, columns), words = shape, word_rows.shape[1]
-    config_widths = {fact_field(weights, "num_bits", int, 8) for weights in _module_arguments(facts)}
+    config_widths = {row.fact_field(weights, "num_bits", int, 8) for weights in _module_arguments(facts)}
     longest = columns if zero is None else max(shape)
     gaps = {bits: (None, 32 // bits) if 32 % bits and longest > 32 // bits else (None,) for bits in _PACK_WIDTHS}
     forms = [(bits, each) for bits in _PACK_WIDTHS if bits in config_widths or not config_widths for each in gaps[bits]]
-    forms = [form for form in forms if word_count(columns, *form) == words]
+    forms = [form for form in forms if row.word_count(columns, *form) == words]
     text = f"{words} words for {columns} columns"
     of = f", of which the configuration names {' and '.join(map(str, sorted(config_widths)))}" if config_widths else ""
     check(bool(forms), f"{text} are no codes of 2 to 8 bits{of}")
@@ -157,7 +162,7 @@ def _word_form(
         place = -1 if (int(version[1]), int(version[2])) < DENSE_VERSION else 0
         forms = [(bits, each) for bits, each in forms if each == gaps[bits][place]] or forms
     if zero is not None:
-        forms = [form for form in forms if word_count(out, *form) == zero.shape[0]] or forms
+        forms = [form for form in forms if row.word_count(out, *form) == zero.shape[0]] or forms
     if len(forms) > 1:
         forms = [form for form in forms if _spare_is_zero(word_rows, columns, *form)] or forms
     widths = sorted({bits for bits, _ in forms})
@@ -173,21 +178,21 @@ def _spare_is_zero(word_rows: np.ndarray, columns: int, bits: int, each: int | N
     return used == 32 or not (np.ascontiguousarray(words).view(np.uint32) >> np.uint32(used)).any()
 
 
-def _write_pack(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight, index = group_by_column(pieces(q))
-    codes, scale, zero = unsigned_pieces(weight, _PACK_WIDTHS)
+def _write_pack(q: QArray, exact: bool) -> row.WrittenWeight:
+    weight, index = row.group_by_column(row.pieces(q))
+    codes, scale, zero = row.unsigned_pieces(weight, _PACK_WIDTHS)
     bits = weight.fmt.element.bits
     symmetric = bool((zero == 1 << (bits - 1)).all())
-    facts = weight_arguments(weight, "int", symmetric)
+    facts = row.weight_arguments(weight, "int", symmetric)
     if facts["strategy"] != "tensor":
-        row_group_size(weight)
+        row.row_group_size(weight)
     parts = {
-        "weight_packed": codes_to_words(codes, bits),
+        "weight_packed": row.codes_to_words(codes, bits),
         "weight_scale": scale,
         "weight_shape": np.array(q.shape, np.int64),
     }
     if not symmetric:
-        parts["weight_zero_point"] = np.ascontiguousarray(codes_to_words(zero_codes(zero, bits).T, bits).T)
+        parts["weight_zero_point"] = np.ascontiguousarray(row.codes_to_words(row.zero_codes(zero, bits).T, bits).T)
     if facts["strategy"] == "tensor":  # a single scale, and a zero point that is not packed
         parts["weight_scale"] = scale.reshape(1)
         parts |= {} if symmetric else {"weight_zero_point": (zero - (1 << (bits - 1))).astype(np.int8).reshape(1)}
@@ -196,44 +201,40 @@ def _write_pack(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str
     return {**parts, "weight_g_idx": index}, {**facts, "actorder": "group"}
 
 
-PACK_ROW = LayoutRow(
-    "pack-quantized",
-    ("weight_packed", "weight_scale", "weight_shape"),
-    look_for_matrix("weight_packed", WORD),
-    _read_pack,
-    _write_pack,
-    "int4(group=128,scale=bfloat16)",
-    ("weight_zero_point", "weight_g_idx"),
-    ("weight_shape", _weight_shape),
+_PACK_PARTS, _PACK_OPTIONAL = ("weight_packed", "weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx")
+_PACK_FITS, _PACK_PEEK = "int4(group=128,scale=bfloat16)", ("weight_shape", _weight_shape)
+_LOOK_FOR_WORDS = row.look_for_matrix("weight_packed", row.WORD)
+PACK_ROW = row.LayoutRow(
+    "pack-quantized", _PACK_PARTS, _LOOK_FOR_WORDS, _read_pack, _write_pack, _PACK_FITS, _PACK_OPTIONAL, _PACK_PEEK
 )
 
 
 # -- int-quantized: int8 and a scale -----------------------------------------------------------------------------------
 
 
-def _read_integer(parts: TensorParts, facts: LayoutFacts) -> QArray:
+def _read_integer(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
     weight = parts["weight"]
-    scale, zero = as_scales(parts["weight_scale"], weight.shape), parts.get("weight_zero_point")
+    scale, zero = row.as_scales(parts["weight_scale"], weight.shape), parts.get("weight_zero_point")
     if zero is not None:
         zero = _unpacked_zero(zero, scale, 8)
     codes = weight.view(np.uint8) ^ np.uint8(128)
-    kinds = kinds_from(weight.shape, scale.shape, _module_group_sizes(facts, weight.shape, scale.shape, 8))
-    return integer_array(codes, scale, zero, 8, kinds)
+    kinds = row.kinds_from(weight.shape, scale.shape, _module_group_sizes(facts, weight.shape, scale.shape, 8))
+    return row.integer_array(codes, scale, zero, 8, kinds)
 
 
-def _write_integer(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight = pieces(q)
-    codes, scale, zero = unsigned_pieces(weight, (8,))
+def _write_integer(q: QArray, exact: bool) -> row.WrittenWeight:
+    weight = row.pieces(q)
+    codes, scale, zero = row.unsigned_pieces(weight, (8,))
     parts = {"weight": (codes ^ np.uint8(128)).view(np.int8), "weight_scale": scale}
     symmetric = bool((zero == 128).all())
     if not symmetric:
-        parts["weight_zero_point"] = (zero_codes(zero, 8) ^ np.uint8(128)).view(np.int8)
-    return parts, weight_arguments(weight, "int", symmetric)
+        parts["weight_zero_point"] = (row.zero_codes(zero, 8) ^ np.uint8(128)).view(np.int8)
+    return parts, row.weight_arguments(weight, "int", symmetric)
 
 
-_LOOK_FOR_INT8, _SCALED_PARTS = look_for_matrix("weight", INT8), ("weight_scale", "weight")
+_LOOK_FOR_INT8, _SCALED_PARTS = row.look_for_matrix("weight", row.INT8), ("weight_scale", "weight")
 _INTEGER_FITS, _INTEGER_OPTIONAL = "int8(channel=0)", ("weight_zero_point",)
-INTEGER_ROW = LayoutRow(
+INTEGER_ROW = row.LayoutRow(
     "int-quantized", _SCALED_PARTS, _LOOK_FOR_INT8, _read_integer, _write_integer, _INTEGER_FITS, _INTEGER_OPTIONAL
 )
 
@@ -241,25 +242,234 @@ INTEGER_ROW = LayoutRow(
 # -- float-quantized: e4m3 and a scale ---------------------------------------------------------------------------------
 
 
-def _read_float(parts: TensorParts, facts: LayoutFacts) -> QArray:
-    weight, scale = parts["weight"], as_scales(parts["weight_scale"], parts["weight"].shape)
+def _read_float(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    weight, scale = parts["weight"], row.as_scales(parts["weight_scale"], parts["weight"].shape)
     return float8_array(weight, scale, _module_group_sizes(facts, weight.shape, scale.shape, 8))
 
 
 def float8_array(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None) -> QArray:
     """A weight of float8_e4m3fn, times scales of tensor, rows, groups or blocks."""
-    scale = as_scales(scale, weight.shape)
+    scale = row.as_scales(scale, weight.shape)
     if block is None:
         counts = tuple(-(-n // 128) for n in weight.shape)
         block = (128, 128) if scale.shape == counts else None
-    return float_array(weight.view(np.uint8), scale, float8_e4m3fn, kinds_from(weight.shape, scale.shape, block))
+    return row.float_array(
+        weight.view(np.uint8), scale, float8_e4m3fn, row.kinds_from(weight.shape, scale.shape, block)
+    )
 
 
-def _write_float(q: QArray, exact: bool) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    weight = pieces(q, float8_e4m3fn)
-    parts = {"weight": weight.codes.view(FLOAT8), "weight_scale": float_scales(weight)}
-    return parts, weight_arguments(weight, "float", True)
+def _write_float(q: QArray, exact: bool) -> row.WrittenWeight:
+    weight = row.pieces(q, float8_e4m3fn)
+    parts = {"weight": weight.codes.view(row.FLOAT8), "weight_scale": row.float_scales(weight)}
+    return parts, row.weight_arguments(weight, "float", True)
 
 
-_FLOAT_FITS, _LOOK_FOR_FLOAT8 = "float8_e4m3fn(channel=0)", look_for_matrix("weight", FLOAT8)
-FLOAT_ROW = LayoutRow("float-quantized", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float, _write_float, _FLOAT_FITS)
+_FLOAT_FITS, _LOOK_FOR_FLOAT8 = "float8_e4m3fn(channel=0)", row.look_for_matrix("weight", row.FLOAT8)
+FLOAT_ROW = row.LayoutRow("float-quantized", _SCALED_PARTS, _LOOK_FOR_FLOAT8, _read_float, _write_float, _FLOAT_FITS)
+
+
+# -- DeepSeek: e4m3 in tiles of 128 x 128, each times a binary32 number or a power of two (e8m0) -----------------------
+
+# Definition: https://github.com/deepseek-ai/DeepSeek-V3, `inference/kernel.py` (`weight_dequant`). Despite its name,
+# ``weight_scale_inv`` is the factor.
+
+
+def _read_tiles(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    block = row.fact_field(facts, "weight_block_size", list, [128, 128])
+    ok = len(block) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in block)
+    check(ok, f"weight_block_size={block} must be two integers above zero")
+    weight, scale = parts["weight"], parts["weight_scale_inv"]
+    if scale.dtype == np.uint8 and facts.get("scale_fmt") == "ue8m0":
+        scale = scale.view(row.EXPONENT8)
+    if scale.size == 1 and facts.get("weight_block_size") is None:
+        return float8_array(weight, scale, None)
+    counts = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+    ok = tuple(scale.shape) == counts
+    check(ok, f"weight_scale_inv has shape {list(scale.shape)}, and tiles of {block} have {list(counts)}")
+    return float8_array(weight, scale, (block[0], block[1]))
+
+
+def _write_tiles(q: QArray, exact: bool) -> row.WrittenWeight:
+    weight = row.pieces(q, float8_e4m3fn)
+    sizes = zip(weight.kinds, row.group_lengths(weight), q.shape, strict=True)
+    tiles = all(kind == 128 or (not isinstance(kind, int) and size == n <= 128) for kind, size, n in sizes)
+    check(tiles, f"it has the grouping of {weight.fmt}, not tiles of 128 x 128")
+    powers = weight.fmt.scale == float8_e8m0fnu
+    scale = (
+        weight.scale.view(row.EXPONENT8) if powers else row.cast_exactly(row.float_scales(weight), np.float32, "scales")
+    )
+    facts = {"weight_block_size": [128, 128]} | ({"scale_fmt": "ue8m0"} if powers else {})
+    return {"weight": weight.codes.view(row.FLOAT8), "weight_scale_inv": scale}, facts
+
+
+_TILE_PARTS, _TILE_FITS = ("weight_scale_inv", "weight"), "float8_e4m3fn(group=(128,128))"
+FP8_TILES = row.LayoutRow(
+    "fp8", _TILE_PARTS, row.look_for_matrix("weight", row.FLOAT8), _read_tiles, _write_tiles, _TILE_FITS
+)
+
+
+def _refuse_one_scale(q: QArray, exact: bool) -> row.WrittenWeight:
+    raise ValueError("weights with one scale are only read; compressed-tensors has them")
+
+
+#: A scale for the whole weight, ``weight_scale``, as the same method has it without blocks.
+FP8_ONE_SCALE = replace(FLOAT_ROW, name="fp8 with one scale", write=_refuse_one_scale, fits=FP8_TILES.fits)
+
+
+# -- floats of 4 or 8 bits in small groups: NVFP4, MXFP4 and MXFP8 of compressed-tensors, and gpt-oss's MXFP4 ----------
+
+# Definition: https://github.com/vllm-project/compressed-tensors, `compressors/nvfp4`, `mxfp4`, `mxfp8`. The scale of a
+# group of NVFP4 is the quotient of an e4m3 number and the scale of the tensor, rounded to binary32. gpt-oss:
+# https://github.com/openai/gpt-oss, `gpt_oss/torch/weights.py`.
+
+
+#: NVFP4 with the subnormal scales that files have.
+_NVFP4_FORMAT = nvfp4(scale=float8_e4m3fn)
+#: The code of NaN of e8m0, and the code of 1 of e8m0 and e4m3.
+_E8M0_NAN, _E8M0_ONE, _E4M3_ONE = 255, np.uint8(127), np.uint8(0x38)
+
+
+def _check_scale_counts(shape: tuple[int, ...], scale: np.ndarray, group: int) -> None:
+    counts = (shape[0], shape[1] // group)
+    ok = shape[1] % group == 0 and scale.shape == counts
+    check(ok, f"weight_scale has shape {list(scale.shape)}, and groups of {group} in {list(shape)} have {list(counts)}")
+
+
+# -- nvfp4 -------------------------------------------------------------------------------------------------------------
+
+
+def _read_nvfp4(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    packed_codes, scale, whole = parts["weight_packed"], parts["weight_scale"], parts["weight_global_scale"]
+    codes = row.unpack_bits(packed_codes, 4, 2 * packed_codes.shape[1])
+    _check_scale_counts(codes.shape, scale, 16)
+    check(scale.dtype == row.FLOAT8, f"weight_scale is of dtype {scale.dtype}, and must be float8_e4m3fn")
+    check(whole.dtype == np.float32 and whole.size == 1, "weight_global_scale must be one float32 number")
+    divisor = whole.reshape(())
+    check(bool(np.isfinite(divisor) and divisor > 0), f"weight_global_scale={divisor} must be a finite number above 0")
+    numbers = scale.astype(np.float32)
+    check(bool(np.isfinite(numbers).all()), "a scale is NaN")
+    with np.errstate(over="ignore"):
+        quotients = numbers / divisor
+    check(bool(np.isfinite(quotients).all()), "a scale is infinite after the division by weight_global_scale")
+    factor = _nvfp4_factor(np.abs(numbers), divisor, facts.get("exact", True) is True)
+    if factor is None or (numbers < 0).any():
+        return row.float_array(codes, quotients, float4_e2m1fn, [OWN_SCALE, 16])
+    codes, scale_codes = row.replace_zero_scales(
+        codes, scale.view(np.uint8), [OWN_SCALE, 16], codes & np.uint8(8), _E4M3_ONE
+    )
+    return row.qarray_of_codes(codes, (scale_codes, factor), None, _NVFP4_FORMAT)
+
+
+def _nvfp4_factor(numbers: np.ndarray, divisor: np.ndarray, exact: bool) -> np.ndarray | None:
+    """The factor with the same products as the quotients by `divisor`; None if there is none.
+
+    Products of a factor and two short numbers are exact in binary64.
+    """
+    with np.errstate(over="ignore"):
+        factor = np.float32(1) / divisor
+    if not np.isfinite(factor) or factor == 0:
+        return None
+    return np.asarray(factor) if not exact or _same_products(np.unique(numbers), factor, divisor) else None
+
+
+def _same_products(numbers: np.ndarray, factor: Any, divisor: Any) -> bool:
+    """Whether e fl(s / divisor) and e s factor are the same binary32 numbers for all scales s and elements e."""
+    levels = np.arange(8, dtype=np.uint8).view(row.FLOAT4).astype(np.float32)
+    with np.errstate(over="ignore"):
+        quotients = np.outer(numbers.astype(np.float32) / np.float32(divisor), levels).astype(np.float32)
+        exact = np.outer(numbers.astype(np.float64), levels.astype(np.float64)) * np.float64(factor)
+        return np.array_equal(quotients, exact.astype(np.float32))
+
+
+def _write_nvfp4(q: QArray, exact: bool) -> row.WrittenWeight:
+    weight = row.pieces(q)
+    two_level = weight.fmt.element == float4_e2m1fn and weight.fmt.scale_rule.tensor_scale
+    check(two_level and weight.kinds == (OWN_SCALE, 16), "it is not nvfp4 with groups of 16 along its last axis")
+    check(q.shape[1] % 16 == 0, f"its last axis of {q.shape[1]} is no multiple of 16")
+    scale, factor = weight.scale[0].view(row.FLOAT8), np.float32(weight.scale[1])
+    with np.errstate(over="ignore", divide="ignore"):
+        divisor = np.float32(1) / factor
+    check(bool(np.isfinite(divisor) and divisor > 0), f"its tensor scale {factor} has no reciprocal")
+    check(
+        not exact or _same_products(np.unique(scale.astype(np.float32)), factor, divisor),
+        f"the layout divides by 1 / {factor}, and some numbers would differ in their last bit: exact=False permits "
+        "this, and a tensor scale that is a power of two avoids it",
+    )
+    parts = {"weight_packed": row.pack_bits(weight.codes, 4), "weight_scale": scale}
+    facts = row.weight_arguments(weight, "float", True) | {
+        "strategy": "tensor_group",
+        "scale_dtype": "torch.float8_e4m3fn",
+    }
+    return parts | {"weight_global_scale": divisor.reshape(1)}, facts
+
+
+_LOOK_FOR_NIBBLES = row.look_for_matrix("weight_packed", row.BYTE, each=2)
+_NVFP4_PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
+NVFP4_ROW = row.LayoutRow("nvfp4-pack-quantized", _NVFP4_PARTS, _LOOK_FOR_NIBBLES, _read_nvfp4, _write_nvfp4, "nvfp4")
+
+
+# -- mxfp4 and mxfp8: exponents + 127 ----------------------------------------------------------------------------------
+
+
+def _check_exponents(scale: np.ndarray) -> np.ndarray:
+    check(scale.dtype == row.BYTE, f"weight_scale is of dtype {scale.dtype}, and must be uint8")
+    check(not (scale == _E8M0_NAN).any(), "a scale is 255, the code of NaN")
+    return scale
+
+
+def _mx_row(name: str, fmt: Any, parts: tuple[str, ...], look: row.LookForShape) -> row.LayoutRow:
+    """A row of codes in one tensor and exponents in ``weight_scale``."""
+    (part,), bits = {*parts} - {"weight_scale"}, fmt.element.bits
+
+    def read(tensors: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+        rows, scale = tensors[part].view(np.uint8), tensors["weight_scale"]
+        codes = row.unpack_bits(rows, bits, rows.shape[1] * 8 // bits)
+        _check_scale_counts(codes.shape, scale, 32)
+        return row.qarray_of_codes(codes, _check_exponents(scale), None, fmt)
+
+    def write(q: QArray, exact: bool) -> row.WrittenWeight:
+        weight = row.pieces(q)
+        same = (weight.fmt.element, weight.fmt.scale, weight.kinds) == (fmt.element, fmt.scale, (OWN_SCALE, 32))
+        check(same and weight.zero is None, f"it is not {fmt} along its last axis")
+        check(q.shape[1] % 32 == 0, f"its last axis of {q.shape[1]} is no multiple of 32")
+        facts = row.weight_arguments(weight, "float", True) | {"scale_dtype": "torch.uint8"}
+        codes = row.pack_bits(weight.codes, bits).view(row.BYTE if bits < 8 else row.FLOAT8)
+        return {part: codes, "weight_scale": _check_exponents(weight.scale)}, facts
+
+    return row.LayoutRow(name, parts, look, read, write, str(fmt))
+
+
+_LOOK_FOR_MXFP8 = row.look_for_matrix("weight", row.FLOAT8, weight_scale=row.BYTE)
+MXFP4_ROW = _mx_row("mxfp4-pack-quantized", mxfp4, ("weight_packed", "weight_scale"), _LOOK_FOR_NIBBLES)
+MXFP8_ROW = _mx_row("mxfp8-quantized", mxfp8_e4m3, _SCALED_PARTS, _LOOK_FOR_MXFP8)
+
+
+# -- gpt-oss: mxfp4 of any number of axes, each group in 16 bytes ------------------------------------------------------
+
+
+def _look_blocks(entries: row.TensorEntries) -> tuple[int, ...] | None:
+    blocks, scales = entries.values()
+    *outer, groups, size = blocks.shape if len(blocks.shape) > 2 else (0, 0)
+    ok = blocks.dtype == scales.dtype == row.BYTE and size == 16 and scales.shape == (*outer, groups) and groups
+    return (*outer, 32 * groups) if ok else None
+
+
+def _read_blocks(parts: row.TensorParts, facts: row.LayoutFacts) -> QArray:
+    blocks, scales = parts.values()
+    numbers = store_codes(np.ascontiguousarray(blocks).reshape(*blocks.shape[:-2], -1), mxfp4.element)
+    return QArray(numbers, _check_exponents(scales), None, Spec(mxfp4), 32 * scales.shape[-1], np.dtype(np.float32))
+
+
+def _gpt_oss_row(blocks: str, scales: str, name: str) -> row.LayoutRow:
+    def write(q: QArray, exact: bool) -> row.WrittenWeight:
+        check(q.spec.scaled == mxfp4 and q.ndim > 1, "it is not mxfp4 along the last of two axes or more")
+        check(batch_axes(q.spec, q.shape, q.scale) == 0, "vmap added axes to its scales")
+        check(q.shape[-1] % 32 == 0, f"its last axis of {q.shape[-1]} is no multiple of 32")
+        codes = load_codes(np.asarray(q.qvalue), mxfp4.element).reshape(*q.shape[:-1], -1, 16)
+        return {blocks: codes, scales: _check_exponents(np.asarray(q.scale))}, {}
+
+    return row.LayoutRow(name, (blocks, scales), _look_blocks, _read_blocks, write, "mxfp4")
+
+
+GPT_OSS_ROW = _gpt_oss_row("_blocks", "_scales", "gpt-oss")
+GPT_OSS_POINT_ROW = _gpt_oss_row(".blocks", ".scales", "gpt-oss of OpenAI")

@@ -27,7 +27,7 @@ from jchop.nn._nnx.lora import Adapted
 from jchop.nn._nnx.nodes import ModuleEntry, QuantizedParam
 from jchop.storage import QArray
 from jchop.storage import save_checkpoint as save_tree
-from jchop.storage._sharding import named_sharding_of
+from jchop.storage._array import named_sharding_of
 
 T = TypeVar("T", bound=nnx.Module)
 TensorNaming = Callable[[str], str]

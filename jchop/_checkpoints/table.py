@@ -6,25 +6,24 @@ import json
 from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jchop._checkpoints import bitsandbytes, compressed_tensors, deepseek, gptq_awq, microscaling, torchao
-from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, fact_field
-from jchop._common.checks import check
-from jchop.storage._files.json import json_object, short_text
-from jchop.storage._files.safetensors import TensorEntry
-from jchop.storage._files.shards import ShardFiles
+from jchop._checkpoints import compressed_tensors as ct
+from jchop._checkpoints import layouts
+from jchop._checkpoints.row import BYTE, LayoutFacts, LayoutRow, config_groups, fact_field
+from jchop._common.checks import check, place_in_errors
+from jchop._common.files import json_object, short_text
+from jchop.storage._files.safetensors import ShardFiles, TensorEntry
 
 #: The field of ``config.json``, and the ends of the names of weights.
 CONFIG_FIELD, WEIGHT_NAME = "quantization_config", "weight"
 
 
-@dataclass(frozen=True)
-class LayoutWeight:
+class LayoutWeight(NamedTuple):
     """A quantized weight in files: its row, the names of its tensors by their ends, its facts, its shape."""
 
     row: LayoutRow
@@ -33,8 +32,7 @@ class LayoutWeight:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class UnreadWeight:
+class UnreadWeight(NamedTuple):
     """A weight in files that cannot be read: why, and the names of its tensors."""
 
     why: str
@@ -97,8 +95,7 @@ class CheckpointLayout:
         Raises:
             ValueError: for a configuration of weights that are not read.
         """
-        entries, config = source.entries, quantization_config(source)
-        names = sorted(entries)
+        entries, config, names = source.entries, quantization_config(source), sorted(source.entries)
         _check_layout_config(self.name, config)
         weights: dict[str, LayoutWeight] = {}
         own = _module_facts(config)
@@ -108,13 +105,10 @@ class CheckpointLayout:
             name, stem = self.name_of(owner), self.stem(owner)
             try:
                 facts = ChainMap(_metadata_record(source, owner)) if self.records else ChainMap(own(owner), config)
-                weight = self._weight(owner, entries, names, facts)
-                weights[name] = weight if weight.row.peek is None else _with_shape(weight, *weight.row.peek, source)
+                weights[name] = self._weight(owner, source, names, facts)
             except ValueError as error:
-                ends_of = {part for row in self.rows for part in (*row.parts, *row.optional)}
-                unread.setdefault(
-                    name, UnreadWeight(str(error), [stem + end for end in ends_of if stem + end in entries])
-                )
+                parts = {stem + part for row in self.rows for part in (*row.parts, *row.optional)}
+                unread.setdefault(name, UnreadWeight(str(error), [part for part in parts if part in entries]))
         used = {name for weight in weights.values() for name in weight.names.values()}
         used |= {name for weight in unread.values() for name in weight.tensors}
         for name in names:
@@ -127,11 +121,9 @@ class CheckpointLayout:
 
     def _others(self, entries: Mapping[str, TensorEntry], anchors: set[str]) -> dict[str, UnreadWeight]:
         """Weights of other layouts, which would be read as if they were not quantized."""
-        others = {
-            anchor: name for anchor, name in (_ANCHOR_LAYOUTS | _FOREIGN_ANCHORS).items() if anchor not in anchors
-        }
+        known, names = _ANCHOR_LAYOUTS | _FOREIGN_ANCHORS, sorted(entries)
+        others = {anchor: name for anchor, name in known.items() if anchor not in anchors}
         unread: dict[str, UnreadWeight] = {}
-        names = sorted(entries)
         for name in names:
             anchor = next((anchor for anchor in others if has_anchor(name, "", anchor)), None)
             if anchor is not None:
@@ -142,10 +134,8 @@ class CheckpointLayout:
                 unread.setdefault(owner if owner in entries else f"{stem}{WEIGHT_NAME}", UnreadWeight(why, own))
         return unread
 
-    def _weight(
-        self, module: str, entries: Mapping[str, TensorEntry], names: Sequence[str], facts: ChainMap[str, Any]
-    ) -> LayoutWeight:
-        stem = self.stem(module)
+    def _weight(self, module: str, source: ShardFiles, names: Sequence[str], facts: ChainMap[str, Any]) -> LayoutWeight:
+        stem, entries = self.stem(module), source.entries
         for row in self.rows:
             if self.records and row.name != facts.get("_type"):
                 continue
@@ -154,6 +144,8 @@ class CheckpointLayout:
                 continue
             shape = row.look({part: entries[name] for part, name in tensors.items()})
             if shape is not None:
+                if row.peek is not None:
+                    shape = _shape_in(source, tensors[row.peek[0]], row.peek[1])
                 return LayoutWeight(row, tensors, ChainMap(facts["_data"]) if self.records else facts, shape)
         near = list(islice(_names_starting(names, stem), 5))
         texts = ", ".join(f"{name} {entries[name].dtype}{list(entries[name].shape)}" for name in near)
@@ -164,17 +156,11 @@ class CheckpointLayout:
 _LONGEST_SHAPE_BYTES = 1 << 12
 
 
-def _with_shape(
-    weight: LayoutWeight, part: str, shape_in: Callable[[np.ndarray], tuple[int, ...]], source: ShardFiles
-) -> LayoutWeight:
-    """A weight with the shape that one of its tensors holds."""
-    name = weight.names[part]
-    if source.entries[name].nbytes > _LONGEST_SHAPE_BYTES:
-        raise ValueError(f"tensor {short_text(name)} has more than {_LONGEST_SHAPE_BYTES} bytes")
-    try:
-        return replace(weight, shape=shape_in(source.read(name)))
-    except ValueError as error:
-        raise ValueError(f"tensor {short_text(name)}: {error}") from None
+def _shape_in(source: ShardFiles, name: str, shape_in: Callable[[np.ndarray], tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a weight that one of its tensors holds."""
+    with place_in_errors(f"tensor {short_text(name)}"):
+        check(source.entries[name].nbytes <= _LONGEST_SHAPE_BYTES, f"it has more than {_LONGEST_SHAPE_BYTES} bytes")
+        return shape_in(source.read(name))
 
 
 def _names_starting(names: Sequence[str], stem: str) -> Iterator[str]:
@@ -206,40 +192,24 @@ _CONFIG_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 #: Ends of names of tensors in layouts that are not read, and a name for these.
 _FOREIGN_ANCHORS = {
-    "SCB": "LLM.int8 of bitsandbytes",
-    "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
-    "weight.bitmask": "sparse compressed-tensors",
-    "weight_scale_2": "modelopt's NVFP4",
-    "W_q": "HQQ",
-    "q_weight": "ExLlamaV2",
-    "_weight_qdata": "torchao, without its records in the metadata",
-}
+    "SCB": "LLM.int8 of bitsandbytes", "quant_state.bitsandbytes__fp4": "FP4 of bitsandbytes",
+    "weight.bitmask": "sparse compressed-tensors", "weight_scale_2": "modelopt's NVFP4", "W_q": "HQQ",
+    "q_weight": "ExLlamaV2", "_weight_qdata": "torchao, without its records in the metadata",
+}  # fmt: skip
 #: Ends of the names of two tensors, of which the first has codes: a layout, or a name for those that are not read.
 _CODE_SCALE_PAIRS = {
-    ("_blocks", "_scales"): "mxfp4",
-    (".blocks", ".scales"): "mxfp4",
-    (".weight", ".scales"): "MLX, HIGGS or gpt-fast",
-    (".weight", ".scales_and_zeros"): "gpt-fast",
-    (".weight", ".scale"): "DeepSeek's inference",
-    (".weight", ".scale_weight"): "ComfyUI",
-    (".weight", ".qscale_weight"): "Mistral",
-    (".weight", ".weights_scaling_factor"): "TensorRT-LLM",
-    (".qvalue", ".scale"): "jchop, without their record in the metadata",
-    ("._data", "._scale"): "quanto",
-    ("._data._data", "._scale"): "quanto",
-    (".codes", ".codebooks"): "AQLM",
-    (".indices", ".centroids.weight"): "VPTQ",
-    (".Qidxs", ".SU"): "QuIP#",
-    (".trellis", ".suh"): "ExLlamaV3",
-    (".dense_weights", ".row_offsets"): "SpQR",
-    (".encoded_exponent", ".sign_mantissa"): "DFloat11",
-    (".B", ".s"): "Marlin",
-    ("_packed", "_scale"): "compressed-tensors under another name than weight",
-    ("", "_scales"): "EETQ or a layout like it",
-    ("", "_weight_scale"): "modelopt or a layout like it",
-    ("", "_scale"): "FBGEMM or a layout like it",
-    ("", "_scale_inv"): "DeepSeek or a layout like it",
-}
+    ("_blocks", "_scales"): "mxfp4", (".blocks", ".scales"): "mxfp4",
+    (".weight", ".scales"): "MLX, HIGGS or gpt-fast", (".weight", ".scales_and_zeros"): "gpt-fast",
+    (".weight", ".scale"): "DeepSeek's inference", (".weight", ".scale_weight"): "ComfyUI",
+    (".weight", ".qscale_weight"): "Mistral", (".weight", ".weights_scaling_factor"): "TensorRT-LLM",
+    (".qvalue", ".scale"): "jchop, without their record in the metadata", ("._data", "._scale"): "quanto",
+    ("._data._data", "._scale"): "quanto", (".codes", ".codebooks"): "AQLM",
+    (".indices", ".centroids.weight"): "VPTQ", (".Qidxs", ".SU"): "QuIP#", (".trellis", ".suh"): "ExLlamaV3",
+    (".dense_weights", ".row_offsets"): "SpQR", (".encoded_exponent", ".sign_mantissa"): "DFloat11",
+    (".B", ".s"): "Marlin", ("_packed", "_scale"): "compressed-tensors under another name than weight",
+    ("", "_scales"): "EETQ or a layout like it", ("", "_weight_scale"): "modelopt or a layout like it",
+    ("", "_scale"): "FBGEMM or a layout like it", ("", "_scale_inv"): "DeepSeek or a layout like it",
+}  # fmt: skip
 
 
 def code_scale_pairs(entries: Mapping[str, TensorEntry], layout: str) -> dict[str, UnreadWeight]:
@@ -266,9 +236,8 @@ _UNREADABLE_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask", "mxfp
 
 
 def _check_layout_config(layout: str, config: LayoutFacts) -> None:
-    groups = fact_field(config, "config_groups", dict, {}).values()
     sparsity = fact_field(config, "sparsity_config", dict, {}).get("format")
-    formats = [config.get("format"), sparsity, *(group.get("format") for group in groups if isinstance(group, dict))]
+    formats = [config.get("format"), sparsity, *(group.get("format") for group in config_groups(config).values())]
     wrong = [name for name in formats if name in _UNREADABLE_FORMATS]
     if wrong:
         raise ValueError(
@@ -294,12 +263,11 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
     """
     by_module: dict[str, dict[str, Any]] = {}
     kinds: dict[str, Any] = {}
-    for key, group in fact_field(config, "config_groups", dict, {}).items():
-        if isinstance(group, dict):
-            weights = {"weights": group.get("weights")}
-            kinds.setdefault(json.dumps(weights), weights)
-            for name in fact_field(group, "targets", list, []):
-                by_module.setdefault(str(name), {})[key] = {"targets": [name]} | weights
+    for key, group in config_groups(config).items():
+        weights = {"weights": group.get("weights")}
+        kinds.setdefault(json.dumps(weights), weights)
+        for name in fact_field(group, "targets", list, []):
+            by_module.setdefault(str(name), {})[key] = {"targets": [name]} | weights
 
     def own(module: str) -> dict[str, Any]:
         if module not in by_module and len(kinds) > _MOST_GROUPS:
@@ -314,11 +282,7 @@ def _module_facts(config: LayoutFacts) -> Callable[[str], dict[str, Any]]:
 def fields_beside_weights(config: LayoutFacts) -> list[str]:
     """The fields of a configuration that say more than how weights are stored, and that no layout writes."""
     quantization_config = fact_field(config, CONFIG_FIELD, dict, {})
-    groups = [
-        group
-        for group in fact_field(quantization_config, "config_groups", dict, {}).values()
-        if isinstance(group, dict)
-    ]
+    groups = config_groups(quantization_config).values()
     names = [name for name in ("input_activations", "output_activations") if any(group.get(name) for group in groups)]
     names += [name for name in ("kv_cache_scheme", "transform_config") if quantization_config.get(name)]
     return names + (["activation_scheme"] if quantization_config.get("activation_scheme") == "static" else [])
@@ -329,13 +293,11 @@ def _metadata_record(source: ShardFiles, module: str) -> dict[str, Any]:
     text = source.metadata.get(name)
     if text is None or len(text) > 1 << 14:
         raise ValueError(f"the metadata have no record of {short_text(name)}, or one that is too long")
-    try:
+    with place_in_errors(f"the record of {short_text(name)} in the metadata is not JSON"):
         record = json_object(text)
-    except ValueError as error:
-        raise ValueError(f"the record of {short_text(name)} in the metadata is not JSON: {error}") from None
-    if str(record.get("_type")) not in torchao.TORCHAO_ROWS:
+    if str(record.get("_type")) not in layouts.TORCHAO_ROWS:
         raise ValueError(
-            f"{short_text(name)} is a {short_text(record.get('_type'))}; read are {', '.join(torchao.TORCHAO_ROWS)}"
+            f"{short_text(name)} is a {short_text(record.get('_type'))}; read are {', '.join(layouts.TORCHAO_ROWS)}"
         )
     return record | {"_data": fact_field(record, "_data", dict, {})}
 
@@ -357,7 +319,7 @@ def _compressed_tensors_config(rows: RowsByModule, others: Sequence[str]) -> dic
         targets = ["Linear"] if len(kinds) == 1 else modules
         groups[f"group_{number}"] = {"targets": targets, "weights": facts, "input_activations": None, "format": name}
     config = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "config_groups": groups}
-    config["version"] = ".".join(map(str, (*compressed_tensors.DENSE_VERSION, 0)))
+    config["version"] = ".".join(map(str, (*ct.DENSE_VERSION, 0)))
     return config | {"format": formats.pop() if len(formats) == 1 else "mixed-precision", "ignore": list(others)}
 
 
@@ -395,41 +357,23 @@ def _gptq_config(version: str) -> Callable[[RowsByModule, Sequence[str]], dict[s
 
 
 _NF4_CONFIG = _config_of_one_form("bitsandbytes", "llm_int8_skip_modules")
-_COMPRESSED_ROWS = (
-    microscaling.NVFP4_ROW,
-    compressed_tensors.PACK_ROW,
-    microscaling.MXFP4_ROW,
-    microscaling.MXFP8_ROW,
-    compressed_tensors.FLOAT_ROW,
-    compressed_tensors.INTEGER_ROW,
-)
+_COMPRESSED_ROWS = (ct.NVFP4_ROW, ct.PACK_ROW, ct.MXFP4_ROW, ct.MXFP8_ROW, ct.FLOAT_ROW, ct.INTEGER_ROW)
 #: The layouts by name.
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config),
-        CheckpointLayout("gptq", (gptq_awq.GPTQ,), _gptq_config("gptq")),
-        CheckpointLayout("gptq_v2", (gptq_awq.GPTQ_V2,), _gptq_config("gptq_v2")),
-        CheckpointLayout("awq", (gptq_awq.AWQ,), _config_of_one_form("awq")),
-        CheckpointLayout(
-            "fp8",
-            (deepseek.FP8_TILES, deepseek.FP8_ONE_SCALE),
-            _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic"),
-        ),
-        CheckpointLayout("bitsandbytes", (bitsandbytes.NF4_ROW,), _NF4_CONFIG, appends=True),
-        CheckpointLayout(
-            "torchao", tuple(torchao.TORCHAO_ROWS.values()), lambda *_: {"quant_method": "torchao"}, records=True
-        ),
-        CheckpointLayout(
-            "mxfp4",
-            (microscaling.GPT_OSS_ROW, microscaling.GPT_OSS_POINT_ROW),
-            _config_of_one_form("mxfp4"),
-            appends=True,
-        ),
-    )
-}
+_FP8_CONFIG = _config_of_one_form("fp8", fmt="e4m3", activation_scheme="dynamic")
+_GPT_OSS_ROWS, _TORCHAO_ROWS = (ct.GPT_OSS_ROW, ct.GPT_OSS_POINT_ROW), tuple(layouts.TORCHAO_ROWS.values())
+_LAYOUT_LIST = (
+    CheckpointLayout("compressed-tensors", _COMPRESSED_ROWS, _compressed_tensors_config),
+    CheckpointLayout("gptq", (layouts.GPTQ,), _gptq_config("gptq")),
+    CheckpointLayout("gptq_v2", (layouts.GPTQ_V2,), _gptq_config("gptq_v2")),
+    CheckpointLayout("awq", (layouts.AWQ,), _config_of_one_form("awq")),
+    CheckpointLayout("fp8", (ct.FP8_TILES, ct.FP8_ONE_SCALE), _FP8_CONFIG),
+    CheckpointLayout("bitsandbytes", (layouts.NF4_ROW,), _NF4_CONFIG, appends=True),
+    CheckpointLayout("torchao", _TORCHAO_ROWS, lambda *_: {"quant_method": "torchao"}, records=True),
+    CheckpointLayout("mxfp4", _GPT_OSS_ROWS, _config_of_one_form("mxfp4"), appends=True),
+)
+LAYOUTS = {layout.name: layout for layout in _LAYOUT_LIST}
 #: The first layout with each anchor; of layouts that append to any name, an anchor that belongs to no other tensor.
-_ANCHOR_LAYOUTS: dict[str, str] = {bitsandbytes.NF4_ROW.anchor.strip("."): "bitsandbytes"}
+_ANCHOR_LAYOUTS: dict[str, str] = {layouts.NF4_ROW.anchor.strip("."): "bitsandbytes"}
 for _layout in LAYOUTS.values():
     for _row in () if _layout.records or _layout.appends else _layout.rows:
         _ANCHOR_LAYOUTS.setdefault(_row.anchor, _layout.name)

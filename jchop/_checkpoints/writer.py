@@ -1,4 +1,7 @@
-"""Writes checkpoints: folders, whose killed run goes on after the last file, and files, each in one step."""
+"""Writes checkpoints: folders, whose killed run goes on after the last file, and files, each in one step.
+
+Also `save_checkpoint`, and the conversion of folders.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,22 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jchop._checkpoints.arrays import group_lengths, pieces
-from jchop._checkpoints.checkpoint import GGUF_LAYOUT, LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT
-from jchop._checkpoints.gguf_blocks import GGUF_BLOCKS
-from jchop._checkpoints.row import LayoutRow
+from jchop._checkpoints.checkpoint import GGUF_LAYOUT, LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, open_checkpoint
+from jchop._checkpoints.gguf import GGUF_BLOCKS, gguf_header
+from jchop._checkpoints.row import LayoutRow, group_lengths, pieces
 from jchop._checkpoints.table import CONFIG_FIELD, LAYOUTS, WEIGHT_NAME, CheckpointLayout
+from jchop._common import files
 from jchop._common.checks import check, check_bool, check_choice, check_int
-from jchop._common.files import exclusive_folder, open_regular_file, remove_part_files, write_atomically
-from jchop.storage._array import QArray
-from jchop.storage._files.gguf import GGUFWriter
-from jchop.storage._files.json import json_object
-from jchop.storage._files.safetensors import TensorEntry, place_tensors, write_tensors
-from jchop.storage._files.shards import CONFIG_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
+from jchop._round.arguments import has_tracer
+from jchop.storage._array import PackedParam, QArray
+from jchop.storage._files import safetensors
 from jchop.storage._quantize import dequantize
-from jchop.storage._save import QARRAYS_KEY, qarray_description, qarray_tensors
+from jchop.storage._save import leaves_by_name, qarray_description, qarray_metadata, qarray_tensors
 
 #: Bytes of arrays that make one file, and the most that are in memory together, except for a larger array.
 SHARD_BYTES = 1 << 28
@@ -76,7 +77,8 @@ def write_jobs(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) ->
     if layout == GGUF_LAYOUT:
         _write_gguf(jobs, target, options.progress)
     elif suffix == ".safetensors":
-        _write_file(jobs, target, options)
+        in_memory = replace(options, shard_bytes=SHARD_BYTES)
+        _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs), config=False)
     else:
         if target.exists() and not target.is_dir():
             raise ValueError(
@@ -102,12 +104,16 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
     """
     plan = _divide_jobs(jobs, options.shard_bytes)
     facts = [options.run, options.layout, options.exact, [[job.name for job in part] for part in plan]]
-    names = [SINGLE_FILE] if len(plan) == 1 else [_shard_name(number, len(plan)) for number in range(len(plan))]
+    count = len(plan)
+    names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    names = names if count > 1 else [safetensors.SINGLE_FILE]
     position, total = 0, sum(job.nbytes for job in jobs)
-    with exclusive_folder(target):
+    with files.exclusive_folder(target):
         records = _begin_run(target, facts, names if options.run else [])
         copies = [path.name for path in options.others]
-        remove_part_files(target, [*names, JOURNAL_FILE, INDEX_FILE, CONFIG_FILE, *copies])
+        files.remove_part_files(
+            target, [*names, safetensors.JOURNAL_FILE, safetensors.INDEX_FILE, safetensors.CONFIG_FILE, *copies]
+        )
         continues = bool(records)
         try:
             for number, (name, part) in enumerate(zip(names, plan, strict=True)):
@@ -117,14 +123,20 @@ def _write_folder(jobs: Sequence[WriteJob], target: Path, options: WriteOptions)
                 position += sum(job.nbytes for job in part)
                 options.progress(name, position, total)
             _write_index_and_config(target, names, records, options)
-            _copy_files(options.others, target)
+            for path in options.others:
+                if not (target / path.name).exists():
+                    with files.open_regular_file(path) as file:
+                        mode = os.fstat(file.fileno()).st_mode & 0o777
+                        files.write_atomically(
+                            target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode
+                        )
         except BaseException as error:
             # No run goes on, or it would end here, too.
             if not options.run or not records or isinstance(error, ValueError):
-                for name in (*names, INDEX_FILE, JOURNAL_FILE):
+                for name in (*names, safetensors.INDEX_FILE, safetensors.JOURNAL_FILE):
                     (target / name).unlink(missing_ok=True)
             raise
-        (target / JOURNAL_FILE).unlink()  # the last step: without it the same call goes on
+        (target / safetensors.JOURNAL_FILE).unlink()  # the last step: without it the same call goes on
     return continues
 
 
@@ -136,32 +148,15 @@ def _write_index_and_config(
     for one in records:
         record.rows |= one["rows"]
         record.plain |= one["plain"]
-    full_config = layout_config(options.layout, options.config, record)
+    full_config = record.full_config(options.layout, options.config)
     if len(names) > 1:
         homes = {tensor: name for name, one in zip(names, records, strict=True) for tensor in one["tensors"]}
         _write_json(
-            target / INDEX_FILE, {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes}
+            target / safetensors.INDEX_FILE,
+            {"metadata": {"total_size": sum(one["size"] for one in records)}, "weight_map": homes},
         )
     if full_config:
-        _write_json(target / CONFIG_FILE, full_config)
-
-
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number + 1:05}-of-{count:05}.safetensors"
-
-
-def _copy_files(others: Sequence[Path], target: Path) -> None:
-    for path in others:
-        if not (target / path.name).exists():
-            with open_regular_file(path) as file:
-                mode = os.fstat(file.fileno()).st_mode & 0o777
-                write_atomically(target / path.name, lambda out, file=file: shutil.copyfileobj(file, out), mode)
-
-
-def _write_file(jobs: Sequence[WriteJob], target: Path, options: WriteOptions) -> None:
-    """Writes arrays to one file, in one step."""
-    in_memory = replace(options, shard_bytes=SHARD_BYTES)
-    _write_tensors(target, jobs, in_memory, 0, sum(job.nbytes for job in jobs), config=False)
+        _write_json(target / safetensors.CONFIG_FILE, full_config)
 
 
 def _divide_jobs(jobs: Sequence[WriteJob], shard_bytes: int) -> list[list[WriteJob]]:
@@ -178,11 +173,11 @@ def _divide_jobs(jobs: Sequence[WriteJob], shard_bytes: int) -> list[list[WriteJ
 
 def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """The facts of the finished files, of such names, of an unfinished run of the same arrays."""
-    journal = target / JOURNAL_FILE
+    journal = target / safetensors.JOURNAL_FILE
     if journal.exists():
-        with open_regular_file(journal) as file:
+        with files.open_regular_file(journal) as file:
             try:
-                content = json_object(file.read().decode("utf-8"))
+                content = files.json_object(file.read().decode("utf-8"))
                 if content["run"] == _facts_digest(facts, content["done"]):
                     there = zip(names, content["done"], strict=False)
                     return [one for _, one in itertools.takewhile(lambda pair: (target / pair[0]).exists(), there)]
@@ -192,7 +187,7 @@ def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str,
             f"{target} has an unfinished run of other arrays or options: remove the folder, or repeat that run"
         )
     if tensors := sorted(
-        path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == INDEX_FILE
+        path.name for path in target.iterdir() if path.suffix == ".safetensors" or path.name == safetensors.INDEX_FILE
     ):
         raise ValueError(f"{target} has tensors already ({tensors[0]}); write to a new folder")
     _write_journal(target, facts, [])
@@ -200,7 +195,7 @@ def _begin_run(target: Path, facts: Any, names: Sequence[str]) -> list[dict[str,
 
 
 def _write_journal(target: Path, facts: Any, records: Sequence[Any]) -> None:
-    _write_json(target / JOURNAL_FILE, {"run": _facts_digest(facts, records), "done": records})
+    _write_json(target / safetensors.JOURNAL_FILE, {"run": _facts_digest(facts, records), "done": records})
 
 
 def _facts_digest(*facts: Any) -> str:
@@ -211,52 +206,30 @@ def _write_tensors(
     path: Path, jobs: Sequence[WriteJob], options: WriteOptions, position: int, total: int, config: bool = True
 ) -> dict[str, Any]:
     """Writes one file, with at most `shard_bytes` of tensors in memory; the record of it."""
-    record = LayoutRecord(config=config)
-    with tempfile.TemporaryFile(dir=path.parent) as file:
-        tensors = _TensorBuffer(file, options.shard_bytes)
+    record, places, tensors = LayoutRecord(config=config), dict[str, int](), dict[str, safetensors.TensorEntry]()
+    with tempfile.SpooledTemporaryFile(options.shard_bytes, dir=str(path.parent)) as file:  # until the header is known
         for job in jobs:
-            for name, array in layout_tensors(options.layout, job.name, job.make(), options.exact, record).items():
-                tensors.add(name, array)
+            for name, array in record.add(options.layout, job.name, job.make(), options.exact).items():
+                check(name not in tensors, f"two arrays have a tensor of the name {name!r}")
+                tensors[name], places[name] = safetensors.TensorEntry(array.dtype, tuple(array.shape)), file.tell()
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             position += job.nbytes
             options.progress(job.name, position, total)
-        entries = place_tensors(tensors.entries)
+        entries = safetensors.place_tensors(tensors)
 
-        write_tensors(path, entries, layout_metadata(options.layout, record), tensors.read)
+        def read(name: str) -> np.ndarray:
+            file.seek(places[name])
+            size = math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
+            return np.frombuffer(file.read(size), np.uint8).view(tensors[name].dtype)
+
+        safetensors.write_tensors(path, entries, record.metadata(options.layout), read)
     size = sum(entry.nbytes for entry in entries.values())
     return {"rows": record.rows, "plain": record.plain, "tensors": list(entries), "size": size}
 
 
-class _TensorBuffer:
-    """Tensors that are kept until the header of their file is known: some in memory, the others in a file."""
-
-    def __init__(self, file: IO[bytes], most: int) -> None:
-        self.entries: dict[str, TensorEntry] = {}
-        self._file, self._space = file, most
-        self._arrays: dict[str, np.ndarray] = {}
-        self._starts: dict[str, int] = {}
-
-    def add(self, name: str, array: np.ndarray) -> None:
-        check(name not in self.entries, f"two arrays have a tensor of the name {name!r}")
-        self.entries[name] = TensorEntry(array.dtype, tuple(array.shape))
-        if array.nbytes <= self._space:
-            self._arrays[name] = np.asarray(array)
-            self._space -= array.nbytes
-        else:
-            self._starts[name] = self._file.tell()
-            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor, or its numbers in one axis."""
-        if name in self._arrays:
-            return self._arrays[name]
-        self._file.seek(self._starts[name])
-        entry = self.entries[name]
-        return np.frombuffer(self._file.read(math.prod(entry.shape) * entry.dtype.itemsize), np.uint8).view(entry.dtype)
-
-
 def _write_json(path: Path, value: Any) -> None:
     text = json.dumps(value, indent=2) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
+    files.write_atomically(path, lambda file: file.write(text.encode()))
 
 
 # -- an array as tensors, and the metadata and the configuration that go with them -------------------------------------
@@ -266,8 +239,7 @@ def _write_json(path: Path, value: Any) -> None:
 ModelArray = QArray | np.ndarray
 
 
-@dataclass(frozen=True)
-class WriteJob:
+class WriteJob(NamedTuple):
     """An array that is to be written.
 
     Args:
@@ -281,7 +253,7 @@ class WriteJob:
     make: Callable[[], ModelArray]
 
 
-def layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
+def _layout_bytes(layout: str, nbytes: int, shape: tuple[int, ...], quantized: bool) -> int:
     """The bytes of an array in a layout, as far as its bytes and its shape show them."""
     return 4 * math.prod(shape) if quantized and layout == PLAIN_LAYOUT else nbytes
 
@@ -300,49 +272,71 @@ class LayoutRecord:
     plain: dict[str, int] = field(default_factory=dict)
     config: bool = True
 
+    def add(self, layout: str, name: str, value: ModelArray, exact: bool) -> dict[str, np.ndarray]:
+        """The tensors of an array, which is added.
 
-def layout_tensors(
-    layout: str, name: str, value: ModelArray, exact: bool, record: LayoutRecord
-) -> dict[str, np.ndarray]:
-    """The tensors of an array; adds to the record.
+        Raises:
+            ValueError: if the layout has no form for the array; the message has a spec that it has.
+        """
+        if not isinstance(value, QArray) or layout == PLAIN_LAYOUT:
+            self.plain[name] = len(value.shape)
+            return {name: dequantize(value) if isinstance(value, QArray) else value}
+        if layout == OWN_LAYOUT:
+            self.rows[name] = [OWN_LAYOUT, qarray_description(value)]
+            return {part: np.asarray(leaf) for part, leaf in qarray_tensors(name, value).items()}
+        return self._add_in_rows(LAYOUTS[layout], name, value, exact)
 
-    Raises:
-        ValueError: if the layout has no form for the array; the message has a spec that it has.
-    """
-    if not isinstance(value, QArray) or layout == PLAIN_LAYOUT:
-        record.plain[name] = len(value.shape)
-        return {name: dequantize(value) if isinstance(value, QArray) else value}
-    if layout == OWN_LAYOUT:
-        record.rows[name] = [OWN_LAYOUT, qarray_description(value)]
-        return {part: np.asarray(leaf) for part, leaf in qarray_tensors(name, value).items()}
-    return _tensors_in_rows(LAYOUTS[layout], name, value, exact, record)
-
-
-def _tensors_in_rows(
-    layout: CheckpointLayout, name: str, q: QArray, exact: bool, record: LayoutRecord
-) -> dict[str, np.ndarray]:
-    if not (layout.appends or name == WEIGHT_NAME or name.endswith(f".{WEIGHT_NAME}")):
-        raise ValueError(
+    def _add_in_rows(self, layout: CheckpointLayout, name: str, q: QArray, exact: bool) -> dict[str, np.ndarray]:
+        named = layout.appends or f".{name}".endswith(f".{WEIGHT_NAME}")
+        check(
+            named,
             f"{name!r} is quantized, and the layout {layout.name} has quantized arrays named '….weight' alone, of axes "
             f"(out, in). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any name; "
-            "jchop.storage.save_checkpoint takes new names"
+            "jchop.storage.save_checkpoint takes new names",
         )
-    reasons = []
-    for row in layout.rows:
-        try:
-            parts, facts = row.write(q, exact)
-            if not (record.config or layout.records):
-                _check_without_config(row, parts, q)
-        except ValueError as error:
-            reasons.append(f"{row.name}: {error}")
-            continue
-        record.rows[name] = [row.name, facts]
-        return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
-    fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
-    raise ValueError(
-        f"{name!r} of {q.spec} cannot be written in the layout {layout.name} ({'; '.join(dict.fromkeys(reasons))}). "
-        f"The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any array; {layout.name} holds, for example, {fits}"
-    )
+        reasons = []
+        for row in layout.rows:
+            try:
+                parts, facts = row.write(q, exact)
+                if not (self.config or layout.records):
+                    _check_without_config(row, parts, q)
+            except ValueError as error:
+                reasons.append(f"{row.name}: {error}")
+                continue
+            self.rows[name] = [row.name, facts]
+            return {layout.stem(layout.owner(name)) + part: array for part, array in parts.items()}
+        fits = ", ".join(dict.fromkeys(row.fits for row in layout.rows))
+        raise ValueError(
+            f"{name!r} of {q.spec} cannot be written in the layout {layout.name} "
+            f"({'; '.join(dict.fromkeys(reasons))}). The layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold any array; "
+            f"{layout.name} holds, for example, {fits}"
+        )
+
+    def metadata(self, layout: str) -> dict[str, str]:
+        """The metadata of a file with the arrays."""
+        if layout == OWN_LAYOUT:
+            return {"format": "pt"} | qarray_metadata({name: facts for name, (_, facts) in self.rows.items()})
+        if layout not in LAYOUTS or not LAYOUTS[layout].records:
+            return {"format": "pt"}
+        records = {name: json.dumps(facts) for name, (_, facts) in self.rows.items()}
+        records |= {name: json.dumps({"_type": "Tensor"}) for name in self.plain}
+        return {"format": "pt", "tensor_names": json.dumps(list(records))} | records
+
+    def full_config(self, layout: str, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration of a model with the arrays.
+
+        Raises:
+            ValueError: if weights have several forms, and the layout has one for all.
+        """
+        base = {name: value for name, value in config.items() if name != CONFIG_FIELD}
+        if layout not in LAYOUTS or not self.rows:
+            return base
+        table_layout = LAYOUTS[layout]
+        by_name = {row.name: row for row in table_layout.rows}
+        modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in self.rows.items()}
+        end = f".{WEIGHT_NAME}"
+        plain = [name.removesuffix(end) for name, axes in self.plain.items() if axes == 2 and name.endswith(end)]
+        return base | {CONFIG_FIELD: table_layout.config(modules, plain)}
 
 
 def _check_without_config(row: LayoutRow, parts: dict[str, np.ndarray], q: QArray) -> None:
@@ -355,34 +349,6 @@ def _check_without_config(row: LayoutRow, parts: dict[str, np.ndarray], q: QArra
         check(same and result.spec.element.bits == q.spec.element.bits, "its tensors do not show its groups and width")
     except ValueError as error:
         raise ValueError(f"{error}; a folder has a configuration, which says so") from None
-
-
-def layout_metadata(layout: str, record: LayoutRecord) -> dict[str, str]:
-    """The metadata of a file with the arrays of a record."""
-    if layout == OWN_LAYOUT:
-        descriptions = {name: facts for name, (_, facts) in record.rows.items()}
-        return {"format": "pt"} | ({QARRAYS_KEY: json.dumps(descriptions)} if descriptions else {})
-    if layout not in LAYOUTS or not LAYOUTS[layout].records:
-        return {"format": "pt"}
-    records = {name: json.dumps(facts) for name, (_, facts) in record.rows.items()}
-    records |= {name: json.dumps({"_type": "Tensor"}) for name in record.plain}
-    return {"format": "pt", "tensor_names": json.dumps(list(records))} | records
-
-
-def layout_config(layout: str, config: Mapping[str, Any], record: LayoutRecord) -> dict[str, Any]:
-    """The configuration of a model with the arrays of a record.
-
-    Raises:
-        ValueError: if weights have several forms, and the layout has one for all.
-    """
-    base = {name: value for name, value in config.items() if name != CONFIG_FIELD}
-    if layout not in LAYOUTS or not record.rows:
-        return base
-    table_layout = LAYOUTS[layout]
-    by_name = {row.name: row for row in table_layout.rows}
-    modules = {table_layout.owner(name): (by_name[row], facts) for name, (row, facts) in record.rows.items()}
-    plain = [name for name, axes in record.plain.items() if axes == 2 and name.endswith(f".{WEIGHT_NAME}")]
-    return base | {CONFIG_FIELD: table_layout.config(modules, [name.removesuffix(f".{WEIGHT_NAME}") for name in plain])}
 
 
 # -- GGUF files: each array is asked for twice, first for its type and bytes, then for the bytes themselves ------------
@@ -403,16 +369,20 @@ def _write_gguf(jobs: Sequence[WriteJob], target: Path, progress: ByteProgress) 
         position += job.nbytes
         progress(job.name, position, total)
 
+    header, starts, end = gguf_header(places)
+
     def write(file: Any) -> None:
         at = position
-        writer = GGUFWriter(file, places, {"general.architecture": "unknown"})
+        file.write(header)
         for job in jobs:
-            writer.write(job.name, _gguf_type_and_bytes(job.name, job.make())[1])
+            data = _gguf_type_and_bytes(job.name, job.make())[1]
+            file.seek(starts[job.name])
+            file.write(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
             at += job.nbytes
             progress(job.name, at, total)
-        writer.finish()
+        file.truncate(end)
 
-    write_atomically(target, write)
+    files.write_atomically(target, write)
 
 
 def _gguf_type_and_bytes(name: str, value: ModelArray) -> tuple[int, np.ndarray]:
@@ -432,3 +402,141 @@ def _gguf_type_and_bytes(name: str, value: ModelArray) -> tuple[int, np.ndarray]
                 reasons.append(f"{block.name}: {error}")
     fits = ", ".join(block.fits for block in GGUF_BLOCKS.values() if block.write is not None)
     raise ValueError(f"{name!r} of {value.spec} cannot be written to a GGUF file ({'; '.join(reasons)}). It has {fits}")
+
+
+# -- `save_checkpoint`, and the conversion of folders ------------------------------------------------------------------
+
+#: Changes an array of a checkpoint before it is written: by its name.
+ArrayChange = Callable[[str, QArray | np.ndarray], QArray | np.ndarray]
+
+
+def save_checkpoint(
+    tree: Any,
+    path: str | os.PathLike[str],
+    layout: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    exact: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes arrays and QArrays in the layout of another program; `load_checkpoint` reads it.
+
+    Args:
+        tree: a container of arrays and QArrays; the name of an array is its path, joined with dots. A quantized array
+            must have a name that ends in ``weight`` and the axes (out, in), except in ``"jchop"``, ``"gguf"`` and
+            ``"mxfp4"``.
+        path: a new folder; or a file that ends in ``.safetensors`` or ``.gguf`` and is written in one step.
+        layout: as in `load_checkpoint`, without ``"auto"``. ``"plain"`` writes the numbers of QArrays.
+        config: fields for ``config.json`` of a folder; ``quantization_config`` is added. Default: none.
+        exact: whether an array whose numbers would change in their last bit (NVFP4) is an error. Default True.
+        shard_bytes: the bytes of arrays in one file of a folder. Default 256 MiB.
+
+    Raises:
+        TypeError: for a leaf that is not an array, or traced arrays.
+        ValueError: for an array that the layout cannot hold; the message has specs that it can, or layouts that hold
+            a parameter which `jchop.quantize_fn(...).pack` stored in another shape. For a folder that has tensors
+            already, or that another call writes to.
+        OSError: if a file cannot be written; then no file is left.
+
+    Example:
+        >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
+        >>> q = jc.quantize(jnp.linspace(-1, 1, 64).reshape(2, 32), "int8(group=32,scale=float16)")
+        >>> jc.storage.save_checkpoint({"w": q}, path, layout="gguf")
+        >>> bool((jc.dequantize(jc.storage.load_checkpoint(path)["w"]) == jc.dequantize(q)).all())
+        True
+    """
+    if has_tracer(tree):
+        raise TypeError("tree has traced arrays, and save_checkpoint writes values: call it outside of transformations")
+    # Files of save_safetensors have what is stored.
+    packed_types = QArray if layout == OWN_LAYOUT else QArray | PackedParam
+    jobs = []
+    for name, _, leaf in leaves_by_name(tree, packed_types):
+        if not isinstance(leaf, packed_types | jax.Array | np.ndarray | np.generic):
+            raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
+        if isinstance(leaf, PackedParam) and layout != PLAIN_LAYOUT:
+            raise ValueError(
+                f"{name!r} of shape {list(leaf.shape)} is stored in the shape {list(leaf.stored.shape)}, because its "
+                f"groups run over several axes; the layouts {OWN_LAYOUT} and {PLAIN_LAYOUT} hold it, "
+                f"and layout={layout!r} does not"
+            )
+        codes = leaf.stored if isinstance(leaf, PackedParam) else leaf
+        nbytes = _layout_bytes(layout, codes.nbytes, leaf.shape, isinstance(leaf, packed_types))
+        numbers = leaf.dequantize if isinstance(leaf, PackedParam) else lambda leaf=leaf: leaf
+        jobs.append(WriteJob(name, nbytes, lambda numbers=numbers: jax.tree.map(np.asarray, numbers())))
+    options = WriteOptions(layout, dict(config or {}), exact, shard_bytes)
+    write_jobs(jobs, files.as_path("path", path), options)
+
+
+def convert_checkpoint(
+    source: Path,
+    target: Path,
+    layout: str,
+    *,
+    read_as: str = "auto",
+    exact: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    change: ArrayChange = lambda name, value: value,
+    options: str = "",
+    progress: ByteProgress = no_progress,
+) -> bool:
+    """Writes a checkpoint in another layout, array by array; other files of a folder (tokenizer) are copied.
+
+    A copied file has no more permissions than the file that it is a copy of.
+    A killed conversion to a folder goes on after its last finished file, if it is called again with the same arguments.
+
+    Args:
+        source: as the path of `load_checkpoint`, which is only read.
+        target: as the path of `save_checkpoint`.
+        layout: of the target.
+        read_as: the layout of the source. Default "auto".
+        exact: as in `save_checkpoint`.
+        shard_bytes: as in `save_checkpoint`.
+        change: applied to each array.
+        options: a text that differs if `change` does.
+        progress: function of a name, the bytes that are done, and the total.
+
+    Returns:
+        Whether files of an unfinished run were kept.
+
+    Raises:
+        ValueError: as of `load_checkpoint` and `save_checkpoint`, and for other files that are links out of the folder.
+    """
+    check(source.resolve() != target.resolve(), f"{target} is the checkpoint that is read; write to another place")
+    with open_checkpoint(source, read_as) as checkpoint:
+        for name in checkpoint.unread:  # an error before anything is written
+            checkpoint.read(name)
+        jobs = []
+        for name, item in checkpoint.items.items():
+            nbytes = _layout_bytes(layout, item.nbytes, item.shape, item.quantized)
+            jobs.append(WriteJob(name, nbytes, lambda name=name: change(name, checkpoint.read(name, exact))))
+        states = [(file, file.stat()) for file in (sorted(source.iterdir()) if source.is_dir() else [source])]
+        state = [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in states if path.is_file()]
+        run = f"{state!r} {options}"
+        how = WriteOptions(layout, checkpoint.config, exact, shard_bytes, run, _other_files(source), progress)
+        return write_jobs(jobs, target, how)
+
+
+#: Endings of files that are not copied: weights.
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def _other_files(source: Path) -> list[Path]:
+    """The other files of a folder, such as the tokenizer.
+
+    Raises:
+        ValueError: if one of them, or the configuration, is a link out of the folder. Links of snapshots in the cache
+            of Hugging Face may lead to its blobs.
+    """
+    if not source.is_dir():
+        return []
+    home = source.resolve()
+    homes = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)
+    others = [path for path in sorted(source.iterdir()) if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES]
+    others = [path for path in others if not path.name.startswith(".") and path.name != safetensors.INDEX_FILE]
+    for path in others:
+        if not any(path.resolve().is_relative_to(place) for place in homes):
+            raise ValueError(
+                f"{path} is a link to a file outside of the folder: put the file in its place, or remove it"
+            )
+    return [path for path in others if path.name != safetensors.CONFIG_FILE]

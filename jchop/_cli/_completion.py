@@ -1,15 +1,17 @@
 """``jchop completion``: a script for a shell that completes commands, options and the words that options take."""
 
 from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
-
 from jchop._cli._command import Command, argument
 from jchop._cli._ptq import NEAREST_METHOD, PTQ_STEPS
 from jchop._insight.tune._problem import ERROR_METRICS, GRANULARITIES
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
 from jchop.formats.rounding import Overflow, Rounding
+from collections.abc import Callable, Iterable
+from jchop._cli._function_commands import NEAREST_METHOD, PTQ_STEPS
+from jchop._insight.tune._metrics import ERROR_METRICS, GRANULARITIES
+
 
 _FORMAT_NAMES = [*CATALOGUE, *ALIASES, *SCALED_CATALOGUE]
 #: The words that arguments without choices take, by the argument's name.
@@ -27,21 +29,16 @@ _OPTION_WORDS = {
 }
 
 
-def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(choices[0]) if choices else {}
-
-
-def words_by_command(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
+def words_by_command(commands: Iterable[Command]) -> dict[str, dict[str, list[str]]]:
     """By command: its long options, each with the words that it takes; "" holds those of its other arguments."""
     table: dict[str, dict[str, list[str]]] = {}
-    for name, command in _subparsers(parser).items():
-        options = table.setdefault(name, {})
-        for action in command._actions:
-            words = [str(choice) for choice in action.choices or _OPTION_WORDS.get(action.dest, ())]
-            for text in action.option_strings or [""]:
-                if not text or text.startswith("--"):
-                    options[text] = options.get(text, []) + words
+    for command in commands:
+        options = table.setdefault(command.name, {"--help": []})
+        for name, fields in command.arguments:
+            place = fields.get("dest", name.strip("-").replace("-", "_"))
+            words = map(str, fields.get("choices") or _OPTION_WORDS.get(place, ()))
+            text = name if name.startswith("--") else ""
+            options[text] = [*options.get(text, []), *words]
     return table
 
 
@@ -73,10 +70,6 @@ complete -o default -F _jchop jchop
 """
 
 
-def _zsh_script(table: dict[str, dict[str, list[str]]]) -> str:
-    return "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n" + _bash_script(table)
-
-
 def _fish_script(table: dict[str, dict[str, list[str]]]) -> str:
     lines = [f"complete -c jchop -n __fish_use_subcommand -f -a '{' '.join(table)}'"]
     for name, options in table.items():
@@ -89,22 +82,19 @@ def _fish_script(table: dict[str, dict[str, list[str]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_ZSH_START = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 _SHELL_SCRIPTS: dict[str, Callable[[dict[str, dict[str, list[str]]]], str]] = {
     "bash": _bash_script,
-    "zsh": _zsh_script,
+    "zsh": lambda table: _ZSH_START + _bash_script(table),
     "fish": _fish_script,
 }
 
 
-def completion_command(parser: argparse.ArgumentParser) -> Command:
-    """The command; it reads the other commands from the parser."""
-    return Command(
-        "completion",
-        lambda options: print(_SHELL_SCRIPTS[options.shell](words_by_command(parser)), end=""),
-        "print a script that completes commands and options in a shell",
-        [argument("shell", help="the shell", choices=tuple(_SHELL_SCRIPTS))],
-        epilog="to use it now:\n"
-        '  eval "$(jchop completion bash)"\n'
-        '  eval "$(jchop completion zsh)"\n'
-        "  jchop completion fish | source",
-    )
+COMPLETION = Command(
+    "completion",
+    lambda options: print(_SHELL_SCRIPTS[options.shell](words_by_command(options.commands)), end=""),
+    "print a script that completes commands and options in a shell",
+    [argument("shell", help="the shell", choices=tuple(_SHELL_SCRIPTS))],
+    epilog='to use it now:\n  eval "$(jchop completion bash)"\n  eval "$(jchop completion zsh)"\n'
+    "  jchop completion fish | source",
+)

@@ -1,4 +1,4 @@
-"""``jchop quantize``, ``jchop inspect`` and ``jchop convert``."""
+"""``jchop quantize``, ``inspect``, ``convert`` and ``compare``: files of arrays."""
 
 from __future__ import annotations
 
@@ -6,60 +6,46 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from jchop._checkpoints.checkpoint import LAYOUT_NAMES, OWN_LAYOUT, PLAIN_LAYOUT, Checkpoint, open_checkpoint
-from jchop._checkpoints.load_save import convert_checkpoint
 from jchop._checkpoints.table import fields_beside_weights
-from jchop._checkpoints.writer import SHARD_BYTES
-from jchop._cli._command import Command, argument, flag, print_written
-from jchop._cli._text import (
-    PercentProgress,
-    check_new_file,
-    check_suffix,
-    key_of_seed_option,
-    print_note,
-    print_rows,
-    printable,
-    rows_as_dicts,
-    text_table,
-)
+from jchop._checkpoints.writer import SHARD_BYTES, convert_checkpoint
+from jchop._cli import _command as cli
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.paths import check_path_pattern, matches_path
+from jchop._common.checks import check, first_names, place_in_errors
+from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
+from jchop._insight.compare import COMPARISON_SCALES, Comparison, compare, default_formats
 from jchop._spec.spec import as_spec
 from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._chunks import TensorReport, TensorRule, choose_rules, fates_of, quantize_file, tensor_rule_error
+from jchop.storage._files.npy import NpyFile
 from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._quantize_file import (
-    TensorReport,
-    TensorRule,
-    fates_of,
-    quantize_file,
-    refuse_idle_rules,
-    tensor_rule_error,
-)
 from jchop.storage._save import qarray_shape_in, qarray_tensor_names, qarrays_in
 
 
 def _run_quantize(options: argparse.Namespace) -> None:
     rules = [parse_rule(text) for text in options.rule]
     if not options.target.is_dir():
-        check_new_file("OUT", options.target, options.force)
+        cli.check_new_file("OUT", options.target, options.force)
     if options.source.is_dir():
         _quantize_folder(options.source, options.target, rules, options.seed, options.json)
         return
-    key_of_seed_option(options.seed, [rule.spec for rule in rules])
-    check_suffix("OUT", options.target, ".safetensors")
+    cli.key_of_seed_option(options.seed, [rule.spec for rule in rules])
+    cli.check_suffix("OUT", options.target, ".safetensors")
     reports = quantize_file(
-        options.source, options.target, rules, seed=options.seed, progress=PercentProgress("quantize")
+        options.source, options.target, rules, seed=options.seed, progress=cli.PercentProgress("quantize")
     )
-    print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
+    cli.print_rows(_quantization_rows(reports), "<<<<>>>><", options.json)
     if not options.json:
         print()
-        print_written(options.target)
+        cli.print_written(options.target)
 
 
 def _run_inspect(options: argparse.Namespace) -> None:
@@ -68,7 +54,7 @@ def _run_inspect(options: argparse.Namespace) -> None:
             print(_checkpoint_contents(source, options.json))
             return
     with TensorFile(options.file) as file:
-        print_rows(_contents_rows(file), "<<<>><", options.json)
+        cli.print_rows(_contents_rows(file), "<<<>><", options.json)
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -97,20 +83,11 @@ def _quantization_rows(reports: Sequence[TensorReport]) -> list[tuple[str, ...]]
     for report in reports:
         has_errors = not (report.copied or math.isnan(report.sqnr))
         errors = (_decibels_text(report.sqnr), f"{report.largest:.3g}") if has_errors else ("-", "-")
-        sizes = (f"{report.before:,}", f"{report.after:,}")
-        rows.append(
-            (
-                report.name,
-                _shape_text(report.shape),
-                report.dtype,
-                report.to,
-                *sizes,
-                *errors,
-                _fates_text(report.fates),
-            )
-        )
+        facts, sizes = (report.name, _shape_text(report.shape), report.dtype, report.to), (report.before, report.after)
+        rows.append((*facts, *(f"{size:,}" for size in sizes), *errors, _fates_text(report.fates)))
     before, after = (sum(getattr(report, name) for report in reports) for name in ("before", "after"))
-    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", _percent_text(after, before)))
+    percent = f"{100 * after / before:.1f} %" if before else ""
+    rows.append(("all", "", "", "", f"{before:,}", f"{after:,}", "", "", percent))
     return rows
 
 
@@ -145,36 +122,32 @@ def _decibels_text(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
 
 
-def _percent_text(after: int, before: int) -> str:
-    return f"{100 * after / before:.1f} %" if before else ""
-
-
-QUANTIZE = Command(
+QUANTIZE = cli.Command(
     "quantize",
     _run_quantize,
     "quantize the tensors of a safetensors file or folder",
     (
-        argument("source", "IN", "a safetensors file, or a folder of a model", type=Path),
-        argument("target", "OUT", "a safetensors file, or a new folder", type=Path),
-        argument("--rule", help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be "
+        cli.argument("source", "IN", "a safetensors file, or a folder of a model", type=Path),
+        cli.argument("target", "OUT", "a safetensors file, or a new folder", type=Path),
+        cli.argument("--rule", help="parts of names, as 'mlp.*.kernel' or '!norm', and their format or spec; may be "
                  "repeated"),
-        argument("--seed"),
-        argument("--force"),
-        argument("--json"),
+        cli.argument("--seed"),
+        cli.argument("--force"),
+        cli.argument("--json"),
     ),
     "Quantizes tensors by name and writes a new file, in one step when all is done. The first\n"
     "rule whose pattern matches parts of a name applies; tensors without a rule are copied.",
     "example:\n  jchop quantize in.safetensors out.safetensors \\\n"
     "      --rule 'kernel=int4(group=128,scale=bfloat16)' --rule '*=bfloat16'",
 )  # fmt: skip
-INSPECT = Command(
+INSPECT = cli.Command(
     "inspect",
     _run_inspect,
     "list the contents of a checkpoint: a file or a folder",
     (
-        argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
-        argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
-        argument("--json"),
+        cli.argument("file", "FILE", "a safetensors or GGUF file, or a folder of a model", type=Path),
+        cli.argument("--layout", help="its layout; default auto", default="auto", choices=("auto", *LAYOUT_NAMES)),
+        cli.argument("--json"),
     ),
 )
 
@@ -187,16 +160,10 @@ def _run_convert(options: argparse.Namespace) -> None:
     if options.shard is not None and one_file:
         raise ValueError(f"--shard {options.shard >> 20} belongs to a folder; OUT {options.target} is one file")
     if one_file and not options.target.is_dir():
-        check_new_file("OUT", options.target, options.force)
-    is_continuation = convert_checkpoint(
-        options.source,
-        options.target,
-        options.layout,
-        read_as=options.source_layout,
-        exact=not options.inexact,
-        shard_bytes=options.shard or SHARD_BYTES,
-        progress=PercentProgress("convert"),
-    )
+        cli.check_new_file("OUT", options.target, options.force)
+    how = {"read_as": options.source_layout, "exact": not options.inexact, "shard_bytes": options.shard or SHARD_BYTES}
+    progress = cli.PercentProgress("convert")
+    is_continuation = convert_checkpoint(options.source, options.target, options.layout, progress=progress, **how)
     with open_checkpoint(options.source, options.source_layout) as source:
         missing = fields_beside_weights(source.config)
     facts = ", ".join(missing)
@@ -207,12 +174,12 @@ def _run_convert(options: argparse.Namespace) -> None:
 def _print_checkpoint(target: Path, layout: str, is_continuation: bool, notes: Sequence[str], as_json: bool) -> None:
     """Prints what was written, after notes."""
     for note in (*["an unfinished run was continued: its files were kept"] * is_continuation, *notes):
-        print_note(printable(note))
+        cli.print_note(cli.printable(note))
     with open_checkpoint(target, layout) as checkpoint:
         print(_checkpoint_contents(checkpoint, as_json))
     if not as_json:
         print()
-        print_written(target)
+        cli.print_written(target)
 
 
 def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], seed: int | None, as_json: bool) -> None:
@@ -220,10 +187,11 @@ def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], se
     for rule in rules:
         if rule.spec.rounding.stochastic:
             raise ValueError(f"spec={str(rule.spec)!r} rounds stochastically, which folders do not have")
-    if seed is not None:
-        raise ValueError("--seed has no effect on a folder, whose rules round without draws")
+    check(seed is None, "--seed has no effect on a folder, whose rules round without draws")
     with open_checkpoint(source, "auto") as source_checkpoint:
-        rules_by_name = _rules_of_arrays(source_checkpoint, rules)
+        packed = [name for name, item in source_checkpoint.items.items() if item.quantized]
+        dtypes = {name: item.format for name, item in source_checkpoint.items.items() if not item.quantized}
+        rules_by_name = choose_rules(rules, dtypes, packed, packed)
     notes: list[str] = []
 
     def change(name: str, value: QArray | np.ndarray) -> QArray | np.ndarray:
@@ -241,22 +209,9 @@ def _quantize_folder(source: Path, target: Path, rules: Sequence[TensorRule], se
         return qarray
 
     texts = repr([(rule.pattern, str(rule.spec)) for rule in rules])
-    progress = PercentProgress("quantize")
+    progress = cli.PercentProgress("quantize")
     is_continuation = convert_checkpoint(source, target, OWN_LAYOUT, change=change, options=texts, progress=progress)
     _print_checkpoint(target, OWN_LAYOUT, is_continuation, notes, as_json)
-
-
-def _rules_of_arrays(checkpoint: Checkpoint, rules: Sequence[TensorRule]) -> dict[str, TensorRule]:
-    """The rule of each array that is quantized."""
-    rules_by_name: dict[str, TensorRule] = {}
-    for name, item in checkpoint.items.items():
-        rule = next((rule for rule in rules if matches_path(rule.pattern, name)), None)
-        if rule is not None and not item.quantized and item.format in CARRIERS:
-            rules_by_name[name] = rule
-    unused_rules = [rule for rule in rules if rule not in rules_by_name.values()]
-    packed_names = [name for name, item in checkpoint.items.items() if item.quantized]
-    refuse_idle_rules(unused_rules, [name for name in checkpoint.items if name not in rules_by_name], packed_names)
-    return rules_by_name
 
 
 def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
@@ -268,11 +223,11 @@ def _checkpoint_contents(source: Checkpoint, as_json: bool) -> str:
         rows.append((name, _shape_text(item.shape), item.format, f"{item.nbytes:,}", bits))
         totals[item.format] += item.nbytes
     if as_json:
-        report = {"layout": source.layout, "arrays": rows_as_dicts(rows, "<<<>>"), "bytes": dict(totals.most_common())}
-        return json.dumps(report, indent=1)
-    lines = [f"layout: {source.layout}", text_table(rows, "<<<>>"), ""]
+        arrays, sizes = cli.rows_as_dicts(rows, "<<<>>"), dict(totals.most_common())
+        return json.dumps({"layout": source.layout, "arrays": arrays, "bytes": sizes}, indent=1)
+    lines = [f"layout: {source.layout}", cli.text_table(rows, "<<<>>"), ""]
     lines += [f"{count:,} bytes  {format}" for format, count in totals.most_common()]
-    return "\n".join(printable(line) if "\n" not in line else line for line in lines)
+    return "\n".join(cli.printable(line) if "\n" not in line else line for line in lines)
 
 
 def _element_bits_text(nbytes: int, shape: Sequence[int]) -> str:
@@ -292,19 +247,21 @@ def _shard_bytes(text: str) -> int:
     return int(text) << 20
 
 
-CONVERT = Command(
+CONVERT = cli.Command(
     "convert",
     _run_convert,
     "write a checkpoint in the layout of another program",
     (
-        argument("source", "IN", type=Path),
-        argument("target", "OUT", "a new folder, or a .safetensors or .gguf file", type=Path),
-        argument("--force", help="replace OUT if it is a file that exists"),
-        argument("--json"),
-        argument("--layout", help="the layout of OUT", required=True, choices=LAYOUT_NAMES),
-        argument("--from", help="that of IN", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES)),
-        flag("--inexact", "let numbers of NVFP4 differ in their last bit"),
-        argument("--shard", "MIB", "MiB of arrays in a file of a folder; default 256", type=_shard_bytes),
+        cli.argument("source", "IN", type=Path),
+        cli.argument("target", "OUT", "a new folder, or a .safetensors or .gguf file", type=Path),
+        cli.argument("--force", help="replace OUT if it is a file that exists"),
+        cli.argument("--json"),
+        cli.argument("--layout", help="the layout of OUT", required=True, choices=LAYOUT_NAMES),
+        cli.argument(
+            "--from", help="that of IN", dest="source_layout", default="auto", choices=("auto", *LAYOUT_NAMES)
+        ),
+        cli.flag("--inexact", "let numbers of NVFP4 differ in their last bit"),
+        cli.argument("--shard", "MIB", "MiB of arrays in a file of a folder; default 256", type=_shard_bytes),
     ),
     "Reads a folder of safetensors files, one such file or a GGUF file; writes a new folder or file.\n"
     "Codes, scales and zero points stay the same; an array that the layout cannot hold is an error. A killed\n"
@@ -312,3 +269,87 @@ CONVERT = Command(
     "examples:\n  jchop convert model-gptq model-ct --layout compressed-tensors\n"
     "  jchop convert model.gguf model --layout plain",
 )
+
+
+# -- compare -----------------------------------------------------------------------------------------------------------
+
+
+def _run_compare(options: argparse.Namespace) -> None:
+    cli.check_pictures(options)
+    comparisons: dict[str, Comparison] = {}
+    formats = (
+        [as_spec(f, "--formats", scaled=True) for f in cli.split_items(options.formats)] if options.formats else None
+    )
+    if formats == []:
+        raise ValueError(f"--formats {' '.join(options.formats)!r} must name at least one format")
+    key = cli.key_of_seed_option(options.seed, formats or ())
+    for name, array in _real_tensors(options.file, options.tensor):
+        with place_in_errors(f"{name}", (ValueError, TypeError)):
+            comparisons[name] = _compare_formats(
+                name, array, formats or default_formats(max(array.ndim, 1)), key, options.scale
+            )
+    if options.plot and len(comparisons) > 1:
+        raise ValueError(f"--plot draws one array, and there are {len(comparisons)}; choose one by --tensor")
+    if options.json:
+        cli.print_json({name: comparison.as_dict() for name, comparison in comparisons.items()})
+    else:
+        print("\n\n".join(f"{cli.printable(name)}: {comparison}" for name, comparison in comparisons.items()))
+    cli.write_pictures(options, lambda: next(iter(comparisons.values())).plot())
+
+
+def _compare_formats(name: str, array: np.ndarray, formats: Sequence[Any], key: Any, scale: Any) -> Comparison:
+    """The array in each format, with progress on a terminal: a first rounding in a format takes seconds to compile."""
+    show_progress = cli.terminal_progress_bar() or (lambda *step: None)
+    comparisons = []
+    for count, fmt in enumerate(formats, start=1):
+        comparisons.append(compare(array, [fmt], key, scale=scale))
+        show_progress("compare", count, len(formats), cli.printable(f"{name} {fmt}"))
+    return replace(comparisons[0], rows=tuple(row for part in comparisons for row in part.rows))
+
+
+def _real_tensors(path: Path, pattern: str | None) -> Iterator[tuple[str, np.ndarray]]:
+    """The array of a .npy file, or those of a safetensors file that match and are numbers, packed ones unpacked."""
+    if path.suffix.lower() == ".npy":
+        check(pattern is None, f"--tensor {pattern!r} belongs to a .safetensors file; {path} has one array")
+        with NpyFile(path, str(path)) as file:
+            yield path.name, file.read([0] * len(file.shape), file.shape)
+        return
+    check(path.suffix.lower() == ".safetensors", f"FILE {path} must end in .npy or .safetensors")
+    pattern = check_path_pattern("--tensor", "*" if pattern is None else pattern)
+    with open_checkpoint(path, "auto") as file:
+        kinds = (*CARRIERS, "int", "uint", "bool")
+        filled = {name: item for name, item in file.items.items() if 0 not in item.shape}
+        numbers = [name for name, item in filled.items() if item.quantized or item.format.startswith(kinds)]
+        matches = [name for name in numbers if matches_path(pattern, name)]
+        if not matches:
+            hint = nearest_paths_hint([pattern], numbers)
+            raise ValueError(f"--tensor {pattern!r} matches no tensor of real numbers in {path}{hint}")
+        others = [name for name in file.items if name not in numbers and matches_path(pattern, name)]
+        if others:
+            empty = cli.printable(first_names(others))
+            cli.print_note(f"note: without a table, since empty or of a type that has none: {empty}")
+        for name in matches:
+            value = file.read(name)
+            yield name, np.asarray(dequantize(value)) if isinstance(value, QArray) else value
+
+
+COMPARE = cli.Command(
+    "compare",
+    _run_compare,
+    "compare formats on your own numbers: errors, overflow, bits",
+    (
+        cli.argument("file", "FILE", "a .npy or .safetensors file", type=Path),
+        cli.argument("--formats", "SPEC", "default: 8 to 14 formats in use", nargs="+"),
+        cli.argument("--tensor", "PATTERN", "the tensors of a safetensors file; default all"),
+        cli.argument("--scale", choices=COMPARISON_SCALES, default="none", help="fit: numbers are multiplied by a "
+                 "power of two that fills the range of a plain format; default none"),
+        cli.argument("--seed"),
+        cli.argument("--json"),
+        cli.argument("--plot", help="draw bits against ratio (needs matplotlib)"),
+    ),
+    "Rounds an array to several formats, and shows signal-to-noise ratio, worst errors, overflow,\n"
+    "numbers that were clipped or became zero, and bits; a table for each tensor of real numbers.\n"
+    "A quantized tensor is unpacked.",
+    "examples:\n  jchop compare weights.npy\n"
+    "  jchop compare model.safetensors --tensor 'mlp/*' --formats nvfp4 'int4(group=32)' --json",
+)  # fmt: skip

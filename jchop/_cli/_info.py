@@ -1,36 +1,26 @@
-"""``jchop formats`` and ``jchop info``."""
+"""``jchop formats``, ``jchop info`` and ``jchop doctor``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import platform
 from collections.abc import Callable
 from fractions import Fraction
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from jchop._cli._command import Command, argument, check_pictures, print_json, write_pictures
-from jchop._cli._text import (
-    binary_code,
-    fact_text,
-    hexadecimal_code,
-    integer_digits,
-    json_value,
-    short_decimal,
-    text_table,
-    yes_or_no,
-)
+import jax
+
+from jchop import formats
+from jchop._cli import _command as cli
+from jchop._common.checks import place_in_errors
+from jchop._common.files import INSTALL_EXTRA
 from jchop._common.on_demand import load_name
-from jchop.formats import (
-    ALIASES,
-    CATALOGUE,
-    SCALED_CATALOGUE,
-    ElementFormat,
-    FloatFormat,
-    ScaledFormat,
-    TaperedFormat,
-    UniformFormat,
-    parse_format,
-)
+from jchop._common.settings import has_fast_math
+from jchop._kernels.primitive import devices_at_hand
+from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM
 
 
 def _run_formats(options: argparse.Namespace) -> None:
@@ -42,70 +32,62 @@ def _run_formats(options: argparse.Namespace) -> None:
             *(fmt.bits, fmt.exp_bits, fmt.frac_bits, fmt.bias, fmt.precision),
             *(fmt.max, fmt.smallest_normal, fmt.smallest_subnormal, fmt.unit_roundoff),
             *(fmt.has_inf, fmt.has_nan, fmt.has_negative_zero),
-            " ".join(other for other, main in ALIASES.items() if main == name),
+            " ".join(other for other, main in formats.ALIASES.items() if main == name),
         )
-        for name, fmt in CATALOGUE.items()
+        for name, fmt in formats.CATALOGUE.items()
     ]
     if options.json:
-        print_json([dict(zip(head, map(json_value, row), strict=True)) for row in rows])
+        cli.print_json([dict(zip(head, map(cli.json_value, row), strict=True)) for row in rows])
         return
-    print(
-        text_table(
-            [head, *(tuple(_cell_text(value, short_decimal) for value in row) for row in rows)], "<" + ">" * 12 + "<"
-        )
-    )
+    cells = [[_cell_text(value, cli.short_decimal) for value in row] for row in rows]
+    print(cli.text_table([head, *cells], "<" + ">" * 12 + "<"))
     print(
         "\nPatterns: e5m10 e5m3fn e5m3fnuz ue5m3 fixed4.4 ufixed4.4 integer8 uinteger4 binary8p3se posit16 "
         "takum_linear16 codebook(-1,0,0.5)"
     )
-    print(f"Scaled: {' '.join(SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
+    print(f"Scaled: {' '.join(formats.SCALED_CATALOGUE)} bfp8(group=16) int8 int4(group=128) e4m3fn(channel=0)")
 
 
 def _run_info(options: argparse.Namespace) -> None:
-    parsed_format = parse_format(options.format)
-    fmt = parsed_format.element if isinstance(parsed_format, ScaledFormat) else parsed_format
-    check_pictures(options)
-    try:
+    parsed_format = formats.parse_format(options.format)
+    fmt = parsed_format.element if isinstance(parsed_format, formats.ScaledFormat) else parsed_format
+    cli.check_pictures(options)
+    with place_in_errors("--plot"):
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
-    except ValueError as error:
-        raise ValueError(f"--plot: {error}") from None
-    _print_info(parsed_format, fmt, options.json)
-    if picture is not None and not options.json:
-        print()
-    write_pictures(options, lambda: picture)
-
-
-def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool) -> None:
     head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
-    if as_json:
+    if options.json:
         report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
-        report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
-        report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
-        report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
-        print_json(report)
+        report |= {name: cli.json_value(value) for name, value in _element_facts(fmt).items()}
+        report |= _scaling_facts(parsed_format) if isinstance(parsed_format, formats.ScaledFormat) else {}
+        report["codes"] = [dict(zip(head, map(cli.json_value, row), strict=True)) for row in codes]
+        cli.print_json(report)
+        cli.write_pictures(options, lambda: picture)
         return
-    if isinstance(parsed_format, ScaledFormat):
-        facts = _scaling_facts(parsed_format)
-        facts["bits per element"] = f"{facts['bits per element']:g}" + " in a large array" * (
-            parsed_format.bits == facts["bits per element"]
-        )
+    if isinstance(parsed_format, formats.ScaledFormat):
+        facts, bits = _scaling_facts(parsed_format), parsed_format.bits_per_element()
+        facts["bits per element"] = f"{bits:g}{' in a large array' if parsed_format.bits == bits else ''}"
         print(f"{parsed_format}\n\n{_facts_table(facts)}\n\nElements:")
     text = getattr(fmt, "text", str(fmt))
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
     print(_code_layout(fmt))
     print(_facts_table(_element_facts(fmt)))
     print()
-    print(text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><"))
+    print(
+        cli.text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><")
+    )
+    if picture is not None:
+        print()
+    cli.write_pictures(options, lambda: picture)
 
 
-def _code_layout(fmt: ElementFormat) -> str:
+def _code_layout(fmt: formats.ElementFormat) -> str:
     """The fields of a code, highest bit first."""
-    if isinstance(fmt, FloatFormat):
+    if isinstance(fmt, formats.FloatFormat):
         fields = [("sign", int(fmt.signed)), ("exponent", fmt.exp_bits), ("fraction", fmt.frac_bits)]
-    elif isinstance(fmt, TaperedFormat):
+    elif isinstance(fmt, formats.TaperedFormat):
         fields = [(fmt.parts, fmt.bits)]
     else:
-        uniform = isinstance(fmt, UniformFormat)
+        uniform = isinstance(fmt, formats.UniformFormat)
         fields = [(("two's complement" if fmt.signed else "unsigned") if uniform else "index", fmt.bits)]
     boxes, bits_left = [], fmt.bits
     for name, width in fields:
@@ -118,27 +100,29 @@ def _code_layout(fmt: ElementFormat) -> str:
     return "\n".join(["", edge, *("  | " + " | ".join(box[line] for box in boxes) + " |" for line in (0, 1)), edge, ""])
 
 
-def _element_facts(fmt: ElementFormat) -> dict[str, Any]:
+def _element_facts(fmt: formats.ElementFormat) -> dict[str, Any]:
     numbers = ("max", "min", "smallest_normal", "smallest_subnormal", "smallest", "eps", "unit_roundoff")
     facts: dict[str, Any] = {"bits": fmt.bits, "precision": fmt.precision}
-    if isinstance(fmt, FloatFormat):
+    if isinstance(fmt, formats.FloatFormat):
         facts |= {"bias": fmt.bias, "smallest exponent": fmt.emin, "largest exponent": fmt.emax}
     facts |= {name.replace("_", " "): getattr(fmt, name) for name in numbers}
     return facts | {"infinities": fmt.has_inf, "NaN": fmt.has_nan, "-0": fmt.has_negative_zero}
 
 
 def _facts_table(facts: dict[str, Any]) -> str:
-    return text_table([(f"  {name}", _cell_text(value, fact_text)) for name, value in facts.items()], "<<", rule=False)
+    return cli.text_table(
+        [(f"  {name}", _cell_text(value, cli.fact_text)) for name, value in facts.items()], "<<", rule=False
+    )
 
 
 def _cell_text(value: Any, format_number: Callable[[Any], str]) -> str:
     """A cell of a table."""
     if isinstance(value, bool):
-        return yes_or_no(value)
+        return cli.yes_or_no(value)
     return str(value) if isinstance(value, str | int) else format_number(value)
 
 
-def _scaling_facts(fmt: ScaledFormat) -> dict[str, Any]:
+def _scaling_facts(fmt: formats.ScaledFormat) -> dict[str, Any]:
     """The grouping of a scaled format, and the choice and format of its scales."""
     group = f"{fmt.group} along axis {fmt.axis}" if fmt.group is not None else "the whole tensor"
     return {
@@ -152,10 +136,10 @@ def _scaling_facts(fmt: ScaledFormat) -> dict[str, Any]:
 
 
 def _value_text(value: float | Fraction | None) -> str:
-    return short_decimal(value) if value is None else integer_digits(value) or short_decimal(value)
+    return cli.short_decimal(value) if value is None else cli.integer_digits(value) or cli.short_decimal(value)
 
 
-def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
+def _notable_codes(fmt: formats.ElementFormat) -> list[tuple[str, str, Any, str]]:
     """Notable codes with their values; codes that the format lacks are omitted."""
     candidates = {
         "zero": 0.0,
@@ -174,19 +158,112 @@ def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
         if code is not None:
             names.setdefault(code, []).append(name)
     return [
-        (hexadecimal_code(fmt, code), binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
+        (cli.hexadecimal_code(fmt, code), cli.binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
         for code, descriptions in names.items()
     ]
 
 
-FORMAT_LIST = Command("formats", _run_formats, "list the named formats", [argument("--json")])
-INFO = Command(
+FORMAT_LIST = cli.Command("formats", _run_formats, "list the named formats", [cli.argument("--json")])
+INFO = cli.Command(
     "info",
     _run_info,
     "show the properties of one format, its bit layout, its values",
     (
-        argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
-        argument("--plot", help="draw its values (needs matplotlib)"),
-        argument("--json", help="print JSON in place of the tables"),
+        cli.argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
+        cli.argument("--plot", help="draw its values (needs matplotlib)"),
+        cli.argument("--json", help="print JSON in place of the tables"),
     ),
+)
+
+
+# -- doctor: what is installed, which devices there are, and what jchop runs on them -----------------------------------
+
+
+#: The extras that users install: the distributions that each brings, and what needs them.
+USER_EXTRAS = {
+    "flax": (("flax",), "jchop.nn"),
+    "equinox": (("flax", "equinox"), "jchop.nn of Equinox modules"),
+    "optax": (("optax",), "jchop.optim"),
+    "torch": (("torch",), "jchop.torch"),
+    "plot": (("matplotlib",), "jchop.plot, --plot"),
+    "qwix": (("qwix",), "to_qwix, from_qwix"),
+    "dask": (("dask",), "round_to_format of dask arrays"),
+    "study": (("flax", "optax", "matplotlib", "scikit-learn"), "jchop study without a function"),
+}
+_CORE_DISTRIBUTIONS = ("jchop", "jax", "jaxlib", "numpy")
+
+
+def _run_doctor(options: argparse.Namespace) -> None:
+    """Prints the `environment_facts`, as tables or as JSON."""
+    facts = environment_facts()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return
+    print(cli.text_table([*facts["versions"].items(), *facts["settings"].items()], "<<", rule=False))
+    print()
+    if "error" in facts:
+        print(f"no devices: {facts['error']}")
+    else:
+        rows = [("device", "number", "jchop runs", "products of int8", "of float8", "of codes and floats")]
+        print(
+            cli.text_table([*rows, *(tuple(str(v or "-") for v in row.values()) for row in facts["devices"])], "<><<<<")
+        )
+    print()
+    rows = [("extra", "for", "installed", "to install")]
+    for row in facts["extras"]:
+        versions = ", ".join(f"{name} {v or 'missing'}" for name, v in row["installed"].items())
+        rows.append((row["extra"], row["for"], versions, row["install"] or "-"))
+    print(cli.text_table(rows, "<<<<"))
+
+
+def environment_facts() -> dict[str, Any]:
+    """Versions, settings, devices and extras, as plain data."""
+    facts: dict[str, Any] = {
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: distribution_version(name) or "(not installed)" for name in _CORE_DISTRIBUTIONS},
+        },
+        "settings": {
+            "machine": f"{platform.system()} {platform.machine()}",
+            "64-bit mode": "on" if jax.config.jax_enable_x64 else "off",  # type: ignore[attr-defined]
+        },
+    }
+    try:
+        devices = devices_at_hand()
+    except RuntimeError as error:  # a backend that does not start
+        facts["error"] = " ".join(str(error).split())
+    else:
+        facts["settings"]["fast math of XLA"] = "on: jchop refuses to compute" if has_fast_math() else "off"
+        facts["devices"] = [_device_facts(*key, count) for key, count in devices.items()]
+    facts["extras"] = [_extra_facts(*row) for row in USER_EXTRAS.items()]
+    return facts
+
+
+def _device_facts(device_kind: str, backend: str, kernels: bool, count: int) -> dict[str, Any]:
+    letters = device_kind.lower().replace(" ", "").replace("lite", "e").replace("tpu7x", "tpuv7x")
+    letters = "cpu" if backend == "cpu" else letters
+    units = next((units for name, units in OPERANDS_BY_PLATFORM.items() if name in letters), {})
+    device = f"{backend}: {device_kind}" if device_kind != backend else device_kind
+    facts = {"device": device, "number": count, "runs": "XLA, Pallas kernels" if kernels else "XLA"}
+    return facts | {name: units.get(name) for name in ("int8", "float8", "alone")}
+
+
+def _extra_facts(name: str, row: tuple[tuple[str, ...], str]) -> dict[str, Any]:
+    versions = {distribution: distribution_version(distribution) for distribution in row[0]}
+    install = None if all(versions.values()) else INSTALL_EXTRA.format(extra=name)
+    return {"extra": name, "for": row[1], "installed": versions, "install": install}
+
+
+def distribution_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+DOCTOR = cli.Command(
+    "doctor",
+    _run_doctor,
+    "show versions, devices, what runs on them, and missing extras",
+    [cli.argument("--json", help="print JSON")],
 )

@@ -7,29 +7,15 @@ import math
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from decimal import Context
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jchop._cli._command import Command, argument, print_json, print_written
-from jchop._cli._text import (
-    PercentProgress,
-    binary_code,
-    check_new_file,
-    check_suffix,
-    hexadecimal_code,
-    integer_digits,
-    json_value,
-    key_of_seed_option,
-    short_decimal,
-    shortest_decimal,
-    text_table,
-)
+from jchop._cli import _command as cli
 from jchop._common.checks import check, clip_text, first_names
 from jchop._common.files import write_atomically
 from jchop._spec.spec import Spec, parse
@@ -48,27 +34,24 @@ _NARROW_BITS = 32
 
 def _run_round(options: argparse.Namespace) -> None:
     spec = _spec_of_options(options)
-    key = key_of_seed_option(options.seed, [spec])
+    key = cli.key_of_seed_option(options.seed, [spec])
     if options.out:
-        check_suffix("--out", options.out, ".npy")
-        check_new_file("--out", options.out, options.force)
+        cli.check_suffix("--out", options.out, ".npy")
+        cli.check_new_file("--out", options.out, options.force)
     if any(text.lower().endswith(".npy") for text in options.values):
         _round_npy_file(options, spec, key)
     else:
         _round_numbers(options, spec, key)
     if options.out and not options.json:
-        print_written(options.out)
+        cli.print_written(options.out)
 
 
 def _spec_of_options(options: argparse.Namespace) -> Spec:
     """The spec of --to, with the fields of further options."""
     parts = [options.to]
-    if options.rounding is not None:
-        parts.append(as_rounding(options.rounding).value)
-    if options.overflow is not None:
-        parts.append(as_overflow(options.overflow).value)
-    if options.random_bits is not None:
-        parts.append(f"random_bits={options.random_bits}")
+    parts += [] if options.rounding is None else [as_rounding(options.rounding).value]
+    parts += [] if options.overflow is None else [as_overflow(options.overflow).value]
+    parts += [] if options.random_bits is None else [f"random_bits={options.random_bits}"]
     try:
         return parse(":".join(parts))
     except ValueError as error:
@@ -84,8 +67,7 @@ def _format_with_codes(spec: Spec) -> ElementFormat | None:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _TypedNumber:
+class _TypedNumber(NamedTuple):
     """The text of a number, and its value: a float if it is not finite."""
 
     word: str
@@ -95,28 +77,26 @@ class _TypedNumber:
 def _round_numbers(options: argparse.Namespace, spec: Spec, key: Any) -> None:
     from jchop._round.round_to_format import round_to_format
 
-    numbers = [_parse_number(text.strip()) for text in _number_words(options.values)]
+    typed = [_parse_number(text.strip()) for text in _number_words(options.values)]
     element = _format_with_codes(spec)
     is_narrow = options.carrier is None and element is not None and element.bits <= _NARROW_BITS
-    values = _round_to_carrier([number.exact for number in numbers], options.carrier or "float64", is_narrow)
+    values = _round_to_carrier([number.exact for number in typed], options.carrier or "float64", is_narrow)
     results = round_to_format(values, spec, key)
     if options.out:
         write_atomically(options.out, lambda file: np.save(file, results, allow_pickle=False))
-    rows = _comparison_rows(numbers, values, results, element)
+    rows = _comparison_rows(typed, values, results, element)
+    digits, write = (17, cli.json_value) if options.json else (4, cli.short_decimal)
+    cells = [(n, *row, *(_error_cell(error, digits, write) for error in errors)) for n, row, errors in rows]
     if options.json:
-        cells = [
-            (_json_number(n.exact, text), json_value(float(x)), code, bits, *map(_json_float, errors))
-            for n, (text, x, code, bits, *errors) in zip(numbers, rows, strict=True)
-        ]
-        entries = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in cells]
-        print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": entries})
+        entries = [(_json_number(n.exact, text), cli.json_value(float(x)), *more) for n, text, x, *more in cells]
+        numbers = [dict(zip(_ROUND_HEAD, row, strict=True)) for row in entries]
+        cli.print_json({"to": str(spec), "carrier": str(values.dtype), "numbers": numbers})
         return
     print(f"to {spec}, carrier {values.dtype}")
-    cells = [
-        (clip_text(text), shortest_decimal(result), code or "-", bits or "-", *map(_four_digits, errors))
-        for text, result, code, bits, *errors in rows
+    words = [
+        (clip_text(t), cli.shortest_decimal(x), code or "-", bits or "-", *more) for _, t, x, code, bits, *more in cells
     ]
-    print(text_table([_ROUND_HEAD, *cells], "<<<<>>"))
+    print(cli.text_table([_ROUND_HEAD, *words], "<<<<>>"))
 
 
 def _number_words(texts: list[str]) -> list[str]:
@@ -213,27 +193,26 @@ _ROUND_HEAD = ("value", "rounded", "code", "binary", "abs. error", "rel. error")
 
 def _comparison_rows(
     numbers: list[_TypedNumber], values: np.ndarray, results: np.ndarray, fmt: ElementFormat | None
-) -> Iterator[tuple[Any, ...]]:
-    """The cells of each number under `_ROUND_HEAD`; None for those that it lacks."""
+) -> Iterator[tuple[_TypedNumber, tuple[Any, ...], tuple[Any, Any]]]:
+    """Each number with its cells under `_ROUND_HEAD`, None for those that it lacks, and its errors."""
     for number, value, result in zip(numbers, values, results, strict=True):
         code = None if fmt is None else fmt.code_of(float(result))
-        bits = (None, None) if fmt is None or code is None else (hexadecimal_code(fmt, code), binary_code(fmt, code))
-        yield (_input_text(number, value), result, *bits, *_exact_errors(number.exact, float(result)))
-
-
-def _input_text(number: _TypedNumber, value: np.generic) -> str:
-    """The carrier's number if its shortest decimal equals the typed number; else the typed text."""
-    text = shortest_decimal(value)
-    if isinstance(number.exact, float):
-        return text
-    return text if np.isfinite(value) and Fraction(text) == number.exact else number.word
+        bits = (
+            (None, None)
+            if fmt is None or code is None
+            else (cli.hexadecimal_code(fmt, code), cli.binary_code(fmt, code))
+        )
+        text = cli.shortest_decimal(value)
+        if isinstance(number.exact, Fraction) and not (np.isfinite(value) and Fraction(text) == number.exact):
+            text = number.word  # the carrier's number is another
+        yield number, (text, result, *bits), _exact_errors(number.exact, float(result))
 
 
 def _json_number(exact: Fraction | float, text: str) -> Any:
     """A typed number in JSON: a float64, or an integer of at most 64 bits; else its text."""
     if isinstance(exact, float):
-        return json_value(exact)
-    nearest, digits = _nearest_float(exact, odd=False), integer_digits(exact)
+        return cli.json_value(exact)
+    nearest, digits = _nearest_float(exact, odd=False), cli.integer_digits(exact)
     return nearest if nearest == exact else int(digits) if digits else text
 
 
@@ -249,22 +228,11 @@ def _exact_errors(exact: Fraction | float, result: float) -> tuple[Fraction | fl
     return absolute, absolute / abs(Fraction(exact)) if exact else math.inf
 
 
-def _four_digits(value: Fraction | float) -> str:
-    """Four digits of a number that may exceed every float."""
-    return _decimal_text(value, 4) if _is_outside_float64(value) else short_decimal(_nearest_float(value, odd=False))
-
-
-def _json_float(value: Fraction | float) -> Any:
-    """A number in JSON: the nearest float64; a text of 17 digits if it lies outside of them."""
-    return _decimal_text(value, 17) if _is_outside_float64(value) else json_value(_nearest_float(value, odd=False))
-
-
-def _is_outside_float64(value: Fraction | float) -> TypeGuard[Fraction]:
-    """Whether a number lies outside of the normal float64 numbers."""
-    return isinstance(value, Fraction) and not sys.float_info.min <= _nearest_float(value, odd=False) < math.inf
-
-
-def _decimal_text(value: Fraction, digits: int) -> str:
+def _error_cell(value: Fraction | float, digits: int, write: Callable[[float], Any]) -> Any:
+    """What `write` makes of the nearest float64; a text of some digits, if it lies outside of the normal numbers."""
+    nearest = _nearest_float(value, odd=False)
+    if isinstance(value, float) or sys.float_info.min <= nearest < math.inf:
+        return write(nearest)
     exact = Context(prec=30, Emin=-(10**6), Emax=10**6)
     quotient = exact.divide(exact.create_decimal(value.numerator), exact.create_decimal(value.denominator))
     return f"{quotient.normalize(Context(prec=digits, Emin=-(10**6), Emax=10**6)):g}"
@@ -283,7 +251,7 @@ def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
         if file.dtype not in CARRIER_NUMPY_DTYPES.values() and file.dtype.kind != "c":
             raise ValueError(f"{path} holds {file.dtype}; pass --carrier float64 to convert it")
         summary = _RoundingSummary(_format_with_codes(spec))
-        bar = PercentProgress("round") if file.size * file.dtype.itemsize > _CHUNK_BYTES else lambda *_: None
+        bar = cli.PercentProgress("round") if file.size * file.dtype.itemsize > _CHUNK_BYTES else lambda *_: None
         chunks = RoundedChunks(file, spec, key, _CHUNK_BYTES, lambda count, total: bar(path.name, count, total))
         if options.out:
             write_atomically(options.out, lambda out: chunks.write(out, summary.add_chunk))
@@ -292,7 +260,7 @@ def _round_npy_file(options: argparse.Namespace, spec: Spec, key: Any) -> None:
                 summary.add_chunk(*pair)
         if options.json:
             facts = {"to": str(spec), "carrier": str(file.dtype), "shape": list(file.shape)}
-            print_json(facts | summary.as_dict())
+            cli.print_json(facts | summary.as_dict())
             return
         print(f"to {spec}, carrier {file.dtype}")
         print(summary.text(file.shape))
@@ -312,7 +280,8 @@ class _RoundingSummary:
 
     def add_chunk(self, values: np.ndarray, results: np.ndarray) -> None:
         """Adds a chunk."""
-        exact, result = (_stack_real_parts(x).astype(np.float64) for x in (values, results))
+        parts = (np.real, np.imag) if values.dtype.kind == "c" else (np.real,)
+        exact, result = (np.stack([part(x.ravel()) for part in parts]).astype(np.float64) for x in (values, results))
         finite, infinite, nan = np.isfinite(exact), np.isinf(exact), np.isnan(exact)
         is_finite_result, overflows = np.isfinite(result), finite & ~np.isfinite(result)
         least, most = (-math.inf, math.inf) if self._fmt is None else (self._fmt.min, self._fmt.max)
@@ -344,7 +313,7 @@ class _RoundingSummary:
     def text(self, shape: tuple[int, ...]) -> str:
         """The table of the statistics."""
         counts, note = self._counts, " (overflows apart)" if self._counts["overflows"] else ""
-        absolute, relative = map(short_decimal, self._errors.values())
+        absolute, relative = map(cli.short_decimal, self._errors.values())
         infinities, to_nan, to_finite = (counts[f"infinities{end}"] for end in ("", " to nan", " to finite"))
         rows = [
             ("elements", f"{math.prod(shape)}, shape {shape}"),
@@ -356,7 +325,7 @@ class _RoundingSummary:
             ("inf in the input", f"{infinities}, {to_nan} to nan, {to_finite} to a finite value"),
             ("nan in the input", f"{counts['nans']}, {counts['nans to finite']} to a finite value"),
         ]
-        return text_table([("  " + name, value) for name, value in rows], "<<", rule=False)
+        return cli.text_table([("  " + name, value) for name, value in rows], "<<", rule=False)
 
 
 #: What is counted, as JSON names it.
@@ -366,28 +335,22 @@ _COUNT_NAMES = (
 )
 
 
-def _stack_real_parts(array: np.ndarray) -> np.ndarray:
-    """The numbers in a row; complex ones in two, of their parts."""
-    flat = np.ravel(array)
-    return np.stack([np.real(flat), np.imag(flat)] if flat.dtype.kind == "c" else [flat])
-
-
-ROUND = Command(
+ROUND = cli.Command(
     "round",
     _run_round,
     "round numbers, or a .npy array, to a format",
     (
-        argument("values", "X", "numbers, or one .npy file; - or nothing: standard input", nargs="*"),
-        argument("--to", "SPEC", "format, or a whole spec such as e5m2:up:saturate", required=True),
-        argument("--rounding", "MODE", ", ".join(mode.value for mode in Rounding)),
-        argument("--overflow", "RULE", ", ".join(rule.value for rule in Overflow)),
-        argument("--random-bits", "N", "random bits for each stochastic rounding", type=int),
-        argument("--seed"),
-        argument("--carrier", choices=CARRIER_NUMPY_DTYPES, help="type of the numbers before and after; default "
+        cli.argument("values", "X", "numbers, or one .npy file; - or nothing: standard input", nargs="*"),
+        cli.argument("--to", "SPEC", "format, or a whole spec such as e5m2:up:saturate", required=True),
+        cli.argument("--rounding", "MODE", ", ".join(mode.value for mode in Rounding)),
+        cli.argument("--overflow", "RULE", ", ".join(rule.value for rule in Overflow)),
+        cli.argument("--random-bits", "N", "random bits for each stochastic rounding", type=int),
+        cli.argument("--seed"),
+        cli.argument("--carrier", choices=CARRIER_NUMPY_DTYPES, help="type of the numbers before and after; default "
                  "float64, and for a .npy file its own type"),
-        argument("--out", "FILE.npy", "write the rounded array there", type=Path),
-        argument("--force", help="replace FILE.npy if it exists"),
-        argument("--json"),
+        cli.argument("--out", "FILE.npy", "write the rounded array there", type=Path),
+        cli.argument("--force", help="replace FILE.npy if it exists"),
+        cli.argument("--json"),
     ),
     "Rounds numbers to a format and shows value, code and error.",
     "examples:\n"

@@ -96,15 +96,8 @@ class Carrier:
         return np.where(bits < 0, -(bits & np.iinfo(bits.dtype).max), bits).astype(self.work)
 
 
-CARRIERS = {
-    carrier.name: carrier
-    for carrier in (
-        Carrier("float16", 10, 15, 16),
-        Carrier("bfloat16", 7, 127, 16),
-        Carrier("float32", 23, 127, 32),
-        Carrier("float64", 52, 1023, 64),
-    )
-}
+_CARRIER_ROWS = (("float16", 10, 15, 16), ("bfloat16", 7, 127, 16), ("float32", 23, 127, 32), ("float64", 52, 1023, 64))
+CARRIERS = {row[0]: Carrier(*row) for row in _CARRIER_ROWS}
 FLOAT32, FLOAT64 = CARRIERS["float32"], CARRIERS["float64"]
 
 

@@ -6,10 +6,11 @@ an integer or a number in a range, a choice, an instance. `check` states any oth
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,17 @@ def check(holds: object, message: str) -> None:
     """
     if not holds:
         raise ValueError(message)
+
+
+@contextlib.contextmanager
+def place_in_errors(place: str, kinds: Any = ValueError) -> Iterator[None]:
+    """Names a place in front of the messages of errors, unless they begin with it; they become a ValueError."""
+    try:
+        yield
+    except kinds as error:
+        if str(error).startswith(f"{place}: "):
+            raise
+        raise ValueError(f"{place}: {str(error) or 'it does not fit in memory'}") from None
 
 
 def check_int(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
@@ -137,8 +149,7 @@ def check_text(what: str, text: str) -> str:
             f"{what} {quote(text)} is too long: at most {MAX_TEXT_LENGTH} characters, "
             f"and {MAX_CODEBOOK_LENGTH} with the levels of codebooks"
         )
-    if not text.isascii():
-        raise ValueError(f"{what} {quote(text)} is not known: only ASCII characters are allowed")
+    check(text.isascii(), f"{what} {quote(text)} is not known: only ASCII characters are allowed")
     depth = 0
     for char in text:
         depth += (char in "([") - (char in ")]")

@@ -1,9 +1,10 @@
-"""Opens regular files only, writes files atomically, and names the extra of a missing package."""
+"""Opens regular files only, writes files atomically, checks JSON, and names the extra of a missing package."""
 
 from __future__ import annotations
 
 import errno
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import numpy as np
 
 from jchop._common.checks import check, check_instance
 
@@ -65,6 +68,19 @@ class RegularFile(ExitStack):
         except BaseException:
             self.close()
             raise
+
+    def read_bytes(self, start: int, count: int, what: str) -> np.ndarray:
+        """Bytes from `start` on.
+
+        Raises:
+            ValueError: if the file is shorter than when it was opened, or they do not fit in memory.
+        """
+        try:
+            data = np.empty(count, np.uint8)
+        except MemoryError:
+            raise ValueError(f"{self.name}: {what} of {count} bytes does not fit in memory") from None
+        self.fill(data.data, start, what)
+        return data
 
     def fill(self, data: memoryview, start: int, what: str) -> None:
         """Reads bytes from a position on; ValueError if the file has become shorter."""
@@ -171,8 +187,7 @@ def _folder_lock(folder: Path) -> Iterator[None]:
             is_busy = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # by one that had it, and removed it
         except OSError as error:
             is_busy = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
-        if is_busy:
-            raise ValueError(f"{folder} is being written by another call: wait for its end, or write to another folder")
+        check(not is_busy, f"{folder} is being written by another call: wait for its end, or write to another folder")
         try:
             yield
         finally:
@@ -235,3 +250,57 @@ def require_extra(purpose: str, extra: str, packages: tuple[str, ...]) -> None:
         names = ", ".join(missing)
         command = INSTALL_EXTRA.format(extra=extra)
         raise ModuleNotFoundError(f"{purpose} needs {names}: {command} in a clone of jchop", name=missing[0])
+
+
+# -- JSON of untrusted files: with bounded memory, limited depth and no duplicate keys ---------------------------------
+
+
+#: The most entries of an object. A text may have four lists and objects, and six strings, for each of so many.
+MOST_ENTRIES = 1 << 18
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object of a text.
+
+    A list or an object takes up to thirty times its text when it is parsed. So they are counted before.
+
+    Raises:
+        ValueError: if the text is not such an object, has a duplicate key, has too many entries, or is nested too deep.
+    """
+    for kind, marks, most in (("lists and objects", "[{", 4), ("strings", '"', 12)):
+        check(sum(map(text.count, marks)) <= most * MOST_ENTRIES, f"more {kind} than {MOST_ENTRIES} entries have")
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_members, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("lists and objects nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not an object")
+    return value
+
+
+def string_object(value: Any, name: str) -> dict[str, str]:
+    """A parsed object whose values are strings; None counts as an empty one."""
+    value = {} if value is None else value
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError(f"{name} must be an object of texts")
+    return value
+
+
+def short_text(value: object) -> str:
+    """A value for a message, truncated if it is long."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        last = {key: place for place, (key, _) in enumerate(pairs)}
+        twice = next(key for place, (key, _) in enumerate(pairs) if last[key] != place)
+        raise ValueError(f"the key {short_text(twice)} is duplicated")
+    check(len(members) <= MOST_ENTRIES, f"an object has more than {MOST_ENTRIES} entries")
+    return members
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a number of JSON")

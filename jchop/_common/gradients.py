@@ -43,21 +43,28 @@ mlir.register_lowering(
 )
 
 
-def _jvp_on_cotangent(primals, tangents, **static):
-    tangent = tangents[0]
-    out = _on_cotangent_p.bind(*primals, **static)
-    if type(tangent) is ad.Zero:
-        return out, tangent
-    return out, _on_cotangent_p.bind(tangent, *primals[1:], **static)
+def _define_linear(primitive: Primitive, pull_back: Callable[..., Any]) -> None:
+    """Gives a primitive that is linear in its first operand its derivative, and a transpose by `pull_back`."""
+
+    def jvp(primals: Any, tangents: Any, **static: Any) -> Any:
+        out = primitive.bind(*primals, **static)
+        if type(tangents[0]) is ad.Zero:
+            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+        return out, primitive.bind(tangents[0], *primals[1:], **static)
+
+    def transpose(cotangent: Any, tangent: Any, *residuals: Any, **static: Any) -> list[Any]:
+        is_zero = type(cotangent) is ad.Zero
+        first = ad.Zero(tangent.aval) if is_zero else pull_back(cotangent, *residuals, **static)
+        return [first, *[None] * len(residuals)]
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
 
 
-def _transpose_on_cotangent(cotangent, tangent, *residuals, rule, vmaps):
-    nothing = [None] * len(residuals)
-    if type(cotangent) is ad.Zero:
-        return [ad.Zero(tangent.aval), *nothing]
+def _pull_back_by_rule(cotangent: Array, *residuals: Any, rule: Callable[..., Array], vmaps: Any) -> Array:
     for axes in vmaps:  # the rule is applied inside each vmap, the outermost last
         rule = jax.vmap(rule, in_axes=axes)
-    return [rule(cotangent, *residuals), *nothing]
+    return rule(cotangent, *residuals)
 
 
 def _batch_on_cotangent(args, dims, *, rule, vmaps):
@@ -75,8 +82,7 @@ def _batch_on_cotangent(args, dims, *, rule, vmaps):
     return _on_cotangent_p.bind(tangent, *residuals, rule=rule, vmaps=(*vmaps, axes)), 0
 
 
-ad.primitive_jvps[_on_cotangent_p] = _jvp_on_cotangent
-ad.primitive_transposes[_on_cotangent_p] = _transpose_on_cotangent
+_define_linear(_on_cotangent_p, _pull_back_by_rule)
 batching.primitive_batchers[_on_cotangent_p] = _batch_on_cotangent
 
 
@@ -206,9 +212,7 @@ def _batch_with_rule(axis: Any, args: Any, dims: Any, *, program: Any, rule: Cal
     return out, [0] * len(out)
 
 
-def _batch_operands(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], effects: Any
-) -> tuple[list[Any], list[Any], Any]:
+def _batch_operands(axis: Any, args: Any, dims: Any, effects: Any) -> tuple[list[Any], list[Any], Any]:
     """Operands, their batch axes, and the other arguments of `jax.vmap`; None in place of these if it is not needed."""
     args, dims = list(args), list(dims)
     uses_axis = any(getattr(effect, "name", None) == axis.name for effect in effects)
@@ -253,9 +257,8 @@ def _transpose_with_rule(cotangents: Any, *values: Any, program: Any, rule: Call
 
 
 _with_rule_p.def_impl(_run_with_rule)
-_with_rule_p.to_lojax = (
-    _run_with_rule  # newer versions of JAX: a program with primitives of a higher level is lowered in place
-)
+# In newer versions of JAX a program with primitives of a higher level is lowered in place.
+_with_rule_p.to_lojax = _run_with_rule
 _with_rule_p.def_effectful_abstract_eval(_abstract_with_rule)
 ad.primitive_jvps[_with_rule_p] = _jvp_with_rule
 ad.primitive_transposes[_with_rule_p] = _transpose_with_rule
@@ -292,21 +295,6 @@ def _run_linear(*values: Any, there: Any, **_: Any) -> Any:
     return jaxpr_as_fun(there)(*values)[0]
 
 
-def _jvp_linear(primals: Any, tangents: Any, **static: Any) -> Any:
-    tangent = tangents[0]
-    out = _linear_p.bind(*primals, **static)
-    if type(tangent) is ad.Zero:
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _linear_p.bind(tangent, *primals[1:], **static)
-
-
-def _transpose_linear(cotangent: Any, tangent: Any, *residuals: Any, there: Any, back: Any) -> list[Any]:
-    nothing = [None] * len(residuals)
-    if type(cotangent) is ad.Zero:
-        return [ad.Zero(tangent.aval), *nothing]
-    return [_linear_p.bind(cotangent, *residuals, there=back, back=there), *nothing]
-
-
 def _batch_linear(axis: Any, args: Any, dims: Any, *, there: Any, back: Any) -> Any:
     args, dims, vmap_options = _batch_operands(axis, args, dims, there.effects | back.effects)
     if vmap_options is None:
@@ -324,7 +312,6 @@ def _batch_linear(axis: Any, args: Any, dims: Any, *, there: Any, back: Any) -> 
 _linear_p.def_impl(_run_linear)
 _linear_p.to_lojax = _run_linear
 _linear_p.def_effectful_abstract_eval(lambda *avals, there, back: (there.out_avals[0], there.effects | back.effects))
-ad.primitive_jvps[_linear_p] = _jvp_linear
-ad.primitive_transposes[_linear_p] = _transpose_linear
+_define_linear(_linear_p, lambda g, *more, there, back: _linear_p.bind(g, *more, there=back, back=there))
 batching.fancy_primitive_batchers[_linear_p] = _batch_linear
 mlir.register_lowering(_linear_p, mlir.lower_fun(_run_linear, multiple_results=False))

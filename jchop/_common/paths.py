@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+from jchop._common.checks import check, place_in_errors
 
 
 def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
@@ -35,10 +36,8 @@ def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/ml
     """
     if not isinstance(pattern, str) or not pattern.strip():
         raise TypeError(f"{argument}={pattern!r} must be a pattern of paths such as {example}; '*' is every path")
-    try:
+    with place_in_errors(f"{argument}={pattern!r} is no pattern of paths such as {example}"):
         _parse_terms(pattern)
-    except ValueError as error:
-        raise ValueError(f"{argument}={pattern!r} is no pattern of paths such as {example}: {error}") from None
     return pattern
 
 
@@ -105,11 +104,8 @@ def nearest_paths_hint(patterns: Iterable[str], paths: Iterable[str]) -> str:
     """
     patterns = list(patterns)
     candidates = [path for path in dict.fromkeys(paths) if path and path not in patterns]
-    part_lists = [
-        [part for part in _path_parts(term.removeprefix("!")) if part.strip("*")]
-        for p in patterns
-        for term in p.split()
-    ]
+    terms = [term.removeprefix("!") for pattern in patterns for term in pattern.split()]
+    part_lists = [[part for part in _path_parts(term) if part.strip("*")] for term in terms]
     scores = [
         (max((_path_similarity(parts, path) for parts in part_lists if parts), default=0.0), path)
         for path in candidates[:_MAX_COMPARISONS]
@@ -138,8 +134,7 @@ _MAX_COMPARISONS, _NEAR_SIMILARITY = 4096, 0.5
 # -- terms -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _PatternTerm:
+class _PatternTerm(NamedTuple):
     """A term.
 
     Args:
@@ -160,21 +155,17 @@ def _parse_terms(pattern: str) -> tuple[_PatternTerm, ...]:
 
 def _parse_term(text: str) -> _PatternTerm:
     excludes, glob = text.startswith("!"), text.removeprefix("!")
-    if not glob:
-        raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
+    check(glob, "'!' excludes nothing; write it in front of a term, as '!head'")
     if _REGEX_SYNTAX.search(glob):
         raise ValueError(
             "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
             "between them"
         )
     from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _path_parts(glob)
-    if not parts and not from_start:
-        raise ValueError("it has no part")
+    check(parts or from_start, "it has no part")
     body = "".join(_ANY_PARTS if part == "**" else f"{_part_regex(part)}/" for part in parts)
-    try:
+    with place_in_errors(f"{glob!r} has a wrong bracket", re.error):
         expression = re.compile(f"{'' if from_start else _ANY_PARTS}{body}{'' if to_end else _ANY_PARTS}", re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"{glob!r} has a wrong bracket ({error})") from None
     return _PatternTerm(excludes, expression, parts[-1] if parts else "")
 
 
@@ -200,8 +191,7 @@ def _part_regex(glob: str) -> str:
             regex += "[^/]"
         elif char == "[":
             end = glob.find("]", i + 1 + glob.startswith("!", i))
-            if end < 0:
-                raise ValueError("'[' is not closed before the next slash or dot")
+            check(end >= 0, "'[' is not closed before the next slash or dot")
             inside = _CHARACTER_CLASS_SYNTAX.sub(r"\\\g<0>", glob[i:end].removeprefix("!"))
             regex, i = f"{regex}[{'^/' if glob.startswith('!', i) else ''}{inside}]", end + 1
         elif char == "{":
@@ -212,8 +202,7 @@ def _part_regex(glob: str) -> str:
             regex += "|"
         else:
             regex += re.escape(char)
-    if depth:
-        raise ValueError("'{' is not closed before the next slash or dot")
+    check(not depth, "'{' is not closed before the next slash or dot")
     return regex
 
 

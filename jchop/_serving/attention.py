@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.bit_ops import enable_x64_for, varying_like
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._common.settings import always_jit
 from jchop._round.arguments import JCHOP_SCOPE, carrier_of_dtype, mark_results
 from jchop._serving.kv_cache import KVCache, KVRows, attention_mask, masked_numbers
@@ -93,10 +93,9 @@ def dot_product_attention(
             raise ValueError(
                 f"is_causal={is_causal} and window={window}: the cache is rolling and holds {cache.window} tokens"
             )
-        if tokens > slots:
-            raise ValueError(
-                f"query has {tokens} tokens, and the rolling cache {slots} slots: attend in smaller chunks"
-            )
+        check(
+            tokens <= slots, f"query has {tokens} tokens, and the rolling cache {slots} slots: attend in smaller chunks"
+        )
         window = cache.window if window is None else window
     page_size = cache.slot_positions.shape[1] if cache.table is not None else 1
     block = min(max(check_int("block_size", block_size, 1) // page_size, 1) * page_size, slots)

@@ -16,11 +16,12 @@ import numpy as np
 from jax import export, lax
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int, place_in_errors
 from jchop._quantized.products.rule import check_cache_spec
 from jchop._round.arguments import has_tracer
-from jchop._spec.spec import AnySpec, Spec, as_spec, parse
+from jchop._spec.spec import AnySpec, Spec, as_spec
 from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._array import register_export
 from jchop.storage._axis_groupings import axes_from_end
 
 Array = jax.Array
@@ -109,10 +110,8 @@ def kv_rows_spec(name: str, spec: Any) -> Spec | None:
         return None
     spec = as_spec(spec, name, scaled=True)
     if spec.scaled is not None:
-        try:
+        with place_in_errors(f"{name}={str(spec)!r}"):
             spec = replace(spec, format=axes_from_end(spec.scaled, KV_NDIM))
-        except ValueError as error:
-            raise ValueError(f"{name}={str(spec)!r}: {error}") from None
     check_cache_spec(name, spec)
     return spec
 
@@ -335,18 +334,14 @@ class KVCache:
         for name, x in (("k", k), ("v", v)):
             if x.ndim != KV_NDIM or x.shape[0] != batch or x.shape[2:] != (heads, head_dim):
                 raise ValueError(f"{name} has the shape {x.shape}; it must be ({batch}, tokens, {heads}, {head_dim})")
-        if k.shape != v.shape:
-            raise ValueError(f"k has the shape {k.shape}, and v {v.shape}; they must be the same")
+        check(k.shape == v.shape, f"k has the shape {k.shape}, and v {v.shape}; they must be the same")
         count = k.shape[1]
         if self.window is None and count > capacity:
             raise ValueError(f"k has {count} tokens, and the cache {capacity} slots for a sequence")
         if positions is None:
-            position = self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
-            self._check_positions(position)
-        else:
-            self._check_positions(positions)
-            position = self._as_positions(positions, count)
-        return self._write_tokens(k, v, position)
+            positions = self.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
+        self._check_positions(positions)
+        return self._write_tokens(k, v, self._as_positions(positions, count))
 
     def _write_tokens(self, k: Array, v: Array, position: Array) -> KVCache:
         batch, capacity, _, _ = self.shape
@@ -453,8 +448,7 @@ class KVCache:
             [2, 2, 1]
         """
         index = _as_integers("sequences", sequences)
-        if index.ndim != 1:
-            raise ValueError(f"sequences have the shape {index.shape}; it must be (sequences,)")
+        check(index.ndim == 1, f"sequences have the shape {index.shape}; it must be (sequences,)")
         last_sequence = self.lengths.shape[0] - 1
         if not has_tracer(index) and (wrong := [n for n in np.asarray(index).tolist() if not 0 <= n <= last_sequence]):
             raise ValueError(f"sequences hold {wrong[0]}; the cache has sequences 0 to {last_sequence}")
@@ -617,22 +611,7 @@ def _assign_pages(table: Array, pages: int, page: Array, is_token: Array, max_ne
 # -- jax.export --------------------------------------------------------------------------------------------------------
 
 
-def _kv_rows_to_bytes(static: tuple[Spec | None, int, np.dtype]) -> bytes:
-    spec, size, dtype = static
-    return json.dumps([None if spec is None else str(spec), size, np.dtype(dtype).name]).encode()
-
-
-def _kv_rows_from_bytes(data: bytes) -> tuple[Spec | None, int, np.dtype]:
-    text, size, dtype = json.loads(data)
-    return None if text is None else parse(text), size, jnp.dtype(dtype)
-
-
-export.register_pytree_node_serialization(
-    KVRows,
-    serialized_name="jchop.KVCache.Rows",
-    serialize_auxdata=_kv_rows_to_bytes,
-    deserialize_auxdata=_kv_rows_from_bytes,
-)
+register_export(KVRows, "jchop.KVCache.Rows")
 export.register_pytree_node_serialization(
     KVCache,
     serialized_name="jchop.KVCache",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jchop._common import html
 from jchop._common.checks import (
     check_bool,
     check_int,
@@ -19,7 +20,6 @@ from jchop._common.checks import (
     short_repr,
     split_outside_brackets,
 )
-from jchop._common.text import html
 from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._facts import format_facts
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding

@@ -20,7 +20,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jchop._common.checks import as_numpy, check_choice, check_int
+from jchop._common.checks import as_numpy, check, check_choice, check_int
 from jchop._spec.spec import Spec
 from jchop.formats import IntegerFormat, ScaledFormat
 from jchop.storage import QArray, fit_scale
@@ -64,8 +64,7 @@ def compute_quant_params(array: np.ndarray, quant_dtype: str = "uint8") -> tuple
         (1.0, 1)
     """
     vector = _as_vector("array", array)
-    if not vector.size:
-        raise ValueError("array is empty, so it has no range, and no scale follows from it")
+    check(vector.size, "array is empty, so it has no range, and no scale follows from it")
     scale, zero_point = fit_scale(vector, _code_format(quant_dtype))
     return float(np.asarray(scale).item()), int(np.asarray(zero_point).item())
 
@@ -146,14 +145,12 @@ def dequantize(
     if not isinstance(reduce_op, ReduceOp):
         raise TypeError(f"reduce_op={reduce_op!r} must be a ReduceOp")
     if shape is None:
-        if quant_dtype != "uint8":
-            raise ValueError(f"shape=None, but the bytes of {quant_dtype} codes do not determine their number")
+        check(quant_dtype == "uint8", f"shape=None, but the bytes of {quant_dtype} codes do not determine their number")
         shape = codes.shape
     if codes.dtype != np.uint8:
         raise TypeError(f"codes has dtype {codes.dtype}; allowed: uint8")
     if out is None:
-        if reduce_op is ReduceOp.ADD:
-            raise ValueError("out=None, but ReduceOp.ADD adds to it")
+        check(reduce_op is not ReduceOp.ADD, "out=None, but ReduceOp.ADD adds to it")
         out = np.empty(shape, _float_dtype("dequant_dtype", dequant_dtype))
     elif out.shape != tuple(shape) or out.dtype != _float_dtype("dequant_dtype", dequant_dtype):
         raise ValueError(f"out has shape {out.shape} and dtype {out.dtype}, but the result {shape} and {dequant_dtype}")
@@ -183,6 +180,5 @@ def _as_vector(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _scale_parameters(scale: float, zero_point: int) -> tuple[np.ndarray, np.ndarray]:
-    if not (np.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale={scale!r} must be a positive number")
+    check(np.isfinite(scale) and scale > 0, f"scale={scale!r} must be a positive number")
     return np.array([scale], np.float32), np.array([check_int("zero_point", zero_point, 0, 255)], np.int32)

@@ -25,9 +25,9 @@ from jchop.distributed._messages import move_leaves
 from jchop.distributed._pieces import check_whole_groups, map_leaves
 from jchop.formats import ScaledFormat
 from jchop.storage import QArray, fit_scale, quantize
+from jchop.storage._array import group_length
 from jchop.storage._axis_groupings import WHOLE_AXIS, axes_from_end, axis_groupings
 from jchop.storage._codes import packs_codes
-from jchop.storage._sharding import group_length
 
 Array = jax.Array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from jchop._common.text import html
+from jchop._common import html
 
 
 def format_facts(fmt: Any) -> list[tuple[str, str]]:

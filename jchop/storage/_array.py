@@ -1,4 +1,4 @@
-"""`QArray`: an array stored as codes and scales."""
+"""`QArray`: an array stored as codes and scales; the shardings of its leaves."""
 
 from __future__ import annotations
 
@@ -16,36 +16,15 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jchop._common.bit_ops import reshape
-from jchop._common.checks import check_int
+from jchop._common.bit_ops import fit_sharding, parts_of_axes, reshape
+from jchop._common.checks import check, check_instance, check_int
 from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
 from jchop._spec.spec import Spec, parse
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.storage import _notebook
-from jchop.storage._axis_groupings import (
-    OWN_SCALE,
-    AxisGrouping,
-    Index,
-    axis_groupings,
-    format_of_part,
-    normalize_index,
-    reshape_groupings,
-    scale_entry,
-    scale_shape_of,
-    with_groupings,
-    with_sparse_axis,
-)
-from jchop.storage._codes import (
-    dense_codes,
-    load_codes,
-    pack_entries,
-    packs_codes,
-    sparse_codes,
-    store_codes,
-    unpack_entries,
-)
-from jchop.storage._decode import QArrayForm, Scale, batch_axes, decode_qarray, qarray_shape, spec_of_part
+from jchop.storage import _axis_groupings as groupings
+from jchop.storage import _codes, _notebook
 
 Array = jax.Array
 
@@ -92,7 +71,7 @@ class QArray:
     """
 
     qvalue: Any
-    scale: Scale
+    scale: _codes.Scale
     zero_point: Any
     spec: Spec
     length: int | None
@@ -110,7 +89,7 @@ class QArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
-        return qarray_shape(self.qvalue, self.length, self.places)
+        return _codes.qarray_shape(self.qvalue, self.length, self.places)
 
     @property
     def ndim(self) -> int:
@@ -160,22 +139,23 @@ class QArray:
 
     def __jax_array__(self) -> Any:
         """The numbers, for functions of `jax.numpy` that take the array: ``x @ q``, ``jnp.einsum(..., q)``."""
-        return decode_qarray(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
+        return _codes.decode_qarray(self.form(), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The numbers, for functions of NumPy; without this method NumPy would make an array of QArrays."""
-        if copy is False:
-            raise ValueError("a QArray holds codes, so its numbers are a new array: copy=False cannot be had")
+        check(copy is not False, "a QArray holds codes, so its numbers are a new array: copy=False cannot be had")
         return np.asarray(self.__jax_array__(), dtype)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """The numbers, also for functions of NumPy that would index or transpose a QArray, as `numpy.flip` does."""
         if func in _SHAPE_FUNCTIONS:
             return func._implementation(*args, **kwargs)
+
+        def has_codes(value: object) -> bool:
+            return isinstance(value, QArray)
+
         args, kwargs = jax.tree.map(
-            lambda value: np.asarray(value) if _is_qarray_leaf(value) else value,
-            (args, kwargs),
-            is_leaf=_is_qarray_leaf,
+            lambda value: np.asarray(value) if has_codes(value) else value, (args, kwargs), is_leaf=has_codes
         )
         return func(*args, **kwargs)
 
@@ -193,16 +173,15 @@ class QArray:
 
     def astype(self, dtype: Any) -> Any:
         """The numbers in a carrier, as `jchop.dequantize` gives them."""
-        return decode_qarray(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
+        return _codes.decode_qarray(self.form(dtype), self.qvalue, self.scale, self.zero_point, self.places)
 
     def __matmul__(self, other: Any) -> Any:
         return self.__jax_array__() @ other
 
-    def form(self, dtype: Any = None) -> QArrayForm:
+    def form(self, dtype: Any = None) -> _codes.QArrayForm:
         """The static data of `decode_qarray`, for results in `dtype` (default: the dtype of the array)."""
-        return QArrayForm(
-            spec_of_part(self.spec, self.ndim), self.length, np.dtype(self.dtype if dtype is None else dtype).name
-        )
+        dtype = np.dtype(self.dtype if dtype is None else dtype)
+        return _codes.QArrayForm(_codes.spec_of_part(self.spec, self.ndim), self.length, dtype.name)
 
     # -- parts and shapes ----------------------------------------------------------------------------------------------
     @property
@@ -224,26 +203,22 @@ class QArray:
         argument = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
         order = list(range(self.ndim))[::-1]
         if argument:
-            order = [_nonnegative_axis(axis, self.ndim) for axis in argument]  # type: ignore[arg-type]
-        if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"axes={argument} must name each of the {self.ndim} axes once")
+            order = [check_int("axes", axis, -self.ndim, self.ndim - 1) % self.ndim for axis in argument]  # type: ignore
+        check(sorted(order) == list(range(self.ndim)), f"axes={argument} must name each of the {self.ndim} axes once")
         if order == list(range(self.ndim)):
             return self
         if self.places is not None:
-            dense, mask, axis = self._whole()
+            dense, mask, axis, _ = self._whole()
             return dense.transpose(order).thinned(mask.transpose(order), self.spec, order.index(axis))
         kinds, lead = self._kinds()
         if order[:lead] != list(range(lead)):
             raise ValueError(f"axes={argument}: each of the first {lead} axes has a tensor scale; they cannot be moved")
-        qvalue = self.qvalue.transpose(order) if order[-1] == self.ndim - 1 else self._entries().transpose(order)
-        zero_point = None if self.zero_point is None else self.zero_point.transpose(order)
-        return self._with(
-            qvalue if order[-1] == self.ndim - 1 else self._codes(qvalue),
-            self.shape[order[-1]],
-            [kinds[axis] for axis in order][lead:],
-            self._map_scale(lambda part: part.transpose(order), lambda inner: inner.transpose(order)),
-            zero_point,
-        )
+        if order[-1] == self.ndim - 1:
+            qvalue = self.qvalue.transpose(order)
+        else:
+            qvalue = _codes.pack_entries(self._entries().transpose(order), self.spec.element)
+        grouping = [kinds[axis] for axis in order][lead:]
+        return self._moved(qvalue, self.shape[order[-1]], grouping, lambda part: part.transpose(order))
 
     def reshape(self, *shape: int | Sequence[int]) -> QArray:
         """The array in another shape, in which every group must be whole along an axis.
@@ -262,35 +237,27 @@ class QArray:
         if new == self.shape:
             return self
         if self.places is not None:
-            dense, mask, axis = self._whole()
-            units = [self._unit if i == axis else OWN_SCALE for i in range(self.ndim)]
-            groupings = reshape_groupings(units, self.shape, new)
-            sparse_flags = [isinstance(v, int) for v in groupings or ()]
+            dense, mask, axis, unit = self._whole()
+            units = [unit if i == axis else groupings.OWN_SCALE for i in range(self.ndim)]
+            sparse_flags = [isinstance(v, int) for v in groupings.reshape_groupings(units, self.shape, new) or ()]
             if not any(sparse_flags):
-                raise ValueError(f"shape={new} would split groups of {self._unit} along axis {axis} of which "
+                raise ValueError(f"shape={new} would split groups of {unit} along axis {axis} of which "
                                  f"{self.spec.format} keeps some; dequantize, reshape and quantize")  # fmt: skip
             return dense.reshape(new).thinned(reshape(mask, new), self.spec, sparse_flags.index(True))
         kinds, lead = self._kinds()
-        core = reshape_groupings(kinds[lead:], self.shape[lead:], new[lead:])
+        core = groupings.reshape_groupings(kinds[lead:], self.shape[lead:], new[lead:])
         if core is None or not new or new[:lead] != self.shape[:lead]:
             raise ValueError(
                 f"shape={new} would split groups of {self.spec.format} in an array of shape {self.shape}, or leave "
                 "them along several axes; dequantize, reshape and quantize"
             )
-        scales = new[:lead] + scale_shape_of(core, new[lead:])
-        keeps_rows = new[-1:] == self.shape[-1:] or not packs_codes(self._element)
-        if keeps_rows:
-            qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if packs_codes(self._element) else new[-1]))
+        scales = new[:lead] + groupings.scale_shape_of(core, new[lead:])
+        packs = _codes.packs_codes(self.spec.element)
+        if new[-1:] == self.shape[-1:] or not packs:
+            qvalue = reshape(self.qvalue, (*new[:-1], self.qvalue.shape[-1] if packs else new[-1]))
         else:
-            qvalue = self._codes(reshape(self._entries(), new))
-        zero_point = None if self.zero_point is None else reshape(self.zero_point, scales)
-        return self._with(
-            qvalue,
-            new[-1],
-            core,
-            self._map_scale(lambda part: reshape(part, scales), lambda inner: inner.reshape(scales)),
-            zero_point,
-        )
+            qvalue = _codes.pack_entries(reshape(self._entries(), new), self.spec.element)
+        return self._moved(qvalue, new[-1], core, lambda part: reshape(part, scales))
 
     def __getitem__(self, index: Any) -> QArray:
         """A part: integers and slices along any axis, or an array of integers along one, if they cut no group.
@@ -302,31 +269,31 @@ class QArray:
                 clamped, as in JAX.
             ValueError: if a group would be cut.
         """
-        entries = normalize_index(index, self.shape)
+        entries = groupings.normalize_index(index, self.shape)
         kinds, lead = self._kinds()
         scales = tuple(
-            scale_entry(axis, entry, kind, n)
+            groupings.scale_entry(axis, entry, kind, n)
             for axis, (entry, kind, n) in enumerate(zip(entries, kinds, self.shape, strict=True))
         )
         if all(entry == slice(None) for entry in entries):
             return self
-        axes = [axis for axis, entry in enumerate(entries) for _ in range(_index_ndim(entry))]
+        axes = [
+            axis for axis, entry in enumerate(entries) for _ in range(1 if isinstance(entry, slice) else np.ndim(entry))
+        ]
         if self.places is not None:
-            dense, which, axis = self._whole()
-            scale_entry(axis, entries[axis], self._unit, self.shape[axis])
+            dense, which, axis, unit = self._whole()
+            groupings.scale_entry(axis, entries[axis], unit, self.shape[axis])
             return dense[tuple(entries)].thinned(which[tuple(entries)], self.spec, axes.index(axis))
         if self.length is None or (entries and isinstance(entries[-1], slice) and entries[-1] == slice(None)):
             qvalue, size = self.qvalue[tuple(entries[:-1])], self.length
         else:
             cut = self._entries()[tuple(entries)]
             size = cut.shape[-1] if axes else None
-            qvalue = self._codes(cut if axes else cut.reshape(1))
-        tensor = scales[:lead]
-        scale = self._map_scale(
-            lambda part: part[scales], lambda inner: inner[scales], lambda part: part[tensor] if tensor else part
+            qvalue = _codes.pack_entries(cut if axes else cut.reshape(1), self.spec.element)
+        tensor, grouping = scales[:lead], [kinds[axis] for axis in axes if axis >= lead]
+        return self._moved(
+            qvalue, size, grouping, lambda part: part[scales], lambda part: part[tensor] if tensor else part
         )
-        zero_point = None if self.zero_point is None else self.zero_point[scales]
-        return self._with(qvalue, size, [kinds[axis] for axis in axes if axis >= lead], scale, zero_point)
 
     def thinned(self, kept: Any, spec: Spec, axis: int) -> QArray:
         """This array, of a format without `sparse`, with the codes of some numbers alone.
@@ -337,75 +304,78 @@ class QArray:
             axis: the axis along which they are counted, from 0.
         """
         assert self.spec.scaled is not None and spec.scaled is not None
-        fmt = with_sparse_axis(self.spec.scaled(sparse=spec.scaled.sparse), axis - self.ndim)
+        fmt = groupings.with_sparse_axis(self.spec.scaled(sparse=spec.scaled.sparse), axis - self.ndim)
         spec = replace(self.spec, format=fmt)
-        codes, places = sparse_codes(self.qvalue, kept, spec)
+        codes, places = _codes.sparse_codes(self.qvalue, kept, spec)
         return replace(self, qvalue=codes, places=places, spec=spec)
 
     # -- internals -----------------------------------------------------------------------------------------------------
-    @property
-    def _element(self) -> Any:
-        return self.spec.format if self.spec.scaled is None else self.spec.scaled.element
-
-    def _kinds(self) -> tuple[tuple[AxisGrouping, ...], int]:
+    def _kinds(self) -> tuple[tuple[groupings.AxisGrouping, ...], int]:
         """The grouping of each axis, and the number of leading axes that the tensor scale has, too."""
-        fmt = spec_of_part(self.spec, self.ndim).scaled
+        fmt = _codes.spec_of_part(self.spec, self.ndim).scaled
         if fmt is None:
-            return (OWN_SCALE,) * self.ndim, 0
-        batch = batch_axes(self.spec, self.shape, self.scale)
-        return axis_groupings(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
+            return (groupings.OWN_SCALE,) * self.ndim, 0
+        batch = _codes.batch_axes(self.spec, self.shape, self.scale)
+        return groupings.axis_groupings(fmt, self.ndim, batch), batch if fmt.scale_rule.tensor_scale else 0
 
-    @property
-    def _unit(self) -> int:
-        assert self.spec.scaled is not None and self.spec.scaled.sparse is not None
-        return self.spec.scaled.sparse[1]
-
-    def _whole(self) -> tuple[QArray, Any, int]:
-        """The array with codes of all numbers, which of them are kept, and the axis along which these are counted."""
-        assert self.spec.scaled is not None and self.length is not None
-        codes, mask = dense_codes(self.qvalue, self.places, self.length, self.spec)
-        spec = replace(self.spec, format=self.spec.scaled.dense)
-        return replace(self, qvalue=codes, places=None, spec=spec), mask, self.spec.scaled.axis_of_sparse % self.ndim
+    def _whole(self) -> tuple[QArray, Any, int, int]:
+        """The array with codes of all numbers, which of them are kept, along which axis, and of how many some are."""
+        fmt = self.spec.scaled
+        assert fmt is not None and fmt.sparse is not None and self.length is not None
+        codes, mask = _codes.dense_codes(self.qvalue, self.places, self.length, self.spec)
+        dense = replace(self, qvalue=codes, places=None, spec=replace(self.spec, format=fmt.dense))
+        return dense, mask, fmt.axis_of_sparse % self.ndim, fmt.sparse[1]
 
     def _entries(self) -> Any:
         """The codes, one entry for each element, in the shape of the array."""
-        return unpack_entries(self.qvalue, self._element, 1 if self.length is None else self.length).reshape(self.shape)
-
-    def _codes(self, entries: Any) -> Any:
-        return pack_entries(entries, self._element)
-
-    def _map_scale(self, whole: Any, inner: Any, tensor: Any = lambda part: part) -> Scale:
-        """The scales after an operation: `whole` on an array, `inner` on a QArray, `tensor` on the tensor scale."""
-        fmt = self.spec.scaled
-        if fmt is None:
-            return None
-        if isinstance(fmt.scale, ScaledFormat):
-            return inner(self._quantized_scale(fmt, fmt.scale))
-        if fmt.scale_rule.tensor_scale:
-            return whole(self.scale[0]), tensor(self.scale[1])
-        return whole(self.scale)
+        count = 1 if self.length is None else self.length
+        return _codes.unpack_entries(self.qvalue, self.spec.element, count).reshape(self.shape)
 
     def _quantized_scale(self, fmt: ScaledFormat, inner: ScaledFormat) -> QArray:
         """Quantized scales as a QArray."""
-        shape = format_of_part(fmt, self.ndim).scale_shape(self.shape[batch_axes(self.spec, self.shape, self.scale) :])
-        codes, *rest = self.scale
-        scale, zero_point = unflatten_scales(rest, inner)
-        size = shape[-1] if shape else None
-        return QArray(store_codes(codes, inner.element), scale, zero_point, Spec(inner), size, np.dtype(np.float32))
+        shape = groupings.format_of_part(fmt, self.ndim).scale_shape(
+            self.shape[_codes.batch_axes(self.spec, self.shape, self.scale) :]
+        )
+        return qarray_of_scales(self.scale, inner, shape)
 
-    def _with(
-        self, qvalue: Any, size: int | None, kinds: Sequence[AxisGrouping], scale: Scale, zero_point: Any
+    def _moved(
+        self, qvalue: Any, size: int | None, kinds: Sequence[groupings.AxisGrouping], move: Any, of_tensor: Any = None
     ) -> QArray:
-        """A QArray of other parts, grouped by `kinds`."""
-        fmt = self.spec.scaled
+        """The array with other codes, grouped by `kinds`.
+
+        Args:
+            qvalue: the codes.
+            size: of the last axis.
+            kinds: the grouping of each axis.
+            move: makes the scales and zero points, of arrays and, if scales are quantized, of a QArray.
+            of_tensor: makes the tensor scale. Default: it stays.
+        """
+        fmt, scale = self.spec.scaled, self.scale
         if fmt is None:
             return QArray(qvalue, None, None, self.spec, size, self.dtype)
-        if isinstance(scale, QArray):
-            assert scale.spec.scaled is not None
-            fmt = fmt(scale=scale.spec.scaled)
-            scale = (load_codes(scale.qvalue, scale._element), *flatten_scales(scale.scale, scale.zero_point))
-        spec = replace(self.spec, format=with_groupings(fmt, kinds))
+        if isinstance(fmt.scale, ScaledFormat):
+            inner = move(self._quantized_scale(fmt, fmt.scale))
+            fmt = fmt(scale=inner.spec.format)
+            scale = (
+                _codes.load_codes(inner.qvalue, inner.spec.element),
+                *flatten_scales(inner.scale, inner.zero_point),
+            )
+        elif fmt.scale_rule.tensor_scale:
+            scale = move(scale[0]), scale[1] if of_tensor is None else of_tensor(scale[1])
+        else:
+            scale = move(scale)
+        zero_point = None if self.zero_point is None else move(self.zero_point)
+        spec = replace(self.spec, format=groupings.with_groupings(fmt, kinds))
         return QArray(qvalue, scale, zero_point, spec, size, self.dtype)
+
+
+def qarray_of_scales(scale: _codes.Scale, fmt: ScaledFormat, shape: tuple[int, ...]) -> QArray:
+    """Scales of a shape that are quantized to a scaled format, as a QArray."""
+    codes, *rest = scale
+    size = shape[-1] if shape else None
+    return QArray(
+        _codes.store_codes(codes, fmt.element), *unflatten_scales(rest, fmt), Spec(fmt), size, np.dtype(np.float32)
+    )
 
 
 class PackedParam(ABC):
@@ -476,23 +446,10 @@ def refuse_qarray_dicts(name: str, tree: Any) -> None:
             )
 
 
-def _is_qarray_leaf(value: object) -> bool:
-    return isinstance(value, QArray)
-
-
 #: Functions of NumPy that need no numbers; within jit there are none for NumPy.
 _SHAPE_FUNCTIONS = (np.shape, np.ndim, np.size, np.iscomplexobj, np.isrealobj)
 #: The most elements that `repr` dequantizes and shows.
 _MOST_REPR_ELEMENTS = 1000
-
-
-def _index_ndim(entry: Index) -> int:
-    """How many axes an index leaves of its axis."""
-    return 1 if isinstance(entry, slice) else np.ndim(entry)
-
-
-def _nonnegative_axis(axis: int, ndim: int) -> int:
-    return check_int("axes", axis, -ndim, ndim - 1) % ndim
 
 
 def _complete_shape(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ...]:
@@ -509,19 +466,115 @@ def _complete_shape(new: tuple[int, ...], old: tuple[int, ...]) -> tuple[int, ..
 # -- jax.export --------------------------------------------------------------------------------------------------------
 
 
-def _qarray_aux_to_bytes(static: tuple[Spec, int | None, np.dtype]) -> bytes:
-    spec, size, dtype = static
-    return json.dumps([str(spec), size, np.dtype(dtype).name]).encode()
+def register_export(cls: type, name: str) -> None:
+    """Has `jax.export` store the static fields of a class: a spec or None, a length, a dtype."""
+
+    def to_bytes(static: tuple[Spec | None, int | None, np.dtype]) -> bytes:
+        spec, size, dtype = static
+        return json.dumps([None if spec is None else str(spec), size, np.dtype(dtype).name]).encode()
+
+    def from_bytes(data: bytes) -> tuple[Spec | None, int | None, np.dtype]:
+        text, size, dtype = json.loads(data)
+        return None if text is None else parse(text), size, jnp.dtype(dtype)
+
+    export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+    )
 
 
-def _qarray_aux_from_bytes(data: bytes) -> tuple[Spec, int | None, np.dtype]:
-    text, size, dtype = json.loads(data)
-    return parse(text), size, jnp.dtype(dtype)
+register_export(QArray, "jchop.QArray")
 
 
-export.register_pytree_node_serialization(
-    QArray,
-    serialized_name="jchop.QArray",
-    serialize_auxdata=_qarray_aux_to_bytes,
-    deserialize_auxdata=_qarray_aux_from_bytes,
-)
+# -- shardings of the leaves of a QArray -------------------------------------------------------------------------------
+
+
+def shardings(q: QArray, sharding: Sharding) -> QArray:
+    """The sharding of each leaf of a QArray, derived from the sharding of its array.
+
+    Codes are sharded like the array, and so are scales and zero points, except along axes that are too short; those are
+    replicated. So ``jax.device_put(q, shardings(q, sharding))`` works for every format, and the result is valid for
+    `in_shardings` and `out_shardings` of `jax.jit`.
+
+    Args:
+        q: a QArray, of arrays or of `jax.ShapeDtypeStruct`.
+        sharding: the sharding of an array of the shape of `q`. A `jax.sharding.NamedSharding` is adapted to each leaf;
+            any other is used for all leaves.
+
+    Returns:
+        A QArray with shardings as leaves.
+
+    Raises:
+        TypeError: if `q` is not a QArray, or `sharding` not a sharding.
+        ValueError: if `sharding` has more axes than `q`, or cuts bytes of packed codes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> q = jc.quantize(jnp.ones((4, 32)), "nvfp4")
+        >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
+        >>> where = jc.storage.shardings(q, rows)
+        >>> tuple(where.scale[0].spec), tuple(where.scale[1].spec)
+        (('data', None), ())
+        >>> jax.device_put(q, where).shape
+        (4, 32)
+    """
+    check_qarray("q", q)
+    check_instance("sharding", sharding, Sharding, "a sharding of JAX")
+    if not isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda _: sharding, q)
+    check(len(sharding.spec) <= q.ndim, f"sharding={sharding} names {len(sharding.spec)} axes, and q has {q.ndim}")
+    names = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+    whole = sharding.update(spec=PartitionSpec(*names))
+    # A tensor scale has only axes that vmap added.
+    result = jax.tree.map(lambda leaf: fit_sharding(whole, leaf.shape), q)
+    if tuple(result.qvalue.spec) != names[: len(q.qvalue.shape)]:
+        raise ValueError(f"sharding={sharding} does not cut codes of shape {list(q.qvalue.shape)} into equal parts")
+    return result
+
+
+def named_sharding_of(like: Any) -> NamedSharding | None:
+    """The sharding of an array, or of its shape and dtype; one of an abstract mesh is that of the current mesh.
+
+    Raises:
+        ValueError: for an abstract mesh that is not the current one.
+    """
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    if isinstance(sharding.mesh, Mesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()
+    if mesh.shape != sharding.mesh.shape:
+        raise ValueError(
+            f"like has the sharding {sharding.spec} on an abstract mesh of {dict(sharding.mesh.shape)}, whose devices "
+            "are not known; call it under jax.set_mesh(mesh)"
+        )
+    return NamedSharding(mesh, sharding.spec)
+
+
+def check_group_sharding(q: QArray, sharding: NamedSharding, name: str) -> None:
+    """Refuses a sharding that cuts a block of a format between devices.
+
+    Scales that a whole axis shares are on every device, so an axis under one scale may be cut.
+
+    Args:
+        q: a QArray, of arrays or of `jax.ShapeDtypeStruct`.
+        sharding: of the array.
+        name: of the array, for the error.
+
+    Raises:
+        ValueError: names the axis, and the numbers of parts that fit.
+    """
+    for axis, (entry, count) in enumerate(zip(sharding.spec, parts_of_axes(sharding), strict=True)):
+        unit, length = group_length(q, axis), q.shape[axis]
+        if length % (count * unit):
+            fits = [n for n in range(1, length // unit + 1) if length % (n * unit) == 0]
+            raise ValueError(
+                f"{name}: {entry!r} cuts axis {axis} of length {length} into {count} parts, which do not hold whole "
+                f"groups of {unit} of {str(q.spec)!r}; sizes of the mesh axis that fit: {', '.join(map(str, fits))}"
+            )
+
+
+def group_length(q: QArray, axis: int) -> int:
+    """The length along an axis that parts of a QArray must be multiples of: of its groups, and of groups of scales."""
+    return groupings.unit_lengths(_codes.spec_of_part(q.spec, q.ndim).scaled, q.ndim)[axis]

@@ -42,6 +42,18 @@ def axis_groupings(fmt: ScaledFormat, ndim: int, batch: int = 0) -> tuple[AxisGr
     return (OWN_SCALE,) * batch + tuple(kinds)
 
 
+def unit_lengths(fmt: ScaledFormat | None, ndim: int) -> list[int]:
+    """The length along each axis that parts must be multiples of: of groups, of groups of scales, of `sparse`."""
+    lengths, level = [1] * ndim, fmt
+    while isinstance(level, ScaledFormat):
+        kinds = axis_groupings(level, ndim)
+        lengths = [n * (kind if isinstance(kind, int) else 1) for n, kind in zip(lengths, kinds, strict=True)]
+        level = level.scale
+    if fmt is not None and fmt.sparse is not None:
+        lengths[fmt.axis_of_sparse] = math.lcm(lengths[fmt.axis_of_sparse], fmt.sparse[1])
+    return lengths
+
+
 def format_of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
     """A stored format without the channels along axes that vmap or scan removed from in front of the `ndim` left.
 
@@ -53,7 +65,7 @@ def format_of_part(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
         return fmt
     axes = _as_tuple(fmt.channel)
     remaining = tuple(axis for axis in axes if axis >= -ndim)
-    return fmt if remaining == axes else fmt(channel=_unwrap_single(remaining) if remaining else None)
+    return fmt if remaining == axes else fmt(channel=remaining or None)
 
 
 def axes_from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
@@ -69,7 +81,7 @@ def axes_from_end(fmt: ScaledFormat, ndim: int) -> ScaledFormat:
         fmt = fmt if inner == fmt.scale else fmt(scale=inner)
     axes = tuple(axis for axis, _ in _format_axes(fmt))
     if not all(axis < 0 for axis in axes):
-        negative = _unwrap_single(tuple(axis % ndim - ndim for axis in axes))
+        negative = tuple(axis % ndim - ndim for axis in axes)
         fmt = fmt(channel=negative) if fmt.channel is not None else fmt(axis=negative)
     return fmt if sparse is None else with_sparse_axis(fmt, sparse)
 
@@ -80,14 +92,18 @@ def with_sparse_axis(fmt: ScaledFormat, axis: int) -> ScaledFormat:
     return default if default.axis_of_sparse == axis else fmt(sparse_axis=axis)
 
 
-def grouping_fields(kinds: Sequence[AxisGrouping]) -> dict[str, Any]:
-    """The fields `group` and `axis`, or `channel`, of a scaled format with a grouping for each axis."""
-    axes = range(-len(kinds), 0)
-    if any(isinstance(kind, int) for kind in kinds):
-        sizes = {axis: "all" if kind == WHOLE_AXIS else kind for axis, kind in zip(axes, kinds, strict=True)}
-        named = {axis: size for axis, size in sizes.items() if size != OWN_SCALE}
-        return {"group": tuple(named.values()), "axis": tuple(named)}
-    return {"channel": tuple(axis for axis, kind in zip(axes, kinds, strict=True) if kind == OWN_SCALE) or None}
+def grouping_fields(kinds: Sequence[AxisGrouping], has_groups: bool = False) -> dict[str, Any]:
+    """The fields `group`, `axis` and `channel` of a scaled format with a grouping for each axis.
+
+    Args:
+        kinds: the groupings.
+        has_groups: whether one axis under one scale is said by its group, and not by the other axes. Default False.
+    """
+    axes = dict(zip(range(-len(kinds), 0), kinds, strict=True))
+    sizes = {axis: "all" if kind == WHOLE_AXIS else kind for axis, kind in axes.items() if kind != OWN_SCALE}
+    if any(isinstance(kind, int) for kind in kinds) or (has_groups and len(sizes) == 1):
+        return {"group": tuple(sizes.values()), "axis": tuple(sizes)}
+    return {"group": None, "axis": -1, "channel": tuple(axis for axis in axes if axis not in sizes) or None}
 
 
 def with_groupings(fmt: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFormat:
@@ -95,12 +111,7 @@ def with_groupings(fmt: ScaledFormat, kinds: Sequence[AxisGrouping]) -> ScaledFo
     ndim = len(kinds)
     if all(-ndim <= axis < 0 for axis, _ in _format_axes(fmt)) and axis_groupings(fmt, ndim) == tuple(kinds):
         return fmt
-    group_axes = tuple(i - ndim for i, kind in enumerate(kinds) if kind != OWN_SCALE)
-    sizes = tuple("all" if kind == WHOLE_AXIS else kind for kind in kinds if kind != OWN_SCALE)
-    if any(isinstance(kind, int) for kind in kinds) or (fmt.group is not None and len(group_axes) == 1):
-        return fmt(group=_unwrap_single(sizes), axis=_unwrap_single(group_axes))
-    own = tuple(i - ndim for i, kind in enumerate(kinds) if kind == OWN_SCALE)
-    return fmt(group=None, axis=-1, channel=_unwrap_single(own) if own else None)
+    return fmt(**grouping_fields(kinds, fmt.group is not None))
 
 
 def scale_shape_of(kinds: Sequence[AxisGrouping], shape: Sequence[int]) -> tuple[int, ...]:
@@ -190,11 +201,6 @@ def _as_tuple(item: Any) -> tuple[Any, ...]:
     return item if isinstance(item, tuple) else (item,)
 
 
-def _unwrap_single(items: tuple[Any, ...]) -> Any:
-    """The element of a tuple of one; other tuples unchanged."""
-    return items[0] if len(items) == 1 else items
-
-
 def map_over_stack(stack: int, function: Callable[..., Any], value: Any, *keys: jax.Array | None) -> Any:
     """A function of each layer of a stack, of so many axes in front, with keys of its own."""
     if not stack:
@@ -240,25 +246,17 @@ def _index_entry(axis: int, entry: Any, n: int) -> Index:
         return slice(None) if (start, stop, step) == (0, n, 1) else slice(start, None if stop < 0 else stop, step)
     if isinstance(entry, jax.Array | np.ndarray | list):
         entry = entry if isinstance(entry, jax.Array) else jnp.asarray(as_numpy("index", entry))
-        if jnp.issubdtype(entry.dtype, jnp.integer):
-            _require_index_in_range(axis, entry, n)
-            return entry
-    elif not isinstance(entry, bool) and hasattr(entry, "__index__"):
-        number = operator.index(entry)
-        if not -n <= number < n:
-            raise IndexError(f"index {number} is outside axis {axis} of length {n}")
-        return number % n
-    raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
-
-
-def _require_index_in_range(axis: int, entry: jax.Array, n: int) -> None:
-    """Refuse known indexes out of range, which JAX would clamp."""
-    if isinstance(entry, jax.core.Tracer):
-        return
-    values = np.asarray(entry)
-    outside = values[(values < -n) | (values >= n)]
-    if outside.size:
-        raise IndexError(f"index {outside.flat[0]} is outside axis {axis} of length {n}")
+        is_integer = jnp.issubdtype(entry.dtype, jnp.integer)
+    else:
+        is_integer = not isinstance(entry, bool) and hasattr(entry, "__index__")
+    if not is_integer:
+        raise TypeError(f"index {entry!r} of a QArray must be an integer, a slice, or an array of integers")
+    if not isinstance(entry, jax.core.Tracer):  # JAX would clamp what is out of range
+        values = np.asarray(entry if isinstance(entry, jax.Array) else operator.index(entry))
+        outside = values[(values < -n) | (values >= n)]
+        if outside.size:
+            raise IndexError(f"index {outside.flat[0]} is outside axis {axis} of length {n}")
+    return entry if isinstance(entry, jax.Array) else operator.index(entry) % n
 
 
 def scale_entry(axis: int, entry: Index, kind: AxisGrouping, n: int) -> Index:

@@ -4,6 +4,8 @@ A chunk has one index of each axis before the cut axis, a range of the cut axis,
 elements are contiguous in C order, and so are its codes and scales. Axes in blocks are cut between blocks. If a scale
 is shared along the cut axis, the extremes of its group are prepended to each chunk, so that the rule includes them; all
 rules but "mse" and "percentile" depend only on the extremes.
+
+`round_file` rounds a .npy file so, and `quantize_file` a safetensors file.
 """
 
 from __future__ import annotations
@@ -12,29 +14,38 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import IO, Any, Self
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
 
 import jax
 import numpy as np
 
-from jchop._common.checks import check, check_int
+from jchop._common.bit_ops import CARRIERS
+from jchop._common.checks import check, check_int, first_names
 from jchop._common.files import as_path, write_atomically
+from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
+from jchop._common.text import decibels
+from jchop._core.rounding.grid import carrier_holds
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop.storage import _axis_groupings as groupings
+from jchop.storage import _save
 from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axes_from_end, axis_groupings
+from jchop.storage._codes import native_dtype
 from jchop.storage._files.npy import NpyFile
+from jchop.storage._files.safetensors import TensorEntry, TensorFile, TensorWriter, place_tensors
 from jchop.storage._quantize import dequantize, quantize
 
 #: This number of codes of any width fills whole bytes.
 _CODES_IN_WHOLE_BYTES = 8
 
 
-@dataclass(frozen=True)
-class ChunkCut:
+class ChunkCut(NamedTuple):
     """The cut of an array.
 
     Args:
@@ -46,7 +57,7 @@ class ChunkCut:
 
     axis: int | None
     step: int
-    kinds: tuple[AxisGrouping, ...]
+    kinds: tuple[groupings.AxisGrouping, ...]
     needs_extremes: bool
 
 
@@ -71,9 +82,14 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
     """
     if not shape:
         return ChunkCut(None, 1, (), False)
-    kinds = axis_groupings(fmt, len(shape)) if fmt is not None else (OWN_SCALE,) * len(shape)
-    units, indivisible = _cut_units(kinds, fmt, len(shape))
-    if fmt is not None and fmt.sparse is not None and math.prod(shape) and _may_share_scales(kinds, fmt):
+    kinds = groupings.axis_groupings(fmt, len(shape)) if fmt is not None else (groupings.OWN_SCALE,) * len(shape)
+    units, indivisible = _cut_units(fmt, len(shape))
+    if (
+        fmt is not None
+        and fmt.sparse is not None
+        and math.prod(shape)
+        and (groupings.WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale)
+    ):
         return ChunkCut(0, shape[0], kinds, False)  # the ends of a chunk are not those of its kept numbers
     for axis, size in enumerate(shape):
         inner = math.prod(shape[axis + 1 :]) * itemsize
@@ -88,32 +104,22 @@ def plan_chunk_cut(shape: Sequence[int], itemsize: int, fmt: ScaledFormat | None
     else:
         raise AssertionError("the last axis ends the search")
     parts = [*(n > 1 for n in shape[:axis]), step < shape[axis]]
-    share_scale = any(several and kinds[i] == WHOLE_AXIS for i, several in enumerate(parts))
+    share_scale = any(several and kinds[i] == groupings.WHOLE_AXIS for i, several in enumerate(parts))
     of_tensor = fmt is not None and fmt.scale_rule.tensor_scale
     return ChunkCut(axis, min(step, max(shape[axis], 1)), kinds, share_scale or (of_tensor and any(parts)))
 
 
-def _may_share_scales(kinds: Sequence[AxisGrouping], fmt: ScaledFormat) -> bool:
-    """Whether chunks may share a scale."""
-    return WHOLE_AXIS in kinds or fmt.scale_rule.tensor_scale
-
-
-def _cut_units(kinds: Sequence[AxisGrouping], fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
-    """For each axis the unit of its cuts, and whether it cannot be cut."""
-    units = [kind if isinstance(kind, int) else 1 for kind in kinds]
-    if fmt is not None and fmt.sparse is not None:
-        units[fmt.axis_of_sparse] = math.lcm(units[fmt.axis_of_sparse], fmt.sparse[1])
-    indivisible = [False] * ndim
-    if fmt is not None and isinstance(fmt.scale, ScaledFormat):
-        indivisible, scale = [kind == WHOLE_AXIS for kind in kinds], fmt.scale
-        while isinstance(scale, ScaledFormat):
-            inner = axis_groupings(scale, ndim)
-            units = [unit * (kind if isinstance(kind, int) else 1) for unit, kind in zip(units, inner, strict=True)]
-            indivisible = [whole or kind == WHOLE_AXIS for whole, kind in zip(indivisible, inner, strict=True)]
-            scale = scale.scale
-    elif fmt is not None and (fmt.scale_rule.tensor_scale or not fmt.scale_rule.by_extremes):
-        indivisible = [kind == WHOLE_AXIS for kind in kinds]
+def _cut_units(fmt: ScaledFormat | None, ndim: int) -> tuple[list[int], list[bool]]:
+    """For each axis: what the lengths of chunks along it are multiples of, and whether it cannot be cut at all."""
+    units, indivisible = groupings.unit_lengths(fmt, ndim), [False] * ndim
     units[-1] *= _CODES_IN_WHOLE_BYTES
+    level: Any = fmt
+    if fmt is not None and fmt.scale_rule.by_extremes and not fmt.scale_rule.tensor_scale:
+        level = fmt if isinstance(fmt.scale, ScaledFormat) else None  # the extremes of all chunks give the scales
+    while isinstance(level, ScaledFormat):
+        kinds = groupings.axis_groupings(level, ndim)
+        indivisible = [whole or kind == groupings.WHOLE_AXIS for whole, kind in zip(indivisible, kinds, strict=True)]
+        level = level.scale
     return units, indivisible
 
 
@@ -131,7 +137,7 @@ def chunks(shape: Sequence[int], cut: ChunkCut) -> Iterator[Chunk]:
         for first in range(0, shape[axis], cut.step):
             length = min(cut.step, shape[axis] - first)
             begins = (*outer, first)
-            leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == WHOLE_AXIS)
+            leads = all(at == 0 for at, kind in zip(begins, cut.kinds, strict=False) if kind == groupings.WHOLE_AXIS)
             yield Chunk((*begins, *(0 for _ in rest)), start, ((1,) * axis) + (length, *rest), leads)
             start += length * inner
 
@@ -155,8 +161,8 @@ class GroupExtremes:
             return None
         assert cut.axis is not None
         everywhere = fmt.scale_rule.tensor_scale
-        shares_axis = tuple(everywhere or kind == WHOLE_AXIS for kind in cut.kinds)
-        axis = cut.axis if everywhere else cut.kinds.index(WHOLE_AXIS)
+        shares_axis = tuple(everywhere or kind == groupings.WHOLE_AXIS for kind in cut.kinds)
+        axis = cut.axis if everywhere else cut.kinds.index(groupings.WHOLE_AXIS)
         kind = cut.kinds[axis]
         bounds = tuple(1 if all_of else n for all_of, n in zip(shares_axis, shape, strict=True))
         count = (kind if isinstance(kind, int) else 1) * _CODES_IN_WHOLE_BYTES
@@ -292,7 +298,7 @@ class RoundedChunks:
     def __init__(self, file: NpyFile, spec: Spec, key: Any, chunk_bytes: int, progress: ElementProgress) -> None:
         self._file, self._spec, self._key, self._progress = file, spec, key, progress
         self._order = -1 if spec.scaled is None and file.fortran_order else 1
-        fmt = None if spec.scaled is None else axes_from_end(spec.scaled, len(file.shape))
+        fmt = None if spec.scaled is None else groupings.axes_from_end(spec.scaled, len(file.shape))
         shape = file.shape if file.size else (0,) * len(file.shape)  # an array without elements may have many scales
         cut = plan_chunk_cut(shape[:: self._order], file.dtype.itemsize, fmt, chunk_bytes)
         self._chunks = [
@@ -328,3 +334,291 @@ class RoundedChunks:
             file.write(np.ascontiguousarray(values.T if self._order < 0 else values).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+# -- a safetensors file larger than memory -----------------------------------------------------------------------------
+
+
+#: Bytes of a tensor that are processed at once.
+CHUNK_BYTES = 1 << 25
+
+
+class TensorRule(NamedTuple):
+    """The spec of the tensors whose name matches `pattern`."""
+
+    pattern: str
+    spec: Spec
+
+
+@dataclass
+class TensorReport:
+    """The result for one tensor.
+
+    Errors are over the elements that are and stay finite; `square` and `error` are sums of squares. `fates` counts the
+    others.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    to: str
+    before: int
+    after: int
+    square: float = 0.0
+    error: float = 0.0
+    largest: float = 0.0
+    fates: Counter[str] = field(default_factory=Counter)
+    copied: bool = False
+
+    @property
+    def sqnr(self) -> float:
+        """Signal-to-quantization-noise ratio in dB; infinite if no element changed, NaN if only `fates` has changes."""
+        changes = any(" to " in fate for fate in self.fates)
+        return math.nan if changes and not self.error else decibels(self.square, self.error)
+
+    def add(self, exact: np.ndarray, result: np.ndarray) -> None:
+        """Adds the errors of a chunk."""
+        x, y = exact.astype(np.float64).ravel(), result.astype(np.float64).ravel()
+        self.fates += fates_of(x, y)
+        finite = np.isfinite(x) & np.isfinite(y)
+        x, y = x[finite], y[finite]
+        self.square += float(x @ x)
+        y -= x
+        self.error += float(y @ y)
+        self.largest = max(self.largest, float(np.abs(y).max(initial=0.0)))
+
+
+_NUMBER_CLASSES = {"finite": np.isfinite, "inf": np.isinf, "nan": np.isnan}
+
+
+def fates_of(exact: np.ndarray, result: np.ndarray) -> Counter[str]:
+    """How many elements are not finite before or after, by what became of them.
+
+    Example:
+        >>> dict(fates_of(np.array([np.nan, np.inf, -np.inf, 1.0]), np.array([7.0, np.inf, -np.inf, 1.0])))
+        {'inf kept': 2, 'nan to finite': 1}
+    """
+    fates: Counter[str] = Counter()
+    if np.isfinite(exact).all() and np.isfinite(result).all():
+        return fates
+    for (before, was), (after, became) in itertools.product(_NUMBER_CLASSES.items(), repeat=2):
+        count = int(np.count_nonzero(was(exact) & became(result)))
+        if count and not before == after == "finite":
+            fates[f"{before} kept" if before == after else f"{before} to {after}"] = count
+    return fates
+
+
+class _TensorJob(NamedTuple):
+    """A tensor, its conversion, and its tensors in the new file."""
+
+    name: str
+    entry: TensorEntry
+    spec: Spec | None
+    why: str  # the reason in the report, for a tensor that is copied
+    outputs: dict[str, TensorEntry]
+    description: dict[str, Any] | None = None
+
+
+def quantize_file(
+    source: Path,
+    target: Path,
+    rules: Sequence[TensorRule],
+    *,
+    seed: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    chunk: int = CHUNK_BYTES,
+) -> list[TensorReport]:
+    """Writes `source` to `target` and quantizes tensors by rules; the first rule that matches applies.
+
+    Tensors without a rule, of dtypes other than float16, bfloat16, float32 and float64, and the leaves of QArrays in
+    the file are copied. `target` is created in one step, when all of it is written.
+
+    Args:
+        source: a safetensors file.
+        target: may be `source`.
+        rules: each must quantize at least one tensor.
+        seed: seed of the random bits of stochastic specs; each tensor has different bits, derived from its name.
+        progress: function of the name of a tensor, the bytes of the file that are done, and the total.
+        chunk: bytes of a tensor that are processed at once, if its groups allow it.
+
+    Returns:
+        A report for each tensor.
+
+    Raises:
+        ValueError: for an invalid safetensors file, a rule that quantizes no tensor, or a stochastic spec without a
+            seed.
+    """
+    with TensorFile(source) as file:
+        jobs = _tensor_jobs(file, rules)
+        for job in jobs:
+            if job.spec is not None and job.spec.rounding.stochastic and seed is None:
+                raise ValueError(f"spec={str(job.spec)!r} rounds stochastically: it needs a seed")
+        entries = place_tensors({name: entry for job in jobs for name, entry in job.outputs.items()})
+        descriptions = _save.qarrays_in(file) | {
+            job.name: job.description for job in jobs if job.description is not None
+        }
+        texts = {name: text for name, text in file.metadata.items() if name != _save.QARRAYS_KEY}
+        total, reports = sum(job.entry.nbytes for job in jobs), []
+
+        def write(out: Any) -> None:
+            writer, start = TensorWriter(out, entries, texts | _save.qarray_metadata(descriptions)), 0
+            for job in jobs:
+
+                def tell(part: int, name: str = job.name, start: int = start) -> None:
+                    progress(name, start + part, total)
+
+                reports.append(_convert_tensor(file, job, writer, seed, chunk, tell))
+                start += job.entry.nbytes
+            writer.finish()
+
+        write_atomically(target, write)
+    return reports
+
+
+# -- conversion of each tensor -----------------------------------------------------------------------------------------
+
+
+def _tensor_jobs(file: TensorFile, rules: Sequence[TensorRule]) -> list[_TensorJob]:
+    descriptions = _save.qarrays_in(file)
+    parts = {part for name, fields in descriptions.items() for part in _save.qarray_tensor_names(name, fields)}
+    dtypes = {name: entry.dtype.name for name, entry in file.entries.items() if name not in parts}
+    chosen = choose_rules(rules, dtypes, descriptions, parts)
+    jobs = []
+    for name, entry in sorted(file.entries.items(), key=lambda item: item[1].start):
+        why = "part of a QArray" if name in parts else "no rule"
+        if name not in parts and name not in chosen and any(matches_path(rule.pattern, name) for rule in rules):
+            why = f"{entry.dtype.name} is not quantized"
+        jobs.append(_tensor_job(name, entry, chosen.get(name), f"copied: {why}"))
+    count = Counter(output for job in jobs for output in job.outputs)
+    if twice := [name for name, times in count.items() if times > 1]:
+        raise ValueError(f"quantized tensors would have the names of others: {', '.join(twice)}")
+    return jobs
+
+
+def choose_rules(
+    rules: Sequence[TensorRule], dtypes: Mapping[str, str], packed: Iterable[str], others: Iterable[str] = ()
+) -> dict[str, TensorRule]:
+    """The rules of tensors by name: for each tensor of a carrier's dtype the first one that matches.
+
+    Args:
+        rules: each must quantize a tensor.
+        dtypes: the dtypes of tensors by name.
+        packed: the names of arrays that are codes and scales already.
+        others: further names that are not quantized, for the error.
+
+    Raises:
+        ValueError: for a rule that quantizes nothing.
+    """
+    firsts = {name: next((rule for rule in rules if matches_path(rule.pattern, name)), None) for name in dtypes}
+    chosen = {name: rule for name, rule in firsts.items() if rule is not None and dtypes[name] in CARRIERS}
+    idle = [rule for rule in rules if rule not in chosen.values()]
+    if not idle:
+        return chosen
+    matches = {rule: [name for name in packed if matches_path(rule.pattern, name)] for rule in idle}
+    owners = list(dict.fromkeys(name for hits in matches.values() for name in hits))
+    note = f"; packed already: {first_names(owners)}" if owners else ""
+    patterns = [rule.pattern for rule, hits in matches.items() if not hits]
+    texts = ", ".join(f"'{rule.pattern}={rule.spec}'" for rule in idle)
+    left = [name for name in (*dtypes, *others) if name not in chosen]
+    near = nearest_paths_hint(patterns, left) if patterns else ""
+    raise ValueError(f"no tensor is quantized by {texts}{note}{near}. `jchop inspect` lists the names")
+
+
+def tensor_rule_error(rule: TensorRule, name: str, shape: Sequence[int], error: Exception) -> ValueError:
+    """The error for a tensor that a rule cannot quantize, with a rule that leaves it out."""
+    other = f"{rule.pattern} !{path_pattern(name)}={rule.spec}"
+    return ValueError(f"tensor {name!r} of shape {list(shape)}: {error}; the rule {other!r} leaves it as it is")
+
+
+def _tensor_job(name: str, entry: TensorEntry, rule: TensorRule | None, why: str) -> _TensorJob:
+    if rule is None:
+        return _TensorJob(name, entry, None, why, {name: TensorEntry(entry.dtype, entry.shape)})
+    spec = rule.spec
+    native = _native_dtype_of(spec)
+    if native is not None:
+        return _TensorJob(name, entry, spec, "", {name: TensorEntry(native, entry.shape)})
+    x = jax.ShapeDtypeStruct(entry.shape, _tensor_carrier(entry, spec))
+    key = jax.random.key(0) if spec.rounding.stochastic else None
+    try:
+        with jax.enable_x64(True):
+            q = jax.eval_shape(lambda x: quantize(x, spec, key), x)
+    except (ValueError, TypeError) as error:
+        raise tensor_rule_error(rule, name, entry.shape, error) from None
+    outputs = {
+        part: TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
+        for part, leaf in _save.qarray_tensors(name, q).items()
+    }
+    return _TensorJob(name, entry, spec, "", outputs, _save.qarray_description(q))
+
+
+def _native_dtype_of(spec: Spec) -> np.dtype | None:
+    """The dtype of a plain format, if any: such a tensor keeps its name, and every program can read it."""
+    return native_dtype(spec.format) if isinstance(spec.format, ElementFormat) else None
+
+
+def _tensor_carrier(entry: TensorEntry, spec: Spec) -> np.dtype:
+    """The dtype in which a tensor is rounded: its own, or float32 if a 16-bit dtype is too narrow."""
+    own = CARRIERS[entry.dtype.name]
+    if isinstance(spec.format, ScaledFormat) or own.width > 16 or carrier_holds(spec, own):
+        return entry.dtype
+    return np.dtype(np.float32)
+
+
+# -- chunk by chunk ----------------------------------------------------------------------------------------------------
+
+
+def _convert_tensor(
+    file: TensorFile, job: _TensorJob, writer: TensorWriter, seed: int | None, chunk: int, tell: Callable[[int], None]
+) -> TensorReport:
+    """Reads, converts and writes one tensor."""
+    entry, spec = job.entry, job.spec
+    after = sum(output.nbytes for output in job.outputs.values())
+    to = job.why or str(spec)
+    report = TensorReport(job.name, entry.dtype.name, entry.shape, to, entry.nbytes, after, copied=spec is None)
+    if spec is None:
+        step = max(chunk // entry.dtype.itemsize // 2 * 2, 2)  # even: a file has two numbers of four bits a byte
+        for at in range(0, math.prod(entry.shape), step):
+            x = file.read(job.name, at, min(step, math.prod(entry.shape) - at))
+            writer.write(job.name, x)
+            tell((at + x.size) * entry.bits // 8)
+        return report
+    fmt = None if spec.scaled is None else groupings.axes_from_end(spec.scaled, len(entry.shape))
+    cut = plan_chunk_cut(entry.shape, entry.dtype.itemsize, fmt, chunk)
+
+    def read(chunk: Chunk) -> np.ndarray:
+        return file.read(job.name, chunk.start, math.prod(chunk.shape)).reshape(chunk.shape)
+
+    extremes = GroupExtremes.of(entry.shape, cut, fmt, read)
+    key = None
+    if spec.rounding.stochastic:
+        key = jax.random.fold_in(jax.random.key(seed or 0), zlib.crc32(job.name.encode()))
+    for part in chunks(entry.shape, cut):
+        x = read(part)
+        result = _quantize_chunk(x, job, spec, key, part, extremes)
+        if isinstance(result, QArray):
+            _write_chunk_parts(writer, job.name, result, part)
+            result = dequantize(result)
+        else:
+            writer.write(job.name, result)
+        report.add(x, result)
+        tell((part.start + x.size) * entry.dtype.itemsize)
+    return report
+
+
+def _quantize_chunk(
+    x: np.ndarray, job: _TensorJob, spec: Spec, key: Any, chunk: Chunk, extremes: GroupExtremes | None
+) -> QArray | np.ndarray:
+    x = x.astype(_tensor_carrier(job.entry, spec))
+    offset = (chunk.starts, job.entry.shape) if chunk.starts else 0
+    native = _native_dtype_of(spec)
+    if native is not None:
+        return round_to_format(x, spec, key, offset=offset).astype(native)
+    return quantize_chunk(x, spec, key, offset, chunk, extremes)
+
+
+def _write_chunk_parts(writer: TensorWriter, name: str, q: QArray, chunk: Chunk) -> None:
+    """Writes the parts of a chunk; scales that chunks share are written with the first one."""
+    for part, array in _save.qarray_tensors(name, q).items():
+        repeats = part.endswith(".tensor_scale") and chunk.start > 0
+        if part.endswith((".qvalue", ".places")) or (chunk.is_first_of_groups and not repeats):
+            writer.write(part, array)

@@ -13,10 +13,10 @@ import jax
 import jax.core
 import numpy as np
 
+from jchop._common import html
 from jchop._common.settings import always_jit
-from jchop._common.text import html
 from jchop.formats import ScaledFormat
-from jchop.storage._decode import codes_at_ends, decode_qarray
+from jchop.storage._codes import codes_at_ends, decode_qarray
 
 #: The most rows and columns of a heat map, and bars of a histogram.
 _ROWS, _COLUMNS, _BARS = 48, 96, 24
@@ -35,11 +35,9 @@ def qarray_title(q: Any) -> str:
     """
     shape = ", ".join(map(str, q.shape))
     bits = "" if math.isnan(q.bits_per_element) else f", {q.bits_per_element:.4g} bits per element"
-    return f"QArray {_short_spec(str(q.spec))} [{shape}]{bits}"
-
-
-def _short_spec(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:60]}..."  # a codebook names each of its levels
+    text = str(q.spec)
+    spec = text if len(text) <= 80 else f"{text[:60]}..."  # a codebook names each of its levels
+    return f"QArray {spec} [{shape}]{bits}"
 
 
 def qarray_facts(q: Any) -> list[tuple[str, str]]:

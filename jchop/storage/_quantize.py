@@ -1,11 +1,11 @@
-"""`quantize`, `dequantize`, `requantize` and `fit_scale`."""
+"""`quantize`, `dequantize`, `requantize`, `fit_scale` and `fit_half_quadratic`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
-from jchop._common.checks import check_choice
+from jchop._common.checks import check_bool, check_choice, check_float, check_int
 from jchop._common.settings import always_jit
 from jchop._core.rounding.random_bits import StreamOffset, seed_words
-from jchop._core.scaled_bodies import flatten_scales, unflatten_scales
+from jchop._core.scaled.groups import Groups
+from jchop._core.scaled_bodies import flatten_scales
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import check_scales, dense_of, fit_scaled, quantize_scaled
 from jchop._round.arguments import (
@@ -32,10 +33,10 @@ from jchop._round.arguments import (
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
-from jchop.storage._array import PackedParam, QArray, check_qarray, refuse_qarray_dicts
+from jchop.formats.rounding import Rounding
+from jchop.storage import _codes
+from jchop.storage._array import PackedParam, QArray, check_qarray, qarray_of_scales, refuse_qarray_dicts
 from jchop.storage._axis_groupings import axes_from_end, map_over_stack
-from jchop.storage._codes import code_dtype, encode_unscaled, needs_float64, sparse_codes, store_codes
-from jchop.storage._decode import QArrayForm, Scale, batch_axes, decode_qarray, spec_of_part
 
 Array = jax.Array
 _StorageSpec = Spec | ElementFormat | ScaledFormat | str
@@ -46,7 +47,7 @@ def quantize(
     spec: _StorageSpec,
     key: Array | None = None,
     *,
-    scale: Scale = None,
+    scale: _codes.Scale = None,
     zero_point: Any = None,
     offset: Any = 0,
     impl: Impl = "auto",
@@ -104,7 +105,7 @@ def quantize(
         else:
             if scale is not None or zero_point is not None:
                 raise ValueError(f"spec={str(spec)!r} is of a plain format, which has no scale and no zero_point")
-            code_dtype(spec.format)
+            _codes.code_dtype(spec.format)
             values = round_to_format(jnp.asarray(lax.stop_gradient(array)), spec, draw_key, offset=offset, impl=impl)
             parts = (_encode_values(values, fmt=spec.format), None, None, None)
         qvalue, scale, zero_point, places = jax.tree.map(_leaf_to_numpy, parts) if numpy else parts
@@ -152,7 +153,7 @@ def dequantize(q: QArray | PackedParam, dtype: Any = None, *, add_to: Any = None
     if form.dtype not in CARRIERS:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(CARRIERS)}")
     wide = any(leaf.dtype.itemsize == 8 for leaf in jax.tree.leaves(q) if hasattr(leaf, "dtype"))
-    wide = wide or needs_float64(q.spec.element)
+    wide = wide or _codes.needs_float64(q.spec.element)
     with enable_x64_for(np.dtype(np.float64) if wide else jnp.dtype(form.dtype)), jax.named_scope(JCHOP_SCOPE):
         numbers = mark_results(_dequantize_leaves(q.qvalue, q.scale, q.zero_point, q.places, add_to, form=form))
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((q, add_to))):
@@ -175,11 +176,14 @@ def requantize(q: Any, x: Any, key: Array | None = None) -> Any:
     """
     if isinstance(q, PackedParam):
         return q.requantize(x, key)
-    spec, stack = spec_of_part(q.spec, q.ndim), 0 if q.spec.scaled is None else batch_axes(q.spec, q.shape, q.scale)
+    spec, stack = (
+        _codes.spec_of_part(q.spec, q.ndim),
+        0 if q.spec.scaled is None else _codes.batch_axes(q.spec, q.shape, q.scale),
+    )
     return replace(map_over_stack(stack, lambda x, key: quantize(x, spec, key), x, key), spec=q.spec)
 
 
-def fit_scale(x: Any, spec: _StorageSpec) -> tuple[Scale, Any]:
+def fit_scale(x: Any, spec: _StorageSpec) -> tuple[_codes.Scale, Any]:
     """The scales and zero points that `quantize` chooses, to be kept, averaged, or used for other arrays.
 
     Args:
@@ -213,8 +217,7 @@ def fit_scale(x: Any, spec: _StorageSpec) -> tuple[Scale, Any]:
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _QuantizeOptions:
+class _QuantizeOptions(NamedTuple):
     """The static arguments of quantization to a scaled format."""
 
     spec: Spec
@@ -224,44 +227,44 @@ class _QuantizeOptions:
 
 @partial(always_jit, static_argnames="how", inline=True)
 def _quantize_groups(
-    x: Any, key: Array | None, starts: tuple, scale: Scale, zero_point: Any, *, how: _QuantizeOptions
+    x: Any, key: Array | None, starts: tuple, scale: _codes.Scale, zero_point: Any, *, how: _QuantizeOptions
 ) -> tuple:
     words = () if key is None else (*seed_words(key), *starts)
     x, scale = lax.stop_gradient((jnp.asarray(x), scale))
     assert how.spec.scaled is not None
-    more = {"place": how.place, "impl": how.impl, "as_dtype": code_dtype(how.spec.scaled.element)}
+    more = {"place": how.place, "impl": how.impl, "as_dtype": _codes.code_dtype(how.spec.scaled.element)}
     dense, x, mask = dense_of(how.spec, x)
     codes, *scales = quantize_scaled(x, *words, spec=dense, scale=scale, zero_point=zero_point, **more)
     if how.spec.scaled.sparse is None:
         return codes, *scales, None
     mask = jnp.ones(x.shape, bool) if mask is None else mask  # of no numbers
-    codes, places = sparse_codes(codes, mask, how.spec)
+    codes, places = _codes.sparse_codes(codes, mask, how.spec)
     return codes, *scales, places
 
 
 @partial(always_jit, static_argnames="fmt", inline=True)
 def _encode_values(values: Array, *, fmt: ElementFormat) -> Array:
-    return encode_unscaled(values.reshape(values.shape or (1,)), fmt)
+    return _codes.encode_unscaled(values.reshape(values.shape or (1,)), fmt)
 
 
 @partial(always_jit, static_argnames="spec", inline=True)
-def _fit_group_scales(x: Any, *, spec: Spec) -> tuple[Scale, Any]:
+def _fit_group_scales(x: Any, *, spec: Spec) -> tuple[_codes.Scale, Any]:
     return fit_scaled(lax.stop_gradient(jnp.asarray(x)), spec=spec)
 
 
 @partial(always_jit, static_argnames="form", inline=True)
 def _dequantize_leaves(
-    qvalue: Any, scale: Scale, zero_point: Any, places: Any, add_to: Any, *, form: QArrayForm
+    qvalue: Any, scale: _codes.Scale, zero_point: Any, places: Any, add_to: Any, *, form: _codes.QArrayForm
 ) -> Array:
     qvalue, scale, zero_point, places = jax.tree.map(jnp.asarray, (qvalue, scale, zero_point, places))
-    numbers = decode_qarray(form, qvalue, scale, zero_point, places)
+    numbers = _codes.decode_qarray(form, qvalue, scale, zero_point, places)
     return numbers if add_to is None else add_to + numbers
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check_scale_values(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> None:
+def _check_scale_values(scale: _codes.Scale, spec: Spec, shape: tuple[int, ...]) -> None:
     """Refuses scales that `fit_scale` cannot return. Traced values are not known and not checked."""
     if has_tracer(scale):
         return
@@ -269,19 +272,19 @@ def _check_scale_values(scale: Scale, spec: Spec, shape: tuple[int, ...]) -> Non
     assert fmt is not None
     values = []
     while isinstance(fmt.scale, ScaledFormat):
-        codes, *rest = scale
-        scale, zero = unflatten_scales(rest, fmt.scale)
-        shape = fmt.scale_shape(shape)
-        size = shape[-1] if shape else None
-        q = QArray(store_codes(codes, fmt.scale.element), scale, zero, Spec(fmt.scale), size, np.dtype("f4"))
+        q = qarray_of_scales(scale, fmt.scale, fmt.scale_shape(shape))
         values.append(dequantize(q))
-        fmt = fmt.scale
+        fmt, scale, shape = fmt.scale, q.scale, q.shape
     for part in [*values, *flatten_scales(scale, None)]:
         assert isinstance(fmt.scale, ElementFormat)
         numbers = _distinct_values(part, fmt.scale)
         wrong = numbers[~(np.isfinite(numbers) & (numbers > 0))]
-        if wrong.size:
-            raise ValueError(f"scale has {wrong[0]}; for spec={str(spec)!r} scales must be finite and above zero")
+        _refuse_numbers("scale", wrong, spec, "scales must be finite and above zero")
+
+
+def _refuse_numbers(name: str, wrong: np.ndarray, spec: Spec, requirement: str) -> None:
+    if wrong.size:
+        raise ValueError(f"{name} has {wrong.flat[0]}; for spec={str(spec)!r} {requirement}")
 
 
 def _check_zero_point_values(zero_point: Any, spec: Spec) -> None:
@@ -292,18 +295,12 @@ def _check_zero_point_values(zero_point: Any, spec: Spec) -> None:
     if spec.scaled.zero_point == "float":
         assert isinstance(spec.scaled.scale, ElementFormat)
         numbers = _distinct_values(zero_point, spec.scaled.scale)
-        if not np.isfinite(numbers).all():
-            wrong = numbers[~np.isfinite(numbers)][0]
-            raise ValueError(f"zero_point has {wrong}; for spec={str(spec)!r} zero points must be finite")
+        _refuse_numbers("zero_point", numbers[~np.isfinite(numbers)], spec, "zero points must be finite")
         return
     values = np.asarray(zero_point)
     assert isinstance(fmt, UniformFormat)
     outside = values[(values < fmt.min_code) | (values > fmt.max_code)]
-    if outside.size:
-        raise ValueError(
-            f"zero_point has {outside.flat[0]}; for spec={str(spec)!r} it must lie between {fmt.min_code} and "
-            f"{fmt.max_code}"
-        )
+    _refuse_numbers("zero_point", outside, spec, f"it must lie between {fmt.min_code} and {fmt.max_code}")
 
 
 def _distinct_values(scales: Any, fmt: ElementFormat) -> np.ndarray:
@@ -348,3 +345,147 @@ def dequantize_params(params: Any) -> Any:
         return isinstance(leaf, QArray | PackedParam)
 
     return jax.tree.map(lambda leaf: dequantize(leaf) if has_codes(leaf) else leaf, params, is_leaf=has_codes)
+
+
+# -- scales and zero points by half-quadratic quantization: a search over the data, not a rule of a format -------------
+
+
+def fit_half_quadratic(
+    x: Any,
+    spec: Spec | ScaledFormat | str,
+    *,
+    iterations: int = 20,
+    norm: float = 0.7,
+    weight: float = 10.0,
+    growth: float = 1.01,
+    whole_start: bool = False,
+) -> tuple[Any, Any]:
+    """Zero points that minimize the p-th powers of the errors, p < 1, in which outliers have little weight (HQQ).
+
+    The scales come from `fit_scale`. Each iteration updates sparse errors E, which are subtracted from x, and then the
+    zero points: ``E = sign(r) max(abs(r) - abs(r)^(p - 1) / b, 0)`` for the errors r = x - s e - z, and z is the mean
+    of x - E - s e of a group; b grows with each iteration. The search ends when the mean of the absolute errors no
+    longer falls, and returns the best zero points. Sums and powers are computed in the device's float32 (float64 for
+    float64 data), so the last bits may differ between devices. `quantize` with given zero points is the same on all
+    devices.
+
+    Args:
+        x: the array, as in `quantize`.
+        spec: of a format with ``zero_point="float"`` whose scales are float16, bfloat16, float32 or float64, as
+            ``"uint4(group=64,zero_point=float)"``. A stochastic rounding counts as one to nearest in the search.
+        iterations: number of iterations, at least 1. Default 20.
+        norm: p, between 0 and 1, both excluded. Default 0.7.
+        weight: b in the first iteration, above 0. Default 10.
+        growth: factor of b after each iteration, above 0. Default 1.01.
+        whole_start: whether to start with zero points that are whole multiples of the scales, as the authors do for 4
+            bits. Default False, which gives smaller errors on normally distributed numbers.
+
+    Returns:
+        ``(scale, zero_point)`` in the form of `fit_scale`, for `quantize`.
+
+    Raises:
+        TypeError, ValueError: for another format, or a number out of range.
+
+    Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
+
+    Example:
+        >>> import numpy as np, jchop as jc
+        >>> x = np.array([[0.0, 0.4, 0.4, 0.4, 1.4, 15.0]], np.float32)
+        >>> scale, zero_point = jc.storage.fit_half_quadratic(x, jc.uint4(channel=0, zero_point="float"))
+        >>> scale.tolist(), round(float(zero_point[0, 0]), 2)  # four of six errors become smaller
+        ([[1.0]], 0.34)
+    """
+    spec = as_spec(spec, scaled=True)
+    fmt = check_float_zero_points(spec)
+    settings = check_hqq_search(iterations, norm, weight, growth, whole_start)
+    array = as_array("x", x)
+    nearest = Rounding.NEAREST_EVEN if spec.rounding.stochastic else spec.rounding  # the search has no key
+    spec = replace(spec, format=axes_from_end(fmt, array.ndim), rounding=nearest, gradient=Gradient())
+    scale, zero_point = fit_scale(array, spec)
+    with enable_x64_for(array.dtype), jax.named_scope(JCHOP_SCOPE):
+        if whole_start:
+            zero_point = ((zero_point / scale).round() * scale).astype(scale.dtype)
+        if array.size:
+            zero_point = _search_zero_points(
+                jnp.asarray(array), scale, zero_point, settings, spec=spec, iterations=iterations
+            )
+        return scale, zero_point if isinstance(x, Array) else np.asarray(zero_point)
+
+
+def check_float_zero_points(spec: Spec) -> ScaledFormat:
+    """The format of a spec, whose zero points the search can move.
+
+    Raises:
+        ValueError: for another one.
+    """
+    fmt = spec.scaled
+    if fmt is None or fmt.zero_point != "float":
+        raise ValueError(
+            f"spec={str(spec)!r} has zero_point={fmt.zero_point if fmt else None}; the search moves zero points that "
+            "are numbers: zero_point='float', in text 'uint4(group=64,zero_point=float)'"
+        )
+    if fmt.sparse is not None:
+        raise ValueError(f"spec={str(spec)!r} drops numbers, which the search does not; leave sparse out")
+    if fmt.scale not in _codes.CARRIER_FORMATS.values():
+        raise ValueError(
+            f"spec={str(spec)!r} has scale={str(fmt.scale)!r}; the search needs one of "
+            "float16, bfloat16, float32 and float64"
+        )
+    return fmt
+
+
+def check_hqq_search(iterations: Any, norm: Any, weight: Any, growth: Any, whole_start: Any) -> tuple[float, ...]:
+    """The numbers of a search.
+
+    Raises:
+        TypeError, ValueError: for one out of range.
+    """
+    check_int("iterations", iterations, 1, (1 << 31) - 1)
+    check_bool("whole_start", whole_start)
+    limits = {"norm": (norm, 1.0), "weight": (weight, math.inf), "growth": (growth, math.inf)}
+    return tuple(check_float(name, value, 0, high, "()") for name, (value, high) in limits.items())
+
+
+class _HqqState(NamedTuple):
+    turn: Array
+    zero: Array  # the next candidate
+    best: Array  # the zero points with the least error so far
+    error: Array  # their mean of |x - s e - z|
+    improves: Array
+
+
+@partial(always_jit, static_argnames=("spec", "iterations"))
+def _search_zero_points(
+    x: Array, scale: Array, zero: Array, settings: tuple[float, ...], *, spec: Spec, iterations: int
+) -> Array:
+    fmt = spec.scaled
+    assert fmt is not None
+    groups, wide = Groups(x.shape, fmt.group_shape(x.shape)), jnp.promote_types(x.dtype, jnp.float32)
+    finite = jnp.isfinite(x)
+    numbers = jnp.where(finite, x, 0).astype(wide)
+    norm, weight, growth = (jnp.asarray(value, wide) for value in settings)
+
+    def total(values: Array) -> Array:
+        return jnp.sum(groups.view(values), axis=groups.axes, keepdims=True)
+
+    def spread(values: Array) -> Array:
+        return groups.back(jnp.broadcast_to(groups.expand(values).astype(wide), groups.view(numbers).shape))
+
+    count = jnp.maximum(total(finite.astype(wide)), 1)
+
+    def turn(state: _HqqState) -> _HqqState:
+        q = quantize(x, spec, scale=scale, zero_point=state.zero)
+        whole = dequantize(replace(q, zero_point=jnp.zeros_like(zero)), wide)  # s e
+        rest = jnp.where(finite, numbers - whole - spread(state.zero), 0)
+        size = jnp.abs(rest)
+        error = jnp.mean(size)
+        better = error < state.error
+        power = weight * growth ** state.turn.astype(wide)
+        sparse = jnp.sign(rest) * jnp.maximum(size - size ** (norm - 1) / power, 0)
+        means = total(jnp.where(finite, numbers - sparse - whole, 0)) / count
+        best = jnp.where(better, state.zero, state.best)
+        following = groups.squeeze(means).astype(zero.dtype)
+        return _HqqState(state.turn + 1, following, best, jnp.minimum(error, state.error), better)
+
+    first = _HqqState(jnp.zeros((), jnp.int32), zero, zero, jnp.full((), jnp.inf, wide), jnp.ones((), bool))
+    return lax.while_loop(lambda state: (state.turn <= iterations) & state.improves, turn, first).best

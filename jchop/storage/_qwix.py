@@ -1,15 +1,12 @@
 """Conversion between QArrays of jchop and qwix. qwix is imported when one of these functions runs."""
 
 from __future__ import annotations
-
 import importlib
 from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
 from jchop._common.bit_ops import FLOAT32, enable_x64_for
 from jchop._common.checks import check
 from jchop._common.files import require_extra
@@ -22,6 +19,9 @@ from jchop.storage._array import QArray, check_qarray
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
 from jchop.storage._codes import CARRIER_FORMATS, load_codes, pack_entries, store_codes
 from jchop.storage._decode import batch_axes, spec_of_part
+from jchop import formats
+from jchop.storage._codes import CARRIER_FORMATS, batch_axes, load_codes, pack_entries, spec_of_part, store_codes
+
 
 #: qwix's name of the type that it stores in another dtype.
 _QWIX_NF4 = "nf4"
@@ -53,7 +53,7 @@ def to_qwix(q: QArray) -> Any:
     fmt = spec_of_part(q.spec, q.ndim).scaled
     if (
         fmt is None
-        or not isinstance(fmt.scale, FloatFormat)
+        or not isinstance(fmt.scale, formats.FloatFormat)
         or fmt.scale_rule.tensor_scale
         or fmt.zero_point == "float"
         or fmt.sparse is not None
@@ -101,7 +101,9 @@ def from_qwix(q: Any) -> QArray:
     element, dtype = _element_of_qtype(q.qtype), np.dtype(q.scale.dtype)
     kinds = [_grouping_of_count(n, count) for n, count in zip(q.shape, q.scale.shape, strict=True)]
     zero_point = None if q.zero_point is None else "integer"
-    fmt = ScaledFormat(element, scale=CARRIER_FORMATS[dtype.name], zero_point=zero_point, **grouping_fields(kinds))
+    fmt = formats.ScaledFormat(
+        element, scale=CARRIER_FORMATS[dtype.name], zero_point=zero_point, **grouping_fields(kinds)
+    )
     with enable_x64_for(dtype):
         codes = _native_to_codes(q.qvalue, element)
         qvalue = store_codes(pack_entries(codes.reshape(codes.shape or (1,)), element), element)
@@ -122,44 +124,37 @@ def _grouping_of_count(n: int, count: int) -> AxisGrouping:
 # -- elements ----------------------------------------------------------------------------------------------------------
 
 
-def _qtype_of(element: ElementFormat) -> Any:
+#: The elements of qwix's types by name, and the names of those that are no dtypes of JAX there.
+_QWIX_ELEMENTS: dict[str, formats.ElementFormat] = {
+    _QWIX_NF4: formats.nf4.element,
+    **{n: f for n, f in formats.CATALOGUE.items() if f.bits in (4, 8) and f != formats.float8_e8m0fnu},
+    **{f"int{bits}": formats.IntegerFormat(bits) for bits in range(2, 9)},
+    **{f"uint{bits}": formats.IntegerFormat(bits, signed=False) for bits in (4, 8)},
+}
+_QWIX_TEXTS = (_QWIX_NF4, "int2", "int3", "int5", "int6", "int7")
+
+
+def _qtype_of(element: formats.ElementFormat) -> Any:
     """The qtype in qwix of an element format."""
-    if element == nf4.element:
-        return _QWIX_NF4
-    if isinstance(element, IntegerFormat) and element.bits <= 8:
-        if element.bits in (4, 8):
-            return jnp.dtype(f"{'' if element.signed else 'u'}int{element.bits}")
-        if element.signed and element.bits > 1:
-            return f"int{element.bits}"
-    name = _native_float_names().get(element)
+    name = next((name for name, fmt in _QWIX_ELEMENTS.items() if fmt == element), None)
     if name is None:
         raise ValueError(f"q has elements of {element}, for which qwix has no type")
-    return jnp.dtype(name)
+    return name if name in _QWIX_TEXTS else jnp.dtype(name)
 
 
-def _element_of_qtype(qtype: Any) -> ElementFormat:
+def _element_of_qtype(qtype: Any) -> formats.ElementFormat:
     """The element format of a qtype of qwix."""
     text = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
     text = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn", "nvfp4": "float4_e2m1fn"}.get(text, text)
-    if text == _QWIX_NF4:
-        return nf4.element
-    elements: dict[str, ElementFormat] = {name: fmt for fmt, name in _native_float_names().items()}
-    elements |= {f"int{bits}": IntegerFormat(bits) for bits in range(2, 9)}
-    elements |= {f"uint{bits}": IntegerFormat(bits, signed=False) for bits in (4, 8)}
-    check(text in elements, f"q has qtype={qtype!r}; allowed: {', '.join([_QWIX_NF4, *elements])}")
-    return elements[text]
+    check(text in _QWIX_ELEMENTS, f"q has qtype={qtype!r}; allowed: {', '.join(_QWIX_ELEMENTS)}")
+    return _QWIX_ELEMENTS[text]
 
 
-def _native_float_names() -> dict[ElementFormat, str]:
-    """The names of floats of 8 and 4 bits that are both element formats and dtypes."""
-    return {fmt: name for name, fmt in CATALOGUE.items() if fmt.bits in (4, 8) and fmt != float8_e8m0fnu}
-
-
-def _codes_to_native(entries: jax.Array, element: ElementFormat, qtype: Any) -> jax.Array:
+def _codes_to_native(entries: jax.Array, element: formats.ElementFormat, qtype: Any) -> jax.Array:
     """Entries of codes as elements of qwix's dtype."""
-    if isinstance(element, CodebookFormat):
+    if isinstance(element, formats.CodebookFormat):
         return entries.astype(jnp.uint4)
-    if isinstance(element, IntegerFormat):
+    if isinstance(element, formats.IntegerFormat):
         up = 8 - element.bits
         signed = load_codes(entries, element) if element.bits == 8 else entries
         signed = lax.bitcast_convert_type(signed << up, jnp.int8) >> up if element.signed else signed
@@ -168,12 +163,12 @@ def _codes_to_native(entries: jax.Array, element: ElementFormat, qtype: Any) -> 
     return lax.bitcast_convert_type(codes, qtype)
 
 
-def _native_to_codes(qvalue: jax.Array, element: ElementFormat) -> jax.Array:
+def _native_to_codes(qvalue: jax.Array, element: formats.ElementFormat) -> jax.Array:
     """The inverse of `_codes_to_native`, as unsigned codes of a byte each."""
-    if isinstance(element, IntegerFormat):
+    if isinstance(element, formats.IntegerFormat):
         wide = qvalue.astype(jnp.int8 if element.signed else jnp.uint8)
         return lax.bitcast_convert_type(wide, jnp.uint8) & ((1 << element.bits) - 1)
-    if isinstance(element, CodebookFormat):
+    if isinstance(element, formats.CodebookFormat):
         return qvalue.astype(jnp.uint8)
     codes = lax.bitcast_convert_type(qvalue, jnp.uint8 if element.bits == 8 else jnp.uint4)
     return codes.astype(jnp.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,17 +14,14 @@ from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check, check_bool
-from jchop._common.files import as_path
+from jchop._common.checks import check, check_bool, place_in_errors
+from jchop._common.files import as_path, json_object, short_text
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import parse
 from jchop.formats import ScaledFormat
-from jchop.storage._array import QArray, refuse_qarray_dicts
-from jchop.storage._decode import check_qarray_leaves, qarray_shape
-from jchop.storage._files.device_parts import read_to_devices, spans_processes, write_together
-from jchop.storage._files.json import json_object, short_text
-from jchop.storage._files.safetensors import TensorEntry, TensorFile, place_tensors, write_tensors
-from jchop.storage._sharding import named_sharding_of
+from jchop.storage._array import QArray, named_sharding_of, refuse_qarray_dicts
+from jchop.storage._codes import check_qarray_leaves, qarray_shape
+from jchop.storage._files import safetensors
 
 #: The metadata key that describes QArrays: JSON, which maps the name of each to its spec as text, the length of its
 #: last axis and its dtype.
@@ -88,14 +85,14 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
             raise ValueError(f"tree has two leaves of the name {min(twice)!r}")
         used |= {name, *parts}
         tensors |= parts
-    entries = place_tensors({name: _tensor_entry(name, array) for name, array in tensors.items()})
+    entries = safetensors.place_tensors({name: _tensor_entry(name, array) for name, array in tensors.items()})
     texts |= qarray_metadata(descriptions) | tree_metadata({name: path for name, path, _ in leaves})
     texts |= {RANDOM_KEYS_KEY: json.dumps(keys)} if keys else {}
-    if any(map(spans_processes, tensors.values())):
-        write_together(path, tensors, entries, texts)
+    if any(map(safetensors.spans_processes, tensors.values())):
+        safetensors.write_together(path, tensors, entries, texts)
         return
 
-    write_tensors(path, entries, texts, lambda name: np.asarray(tensors[name]))
+    safetensors.write_tensors(path, entries, texts, lambda name: np.asarray(tensors[name]))
 
 
 def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: bool = False) -> Any:
@@ -132,29 +129,29 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
         {'layers': [{'bias': Array([0., 1., 2.], dtype=float32)}]}
     """
     check_bool("nested", nested)
-    if nested and like is not None:
-        raise ValueError("nested=True has no effect beside like=, which defines the structure")
-    with TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
+    check(like is None or not nested, "nested=True has no effect beside like=, which defines the structure")
+    with safetensors.TensorFile(as_path("path", path)) as file, jax.enable_x64(True):
         descriptions = qarrays_in(file)
         owners = {part for name, fields in descriptions.items() for part in qarray_tensor_names(name, fields)}
         keys = _random_keys_in(file, owners)
         paths = tree_paths_in(file, {*descriptions, *file.entries} - owners) if nested else {}
         like_leaves = {} if like is None else {name: leaf for name, _, leaf in leaves_by_name(like)}
         if like is not None:
-            _check_like_tree(path, like_leaves, _abstract_leaves(file, descriptions, owners, keys))
+            shapes = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in file.entries.items()}
+            abstract = jax.eval_shape(lambda shapes: _leaves_in(file, descriptions, keys, shapes.get), shapes)
+            _check_like_tree(path, like_leaves, abstract)
         tensor_shardings = _tensor_shardings(like_leaves)
 
         def read(name: str) -> jax.Array:
             sharding = tensor_shardings.get(name)
-            return jnp.asarray(file.read(name)) if sharding is None else read_to_devices(file, name, sharding)
+            return (
+                jnp.asarray(file.read(name)) if sharding is None else safetensors.read_to_devices(file, name, sharding)
+            )
 
-        arrays: dict[str, Any] = {name: read(name) for name in file.entries if name not in owners}
-        for name, fields in descriptions.items():
-            arrays[name] = join_qarray([read(part) for part in qarray_tensor_names(name, fields)], fields)
-        for name, kind in keys.items():
-            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind)
-            sharding = named_sharding_of(like_leaves.get(name))
-            arrays[name] = arrays[name] if sharding is None else jax.device_put(arrays[name], sharding)
+        arrays = _leaves_in(file, descriptions, keys, read)
+        for name in keys:
+            if (sharding := named_sharding_of(like_leaves.get(name))) is not None:
+                arrays[name] = jax.device_put(arrays[name], sharding)
     if nested:
         return nest_leaves([(paths[name], arrays[name]) for name in arrays])
     if like is None:
@@ -162,7 +159,7 @@ def load_safetensors(path: str | os.PathLike[str], *, like: Any = None, nested: 
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_qarray), [arrays[name] for name in like_leaves])
 
 
-def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
+def _random_keys_in(file: safetensors.TensorFile, owners: set[str]) -> dict[str, str]:
     """The implementations of the random keys of a file by name.
 
     Raises:
@@ -170,34 +167,29 @@ def _random_keys_in(file: TensorFile, owners: set[str]) -> dict[str, str]:
     """
     keys = _jchop_metadata(file, RANDOM_KEYS_KEY)
     for name, kind in keys.items():
-        try:
+        with place_in_errors(
+            f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}", (ValueError, TypeError)
+        ):
             check(name in file.entries and name not in owners, "no tensor has this name")
             _random_key_type(file, name, kind)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{file.path}: bad metadata {RANDOM_KEYS_KEY!r} for {short_text(name)}: {error}") from None
     return keys
 
 
-def _random_key_type(file: TensorFile, name: str, kind: str) -> Any:
+def _random_key_type(file: safetensors.TensorFile, name: str, kind: str) -> Any:
     """The type of a random key."""
     data = jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
     return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=kind), data)
 
 
-def _abstract_leaves(
-    file: TensorFile, descriptions: Mapping[str, Any], owners: set[str], keys: Mapping[str, str]
+def _leaves_in(
+    file: safetensors.TensorFile, descriptions: Mapping[str, Any], keys: Mapping[str, str], read: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """The arrays, QArrays and random keys of a file by name, without their data."""
-
-    def empty(name: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(file.entries[name].shape, file.entries[name].dtype)
-
-    leaves: dict[str, Any] = {name: empty(name) for name in file.entries if name not in owners}
-    leaves |= {name: _random_key_type(file, name, kind) for name, kind in keys.items()}
-    return leaves | {
-        n: join_qarray([empty(part) for part in qarray_tensor_names(n, fields)], fields)
-        for n, fields in descriptions.items()
-    }
+    """The leaves of a file by name, of tensors that `read` gives."""
+    parts = {name: qarray_tensor_names(name, fields) for name, fields in descriptions.items()}
+    owned = {part for own in parts.values() for part in own}
+    leaves: dict[str, Any] = {name: read(name) for name in file.entries if name not in owned}
+    leaves |= {name: join_qarray(list(map(read, own)), descriptions[name]) for name, own in parts.items()}
+    return leaves | {name: jax.random.wrap_key_data(leaves[name], impl=kind) for name, kind in keys.items()}
 
 
 def _tensor_shardings(like_leaves: Mapping[str, Any]) -> dict[str, NamedSharding]:
@@ -265,7 +257,9 @@ def qarray_tensor_names(name: str, fields: Mapping[str, Any]) -> list[str]:
     return [f"{name}.{part}" for part in parts]
 
 
-def qarray_shape_in(entries: Mapping[str, TensorEntry], name: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+def qarray_shape_in(
+    entries: Mapping[str, safetensors.TensorEntry], name: str, fields: Mapping[str, Any]
+) -> tuple[int, ...]:
     """The shape of a QArray of a file."""
     first, last = (entries[qarray_tensor_names(name, fields)[place]] for place in (0, -1))
     fmt = parse(fields["spec"]).scaled
@@ -277,7 +271,7 @@ def qarray_metadata(descriptions: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     return {QARRAYS_KEY: json.dumps(descriptions)} if descriptions else {}
 
 
-def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+def qarrays_in(file: safetensors.TensorFile, unread: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """The QArrays in the metadata of a file: the spec, the length of the last axis and the dtype by name.
 
     Args:
@@ -300,15 +294,13 @@ def qarrays_in(file: TensorFile, unread: dict[str, str] | None = None) -> dict[s
     return descriptions
 
 
-def _jchop_metadata(file: TensorFile, key: str) -> dict[str, Any]:
+def _jchop_metadata(file: safetensors.TensorFile, key: str) -> dict[str, Any]:
     """A JSON object in the metadata of a file; empty if it is missing."""
-    try:
+    with place_in_errors(f"{file.path}: bad metadata {key!r}"):
         return json_object(file.metadata.get(key, "{}"))
-    except ValueError as error:
-        raise ValueError(f"{file.path}: bad metadata {key!r} ({error})") from None
 
 
-def _check_qarray_tensors(file: TensorFile, name: str, fields: Any) -> None:
+def _check_qarray_tensors(file: safetensors.TensorFile, name: str, fields: Any) -> None:
     """Checks that the tensors of a file form the described QArray."""
     if not isinstance(fields, dict) or set(fields) != {"spec", "size", "dtype"}:
         raise ValueError(f"{short_text(fields)} must be an object of spec, size and dtype")
@@ -358,10 +350,10 @@ def leaves_by_name(tree: Any, kinds: Any = QArray) -> list[tuple[str, tuple[Any,
     return [(jax.tree_util.keystr(path, simple=True, separator="."), path, leaf) for path, leaf in leaves]
 
 
-def _tensor_entry(name: str, leaf: Any) -> TensorEntry:
+def _tensor_entry(name: str, leaf: Any) -> safetensors.TensorEntry:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         raise TypeError(f"leaf {name!r} is {leaf!r}, but only arrays and QArrays can be saved")
-    entry = TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
+    entry = safetensors.TensorEntry(np.dtype(leaf.dtype), tuple(leaf.shape))
     try:
         entry.dtype_name  # noqa: B018
     except TypeError as error:
@@ -407,7 +399,7 @@ def tree_metadata(paths: Mapping[str, Sequence[Any]]) -> dict[str, str]:
     return {TREE_KEY: json.dumps(steps, separators=(",", ":"))} if steps else {}
 
 
-def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[TreeStep]]:
+def tree_paths_in(file: safetensors.TensorFile, names: Iterable[str]) -> dict[str, list[TreeStep]]:
     """The recorded steps to each array of a file.
 
     Raises:
@@ -419,7 +411,7 @@ def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Tree
             f"{file.path} has no record of dicts and lists, which save_safetensors writes: omit nested to get the "
             "arrays by name, or pass like="
         )
-    try:
+    with place_in_errors(f"{file.path}: bad metadata {TREE_KEY!r}"):
         record = json_object(file.metadata.get(TREE_KEY, "{}"))
         if set(record) != names:
             raise ValueError(f"it is of other arrays: {short_text(sorted(set(record) ^ names))}")
@@ -427,8 +419,6 @@ def tree_paths_in(file: TensorFile, names: Iterable[str]) -> dict[str, list[Tree
             if not isinstance(path, list) or ".".join(map(_tree_step_text, path)) != name:
                 raise ValueError(f"{short_text(path)} does not lead to {short_text(name)}")
         nest_leaves([(path, None) for path in record.values()])
-    except ValueError as error:
-        raise ValueError(f"{file.path}: bad metadata {TREE_KEY!r} ({error})") from None
     return record
 
 

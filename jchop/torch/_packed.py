@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from jchop import storage
 from jchop._common.bit_ops import enable_x64_for
 from jchop.storage import QArray
-from jchop.storage._decode import check_qarray_leaves, qarray_shape
+from jchop.storage._codes import check_qarray_leaves, qarray_shape
 from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
 from jchop.torch._bridge import as_jax, as_tensor, check_has_numbers
 from jchop.torch._operators import CARRIER_NAMES, check_carrier, import_words, key_of_words

@@ -1,7 +1,6 @@
 """Folders of several files: one writer at a time, whole or unfinished, and copies of other files."""
 
 from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -9,16 +8,17 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
 import numpy as np
 import pytest
 from each_case import each
-
 import jchop as jc
 from jchop._checkpoints import writer
 from jchop._checkpoints.load_save import convert_checkpoint
 from jchop.nn._shared.lora_rule import read_adapters, write_adapters
 from jchop.storage import load_checkpoint, save_checkpoint
+from jchop._checkpoints.writer import convert_checkpoint
+from jchop.nn._shared.peft_files import read_adapters, write_adapters
+
 
 posix = pytest.mark.skipif(os.name != "posix", reason="locks, permissions and links of POSIX")
 SHARD = 64
@@ -124,10 +124,13 @@ def test_a_save_that_fails_leaves_what_it_found(
 def test_an_unfinished_folder_is_no_checkpoint(tmp_path: Path, shard_bytes: int, monkeypatch: Any) -> None:
     """Nothing reads it, also if its only file is there; another save of the same names is wholly new."""
 
-    def copy_folder(others: Any, target: Path) -> None:
+    write = writer._write_index_and_config
+
+    def copy_folder(target: Path, *others: Any) -> None:
+        write(target, *others)
         shutil.copytree(target, tmp_path / "killed")
 
-    monkeypatch.setattr(writer, writer._copy_files.__name__, copy_folder)
+    monkeypatch.setattr(writer, write.__name__, copy_folder)
     save_checkpoint(tree(1), tmp_path / "m", "plain", config={"a": 1}, shard_bytes=shard_bytes)
     monkeypatch.undo()
     assert is_tree(tmp_path / "m", 1) and list((tmp_path / "killed").glob("*.safetensors"))

@@ -19,7 +19,7 @@ from hostile_checkpoints import search
 
 from jchop._checkpoints.checkpoint import open_checkpoint
 from jchop.storage import load_checkpoint
-from jchop.storage._files.shards import ShardFiles
+from jchop.storage._files.safetensors import ShardFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 

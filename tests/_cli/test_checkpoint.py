@@ -21,7 +21,7 @@ from checkpoint_layouts import CASES, make_nvfp4, write_folder
 from further import Further
 
 import jchop as jc
-from jchop._checkpoints.load_save import convert_checkpoint
+from jchop._checkpoints.writer import convert_checkpoint
 from jchop.storage import load_checkpoint, save_checkpoint
 
 further = Further()

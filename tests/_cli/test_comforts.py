@@ -14,9 +14,9 @@ import pytest
 from each_case import each
 
 import jchop as jc
-from jchop.__main__ import _command_parser, main
+from jchop.__main__ import COMMANDS, main
+from jchop._cli._command import bold
 from jchop._cli._completion import words_by_command
-from jchop._cli._text import bold
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> object:
@@ -25,14 +25,12 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> object:
 
 
 def test_every_command_has_json() -> None:
-    assert [name for name, options in words_by_command(_command_parser()).items() if "--json" not in options] == [
-        "completion"
-    ]
+    assert [name for name, options in words_by_command(COMMANDS).items() if "--json" not in options] == ["completion"]
 
 
 def test_the_page_names_every_command() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
-    assert [name for name in words_by_command(_command_parser()) if f"`jchop {name}" not in page] == []
+    assert [name for name in words_by_command(COMMANDS) if f"`jchop {name}" not in page] == []
 
 
 def test_formats_and_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +153,7 @@ def test_the_other_shells_know_every_command(capsys: pytest.CaptureFixture[str])
     for shell in ("zsh", "fish"):
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
-        assert all(name in script for name in words_by_command(_command_parser())) and "budget-seconds" in script
+        assert all(name in script for name in words_by_command(COMMANDS)) and "budget-seconds" in script
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jchop.__main__ import main
-from jchop._cli import _doctor
+from jchop._cli import _info
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 #: Extras for work on jchop itself.
@@ -62,7 +62,7 @@ def test_a_backend_that_does_not_start(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     extras = tomllib.loads(PROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
-    assert set(_doctor.USER_EXTRAS) == set(extras) - OTHERS
+    assert set(_info.USER_EXTRAS) == set(extras) - OTHERS
 
     def brought(extra: str) -> set[str]:
         found: set[str] = set()
@@ -71,9 +71,9 @@ def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, capsys
             found |= set().union(*map(brought, more[1].split(","))) if more else {re.split(r"[\[>=]", text)[0]}
         return found
 
-    for extra, (packages, _) in _doctor.USER_EXTRAS.items():
+    for extra, (packages, _) in _info.USER_EXTRAS.items():
         assert set(packages) == brought(extra)
-    monkeypatch.setattr(_doctor, "_distribution_version", lambda name: None if name == "matplotlib" else "1")
+    monkeypatch.setattr(_info, "distribution_version", lambda name: None if name == "matplotlib" else "1")
     main(["doctor"])
     out = capsys.readouterr().out
     assert re.search(r'plot .* matplotlib missing +pip install "\.\[plot\]"', out)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from each_case import each
 
-from jchop._cli import _user_function
-from jchop._cli._user_function import load_arrays
+from jchop._cli import _function_commands
+from jchop._cli._function_commands import load_arrays
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -69,7 +69,7 @@ def test_encryption_is_refused(tmp_path: Path) -> None:
 @each("members", [1, 3])
 def test_archives_of_much_memory_are_refused(tmp_path: Path, members: int, monkeypatch: Any) -> None:
     """A small file whose arrays take a thousand times its bytes together is an error before they are read."""
-    monkeypatch.setattr(_user_function, "_MAX_ARRAY_BYTES", 1 << 16)
+    monkeypatch.setattr(_function_commands, "_MAX_ARRAY_BYTES", 1 << 16)
     data = npy(np.zeros((1 << 17) // members))
     path = archive(tmp_path / "x.npz", {f"{i}.npy": data for i in range(members)})
     with pytest.raises(ValueError, match=r"its arrays take 1048\d+ bytes, over 64 times those of the file"):

@@ -5,7 +5,7 @@ import math
 import pytest
 from each_case import each
 
-from jchop._common.decibels import decibels
+from jchop._common.text import decibels
 
 
 @each(

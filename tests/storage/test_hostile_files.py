@@ -19,8 +19,8 @@ from refusals import assert_refused
 
 import jchop as jc
 from jchop.__main__ import main
+from jchop.storage._chunks import TensorRule, quantize_file
 from jchop.storage._files.safetensors import TensorFile
-from jchop.storage._quantize_file import TensorRule, quantize_file
 
 further = Further()
 
@@ -75,7 +75,7 @@ def test_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         jc.load_safetensors(path)
 
     table = {f"{said}, {i}": (partial(read, *given), ValueError, f"is not a safetensors file that jchop reads: bad "
-                              f"header .*{said}") for i, (said, *given) in enumerate(REFUSED)}  # fmt: skip
+                              f"header: .*{said}") for i, (said, *given) in enumerate(REFUSED)}  # fmt: skip
     assert_refused(table)
 
 
@@ -206,7 +206,7 @@ def test_records_of_trees(tmp_path: Path) -> None:
         assert set(jc.load_safetensors(path)) == {"a.0", "b"}
         jc.load_safetensors(path, nested=True)
 
-    assert_refused({str(record): (partial(nested, record), ValueError, f"bad metadata 'jchop.tree' .*({said})")
+    assert_refused({str(record): (partial(nested, record), ValueError, f"bad metadata 'jchop.tree': .*({said})")
                     for said, record in BAD_RECORDS})  # fmt: skip
 
 

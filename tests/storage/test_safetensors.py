@@ -18,12 +18,18 @@ from further import Further
 from refusals import assert_refused
 
 import jchop as jc
-from jchop._checkpoints.load_save import convert_checkpoint
+from jchop._checkpoints.writer import convert_checkpoint
 from jchop.storage import QArray
 from jchop.storage import _save as save
-from jchop.storage._files.device_parts import write_together
-from jchop.storage._files.safetensors import DTYPES, TensorEntry, TensorFile, TensorWriter, place_tensors
-from jchop.storage._quantize_file import TensorRule, quantize_file
+from jchop.storage._chunks import TensorRule, quantize_file
+from jchop.storage._files.safetensors import (
+    DTYPES,
+    TensorEntry,
+    TensorFile,
+    TensorWriter,
+    place_tensors,
+    write_together,
+)
 
 further = Further()
 

@@ -17,7 +17,7 @@ from further import Further
 from html_check import check_html
 
 import jchop as jc
-from jchop._common.text import html
+from jchop._common import html
 from jchop.storage import _notebook
 
 further = Further()

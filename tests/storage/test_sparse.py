@@ -15,12 +15,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop._checkpoints.arrays import pieces
+from jchop._checkpoints.row import pieces
 from jchop.optim._pack import as_state_rules
-from jchop.storage._decode import check_qarray_leaves
-from jchop.storage._quantize_file import TensorRule, quantize_file
+from jchop.storage._array import check_group_sharding
+from jchop.storage._chunks import TensorRule, quantize_file
+from jchop.storage._codes import check_qarray_leaves
 from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
-from jchop.storage._sharding import check_group_sharding
 
 further = Further()
 

@@ -16,8 +16,7 @@ from jax.sharding import AxisType, Mesh
 from storage import together
 
 import jchop as jc
-from jchop.storage._files.device_parts import contiguous_runs
-from jchop.storage._files.safetensors import TensorFile
+from jchop.storage._files.safetensors import TensorFile, contiguous_runs
 
 further = Further()
 

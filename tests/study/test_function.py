@@ -236,7 +236,7 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str], work: Path
         capsys, *words("--data", "other.npz")
     )
     assert "--epochs belongs to the study of a network" in error(capsys, *words("--data", "data.npz", "--epochs", "3"))
-    assert "--data data.npz belongs to the study of a function" in error(capsys, "study", "--data", "data.npz")
+    assert "--data belongs to the study of a function" in error(capsys, "study", "--data", "data.npz")
     assert "cannot be loaded" in error(capsys, "study", "no_such_module_of_study:f", "--data", "data.npz")
     assert "must be MODULE:FUNCTION" in error(capsys, "study", "model", "--data", "data.npz")
     np.savez(work / "nan.npz", x=X * np.nan, y=X)

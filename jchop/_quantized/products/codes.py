@@ -42,8 +42,17 @@ from jchop.formats import ElementFormat, FloatFormat, IntegerFormat
 from jchop.formats._catalogue import float8_e4m3fn, float8_e5m2
 from jchop.storage import QArray, quantize
 from jchop.storage._axis_groupings import WHOLE_AXIS, AxisGrouping, axis_groupings, scale_shape_of, with_groupings
-from jchop.storage._codes import check_code_dtype, decode_unscaled, native_dtype, pack_entries, store_codes
-from jchop.storage._decode import batch_axes, decode_qarray, repeat_over_groups, spec_of_part
+from jchop.storage._codes import (
+    batch_axes,
+    check_code_dtype,
+    decode_qarray,
+    decode_unscaled,
+    native_dtype,
+    pack_entries,
+    repeat_over_groups,
+    spec_of_part,
+    store_codes,
+)
 
 Array = jax.Array
 

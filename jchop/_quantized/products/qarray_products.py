@@ -18,7 +18,7 @@ from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop.storage import QArray, dequantize
 from jchop.storage._array import refuse_qarray_dicts
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, axis_groupings
-from jchop.storage._decode import batch_axes, spec_of_part
+from jchop.storage._codes import batch_axes, spec_of_part
 
 Array = jax.Array
 

@@ -59,20 +59,9 @@ INSTEAD = {
 }
 
 __all__ = [
-    "Chop",
-    "ChopSTE",
-    "Chopf",
-    "ChopfSTE",
-    "Chopi",
-    "ChopiSTE",
-    "Customs",
-    "FaultChop",
-    "LightChop",
-    "LightChopSTE",
-    "backend",
-    "float_params",
-    "get_backend",
-]
+    "Chop", "ChopSTE", "Chopf", "ChopfSTE", "Chopi", "ChopiSTE", "Customs", "FaultChop", "LightChop",
+    "LightChopSTE", "backend", "float_params", "get_backend",
+]  # fmt: skip
 
 
 def backend(lib: str = "auto", verbose: int = 0) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from jchop._common.checks import check_choice
+from jchop._common.checks import check, check_choice
 from jchop._common.files import require_extra
 
 require_extra("jchop.compat.pychop.ptq", "torch", ("torch",))
@@ -40,16 +40,13 @@ def rounded_copy(model: Any, chop: Any, eval_mode: bool, verbose: bool) -> Any:
     return result
 
 
-def round_layer_outputs(
-    model: nn.Module, chop: Any, data: Iterable[Any] | None, method: str, percentile: float
-) -> None:
+def round_layer_outputs(model: nn.Module, chop: Any, data: Iterable | None, method: str, percentile: float) -> None:
     """Makes every layer of `model` round its output, after clamping to its range on `data`, if any.
 
     Of several outputs the first is rounded, as of recurrent layers and attention.
     """
     check_choice("calibration_method", method, _PTQ_METHODS)
-    if not 0 < percentile <= 100:
-        raise ValueError(f"percentile={percentile} must be more than 0 and at most 100")
+    check(0 < percentile <= 100, f"percentile={percentile} must be more than 0 and at most 100")
     layers = _leaf_layers(model)
     if data is None:
         ranges = dict.fromkeys(layers.values())

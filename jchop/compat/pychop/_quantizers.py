@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -13,22 +13,12 @@ import jax.core
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_operands, convert_dtype
 from jchop._round.flip import flip_bits
 from jchop._spec.spec import Spec
-from jchop.compat._arrays import (
-    SeedCounter,
-    apply_to_arrays,
-    as_numbers,
-    as_whole_numbers,
-    dtype_name,
-    is_torch,
-    key_of_seed,
-    narrow_dtype,
-    round_any_array,
-)
+from jchop.compat import _arrays
 from jchop.compat.pychop.math_func import PYCHOP_METHODS, call_method
 from jchop.formats import FixedFormat, FloatFormat, IntegerFormat, ScaledFormat
 from jchop.matlab import CHOP_FORMATS, CHOP_ROUNDINGS, chop_float_format, chop_spec, int_if_whole, round_by_randfunc
@@ -43,15 +33,9 @@ RMODES = {rmode: rounding for rmode, (rounding, _) in CHOP_ROUNDINGS.items()} | 
     10: "stochastic_equal",  # CADNA's: up or down with equal probability
 }
 RMODE_NAMES = {
-    "nearest": 1,
-    "plus_inf": 2,
-    "minus_inf": 3,
-    "toward_zero": 4,
-    "towards_zero": 4,
-    "stoc_prop": 5,
-    "stoc_equal": 6,
-    "cadna": 10,
-}
+    "nearest": 1, "plus_inf": 2, "minus_inf": 3, "toward_zero": 4, "towards_zero": 4, "stoc_prop": 5,
+    "stoc_equal": 6, "cadna": 10,
+}  # fmt: skip
 
 
 def _rmode_number(rmode: Any, largest: int) -> int:
@@ -70,7 +54,7 @@ class PychopQuantizer:
 
     def __init__(self, spec: Spec, random_state: int, verbose: int = 0) -> None:
         self.spec = spec
-        self._draws = SeedCounter(int_if_whole(random_state))
+        self._draws = _arrays.SeedCounter(int_if_whole(random_state))
         if verbose:
             print(f"{spec}: unit roundoff {self.u:e}")
 
@@ -86,11 +70,11 @@ class PychopQuantizer:
             x: numbers of NumPy, JAX or torch; the result is of the same kind.
             key: a typed JAX key instead of the object's random numbers; required for a traced `x`.
         """
-        x = as_numbers(x)
-        if isinstance(x, jax.Array) or not self._needs_float64(dtype_name(x)):
-            spec = self.spec_for(dtype_name(x))
-            return round_any_array(x, spec, self._seed(spec, x, key), key)
-        if is_torch(x):
+        x = _arrays.as_numbers(x)
+        if isinstance(x, jax.Array) or not self._needs_float64(_arrays.dtype_name(x)):
+            spec = self.spec_for(_arrays.dtype_name(x))
+            return _arrays.round_any_array(x, spec, self._seed(spec, x, key), key)
+        if _arrays.is_torch(x):
             return PychopQuantizer.__call__(self, x.double(), key=key).to(x.dtype)
         with np.errstate(over="ignore"):
             return PychopQuantizer.__call__(self, x.astype(np.float64), key=key).astype(x.dtype)
@@ -113,11 +97,7 @@ class PychopQuantizer:
         return partial(call_method, self, name)
 
     def compute(
-        self,
-        function: Callable[..., Any],
-        operands: tuple[Any, ...],
-        key: jax.Array | None = None,
-        exponents: tuple[Any, ...] = (),
+        self, function: Callable[..., Any], operands: tuple, key: jax.Array | None = None, exponents: tuple = ()
     ) -> Any:
         """A function of `jchop.math`, ``function(*operands, *exponents, spec, key)``.
 
@@ -127,10 +107,10 @@ class PychopQuantizer:
             key: as in a call.
             exponents: whole numbers, which are not rounded.
         """
-        operands = tuple(as_numbers(operand) for operand in operands)
+        operands = tuple(_arrays.as_numbers(operand) for operand in operands)
         tracer = next((x for x in operands if isinstance(x, jax.core.Tracer)), operands[0])
         seed = self._seed(self.spec, tracer, key)
-        key = key if seed is None else key_of_seed(seed)
+        key = key if seed is None else _arrays.key_of_seed(seed)
         in_jax = any(isinstance(x, jax.Array) for x in operands)
 
         def run(*arrays: Any) -> Any:
@@ -141,9 +121,9 @@ class PychopQuantizer:
                 return function(*numbers, *exponent_arrays, self.spec_for(dtype.name), key)
             wide = (convert_dtype(x, np.dtype("float64")) for x in numbers)
             results = function(*wide, *exponent_arrays, self.spec_for("float64"), key)
-            return jax.tree.map(lambda y: narrow_dtype(y, dtype) if y.dtype == np.float64 else y, results)
+            return jax.tree.map(lambda y: _arrays.narrow_dtype(y, dtype) if y.dtype == np.float64 else y, results)
 
-        return apply_to_arrays(run, *operands, *map(as_whole_numbers, exponents))
+        return _arrays.apply_to_arrays(run, *operands, *map(_arrays.as_whole_numbers, exponents))
 
     def _needs_float64(self, dtype: str) -> bool:
         """Whether numbers of a dtype other than those of JAX are rounded in float64."""
@@ -242,8 +222,7 @@ class Customs:
             raise ValueError(f"customs={self} must have emax or exp_bits, and t or sig_bits")
         if self.emax not in (None, emax):
             raise ValueError(f"customs={self}: exp_bits={exp_bits} is emax={emax}, not {self.emax}; pass one of them")
-        if self.t not in (None, t):
-            raise ValueError(f"customs={self}: sig_bits={self.sig_bits} is t={t}, not {self.t}; pass one of them")
+        check(self.t in (None, t), f"customs={self}: sig_bits={self.sig_bits} is t={t}, not {self.t}; pass one of them")
         return check_int("t", t, 1, 53), check_int("emax", emax, 1, (1 << 15) - 1)
 
 
@@ -315,20 +294,20 @@ class FaultChop(Chop):
             x: numbers.
             key: as for `Chop`.
         """
-        x = as_numbers(x)
-        spec = self.spec_for(dtype_name(x))
+        x = _arrays.as_numbers(x)
+        spec = self.spec_for(_arrays.dtype_name(x))
         if self.randfunc is not None and spec.rounding.stochastic:
-            if is_torch(x) or isinstance(x, jax.Array):
+            if _arrays.is_torch(x) or isinstance(x, jax.Array):
                 raise TypeError(f"randfunc is for NumPy arrays; x is a {type(x).__name__}")
             result = round_by_randfunc(np.asarray(x), spec, self.randfunc)
         else:
             result = super().__call__(x, key=key)
         if not self.flip:
             return result
-        if is_torch(result) and result.requires_grad:
+        if _arrays.is_torch(result) and result.requires_grad:
             raise ValueError("flip=True has no gradient for tensors; use torch.no_grad()")
-        key = key_of_seed(self._draws.next(x)) if key is None else key
-        return apply_to_arrays(lambda array: flip_bits(array, Spec(spec.format), self.p, key), result)
+        key = _arrays.key_of_seed(self._draws.next(x)) if key is None else key
+        return _arrays.apply_to_arrays(lambda array: flip_bits(array, Spec(spec.format), self.p, key), result)
 
 
 class Chopf(PychopQuantizer):
@@ -415,7 +394,7 @@ class Chopi:
         Args:
             x: numbers.
         """
-        apply_to_arrays(self._fit, as_numbers(x))
+        _arrays.apply_to_arrays(self._fit, _arrays.as_numbers(x))
         self._fixed = True
 
     def _fit(self, x: Any) -> Any:
@@ -429,7 +408,7 @@ class Chopi:
         Args:
             x: numbers.
         """
-        return apply_to_arrays(self._codes, as_numbers(x))
+        return _arrays.apply_to_arrays(self._codes, _arrays.as_numbers(x))
 
     def _codes(self, x: Any) -> Any:
         qarray = self._as_qarray(x)
@@ -455,11 +434,10 @@ class Chopi:
         Raises:
             ValueError: if no array was quantized.
         """
-        if self.scale is None:
-            raise ValueError("no array was quantized, so there is no scale to dequantize with")
+        check(self.scale is not None, "no array was quantized, so there is no scale to dequantize with")
         shift = 0 if self.zero_point is None else self.zero_point
         dtype = self.scale.dtype if self._dtype is None else self._dtype
-        return apply_to_arrays(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
+        return _arrays.apply_to_arrays(lambda array: (array.astype("int32") - shift).astype(dtype) * self.scale, codes)
 
     def __call__(self, x: Any) -> Any:
         """`x` rounded to the values of its codes.
@@ -467,10 +445,10 @@ class Chopi:
         Args:
             x: numbers.
         """
-        x = as_numbers(x)
+        x = _arrays.as_numbers(x)
         if self._fixed:
-            return apply_to_arrays(lambda array: dequantize(self._as_qarray(array)), x)
-        return round_any_array(x, self.spec_for(x))
+            return _arrays.apply_to_arrays(lambda array: dequantize(self._as_qarray(array)), x)
+        return _arrays.round_any_array(x, self.spec_for(x))
 
 
 # -- the arguments of the paper's layers and optimizers, instead of a quantizer ----------------------------------------
@@ -518,24 +496,24 @@ QUANTIZER_WORDS = {
 }
 
 
-def class_lookup(
-    module: str, prefixes: Iterable[str], torch_names: Mapping[str, str], make: Callable[[str, str, str], type]
-) -> Callable[[str], type]:
+def class_lookup(base: type, library: Any, torch_names: Mapping[str, str], texts: Mapping[str, str]) -> Any:
     """The function ``__getattr__`` of a module that has a class for each prefix and name, made when first used.
 
     Args:
-        module: its name.
-        prefixes: keys of `QUANTIZER_WORDS`.
+        base: the first base of the classes, of the module; they have ``prefix`` and ``of``, the name in torch.
+        library: a module of torch, which has the second base.
         torch_names: the name in torch for each name after a prefix.
-        make: makes a class, from its name, its prefix and the name in torch.
+        texts: the docstring of classes, by their prefix, with a place for the name in torch.
     """
-    names = {prefix + name: (prefix, of) for prefix in prefixes for name, of in torch_names.items()}
+    names = {prefix + name: (prefix, of) for prefix in texts for name, of in torch_names.items()}
 
     @lru_cache(maxsize=len(names))
     def load(name: str) -> type:
         if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return make(name, *names[name])
+            raise AttributeError(f"module {base.__module__!r} has no attribute {name!r}")
+        prefix, of = names[name]
+        body = {"__doc__": texts[prefix].format(of), "__module__": base.__module__, "prefix": prefix, "of": of}
+        return type(name, (base, getattr(library, of)), body)
 
     return load
 
@@ -568,14 +546,12 @@ def float_params(prec: str | None = None, binary: bool = False) -> FloatParams |
     check_bool("binary", binary)
     if prec is None:
         table = {name: _params_of(*facts) for name, facts in CHOP_FORMATS.items()}
-        return {name: (*map(_power_text, row[:4]), *row[4:]) for name, row in table.items()} if binary else table
+        if binary:
+            table = {name: (*(f"2^{round(math.log2(x))}" for x in row[:4]), *row[4:]) for name, row in table.items()}
+        return table
     if prec not in CHOP_FORMATS:
         raise ValueError(f"prec={prec!r} must be one of {', '.join(map(repr, CHOP_FORMATS))}")
     return _params_of(*CHOP_FORMATS[prec])
-
-
-def _power_text(value: float) -> str:
-    return f"2^{round(math.log2(value))}"
 
 
 def _params_of(t: int, emax: int) -> FloatParams:

@@ -162,11 +162,9 @@ def _update_flat_weights(module: nn.Module) -> None:
         module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]  # type: ignore[assignment]
 
 
-def _layer_class(name: str, prefix: str, torch_name: str) -> type[nn.Module]:
-    words = ", ".join(f"``{name}=``" for name in ("chop", *QUANTIZER_WORDS[prefix].names))
-    text = f"`torch.nn.{torch_name}` with {words}: a quantizer, or its arguments; without one, nothing is rounded."
-    body = {"__doc__": text, "__module__": __name__, "prefix": prefix, "of": torch_name}
-    return type(name, (_RoundingLayer, getattr(nn, torch_name)), body)
-
-
-__getattr__ = class_lookup(__name__, QUANTIZER_WORDS, _TORCH_NAMES, _layer_class)
+_LAYER_TEXT = "`torch.nn.{{}}` with {}: a quantizer, or its arguments; without one, nothing is rounded."
+_LAYER_TEXTS = {
+    prefix: _LAYER_TEXT.format(", ".join(f"``{name}=``" for name in ("chop", *words.names)))
+    for prefix, words in QUANTIZER_WORDS.items()
+}
+__getattr__ = class_lookup(_RoundingLayer, nn, _TORCH_NAMES, _LAYER_TEXTS)

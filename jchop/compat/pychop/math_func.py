@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from jchop import math
+from jchop._common.checks import check
 
 #: The methods of quantizers, by the number of their operands: functions of `jchop.math`.
 _UNARY_METHODS = (
@@ -52,8 +53,7 @@ def call_method(chop: Any, name: str, *args: Any, key: Any = None, **options: An
         signature = f"{count} operand{'s' * (count > 1)}" + "".join(f" and {option}" for option in names)
         raise TypeError(f"{name} takes {signature}; it was given {len(args)} arguments and {sorted(options)}")
     options |= dict(zip(names, values, strict=False))
-    if options.pop("decimals", 0) != 0:
-        raise ValueError("decimals must be 0: a binary format has no decimal places")
+    check(options.pop("decimals", 0) == 0, "decimals must be 0: a binary format has no decimal places")
     function = getattr(math, name)
     rounded_count = count - _EXPONENT_COUNTS.get(name, 0)
     return chop.compute(

@@ -49,10 +49,6 @@ class _RoundingOptimizer(torch.optim.Optimizer):
         return loss
 
 
-def _optimizer_class(name: str, prefix: str, torch_name: str) -> type[torch.optim.Optimizer]:
-    text = f"`torch.optim.{torch_name}` with ``chop=``, a quantizer of its moments; None (default) for none."
-    body = {"__doc__": text, "__module__": __name__, "prefix": prefix}
-    return type(name, (_RoundingOptimizer, getattr(torch.optim, torch_name)), body)
-
-
-__getattr__ = class_lookup(__name__, _OPTIMIZER_PREFIXES, _TORCH_OPTIMIZERS, _optimizer_class)
+_OPTIMIZER_TEXT = "`torch.optim.{}` with ``chop=``, a quantizer of its moments; None (default) for none."
+_OPTIMIZER_TEXTS: dict[str, str] = dict.fromkeys(_OPTIMIZER_PREFIXES, _OPTIMIZER_TEXT)
+__getattr__ = class_lookup(_RoundingOptimizer, torch.optim, _TORCH_OPTIMIZERS, _OPTIMIZER_TEXTS)

@@ -16,14 +16,12 @@ import jax
 
 __all__ = ["dynamic_post_quantization", "mixed_post_quantization", "post_quantization", "static_post_quantization"]
 
-_TorchOrFlaxModel = TypeVar("_TorchOrFlaxModel")
+_AnyModel = TypeVar("_AnyModel")
 #: The leaves of a Flax model that are rounded, as in Pychop.
 _FLAX_WEIGHT_NAMES = ("kernel", "weight", "bias", "scale")
 
 
-def post_quantization(
-    model: _TorchOrFlaxModel, chop: Any, eval_mode: bool = True, verbose: bool = False
-) -> _TorchOrFlaxModel:
+def post_quantization(model: _AnyModel, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _AnyModel:
     """A copy of a model with its weights and biases rounded.
 
     Args:
@@ -57,9 +55,7 @@ def post_quantization(
     return jax.tree_util.tree_map_with_path(round_leaf, model)
 
 
-def dynamic_post_quantization(
-    model: _TorchOrFlaxModel, chop: Any, eval_mode: bool = True, verbose: bool = False
-) -> _TorchOrFlaxModel:
+def dynamic_post_quantization(model: _AnyModel, chop: Any, eval_mode: bool = True, verbose: bool = False) -> _AnyModel:
     """Like `post_quantization`; in addition the outputs of layers are rounded in every forward pass.
 
     Args:
@@ -75,7 +71,7 @@ def dynamic_post_quantization(
 
 
 def static_post_quantization(
-    model: _TorchOrFlaxModel,
+    model: _AnyModel,
     chop: Any,
     calibration_data: Iterable[Any],
     calibration_method: str = "minmax",
@@ -83,7 +79,7 @@ def static_post_quantization(
     fuse_bn: bool = True,
     eval_mode: bool = True,
     verbose: bool = False,
-) -> _TorchOrFlaxModel:
+) -> _AnyModel:
     """Like `dynamic_post_quantization`, with outputs first clamped to a range that was found on data.
 
     A layer whose outputs no batch shows is not rounded; a `RuntimeWarning` names it.
@@ -108,21 +104,13 @@ def static_post_quantization(
     model = _require_torch_module(model)
     from jchop.compat.pychop._ptq_torch import fuse_batch_norms
 
-    return mixed_post_quantization(
-        fuse_batch_norms(model) if fuse_bn and eval_mode else model,
-        chop,
-        chop,
-        calibration_data,
-        calibration_method,
-        percentile,
-        dynamic=False,
-        eval_mode=eval_mode,
-        verbose=verbose,
-    )
+    model = fuse_batch_norms(model) if fuse_bn and eval_mode else model
+    calibration = (calibration_data, calibration_method, percentile)
+    return mixed_post_quantization(model, chop, chop, *calibration, dynamic=False, eval_mode=eval_mode, verbose=verbose)
 
 
 def mixed_post_quantization(
-    model: _TorchOrFlaxModel,
+    model: _AnyModel,
     weight_chop: Any,
     activation_chop: Any,
     calibration_data: Iterable[Any] | None = None,
@@ -131,7 +119,7 @@ def mixed_post_quantization(
     dynamic: bool = True,
     eval_mode: bool = True,
     verbose: bool = False,
-) -> _TorchOrFlaxModel:
+) -> _AnyModel:
     """A copy of a model with weights and biases rounded by one quantizer, and the outputs of layers by another.
 
     Args:
@@ -168,7 +156,7 @@ def _is_torch_module(model: Any) -> bool:
     return hasattr(model, "named_parameters")
 
 
-def _require_torch_module(model: _TorchOrFlaxModel) -> _TorchOrFlaxModel:
+def _require_torch_module(model: _AnyModel) -> _AnyModel:
     if _is_torch_module(model):
         return model
     type_name = "variables of a Flax model" if isinstance(model, Mapping) else type(model).__name__

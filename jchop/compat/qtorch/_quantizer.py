@@ -13,7 +13,7 @@ import torch  # noqa: E402
 
 from jchop import torch as bridge  # noqa: E402
 from jchop._spec.spec import Spec  # noqa: E402
-from jchop.compat.qtorch._numbers import FixedPoint, Number  # noqa: E402
+from jchop.compat.qtorch import FixedPoint, Number  # noqa: E402
 
 Tensor = torch.Tensor
 

@@ -13,9 +13,9 @@ require_extra("jchop.compat.qtorch.auto_low", "torch", ("torch",))
 from torch import nn  # noqa: E402
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # noqa: E402
 
-from jchop._common.checks import check_choice  # noqa: E402
+from jchop._common.checks import check, check_choice  # noqa: E402
 from jchop.compat._arrays import round_first  # noqa: E402
-from jchop.compat.qtorch._numbers import Number  # noqa: E402
+from jchop.compat.qtorch import Number  # noqa: E402
 from jchop.compat.qtorch._quantizer import Quantizer  # noqa: E402
 
 __all__ = ["lower", "sequential_lower"]
@@ -23,15 +23,10 @@ __all__ = ["lower", "sequential_lower"]
 _TorchModel = TypeVar("_TorchModel", bound=nn.Module)
 #: The files of `torch.nn.modules` that define each type of layer.
 _LAYER_FILES = {
-    "conv": ("conv", "fold"),
-    "linear": ("linear",),
-    "pool": ("pooling",),
-    "pad": ("padding",),
-    "activation": ("activation",),
-    "normalization": ("batchnorm", "instancenorm", "normalization"),
-    "dropout": ("dropout",),
-    "loss": ("loss",),
-}
+    "conv": ("conv", "fold"), "linear": ("linear",), "pool": ("pooling",), "pad": ("padding",),
+    "activation": ("activation",), "normalization": ("batchnorm", "instancenorm", "normalization"),
+    "dropout": ("dropout",), "loss": ("loss",),
+}  # fmt: skip
 #: The submodule that rounds the output of a layer.
 _OUTPUT_MODULE = "jchop_output"
 
@@ -95,8 +90,7 @@ def lower(
     for layer_type in layer_types:
         files = _LAYER_FILES[check_choice("layer_types", layer_type, tuple(_LAYER_FILES))]
         matches = [module for module in model.modules() if _defining_module(module) in map(_torch_module_name, files)]
-        if not matches:
-            raise ValueError(f"layer_types: the model has no layer of type {layer_type!r}")
+        check(matches, f"layer_types: the model has no layer of type {layer_type!r}")
         layers += matches
     for layer in layers:
         output_quantizer = Quantizer(forward_number, backward_number, forward_rounding, backward_rounding)

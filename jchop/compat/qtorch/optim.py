@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jchop._common.checks import check
 from jchop._common.files import require_extra
 
 require_extra("jchop.compat.qtorch.optim", "torch", ("torch",))
@@ -50,8 +51,7 @@ class OptimLP(bridge.OptimLP):
         momentum_quant: Any = None,
         acc_quant: Any = None,
     ) -> None:
-        if not grad_scaling > 0:
-            raise ValueError(f"grad_scaling={grad_scaling!r} must be positive")
+        check(grad_scaling > 0, f"grad_scaling={grad_scaling!r} must be positive")
         super().__init__(
             optim,
             weight=forward_spec_of("weight_quant", weight_quant),

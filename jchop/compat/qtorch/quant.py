@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jchop._common.on_demand import load_name
 from jchop._round.round_to_format import round_to_format
 from jchop.compat._arrays import as_numbers, is_torch
-from jchop.compat.qtorch._numbers import BlockFloatingPoint, FixedPoint, FloatingPoint, Number
+from jchop.compat.qtorch import BlockFloatingPoint, FixedPoint, FloatingPoint, Number
 
 if TYPE_CHECKING:
     from jchop.compat.qtorch._quantizer import Quantizer, quantizer
@@ -74,9 +75,7 @@ def block_quantize(x: Any, wl: int, dim: int = -1, rounding: str = "stochastic",
 
 def __getattr__(name: str) -> Any:
     if name in ("Quantizer", "quantizer"):  # these need torch, unlike the functions
-        from jchop.compat.qtorch import _quantizer
-
-        return getattr(_quantizer, name)
+        return load_name("jchop.compat.qtorch._quantizer", name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

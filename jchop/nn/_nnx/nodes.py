@@ -17,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jchop._common.bit_ops import entries_after_reshape
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop.storage import QArray
-from jchop.storage._array import PackedParam
-from jchop.storage._sharding import named_sharding_of
+from jchop.storage._array import PackedParam, named_sharding_of
 
 Array = jax.Array
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jchop._common.checks import check, clip_text
+from jchop._common.checks import check, clip_text, place_in_errors
 from jchop._common.files import RegularFile
 
 _LONGEST_NPY_HEADER, _MOST_NPY_AXES = 10_000, 64  # as in NumPy
@@ -55,39 +55,36 @@ class NpyFile(RegularFile):
 
     def _read_header(self) -> None:
         """Reads dtype, order and shape; also sets the position of the elements."""
-        start = self._file.read(12)
-        self._require(start, "it is empty")
-        is_zip = start[:2] == b"PK"
-        self._require(not is_zip, "it is a zip archive, as .npz files are: save one of its arrays with numpy.save")
-        self._require(start[:6] == b"\x93NUMPY", "it does not begin like one")
-        self._require(len(start) >= 10, "it ends within its header")
-        version = f"{start[6]}.{start[7]}"
-        self._require(version in ("1.0", "2.0", "3.0"), f"its version is {version}; known are 1.0, 2.0 and 3.0")
-        count = 2 if version == "1.0" else 4
-        length = int.from_bytes(start[8 : 8 + count], "little")
-        self._begin = 8 + count + length
-        fits = length <= _LONGEST_NPY_HEADER and self._begin <= self.file_size
-        self._require(fits, f"a header of {length} bytes, in a file of {self.file_size}")
-        read_header = np.lib.format.read_array_header_1_0 if count == 2 else np.lib.format.read_array_header_2_0
-        self._file.seek(8)
-        try:
-            self.shape, self.fortran_order, self.file_dtype = read_header(self._file)
-        except Exception as error:  # the parser of Python raises errors of any kind
-            line = clip_text(next(iter(str(error).splitlines()), type(error).__name__))
-            self._require(False, f"its header is not that of an array of numbers: {line}{_way_out(line)}")
-        dtype, shape = self.file_dtype, clip_text(str(self.shape))
-        is_numeric = dtype.kind in "biufc"
-        self._require(is_numeric, f"it holds {dtype.str!r}, which is not a numeric type{_way_out(dtype.str)}")
-        known = all(type(n) is int and n >= 0 for n in self.shape) and len(self.shape) <= _MOST_NPY_AXES
-        self._require(known, f"its shape {shape} is not known; {_MOST_NPY_AXES} axes at most")
-        largest = math.prod(n for n in self.shape if n) * dtype.itemsize
-        self._require(largest < 2**63, f"its shape {shape} is too large for an array")
-        need, has = self.size * dtype.itemsize, self.file_size - self._begin
-        self._require(need == has, f"shape {shape} of {dtype} needs {need} bytes; it has {has}")
-
-    def _require(self, holds: object, reason: str) -> None:
-        if not holds:
-            raise ValueError(f"{self.name} is not a .npy file that can be read: {reason}") from None
+        with place_in_errors(f"{self.name} is not a .npy file that can be read"):
+            start = self._file.read(12)
+            check(start, "it is empty")
+            is_zip = start[:2] == b"PK"
+            check(not is_zip, "it is a zip archive, as .npz files are: save one of its arrays with numpy.save")
+            check(start[:6] == b"\x93NUMPY", "it does not begin like one")
+            check(len(start) >= 10, "it ends within its header")
+            version = f"{start[6]}.{start[7]}"
+            check(version in ("1.0", "2.0", "3.0"), f"its version is {version}; known are 1.0, 2.0 and 3.0")
+            count = 2 if version == "1.0" else 4
+            length = int.from_bytes(start[8 : 8 + count], "little")
+            self._begin = 8 + count + length
+            fits = length <= _LONGEST_NPY_HEADER and self._begin <= self.file_size
+            check(fits, f"a header of {length} bytes, in a file of {self.file_size}")
+            read_header = np.lib.format.read_array_header_1_0 if count == 2 else np.lib.format.read_array_header_2_0
+            self._file.seek(8)
+            try:
+                self.shape, self.fortran_order, self.file_dtype = read_header(self._file)
+            except Exception as error:  # the parser of Python raises errors of any kind
+                line = clip_text(next(iter(str(error).splitlines()), type(error).__name__))
+                raise ValueError(f"its header is not that of an array of numbers: {line}{_way_out(line)}") from None
+            dtype, shape = self.file_dtype, clip_text(str(self.shape))
+            is_numeric = dtype.kind in "biufc"
+            check(is_numeric, f"it holds {dtype.str!r}, which is not a numeric type{_way_out(dtype.str)}")
+            known = all(type(n) is int and n >= 0 for n in self.shape) and len(self.shape) <= _MOST_NPY_AXES
+            check(known, f"its shape {shape} is not known; {_MOST_NPY_AXES} axes at most")
+            largest = math.prod(n for n in self.shape if n) * dtype.itemsize
+            check(largest < 2**63, f"its shape {shape} is too large for an array")
+            need, has = self.size * dtype.itemsize, self.file_size - self._begin
+            check(need == has, f"shape {shape} of {dtype} needs {need} bytes; it has {has}")
 
     # -- the elements --------------------------------------------------------------------------------------------------
 

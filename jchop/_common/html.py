@@ -60,14 +60,9 @@ def box(title: str, facts: Iterable[tuple[str, str]], *pictures: tuple[str, str]
     """
     lines = _html_tag("div", escape(title), "font-weight:bold")
     lines += "".join(_html_tag("div", f"{escape(name)}: {escape(value)}") for name, value in facts)
-    figures = "".join(
-        _html_tag(
-            "div",
-            _html_tag("div", escape(caption)) + picture,
-            "display:inline-block;margin:4px 16px 0 0;vertical-align:top",
-        )
-        for caption, picture in pictures
-    )
+    style = "display:inline-block;margin:4px 16px 0 0;vertical-align:top"
+    captions = [(_html_tag("div", escape(caption)), picture) for caption, picture in pictures]
+    figures = "".join(_html_tag("div", caption + picture, style) for caption, picture in captions)
     return _html_tag("div", lines + figures, f"{_FONT_STYLE};line-height:1.4")
 
 

@@ -1,0 +1,367 @@
+"""GGUF files: a header of keys and tensors, then the data; read with checks before memory is allocated, and written.
+
+Definition: https://github.com/ggml-org/ggml, `docs/gguf.md`. Versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jchop._checkpoints.layouts import offset_array
+from jchop._checkpoints.row import cast_exactly, integer_array, pieces, unsigned_pieces
+from jchop._common.checks import check, place_in_errors
+from jchop._common.files import MOST_ENTRIES, RegularFile, open_regular_file, short_text
+from jchop.formats import IntegerFormat
+from jchop.storage._array import QArray
+from jchop.storage._axis_groupings import OWN_SCALE, AxisGrouping
+
+_GGUF_MAGIC = b"GGUF"
+#: The number of bytes of a value by type; strings (8) and arrays (9) have their own.
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING_TYPE, _ARRAY_TYPE, _UINT32_TYPE = 8, 9, 4
+_ALIGNMENT_KEY = "general.alignment"
+#: The longest name, in bytes; the most axes of a tensor; the most strings in an array; the deepest arrays.
+_LONGEST_NAME, _MOST_GGUF_AXES, _MOST_STRINGS, _DEEPEST = 1 << 12, 4, 1 << 21, 3
+
+
+class GGUFTensor(NamedTuple):
+    """A tensor of a file: its type by number, its shape in C order, its first byte in the data and its bytes."""
+
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class GGUFFile(RegularFile):
+    """A GGUF file open for reading: it reads the header at once, the bytes of each tensor on request.
+
+    Each part of the header is checked against the bytes that are left.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is not a valid GGUF file, or has no tensor of a type that is known.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, self._read_header)
+
+    def read(self, name: str) -> np.ndarray:
+        """The bytes of a tensor.
+
+        Raises:
+            ValueError: if the file has become shorter, or the tensor does not fit in memory.
+        """
+        blob = self.tensors[name]
+        return self.read_bytes(self._data + blob.start, blob.nbytes, f"tensor {short_text(name)}")
+
+    def _read_header(self) -> None:
+        self._remaining_bytes, self._strings = self.file_size, 0
+        with place_in_errors(f"{self.path} is not a GGUF file"):
+            check(self._bytes(4) == _GGUF_MAGIC, "it does not begin with GGUF")
+            if (version := self._number(4)) not in (2, 3):
+                raise ValueError(f"version {version} is not 2 or 3")
+            tensors, keys = self._number(8), self._number(8)
+            for name, count in (("tensors", tensors), ("keys", keys)):
+                if count > min(MOST_ENTRIES, self._remaining_bytes):
+                    raise ValueError(f"it has {count} {name}, more than its bytes or {MOST_ENTRIES}")
+            alignment = 32
+            for _ in range(keys):
+                key, kind = self._read_string(), self._number(4)
+                if key == _ALIGNMENT_KEY and kind == _UINT32_TYPE:
+                    alignment = self._number(4)
+                    if not 1 <= alignment <= 1 << 20 or alignment & alignment - 1:
+                        raise ValueError(f"the alignment {alignment} is no power of two up to 2^20")
+                else:
+                    self._skip_value(kind, 0)
+            self.tensors: dict[str, GGUFTensor] = {}
+            for _ in range(tensors):
+                name = self._read_string()
+                check(name not in self.tensors, f"tensor {short_text(name)} is duplicated")
+                self.tensors[name] = self._tensor(name, alignment)
+            unknown = [name for name, blob in self.tensors.items() if blob.kind not in GGUF_BLOCKS]
+            if unknown and len(unknown) == len(self.tensors):
+                kind, types = self.tensors[unknown[0]].kind, ", ".join(map(str, GGUF_BLOCKS))
+                raise ValueError(f"tensor {short_text(unknown[0])} has type {kind}; known are {types}")
+            self._data = -(-(self.file_size - self._remaining_bytes) // alignment) * alignment
+            _check_gguf_places(self.tensors, self.file_size - self._data)
+
+    def _tensor(self, name: str, alignment: int) -> GGUFTensor:
+        if (axes := self._number(4)) > _MOST_GGUF_AXES:
+            raise ValueError(f"tensor {short_text(name)} has {axes} axes, and at most {_MOST_GGUF_AXES} are allowed")
+        shape = tuple(self._number(8) for _ in range(axes))[::-1]
+        kind, start = self._number(4), self._number(8)
+        if math.prod(n or 1 for n in shape) >> 58 or start % alignment:
+            raise ValueError(f"tensor {short_text(name)} has shape {list(shape)} at byte {start}, which is not allowed")
+        block = GGUF_BLOCKS.get(kind, _UNKNOWN_BLOCK)
+        if block.count > 1 and (not shape or shape[-1] % block.count):
+            raise ValueError(f"tensor {short_text(name)} of shape {list(shape)} has no whole blocks of {block.count}")
+        return GGUFTensor(kind, shape, start, math.prod(shape) // block.count * block.size)
+
+    def _bytes(self, count: int) -> bytes:
+        self._take(count)
+        data = self._file.read(count)
+        check(len(data) >= count, "it ends within its header")
+        return data
+
+    def _take(self, count: int) -> None:
+        check(count <= self._remaining_bytes, "it ends within its header")
+        self._remaining_bytes -= count
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._bytes(size), "little")
+
+    def _read_string(self) -> str:
+        if (length := self._number(8)) > _LONGEST_NAME:
+            raise ValueError(f"a name of {length} bytes is longer than {_LONGEST_NAME}")
+        return self._bytes(length).decode("utf-8")
+
+    def _skip(self, count: int) -> None:
+        self._take(count)
+        self._file.seek(count, os.SEEK_CUR)
+
+    def _skip_value(self, kind: int, depth: int) -> None:
+        if kind in _VALUE_BYTES:
+            self._skip(_VALUE_BYTES[kind])
+        elif kind == _STRING_TYPE:
+            self._skip(self._number(8))
+        else:
+            known = kind == _ARRAY_TYPE and depth < _DEEPEST
+            check(known, f"a key has a value of type {kind}, which is not known or nested too deep")
+            inner, count = self._number(4), self._number(8)
+            if inner in _VALUE_BYTES:
+                self._skip(_VALUE_BYTES[inner] * count)
+                return
+            self._strings += count
+            check(self._strings <= _MOST_STRINGS, f"its keys have more than {_MOST_STRINGS} texts")
+            for _ in range(count):
+                self._skip_value(inner, depth + 1)
+
+
+def _check_gguf_places(tensors: Mapping[str, GGUFTensor], size: int) -> None:
+    """Checks that tensors lie within the data and do not overlap."""
+    at = 0
+    for name, blob in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if blob.start < at or blob.start + blob.nbytes > size:
+            raise ValueError(f"tensor {short_text(name)} overlaps another or the end of the file")
+        at = blob.start + blob.nbytes
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def gguf_header(tensors: Mapping[str, tuple[int, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int], int]:
+    """The header of a GGUF file of version 3, the first byte of each tensor in the file, and the end of the file.
+
+    Args:
+        tensors: type, shape in C order and bytes of each tensor.
+
+    Raises:
+        ValueError: for a name that is too long, or too many axes.
+    """
+    header = _GGUF_MAGIC + _int_bytes(3, 4) + _int_bytes(len(tensors), 8) + _int_bytes(2, 8)
+    header += _string_bytes("general.quantization_version") + _int_bytes(_UINT32_TYPE, 4) + _int_bytes(2, 4)
+    header += _string_bytes("general.architecture") + _int_bytes(_STRING_TYPE, 4) + _string_bytes("unknown")
+    at, places = 0, {}
+    for name, (kind, shape, nbytes) in tensors.items():
+        if len(shape) > _MOST_GGUF_AXES:
+            raise ValueError(f"tensor {name!r} has {len(shape)} axes; a GGUF file has at most {_MOST_GGUF_AXES}")
+        header += _string_bytes(name) + _int_bytes(len(shape), 4)
+        header += b"".join(_int_bytes(n, 8) for n in shape[::-1]) + _int_bytes(kind, 4) + _int_bytes(at, 8)
+        places[name] = at
+        at += -(-nbytes // 32) * 32
+    header += bytes(-len(header) % 32)
+    return header, {name: len(header) + place for name, place in places.items()}, len(header) + at
+
+
+def _int_bytes(value: int, size: int) -> bytes:
+    return value.to_bytes(size, "little")
+
+
+def _string_bytes(text: str) -> bytes:
+    data = text.encode("utf-8")
+    if len(data) > _LONGEST_NAME:
+        raise ValueError(f"the name {short_text(text)} has more than {_LONGEST_NAME} bytes, the most of a GGUF file")
+    return _int_bytes(len(data), 8) + data
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a regular file begins as a GGUF file, or has the name of one."""
+    with open_regular_file(path) as file:
+        return file.read(4) == _GGUF_MAGIC or path.suffix.lower() == ".gguf"
+
+
+# -- GGUF's blocks: the bytes of a group of numbers of one row, scales included ----------------------------------------
+
+# Definition: https://github.com/ggml-org/llama.cpp, `ggml/src/ggml-common.h` and `gguf-py/gguf/quants.py`. All products
+# of scales are exact in binary32, so every number is rounded once, as in a QArray.
+
+
+class GGUFBlock(NamedTuple):
+    """A type of GGUF.
+
+    Args:
+        name: of the type.
+        count: numbers of a block.
+        size: bytes of a block.
+        read: makes a QArray of blocks, (rows, blocks of a row, size). None for a dtype, or if jchop does not read them.
+        write: the reverse, or None. It raises a ValueError for a QArray that has no such form.
+        dtype: of the numbers, if a block is one number.
+        fits: a spec that can be written.
+    """
+
+    name: str
+    count: int
+    size: int
+    read: Callable[[np.ndarray], QArray] | None = None
+    write: Callable[[QArray], np.ndarray] | None = None
+    dtype: np.dtype | None = None
+    fits: str = ""
+
+
+def _block_scale(data: np.ndarray) -> np.ndarray:
+    """Two bytes of each block as a finite number of binary16."""
+    numbers = np.ascontiguousarray(data).view("<f2")[..., 0]
+    check(bool(np.isfinite(numbers).all()), "a scale is infinite or NaN")
+    return numbers
+
+
+def _code_rows(codes: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(codes.reshape(codes.shape[0], -1))
+
+
+def _row_kinds(codes: np.ndarray, scale: np.ndarray) -> list[AxisGrouping]:
+    return [OWN_SCALE, codes.shape[1] // scale.shape[1]]
+
+
+# -- 32 numbers under one scale ----------------------------------------------------------------------------------------
+
+
+def _nibble_codes(data: np.ndarray) -> np.ndarray:
+    """Codes of 32 numbers: 16 bytes of nibbles, the low ones first, after a fifth bit of each code, if there is one."""
+    fifth, nibbles = data[..., :-16], data[..., -16:]
+    codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -1)
+    return _code_rows(codes | np.unpackbits(fifth, axis=-1, bitorder="little") << np.uint8(4) if fifth.size else codes)
+
+
+def _read_symmetric(blocks: np.ndarray, bits: int) -> QArray:
+    scale, codes = _block_scale(blocks[..., :2]), _nibble_codes(blocks[..., 2:])
+    return integer_array(codes, scale, None, bits, _row_kinds(codes, scale))
+
+
+def _read_offset(blocks: np.ndarray, bits: int) -> QArray:
+    scale, low, codes = _block_scale(blocks[..., :2]), _block_scale(blocks[..., 2:4]), _nibble_codes(blocks[..., 4:])
+    check(bool((scale >= 0).all()), "a scale is below zero")
+    return offset_array(codes, scale, low, IntegerFormat(bits, signed=False), _row_kinds(codes, scale))
+
+
+def _write_q4_0(q: QArray) -> np.ndarray:
+    codes, scale = _symmetric_codes(q, 4)
+    halves = codes.reshape(*scale.shape, 2, 16)
+    return np.concatenate([scale[..., None].view(np.uint8), halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)], -1)
+
+
+def _read_q8_0(blocks: np.ndarray) -> QArray:
+    scale, codes = _block_scale(blocks[..., :2]), _code_rows(blocks[..., 2:]) ^ np.uint8(128)
+    return integer_array(codes, scale, None, 8, _row_kinds(codes, scale))
+
+
+def _write_q8_0(q: QArray) -> np.ndarray:
+    codes, scale = _symmetric_codes(q, 8)
+    data = (codes ^ np.uint8(128)).reshape(*scale.shape, 32)
+    return np.concatenate([scale[..., None].view(np.uint8), data], -1)
+
+
+def _symmetric_codes(q: QArray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes u and scales s of the numbers s (u - 2^(bits - 1)); a scale may be below zero."""
+    q = q.reshape(-1, q.shape[-1]) if q.ndim > 2 and 0 not in q.shape else q
+    weight = pieces(q)
+    codes, scale, zero = unsigned_pieces(weight, (bits,))
+    fits = weight.kinds[0] == OWN_SCALE and (weight.kinds[1] == 32 or scale.shape[1] * 32 == q.shape[1])
+    check(
+        fits and q.shape[1] % 32 == 0,
+        f"it has the grouping of {weight.fmt}, not whole groups of 32 along its last axis",
+    )
+    middle = 1 << (bits - 1)
+    check(bool(((zero == middle) | (zero == middle - 1)).all()), "a zero point is not in the middle")
+    flip = zero != middle
+    codes = np.where(np.repeat(flip, 32, 1), (1 << bits) - 1 - codes, codes).astype(np.uint8)
+    return codes, np.where(flip, -cast_exactly(scale, np.float16, "scales"), cast_exactly(scale, np.float16, "scales"))
+
+
+# -- 256 numbers, with integer scales of 16 or 32 numbers --------------------------------------------------------------
+
+
+def _read_offset_k(blocks: np.ndarray, bits: int) -> QArray:
+    scale, low = (_block_scale(blocks[..., at : at + 2]).astype(np.float32)[..., None] for at in (0, 2))
+    packed_scales, nibbles = blocks[..., 4:16], blocks[..., -128:].reshape(*blocks.shape[:2], 4, 1, 32)
+    first, second, rest = packed_scales[..., :4], packed_scales[..., 4:8], packed_scales[..., 8:]
+    scales = np.concatenate([first & 63, rest & 15 | first >> 6 << 4], -1)
+    lows = np.concatenate([second & 63, rest >> 4 | second >> 6 << 4], -1)
+    codes = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], -2)
+    if bits == 5:  # a bit of byte k for number k of each of the eight groups
+        fifth = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
+        codes |= fifth.reshape(codes.shape) << np.uint8(4)
+    codes = _code_rows(codes)
+    factors, offsets = _code_rows(scale * scales), _code_rows(np.float32(0) - low * lows)
+    check(bool((factors >= 0).all()), "a scale is below zero")
+    return offset_array(codes, factors, offsets, IntegerFormat(bits, signed=False), _row_kinds(codes, factors))
+
+
+def _read_q6_k(blocks: np.ndarray) -> QArray:
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 64)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)
+    factors = _code_rows(_block_scale(blocks[..., 208:]).astype(np.float32)[..., None] * scales)
+    low = np.concatenate([low & np.uint8(15), low >> np.uint8(4)], -2).reshape(*blocks.shape[:2], 2, 4, 32)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    codes = _code_rows(low | high << np.uint8(4))
+    return integer_array(codes, factors, None, 6, _row_kinds(codes, factors))
+
+
+#: Name, numbers and bytes of a block of the types that are not read, by number.
+_UNREAD_TYPES = {
+    9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+#: Name and dtype of the types that are not quantized, by number.
+_PLAIN_TYPES = {
+    number: (name, np.dtype(dtype))
+    for number, name, dtype in (
+        (0, "F32", "<f4"), (1, "F16", "<f2"), (24, "I8", "i1"), (25, "I16", "<i2"), (26, "I32", "<i4"),
+        (27, "I64", "<i8"), (28, "F64", "<f8"), (30, "BF16", ml_dtypes.bfloat16),
+    )
+}  # fmt: skip
+#: The types by number.
+GGUF_BLOCKS = {
+    **{number: GGUFBlock(name, 1, dtype.itemsize, dtype=dtype) for number, (name, dtype) in _PLAIN_TYPES.items()},
+    2: GGUFBlock("Q4_0", 32, 18, partial(_read_symmetric, bits=4), _write_q4_0, fits="int4(group=32,scale=float16)"),
+    3: GGUFBlock("Q4_1", 32, 20, partial(_read_offset, bits=4)),
+    6: GGUFBlock("Q5_0", 32, 22, partial(_read_symmetric, bits=5)),
+    7: GGUFBlock("Q5_1", 32, 24, partial(_read_offset, bits=5)),
+    8: GGUFBlock("Q8_0", 32, 34, _read_q8_0, _write_q8_0, fits="int8(group=32,scale=float16)"),
+    12: GGUFBlock("Q4_K", 256, 144, partial(_read_offset_k, bits=4)),
+    13: GGUFBlock("Q5_K", 256, 176, partial(_read_offset_k, bits=5)),
+    14: GGUFBlock("Q6_K", 256, 210, _read_q6_k),
+    **{number: GGUFBlock(*row) for number, row in _UNREAD_TYPES.items()},
+}
+#: Where the bytes of an unknown type end is not known.
+_UNKNOWN_BLOCK = GGUFBlock("", 1, 0)
+#: The numbers of those that are read.
+READABLE_TYPES = tuple(
+    number for number, block in GGUF_BLOCKS.items() if block.read is not None or block.dtype is not None
+)
