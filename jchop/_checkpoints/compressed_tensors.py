@@ -6,38 +6,22 @@ Words have no gaps. Before version 0.18 no code crossed a word, so words of 3, 5
 """
 
 from __future__ import annotations
+
 import re
-from typing import Any
-import numpy as np
-from jchop._checkpoints.arrays import (
-    as_scales,
-    codes_from_words,
-    codes_to_words,
-    float_array,
-    float_scales,
-    group_by_column,
-    integer_array,
-    kinds_from,
-    pieces,
-    row_group_size,
-    unsigned_pieces,
-    weight_arguments,
-    word_count,
-    zero_codes,
-)
-from jchop._checkpoints.row import FLOAT8, INT8, WORD, LayoutFacts, LayoutRow, TensorParts, fact_field, look_for_matrix
-from jchop._common.checks import check
-from jchop.formats._catalogue import float8_e4m3fn
-from jchop.storage._array import QArray
-from jchop.storage._axis_groupings import OWN_SCALE
-from jchop.storage._files.json import short_text
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
 from jchop._checkpoints import row
+from jchop._common.checks import check
 from jchop._common.files import short_text
 from jchop._spec.spec import Spec
-from jchop.formats import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu, mxfp4, mxfp8_e4m3, nvfp4
+from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu
+from jchop.formats.scaled.catalogue import mxfp4, mxfp8_e4m3, nvfp4
+from jchop.storage._array import QArray
+from jchop.storage._axis_groupings import OWN_SCALE
 from jchop.storage._codes import batch_axes, load_codes, store_codes
-
 
 #: Widths that may be packed.
 _PACK_WIDTHS = range(2, 9)

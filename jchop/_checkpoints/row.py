@@ -12,7 +12,8 @@ import numpy as np
 from jchop._common.checks import check
 from jchop._common.files import short_text
 from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat, bfloat16, binary16, binary32, float8_e8m0fnu
+from jchop.formats import ElementFormat, IntegerFormat, ScaledFormat
+from jchop.formats._catalogue import bfloat16, binary16, binary32, float8_e8m0fnu
 from jchop.storage._array import QArray
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings, grouping_fields
 from jchop.storage._codes import batch_axes, load_codes, spec_of_part, store_codes

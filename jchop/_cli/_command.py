@@ -23,7 +23,7 @@ from jchop._common.html import image, page
 from jchop._common.text import table_lines
 from jchop.formats import ElementFormat, FloatFormat
 from jchop.formats._base import Dyadic
-from jchop.study._progress import ProgressBar
+from jchop.study._run import ProgressBar
 
 
 def print_rows(rows: Sequence[Sequence[str]], align: str, as_json: bool) -> None:

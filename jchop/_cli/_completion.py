@@ -1,17 +1,14 @@
 """``jchop completion``: a script for a shell that completes commands, options and the words that options take."""
 
 from __future__ import annotations
-import argparse
-from collections.abc import Callable
+
+from collections.abc import Callable, Iterable
+
 from jchop._cli._command import Command, argument
-from jchop._cli._ptq import NEAREST_METHOD, PTQ_STEPS
+from jchop._cli._function_commands import NEAREST_METHOD, PTQ_STEPS
 from jchop._insight.tune._problem import ERROR_METRICS, GRANULARITIES
 from jchop.formats import ALIASES, CATALOGUE, SCALED_CATALOGUE
 from jchop.formats.rounding import Overflow, Rounding
-from collections.abc import Callable, Iterable
-from jchop._cli._function_commands import NEAREST_METHOD, PTQ_STEPS
-from jchop._insight.tune._metrics import ERROR_METRICS, GRANULARITIES
-
 
 _FORMAT_NAMES = [*CATALOGUE, *ALIASES, *SCALED_CATALOGUE]
 #: The words that arguments without choices take, by the argument's name.

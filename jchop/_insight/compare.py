@@ -1,28 +1,26 @@
 """`compare`: the errors of an array in several formats."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
 import jax
 import jax.core
 import numpy as np
+
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import as_iterable, check, check_choice
-from jchop._common.decibels import decibels_of_arrays
-from jchop._common.text import RowReport, TableOrLine
+from jchop._common.text import RowReport, TableOrLine, decibels_of_arrays
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_array
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop.storage._decode import clip_mask
-from jchop.storage._quantize import quantize
-from jchop._common.checks import as_iterable, check_choice
-from jchop._common.text import RowReport, TableOrLine, decibels_of_arrays
 from jchop.storage._codes import clip_mask
-
+from jchop.storage._quantize import quantize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,18 +1,20 @@
 """`nn.tune` and `nn.sensitivity`: formats for the layers of a model, and the error of one layer at a time."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
 from jchop._common.checks import as_iterable, check, check_choice, check_float, check_instance, first_names
-from jchop._common.decibels import decibels, format_decibels
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
-from jchop._common.text import RowReport, TableOrLine
+from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
 from jchop._insight.tune._search import front_of_sums
 from jchop._quantized.products.rule import Rule
 from jchop._spec.spec import Spec, as_spec
@@ -20,16 +22,6 @@ from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._nnx.layer_kinds import NnxKind, packed_param_shape
 from jchop.nn._nnx.layers import nnx_layers, quantize
 from jchop.nn._report import LayerCall, bytes_of_tree, record_layer_calls, weight_names, weight_ratio
-from dataclasses import dataclass, replace
-from jchop._common.checks import as_iterable, check_choice, short_repr
-from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
-from jchop.nn._nnx.attach import packed_param_shape
-from jchop.nn._nnx.layer_kinds import NnxKind
-from jchop.nn._nnx.layers import nnx_layers
-from jchop.nn._nnx.quantize import quantize
-from jchop.nn._ratios import LayerCall, record_layer_calls, weight_names, weight_ratio
-from jchop.nn._shared.model_report import bytes_of_tree
-
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jchop._common.checks import check
+from jchop._common.files import json_object, short_text
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite
@@ -23,9 +24,8 @@ from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_r
 from jchop._quantized.program.weight_layout import StoredAs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module
 from jchop.storage import QArray, load_safetensors, quantize, save_safetensors, shardings
-from jchop.storage._files.json import json_object, short_text
+from jchop.storage._array import check_group_sharding
 from jchop.storage._files.safetensors import TensorFile, are_counts
-from jchop.storage._sharding import check_group_sharding
 
 Array = jax.Array
 

@@ -15,8 +15,7 @@ from flax import nnx
 from flax.nnx.tracers import TraceState
 
 from jchop._common.checks import check, check_choice
-from jchop._common.decibels import decibels, format_decibels
-from jchop._common.text import RowReport, TableOrLine
+from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
 from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple
 from jchop._quantized.program.report import ProgramReport

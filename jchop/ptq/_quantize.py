@@ -1,18 +1,21 @@
 """`quantize`: the parameters of a function packed, rounded by what data show of the inputs of its products."""
 
 from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_instance
-from jchop._common.decibels import decibels
+from jchop._common.text import decibels
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
@@ -28,12 +31,7 @@ from jchop.ptq._equalize.mapping import MappingRecord, map_parameters
 from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, run_facts
 from jchop.ptq._steps.round import RoundingOutcome, pruning_of, round_parameter
 from jchop.ptq._steps.steps import CalibrationStep, CalibrationSteps, HalfQuadratic, Sweep, as_steps, gptq
-from jchop.storage._half_quadratic import check_float_zero_points
-from jchop._common.text import decibels
-from jchop.ptq._data.passes import BatchData, check_batches, check_memory, memory_bytes, split_stages, sum_bytes
-from jchop.ptq._records import Journal, PtqReport, StageRecord, WeightRow, check_resume, run_facts
 from jchop.storage._quantize import check_float_zero_points
-
 
 Array = jax.Array
 

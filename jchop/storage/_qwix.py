@@ -1,27 +1,24 @@
 """Conversion between QArrays of jchop and qwix. qwix is imported when one of these functions runs."""
 
 from __future__ import annotations
+
 import importlib
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jchop import formats
 from jchop._common.bit_ops import FLOAT32, enable_x64_for
 from jchop._common.checks import check
 from jchop._common.files import require_extra
 from jchop._core.rounding.codes import decode_elements
 from jchop._spec.spec import Spec
-from jchop.formats import CATALOGUE, CodebookFormat, ElementFormat, FloatFormat, IntegerFormat, ScaledFormat
-from jchop.formats._catalogue import float8_e8m0fnu
-from jchop.formats.scaled.catalogue import nf4
 from jchop.storage._array import QArray, check_qarray
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, grouping_fields
-from jchop.storage._codes import CARRIER_FORMATS, load_codes, pack_entries, store_codes
-from jchop.storage._decode import batch_axes, spec_of_part
-from jchop import formats
 from jchop.storage._codes import CARRIER_FORMATS, batch_axes, load_codes, pack_entries, spec_of_part, store_codes
-
 
 #: qwix's name of the type that it stores in another dtype.
 _QWIX_NF4 = "nf4"

@@ -1,6 +1,7 @@
 """The study of a function of the user: every operation rounded to each format in each mode, against the carrier."""
 
 from __future__ import annotations
+
 import dataclasses
 import math
 import os
@@ -9,9 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jchop._common import html
 from jchop._common.checks import check, check_instance, check_int
 from jchop._common.files import require_extra
 from jchop._common.text import RowReport, TableOrLine, html
@@ -21,12 +25,6 @@ from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat
 from jchop.formats.rounding import Rounding
 from jchop.study._run import StudyProgress, package_versions, png_bytes, study_specs, write_files
-from jchop._common import html
-from jchop._common.checks import check_int
-from jchop._common.text import RowReport, TableOrLine
-from jchop.study._result import png_bytes, write_files
-from jchop.study._run import StudyProgress, package_versions, study_specs
-
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

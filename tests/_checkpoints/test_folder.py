@@ -1,6 +1,7 @@
 """Folders of several files: one writer at a time, whole or unfinished, and copies of other files."""
 
 from __future__ import annotations
+
 import errno
 import os
 import shutil
@@ -8,17 +9,16 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
 from each_case import each
+
 import jchop as jc
 from jchop._checkpoints import writer
-from jchop._checkpoints.load_save import convert_checkpoint
+from jchop._checkpoints.writer import convert_checkpoint
 from jchop.nn._shared.lora_rule import read_adapters, write_adapters
 from jchop.storage import load_checkpoint, save_checkpoint
-from jchop._checkpoints.writer import convert_checkpoint
-from jchop.nn._shared.peft_files import read_adapters, write_adapters
-
 
 posix = pytest.mark.skipif(os.name != "posix", reason="locks, permissions and links of POSIX")
 SHARD = 64

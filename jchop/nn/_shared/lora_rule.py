@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.checks import check, check_choice, check_float, check_int
-from jchop._common.files import atomic_file, exclusive_folder, open_regular_file
+from jchop._common.files import atomic_file, exclusive_folder, json_object, open_regular_file, short_text
 from jchop._common.paths import check_path_pattern, nearest_paths_hint
 from jchop.storage import load_safetensors, save_safetensors
-from jchop.storage._files.json import json_object, short_text
 
 Array = jax.Array
 

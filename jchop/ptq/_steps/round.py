@@ -27,8 +27,7 @@ from jchop.formats.rounding import Rounding
 from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadratic, SignDescent, Sparse, Sweep
 from jchop.storage import QArray, dequantize, fit_half_quadratic, quantize
 from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings, with_groupings
-from jchop.storage._codes import pack_entries, unpack_entries
-from jchop.storage._decode import repeat_over_groups
+from jchop.storage._codes import pack_entries, repeat_over_groups, unpack_entries
 
 Array = jax.Array
 
