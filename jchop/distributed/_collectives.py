@@ -1,7 +1,4 @@
-"""The collectives: `psum`, `psum_scatter`, `all_gather`, `all_to_all`, `ppermute`, with codes on the wire.
-
-Each is a linear function of the numbers that arrive: codes move one way, and cotangents in codes or floats the other.
-"""
+"""The collectives with codes on the wire, and training that sums through them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,42 +17,47 @@ from jax.sharding import PartitionSpec as P
 from jchop._common.bit_ops import varying_axes
 from jchop._common.checks import check_bool, check_int
 from jchop._common.gradients import CustomJvp, linear_with_transpose
-from jchop._common.settings import jax_default_settings
+from jchop._common.settings import jax_default_settings, split_prng_key
+from jchop._core.matmul.operations import operation_carrier
 from jchop._round.arguments import SpecLike, has_tracer, rounding_key
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import AnySpec, as_spec
-from jchop.distributed._axes import (
-    AxisName,
-    RankAxes,
-    all_gather_over,
-    as_rank_axes,
-    ppermute_over,
-    psum_scatter_over,
-    types_track_axes,
-    vary_over,
-)
 from jchop.distributed._messages import (
     TWO_SHOT,
     Algorithm,
+    AxisName,
     Phase,
+    PieceCut,
+    RankAxes,
     Wire,
-    exchange_numbers,
-    fold_in_numbers,
-    gather_numbers,
-    permute_numbers,
-    reduce_scatter,
-    stages_of,
-    sum_arithmetic,
-)
-from jchop.distributed._pieces import (
+    all_gather_over,
+    as_rank_axes,
     carrier_leaves,
     check_whole_groups,
+    decode_messages,
+    encode_messages,
+    encode_piece,
+    exchange,
+    exchange_numbers,
+    fold_in_numbers,
+    gather_codes,
+    gather_numbers,
     join_axis,
     map_buckets,
     map_leaves,
+    move_leaves,
+    permute_numbers,
     plan_piece_cut,
+    ppermute_over,
+    psum_scatter_over,
     quantizes_vectors,
+    reduce_scatter,
     split_axis,
+    stages_of,
+    sum_arithmetic,
+    sum_in_rank_order,
+    types_track_axes,
+    vary_over,
 )
 
 Array = jax.Array
@@ -550,3 +552,243 @@ def _exchange_pieces(split: int, concat: int, tiled: bool, wire: _AnyWire, x: Ar
 
 def _permute_array(perm: tuple[tuple[int, int], ...], wire: _AnyWire, x: Array, key: Any) -> Array:
     return ppermute_over(x, wire.axes, perm) if isinstance(wire, _FloatWire) else permute_numbers(wire, x, key, perm)
+
+
+class FeedbackState(NamedTuple):
+    """State of `psum_with_feedback` on one rank: errors of the pieces sent and of the sums owned; and the key."""
+
+    sent: tuple[Array, ...]
+    total: tuple[Array, ...]
+    key: Array | None
+
+
+class Transformation(NamedTuple):
+    """A pair of functions, as `optax.GradientTransformation`."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+def psum_with_feedback(
+    axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, accumulate: Accumulate = None, bucket: int = BUCKET
+) -> Transformation:
+    """Sums of updates over ranks as a link of an Optax chain, with the errors of both roundings kept.
+
+    A rank adds the error of its last messages to the pieces that it sends, and the owner of a piece adds the error of
+    the last sum: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of all results differs
+    from the sum of all updates by one error of every rank and one of the owner. So formats of one bit train. Without
+    errors a step is `psum` with ``algorithm="two_shot"``.
+
+    If a number is not finite on any rank, or in a sum, all results of the step are NaN on every rank, in any format,
+    and the errors stay as they were: a step to be skipped, as by `jchop.optim.skip_nonfinite`.
+
+    Both functions run inside `jax.shard_map`. The state differs between ranks: with a leading axis for the ranks it
+    passes in and out of `jax.shard_map` by ``PartitionSpec(axis_name)``.
+
+    Args:
+        axis_name: as in `psum`.
+        spec: as in `psum`; also formats so coarse that single sums mean little.
+        key: a typed key, required if `spec` or `accumulate` is stochastic. Each step splits it. Default None.
+        accumulate: as in `psum`.
+        bucket: as in `psum`.
+
+    Returns:
+        The functions ``init(params)`` and ``update(updates, state, params=None)``, which `optax.chain` takes. The state
+        is a `FeedbackState`.
+
+    Raises:
+        TypeError, ValueError: as `psum`.
+
+    References:
+        1-bit Adam, arXiv 2102.02888, algorithm 1; Karimireddy et al., arXiv 1901.09847.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> tx = jc.distributed.psum_with_feedback("i", "fixed4.0")
+        >>> def steps(x):
+        ...     state = tx.init(x)
+        ...     first, state = tx.update(x, state)
+        ...     return first, tx.update(x, state)[0]
+        >>> [y[0].tolist() for y in jax.vmap(steps, axis_name="i")(jnp.array([[0.375], [0.375]]))]
+        [[0.0], [2.0]]
+    """
+    spec = as_spec(spec, scaled=True)
+    check_int("bucket", bucket, 0)
+    bucket_size = bucket if quantizes_vectors(spec) else None
+
+    def wire_and_key(x: Any, key: Array | None) -> tuple[Wire, Array | None]:
+        return check_collective(axis_name, spec, key, x, accumulate=accumulate)
+
+    def init(params: Any) -> FeedbackState:
+        wire, start_key = wire_and_key(params, key)
+        send_errors: list[Array] = []
+        sum_errors: list[Array] = []
+
+        def zeros(v: Array, _: Array | None) -> Array:
+            pieces = _feedback_cut(v, wire).pieces(v)
+            send_errors.append(vary_over(jnp.zeros(pieces.shape, operation_carrier(v.dtype).name), wire.axes))
+            sum_errors.append(vary_over(jnp.zeros(pieces.shape[1:], operation_carrier(v.dtype).name), wire.axes))
+            return v
+
+        with jax_default_settings():
+            map_buckets(params, None, zeros, bucket_size)
+        return FeedbackState(tuple(send_errors), tuple(sum_errors), start_key)
+
+    def update(updates: Any, state: FeedbackState, params: Any = None, **extra: Any) -> tuple[Any, FeedbackState]:
+        del params, extra
+        wire, step_key = wire_and_key(updates, state.key)
+        errors = zip(state.sent, state.total, strict=True)
+        new_errors: list[tuple[Array, Array]] = []
+
+        def step(v: Array, k: Array | None) -> Array:
+            result, *step_errors = _feedback_step(wire, v, k, *next(errors))
+            new_errors.append((step_errors[0], step_errors[1]))
+            return result
+
+        with jax_default_settings():
+            next_key, sum_key = (None, None) if step_key is None else split_prng_key(step_key)
+            results = map_buckets(updates, sum_key, step, bucket_size)
+            send_errors, sum_errors = zip(*new_errors, strict=True) if new_errors else ((), ())
+            new, old = (send_errors, sum_errors), (state.sent, state.total)
+            is_finite = _all_ranks_finite(wire.axes, new)
+            send_errors, sum_errors = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, old)
+            results = jax.tree.map(lambda y: jnp.where(is_finite, y, jnp.nan) if jnp.size(y) else y, results)
+        return results, FeedbackState(send_errors, sum_errors, next_key)
+
+    rounding_key(key, spec.rounding.stochastic, spec)
+    return Transformation(init, update)
+
+
+def _all_ranks_finite(axes: RankAxes, errors: Any) -> Array:
+    """Whether all new errors are finite on every rank: those of numbers that are not, or of sums, are not."""
+    finite = [jnp.isfinite(error).all() for error in jax.tree.leaves(errors)]
+    return lax.pmin(jnp.stack(finite).all().astype(jnp.int32), axes.name) > 0 if finite else jnp.asarray(True)
+
+
+def _feedback_cut(v: Array, wire: Wire) -> PieceCut:
+    return plan_piece_cut(v.shape, wire.spec, wire.axes.size)
+
+
+def _feedback_step(
+    wire: Wire, v: Array, key: Array | None, send_error: Array, sum_error: Array
+) -> tuple[Array, Array, Array]:
+    """The sum over ranks, and the new errors of the pieces sent and of the sum owned."""
+    axes, cut = wire.axes, _feedback_cut(v, wire)
+    pieces = cut.pieces(vary_over(v, axes)).astype(send_error.dtype) + send_error
+    q = encode_messages(pieces, wire.spec, fold_in_numbers(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size))
+    new_send_error = pieces - decode_messages(q, pieces.dtype)
+    messages = decode_messages(move_leaves(q, partial(exchange, axes)), pieces.dtype)
+    sum_key = fold_in_numbers(key, Phase.SUM, 0, axes.rank)
+    piece_sum = sum_in_rank_order(messages[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
+    q = encode_piece(wire, piece_sum, key)
+    new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)
+    return cut.join(decode_messages(gather_codes(wire, q, to="invarying"), v.dtype)), new_send_error, new_sum_error
+
+
+# -- few exchanges -----------------------------------------------------------------------------------------------------
+
+
+class DilocoState(NamedTuple):
+    """State of `diloco` on one rank.
+
+    Args:
+        count: the steps since the last exchange, int32.
+        anchor: the parameters after the last exchange: the same bits on every rank.
+        inner: the state of the inner transformation, a rank's own.
+        outer: the state of the outer transformation.
+    """
+
+    count: Array
+    anchor: Any
+    inner: Any
+    outer: Any
+
+
+def diloco(inner: Any, outer: Any, every: int) -> Transformation:
+    """Training with few exchanges: `every` steps of each rank by itself, then one step of an outer optimizer.
+
+    At an exchange, `outer` gets the parameters of the last exchange minus the rank's own, as if that were a gradient,
+    and sums it over ranks: its first link is `psum_with_feedback`, or a sum without memory such as
+    ``optax.stateless(lambda u, _: jchop.distributed.psum(u, "data", spec))``. DiLoCo's outer optimizer follows, with
+    the mean over n ranks: ``optax.scale(1 / n), optax.sgd(0.7, momentum=0.9, nesterov=True)``. Between exchanges
+    nothing moves. `update` runs inside `jax.shard_map`.
+
+    The anchor in the state has the same bits on every rank. The parameters that `optax.apply_updates` gives differ from
+    it by a rounding of the addition at most; the next exchange corrects that. Save and evaluate the anchor.
+
+    Args:
+        inner: the Optax transformation of a rank's own steps.
+        outer: the Optax transformation of the exchanges; its updates are the same on every rank.
+        every: the number of steps of `inner` to an exchange, from 1 on.
+
+    Returns:
+        The functions ``init(params)`` and ``update(updates, state, params)``, as an Optax transformation. The state is
+        a `DilocoState`; it differs between ranks.
+
+    Raises:
+        TypeError: for a value that is not a transformation.
+        ValueError: for `every` below 1, or an update without parameters.
+
+    References:
+        DiLoCo, arXiv 2311.08105, algorithm 1; INTELLECT-1, arXiv 2412.01152, for exchanges in int8.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc, optax
+        >>> mean = optax.stateless(lambda u, _: jc.distributed.psum(u, "i", "int8(group=tensor)") / 2)
+        >>> tx = jc.distributed.diloco(optax.sgd(1.0), optax.chain(mean, optax.sgd(1.0)), every=2)
+        >>> def train(gradient):
+        ...     params = jnp.zeros(1)
+        ...     state = tx.init(params)
+        ...     for _ in range(2):
+        ...         updates, state = tx.update(gradient, state, params)
+        ...         params = optax.apply_updates(params, updates)
+        ...     return params
+        >>> jax.vmap(train, axis_name="i")(jnp.array([[1.0], [3.0]])).tolist()
+        [[-4.0], [-4.0]]
+    """
+    check_int("every", every, 1, (1 << 31) - 1)
+    for name, transformation in (("inner", inner), ("outer", outer)):
+        if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
+            raise TypeError(
+                f"{name}={transformation!r} must be an Optax transformation, with the functions init and update"
+            )
+
+    def init(params: Any) -> DilocoState:
+        anchor = jax.tree.map(jnp.asarray, params)
+        return DilocoState(jnp.zeros((), jnp.int32), anchor, inner.init(params), outer.init(params))
+
+    def update(updates: Any, state: DilocoState, params: Any = None, **extra: Any) -> tuple[Any, DilocoState]:
+        if params is None:
+            raise ValueError("params=None: diloco compares them with those of the last exchange; pass params")
+        inner_updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        count = state.count + 1
+
+        def keep_anchor() -> tuple[Any, Any, Any]:
+            return jax.tree.map(_vary_and_cast_like, inner_updates, params), state.anchor, state.outer
+
+        def exchange() -> tuple[Any, Any, Any]:
+            rank_params = jax.tree.map(_add_in_dtype, params, inner_updates)
+            outer_updates, outer_state = outer.update(
+                jax.tree.map(jnp.subtract, state.anchor, rank_params), state.outer, state.anchor
+            )
+            anchor = jax.tree.map(_add_in_dtype, state.anchor, outer_updates)
+            change = jax.tree.map(
+                lambda new, old, step: _vary_and_cast_like(new - old, step), anchor, params, inner_updates
+            )
+            return change, anchor, outer_state
+
+        change, anchor, outer_state = lax.cond(count == every, exchange, keep_anchor)
+        return change, DilocoState(count % every, anchor, inner_state, outer_state)
+
+    return Transformation(init, update)
+
+
+def _add_in_dtype(x: Array, change: Array) -> Array:
+    return jnp.asarray(x + change).astype(x.dtype)
+
+
+def _vary_and_cast_like(x: Array, other: Array) -> Array:
+    """`x`, with a type that differs between ranks along the axes of both: branches have results of one type."""
+    x = x.astype(other.dtype)
+    missing = tuple(name for name in varying_axes(other) if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x

@@ -19,10 +19,17 @@ from jchop._core.matmul.operations import spec_draws
 from jchop._core.rounding.codes import packed_size
 from jchop._core.xla.cpu import compute_after, loop_entry
 from jchop._spec.spec import AnySpec, Spec
-from jchop.distributed._axes import AxisName, RankAxes, all_gather_over, as_rank_axes, vary_over
 from jchop.distributed._collectives import check_collective
-from jchop.distributed._messages import move_leaves
-from jchop.distributed._pieces import check_whole_groups, map_leaves
+from jchop.distributed._messages import (
+    AxisName,
+    RankAxes,
+    all_gather_over,
+    as_rank_axes,
+    check_whole_groups,
+    map_leaves,
+    move_leaves,
+    vary_over,
+)
 from jchop.formats import ScaledFormat
 from jchop.storage import QArray, fit_scale, quantize
 from jchop.storage._axis_groupings import WHOLE_AXIS, axes_from_end, axis_groupings

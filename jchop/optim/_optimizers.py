@@ -11,7 +11,7 @@ from typing import Any
 import optax
 
 from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8nz
-from jchop.optim._arguments import BELOW_ONE, FROM_ZERO, NumberRange, check_number
+from jchop.optim._leaves import BELOW_ONE, FROM_ZERO, NumberRange, check_number
 from jchop.optim._state import quantize_state
 
 #: Second moments are divisors, so their formats have no zero: if one is rounded to zero, the update is m / eps, which

@@ -10,8 +10,15 @@ from torch.optim import Optimizer
 
 from jchop._common.checks import check_int
 from jchop._spec.spec import AnySpec
-from jchop.torch._operators import require_rounding, round_now
-from jchop.torch._plan import SpecPlan, generator_words, key_words, plan_of, words_of_seed
+from jchop.torch._operators import (
+    SpecPlan,
+    generator_words,
+    key_words,
+    plan_of,
+    require_rounding,
+    round_now,
+    words_of_seed,
+)
 
 Tensor = torch.Tensor
 _GRADIENT_ROLE, _ACCUMULATOR_ROLE, _WEIGHT_ROLE, _MOMENTUM_ROLE = range(4)

@@ -18,9 +18,16 @@ from jchop._common.bit_ops import enable_x64_for
 from jchop.storage import QArray
 from jchop.storage._decode import check_qarray_leaves, qarray_shape
 from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
-from jchop.torch._bridge import as_jax, as_tensor, check_has_numbers
-from jchop.torch._operators import CARRIER_NAMES, check_carrier, import_words, key_of_words
-from jchop.torch._plan import outside_graphs
+from jchop.torch._operators import (
+    CARRIER_NAMES,
+    as_jax,
+    as_tensor,
+    check_carrier,
+    check_has_numbers,
+    import_words,
+    key_of_words,
+    outside_graphs,
+)
 
 Tensor = torch.Tensor
 

@@ -14,8 +14,8 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.optim._chunks import plan_chunks
 from jchop.optim._pack import is_packed_leaf
+from jchop.optim._state import plan_chunks
 
 further = Further()
 
