@@ -51,6 +51,11 @@ class RankAxes:
         return math.prod(self.sizes)
 
     @property
+    def each(self) -> list[RankAxes]:
+        """The axes, one by one."""
+        return [RankAxes((name,), (size,)) for name, size in zip(self.names, self.sizes, strict=True)]
+
+    @property
     def name(self) -> Any:
         """The argument of collectives of `jax.lax`."""
         return self.names[0] if len(self.names) == 1 else self.names
@@ -84,14 +89,14 @@ def as_rank_axes(axis_name: AxisName) -> RankAxes:
     return RankAxes(names, tuple(sizes))
 
 
-def _needs_single_axes(axes: RankAxes) -> bool:
-    """Whether some of several axes are those of `jax.vmap`, whose collectives take one axis at a time."""
-    return len(axes.names) > 1 and not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+def _in_vmap(axes: RankAxes) -> bool:
+    """Whether some axes are those of `jax.vmap`, whose collectives take one axis at a time."""
+    return not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def all_gather_over(x: Array, axes: RankAxes, axis: int = 0, *, tiled: bool = False, to: str = "varying") -> Array:
     """`jax.lax.all_gather` over all axes."""
-    if not _needs_single_axes(axes):
+    if len(axes.names) == 1 or not _in_vmap(axes):
         return lax.all_gather(x, axes.name, axis=axis, tiled=tiled, to=to)
     x = x if tiled else lax.expand_dims(x, [axis])
     for name in reversed(axes.names):
@@ -101,7 +106,7 @@ def all_gather_over(x: Array, axes: RankAxes, axis: int = 0, *, tiled: bool = Fa
 
 def psum_scatter_over(x: Array, axes: RankAxes, axis: int, tiled: bool) -> Array:
     """`jax.lax.psum_scatter` over all axes."""
-    if not _needs_single_axes(axes):
+    if len(axes.names) == 1 or not _in_vmap(axes):
         return lax.psum_scatter(x, axes.name, scatter_dimension=axis, tiled=tiled)
     for name in axes.names:
         x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
@@ -110,8 +115,7 @@ def psum_scatter_over(x: Array, axes: RankAxes, axis: int, tiled: bool) -> Array
 
 def ppermute_over(x: Array, axes: RankAxes, perm: tuple[tuple[int, int], ...]) -> Array:
     """`jax.lax.ppermute` over all axes. In `jax.vmap` it takes one axis, and pairs with every rank."""
-    in_vmap = not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
-    if not in_vmap or (len(axes.names) == 1 and len(perm) == axes.size):
+    if not _in_vmap(axes) or (len(axes.names) == 1 and len(perm) == axes.size):
         return lax.ppermute(x, axes.name, perm)
     sources = {target: source for source, target in perm}
     source_rank = jnp.asarray([sources.get(rank, axes.size) for rank in range(axes.size)])[axes.rank]
@@ -310,8 +314,7 @@ def stages_of(algorithm: Any, axes: RankAxes) -> tuple[RankAxes, ...] | None:
                 f"algorithm={algorithm} is over two axes, and axis_name={axes.name!r}; pass "
                 f"axis_name=({algorithm.outer!r}, {algorithm.inner!r})"
             )
-        sizes = dict(zip(axes.names, axes.sizes, strict=True))
-        return tuple(RankAxes((name,), (sizes[name],)) for name in (algorithm.inner, algorithm.outer))
+        return tuple(sorted(axes.each, key=lambda axis: axis.name == algorithm.outer))
     if algorithm == TWO_SHOT:
         return (axes,)
     if algorithm == RING:
@@ -331,12 +334,14 @@ class Wire:
         spec: of the codes.
         algorithm: of sums.
         accumulate: the arithmetic of sums; None for the carrier.
+        floats: whether numbers move as they are: tangents, and cotangents without a spec.
     """
 
     axes: RankAxes
     spec: Spec
     algorithm: Algorithm
     accumulate: MatmulSpec | None
+    floats: bool = False
 
 
 def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
@@ -357,9 +362,7 @@ def _exchange_and_sum(wire: Wire, stages: tuple[RankAxes, ...], pieces: Array, k
     axes, shape = wire.axes, pieces.shape[1:]
     sum_dtype = operation_carrier(pieces.dtype).name
     # One axis of pieces for each stage that is left, in the order of the mesh axes.
-    remaining_axes = (
-        [axes] if len(stages) == 1 else [RankAxes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
-    )
+    remaining_axes = [axes] if len(stages) == 1 else axes.each
     indexes = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in remaining_axes])
     values = pieces.reshape(*indexes.shape, *shape)
     for stage_index, stage in enumerate(stages):
@@ -429,15 +432,11 @@ def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:
     for stage in reversed(stages):
         q = move_leaves(q, lambda leaf, over=stage: all_gather_over(leaf, over, to=to))
     if len(stages) > 1:
-        order = [stages.index(RankAxes((n,), (s,))) for n, s in zip(axes.names, axes.sizes, strict=True)]
-        q = move_leaves(q, lambda leaf: _join_stage_axes(leaf, order))
+        order = [stages.index(axis) for axis in axes.each]
+        q = move_leaves(
+            q, lambda leaf: leaf.transpose(*order, *range(len(order), leaf.ndim)).reshape(-1, *leaf.shape[len(order) :])
+        )
     return q
-
-
-def _join_stage_axes(leaf: Array, order: list[int]) -> Array:
-    """Leading axes in another order, joined."""
-    transposed_leaf = leaf.transpose(*order, *range(len(order), leaf.ndim))
-    return transposed_leaf.reshape(-1, *leaf.shape[len(order) :])
 
 
 def exchange(axes: RankAxes, leaf: Array) -> Array:
@@ -445,46 +444,31 @@ def exchange(axes: RankAxes, leaf: Array) -> Array:
     return lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)
 
 
-def exchange_numbers(wire: Wire, pieces: Array, key: Array | None) -> Array:
-    """(ranks, ...): the pieces that every rank sent to this one; piece p of `pieces` is sent to rank p."""
-    check_draw_count(wire.spec, pieces.shape[0], pieces[0].size)
-    send_key = fold_in_numbers(key, Phase.SEND, 0, wire.axes.rank)
-    return send_messages(pieces, wire.spec, send_key, jnp.arange(wire.axes.size), partial(exchange, wire.axes))
-
-
-def permute_numbers(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int], ...]) -> Array:
-    """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
-    axes = wire.axes
-    check_draw_count(wire.spec, axes.size, x.size)
-    send_key, move = fold_in_numbers(key, Phase.SEND, 0), partial(ppermute_over, axes=axes, perm=perm)
-    (message,) = send_messages(x[None], wire.spec, send_key, axes.rank[None], move)
-    targets = {target for _, target in perm}
-    if len(targets) == axes.size:
-        return message
-    receives = jnp.array([rank in targets for rank in range(axes.size)])[axes.rank]
-    return jnp.where(receives, message, jnp.zeros_like(message))
-
-
 def quantizes_vectors(spec: Spec) -> bool:
     """Whether a spec quantizes vectors: each number by itself, in blocks of the last axis, or all under one scale."""
-    fmt = spec.scaled
-    if fmt is None:
-        return True
-    formats = [fmt]
-    while isinstance(formats[-1].scale, ScaledFormat):
-        formats.append(formats[-1].scale)
-    return all(fmt_part.channel is None and (fmt_part.group is None or fmt_part.axis == -1) for fmt_part in formats)
+    return all(fmt.channel is None and (fmt.group is None or fmt.axis == -1) for fmt in _formats_of_groups(spec))
 
 
-def split_axis(x: Array, axis: int, count: int) -> Array:
-    """(count, ...): the equal parts of an axis."""
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :]), axis, 0)
+def _formats_of_groups(spec: Spec) -> list[ScaledFormat]:
+    """The scaled format, that of its scales, and so on."""
+    formats = []
+    part: Any = spec.scaled
+    while isinstance(part, ScaledFormat):
+        formats.append(part)
+        part = part.scale
+    return formats
 
 
-def join_axis(pieces: Array, axis: int) -> Array:
+def split_axis(x: Array, axis: int, count: int, tiled: bool = True) -> Array:
+    """(count, ...): the equal parts of an axis; its entries unless `tiled`."""
+    x = x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :]) if tiled else x
+    return jnp.moveaxis(x, axis, 0)
+
+
+def join_axis(pieces: Array, axis: int, tiled: bool = True) -> Array:
     """The inverse of `split_axis`."""
     split = jnp.moveaxis(pieces, 0, axis)
-    return split.reshape(*split.shape[:axis], -1, *split.shape[axis + 2 :])
+    return split.reshape(*split.shape[:axis], -1, *split.shape[axis + 2 :]) if tiled else split
 
 
 @dataclass(frozen=True)
@@ -557,13 +541,8 @@ def check_whole_groups(spec: Spec, shape: Sequence[int], axis: int, count: int, 
     """
     if spec.scaled is None or not shape:
         return
-    formats: list[Any] = [spec.scaled]
-    block = 1
-    while formats:
-        fmt = formats.pop()
-        grouping = axis_groupings(fmt, len(shape))[axis]
-        block *= grouping if isinstance(grouping, int) else 1
-        formats += [fmt.scale] if isinstance(fmt.scale, ScaledFormat) else []
+    groupings = [axis_groupings(fmt, len(shape))[axis] for fmt in _formats_of_groups(spec)]
+    block = math.prod(grouping for grouping in groupings if isinstance(grouping, int))
     if shape[axis] % block:
         total = shape[axis] * count
         part_counts = [n for n in range(1, math.isqrt(total) * 8 + 2) if total % (n * block) == 0]
@@ -631,15 +610,13 @@ def _bucket_members(leaves: list[Array], bucket: int) -> list[list[int]]:
     for leaf_index, leaf in enumerate(leaves):
         if not leaf.size:
             continue
-        dtype_and_axes = (leaf.dtype, varying_axes(leaf))
         if leaf.size >= bucket:
             buckets.append([leaf_index])
             continue
-        members = open_buckets.get(dtype_and_axes)
-        if members is None:
-            members = open_buckets[dtype_and_axes] = []
-            buckets.append(members)
-        members.append(leaf_index)
-        if math.fsum(leaves[i].size for i in members) >= bucket:
+        dtype_and_axes = (leaf.dtype, varying_axes(leaf))
+        if dtype_and_axes not in open_buckets:
+            buckets.append(open_buckets.setdefault(dtype_and_axes, []))
+        open_buckets[dtype_and_axes].append(leaf_index)
+        if sum(leaves[i].size for i in open_buckets[dtype_and_axes]) >= bucket:
             del open_buckets[dtype_and_axes]
     return buckets
