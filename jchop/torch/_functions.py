@@ -19,28 +19,9 @@ from jchop._common.settings import always_jit
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import AnySpec, Gradient, Spec, as_spec
 from jchop.formats import ElementFormat
-from jchop.torch._operators import (
-    CARRIER_NAMES,
-    SpecPlan,
-    add_vmap_rule,
-    check_carrier,
-    clips_gradient,
-    compile_constant,
-    contiguous,
-    dense,
-    generator_words,
-    inverse_order,
-    key_of_words,
-    key_words,
-    plan_of,
-    round_now,
-    round_operator,
-    rounding_words,
-    run_on_tensors,
-    vmap_rows,
-    within_range_operator,
-)
+from jchop.torch import _operators as operators
 
+Array = jax.Array
 Tensor = torch.Tensor
 
 
@@ -91,16 +72,16 @@ def round_to_format(
         >>> x.grad
         tensor([1., 0.])
     """
-    check_carrier("tensor", tensor)
-    plan = plan_of(spec)
-    words = rounding_words(plan.spec, plan.draws, seed, generator)
+    operators.check_carrier("tensor", tensor)
+    plan = operators.plan_of(spec)
+    words = operators.rounding_words(plan.spec, plan.draws, seed, generator)
     result = round_straight_through(tensor, plan.spec, words, copy)
     if plan.gradient is None:
         return result
     return round_gradient(
         result,
         plan.gradient,
-        rounding_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT_SEED),
+        operators.rounding_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT_SEED),
     )
 
 
@@ -135,7 +116,7 @@ def round_to_format_(
         >>> jc.torch.round_to_format_(x, "float8_e5m2") is x, x
         (True, tensor([1.0000, 2.5000]))
     """
-    check_carrier("tensor", tensor)
+    operators.check_carrier("tensor", tensor)
     # A gradient may need the overwritten values.
     source = tensor.clone() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return tensor.copy_(
@@ -152,7 +133,7 @@ _GRADIENT_SEED = "gradient_seed"
 def round_straight_through(tensor: Tensor, spec: str, words: Tensor, copy: bool) -> Tensor:
     """A rounded tensor with a straight-through gradient, clipped if the spec requires it."""
     if _is_eager_call(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
-        return round_now(tensor, words, spec, 0, copy)
+        return operators.round_now(tensor, words, spec, 0, copy)
     return _StraightThrough.apply(tensor, words, spec, copy)  # type: ignore[return-value]
 
 
@@ -182,13 +163,15 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
-        return (round_now if _is_eager_call(tensor) else round_operator)(tensor, words, spec, 0, copy)
+        return (operators.round_now if _is_eager_call(tensor) else operators.round_operator)(
+            tensor, words, spec, 0, copy
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         del output
         tensor, words, ctx.spec, _ = inputs
-        ctx.clips = clips_gradient(ctx.spec)
+        ctx.clips = operators.clips_gradient(ctx.spec)
         if ctx.clips:
             ctx.save_for_backward(tensor, words)
 
@@ -200,41 +183,37 @@ class _StraightThrough(torch.autograd.Function):
         return gradient, None, None, None  # type: ignore[return-value]
 
 
-class _ClipGradient(torch.autograd.Function):
-    """A gradient, zero for values that overflow: linear in the gradient, and its own transpose."""
+class _FunctionOfSpec(torch.autograd.Function):
+    """A function that keeps its spec, and all tensors after its first input, for its gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, tensor: Tensor, words: Tensor, spec: str) -> Tensor:
-        return within_range_operator(gradient, tensor, words, spec, 0)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         del output
-        ctx.save_for_backward(*inputs[1:3])
-        ctx.spec = inputs[3]
+        ctx.save_for_backward(*(x for x in inputs[1:] if isinstance(x, Tensor)))
+        (ctx.spec,) = (x for x in inputs if isinstance(x, str))
+
+
+class _ClipGradient(_FunctionOfSpec):
+    """A gradient, zero for values that overflow: linear in the gradient, and its own transpose."""
+
+    @staticmethod
+    def forward(gradient: Tensor, tensor: Tensor, words: Tensor, spec: str) -> Tensor:
+        return operators.within_range_operator(gradient, tensor, words, spec, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return _ClipGradient.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[return-value]
 
 
-class _RoundGradient(torch.autograd.Function):
+class _RoundGradient(_FunctionOfSpec):
     """The identity; its gradient is rounded, straight-through."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(tensor: Tensor, words: Tensor, spec: str) -> Tensor:
         del words, spec
         return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        del output
-        ctx.save_for_backward(inputs[1])
-        ctx.spec = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -288,12 +267,15 @@ class Quantizer(nn.Module):
         self, forward: AnySpec | None = None, backward: AnySpec | None = None, *, seed: int | tuple[int, ...] | None = 0
     ) -> None:
         super().__init__()
-        self.rounding = None if forward is None else plan_of(as_spec(forward, "forward", scaled=True))
+        self.rounding = None if forward is None else operators.plan_of(as_spec(forward, "forward", scaled=True))
         if self.rounding is not None and self.rounding.gradient is not None:
             if backward is not None:
                 raise ValueError(f"forward={str(forward)!r} rounds the gradient, but so does backward={backward!r}")
             backward = self.rounding.gradient
-        self.gradient = None if backward is None else _plan_of_gradient(backward)
+        gradient = None if backward is None else as_spec(backward, "backward", scaled=True)
+        if gradient is not None and gradient.gradient != Gradient():
+            raise ValueError(f"backward={str(gradient)!r} is for a gradient, and cannot have a gradient itself")
+        self.gradient = None if gradient is None else operators.plan_of(gradient)
         self.words = None if seed is None else _seed_numbers(seed)
         if self._counts_calls:
             self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
@@ -311,7 +293,10 @@ class Quantizer(nn.Module):
         """
         if not (x.is_floating_point() or x.is_complex()):
             return x
-        call = self._next_call() if self._counts_calls else None
+        call = None
+        if self._counts_calls:
+            call = self.calls.clone()
+            self.calls += 1
         if self.rounding is not None:
             x = round_straight_through(
                 x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD_DRAW), True
@@ -333,39 +318,24 @@ class Quantizer(nn.Module):
     def _counts_calls(self) -> bool:
         return self.stochastic and self.words is not None
 
-    def _next_call(self) -> Tensor:
-        call = self.calls.clone()
-        self.calls += 1
-        return call
-
     def _words(self, draws: bool, call: Tensor | None, draw: int) -> Tensor:
         if not draws:
-            return key_words(())
+            return operators.key_words(())
         if self.words is None or call is None:
-            return generator_words()
+            return operators.generator_words()
         draw_word = torch.full((1,), draw, dtype=torch.int32, device=call.device)
-        return torch.cat([key_words(self.words).to(call.device), call.reshape(1), draw_word])
+        return torch.cat([operators.key_words(self.words).to(call.device), call.reshape(1), draw_word])
 
 
 def first_words(seed: tuple[int, ...], draws: bool) -> Tensor:
     """The words of the forward rounding in the first call of a `Quantizer` with this seed; none without draws."""
-    return key_words((*_seed_numbers(seed), 0, _FORWARD_DRAW) if draws else ())
-
-
-def _plan_of_gradient(backward: AnySpec) -> SpecPlan:
-    spec = as_spec(backward, "backward", scaled=True)
-    if spec.gradient != Gradient():
-        raise ValueError(f"backward={str(spec)!r} is for a gradient, and cannot have a gradient itself")
-    return plan_of(spec)
+    return operators.key_words((*_seed_numbers(seed), 0, _FORWARD_DRAW) if draws else ())
 
 
 def _seed_numbers(seed: int | tuple[int, ...]) -> tuple[int, ...]:
     first, *fold_ins = seed if isinstance(seed, tuple) else (seed,)
     first = check_int("seed", first, 0, (1 << 64) - 1)
     return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", fold_in, 0, (1 << 32) - 1) for fold_in in fold_ins))
-
-
-Array = jax.Array
 
 
 def matmul(
@@ -406,22 +376,22 @@ def matmul(
         tensor(8.)
     """
     for name, value in (("a", a), ("b", b)):
-        check_carrier(name, value, complex_too=False)
+        operators.check_carrier(name, value, complex_too=False)
     if a.dtype != b.dtype:
         raise TypeError(f"a has dtype {a.dtype} and b has dtype {b.dtype}; they must be the same: cast one of them")
     if a.device != b.device:
         raise ValueError(f"a is on {a.device} and b on {b.device}; they must be on one device")
     text, draws = _matmul_text(spec)
-    words = rounding_words(text, draws, seed, generator)
+    words = operators.rounding_words(text, draws, seed, generator)
     if torch.is_grad_enabled():
-        return _MatmulFunction.apply(a, b, words, text, copy)  # type: ignore[return-value]
+        return _MatmulFunction.apply(copy, a, b, words, text)  # type: ignore[return-value]
     return matmul_operator(a, b, words, text, 0, copy)
 
 
 # -- specs as arguments of operators -----------------------------------------------------------------------------------
 
 
-@compile_constant
+@operators.compile_constant
 def _matmul_text(spec: Any) -> tuple[str, bool]:
     """A text of a spec for `_matmul_spec`, and whether it is stochastic."""
     if not isinstance(spec, MatmulSpec):
@@ -441,48 +411,31 @@ def _matmul_spec(text: str) -> MatmulSpec:
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op(
-    "jchop::matmul",
-    mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor words, str spec, int batch, bool copy) -> Tensor",
-)
-def matmul_operator(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    """The product of batches of factors."""
-    (a, order_a), (b, order_b) = (dense(x.detach(), copy) for x in (a, b))
-    return run_on_tensors(_matmul_rows, [a, b], words, spec=spec, batch=batch, orders=(order_a, order_b))
-
-
-@torch.library.custom_op(
-    "jchop::matmul_gradients",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor a, Tensor b, Tensor words, str spec, int batch) -> (Tensor, Tensor)",
-)
-def matmul_gradients_operator(
-    gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
-) -> tuple[Tensor, Tensor]:
-    """The gradients of both factors."""
-    return run_on_tensors(
-        _matmul_gradients, [contiguous(x, True) for x in (gradient, a, b)], words, spec=spec, batch=batch
-    )
-
-
-@matmul_operator.register_fake
 def _fake_matmul(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
     del words, copy
     _require_product(a.dtype, spec)
     return a.new_empty(_product_shape(a.shape, b.shape, batch))
 
 
-@matmul_gradients_operator.register_fake
-def _fake_matmul_gradients(
+@operators.define_operator(
+    "matmul(Tensor a, Tensor b, Tensor words, str spec, int batch, bool copy) -> Tensor", _fake_matmul
+)
+def matmul_operator(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    """The product of batches of factors."""
+    (a, order_a), (b, order_b) = (operators.dense(x.detach(), copy) for x in (a, b))
+    return operators.run_on_tensors(_matmul_rows, [a, b], words, spec=spec, batch=batch, orders=(order_a, order_b))
+
+
+@operators.define_operator(
+    "matmul_gradients(Tensor gradient, Tensor a, Tensor b, Tensor words, str spec, int batch) -> (Tensor, Tensor)",
+    lambda _, a, b, *__: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b)),
+)
+def matmul_gradients_operator(
     gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
 ) -> tuple[Tensor, Tensor]:
-    del gradient, words, spec, batch
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))  # type: ignore[return-value]
-
-
-add_vmap_rule(matmul_operator)
-add_vmap_rule(matmul_gradients_operator)
+    """The gradients of both factors."""
+    tensors = [operators.contiguous(x, True) for x in (gradient, a, b)]
+    return operators.run_on_tensors(_matmul_gradients, tensors, words, spec=spec, batch=batch)
 
 
 def _product_shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
@@ -496,7 +449,7 @@ def _product_shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int,
 @lru_cache(maxsize=256)
 def _require_product(dtype: torch.dtype, spec: str) -> None:
     """Raise the errors of the product for this dtype before anything is computed."""
-    x = jax.ShapeDtypeStruct((1, 1), CARRIER_NAMES[dtype])
+    x = jax.ShapeDtypeStruct((1, 1), operators.CARRIER_NAMES[dtype])
     with enable_x64_for(x.dtype):
         jax.eval_shape(lambda x: math.matmul(x, x, _matmul_spec(spec), jax.random.key(0)), x)
 
@@ -505,38 +458,31 @@ def _require_product(dtype: torch.dtype, spec: str) -> None:
 def _matmul_rows(
     a: Array, b: Array, words: Array | None, *, spec: str, batch: int, orders: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> Array:
-    a, b = (x.transpose(inverse_order(order)) for x, order in zip((a, b), orders, strict=True))
-    return vmap_rows(lambda a, b, words: math.matmul(a, b, _matmul_spec(spec), key_of_words(words)), batch)(a, b, words)
+    a, b = (x.transpose(operators.inverse_order(order)) for x, order in zip((a, b), orders, strict=True))
+    return operators.vmap_rows(partial(_matmul_by_words, spec), batch)(a, b, words)
 
 
 @partial(always_jit, static_argnames=("spec", "batch"))
 def _matmul_gradients(
     g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int
 ) -> tuple[Array, Array]:
-    def pull_back(g: Array, a: Array, b: Array, words: Array | None) -> tuple[Array, Array]:
-        return jax.vjp(lambda a, b: math.matmul(a, b, _matmul_spec(spec), key_of_words(words)), a, b)[1](g)
-
-    return vmap_rows(pull_back, batch)(g, a, b, words)
+    return operators.gradient_rows(partial(_matmul_by_words, spec), batch, g, words, a, b)
 
 
-class _MatmulFunction(torch.autograd.Function):
+def _matmul_by_words(spec: str, a: Array, b: Array, words: Array | None) -> Array:
+    return math.matmul(a, b, _matmul_spec(spec), operators.key_of_words(words))
+
+
+class _MatmulFunction(_FunctionOfSpec):
     """The product, with the gradients of the product of the rounded factors."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(a: Tensor, b: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
+    def forward(copy: bool, a: Tensor, b: Tensor, words: Tensor, spec: str) -> Tensor:
         return matmul_operator(a, b, words, spec, 0, copy)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        del output
-        ctx.save_for_backward(*inputs[:3])
-        ctx.spec = inputs[3]
-
-    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_MatmulGradients.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[misc]
+        return None, *_MatmulGradients.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None  # type: ignore[misc]
 
 
 class _MatmulGradients(torch.autograd.Function):

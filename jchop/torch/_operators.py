@@ -18,9 +18,11 @@ from jax import lax
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_int
 from jchop._common.settings import always_jit
+from jchop._round.arguments import has_tracer
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec, parse
 
+Array = jax.Array
 Tensor = torch.Tensor
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -130,8 +132,6 @@ def generator_words(generator: torch.Generator | None = None) -> Tensor:
     device = "cpu" if generator is None else generator.device
     return torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, generator=generator, device=device)
 
-
-Array = jax.Array
 
 #: Alignment that XLA's CPU backend requires of a buffer that it did not allocate.
 ALIGNMENT = 64
@@ -267,7 +267,7 @@ def _copy_or_raise(tensor: torch.Tensor, reason: str, copy: bool) -> torch.Tenso
 
 def check_has_numbers(name: str, value: Any) -> None:
     """Refuse arrays that JAX traces: they have no numbers yet."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+    if has_tracer(value):
         raise TypeError(
             f"{name} is traced by JAX, and torch needs its numbers: call this outside of jax.jit, vmap and grad"
         )
@@ -310,23 +310,53 @@ def check_carrier(name: str, value: object, *, complex_too: bool = True) -> None
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
+def define_operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """An operator of torch: its name and types, its results without numbers, and its rule for vmap.
+
+    Its arguments are tensors, of which the last are words, then a spec, a count of axes, ``batch``, and options. The
+    axis that `torch.func.vmap` maps becomes the first of those that ``batch`` counts; these are mapped by JAX.
+    """
+    name, _, types = schema.partition("(")
+
+    def define(function: Callable[..., Any]) -> Any:
+        operator = torch.library.custom_op(f"jchop::{name}", function, mutates_args=(), schema=f"({types}")
+        operator.register_fake(fake)
+
+        @operator.register_vmap
+        def _(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+            tensors = [x for x in arguments if isinstance(x, Tensor)]
+            spec, batch, *options = arguments[len(tensors) :]
+            rows = [
+                x.expand(info.batch_size, *x.shape).contiguous() if axis is None else x.movedim(axis, 0)
+                for x, axis in zip(tensors, in_dims, strict=False)
+            ]
+            result = operator(*rows, spec, batch + 1, *options)
+            return result, 0 if isinstance(result, Tensor) else (0,) * len(result)
+
+        return operator
+
+    return define
+
+
 def round_now(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    """`x` rounded, with the same strides if its memory has no gaps: the operator's function, called directly."""
+    """`x` rounded, without an operator."""
     return _run_elementwise(_round_rows, (x,), words, copy, spec=spec, batch=batch)
 
 
-round_operator = torch.library.custom_op(
-    "jchop::round_to_format",
-    round_now,
-    mutates_args=(),
-    schema="(Tensor x, Tensor words, str spec, int batch, bool copy) -> Tensor",
-)
+def _fake_round(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    del words, copy
+    require_rounding(x.dtype, x.ndim - batch, spec)
+    return torch.empty_like(x)
 
 
-@torch.library.custom_op(
-    "jchop::within_range",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor x, Tensor words, str spec, int batch) -> Tensor",
+round_operator = define_operator(
+    "round_to_format(Tensor x, Tensor words, str spec, int batch, bool copy) -> Tensor", _fake_round
+)(round_now)
+
+
+@define_operator(
+    "within_range(Tensor gradient, Tensor x, Tensor words, str spec, int batch) -> Tensor",
+    lambda gradient, *_: torch.empty_like(gradient, memory_format=torch.contiguous_format),
 )
 def within_range_operator(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
     """`gradient`, but 0 for elements of `x` that overflow."""
@@ -402,42 +432,6 @@ def _restore_order(tensor: Tensor, order: tuple[int, ...], source: Tensor) -> Te
     return tensor if order == tuple(range(len(order))) else tensor.permute(inverse_order(order))
 
 
-@round_operator.register_fake
-def _fake_round(x: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
-    del words, copy
-    require_rounding(x.dtype, x.ndim - batch, spec)
-    return torch.empty_like(x)
-
-
-@within_range_operator.register_fake
-def _fake_within_range(gradient: Tensor, x: Tensor, words: Tensor, spec: str, batch: int) -> Tensor:
-    del x, words, spec, batch
-    return torch.empty_like(gradient, memory_format=torch.contiguous_format)
-
-
-def add_vmap_rule(operator: Any) -> None:
-    """Give an operator its rule for vmap: the new axis is the first of the axes that `batch` counts.
-
-    The tensors are the first arguments, with the words as the last of them; the spec and `batch` follow.
-    """
-
-    def rule(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        spec, batch, *options = arguments[len(tensors) :]
-        rows = [
-            x.expand(info.batch_size, *x.shape).contiguous() if axis is None else x.movedim(axis, 0)
-            for x, axis in zip(tensors, in_dims, strict=False)
-        ]
-        result = operator(*rows, spec, batch + 1, *options)
-        return result, 0 if isinstance(result, Tensor) else (0,) * len(result)
-
-    operator.register_vmap(rule)
-
-
-add_vmap_rule(round_operator)
-add_vmap_rule(within_range_operator)
-
-
 @lru_cache(maxsize=256)
 def require_rounding(dtype: torch.dtype, ndim: int, spec: str) -> None:
     """Raise the errors of rounding before anything is computed."""
@@ -457,11 +451,13 @@ def _within_range_rows(
     g: Array, x: Array, words: Array | None, *, spec: str, batch: int, order: tuple[int, ...]
 ) -> Array:
     del order  # both are contiguous
+    return gradient_rows(lambda x, words: round_to_format(x, parse(spec), key_of_words(words)), batch, g, words, x)[0]
 
-    def pull_back(g: Array, x: Array, words: Array | None) -> Array:
-        return jax.vjp(lambda x: round_to_format(x, parse(spec), key_of_words(words)), x)[1](g)[0]
 
-    return vmap_rows(pull_back, batch)(g, x, words)
+def gradient_rows(function: Callable[..., Array], batch: int, g: Array, words: Array | None, *inputs: Array) -> Any:
+    """The gradients of the inputs of a function of inputs and words, row by row."""
+    each = vmap_rows(lambda g, words, *inputs: jax.vjp(lambda *x: function(*x, words), *inputs)[1](g), batch)
+    return each(g, words, *inputs)
 
 
 def vmap_rows(function: Callable[..., Any], batch: int) -> Callable[..., Any]:
