@@ -121,8 +121,8 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "`low_precision`: accumulator and weight draw the same bits": (
         "jchop/optim/_chain.py",
-        "_master_as_param(second, master, p, to_weight)",
-        "_master_as_param(first, master, p, to_weight)",
+        "return master, base.rounded_sum(second, jnp.zeros_like(p), master, to_weight)",
+        "return master, base.rounded_sum(first, jnp.zeros_like(p), master, to_weight)",
     ),
     '`DelayedScaling(take="last")` takes the maximum': (
         "jchop/_quantized/scales/formulas.py",
@@ -146,7 +146,7 @@ SOWN: dict[str, tuple[str, str, str]] = {
     ),
     "`psum_with_feedback`: the error of a sum is never reset": (
         "jchop/distributed/_collectives.py",
-        "new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)",
+        "new_sum_error = piece_sum - messages.decode_messages(q, piece_sum.dtype)",
         "new_sum_error = piece_sum",
     ),
     "the ring of `psum` draws the same bits in every turn": (

@@ -18,32 +18,7 @@ from jchop._core.xla.cpu import materialize_per_group
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import AnySpec, Spec, as_spec
 from jchop.formats.scaled.scaled import axis_indexes
-from jchop.optim._leaves import (
-    ABOVE_ONE,
-    ABOVE_ZERO,
-    BELOW_ONE,
-    NORMAL_FLOAT32,
-    as_transformation,
-    check_carrier_dtype,
-    check_count,
-    check_number,
-    finite_or,
-    first_state_key,
-    holds_codes,
-    in_sum_dtype,
-    is_float_leaf,
-    make_link,
-    make_transformation,
-    map_with_keys,
-    only_state,
-    require_representable,
-    require_shapes,
-    round_leaf,
-    rounded_sum_like,
-    split_key,
-    sum_dtype,
-    update_to_target,
-)
+from jchop.optim import _leaves as base
 from jchop.optim._pack import QuantizedState
 from jchop.sparsity._masks import check_sparsity_pattern, sparsity_mask
 from jchop.storage import dequantize
@@ -112,17 +87,25 @@ def round_updates(spec: AnySpec, key: Array | None = None) -> optax.GradientTran
 
 
 def _round_in_chain(spec: Spec, key: Array | None, scale: Any) -> optax.GradientTransformationExtraArgs:
-    start = first_state_key(key, spec)
-    check_number("scale", scale, ABOVE_ZERO)
+    base.check_number("scale", scale, 0, ends="()")
     is_one = isinstance(scale, int | float) and scale == 1
 
+    def leaf(key: Array | None, u: Any) -> Array:
+        return base.round_leaf(key, u if is_one else (u * scale).astype(u.dtype), spec)
+
+    return _rounding_link(leaf, base.first_state_key(key, spec))
+
+
+def _rounding_link(
+    leaf: Callable[..., Array], start: Array | None, *, needs_params: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """A link that has a function of a key and an update, and a parameter if it needs that, for every leaf."""
+
     def update(updates: Any, state: RoundState, params: Any) -> tuple[Any, RoundState]:
-        following, outputs = map_with_keys(
-            lambda key, u: round_leaf(key, u if is_one else (u * scale).astype(u.dtype), spec), state.key, updates
-        )
+        following, outputs = base.map_with_keys(leaf, state.key, updates, *((params,) if needs_params else ()))
         return outputs, RoundState(following)
 
-    return make_link(lambda _: RoundState(start), update)
+    return base.make_link(lambda _: RoundState(start), update, needs_params=needs_params)
 
 
 def round_params(
@@ -164,17 +147,12 @@ def round_params(
         >>> params.dtype, round(float(1 - params.astype("float32").mean()), 5)
         (dtype(bfloat16), 0.0001)
     """
-    spec, dtype = as_spec(spec, scaled=True), check_carrier_dtype("dtype", dtype)
-    start = first_state_key(key, spec)
+    spec, dtype = as_spec(spec, scaled=True), base.check_carrier_dtype("dtype", dtype)
 
-    def update(updates: Any, state: RoundState, params: Any) -> tuple[Any, RoundState]:
-        def leaf(key: Array | None, u: Any, p: Any) -> Array:
-            return update_to_target(p, rounded_sum_like(key, p, u, spec), dtype)
+    def leaf(key: Array | None, u: Any, p: Any) -> Array:
+        return base.update_to_target(p, base.rounded_sum(key, p, u, spec), dtype)
 
-        following, outputs = map_with_keys(leaf, state.key, updates, params)
-        return outputs, RoundState(following)
-
-    return make_link(lambda _: RoundState(start), update, needs_params=True)
+    return _rounding_link(leaf, base.first_state_key(key, spec), needs_params=True)
 
 
 # -- errors that are kept ----------------------------------------------------------------------------------------------
@@ -218,27 +196,27 @@ def error_feedback(spec: AnySpec, key: Array | None = None) -> optax.GradientTra
         [0.0, 1.0, 0.0, 0.0]
     """
     spec = as_spec(spec, scaled=True)
-    start = first_state_key(key, spec)
+    start = base.first_state_key(key, spec)
 
     def init(params: Any) -> ErrorFeedbackState:
-        return ErrorFeedbackState(jax.tree.map(lambda p: jnp.zeros_like(p, sum_dtype(p)), params), start)
+        return ErrorFeedbackState(jax.tree.map(lambda p: jnp.zeros_like(p, base.sum_dtype(p)), params), start)
 
     def update(updates: Any, state: ErrorFeedbackState, params: Any) -> Any:
 
         def leaf(key: Array | None, u: Any, c: Array) -> Array:
-            require_representable("spec", spec, "updates", u)
-            return round_leaf(key, c, spec)
+            base.require_representable("spec", spec, "updates", u)
+            return base.round_leaf(key, c, spec)
 
         sums = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
-        following, outputs = map_with_keys(leaf, state.key, updates, sums)
+        following, outputs = base.map_with_keys(leaf, state.key, updates, sums)
         # The barrier keeps the compiler from contracting a product in `q` with the subtraction.
         error = jax.tree.map(
-            lambda c, q, e: finite_or(c - jax.lax.optimization_barrier(q), e), sums, outputs, state.error
+            lambda c, q, e: base.finite_or(c - jax.lax.optimization_barrier(q), e), sums, outputs, state.error
         )
         outputs = jax.tree.map(lambda q, u: q.astype(u.dtype), outputs, updates)
         return outputs, ErrorFeedbackState(error, following)
 
-    return make_link(init, update)
+    return base.make_link(init, update)
 
 
 class CompensationState(NamedTuple):
@@ -284,28 +262,28 @@ def compensate(
     """
     spec = as_spec(spec, scaled=True)
     rest = None if compensation is None else as_spec(compensation, "compensation", scaled=True)
-    start = first_state_key(key, spec, rest)
+    start = base.first_state_key(key, spec, rest)
 
     def init(params: Any) -> CompensationState:
         return CompensationState(jax.tree.map(jnp.zeros_like, params), start)
 
     def update(updates: Any, state: CompensationState, params: Any) -> Any:
         def leaf(key: Array | None, u: Any, p: Any, error: Any) -> tuple[Array, Array]:
-            _, (target_key, error_key) = split_key(key, 2)
-            wide = sum_dtype(p, u)
+            _, (target_key, error_key) = base.split_key(key, 2)
+            wide = base.sum_dtype(p, u)
             change = u.astype(wide) + error.astype(wide)
-            target = rounded_sum_like(target_key, p, change, spec)
+            target = base.rounded_sum(target_key, p, change, spec)
             new_error = change - (jax.lax.optimization_barrier(target).astype(wide) - p.astype(wide))
             if rest is not None:
-                require_representable("compensation", rest, "params", error)
-                new_error = round_leaf(error_key, new_error, rest)
-            return update_to_target(p, target), finite_or(new_error.astype(error.dtype), error)
+                base.require_representable("compensation", rest, "params", error)
+                new_error = base.round_leaf(error_key, new_error, rest)
+            return base.update_to_target(p, target), base.finite_or(new_error.astype(error.dtype), error)
 
-        following, pairs = map_with_keys(leaf, state.key, updates, params, state.lost)
+        following, pairs = base.map_with_keys(leaf, state.key, updates, params, state.lost)
         outputs, errors = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)
         return outputs, CompensationState(errors, following)
 
-    return make_link(init, update, needs_params=True)
+    return base.make_link(init, update, needs_params=True)
 
 
 # -- a whole optimizer -------------------------------------------------------------------------------------------------
@@ -371,64 +349,59 @@ def low_precision(
     """
     specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
     roundings = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
-    start = first_state_key(key, *roundings.values())
-    check_number("gradient_scale", gradient_scale, ABOVE_ZERO)
-    inner = as_transformation(inner)
+    start = base.first_state_key(key, *roundings.values())
+    base.check_number("gradient_scale", gradient_scale, 0, ends="()")
+    inner = base.as_transformation(inner)
     to_gradient, to_accumulator, to_weight, to_momentum = roundings.values()
 
     def init(params: Any) -> LowPrecisionState:
-        master = None if to_accumulator is None else jax.tree.map(in_sum_dtype, params)
+        master = None if to_accumulator is None else jax.tree.map(base.in_sum_dtype, params)
         inner_state = inner.init(params if master is None else master)  # `update` gives it the accumulator, too
-        if to_momentum is not None and _has_packed_arrays(inner_state):
+        nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, QuantizedState))
+        packs = any(isinstance(node, QuantizedState) and node.packing.entries for node in nodes)
+        if to_momentum is not None and packs:
             raise ValueError(f"momentum={str(to_momentum)!r} rounds arrays, and inner packs its state: leave one out")
         return LowPrecisionState(inner_state, master, start)
 
     def rounded_gradient(key: Array | None, g: Any) -> Array:
         product = (g * gradient_scale).astype(g.dtype)
-        return product if to_gradient is None else round_leaf(key, product, to_gradient)
+        return product if to_gradient is None else base.round_leaf(key, product, to_gradient)
 
-    def advance(key: Array | None, base: Any, u: Any, p: Any) -> tuple[Array, Array]:
+    def advance(key: Array | None, origin: Any, u: Any, p: Any) -> tuple[Array, Array]:
         """The new accumulator and parameter."""
-        _, (first, second) = split_key(key, 2)
+        _, (first, second) = base.split_key(key, 2)
         if to_accumulator is None:
-            return base, (p + u).astype(p.dtype) if to_weight is None else rounded_sum_like(first, p, u, to_weight)
-        master = rounded_sum_like(first, base, u, to_accumulator)
-        return master, master.astype(p.dtype) if to_weight is None else _master_as_param(second, master, p, to_weight)
+            target = (p + u).astype(p.dtype) if to_weight is None else base.rounded_sum(first, p, u, to_weight)
+            return origin, target
+        master = base.rounded_sum(first, origin, u, to_accumulator)
+        if to_weight is None:
+            return master, master.astype(p.dtype)
+        return master, base.rounded_sum(second, jnp.zeros_like(p), master, to_weight)
 
     def update(updates: Any, state: LowPrecisionState, params: Any, **extra: Any) -> Any:
-        _, keys = split_key(state.key, 4)
-        _, gradients = map_with_keys(rounded_gradient, keys[0], updates)
-        base = params if state.accumulator is None else state.accumulator
-        inner_updates, inner_state = inner.update(gradients, state.inner_state, base, **extra)
-        _, pairs = map_with_keys(advance, keys[1], base, inner_updates, params)
+        _, keys = base.split_key(state.key, 4)
+        _, gradients = base.map_with_keys(rounded_gradient, keys[0], updates)
+        origin = params if state.accumulator is None else state.accumulator
+        inner_updates, inner_state = inner.update(gradients, state.inner_state, origin, **extra)
+        _, pairs = base.map_with_keys(advance, keys[1], origin, inner_updates, params)
         masters, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
         if to_momentum is not None:
             inner_state = _round_moments(inner, keys[2], inner_state, to_momentum)
         new_accumulator = None if state.accumulator is None else masters
-        return jax.tree.map(update_to_target, params, targets), LowPrecisionState(inner_state, new_accumulator, keys[3])
+        outputs = jax.tree.map(base.update_to_target, params, targets)
+        return outputs, LowPrecisionState(inner_state, new_accumulator, keys[3])
 
-    return make_transformation(init, update, needs_params=True)
-
-
-def _has_packed_arrays(state: Any) -> bool:
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QuantizedState))
-    return any(isinstance(node, QuantizedState) and node.packing.entries for node in nodes)
-
-
-def _master_as_param(key: Array | None, master: Array, p: Any, spec: Spec) -> Array:
-    """The accumulator as a parameter: rounded once, in the dtype of the parameter, which must hold it."""
-    return rounded_sum_like(key, jnp.zeros_like(p), master, spec)
+    return base.make_transformation(init, update, needs_params=True)
 
 
 def _round_moments(inner: Any, key: Array | None, state: Any, spec: Spec) -> Any:
     """The state of `inner` with every float array that mirrors a parameter rounded."""
     mirrors = optax.tree_map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
-    return map_with_keys(
-        lambda key, leaf, is_moment: round_leaf(key, leaf, spec) if is_moment and is_float_leaf(leaf) else leaf,
-        key,
-        state,
-        mirrors,
-    )[1]
+
+    def moment(key: Array | None, leaf: Any, is_moment: bool) -> Any:
+        return base.round_leaf(key, leaf, spec) if is_moment and base.is_float_leaf(leaf) else leaf
+
+    return base.map_with_keys(moment, key, state, mirrors)[1]
 
 
 class AverageState(NamedTuple):
@@ -480,14 +453,14 @@ def average_params(
         >>> float(params[0]), float(jc.optim.averaged_params(state, params)[0])
         (2.0, 1.5)
     """
-    check_count("start", start, 0)
-    check_count("every", every, 1)
+    base.check_count("start", start, 0)
+    base.check_count("every", every, 1)
     of = None if spec is None else as_spec(spec, scaled=True)
-    first = first_state_key(key, of)
+    first = base.first_state_key(key, of)
 
     def init(params: Any) -> AverageState:
         none = jnp.zeros([], jnp.int32)
-        return AverageState(jax.tree.map(lambda p: jnp.zeros_like(p, sum_dtype(p)), params), none, none, first)
+        return AverageState(jax.tree.map(lambda p: jnp.zeros_like(p, base.sum_dtype(p)), params), none, none, first)
 
     def update(updates: Any, state: AverageState, params: Any) -> tuple[Any, AverageState]:
         steps = jnp.asarray(optax.safe_increment(state.steps))
@@ -496,13 +469,13 @@ def average_params(
 
         def leaf(key: Array | None, average: Array, p: Any) -> Array:
             mean = average + (p.astype(average.dtype) - average) / count.astype(average.dtype)
-            return jnp.where(due, mean if of is None else round_leaf(key, mean, of), average)
+            return jnp.where(due, mean if of is None else base.round_leaf(key, mean, of), average)
 
         after = optax.apply_updates(params, updates)
-        following, average = map_with_keys(leaf, state.key, state.average, after)
+        following, average = base.map_with_keys(leaf, state.key, state.average, after)
         return updates, AverageState(average, steps, count, following)
 
-    return make_link(init, update, needs_params=True)
+    return base.make_link(init, update, needs_params=True)
 
 
 def averaged_params(state: Any, params: Any) -> Any:
@@ -524,8 +497,8 @@ def averaged_params(state: Any, params: Any) -> Any:
         >>> jc.optim.averaged_params(tx.init(params), params).dtype
         dtype('float32')
     """
-    average_state = only_state(state, AverageState, "average_params")
-    require_shapes("params", params, "the average", average_state.average)
+    average_state = base.only_state(state, AverageState, "average_params")
+    base.require_shapes("params", params, "the average", average_state.average)
     return jax.tree.map(
         lambda a, p: jnp.where(average_state.taken > 0, a, p.astype(a.dtype)), average_state.average, params
     )
@@ -595,15 +568,15 @@ def sparse_params(
         [0.0, 0.0, 7.0, 8.0]
     """
     pattern, axes = check_sparsity_pattern(n, m, axis)
-    check_count("start", start, 0)
+    base.check_count("start", start, 0)
     if every is not None:
-        check_count("every", every, 1)
+        base.check_count("every", every, 1)
     if every is None and decay is not None:
         raise ValueError(f"decay={decay!r} is that of dense parameters, which are kept with every=; leave it out")
-    decay = check_number("decay", _DEFAULT_MASK_DECAY if decay is None else decay, BELOW_ONE)
+    decay = base.check_number("decay", _DEFAULT_MASK_DECAY if decay is None else decay, 0, 1)
 
     def is_prunable(p: Any) -> bool:
-        if jnp.ndim(p) < 2 or not is_float_leaf(p):
+        if jnp.ndim(p) < 2 or not base.is_float_leaf(p):
             return False
         axis_indexes("axis", axes[0] if len(axes) == 1 else axes, jnp.shape(p))
         return True
@@ -615,11 +588,11 @@ def sparse_params(
         masks = jax.tree.map(jnp.ones_like, mask_shapes(params))
         dense = None
         if every is not None:
-            dense = jax.tree.map(lambda p: jnp.array(p, sum_dtype(p)) if is_prunable(p) else jnp.zeros([]), params)
+            dense = jax.tree.map(lambda p: jnp.array(p, base.sum_dtype(p)) if is_prunable(p) else jnp.zeros([]), params)
         return SparseState(jnp.zeros([], jnp.int32), masks, dense)
 
     def update(updates: Any, state: SparseState, params: Any) -> tuple[Any, SparseState]:
-        require_shapes("params", mask_shapes(params), "the masks", state.masks)
+        base.require_shapes("params", mask_shapes(params), "the masks", state.masks)
         steps = jnp.asarray(optax.safe_increment(state.steps))
         due = steps == start + 1 if every is None else (steps > start) & ((steps - start - 1) % every == 0)
 
@@ -635,7 +608,7 @@ def sparse_params(
             if dense is None:
                 either = jnp.promote_types(p.dtype, u.dtype)
                 return jnp.where(mask, u.astype(either), -p.astype(either)), mask, None
-            return update_to_target(p, jnp.where(mask, after, 0).astype(p.dtype)), mask, after
+            return base.update_to_target(p, jnp.where(mask, after, 0).astype(p.dtype)), mask, after
 
         leaves, structure = jax.tree.flatten(updates)
         others = [params, state.masks, *(() if state.dense is None else (state.dense,))]
@@ -643,7 +616,7 @@ def sparse_params(
         outputs, masks, dense = (structure.unflatten([one[i] for one in each]) for i in range(3))
         return outputs, SparseState(steps, masks, None if state.dense is None else dense)
 
-    return make_link(init, update, needs_params=True)
+    return base.make_link(init, update, needs_params=True)
 
 
 # -- packed parameters -------------------------------------------------------------------------------------------------
@@ -682,14 +655,14 @@ def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
     """
 
     def leaf(key: Array | None, p: Any, u: Any) -> Any:
-        if not holds_codes(p):
+        if not base.holds_codes(p):
             return optax.apply_updates(p, u)
         return requantize(p, optax.apply_updates(dequantize(p), u), key)
 
-    require_shapes("updates", updates, "params", params)
-    packed_leaves = [p for p in jax.tree.leaves(params, is_leaf=holds_codes) if holds_codes(p)]
-    start = first_state_key(key, *((p.stored if isinstance(p, PackedParam) else p).spec for p in packed_leaves))
-    return map_with_keys(leaf, start, params, updates, is_leaf=holds_codes)[1]
+    base.require_shapes("updates", updates, "params", params)
+    packed_leaves = [p for p in jax.tree.leaves(params, is_leaf=base.holds_codes) if base.holds_codes(p)]
+    start = base.first_state_key(key, *((p.stored if isinstance(p, PackedParam) else p).spec for p in packed_leaves))
+    return base.map_with_keys(leaf, start, params, updates, is_leaf=base.holds_codes)[1]
 
 
 def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
@@ -710,18 +683,18 @@ def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
         >>> tx.update(jnp.array([512.0]), tx.init(jnp.zeros(1)))[0].tolist()
         [0.5]
     """
-    check_number("factor", factor, ABOVE_ZERO, schedule=True)
+    base.check_number("factor", factor, 0, ends="()", schedule=True)
 
     def init(_: Any) -> Any:
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)) if callable(factor) else optax.EmptyState()
 
     def update(updates: Any, state: Any, _: Any) -> tuple[Any, Any]:
-        now = check_number("factor", factor(state.count), ABOVE_ZERO) if callable(factor) else factor
+        now = base.check_number("factor", factor(state.count), 0, ends="()") if callable(factor) else factor
         gradients = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
         following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
         return gradients, following
 
-    return make_link(init, update)
+    return base.make_link(init, update)
 
 
 class SkipState(NamedTuple):
@@ -751,7 +724,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
         >>> updates.tolist(), int(state.skipped), state.inner_state[0].mu.tolist()
         ([0.0, 0.0], 1, [0.0, 0.0])
     """
-    inner = as_transformation(inner)
+    inner = base.as_transformation(inner)
 
     def init(params: Any) -> SkipState:
         return SkipState(inner.init(params), jnp.zeros([], jnp.int32))
@@ -763,7 +736,7 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
         new_state = SkipState(select_tree(sound, inner_state, state.inner_state), count_skips(state.skipped, sound))
         return zeros_unless(sound, inner_updates), new_state
 
-    return make_transformation(init, update)
+    return base.make_transformation(init, update)
 
 
 def count_skips(count: Array, sound: Array) -> Array:
@@ -826,22 +799,23 @@ def dynamic_loss_scale(
         >>> updates.tolist(), float(jc.optim.loss_scale(state))
         ([0.0], 512.0)
     """
-    check_count("growth_interval", growth_interval, 1)
+    base.check_count("growth_interval", growth_interval, 1)
     limits = {"smallest": smallest, "initial": initial, "largest": largest}
     for name, value in limits.items():
-        check_number(name, value, NORMAL_FLOAT32)
+        # Normal numbers of float32: no device reads them as zero, and none becomes infinite.
+        base.check_number(name, value, 2.0**-126, 2.0**127, "[]")
     if not has_tracer(limits) and not smallest <= initial <= largest:
         raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} and largest={largest!r}")
-    check_number("factor", factor, ABOVE_ONE)
-    inner = as_transformation(inner)
+    base.check_number("factor", factor, 1 + 2.0**-24, 2.0**127, "(]")  # larger than 1 in float32
+    inner = base.as_transformation(inner)
 
     def init(params: Any) -> LossScaleState:
         none = jnp.zeros([], jnp.int32)
-        inner_state = inner.init(jax.tree.map(lambda p: in_sum_dtype(p) if is_float_leaf(p) else p, params))
+        inner_state = inner.init(jax.tree.map(lambda p: base.in_sum_dtype(p) if base.is_float_leaf(p) else p, params))
         return LossScaleState(inner_state, jnp.asarray(initial, jnp.float32), none, none)
 
     def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
-        gradients = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / state.scale, updates)
+        gradients = jax.tree.map(lambda g: g.astype(base.sum_dtype(g)) / state.scale, updates)
         inner_updates, inner_state = inner.update(gradients, state.inner_state, params, **extra)
         usable = jnp.isfinite(state.scale) & (state.scale > 0)
         sound = usable & all_finite((updates, inner_updates)) & stays_finite(inner_state, state.inner_state)
@@ -857,7 +831,7 @@ def dynamic_loss_scale(
         )
         return zeros_unless(sound, inner_updates), new_state
 
-    return make_transformation(init, update)
+    return base.make_transformation(init, update)
 
 
 def loss_scale(state: Any) -> Array:
@@ -875,7 +849,7 @@ def loss_scale(state: Any) -> Array:
         >>> float(jc.optim.loss_scale(tx.init(jnp.ones(1))))
         32768.0
     """
-    return only_state(state, LossScaleState, "dynamic_loss_scale").scale
+    return base.only_state(state, LossScaleState, "dynamic_loss_scale").scale
 
 
 # -- tests and choices of trees ----------------------------------------------------------------------------------------
@@ -894,7 +868,7 @@ def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
         in_memory: whether its arrays are in memory already, and not computed here. It changes only the time.
     """
     of_leaf = _is_stored_leaf_finite if in_memory else _is_leaf_finite
-    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if is_float_leaf(leaf)]
+    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if base.is_float_leaf(leaf)]
 
 
 def all_hold(conditions: Iterable[Array]) -> Array:
@@ -941,7 +915,7 @@ def _is_stored_leaf_finite(leaf: Any) -> Array:
 def stays_finite(new: Any, old: Any) -> Array:
     """Whether every finite number of a state stays finite; states may hold infinities from the start. A bool scalar."""
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    return all_hold(_is_leaf_as_finite(a, b) for a, b in pairs if is_float_leaf(a))
+    return all_hold(_is_leaf_as_finite(a, b) for a, b in pairs if base.is_float_leaf(a))
 
 
 @always_jit
@@ -957,7 +931,7 @@ def select_tree(condition: Array, new: Any, old: Any) -> Any:
 @always_jit
 def _select_leaf(condition: Array, new: Any, old: Any) -> Array:
     """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla/cpu.py`)."""
-    if not (is_float_leaf(new) and new.dtype.itemsize == 1):
+    if not (base.is_float_leaf(new) and new.dtype.itemsize == 1):
         return jnp.where(condition, new, old)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))
     return jax.lax.bitcast_convert_type(jnp.where(condition, *bits), new.dtype)

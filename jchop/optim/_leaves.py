@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32
-from jchop._common.checks import check_int
+from jchop._common.checks import check_float, check_int
 from jchop._common.settings import split_prng_key
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports_operation
 from jchop._core.matmul.operations import operation_words, round_operation
@@ -24,44 +24,21 @@ from jchop._spec.spec import Spec
 from jchop.storage import QArray
 from jchop.storage._array import PackedParam
 
-
-class NumberRange(NamedTuple):
-    """The allowed numbers of an argument: a text for messages, and the test."""
-
-    text: str
-    test: Callable[[float], bool]
+Array = jax.Array
 
 
-FROM_ZERO = NumberRange("a finite number >= 0", lambda v: 0 <= v < math.inf)
-ABOVE_ZERO = NumberRange("a finite number above 0", lambda v: 0 < v < math.inf)
-BELOW_ONE = NumberRange("a number >= 0 and below 1", lambda v: 0 <= v < 1)
-#: Normal numbers of float32: no device reads them as zero, and none becomes infinite.
-NORMAL_FLOAT32 = NumberRange("a number from 2^-126 to 2^127 (normal in float32)", lambda v: 2.0**-126 <= v <= 2.0**127)
-ABOVE_ONE = NumberRange(
-    "a finite number larger than 1 (in float32)", lambda v: v <= 2.0**127 and bool(np.float32(v) > 1)
-)
+def check_number(
+    name: str, value: Any, low: float, high: float = math.inf, ends: str = "[)", *, schedule: bool = False
+) -> Any:
+    """`value`, checked to be one finite real number of an interval, as in `check_float`; a function if `schedule`.
 
-
-def check_number(name: str, value: Any, limits: NumberRange, *, schedule: bool = False) -> Any:
-    """`value`, checked to be one real number of a range. If it is traced, only dtype and shape are checked.
-
-    Args:
-        name: name of the argument.
-        value: a number, an array without axes, or a schedule.
-        limits: the range.
-        schedule: whether a function is allowed.
-
-    Raises:
-        TypeError, ValueError: for anything else.
+    If it is traced, only dtype and shape are checked.
     """
     if schedule and callable(value):
         return value
-    dtype = np.result_type(value) if isinstance(value, int | float) else getattr(value, "dtype", np.dtype(object))
-    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    if not real or getattr(value, "shape", ()) != ():
-        raise TypeError(f"{name}={value!r} must be {limits.text}{' or a schedule' if schedule else ''}")
-    if not has_tracer(value) and not limits.test(float(value)):
-        raise ValueError(f"{name}={value!r} must be {limits.text}")
+    if has_tracer(value) or np.shape(value):
+        return _check_scalar(name, value, jnp.number, "a real number")
+    check_float(name, value, low, high, ends)
     return value
 
 
@@ -70,10 +47,14 @@ def check_count(name: str, value: Any, low: int) -> Any:
 
     If it is traced, only dtype and shape are checked.
     """
-    if not has_tracer(value):
-        return check_int(name, value, low, (1 << 31) - 1)
-    if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
-        raise TypeError(f"{name}={value!r} must be an integer >= {low}")
+    if has_tracer(value):
+        return _check_scalar(name, value, jnp.integer, f"an integer >= {low}")
+    return check_int(name, value, low, (1 << 31) - 1)
+
+
+def _check_scalar(name: str, value: Any, kind: Any, words: str) -> Any:
+    if np.shape(value) or not jnp.issubdtype(value.dtype, kind) or jnp.issubdtype(value.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}={value!r} must be {words}")
     return value
 
 
@@ -113,9 +94,6 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
         raise TypeError(f"inner={inner!r} must be an Optax transformation, such as optax.sgd(0.1)")
     return optax.with_extra_args_support(inner)
-
-
-Array = jax.Array
 
 
 def make_transformation(
@@ -209,22 +187,6 @@ def round_leaf(key: Array | None, x: Any, spec: Spec) -> Array:
     return round_to_format(jnp.asarray(x), spec, key)
 
 
-def rounded_sum(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
-    """The sum p + u rounded under `spec`, in the wider dtype of the two and float32.
-
-    The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the dtype itself, the sum is
-    first rounded to the dtype, as in an addition.
-    """
-    p, u = jnp.asarray(p), jnp.asarray(u)
-    dtype = sum_dtype(p, u)
-    p, u = p.astype(dtype), u.astype(dtype)
-    if not _rounds_sums(spec, dtype.name):
-        return round_to_format(p + u, spec, key)
-    whole = carrier_range(CARRIERS[dtype.name])
-    word = None if key is None else operation_words(seed_words(key), p)
-    return round_operation("add", [p, u], spec, word, ranges=(whole, whole))
-
-
 def sum_dtype(*arrays: Any) -> jnp.dtype:
     """The dtype of sums of arrays: the widest of their dtypes, and at least float32."""
     return jnp.dtype(jnp.promote_types(jnp.result_type(*(jnp.asarray(x).dtype for x in arrays)), jnp.float32))
@@ -240,15 +202,24 @@ def in_sum_dtype(p: Any) -> Array:
     return jnp.asarray(p).astype(sum_dtype(p))
 
 
-def rounded_sum_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
-    """`rounded_sum` in the dtype of `p`.
+def rounded_sum(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
+    """The sum p + u rounded under `spec`, in the dtype of `p`.
+
+    The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the wider dtype of the two and
+    float32, the sum is first rounded to that dtype, as in an addition.
 
     Raises:
-        ValueError: if that dtype cannot hold the results.
+        ValueError: if the dtype of `p` cannot hold the results.
     """
-    p = jnp.asarray(p)
+    p, u = jnp.asarray(p), jnp.asarray(u)
     require_representable("spec", spec, "params", p)
-    return rounded_sum(key, p, u, spec).astype(p.dtype)
+    dtype = sum_dtype(p, u)
+    terms = [p.astype(dtype), u.astype(dtype)]
+    if not _rounds_sums(spec, dtype.name):
+        return round_to_format(terms[0] + terms[1], spec, key).astype(p.dtype)
+    whole = carrier_range(CARRIERS[dtype.name])
+    word = None if key is None else operation_words(seed_words(key), terms[0])
+    return round_operation("add", terms, spec, word, ranges=(whole, whole)).astype(p.dtype)
 
 
 def require_representable(name: str, spec: Spec, whose: str, x: Any) -> None:
@@ -261,12 +232,8 @@ def require_representable(name: str, spec: Spec, whose: str, x: Any) -> None:
     if carrier is None:
         raise TypeError(f"{whose} have a leaf of dtype {x.dtype}; allowed: {', '.join(CARRIERS)}")
     if carrier.width == 16 and spec.scaled is None:
-        spec_range, dtype_range = range_of(spec, FLOAT32), carrier_range(carrier)
-        if (
-            spec_range.precision > dtype_range.precision
-            or spec_range.quantum < dtype_range.quantum
-            or spec_range.top > dtype_range.top
-        ):
+        own, most = range_of(spec, FLOAT32), carrier_range(carrier)
+        if own.precision > most.precision or own.quantum < most.quantum or own.top > most.top:
             raise ValueError(f"{name}={str(spec)!r} has values that {whose} of dtype {carrier.name} cannot hold")
 
 
