@@ -1,4 +1,8 @@
-"""The collectives with codes on the wire, and training that sums through them."""
+"""The collectives with codes on the wire, and training that sums through them.
+
+Each collective is a linear function of the numbers that arrive: codes move one way, and cotangents in codes or floats
+the other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the transformations share: checks of arguments, keys for leaves, rounding of leaves, sums rounded once."""
+"""What the transformations share: checks of arguments, keys for leaves, rounding of leaves, sums rounded once.
+
+Numbers may be traced, as by `optax.inject_hyperparams`; then their values are not checked.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,10 @@ def check_number(
     """
     if schedule and callable(value):
         return value
-    if has_tracer(value) or np.shape(value):
-        return _check_scalar(name, value, jnp.number, "a real number")
-    check_float(name, value, low, high, ends)
+    if hasattr(value, "dtype"):
+        _check_scalar(name, value, jnp.number, "a real number")
+    if not has_tracer(value):
+        check_float(name, value, low, high, ends)
     return value
 
 

@@ -1,4 +1,8 @@
-"""Any transformation with its state packed between steps, in chunks if asked, or kept on the host."""
+"""Any transformation with its state packed between steps, in chunks if asked, or kept on the host.
+
+A chunk is a part of every large array, so that intermediate results fit in a cache. Arrays are cut along their first
+axis, so that cutting and joining move no data.
+"""
 
 from __future__ import annotations
 

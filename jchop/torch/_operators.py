@@ -1,4 +1,9 @@
-"""Tensors and JAX arrays in shared memory; operators of torch whose specs are text and whose keys are words."""
+"""Tensors and JAX arrays in shared memory; operators of torch: opaque to torch.compile, with shape and vmap rules.
+
+Specs are passed as text, keys as `words`: an int32 tensor of two words of key data (their bits), followed by numbers
+that are folded into the key in turn; empty without random bits. `batch` is the number of leading axes of tensors and
+words that vmap added; each row is computed separately.
+"""
 
 from __future__ import annotations
 
