@@ -120,9 +120,9 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "pass",
     ),
     "`low_precision`: accumulator and weight draw the same bits": (
-        "jchop/optim/_rounding.py",
-        "_master_as_param(second, master, p, to_weight)",
-        "_master_as_param(first, master, p, to_weight)",
+        "jchop/optim/_chain.py",
+        "return master, base.rounded_sum(second, jnp.zeros_like(p), master, to_weight)",
+        "return master, base.rounded_sum(first, jnp.zeros_like(p), master, to_weight)",
     ),
     '`DelayedScaling(take="last")` takes the maximum': (
         "jchop/_quantized/scales/formulas.py",
@@ -135,18 +135,18 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "(1 - source.decay) * current + source.decay * own_range",
     ),
     "`average_params` divides by all steps, not by those that it averages": (
-        "jchop/optim/_parameters.py",
+        "jchop/optim/_chain.py",
         "/ count.astype(average.dtype)",
         "/ steps.astype(average.dtype)",
     ),
     "`compensate` forgets the earlier error": (
-        "jchop/optim/_rounding.py",
+        "jchop/optim/_chain.py",
         "change = u.astype(wide) + error.astype(wide)",
         "change = u.astype(wide)",
     ),
     "`psum_with_feedback`: the error of a sum is never reset": (
-        "jchop/distributed/_training.py",
-        "new_sum_error = piece_sum - decode_messages(q, piece_sum.dtype)",
+        "jchop/distributed/_collectives.py",
+        "new_sum_error = piece_sum - messages.decode_messages(q, piece_sum.dtype)",
         "new_sum_error = piece_sum",
     ),
     "the ring of `psum` draws the same bits in every turn": (

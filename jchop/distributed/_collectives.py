@@ -1,15 +1,16 @@
-"""The collectives: `psum`, `psum_scatter`, `all_gather`, `all_to_all`, `ppermute`, with codes on the wire.
+"""The collectives with codes on the wire, and training that sums through them.
 
-Each is a linear function of the numbers that arrive: codes move one way, and cotangents in codes or floats the other.
+Each collective is a linear function of the numbers that arrive: codes move one way, and cotangents in codes or floats
+the other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,46 +18,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jchop._common.bit_ops import varying_axes
+from jchop._common.bit_ops import varying_axes, varying_like
 from jchop._common.checks import check_bool, check_int
 from jchop._common.gradients import CustomJvp, linear_with_transpose
-from jchop._common.settings import jax_default_settings
+from jchop._common.settings import jax_default_settings, split_prng_key
+from jchop._core.matmul.operations import operation_carrier
 from jchop._round.arguments import SpecLike, has_tracer, rounding_key
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import AnySpec, as_spec
-from jchop.distributed._axes import (
-    AxisName,
-    RankAxes,
-    all_gather_over,
-    as_rank_axes,
-    ppermute_over,
-    psum_scatter_over,
-    types_track_axes,
-    vary_over,
-)
-from jchop.distributed._messages import (
-    TWO_SHOT,
-    Algorithm,
-    Phase,
-    Wire,
-    exchange_numbers,
-    fold_in_numbers,
-    gather_numbers,
-    permute_numbers,
-    reduce_scatter,
-    stages_of,
-    sum_arithmetic,
-)
-from jchop.distributed._pieces import (
-    carrier_leaves,
-    check_whole_groups,
-    join_axis,
-    map_buckets,
-    map_leaves,
-    plan_piece_cut,
-    quantizes_vectors,
-    split_axis,
-)
+from jchop.distributed import _messages as messages
+from jchop.distributed._messages import TWO_SHOT, Algorithm, AxisName, Phase, Wire
 
 Array = jax.Array
 Accumulate = MatmulSpec | SpecLike | None
@@ -124,13 +95,13 @@ def psum(
     """
     check_int("bucket", bucket, 0)
     wire, key = check_collective(axis_name, spec, key, x, algorithm, accumulate)
-    backward = None if types_track_axes(wire.axes) else _sum_pieces
+    backward = None if messages.types_track_axes(wire.axes) else _sum_pieces
     with jax_default_settings():
-        return map_buckets(
+        return messages.map_buckets(
             x,
             key,
-            lambda v, k: _move_linearly(_sum_pieces, backward, wire, vary_over(v, wire.axes), k),
-            bucket if quantizes_vectors(wire.spec) else None,
+            lambda v, k: _move_linearly(_sum_pieces, backward, wire, messages.vary_over(v, wire.axes), k),
+            bucket if messages.quantizes_vectors(wire.spec) else None,
         )
 
 
@@ -223,7 +194,7 @@ def all_gather(
     def moves(v: Array) -> _Moves:
         joined = _collective_axis("axis", axis, v.ndim + (not tiled))
         if tiled:
-            check_whole_groups(wire.spec, v.shape, joined, wire.axes.size, f"axis={axis}")
+            messages.check_whole_groups(wire.spec, v.shape, joined, wire.axes.size, f"axis={axis}")
         return partial(_gather_pieces, joined, tiled), partial(_scatter_piece, joined, tiled, v.shape)
 
     return _move_tree(wire, x, key, moves)
@@ -354,7 +325,7 @@ def sharded_psum(
         >>> jc.distributed.sharded_psum(jnp.array([[1.0, 2.0, 127.0]]), "data", "int8(group=4)", mesh=mesh).tolist()
         [1.0, 2.0, 127.0]
     """
-    leaves, structure = carrier_leaves(x)
+    leaves, structure = messages.carrier_leaves(x)
     mesh = _mesh_of_call(mesh, leaves)
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if missing := [name for name in names if name not in mesh.axis_names]:
@@ -409,15 +380,13 @@ def check_collective(
                          "straight-through, or a spec")  # fmt: skip
     if spec.scaled is not None and spec.scaled.sparse is not None:
         raise ValueError(f"spec={str(spec)!r} drops numbers, and messages hold codes of all; leave sparse out")
-    axes = as_rank_axes(axis_name)
-    stages_of(algorithm, axes)
+    axes = messages.as_rank_axes(axis_name)
+    messages.stages_of(algorithm, axes)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(x) if hasattr(leaf, "dtype")}
-    arithmetic = sum_arithmetic(accumulate, dtypes)
-    backward = spec.gradient.round
-    stochastic = next((s for s in (spec, backward) if s is not None and s.rounding.stochastic), None)
-    if stochastic is None and arithmetic is not None and arithmetic.stochastic:
-        stochastic = arithmetic  # type: ignore[assignment]
-    key = rounding_key(key, stochastic is not None, stochastic)
+    arithmetic = messages.sum_arithmetic(accumulate, dtypes)
+    stochastic: list[Any] = [s for s in (spec, spec.gradient.round) if s is not None and s.rounding.stochastic]
+    stochastic += [arithmetic] if arithmetic is not None and arithmetic.stochastic else []
+    key = rounding_key(key, bool(stochastic), stochastic[0] if stochastic else None)
     if key is not None and (varying := set(axes.names) & set(varying_axes(key))):
         raise ValueError(f"key differs along {sorted(map(str, varying))}; pass the same key on every rank: the number "
                          "of the rank is folded in")  # fmt: skip
@@ -440,7 +409,7 @@ def _check_piece_shape(wire: Wire, shape: tuple[int, ...], axis: int, tiled: boo
     if not tiled:
         return (*shape[:axis], *shape[axis + 1 :])
     piece_shape = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
-    check_whole_groups(wire.spec, piece_shape, axis, count, name)
+    messages.check_whole_groups(wire.spec, piece_shape, axis, count, name)
     return piece_shape
 
 
@@ -455,15 +424,7 @@ def _check_perm(perm: Any, count: int) -> tuple[tuple[int, int], ...]:
 # -- a collective and its derivative -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _FloatWire:
-    """A collective of floats, for tangents, and for cotangents without a spec."""
-
-    axes: RankAxes
-
-
-_AnyWire = Wire | _FloatWire
-_MoveFunction = Callable[[Any, Array, Any], Array]
+_MoveFunction = Callable[[Wire, Array, Any], Array]
 #: How an array moves, and how its cotangent does; None if that moves as a float in any case.
 _Moves = tuple[_MoveFunction, _MoveFunction | None]
 
@@ -472,7 +433,7 @@ def _move_codes(
     forward: _MoveFunction, backward: _MoveFunction | None, wire: Wire, x: Array, key: Array | None
 ) -> Array:
     """`x` moved by `forward`, in codes; cotangents move by `backward`. Arrays without elements move as they are."""
-    return forward(wire if x.size else _FloatWire(wire.axes), x, key)
+    return forward(wire if x.size else replace(wire, floats=True), x, key)
 
 
 _move_linearly = CustomJvp(_move_codes, nondiff_argnums=(0, 1, 2))
@@ -487,17 +448,17 @@ def _move_jvp(
     result, spec = _move_linearly(forward, backward, wire, x, key), wire.spec.gradient.round
 
     def move(tangent: Array, *_: Array) -> Array:
-        return forward(_FloatWire(wire.axes), tangent, None)
+        return forward(replace(wire, floats=True), tangent, None)
 
     if spec is None or backward is None or not x.size:
         return result, move(tangents[0])
 
     def pull_back(cotangent: Array, *keys: Array) -> Array:
         with jax_default_settings():
-            cotangent = vary_over(cotangent, wire.axes)
+            cotangent = messages.vary_over(cotangent, wire.axes)
             return _move_linearly(backward, forward, replace(wire, spec=spec), cotangent, *(keys or [None]))
 
-    keys = [] if key is None else [fold_in_numbers(key, Phase.BACKWARD)]
+    keys = [] if key is None else [messages.fold_in_numbers(key, Phase.BACKWARD)]
     return result, linear_with_transpose(move, pull_back, tangents[0], *keys)
 
 
@@ -505,48 +466,284 @@ def _move_tree(wire: Wire, x: Any, key: Array | None, moves: Callable[[Array], _
     """A tree of which every leaf moves, and its cotangent, as `moves` says for it."""
 
     def move_leaf(v: Array, k: Array | None) -> Array:
-        return _move_linearly(*moves(v), wire, vary_over(v, wire.axes), k)
+        return _move_linearly(*moves(v), wire, messages.vary_over(v, wire.axes), k)
 
     with jax_default_settings():
-        return map_leaves(x, key, move_leaf)
+        return messages.map_leaves(x, key, move_leaf)
 
 
-def _split_pieces(x: Array, axis: int, tiled: bool, count: int) -> Array:
-    """(count, ...): the pieces along an axis."""
-    return split_axis(x, axis, count) if tiled else jnp.moveaxis(x, axis, 0)
-
-
-def _join_pieces(pieces: Array, axis: int, tiled: bool) -> Array:
-    """Pieces joined along an axis."""
-    return join_axis(pieces, axis) if tiled else jnp.moveaxis(pieces, 0, axis)
-
-
-def _sum_pieces(wire: _AnyWire, x: Array, key: Any) -> Array:
-    if isinstance(wire, _FloatWire):
+def _sum_pieces(wire: Wire, x: Array, key: Any) -> Array:
+    if wire.floats:
         return lax.psum(x, wire.axes.name)
-    cut = plan_piece_cut(x.shape or (1,), wire.spec, wire.axes.size)
-    piece_sum = reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
-    return cut.join(gather_numbers(wire, piece_sum, key, x.dtype, to="invarying")).reshape(x.shape)
+    cut = messages.plan_piece_cut(x.shape or (1,), wire.spec, wire.axes.size)
+    piece_sum = messages.reduce_scatter(wire, cut.pieces(x.reshape(cut.shape)), key)
+    return cut.join(messages.gather_numbers(wire, piece_sum, key, x.dtype, to="invarying")).reshape(x.shape)
 
 
-def _scatter_piece(axis: int, tiled: bool, shape: tuple[int, ...], wire: _AnyWire, x: Array, key: Any) -> Array:
-    if isinstance(wire, _FloatWire):
-        return psum_scatter_over(x, wire.axes, axis, tiled)
-    piece_sum = reduce_scatter(wire, _split_pieces(x, axis, tiled, wire.axes.size), key)
+def _scatter_piece(axis: int, tiled: bool, shape: tuple[int, ...], wire: Wire, x: Array, key: Any) -> Array:
+    if wire.floats:
+        return messages.psum_scatter_over(x, wire.axes, axis, tiled)
+    piece_sum = messages.reduce_scatter(wire, messages.split_axis(x, axis, wire.axes.size, tiled), key)
     return piece_sum.astype(x.dtype).reshape(shape)
 
 
-def _gather_pieces(axis: int, tiled: bool, wire: _AnyWire, x: Array, key: Any) -> Array:
-    if isinstance(wire, _FloatWire):
-        return all_gather_over(x, wire.axes, axis, tiled=tiled)
-    return _join_pieces(gather_numbers(wire, x, key, x.dtype, to="varying"), axis, tiled)
+def _gather_pieces(axis: int, tiled: bool, wire: Wire, x: Array, key: Any) -> Array:
+    if wire.floats:
+        return messages.all_gather_over(x, wire.axes, axis, tiled=tiled)
+    return messages.join_axis(messages.gather_numbers(wire, x, key, x.dtype, to="varying"), axis, tiled)
 
 
-def _exchange_pieces(split: int, concat: int, tiled: bool, wire: _AnyWire, x: Array, key: Any) -> Array:
-    if isinstance(wire, _FloatWire):
+def _exchange_pieces(split: int, concat: int, tiled: bool, wire: Wire, x: Array, key: Any) -> Array:
+    if wire.floats:
         return lax.all_to_all(x, wire.axes.name, split, concat, tiled=tiled)
-    return _join_pieces(exchange_numbers(wire, _split_pieces(x, split, tiled, wire.axes.size), key), concat, tiled)
+    pieces = messages.split_axis(x, split, wire.axes.size, tiled)
+    messages.check_draw_count(wire.spec, pieces.shape[0], pieces[0].size)
+    send_key = messages.fold_in_numbers(key, Phase.SEND, 0, wire.axes.rank)
+    move = partial(messages.exchange, wire.axes)
+    return messages.join_axis(
+        messages.send_messages(pieces, wire.spec, send_key, jnp.arange(wire.axes.size), move), concat, tiled
+    )
 
 
-def _permute_array(perm: tuple[tuple[int, int], ...], wire: _AnyWire, x: Array, key: Any) -> Array:
-    return ppermute_over(x, wire.axes, perm) if isinstance(wire, _FloatWire) else permute_numbers(wire, x, key, perm)
+def _permute_array(perm: tuple[tuple[int, int], ...], wire: Wire, x: Array, key: Any) -> Array:
+    """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
+    axes = wire.axes
+    if wire.floats:
+        return messages.ppermute_over(x, axes, perm)
+    messages.check_draw_count(wire.spec, axes.size, x.size)
+    send_key, move = messages.fold_in_numbers(key, Phase.SEND, 0), partial(messages.ppermute_over, axes=axes, perm=perm)
+    (message,) = messages.send_messages(x[None], wire.spec, send_key, axes.rank[None], move)
+    targets = {target for _, target in perm}
+    if len(targets) == axes.size:
+        return message
+    receives = jnp.array([rank in targets for rank in range(axes.size)])[axes.rank]
+    return jnp.where(receives, message, jnp.zeros_like(message))
+
+
+class FeedbackState(NamedTuple):
+    """State of `psum_with_feedback` on one rank: errors of the pieces sent and of the sums owned; and the key."""
+
+    sent: tuple[Array, ...]
+    total: tuple[Array, ...]
+    key: Array | None
+
+
+class Transformation(NamedTuple):
+    """A pair of functions, as `optax.GradientTransformation`."""
+
+    init: Callable[..., Any]
+    update: Callable[..., Any]
+
+
+def psum_with_feedback(
+    axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, accumulate: Accumulate = None, bucket: int = BUCKET
+) -> Transformation:
+    """Sums of updates over ranks as a link of an Optax chain, with the errors of both roundings kept.
+
+    A rank adds the error of its last messages to the pieces that it sends, and the owner of a piece adds the error of
+    the last sum: c = x + e, q = round(c), and the new error is c - q. Over many steps the sum of all results differs
+    from the sum of all updates by one error of every rank and one of the owner. So formats of one bit train. Without
+    errors a step is `psum` with ``algorithm="two_shot"``.
+
+    If a number is not finite on any rank, or in a sum, all results of the step are NaN on every rank, in any format,
+    and the errors stay as they were: a step to be skipped, as by `jchop.optim.skip_nonfinite`.
+
+    Both functions run inside `jax.shard_map`. The state differs between ranks: with a leading axis for the ranks it
+    passes in and out of `jax.shard_map` by ``PartitionSpec(axis_name)``.
+
+    Args:
+        axis_name: as in `psum`.
+        spec: as in `psum`; also formats so coarse that single sums mean little.
+        key: a typed key, required if `spec` or `accumulate` is stochastic. Each step splits it. Default None.
+        accumulate: as in `psum`.
+        bucket: as in `psum`.
+
+    Returns:
+        The functions ``init(params)`` and ``update(updates, state, params=None)``, which `optax.chain` takes. The state
+        is a `FeedbackState`.
+
+    Raises:
+        TypeError, ValueError: as `psum`.
+
+    References:
+        1-bit Adam, arXiv 2102.02888, algorithm 1; Karimireddy et al., arXiv 1901.09847.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc
+        >>> tx = jc.distributed.psum_with_feedback("i", "fixed4.0")
+        >>> def steps(x):
+        ...     state = tx.init(x)
+        ...     first, state = tx.update(x, state)
+        ...     return first, tx.update(x, state)[0]
+        >>> [y[0].tolist() for y in jax.vmap(steps, axis_name="i")(jnp.array([[0.375], [0.375]]))]
+        [[0.0], [2.0]]
+    """
+    spec = as_spec(spec, scaled=True)
+    check_int("bucket", bucket, 0)
+    bucket_size = bucket if messages.quantizes_vectors(spec) else None
+
+    def init(params: Any) -> FeedbackState:
+        wire, start_key = check_collective(axis_name, spec, key, params, accumulate=accumulate)
+        send_errors: list[Array] = []
+        sum_errors: list[Array] = []
+
+        def zeros(v: Array, _: Array | None) -> Array:
+            pieces = messages.plan_piece_cut(v.shape, wire.spec, wire.axes.size).pieces(v)
+            error = messages.vary_over(jnp.zeros(pieces.shape, operation_carrier(v.dtype).name), wire.axes)
+            send_errors.append(error)
+            sum_errors.append(error[0])
+            return v
+
+        with jax_default_settings():
+            messages.map_buckets(params, None, zeros, bucket_size)
+        return FeedbackState(tuple(send_errors), tuple(sum_errors), start_key)
+
+    def update(updates: Any, state: FeedbackState, params: Any = None, **extra: Any) -> tuple[Any, FeedbackState]:
+        del params, extra
+        wire, step_key = check_collective(axis_name, spec, state.key, updates, accumulate=accumulate)
+        errors = zip(state.sent, state.total, strict=True)
+        new_errors: list[tuple[Array, Array]] = []
+
+        def step(v: Array, k: Array | None) -> Array:
+            result, step_errors = _feedback_step(wire, v, k, *next(errors))
+            new_errors.append(step_errors)
+            return result
+
+        with jax_default_settings():
+            next_key, sum_key = (None, None) if step_key is None else split_prng_key(step_key)
+            results = messages.map_buckets(updates, sum_key, step, bucket_size)
+            send_errors, sum_errors = zip(*new_errors, strict=True) if new_errors else ((), ())
+            new, old = (send_errors, sum_errors), (state.sent, state.total)
+            # Errors of numbers that are not finite, or of sums, are not; then they are not on any rank.
+            finite = [jnp.isfinite(error).all() for error in jax.tree.leaves(new)] or [jnp.asarray(True)]
+            is_finite = lax.pmin(jnp.stack(finite).all().astype(jnp.int32), wire.axes.name) > 0
+            send_errors, sum_errors = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, old)
+            results = jax.tree.map(lambda y: jnp.where(is_finite, y, jnp.nan) if jnp.size(y) else y, results)
+        return results, FeedbackState(send_errors, sum_errors, next_key)
+
+    rounding_key(key, spec.rounding.stochastic, spec)
+    return Transformation(init, update)
+
+
+def _feedback_step(
+    wire: Wire, v: Array, key: Array | None, send_error: Array, sum_error: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    """The sum over ranks, and the new errors of the pieces sent and of the sum owned."""
+    axes, cut = wire.axes, messages.plan_piece_cut(v.shape, wire.spec, wire.axes.size)
+    pieces = cut.pieces(messages.vary_over(v, axes)).astype(send_error.dtype) + send_error
+    q = messages.encode_messages(
+        pieces, wire.spec, messages.fold_in_numbers(key, Phase.SEND, 0, axes.rank), jnp.arange(axes.size)
+    )
+    new_send_error = pieces - messages.decode_messages(q, pieces.dtype)
+    arrived = messages.decode_messages(messages.move_leaves(q, partial(messages.exchange, axes)), pieces.dtype)
+    sum_key = messages.fold_in_numbers(key, Phase.SUM, 0, axes.rank)
+    piece_sum = messages.sum_in_rank_order(arrived[:, None], wire.accumulate, sum_key, axes.rank[None])[0] + sum_error
+    q = messages.encode_piece(wire, piece_sum, key)
+    new_sum_error = piece_sum - messages.decode_messages(q, piece_sum.dtype)
+    return cut.join(messages.decode_messages(messages.gather_codes(wire, q, to="invarying"), v.dtype)), (
+        new_send_error,
+        new_sum_error,
+    )
+
+
+# -- few exchanges -----------------------------------------------------------------------------------------------------
+
+
+class DilocoState(NamedTuple):
+    """State of `diloco` on one rank.
+
+    Args:
+        count: the steps since the last exchange, int32.
+        anchor: the parameters after the last exchange: the same bits on every rank.
+        inner: the state of the inner transformation, a rank's own.
+        outer: the state of the outer transformation.
+    """
+
+    count: Array
+    anchor: Any
+    inner: Any
+    outer: Any
+
+
+def diloco(inner: Any, outer: Any, every: int) -> Transformation:
+    """Training with few exchanges: `every` steps of each rank by itself, then one step of an outer optimizer.
+
+    At an exchange, `outer` gets the parameters of the last exchange minus the rank's own, as if that were a gradient,
+    and sums it over ranks: its first link is `psum_with_feedback`, or a sum without memory such as
+    ``optax.stateless(lambda u, _: jchop.distributed.psum(u, "data", spec))``. DiLoCo's outer optimizer follows, with
+    the mean over n ranks: ``optax.scale(1 / n), optax.sgd(0.7, momentum=0.9, nesterov=True)``. Between exchanges
+    nothing moves. `update` runs inside `jax.shard_map`.
+
+    The anchor in the state has the same bits on every rank. The parameters that `optax.apply_updates` gives differ from
+    it by a rounding of the addition at most; the next exchange corrects that. Save and evaluate the anchor.
+
+    Args:
+        inner: the Optax transformation of a rank's own steps.
+        outer: the Optax transformation of the exchanges; its updates are the same on every rank.
+        every: the number of steps of `inner` to an exchange, from 1 on.
+
+    Returns:
+        The functions ``init(params)`` and ``update(updates, state, params)``, as an Optax transformation. The state is
+        a `DilocoState`; it differs between ranks.
+
+    Raises:
+        TypeError: for a value that is not a transformation.
+        ValueError: for `every` below 1, or an update without parameters.
+
+    References:
+        DiLoCo, arXiv 2311.08105, algorithm 1; INTELLECT-1, arXiv 2412.01152, for exchanges in int8.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc, optax
+        >>> mean = optax.stateless(lambda u, _: jc.distributed.psum(u, "i", "int8(group=tensor)") / 2)
+        >>> tx = jc.distributed.diloco(optax.sgd(1.0), optax.chain(mean, optax.sgd(1.0)), every=2)
+        >>> def train(gradient):
+        ...     params = jnp.zeros(1)
+        ...     state = tx.init(params)
+        ...     for _ in range(2):
+        ...         updates, state = tx.update(gradient, state, params)
+        ...         params = optax.apply_updates(params, updates)
+        ...     return params
+        >>> jax.vmap(train, axis_name="i")(jnp.array([[1.0], [3.0]])).tolist()
+        [[-4.0], [-4.0]]
+    """
+    check_int("every", every, 1, (1 << 31) - 1)
+    for name, transformation in (("inner", inner), ("outer", outer)):
+        if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
+            raise TypeError(f"{name}={transformation!r} must be an Optax transformation, with init and update")
+
+    def init(params: Any) -> DilocoState:
+        anchor = jax.tree.map(jnp.asarray, params)
+        return DilocoState(jnp.zeros((), jnp.int32), anchor, inner.init(params), outer.init(params))
+
+    def update(updates: Any, state: DilocoState, params: Any = None, **extra: Any) -> tuple[Any, DilocoState]:
+        if params is None:
+            raise ValueError("params=None: diloco compares them with those of the last exchange; pass params")
+        inner_updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        count = state.count + 1
+
+        def keep_anchor() -> tuple[Any, Any, Any]:
+            return (jax.tree.map(_cast_like, inner_updates, params), state.anchor, state.outer)
+
+        def exchange() -> tuple[Any, Any, Any]:
+            rank_params = jax.tree.map(_add_in_dtype, params, inner_updates)
+            outer_updates, outer_state = outer.update(
+                jax.tree.map(jnp.subtract, state.anchor, rank_params), state.outer, state.anchor
+            )
+            anchor = jax.tree.map(_add_in_dtype, state.anchor, outer_updates)
+            change = jax.tree.map(lambda new, old, step: _cast_like(new - old, step), anchor, params, inner_updates)
+            return change, anchor, outer_state
+
+        change, anchor, outer_state = lax.cond(count == every, exchange, keep_anchor)
+        return change, DilocoState(count % every, anchor, inner_state, outer_state)
+
+    return Transformation(init, update)
+
+
+def _add_in_dtype(x: Array, change: Array) -> Array:
+    return jnp.asarray(x + change).astype(x.dtype)
+
+
+def _cast_like(x: Array, other: Array) -> Array:
+    """`x` with the type of both, since branches have results of one type."""
+    return varying_like(x.astype(other.dtype), other)

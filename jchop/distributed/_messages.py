@@ -1,10 +1,11 @@
-"""Messages: arrays that travel as codes and scales; sums of the numbers that arrive, in an order; gathers of codes."""
+"""Codes between ranks: mesh axes, pieces of arrays that cut no groups, messages, sums in the order of ranks."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,17 +14,125 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jchop._common.bit_ops import varying_axes
+from jchop._common.checks import as_numpy
 from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws
 from jchop._core.matmul.sums import sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products.matmul import matmul_op
+from jchop._round.arguments import carrier_of_dtype
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.distributed._axes import RankAxes, all_gather_over, ppermute_over, types_track_axes
+from jchop.formats import ScaledFormat
 from jchop.storage import QArray, dequantize, quantize
+from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
 
 Array = jax.Array
+#: The name of a mesh axis, or several names, of which the last varies fastest between ranks.
+AxisName = Any
+
+
+@dataclass(frozen=True)
+class RankAxes:
+    """Mesh axes that a collective runs over.
+
+    Args:
+        names: their names, the slowest first.
+        sizes: the number of ranks along each.
+    """
+
+    names: tuple[Any, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def each(self) -> list[RankAxes]:
+        """The axes, one by one."""
+        return [RankAxes((name,), (size,)) for name, size in zip(self.names, self.sizes, strict=True)]
+
+    @property
+    def name(self) -> Any:
+        """The argument of collectives of `jax.lax`."""
+        return self.names[0] if len(self.names) == 1 else self.names
+
+    @property
+    def rank(self) -> Array:
+        """The number of this rank."""
+        return lax.axis_index(self.name)
+
+
+def as_rank_axes(axis_name: AxisName) -> RankAxes:
+    """The axes of a name or of several names.
+
+    Raises:
+        ValueError: for a name that is not an axis here, one that is named twice, or no name.
+    """
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"axis_name={axis_name!r} must be a mesh axis, or several different ones")
+    sizes = []
+    for name in names:
+        try:
+            sizes.append(int(lax.axis_size(name)))
+        except (NameError, KeyError, TypeError, ValueError):
+            mesh_axes = tuple(map(str, jax.sharding.get_abstract_mesh().axis_names))
+            mesh_text = ", ".join(map(repr, mesh_axes)) if mesh_axes else "none"
+            raise ValueError(
+                f"axis_name={axis_name!r}: {name!r} is not an axis here; axes of the mesh: {mesh_text}. Call it inside "
+                "jax.shard_map over the axis, or use jchop.distributed.sharded_psum"
+            ) from None
+    return RankAxes(names, tuple(sizes))
+
+
+def _in_vmap(axes: RankAxes) -> bool:
+    """Whether some axes are those of `jax.vmap`, whose collectives take one axis at a time."""
+    return not set(axes.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def all_gather_over(x: Array, axes: RankAxes, axis: int = 0, *, tiled: bool = False, to: str = "varying") -> Array:
+    """`jax.lax.all_gather` over all axes."""
+    if len(axes.names) == 1 or not _in_vmap(axes):
+        return lax.all_gather(x, axes.name, axis=axis, tiled=tiled, to=to)
+    x = x if tiled else lax.expand_dims(x, [axis])
+    for name in reversed(axes.names):
+        x = lax.all_gather(x, name, axis=axis, tiled=True, to=to)
+    return x
+
+
+def psum_scatter_over(x: Array, axes: RankAxes, axis: int, tiled: bool) -> Array:
+    """`jax.lax.psum_scatter` over all axes."""
+    if len(axes.names) == 1 or not _in_vmap(axes):
+        return lax.psum_scatter(x, axes.name, scatter_dimension=axis, tiled=tiled)
+    for name in axes.names:
+        x = lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+    return x if tiled else lax.squeeze(x, [axis])
+
+
+def ppermute_over(x: Array, axes: RankAxes, perm: tuple[tuple[int, int], ...]) -> Array:
+    """`jax.lax.ppermute` over all axes. In `jax.vmap` it takes one axis, and pairs with every rank."""
+    if not _in_vmap(axes) or (len(axes.names) == 1 and len(perm) == axes.size):
+        return lax.ppermute(x, axes.name, perm)
+    sources = {target: source for source, target in perm}
+    source_rank = jnp.asarray([sources.get(rank, axes.size) for rank in range(axes.size)])[axes.rank]
+    return all_gather_over(x, axes).at[source_rank].get(mode="fill", fill_value=0)
+
+
+def types_track_axes(axes: RankAxes) -> bool:
+    """Whether types say along which axes a value differs: inside `jax.shard_map` unless ``check_vma=False``."""
+    return set(axes.names) <= set(varying_axes(axes.rank))
+
+
+def vary_over(x: Array, axes: RankAxes) -> Array:
+    """`x`, with a type that differs between the ranks of `axes`."""
+    missing = tuple(name for name in axes.names if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing and types_track_axes(axes) else x
+
+
 _MAX_MESSAGE_DRAWS = 1 << 32
 
 
@@ -205,8 +314,7 @@ def stages_of(algorithm: Any, axes: RankAxes) -> tuple[RankAxes, ...] | None:
                 f"algorithm={algorithm} is over two axes, and axis_name={axes.name!r}; pass "
                 f"axis_name=({algorithm.outer!r}, {algorithm.inner!r})"
             )
-        sizes = dict(zip(axes.names, axes.sizes, strict=True))
-        return tuple(RankAxes((name,), (sizes[name],)) for name in (algorithm.inner, algorithm.outer))
+        return tuple(sorted(axes.each, key=lambda axis: axis.name == algorithm.outer))
     if algorithm == TWO_SHOT:
         return (axes,)
     if algorithm == RING:
@@ -226,12 +334,14 @@ class Wire:
         spec: of the codes.
         algorithm: of sums.
         accumulate: the arithmetic of sums; None for the carrier.
+        floats: whether numbers move as they are: tangents, and cotangents without a spec.
     """
 
     axes: RankAxes
     spec: Spec
     algorithm: Algorithm
     accumulate: MatmulSpec | None
+    floats: bool = False
 
 
 def reduce_scatter(wire: Wire, pieces: Array, key: Array | None) -> Array:
@@ -252,9 +362,7 @@ def _exchange_and_sum(wire: Wire, stages: tuple[RankAxes, ...], pieces: Array, k
     axes, shape = wire.axes, pieces.shape[1:]
     sum_dtype = operation_carrier(pieces.dtype).name
     # One axis of pieces for each stage that is left, in the order of the mesh axes.
-    remaining_axes = (
-        [axes] if len(stages) == 1 else [RankAxes((n,), (s,)) for n, s in zip(axes.names, axes.sizes, strict=True)]
-    )
+    remaining_axes = [axes] if len(stages) == 1 else axes.each
     indexes = jnp.arange(axes.size, dtype=jnp.uint32).reshape([stage.size for stage in remaining_axes])
     values = pieces.reshape(*indexes.shape, *shape)
     for stage_index, stage in enumerate(stages):
@@ -324,15 +432,11 @@ def gather_codes(wire: Wire, q: QArray, *, to: str) -> QArray:
     for stage in reversed(stages):
         q = move_leaves(q, lambda leaf, over=stage: all_gather_over(leaf, over, to=to))
     if len(stages) > 1:
-        order = [stages.index(RankAxes((n,), (s,))) for n, s in zip(axes.names, axes.sizes, strict=True)]
-        q = move_leaves(q, lambda leaf: _join_stage_axes(leaf, order))
+        order = [stages.index(axis) for axis in axes.each]
+        q = move_leaves(
+            q, lambda leaf: leaf.transpose(*order, *range(len(order), leaf.ndim)).reshape(-1, *leaf.shape[len(order) :])
+        )
     return q
-
-
-def _join_stage_axes(leaf: Array, order: list[int]) -> Array:
-    """Leading axes in another order, joined."""
-    transposed_leaf = leaf.transpose(*order, *range(len(order), leaf.ndim))
-    return transposed_leaf.reshape(-1, *leaf.shape[len(order) :])
 
 
 def exchange(axes: RankAxes, leaf: Array) -> Array:
@@ -340,21 +444,179 @@ def exchange(axes: RankAxes, leaf: Array) -> Array:
     return lax.all_to_all(leaf, axes.name, 0, 0, tiled=True)
 
 
-def exchange_numbers(wire: Wire, pieces: Array, key: Array | None) -> Array:
-    """(ranks, ...): the pieces that every rank sent to this one; piece p of `pieces` is sent to rank p."""
-    check_draw_count(wire.spec, pieces.shape[0], pieces[0].size)
-    send_key = fold_in_numbers(key, Phase.SEND, 0, wire.axes.rank)
-    return send_messages(pieces, wire.spec, send_key, jnp.arange(wire.axes.size), partial(exchange, wire.axes))
+def quantizes_vectors(spec: Spec) -> bool:
+    """Whether a spec quantizes vectors: each number by itself, in blocks of the last axis, or all under one scale."""
+    return all(fmt.channel is None and (fmt.group is None or fmt.axis == -1) for fmt in _formats_of_groups(spec))
 
 
-def permute_numbers(wire: Wire, x: Array, key: Array | None, perm: tuple[tuple[int, int], ...]) -> Array:
-    """`x` of the rank that sends to this one; zeros on a rank that none sends to."""
-    axes = wire.axes
-    check_draw_count(wire.spec, axes.size, x.size)
-    send_key, move = fold_in_numbers(key, Phase.SEND, 0), partial(ppermute_over, axes=axes, perm=perm)
-    (message,) = send_messages(x[None], wire.spec, send_key, axes.rank[None], move)
-    targets = {target for _, target in perm}
-    if len(targets) == axes.size:
-        return message
-    receives = jnp.array([rank in targets for rank in range(axes.size)])[axes.rank]
-    return jnp.where(receives, message, jnp.zeros_like(message))
+def _formats_of_groups(spec: Spec) -> list[ScaledFormat]:
+    """The scaled format, that of its scales, and so on."""
+    formats = []
+    part: Any = spec.scaled
+    while isinstance(part, ScaledFormat):
+        formats.append(part)
+        part = part.scale
+    return formats
+
+
+def split_axis(x: Array, axis: int, count: int, tiled: bool = True) -> Array:
+    """(count, ...): the equal parts of an axis; its entries unless `tiled`."""
+    x = x.reshape(*x.shape[:axis], count, -1, *x.shape[axis + 1 :]) if tiled else x
+    return jnp.moveaxis(x, axis, 0)
+
+
+def join_axis(pieces: Array, axis: int, tiled: bool = True) -> Array:
+    """The inverse of `split_axis`."""
+    split = jnp.moveaxis(pieces, 0, axis)
+    return split.reshape(*split.shape[:axis], -1, *split.shape[axis + 2 :]) if tiled else split
+
+
+@dataclass(frozen=True)
+class PieceCut:
+    """The cut of arrays into one piece for each rank.
+
+    Args:
+        count: the number of ranks.
+        shape: of the array, or of the vector of several joined arrays.
+        axis: the axis of the cut.
+        length: of a piece along it.
+    """
+
+    count: int
+    shape: tuple[int, ...]
+    axis: int
+    length: int
+
+    def pieces(self, x: Array) -> Array:
+        """(count, ...): the pieces; the last number is repeated up to the length of the last pieces."""
+        missing = self.count * self.length - self.shape[self.axis]
+        if missing:
+            x = jnp.pad(x, [(0, missing if axis == self.axis else 0) for axis in range(x.ndim)], mode="edge")
+        return split_axis(x, self.axis, self.count)
+
+    def join(self, pieces: Array) -> Array:
+        """The array of pieces."""
+        return jax.lax.slice_in_dim(join_axis(pieces, self.axis), 0, self.shape[self.axis], axis=self.axis)
+
+
+def plan_piece_cut(shape: Sequence[int], spec: Spec, count: int) -> PieceCut:
+    """The cut of an array between groups.
+
+    A piece of a vector holds whole groups, if it holds more than one. Another array is cut between groups, along the
+    axis that is not under one scale and leaves the fewest numbers to be added.
+
+    Raises:
+        ValueError: for a format that has an axis that the array lacks, or groups that span every axis.
+    """
+    shape = tuple(shape)
+    groups = (OWN_SCALE,) * len(shape) if spec.scaled is None else axis_groupings(spec.scaled, len(shape))
+    if quantizes_vectors(spec):
+        axis = len(shape) - 1
+        return PieceCut(count, shape, axis, _piece_length(shape[axis], groups[axis], count))
+    lengths = {
+        axis: _piece_length(n, groups[axis], count, 0) for axis, n in enumerate(shape) if groups[axis] != WHOLE_AXIS
+    }
+    if not lengths:
+        raise ValueError(f"spec={str(spec)!r} has groups that span every axis of x, of shape {shape}, so it cannot be "
+                         "cut into pieces; use a format whose groups are blocks or all numbers")  # fmt: skip
+    axis = min(lengths, key=lambda axis: lengths[axis] * count / max(shape[axis], 1))
+    return PieceCut(count, shape, axis, lengths[axis])
+
+
+def _piece_length(n: int, grouping: AxisGrouping, count: int, most_cut: int = 1) -> int:
+    """The least length of `count` equal pieces of an axis of length n, of whole groups if of more than `most_cut`."""
+    length = -(-n // count)
+    return -(-length // grouping) * grouping if isinstance(grouping, int) and length > grouping * most_cut else length
+
+
+def check_whole_groups(spec: Spec, shape: Sequence[int], axis: int, count: int, name: str) -> None:
+    """Refuses parts along an axis that cut blocks of it.
+
+    Args:
+        spec: of the codes.
+        shape: of a part.
+        axis: of the cut.
+        count: the number of parts.
+        name: the argument whose parts they are, with its axis.
+    """
+    if spec.scaled is None or not shape:
+        return
+    groupings = [axis_groupings(fmt, len(shape))[axis] for fmt in _formats_of_groups(spec)]
+    block = math.prod(grouping for grouping in groupings if isinstance(grouping, int))
+    if shape[axis] % block:
+        total = shape[axis] * count
+        part_counts = [n for n in range(1, math.isqrt(total) * 8 + 2) if total % (n * block) == 0]
+        counts_text = ", ".join(map(str, part_counts[:12])) or "none"
+        raise ValueError(
+            f"{name}: {count} parts of length {shape[axis]} cut groups of {block} of spec={str(spec)!r}; numbers of "
+            f"parts that fit a length of {total}: {counts_text}"
+        )
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+
+def carrier_leaves(x: Any) -> tuple[list[Array], Any]:
+    """The leaves of a tree as JAX arrays, and its structure.
+
+    Raises:
+        TypeError: for a leaf of a dtype that is no carrier; the error has its path.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(x)
+    leaves = []
+    for path, leaf in paths:
+        name = f"x{jax.tree_util.keystr(path)}"
+        array = leaf if isinstance(leaf, Array) else as_numpy(name, leaf)
+        carrier_of_dtype(array.dtype, name, complex_too=False)
+        leaves.append(jnp.asarray(array))
+    return leaves, structure
+
+
+def map_leaves(x: Any, key: Array | None, function: Callable[[Array, Array | None], Array]) -> Any:
+    """`function` of every leaf of a tree, with the key and the number of the leaf folded in; empty leaves unchanged."""
+    leaves, structure = carrier_leaves(x)
+    return structure.unflatten([function(leaf, fold_in_numbers(key, index)) for index, leaf in enumerate(leaves)])
+
+
+def map_buckets(x: Any, key: Array | None, function: Callable[[Array, Array | None], Array], bucket: int | None) -> Any:
+    """`function` of every leaf of a tree as a vector; small ones of one dtype are one vector.
+
+    Args:
+        x: the tree.
+        key: the key; the number of the vector is folded in.
+        function: has a vector and gives one of the same length.
+        bucket: leaves of fewer elements are joined. None: leaves keep their shapes; those without elements stay.
+    """
+    if bucket is None:
+        return map_leaves(x, key, lambda leaf, k: function(leaf, k) if leaf.size else leaf)
+    leaves, structure = carrier_leaves(x)
+    results: list[Array] = list(leaves)
+    for bucket_index, members in enumerate(_bucket_members(leaves, bucket)):
+        vector = jnp.concatenate([leaves[at].reshape(-1) for at in members])
+        result = function(vector, fold_in_numbers(key, bucket_index))
+        ends = list(itertools.accumulate(leaves[at].size for at in members))
+        for leaf_index, end in zip(members, ends, strict=True):
+            results[leaf_index] = result[end - leaves[leaf_index].size : end].reshape(leaves[leaf_index].shape)
+    return structure.unflatten(results)
+
+
+def _bucket_members(leaves: list[Array], bucket: int) -> list[list[int]]:
+    """The numbers of the leaves of each vector, in the order of their first leaves; leaves without numbers have none.
+
+    A bucket is closed when it has `bucket` elements.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[Any, Any], list[int]] = {}
+    for leaf_index, leaf in enumerate(leaves):
+        if not leaf.size:
+            continue
+        if leaf.size >= bucket:
+            buckets.append([leaf_index])
+            continue
+        dtype_and_axes = (leaf.dtype, varying_axes(leaf))
+        if dtype_and_axes not in open_buckets:
+            buckets.append(open_buckets.setdefault(dtype_and_axes, []))
+        open_buckets[dtype_and_axes].append(leaf_index)
+        if sum(leaves[i].size for i in open_buckets[dtype_and_axes]) >= bucket:
+            del open_buckets[dtype_and_axes]
+    return buckets

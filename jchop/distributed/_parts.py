@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,10 +20,9 @@ from jchop._core.matmul.operations import spec_draws
 from jchop._core.rounding.codes import packed_size
 from jchop._core.xla.cpu import compute_after, loop_entry
 from jchop._spec.spec import AnySpec, Spec
-from jchop.distributed._axes import AxisName, RankAxes, all_gather_over, as_rank_axes, vary_over
+from jchop.distributed import _messages as messages
 from jchop.distributed._collectives import check_collective
-from jchop.distributed._messages import move_leaves
-from jchop.distributed._pieces import check_whole_groups, map_leaves
+from jchop.distributed._messages import AxisName, RankAxes
 from jchop.formats import ScaledFormat
 from jchop.storage import QArray, fit_scale, quantize
 from jchop.storage._array import group_length
@@ -73,12 +73,13 @@ def quantize_parts(x: Any, axis_name: AxisName, spec: AnySpec, key: Array | None
         if not v.ndim:
             raise ValueError("x has an array without axes, of which no axis can be cut")
         cut_axis = check_int("axis", axis, -v.ndim, v.ndim - 1) % v.ndim
-        parts.append(_array_part(vary_over(v, axes), k, spec, axes, cut_axis))
+        parts.append(_array_part(messages.vary_over(v, axes), k, spec, axes, cut_axis))
         return v
 
     with jax_default_settings():
-        map_leaves(x, key, prepare)
-        ends = _max_over_ranks([part.ends() for part in parts if part.shares_scales], axes)
+        messages.map_leaves(x, key, prepare)
+        # XLA joins the maxima of all arrays to one all-reduce.
+        ends = lax.pmax([part.ends() for part in parts if part.shares_scales], axes.name)
         qarrays = [part.to_qarray(axes, ends.pop(0) if part.shares_scales else None) for part in parts]
     return jax.tree.structure(x).unflatten(qarrays)
 
@@ -161,35 +162,23 @@ class _ArrayPart:
 
 
 def _array_part(x: Array, key: Array | None, spec: Spec, axes: RankAxes, axis: int) -> _ArrayPart:
-    check_whole_groups(spec, x.shape, axis, axes.size, f"axis={axis}")
+    messages.check_whole_groups(spec, x.shape, axis, axes.size, f"axis={axis}")
     if axis == x.ndim - 1 and packs_codes(spec.element) and x.shape[axis] * spec.element.bits % 8:
         raise ValueError(f"axis={axis}: parts of length {x.shape[axis]} do not fill bytes of codes of {str(spec)!r}")
     if spec.scaled is None:
         return _ArrayPart(x, key, spec, axis, ())
     fmt = axes_from_end(spec.scaled, x.ndim)
-    spec = replace(spec, format=fmt)
-    groupings = axis_groupings(fmt, x.ndim)
+    spec, groupings, shared_axes = replace(spec, format=fmt), axis_groupings(fmt, x.ndim), ()
     if isinstance(fmt.scale, ScaledFormat) and WHOLE_AXIS in (groupings[axis], axis_groupings(fmt.scale, x.ndim)[axis]):
         raise ValueError(f"axis={axis}: scales of {str(spec)!r} share a scale along it; cut another axis")
     if fmt.scale_rule.tensor_scale:
-        return _ArrayPart(x, key, spec, axis, tuple(range(x.ndim)))
-    if groupings[axis] != WHOLE_AXIS:
-        return _ArrayPart(x, key, spec, axis, ())
-    if not fmt.scale_rule.by_extremes:
-        raise ValueError(f"axis={axis} cuts groups of {str(spec)!r}, whose rule reads all numbers of a group; cut "
-                         "another axis, or use a rule of the largest magnitude")  # fmt: skip
-    return _ArrayPart(x, key, spec, axis, tuple(i for i, grouping in enumerate(groupings) if grouping == WHOLE_AXIS))
-
-
-def _max_over_ranks(ends: list[Array], axes: RankAxes) -> list[Array]:
-    """The maxima over all ranks, in one all-reduce for each width of numbers."""
-    maxima: list[Array] = list(ends)
-    for dtype in dict.fromkeys(end.dtype for end in ends):
-        members = [at for at, end in enumerate(ends) if end.dtype == dtype]
-        vector = lax.pmax(jnp.concatenate([ends[at].reshape(-1) for at in members]), axes.name)
-        for index in members:
-            maxima[index], vector = vector[: ends[index].size].reshape(ends[index].shape), vector[ends[index].size :]
-    return maxima
+        shared_axes = tuple(range(x.ndim))
+    elif groupings[axis] == WHOLE_AXIS:
+        if not fmt.scale_rule.by_extremes:
+            raise ValueError(f"axis={axis} cuts groups of {str(spec)!r}, whose rule reads all numbers of a group; cut "
+                             "another axis, or use a rule of the largest magnitude")  # fmt: skip
+        shared_axes = tuple(i for i, grouping in enumerate(groupings) if grouping == WHOLE_AXIS)
+    return _ArrayPart(x, key, spec, axis, shared_axes)
 
 
 # -- whole arrays ------------------------------------------------------------------------------------------------------
@@ -244,9 +233,10 @@ def unshard(
         tree = compute_after(tree, after)
     if entry is not None:
         tree = _take_layer(tree, entry)
+    map_arrays = partial(jax.tree.map, is_leaf=lambda leaf: isinstance(leaf, QArray))
     if axis_name is not None:
-        axes = as_rank_axes(axis_name)
-        return jax.tree.map(lambda leaf: _gather_leaf(leaf, axes, axis), tree, is_leaf=_is_unshard_leaf)
+        axes = messages.as_rank_axes(axis_name)
+        return map_arrays(lambda leaf: _gather_leaf(leaf, axes, axis), tree)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError("axis_name=None, and there is no mesh: call it under jax.set_mesh(mesh)")
@@ -258,7 +248,7 @@ def unshard(
         leaf = lax.optimization_barrier(leaf)  # short floats are integers here, and have to be when they move
         return jax.reshard(leaf, P()) if explicit else lax.with_sharding_constraint(leaf, NamedSharding(mesh, P()))
 
-    return jax.tree.map(lambda leaf: move_leaves(leaf, replicate), tree, is_leaf=_is_unshard_leaf)
+    return map_arrays(lambda leaf: messages.move_leaves(leaf, replicate), tree)
 
 
 def _take_layer(tree: Any, entry: Any) -> Any:
@@ -277,14 +267,10 @@ def _take_layer(tree: Any, entry: Any) -> Any:
     return jax.tree.map(lambda leaf: loop_entry(leaf, index), tree)
 
 
-def _is_unshard_leaf(leaf: Any) -> bool:
-    return isinstance(leaf, QArray)
-
-
 def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
     dim = check_int("axis", axis, -len(leaf.shape), len(leaf.shape) - 1) % len(leaf.shape)
     if not isinstance(leaf, QArray):
-        return all_gather_over(leaf, axes, dim, tiled=True)
+        return messages.all_gather_over(leaf, axes, dim, tiled=True)
     size, length, group_size, fmt = leaf.length, leaf.shape[dim], group_length(leaf, dim), leaf.spec.scaled
     if dim == leaf.ndim - 1:
         element, ranks = leaf.spec.element, axes.size
@@ -301,8 +287,8 @@ def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
     if length % group_size:
         raise ValueError(f"axis={axis}: parts of length {length} cut groups of {group_size} of {str(leaf.spec)!r}")
 
-    def gather(part: Array) -> Array:
-        return all_gather_over(part, axes, dim, tiled=True)
+    def gather(part: Any) -> Any:
+        return messages.move_leaves(part, lambda x: messages.all_gather_over(x, axes, dim, tiled=True))
 
     scale, zero_point = leaf.scale, leaf.zero_point
     formats = [] if fmt is None else [fmt, fmt.scale]
@@ -310,7 +296,6 @@ def _gather_leaf(leaf: Any, axes: RankAxes, axis: int) -> Any:
     if WHOLE_AXIS in groupings[1:]:
         raise ValueError(f"axis={axis}: scales of {str(leaf.spec)!r} share a scale along it; gather another axis")
     if fmt is not None and groupings[0] != WHOLE_AXIS:  # a scale of the tensor is on every device
-        scale = (move_leaves(scale[0], gather), scale[1]) if fmt.scale_rule.tensor_scale else move_leaves(scale, gather)
-        zero_point = move_leaves(zero_point, gather)
-    places = None if leaf.places is None else gather(leaf.places)
-    return QArray(move_leaves(leaf.qvalue, gather), scale, zero_point, leaf.spec, size, leaf.dtype, places)
+        scale = (gather(scale[0]), scale[1]) if fmt.scale_rule.tensor_scale else gather(scale)
+        zero_point = gather(zero_point)
+    return QArray(gather(leaf.qvalue), scale, zero_point, leaf.spec, size, leaf.dtype, gather(leaf.places))

@@ -8,36 +8,32 @@ from jchop._common.files import require_extra
 
 require_extra("jchop.optim", "optax", ("optax",))
 
-from jchop.optim._nonfinite import (  # noqa: E402
-    LossScaleState,
-    SkipState,
-    dynamic_loss_scale,
-    loss_scale,
-    scale_gradients,
-    skip_nonfinite,
-)
-from jchop.optim._optimizers import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
-from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
-from jchop.optim._parameters import (  # noqa: E402
+from jchop.optim._chain import (  # noqa: E402  # noqa: E402  # noqa: E402
     AverageState,
+    CompensationState,
+    ErrorFeedbackState,
+    LossScaleState,
+    LowPrecisionState,
+    RoundState,
+    SkipState,
     SparseState,
     apply_updates,
     average_params,
     averaged_params,
-    sparse_params,
-)
-from jchop.optim._rounding import (  # noqa: E402
-    CompensationState,
-    ErrorFeedbackState,
-    LowPrecisionState,
-    RoundState,
     compensate,
+    dynamic_loss_scale,
     error_feedback,
+    loss_scale,
     low_precision,
     round_gradients,
     round_params,
     round_updates,
+    scale_gradients,
+    skip_nonfinite,
+    sparse_params,
 )
+from jchop.optim._optimizers import adam8bit, adamw4bit, adamw8bit, adamw_fp8, lion8bit, sgd8bit  # noqa: E402
+from jchop.optim._pack import PackedRows, QuantizedState, StateReport, StateRow, state_report  # noqa: E402
 from jchop.optim._state import offload_state, quantize_state, state_shardings  # noqa: E402
 
 __all__ = [

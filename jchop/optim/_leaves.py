@@ -1,27 +1,103 @@
-"""Common functions of the transformations: keys for leaves, rounding of leaves, sums rounded once."""
+"""What the transformations share: checks of arguments, keys for leaves, rounding of leaves, sums rounded once.
+
+Numbers may be traced, as by `optax.inject_hyperparams`; then their values are not checked.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32
+from jchop._common.checks import check_float, check_int
 from jchop._common.settings import split_prng_key
 from jchop._core.arithmetic.ranges import carrier_range, range_of, supports_operation
 from jchop._core.matmul.operations import operation_words, round_operation
 from jchop._core.rounding.random_bits import seed_words
-from jchop._round.arguments import rounding_keys
+from jchop._round.arguments import has_tracer, rounding_keys
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop.storage import QArray
 from jchop.storage._array import PackedParam
 
 Array = jax.Array
+
+
+def check_number(
+    name: str, value: Any, low: float, high: float = math.inf, ends: str = "[)", *, schedule: bool = False
+) -> Any:
+    """`value`, checked to be one finite real number of an interval, as in `check_float`; a function if `schedule`.
+
+    If it is traced, only dtype and shape are checked.
+    """
+    if schedule and callable(value):
+        return value
+    if hasattr(value, "dtype"):
+        _check_scalar(name, value, jnp.number, "a real number")
+    if not has_tracer(value):
+        check_float(name, value, low, high, ends)
+    return value
+
+
+def check_count(name: str, value: Any, low: int) -> Any:
+    """`value`, checked to be an integer from `low` to 2^31 - 1, the most that a state counts.
+
+    If it is traced, only dtype and shape are checked.
+    """
+    if has_tracer(value):
+        return _check_scalar(name, value, jnp.integer, f"an integer >= {low}")
+    return check_int(name, value, low, (1 << 31) - 1)
+
+
+def _check_scalar(name: str, value: Any, kind: Any, words: str) -> Any:
+    if np.shape(value) or not jnp.issubdtype(value.dtype, kind) or jnp.issubdtype(value.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}={value!r} must be {words}")
+    return value
+
+
+def check_static_size(name: str, value: Any, default: int) -> int:
+    """`value`, checked to be an integer >= 1; `default` for None. It shapes the program, so it cannot be traced.
+
+    Raises:
+        TypeError, ValueError: for anything else.
+    """
+    if has_tracer(value):
+        raise TypeError(
+            f"{name}={value!r} is traced, and must be an integer >= 1 that is known beforehand: say "
+            f"static_args={name!r} to optax.inject_hyperparams"
+        )
+    return default if value is None else check_int(name, value, 1)
+
+
+def check_carrier_dtype(name: str, value: Any) -> Any:
+    """`value` as the dtype of a carrier, or None."""
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in CARRIERS:
+        raise TypeError(f"{name}={value!r} must be one of {', '.join(CARRIERS)}")
+    return dtype
+
+
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """`inner` with support for extra arguments.
+
+    Raises:
+        TypeError: for a value that is not an Optax transformation.
+    """
+    if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
+        raise TypeError(f"inner={inner!r} must be an Optax transformation, such as optax.sgd(0.1)")
+    return optax.with_extra_args_support(inner)
 
 
 def make_transformation(
@@ -115,22 +191,6 @@ def round_leaf(key: Array | None, x: Any, spec: Spec) -> Array:
     return round_to_format(jnp.asarray(x), spec, key)
 
 
-def rounded_sum(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
-    """The sum p + u rounded under `spec`, in the wider dtype of the two and float32.
-
-    The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the dtype itself, the sum is
-    first rounded to the dtype, as in an addition.
-    """
-    p, u = jnp.asarray(p), jnp.asarray(u)
-    dtype = sum_dtype(p, u)
-    p, u = p.astype(dtype), u.astype(dtype)
-    if not _rounds_sums(spec, dtype.name):
-        return round_to_format(p + u, spec, key)
-    whole = carrier_range(CARRIERS[dtype.name])
-    word = None if key is None else operation_words(seed_words(key), p)
-    return round_operation("add", [p, u], spec, word, ranges=(whole, whole))
-
-
 def sum_dtype(*arrays: Any) -> jnp.dtype:
     """The dtype of sums of arrays: the widest of their dtypes, and at least float32."""
     return jnp.dtype(jnp.promote_types(jnp.result_type(*(jnp.asarray(x).dtype for x in arrays)), jnp.float32))
@@ -146,15 +206,24 @@ def in_sum_dtype(p: Any) -> Array:
     return jnp.asarray(p).astype(sum_dtype(p))
 
 
-def rounded_sum_like(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
-    """`rounded_sum` in the dtype of `p`.
+def rounded_sum(key: Array | None, p: Any, u: Any, spec: Spec) -> Array:
+    """The sum p + u rounded under `spec`, in the dtype of `p`.
+
+    The exact sum is rounded once. For scaled formats, codebooks, and formats as fine as the wider dtype of the two and
+    float32, the sum is first rounded to that dtype, as in an addition.
 
     Raises:
-        ValueError: if that dtype cannot hold the results.
+        ValueError: if the dtype of `p` cannot hold the results.
     """
-    p = jnp.asarray(p)
+    p, u = jnp.asarray(p), jnp.asarray(u)
     require_representable("spec", spec, "params", p)
-    return rounded_sum(key, p, u, spec).astype(p.dtype)
+    dtype = sum_dtype(p, u)
+    terms = [p.astype(dtype), u.astype(dtype)]
+    if not _rounds_sums(spec, dtype.name):
+        return round_to_format(terms[0] + terms[1], spec, key).astype(p.dtype)
+    whole = carrier_range(CARRIERS[dtype.name])
+    word = None if key is None else operation_words(seed_words(key), terms[0])
+    return round_operation("add", terms, spec, word, ranges=(whole, whole)).astype(p.dtype)
 
 
 def require_representable(name: str, spec: Spec, whose: str, x: Any) -> None:
@@ -167,12 +236,8 @@ def require_representable(name: str, spec: Spec, whose: str, x: Any) -> None:
     if carrier is None:
         raise TypeError(f"{whose} have a leaf of dtype {x.dtype}; allowed: {', '.join(CARRIERS)}")
     if carrier.width == 16 and spec.scaled is None:
-        spec_range, dtype_range = range_of(spec, FLOAT32), carrier_range(carrier)
-        if (
-            spec_range.precision > dtype_range.precision
-            or spec_range.quantum < dtype_range.quantum
-            or spec_range.top > dtype_range.top
-        ):
+        own, most = range_of(spec, FLOAT32), carrier_range(carrier)
+        if own.precision > most.precision or own.quantum < most.quantum or own.top > most.top:
             raise ValueError(f"{name}={str(spec)!r} has values that {whose} of dtype {carrier.name} cannot hold")
 
 

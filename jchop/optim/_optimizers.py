@@ -1,19 +1,20 @@
 """Optimizers with packed state, by name: Optax's own inside `quantize_state`."""
 
 from __future__ import annotations
-
 import inspect
 import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
-
 import optax
-
 from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, parse_format
 from jchop.formats.scaled.catalogue import dynamic4, dynamic8, udynamic8nz
 from jchop.optim._arguments import BELOW_ONE, FROM_ZERO, NumberRange, check_number
 from jchop.optim._state import quantize_state
+import math
+from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8nz
+from jchop.optim._leaves import check_number
+
 
 #: Second moments are divisors, so their formats have no zero: if one is rounded to zero, the update is m / eps, which
 #: may be 10^8 times too large. These are the multiples of 1/16 from 1/16 to 1 (Li et al., arXiv 2309.01507, section
@@ -22,9 +23,10 @@ _LINEAR4_WITHOUT_ZERO = ScaledFormat(CodebookFormat(tuple(i / 16 for i in range(
 _FLOAT8_WITHOUT_ZERO = ScaledFormat(FloatFormat(4, 4, infinities=False, nans="none", signed=False, zero=False), 256)
 
 #: What every preset refuses: numbers that make no sense in training, with which every step would be skipped.
-_HYPERPARAMETER_RANGES: dict[str, NumberRange] = {
-    **dict.fromkeys(("b1", "b2", "momentum"), BELOW_ONE),
-    **dict.fromkeys(("learning_rate", "weight_decay", "eps", "eps_root"), FROM_ZERO),
+#: They are below these bounds, and not below 0.
+_HYPERPARAMETER_BOUNDS = {
+    **dict.fromkeys(("b1", "b2", "momentum"), 1.0),
+    **dict.fromkeys(("learning_rate", "weight_decay", "eps", "eps_root"), math.inf),
 }
 _SCHEDULES = ("learning_rate", "weight_decay")
 #: What the documentation of a preset says of an argument.
@@ -74,8 +76,8 @@ def _packed(
             packing = {p.name: bound.arguments.pop(p.name) for p in own}
             for name, value in bound.arguments.items():
                 left_out = value is None and signature.parameters[name].default is None
-                if name in _HYPERPARAMETER_RANGES and not left_out:
-                    check_number(name, value, _HYPERPARAMETER_RANGES[name], schedule=name in _SCHEDULES)
+                if name in _HYPERPARAMETER_BOUNDS and not left_out:
+                    check_number(name, value, 0, _HYPERPARAMETER_BOUNDS[name], schedule=name in _SCHEDULES)
             return quantize_state(optimizer(*bound.args, **bound.kwargs), rules, **packing)
 
         preset.__name__ = preset.__qualname__ = described.__name__

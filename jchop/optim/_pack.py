@@ -215,7 +215,9 @@ class QuantizedState(NamedTuple):
         for (place, text, size, dtype, shape), scales in zip(self.packing.entries, self.scales, strict=True):
             array, leaf_spec = leaves[place], as_spec(text, scaled=True)
             if shape is not None:
-                rows = _row_codes_shape(shape, leaf_spec)
+                *lead, last = packed_row_shape(shape, leaf_spec)
+                element = leaf_spec.element
+                rows = (*lead, packed_size(last, element.bits) if codes_are_packed(element) else last)
                 stack = array.ndim - len(_array_codes_shape(shape, rows))  # axes that vmap added
                 array = _reshape_or_struct(array, (*array.shape[:stack], *rows))
             codes = QArray(array, *scales, leaf_spec, size, np.dtype(dtype))
@@ -233,7 +235,10 @@ def first_quantized_state(structure: Any, leaves: list[Any], key: Array | None, 
         )
     )
     facts = [(text, tuple(leaves[place].shape), dtype) for place, text, _, dtype, _ in packing.entries]
-    skips = {_packing_fingerprint(facts): jnp.zeros([], jnp.int32)}
+    # A word for each spec, and a hash, but no paths, which change with the versions of other programs.
+    words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
+    fingerprint = "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
+    skips = {fingerprint: jnp.zeros([], jnp.int32)}
     return QuantizedState(skips, *stored_parts(structure, leaves, like), packing, key)
 
 
@@ -261,12 +266,6 @@ def rows_sharding(leaf: QArray | PackedRows, sharding: NamedSharding) -> NamedSh
     return sharding.update(spec=jax.P(*spec))
 
 
-def _row_codes_shape(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-    """The shape of the codes of an array's rows."""
-    *lead, last = packed_row_shape(shape, spec)
-    return (*lead, packed_size(last, spec.element.bits) if codes_are_packed(spec.element) else last)
-
-
 def _array_codes_shape(shape: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
     """The shape in which codes of rows are kept: that of the array, with fewer entries along the last axis that can."""
     size, count = math.prod(shape), math.prod(rows)
@@ -290,30 +289,16 @@ def require_plan(skips: Mapping[str, Any], leaves: _PathsAndLeaves, rules: State
         raise ValueError(f"state.skips has the names {', '.join(skips)}: it is made of the states of several specs")
     for (path, leaf), spec in zip(leaves, plan_packing(leaves, rules, min_size), strict=True):
         actual = leaf_codes(leaf).spec if is_packed_leaf(leaf) else None
-        target = None if spec is None else _spec_of_packed_leaf(spec, leaf.shape)
+        target = None if spec is None else replace(spec, gradient=Gradient())
+        if target is not None and target.scaled is not None:
+            row_axes = len(packed_row_shape(leaf.shape, target))
+            target = replace(target, format=axes_from_end(target.scaled, row_axes))
         if actual != target:
             texts = ["as it is" if s is None else f"as {_short_spec_text(s)}" for s in (actual, target)]
             raise ValueError(
                 f"state keeps {path_text(path)} {texts[0]}, and this transformation keeps it {texts[1]}: the state "
                 "comes from a transformation with other rules"
             )
-
-
-def _spec_of_packed_leaf(spec: Spec, shape: tuple[int, ...]) -> Spec:
-    """The spec of the `QArray` if an array of that shape is packed under `spec`."""
-    spec = replace(spec, gradient=Gradient())
-    if spec.scaled is None:
-        return spec
-    return replace(spec, format=axes_from_end(spec.scaled, len(packed_row_shape(shape, spec))))
-
-
-def _packing_fingerprint(facts: list[tuple[str, tuple[int, ...], str]]) -> str:
-    """A name for the specs, shapes and dtypes of packed leaves, in order: a word for each spec, and a hash.
-
-    It does not depend on paths, which change with the versions of other programs.
-    """
-    words = dict.fromkeys(re.sub(r"\W.*", "", text) for text, *_ in facts)
-    return "_".join([*words, sha256(repr(facts).encode()).hexdigest()[:12]])
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -386,16 +371,14 @@ def state_report(state: Any) -> StateReport:
         >>> [row.path for row in report.packed], report.nbytes
         (['inner_state.0.mu.w', 'inner_state.0.nu.w'], 35336)
     """
-    tree = jax.tree.map(_state_view, state, is_leaf=lambda x: isinstance(x, QuantizedState))
+
+    def view(x: Any) -> Any:
+        packed = isinstance(x, QuantizedState)
+        return {"inner_state": x.inner_state, "key": x.key, "skipped": x.skipped} if packed else x
+
+    tree = jax.tree.map(view, state, is_leaf=lambda x: isinstance(x, QuantizedState))
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_packed_leaf)
     return StateReport(tuple(_state_row(path_text(path), leaf) for path, leaf in leaves))
-
-
-def _state_view(x: Any) -> Any:
-    """The parts of a `QuantizedState` in a report."""
-    if not isinstance(x, QuantizedState):
-        return x
-    return {"inner_state": x.inner_state, "key": x.key, "skipped": x.skipped}
 
 
 def _state_row(path: str, leaf: Any) -> StateRow:

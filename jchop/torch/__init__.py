@@ -7,13 +7,11 @@ from jchop._common.files import require_extra
 
 require_extra("jchop.torch", "torch", ("torch",))
 
-from jchop.torch._bridge import as_jax, as_tensor  # noqa: E402
-from jchop.torch._matmul import matmul  # noqa: E402
+from jchop.torch._functions import Quantizer, matmul, round_to_format, round_to_format_  # noqa: E402
+from jchop.torch._operators import as_jax, as_tensor  # noqa: E402
 from jchop.torch._optim import OptimLP  # noqa: E402
 from jchop.torch._packed import PackedTensor, dequantize  # noqa: E402
-from jchop.torch._quantize import quantize  # noqa: E402
-from jchop.torch._report import ModuleReport, ParameterRow, report  # noqa: E402
-from jchop.torch._round import Quantizer, round_to_format, round_to_format_  # noqa: E402
+from jchop.torch._quantize import ModuleReport, ParameterRow, quantize, report  # noqa: E402
 
 __all__ = [
     "ModuleReport",

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from jchop._common.checks import check_int
 from jchop._spec.spec import AnySpec
-from jchop.torch._operators import require_rounding, round_now
-from jchop.torch._plan import SpecPlan, generator_words, key_words, plan_of, words_of_seed
+from jchop.torch import _operators as operators
 
 Tensor = torch.Tensor
 _GRADIENT_ROLE, _ACCUMULATOR_ROLE, _WEIGHT_ROLE, _MOMENTUM_ROLE = range(4)
@@ -146,7 +145,7 @@ class OptimLP(Optimizer):
         """Replace parameters by the tensors that the optimizer updates, and gradients by rounded ones."""
         for leaf in filter(_OptimizerLeaf.moves, leaves):
             if _WEIGHT_ROLE in self._plans:
-                require_rounding(leaf.memory.dtype, leaf.memory.ndim, self._plans[_WEIGHT_ROLE].spec)
+                operators.require_rounding(leaf.memory.dtype, leaf.memory.ndim, self._plans[_WEIGHT_ROLE].spec)
             if _ACCUMULATOR_ROLE in self._plans:
                 self.accumulators[leaf.index] = leaf.working
             gradient = leaf.parameter.grad
@@ -183,10 +182,10 @@ class OptimLP(Optimizer):
             return x
         fold_ins = (self.steps, leaf.index, role if fold_in is None else fold_in)
         if not plan.draws:
-            words = key_words(())
+            words = operators.key_words(())
         else:
-            words = generator_words() if self.seed is None else words_of_seed(self.seed, *fold_ins)
-        return round_now(x, words, plan.spec, 0, True)
+            words = operators.generator_words() if self.seed is None else operators.words_of_seed(self.seed, *fold_ins)
+        return operators.round_now(x, words, plan.spec, 0, True)
 
     # -- as an optimizer of torch --------------------------------------------------------------------------------------
 
@@ -273,8 +272,8 @@ def _moment_tensors(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor
             yield value
 
 
-def _optimizer_plan(name: str, spec: AnySpec) -> SpecPlan:
-    plan = plan_of(spec)
+def _optimizer_plan(name: str, spec: AnySpec) -> operators.SpecPlan:
+    plan = operators.plan_of(spec)
     if plan.gradient is not None:
         raise ValueError(f"{name}={str(spec)!r} rounds a gradient, but an optimizer step has none")
     return plan

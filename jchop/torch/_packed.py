@@ -18,9 +18,8 @@ from jchop._common.bit_ops import enable_x64_for
 from jchop.storage import QArray
 from jchop.storage._codes import check_qarray_leaves, qarray_shape
 from jchop.storage._save import join_qarray, qarray_description, qarray_tensors
-from jchop.torch._bridge import as_jax, as_tensor, check_has_numbers
-from jchop.torch._operators import CARRIER_NAMES, check_carrier, import_words, key_of_words
-from jchop.torch._plan import outside_graphs
+from jchop.torch import _operators as operators
+from jchop.torch._operators import CARRIER_NAMES
 
 Tensor = torch.Tensor
 
@@ -38,12 +37,12 @@ def tensor_codes(x: Tensor, spec: str, words: Tensor, *, copy: bool) -> QArray:
     Raises:
         TypeError, ValueError: as `jchop.quantize`, and for a tensor that would have to be copied.
     """
-    check_carrier("x", x, complex_too=False)
-    q = storage.quantize(as_jax(x, copy=copy), spec, key_of_words(import_words(words)))
+    operators.check_carrier("x", x, complex_too=False)
+    q = storage.quantize(operators.as_jax(x, copy=copy), spec, operators.key_of_words(operators.import_words(words)))
     return q if x.is_cuda else jax.block_until_ready(q)
 
 
-@outside_graphs
+@operators.outside_graphs
 def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
     """The numbers of a `jchop.QArray` as a tensor.
 
@@ -65,10 +64,10 @@ def dequantize(q: QArray, dtype: torch.dtype | None = None) -> Tensor:
     """
     if dtype is not None and dtype not in CARRIER_NAMES:
         raise TypeError(f"dtype={dtype!r} is not a carrier; allowed: {', '.join(map(str, CARRIER_NAMES))}")
-    check_has_numbers("q", q)
+    operators.check_has_numbers("q", q)
     numbers = storage.dequantize(q, None if dtype is None else CARRIER_NAMES[dtype])
     with enable_x64_for(numbers.dtype):
-        return as_tensor(jnp.array(numbers, copy=True) if _shares_storage(numbers, q) else numbers)
+        return operators.as_tensor(jnp.array(numbers, copy=True) if _shares_storage(numbers, q) else numbers)
 
 
 def _shares_storage(numbers: Any, q: QArray) -> bool:
@@ -92,7 +91,7 @@ def _fake_numbers(parts: list[Tensor], text: str, dtype: str) -> Tensor:
 
 
 def _qarray_from_tensors(parts: list[Tensor], text: str, copy: bool) -> QArray:
-    return join_qarray([as_jax(part, copy=copy) for part in parts], json.loads(text))
+    return join_qarray([operators.as_jax(part, copy=copy) for part in parts], json.loads(text))
 
 
 class PackedTensor(nn.Module):
@@ -130,10 +129,10 @@ class PackedTensor(nn.Module):
         super().__init__()
         if not isinstance(q, QArray):
             raise TypeError(f"q={q!r} must be a jchop.QArray, as returned by jchop.torch.quantize of a tensor")
-        check_has_numbers("q", q)
+        operators.check_has_numbers("q", q)
         check_qarray_leaves(q)
         for name, part in qarray_tensors("", q).items():
-            self.register_buffer(name.removeprefix("."), as_tensor(part))
+            self.register_buffer(name.removeprefix("."), operators.as_tensor(part))
         self.text = json.dumps(qarray_description(q))
         self.dtype = _NUMBER_DTYPES[q.dtype.name]
 
@@ -141,7 +140,7 @@ class PackedTensor(nn.Module):
         """The numbers, in a new tensor."""
         return numbers_operator(list(self._buffers.values()), self.text, CARRIER_NAMES[self.dtype])
 
-    @outside_graphs
+    @operators.outside_graphs
     def as_qarray(self, *, copy: bool = False) -> QArray:
         """The stored array in JAX.
 

@@ -1,11 +1,11 @@
-"""`quantize` for tensors, and for modules, whose weights, activations and gradients are rounded by rules."""
+"""Tensors to codes, modules under rules, and the report of a module."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -13,15 +13,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from jchop._common.checks import check_choice
+from jchop._common.checks import check_choice, short_repr
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint, path_pattern
+from jchop._common.text import TableOrLine, Tables
 from jchop._spec.spec import AnySpec, Gradient, Spec, as_spec
 from jchop.storage import QArray
-from jchop.torch._bridge import check_tensor
-from jchop.torch._operators import check_carrier
+from jchop.torch._functions import Quantizer, first_words
+from jchop.torch._operators import check_carrier, check_tensor, outside_graphs, plan_of, rounding_words
 from jchop.torch._packed import PackedTensor, pack_parameter, packed_parameters, tensor_codes
-from jchop.torch._plan import outside_graphs, plan_of, rounding_words
-from jchop.torch._round import Quantizer, first_words
 
 Tensor = torch.Tensor
 ModuleRules = Mapping[str, Mapping[str, Any]]
@@ -127,21 +126,12 @@ def quantize(
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ModuleRoundings:
-    """The specs of one module's tensors; None rounds nothing."""
-
-    weight: Spec | None = None
-    bias: Spec | None = None
-    activation: Spec | None = None
-    output: Spec | None = None
-    gradient: Spec | None = None
+_MODULE_FIELDS = ("weight", "bias", *_TENSOR_FIELDS)
+#: The specs of a layer, by the tensor that they are for.
+_LayerSpecs = dict[str, Spec]
 
 
-_MODULE_FIELDS = tuple(field.name for field in fields(_ModuleRoundings))
-
-
-def _as_module_rules(rules: Any) -> dict[str, _ModuleRoundings]:
+def _as_module_rules(rules: Any) -> dict[str, _LayerSpecs]:
     """Rules of the caller, checked.
 
     Raises:
@@ -150,29 +140,30 @@ def _as_module_rules(rules: Any) -> dict[str, _ModuleRoundings]:
     if not isinstance(rules, Mapping) or not rules:
         raise TypeError(f"rules={rules!r} must be a dict such as {{'*': dict(weight='float8_e4m3fn')}}")
     return {
-        check_path_pattern("rules: pattern", pattern, "'blocks.*.mlp'"): _as_module_roundings(pattern, value)
+        check_path_pattern("rules: pattern", pattern, "'blocks.*.mlp'"): _as_layer_specs(pattern, value)
         for pattern, value in rules.items()
     }
 
 
-def _first_match(path: str, rules: Mapping[str, _ModuleRoundings]) -> str | None:
+def _first_match(path: str, rules: Mapping[str, _LayerSpecs]) -> str | None:
     """The first pattern that matches part of a dotted path; None if there is none."""
     return next((pattern for pattern in rules if matches_path(pattern, path)), None)
 
 
-def _as_module_roundings(pattern: str, entries: Any) -> _ModuleRoundings:
+def _as_layer_specs(pattern: str, entries: Any) -> _LayerSpecs:
     if not isinstance(entries, Mapping) or not set(entries) <= set(_MODULE_FIELDS):
         raise TypeError(
             f"rules[{pattern!r}]={entries!r} must be a dict with some of the keys {', '.join(_MODULE_FIELDS)}"
         )
     specs = {
-        name: None if value is None else as_spec(value, f"rules[{pattern!r}]: {name}", scaled=True)
+        name: as_spec(value, f"rules[{pattern!r}]: {name}", scaled=True)
         for name, value in entries.items()
+        if value is not None
     }
     gradient = specs.get("gradient")
     if gradient is not None and gradient.gradient != Gradient():
         raise ValueError(f"rules[{pattern!r}]: gradient={str(gradient)!r} cannot have a gradient itself")
-    return _ModuleRoundings(**specs)
+    return specs
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -183,7 +174,7 @@ def _convert_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
     check_choice("mode", mode, _QUANTIZE_MODES)
     module_rules = _as_module_rules(rules)
     for pattern, roundings in module_rules.items() if mode == "weight_only" else ():
-        if names := [name for name in _TENSOR_FIELDS if getattr(roundings, name) is not None]:
+        if names := [name for name in _TENSOR_FIELDS if name in roundings]:
             raise ValueError(f"rules[{pattern!r}] has {names[0]}, and mode='weight_only' does not; use mode='ptq'")
     result = deepcopy(module)
     layers = list(parameter_layers(result))
@@ -198,7 +189,7 @@ def _convert_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
             if pattern in weight_patterns:  # a gain and an input of a norm enter no product
                 names = [name for name in names if name.endswith("bias") or name in weights]
                 if not weights:
-                    roundings = _ModuleRoundings(bias=roundings.bias, output=roundings.output)
+                    roundings = {name: spec for name, spec in roundings.items() if name in ("bias", "output")}
             _check_layer(layer, path, roundings, opaque)
             used_fields.setdefault(pattern, set()).update(
                 _equip(layer, path, roundings, names, (seed, index), packed_tensors)
@@ -206,15 +197,13 @@ def _convert_module(module: nn.Module, rules: Mapping[str, Mapping[str, Any]], s
     for pattern, roundings in module_rules.items():
         if pattern not in used_fields:
             raise ValueError(f"rules: {pattern!r} matches {_pattern_fault(pattern, module_rules, layers)}")
-        unused = [name for name in ("weight", "bias") if getattr(roundings, name) and name not in used_fields[pattern]]
+        unused = [name for name in ("weight", "bias") if name in roundings and name not in used_fields[pattern]]
         if unused:
             raise ValueError(f"rules[{pattern!r}]: {unused[0]} has no effect, since no layer that it matches has one")
     return result
 
 
-def _pattern_fault(
-    pattern: str, rules: Mapping[str, _ModuleRoundings], layers: list[tuple[str, nn.Module, bool]]
-) -> str:
+def _pattern_fault(pattern: str, rules: Mapping[str, _LayerSpecs], layers: list[tuple[str, nn.Module, bool]]) -> str:
     """What a pattern matches that is the first match of no layer."""
     paths = [path for path, _, _ in layers]
     earlier_patterns = dict.fromkeys(_first_match(path, rules) for path in paths if matches_path(pattern, path))
@@ -267,7 +256,7 @@ def _weight_names(layer: nn.Module) -> list[str]:
 _PRODUCT_LAYERS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
 
 
-def _check_layer(layer: nn.Module, path: str, roundings: _ModuleRoundings, opaque: bool) -> None:
+def _check_layer(layer: nn.Module, path: str, roundings: _LayerSpecs, opaque: bool) -> None:
     """Refuse a layer that cannot follow its rule."""
     layer_text = f"the layer {path!r} ({type(layer).__name__})"
     if isinstance(layer, nn.RNNBase):
@@ -275,7 +264,7 @@ def _check_layer(layer: nn.Module, path: str, roundings: _ModuleRoundings, opaqu
             f"{layer_text} keeps its weights in a list, so they can be neither parametrized nor packed; the cells "
             "torch.nn.GRUCell, LSTMCell and RNNCell hold theirs by name"
         )
-    tensor_fields = [name for name in _TENSOR_FIELDS if getattr(roundings, name) is not None]
+    tensor_fields = [name for name in _TENSOR_FIELDS if name in roundings]
     if opaque and tensor_fields:
         raise NotImplementedError(
             f"{layer_text} computes within one function of torch, in which {tensor_fields[0]} cannot be rounded"
@@ -294,7 +283,7 @@ def _check_layer(layer: nn.Module, path: str, roundings: _ModuleRoundings, opaqu
 def _equip(
     layer: nn.Module,
     path: str,
-    roundings: _ModuleRoundings,
+    roundings: _LayerSpecs,
     names: Sequence[str],
     seed: tuple[int, ...],
     packed_tensors: _PackedTensors | None,
@@ -304,54 +293,43 @@ def _equip(
     for index, name in ((place, name) for place, name in enumerate(parameter_names(layer)) if name in names):
         field = "bias" if name.endswith("bias") else "weight"
         kinds.add(field)
-        spec = getattr(roundings, field)
-        if spec is not None and packed_tensors is None:
-            _check_readable(layer, path, name)
-            parametrize.register_parametrization(layer, name, Quantizer(spec, seed=(*seed, 2 + index)))
-        elif spec is not None and packed_tensors is not None:
-            _pack_in_layer(layer, path, name, spec, (*seed, 2 + index), packed_tensors)
-    if roundings.activation is not None:
-        layer.add_module(INPUT_QUANTIZER, Quantizer(roundings.activation, seed=(*seed, 0)))
+        if field not in roundings:
+            continue
+        spec, own_seed = roundings[field], (*seed, 2 + index)
+        try:
+            if packed_tensors is not None:
+                _pack_in_layer(layer, name, spec, own_seed, packed_tensors)
+                continue
+            # To read a parametrized parameter would compute it.
+            parametrized = parametrize.is_parametrized(layer, name)
+            originals = layer.parametrizations[name].parameters() if parametrized else [getattr(layer, name)]  # type: ignore[index]
+            for original in originals:
+                check_tensor("x", original)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} of the layer {path!r} ({type(layer).__name__}): {error}") from None
+        parametrize.register_parametrization(layer, name, Quantizer(spec, seed=own_seed))
+    if "activation" in roundings:
+        layer.add_module(INPUT_QUANTIZER, Quantizer(roundings["activation"], seed=(*seed, 0)))
         layer.register_forward_pre_hook(_round_inputs, with_kwargs=True)
-    if roundings.output is not None or roundings.gradient is not None:
-        layer.add_module(OUTPUT_QUANTIZER, Quantizer(roundings.output, roundings.gradient, seed=(*seed, 1)))
+    output, gradient = roundings.get("output"), roundings.get("gradient")
+    if output is not None or gradient is not None:
+        layer.add_module(OUTPUT_QUANTIZER, Quantizer(output, gradient, seed=(*seed, 1)))
         layer.register_forward_hook(_round_outputs)
     return kinds
 
 
-def _check_readable(layer: nn.Module, path: str, name: str) -> None:
-    """Refuse a parameter whose numbers JAX cannot read: its parametrization would fail without its name."""
-    with _name_in_errors(layer, path, name):
-        if parametrize.is_parametrized(layer, name):  # reading it would compute it
-            for original in layer.parametrizations[name].parameters():  # type: ignore[index]
-                check_tensor("x", original)
-        else:
-            check_tensor("x", getattr(layer, name))
-
-
-@contextmanager
-def _name_in_errors(layer: nn.Module, path: str, name: str) -> Iterator[None]:
-    """Puts a parameter and its layer in front of errors."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} of the layer {path!r} ({type(layer).__name__}): {error}") from None
-
-
-def _pack_in_layer(
-    layer: nn.Module, path: str, name: str, spec: Spec, seed: tuple[int, ...], packed_tensors: _PackedTensors
-) -> None:
-    """Replace a parameter of a layer by its codes and scales."""
+def _pack_in_layer(layer: nn.Module, name: str, spec: Spec, seed: tuple[int, ...], packed: _PackedTensors) -> None:
+    """Replaces a parameter by its packed form, made once for each parameter and spec."""
     parameter = getattr(layer, name)
-    if (parameter, spec) not in packed_tensors:
+    if (parameter, spec) not in packed:
         plan = plan_of(spec)
-        with _name_in_errors(layer, path, name):
-            q = tensor_codes(parameter, plan.spec, first_words(seed, plan.draws), copy=True)
-            packed_tensors[parameter, spec] = PackedTensor(q)
-    pack_parameter(layer, name, packed_tensors[parameter, spec])
+        q = tensor_codes(parameter, plan.spec, first_words(seed, plan.draws), copy=True)
+        packed[parameter, spec] = PackedTensor(q)
+    pack_parameter(layer, name, packed[parameter, spec])
 
 
-# Hooks look up their module on the layer, so that a copy of the layer uses its own module.
+# -- hooks -------------------------------------------------------------------------------------------------------------
+# They look up their module on the layer, so that a copy of the layer uses its own module.
 
 
 def _round_inputs(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -378,3 +356,118 @@ def _round_tree(quantizer: nn.Module, value: Any) -> Any:
         parts = [_round_tree(quantizer, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter.
+
+    Args:
+        path: its path in the module.
+        layer: the class of its layer.
+        stored: the spec of its codes if it is packed, else its dtype.
+        rounds: the spec to which it is rounded at each use; empty if it is packed or not rounded.
+        shape: its shape.
+        nbytes: its bytes, with scales and zero points; 0 if an earlier row has the same memory (tied parameters).
+    """
+
+    path: str
+    layer: str
+    stored: str
+    rounds: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Bits for each element; NaN if there are none."""
+        count = math.prod(self.shape)
+        return 8 * self.nbytes / count if count else math.nan
+
+
+@dataclass(frozen=True)
+class ModuleReport(Tables):
+    """The parameters of a module. Its text is a table.
+
+    Args:
+        rows: a `ParameterRow` for each parameter.
+    """
+
+    rows: tuple[ParameterRow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def bits(self) -> float:
+        """Bits for each element of all parameters; NaN if there are none."""
+        count = sum(math.prod(row.shape) for row in self.rows if row.nbytes)
+        return 8 * self.nbytes / count if count else math.nan
+
+    _align = "<<<<<>>"
+
+    def _parts(self) -> list[TableOrLine]:
+        head = ("path", "layer", "stored", "rounds", "shape", "bytes", "bits")
+        table: list[tuple[str, ...]] = [head]
+        for row in self.rows:
+            shape = " x ".join(map(str, row.shape)) or "scalar"
+            sizes = f"{row.nbytes:,}", f"{row.bits:.4g}"
+            table.append((row.path, row.layer, row.stored, row.rounds or "-", shape, *sizes))
+        return [[*table, ("all", "", "", "", "", f"{self.nbytes:,}", f"{self.bits:.4g}")]]
+
+
+def report(module: nn.Module) -> ModuleReport:
+    """The form, bytes and bits of each parameter of a module, packed, rounded at each use, or neither.
+
+    Args:
+        module: any module, as from `jchop.torch.quantize`.
+
+    Returns:
+        A report whose text is a table. Buffers other than packed parameters are not in it.
+
+    Raises:
+        TypeError: if `module` is not a module.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.LayerNorm(8))
+        >>> print(jc.torch.report(jc.torch.quantize(model, {"0": dict(weight="nvfp4")}, mode="weight_only")))
+        path      layer         stored   rounds  shape   bytes   bits
+        0.weight  PackedLinear  nvfp4    -       8 x 64    292  4.562
+        0.bias    PackedLinear  float32  -       8          32     32
+        1.weight  LayerNorm     float32  -       8          32     32
+        1.bias    LayerNorm     float32  -       8          32     32
+        all                                                388  5.791
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={short_repr(module)} must be a torch.nn.Module")
+    earlier_ids: set[int] = set()
+    rows = []
+    for path, layer, _ in parameter_layers(module):
+        parameters = {**packed_parameters(layer), **{name: _parameter(layer, name) for name in parameter_names(layer)}}
+        for name, value in parameters.items():
+            full_path = f"{path}.{name}" if path else name
+            nbytes = 0 if id(value) in earlier_ids else value.nbytes
+            earlier_ids.add(id(value))
+            rows.append(
+                ParameterRow(full_path, type(layer).__name__, *_forms(layer, name, value), tuple(value.shape), nbytes)
+            )
+    return ModuleReport(tuple(rows))
+
+
+def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
+    """A parameter as it is kept; for a parametrization of several parts its value."""
+    if parametrize.is_parametrized(layer, name) and hasattr(layer.parametrizations[name], "original"):  # type: ignore[index]
+        return layer.parametrizations[name].original  # type: ignore[index]
+    return getattr(layer, name)
+
+
+def _forms(layer: nn.Module, name: str, value: PackedTensor | torch.Tensor) -> tuple[str, str]:
+    """The stored form of a parameter, and the specs to which it is rounded at each use."""
+    if isinstance(value, PackedTensor):
+        return value.spec, ""
+    chain = layer.parametrizations[name] if parametrize.is_parametrized(layer, name) else ()  # type: ignore[index]
+    specs = (part.rounding for part in chain if isinstance(part, Quantizer))
+    return str(value.dtype).removeprefix("torch."), ", ".join(plan.spec for plan in specs if plan is not None)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._spec.spec import parse
-from jchop.distributed._pieces import plan_piece_cut
+from jchop.distributed._messages import plan_piece_cut
 
 further = Further()
 

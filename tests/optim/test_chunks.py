@@ -14,8 +14,8 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.optim._chunks import plan_chunks
 from jchop.optim._pack import is_packed_leaf
+from jchop.optim._state import plan_chunks
 
 further = Further()
 
@@ -114,10 +114,13 @@ def nothing_is_left_of_a_cut_leaf(rng: np.random.Generator) -> None:
     state = jax.jit(jc.optim.quantize_state(optax.adam(1e-3), "mxfp8_e4m3", min_size=32).init)(params)
     cut = plan_chunks(params, state.inner_state, 4)
     assert cut is not None
-    updates, inner, none = cut.rest(params, state.inner_state, None)
+    leaves, structure = jax.tree.flatten(state.inner_state, is_leaf=is_packed_leaf)
+    updates, rest, none = cut.part(params, leaves, None)
+    inner = structure.unflatten(rest)
     assert none is None and updates["w"].shape == (0, 64) and updates["odd"].shape == (3, 64)
     assert inner[0].mu["w"].shape == (0, 64) and is_packed_leaf(inner[0].mu["odd"]) and inner[0].count.shape == ()
-    updates, inner, _ = cut.chunk(params, state.inner_state, params, jnp.asarray(1))
+    updates, chunk, _ = cut.part(params, leaves, params, jnp.asarray(1))
+    inner = structure.unflatten(chunk)
     np.testing.assert_array_equal(updates["v"], params["v"][256:512])
     assert inner[0].nu["v"].shape == (256,) and updates["s"].shape == (0,) and inner[0].count.shape == ()
 

@@ -16,7 +16,7 @@ from further import Further
 
 import jchop as jc
 from jchop import optim
-from jchop.optim._nonfinite import all_hold, finite_leaves
+from jchop.optim._chain import all_hold, finite_leaves
 
 further = Further()
 

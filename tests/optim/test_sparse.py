@@ -126,7 +126,7 @@ def test_bad_arguments() -> None:
         optim.sparse_params(2, 4, every=0)
     with pytest.raises(ValueError, match="start=-1 must be an integer from 0 to 2147483647"):
         optim.sparse_params(2, 4, start=-1)
-    with pytest.raises(ValueError, match="decay=1 must be a number >= 0 and below 1"):
+    with pytest.raises(ValueError, match="decay=1 must be a finite number >= 0 and < 1"):
         optim.sparse_params(2, 4, every=1, decay=1)
     with pytest.raises(ValueError, match=r"decay=0\.5 is that of dense parameters, which are kept with every="):
         optim.sparse_params(2, 4, decay=0.5)

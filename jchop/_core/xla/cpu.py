@@ -90,12 +90,12 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`, "
-        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
+        "`optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
     ),
     Quirk(
         "selected_float8_changes_nan",
         "`where` of float8 converts to float16 and back: a NaN loses its sign and its payload.",
-        "Codes are selected as integers (`_select_leaf` in `optim/_nonfinite.py`).",
+        "Codes are selected as integers (`_select_leaf` in `optim/_chain.py`).",
     ),
     Quirk(
         "signalling_nan_becomes_quiet",
@@ -161,12 +161,12 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "write_into_part_has_one_thread",
         "A computation that is fused with a write into a part of an array runs in one thread.",
-        "Results are written one turn later (`loop_over_chunks` in `optim/_chunks.py`).",
+        "Results are written one turn later (`loop_over_chunks` in `optim/_state.py`).",
     ),
     Quirk(
         "short_floats_converted_whole",
         "A loop that writes a part of an array of float8 converts the whole array in every turn.",
-        "The loop carries words (`_short_floats_as_words` in `optim/_chunks.py`).",
+        "The loop carries words (`_short_floats_as_words` in `optim/_state.py`).",
     ),
     Quirk(
         "stack_of_short_floats_converted",

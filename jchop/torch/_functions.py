@@ -1,17 +1,27 @@
-"""`round_to_format` for tensors, with its gradients; and `Quantizer`, a module that rounds its input and gradient."""
+"""Rounding and products of tensors with their gradients, and `Quantizer`, a module that rounds input and gradient."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import lru_cache, partial
 from typing import Any
 
+import jax
 import torch
 from torch import nn
 
+from jchop import math
+from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_int
-from jchop._spec.spec import AnySpec, Gradient, as_spec
-from jchop.torch._operators import check_carrier, round_now, round_operator, within_range_operator
-from jchop.torch._plan import SpecPlan, clips_gradient, generator_words, key_words, plan_of, rounding_words
+from jchop._common.settings import always_jit
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import AnySpec, Gradient, Spec, as_spec
+from jchop.formats import ElementFormat
+from jchop.torch import _operators as operators
 
+Array = jax.Array
 Tensor = torch.Tensor
 
 
@@ -62,16 +72,16 @@ def round_to_format(
         >>> x.grad
         tensor([1., 0.])
     """
-    check_carrier("tensor", tensor)
-    plan = plan_of(spec)
-    words = rounding_words(plan.spec, plan.draws, seed, generator)
+    operators.check_carrier("tensor", tensor)
+    plan = operators.plan_of(spec)
+    words = operators.rounding_words(plan.spec, plan.draws, seed, generator)
     result = round_straight_through(tensor, plan.spec, words, copy)
     if plan.gradient is None:
         return result
     return round_gradient(
         result,
         plan.gradient,
-        rounding_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT_SEED),
+        operators.rounding_words(plan.gradient, plan.gradient_draws, gradient_seed, generator, _GRADIENT_SEED),
     )
 
 
@@ -106,7 +116,7 @@ def round_to_format_(
         >>> jc.torch.round_to_format_(x, "float8_e5m2") is x, x
         (True, tensor([1.0000, 2.5000]))
     """
-    check_carrier("tensor", tensor)
+    operators.check_carrier("tensor", tensor)
     # A gradient may need the overwritten values.
     source = tensor.clone() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return tensor.copy_(
@@ -123,7 +133,7 @@ _GRADIENT_SEED = "gradient_seed"
 def round_straight_through(tensor: Tensor, spec: str, words: Tensor, copy: bool) -> Tensor:
     """A rounded tensor with a straight-through gradient, clipped if the spec requires it."""
     if _is_eager_call(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
-        return round_now(tensor, words, spec, 0, copy)
+        return operators.round_now(tensor, words, spec, 0, copy)
     return _StraightThrough.apply(tensor, words, spec, copy)  # type: ignore[return-value]
 
 
@@ -153,13 +163,15 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, words: Tensor, spec: str, copy: bool) -> Tensor:
-        return (round_now if _is_eager_call(tensor) else round_operator)(tensor, words, spec, 0, copy)
+        return (operators.round_now if _is_eager_call(tensor) else operators.round_operator)(
+            tensor, words, spec, 0, copy
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         del output
         tensor, words, ctx.spec, _ = inputs
-        ctx.clips = clips_gradient(ctx.spec)
+        ctx.clips = operators.clips_gradient(ctx.spec)
         if ctx.clips:
             ctx.save_for_backward(tensor, words)
 
@@ -171,41 +183,37 @@ class _StraightThrough(torch.autograd.Function):
         return gradient, None, None, None  # type: ignore[return-value]
 
 
-class _ClipGradient(torch.autograd.Function):
-    """A gradient, zero for values that overflow: linear in the gradient, and its own transpose."""
+class _FunctionOfSpec(torch.autograd.Function):
+    """A function that keeps its spec, and all tensors after its first input, for its gradient."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, tensor: Tensor, words: Tensor, spec: str) -> Tensor:
-        return within_range_operator(gradient, tensor, words, spec, 0)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         del output
-        ctx.save_for_backward(*inputs[1:3])
-        ctx.spec = inputs[3]
+        ctx.save_for_backward(*(x for x in inputs[1:] if isinstance(x, Tensor)))
+        (ctx.spec,) = (x for x in inputs if isinstance(x, str))
+
+
+class _ClipGradient(_FunctionOfSpec):
+    """A gradient, zero for values that overflow: linear in the gradient, and its own transpose."""
+
+    @staticmethod
+    def forward(gradient: Tensor, tensor: Tensor, words: Tensor, spec: str) -> Tensor:
+        return operators.within_range_operator(gradient, tensor, words, spec, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return _ClipGradient.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None, None  # type: ignore[return-value]
 
 
-class _RoundGradient(torch.autograd.Function):
+class _RoundGradient(_FunctionOfSpec):
     """The identity; its gradient is rounded, straight-through."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(tensor: Tensor, words: Tensor, spec: str) -> Tensor:
         del words, spec
         return tensor.view_as(tensor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        del output
-        ctx.save_for_backward(inputs[1])
-        ctx.spec = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -259,12 +267,15 @@ class Quantizer(nn.Module):
         self, forward: AnySpec | None = None, backward: AnySpec | None = None, *, seed: int | tuple[int, ...] | None = 0
     ) -> None:
         super().__init__()
-        self.rounding = None if forward is None else plan_of(as_spec(forward, "forward", scaled=True))
+        self.rounding = None if forward is None else operators.plan_of(as_spec(forward, "forward", scaled=True))
         if self.rounding is not None and self.rounding.gradient is not None:
             if backward is not None:
                 raise ValueError(f"forward={str(forward)!r} rounds the gradient, but so does backward={backward!r}")
             backward = self.rounding.gradient
-        self.gradient = None if backward is None else _plan_of_gradient(backward)
+        gradient = None if backward is None else as_spec(backward, "backward", scaled=True)
+        if gradient is not None and gradient.gradient != Gradient():
+            raise ValueError(f"backward={str(gradient)!r} is for a gradient, and cannot have a gradient itself")
+        self.gradient = None if gradient is None else operators.plan_of(gradient)
         self.words = None if seed is None else _seed_numbers(seed)
         if self._counts_calls:
             self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
@@ -282,7 +293,10 @@ class Quantizer(nn.Module):
         """
         if not (x.is_floating_point() or x.is_complex()):
             return x
-        call = self._next_call() if self._counts_calls else None
+        call = None
+        if self._counts_calls:
+            call = self.calls.clone()
+            self.calls += 1
         if self.rounding is not None:
             x = round_straight_through(
                 x, self.rounding.spec, self._words(self.rounding.draws, call, _FORWARD_DRAW), True
@@ -304,33 +318,187 @@ class Quantizer(nn.Module):
     def _counts_calls(self) -> bool:
         return self.stochastic and self.words is not None
 
-    def _next_call(self) -> Tensor:
-        call = self.calls.clone()
-        self.calls += 1
-        return call
-
     def _words(self, draws: bool, call: Tensor | None, draw: int) -> Tensor:
         if not draws:
-            return key_words(())
+            return operators.key_words(())
         if self.words is None or call is None:
-            return generator_words()
+            return operators.generator_words()
         draw_word = torch.full((1,), draw, dtype=torch.int32, device=call.device)
-        return torch.cat([key_words(self.words).to(call.device), call.reshape(1), draw_word])
+        return torch.cat([operators.key_words(self.words).to(call.device), call.reshape(1), draw_word])
 
 
 def first_words(seed: tuple[int, ...], draws: bool) -> Tensor:
     """The words of the forward rounding in the first call of a `Quantizer` with this seed; none without draws."""
-    return key_words((*_seed_numbers(seed), 0, _FORWARD_DRAW) if draws else ())
-
-
-def _plan_of_gradient(backward: AnySpec) -> SpecPlan:
-    spec = as_spec(backward, "backward", scaled=True)
-    if spec.gradient != Gradient():
-        raise ValueError(f"backward={str(spec)!r} is for a gradient, and cannot have a gradient itself")
-    return plan_of(spec)
+    return operators.key_words((*_seed_numbers(seed), 0, _FORWARD_DRAW) if draws else ())
 
 
 def _seed_numbers(seed: int | tuple[int, ...]) -> tuple[int, ...]:
     first, *fold_ins = seed if isinstance(seed, tuple) else (seed,)
     first = check_int("seed", first, 0, (1 << 64) - 1)
     return (first >> 32, first & 0xFFFF_FFFF, *(check_int("seed", fold_in, 0, (1 << 32) - 1) for fold_in in fold_ins))
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    spec: MatmulSpec | Spec | ElementFormat | str,
+    *,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+    copy: bool = False,
+) -> Tensor:
+    """The matrix product in an emulated arithmetic: `jchop.math.matmul` for torch, with the same bits.
+
+    Works under `torch.compile`, `torch.func.vmap` and `torch.func.grad`; gradients are the gradients of the product of
+    the rounded operands. Autocast does not change the dtype.
+
+    Args:
+        a: the left factor, float16, bfloat16, float32 or float64, of shape (..., m, k) or (k,).
+        b: the right factor, of the same dtype and device, of shape (..., k, n) or (k,).
+        spec: a `jchop.MatmulSpec`: the roundings and the order of the sums; or a spec, a format or text for the
+            operands, every product and every sum, in sequential order.
+        seed: an integer from 0 to 2^64 - 1, required if a rounding is stochastic; the bits come from
+            ``jax.random.key(seed)``.
+        generator: a generator from which the key is drawn, in place of the seed.
+        copy: whether factors with gaps in memory, or not aligned, may be copied. Default False: such a factor is an
+            error. Transposed factors are read in place.
+
+    Returns:
+        The product, of the dtype of the factors.
+
+    Raises:
+        TypeError, ValueError: as `jchop.math.matmul`, and for a factor that would have to be copied.
+
+    Example:
+        >>> import torch, jchop as jc
+        >>> ones = torch.ones(100)
+        >>> jc.torch.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2"))
+        tensor(8.)
+    """
+    for name, value in (("a", a), ("b", b)):
+        operators.check_carrier(name, value, complex_too=False)
+    if a.dtype != b.dtype:
+        raise TypeError(f"a has dtype {a.dtype} and b has dtype {b.dtype}; they must be the same: cast one of them")
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device} and b on {b.device}; they must be on one device")
+    text, draws = _matmul_text(spec)
+    words = operators.rounding_words(text, draws, seed, generator)
+    if torch.is_grad_enabled():
+        return _MatmulFunction.apply(copy, a, b, words, text)  # type: ignore[return-value]
+    return matmul_operator(a, b, words, text, 0, copy)
+
+
+# -- specs as arguments of operators -----------------------------------------------------------------------------------
+
+
+@operators.compile_constant
+def _matmul_text(spec: Any) -> tuple[str, bool]:
+    """A text of a spec for `_matmul_spec`, and whether it is stochastic."""
+    if not isinstance(spec, MatmulSpec):
+        same_spec = as_spec(spec)
+        spec = MatmulSpec(same_spec, same_spec, same_spec)
+    arguments = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return json.dumps(
+        {name: v if isinstance(v, bool | None) else str(v) for name, v in arguments.items()}
+    ), spec.stochastic
+
+
+@lru_cache(maxsize=256)
+def _matmul_spec(text: str) -> MatmulSpec:
+    return MatmulSpec(**json.loads(text))
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+def _fake_matmul(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    del words, copy
+    _require_product(a.dtype, spec)
+    return a.new_empty(_product_shape(a.shape, b.shape, batch))
+
+
+@operators.define_operator(
+    "matmul(Tensor a, Tensor b, Tensor words, str spec, int batch, bool copy) -> Tensor", _fake_matmul
+)
+def matmul_operator(a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int, copy: bool) -> Tensor:
+    """The product of batches of factors."""
+    (a, order_a), (b, order_b) = (operators.dense(x.detach(), copy) for x in (a, b))
+    return operators.run_on_tensors(_matmul_rows, [a, b], words, spec=spec, batch=batch, orders=(order_a, order_b))
+
+
+@operators.define_operator(
+    "matmul_gradients(Tensor gradient, Tensor a, Tensor b, Tensor words, str spec, int batch) -> (Tensor, Tensor)",
+    lambda _, a, b, *__: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b)),
+)
+def matmul_gradients_operator(
+    gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str, batch: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of both factors."""
+    tensors = [operators.contiguous(x, True) for x in (gradient, a, b)]
+    return operators.run_on_tensors(_matmul_gradients, tensors, words, spec=spec, batch=batch)
+
+
+def _product_shape(a: Sequence[int], b: Sequence[int], batch: int) -> tuple[int, ...]:
+    """The shape of a batch of products."""
+    batch_shape, a_shape, b_shape = a[:batch], a[batch:], b[batch:]
+    if len(a_shape) == 0 or len(b_shape) == 0 or a_shape[-1] != b_shape[-2:][0]:
+        raise ValueError(f"a has shape {tuple(a_shape)} and b has shape {tuple(b_shape)}, which cannot be multiplied")
+    return (*batch_shape, *torch.broadcast_shapes(a_shape[:-2], b_shape[:-2]), *a_shape[:-1][-1:], *b_shape[1:][-1:])
+
+
+@lru_cache(maxsize=256)
+def _require_product(dtype: torch.dtype, spec: str) -> None:
+    """Raise the errors of the product for this dtype before anything is computed."""
+    x = jax.ShapeDtypeStruct((1, 1), operators.CARRIER_NAMES[dtype])
+    with enable_x64_for(x.dtype):
+        jax.eval_shape(lambda x: math.matmul(x, x, _matmul_spec(spec), jax.random.key(0)), x)
+
+
+@partial(always_jit, static_argnames=("spec", "batch", "orders"))
+def _matmul_rows(
+    a: Array, b: Array, words: Array | None, *, spec: str, batch: int, orders: tuple[tuple[int, ...], tuple[int, ...]]
+) -> Array:
+    a, b = (x.transpose(operators.inverse_order(order)) for x, order in zip((a, b), orders, strict=True))
+    return operators.vmap_rows(partial(_matmul_by_words, spec), batch)(a, b, words)
+
+
+@partial(always_jit, static_argnames=("spec", "batch"))
+def _matmul_gradients(
+    g: Array, a: Array, b: Array, words: Array | None, *, spec: str, batch: int
+) -> tuple[Array, Array]:
+    return operators.gradient_rows(partial(_matmul_by_words, spec), batch, g, words, a, b)
+
+
+def _matmul_by_words(spec: str, a: Array, b: Array, words: Array | None) -> Array:
+    return math.matmul(a, b, _matmul_spec(spec), operators.key_of_words(words))
+
+
+class _MatmulFunction(_FunctionOfSpec):
+    """The product, with the gradients of the product of the rounded factors."""
+
+    @staticmethod
+    def forward(copy: bool, a: Tensor, b: Tensor, words: Tensor, spec: str) -> Tensor:
+        return matmul_operator(a, b, words, spec, 0, copy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_MatmulGradients.apply(gradients[0], *ctx.saved_tensors, ctx.spec), None, None  # type: ignore[misc]
+
+
+class _MatmulGradients(torch.autograd.Function):
+    """The gradients of both factors, without second derivatives."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, a: Tensor, b: Tensor, words: Tensor, spec: str) -> tuple[Tensor, Tensor]:
+        return matmul_gradients_operator(gradient, a, b, words, spec, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        del ctx, gradients
+        raise NotImplementedError("jchop.torch.matmul has first derivatives only; jchop.math.matmul has all, in JAX")

@@ -1,0 +1,947 @@
+"""Links of a chain: rounding, kept errors, averages, sparse and packed parameters; gradients that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import and_
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[reportPrivateImportUsage]
+
+from jchop._common.settings import always_jit
+from jchop._core.xla.cpu import materialize_per_group
+from jchop._round.arguments import has_tracer
+from jchop._spec.spec import AnySpec, Spec, as_spec
+from jchop.formats.scaled.scaled import axis_indexes
+from jchop.optim import _leaves as base
+from jchop.optim._pack import QuantizedState
+from jchop.sparsity._masks import check_sparsity_pattern, sparsity_mask
+from jchop.storage import dequantize
+from jchop.storage._array import PackedParam
+from jchop.storage._quantize import requantize
+
+Array = jax.Array
+
+
+class RoundState(NamedTuple):
+    """State of a rounding: the key of the next step, or None for a deterministic spec."""
+
+    key: Array | None
+
+
+def round_gradients(
+    spec: AnySpec, key: Array | None = None, *, scale: Any = 1.0
+) -> optax.GradientTransformationExtraArgs:
+    """Gradients, multiplied by `scale`, rounded to `spec`: the first link of a chain.
+
+    Each leaf has a separate key, split from the key in the state, as in `optax.add_noise`.
+
+    Args:
+        spec: a `Spec`, a format, or text.
+        key: a typed key, needed by the stochastic modes.
+        scale: the factor of gradients before their rounding, a finite number above 0: 1 / s for gradients of s times
+            the loss. Default 1.
+
+    Returns:
+        An Optax transformation.
+
+    Raises:
+        ValueError: for a stochastic spec without a key.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = optax.chain(jc.optim.round_gradients("float8_e5m2"), optax.sgd(1.0))
+        >>> params = jnp.zeros(2)
+        >>> tx.update(jnp.array([1.1, 3.3]), tx.init(params), params)[0].tolist()
+        [-1.0, -3.5]
+    """
+    return _round_in_chain(as_spec(spec, scaled=True), key, scale)
+
+
+def round_updates(spec: AnySpec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
+    """The updates at this place of a chain, rounded to `spec`.
+
+    Args:
+        spec: a `Spec`, a format, or text.
+        key: a typed key, needed by the stochastic modes.
+
+    Returns:
+        An Optax transformation. Its state is a `RoundState`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = optax.chain(optax.sgd(0.5), jc.optim.round_updates("fixed4.4"))
+        >>> params = jnp.zeros(2)
+        >>> tx.update(jnp.array([1.1, 3.3]), tx.init(params), params)[0].tolist()
+        [-0.5625, -1.625]
+    """
+    return _round_in_chain(as_spec(spec, scaled=True), key, 1.0)
+
+
+def _round_in_chain(spec: Spec, key: Array | None, scale: Any) -> optax.GradientTransformationExtraArgs:
+    base.check_number("scale", scale, 0, ends="()")
+    is_one = isinstance(scale, int | float) and scale == 1
+
+    def leaf(key: Array | None, u: Any) -> Array:
+        return base.round_leaf(key, u if is_one else (u * scale).astype(u.dtype), spec)
+
+    return _rounding_link(leaf, base.first_state_key(key, spec))
+
+
+def _rounding_link(
+    leaf: Callable[..., Array], start: Array | None, *, needs_params: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """A link that has a function of a key and an update, and a parameter if it needs that, for every leaf."""
+
+    def update(updates: Any, state: RoundState, params: Any) -> tuple[Any, RoundState]:
+        following, outputs = base.map_with_keys(leaf, state.key, updates, *((params,) if needs_params else ()))
+        return outputs, RoundState(following)
+
+    return base.make_link(lambda _: RoundState(start), update, needs_params=needs_params)
+
+
+def round_params(
+    spec: AnySpec, key: Array | None = None, *, dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Updates u' for which `optax.apply_updates` gives p + u rounded to `spec`: the last link of a chain.
+
+    The exact sum is rounded once (for a scaled format or a codebook: the sum in the dtype). With a stochastic spec,
+    parameters of 16 bits train without a master copy: an update below half a gap counts on average.
+
+    Parameters of 16 bits get exactly the rounded value, for every update. Parameters of 32 bits get it if they change
+    by at most a factor of two, or if float32 holds the difference. If the change is over many binades, or through zero,
+    `apply_updates` may miss the value by a unit in the last place of float32. `apply_updates` reads numbers as zero if
+    the device does, above all subnormals of float32.
+
+    Args:
+        spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it.
+        key: a typed key, needed by the stochastic modes.
+        dtype: dtype of the emitted updates. Default: float32, and float64 for float64 parameters. A wrapper that
+            requires updates in the gradients' dtype (`optax.apply_if_finite`, for 16-bit gradients) needs that dtype
+            here; then a step over many binades may miss the value as above.
+
+    Returns:
+        An Optax transformation; its ``update`` needs the parameters. Its state is a `RoundState`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
+            dtype that cannot hold the results.
+
+    References:
+        Zamirai et al., Revisiting BFloat16 Training, arXiv 2010.06192.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc, optax
+        >>> tx = optax.chain(optax.sgd(1e-4), jc.optim.round_params("bfloat16:stochastic", jax.random.key(0)))
+        >>> params = jnp.ones(10_000, "bfloat16")
+        >>> updates, state = tx.update(jnp.ones(10_000), tx.init(params), params)
+        >>> params = optax.apply_updates(params, updates)
+        >>> params.dtype, round(float(1 - params.astype("float32").mean()), 5)
+        (dtype(bfloat16), 0.0001)
+    """
+    spec, dtype = as_spec(spec, scaled=True), base.check_carrier_dtype("dtype", dtype)
+
+    def leaf(key: Array | None, u: Any, p: Any) -> Array:
+        return base.update_to_target(p, base.rounded_sum(key, p, u, spec), dtype)
+
+    return _rounding_link(leaf, base.first_state_key(key, spec), needs_params=True)
+
+
+# -- errors that are kept ----------------------------------------------------------------------------------------------
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`: the rounding errors, in float32 at least; and the key."""
+
+    error: Any
+    key: Array | None
+
+
+def error_feedback(spec: AnySpec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
+    """Updates rounded to `spec`, after the previous rounding errors are added.
+
+    With the error e of the step before: c = u + e, q = round(c), and the new error is c - q. Over many steps the sum of
+    all q differs from the sum of all u by one error only. Where the new error is not finite, the old one stays.
+
+    Args:
+        spec: a `Spec`, a format, or text; also formats so coarse that single updates mean little (signs, 1 or 2 bits).
+        key: a typed key, needed by the stochastic modes.
+
+    Returns:
+        An Optax transformation. Its state is an `ErrorFeedbackState`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key; and when traced, for updates of a dtype that cannot hold the
+            results.
+
+    References:
+        Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.error_feedback("fixed4.0"), jnp.zeros(1)
+        >>> state, sent = tx.init(params), []
+        >>> for _ in range(4):
+        ...     updates, state = tx.update(jnp.array([0.375]), state, params)
+        ...     sent.append(float(updates[0]))
+        >>> sent
+        [0.0, 1.0, 0.0, 0.0]
+    """
+    spec = as_spec(spec, scaled=True)
+    start = base.first_state_key(key, spec)
+
+    def init(params: Any) -> ErrorFeedbackState:
+        return ErrorFeedbackState(jax.tree.map(lambda p: jnp.zeros_like(p, base.sum_dtype(p)), params), start)
+
+    def update(updates: Any, state: ErrorFeedbackState, params: Any) -> Any:
+
+        def leaf(key: Array | None, u: Any, c: Array) -> Array:
+            base.require_representable("spec", spec, "updates", u)
+            return base.round_leaf(key, c, spec)
+
+        sums = jax.tree.map(lambda u, e: u.astype(e.dtype) + e, updates, state.error)
+        following, outputs = base.map_with_keys(leaf, state.key, updates, sums)
+        # The barrier keeps the compiler from contracting a product in `q` with the subtraction.
+        error = jax.tree.map(
+            lambda c, q, e: base.finite_or(c - jax.lax.optimization_barrier(q), e), sums, outputs, state.error
+        )
+        outputs = jax.tree.map(lambda q, u: q.astype(u.dtype), outputs, updates)
+        return outputs, ErrorFeedbackState(error, following)
+
+    return base.make_link(init, update)
+
+
+class CompensationState(NamedTuple):
+    """State of `compensate`: the rounding error of each parameter, in its dtype; and the key."""
+
+    lost: Any
+    key: Array | None
+
+
+def compensate(
+    spec: AnySpec, key: Array | None = None, *, compensation: AnySpec | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Parameters rounded to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
+
+    With the error c so far: y = u + c, t = round(p + y), and the new c is y - (t - p); the parameter becomes t. Small
+    updates add up in c until they move the parameter, without randomness. The cost is a second array like the
+    parameters. Where the new c is not finite, the old one stays.
+
+    Args:
+        spec: a `Spec`, a format, or text; the parameters' dtype must hold every value of it.
+        key: a typed key, needed by the stochastic modes of either spec.
+        compensation: the rounding of c. Default: the parameters' dtype.
+
+    Returns:
+        An Optax transformation; its ``update`` needs the parameters. Its state is a `CompensationState`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key; and when traced, without parameters, or for parameters of a
+            dtype that cannot hold the results.
+
+    References:
+        Kahan, Communications of the ACM 8 (1965) 40; Zamirai et al., arXiv 2010.06192, algorithm 3.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.compensate("bfloat16"), jnp.ones(1, "bfloat16")
+        >>> state = tx.init(params)
+        >>> for _ in range(100):
+        ...     updates, state = tx.update(jnp.array([1e-3]), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(params[0])
+        1.1015625
+    """
+    spec = as_spec(spec, scaled=True)
+    rest = None if compensation is None else as_spec(compensation, "compensation", scaled=True)
+    start = base.first_state_key(key, spec, rest)
+
+    def init(params: Any) -> CompensationState:
+        return CompensationState(jax.tree.map(jnp.zeros_like, params), start)
+
+    def update(updates: Any, state: CompensationState, params: Any) -> Any:
+        def leaf(key: Array | None, u: Any, p: Any, error: Any) -> tuple[Array, Array]:
+            _, (target_key, error_key) = base.split_key(key, 2)
+            wide = base.sum_dtype(p, u)
+            change = u.astype(wide) + error.astype(wide)
+            target = base.rounded_sum(target_key, p, change, spec)
+            new_error = change - (jax.lax.optimization_barrier(target).astype(wide) - p.astype(wide))
+            if rest is not None:
+                base.require_representable("compensation", rest, "params", error)
+                new_error = base.round_leaf(error_key, new_error, rest)
+            return base.update_to_target(p, target), base.finite_or(new_error.astype(error.dtype), error)
+
+        following, pairs = base.map_with_keys(leaf, state.key, updates, params, state.lost)
+        outputs, errors = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), pairs)
+        return outputs, CompensationState(errors, following)
+
+    return base.make_link(init, update, needs_params=True)
+
+
+# -- a whole optimizer -------------------------------------------------------------------------------------------------
+
+
+class LowPrecisionState(NamedTuple):
+    """State of `low_precision`: the wrapped transformation's state, the accumulator or None, the key or None."""
+
+    inner_state: Any
+    accumulator: Any
+    key: Array | None
+
+
+def low_precision(
+    inner: optax.GradientTransformation,
+    *,
+    weight: AnySpec | None = None,
+    gradient: AnySpec | None = None,
+    momentum: AnySpec | None = None,
+    accumulator: AnySpec | None = None,
+    gradient_scale: Any = 1.0,
+    key: Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` with rounded gradients, parameters and moments, in the order of QPyTorch's OptimLP.
+
+    A step takes g = Qg(gradient_scale * gradient). `inner` computes an update u from g and the accumulator a (the
+    parameter p if there is no accumulator). Then a = Qa(a + u), p = Qw(a), and every moment m = Qm(m), after its use.
+    Each sum is rounded once, from its exact value; `inner` computes in its own dtypes.
+
+    It is the last link of a chain: its updates lead `optax.apply_updates` to the rounded parameters, as in
+    `round_params`.
+
+    Args:
+        inner: any Optax transformation: SGD, Adam, AdamW, RMSProp, Adagrad, Adadelta ...
+        weight: Qw, the rounding of parameters. Default None, here and below: not rounded.
+        gradient: Qg, the rounding of gradients.
+        momentum: Qm, for every array of the state of `inner` that mirrors a parameter.
+        accumulator: Qa. If it is given, a copy of the parameters in float32 at least is kept, updated instead of the
+            parameters, and rounded by Qa. `inner` begins from this copy.
+        gradient_scale: the factor of gradients before their rounding, a finite number above 0: 1 / s for a loss
+            multiplied by s. Default 1.
+        key: a typed key, needed if a spec is stochastic.
+
+    Returns:
+        An Optax transformation; its ``update`` needs the parameters. Its state is a `LowPrecisionState`.
+
+    Raises:
+        TypeError, ValueError: for a value that is not a spec, or a stochastic spec without a key; for `momentum` if the
+            state of `inner` is packed; and when traced, for parameters of a dtype that cannot hold the results.
+
+    References:
+        Zhang et al., QPyTorch: A Low-Precision Arithmetic Simulation Framework, arXiv 1910.04540; Wang et al., Training
+        Deep Neural Networks with 8-bit Floating Point Numbers, arXiv 1812.08011; Carson and Chen, Pychop, arXiv
+        2504.07835, table 7.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = jc.optim.low_precision(optax.sgd(0.1, momentum=0.9), weight="e5m2", gradient="e5m2", momentum="e6m9")
+        >>> params = jnp.ones(2)
+        >>> updates, state = tx.update(jnp.array([1.3, -2.2]), tx.init(params), params)
+        >>> optax.apply_updates(params, updates).tolist()
+        [0.875, 1.25]
+    """
+    specs = {"gradient": gradient, "accumulator": accumulator, "weight": weight, "momentum": momentum}
+    roundings = {name: None if spec is None else as_spec(spec, name, scaled=True) for name, spec in specs.items()}
+    start = base.first_state_key(key, *roundings.values())
+    base.check_number("gradient_scale", gradient_scale, 0, ends="()")
+    inner = base.as_transformation(inner)
+    to_gradient, to_accumulator, to_weight, to_momentum = roundings.values()
+
+    def init(params: Any) -> LowPrecisionState:
+        master = None if to_accumulator is None else jax.tree.map(base.in_sum_dtype, params)
+        inner_state = inner.init(params if master is None else master)  # `update` gives it the accumulator, too
+        nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, QuantizedState))
+        packs = any(isinstance(node, QuantizedState) and node.packing.entries for node in nodes)
+        if to_momentum is not None and packs:
+            raise ValueError(f"momentum={str(to_momentum)!r} rounds arrays, and inner packs its state: leave one out")
+        return LowPrecisionState(inner_state, master, start)
+
+    def rounded_gradient(key: Array | None, g: Any) -> Array:
+        product = (g * gradient_scale).astype(g.dtype)
+        return product if to_gradient is None else base.round_leaf(key, product, to_gradient)
+
+    def advance(key: Array | None, origin: Any, u: Any, p: Any) -> tuple[Array, Array]:
+        """The new accumulator and parameter."""
+        _, (first, second) = base.split_key(key, 2)
+        if to_accumulator is None:
+            target = (p + u).astype(p.dtype) if to_weight is None else base.rounded_sum(first, p, u, to_weight)
+            return origin, target
+        master = base.rounded_sum(first, origin, u, to_accumulator)
+        if to_weight is None:
+            return master, master.astype(p.dtype)
+        return master, base.rounded_sum(second, jnp.zeros_like(p), master, to_weight)
+
+    def update(updates: Any, state: LowPrecisionState, params: Any, **extra: Any) -> Any:
+        _, keys = base.split_key(state.key, 4)
+        _, gradients = base.map_with_keys(rounded_gradient, keys[0], updates)
+        origin = params if state.accumulator is None else state.accumulator
+        inner_updates, inner_state = inner.update(gradients, state.inner_state, origin, **extra)
+        _, pairs = base.map_with_keys(advance, keys[1], origin, inner_updates, params)
+        masters, targets = jax.tree.transpose(jax.tree.structure(params), jax.tree.structure((0, 0)), pairs)
+        if to_momentum is not None:
+            inner_state = _round_moments(inner, keys[2], inner_state, to_momentum)
+        new_accumulator = None if state.accumulator is None else masters
+        outputs = jax.tree.map(base.update_to_target, params, targets)
+        return outputs, LowPrecisionState(inner_state, new_accumulator, keys[3])
+
+    return base.make_transformation(init, update, needs_params=True)
+
+
+def _round_moments(inner: Any, key: Array | None, state: Any, spec: Spec) -> Any:
+    """The state of `inner` with every float array that mirrors a parameter rounded."""
+    mirrors = optax.tree_map_params(inner, lambda _: True, state, transform_non_params=lambda _: False)
+
+    def moment(key: Array | None, leaf: Any, is_moment: bool) -> Any:
+        return base.round_leaf(key, leaf, spec) if is_moment and base.is_float_leaf(leaf) else leaf
+
+    return base.map_with_keys(moment, key, state, mirrors)[1]
+
+
+class AverageState(NamedTuple):
+    """State of `average_params`.
+
+    The average has the structure of the parameters, in float32 at least. `steps` and `taken` are int32 counts of the
+    steps and of the parameters in the average.
+    """
+
+    average: Any
+    steps: Array
+    taken: Array
+    key: Array | None
+
+
+def average_params(
+    start: int = 0, every: int = 1, *, spec: AnySpec | None = None, key: Array | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the average of the parameters after each update: the very last link of a chain.
+
+    After `round_params` this is stochastic weight averaging in low precision (SWALP): the parameters have few bits, and
+    their average has more bits and less noise. `averaged_params` reads it.
+
+    With `optax.MultiSteps` put it inside: outside it counts, and averages, every micro-step.
+
+    Args:
+        start: number of steps before the first parameters enter the average. Default 0.
+        every: number of steps between parameters that enter the average. Default 1.
+        spec: the rounding of the average after each change. Default: none, float32.
+        key: a typed key, needed if `spec` is stochastic.
+
+    Returns:
+        An Optax transformation, which does not change updates; its ``update`` needs the parameters.
+
+    Raises:
+        TypeError, ValueError: for counts out of range, or a stochastic spec without a key.
+
+    References:
+        Yang et al., SWALP: Stochastic Weight Averaging in Low-Precision Training, arXiv 1904.11943.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = optax.chain(optax.sgd(1.0), jc.optim.round_params("fixed4.1"), jc.optim.average_params(start=1))
+        >>> params = jnp.zeros(1)
+        >>> state = tx.init(params)
+        >>> for _ in range(4):
+        ...     updates, state = tx.update(jnp.array([-0.5]), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        >>> float(params[0]), float(jc.optim.averaged_params(state, params)[0])
+        (2.0, 1.5)
+    """
+    base.check_count("start", start, 0)
+    base.check_count("every", every, 1)
+    of = None if spec is None else as_spec(spec, scaled=True)
+    first = base.first_state_key(key, of)
+
+    def init(params: Any) -> AverageState:
+        none = jnp.zeros([], jnp.int32)
+        return AverageState(jax.tree.map(lambda p: jnp.zeros_like(p, base.sum_dtype(p)), params), none, none, first)
+
+    def update(updates: Any, state: AverageState, params: Any) -> tuple[Any, AverageState]:
+        steps = jnp.asarray(optax.safe_increment(state.steps))
+        due = (steps > start) & ((steps - start - 1) % every == 0)
+        count = jnp.where(due, optax.safe_increment(state.taken), state.taken)
+
+        def leaf(key: Array | None, average: Array, p: Any) -> Array:
+            mean = average + (p.astype(average.dtype) - average) / count.astype(average.dtype)
+            return jnp.where(due, mean if of is None else base.round_leaf(key, mean, of), average)
+
+        after = optax.apply_updates(params, updates)
+        following, average = base.map_with_keys(leaf, state.key, state.average, after)
+        return updates, AverageState(average, steps, count, following)
+
+    return base.make_link(init, update, needs_params=True)
+
+
+def averaged_params(state: Any, params: Any) -> Any:
+    """The average that `average_params` keeps; `params` if no parameters have entered it yet.
+
+    Args:
+        state: the state of a transformation that contains `average_params`.
+        params: the present parameters.
+
+    Returns:
+        A pytree like `params`, in float32 at least.
+
+    Raises:
+        ValueError: if there is no such part, or several; for parameters of other shapes.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> tx, params = jc.optim.average_params(), jnp.ones(1, "bfloat16")
+        >>> jc.optim.averaged_params(tx.init(params), params).dtype
+        dtype('float32')
+    """
+    average_state = base.only_state(state, AverageState, "average_params")
+    base.require_shapes("params", params, "the average", average_state.average)
+    return jax.tree.map(
+        lambda a, p: jnp.where(average_state.taken > 0, a, p.astype(a.dtype)), average_state.average, params
+    )
+
+
+# -- n of every m ------------------------------------------------------------------------------------------------------
+
+#: Without decay the loss of a least squares problem grows beyond that of pruning once; 0.02 was better than 0.002,
+#: 0.1 and 0.5, under SGD and Adam.
+_DEFAULT_MASK_DECAY = 0.02
+
+
+class SparseState(NamedTuple):
+    """State of `sparse_params`.
+
+    Args:
+        steps: an int32 count of the steps.
+        masks: which numbers of each parameter are not held at zero; a single True for one that is never pruned.
+        dense: the parameters before they are masked, in float32 at least, if masks are chosen again, else None; a
+            single 0 for one that is never pruned.
+    """
+
+    steps: Array
+    masks: Any
+    dense: Any
+
+
+def sparse_params(
+    n: int, m: int, *, axis: int | Sequence[int] = -2, start: int = 0, every: int | None = None, decay: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Updates after which n of every m numbers of each parameter are not zero: the last link of a chain.
+
+    Masks are those of `jchop.sparsity.mask`, of the parameters after the update. By default they are chosen once, and
+    stay. With `every`, the state keeps the dense parameters, which all updates enter: gradients are those at the masked
+    parameters, and reach the masked numbers, too (a straight-through estimator), so that these can come back when masks
+    are chosen again. Parameters with fewer than two axes, and those that are not floating-point, are never pruned; for
+    others use `optax.masked`.
+
+    Args:
+        n: how many stay, from 1 to m - 1.
+        m: of how many.
+        axis: an axis, or two of them for tiles of m x m (m up to 4), with which products with the parameter and with
+            its transpose are sparse. Default -2: the inputs of a kernel of shape (inputs, outputs), or of one of a
+            convolution whose last axes are these.
+        start: number of steps before the first masks. Default 0.
+        every: number of steps from one choice of masks to the next. Default None: they are chosen once.
+        decay: with `every`, the share of the masked numbers that each step takes off the dense parameters, so that
+            masks settle: the rate of learning times the lambda of SR-STE (2e-4 in its paper). With 0 masked numbers
+            grow by gradients that do not know them, and masks go on changing. Default 0.02.
+
+    Returns:
+        An Optax transformation, whose ``update`` needs the parameters. Its state is a `SparseState`.
+
+    Raises:
+        TypeError, ValueError: for arguments out of range; and when traced, without parameters.
+
+    References:
+        Zhou et al., Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch, arXiv 2102.04010, 2021
+        (SR-STE); Hubara et al., Accelerated Sparse Neural Training, arXiv 2102.08124, 2021 (tiles).
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = optax.chain(optax.sgd(1.0), jc.optim.sparse_params(2, 4))
+        >>> params = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+        >>> updates, state = tx.update(jnp.full((4, 1), -4.0), tx.init(params), params)
+        >>> optax.apply_updates(params, updates).ravel().tolist()
+        [0.0, 0.0, 7.0, 8.0]
+    """
+    pattern, axes = check_sparsity_pattern(n, m, axis)
+    base.check_count("start", start, 0)
+    if every is not None:
+        base.check_count("every", every, 1)
+    if every is None and decay is not None:
+        raise ValueError(f"decay={decay!r} is that of dense parameters, which are kept with every=; leave it out")
+    decay = base.check_number("decay", _DEFAULT_MASK_DECAY if decay is None else decay, 0, 1)
+
+    def is_prunable(p: Any) -> bool:
+        if jnp.ndim(p) < 2 or not base.is_float_leaf(p):
+            return False
+        axis_indexes("axis", axes[0] if len(axes) == 1 else axes, jnp.shape(p))
+        return True
+
+    def mask_shapes(params: Any) -> Any:
+        return jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p) if is_prunable(p) else (), bool), params)
+
+    def init(params: Any) -> SparseState:
+        masks = jax.tree.map(jnp.ones_like, mask_shapes(params))
+        dense = None
+        if every is not None:
+            dense = jax.tree.map(lambda p: jnp.array(p, base.sum_dtype(p)) if is_prunable(p) else jnp.zeros([]), params)
+        return SparseState(jnp.zeros([], jnp.int32), masks, dense)
+
+    def update(updates: Any, state: SparseState, params: Any) -> tuple[Any, SparseState]:
+        base.require_shapes("params", mask_shapes(params), "the masks", state.masks)
+        steps = jnp.asarray(optax.safe_increment(state.steps))
+        due = steps == start + 1 if every is None else (steps > start) & ((steps - start - 1) % every == 0)
+
+        def leaf(u: Any, p: Any, mask: Array, dense: Any = None) -> tuple[Any, Array, Any]:
+            if not is_prunable(p):
+                return u, mask, dense
+            p, u = jnp.asarray(p), jnp.asarray(u)
+            if dense is None:
+                after: Any = optax.apply_updates(p, u)
+            else:
+                after = dense * jnp.where(mask, 1, 1 - jnp.asarray(decay, dense.dtype)) + u.astype(dense.dtype)
+            mask = lax.cond(due, lambda: sparsity_mask(after, pattern, axes), lambda: mask)
+            if dense is None:
+                either = jnp.promote_types(p.dtype, u.dtype)
+                return jnp.where(mask, u.astype(either), -p.astype(either)), mask, None
+            return base.update_to_target(p, jnp.where(mask, after, 0).astype(p.dtype)), mask, after
+
+        leaves, structure = jax.tree.flatten(updates)
+        others = [params, state.masks, *(() if state.dense is None else (state.dense,))]
+        each = [leaf(*parts) for parts in zip(leaves, *map(structure.flatten_up_to, others), strict=True)]
+        outputs, masks, dense = (structure.unflatten([one[i] for one in each]) for i in range(3))
+        return outputs, SparseState(steps, masks, None if state.dense is None else dense)
+
+    return base.make_link(init, update, needs_params=True)
+
+
+# -- packed parameters -------------------------------------------------------------------------------------------------
+
+
+def apply_updates(params: Any, updates: Any, key: Array | None = None) -> Any:
+    """`optax.apply_updates` for parameters that include a `QArray`, which is quantized again under its spec.
+
+    A parameter that `jchop.quantize_fn(...).pack` stored in another shape is packed in that shape again. Each array of
+    a stack (`vmap`, `scan`) is quantized by itself, if it has scales of its own.
+
+    Under a stochastic spec, ``"int8(channel=0):stochastic"``, updates below a quantum count on average, so that no copy
+    in more bits is needed. The scales are fitted to the new numbers.
+
+    Args:
+        params: a pytree of arrays, some of them packed.
+        updates: a pytree of plain arrays, in the shapes of `jchop.storage.dequantize_params`.
+        key: a typed key for this step, needed if a `QArray` has a stochastic spec. It is split into a key for each
+            leaf.
+
+    Returns:
+        A pytree like `params`.
+
+    Raises:
+        ValueError: for a stochastic spec without a key, or updates of other shapes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jchop as jc, optax
+        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), "int8(channel=0):stochastic", jax.random.key(0))}
+        >>> tx = optax.sgd(0.1)
+        >>> state = tx.init(jc.storage.dequantize_params(params))
+        >>> gradients = jax.grad(lambda p: (p["w"] ** 2).sum())(jc.storage.dequantize_params(params))
+        >>> updates, state = tx.update(gradients, state)
+        >>> jc.optim.apply_updates(params, updates, jax.random.key(1))["w"].shape
+        (2, 4)
+    """
+
+    def leaf(key: Array | None, p: Any, u: Any) -> Any:
+        if not base.holds_codes(p):
+            return optax.apply_updates(p, u)
+        return requantize(p, optax.apply_updates(dequantize(p), u), key)
+
+    base.require_shapes("updates", updates, "params", params)
+    packed_leaves = [p for p in jax.tree.leaves(params, is_leaf=base.holds_codes) if base.holds_codes(p)]
+    start = base.first_state_key(key, *((p.stored if isinstance(p, PackedParam) else p).spec for p in packed_leaves))
+    return base.map_with_keys(leaf, start, params, updates, is_leaf=base.holds_codes)[1]
+
+
+def scale_gradients(factor: Any) -> optax.GradientTransformationExtraArgs:
+    """Gradients times a factor, in their own dtype: 1 / s undoes a loss multiplied by s.
+
+    Args:
+        factor: a finite number above 0, or a schedule: a function of the count of steps, an int32 scalar.
+
+    Returns:
+        An Optax transformation.
+
+    Raises:
+        TypeError, ValueError: for another factor.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> tx = jc.optim.scale_gradients(1 / 1024)
+        >>> tx.update(jnp.array([512.0]), tx.init(jnp.zeros(1)))[0].tolist()
+        [0.5]
+    """
+    base.check_number("factor", factor, 0, ends="()", schedule=True)
+
+    def init(_: Any) -> Any:
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)) if callable(factor) else optax.EmptyState()
+
+    def update(updates: Any, state: Any, _: Any) -> tuple[Any, Any]:
+        now = base.check_number("factor", factor(state.count), 0, ends="()") if callable(factor) else factor
+        gradients = jax.tree.map(lambda u: (u * now).astype(u.dtype), updates)
+        following = optax.ScaleByScheduleState(optax.safe_increment(state.count)) if callable(factor) else state
+        return gradients, following
+
+    return base.make_link(init, update)
+
+
+class SkipState(NamedTuple):
+    """State of `skip_nonfinite`: the state of the wrapped transformation, and an int32 count of skipped steps."""
+
+    inner_state: Any
+    skipped: Array
+
+
+def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`inner`, but steps with a NaN or an infinity are skipped: parameters and the state of `inner` do not change.
+
+    It checks the gradients, and the updates and the new state of `inner` (the square of a gradient of 1e20 overflows,
+    though the gradient does not). `optax.apply_if_finite` checks only gradients, and stops skipping after some steps;
+    this transformation always skips. Ranks that exchange numbers in `inner` skip a step together.
+
+    Args:
+        inner: any Optax transformation.
+
+    Returns:
+        An Optax transformation. Its state is a `SkipState`.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.skip_nonfinite(optax.adam(0.1)), jnp.ones(2)
+        >>> updates, state = tx.update(jnp.array([1.0, jnp.inf]), tx.init(params), params)
+        >>> updates.tolist(), int(state.skipped), state.inner_state[0].mu.tolist()
+        ([0.0, 0.0], 1, [0.0, 0.0])
+    """
+    inner = base.as_transformation(inner)
+
+    def init(params: Any) -> SkipState:
+        return SkipState(inner.init(params), jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: SkipState, params: Any = None, **extra: Any) -> tuple[Any, SkipState]:
+        inner_updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        sound = all_finite((updates, inner_updates)) & stays_finite(inner_state, state.inner_state)
+        sound = sound_on_all_ranks(sound, inner.update, updates, state.inner_state, params, **extra)
+        new_state = SkipState(select_tree(sound, inner_state, state.inner_state), count_skips(state.skipped, sound))
+        return zeros_unless(sound, inner_updates), new_state
+
+    return base.make_transformation(init, update)
+
+
+def count_skips(count: Array, sound: Array) -> Array:
+    """The count of skipped steps after one more step."""
+    return jnp.where(sound, count, optax.safe_increment(count))
+
+
+class LossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`: the float32 scale, int32 counts of sound steps in a row and of skipped steps."""
+
+    inner_state: Any
+    scale: Array
+    steady: Array
+    skipped: Array
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    initial: float = 2.0**15,
+    *,
+    growth_interval: int = 2000,
+    factor: float = 2.0,
+    smallest: float = 1.0,
+    largest: float = 2.0**24,
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` for gradients of a scaled loss, divided by a scale that shrinks on overflow and grows otherwise.
+
+    16-bit gradients are divided in float32, and `inner` gets them in float32. So the state of `inner` begins as
+    for float32 parameters: its moments take 4 bytes for each number, or fewer with ``mu_dtype`` or `quantize_state`.
+
+    Multiply the loss by ``loss_scale(state)`` before differentiating. If a gradient, an update or the new state is NaN
+    or infinite, the step is skipped, as in `skip_nonfinite`, and the scale is divided by `factor`. After
+    `growth_interval` sound steps in a row the scale is multiplied by `factor`. If the scale in the state is zero,
+    negative, NaN or infinite, the step is skipped, too, and the scale becomes `initial`.
+
+    `initial`, `smallest` and `largest` are normal numbers of float32.
+
+    Args:
+        inner: any Optax transformation.
+        initial: the first scale; division by a power of two does not round. Default 2^15.
+        growth_interval: number of sound steps before the scale grows. Default 2000.
+        factor: the factor of growth and shrinkage. Default 2.
+        smallest: the least scale. Default 1.
+        largest: the largest scale. Default 2^24.
+
+    Returns:
+        An Optax transformation. Its state is a `LossScaleState`.
+
+    Raises:
+        TypeError, ValueError: for numbers out of range.
+
+    References:
+        Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx, params = jc.optim.dynamic_loss_scale(optax.sgd(1.0), 1024.0), jnp.ones(1)
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update(jnp.array([jnp.nan]), state, params)
+        >>> updates.tolist(), float(jc.optim.loss_scale(state))
+        ([0.0], 512.0)
+    """
+    base.check_count("growth_interval", growth_interval, 1)
+    limits = {"smallest": smallest, "initial": initial, "largest": largest}
+    for name, value in limits.items():
+        # Normal numbers of float32: no device reads them as zero, and none becomes infinite.
+        base.check_number(name, value, 2.0**-126, 2.0**127, "[]")
+    if not has_tracer(limits) and not smallest <= initial <= largest:
+        raise ValueError(f"initial={initial!r} must lie between smallest={smallest!r} and largest={largest!r}")
+    base.check_number("factor", factor, 1 + 2.0**-24, 2.0**127, "(]")  # larger than 1 in float32
+    inner = base.as_transformation(inner)
+
+    def init(params: Any) -> LossScaleState:
+        none = jnp.zeros([], jnp.int32)
+        inner_state = inner.init(jax.tree.map(lambda p: base.in_sum_dtype(p) if base.is_float_leaf(p) else p, params))
+        return LossScaleState(inner_state, jnp.asarray(initial, jnp.float32), none, none)
+
+    def update(updates: Any, state: LossScaleState, params: Any = None, **extra: Any) -> tuple[Any, LossScaleState]:
+        gradients = jax.tree.map(lambda g: g.astype(base.sum_dtype(g)) / state.scale, updates)
+        inner_updates, inner_state = inner.update(gradients, state.inner_state, params, **extra)
+        usable = jnp.isfinite(state.scale) & (state.scale > 0)
+        sound = usable & all_finite((updates, inner_updates)) & stays_finite(inner_state, state.inner_state)
+        sound = sound_on_all_ranks(sound, inner.update, gradients, state.inner_state, params, **extra)
+        steady = jnp.where(sound, state.steady + 1, 0)
+        grows = steady >= growth_interval
+        scale = jnp.where(sound, jnp.where(grows, state.scale * factor, state.scale), state.scale / factor)
+        new_state = LossScaleState(
+            select_tree(sound, inner_state, state.inner_state),
+            jnp.clip(jnp.where(usable, scale, initial), smallest, largest).astype(jnp.float32),
+            jnp.where(grows, 0, steady),
+            count_skips(state.skipped, sound),
+        )
+        return zeros_unless(sound, inner_updates), new_state
+
+    return base.make_transformation(init, update)
+
+
+def loss_scale(state: Any) -> Array:
+    """The present scale of `dynamic_loss_scale`, float32.
+
+    Args:
+        state: the state of `dynamic_loss_scale`, or of a transformation that contains it.
+
+    Raises:
+        ValueError: if there is no such part, or several.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc, optax
+        >>> tx = jc.optim.dynamic_loss_scale(optax.sgd(0.1))
+        >>> float(jc.optim.loss_scale(tx.init(jnp.ones(1))))
+        32768.0
+    """
+    return base.only_state(state, LossScaleState, "dynamic_loss_scale").scale
+
+
+# -- tests and choices of trees ----------------------------------------------------------------------------------------
+
+
+def all_finite(tree: Any) -> Array:
+    """Whether every floating-point number of a tree is finite; a bool scalar."""
+    return all_hold(finite_leaves(tree))
+
+
+def finite_leaves(tree: Any, in_memory: bool = False) -> list[Array]:
+    """For each floating-point leaf of a tree, whether all its numbers are finite; bool scalars.
+
+    Args:
+        tree: a pytree of arrays.
+        in_memory: whether its arrays are in memory already, and not computed here. It changes only the time.
+    """
+    of_leaf = _is_stored_leaf_finite if in_memory else _is_leaf_finite
+    return [of_leaf(leaf) for leaf in jax.tree.leaves(tree) if base.is_float_leaf(leaf)]
+
+
+def all_hold(conditions: Iterable[Array]) -> Array:
+    """Whether all of some scalar conditions hold; a bool scalar.
+
+    It is computed once. XLA would else compute the conjunction again for each array that is selected by it: as many
+    conditions as a tree has leaves, for each leaf (`barriers_removed_before_fusion` in `_core/xla/cpu.py`).
+    """
+    scalars = list(conditions)
+    return _all_scalars_true(*scalars) if len(scalars) > 1 else (scalars or [jnp.asarray(True)])[0]
+
+
+def sound_on_all_ranks(sound: Array, update: Callable[..., Any], *args: Any, **extra: Any) -> Array:
+    """Whether `sound` holds on every rank that exchanges numbers with this one in ``update(*given, **extra)``.
+
+    Ranks that decide alone would have different parameters after a step that only some of them skip.
+    """
+    if not nonempty_axis_env_DO_NOT_USE():
+        return sound
+    effects = jax.make_jaxpr(lambda: update(*args, **extra))().effects
+    names = {name for effect in effects if (name := getattr(effect, "name", None)) is not None}
+    return jax.lax.pmin(sound.astype(jnp.int32), tuple(sorted(names, key=str))) > 0 if names else sound
+
+
+@always_jit
+def _all_scalars_true(*conditions: Array) -> Array:
+    return materialize_per_group(reduce(and_, conditions))
+
+
+@always_jit
+def _is_leaf_finite(leaf: Any) -> Array:
+    return jnp.isfinite(leaf).all()
+
+
+@always_jit
+def _is_stored_leaf_finite(leaf: Any) -> Array:
+    """Whether all numbers of an array are finite: x - x is 0 for them and NaN for others, and NaN makes the sum NaN.
+
+    The maximum is not used, because of the quirk `maximum_loses_nan` (`_core/xla/cpu.py`).
+    """
+    return jnp.sum(leaf - leaf) == 0
+
+
+def stays_finite(new: Any, old: Any) -> Array:
+    """Whether every finite number of a state stays finite; states may hold infinities from the start. A bool scalar."""
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    return all_hold(_is_leaf_as_finite(a, b) for a, b in pairs if base.is_float_leaf(a))
+
+
+@always_jit
+def _is_leaf_as_finite(new: Any, old: Any) -> Array:
+    return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+
+
+def select_tree(condition: Array, new: Any, old: Any) -> Any:
+    """The tree `new` if `condition` holds, else `old`, of the same structure."""
+    return jax.tree.map(lambda a, b: _select_leaf(condition, a, b), new, old)
+
+
+@always_jit
+def _select_leaf(condition: Array, new: Any, old: Any) -> Array:
+    """Floats of 8 bits are codes, and are selected as integers: `selected_float8_changes_nan` (`_core/xla/cpu.py`)."""
+    if not (base.is_float_leaf(new) and new.dtype.itemsize == 1):
+        return jnp.where(condition, new, old)
+    bits = (jax.lax.bitcast_convert_type(x, jnp.uint8) for x in (new, old))
+    return jax.lax.bitcast_convert_type(jnp.where(condition, *bits), new.dtype)
+
+
+def zeros_unless(condition: Array, updates: Any) -> Any:
+    """Updates if `condition` holds; else zeros, which do not change parameters."""
+    return jax.tree.map(lambda u: _leaf_or_zeros(condition, u), updates)
+
+
+@always_jit
+def _leaf_or_zeros(condition: Array, update: Any) -> Array:
+    return _select_leaf(condition, update, jnp.zeros_like(update))
