@@ -1,20 +1,20 @@
 """Optimizers with packed state, by name: Optax's own inside `quantize_state`."""
 
 from __future__ import annotations
+
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
+
 import optax
+
 from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, parse_format
 from jchop.formats.scaled.catalogue import dynamic4, dynamic8, udynamic8nz
-from jchop.optim._arguments import BELOW_ONE, FROM_ZERO, NumberRange, check_number
-from jchop.optim._state import quantize_state
-import math
-from jchop.formats import CodebookFormat, FloatFormat, ScaledFormat, dynamic4, dynamic8, parse_format, udynamic8nz
 from jchop.optim._leaves import check_number
-
+from jchop.optim._state import quantize_state
 
 #: Second moments are divisors, so their formats have no zero: if one is rounded to zero, the update is m / eps, which
 #: may be 10^8 times too large. These are the multiples of 1/16 from 1/16 to 1 (Li et al., arXiv 2309.01507, section
