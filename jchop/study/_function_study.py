@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common import html
 from jchop._common.checks import check, check_instance, check_int
 from jchop._common.files import require_extra
 from jchop._common.text import RowReport, TableOrLine, html
