@@ -15,7 +15,7 @@ from jchop._cli._text import text_table
 from jchop._common.files import INSTALL_EXTRA
 from jchop._common.settings import has_fast_math
 from jchop._kernels.primitive import devices_at_hand
-from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM
+from jchop._quantized.program.report import OPERANDS_BY_PLATFORM
 
 #: The extras that users install: the distributions that each brings, and what needs them.
 USER_EXTRAS = {

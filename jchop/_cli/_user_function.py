@@ -19,7 +19,7 @@ import numpy as np
 
 from jchop._common.checks import check, close_names_hint, short_repr
 from jchop._common.files import open_regular_file
-from jchop._program.source import is_library_file
+from jchop._program.step import is_library_file
 
 
 @contextlib.contextmanager

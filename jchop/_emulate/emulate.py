@@ -14,9 +14,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.paired.paired_run import PairedRun, StopEventError
-from jchop._emulate.paired.places import argument_names, first_line_of, text_of_event
-from jchop._emulate.paired.reference import CarrierReference
+from jchop._emulate.paired.paired_run import (
+    CarrierReference,
+    PairedRun,
+    StopEventError,
+    argument_names,
+    first_line_of,
+    text_of_event,
+)
 from jchop._emulate.rules.carrier_ops import round_with_draw
 from jchop._emulate.rules.interpret import EmulationRunner
 from jchop._emulate.rules.rules import Settings, make_settings
@@ -24,7 +29,7 @@ from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, has_codes,
 from jchop._program.control import as_jax_value, with_weak_types
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
-from jchop._program.source import user_line
+from jchop._program.step import user_line
 from jchop._round.arguments import JCHOP_SCOPE, check_key, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec

@@ -13,13 +13,21 @@ import jax.numpy as jnp
 from jchop._program.control import with_weak_types
 from jchop._program.run import interpret
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import Rule, as_rule_tuple
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling
+from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, as_rule_tuple
+from jchop._quantized.products.scales import finite_range, initial_scale
 from jchop._quantized.program.adapters import LoraAdapter
-from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
-from jchop._quantized.program.lazy_params import Keys, LazyParam, is_packed_param, unpack_param
+from jchop._quantized.program.call import (
+    CallArguments,
+    Keys,
+    LazyParam,
+    batch_arguments,
+    enumerate_batches,
+    is_packed_param,
+    unpack_param,
+)
 from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program
 from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.runner import ScaleStateRunner
 from jchop._quantized.program.scale_slots import (
     ScaleCalibration,
     Scales,
@@ -28,9 +36,7 @@ from jchop._quantized.program.scale_slots import (
     per_iteration,
     stack_entries,
 )
-from jchop._quantized.program.stateful_runner import ScaleStateRunner
 from jchop._quantized.program.weight_layout import WeightScaleState, weight_scale_entry, weight_scale_state
-from jchop._quantized.scales.formulas import finite_range, initial_scale
 from jchop._round.arguments import check_key
 from jchop.storage._array import refuse_qarray_dicts
 

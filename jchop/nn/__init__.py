@@ -9,8 +9,7 @@ from jchop._common.files import require_extra
 require_extra("jchop.nn", "flax", ("flax",))
 
 from jchop._common.on_demand import on_demand
-from jchop._quantized.products.rule import Rule
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage, Rule
 from jchop._quantized.program.adapters import AdaptedParam
 from jchop.nn import linen
 from jchop.nn._bias import correct_biases

@@ -9,10 +9,9 @@ from typing import Any, Literal, TypeVar
 from flax import nnx
 
 from jchop._common.checks import short_repr
-from jchop._quantized.products.rule import Location
-from jchop._quantized.products.scale_from import has_tensor_scale
+from jchop._quantized.products.rule import Location, has_tensor_scale
+from jchop._quantized.products.scales import RangeObserver, check_calibration_data, range_observer_for
 from jchop._quantized.program.call import enumerate_batches
-from jchop._quantized.scales.observers import RangeObserver, check_calibration_data, range_observer_for
 from jchop._spec.spec import Gradient
 from jchop.nn._nnx.layers import nnx_layers
 from jchop.nn._nnx.programs import calibrate_program, is_nnx_program

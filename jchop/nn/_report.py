@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._common.checks import check_choice, short_repr
-from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple
-from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.report import OPERANDS_BY_PLATFORM, ProgramReport, operand_types_on
 from jchop.nn._nnx.attach import check_param_axes, packed_param_shape
 from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules
 from jchop.nn._nnx.programs import report_program

@@ -15,7 +15,7 @@ from further import Further
 from layer_references import checked, each
 
 import jchop as jc
-from jchop._quantized.scales.observers import (
+from jchop._quantized.products.scales import (
     HISTOGRAM_BINS,
     MagnitudeHistogram,
     add_to_histogram,

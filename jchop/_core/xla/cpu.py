@@ -90,7 +90,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`, "
-        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
+        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).",
     ),
     Quirk(
         "selected_float8_changes_nan",
@@ -134,8 +134,8 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "computed_once_for_each_use",
         "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
         "A body is compiled as a call (`no_inline` in `_kernels/primitive.py`); a chain of operations has one result "
-        "(`_emulate/rules/chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
-        "(`compute_once`).",
+        "(`_emulate/rules/interpret.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by "
+        "1 (`compute_once`).",
     ),
     Quirk(
         "constants_enter_calls",

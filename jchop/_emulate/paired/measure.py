@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._emulate.rules.rules import EVENTS
-from jchop._emulate.rules.value_facts import finite_range_of
+from jchop._emulate.rules.rules import EVENTS, finite_range_of
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, UniformFormat
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._emulate.rules.rules import PRIMITIVE_KINDS
-from jchop._emulate.rules.value_facts import is_carrier_float
+from jchop._emulate.rules.rules import PRIMITIVE_KINDS, is_carrier_float
 from jchop._program.step import CALLS, HIGH_CALLS, equations_of, programs_of
 
 #: The degrees of freedom that a literal count may lack, as n - 1 in a variance.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ from jchop._core.elementary.functions import elementary_function, supports_funct
 from jchop._core.matmul.operations import operation_carrier, round_operation, spec_draws, widen_operand
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.xla.sizes import if_static
-from jchop._emulate.rules.exact_functions import CARRIER_FUNCTIONS
-from jchop._emulate.rules.functions import NamedFunction
-from jchop._emulate.rules.rules import EXACT
-from jchop._emulate.rules.value_facts import ValueFact, is_carrier_float
+from jchop._emulate.rules.functions import CARRIER_FUNCTIONS, NamedFunction
+from jchop._emulate.rules.rules import EXACT, ArithmeticChoice, ValueFact, is_carrier_float
 from jchop._kernels.elementary import elementary_op
 from jchop._kernels.operation import operation_on_device
 from jchop._kernels.primitive import make_op
+from jchop._program import step
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import SeedDraw
 from jchop._spec.spec import Spec
@@ -245,3 +244,63 @@ def _round_value_body(x: Array, *leaves: Array, spec: Spec, tree: Any) -> Array:
 #: Compiled apart for the same reasons. Roundings of arrays of one shape differ in the numbers of their draws, which are
 #: operands, so XLA's CPU backend compiles one of them.
 _round_value_op = make_op("jchop_rounded", _round_value_body, like_first=True, no_inline=True)
+
+
+if TYPE_CHECKING:
+    from jchop._emulate.rules.rules import ValueFact
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RandomDraw:
+    """An equation of a call of `jax.random`.
+
+    Args:
+        inner: the result variables of all equations of the same call.
+        leaves: for each result, whether equations outside of the call use it.
+        calls: whether the equation is a call; then its literals are the user's arguments.
+    """
+
+    inner: frozenset[Any]
+    leaves: tuple[bool, ...]
+    calls: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedStep(step.ProgramStep):
+    """One equation and its arithmetic.
+
+    Args:
+        choice: its arithmetic.
+        rounds: which operands are rounded first.
+        counts: the places of operands that are counts, which are not rounded.
+        draw: its place in a call of `jax.random`.
+        apart: whether it is compiled apart from its neighbours, for every size.
+    """
+
+    choice: ArithmeticChoice
+    rounds: tuple[bool, ...] = ()
+    counts: tuple[int, ...] = ()
+    known: tuple[ValueFact, ...] = ()  # of the operands, after their rounding
+    out: tuple[ValueFact, ...] = ()
+    draw: RandomDraw | None = None
+    apart: bool = False
+
+    def alike(self, other: Any) -> bool:
+        """Whether a step of an equal equation has the same arithmetic; the steps of their programs aside."""
+        mine, its = ((each.choice, each.rounds, each.apart, _draw_run_facts(each.draw)) for each in (self, other))
+        return super().alike(other) and mine == its
+
+    @cached_property
+    def task(self) -> Task:
+        """Its static data; its results must be rounded."""
+        assert self.choice.spec is not None
+        params = tuple(sorted(self.eqn.params.items()))
+        return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known, self.apart)
+
+
+def _draw_run_facts(draw: RandomDraw | None) -> Any:
+    """The facts about a draw that a run of its step reads."""
+    return None if draw is None else (draw.leaves, draw.calls)

@@ -14,14 +14,19 @@ from jax.core import Tracer
 from jchop._common.paths import matches_path, nearest_paths_hint
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.plan import EmulationPlanner
-from jchop._emulate.rules.rules import PRIMITIVE_KINDS, PrimitiveFunction, Settings
-from jchop._emulate.rules.value_facts import at_format_limits, is_carrier_float, is_number
+from jchop._emulate.rules.rules import (
+    PRIMITIVE_KINDS,
+    PrimitiveFunction,
+    Settings,
+    at_format_limits,
+    is_carrier_float,
+    is_number,
+)
 from jchop._program.closures import reachable_objects, same_objects
 from jchop._program.control import as_jax_value
-from jchop._program.jaxprs import same_program, with_own_constants
-from jchop._program.planner import variables_outside_jchop
+from jchop._program.jaxprs import Widening, same_program, widest_carrier, with_own_constants
+from jchop._program.run import variables_outside_jchop
 from jchop._program.step import ProgramPlan, jaxpr_of
-from jchop._program.widening import Widening, widest_carrier
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
 from jchop.storage import QArray

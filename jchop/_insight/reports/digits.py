@@ -21,19 +21,14 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jchop._common.checks import check_int
 from jchop._common.text import TableOrLine, Tables
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
-from jchop._emulate.paired.paired_run import SILENT_KINDS
-from jchop._emulate.paired.places import MOST_REPORT_TURNS, step_label, walk_sources
+from jchop._emulate.paired.paired_run import MOST_REPORT_TURNS, SILENT_KINDS, step_label, walk_sources
 from jchop._emulate.rules.interpret import EagerRunner, round_operands
-from jchop._emulate.rules.rules import EXACT, Settings, make_settings
-from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.rules import EXACT, Settings, is_carrier_float, make_settings
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, trace_program
-from jchop._emulate.rules.value_facts import is_carrier_float
-from jchop._program.control import as_jax_value, copy_if_reference, where_active
-from jchop._program.lanes import LaneRunner
-from jchop._program.loop_limits import COMPARISONS
-from jchop._program.run import interpret
-from jchop._program.seeds import Seeds
-from jchop._program.shards import (
+from jchop._program.control import COMPARISONS, as_jax_value, copy_if_reference, where_active
+from jchop._program.lanes import (
+    LaneRunner,
     align_shard_axes,
     bind_shards,
     broadcast_to_shards,
@@ -41,8 +36,9 @@ from jchop._program.shards import (
     stack_turns,
     with_vmap_collective,
 )
-from jchop._program.source import user_line
-from jchop._program.step import ProgramPlan
+from jchop._program.run import interpret
+from jchop._program.seeds import Seeds
+from jchop._program.step import ProgramPlan, user_line
 from jchop._round.arguments import check_key
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat

@@ -19,22 +19,23 @@ from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
 from jchop._emulate.emulate import emulate as _emulate
 from jchop._emulate.paired.measure import Event, Measure
-from jchop._emulate.paired.paired_run import SILENT_KINDS, PairedRun, StopEventError
-from jchop._emulate.paired.places import (
+from jchop._emulate.paired.paired_run import (
     MOST_REPORT_TURNS,
+    SILENT_KINDS,
+    PairedRun,
+    StopEventError,
     argument_names,
     first_line_of,
+    make_reference,
     step_label,
     step_spec_text,
     text_of_event,
     walk_sources,
 )
-from jchop._emulate.paired.reference import make_reference
-from jchop._emulate.rules.rules import EVENTS
-from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.rules import EVENTS, is_number
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import trace_program
-from jchop._emulate.rules.value_facts import is_number
-from jchop._program.source import user_line
+from jchop._program.step import user_line
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
 

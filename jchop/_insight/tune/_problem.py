@@ -14,12 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._emulate.emulate import EmulatedFunction
-from jchop._emulate.paired.paired_run import SILENT_KINDS
-from jchop._emulate.paired.places import walk_sources
-from jchop._emulate.rules.rules import ArithmeticChoice, Settings, make_settings
-from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.paired.paired_run import SILENT_KINDS, walk_sources
+from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice, Settings, make_settings
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, as_program_arguments
-from jchop._emulate.rules.value_facts import CARRIER_DTYPES
 from jchop._insight.tune._metrics import ErrorMetric, check_finite_result, error_by_metric
 from jchop._insight.tune._traced_formats import is_plan_traceable, run_with_levels
 from jchop._program.step import ProgramPlan

@@ -19,10 +19,9 @@ from jax import lax
 
 from jchop._core.elementary.functions import supports_function
 from jchop._emulate.rules.accumulate import accumulate_in_order
-from jchop._emulate.rules.factorizations import map_matrices
-from jchop._emulate.rules.rules import ArithmeticChoice
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.value_facts import CARRIER_DTYPES
+from jchop._emulate.rules.linalg import map_matrices
+from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._insight.tune._format_rows import FLOAT64_ROW, format_row, is_spec_traceable, round_to_44_bits, round_to_row
 from jchop._program.bind import bind
 from jchop._program.control import CONTROL, WhileParts, as_jax_value

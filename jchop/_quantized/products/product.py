@@ -26,9 +26,14 @@ from jchop._quantized.products.codes import (
     to_batched_matrices,
     why_no_codes,
 )
-from jchop._quantized.products.conv import ConvGeometry, convolve_codes, correlate_codes
+from jchop._quantized.products.conv_and_experts import (
+    ConvGeometry,
+    ExpertSums,
+    convolve_codes,
+    correlate_codes,
+    expert_weight_gradients,
+)
 from jchop._quantized.products.operand_layout import OperandLayout
-from jchop._quantized.products.ragged_dot import ExpertSums, expert_weight_gradients
 from jchop._quantized.products.weight_only import multiply_packed_weights, reads_panels, suits_panels
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec

@@ -11,13 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jchop._program import planner, step
+from jchop._program import step
 from jchop._program.control import CONTROL
-from jchop._program.source import source_line_of
-from jchop._program.step import ProgramPlan, is_jchop_scope
+from jchop._program.run import Planner
+from jchop._program.step import ProgramPlan, is_jchop_scope, source_line_of
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
-from jchop._quantized.program.matrix_layout import MatrixView
 from jchop._quantized.program.provenance import (
     ADD_PRIMITIVES,
     FROM_DATA,
@@ -26,6 +25,7 @@ from jchop._quantized.program.provenance import (
     SCATTER_PRIMITIVES,
     AxisFactor,
     AxisFactors,
+    MatrixView,
     ParamOrigin,
     Provenance,
     merge_provenance,
@@ -145,7 +145,7 @@ class ProductStep(step.ProgramStep):
         return [use for uses in self.uses for use in uses]
 
 
-class ProvenancePlanner(planner.Planner):
+class ProvenancePlanner(Planner):
     """Follows parameters through a program."""
 
     no_facts = NO_PROVENANCE

@@ -14,24 +14,22 @@ import jax.numpy as jnp
 from jchop._common.checks import check_choice
 from jchop._common.paths import common_path_pattern, names_last_part, nearest_paths_hint, path_pattern
 from jchop._program.step import ProgramPlan
-from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.codes import block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, check_operand_specs
 from jchop._quantized.products.product import ConvProduct, OperandSwap
 from jchop._quantized.products.rule import (
+    LSQ,
     OPERATION_NAMES,
     ROUNDING_FIELDS,
     Location,
     Rule,
+    ScaleFrom,
     multiplies_codes,
     param_rule_index,
     rule_index,
 )
-from jchop._quantized.products.scale_from import LSQ, ScaleFrom
-from jchop._quantized.program.call import CallArguments
-from jchop._quantized.program.lazy_params import LazyParam
-from jchop._quantized.program.lora_layouts import lora_layouts
-from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
+from jchop._quantized.program.adapters import lora_layouts
+from jchop._quantized.program.call import CallArguments, LazyParam
 from jchop._quantized.program.param_uses import (
     ParamUse,
     ProductStep,
@@ -39,11 +37,24 @@ from jchop._quantized.program.param_uses import (
     holds_several_arrays,
     is_complex_product,
 )
-from jchop._quantized.program.report import ParameterRow, ProductRow, ProgramReport
+from jchop._quantized.program.provenance import MatrixLayout, MatrixView
+from jchop._quantized.program.report import (
+    OPERANDS_BY_PLATFORM,
+    ParameterRow,
+    ProductRow,
+    ProgramReport,
+    operand_types_on,
+)
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.program.scale_slots import HISTORY, SCALE, ScaleSlot, scale_slots_of
-from jchop._quantized.program.weight_layout import WeightLayout, blocks_fit_axes, stack_ndim, weight_layout_of
-from jchop._quantized.program.weight_rotation import weight_rotation_of, with_weight_rotation
+from jchop._quantized.program.weight_layout import (
+    WeightLayout,
+    blocks_fit_axes,
+    stack_ndim,
+    weight_layout_of,
+    weight_rotation_of,
+    with_weight_rotation,
+)
 from jchop._spec.spec import Spec
 
 

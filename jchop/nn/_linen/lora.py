@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._common.checks import check_bool, short_repr
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.provenance import MatrixLayout
 from jchop._round.arguments import check_key
 from jchop.nn._linen.layers import LinenPath, module_calls, rules_excluding_layers
 from jchop.nn._linen.quantized import Quantized, flat_params, nest_params, with_box_of

@@ -16,10 +16,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jchop._common.on_demand import load_name
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import Rule
-from jchop._quantized.products.scale_from import LSQ
-from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
-from jchop._quantized.program.lazy_params import is_packed_param
+from jchop._quantized.products.rule import LSQ, Rule
+from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches, is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing

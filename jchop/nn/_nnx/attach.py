@@ -15,15 +15,17 @@ from jchop._quantized.products.codes import restore_param_axes
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import OperandLayout, check_finite, check_layout_axes
 from jchop._quantized.products.rule import (
+    LSQ,
+    DelayedScaling,
     Location,
     Rule,
+    ScaleFrom,
     exclusion_advice,
     is_stochastic,
     multiplies_codes,
     refuse_code_products,
     refuse_forward_rotation,
 )
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, ScaleFrom
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.nn._nnx.layer_kinds import PRODUCT_RULE_FIELDS, NnxKind

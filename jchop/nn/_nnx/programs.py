@@ -15,7 +15,7 @@ from flax import nnx
 
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.lazy_params import is_packed_param
+from jchop._quantized.program.call import is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import ScaleCalibration, Scales, merge_scales, scales_after_packing

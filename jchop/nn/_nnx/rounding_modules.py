@@ -23,7 +23,7 @@ from jchop._quantized.products.codes import param_codes
 from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
 from jchop._quantized.products.rule import Location, is_stochastic
-from jchop._quantized.scales.formulas import round_in_range, round_in_range_with_codes
+from jchop._quantized.products.scales import round_in_range, round_in_range_with_codes
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.nn._shared.scale_state import ActivationRange, ScaleSource

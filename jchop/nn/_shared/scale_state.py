@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jchop._quantized.products.operand_layout import OperandLayout
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom
-from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
-from jchop._quantized.scales.formulas import (
+from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage, ScaleFrom
+from jchop._quantized.products.scales import (
     initial_scale,
     round_in_range,
     round_lsq_operand,
     update_history,
     update_range,
 )
+from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
 from jchop._spec.spec import Spec
 
 Array = jax.Array

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jchop._quantized.products.rule import Rule
-from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.products.rule import LSQ, Rule
 from jchop._quantized.program.call import is_param_leaf
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport

@@ -14,9 +14,8 @@ from jax.extend.core import Literal
 from jchop._program.control import operands_of_role
 from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, REMAT_CALLS, ProgramPlan, carry_count
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
-from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
-from jchop._quantized.program.provenance import AxisFactor, ParamOrigin, move_origin
+from jchop._quantized.program.provenance import AxisFactor, MatrixLayout, MatrixView, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
 
 #: Calls whose programs are run in their place.

@@ -15,8 +15,8 @@ from jax import lax
 
 from jchop._common.settings import always_jit
 from jchop._core.scaled.sparse import largest_mask, sparse_mask
-from jchop._quantized.program.lazy_params import unpack_param
-from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.call import unpack_param
+from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding

@@ -14,7 +14,7 @@ from jax import lax
 
 import jchop as jc
 from jchop._quantized.products.codes import CodedArray
-from jchop._quantized.products.conv import ConvGeometry, _ConvSums, convolve_codes, correlate_codes
+from jchop._quantized.products.conv_and_experts import ConvGeometry, _ConvSums, convolve_codes, correlate_codes
 
 further = Further()
 
