@@ -124,7 +124,8 @@ def _parts_of_object(value: Any) -> Sequence[Any]:
         return _parts_of_builtin(value)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_immutable_dataclass(value):
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_dataclass and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return (type(value), *(getattr(value, field.name) for field in dataclasses.fields(value)))
     if type(value).__module__.partition(".")[0] == "jax" and hasattr(value, "__wrapped__") and vars(value):
         return tuple(vars(value).values())  # functions with derivative rules
@@ -133,10 +134,6 @@ def _parts_of_object(value: Any) -> Sequence[Any]:
     if _is_immutable(value):
         return ()
     raise _MayChangeError
-
-
-def _is_immutable_dataclass(value: Any) -> bool:
-    return type(value).__dataclass_params__.frozen
 
 
 def _is_jit_function(value: Any) -> bool:

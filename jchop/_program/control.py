@@ -287,7 +287,7 @@ class Loops:
     def shard_map(self, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
         """Each shard counts its own elements, so values that vary over shards have different seeds on each shard."""
         params = step.eqn.params
-        axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
+        axes = manual_axes(params)
         own, tree = jax.tree.flatten(self.inside(seeds, step.number))
         check_vma = params["check_vma"]
 
@@ -306,6 +306,11 @@ class Loops:
                 check_vma=check_vma,
             )(own, *args)
         )
+
+
+def manual_axes(params: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the axes over which a `shard_map` splits its operands, in order."""
+    return tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
 
 
 # -- primitives --------------------------------------------------------------------------------------------------------
@@ -423,10 +428,6 @@ def _run_cond(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], inte
     return loops.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
 
 
-def _cond_roles(step: ProgramStep) -> list[Role]:
-    return ["other", *["passed"] * (len(step.eqn.invars) - 1)]
-
-
 def _plan_scan(planner: Any, step: Any) -> Any:
     consts, carry = carry_count(step.eqn.params)
     facts = (*step.known[: consts + carry], *map(planner.one_turn, step.known[consts + carry :]))
@@ -489,10 +490,6 @@ def _while_roles(step: ProgramStep) -> list[Role]:
     return [*["fixed"] * fixed, *["carried"] * (len(step.eqn.invars) - fixed)]
 
 
-def _run_shard_map(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
-    return loops.shard_map(step, seeds, args, interpret)
-
-
 #: The primitives that hold programs. A new one is a row here.
 CONTROL: dict[str, ControlPrimitive] = {
     **dict.fromkeys(PLAIN_CALLS, ControlPrimitive(_plan_call, _run_call, _roles_of_all("passed"))),
@@ -500,10 +497,10 @@ CONTROL: dict[str, ControlPrimitive] = {
     **dict.fromkeys(REMAT_CALLS, ControlPrimitive(_plan_call, _run_remat, _roles_of_all("passed"))),
     **dict.fromkeys(CUSTOM_CALLS, ControlPrimitive(_plan_call, _run_custom_rule, _roles_of_all("other"))),
     "custom_linear_solve": ControlPrimitive(_plan_solve, _run_custom_rule, _roles_of_all("other")),
-    "cond": ControlPrimitive(_plan_cond, _run_cond, _cond_roles),
+    "cond": ControlPrimitive(_plan_cond, _run_cond, lambda step: ["other", *["passed"] * (len(step.eqn.invars) - 1)]),
     "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles, lambda step: step.eqn.params["length"]),
     "while": ControlPrimitive(_plan_while, _run_while, _while_roles),
-    "shard_map": ControlPrimitive(_plan_call, _run_shard_map, _roles_of_all("other")),
+    "shard_map": ControlPrimitive(_plan_call, lambda loops, *more: loops.shard_map(*more), _roles_of_all("other")),
 }
 
 

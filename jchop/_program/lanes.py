@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jchop._program.bind import bind
-from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, as_jax_value, text_of_stop
+from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, as_jax_value, manual_axes, text_of_stop
 from jchop._program.run import Runner
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramStep
@@ -29,49 +29,7 @@ _Step = TypeVar("_Step", bound=ProgramStep)
 ShardAxes = tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True)
-class ShardMap:
-    """A `shard_map` inside these axes of a mesh."""
-
-    step: ProgramStep
-    outer: ShardAxes
-
-    @property
-    def new(self) -> ShardAxes:
-        """The axes over which it splits its operands, in the order of their names."""
-        params = self.step.eqn.params
-        names = sorted(params.get("newly_manual_axes", params.get("manual_axes")))
-        return tuple((name, params["mesh"].shape[name]) for name in names)
-
-    @property
-    def axes(self) -> ShardAxes:
-        """All axes of the values in it."""
-        return (*self.outer, *self.new)
-
-    def cuts(self) -> list[Callable[[Any], Any]]:
-        """A function for each operand that cuts it."""
-        return [
-            partial(cut_to_shards, spec=spec, outer=len(self.outer), axes=self.new)
-            for spec in self.step.eqn.params["in_specs"]
-        ]
-
-    def joins(self) -> list[Callable[[Any], Any]]:
-        """A function for each result that joins its parts."""
-        specs = self.step.eqn.params["out_specs"]
-        return [partial(join_shards, spec=spec, outer=len(self.outer), axes=self.new) for spec in specs]
-
-    def seeds(self, seeds: Seeds | None) -> Seeds | None:
-        """The seeds of the program in it, given those outside."""
-        inside = seeds_of_turn(self.outer, seeds, self.step.number)
-        names, check_vma = tuple(name for name, _ in self.new), self.step.eqn.params["check_vma"]
-        if inside is None or check_vma:
-            return None if inside is None else inside.within(names, check_vma)
-        return map_shards(self.axes, lambda seeds, _: _require_seeds(seeds).within(names, check_vma), inside, [])
-
-
-def map_shards(
-    axes: ShardAxes, run: Callable[[Seeds | None, list[Any]], Any], seeds: Seeds | None, args: list[Any]
-) -> Any:
+def map_shards(axes: ShardAxes, run: Callable[[Any, list[Any]], Any], seeds: Seeds | None, args: list[Any]) -> Any:
     """``run(seeds, args)`` for all shards: collectives within it see the named axes."""
     if not axes:
         return run(seeds, args)
@@ -85,12 +43,7 @@ def seeds_of_turn(axes: ShardAxes, seeds: Seeds | None, number: int, turn: int =
     """The seeds of one turn of a program inside an equation."""
     if seeds is None:
         return None
-    return map_shards(axes, lambda seeds, _: _require_seeds(seeds).turn(number, turn), seeds, [])
-
-
-def _require_seeds(seeds: Seeds | None) -> Seeds:
-    assert seeds is not None
-    return seeds
+    return map_shards(axes, lambda seeds, _: seeds.turn(number, turn), seeds, [])
 
 
 def bind_shards(axes: ShardAxes, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
@@ -353,12 +306,22 @@ class LaneRunner(Runner):
 
     def shard_map(self, step: Any, seeds: Sequence[Any], args: list[LaneValue], interpret: Interpret) -> list[Any]:
         """All shards at once."""
-        shards = ShardMap(step, self.axes)
-        parts = [self.map_lanes(cut, x) for cut, x in zip(shards.cuts(), args, strict=True)]
-        self.axes = shards.axes
-        out = interpret(step.inner[0], [shards.seeds(one) for one in seeds], parts)
-        self.axes = shards.outer
-        return [self.map_lanes(join, x) for join, x in zip(shards.joins(), out, strict=True)]
+        params, outer = step.eqn.params, self.axes
+        names = manual_axes(params)
+        new = tuple((name, params["mesh"].shape[name]) for name in names)
+        cut, join = (partial(move, outer=len(outer), axes=new) for move in (cut_to_shards, join_shards))
+        parts = [self.map_lanes(partial(cut, spec=own), x) for own, x in zip(params["in_specs"], args, strict=True)]
+        inside = self.inside(seeds, step.number)
+        self.axes = (*outer, *new)
+        # Types that do not show variation need the index of a shard, which only a run of all shards knows.
+        axes = () if params["check_vma"] else self.axes
+
+        def within(seeds: Seeds | None) -> Seeds | None:
+            return seeds and map_shards(axes, lambda seeds, _: seeds.within(names, params["check_vma"]), seeds, [])
+
+        out = interpret(step.inner[0], list(map(within, inside)), parts)
+        self.axes = outer
+        return [self.map_lanes(partial(join, spec=own), x) for own, x in zip(params["out_specs"], out, strict=True)]
 
 
 def same_bits(one: Any, two: Any) -> bool:

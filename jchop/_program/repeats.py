@@ -84,14 +84,16 @@ def run_turns(
     operands = iter(args)
     fixed = [next(operands) for _ in part.fixed]
     start = [
-        _zeros_of_variable(v) if at is None else next(operands) for at, v in zip(part.start, part.carry, strict=True)
+        jnp.zeros(v.aval.shape, v.aval.dtype) if at is None else next(operands)
+        for at, v in zip(part.start, part.carry, strict=True)
     ]
     columns = [jnp.stack([as_jax_value(next(operands)) for _ in row]) for row in part.columns]
 
     def turn(carry: tuple[list[Any], Array], row: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
         values, count = carry
         # The steps have the numbers of turn 1; the difference is taken modulo 2^32.
-        own = None if seeds is None else seeds.with_shift((count - jnp.uint32(1)) * jnp.uint32(part.stride))
+        more = (count - jnp.uint32(1)) * jnp.uint32(part.stride)
+        own = None if seeds is None else replace(seeds, shift=more if seeds.shift is None else seeds.shift + more)
         out = without_weak_types(interpret(part.body, own, [*fixed, *values, *row]))
         return (out[: len(values)], count + jnp.uint32(1)), out[len(values) :]
 
@@ -100,10 +102,6 @@ def run_turns(
     for row, stack in zip(part.stacks, stacks, strict=True):
         value_of |= {v: stack[t] for t, v in enumerate(row) if v in variables and v not in value_of}
     return [value_of[v] for v in part.results]
-
-
-def _zeros_of_variable(v: Any) -> Array:
-    return jnp.zeros(v.aval.shape, v.aval.dtype)
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -311,7 +309,9 @@ class _OperandFlow:
         if any(_is_stack_of_bytes(v) for v in row):
             return None
         if isinstance(row[1], Literal):
-            self.columns.append((_new_variable(row[1].aval), row))
+            aval = row[1].aval
+            (new,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr.invars
+            self.columns.append((new, row))
             return self.columns[-1][0]
         self.columns += [] if has_row else [(row[1], row)]
         return self._variable_of_row(row)
@@ -330,11 +330,6 @@ def _one_place(places: Sequence[Any]) -> bool:
 def _same_operand(a: Any, b: Any) -> bool:
     both = isinstance(a, Literal) and isinstance(b, Literal)
     return a is b or (both and _strong_type(a) == _strong_type(b) and same_constant(a.val, b.val))
-
-
-def _new_variable(aval: Any) -> Any:
-    (v,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr.invars
-    return v
 
 
 def _can_begin_as_zeros(v: Any) -> bool:

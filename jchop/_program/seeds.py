@@ -38,10 +38,6 @@ class Seeds:
     axes: tuple[str, ...] = ()
     shift: Array | None = None
 
-    def with_shift(self, shift: Array) -> Seeds:
-        """The seeds whose draws have larger numbers."""
-        return replace(self, shift=shift if self.shift is None else self.shift + shift)
-
     def _at(self, number: Array | int) -> Any:
         """The number of a draw."""
         return _as_uint32_word(number) if self.shift is None else _as_uint32_word(number) + self.shift

@@ -11,12 +11,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jchop._common.bit_ops import has_sharding
-from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._kernels.materialize import materialize_on_cpu
+from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import (
     CodedArray,
     block_along_sum,
@@ -33,15 +32,7 @@ from jchop._quantized.products.operand_layout import (
     round_in_layout,
     rounds_transpose_alike,
 )
-from jchop._quantized.products.product import (
-    AnyProduct,
-    ConvProduct,
-    DotProduct,
-    OperandShapes,
-    OperandSwap,
-    RaggedProduct,
-    Which,
-)
+from jchop._quantized.products.product import AnyProduct, ConvProduct, DotProduct, OperandSwap, RaggedProduct, Which
 from jchop._quantized.products.rotation import Hadamard
 from jchop._quantized.products.rule import NO_LOCATION, Location, is_stochastic
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
@@ -303,36 +294,22 @@ _KEY_NAMES: tuple[str, ...] = (
 )  # fmt: skip
 
 
-@partial(CustomJvp, nondiff_argnums=(0,))
 def _product_of_codes(product: AnyProduct, x: Array, w: Array, both: Any, extra: tuple[Array, ...]) -> Array:
     """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
-    shapes, dtype = (x.shape, w.shape), _product_dtype(product, x, w)
+    shapes, dtype = (x.shape, w.shape), _base_product(product).preferred_element_type or jnp.result_type(x, w)
 
-    run: Any = partial(_sums_of_codes, product, shapes, dtype)
-    if any(map(has_sharding, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
-        (out,) = jax.make_jaxpr(product)(x, w, *extra).out_avals  # eval_shape gives no sharding of a mixed mesh
-        run = jax.sharding.auto_axes(run, out_sharding=out.sharding)
-    with jax.named_scope(JCHOP_SCOPE):
-        return mark_results(run(*both, *extra))
+    def run(values: list[Array], both: tuple[CodedArray, CodedArray]) -> Array:
+        def sums_of_codes(left: CodedArray, right: CodedArray, *extra: Array) -> Array:
+            return product.by_codes("forward", left, right, shapes, dtype, *extra)
 
+        sums: Any = sums_of_codes
+        if any(map(has_sharding, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
+            (out,) = jax.make_jaxpr(product)(*values).out_avals  # eval_shape gives no sharding of a mixed mesh
+            sums = jax.sharding.auto_axes(sums, out_sharding=out.sharding)
+        with jax.named_scope(JCHOP_SCOPE):
+            return mark_results(sums(*both, *values[2:]))
 
-@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
-def _sums_of_codes(
-    product: AnyProduct, shapes: OperandShapes, dtype: Any, left: CodedArray, right: CodedArray, *extra: Array
-) -> Array:
-    return product.by_codes("forward", left, right, shapes, dtype, *extra)
-
-
-def _product_of_codes_jvp(product: AnyProduct, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
-    x, w, _, extra = primals
-    dx, dw, *_ = tangents
-    parts = [] if isinstance(dx, SymbolicZero) else [product(dx, w, *extra)]
-    parts += [] if isinstance(dw, SymbolicZero) else [product(x, dw, *extra)]
-    out = _product_of_codes(product, *primals)
-    return out, sum(parts[1:], parts[0]) if parts else SymbolicZero(jax.typeof(out).to_tangent_aval())
-
-
-_product_of_codes.defjvp(_product_of_codes_jvp, symbolic_zeros=True)
+    return straight_through(run, product, [x, w, *extra], both)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -346,12 +323,6 @@ def _rounded_product(
     if roundings.matmul is None:
         return product(x, w, *extra)
     return product.emulate("forward", x, w, (x.shape, w.shape), roundings.matmul, keys["forward"])
-
-
-def _rounded_product_fwd(
-    product: AnyProduct, roundings: ProductRoundings, x: Array, w: Array, full: tuple, more: tuple
-) -> tuple[Array, tuple]:
-    return _rounded_product(product, roundings, x, w, full, more), (x, w, full, (*more[:2], None))
 
 
 @partial(always_jit, static_argnums=(0, 1), inline=True)
@@ -386,12 +357,10 @@ def _base_product(product: AnyProduct) -> Any:
     return product.product if isinstance(product, OperandSwap) else product
 
 
-def _product_dtype(product: AnyProduct, x: Array, w: Array) -> Any:
-    out_dtype = _base_product(product).preferred_element_type
-    return jnp.result_type(x, w) if out_dtype is None else out_dtype
-
-
-_rounded_product.defvjp(_rounded_product_fwd, _rounded_product_bwd)
+_rounded_product.defvjp(
+    lambda *args: (_rounded_product(*args), (*args[2:5], (*args[5][:2], None))),  # without the codes
+    _rounded_product_bwd,
+)
 
 
 # -- the functions of JAX that layers call -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.bit_ops import reshape
-from jchop._common.gradients import CustomJvp
+from jchop._program.bind import straight_through
 from jchop._quantized.products.rotation import Hadamard
 from jchop._quantized.products.rule import Location
 from jchop._round.arguments import run_numpy
@@ -146,17 +146,10 @@ def keep_nan(x: Array, y: Array, spec: Spec) -> Array:
 
     Elements without a code for NaN give their largest value for it, so a model would hide that it has diverged.
     """
-    return y if spec.scaled is None or spec.element.has_nan else _select_nan(x, y)
-
-
-@CustomJvp
-def _select_nan(x: Array, y: Array) -> Array:
-    return lax.select(lax.ne(x, x), x, y)  # functions of jnp would be traced again in every call
-
-
-@_select_nan.defjvp
-def _select_nan_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _select_nan(*primals), tangents[1]  # the rounding has its own derivative, of NaN too
+    if spec.scaled is None or spec.element.has_nan:
+        return y
+    # Functions of jnp would be traced again in every call. The rounding has its own derivative, of NaN too.
+    return straight_through(lambda values, x: lax.select(lax.ne(x, x), x, values[0]), lambda y: y, [y], x)
 
 
 def rounds_transpose_alike(spec: Spec | None) -> bool:

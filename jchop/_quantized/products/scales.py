@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from jchop._common.checks import check_choice
-from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit
 from jchop._core.scaled.groups import Groups
+from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.operand_layout import OperandLayout, keep_nan
 from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage
@@ -85,7 +85,7 @@ def round_in_range(x: Array, spec: Spec, span: Array, key: Array | None = None) 
     if spec.gradient != Gradient():
         raise ValueError(f"activation={str(spec)!r} has a gradient; under a fixed scale it passes straight through")
     y = lax.stop_gradient(dequantize(_quantize_in_range(spec, *lax.stop_gradient((x, span)), key)))
-    return keep_nan(x, _straight_through(x, y), spec)
+    return keep_nan(x, straight_through(lambda _, y: y, lambda x: x, [x], y), spec)
 
 
 def round_in_range_with_codes(x: Array, spec: Spec, span: Array, key: Array | None = None) -> tuple[Array, CodedArray]:
@@ -99,19 +99,6 @@ def _quantize_in_range(spec: Spec, x: Array, span: Array, key: Array | None) -> 
     ends = span.astype(x.dtype).reshape(*(1,) * (x.ndim - 1), 2) if x.ndim else jnp.max(jnp.abs(span)).astype(x.dtype)
     scale, zero_point = fit_scale(ends, spec)
     return quantize(x, spec, key, scale=scale, zero_point=zero_point)
-
-
-@CustomJvp
-def _straight_through(x: Array, y: Array) -> Array:
-    """`y`, with the derivative of `x`."""
-    return y
-
-
-def _straight_through_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Any]:
-    return _straight_through(*primals), tangents[0]
-
-
-_straight_through.defjvp(_straight_through_jvp, symbolic_zeros=True)
 
 
 # -- learned scales --------------------------------------------------------------------------------------------------
