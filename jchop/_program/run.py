@@ -39,6 +39,7 @@ class Planner:
     ) -> ProgramPlan:
         """The plan of a jaxpr, from the facts about its arguments (`known`) and constants."""
         jaxpr, consts = jaxpr_of(closed)
+        jaxpr = self.prepare(jaxpr)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, constants or (None,) * len(jaxpr.constvars), strict=True))
         env.update(zip(jaxpr.invars, known, strict=True))
         steps, number = [], 0
@@ -51,6 +52,10 @@ class Planner:
             env.update(zip(eqn.outvars, step.out, strict=True))
             steps.append(step)
         return ProgramPlan(jaxpr, consts, tuple(steps), tuple(self.read(v, env) for v in jaxpr.outvars))
+
+    def prepare(self, jaxpr: Any) -> Any:
+        """The jaxpr that is planned in place of another."""
+        return jaxpr
 
     # -- the table's part ----------------------------------------------------------------------------------------------
 

@@ -85,22 +85,27 @@ class Float64Reference(CarrierReference):
         """The results of an equation, of operands in any dtype."""
         bind_primitive = partial(bind_shards, axes, step.eqn.primitive)
         out = None
-        args = [_in_program_dtype(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
+        args = [  # Python numbers in their dtypes in the program, which could differ under jax_enable_x64
+            np.asarray(x, v.aval.dtype) if isinstance(x, bool | int | float | complex) else x
+            for x, v in zip(args, step.eqn.invars, strict=True)
+        ]
         if not any(is_number(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)):
             return bind_primitive(step.eqn.params, args)
         if not step.inner and step.kind not in ("draw", "own", "result") and step.draw is None:
             with jax.enable_x64(True):
                 float64_args = [self.as_reference(x) for x in args]
                 try:
-                    out = [
-                        self.as_reference(x) for x in bind_primitive(_params_in_float64(step.eqn.params), float64_args)
-                    ]
+                    params = {name: _wide_dtype(value) for name, value in step.eqn.params.items()}
+                    out = [self.as_reference(x) for x in bind_primitive(params, float64_args)]
                 except Exception:  # any error of a primitive without a float64 form
                     self.narrow |= {step.name}
         elif step.inner:
             self.narrow |= {step.name}
         if out is None:
-            carrier_args = [_in_carrier_dtype(x, v.aval) for x, v in zip(args, step.eqn.invars, strict=True)]
+            carrier_args = [
+                jnp.asarray(x, v.aval.dtype) if isinstance(x, np.ndarray) and is_number(v.aval) else x
+                for x, v in zip(args, step.eqn.invars, strict=True)
+            ]
             return [self.as_reference(x) for x in bind_primitive(step.eqn.params, carrier_args)]
         return [self._round(x) for x in out] if rounds and step.kind not in _MOVE_KINDS else out
 
@@ -122,10 +127,6 @@ Reference = CarrierReference
 _MOVE_KINDS = ("structural", "extremum", "compared")
 
 
-def _params_in_float64(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: _wide_dtype(value) for name, value in params.items()}
-
-
 def _wide_dtype(value: Any) -> Any:
     if not isinstance(value, np.dtype) and not (isinstance(value, type) and issubclass(value, np.generic)):
         return value
@@ -133,15 +134,6 @@ def _wide_dtype(value: Any) -> Any:
     if name in CARRIER_DTYPES:
         return np.dtype(np.float64)
     return np.dtype(np.complex128) if name == "complex64" else value
-
-
-def _in_program_dtype(x: Any, aval: Any) -> Any:
-    """A Python number in its dtype in the program, which could differ under ``jax_enable_x64``."""
-    return np.asarray(x, aval.dtype) if isinstance(x, bool | int | float | complex) else x
-
-
-def _in_carrier_dtype(x: Any, aval: Any) -> Any:
-    return jnp.asarray(x, aval.dtype) if isinstance(x, np.ndarray) and is_number(aval) else x
 
 
 def make_reference(reference: Spec | ElementFormat | str | None) -> CarrierReference:

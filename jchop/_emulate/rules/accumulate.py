@@ -39,30 +39,19 @@ def accumulate_in_order(step: EmulatedStep, seeds: Seeds | None, args: list[Any]
     facts = step.known
     if how.operands is not None:
         number = step.number + len(args)
-        arrays = [
-            _sum_operand(x, k, how.operands, seeds, number + i) if is_number(x) else x
-            for i, (x, k) in enumerate(zip(arrays, facts, strict=True))
-        ]
+        for i, (x, fact) in enumerate(zip(arrays, facts, strict=True)):
+            if is_number(x) and not is_exact_under(fact, how.operands):
+                draws = spec_draws(how.operands) and seeds is not None
+                arrays[i] = round_value(x, how.operands, seeds.words(x, number + i) if draws else None)
         facts = (how.operands,) * len(arrays)
     plain = partial(_carrier_sum, step)
-    run = partial(_SUM_RULES[step.name], step, replace(how, operands=_common_spec(facts)))
+    common = facts[0] if len(set(facts)) == 1 else None
+    run = partial(_SUM_RULES[step.name], step, replace(how, operands=common))
     if step.name in _SUM_AXES:
         along = _SUM_AXES[step.name](step.eqn.params)
         ends = [(), *([axis - x.ndim for axis in axes] for x, axes in zip(arrays, along, strict=True))]
         run = partial(in_auto_mesh, run, along=ends, like=lambda seeds, *values: plain(*values))
     return [straight_through(lambda values, seeds: _round_sum(step, run(seeds, *values), seeds), plain, arrays, seeds)]
-
-
-def _sum_operand(x: Array, fact: Spec | None, spec: Spec, seeds: Seeds | None, number: int) -> Array:
-    if is_exact_under(fact, spec):
-        return x
-    word = seeds.words(x, number) if spec_draws(spec) and seeds is not None else None
-    return round_value(x, spec, word)
-
-
-def _common_spec(facts: Sequence[Spec | None]) -> Spec | None:
-    """The spec that holds all operands, if it is the same for all; else None."""
-    return facts[0] if len(set(facts)) == 1 else None
 
 
 def _carrier_sum(step: EmulatedStep, *args: Array) -> Array:
@@ -108,21 +97,21 @@ def _in_operation_carrier(x: Array) -> Array:
 
 def _reduce_sum(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
     axes = step.eqn.params["axes"]
-    if not axes:
-        return _in_operation_carrier(x)
+    return _sum_over(step, how, seeds, x, x, axes) if axes else _in_operation_carrier(x)
+
+
+def _sum_over(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array, parts: Array, axes: Any) -> Array:
+    """The sums of parts of `x` along axes."""
     twelve = _product_and_sum_seeds(seeds, replace(how, product=None), step, x)
-    return sum_along(_in_operation_carrier(x), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
+    return sum_along(_in_operation_carrier(parts), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
 
 
 def _reduce_window_sum(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
     p = step.eqn.params
-    padded_x = lax.pad(
-        x, jnp.zeros((), x.dtype), [(*pad, d - 1) for pad, d in zip(p["padding"], p["base_dilation"], strict=True)]
-    )
+    sides = [(*pad, d - 1) for pad, d in zip(p["padding"], p["base_dilation"], strict=True)]
+    padded_x = lax.pad(x, jnp.zeros((), x.dtype), sides)
     parts = _gather_windows(padded_x, p["window_dimensions"], p["window_strides"], p["window_dilation"])
-    twelve = _product_and_sum_seeds(seeds, replace(how, product=None), step, x)
-    axes = tuple(range(x.ndim, 2 * x.ndim))
-    return sum_along(_in_operation_carrier(parts), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
+    return _sum_over(step, how, seeds, x, parts, tuple(range(x.ndim, 2 * x.ndim)))
 
 
 def _dot_general(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, a: Array, b: Array) -> Array:
@@ -176,9 +165,8 @@ def _cumulative_sum_or_product(kind: str, step: EmulatedStep, how: MatmulSpec, s
     p, spec = step.eqn.params, how.accumulate
     if spec is None:
         return _in_operation_carrier(_carrier_sum(step, x))
-    return cumulative_along(
-        kind, _in_operation_carrier(x), p["axis"], spec, _sum_seeds(seeds, step, x), reverse=p["reverse"]
-    )
+    six = _sum_seeds(seeds, step, x)
+    return cumulative_along(kind, _in_operation_carrier(x), p["axis"], spec, six, reverse=p["reverse"])
 
 
 def _reduce_prod(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
@@ -258,6 +246,8 @@ _SUM_RULES: dict[str, Callable[..., Array]] = {
 
 
 ComplexParts = tuple[Array, Array]
+#: An operation on parts, of its name and two operands.
+PartOperation = Callable[[str, Array, Array], Array]
 
 
 def run_complex(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -277,7 +267,19 @@ def _run_complex_op(
     primitive: Any, params: Any, spec: Spec, apart: bool, arrays: list[Array], first: SeedDraw | None
 ) -> Array:
     """A function of the program that all equations with equal facts call."""
-    run = partial(_apply_complex_rule, primitive.name, spec, apart)
+
+    def run(args: list[Array], first: SeedDraw | None) -> Array:
+        count = itertools.count()
+
+        def do(name: str, x: Array, y: Array) -> Array:
+            """An operation on parts; each call takes the next draw."""
+            task = Task(_PART_PRIMITIVES[name], (), "exact", spec, (spec, spec), apart)
+            return run_task(task, [x, y], [] if first is None else [first.later(next(count))])[0]
+
+        parts = [(lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x, x) for x in args]
+        result = _COMPLEX_RULES[primitive.name](do, *parts)
+        return lax.complex(*result) if isinstance(result, tuple) else result
+
     return straight_through(run, lambda *args: bind(primitive, dict(params), *args)[0], arrays, first)
 
 
@@ -326,53 +328,31 @@ _SCATTER_UPDATES = {"scatter-add": lax.add, "scatter-sub": lax.sub}
 _SEQUENTIAL_PRODUCTS = ("reduce_prod", "cumprod", "scatter-mul")
 
 
-class _PartArithmetic:
-    """Operations rounded to one spec. Each call takes the next draw."""
-
-    def __init__(self, spec: Spec, apart: bool, first: SeedDraw | None) -> None:
-        self.spec, self.apart, self._first, self._count = spec, apart, first, itertools.count()
-
-    def do(self, name: str, x: Array, y: Array) -> Array:
-        """An operation on parts."""
-        task = Task(_PART_PRIMITIVES[name], (), "exact", self.spec, (self.spec, self.spec), self.apart)
-        return run_task(task, [x, y], [] if self._first is None else [self._first.later(next(self._count))])[0]
-
-
 _PART_PRIMITIVES = {"add": lax.add_p, "mul": lax.mul_p}
 #: Those that round.
 _COMPLEX_ROUNDING = frozenset(("add", "add_any", "sub", "mul", "square"))
 
 
-def _apply_complex_rule(name: str, spec: Spec, apart: bool, args: list[Array], first: SeedDraw | None) -> Array:
-    parts = [(lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x, x) for x in args]
-    result = _COMPLEX_RULES[name](_PartArithmetic(spec, apart, first), *parts)
-    return lax.complex(*result) if isinstance(result, tuple) else result
+def _complex_add(do: PartOperation, x: ComplexParts, y: ComplexParts) -> ComplexParts:
+    return do("add", x[0], y[0]), do("add", x[1], y[1])
 
 
-def _complex_add(now: _PartArithmetic, x: ComplexParts, y: ComplexParts) -> ComplexParts:
-    return now.do("add", x[0], y[0]), now.do("add", x[1], y[1])
-
-
-def _complex_sub(now: _PartArithmetic, x: ComplexParts, y: ComplexParts) -> ComplexParts:
-    return now.do("add", x[0], -y[0]), now.do("add", x[1], -y[1])  # which is how a difference is computed
-
-
-def _complex_mul(now: _PartArithmetic, x: ComplexParts, y: ComplexParts) -> ComplexParts:
+def _complex_mul(do: PartOperation, x: ComplexParts, y: ComplexParts) -> ComplexParts:
     """Four products and two sums."""
     (a, b), (c, d) = x, y
-    real = now.do("add", now.do("mul", a, c), -now.do("mul", b, d))
-    return real, now.do("add", now.do("mul", a, d), now.do("mul", b, c))
+    real = do("add", do("mul", a, c), -do("mul", b, d))
+    return real, do("add", do("mul", a, d), do("mul", b, c))
 
 
 _COMPLEX_RULES: dict[str, Callable[..., ComplexParts | Array]] = {
     "add": _complex_add,
     "add_any": _complex_add,
-    "sub": _complex_sub,
+    "sub": lambda do, x, y: _complex_add(do, x, (-y[0], -y[1])),  # which is how a difference is computed
     "mul": _complex_mul,
-    "square": lambda now, x: _complex_mul(now, x, x),
-    "neg": lambda now, x: (-x[0], -x[1]),
-    "conj": lambda now, x: (x[0], -x[1]),
-    "real": lambda now, x: x[0],
-    "imag": lambda now, x: x[1],
-    "complex": lambda now, x, y: (x[0], y[0]),
+    "square": lambda do, x: _complex_mul(do, x, x),
+    "neg": lambda do, x: (-x[0], -x[1]),
+    "conj": lambda do, x: (x[0], -x[1]),
+    "real": lambda do, x: x[0],
+    "imag": lambda do, x: x[1],
+    "complex": lambda do, x, y: (x[0], y[0]),
 }

@@ -31,12 +31,13 @@ _FIRST_IMAGINARY_DRAW = 1 << 30
 
 def run_in_carrier(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The carrier's results of an equation, rounded once if the plan has a spec; derivatives are the carrier's."""
-    results = _carrier_results(step, args)
-    numbers = range(step.result_number, step.result_number + len(results))
-    return [
-        x if spec is None else round_with_draw(x, spec, seeds, number)
-        for x, spec, number in zip(results, step.out, numbers, strict=True)
-    ]
+    return round_results(step, seeds, _carrier_results(step, args))
+
+
+def round_results(step: EmulatedStep, seeds: Seeds | None, results: list[Any]) -> list[Any]:
+    """The results of an equation rounded to the specs of its plan."""
+    pairs = enumerate(zip(results, step.out, strict=True), step.result_number)
+    return [x if spec is None else round_with_draw(x, spec, seeds, number) for number, (x, spec) in pairs]
 
 
 def _carrier_results(step: EmulatedStep, args: list[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from jchop._core.matmul.chain import CHAIN_OPERATIONS, ChainLink, chain_words, g
 from jchop._core.matmul.operations import spec_draws
 from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum
-from jchop._emulate.rules.carrier_ops import round_with_draw, run_draw, run_in_carrier, run_nextafter
+from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
 from jchop._emulate.rules.functions import arg_extremum_by_bits, extremum_by_bits
 from jchop._emulate.rules.linalg import run_factorization
 from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float
@@ -30,7 +30,7 @@ from jchop._program.bind import bind, straight_through
 from jchop._program.control import as_jax_value
 from jchop._program.repeats import Turns, run_turns, with_turns
 from jchop._program.run import Runner, interpret
-from jchop._program.seeds import SeedDraw, Seeds
+from jchop._program.seeds import Seeds
 from jchop._program.step import REMAT_CALLS, ProgramPlan, is_reference
 from jchop._round.arguments import JCHOP_RESULT
 from jchop._spec.spec import Spec
@@ -88,7 +88,9 @@ def with_chains(plan: ProgramPlan, parts: Sequence[EmulatedStep | Turns]) -> Ite
         end += len(steps)
         results = [v for step in steps for v in step.results if last.get(id(v), -1) >= end]
         if kind is not None and len(steps) >= _LEAST_LINKS and len(results) == 1:
-            yield _make_chain(steps, results[0])
+            result_ids = {id(step.eqn.outvars[0]) for step in steps}
+            operands = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in result_ids}
+            yield Chain(steps, tuple(operands.values()), results[0])
         else:
             yield from steps
 
@@ -110,12 +112,6 @@ def _chain_key(step: EmulatedStep | Turns) -> Any:
     if not exact or not all(is_constant_in_safe_range(float(v.val), spec) for v in constants):
         return None
     return spec, out.aval.shape, varying_axes(out.aval), step.eqn.ctx
-
-
-def _make_chain(steps: tuple[EmulatedStep, ...], result: Any) -> Chain:
-    result_ids = {id(step.eqn.outvars[0]) for step in steps}
-    operands = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in result_ids}
-    return Chain(steps, tuple(operands.values()), result)
 
 
 def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Array:
@@ -264,32 +260,17 @@ def _bind_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list
     return bind(step.eqn.primitive, step.eqn.params, *args)
 
 
-def _run_own(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A part of a function of jchop, unchanged. Marks of results are dropped after the innermost emulation."""
-    return args if step.name == JCHOP_RESULT else _bind_step(step, seeds, args)
-
-
-def _run_own_result(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """The result of a function of jchop, which is one operation."""
-    (x,), (spec,) = args, step.out
-    return [x if spec is None else round_with_draw(x, spec, seeds, step.result_number)]
-
-
 def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     spec = step.choice.spec
     if spec is None:
         return _bind_step(step, seeds, args)
-    words = [] if seeds is None or not spec_draws(spec) else _step_draws(step, seeds)
+    words = []
+    if seeds is not None and spec_draws(spec):  # a draw for each rounding of the results
+        outs = [v.aval for v in step.eqn.outvars if is_carrier_float(v.aval)]
+        if step.kind == "power":
+            outs = outs * power_draws(step.eqn.params["y"])
+        words = [seeds.draw(aval, step.result_number + i) for i, aval in enumerate(outs)]
     return run_task(step.task, [as_jax_value(x) for x in args], words)
-
-
-def _step_draws(step: EmulatedStep, seeds: Seeds) -> list[SeedDraw]:
-    """A draw for each rounding of the results."""
-    first = step.result_number
-    outs = [v.aval for v in step.eqn.outvars if is_carrier_float(v.aval)]
-    if step.kind == "power":
-        outs = outs * power_draws(step.eqn.params["y"])
-    return [seeds.draw(aval, first + i) for i, aval in enumerate(outs)]
 
 
 def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -301,11 +282,12 @@ def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any])
     return run_task(task, [jnp.asarray(x) for x in args])
 
 
-def _run_by_bits(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A reduction to the largest or smallest element, or its index, by bits: a device may lose subnormals and NaN."""
-    (x,), axes = args, step.eqn.params["axes"]
-    if step.choice.spec is None or not is_carrier_float(step.eqn.invars[0].aval) or not if_static(lambda: x.size, True):
+def _run_structural(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """A move of values. The largest or smallest along axes, or its index, by bits: a device may lose subnormals."""
+    by_bits = step.name in _BY_BITS and step.choice.spec is not None and is_carrier_float(step.eqn.invars[0].aval)
+    if not by_bits or not if_static(lambda: args[0].size, True):
         return _bind_step(step, seeds, args)
+    (x,), axes = args, step.eqn.params["axes"]
     if step.name in ("argmax", "argmin"):
         return [arg_extremum_by_bits(step.name, lax.stop_gradient(x), axes, step.eqn.params["index_dtype"])]
 
@@ -314,18 +296,14 @@ def _run_by_bits(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> li
 
     def run(values: list[Array], extra: None) -> Array:
         del extra
-        by_bits = partial(extremum_by_bits, step.name, axes=axes)
-        return in_auto_mesh(by_bits, *values, along=[[axis - x.ndim for axis in axes]], like=plain)
+        find = partial(extremum_by_bits, step.name, axes=axes)
+        return in_auto_mesh(find, *values, along=[[axis - x.ndim for axis in axes]], like=plain)
 
     return [straight_through(run, plain, [x], None)]
 
 
 #: Primitives that choose among the numbers along axes.
 _BY_BITS = ("reduce_max", "reduce_min", "argmax", "argmin")
-
-
-def _run_structural(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    return (_run_by_bits if step.name in _BY_BITS else _bind_step)(step, seeds, args)
 
 
 def _run_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -342,8 +320,9 @@ def _run_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[A
 _STEP_RULES: dict[str, Callable[[EmulatedStep, Seeds | None, list[Any]], list[Any]]] = {
     **dict.fromkeys(("untouched", "carrier"), _bind_step),
     **dict.fromkeys(("structural", "compared"), _run_structural),
-    "own": _run_own,
-    "result": _run_own_result,
+    # A part of a function of jchop is unchanged. Marks of results are dropped after the innermost emulation.
+    "own": lambda step, seeds, args: args if step.name == JCHOP_RESULT else _bind_step(step, seeds, args),
+    "result": round_results,  # of a function of jchop, which is one operation
     **dict.fromkeys(("exact", "power", "elementary", "made", "converted"), _run_step_task),
     "extremum": _run_extremum_step,
     "accumulating": _run_sum,

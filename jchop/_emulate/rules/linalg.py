@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import jax
@@ -60,31 +60,16 @@ class SpecArithmetic:
         word = None if self.seeds is None else operation_words(self.seeds, operands[0], number)
         return operation_on_device(name, operands, self._spec_or_hardware, word, ranges=ranges)
 
-    def add(self, x: Array, y: Array) -> Array:
-        """The sum x + y."""
-        return self._operation("add", x, y)
-
-    def sub(self, x: Array, y: Array) -> Array:
-        """The difference x - y."""
-        return self._operation("sub", x, y)
-
-    def mul(self, x: Array, y: Array) -> Array:
-        """The product x y."""
-        return self._operation("mul", x, y)
-
-    def div(self, x: Array, y: Array) -> Array:
-        """The quotient x / y."""
-        return self._operation("div", x, y)
-
-    def sqrt(self, x: Array) -> Array:
-        """The root √x."""
-        return self._operation("sqrt", x)
+    add = partialmethod(_operation, "add")
+    sub = partialmethod(_operation, "sub")
+    mul = partialmethod(_operation, "mul")
+    div = partialmethod(_operation, "div")
+    sqrt = partialmethod(_operation, "sqrt")
 
     def matmul(self, a: Array, b: Array) -> Array:
         """A product of matrices, or of a matrix and a vector, every sum in sequential order."""
         spec = self._spec_or_hardware
-        columns = b if b.ndim == 2 else b[:, None]
-        seeds = self._twelve()
+        columns, seeds = b if b.ndim == 2 else b[:, None], self._twelve()
         how = MatmulSpec(spec, spec, spec)
         out = matmul_op(a[None], columns[None], *(() if seeds is None else (seeds,)), spec=how)[0]
         return out if b.ndim == 2 else out[:, 0]
@@ -95,13 +80,8 @@ class SpecArithmetic:
 
     def sum(self, x: Array) -> Array:
         """The sum over the first axis."""
-        return sum_along(
-            x,
-            0,
-            MatmulSpec(self._spec_or_hardware, accumulate=self._spec_or_hardware),
-            self._twelve(),
-            matmul=matmul_op,
-        )
+        how = MatmulSpec(self._spec_or_hardware, accumulate=self._spec_or_hardware)
+        return sum_along(x, 0, how, self._twelve(), matmul=matmul_op)
 
     def norm(self, x: Array) -> Array:
         """The Euclidean norm √(Σ x_k²)."""
@@ -247,22 +227,20 @@ MatrixRule = Callable[..., tuple[Array, ...]]
 
 def run_factorization(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     """The results of an equation of linear algebra, for each matrix of a batch; derivatives are the carrier's."""
-    own = partial(bind, step.eqn.primitive, step.eqn.params)
-    if step.choice.spec is None:
+    spec, own = step.choice.spec, partial(bind, step.eqn.primitive, step.eqn.params)
+    if spec is None:
         return own(*args)
-    return straight_through(partial(_run_matrices, step), own, [jnp.asarray(x) for x in args], seeds)
 
+    def run(arrays: list[Array], seeds: Seeds | None) -> list[Array]:
+        number = step.number + 2 * len(arrays)
+        six = seeds.turn(number).of(*arrays) if spec_draws(spec) and seeds is not None else None
 
-def _run_matrices(step: EmulatedStep, arrays: list[Array], seeds: Seeds | None) -> list[Array]:
-    spec = step.choice.spec
-    assert spec is not None
-    number = step.number + 2 * len(arrays)
-    six = seeds.turn(number).of(*arrays) if spec_draws(spec) and seeds is not None else None
+        def steps_of(index: Array, matrix: Array) -> SpecArithmetic:
+            return SpecArithmetic(spec, None if six is None else fold_seeds(six, 0, index), matrix.dtype)
 
-    def steps_of(index: Array, matrix: Array) -> SpecArithmetic:
-        return SpecArithmetic(spec, None if six is None else fold_seeds(six, 0, index), matrix.dtype)
+        return map_matrices(step, arrays, steps_of)
 
-    return map_matrices(step, arrays, steps_of)
+    return straight_through(run, own, [jnp.asarray(x) for x in args], seeds)
 
 
 def map_matrices(step: EmulatedStep, arrays: Sequence[Array], steps_of: Callable[[Array, Array], Any]) -> list[Array]:
@@ -299,17 +277,6 @@ def _solve_triangular(params: dict[str, Any], steps: SpecArithmetic, a: Array, b
     return (x if on_left else x.T,)
 
 
-def _factor_cholesky(params: dict[str, Any], steps: SpecArithmetic, a: Array) -> tuple[Array]:
-    del params
-    return (factor_cholesky(steps, a),)
-
-
-def _factor_lu(params: dict[str, Any], steps: SpecArithmetic, a: Array) -> tuple[Array, Array, Array]:
-    del params
-    factors, permutation, pivots = factor_lu(steps, a)
-    return factors, pivots, permutation
-
-
 def _factor_qr(params: dict[str, Any], steps: SpecArithmetic, a: Array) -> tuple[Array, Array]:
     q, r = factor_qr(steps, a)
     n = a.shape[1]
@@ -318,7 +285,7 @@ def _factor_qr(params: dict[str, Any], steps: SpecArithmetic, a: Array) -> tuple
 
 _MATRIX_RULES: dict[str, MatrixRule] = {
     "triangular_solve": _solve_triangular,
-    "cholesky": _factor_cholesky,
-    "lu": _factor_lu,
+    "cholesky": lambda params, steps, a: (factor_cholesky(steps, a),),
+    "lu": lambda params, steps, a: tuple(factor_lu(steps, a)[i] for i in (0, 2, 1)),
     "qr": _factor_qr,
 }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
@@ -44,7 +46,7 @@ from jchop._program.bind import constant_of
 from jchop._program.jaxprs import Widening
 from jchop._program.run import Planner
 from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, jaxpr_of, scope_of
+from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, scope_of
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import bfloat16, binary16, binary32, binary64
 
@@ -72,7 +74,9 @@ def _with_rounded_operands(step: EmulatedStep, spec: Spec | None, among: Sequenc
 def _operation_facts(step: EmulatedStep) -> EmulatedStep:
     """Operands rounded, the result rounded."""
     spec = step.choice.spec
-    exact = step.kind in ("exact", "power", "linear", "complex") or _rounds_exact_result(step)
+    function = step.eqn.primitive
+    exact = step.kind in ("exact", "power", "linear", "complex")
+    exact = exact or (isinstance(function, NamedFunction) and function.exact is not None)
     _check_dtypes_of_step(step, spec, (*step.eqn.invars, *step.eqn.outvars), exact)
     _check_double_rounding(step)
     return replace(_with_rounded_operands(step, spec), out=_facts_of_results(step, spec))
@@ -124,7 +128,7 @@ def _structural_facts(step: EmulatedStep) -> EmulatedStep:
     if _structural_computes(step):
         return _carrier_op_facts(step)
     step = _round_constants(step)
-    if step.name in _RESULT_BY_OPERAND:
+    if step.name in _BY_OPERAND:
         return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
     facts = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_number(v.aval)]
     return replace(step, out=_facts_of_results(step, common_fact(facts)))
@@ -139,35 +143,28 @@ def _structural_computes(step: EmulatedStep) -> bool:
 
 def _round_constants(step: EmulatedStep) -> EmulatedStep:
     """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds."""
-    spec = step.choice.spec
     among = [
         k is None and isinstance(v, Literal) and is_number(v.aval) and bool(np.isfinite(v.val))
         for v, k in zip(step.eqn.invars, step.known, strict=True)
     ]
-    step = _with_rounded_operands(step, spec, among)
-    _check_dtypes_of_step(step, spec, itertools.compress(step.eqn.invars, step.rounds))
+    return _with_checked_operands(step, among)
+
+
+def _with_checked_operands(step: EmulatedStep, among: Sequence[bool]) -> EmulatedStep:
+    """As `_with_rounded_operands`, and the operands that are rounded can hold the spec's values."""
+    step = _with_rounded_operands(step, step.choice.spec, among)
+    _check_dtypes_of_step(step, step.choice.spec, itertools.compress(step.eqn.invars, step.rounds))
     return step
 
 
 #: Structural primitives whose result i has the numbers of operand i.
-_RESULT_BY_OPERAND = {
-    "sort",
-    "optimization_barrier",
-    "device_put",
-    "copy",
-    "copy_p",
-    "pvary",
-    "pcast",
-    "psum_invariant",
-}
+_BY_OPERAND = {"sort", "optimization_barrier", "device_put", "copy", "copy_p", "pvary", "pcast", "psum_invariant"}
 
 
 def _comparison_facts(step: EmulatedStep) -> EmulatedStep:
     """Operands are rounded, results are not numbers. Infinite constants are not rounded: they are bounds."""
     among = [not (isinstance(v, Literal) and is_number(v.aval) and np.isinf(v.val)) for v in step.eqn.invars]
-    step = _with_rounded_operands(step, step.choice.spec, among)
-    _check_dtypes_of_step(step, step.choice.spec, itertools.compress(step.eqn.invars, step.rounds))
-    return _no_facts(step)
+    return _no_facts(_with_checked_operands(step, among))
 
 
 def _conversion_facts(step: EmulatedStep) -> EmulatedStep:
@@ -180,11 +177,8 @@ def _conversion_facts(step: EmulatedStep) -> EmulatedStep:
     fact = step.known[0]
     if is_complex_value(target.aval):  # a part that is zero, or a wider dtype
         return replace(step, kind="structural", out=step.known) if fact is not None else _carrier_op_facts(step)
-    if (
-        is_carrier_float(source.aval)
-        and fact is not None
-        and is_exact_under(fact, _DTYPE_SPECS.get(target.aval.dtype.name))
-    ):
+    keeps = fact is not None and is_exact_under(fact, _DTYPE_SPECS.get(target.aval.dtype.name))
+    if keeps and is_carrier_float(source.aval):
         return replace(step, kind="structural", out=(fact,))
     return replace(step, out=(spec,))
 
@@ -212,40 +206,25 @@ def _draw_facts(step: EmulatedStep) -> EmulatedStep:
 
 
 STEP_FACTS = {
+    **dict.fromkeys(("exact", "power", "elementary", "neighbour", "complex"), _operation_facts),
+    **dict.fromkeys(("made", "result"), _carrier_result_facts),
+    **dict.fromkeys(("structural", "extremum"), _structural_facts),
+    **dict.fromkeys(("accumulating", "complex sum"), _sum_facts),
+    **dict.fromkeys(("carrier", "own"), _no_facts),
     "draw": _draw_facts,
-    "neighbour": _operation_facts,
-    "result": _carrier_result_facts,
-    "exact": _operation_facts,
-    "power": _operation_facts,
-    "elementary": _operation_facts,
-    "made": _carrier_result_facts,
-    "structural": _structural_facts,
-    "extremum": _structural_facts,
     "converted": _conversion_facts,
-    "accumulating": _sum_facts,
-    "carrier": _no_facts,
-    "own": _no_facts,
     "linear": _factorization_facts,
-    "complex": _operation_facts,
-    "complex sum": _sum_facts,
     "carried": _carrier_op_facts,
     "compared": _comparison_facts,
     "control": _round_constants,
 }
-
-_PART_DTYPES = {"complex64": np.dtype("float32"), "complex128": np.dtype("float64")}
-
-
-def _part_dtype(dtype: Any) -> Any:
-    """The dtype of a number, or of the parts of a complex one."""
-    return _PART_DTYPES.get(dtype.name, dtype)
 
 
 def _check_dtypes_of_step(step: EmulatedStep, spec: Spec | None, variables: Iterable[Any], exact: bool = False) -> None:
     """Refuses a dtype of numbers that cannot hold the values of the spec."""
     if spec is None:
         return
-    for dtype in dict.fromkeys(_part_dtype(v.aval.dtype) for v in variables if is_number(v.aval)):
+    for dtype in dict.fromkeys(jnp.finfo(v.aval.dtype).dtype for v in variables if is_number(v.aval)):
         try:
             with errors_at(step):
                 if exact:
@@ -266,11 +245,6 @@ _EXACT_IN_CARRIER = frozenset(
 )
 
 
-def _rounds_exact_result(step: EmulatedStep) -> bool:
-    """Whether a function has a rule that rounds its exact result."""
-    return isinstance(step.eqn.primitive, NamedFunction) and step.eqn.primitive.exact is not None
-
-
 def _check_double_rounding(step: EmulatedStep) -> None:
     """Refuses a format with values that the carrier's results, which are rounded once more, cannot have."""
     has_order = step.kind in ("accumulating", "complex sum") and step.choice.accumulate is not None
@@ -282,7 +256,7 @@ def _check_double_rounding(step: EmulatedStep) -> None:
     for v in step.eqn.outvars:
         if is_number(v.aval):
             with errors_at(step):
-                require_dtype_holds(step.choice.spec, _part_dtype(v.aval.dtype))
+                require_dtype_holds(step.choice.spec, jnp.finfo(v.aval.dtype).dtype)
 
 
 @contextmanager
@@ -305,25 +279,20 @@ class EmulationPlanner(Planner):
         self._counts = Counts()
         self._apart: bool | None = None  # until the whole program is seen
 
-    def plan(
-        self, closed: Any, known: Sequence[ValueFact], scope: str = "", constants: Sequence[ValueFact] | None = None
-    ) -> ProgramPlan:
-        """The plan of a jaxpr; its calls of `jax.random` are found first."""
-        jaxpr, consts = jaxpr_of(closed)
+    def prepare(self, jaxpr: Any) -> Any:
+        """The jaxpr that is planned; its calls of `jax.random` and its counts are found."""
         if self._apart is None:
             self._apart = sum(1 for _ in equations_of(jaxpr)) >= _MANY_EQUATIONS
-        program = _copy_constant_results(with_functions(jaxpr, self.settings.functions), consts)
-        self._draws |= draws_of(program.jaxpr)
         self._counts.add(jaxpr)
-        return super().plan(program, known, scope, constants)
+        jaxpr = _copy_constant_results(with_functions(jaxpr, self.settings.functions))
+        self._draws |= draws_of(jaxpr)
+        return jaxpr
 
     def read(self, v: Any, env: dict[Any, ValueFact]) -> ValueFact:
         """The spec that holds a variable's numbers, or a literal, if known."""
         return _fact_of(v, env, self.settings.spec)
 
-    def common(self, knowns: Iterable[ValueFact]) -> ValueFact:
-        """The fact that holds for every one of several values."""
-        return common_fact(knowns)
+    common = staticmethod(common_fact)
 
     def step(self, eqn: Any, env: dict[Any, ValueFact], scope: str, number: int) -> EmulatedStep:
         """The step of one equation."""
@@ -452,38 +421,27 @@ def _check_wrapping(step: EmulatedStep) -> None:
 _WRAPPING_KINDS = ("exact", "power", "accumulating", "linear", "complex", "complex sum")
 
 
-class _JaxprAndConstants(NamedTuple):
-    """A jaxpr with its constants."""
-
-    jaxpr: Any
-    consts: tuple[Any, ...]
-
-
-def _copy_constant_results(jaxpr: Any, consts: tuple[Any, ...]) -> _JaxprAndConstants:
+def _copy_constant_results(jaxpr: Any) -> Any:
     """A jaxpr whose results are variables: constant results are copied, so that they are rounded like others."""
-    copies = [_copy_equation(v) if isinstance(v, Literal) and is_number(v.aval) else None for v in jaxpr.outvars]
-    if not any(copies):
-        return _JaxprAndConstants(jaxpr, consts)
-    results = [v if eqn is None else eqn.outvars[0] for v, eqn in zip(jaxpr.outvars, copies, strict=True)]
-    return _JaxprAndConstants(jaxpr.replace(eqns=[*jaxpr.eqns, *filter(None, copies)], outvars=results), consts)
-
-
-def _copy_equation(literal: Literal) -> Any:
-    aval: Any = literal.aval
-    (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns
-    return eqn.replace(invars=[literal])
+    copies, results = [], list(jaxpr.outvars)
+    for i, v in enumerate(results):
+        if isinstance(v, Literal) and is_number(v.aval):
+            like = jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+            (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(like).eqns
+            copies.append(eqn.replace(invars=[v]))
+            results[i] = eqn.outvars[0]
+    return jaxpr.replace(eqns=[*jaxpr.eqns, *copies], outvars=results) if copies else jaxpr
 
 
 def _literals_at_limits(eqn: Any, spec: Spec | None) -> Any:
     """An equation whose literals at limits of the carrier are at those of the format."""
-    literals = [isinstance(v, Literal) and is_carrier_float(v.aval) for v in eqn.invars]
-    if spec is None or not any(literals):
-        return eqn
-    pairs = [(v, constant_of(v) if literal else None) for v, literal in zip(eqn.invars, literals, strict=True)]
-    changes = [(v, x, None if x is None else at_format_limits(x, spec)) for v, x in pairs]
-    if all(old is new for _, old, new in changes):
-        return eqn
-    return eqn.replace(invars=[v if old is new else Literal(new, v.aval) for v, old, new in changes])
+    operands = list(eqn.invars)
+    for i, v in enumerate(operands if spec is not None else ()):
+        if isinstance(v, Literal) and is_carrier_float(v.aval):
+            old = constant_of(v)
+            new = at_format_limits(old, spec)
+            operands[i] = v if new is old else Literal(new, v.aval)
+    return eqn if all(map(operator.is_, operands, eqn.invars)) else eqn.replace(invars=operands)
 
 
 def _fact_of(v: Any, env: dict[Any, ValueFact], spec: Spec | None) -> ValueFact:

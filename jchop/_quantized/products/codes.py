@@ -74,8 +74,12 @@ class CodedArray:
 
     def map_arrays(self, move: Callable[[Array], Array]) -> CodedArray:
         """The array after a move of each of its parts."""
+        return self.with_elements(move(self.elements), move)
+
+    def with_elements(self, elements: Array, move: Callable[[Array], Array]) -> CodedArray:
+        """Other elements, with its scales and zero points after a move of them."""
         scale, zero = (None if part is None else move(part) for part in (self.scale, self.zero))
-        return CodedArray(move(self.elements), scale, zero, self.block)
+        return CodedArray(elements, scale, zero, self.block)
 
     @property
     def is_plain(self) -> bool:
@@ -183,32 +187,22 @@ def group_scales(q: QArray) -> Array:
     ones = jnp.full(shape or (1,), one, jnp.uint8 if q.spec.element.bits <= 8 else jnp.uint16)
     zero = None if q.zero_point is None else jnp.zeros_like(q.zero_point)
     size = shape[-1] if shape else None
-    single = QArray(
-        store_codes(pack_entries(ones, q.spec.element), q.spec.element),
-        q.scale,
-        zero,
-        replace(q.spec, format=fmt),
-        size,
-        q.dtype,
-    )
+    codes = store_codes(pack_entries(ones, q.spec.element), q.spec.element)
+    single = QArray(codes, q.scale, zero, replace(q.spec, format=fmt), size, q.dtype)
     return decode_qarray(single.form(wide), single.qvalue, single.scale, single.zero_point)
 
 
 def _unit_elements(q: QArray) -> tuple[Array, int]:
     """The elements in the smallest dtype that a unit takes, and by how much unsigned integers were lowered."""
     fmt, count = q.spec.element, 1 if q.length is None else q.length
-    if isinstance(fmt, IntegerFormat):
-        shift = 0 if fmt.signed or fmt.bits < 8 else 128
-        if fmt.bits == 8:
-            raw = q.qvalue.reshape(q.shape)
-            whole = raw if fmt.signed else (raw.astype(jnp.int16) - 128).astype(jnp.int8)
-        else:
-            whole = decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape).astype(jnp.int8)
-        return whole, shift
-    if native_dtype(fmt) is not None:
-        return q.qvalue.reshape(q.shape), 0
+    integer = isinstance(fmt, IntegerFormat)
+    if native_dtype(fmt) is not None or (integer and fmt.bits == 8):
+        whole = q.qvalue.reshape(q.shape)
+        if not integer or fmt.signed:
+            return whole, 0
+        return (whole.astype(jnp.int16) - 128).astype(jnp.int8), 128
     numbers = decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape)
-    return numbers.astype(float8_operand_dtype(fmt) or jnp.float32), 0
+    return numbers.astype(jnp.int8 if integer else float8_operand_dtype(fmt) or jnp.float32), 0
 
 
 _FLOAT8_OPERANDS = ((float8_e4m3fn, jnp.float8_e4m3fn), (float8_e5m2, jnp.float8_e5m2))
@@ -216,17 +210,11 @@ _FLOAT8_OPERANDS = ((float8_e4m3fn, jnp.float8_e4m3fn), (float8_e5m2, jnp.float8
 
 def float8_operand_dtype(fmt: ElementFormat) -> Any:
     """The float8 dtype that has the values of a format; None if there is none."""
-    return next((dtype for wide, dtype in _FLOAT8_OPERANDS if _holds_values_of(wide, fmt)), None)
-
-
-def _holds_values_of(wide: ElementFormat, fmt: ElementFormat) -> bool:
-    """Whether every value of a format of at most 8 bits is one of another."""
     if fmt.bits > 8:
-        return False
-    wide_values, narrow_values = wide.values(), fmt.values()
-    return bool((np.isin(narrow_values, wide_values) | np.isnan(narrow_values)).all()) and (
-        wide.has_nan or not fmt.has_nan
-    )
+        return None
+    values = fmt.values()
+    finite = values[~np.isnan(values)]
+    return next((dtype for wide, dtype in _FLOAT8_OPERANDS if np.isin(finite, wide.values()).all()), None)
 
 
 # -- the product -------------------------------------------------------------------------------------------------------
@@ -372,7 +360,7 @@ def multiply_codes(x: CodedArray, w: CodedArray, dtype: Any, sums: MatrixSums = 
         return mark_results(_multiply_blocks(x, w, block, blocks, dtype, sums))
 
 
-def _scaled_sum_dtype(dtype: Any) -> Any:
+def scaled_sum_dtype(dtype: Any) -> Any:
     """The dtype of scaled sums."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
@@ -433,7 +421,7 @@ def _multiply_blocks_body(
         sums: the sums of another product.
     """
     sums = sums or MatrixSums(apart=apart)
-    parts_by_name, sum_dtype, size = dict(zip(names, parts, strict=True)), _scaled_sum_dtype(dtype), x.shape[-1]
+    parts_by_name, sum_dtype, size = dict(zip(names, parts, strict=True)), scaled_sum_dtype(dtype), x.shape[-1]
     count = -(-size // block)
 
     def split_blocks(v: Array) -> Array:

@@ -234,10 +234,8 @@ def _encode_operands(
         qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys["right"])
         own = restore_param_axes(qarray, right, w.shape)  # a weight alone is read in its own order of axes
         weight = param_codes(qarray, right, w.shape) if own is None else expand_codes(own)
-    if weight is None:
-        return first, replace(
-            encode_operand(right.lay(w), roundings.right, keys["right"]), qarray=None
-        )  # not in the shape of w
+    if weight is None:  # the stored array is not in the shape of w
+        return first, replace(encode_operand(right.lay(w), roundings.right, keys["right"]), qarray=None)
     assert roundings.right is not None
     block = block_along_sum(roundings.right, right.ndim) if weight.block is None else weight.block
     second = replace(weight.map_arrays(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)

@@ -90,11 +90,6 @@ class ConvGeometry:
         inside = lax.pad(jnp.ones((1, *image.shape[1:-1], 1), bool), False, sides)
         return jnp.where(inside, wide, fill.astype(image.dtype))
 
-    @property
-    def without_padding(self) -> ConvGeometry:
-        """That of an extended image."""
-        return replace(self, padding=((0, 0),) * len(self.strides), image_gaps=(1,) * len(self.strides))
-
     def patches(self, image: Array, places: Sequence[int]) -> Array:
         """The windows of an image, (n, *windows, places, channels)."""
         counts, image, rank = self.windows(image.shape[1:-1], places), self.extend(image, None), len(places)
@@ -202,9 +197,8 @@ def convolve_codes(image: CodedArray, kernel: CodedArray, geometry: ConvGeometry
     sums = _ConvSums(geometry, places)
     if not image.elements.size or not kernel.elements.size:
         return jnp.zeros(sums.shape(image.elements, kernel.elements), dtype)
-    sum_length = (
-        sums.width * channels * (groups if geometry.flips_kernel else 1)
-    )  # all that a scale of a kernel may be of
+    # All that a scale of a kernel may be of.
+    sum_length = sums.width * channels * (groups if geometry.flips_kernel else 1)
     image, kernel = _limit_block(image, math.prod(image.elements.shape[1:])), _limit_block(kernel, sum_length)
     if image.block is not None and channels % image.block:
         raise _block_misfit(image.block, f"{channels} channels of an image")
@@ -212,23 +206,19 @@ def convolve_codes(image: CodedArray, kernel: CodedArray, geometry: ConvGeometry
         raise _block_misfit(kernel.block, f"{channels} channels of a kernel")
     if image.zero is not None and image.block is None and geometry.extends:
         image_shape = image.elements.shape
-
-        def flatten_channels(v: Array) -> Array:
-            return v.reshape(*image_shape[:-2], -1)
-
         rows = sums.left(image.zero[..., 0])[..., 0]
-        elements = geometry.extend(flatten_channels(image.elements), rows)
+        elements = geometry.extend(image.elements.reshape(*image_shape[:-2], -1), rows)
         shape = (*elements.shape[:-1], *image_shape[-2:])
         over = jnp.broadcast_to(rows[..., None], shape)
         scale = None if image.scale is None else jnp.broadcast_to(sums.left(image.scale[..., 0]), shape)
-        image, geometry = CodedArray(elements.reshape(shape), scale, over), geometry.without_padding
+        image = CodedArray(elements.reshape(shape), scale, over)
+        rank = len(places)
+        geometry = replace(geometry, padding=((0, 0),) * rank, image_gaps=(1,) * rank)
         sums = _ConvSums(geometry, places)
     if image.block is None and kernel.block is None and sums.width <= LARGEST_SUM_WIDTH:
         return multiply_codes(image, kernel, dtype, sums)
     out = sums.shape(image.elements, kernel.elements)
-    y = multiply_codes(
-        _windows_as_rows(image, sums), replace(kernel.map_arrays(_kernel_rows), block=kernel.block), dtype
-    )
+    y = multiply_codes(_windows_as_rows(image, sums), kernel.map_arrays(_kernel_rows), dtype)
     return _windows_from_rows(y, out)
 
 
@@ -244,19 +234,16 @@ def _windows_as_rows(image: CodedArray, sums: _ConvSums) -> CodedArray:
     def rows(v: Array) -> Array:
         return _patch_rows(sums.geometry.patches(v.reshape(*v.shape[:-2], -1), sums.places), groups)
 
-    elements = rows(image.elements)
     if image.block is not None:
-        scale, zero = (None if v is None else rows(v) for v in (image.scale, image.zero))
-        return CodedArray(elements, scale, zero, image.block)
+        return image.map_arrays(rows)
+    elements = rows(image.elements)
     windows = elements.shape[1] // image.elements.shape[0]
 
-    def per_window(v: Array | None) -> Array | None:
+    def per_window(v: Array) -> Array:
         """One number for each image, over its windows."""
-        if v is None:
-            return None
         return jnp.broadcast_to(jnp.repeat(v.reshape(v.shape[0], -1)[:, 0], windows)[:, None], elements.shape)
 
-    return CodedArray(elements, per_window(image.scale), per_window(image.zero))
+    return image.with_elements(elements, per_window)
 
 
 def correlate_codes(
@@ -292,10 +279,9 @@ def correlate_codes(
     def split_groups(v: Array) -> Array:
         return v.reshape(groups, v.shape[0] // groups, -1)
 
-    left = replace(gradient.map_arrays(split_groups), block=gradient.block)
+    left = gradient.map_arrays(split_groups)
     if same:
-        right = replace(image.map_arrays(split_groups), block=image.block)
-        y = multiply_codes(left, right, dtype)
+        y = multiply_codes(left, image.map_arrays(split_groups), dtype)
         return y.reshape(*places, *y.shape)
     fill = None if image.zero is None else _channel_numbers(image.zero).reshape(-1)
     wide = jnp.moveaxis(geometry.extend(jnp.moveaxis(image.elements, 0, -1), fill), -1, 0)
@@ -306,10 +292,8 @@ def correlate_codes(
         starts = [0, 0, *(place[i] * gap for i, gap in enumerate(gaps))]
         part = lax.dynamic_slice(wide, starts, (*wide.shape[:2], *spans))
         part = lax.slice(part, (0,) * part.ndim, part.shape, (1, 1, *geometry.strides))
-        scale, zero = (
-            None if v is None else jnp.broadcast_to(_channel_numbers(v), part.shape) for v in (image.scale, image.zero)
-        )
-        return multiply_codes(left, CodedArray(part, scale, zero).map_arrays(split_groups), dtype)
+        own = image.with_elements(part, lambda v: jnp.broadcast_to(_channel_numbers(v), part.shape))
+        return multiply_codes(left, own.map_arrays(split_groups), dtype)
 
     index = np.stack(np.unravel_index(np.arange(math.prod(places)), tuple(places)), -1).astype(np.int32)
     y = lax.map(at_place, jnp.asarray(index))
@@ -404,13 +388,12 @@ def expert_weight_gradients(gradient: CodedArray, x: CodedArray, sizes: Array, e
     def gradient_of_expert(expert: Array) -> Array:
         is_own_row = owner == expert
 
-        def mask_other_rows(v: CodedArray) -> CodedArray:
+        def own_rows(v: CodedArray) -> CodedArray:
             """Other rows have zeros, which is the code of a zero point where there is one."""
             none = jnp.zeros((), v.elements.dtype) if v.zero is None else v.zero.astype(v.elements.dtype)
-            return replace(v, elements=jnp.where(is_own_row, v.elements, none))
+            return v.with_elements(jnp.where(is_own_row, v.elements, none), lambda u: u).map_arrays(lambda u: u[None])
 
-        left, right = (replace(mask_other_rows(v).map_arrays(lambda u: u[None]), block=v.block) for v in (gradient, x))
-        return multiply_codes(left, right, dtype)[0].T
+        return multiply_codes(own_rows(gradient), own_rows(x), dtype)[0].T
 
     return lax.map(gradient_of_expert, jnp.arange(experts))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -25,7 +24,14 @@ from jchop._core.xla.cpu import loop_slice
 from jchop._core.xla.sizes import if_static
 from jchop._kernels.primitive import by_platform
 from jchop._kernels.products.dequantize_matmul import dequantize_matmul
-from jchop._quantized.products.codes import CodedArray, exact_block_sum, group_scales, multiply_codes, scale_sums
+from jchop._quantized.products.codes import (
+    CodedArray,
+    exact_block_sum,
+    group_scales,
+    multiply_codes,
+    scale_sums,
+    scaled_sum_dtype,
+)
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings
@@ -80,7 +86,7 @@ def multiply_packed_weights(x: CodedArray, w: CodedArray, leading: bool, dtype: 
     def on_device(x: CodedArray, w: CodedArray) -> Array:
         if x.is_plain and leading and _fits_dequantize_kernel(x.elements, w, dtype):
             return _multiply_by_kernel(x.elements, w, dtype)
-        left, right = (replace(v.map_arrays(lambda u: u[None]), block=v.block) for v in (x, w))
+        left, right = (v.map_arrays(lambda u: u[None]) for v in (x, w))
         return multiply_codes(left, right, dtype)[0]
 
     return by_platform(on_device, x, w, cpu=on_cpu)
@@ -88,7 +94,7 @@ def multiply_packed_weights(x: CodedArray, w: CodedArray, leading: bool, dtype: 
 
 def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any) -> Array:
     """The scaled sums of the panels, added from the first to the last."""
-    sum_dtype = jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    sum_dtype = scaled_sum_dtype(dtype)
     integers = x.elements.dtype == jnp.int8
     kind = jnp.int8 if integers else sum_dtype
     (rows, count), x_elements = x.elements.shape, x.elements.astype(kind)
@@ -121,9 +127,14 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
     scales, zeros = (None if v is None else v.T[::block] if leading else v[:, ::block].T for v in (w.scale, w.zero))
     x_scales, x_zeros = (None if v is None else v[:, ::block] for v in (x.scale, x.zero))
 
+    def scaled(total: Array, scale: Array) -> Array:
+        return scale_sums(total.astype(sum_dtype), scale)
+
     def product_of_panel(rows: Array, part: Array, zero: Array | None, x_zero: Array | None) -> Array:
         if not integers:
-            return _panel_dot(rows, part, 0 if leading else 1, sum_dtype)
+            dims = (((1,), (0 if leading else 1,)), ((), ()))
+            highest = lax.Precision.HIGHEST
+            return lax.dot_general(rows, part, dims, precision=highest, preferred_element_type=sum_dtype)
         left, right = (None if v is None else v.reshape(1, -1, 1) for v in (x_zero, zero))
         b = part.T if leading else part
         return exact_block_sum(CodedArray(rows[None], None, left), CodedArray(b[None], None, right), rows.shape[1])[0]
@@ -141,12 +152,10 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
         sums = [product_of_panel(*operands, x_zero) for operands in zip(apart, parts, own, strict=True)]
         sums = sums if leading else [reduce(operator.add, sums)]
         if x_within and x_scales is not None:
-            sums = [_scale_sums_in(sum_dtype)(v, row_numbers(x_scales, start)) for v in sums]
-        return (
-            sums
-            if not w_within or scales is None or scales_numbers
-            else list(map(_scale_sums_in(sum_dtype), sums, column_numbers(scales, start, sum_dtype)))
-        )
+            sums = [scaled(v, row_numbers(x_scales, start)) for v in sums]
+        if not w_within or scales is None or scales_numbers:
+            return sums
+        return list(map(scaled, sums, column_numbers(scales, start, sum_dtype)))
 
     def add(total: list[Array], start: Any, size: int) -> list[Array]:
         return [a + b for a, b in zip(total, sums_of_panel(start, size), strict=True)]
@@ -157,19 +166,10 @@ def _multiply_by_panels(x: CodedArray, w: CodedArray, leading: bool, dtype: Any)
     total = lax.fori_loop(0, whole, lambda i, total: add(total, i * size, size), [first] * columns)
     total = add(total, whole * size, rest) if rest else total
     if x_scales is not None and not x_within:
-        total = [_scale_sums_in(sum_dtype)(v, x_scales[:, :1]) for v in total]
+        total = [scaled(v, x_scales[:, :1]) for v in total]
     if not w_within and scales is not None:
-        total = list(map(_scale_sums_in(sum_dtype), total, column_numbers(scales, 0, sum_dtype)))
+        total = list(map(scaled, total, column_numbers(scales, 0, sum_dtype)))
     return jnp.stack(total, -1).reshape(rows, -1).astype(dtype)
-
-
-def _scale_sums_in(dtype: Any) -> Callable[[Array, Array], Array]:
-    return lambda total, scale: scale_sums(total.astype(dtype), scale)
-
-
-def _panel_dot(x: Array, numbers: Array, axis: int, sum_dtype: Any) -> Array:
-    dims = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(x, numbers, dims, precision=lax.Precision.HIGHEST, preferred_element_type=sum_dtype)
 
 
 def _panel_reader(w: CodedArray, leading: bool, dtype: Any) -> tuple[int, Callable[[Any, int], list[Array]]]:
