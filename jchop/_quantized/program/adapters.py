@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,12 +149,13 @@ def lora_layouts(plan: ProgramPlan, shapes: Sequence[tuple[int, ...]]) -> dict[i
     """
     layouts: dict[int, MatrixLayout | str] = {}
     products: set[int] = set()
-    for step, side, use in _uses_by_step(plan):
+    every = ((step, side, use) for step in plan.walk() for side, some in enumerate(step.uses) for use in some)
+    for step, side, use in every:
         before, new = layouts.get(use.leaf), _lora_layout(step, side, use, shapes[use.leaf])
         if use.kind == "product":
             products.add(use.leaf)
         if isinstance(before, MatrixLayout) and isinstance(new, MatrixLayout) and before != new:
-            new = f"{use.primitive} at {use.source or 'an unknown line'} sums over other axes of it than before"
+            new = f"{use.where} sums over other axes of it than before"
         layouts[use.leaf] = before if isinstance(before, str) else new
     for fact in plan.out:
         for origin in () if fact is None else fact.origins:
@@ -162,13 +163,8 @@ def lora_layouts(plan: ProgramPlan, shapes: Sequence[tuple[int, ...]]) -> dict[i
     return {leaf: layouts[leaf] for leaf in sorted(products)}
 
 
-def _uses_by_step(plan: ProgramPlan) -> Iterator[tuple[ProductStep, int, ParamUse]]:
-    for step in plan.walk():
-        yield from ((step, side, use) for side, some in enumerate(step.uses) for use in some)
-
-
 def _lora_layout(step: ProductStep, side: int, use: ParamUse, shape: tuple[int, ...]) -> MatrixLayout | str:
-    where = f"{use.primitive} at {use.source or 'an unknown line'}"
+    where = use.where
     if use.kind != "product" or not isinstance(step.product, DotProduct):
         return f"{where} takes it, which is no product of matrices"
     if sum(map(len, step.uses)) > 1:
@@ -177,12 +173,9 @@ def _lora_layout(step: ProductStep, side: int, use: ParamUse, shape: tuple[int, 
         return f"{where} is batched over an axis of it"
     if use.view is None or not use.is_intact:
         return f"it is computed with before {where}"
-    view = MatrixView(use.view.free, _sort_factors(use.view.contracting))
+    contracting = tuple(sorted(use.view.contracting, key=lambda part: (part.axis, -part.inner)))
+    view = MatrixView(use.view.free, contracting)
     layout = MatrixLayout.of(shape, stack_ndim(shape, view), view, 0)
     if layout is None or math.prod(layout.matrices) != math.prod(step.eqn.invars[side].aval.shape):
         return f"{where} takes a part of an axis"
     return layout
-
-
-def _sort_factors(parts: AxisFactors) -> AxisFactors:
-    return tuple(sorted(parts, key=lambda part: (part.axis, -part.inner)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,11 +35,6 @@ from jchop._quantized.program.provenance import (
     unstack_provenance,
 )
 from jchop._round.arguments import JCHOP_SCOPE
-
-
-def where_text(primitive: str, source: str) -> str:
-    """A primitive and the line of source that it comes from."""
-    return f"{primitive} at {source or 'an unknown line'}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class ParamUse:
     @property
     def where(self) -> str:
         """The primitive that takes it, and its line."""
-        return where_text(self.primitive, self.source)
+        return f"{self.primitive} at {self.source or 'an unknown line'}"
 
     @property
     def is_opaque(self) -> bool:
@@ -137,7 +132,7 @@ class ProductStep(step.ProgramStep):
     @property
     def where(self) -> str:
         """Its primitive and line."""
-        return where_text(self.name, self.source)
+        return f"{self.name} at {self.source or 'an unknown line'}"
 
     @property
     def param_uses(self) -> list[ParamUse]:
@@ -152,9 +147,7 @@ class ProvenancePlanner(Planner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last_source = self._outer_source = (
-            ""  # the sources of the last equation, and of the one that holds the program
-        )
+        self._last_source = self._outer_source = ""  # of the last equation, and of the one that holds the program
         self._name = ""  # the primitive of the last equation
         self.data_changes: dict[int, ParamUse] = {}
 
@@ -181,13 +174,7 @@ class ProvenancePlanner(Planner):
             self.data_changes.setdefault(use.leaf, use)
         return replace(both, opaque_uses=(*both.opaque_uses, *(replace(use, kind="product") for use in uses)))
 
-    def one_turn(self, known: Provenance) -> Provenance:
-        """What is known of one of a stack."""
-        return unstack_provenance(known)
-
-    def all_turns(self, known: Provenance) -> Provenance:
-        """What is known of a stack."""
-        return stack_provenance(known)
+    one_turn, all_turns = staticmethod(unstack_provenance), staticmethod(stack_provenance)
 
     def draws(self, step: Any) -> int:
         """Products split their own key."""
@@ -216,19 +203,14 @@ class ProvenancePlanner(Planner):
             has_product = not data and any(fact.origins or fact.has_product for fact in facts)
             out = (Provenance(data=data, from_keys=from_keys, has_product=has_product),)
             if isinstance(product, str):
-                title = f"{name} ({product})"
-                uses = tuple(
-                    tuple(o.bias_use or ParamUse(o.leaf, "other", title, source) for o in fact.origins)
-                    for fact in facts
-                )
+                uses = _uses_of(facts, lambda o: ParamUse(o.leaf, "other", f"{name} ({product})", source))
                 return replace(result, refusal=product, uses=uses, out=out)
-            layouts = (product.forward.left, product.forward.right)
             why = _COMPLEX_REASON if is_complex_product(eqn) else ""
             batch = len(product.batch[0]) if isinstance(product, DotProduct) else isinstance(product, RaggedProduct)
             uses, opaque_uses = [], [*opaque_uses_of(facts)]
-            for i, layout in enumerate(layouts):
+            use = partial(ParamUse, kind="product", primitive=name, source=source, why=why)
+            for i, layout in enumerate(product.forward):
                 shape, matter = eqn.invars[i].aval.shape, (*layout.free[:batch], *layout.contracting)
-                use = partial(ParamUse, kind="product", primitive=name, source=source, why=why)
                 biases = [o for o in facts[i].origins if o.bias_use and not _is_weight_matrix(o, layout, batch)]
                 opaque_uses += [o.bias_use for o in biases]
                 uses.append(tuple(
@@ -243,29 +225,15 @@ class ProvenancePlanner(Planner):
         taker = JCHOP_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
         if data:
             kind = "sum" if name in _SUM_PRIMITIVES else "other"
-            uses = tuple(
-                tuple(
-                    o.bias_use or ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, axes=o.axes) for o in fact.origins
-                )
-                for fact in facts
-            )
+            uses = _uses_of(facts, lambda o: ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, axes=o.axes))
             return replace(result, uses=uses, out=(FROM_DATA,) * len(eqn.outvars))
         outs = [self._out(eqn, facts, i) for i in range(len(eqn.outvars))]
         if name in _SUM_PRIMITIVES:
             outs = [_mark_biases(outs[0], eqn, facts, source)]
-        ends = {o.leaf for fact in facts for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
-        uses = tuple(
-            tuple(
-                o.bias_use or ParamUse(o.leaf, "other", taker, source, cuts=o.cuts)
-                for o in fact.origins
-                if o.leaf in ends
-            )
-            for fact in facts
-        )
-        opaque_after = (
-            *opaque_uses_of(facts),
-            *(replace(use, kind="product") for some in uses for use in some if use.kind != "sum"),
-        )
+        goes_on = {o.leaf for fact in outs for o in fact.origins}
+        uses = _uses_of(facts, lambda o: ParamUse(o.leaf, "other", taker, source, cuts=o.cuts), goes_on)
+        taken = (replace(use, kind="product") for some in uses for use in some if use.kind != "sum")
+        opaque_after = (*opaque_uses_of(facts), *taken)
         outs = [replace(out, opaque_uses=opaque_after, from_keys=from_keys) for out in outs]
         return replace(result, uses=uses, out=tuple(outs), moves=name in MOVE_PRIMITIVES)
 
@@ -296,6 +264,13 @@ class ProvenancePlanner(Planner):
             return replace(step, uses=(tuple(uses),), out=(FROM_DATA,))
         from_keys = any(fact.from_keys for fact in step.known)
         return replace(step, out=(replace(out, opaque_uses=fact.opaque_uses, from_keys=from_keys),), moves=True)
+
+
+def _uses_of(
+    facts: Sequence[Provenance], use: Callable[[ParamOrigin], ParamUse], but: Collection[int] = ()
+) -> tuple[tuple[ParamUse, ...], ...]:
+    """The uses of the parameters of each operand, `but` of some: as a bias, or `use`."""
+    return tuple(tuple(o.bias_use or use(o) for o in fact.origins if o.leaf not in but) for fact in facts)
 
 
 def holds_several_arrays(uses: Sequence[ParamUse]) -> bool:
@@ -372,9 +347,8 @@ def _mark_biases(out: Provenance, eqn: Any, facts: Sequence[Provenance], source:
         i = next(i for i, fact in enumerate(facts) if any(o.leaf == origin.leaf for o in fact.origins))
         other = facts[1 - i]
         if origin.spread and not origin.bias_use and (other.origins or other.opaque_uses or other.has_product):
-            origin = replace(
-                origin, bias_use=ParamUse(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts)
-            )
+            use = ParamUse(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts)
+            origin = replace(origin, bias_use=use)
         origins.append(origin)
     return replace(out, origins=tuple(origins))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -59,8 +59,8 @@ from jchop._spec.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RuledProgram:
-    """A function traced for some arguments, with the rule of each parameter.
+class QuantizedProgram:
+    """A function traced for some arguments, and what its rules do to parameters and products.
 
     Args:
         plan: the program.
@@ -71,6 +71,10 @@ class _RuledProgram:
         uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
         rule_indexes: which of the rules applies to each parameter; None for none.
         products: the products in the order of the program, each with its rule.
+        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
+        runner: the roundings of the products, by their steps.
+        slots: the activations with scales from elsewhere than their data, by the steps of their products.
+        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
     """
 
     plan: ProgramPlan
@@ -81,6 +85,10 @@ class _RuledProgram:
     uses: Mapping[int, Sequence[ParamUse]]
     rule_indexes: tuple[int | None, ...]
     products: tuple[tuple[ProductStep, Rule | None], ...]
+    placements: Mapping[int, tuple[WeightLayout, ParamUse]] = field(default_factory=dict)
+    runner: QuantizedRunner = field(default_factory=lambda: QuantizedRunner({}))
+    slots: dict[int, ScaleSlot] = field(default_factory=dict)
+    entries_of_scan: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def main_use(self, leaf: int) -> ParamUse | None:
         """The use that says how a parameter is rounded."""
@@ -95,23 +103,6 @@ class _RuledProgram:
     def exemption(self, leaf: int) -> str:
         """Why a parameter is not rounded as its rule says; empty if nothing prevents it."""
         return _exemption_reason(self.rule_of(leaf), self.uses.get(leaf, ()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedProgram(_RuledProgram):
-    """A program, and what its rules do to parameters and products.
-
-    Args:
-        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
-        runner: the roundings of the products, by their steps.
-        slots: the activations with scales from elsewhere than their data, by the steps of their products.
-        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
-    """
-
-    placements: Mapping[int, tuple[WeightLayout, ParamUse]]
-    runner: QuantizedRunner
-    slots: dict[int, ScaleSlot]
-    entries_of_scan: dict[int, tuple[str, ...]]
 
     @property
     def keeps_constants(self) -> bool:
@@ -200,7 +191,7 @@ class QuantizedProgram(_RuledProgram):
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
         roundings, _ = self.runner.roundings.get(id(step), (None, -1))
         slot = self.slots.get(id(step))
-        fields = {} if roundings is None else {
+        rounded = {} if roundings is None else {
             "activation": roundings.left, "gradient": roundings.gradient,
             "input_gradient": roundings.input_gradient, "weight_gradient": roundings.weight_gradient,
             "matmul": roundings.matmul, "rotation": roundings.rotation,
@@ -212,7 +203,7 @@ class QuantizedProgram(_RuledProgram):
             f"{step.name} ({refusal})" if refusal else step.name,
             tuple(self.paths[use.leaf] for use in step.param_uses),
             "" if rule is None else str(rule),
-            {name: str(value) for name, value in fields.items() if value is not None},
+            {name: str(value) for name, value in rounded.items() if value is not None},
             step.source,
             "" if platform is None or rule is None or refusal else _operand_types(step, rule, platform),
         )
@@ -221,11 +212,9 @@ class QuantizedProgram(_RuledProgram):
 def _operand_types(step: ProductStep, rule: Rule, platform: str) -> str:
     """The types of the operands of a product on a platform."""
     carrier = jnp.result_type(*(v.aval.dtype for v in step.eqn.invars[:2])).name
-    weights = sum(map(bool, step.uses))
-    matrices = not isinstance(step.product, ConvProduct)
-    return (
-        f"{carrier} x {carrier}" if weights == 2 else operand_types_on(platform, rule, carrier, weights == 1, matrices)
-    )
+    if _multiplies_params_alone(step):
+        return f"{carrier} x {carrier}"
+    return operand_types_on(platform, rule, carrier, any(step.uses), not isinstance(step.product, ConvProduct))
 
 
 def _weight_spec(rule: Rule) -> Spec | None:
@@ -278,7 +267,7 @@ def plan_quantized_program(
         use = _main_use(uses.get(leaf, ()))
         operation = "" if use is None or use.view is None else OPERATION_NAMES.get(use.primitive, "")
         numbers.append(param_rule_index(path, rules, classes.get(path, ""), operation))
-    program = _RuledProgram(
+    program = QuantizedProgram(
         plan=plan, tree=jax.tree.structure(out), rules=rules, paths=call.paths, shapes=shapes, uses=uses,
         rule_indexes=tuple(numbers), products=tuple(_products_with_rules(plan, rules, numbers, classes)),
     )  # fmt: skip
@@ -305,13 +294,10 @@ def plan_quantized_program(
         raise ValueError(f"{refusals[path]}{more * bool(others)}")
     slots, entries_of_scan = scale_slots_of(plan, roundings, rule_of_step, call.paths)
     runner = QuantizedRunner(roundings, call.paths)
-    quantized = QuantizedProgram(
-        **{field.name: getattr(program, field.name) for field in fields(program)},
-        placements=placements, runner=runner, slots=slots, entries_of_scan=entries_of_scan,
-    )  # fmt: skip
+    program = replace(program, placements=placements, runner=runner, slots=slots, entries_of_scan=entries_of_scan)
     if all_in_use:
-        _check_rules_effect(quantized, {rule_of_step[step].scale_from for step in slots})
-    return quantized
+        _check_rules_effect(program, {rule_of_step[step].scale_from for step in slots})
+    return program
 
 
 def _products_with_rules(
@@ -331,7 +317,7 @@ def _products_with_rules(
             yield step, None if number is None else rules[number]
 
 
-def _weight_layouts(program: _RuledProgram) -> dict[int, tuple[WeightLayout, ParamUse]]:
+def _weight_layouts(program: QuantizedProgram) -> dict[int, tuple[WeightLayout, ParamUse]]:
     results = {o.leaf for fact in program.plan.out if fact is not None for o in fact.origins}
     layouts = {}
     for leaf, number in enumerate(program.rule_indexes):
@@ -383,9 +369,7 @@ def _roundings_of_product(
     product = OperandSwap(step.product) if weight == 0 else step.product
     if roundings.stored_only and not roundings.for_operand(product, step.eqn.invars[weight].aval.shape).codes:
         roundings = replace(roundings, codes=False)
-    idle = (
-        roundings.left is None and not roundings.backward and not roundings.codes and roundings.forward_rotation is None
-    )
+    idle = not (roundings.left or roundings.backward or roundings.codes or roundings.forward_rotation)
     scaled = any(spec is not None and spec.scaled is not None for spec in roundings.specs)
     if idle or (scaled and is_complex_product(step.eqn)):  # only real numbers have scales
         return None
@@ -394,7 +378,7 @@ def _roundings_of_product(
 
 
 def _params_without_blocks(
-    program: _RuledProgram, step: ProductStep, rule: Rule, placements: Mapping[int, tuple[WeightLayout, ParamUse]]
+    program: QuantizedProgram, step: ProductStep, rule: Rule, placements: Mapping[int, tuple[WeightLayout, ParamUse]]
 ) -> Iterator[tuple[str, str]]:
     """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
     for use in step.param_uses:
@@ -429,7 +413,7 @@ def _sum_axes_text(use: ParamUse) -> str:
     return f"{text} of it ({use.where})"
 
 
-def _check_rules_match(program: _RuledProgram, elsewhere: Collection[int]) -> None:
+def _check_rules_match(program: QuantizedProgram, elsewhere: Collection[int]) -> None:
     """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
     rules, paths, products = program.rules, program.paths, program.products
     numbers_in_use = {*elsewhere, *(number for number in program.rule_indexes if number is not None)}
@@ -474,11 +458,10 @@ def _check_rules_effect(program: QuantizedProgram, sources: set[Any]) -> None:
             used.add("scale_from")
         idle = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
-            reach = _reach_text(
-                program, number, "report, under rules that have an effect, shows what each parameter reaches"
-            )
+            hint = "report, under rules that have an effect, shows what each parameter reaches"
             raise ValueError(
-                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reach}"
+                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: "
+                f"{_reach_text(program, number, hint)}"
             )
 
 
@@ -491,27 +474,24 @@ def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
     first = programs[0]
     why = "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
     for number, rule in enumerate(first.rules):
-        if rule.weight is not None and not any(map(partial(_rounds_weight, number), programs)):
+        own = (use for one in programs for leaf, (_, use) in one.placements.items() if one.rule_indexes[leaf] == number)
+        if rule.weight is not None and all(use.kind == "sum" for use in own):
             raise ValueError(
                 f"{rule}: weight rounds no parameter of the methods that have example arguments: "
                 f"{_reach_text(first, number, why)}"
             )
 
 
-def _rounds_weight(number: int, program: QuantizedProgram) -> bool:
-    return any(
-        program.rule_indexes[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items()
-    )
-
-
 def _reach_text(program: QuantizedProgram, number: int, hint: str) -> str:
-    """What a parameter of a rule reaches, and a hint; none where a function of jchop takes it."""
+    """What a parameter of a rule reaches that is not rounded, else the product that it shares; and a hint.
+
+    There is no hint where a function of jchop takes the parameter.
+    """
     text = _reach_of_rule(program, number)
     return text if text.endswith(_GIVE_PLAIN_FUNCTION) else f"{text}. {hint}"
 
 
 def _reach_of_rule(program: QuantizedProgram, number: int) -> str:
-    """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
     rule, numbers, paths = program.rules[number], program.rule_indexes, program.paths
     main_uses = {leaf: program.main_use(leaf) for leaf, n in enumerate(numbers) if n == number}
     exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in program.placements and use is not None]

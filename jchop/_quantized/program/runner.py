@@ -79,8 +79,8 @@ class QuantizedRunner(Runner):
             return bind(step.eqn.primitive, step.eqn.params, *args)
         if step.name in CUSTOM_CALLS and not self._is_busy(step):
             return bind(step.eqn.primitive, step.eqn.params, *map(rounded_value, args))
-        whole = {"passed": _unchanged, "fixed": _unchanged, "sliced": _as_scan_input}
-        args = [whole.get(role, rounded_value)(x) for x, role in zip(args, roles_of(step), strict=True)]
+        forms = {"passed": lambda x: x, "fixed": lambda x: x, "sliced": _as_scan_input}
+        args = [forms.get(role, rounded_value)(x) for x, role in zip(args, roles_of(step), strict=True)]
         return super().control(step, seeds, args)
 
     def _is_busy(self, step: ProductStep) -> bool:
@@ -142,18 +142,14 @@ class QuantizedRunner(Runner):
             return [replace(out, adapter=adapter) for out, adapter in zip(outs, adapters, strict=True)]
         low, full = run(*map(rounded_value, args)), run(*(x.full if isinstance(x, RoundedAndFull) else x for x in args))
         first, *rest = args
+        moving = first.codes if isinstance(first, RoundedAndFull) else None
         codes: list[CodedArray | None] = [None] * len(low)
-        if (
-            isinstance(first, RoundedAndFull)
-            and first.codes is not None
-            and not any(isinstance(x, RoundedAndFull) for x in rest)
-        ):
+        if moving is not None and not any(isinstance(x, RoundedAndFull) for x in rest):
+            fill = part.eqn.params.get("fill_value")  # beyond the end of what a gather reads
             if part.name == "convert_element_type":
-                codes = [first.codes]
-            elif part.name in _CODE_MOVES and not _fills_past_end(part):
-                codes = [
-                    first.codes.map_arrays(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))
-                ]
+                codes = [moving]
+            elif part.name in _CODE_MOVES and (fill is None or fill != fill):
+                codes = [moving.map_arrays(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))]
         return [RoundedAndFull(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
@@ -174,13 +170,10 @@ class QuantizedRunner(Runner):
             if not roundings.stored_only:
                 self.without_codes.setdefault(path, (step, weight, roundings))
             roundings = replace(roundings, codes=False)
-        group = (
-            None
-            if codes is None or roundings.right is None
-            else block_along_sum(roundings.right, product.forward.right.ndim)
-        )
-        if codes is not None and group is not None:
-            codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
+        if codes is not None and roundings.right is not None:
+            group = block_along_sum(roundings.right, product.forward.right.ndim)
+            block = group and math.gcd(group, *(use.block_of(group) for use in step.uses[weight]))
+            codes = replace(codes, block=block)
         return contract(product, x, full, roundings, key, rounded=rounded_value(w), codes=codes, extra=extra)
 
 
@@ -217,22 +210,12 @@ def _no_codes_message(failures: dict[str, tuple[ProductStep, int, ProductRoundin
     )
 
 
-def _fills_past_end(part: ProductStep) -> bool:
-    """Whether numbers of its own, and not NaN, stand beyond the end of what a gather reads."""
-    fill = part.eqn.params.get("fill_value")
-    return fill is not None and fill == fill
-
-
 def _move_code_part(part: ProductStep, v: Array, rest: list[Any]) -> list[Any]:
     """A move of elements, scales or zero points; where scales are NaN beyond the end, integers are 0."""
     params = part.eqn.params
     if part.name == "gather" and params["fill_value"] is not None and not jnp.issubdtype(v.dtype, jnp.inexact):
         params = {**params, "fill_value": 0}
     return bind(part.eqn.primitive, params, v, *rest)
-
-
-def _unchanged(x: Any) -> Any:
-    return x
 
 
 def _as_scan_input(x: Any) -> Any:
@@ -385,9 +368,8 @@ class ScaleStateRunner(QuantizedRunner):
         """The entries that a loop carries, which are those of no single iteration, and the names that it updates."""
         slots = self._slots_in(step)
         names = [slot.name for slot in slots if slot.name in self.entries and slot.name not in rows]
-        return {name: self.entries[name] for name in names}, self._updated_names(
-            slots
-        ) if self.mode == "update" else set()
+        updated = self._updated_names(slots) if self.mode == "update" else set()
+        return {name: self.entries[name] for name in names}, updated
 
     def _inside(self, run: Callable[[], Any], entries: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
         """The results of a program within, and the updates of its entries."""

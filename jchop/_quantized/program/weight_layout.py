@@ -16,7 +16,7 @@ from jax import export
 from jchop._common.bit_ops import reshape
 from jchop._common.paths import path_pattern
 from jchop._quantized.products.contraction import ProductRoundings
-from jchop._quantized.products.operand_layout import keep_nan
+from jchop._quantized.products.operand_layout import keep_nan, round_in_layout
 from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, ScaleFrom
 from jchop._quantized.products.scales import round_in_range, round_lsq, update_history
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
@@ -29,7 +29,6 @@ from jchop._quantized.program.provenance import (
     split_axes,
 )
 from jchop._quantized.program.scale_slots import Scales
-from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
@@ -71,43 +70,42 @@ class WeightLayout:
         """A parameter, or a stack, in full precision, as it is before it is rounded."""
         return x if self.rotation is None else map_over_stack(x.ndim - self.ndim, self.rotation.parameter, x)
 
+    def _map(self, run: Callable[..., Any], x: Array, *keys: Array | None, beside: tuple[Any, ...] = ()) -> Any:
+        """A function of each array of a stack, in the shape that is rounded, of what is beside it, and of keys."""
+        stack = x.ndim - self.ndim
+        arrays = reshape(x, x.shape[:stack] + self.shape), *beside
+        return map_over_stack(stack, lambda arrays, *keys: run(*arrays, *keys), arrays, *keys)
+
     def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
         """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
-        stack = x.ndim - self.ndim
-        array = reshape(x, x.shape[:stack] + self.shape)
-        return reshape(map_over_stack(stack, partial(_round_param, self.spec), array, key, gradient_key), x.shape)
+        rounded = self._map(lambda v, *keys: round_in_layout(None, v, self.spec, *keys), x, key, gradient_key)
+        return reshape(rounded, x.shape)
 
     def round_under(self, state: WeightScaleState, x: Array, key: Array | None = None) -> Array:
         """A parameter rounded under kept scales."""
-        stack = x.ndim - self.ndim
-        array = reshape(x, x.shape[:stack] + self.shape)
 
-        def round_one(both: tuple[Array, Array], key: Array | None) -> Array:
-            v, entry = both
+        def round_one(v: Array, entry: Array, key: Array | None) -> Array:
             if isinstance(state.source, LSQ):
                 sharing = v.size // entry.size if state.source.factor else None
                 return keep_nan(v, round_lsq(v, self.spec, entry, key, sharing=sharing), self.spec)
             return round_in_range(v, self.spec, entry, key)
 
-        return reshape(map_over_stack(stack, round_one, (array, state.entry), key), x.shape)
+        return reshape(self._map(round_one, x, key, beside=(state.entry,)), x.shape)
 
     def fit_scales(self, x: Array) -> Array:
         """The scales that a parameter has by the format's rule."""
-        stack = x.ndim - self.ndim
-        return map_over_stack(stack, lambda v: fit_scale(v, self.spec)[0], reshape(x, x.shape[:stack] + self.shape))
+        return self._map(lambda v: fit_scale(v, self.spec)[0], x)
 
     def pack(
         self, x: Array, key: Array | None = None, scale: Array | None = None, zero_point: Array | None = None
     ) -> QArray | StoredAs:
         """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
-        stack = x.ndim - self.ndim
-        core = tuple(x.shape[stack:])
-        array = reshape(x, x.shape[:stack] + self.shape)
 
-        def pack_one(operands: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
-            return quantize(operands[0], self.spec, key, scale=operands[1], zero_point=operands[2])
+        def pack_one(v: Array, scale: Array | None, zero_point: Array | None, key: Array | None) -> QArray:
+            return quantize(v, self.spec, key, scale=scale, zero_point=zero_point)
 
-        qarray = map_over_stack(stack, pack_one, (array, scale, zero_point), key)
+        qarray = self._map(pack_one, x, key, beside=(scale, zero_point))
+        core = tuple(x.shape[x.ndim - self.ndim :])
         return qarray if core == self.shape else StoredAs(qarray, core, len(self.shape))
 
 
@@ -123,10 +121,6 @@ class WeightScaleState:
 
     entry: Array
     source: ScaleFrom
-
-
-def _round_param(spec: Spec, x: Array, key: Array | None, gradient_key: Array | None) -> Array:
-    return keep_nan(x, round_to_format(x, spec, key, gradient_key=gradient_key), spec)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["core", "ndim_stored"])
@@ -206,7 +200,7 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
             do not lie together.
     """
     if view is None:
-        return _check_group_axes(WeightLayout(spec, tuple(shape), len(shape)))
+        return _checked_layout(spec, tuple(shape), len(shape))
     factors = split_axes(shape, [part for parts in (*view.free, view.contracting) for part in parts])
     stack = stack_ndim(shape, view)
     entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
@@ -218,11 +212,16 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
     number = {(part.axis, part.inner): i for i, (_, part) in enumerate(entries)}
 
     def numbers(parts: AxisFactors) -> list[int]:
-        return [number[p.axis, p.inner] for p in parts if (p.axis, p.inner) in number]
+        """Of the parts; a part of an axis that is not taken apart stands for all of it."""
+        every: dict[AxisFactor, None] = {}
+        for part in parts:
+            own = factors[part.axis]
+            every |= dict.fromkeys([part] if part in own else own)
+        return [number[p.axis, p.inner] for p in every if (p.axis, p.inner) in number]
 
     kinds: list[AxisGrouping] = [OWN_SCALE] * len(entries)
     runs: list[list[int]] = []
-    factors_of_axis = [numbers(_split_by_factors(parts, factors)) for parts in (*view.free, view.contracting)]
+    factors_of_axis = [numbers(parts) for parts in (*view.free, view.contracting)]
     sparse, crossing = _sparse_factors(spec, factors_of_axis, sizes)
     for kind, ids in zip(axis_groupings(fmt, len(factors_of_axis)), factors_of_axis, strict=True):
         if isinstance(kind, str):
@@ -244,7 +243,7 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
         array_format = (
             _with_sparse_factor(array_format, sparse[-1], sizes, array_shape) if sparse else array_format.dense
         )
-    return _check_group_axes(WeightLayout(replace(spec, format=array_format), array_shape, len(core)))
+    return _checked_layout(replace(spec, format=array_format), array_shape, len(core))
 
 
 def blocks_fit_axes(view: MatrixView, block: int | None) -> bool:
@@ -259,19 +258,10 @@ def blocks_fit_axes(view: MatrixView, block: int | None) -> bool:
     return True
 
 
-def _check_group_axes(placement: WeightLayout) -> WeightLayout:
-    if placement.spec.scaled is not None:
-        placement.spec.scaled.group_shape(placement.shape)
-    return placement
-
-
-def _split_by_factors(parts: AxisFactors, factors: Sequence[tuple[AxisFactor, ...]]) -> AxisFactors:
-    """Parts as those of `factors`: a part of an axis that is not taken apart stands for all of it."""
-    result: list[AxisFactor] = []
-    for part in parts:
-        own = factors[part.axis]
-        result += [part] if part in own else [p for p in own if p not in result]
-    return tuple(result)
+def _checked_layout(spec: Spec, shape: tuple[int, ...], ndim: int) -> WeightLayout:
+    if spec.scaled is not None:
+        spec.scaled.group_shape(shape)
+    return WeightLayout(spec, shape, ndim)
 
 
 def stack_ndim(shape: Sequence[int], view: MatrixView) -> int:
@@ -411,14 +401,8 @@ def weight_scale_state(
         return WeightScaleState(weight_scale_entry(scales, name, placement.fit_scales, value), source), {}
     assert isinstance(source, DelayedScaling)
     stack = value.ndim - placement.ndim
-
-    def history_like(v: Any) -> Array:
-        return jnp.zeros((*v.shape[:stack], source.length))
-
-    def update_one(both: tuple[Array, Array]) -> tuple[Array, Array]:
-        return update_history(source, *both)
-
-    span, after = map_over_stack(stack, update_one, (weight_scale_entry(scales, name, history_like, value), value))
+    history = weight_scale_entry(scales, name, lambda v: jnp.zeros((*v.shape[:stack], source.length)), value)
+    span, after = map_over_stack(stack, lambda both: update_history(source, *both), (history, value))
     return WeightScaleState(span, source), {name: after}
 
 
