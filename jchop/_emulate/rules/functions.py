@@ -43,12 +43,8 @@ _ExactOperands = tuple[Array, ...]
 
 def _full_range_operation(name: str, operands: _ExactOperands, spec: Spec, word: Array | None = None) -> Array:
     """An operation on arbitrary values of the carrier."""
-    full_range = carrier_range(_carrier_of_operand(operands[0]))
+    full_range = carrier_range(CARRIERS[operands[0].dtype.name])
     return round_operation(name, operands, spec, word, ranges=[full_range] * len(operands))
-
-
-def _carrier_of_operand(x: Array) -> Carrier:
-    return CARRIERS[x.dtype.name]
 
 
 def exact_mod(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
@@ -58,7 +54,7 @@ def exact_mod(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array
     both operands, hence exact. If its sign differs from the sign of y, y is added.
     """
     x, y = operands
-    carrier = _carrier_of_operand(x)
+    carrier = CARRIERS[x.dtype.name]
     has_no_subnormals = range_of(spec, carrier).quantum >= 1 - carrier.bias  # no subnormals of the carrier
     remainder = lax.rem(x, y) if has_no_subnormals else _exact_remainder(x, y, carrier)
     (rest_sign, rest_magnitude), (y_sign, _) = bit_ops.split_sign(remainder, carrier), bit_ops.split_sign(y, carrier)
@@ -93,7 +89,7 @@ def _exact_remainder(x: Array, y: Array, carrier: Carrier) -> Array:
 def exact_floor_divide(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
     """The floor of the quotient. With infinities NumPy's (x - mod(x, y)) / y, which is NaN or, of other signs, -1."""
     x, y = operands
-    carrier = _carrier_of_operand(x)
+    carrier = CARRIERS[x.dtype.name]
     (x_sign, x_magnitude), (y_sign, y_magnitude) = bit_ops.split_sign(x, carrier), bit_ops.split_sign(y, carrier)
     is_minus_one = (x_sign != y_sign) & (x_magnitude > 0) & (x_magnitude < carrier.inf) & (y_magnitude == carrier.inf)
     x = jnp.where(is_minus_one, -1, jnp.where((x_magnitude == carrier.inf) & (y_magnitude > 0), jnp.nan, x))
@@ -114,7 +110,7 @@ def _floor_of_quotient(v: ExactResult, carrier: Carrier) -> ExactResult:
     is_negative = v.sign != 0
     # Last place above the binary point: t is an integer, and so are the first bits of the rest.
     integer_bits = jnp.clip(ulp_exponent, 0, width - 1).astype(word_dtype)
-    fraction_mask = _low_ones(width - integer_bits, word_dtype)
+    fraction_mask = ~jnp.zeros_like(integer_bits) >> integer_bits  # at least one low bit
     has_fraction = (v.rest & fraction_mask) != 0
     integer_part = v.rest & ~fraction_mask
     unit = (is_negative & (has_fraction | v.sticky)).astype(word_dtype)
@@ -140,12 +136,6 @@ def _floor_of_quotient(v: ExactResult, carrier: Carrier) -> ExactResult:
     )
 
 
-def _low_ones(count: Array, word: object) -> Array:
-    """Words with ones in the low `count` bits, `count` >= 1."""
-    width = count.dtype.itemsize * 8
-    return ~jnp.zeros_like(count) >> (width - count).astype(count.dtype)
-
-
 def exact_ldexp(operands: _ExactOperands, spec: Spec, word: Array | None) -> Array:
     """The exact x 2^n for integers n, rounded once.
 
@@ -153,7 +143,7 @@ def exact_ldexp(operands: _ExactOperands, spec: Spec, word: Array | None) -> Arr
     of two can leave the carrier's normal range. Exponents beyond twice the carrier's range do not change the result.
     """
     x, n = operands
-    carrier = _carrier_of_operand(x)
+    carrier = CARRIERS[x.dtype.name]
     bias = carrier.bias
     fraction, exponent = carrier_frexp(x)
     total = jnp.clip(exponent + jnp.clip(n, -4 * bias, 4 * bias).astype(exponent.dtype), 3 - 2 * bias, 2 * bias)
@@ -174,7 +164,7 @@ def exact_bitwise(name: str, operands: _ExactOperands, spec: Spec, word: Array |
 
     The result, which may have more bits than the carrier's significand, is the exact sum of two halves.
     """
-    carrier = _carrier_of_operand(operands[0])
+    carrier = CARRIERS[operands[0].dtype.name]
     half = carrier.work_width // 2
     limit = 2.0 ** (carrier.work_width - 1)
     are_integers = [(x == jnp.trunc(x)) & (x >= -limit) & (x < limit) for x in operands]
@@ -247,12 +237,6 @@ def carrier_floor(x: Array) -> Array:
     return jnp.where(negative & (magnitude > 0) & (magnitude < one), -1, jnp.floor(x)).astype(x.dtype)
 
 
-def carrier_ceil(x: Array) -> Array:
-    """The smallest integer >= `x`."""
-    negative, magnitude, one, _ = _carrier_sign_and_magnitude(x)
-    return jnp.where(~negative & (magnitude > 0) & (magnitude < one), 1, jnp.ceil(x)).astype(x.dtype)
-
-
 def carrier_sign(x: Array) -> Array:
     """-1, a zero of the sign of `x`, 1, or NaN."""
     negative, magnitude, _, infinity = _carrier_sign_and_magnitude(x)
@@ -319,7 +303,7 @@ def arg_extremum_by_bits(primitive: str, x: Array, axes: tuple[int, ...], index_
 #: In place of primitives that may read subnormal numbers as zero.
 CARRIER_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "floor": carrier_floor,
-    "ceil": carrier_ceil,
+    "ceil": lambda x: -carrier_floor(-x),
     "sign": carrier_sign,
 }
 
@@ -425,10 +409,10 @@ def _call_at(jaxpr: Any, place: int, function: NamedFunction) -> tuple[Any, int]
     if not _have_equal_programs(eqns, known) and not _are_made_by(eqns, function):
         return None
     dtype = operands[0].aval.dtype
-    floats = [
-        _as_dtype(v, dtype) if name == "float32" else v for v, name in zip(operands, function.operands, strict=True)
-    ]
-    return eqns[-1].replace(primitive=function, params={}, invars=floats, effects=set()), len(known)
+    for i, (v, name) in enumerate(zip(operands, function.operands, strict=True)):
+        if name == "float32" and isinstance(v, Literal):
+            operands[i] = Literal(np.asarray(v.val, dtype), v.aval.update(dtype=dtype))
+    return eqns[-1].replace(primitive=function, params={}, invars=operands, effects=set()), len(known)
 
 
 def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
@@ -445,11 +429,6 @@ def _have_dtypes(operands: Sequence[Any], names: Sequence[str]) -> bool:
         if not (is_integer if name != "float32" else dtype == first or (is_integer and isinstance(v, Literal))):
             return False
     return True
-
-
-def _as_dtype(v: Any, dtype: Any) -> Any:
-    """A variable, or a constant of this dtype."""
-    return Literal(np.asarray(v.val, dtype), v.aval.update(dtype=dtype)) if isinstance(v, Literal) else v
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -491,11 +470,7 @@ def _are_made_by(eqns: Sequence[Any], function: NamedFunction) -> bool:
     python = function.function.func if isinstance(function.function, partial) else function.function
     code = getattr(inspect.unwrap(python), "__code__", None)
     inner = [eqn for program in programs_of(eqns[-1]) for eqn in program.eqns[-1:]]
-    frames = [_frames_of(eqn) for eqn in (*eqns, *inner)]
+    tracebacks = [eqn.source_info.traceback for eqn in (*eqns, *inner)]
+    frames = [None if traceback is None else traceback.raw_frames() for traceback in tracebacks]
     is_inlined = len(eqns) > 1 and all(each == frames[0] for each in frames[: len(eqns)])
     return None not in frames and (any(code in codes for codes, _ in frames[len(eqns) - 1 :]) or is_inlined)
-
-
-def _frames_of(eqn: Any) -> Any:
-    traceback = eqn.source_info.traceback
-    return None if traceback is None else traceback.raw_frames()

@@ -150,16 +150,13 @@ class ProgramCache:
 
     def _constants_on_entry(self, program: EmulatedProgram) -> tuple[Any, ...]:
         """The constants; those that are rounded on entry with the format's limits in place of the carrier's."""
-        consts = program.plan.consts
-        rounds = program.rounds[len(program.rounds) - len(consts) :]
-        floats = [
-            rounds_entry and is_carrier_float(x) and not isinstance(x, Tracer)
-            for rounds_entry, x in zip(rounds, consts, strict=True)
-        ]
-        return tuple(
-            _constant_at_limits(x, self.settings.spec) if is_rounded else x
-            for is_rounded, x in zip(floats, consts, strict=True)
-        )
+        consts = list(program.plan.consts)
+        for i, rounds in enumerate(program.rounds[len(program.rounds) - len(consts) :]):
+            x, on_host = consts[i], not isinstance(consts[i], Array)
+            if rounds and is_carrier_float(x) and not isinstance(x, Tracer) and (on_host or x.is_fully_addressable):
+                new = at_format_limits(x, self.settings.spec)
+                consts[i] = x if new is x else new if on_host else jax.device_put(new, x.sharding)
+        return tuple(consts)
 
     def _function_of_variables(
         self, tree: Any, is_variable: tuple[bool, ...], others: tuple[Any, ...]
@@ -239,13 +236,6 @@ class ProgramCache:
         plan = planner.plan(wide, facts[:count], constants=facts[count:])
         _refuse_rules_without_effect(self.settings, planner.used, plan)
         return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr)
-
-
-def _constant_at_limits(x: Any, spec: Any) -> Any:
-    if isinstance(x, Array) and not x.is_fully_addressable:
-        return x
-    new = at_format_limits(x, spec)
-    return jax.device_put(new, x.sharding) if isinstance(x, Array) and new is not x else new
 
 
 def _trees_are_equal(one: Any, other: Any) -> bool:

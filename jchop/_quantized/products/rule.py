@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from jchop._common.checks import check_bool, check_choice, check_int, short_repr
+from jchop._common.checks import check, check_bool, check_choice, check_float, check_int, short_repr
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.rotation import Hadamard
 from jchop._spec.accumulation import MatmulSpec
@@ -47,8 +47,7 @@ class MovingAverage:
     fields: ClassVar[tuple[str, ...]] = ("activation",)
 
     def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay!r} must be a number from 0 to 1, 1 excluded")
+        check_float("decay", self.decay, 0, 1, "[)")
 
 
 @dataclass(frozen=True)
@@ -298,8 +297,8 @@ class Rule:
         if self.operation is not None:
             operations = ", ".join(OPERATION_NAMES.values())
             check_path_pattern("operation", self.operation, operations)
-            if not any(matches_path(self.operation, name) for name in OPERATION_NAMES.values()):
-                raise ValueError(f"operation={self.operation!r} must match one of {operations}")
+            matches = any(matches_path(self.operation, name) for name in OPERATION_NAMES.values())
+            check(matches, f"operation={self.operation!r} must match one of {operations}")
         for name in SPEC_FIELDS:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else as_spec(value, name, scaled=True))
@@ -382,19 +381,11 @@ class Rule:
         )
 
     def __str__(self) -> str:
-        fields = [
-            f"{name}={getattr(self, name)}"
-            for name in (*_SELECTOR_FIELDS, *SPEC_FIELDS)
-            if getattr(self, name) is not None
-        ]
-        if self.rotation is not None:
-            fields.append(f"rotation={self.rotation}")
-        if self.matmul is not None:
-            fields.append(f"matmul=({self.matmul})")
-        if self.scale_from is not None:
-            fields.append(f"scale_from={self.scale_from}")
-        if self.product not in (None, "float"):
-            fields.append(f"product={self.product}")
+        fields = []
+        for name in (*_SELECTOR_FIELDS, *ROUNDING_FIELDS, "product"):
+            value = getattr(self, name)
+            if value is not None and (name, value) != ("product", "float"):
+                fields.append(f"{name}=({value})" if name == "matmul" else f"{name}={value}")
         return f"Rule({', '.join([repr(self.path), *fields])})"
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -214,7 +214,7 @@ class _EntropyObserver:
         codes = element.max_code - element.min_code + 1
         # Of magnitudes, for numbers of both signs and for numbers of one sign.
         self.levels = (codes // 2, codes) if shifts else (element.max_code + 1,) * 2
-        self.histogram, self.least, self.most = MagnitudeHistogram.empty(), 0.0, 0.0
+        self.histogram, self.least, self.most = MagnitudeHistogram(), 0.0, 0.0
 
     def see(self, x: Array) -> None:
         values = _data_in_float64(x, "entropy")
@@ -302,13 +302,8 @@ class MagnitudeHistogram:
         width: of a bin; 0 as long as nothing but zeros was seen.
     """
 
-    counts: np.ndarray
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(HISTOGRAM_BINS, np.int64))
     width: float = 0.0
-
-    @staticmethod
-    def empty() -> MagnitudeHistogram:
-        """Of nothing."""
-        return MagnitudeHistogram(np.zeros(HISTOGRAM_BINS, np.int64))
 
 
 def add_to_histogram(histogram: MagnitudeHistogram, x: Any) -> MagnitudeHistogram:

@@ -67,29 +67,26 @@ class LazyParam:
 
     def numbers(self, keys: Keys | None) -> Any:
         """The rounded numbers."""
-        key = None
+        key, placement = None, self.placement
         if is_packed_param(self.value):
             low = full = unpack_param(self.value)
-        elif self.placement is None:
+        elif placement is None:
             low = full = self.value
         else:
-            seeds = keys if is_stochastic(self.placement.spec) else None
+            seeds = keys if is_stochastic(placement.spec) else None
             key, backward = (None if seeds is None else seeds.turn(_PARAM_SEEDS + i, self.leaf).key for i in range(2))
-            full = self.placement.rotate(self.value)
-            low = (
-                self.placement.round(full, key, backward)
-                if self.scale_state is None
-                else self.placement.round_under(self.scale_state, full, key)
-            )
+            full = placement.rotate(self.value)
+            if self.scale_state is None:
+                low = placement.round(full, key, backward)
+            else:
+                low = placement.round_under(self.scale_state, full, key)
         if self.barrier:
             low = materialize(low)
-        if self.placement is None or not self.codes:
-            return (
-                RoundedAndFull(low, full, adapter=self.adapter) if self.keeps_full or self.adapter is not None else low
-            )
-        numbers = None if is_packed_param(self.value) else jax.lax.stop_gradient(full)
-        qarray = self.value if numbers is None else self.placement.pack(numbers, key)
-        return RoundedAndFull(low, full, _packed_param_codes(qarray, numbers), self.stack, self.adapter)
+        if placement is not None and self.codes:
+            numbers = None if is_packed_param(self.value) else jax.lax.stop_gradient(full)
+            qarray = self.value if numbers is None else placement.pack(numbers, key)
+            return RoundedAndFull(low, full, _packed_param_codes(qarray, numbers), self.stack, self.adapter)
+        return RoundedAndFull(low, full, adapter=self.adapter) if self.keeps_full or self.adapter is not None else low
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
@@ -194,11 +191,10 @@ class CallArguments:
         )
         self.leaves = [leaf for _, leaf in leaves_with_path]
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, _ARRAY_LEAF_TYPES)]
-        array_leaves = [self.leaves[i] for i in self.places]
-        self.adapters: dict[int, LoraAdapter] = {
-            i: x.adapter for i, x in enumerate(array_leaves) if isinstance(x, AdaptedParam)
-        }
-        self.values = [x.base if isinstance(x, AdaptedParam) else x for x in array_leaves]
+        self.values, self.adapters = [self.leaves[i] for i in self.places], dict[int, LoraAdapter]()
+        for i, x in enumerate(self.values):
+            if isinstance(x, AdaptedParam):
+                self.values[i], self.adapters[i] = x.base, x.adapter
         paths = (leaves_with_path[i][0] for i in self.places)
         self.keys = tuple(_strip_box(path[2:]) for path in paths if path[:2] == _PATH_OF_PARAMS)
         self.paths = tuple(jax.tree_util.keystr(keys, simple=True, separator="/") for keys in self.keys)
@@ -233,9 +229,8 @@ class CallArguments:
     @property
     def signature(self) -> Any:
         """What a traced program depends on; None if that cannot be compared."""
-        static = tuple(
-            (i, type(leaf), leaf) for i, leaf in enumerate(self.leaves) if not isinstance(leaf, _ARRAY_LEAF_TYPES)
-        )
+        others = ((i, leaf) for i, leaf in enumerate(self.leaves) if not isinstance(leaf, _ARRAY_LEAF_TYPES))
+        static = tuple((i, type(leaf), leaf) for i, leaf in others)
         avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)
         settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
         signature = (self.tree, self.paths, avals, static, settings)

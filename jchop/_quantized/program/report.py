@@ -66,10 +66,11 @@ def operand_types_on(platform: str, rule: Rule, carrier: str, has_weight: bool, 
     if not by_codes or (left is None and right is None):
         return f"{carrier} x {carrier}"
     kinds, operands = {_operand_kind(left), _operand_kind(right)}, OPERANDS_BY_PLATFORM[platform]
+    zero_points = any(spec and spec.scaled and spec.scaled.zero_point is not None for spec in (left, right))
     if kinds in ({"int8"}, {"float8"}):
         kind = min(kinds)
         return operands[kind] if matrices else operands.get(f"{kind} windows", operands[kind])
-    if kinds == {"int8", "float8"} and platform != "cpu" and not (_has_zero_point(left) or _has_zero_point(right)):
+    if kinds == {"int8", "float8"} and platform != "cpu" and not zero_points:
         return "bfloat16 x bfloat16 -> float32"
     if left is None and matrices:
         return operands["alone"]
@@ -82,15 +83,10 @@ def _operand_kind(spec: Spec | None) -> str:
     fmt = spec.element
     if isinstance(fmt, IntegerFormat) and fmt.bits <= 8:
         return "int8"
+    shifted = spec.scaled is not None and spec.scaled.zero_point is not None
     return (
-        "float8"
-        if isinstance(fmt, FloatFormat) and not _has_zero_point(spec) and float8_operand_dtype(fmt) is not None
-        else "wide"
+        "float8" if isinstance(fmt, FloatFormat) and not shifted and float8_operand_dtype(fmt) is not None else "wide"
     )
-
-
-def _has_zero_point(spec: Spec | None) -> bool:
-    return spec is not None and spec.scaled is not None and spec.scaled.zero_point is not None
 
 
 @dataclass(frozen=True)
@@ -170,41 +166,22 @@ class ProgramReport(Tables):
         return sum(row.size for row in own if row.spec) / total if total else math.nan
 
     def _parts(self) -> list[TableOrLine]:
-        rows = [
-            (
-                row.path,
-                "×".join(map(str, row.shape)),
-                row.primitive,
-                _shorten_spec(row.spec) or (f"as it is: {row.reason}" if row.reason else "as it is"),
-                os.path.basename(row.source),
-            )
-            for row in self.parameters
-        ]
-        products = [
-            (
-                row.primitive,
-                ", ".join(path or "params" for path in row.parameters) or "data",
-                _fields_text(row.roundings),
-                row.scope,
-                os.path.basename(row.source),
-            )
-            for row in self.products
-        ]
-        head = [("parameter", "shape", "used by", "rounded to", "source")]
-        second = [("product", "of", "rounds", "scope", "source")]
-        if any(row.operands for row in self.products):
-            second = [(*second[0], "multiplies")]
-            products = [(*line, row.operands) for line, row in zip(products, self.products, strict=True)]
-        return [head + rows, "", second + products]
-
-
-def _shorten_spec(spec: str) -> str:
-    return spec if len(spec) <= _WIDEST_SPEC else f"{spec[: _WIDEST_SPEC // 2]}...{spec[-_WIDEST_SPEC // 2 :]}"
+        parameters = [("parameter", "shape", "used by", "rounded to", "source")]
+        for row in self.parameters:
+            short = len(row.spec) <= _WIDEST_SPEC
+            spec = row.spec if short else f"{row.spec[: _WIDEST_SPEC // 2]}...{row.spec[-_WIDEST_SPEC // 2 :]}"
+            how = spec or (f"as it is: {row.reason}" if row.reason else "as it is")
+            shape = "×".join(map(str, row.shape))
+            parameters.append((row.path, shape, row.primitive, how, os.path.basename(row.source)))
+        has_operands = any(row.operands for row in self.products)
+        products = [("product", "of", "rounds", "scope", "source", *(["multiplies"] if has_operands else []))]
+        for row in self.products:
+            of = ", ".join(path or "params" for path in row.parameters) or "data"
+            rounds = ", ".join(f"{name}={value}" for name, value in row.roundings.items()) or "nothing more"
+            own = [row.operands] if has_operands else []
+            products.append((row.primitive, of, rounds, row.scope, os.path.basename(row.source), *own))
+        return [parameters, "", products]
 
 
 #: A codebook names each of its levels.
 _WIDEST_SPEC = 60
-
-
-def _fields_text(fields: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in fields.items()) or "nothing more"

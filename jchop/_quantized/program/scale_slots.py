@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,14 +163,14 @@ def scale_slots_of(
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
         loops, in_branch = [], any(outer.name == "cond" for outer in around)
         for scan, length in turns_around(around):
-            takes_apart = leaf in _sliced_leaves(scan)
+            sliced = operands_of_role(scan, "sliced", scan.known)
+            takes_apart = any(origin.leaf == leaf for fact in sliced for origin in fact.origins)
             loops.append((length, takes_apart))
             if takes_apart:
                 entries_of_scan[id(scan)] = (*entries_of_scan.get(id(scan), ()), name)
         assert product_roundings.left is not None
-        slots[id(step)] = ScaleSlot(
-            name, product_roundings.left, source, tuple(loops), product_roundings.place, in_branch
-        )
+        place = product_roundings.place
+        slots[id(step)] = ScaleSlot(name, product_roundings.left, source, tuple(loops), place, in_branch)
     return slots, entries_of_scan
 
 
@@ -190,9 +191,8 @@ def check_entry_names(names: Iterable[str], slots: Iterable[ScaleSlot], rules: M
     present, slot_of_name = set(names), {slot.name: slot for slot in slots}
     fixed = {name for name, slot in slot_of_name.items() if slot.source is None}
     extra = sorted(name for name in present if name not in slot_of_name and not _may_have_entry(name, rules))
-    missing = (
-        sorted(name for name in fixed - present if not slot_of_name[name].in_branch) if fixed & present or extra else []
-    )
+    reached = sorted(name for name in fixed - present if not slot_of_name[name].in_branch)
+    missing = reached if fixed & present or extra else []
     problems = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in extra]
     if problems:
         raise ValueError(
@@ -231,11 +231,6 @@ def _enclosure_text(around: Sequence[ProductStep]) -> str:
     closed = (step for step in around if "passed" not in roles_of(step) and not turns_around([step]))
     names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in closed]
     return next((name for name in names if name != _WHILE_LOOP), names[0] if names else "")
-
-
-def _sliced_leaves(scan: ProductStep) -> set[int]:
-    """The parameters that a scan takes apart."""
-    return {origin.leaf for fact in operands_of_role(scan, "sliced", scan.known) for origin in fact.origins}
 
 
 # -- calibration -----------------------------------------------------------------------------------------------------
@@ -290,16 +285,18 @@ class ScaleCalibration:
         Raises:
             ValueError: if there is none.
         """
-        entries: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
+        new = Scales({}, {})
         for name, (slot, observers) in self._slots.items():
             spans = {index: span for index, one in observers.items() if (span := one.range()) is not None}
-            if len(spans) == len([*np.ndindex(*slot.stack)]):
-                trainable = slot.kind == SCALE
-                entry_from = (lambda span, s=slot: initial_scale(span, s.spec)) if trainable else (lambda span: span)
-                entries["learned" if trainable else "stats"][name] = stack_entries(slot, spans, entry_from)
-        if not entries["learned"] and not entries["stats"]:
+            if len(spans) < math.prod(slot.stack):
+                continue
+            if slot.kind == SCALE:
+                new.learned[name] = stack_entries(slot, spans, lambda span, s=slot: initial_scale(span, s.spec))
+            else:
+                new.stats[name] = stack_entries(slot, spans)
+        if not new.entries:
             raise ValueError(
                 "no product of the program has an activation with one scale for the whole array, such as 'int8', "
                 "without a gradient of its own, backward roundings or a history, and data that is finite"
             )
-        return Scales({**scales.learned, **entries["learned"]}, {**scales.stats, **entries["stats"]})
+        return merge_scales(scales, new)
