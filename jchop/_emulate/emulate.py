@@ -282,9 +282,8 @@ def _run_until_event(
     beside = PairedRun(CarrierReference(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
     outer = user_line()
     try:
-        results = beside.whole(
-            program, settings.spec, round_on_entry(program, settings.spec, seeds), argument_names(args, kwargs)
-        )
+        entry = round_on_entry(program, settings.spec, seeds)
+        results = beside.whole(program, settings.spec, entry, argument_names(args, kwargs))
     except StopEventError as stop:
         raise FloatingPointError(text_of_event(stop, program.plan, outer, first_line_of(fun, outer))) from None
     for note in dict.fromkeys(beside.notes):

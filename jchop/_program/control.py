@@ -78,11 +78,8 @@ def text_of_stop(
         operands: the operands of each comparison.
     """
     source = _source_of_condition(step, comparisons)
-    values = [
-        _comparison_values(one, goes_on, *map(np.asarray, pair))
-        for one, pair in zip(comparisons, operands, strict=True)
-    ]
-    pairs = "; ".join(dict.fromkeys(values))
+    rows = zip(comparisons, operands, strict=True)
+    pairs = "; ".join(dict.fromkeys(_comparison_values(one, goes_on, *map(np.asarray, pair)) for one, pair in rows))
     place = f" at {source}{_source_text_at(source)}" if source else f" (scope {step.scope!r})" if step.scope else ""
     return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {pairs}" if pairs else "")
 
@@ -207,9 +204,9 @@ class Loops:
         self, own: Callable[..., Any], run: Callable[[list[Any], Any], list[Any]], args: list[Any], seeds: Any
     ) -> list[Any]:
         """``run(args, seeds)`` with the derivative of ``own(*args)``."""
-        return (
-            with_derivative_of(own, run, without_weak_types(args), seeds) if self.differentiates else run(args, seeds)
-        )
+        if not self.differentiates:
+            return run(args, seeds)
+        return with_derivative_of(own, run, without_weak_types(args), seeds)
 
     def remat(self, run: Callable[[list[Any]], list[Any]], args: list[Any], params: dict[str, Any]) -> list[Any]:
         """``run(args)``, computed again for derivatives."""
@@ -219,9 +216,8 @@ class Loops:
 
     def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
         """The results of the branch at the index."""
-        return lax.switch(
-            index, [lambda values, run=run: without_weak_types(run(values)) for run in branches], operands
-        )
+        runs = [lambda values, run=run: without_weak_types(run(values)) for run in branches]
+        return lax.switch(index, runs, operands)
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """The last carried values and the stacked results of ``turn(carried values, row of xs, count)``."""
@@ -236,12 +232,8 @@ class Loops:
             values, ys = without_weak_types(turn(values, jax.tree.unflatten(structure, row), count))
             return (values, count + jnp.uint32(1)), ys
 
-        (last, _), ys = lax.scan(
-            body,
-            (without_weak_types(start), jnp.uint32(0)),
-            [x for x, own in zip(leaves, apart, strict=True) if not own],
-            **order._asdict(),
-        )
+        stacks = [x for x, own in zip(leaves, apart, strict=True) if not own]
+        (last, _), ys = lax.scan(body, (without_weak_types(start), jnp.uint32(0)), stacks, **order._asdict())
         return last, ys
 
     def while_loop(self, step: Any, loop: WhileParts, start: Any) -> Any:
@@ -296,16 +288,9 @@ class Loops:
             inside = None if inside is None else inside.within(axes, check_vma)
             return tuple(interpret(step.inner[0], inside, list(values)))
 
-        return list(
-            jax.shard_map(
-                shard,
-                mesh=params["mesh"],
-                in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
-                out_specs=tuple(params["out_specs"]),
-                axis_names=set(axes),
-                check_vma=check_vma,
-            )(own, *args)
-        )
+        in_specs, out_specs = ([PartitionSpec()] * len(own), *params["in_specs"]), tuple(params["out_specs"])
+        same = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": check_vma}
+        return list(jax.shard_map(shard, in_specs=in_specs, out_specs=out_specs, **same)(own, *args))
 
 
 def manual_axes(params: dict[str, Any]) -> tuple[str, ...]:
@@ -514,30 +499,15 @@ def run_implementation(loops: Loops, step: ProgramStep, seeds: Any, args: list[A
     """
     if step.later is None or not any(isinstance(x, Tracer) for x in jax.tree.leaves((seeds, args))):
         return _run_custom_rule(loops, step, seeds, args, interpret)
+    batched = partial(_with_batch_rule, loops, step, interpret)
     if step.name in BATCHED_CALLS:
-        return _with_batch_rule(
-            loops,
-            step,
-            interpret,
-            lambda seeds, args: _run_custom_rule(loops, step, seeds, args, interpret),
-            seeds,
-            args,
-        )
-
+        return batched(lambda *own: _run_custom_rule(loops, step, *own, interpret), seeds, args)
     # The derivative outside: JAX has none in reverse mode for a function with a rule for batches.
-    def inner(plan: ProgramPlan, *seeds_and_args: Any) -> list[Any]:
-        return _with_batch_rule(loops, step, interpret, partial(interpret, plan), *seeds_and_args)
-
-    return _run_custom_rule(loops, step, seeds, args, inner)
+    return _run_custom_rule(loops, step, seeds, args, lambda plan, *own: batched(partial(interpret, plan), *own))
 
 
 def _with_batch_rule(
-    loops: Loops,
-    step: ProgramStep,
-    interpret: Interpret,
-    run: Callable[..., list[Any]],
-    seeds: Any,
-    args: Sequence[Any],
+    loops: Loops, step: ProgramStep, interpret: Interpret, run: Callable[..., list[Any]], seeds: Any, args: list[Any]
 ) -> list[Any]:
     """``run(seeds, args)``, in a batch the rule of the step."""
     leaves, tree = jax.tree.flatten((seeds, list(args)))
@@ -548,9 +518,8 @@ def _with_batch_rule(
     def batch(size: int, flags: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         if any(flags) and not any(flags[len(leaves) - len(args) :]):  # the seeds alone
             return jax.vmap(alone, [0 if b else None for b in flags])(*leaves), [True] * len(step.eqn.outvars)
-        return _run_batch_rule(
-            loops, step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (flags, leaves))
-        )
+        both = (jax.tree.unflatten(tree, each) for each in (flags, leaves))
+        return _run_batch_rule(loops, step, interpret, size, *both)
 
     call = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
     call.def_vmap(batch)
@@ -567,9 +536,8 @@ def _run_batch_rule(
     def rule(*values: Any) -> list[Any]:
         if step.name not in BATCHED_CALLS:
             out_flags[:] = [True] * len(step.eqn.outvars)
-            return jax.vmap(partial(bind, step.eqn.primitive, step.eqn.params), [0 if b else None for b in flags])(
-                *values
-            )
+            own = partial(bind, step.eqn.primitive, step.eqn.params)
+            return jax.vmap(own, [0 if b else None for b in flags])(*values)
         trees = (list(jax.tree.unflatten(step.eqn.params["in_tree"], each)) for each in (flags, values))
         out, out_flags[:] = map(jax.tree.leaves, step.eqn.params["rule"](size, next(trees), *next(trees)))
         return out

@@ -63,13 +63,12 @@ def _bind_variables(place: dict[Any, Any], ones: Sequence[Any], others: Sequence
 
 
 def _same_atoms(place: dict[Any, Any], ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(ones) == len(others) and all(_same_atom(place, a, b) for a, b in zip(ones, others, strict=True))
+    def same(a: Any, b: Any) -> bool:
+        if not isinstance(a, Literal):
+            return not isinstance(b, Literal) and place.get(a) is b
+        return isinstance(b, Literal) and a.aval == b.aval and same_constant(a.val, b.val)
 
-
-def _same_atom(place: dict[Any, Any], a: Any, b: Any) -> bool:
-    if not isinstance(a, Literal):
-        return not isinstance(b, Literal) and place.get(a) is b
-    return isinstance(b, Literal) and a.aval == b.aval and same_constant(a.val, b.val)
+    return len(ones) == len(others) and all(map(same, ones, others))
 
 
 def same_constant(a: Any, b: Any) -> bool:
@@ -151,10 +150,8 @@ def with_own_constants(program: Any, consts: Sequence[Any] | None = None) -> Any
     jaxpr, before = jaxpr_of(program)
     after = [_own_constant(x) for x in before] if consts is None else consts
     eqns, results = list(map(_own_equation, jaxpr.eqns)), list(map(_own_atom, jaxpr.outvars))
-    changes = {
-        name: new for name, new in (("eqns", eqns), ("outvars", results)) if not _same_items(new, getattr(jaxpr, name))
-    }
-    new = jaxpr.replace(**changes) if changes else jaxpr
+    same = _same_items(eqns, jaxpr.eqns) and _same_items(results, jaxpr.outvars)
+    new = jaxpr if same else jaxpr.replace(eqns=eqns, outvars=results)
     if program is jaxpr and not before:
         return new
     return program if new is jaxpr and _same_items(after, before) else program.replace(jaxpr=new, consts=list(after))
@@ -170,10 +167,8 @@ def _own_constant(x: Any) -> Any:
 
 
 def _own_atom(v: Any) -> Any:
-    if not isinstance(v, Literal):
-        return v
-    value = _own_constant(v.val)
-    return v if value is v.val else Literal(value, v.aval)
+    value = _own_constant(v.val) if isinstance(v, Literal) else None
+    return v if value is None or value is v.val else Literal(value, v.aval)
 
 
 def _own_equation(eqn: Any) -> Any:
@@ -254,25 +249,23 @@ class Widening:
         new = jaxpr.replace(invars=invars, eqns=level.eqns, outvars=outvars)
         if not inner or not consts:
             return new if program is jaxpr else program.replace(jaxpr=new)
-        wide_consts = [
-            as_jax_value(x).astype(v.aval.dtype) if _is_wide_number(v.aval) else x
-            for x, v in zip(consts, constvars, strict=True)
-        ]
+        pairs = zip(consts, constvars, strict=True)
+        wide_consts = [as_jax_value(x).astype(v.aval.dtype) if _is_wide_number(v.aval) else x for x, v in pairs]
         return program.replace(jaxpr=new.replace(constvars=constvars), consts=wide_consts)
 
     def _has_narrow(self, jaxpr: Any) -> bool:
-        variables = (v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars))
-        return any(
-            self.is_narrower(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars, *variables)
-        ) or any(self._has_narrow(each) for eqn in jaxpr.eqns for each in programs_of(eqn))
+        variables = [v for part in (jaxpr, *jaxpr.eqns) for v in (*part.invars, *part.outvars)]
+        own = any(self.is_narrower(v.aval) for v in (*jaxpr.constvars, *variables))
+        return own or any(self._has_narrow(each) for eqn in jaxpr.eqns for each in programs_of(eqn))
 
     def param(self, value: Any, scope: str) -> Any:
         """A parameter of an equation, with wide dtypes and programs."""
-        return map_param(value, lambda program: self.program(program, scope, inner=True), self._wide_dtype)
 
-    def _wide_dtype(self, value: Any) -> Any:
-        is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
-        return self.wide(jax.ShapeDtypeStruct((), value)).dtype if is_dtype else value
+        def wide_dtype(value: Any) -> Any:
+            is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+            return self.wide(jax.ShapeDtypeStruct((), value)).dtype if is_dtype else value
+
+        return map_param(value, lambda program: self.program(program, scope, inner=True), wide_dtype)
 
 
 class _WideEquations:
@@ -300,9 +293,8 @@ class _WideEquations:
         if not _is_wide_number(aval) or variable.aval.dtype == aval.dtype:
             return variable
         if (variable, aval.dtype) not in self._cast:
-            (cast,) = jax.make_jaxpr(lambda x: lax.convert_element_type(x, aval.dtype))(
-                np.zeros((), variable.aval.dtype)
-            ).eqns
+            like = np.zeros((), variable.aval.dtype)
+            (cast,) = jax.make_jaxpr(lambda x: lax.convert_element_type(x, aval.dtype))(like).eqns
             result = type(cast.outvars[0])(variable.aval.update(dtype=aval.dtype))
             self.eqns.append(cast.replace(invars=[variable], outvars=[result], **self._place(cast)))
             self._cast[variable, aval.dtype] = result
@@ -322,19 +314,18 @@ class _WideEquations:
         """Writes an equation in the carrier, or in its own dtypes if it has no other form or is a part of jchop."""
         self._at, name = eqn, eqn.primitive.name
         scope = scope_of(self.scope, eqn.source_info.name_stack)
-        is_jchop_eqn = is_jchop_scope(scope) and not is_jchop_result(eqn, scope)
+        is_jchop_eqn, params = is_jchop_scope(scope) and not is_jchop_result(eqn, scope), eqn.params
         if not is_jchop_eqn and name in CUSTOM_CALLS:
-            self._add_custom(eqn, scope)
-            return
-        params = eqn.params
-        if not is_jchop_eqn and name not in _DTYPE_DEPENDENT_PRIMITIVES:
+            if self._add_custom(eqn, scope):
+                return
+        elif not is_jchop_eqn and name not in _DTYPE_DEPENDENT_PRIMITIVES:
             inner_scope = scope_of(scope, "", params.get("name"))
             params = {key: self.to.param(value, inner_scope) for key, value in params.items()}
-        if is_jchop_eqn or name in _DTYPE_DEPENDENT_PRIMITIVES or not self._supports_carrier(eqn, params):
-            self.eqns.append(eqn.replace(invars=[self.read(v, v.aval) for v in eqn.invars]))
-            return
-        operands = list(map(self.read, eqn.invars))
-        self.eqns.append(eqn.replace(invars=operands, outvars=list(map(self.new, eqn.outvars)), params=params))
+            if self._supports_carrier(eqn, params):
+                operands = list(map(self.read, eqn.invars))
+                self.eqns.append(eqn.replace(invars=operands, outvars=list(map(self.new, eqn.outvars)), params=params))
+                return
+        self.eqns.append(eqn.replace(invars=[self.read(v, v.aval) for v in eqn.invars]))
 
     def _supports_carrier(self, eqn: Any, params: dict[str, Any]) -> bool:
         """Whether a primitive takes and gives wide numbers; those without a rule are asked."""
@@ -348,26 +339,23 @@ class _WideEquations:
             return False
         return not any(map(self.to.is_narrower, out))
 
-    def _add_custom(self, eqn: Any, scope: str) -> None:
-        """A function with a rule for derivatives, which the rule computes in the function's own dtypes."""
+    def _add_custom(self, eqn: Any, scope: str) -> bool:
+        """Writes a function with a rule for derivatives, which is in the function's own dtypes; False if all is."""
         (program,) = (x for x in eqn.params.values() if hasattr(jaxpr_of(x)[0], "eqns"))
         inner = self.to.program(program, scope, inner=True)
         if inner is program:
-            self.eqns.append(eqn.replace(invars=[self.read(v, v.aval) for v in eqn.invars]))
-            return
+            return False
 
         def own(*args: Any) -> list[Any]:
-            own_args = [
-                x.astype(v.aval.dtype) if _is_wide_number(v.aval) else x for x, v in zip(args, eqn.invars, strict=True)
-            ]
+            pairs = zip(args, eqn.invars, strict=True)
+            own_args = (x.astype(v.aval.dtype) if _is_wide_number(v.aval) else x for x, v in pairs)
             out = bind(eqn.primitive, eqn.params, *own_args)
             return [x.astype(self.to.wide(v.aval).dtype) for x, v in zip(out, eqn.outvars, strict=True)]
 
-        def run(args: Any, extra: None) -> list[Any]:
-            del extra
-            return jaxpr_as_fun(inner)(*args)
+        def call(*args: Any) -> list[Any]:
+            return with_derivative_of(own, lambda args, _: jaxpr_as_fun(inner)(*args), args, None)
 
         operands = list(map(self.read, eqn.invars))
-        call_jaxpr = jax.make_jaxpr(lambda *args: with_derivative_of(own, run, args, None))(*(v.aval for v in operands))
-        (call,) = call_jaxpr.jaxpr.eqns
-        self.eqns.append(call.replace(invars=operands, outvars=list(map(self.new, eqn.outvars)), **self._place(call)))
+        (new,) = jax.make_jaxpr(call)(*(v.aval for v in operands)).eqns
+        self.eqns.append(new.replace(invars=operands, outvars=list(map(self.new, eqn.outvars)), **self._place(new)))
+        return True

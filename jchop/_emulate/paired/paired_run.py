@@ -107,7 +107,9 @@ class Float64Reference(CarrierReference):
                 for x, v in zip(args, step.eqn.invars, strict=True)
             ]
             return [self.as_reference(x) for x in bind_primitive(step.eqn.params, carrier_args)]
-        return [self._round(x) for x in out] if rounds and step.kind not in _MOVE_KINDS else out
+        if not rounds or self.spec is None or step.kind in _MOVE_KINDS:
+            return out
+        return [round_to_format(x, self.spec) if isinstance(x, np.ndarray) else x for x in out]
 
     def select(self, active: Any, new: Any, old: Any) -> Any:
         """The new values of the loops of a batch that still run, and the old values of others."""
@@ -115,11 +117,6 @@ class Float64Reference(CarrierReference):
             return where_active(active, new, old)
         active = np.asarray(active)
         return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
-
-    def _round(self, x: Any) -> Any:
-        if self.spec is None or not isinstance(x, np.ndarray):
-            return x
-        return round_to_format(x, self.spec)
 
 
 Reference = CarrierReference
@@ -130,10 +127,8 @@ _MOVE_KINDS = ("structural", "extremum", "compared")
 def _wide_dtype(value: Any) -> Any:
     if not isinstance(value, np.dtype) and not (isinstance(value, type) and issubclass(value, np.generic)):
         return value
-    name = np.dtype(value).name
-    if name in CARRIER_DTYPES:
-        return np.dtype(np.float64)
-    return np.dtype(np.complex128) if name == "complex64" else value
+    wide = {**dict.fromkeys(CARRIER_DTYPES, np.dtype(np.float64)), "complex64": np.dtype(np.complex128)}
+    return wide.get(np.dtype(value).name, value)
 
 
 def make_reference(reference: Spec | ElementFormat | str | None) -> CarrierReference:
@@ -205,10 +200,8 @@ class PairedRun(LaneRunner):
 
     def constant(self, value: Any) -> ValuePair:
         """A constant or a literal."""
-        return (
-            broadcast_to_shards(value, self.axes),
-            broadcast_to_shards(self.reference.as_reference(value), self.axes),
-        )
+        wide = self.reference.as_reference(value)
+        return broadcast_to_shards(value, self.axes), broadcast_to_shards(wide, self.axes)
 
     def whole(
         self,
@@ -223,19 +216,16 @@ class PairedRun(LaneRunner):
         names = (*names, *("constant" for _ in constants))
         for name, x, whole, rounds in zip(names, (*values, *constants), every, program.rounds, strict=True):
             if rounds or (hasattr(x, "dtype") and is_number(x)):
-                own = spec if rounds else None
-                measure = measure_results(x, whole, whole, [whole], order=self.order, elementwise=True, spec=own)
+                measure = self._measure(x, whole, whole, [whole], elementwise=True, spec=spec if rounds else None)
                 self.entries.append((name, rounds, int(np.size(x)), measure))
                 self._check_stop(None, measure, x, [whole], f"{name}, {{given}}, is {{result}}")
                 self.order += 1
-        pairs = list(
-            zip(
-                (*values, *constants),
-                (self.reference.as_reference(copy_if_reference(as_jax_value(x))) for x in every),
-                strict=True,
-            )
-        )
+        references = (self.reference.as_reference(copy_if_reference(as_jax_value(x))) for x in every)
+        pairs = list(zip((*values, *constants), references, strict=True))
         return interpret(self, program.plan, [seeds], pairs[: len(values)], pairs[len(values) :])
+
+    def _measure(self, *values: Any, **facts: Any) -> Measure:
+        return measure_results(*values, turn=self.turn, order=self.order, **facts)
 
     def control(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
         """The results of an equation that holds programs, run step by step."""
@@ -261,25 +251,15 @@ class PairedRun(LaneRunner):
         silent = step.kind in SILENT_KINDS
         same = results if silent else self.reference.bind(step, low, self.axes, rounds=False)
         numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
-        most = max((len(v.aval.shape) for _, v in numbers), default=0)
-        ndim = len(self.axes) + most
+        ndim = len(self.axes) + max((len(v.aval.shape) for _, v in numbers), default=0)
         operands = [align_shard_axes(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
         from_program = [not isinstance(v, Literal) for _, v in numbers]
         for v, spec, result, exact, wide in zip(step.eqn.outvars, step.out, results, same, reference, strict=True):
             if not is_number(v.aval):
                 continue
-            measure = measure_results(
-                result,
-                exact,
-                wide,
-                operands,
-                from_program,
-                turn=self.turn,
-                order=self.order,
-                elementwise=step.kind in ELEMENTWISE_KINDS,
-                digits=_sum_precision(step, v.aval),
-                spec=None if silent else spec,
-            )
+            facts = {"elementwise": step.kind in ELEMENTWISE_KINDS, "spec": None if silent else spec}
+            digits = _sum_precision(step, v.aval)
+            measure = self._measure(result, exact, wide, operands, from_program, digits=digits, **facts)
             if silent and not measure.new_nonfinite:
                 continue
             self.measures.setdefault(id(step), Measure()).add(measure)
@@ -295,7 +275,7 @@ class PairedRun(LaneRunner):
             self._check_stop(step, measure, low, [args[i][0]], "constant, {given}, is {result}")
         for v in step.eqn.invars if step.kind == "control" else ():
             if isinstance(v, Literal) and is_number(v.aval) and not np.all(np.isfinite(v.val)):
-                measure = measure_results(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
+                measure = self._measure(v.val, v.val, v.val, [])
                 self.measures.setdefault(id(step), Measure()).add(measure)
 
     def literals_out_of_range(
@@ -306,9 +286,7 @@ class PairedRun(LaneRunner):
         low = self.emulated_operands(step, seeds, args) if places else []
         for i in places:
             whole, spec = args[i][0], step.choice.spec
-            measure = measure_results(
-                low[i], whole, whole, [whole], turn=self.turn, order=self.order, elementwise=True, spec=spec
-            )
+            measure = self._measure(low[i], whole, whole, [whole], elementwise=True, spec=spec)
             if measure.overflows or measure.underflows:
                 yield i, low[i], measure
 

@@ -273,9 +273,8 @@ class Settings:
         kinds: set[type] = set()
         for pattern, value in self.rules:
             kind = type(value) if isinstance(value, MatmulSpec | PrimitiveFunction) else Spec
-            if kind in kinds or not matches_path(
-                pattern, primitive if kind is PrimitiveFunction else f"{scope}/{primitive}"
-            ):
+            path = primitive if kind is PrimitiveFunction else f"{scope}/{primitive}"
+            if kind in kinds or not matches_path(pattern, path):
                 continue
             kinds.add(kind)
             if used is not None and (kind is not MatmulSpec or PRIMITIVE_KINDS.get(primitive) == "accumulating"):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.bit_ops import has_sharding
+from jchop._common.checks import check
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._kernels.materialize import materialize_on_cpu
 from jchop._program.bind import straight_through
@@ -162,9 +163,8 @@ def contract(
     """
     roundings = roundings.for_operand(product, w.shape)
     try:
-        return _contract_operands(
-            product, replace(roundings, place=NO_LOCATION), x, w, key, rounded, codes, left_codes, extra
-        )
+        alike = replace(roundings, place=NO_LOCATION)
+        return _contract_operands(product, alike, x, w, key, rounded, codes, left_codes, extra)
     except Exception as error:
         error.add_note(f"This is of the {roundings.place}.")
         raise
@@ -197,25 +197,20 @@ def _contract_operands(
     if right is None:
         right = round_in_layout(product.forward.right, w, roundings.right, keys["right"], keys["right gradient"])
     if isinstance(_base_product(product), DotProduct) and not roundings.codes and roundings.matmul is None:
-        left, right = _materialize_vectors(product, left, right)
+        # The other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`).
+        rows, columns = (
+            math.prod(v.shape[a] for a in layout.free) for v, layout in zip((x, w), product.forward, strict=True)
+        )
+        left = materialize_on_cpu(left) if columns == 1 else left
+        right = materialize_on_cpu(right) if rows == 1 else right
     if not roundings.backward and not roundings.codes:
         return product(left, right, *extra)
-    full = lax.stop_gradient(
-        (x if roundings.rounds_input_again else None, w if roundings.rounds_weight_again else None)
-    )
+    again = (roundings.rounds_input_again, roundings.rounds_weight_again)
+    full = tuple(lax.stop_gradient(v) if anew else None for v, anew in zip((x, w), again, strict=True))
     both = _encode_operands(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
     if not roundings.backward and not any(roundings.rotation_of(which) for which in _BACKWARD):
         return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
     return _rounded_product(product, roundings, left, right, full, (keys, extra, both))
-
-
-def _materialize_vectors(product: AnyProduct, x: Array, w: Array) -> tuple[Array, Array]:
-    """Both operands; the other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`)."""
-    rows, columns = (
-        math.prod(v.shape[axis] for axis in layout.free)
-        for v, layout in ((x, product.forward.left), (w, product.forward.right))
-    )
-    return (materialize_on_cpu(x) if columns == 1 else x), (materialize_on_cpu(w) if rows == 1 else w)
 
 
 def _encode_operands(
@@ -246,15 +241,9 @@ def check_operand_specs(product: AnyProduct, roundings: ProductRoundings) -> Non
     """Refuse formats that name axes which an operand has not, in any of the three products."""
     rule = roundings.place.rule
     right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
-    operands = [
-        ("activation", roundings.left, product.forward.left),
-        (right, roundings.right, product.forward.right),
-        *(
-            _backward_operands(product, roundings, right)
-            if roundings.backward or roundings.rotation is not None
-            else ()
-        ),
-    ]
+    operands = [("activation", roundings.left, product.forward.left), (right, roundings.right, product.forward.right)]
+    if roundings.backward or roundings.rotation is not None:
+        operands += _backward_operands(product, roundings, right)
     rotates = DotProduct if roundings.rotation_of("weight") is not None else DotProduct | RaggedProduct
     if roundings.rotation is not None and not isinstance(_base_product(product), rotates):
         raise NotImplementedError(
@@ -440,9 +429,8 @@ def rounded_einsum(
     if out_sharding is not None:
         raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
     dims, order, _ = einsum_dimensions(subscripts, x.ndim, w.ndim)
-    return rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options).transpose(
-        order
-    )
+    y = rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    return y.transpose(order)
 
 
 def einsum_dimensions(subscripts: str, *ndims: int) -> tuple[Any, tuple[int, ...], tuple[str, str]]:
@@ -462,23 +450,19 @@ def einsum_letters(subscripts: str, *ndims: int) -> tuple[str, str, str]:
     if len(operands) != 2 or not arrow:
         raise ValueError(f"subscripts={subscripts!r} must name two arrays and the result, as in 'ij,jk->ik'")
     spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in subscripts]
-    ellipsis_ndims = [
-        ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(operands, ndims, strict=True)
-    ]
+    ellipsis_ndims = [(n - len(term) + 3) * ("..." in term) for term, n in zip(operands, ndims, strict=True)]
     widest = max(ellipsis_ndims)
-    if len(set(ellipsis_ndims) - {0}) > 1 or widest < 0:
-        raise ValueError(
-            f"subscripts={subscripts!r}: the ellipses stand for {ellipsis_ndims} axes; they must be as many"
-        )
+    counts = f"subscripts={subscripts!r}: the ellipses stand for {ellipsis_ndims} axes; they must be as many"
+    check(len(set(ellipsis_ndims) - {0}) < 2 and widest >= 0, counts)
     full = ["".join(spare[:count]) for count in (*ellipsis_ndims, widest)]
     left, right, out = (term.replace("...", more) for term, more in zip((*operands, result), full, strict=True))
     for term, ndim in zip((left, right), ndims, strict=True):
         if len(set(term)) != len(term) or len(term) != ndim:
             raise ValueError(f"subscripts={subscripts!r}: {term!r} must name each of {ndim} axes once")
     alone = [c for c in left + right if c not in out and not (c in left and c in right)]
-    if alone or len(set(out)) != len(out) or not set(out) <= set(left + right):
-        raise ValueError(
-            f"subscripts={subscripts!r}: every index of the result must be one of an array, once, and every other "
-            "index one of both arrays"
-        )
+    check(
+        not alone and len(set(out)) == len(out) and set(out) <= set(left + right),
+        f"subscripts={subscripts!r}: every index of the result must be one of an array, once, and every other index "
+        "one of both arrays",
+    )
     return left, right, out

@@ -91,9 +91,8 @@ FROM_KEYS = Provenance(from_keys=True)
 
 def param_provenance(leaf: int, shape: Sequence[int]) -> Provenance:
     """A parameter itself."""
-    return Provenance(
-        origins=(ParamOrigin(leaf, tuple((AxisFactor(axis, n),) if n != 1 else () for axis, n in enumerate(shape))),)
-    )
+    axes = tuple((AxisFactor(axis, n),) if n != 1 else () for axis, n in enumerate(shape))
+    return Provenance(origins=(ParamOrigin(leaf, axes),))
 
 
 def merge_provenance(facts: Sequence[Provenance]) -> Provenance:
@@ -104,13 +103,10 @@ def merge_provenance(facts: Sequence[Provenance]) -> Provenance:
     for origin in (o for fact in facts for o in fact.origins):
         earlier = origins.setdefault(origin.leaf, origin)
         if earlier != origin or earlier.cuts != origin.cuts:
-            origins[origin.leaf] = replace(
-                earlier, is_intact=False, cuts=tuple(dict.fromkeys((*earlier.cuts, *origin.cuts)))
-            )
+            cuts = tuple(dict.fromkeys((*earlier.cuts, *origin.cuts)))
+            origins[origin.leaf] = replace(earlier, is_intact=False, cuts=cuts)
     from_keys, has_product = any(fact.from_keys for fact in facts), any(fact.has_product for fact in facts)
-    return Provenance(
-        origins=tuple(origins.values()), opaque_uses=opaque_uses_of(facts), from_keys=from_keys, has_product=has_product
-    )
+    return Provenance(False, tuple(origins.values()), opaque_uses_of(facts), from_keys, has_product)
 
 
 def opaque_uses_of(facts: Sequence[Provenance]) -> tuple[Any, ...]:
@@ -180,7 +176,11 @@ def _move_axes(
         uncut = tuple(a if math.prod(p.size for p in a) == n else () for a, n in zip(axes, shape, strict=True))
         return _reshape_axes(uncut, shape, out) if any(uncut) else None
     if name == "gather":
-        return _gather_axes(params["dimension_numbers"], axes, params["slice_sizes"], out)
+        # The axes of windows are axes of the result; those of which one index is taken are gone.
+        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+        index_axes = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        window_axes = iter([parts if sizes[i] != 1 else () for i, parts in enumerate(axes) if i not in index_axes])
+        return tuple(next(window_axes) if i in numbers.offset_dims else () for i in range(len(out)))
     return None
 
 
@@ -301,15 +301,6 @@ def _device_pieces(
     return (ahead,) if devices != 1 else (), (*axes[: cut[0]], rest, *axes[cut[0] + 1 :])
 
 
-def _gather_axes(
-    numbers: Any, axes: tuple[AxisFactors, ...], sizes: Sequence[int], out: tuple[int, ...]
-) -> tuple[AxisFactors, ...]:
-    """The axes of windows are axes of the result, as those of a slice; those of which one index is taken are gone."""
-    index_axes = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window_axes = iter([parts if sizes[i] != 1 else () for i, parts in enumerate(axes) if i not in index_axes])
-    return tuple(next(window_axes) if i in numbers.offset_dims else () for i in range(len(out)))
-
-
 # -- matrices ----------------------------------------------------------------------------------------------------------
 
 
@@ -385,9 +376,8 @@ class MatrixLayout:
     @property
     def matrices(self) -> tuple[int, int, int]:
         """The shape of the matrices."""
-        batch, contracting, free = (
-            math.prod(self.sizes[i] for i in some) for some in (self.batch, self.contracting, self.free)
-        )
+        parts = (self.batch, self.contracting, self.free)
+        batch, contracting, free = (math.prod(self.sizes[i] for i in some) for some in parts)
         return batch, contracting, free
 
     def lay(self, x: Array) -> Array:
