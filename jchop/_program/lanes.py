@@ -39,13 +39,6 @@ def map_shards(axes: ShardAxes, run: Callable[[Any, list[Any]], Any], seeds: See
     return run(seeds, args)
 
 
-def seeds_of_turn(axes: ShardAxes, seeds: Seeds | None, number: int, turn: int = 0) -> Seeds | None:
-    """The seeds of one turn of a program inside an equation."""
-    if seeds is None:
-        return None
-    return map_shards(axes, lambda seeds, _: seeds.turn(number, turn), seeds, [])
-
-
 def bind_shards(axes: ShardAxes, primitive: Any, params: dict[str, Any], args: Sequence[Any]) -> list[Any]:
     """The results of a primitive for all shards."""
     return map_shards(axes, lambda _, args: bind(primitive, params, *args), None, list(args))
@@ -235,7 +228,11 @@ class LaneRunner(Runner):
 
     def inside(self, seeds: Sequence[Seeds | None], number: int, turn: Any = 0) -> list[Seeds | None]:
         """The seeds of one turn of a program within an equation."""
-        return [seeds_of_turn(self.axes, one, number, turn) for one in seeds]
+
+        def of_turn(seeds: Seeds, _: list[Any]) -> Seeds:
+            return seeds.turn(number, turn)
+
+        return [None if one is None else map_shards(self.axes, of_turn, one, []) for one in seeds]
 
     def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
         """The results of the branches that lanes, or shards of a lane, take."""

@@ -95,9 +95,14 @@ class Planner:
         return self._implementation_programs[id(eqn)][1]
 
     def plan_implementation(self, step: Any) -> Any:
-        """The step of a primitive of another package, with the plan of its implementation."""
+        """The step of a primitive of another package, with the plan of its implementation.
+
+        It keeps its own rule for batches if it calls foreign code and has one.
+        """
         inner = self.plan(self.implementation(step.eqn), step.known, step.scope)
-        keeps = step.name in BATCHED_CALLS or has_batch_rule(step.eqn.primitive, inner)
+        tables = (getattr(batching, name, None) for name in ("fancy_primitive_batchers", "primitive_batchers"))
+        has_rule = any(isinstance(table, dict) and step.eqn.primitive in table for table in tables)
+        keeps = step.name in BATCHED_CALLS or (has_rule and _calls_foreign_code(inner))
         later = partial(self.later, facts=step.known, scope=step.scope) if keeps else None
         return replace(step, inner=(inner,), out=inner.out, later=later)
 
@@ -148,12 +153,6 @@ def _is_in_package(function: Any, package: str) -> bool:
     """Whether a function is defined in a module or package."""
     function = function.func if isinstance(function, partial) else function
     return f"{getattr(function, '__module__', '')}.".startswith(f"{package}.")
-
-
-def has_batch_rule(primitive: Any, plan: ProgramPlan) -> bool:
-    """Whether a primitive with this program keeps its own rule for batches: it calls foreign code and has a rule."""
-    tables = (getattr(batching, name, None) for name in ("fancy_primitive_batchers", "primitive_batchers"))
-    return _calls_foreign_code(plan) and any(isinstance(table, dict) and primitive in table for table in tables)
 
 
 def is_foreign_primitive(step: ProgramStep) -> bool:

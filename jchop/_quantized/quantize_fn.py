@@ -36,7 +36,12 @@ from jchop._quantized.program.scale_slots import (
     per_iteration,
     stack_entries,
 )
-from jchop._quantized.program.weight_layout import WeightScaleState, weight_scale_entry, weight_scale_state
+from jchop._quantized.program.weight_layout import (
+    WeightScaleState,
+    first_weight_entry,
+    weight_scale_entry,
+    weight_scale_state,
+)
 from jchop._round.arguments import check_key
 from jchop.storage._array import refuse_qarray_dicts
 
@@ -203,12 +208,8 @@ class QuantizedFunction:
             value = call.values[i]
             if is_packed_param(value):
                 raise ValueError(f"params: {program.paths[i]!r} is packed; start with the parameters themselves")
-            if isinstance(source, LSQ):
-                scales.learned[name] = placement.fit_scales(jnp.asarray(value))
-            else:
-                assert isinstance(source, DelayedScaling)
-                stack = value.shape[: value.ndim - placement.ndim]
-                scales.stats[name] = jnp.zeros((*stack, source.length))
+            own = scales.learned if isinstance(source, LSQ) else scales.stats
+            own[name] = first_weight_entry(placement, source, value)
         learned_slots = [slot for slot in program.slots.values() if isinstance(slot.source, LSQ)]
         if learned_slots and from_data:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.values):
@@ -318,12 +319,11 @@ class QuantizedFunction:
                 continue
             scale = None
             if i in scale_states:
-                name, _, source = scale_states[i]
-                if isinstance(source, DelayedScaling):
+                if isinstance(scale_states[i][2], DelayedScaling):
                     raise ValueError(
                         f"{program.rule_of(i)}: a history of scales is for training; leave scale_from out to pack"
                     )
-                scale = weight_scale_entry(scales, name, placement.fit_scales, value)
+                scale = weight_scale_entry(*scale_states[i], value, scales)
             check_finite(value, f"params: {program.paths[i]!r}")
             leaves[call.places[i]] = placement.pack(placement.rotate(jnp.asarray(value)), round_key, scale)
         return jax.tree.unflatten(call.tree, leaves)[0][0]
@@ -418,22 +418,19 @@ class QuantizedFunction:
             why = program.adaptable.get(i, "no product takes it")
             why = why if isinstance(why, str) else "its products sum over other axes than those it was made for"
             raise ValueError(f"the parameter {program.paths[i]!r} has an adapter, which this call cannot take: {why}")
-        if i not in program.placements and adapter is not None:
-            return LazyParam(value if is_packed_param(value) else jnp.asarray(value), None, i, adapter=adapter)
-        if i not in program.placements:
-            return unpack_param(value) if is_packed_param(value) else value
-        array = value if is_packed_param(value) else jnp.asarray(value)
-        return replace(program.lazy_params[i], value=array, scale_state=entry, adapter=adapter)
+        packed = is_packed_param(value)
+        if i not in program.placements and adapter is None:
+            return unpack_param(value) if packed else value
+        lazy = program.lazy_params.get(i) or LazyParam(None, None, i)
+        return replace(lazy, value=value if packed else jnp.asarray(value), scale_state=entry, adapter=adapter)
 
     def _valid_program(self, call: CallArguments) -> QuantizedProgram:
         """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""
         program = self._program(call)
 
         def run(values: list[Any]) -> list[Any]:
-            params = [
-                self._lazy_param(program, i, x, None, None) if i < call.count else x for i, x in enumerate(values)
-            ]
-            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), params)
+            params = (self._lazy_param(program, i, x, None, None) for i, x in enumerate(values[: call.count]))
+            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), [*params, *values[call.count :]])
 
         if program.runner.is_doubtful:
             with jax.disable_jit(False):

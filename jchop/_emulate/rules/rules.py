@@ -91,8 +91,11 @@ def holds_constant(spec: Spec | None, value: Any) -> bool:
     whole = np.asarray(value)
     if np.iscomplexobj(whole):
         return holds_constant(spec, np.real(whole)) and holds_constant(spec, np.imag(whole))
-    number = float(whole.astype(np.float64).item())
-    return _holds_number(spec, number) if number else _holds_zero(spec.format, number)  # a cache takes -0 for 0
+    number, fmt = float(whole.astype(np.float64).item()), spec.format
+    if number:
+        return _holds_number(spec, number)
+    has_zero = not isinstance(fmt, FloatFormat) or fmt.zero  # here, as a cache takes -0 for 0
+    return has_zero and (math.copysign(1.0, number) > 0 or fmt.has_negative_zero)
 
 
 def at_format_limits(value: Any, spec: Spec) -> Any:
@@ -119,11 +122,6 @@ def finite_range_of(fmt: ElementFormat) -> tuple[float, float]:
     return low, high
 
 
-def _holds_zero(fmt: ElementFormat, zero: float) -> bool:
-    has = not isinstance(fmt, FloatFormat) or fmt.zero
-    return has and (math.copysign(1.0, zero) > 0 or fmt.has_negative_zero)
-
-
 @lru_cache(maxsize=4096)
 def _holds_number(spec: Spec, value: float) -> bool:
     fmt = spec.format
@@ -135,17 +133,13 @@ def _holds_number(spec: Spec, value: float) -> bool:
     if isinstance(fmt, UniformFormat):
         count = exact * Fraction(2) ** fmt.frac_bits
         return count.denominator == 1 and fmt.min_code <= count <= fmt.max_code
-    return isinstance(fmt, FloatFormat) and _holds_float(spec, fmt, exact)
-
-
-def _holds_float(spec: Spec, fmt: FloatFormat, value: Fraction) -> bool:
-    if (value < 0 and not fmt.signed) or abs(value) > fmt.exact_max:
+    if not isinstance(fmt, FloatFormat) or (value < 0 and not fmt.signed) or abs(exact) > fmt.exact_max:
         return False
-    exponent = math.frexp(float(abs(value)))[1] - 1
+    exponent = math.frexp(abs(value))[1] - 1
     if exponent < fmt.emin and (spec.flush or not fmt.subnormals):
         return False
     quantum = max(exponent, fmt.emin) - fmt.frac_bits
-    return (value / Fraction(2) ** quantum).denominator == 1
+    return (exact / Fraction(2) ** quantum).denominator == 1
 
 
 #: Primitives that are an operation of `_core.matmul.operations`: the exact result, rounded once.

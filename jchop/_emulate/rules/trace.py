@@ -256,11 +256,8 @@ def _refuse_rules_without_effect(settings: Settings, used: set[str], plan: Progr
 def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:
     """Why a rule has no effect on these steps."""
     whole, paths = not isinstance(value, PrimitiveFunction), [f"{step.scope}/{step.name}" for step in steps]
-    names = [
-        step.name
-        for step, path in zip(steps, paths, strict=True)
-        if matches_path(pattern, path if whole else step.name)
-    ]
+    pairs = zip(steps, paths, strict=True)
+    names = [step.name for step, path in pairs if matches_path(pattern, path if whole else step.name)]
     if not names:
         near = nearest_paths_hint([pattern], [path.strip("/") for path in paths])
         return f"matches no primitive{' and no scope' if whole else ''} of the program{near}"

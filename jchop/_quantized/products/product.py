@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -148,8 +149,8 @@ class DotProduct(_Product):
             rows = x.reshape(-1, x.elements.shape[-1])
             qarray, columns = w.qarray, w.elements.size // w.elements.shape[-1]
             if qarray is not None and x.is_plain and qarray.ndim > 2:
-                matrix = (-1, columns) if leading else (columns, -1)
-                qarray = _as_matrix(qarray, *matrix)
+                with suppress(ValueError):  # else its panels are not read
+                    qarray = qarray.reshape(*((-1, columns) if leading else (columns, -1)))
             if qarray is not None and not reads_panels(qarray.spec.element.bits, qarray.shape, leading, w.block):
                 qarray = None
             stored = replace(w.reshape(-1, w.elements.shape[-1]), qarray=qarray, shift=w.shift)
@@ -338,13 +339,6 @@ class OperandSwap(_Product):
     ) -> Array:
         """One of the products, of codes in their layouts; `shapes` are those of x and w."""
         return self.product.by_codes(_SWAPPED[which], right, left, (shapes[1], shapes[0]), dtype, *extra)
-
-
-def _as_matrix(q: Any, *shape: int) -> Any:
-    try:
-        return q.reshape(*shape)
-    except ValueError:
-        return None
 
 
 AnyProduct = DotProduct | ConvProduct | RaggedProduct | OperandSwap

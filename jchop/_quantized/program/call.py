@@ -196,7 +196,10 @@ class CallArguments:
             if isinstance(x, AdaptedParam):
                 self.values[i], self.adapters[i] = x.base, x.adapter
         paths = (leaves_with_path[i][0] for i in self.places)
-        self.keys = tuple(_strip_box(path[2:]) for path in paths if path[:2] == _PATH_OF_PARAMS)
+        keys = [path[2:] for path in paths if path[:2] == _PATH_OF_PARAMS]
+        # Without the `value` of the box (a variable, its sharding) that a parameter is in.
+        boxed = (len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value") for path in keys)
+        self.keys = tuple(path[:-1] if box else path for path, box in zip(keys, boxed, strict=True))
         self.paths = tuple(jax.tree_util.keystr(keys, simple=True, separator="/") for keys in self.keys)
         self.count = len(self.keys)
         self.params = params
@@ -239,12 +242,6 @@ class CallArguments:
         except TypeError:
             return None
         return signature
-
-
-def _strip_box(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A path without the ``value`` of the box (a variable, its sharding) that a parameter is in."""
-    has_box = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
-    return path[:-1] if has_box else path
 
 
 def _holder_class(node: Any, path: tuple[Any, ...]) -> str:

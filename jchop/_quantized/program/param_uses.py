@@ -198,7 +198,9 @@ class ProvenancePlanner(Planner):
         if not any(fact.origins or (fact.opaque_uses and not fact.data) for fact in facts):
             data = any(result.data)  # what data choose among constants
         from_keys = any(fact.from_keys for fact in facts)
-        if name in _PRODUCT_READERS and _is_sum_of_floats(eqn):
+        # One that sums over no axis multiplies, as `mul` does.
+        sums = name in _PRODUCT_READERS and (name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0]))
+        if sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2]):
             product = _PRODUCT_READERS[name](eqn)
             has_product = not data and any(fact.origins or fact.has_product for fact in facts)
             out = (Provenance(data=data, from_keys=from_keys, has_product=has_product),)
@@ -257,7 +259,10 @@ class ProvenancePlanner(Planner):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
             if index_axes and len(along) <= 1:
                 among = [parts for i, parts in enumerate(before.axes) if i in index_axes or sizes[i] != 1]
-                rows = _look_up_view(among, along or _last_factor(step, before, index_axes))
+                # Rows that are looked up are kept; along a row is what a product would sum over.
+                row = tuple(part for parts in along or _last_factor(step, before, index_axes) for part in parts)
+                free = (tuple(part for part in parts if part not in row) for parts in among)
+                rows = MatrixView(tuple(filter(None, free)), row)
                 use = ParamUse(before.leaf, "rows", step.name, step.source, rows, cuts=before.cuts)
                 uses.append(use if any(before.axes[i] for i in index_axes) else before.bias_use or use)
         if uses:
@@ -365,17 +370,10 @@ def _last_factor(step: ProductStep, origin: ParamOrigin, index_axes: set[int]) -
     return [(part,) for part in parts[-1:]]
 
 
-def _look_up_view(among: Sequence[AxisFactors], along: Sequence[AxisFactors]) -> MatrixView:
-    """Rows that are looked up are kept; along a row is what a product would sum over."""
-    row = tuple(part for parts in along for part in parts)
-    free = (tuple(part for part in parts if part not in row) for parts in among)
-    return MatrixView(tuple(filter(None, free)), row)
-
-
 def _axes_by_start(step: ProductStep) -> set[int]:
     """The axes of which data choose one index."""
-    starts = enumerate(step.known[1:])
-    return {axis for axis, start in starts if start.varies and step.eqn.params["slice_sizes"][axis] == 1}
+    sizes = step.eqn.params["slice_sizes"]
+    return {axis for axis, start in enumerate(step.known[1:]) if start.varies and sizes[axis] == 1}
 
 
 def _axes_by_indexes(step: ProductStep) -> set[int]:
@@ -384,12 +382,6 @@ def _axes_by_indexes(step: ProductStep) -> set[int]:
         return set()
     params = step.eqn.params
     return {axis for axis in params["dimension_numbers"].start_index_map if params["slice_sizes"][axis] == 1}
-
-
-def _is_sum_of_floats(eqn: Any) -> bool:
-    """Whether a product sums, and is not of integers: one that sums over no axis multiplies, as ``mul`` does."""
-    sums = eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
-    return sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
 
 
 def dot_product_of(eqn: Any) -> DotProduct:

@@ -116,12 +116,6 @@ class QuantizedProgram:
         return bool(self.placements or self.runner.roundings)
 
     @cached_property
-    def coded_leaves(self) -> frozenset[int]:
-        """The parameters whose codes a product takes."""
-        roundings = ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
-        return frozenset(use.leaf for step, found in roundings if found and found[0].codes for use in step.param_uses)
-
-    @cached_property
     def adaptable(self) -> dict[int, MatrixLayout | str]:
         """The parameters that reach products, by number: each as a matrix, or why it can have no adapter."""
         return lora_layouts(self.plan, self.shapes)
@@ -135,10 +129,11 @@ class QuantizedProgram:
     @cached_property
     def lazy_params(self) -> dict[int, LazyParam]:
         """How a run takes each parameter that is rounded, without its numbers."""
-        params = {}
+        params, found = {}, ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
+        coded_leaves = {use.leaf for step, how in found if how and how[0].codes for use in step.param_uses}
         for leaf, (placement, use) in self.placements.items():
             rule = self.rule_of(leaf)
-            by_codes = use.kind == "product" and (rule.product == "codes" or leaf in self.coded_leaves)
+            by_codes = use.kind == "product" and (rule.product == "codes" or leaf in coded_leaves)
             roundings = ProductRoundings(
                 right=_weight_spec(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
                 rotation=rule.rotation, codes=by_codes,

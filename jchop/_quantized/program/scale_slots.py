@@ -145,7 +145,12 @@ def scale_slots_of(
         product_roundings, weight = roundings[id(step)]
         rule = rules[id(step)]
         source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
-        if weight < 0 or not _has_scale_state(product_roundings, source):
+        left = product_roundings.left
+        if weight < 0 or left is None or product_roundings.codes:
+            continue
+        # Without a source, an operand that is rounded once under one scale may have a fixed range.
+        once = has_tensor_scale(left) and product_roundings.keeps_left and left.gradient == Gradient()
+        if source is None and not once:
             continue
         leaf: int = step.uses[weight][0].leaf
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _STATE_KINDS[type(source)]}"
@@ -168,9 +173,8 @@ def scale_slots_of(
             loops.append((length, takes_apart))
             if takes_apart:
                 entries_of_scan[id(scan)] = (*entries_of_scan.get(id(scan), ()), name)
-        assert product_roundings.left is not None
         place = product_roundings.place
-        slots[id(step)] = ScaleSlot(name, product_roundings.left, source, tuple(loops), place, in_branch)
+        slots[id(step)] = ScaleSlot(name, left, source, tuple(loops), place, in_branch)
     return slots, entries_of_scan
 
 
@@ -211,15 +215,6 @@ def _may_have_entry(name: str, rules: Mapping[str, Any]) -> bool:
     if source is None:
         return match[2] == "activation" and match[3] == RANGE
     return match[3] == _STATE_KINDS[type(source)]
-
-
-def _has_scale_state(roundings: ProductRoundings, source: ScaleFrom | None) -> bool:
-    """Whether the left operand has kept scales by the rule, or is rounded once under one scale, which can be fixed."""
-    if roundings.left is None or roundings.codes:
-        return False
-    return source is not None or (
-        has_tensor_scale(roundings.left) and roundings.keeps_left and roundings.left.gradient == Gradient()
-    )
 
 
 _WHILE_LOOP = "a while loop"

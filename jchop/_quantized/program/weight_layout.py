@@ -393,28 +393,37 @@ def _with_scale_groups(fmt: ScaledFormat, original: ScaledFormat, kinds: Sequenc
 # -- entries among kept scales ---------------------------------------------------------------------------------------
 
 
+def first_weight_entry(placement: WeightLayout, source: ScaleFrom, value: Any) -> Array:
+    """The entry of a parameter before the first call: the scales of the format's rule, or an empty history."""
+    if isinstance(source, DelayedScaling):
+        return jnp.zeros((*value.shape[: value.ndim - placement.ndim], source.length))
+    return placement.fit_scales(jnp.asarray(value))
+
+
+def weight_scale_entry(
+    name: str, placement: WeightLayout, source: ScaleFrom, value: Array, scales: Scales | None
+) -> Array:
+    """The entry of a parameter among kept scales, in its shape."""
+    entry = None if scales is None else scales.entries.get(name)
+    if entry is None:
+        raise ValueError(f"scales has no {name!r}: pass scales=low.start(params, ...), or what training made of it")
+    like = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    shape = jax.eval_shape(partial(first_weight_entry, placement, source), like).shape
+    if entry.shape != shape:
+        raise ValueError(f"scales: {name!r} has shape {entry.shape}, and its rule needs {shape}: it is of another rule")
+    return entry
+
+
 def weight_scale_state(
     name: str, placement: WeightLayout, source: ScaleFrom, value: Array, scales: Scales
 ) -> tuple[WeightScaleState, dict[str, Array]]:
     """The kept scales of a parameter, and its history after the call."""
-    if isinstance(source, LSQ):
-        return WeightScaleState(weight_scale_entry(scales, name, placement.fit_scales, value), source), {}
-    assert isinstance(source, DelayedScaling)
+    entry = weight_scale_entry(name, placement, source, value, scales)
+    if not isinstance(source, DelayedScaling):
+        return WeightScaleState(entry, source), {}
     stack = value.ndim - placement.ndim
-    history = weight_scale_entry(scales, name, lambda v: jnp.zeros((*v.shape[:stack], source.length)), value)
-    span, after = map_over_stack(stack, lambda both: update_history(source, *both), (history, value))
+    span, after = map_over_stack(stack, lambda both: update_history(source, *both), (entry, value))
     return WeightScaleState(span, source), {name: after}
-
-
-def weight_scale_entry(scales: Scales | None, name: str, like: Callable[[Any], Any], value: Any) -> Array:
-    """An entry of a parameter, in the shape that `like` gives for it."""
-    entry = None if scales is None else scales.entries.get(name)
-    if entry is None:
-        raise ValueError(f"scales has no {name!r}: pass scales=low.start(params, ...), or what training made of it")
-    shape = jax.eval_shape(like, jax.ShapeDtypeStruct(value.shape, value.dtype)).shape
-    if entry.shape != shape:
-        raise ValueError(f"scales: {name!r} has shape {entry.shape}, and its rule needs {shape}: it is of another rule")
-    return entry
 
 
 # -- rotated parameters ------------------------------------------------------------------------------------------------
