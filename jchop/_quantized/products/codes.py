@@ -150,9 +150,8 @@ def expand_codes(q: QArray, numbers: Array | None = None) -> CodedArray:
             kinds, scale = axis_groupings(fmt, q.ndim, batch), group_scales(q)
             sizes = (1,) * batch + fmt.group_shape(q.shape[batch:])
         if numbers is not None and numbers.size and not q.spec.element.has_nan:
-            scale = jnp.where(
-                _groups_with_nan(numbers, Groups(q.shape, sizes)), jnp.nan, jnp.float32(1) if scale is None else scale
-            )
+            known = jnp.float32(1) if scale is None else scale
+            scale = jnp.where(_groups_with_nan(numbers, Groups(q.shape, sizes)), jnp.nan, known)
 
         def per_element(values: Array) -> Array:
             return jnp.broadcast_to(repeat_over_groups(values, kinds, q.shape), q.shape)
@@ -390,11 +389,9 @@ def _multiply_blocks(
     if type(sums) is not MatrixSums or any(v.elements.dtype.itemsize > 1 for v in (x, w)):
         return _multiply_blocks_body(*arrays, **static, sums=sums)
     # A single block has a kernel on some GPUs alone; elsewhere it is not kept from the operations around it.
-    body = {
-        p: partial(_multiply_blocks_body, **static, sums=MatrixSums(apart=sums.apart, platform=p))
-        for p in ("cpu", "tpu")
-    }
-    return by_platform(op, *arrays, **body)
+    own = {p: MatrixSums(apart=sums.apart, platform=p) for p in ("cpu", "tpu")}
+    bodies = {p: partial(_multiply_blocks_body, **static, sums=of_platform) for p, of_platform in own.items()}
+    return by_platform(op, *arrays, **bodies)
 
 
 def _multiply_blocks_body(
@@ -433,19 +430,20 @@ def _multiply_blocks_body(
     lengths = np.minimum(block, size - block * np.arange(count)).astype(np.int32)
     spreads = {"x_scale": sums.left, "w_scale": sums.right}
 
-    def add_block(total: Array, block_of_each: Any) -> tuple[Array, None]:
-        left, right, length, block_scales = block_of_each
-        scales = parts_by_name | block_scales
-        a, b = (CodedArray(v, None, scales.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
+    def sum_of_block(left: Array, right: Array, length: Any, changed: dict[str, Array]) -> Array:
+        own = parts_by_name | changed
+        a, b = (CodedArray(v, None, own.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
         term = _block_sum(a, b, length, sum_dtype, sums)
         for name, spread in spreads.items():
-            if name in block_scales:
-                term = scale_sums(term, spread(block_scales[name][..., 0]))
-        return total + term, None
+            if name in changed:
+                term = scale_sums(term, spread(changed[name][..., 0]))
+        return term
+
+    def add_block(total: Array, block_of_each: Any) -> tuple[Array, None]:
+        return total + sum_of_block(*block_of_each), None
 
     if count == 1:
-        a, b = (CodedArray(v, None, parts_by_name.get(f"{side}_zero")) for side, v in (("x", x), ("w", w)))
-        total = _block_sum(a, b, size * sums.width, sum_dtype, sums)
+        total = sum_of_block(x, w, size * sums.width, {})
     else:
         start = varying_like(jnp.zeros(sums.shape(x, w), sum_dtype), x, w, *parts)
         total = lax.scan(add_block, start, (split_blocks(x), split_blocks(w), lengths, changing))[0]

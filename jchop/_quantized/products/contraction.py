@@ -394,17 +394,10 @@ def rounded_conv(
     """`jax.lax.conv_general_dilated` with rounded operands; `options` is for `contract`."""
     ones = (1,) * (x.ndim - 2)
     pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
-    product = ConvProduct(
-        tuple(window_strides),
-        pads,
-        tuple(lhs_dilation or ones),
-        tuple(rhs_dilation or ones),
-        lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers),
-        feature_group_count,
-        precision,
-        preferred_element_type,
-        out_sharding,
-    )
+    windows = tuple(window_strides), pads, tuple(lhs_dilation or ones), tuple(rhs_dilation or ones)
+    numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
+    more = precision, preferred_element_type, out_sharding
+    product = ConvProduct(*windows, numbers, feature_group_count, *more)
     check_operand_specs(product, how)
     return contract(product, x, w, how, key, **options)
 

@@ -55,13 +55,10 @@ class ConvGeometry:
     def windows(self, space: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
         """How many windows an image has along each axis."""
         spans = [(n - 1) * gap + 1 for n, gap in zip(places, self.kernel_gaps, strict=True)]
-        sizes = [
-            max((n - 1) * gap + 1, 0) + low + high
-            for n, gap, (low, high) in zip(space, self.image_gaps, self.padding, strict=True)
-        ]
-        return tuple(
-            max((size - span) // step + 1, 0) for size, span, step in zip(sizes, spans, self.strides, strict=True)
-        )
+        whole = zip(space, self.image_gaps, self.padding, strict=True)
+        sizes = [max((n - 1) * gap + 1, 0) + low + high for n, gap, (low, high) in whole]
+        every = zip(sizes, spans, self.strides, strict=True)
+        return tuple(max((size - span) // step + 1, 0) for size, span, step in every)
 
     def backward(self, space: Sequence[int], places: Sequence[int]) -> ConvGeometry:
         """That of the derivative with respect to the image: of the gradient as an image under the mirrored kernel."""
@@ -154,7 +151,7 @@ class _ConvSums(MatrixSums):
     def _as_matrices(self, a: Array, b: Array, dtype: Any) -> Array:
         left = self.geometry.patches(a.reshape(*a.shape[:-2], -1), self.places)
         y = MatrixSums().on_gpu(_patch_rows(left, a.shape[-2]), _kernel_rows(b), dtype)
-        return _windows_from_rows(y, self.shape(a, b))
+        return y.swapaxes(0, 1).reshape(self.shape(a, b))
 
 
 def _patch_rows(patches: Array, groups: int) -> Array:
@@ -169,11 +166,6 @@ def _kernel_rows(kernel: Array) -> Array:
     *places, groups, rows, channels = kernel.shape
     apart = kernel.reshape(math.prod(places), groups, rows, channels)
     return apart.transpose(1, 2, 0, 3).reshape(groups, rows, -1)
-
-
-def _windows_from_rows(y: Array, shape: Sequence[int]) -> Array:
-    """The result (groups, n windows, rows) as (n, *windows, groups, rows)."""
-    return y.swapaxes(0, 1).reshape(shape)
 
 
 def convolve_codes(image: CodedArray, kernel: CodedArray, geometry: ConvGeometry, dtype: Any) -> Array:
@@ -219,7 +211,7 @@ def convolve_codes(image: CodedArray, kernel: CodedArray, geometry: ConvGeometry
         return multiply_codes(image, kernel, dtype, sums)
     out = sums.shape(image.elements, kernel.elements)
     y = multiply_codes(_windows_as_rows(image, sums), kernel.map_arrays(_kernel_rows), dtype)
-    return _windows_from_rows(y, out)
+    return y.swapaxes(0, 1).reshape(out)
 
 
 def _limit_block(v: CodedArray, size: int) -> CodedArray:

@@ -81,9 +81,8 @@ class DotProduct(_Product):
     def __call__(self, x: Array, w: Array) -> Array:
         """The product, in the carrier."""
         more = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
-        run = partial(
-            lax.dot_general, precision=self.precision, preferred_element_type=self.preferred_element_type, **more
-        )
+        dtypes = {"precision": self.precision, "preferred_element_type": self.preferred_element_type}
+        run = partial(lax.dot_general, **dtypes, **more)
         free, contracting = self.forward.left.free[len(self.batch[0]) :], self.contracting[0]
         if len(free) < 2 or (*free, *contracting) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
@@ -196,19 +195,9 @@ class ConvProduct(_Product):
     def __call__(self, x: Array, w: Array) -> Array:
         """The product, in the carrier."""
         more = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
-        return lax.conv_general_dilated(
-            x,
-            w,
-            self.strides,
-            self.padding,
-            lhs_dilation=self.input_dilation,
-            rhs_dilation=self.kernel_dilation,
-            dimension_numbers=self.numbers,
-            feature_group_count=self.feature_groups,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            **more,
-        )
+        windows = self.strides, self.padding, self.input_dilation, self.kernel_dilation, self.numbers
+        dtypes = {"precision": self.precision, "preferred_element_type": self.preferred_element_type}
+        return lax.conv_general_dilated(x, w, *windows, feature_group_count=self.feature_groups, **dtypes, **more)
 
     def layouts(self, which: Which) -> OperandLayouts:
         """Of the operands of one of the three products; dw is summed over images and places."""
@@ -238,10 +227,8 @@ class ConvProduct(_Product):
         """The padding of an image, along each axis of space."""
         padding = self.padding
         if isinstance(padding, str):
-            spans, space = (
-                [max((n - 1) * gap + 1, 0) for n, gap in zip(sizes, gaps, strict=True)]
-                for sizes, gaps in ((places, self.kernel_dilation), (space, self.input_dilation))
-            )
+            both = (places, self.kernel_dilation), (space, self.input_dilation)
+            spans, space = ([max((n - 1) * gap + 1, 0) for n, gap in zip(*one, strict=True)] for one in both)
             padding = lax.padtype_to_pads(space, spans, self.strides, padding)
         return tuple((int(low), int(high)) for low, high in padding)
 

@@ -386,32 +386,19 @@ def _axes_by_indexes(step: ProductStep) -> set[int]:
 
 def dot_product_of(eqn: Any) -> DotProduct:
     """The product that an equation ``dot_general`` is, also one that sums over no axis."""
-    (contracting, batch), params = eqn.params["dimension_numbers"], eqn.params
-    return DotProduct(
-        tuple(map(tuple, contracting)),  # type: ignore[arg-type]
-        tuple(map(tuple, batch)),  # type: ignore[arg-type]
-        (len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape)),
-        params["precision"],
-        params["preferred_element_type"],
-        params.get("out_sharding"),
-    )
+    axes: Any = (tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
+    ndims = len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape)
+    more = (eqn.params.get(name) for name in ("precision", "preferred_element_type", "out_sharding"))
+    return DotProduct(*axes, ndims, *more)
 
 
 def _conv_product_of(eqn: Any) -> ConvProduct | str:
     params = eqn.params
     if params["batch_group_count"] != 1:
         return f"batch_group_count={params['batch_group_count']}"
-    return ConvProduct(
-        tuple(params["window_strides"]),
-        tuple(params["padding"]),
-        tuple(params["lhs_dilation"]),
-        tuple(params["rhs_dilation"]),
-        params["dimension_numbers"],
-        params["feature_group_count"],
-        params["precision"],
-        params["preferred_element_type"],
-        params.get("out_sharding"),
-    )
+    windows = (tuple(params[name]) for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
+    more = (params.get(name) for name in ("precision", "preferred_element_type", "out_sharding"))
+    return ConvProduct(*windows, params["dimension_numbers"], params["feature_group_count"], *more)
 
 
 def _ragged_product_of(eqn: Any) -> RaggedProduct | str:
