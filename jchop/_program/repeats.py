@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +33,6 @@ _LEAST_SAVING, _LEAST_TURN = 64, 16
 _LONGEST_TURN, _MOST_STARTS = 4096, 32
 #: The most bytes of the operands that a loop stacks: they are a copy, which exists until the loop ends.
 _MOST_STACK_BYTES = 1 << 29
-
-
-class _BodyVariables(NamedTuple):
-    """The variables of a body, in place of a jaxpr."""
-
-    constvars: tuple[Any, ...]
-    invars: tuple[Any, ...]
-    outvars: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -240,10 +233,9 @@ def _make_turns(plan: ProgramPlan, first: int, size: int, length: int) -> Turns 
         return None
     results = [turns[1][j].results[k] for j, k in (*carry_keys, *sorted(stack_keys))]
     arguments = [*flow.fixed, *(turns[0][j].results[k] for j, k in carry_keys), *(v for v, _ in flow.columns)]
+    variables = SimpleNamespace(constvars=(), invars=tuple(arguments), outvars=tuple(results))  # in place of a jaxpr
     return Turns(
-        body=ProgramPlan(
-            _BodyVariables((), tuple(arguments), tuple(results)), (), tuple(steps), (None,) * len(results)
-        ),
+        body=ProgramPlan(variables, (), tuple(steps), (None,) * len(results)),
         length=length,
         stride=stride,
         fixed=tuple(flow.fixed),

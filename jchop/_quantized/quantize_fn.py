@@ -107,17 +107,19 @@ def check_rule_fields(rules: Sequence[Rule]) -> None:
         NotImplementedError: that names them.
     """
     for rule in rules:
-        if rule.output is not None:
-            raise NotImplementedError(
-                f"{rule}: output needs layers of Flax (jchop.nn); in a program, give the product that takes the result "
-                "an activation, or round the result by jchop.round_to_format"
-            )
-        if rule.cache is not None:
-            raise NotImplementedError(
-                f"{rule}: cache needs the attention of Flax (jchop.nn.quantize without inputs); in a program, pack "
-                "keys and values by jchop.quantize"
-            )
+        for name, advice in _LAYER_FIELDS.items():
+            if getattr(rule, name) is not None:
+                raise NotImplementedError(f"{rule}: {name} needs {advice}")
     refuse_codes_with_kept_scales(rules)
+
+
+#: Fields that only layers have, and what does the same in a program.
+_LAYER_FIELDS = {
+    "output": "layers of Flax (jchop.nn); in a program, give the product that takes the result an activation, or round "
+    "the result by jchop.round_to_format",
+    "cache": "the attention of Flax (jchop.nn.quantize without inputs); in a program, pack keys and values by "
+    "jchop.quantize",
+}
 
 
 def refuse_codes_with_kept_scales(rules: Sequence[Rule]) -> None:

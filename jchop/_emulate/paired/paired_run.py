@@ -119,7 +119,6 @@ class Float64Reference(CarrierReference):
         return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
 
 
-Reference = CarrierReference
 #: The kinds of equations that only move values.
 _MOVE_KINDS = ("structural", "extremum", "compared")
 
@@ -186,7 +185,7 @@ class PairedRun(LaneRunner):
         literal_steps: the roundings of literals that overflow or become zero, as own steps, by the id of their step.
     """
 
-    reference: Reference
+    reference: CarrierReference
     max_turns: int
     stop_at: str | None = None
     measures: dict[int, Measure] = field(default_factory=dict)

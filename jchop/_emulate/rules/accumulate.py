@@ -309,12 +309,8 @@ def run_complex_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) ->
         if spec is None:
             return x + y if name == "add" else x - y
         word = seeds.words(x, step.result_number + part) if spec_draws(spec) and seeds is not None else None
-        return straight_through(
-            lambda values, word: round_operation(name, values, spec, word),
-            lax.add if name == "add" else lax.sub,
-            [x, y],
-            word,
-        )
+        plain = lax.add if name == "add" else lax.sub
+        return straight_through(lambda values, word: round_operation(name, values, spec, word), plain, [x, y], word)
 
     real, imag = ([of(x) if jnp.iscomplexobj(x) else x for x in args] for of in (lax.real, lax.imag))
     if len(args) != 2:

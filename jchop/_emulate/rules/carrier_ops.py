@@ -106,11 +106,8 @@ def run_nextafter(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> l
         del extra
         x, y = values
         next_value = lax.nextafter(x, y)
-        return jnp.where(
-            is_less_by_bits(y, x),
-            round_toward(next_value, spec, Rounding.DOWN),
-            round_toward(next_value, spec, Rounding.UP),
-        )
+        down, up = (round_toward(next_value, spec, way) for way in (Rounding.DOWN, Rounding.UP))
+        return jnp.where(is_less_by_bits(y, x), down, up)
 
     return [straight_through(run, lax.nextafter, list(jnp.broadcast_arrays(*args)), None)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -63,17 +63,6 @@ class Chain:
         return (self.result,)
 
 
-@dataclass(frozen=True)
-class _ChainFacts:
-    """Everything static about a chain; equal ones are traced once."""
-
-    tasks: tuple[Task, ...]
-    links: tuple[ChainLink, ...]
-    shape: tuple[int, ...]
-    result: int
-    spec: Spec
-
-
 def with_chains(plan: ProgramPlan, parts: Sequence[EmulatedStep | Turns]) -> Iterator[EmulatedStep | Chain | Turns]:
     """The parts of a plan, some of them as chains.
 
@@ -122,40 +111,43 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
     assert spec is not None
     tasks, links = [], []
     for step in chain.steps:
-        params = tuple(sorted(step.eqn.params.items()))
-        tasks.append(Task(step.eqn.primitive, params, step.kind, spec, step.known))
+        tasks.append(replace(step.task, apart=False))
         facts = tuple(k for k in step.known if k is not None)
         places = tuple(place[id(v)] for v in step.eqn.invars)
         links.append((EXACT[step.name], places, facts, step.result_number))
-    static = _ChainFacts(tuple(tasks), tuple(links), outvars[0].aval.shape, place[id(chain.result)], spec)
     seed_arrays: list[Any] = []
     if seeds is not None and spec_draws(spec):
         seed_arrays = [*seeds.of(outvars[0].aval), jnp.uint32(0) if seeds.shift is None else seeds.shift]
-    return _run_links(static, [jnp.asarray(x) for x in operands], seed_arrays)
+    result, shape = place[id(chain.result)], outvars[0].aval.shape
+    arrays = [jnp.asarray(x) for x in operands]
+    return _run_links(tuple(tasks), tuple(links), shape, result, spec, arrays, seed_arrays)
 
 
-@partial(always_jit, static_argnums=0, inline=True)
-def _run_links(static: _ChainFacts, operands: list[Array], seed_arrays: list[Array]) -> Array:
+@partial(always_jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _run_links(
+    tasks: tuple[Task, ...],
+    links: tuple[ChainLink, ...],
+    shape: tuple[int, ...],
+    result: int,
+    spec: Spec,
+    operands: list[Array],
+    seeds: list[Array],
+) -> Array:
+    """Chains of equal tasks and links are traced once."""
     count = len(operands)
-
-    def run(arrays: list[Array], extra: None) -> Array:
-        del extra
-        more = {"links": static.links, "shape": static.shape, "result": static.result, "spec": static.spec}
-        return chain_op(*arrays, **more)
 
     def plain(*arrays: Array) -> Array:
         """The equations one by one, for the derivative, which is taken at every intermediate result."""
-        return _run_equations(static, arrays[:count], arrays[count:])
+        values, seeds = list(arrays[:count]), arrays[count:]
+        for task, (_, places, _, number) in zip(tasks, links, strict=True):
+            words = [chain_words(seeds, shape, number)] if seeds else []
+            values += run_task(task, [values[place] for place in places], words)
+        return values[result]
 
-    return straight_through(run, plain, [*operands, *seed_arrays], None)
+    def run(arrays: list[Array], _: None) -> Array:
+        return chain_op(*arrays, links=links, shape=shape, result=result, spec=spec)
 
-
-def _run_equations(static: _ChainFacts, operands: Sequence[Array], seeds: Sequence[Array]) -> Array:
-    values = list(operands)
-    for task, (_, places, _, number) in zip(static.tasks, static.links, strict=True):
-        words = [chain_words(seeds, static.shape, number)] if seeds else []
-        values += run_task(task, [values[place] for place in places], words)
-    return values[static.result]
+    return straight_through(run, plain, [*operands, *seeds], None)
 
 
 class EmulationRunner(Runner):

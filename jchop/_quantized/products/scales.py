@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.core
@@ -157,18 +157,6 @@ _PERCENTILE_METHOD = re.compile(r"percentile\(([0-9]{1,3}(?:\.[0-9]{1,99})?)\)")
 _RANGE_SHARES = 100
 
 
-class RangeObserver(Protocol):
-    """Sees the inputs of one layer, batch by batch."""
-
-    def see(self, x: Array) -> None:
-        """Note one."""
-        ...
-
-    def range(self) -> Array | None:
-        """The range of all recorded inputs; None if there are none."""
-        ...
-
-
 def check_calibration_data(x: Array, place: str) -> None:
     """Refuses data of which no number is finite, and warns of numbers that do not count; a tracer is let through.
 
@@ -229,6 +217,10 @@ class _EntropyObserver:
         levels = self.levels[not self.least < 0 < self.most]
         end = entropy_threshold(self.histogram.counts, levels) * self.histogram.width
         return jnp.asarray(np.clip([self.least, self.most], -end, end), jnp.float32)
+
+
+#: Sees the inputs of one layer, batch by batch, and gives the range of all of them; None if there are none.
+RangeObserver = _BatchRangeObserver | _EntropyObserver
 
 
 def range_observer_for(method: str, combine: str) -> Callable[[Spec], RangeObserver]:

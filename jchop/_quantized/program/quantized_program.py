@@ -441,12 +441,9 @@ def _check_rules_match(program: QuantizedProgram, elsewhere: Collection[int]) ->
 def _check_rules_effect(program: QuantizedProgram, sources: set[Any]) -> None:
     """Refuse fields of rules that round nothing; `sources` are the sources of the scales of activations."""
     for number, rule in enumerate(program.rules):
-        used = {
-            "bias" if use.kind == "sum" else "weight"
-            for leaf, (_, use) in program.placements.items()
-            if program.rule_indexes[leaf] == number
-        }
-        if any(own is rule and not _multiplies_params_alone(step) for step, own in program.products):
+        own = (use for leaf, (_, use) in program.placements.items() if program.rule_indexes[leaf] == number)
+        used = {"bias" if use.kind == "sum" else "weight" for use in own}
+        if any(its is rule and not _multiplies_params_alone(step) for step, its in program.products):
             used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
         source = rule.scale_from
         if source is not None and (source in sources or ("weight" in source.fields and "weight" in used)):

@@ -311,12 +311,9 @@ class ScaleStateRunner(QuantizedRunner):
             count = len(plan.jaxpr.invars)
             entries = dict(zip(names, args[count:], strict=True))
             out, updates = self._inside(partial(inner, plan, seeds, args[:count]), entries)
-            all_entries = entries | updates
-            return [
-                *out,
-                *(all_entries[name] for name in last),
-                *(updates.get(name, blank) for name, blank in blanks.items()),
-            ]
+            after = entries | updates
+            observed = (updates.get(name, blank) for name, blank in blanks.items())
+            return [*out, *(after[name] for name in last), *observed]
 
         out = super().enter(step, seeds, [*args, *entry_values], run)
         count = len(step.eqn.outvars)
@@ -331,11 +328,8 @@ class ScaleStateRunner(QuantizedRunner):
         def turn_with_entries(carry: Any, row: Any, count: Any) -> tuple[Any, Any]:
             (values, entries), (x, own) = carry, row
             (values, ys), updates = self._inside(partial(turn, values, x, count), {**entries, **own})
-            taken = {
-                name: new
-                for name, new in updates.items()
-                if self.mode == "observe" or (name in own and name in updated_names)
-            }
+            kept = updates.keys() if self.mode == "observe" else own.keys() & updated_names
+            taken = {name: new for name, new in updates.items() if name in kept}
             return (values, {name: updates.get(name, old) for name, old in entries.items()}), (ys, taken)
 
         (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows), order)
