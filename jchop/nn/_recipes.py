@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jchop._common.checks import check_choice, check_int
-from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.operand_layout import Hadamard
 from jchop._quantized.products.rule import DelayedScaling, Rule
 from jchop._spec.accumulation import MatmulSpec
 

@@ -171,8 +171,8 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "stack_of_short_floats_converted",
         "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
-        "`loop_slice`, in the loops over panels (`_quantized/products/weight_only.py`), and `loop_entry`, in `unshard` "
-        "(`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).",
+        "`loop_slice`, in the loops over panels (`_quantized/products/code_products.py`), and `loop_entry`, in "
+        "`unshard` (`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",
@@ -197,7 +197,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "tall_integers_read_in_columns",
         "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
-        "`suits_panels` in `_quantized/products/weight_only.py`.",
+        "`suits_panels` in `_quantized/products/code_products.py`.",
         versions_with=("0.10",),
         versions_without=("0.12",),
         benchmark_only=True,

@@ -27,6 +27,7 @@ from jchop._quantized.products.codes import (
     restore_param_axes,
 )
 from jchop._quantized.products.operand_layout import (
+    Hadamard,
     OperandLayout,
     check_layout_axes,
     rotate_along_sum,
@@ -34,7 +35,6 @@ from jchop._quantized.products.operand_layout import (
     rounds_transpose_alike,
 )
 from jchop._quantized.products.product import AnyProduct, ConvProduct, DotProduct, OperandSwap, RaggedProduct, Which
-from jchop._quantized.products.rotation import Hadamard
 from jchop._quantized.products.rule import NO_LOCATION, Location, is_stochastic
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.accumulation import MatmulSpec

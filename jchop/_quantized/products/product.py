@@ -19,6 +19,16 @@ import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
+from jchop._quantized.products.code_products import (
+    ConvGeometry,
+    ExpertSums,
+    convolve_codes,
+    correlate_codes,
+    expert_weight_gradients,
+    multiply_packed_weights,
+    reads_panels,
+    suits_panels,
+)
 from jchop._quantized.products.codes import (
     CodedArray,
     MatrixSums,
@@ -27,15 +37,7 @@ from jchop._quantized.products.codes import (
     to_batched_matrices,
     why_no_codes,
 )
-from jchop._quantized.products.conv_and_experts import (
-    ConvGeometry,
-    ExpertSums,
-    convolve_codes,
-    correlate_codes,
-    expert_weight_gradients,
-)
 from jchop._quantized.products.operand_layout import OperandLayout
-from jchop._quantized.products.weight_only import multiply_packed_weights, reads_panels, suits_panels
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.math import conv as emulated_conv

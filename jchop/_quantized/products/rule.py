@@ -11,7 +11,7 @@ import numpy as np
 
 from jchop._common.checks import check, check_bool, check_choice, check_float, check_int, short_repr
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
-from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.operand_layout import Hadamard
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat

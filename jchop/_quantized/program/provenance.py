@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.operand_layout import Hadamard
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax import lax
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.settings import always_jit
-from jchop._quantized.products.rotation import HadamardBlocks
+from jchop._quantized.products.operand_layout import HadamardBlocks
 from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
