@@ -146,12 +146,11 @@ def _function_and_spec(fun: Any, spec: Any) -> tuple[Callable[..., Any] | None, 
     """The function, or None for a decorator, and the spec."""
     if _is_spec(fun) and spec is ...:
         return None, fun
-    if spec is ... and fun is not ...:
-        _check_function(fun)
-        raise TypeError(f"emulate: no spec; write emulate({_function_name(fun)}, 'bfloat16') or @emulate('bfloat16')")
+    if spec is ...:
+        missing = "no function and no spec" if fun is ... else "no spec"
+        name = "fun" if fun is ... else _function_name(_check_function(fun))
+        raise TypeError(f"emulate: {missing}; write emulate({name}, 'bfloat16') or @emulate('bfloat16')")
     if fun is ...:
-        if spec is ...:
-            raise TypeError("emulate: no function and no spec; write emulate(fun, 'bfloat16') or @emulate('bfloat16')")
         if not _is_spec(spec):
             raise TypeError(f"spec={spec!r} must be a Spec, a format, its text, or None")
         return None, spec

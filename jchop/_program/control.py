@@ -80,7 +80,10 @@ def text_of_stop(
     source = _source_of_condition(step, comparisons)
     rows = zip(comparisons, operands, strict=True)
     pairs = "; ".join(dict.fromkeys(_comparison_values(one, goes_on, *map(np.asarray, pair)) for one, pair in rows))
-    place = f" at {source}{_source_text_at(source)}" if source else f" (scope {step.scope!r})" if step.scope else ""
+    file, _, line = source.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    place = f" (scope {step.scope!r})" if step.scope else ""
+    place = f" at {source}" + (f" ({text})" if text else "") if source else place
     return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {pairs}" if pairs else "")
 
 
@@ -88,12 +91,6 @@ def _source_of_condition(step: ProgramStep, comparisons: Sequence[ProgramStep]) 
     outer = source_line_of(step.eqn.source_info)
     inside = (source_line_of(one.eqn.source_info, outer) for one in (*comparisons, *step.inner[0].steps))
     return next((line for line in inside if line), outer)
-
-
-def _source_text_at(source: str) -> str:
-    file, _, line = source.rpartition(":")
-    text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
-    return f" ({text})" if text else ""
 
 
 def _comparison_values(step: ProgramStep, goes_on: Any, a: np.ndarray, b: np.ndarray) -> str:

@@ -117,8 +117,8 @@ def join_shards(x: Any, spec: Any, outer: int, axes: ShardAxes) -> Any:
     """The array of these parts; of parts that are the same over an axis of the mesh, the first."""
     count = len(x.shape) - outer - len(axes)
     used = [name for i in range(count) for name in _mesh_names(spec, i)]
-    x = x[(slice(None),) * outer + tuple(slice(None) if name in used else 0 for name, _ in axes)]
     names = [name for name, _ in axes if name in used]
+    x = x[(slice(None),) * outer + tuple(slice(None) if name in used else 0 for name, _ in axes)]
     order, shape = list(range(outer)), list(x.shape[:outer])
     for i in range(count):
         whole = outer + len(names) + i

@@ -303,8 +303,10 @@ class PairedRun(LaneRunner):
     ) -> None:
         for what, event in measure.events():
             if what == self.stop_at:
-                result = np.asarray(result)
-                here = [_operand_at(np.asarray(x), event.where, result.shape) for x in operands]
+                result, here = np.asarray(result), []
+                for x in map(np.asarray, operands):
+                    other = f"an array of shape {x.shape}" if x.shape else x  # one of another shape than the result
+                    here.append(str(x[event.where] if x.shape == result.shape else other))
                 facts = text.format(given=", ".join(here), result=result[event.where])
                 raise StopEventError(what, step, event, facts, measure)
 
@@ -339,11 +341,6 @@ def _sum_precision(step: EmulatedStep, aval: Any) -> int | None:
         return None
     fmt = None if step.choice.spec is None else step.choice.spec.format
     return fmt.precision if isinstance(fmt, FloatFormat) else int(jnp.finfo(aval.dtype).nmant) + 1
-
-
-def _operand_at(x: np.ndarray, where: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """An operand at the index of a result, or the operand's shape if it differs."""
-    return str(x[where] if x.shape == shape else x if not x.shape else f"an array of shape {x.shape}")
 
 
 # -- places ------------------------------------------------------------------------------------------------------------

@@ -301,11 +301,8 @@ _BY_BITS = ("reduce_max", "reduce_min", "argmax", "argmin")
 def _run_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     if step.choice.accumulate is None:
         return _run_step_task(step, seeds, args)
-    out = step.eqn.outvars[0].aval
-    args = [
-        lax.convert_element_type(x, out.dtype) if is_narrow_float(v.aval) else x
-        for x, v in zip(args, step.eqn.invars, strict=True)
-    ]
+    dtype, pairs = step.eqn.outvars[0].aval.dtype, zip(args, step.eqn.invars, strict=True)
+    args = [lax.convert_element_type(x, dtype) if is_narrow_float(v.aval) else x for x, v in pairs]
     return accumulate_in_order(step, seeds, args)
 
 

@@ -160,9 +160,8 @@ def _rotate_blocks(x: Array, rotation: Hadamard) -> Array:
     y = sylvester_transform(y, blocks.power, jnp)
     if blocks.paley > 1:
         parts = y.reshape(-1, blocks.paley, blocks.power)
-        y = jnp.einsum(
-            "bpk,pq->bqk", parts, jnp.asarray(paley_matrix(blocks.paley), wide), precision=lax.Precision.HIGHEST
-        )
+        matrix = jnp.asarray(paley_matrix(blocks.paley), wide)
+        y = jnp.einsum("bpk,pq->bqk", parts, matrix, precision=lax.Precision.HIGHEST)
     y = (y * (1 / math.sqrt(blocks.block))).astype(x.dtype)
     return jnp.concatenate([y.reshape(*x.shape[:-1], whole), x[..., whole:]], -1)
 
@@ -335,8 +334,8 @@ class OperandLayout:
         if not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
         fastest = next(reversed(self.contracting), None)
+        several = len(self.contracting) > 1
         if fmt.sparse is not None:
-            several = len(self.contracting) > 1
             elsewhere = fmt.axis_of_sparse % self.ndim < self.ndim - 1
             if elsewhere or fastest is None or (several and shape[fastest] % fmt.sparse[1]):
                 return None  # its groups are along another axis, or run over several
@@ -349,7 +348,7 @@ class OperandLayout:
             kinds[axis] = kind
         for axis in self.contracting if isinstance(along, str) else self.contracting[-1:]:
             kinds[axis] = along
-        if isinstance(along, int) and len(self.contracting) > 1 and shape[self.contracting[-1]] % along:
+        if isinstance(along, int) and several and shape[self.contracting[-1]] % along:
             return None  # a block over several axes
         in_place = with_groupings(fmt, kinds)
         if fmt.sparse is not None and fastest is not None:
@@ -412,12 +411,12 @@ def norm_scale_spec(spec: Spec | None) -> Spec | None:
     Nothing sums over it, so it keeps all its numbers under a format with `sparse`.
     """
     fmt = None if spec is None else spec.scaled
-    if spec is not None and fmt is not None and fmt.sparse is not None:
-        fmt = fmt.dense
-        spec = replace(spec, format=fmt)
-    if spec is None or fmt is None or not isinstance(fmt.group, tuple) or fmt.axis != tuple(range(-len(fmt.group), 0)):
+    if spec is None or fmt is None:
         return spec
-    return replace(spec, format=fmt(group=fmt.group[-1]))
+    fmt = fmt if fmt.sparse is None else fmt.dense
+    if isinstance(fmt.group, tuple) and fmt.axis == tuple(range(-len(fmt.group), 0)):
+        fmt = fmt(group=fmt.group[-1])
+    return replace(spec, format=fmt)
 
 
 def check_layout_axes(field: str, spec: Spec | None, ndim: int, place: object) -> None:

@@ -241,8 +241,7 @@ def range_observer_for(method: str, combine: str) -> Callable[[Spec], RangeObser
     match = _PERCENTILE_METHOD.fullmatch(method) if isinstance(method, str) else None
     if match is None or not 0 < float(match[1]) <= 100:
         raise ValueError(f"method={method!r} must be 'minmax', 'mse', 'entropy', or 'percentile(q)' with 0 < q <= 100")
-    share = float(match[1])
-    return lambda spec: _BatchRangeObserver(partial(_percentile_range, share=share), combine)
+    return lambda spec: _BatchRangeObserver(partial(_percentile_range, share=float(match[1])), combine)
 
 
 def _min_max_range(x: Array) -> Array:

@@ -220,14 +220,12 @@ class CallArguments:
     @property
     def facts(self) -> list[Provenance]:
         """What is known of the arrays."""
-        facts = []
-        for i, x in enumerate(self.abstract):
-            number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-            if i >= self.count:
-                facts.append(FROM_DATA if number else FROM_KEYS)
-            else:
-                facts.append(param_provenance(i, x.shape) if number and x.dtype.name in CARRIERS else NO_PROVENANCE)
-        return facts
+        params, others = self.abstract[: self.count], self.abstract[self.count :]
+        are_keys = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in others]
+        facts = [
+            param_provenance(i, x.shape) if x.dtype.name in CARRIERS else NO_PROVENANCE for i, x in enumerate(params)
+        ]
+        return [*facts, *(FROM_KEYS if is_key else FROM_DATA for is_key in are_keys)]
 
     @property
     def signature(self) -> Any:

@@ -273,15 +273,17 @@ def plan_quantized_program(
     by_leaf = {leaf: program.rule_of(leaf) for leaf in placements}
     roundings, refusals = {}, {}
     for step, rule in program.products:
-        roundings_of_step = None if rule is None else _roundings_of_product(step, rule, placements)
-        roundings_of_step = with_weight_rotation(step, roundings_of_step, placements, call.paths, by_leaf)
-        if rule is not None and roundings_of_step is not None:
-            roundings[id(step)], how = roundings_of_step, roundings_of_step[0]
-            if how.codes:
-                no_blocks = dict(_params_without_blocks(program, step, rule, placements))
-                if how.stored_only and no_blocks:
-                    roundings[id(step)] = replace(how, codes=False), roundings_of_step[1]
-                refusals |= {} if how.stored_only else no_blocks
+        found = None if rule is None else _roundings_of_product(step, rule, placements)
+        found = with_weight_rotation(step, found, placements, call.paths, by_leaf)
+        if rule is None or found is None:
+            continue
+        how, weight = found
+        no_blocks = dict(_params_without_blocks(program, step, rule, placements)) if how.codes else {}
+        if how.stored_only and no_blocks:
+            how = replace(how, codes=False)
+        elif no_blocks:
+            refusals |= no_blocks
+        roundings[id(step)] = how, weight
     if refusals:
         path, *others = refusals
         pattern = common_path_pattern(refusals, (path for path in call.paths if path not in refusals))
@@ -498,11 +500,9 @@ def _reach_of_rule(program: QuantizedProgram, number: int) -> str:
         mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)
         if mine is None:
             continue
-        why = ""
-        if _multiplies_params_alone(step):
-            why = ", which multiplies parameters alone"
-        elif numbers[leaves[0]] not in (None, number):
-            why = f", whose rule is that of {paths[leaves[0]]!r}"
+        shared = numbers[leaves[0]] not in (None, number)
+        why = f", whose rule is that of {paths[leaves[0]]!r}" if shared else ""
+        why = ", which multiplies parameters alone" if _multiplies_params_alone(step) else why
         return f"the parameter {paths[mine]!r} reaches {step.where}{why}"
     uses = ((leaf, use) for leaf, use in main_uses.items() if use is not None)
     reaches = (f"the parameter {paths[leaf]!r} reaches {use.where} alone" for leaf, use in uses)

@@ -84,11 +84,10 @@ class QuantizedRunner(Runner):
         return super().control(step, seeds, args)
 
     def _is_busy(self, step: ProductStep) -> bool:
-        busy = self._busy.get(id(step))
-        if busy is None:
-            busy = any(id(inner) in self.roundings for plan in step.inner for inner in plan.walk())
-            self._busy[id(step)] = busy
-        return busy
+        if id(step) not in self._busy:
+            inner = (one for plan in step.inner for one in plan.walk())
+            self._busy[id(step)] = any(id(one) in self.roundings for one in inner)
+        return self._busy[id(step)]
 
     def run(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
         """One equation."""
@@ -136,9 +135,8 @@ class QuantizedRunner(Runner):
         adapters = [_adapter_of(x) for x in args]
         has_stack = any(adapter is not None and adapter.stack for adapter in adapters)
         if any(adapters) and part.name in _ADAPTER_MOVES and (not has_stack or part.name in _ADAPTER_CASTS):
-            outs = self._move_param(
-                part, [replace(x, adapter=None) if isinstance(x, RoundedAndFull) else x for x in args]
-            )
+            alone = [replace(x, adapter=None) if isinstance(x, RoundedAndFull) else x for x in args]
+            outs = self._move_param(part, alone)
             return [replace(out, adapter=adapter) for out, adapter in zip(outs, adapters, strict=True)]
         low, full = run(*map(rounded_value, args)), run(*(x.full if isinstance(x, RoundedAndFull) else x for x in args))
         first, *rest = args
@@ -178,13 +176,13 @@ class QuantizedRunner(Runner):
 
 
 class _InlineRunner(Runner):
-    """Another runner, for a program whose results stay what they are."""
+    """Another runner, for a program whose results stay what they are: arrays, or parameters that have moved."""
 
     def __init__(self, runner: QuantizedRunner) -> None:
         self.prepare, self.run, self.control = runner.prepare, runner.run, runner.control
 
     def finish(self, value: Any, seeds: Keys | None) -> Any:
-        """A result: an array, or a parameter that has moved."""
+        """A result."""
         return value.numbers(seeds) if isinstance(value, LazyParam) else value
 
 
