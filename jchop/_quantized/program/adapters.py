@@ -106,22 +106,18 @@ def add_lora_delta(adapter: LoraAdapter, step: ProductStep, side: int, x: Array,
     contracting = dot.contracting[1 - side]
     free = dot.forward.left.free if side == 0 else dot.forward.right.free
     dtype = jnp.result_type(x, adapter.lora_a, adapter.lora_b)
-    lora_a = _reorder_lora_rows(adapter.lora_a, use.view.contracting).reshape(
-        *(x.shape[axis] for axis in contracting), -1
-    )
-    sizes = [step.eqn.invars[side].aval.shape[axis] for axis in free]
-    lora_b = _reorder_lora_rows(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T.reshape(
-        -1, *sizes
-    )
+    rows = _reorder_lora_rows(adapter.lora_a, use.view.contracting)
+    columns = _reorder_lora_rows(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T
+    lora_a = rows.reshape(*(x.shape[axis] for axis in contracting), -1)
+    lora_b = columns.reshape(-1, *(step.eqn.invars[side].aval.shape[axis] for axis in free))
     x, lora_a, lora_b = (v.astype(dtype) for v in (x, lora_a, lora_b))
-    projection = lax.dot_general(
-        x, lora_a, ((contracting, tuple(range(len(contracting)))), ((), ())), precision=dot.precision
-    )
+    multiply = partial(lax.dot_general, precision=dot.precision)
+    projection = multiply(x, lora_a, ((contracting, tuple(range(len(contracting)))), ((), ())))
     last = projection.ndim - 1
     if side:
-        delta = lax.dot_general(projection, lora_b, (((last,), (0,)), ((), ())), precision=dot.precision)
+        delta = multiply(projection, lora_b, (((last,), (0,)), ((), ())))
     else:
-        delta = lax.dot_general(lora_b, projection, (((0,), (last,)), ((), ())), precision=dot.precision)
+        delta = multiply(lora_b, projection, (((0,), (last,)), ((), ())))
     return y + (delta * adapter.rule.factor).astype(y.dtype)
 
 

@@ -235,14 +235,12 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
                 continue
             runs.append(ids)
             kinds[ids[0]] = kind
-    joint_shape, kinds, owners = _join_runs(sizes, kinds, [axis for axis, _ in entries], runs)
-    array_shape, array_kinds = _merge_axis_factors(joint_shape, kinds, owners)
+    array_shape, array_kinds = _merge_axis_factors(*_join_runs(sizes, kinds, [axis for axis, _ in entries], runs))
     array_format = _with_scale_groups(with_groupings(fmt, array_kinds), fmt, array_kinds)
     if fmt.sparse is not None:
         # Without a part of two numbers, each number is alone, and stays.
-        array_format = (
-            _with_sparse_factor(array_format, sparse[-1], sizes, array_shape) if sparse else array_format.dense
-        )
+        alone = array_format.dense
+        array_format = _with_sparse_factor(array_format, sparse[-1], sizes, array_shape) if sparse else alone
     return _checked_layout(replace(spec, format=array_format), array_shape, len(core))
 
 
