@@ -89,9 +89,8 @@ def same_objects(before: tuple[Any, ...] | None, after: tuple[Any, ...] | None) 
     """Whether two walks met the same objects."""
     if before is None or after is None or len(before) != len(after):
         return False
-    return all(
-        a is b or (type(a) is type(b) and type(a) in _BY_VALUE and a == b) for a, b in zip(before, after, strict=True)
-    )
+    pairs = zip(before, after, strict=True)
+    return all(a is b or (type(a) is type(b) and type(a) in _BY_VALUE and a == b) for a, b in pairs)
 
 
 def _walk_objects(values: Iterable[Any], objects: dict[int, Any]) -> Iterator[Any]:

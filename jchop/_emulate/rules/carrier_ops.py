@@ -102,8 +102,7 @@ def run_nextafter(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> l
     if spec is None:
         return bind(step.eqn.primitive, step.eqn.params, *args)
 
-    def run(values: list[Array], extra: None) -> Array:
-        del extra
+    def run(values: list[Array], _: None) -> Array:
         x, y = values
         next_value = lax.nextafter(x, y)
         down, up = (round_toward(next_value, spec, way) for way in (Rounding.DOWN, Rounding.UP))
@@ -201,9 +200,8 @@ def run_draw(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[A
 
 def _draw_limits(step: EmulatedStep, args: list[Any]) -> tuple[Array, Array] | None:
     """The least and the largest result that a draw may have, in the carrier; None for a draw without excluded ends."""
-    if step.eqn.params.get("name") in _MONOTONE_DRAWS and any(
-        map(_is_key_variable, step.eqn.invars)
-    ):  # else a part before the draw
+    draws = any(map(_is_key_variable, step.eqn.invars))  # else a part before the draw
+    if draws and step.eqn.params.get("name") in _MONOTONE_DRAWS:
         run = partial(_run_with_bits, jaxpr_of(step.eqn.params["jaxpr"]), args)
         least, largest = (lax.stop_gradient(run(bits)[0]) for bits in (0, -1))
         # The end is the last operand, or that of a program's derivative: the operands are the least and the length.

@@ -286,8 +286,7 @@ def _run_structural(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) ->
     def plain(x: Array) -> Array:
         return _bind_step(step, seeds, [x])[0]
 
-    def run(values: list[Array], extra: None) -> Array:
-        del extra
+    def run(values: list[Array], _: None) -> Array:
         find = partial(extremum_by_bits, step.name, axes=axes)
         return in_auto_mesh(find, *values, along=[[axis - x.ndim for axis in axes]], like=plain)
 

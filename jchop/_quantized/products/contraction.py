@@ -260,7 +260,7 @@ def _backward_operands(
     product: AnyProduct, roundings: ProductRoundings, right: str
 ) -> Iterator[tuple[str, Spec | None, OperandLayout]]:
     """The field, spec and layout of the operands that backward products round; `right` is the field of w."""
-    (g, w), (x, h) = (product.layouts(which) for which in _BACKWARD)
+    (g, w), (x, h) = map(product.layouts, _BACKWARD)
     (of_g, of_w), (of_x, of_h) = map(roundings.operands, _BACKWARD)
     names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
     yield names[0], of_g, g
