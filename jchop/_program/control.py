@@ -292,7 +292,7 @@ class Loops:
 
 def manual_axes(params: dict[str, Any]) -> tuple[str, ...]:
     """The names of the axes over which a `shard_map` splits its operands, in order."""
-    return tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
+    return tuple(sorted(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]))
 
 
 # -- primitives --------------------------------------------------------------------------------------------------------
@@ -472,6 +472,10 @@ def _while_roles(step: ProgramStep) -> list[Role]:
     return [*["fixed"] * fixed, *["carried"] * (len(step.eqn.invars) - fixed)]
 
 
+def _run_shard_map(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
+    return loops.shard_map(step, seeds, args, interpret)
+
+
 #: The primitives that hold programs. A new one is a row here.
 CONTROL: dict[str, ControlPrimitive] = {
     **dict.fromkeys(PLAIN_CALLS, ControlPrimitive(_plan_call, _run_call, _roles_of_all("passed"))),
@@ -482,7 +486,7 @@ CONTROL: dict[str, ControlPrimitive] = {
     "cond": ControlPrimitive(_plan_cond, _run_cond, lambda step: ["other", *["passed"] * (len(step.eqn.invars) - 1)]),
     "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles, lambda step: step.eqn.params["length"]),
     "while": ControlPrimitive(_plan_while, _run_while, _while_roles),
-    "shard_map": ControlPrimitive(_plan_call, lambda loops, *more: loops.shard_map(*more), _roles_of_all("other")),
+    "shard_map": ControlPrimitive(_plan_call, _run_shard_map, _roles_of_all("other")),
 }
 
 

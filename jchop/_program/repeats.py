@@ -298,7 +298,7 @@ class _OperandFlow:
         if any(_is_stack_of_bytes(v) for v in row):
             return None
         if isinstance(row[1], Literal):
-            aval = row[1].aval
+            aval: Any = row[1].aval
             (new,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr.invars
             self.columns.append((new, row))
             return self.columns[-1][0]

@@ -41,8 +41,8 @@ def accumulate_in_order(step: EmulatedStep, seeds: Seeds | None, args: list[Any]
         number = step.number + len(args)
         for i, (x, fact) in enumerate(zip(arrays, facts, strict=True)):
             if is_number(x) and not is_exact_under(fact, how.operands):
-                draws = spec_draws(how.operands) and seeds is not None
-                arrays[i] = round_value(x, how.operands, seeds.words(x, number + i) if draws else None)
+                word = seeds.words(x, number + i) if spec_draws(how.operands) and seeds is not None else None
+                arrays[i] = round_value(x, how.operands, word)
         facts = (how.operands,) * len(arrays)
     plain = partial(_carrier_sum, step)
     common = facts[0] if len(set(facts)) == 1 else None

@@ -471,6 +471,6 @@ def _are_made_by(eqns: Sequence[Any], function: NamedFunction) -> bool:
     code = getattr(inspect.unwrap(python), "__code__", None)
     inner = [eqn for program in programs_of(eqns[-1]) for eqn in program.eqns[-1:]]
     tracebacks = [eqn.source_info.traceback for eqn in (*eqns, *inner)]
-    frames = [None if traceback is None else traceback.raw_frames() for traceback in tracebacks]
+    frames: list[Any] = [None if traceback is None else traceback.raw_frames() for traceback in tracebacks]
     is_inlined = len(eqns) > 1 and all(each == frames[0] for each in frames[: len(eqns)])
     return None not in frames and (any(code in codes for codes, _ in frames[len(eqns) - 1 :]) or is_inlined)

@@ -292,7 +292,7 @@ class EmulationPlanner(Planner):
         """The spec that holds a variable's numbers, or a literal, if known."""
         return _fact_of(v, env, self.settings.spec)
 
-    common = staticmethod(common_fact)
+    common = staticmethod(common_fact)  # type: ignore[assignment]
 
     def step(self, eqn: Any, env: dict[Any, ValueFact], scope: str, number: int) -> EmulatedStep:
         """The step of one equation."""
@@ -425,8 +425,9 @@ def _copy_constant_results(jaxpr: Any) -> Any:
     """A jaxpr whose results are variables: constant results are copied, so that they are rounded like others."""
     copies, results = [], list(jaxpr.outvars)
     for i, v in enumerate(results):
-        if isinstance(v, Literal) and is_number(v.aval):
-            like = jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        aval: Any = v.aval
+        if isinstance(v, Literal) and is_number(aval):
+            like = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(like).eqns
             copies.append(eqn.replace(invars=[v]))
             results[i] = eqn.outvars[0]
@@ -436,8 +437,8 @@ def _copy_constant_results(jaxpr: Any) -> Any:
 def _literals_at_limits(eqn: Any, spec: Spec | None) -> Any:
     """An equation whose literals at limits of the carrier are at those of the format."""
     operands = list(eqn.invars)
-    for i, v in enumerate(operands if spec is not None else ()):
-        if isinstance(v, Literal) and is_carrier_float(v.aval):
+    for i, v in enumerate(operands):
+        if spec is not None and isinstance(v, Literal) and is_carrier_float(v.aval):
             old = constant_of(v)
             new = at_format_limits(old, spec)
             operands[i] = v if new is old else Literal(new, v.aval)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -230,10 +230,6 @@ def _round_value_body(x: Array, *leaves: Array, spec: Spec, tree: Any) -> Array:
 #: Compiled apart for the same reasons. Roundings of arrays of one shape differ in the numbers of their draws, which are
 #: operands, so XLA's CPU backend compiles one of them.
 _round_value_op = make_op("jchop_rounded", _round_value_body, like_first=True, no_inline=True)
-
-
-if TYPE_CHECKING:
-    from jchop._emulate.rules.rules import ValueFact
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -150,11 +150,13 @@ class ProgramCache:
 
     def _constants_on_entry(self, program: EmulatedProgram) -> tuple[Any, ...]:
         """The constants; those that are rounded on entry with the format's limits in place of the carrier's."""
-        consts = list(program.plan.consts)
+        consts, spec = list(program.plan.consts), self.settings.spec
         for i, rounds in enumerate(program.rounds[len(program.rounds) - len(consts) :]):
             x, on_host = consts[i], not isinstance(consts[i], Array)
-            if rounds and is_carrier_float(x) and not isinstance(x, Tracer) and (on_host or x.is_fully_addressable):
-                new = at_format_limits(x, self.settings.spec)
+            if not rounds or spec is None or not is_carrier_float(x) or isinstance(x, Tracer):
+                continue
+            if on_host or x.is_fully_addressable:
+                new = at_format_limits(x, spec)
                 consts[i] = x if new is x else new if on_host else jax.device_put(new, x.sharding)
         return tuple(consts)
 

@@ -174,7 +174,8 @@ class ProvenancePlanner(Planner):
             self.data_changes.setdefault(use.leaf, use)
         return replace(both, opaque_uses=(*both.opaque_uses, *(replace(use, kind="product") for use in uses)))
 
-    one_turn, all_turns = staticmethod(unstack_provenance), staticmethod(stack_provenance)
+    one_turn = staticmethod(unstack_provenance)  # type: ignore[assignment]
+    all_turns = staticmethod(stack_provenance)  # type: ignore[assignment]
 
     def draws(self, step: Any) -> int:
         """Products split their own key."""
@@ -386,10 +387,10 @@ def _axes_by_indexes(step: ProductStep) -> set[int]:
 
 def dot_product_of(eqn: Any) -> DotProduct:
     """The product that an equation ``dot_general`` is, also one that sums over no axis."""
-    axes: Any = (tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
+    contracting, batch = (tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
     ndims = len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape)
-    more = (eqn.params.get(name) for name in ("precision", "preferred_element_type", "out_sharding"))
-    return DotProduct(*axes, ndims, *more)
+    more = {name: eqn.params.get(name) for name in ("precision", "preferred_element_type", "out_sharding")}
+    return DotProduct(contracting, batch, ndims, **more)  # type: ignore[arg-type]
 
 
 def _conv_product_of(eqn: Any) -> ConvProduct | str:
@@ -397,8 +398,8 @@ def _conv_product_of(eqn: Any) -> ConvProduct | str:
     if params["batch_group_count"] != 1:
         return f"batch_group_count={params['batch_group_count']}"
     windows = (tuple(params[name]) for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
-    more = (params.get(name) for name in ("precision", "preferred_element_type", "out_sharding"))
-    return ConvProduct(*windows, params["dimension_numbers"], params["feature_group_count"], *more)
+    more = {name: params.get(name) for name in ("precision", "preferred_element_type", "out_sharding")}
+    return ConvProduct(*windows, params["dimension_numbers"], params["feature_group_count"], **more)  # type: ignore
 
 
 def _ragged_product_of(eqn: Any) -> RaggedProduct | str:
