@@ -502,7 +502,7 @@ def run_implementation(loops: Loops, step: ProgramStep, seeds: Any, args: list[A
         return _run_custom_rule(loops, step, seeds, args, interpret)
     batched = partial(_with_batch_rule, loops, step, interpret)
     if step.name in BATCHED_CALLS:
-        return batched(lambda *own: _run_custom_rule(loops, step, *own, interpret), seeds, args)
+        return batched(lambda seeds, args: _run_custom_rule(loops, step, seeds, args, interpret), seeds, args)
     # The derivative outside: JAX has none in reverse mode for a function with a rule for batches.
     return _run_custom_rule(loops, step, seeds, args, lambda plan, *own: batched(partial(interpret, plan), *own))
 
