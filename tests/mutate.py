@@ -125,12 +125,12 @@ SOWN: dict[str, tuple[str, str, str]] = {
         "return master, base.rounded_sum(first, jnp.zeros_like(p), master, to_weight)",
     ),
     '`DelayedScaling(take="last")` takes the maximum': (
-        "jchop/_quantized/scales/formulas.py",
+        "jchop/_quantized/products/scales.py",
         'past_magnitude = history[0] if source.take == "last" else history.max()',
         "past_magnitude = history.max()",
     ),
     "`MovingAverage` has its two weights swapped": (
-        "jchop/_quantized/scales/formulas.py",
+        "jchop/_quantized/products/scales.py",
         "source.decay * current + (1 - source.decay) * own_range",
         "(1 - source.decay) * current + source.decay * own_range",
     ),

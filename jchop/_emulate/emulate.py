@@ -14,9 +14,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.paired.paired_run import PairedRun, StopEventError
-from jchop._emulate.paired.places import argument_names, first_line_of, text_of_event
-from jchop._emulate.paired.reference import CarrierReference
+from jchop._emulate.paired.paired_run import (
+    CarrierReference,
+    PairedRun,
+    StopEventError,
+    argument_names,
+    first_line_of,
+    text_of_event,
+)
 from jchop._emulate.rules.carrier_ops import round_with_draw
 from jchop._emulate.rules.interpret import EmulationRunner
 from jchop._emulate.rules.rules import Settings, make_settings
@@ -24,7 +29,7 @@ from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, has_codes,
 from jchop._program.control import as_jax_value, with_weak_types
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
-from jchop._program.source import user_line
+from jchop._program.step import user_line
 from jchop._round.arguments import JCHOP_SCOPE, check_key, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
@@ -141,12 +146,11 @@ def _function_and_spec(fun: Any, spec: Any) -> tuple[Callable[..., Any] | None, 
     """The function, or None for a decorator, and the spec."""
     if _is_spec(fun) and spec is ...:
         return None, fun
-    if spec is ... and fun is not ...:
-        _check_function(fun)
-        raise TypeError(f"emulate: no spec; write emulate({_function_name(fun)}, 'bfloat16') or @emulate('bfloat16')")
+    if spec is ...:
+        missing = "no function and no spec" if fun is ... else "no spec"
+        name = "fun" if fun is ... else _function_name(_check_function(fun))
+        raise TypeError(f"emulate: {missing}; write emulate({name}, 'bfloat16') or @emulate('bfloat16')")
     if fun is ...:
-        if spec is ...:
-            raise TypeError("emulate: no function and no spec; write emulate(fun, 'bfloat16') or @emulate('bfloat16')")
         if not _is_spec(spec):
             raise TypeError(f"spec={spec!r} must be a Spec, a format, its text, or None")
         return None, spec
@@ -277,9 +281,8 @@ def _run_until_event(
     beside = PairedRun(CarrierReference(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
     outer = user_line()
     try:
-        results = beside.whole(
-            program, settings.spec, round_on_entry(program, settings.spec, seeds), argument_names(args, kwargs)
-        )
+        entry = round_on_entry(program, settings.spec, seeds)
+        results = beside.whole(program, settings.spec, entry, argument_names(args, kwargs))
     except StopEventError as stop:
         raise FloatingPointError(text_of_event(stop, program.plan, outer, first_line_of(fun, outer))) from None
     for note in dict.fromkeys(beside.notes):

@@ -89,9 +89,8 @@ def same_objects(before: tuple[Any, ...] | None, after: tuple[Any, ...] | None) 
     """Whether two walks met the same objects."""
     if before is None or after is None or len(before) != len(after):
         return False
-    return all(
-        a is b or (type(a) is type(b) and type(a) in _BY_VALUE and a == b) for a, b in zip(before, after, strict=True)
-    )
+    pairs = zip(before, after, strict=True)
+    return all(a is b or (type(a) is type(b) and type(a) in _BY_VALUE and a == b) for a, b in pairs)
 
 
 def _walk_objects(values: Iterable[Any], objects: dict[int, Any]) -> Iterator[Any]:
@@ -124,25 +123,18 @@ def _parts_of_object(value: Any) -> Sequence[Any]:
         return _parts_of_builtin(value)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_immutable_dataclass(value):
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_dataclass and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return (type(value), *(getattr(value, field.name) for field in dataclasses.fields(value)))
     if type(value).__module__.partition(".")[0] == "jax" and hasattr(value, "__wrapped__") and vars(value):
         return tuple(vars(value).values())  # functions with derivative rules
-    if _is_jit_function(value):
+    # Functions that JAX compiles; it does not compare the objects that such a function reads, either.
+    of_jax = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+    if of_jax and all(hasattr(value, name) for name in ("__wrapped__", "lower", "trace")):
         return tuple(part for name, part in vars(value).items() if not name.startswith("_"))
     if _is_immutable(value):
         return ()
     raise _MayChangeError
-
-
-def _is_immutable_dataclass(value: Any) -> bool:
-    return type(value).__dataclass_params__.frozen
-
-
-def _is_jit_function(value: Any) -> bool:
-    """Whether JAX compiles a function. It does not compare the objects that such a function reads, either."""
-    of_jax = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-    return of_jax and hasattr(value, "__wrapped__") and hasattr(value, "lower") and hasattr(value, "trace")
 
 
 def _is_immutable(value: Any) -> bool:
@@ -253,7 +245,9 @@ def _reads_within(code: types.CodeType, outer: dict[str, list[_GlobalRead]]) -> 
         for offset, name in enumerate(names, 1 - len(names)):
             if name in cells and "LOAD_FAST" in step.opname:
                 continue  # the cell, for a function within
-            attributes = () if offset else _attributes_at(steps, at + 1)
+            # The attributes that the next instructions take of the object.
+            loads = itertools.takewhile(lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at + 1 :])
+            attributes = () if offset else tuple(load.argval for load in loads)
             for read in (*([_GlobalRead(name)] if step.opname in _GLOBAL_OPCODES else ()), *variables.get(name, ())):
                 yield read._replace(attributes=(*read.attributes, *attributes))
     for constant in code.co_consts:
@@ -269,12 +263,6 @@ def _loads_of(step: dis.Instruction) -> tuple[str, ...]:
         return ()
     names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
     return names[1:] if step.opname.startswith("STORE_") else names
-
-
-def _attributes_at(steps: Sequence[dis.Instruction], at: int) -> tuple[str, ...]:
-    """The attributes that instructions take of the object loaded before them."""
-    loads = itertools.takewhile(lambda step: step.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[at:])
-    return tuple(step.argval for step in loads)
 
 
 def _import_reads(steps: Sequence[dis.Instruction], variables: dict[str, list[_GlobalRead]]) -> Iterator[_GlobalRead]:

@@ -6,6 +6,9 @@ loops of JAX. A runner of concrete values replaces them (`_program/lanes.py`); a
 
 from __future__ import annotations
 
+import linecache
+import operator
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
@@ -20,7 +24,6 @@ from jax.sharding import PartitionSpec
 
 from jchop._core.xla.cpu import is_short_float, loop_entry
 from jchop._program.bind import bind, with_derivative_of
-from jchop._program.loop_limits import warn_of_stop
 from jchop._program.step import (
     BATCHED_CALLS,
     CUSTOM_CALLS,
@@ -32,7 +35,79 @@ from jchop._program.step import (
     carry_count,
     is_reference,
     scope_of,
+    source_line_of,
 )
+
+# -- loops that were stopped -------------------------------------------------------------------------------------------
+
+
+#: Primitives that compare, their signs and functions.
+COMPARISONS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "lt": ("<", operator.lt),
+    "le": ("<=", operator.le),
+    "gt": (">", operator.gt),
+    "ge": (">=", operator.ge),
+    "eq": ("==", operator.eq),
+    "ne": ("!=", operator.ne),
+}
+#: The most pairs of numbers that are shown of one comparison.
+_MOST_PAIRS = 3
+
+
+def warn_of_stop(
+    step: ProgramStep, comparisons: Sequence[ProgramStep], turns: int, goes_on: Any, operands: Sequence[Sequence[Any]]
+) -> None:
+    """Warn that a loop was stopped, if its condition still holds anywhere; the warning points to the condition."""
+    if np.any(goes_on):
+        text = text_of_stop(step, comparisons, f"after max_turns={turns} turns", goes_on, operands)
+        file, _, line = _source_of_condition(step, comparisons).rpartition(":")
+        registry = globals().setdefault("__warningregistry__", {})  # Python's own, so that its filters work
+        warnings.warn_explicit(text, RuntimeWarning, file, int(line or 1), registry=registry)
+
+
+def text_of_stop(
+    step: ProgramStep, comparisons: Sequence[ProgramStep], when: str, goes_on: Any, operands: Sequence[Sequence[Any]]
+) -> str:
+    """A sentence about a stopped loop: the line of its condition, and the numbers that the condition compares.
+
+    Args:
+        step: the loop.
+        comparisons: the comparisons of its condition.
+        when: the number of turns, and the cause.
+        goes_on: the condition, for every loop of a batch.
+        operands: the operands of each comparison.
+    """
+    source = _source_of_condition(step, comparisons)
+    rows = zip(comparisons, operands, strict=True)
+    pairs = "; ".join(dict.fromkeys(_comparison_values(one, goes_on, *map(np.asarray, pair)) for one, pair in rows))
+    file, _, line = source.rpartition(":")
+    text = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    place = f" (scope {step.scope!r})" if step.scope else ""
+    place = f" at {source}" + (f" ({text})" if text else "") if source else place
+    return f"a while loop was stopped {when}; its condition{place} still holds" + (f": {pairs}" if pairs else "")
+
+
+def _source_of_condition(step: ProgramStep, comparisons: Sequence[ProgramStep]) -> str:
+    outer = source_line_of(step.eqn.source_info)
+    inside = (source_line_of(one.eqn.source_info, outer) for one in (*comparisons, *step.inner[0].steps))
+    return next((line for line in inside if line), outer)
+
+
+def _comparison_values(step: ProgramStep, goes_on: Any, a: np.ndarray, b: np.ndarray) -> str:
+    """Pairs of numbers for which the comparison holds; if there are none, pairs for which it does not hold."""
+    sign, function = COMPARISONS[step.name]
+    a, b = np.broadcast_arrays(a, b)
+    holds, going = np.asarray(function(a, b)), np.asarray(goes_on)
+    if going.ndim <= a.ndim and a.shape[: going.ndim] == going.shape:
+        going = np.broadcast_to(going.reshape(going.shape + (1,) * (a.ndim - going.ndim)), a.shape)
+    else:
+        going = np.ones(a.shape, bool)
+    true = bool(np.any(holds & going))
+    places = np.argwhere(holds & going if true else going)
+    pairs = ", ".join(f"{a[tuple(i)]} {sign} {b[tuple(i)]}" for i in places[:_MOST_PAIRS])
+    more = f", and {len(places) - _MOST_PAIRS} more" if len(places) > _MOST_PAIRS else ""
+    return pairs + more + ("" if true else " is false")
+
 
 Array = jax.Array
 Interpret = Callable[..., list[Any]]
@@ -126,9 +201,9 @@ class Loops:
         self, own: Callable[..., Any], run: Callable[[list[Any], Any], list[Any]], args: list[Any], seeds: Any
     ) -> list[Any]:
         """``run(args, seeds)`` with the derivative of ``own(*args)``."""
-        return (
-            with_derivative_of(own, run, without_weak_types(args), seeds) if self.differentiates else run(args, seeds)
-        )
+        if not self.differentiates:
+            return run(args, seeds)
+        return with_derivative_of(own, run, without_weak_types(args), seeds)
 
     def remat(self, run: Callable[[list[Any]], list[Any]], args: list[Any], params: dict[str, Any]) -> list[Any]:
         """``run(args)``, computed again for derivatives."""
@@ -138,9 +213,8 @@ class Loops:
 
     def switch(self, index: Any, branches: Sequence[Callable[[Any], Any]], operands: Any) -> Any:
         """The results of the branch at the index."""
-        return lax.switch(
-            index, [lambda values, run=run: without_weak_types(run(values)) for run in branches], operands
-        )
+        runs = [lambda values, run=run: without_weak_types(run(values)) for run in branches]
+        return lax.switch(index, runs, operands)
 
     def scan(self, step: Any, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
         """The last carried values and the stacked results of ``turn(carried values, row of xs, count)``."""
@@ -155,12 +229,8 @@ class Loops:
             values, ys = without_weak_types(turn(values, jax.tree.unflatten(structure, row), count))
             return (values, count + jnp.uint32(1)), ys
 
-        (last, _), ys = lax.scan(
-            body,
-            (without_weak_types(start), jnp.uint32(0)),
-            [x for x, own in zip(leaves, apart, strict=True) if not own],
-            **order._asdict(),
-        )
+        stacks = [x for x, own in zip(leaves, apart, strict=True) if not own]
+        (last, _), ys = lax.scan(body, (without_weak_types(start), jnp.uint32(0)), stacks, **order._asdict())
         return last, ys
 
     def while_loop(self, step: Any, loop: WhileParts, start: Any) -> Any:
@@ -206,7 +276,7 @@ class Loops:
     def shard_map(self, step: ProgramStep, seeds: Any, args: list[Any], interpret: Interpret) -> list[Any]:
         """Each shard counts its own elements, so values that vary over shards have different seeds on each shard."""
         params = step.eqn.params
-        axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes"))))
+        axes = manual_axes(params)
         own, tree = jax.tree.flatten(self.inside(seeds, step.number))
         check_vma = params["check_vma"]
 
@@ -215,16 +285,14 @@ class Loops:
             inside = None if inside is None else inside.within(axes, check_vma)
             return tuple(interpret(step.inner[0], inside, list(values)))
 
-        return list(
-            jax.shard_map(
-                shard,
-                mesh=params["mesh"],
-                in_specs=([PartitionSpec()] * len(own), *params["in_specs"]),
-                out_specs=tuple(params["out_specs"]),
-                axis_names=set(axes),
-                check_vma=check_vma,
-            )(own, *args)
-        )
+        in_specs, out_specs = ([PartitionSpec()] * len(own), *params["in_specs"]), tuple(params["out_specs"])
+        same = {"mesh": params["mesh"], "axis_names": set(axes), "check_vma": check_vma}
+        return list(jax.shard_map(shard, in_specs=in_specs, out_specs=out_specs, **same)(own, *args))
+
+
+def manual_axes(params: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the axes over which a `shard_map` splits its operands, in order."""
+    return tuple(sorted(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]))
 
 
 # -- primitives --------------------------------------------------------------------------------------------------------
@@ -342,10 +410,6 @@ def _run_cond(loops: Loops, step: ProgramStep, seeds: Any, args: list[Any], inte
     return loops.switch(index, [partial(branch, i) for i in range(len(step.inner))], operands)
 
 
-def _cond_roles(step: ProgramStep) -> list[Role]:
-    return ["other", *["passed"] * (len(step.eqn.invars) - 1)]
-
-
 def _plan_scan(planner: Any, step: Any) -> Any:
     consts, carry = carry_count(step.eqn.params)
     facts = (*step.known[: consts + carry], *map(planner.one_turn, step.known[consts + carry :]))
@@ -419,7 +483,7 @@ CONTROL: dict[str, ControlPrimitive] = {
     **dict.fromkeys(REMAT_CALLS, ControlPrimitive(_plan_call, _run_remat, _roles_of_all("passed"))),
     **dict.fromkeys(CUSTOM_CALLS, ControlPrimitive(_plan_call, _run_custom_rule, _roles_of_all("other"))),
     "custom_linear_solve": ControlPrimitive(_plan_solve, _run_custom_rule, _roles_of_all("other")),
-    "cond": ControlPrimitive(_plan_cond, _run_cond, _cond_roles),
+    "cond": ControlPrimitive(_plan_cond, _run_cond, lambda step: ["other", *["passed"] * (len(step.eqn.invars) - 1)]),
     "scan": ControlPrimitive(_plan_scan, _run_scan, _scan_roles, lambda step: step.eqn.params["length"]),
     "while": ControlPrimitive(_plan_while, _run_while, _while_roles),
     "shard_map": ControlPrimitive(_plan_call, _run_shard_map, _roles_of_all("other")),
@@ -436,30 +500,15 @@ def run_implementation(loops: Loops, step: ProgramStep, seeds: Any, args: list[A
     """
     if step.later is None or not any(isinstance(x, Tracer) for x in jax.tree.leaves((seeds, args))):
         return _run_custom_rule(loops, step, seeds, args, interpret)
+    batched = partial(_with_batch_rule, loops, step, interpret)
     if step.name in BATCHED_CALLS:
-        return _with_batch_rule(
-            loops,
-            step,
-            interpret,
-            lambda seeds, args: _run_custom_rule(loops, step, seeds, args, interpret),
-            seeds,
-            args,
-        )
-
+        return batched(lambda seeds, args: _run_custom_rule(loops, step, seeds, args, interpret), seeds, args)
     # The derivative outside: JAX has none in reverse mode for a function with a rule for batches.
-    def inner(plan: ProgramPlan, *seeds_and_args: Any) -> list[Any]:
-        return _with_batch_rule(loops, step, interpret, partial(interpret, plan), *seeds_and_args)
-
-    return _run_custom_rule(loops, step, seeds, args, inner)
+    return _run_custom_rule(loops, step, seeds, args, lambda plan, *own: batched(partial(interpret, plan), *own))
 
 
 def _with_batch_rule(
-    loops: Loops,
-    step: ProgramStep,
-    interpret: Interpret,
-    run: Callable[..., list[Any]],
-    seeds: Any,
-    args: Sequence[Any],
+    loops: Loops, step: ProgramStep, interpret: Interpret, run: Callable[..., list[Any]], seeds: Any, args: list[Any]
 ) -> list[Any]:
     """``run(seeds, args)``, in a batch the rule of the step."""
     leaves, tree = jax.tree.flatten((seeds, list(args)))
@@ -470,9 +519,8 @@ def _with_batch_rule(
     def batch(size: int, flags: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         if any(flags) and not any(flags[len(leaves) - len(args) :]):  # the seeds alone
             return jax.vmap(alone, [0 if b else None for b in flags])(*leaves), [True] * len(step.eqn.outvars)
-        return _run_batch_rule(
-            loops, step, interpret, size, *(jax.tree.unflatten(tree, each) for each in (flags, leaves))
-        )
+        both = (jax.tree.unflatten(tree, each) for each in (flags, leaves))
+        return _run_batch_rule(loops, step, interpret, size, *both)
 
     call = jax.custom_batching.custom_vmap(alone)  # of leaves, as JAX's derivative of it does not take None
     call.def_vmap(batch)
@@ -489,9 +537,8 @@ def _run_batch_rule(
     def rule(*values: Any) -> list[Any]:
         if step.name not in BATCHED_CALLS:
             out_flags[:] = [True] * len(step.eqn.outvars)
-            return jax.vmap(partial(bind, step.eqn.primitive, step.eqn.params), [0 if b else None for b in flags])(
-                *values
-            )
+            own = partial(bind, step.eqn.primitive, step.eqn.params)
+            return jax.vmap(own, [0 if b else None for b in flags])(*values)
         trees = (list(jax.tree.unflatten(step.eqn.params["in_tree"], each)) for each in (flags, values))
         out, out_flags[:] = map(jax.tree.leaves, step.eqn.params["rule"](size, next(trees), *next(trees)))
         return out

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +33,6 @@ _LEAST_SAVING, _LEAST_TURN = 64, 16
 _LONGEST_TURN, _MOST_STARTS = 4096, 32
 #: The most bytes of the operands that a loop stacks: they are a copy, which exists until the loop ends.
 _MOST_STACK_BYTES = 1 << 29
-
-
-class _BodyVariables(NamedTuple):
-    """The variables of a body, in place of a jaxpr."""
-
-    constvars: tuple[Any, ...]
-    invars: tuple[Any, ...]
-    outvars: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -84,14 +77,16 @@ def run_turns(
     operands = iter(args)
     fixed = [next(operands) for _ in part.fixed]
     start = [
-        _zeros_of_variable(v) if at is None else next(operands) for at, v in zip(part.start, part.carry, strict=True)
+        jnp.zeros(v.aval.shape, v.aval.dtype) if at is None else next(operands)
+        for at, v in zip(part.start, part.carry, strict=True)
     ]
     columns = [jnp.stack([as_jax_value(next(operands)) for _ in row]) for row in part.columns]
 
     def turn(carry: tuple[list[Any], Array], row: list[Any]) -> tuple[tuple[list[Any], Array], list[Any]]:
         values, count = carry
         # The steps have the numbers of turn 1; the difference is taken modulo 2^32.
-        own = None if seeds is None else seeds.with_shift((count - jnp.uint32(1)) * jnp.uint32(part.stride))
+        more = (count - jnp.uint32(1)) * jnp.uint32(part.stride)
+        own = None if seeds is None else replace(seeds, shift=more if seeds.shift is None else seeds.shift + more)
         out = without_weak_types(interpret(part.body, own, [*fixed, *values, *row]))
         return (out[: len(values)], count + jnp.uint32(1)), out[len(values) :]
 
@@ -100,10 +95,6 @@ def run_turns(
     for row, stack in zip(part.stacks, stacks, strict=True):
         value_of |= {v: stack[t] for t, v in enumerate(row) if v in variables and v not in value_of}
     return [value_of[v] for v in part.results]
-
-
-def _zeros_of_variable(v: Any) -> Array:
-    return jnp.zeros(v.aval.shape, v.aval.dtype)
 
 
 # -- search ------------------------------------------------------------------------------------------------------------
@@ -231,21 +222,17 @@ def _make_turns(plan: ProgramPlan, first: int, size: int, length: int) -> Turns 
     after |= {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
     read = {v: at for v, at in flow.origins.items() if v in after}
     # Results of earlier turns are stacked; those of the last one are carried, if the carry can begin as zeros.
-    stack_keys = {
-        at[1:]
-        for v, at in read.items()
-        if at[0] < length - 1 or (at[1:] not in flow.carry and not _can_begin_as_zeros(v))
-    }
+    own = {at[1:] for v, at in read.items() if at[1:] not in flow.carry and not _can_begin_as_zeros(v)}
+    stack_keys = own | {at[1:] for at in read.values() if at[0] < length - 1}
     last = {at[1:] for at in read.values()} - stack_keys
     carry_keys = [*flow.carry, *sorted(last - flow.carry.keys())]
     if any(_is_stack_of_bytes(turns[0][j].results[k]) for j, k in stack_keys):
         return None
     results = [turns[1][j].results[k] for j, k in (*carry_keys, *sorted(stack_keys))]
     arguments = [*flow.fixed, *(turns[0][j].results[k] for j, k in carry_keys), *(v for v, _ in flow.columns)]
+    variables = SimpleNamespace(constvars=(), invars=tuple(arguments), outvars=tuple(results))  # in place of a jaxpr
     return Turns(
-        body=ProgramPlan(
-            _BodyVariables((), tuple(arguments), tuple(results)), (), tuple(steps), (None,) * len(results)
-        ),
+        body=ProgramPlan(variables, (), tuple(steps), (None,) * len(results)),
         length=length,
         stride=stride,
         fixed=tuple(flow.fixed),
@@ -311,7 +298,9 @@ class _OperandFlow:
         if any(_is_stack_of_bytes(v) for v in row):
             return None
         if isinstance(row[1], Literal):
-            self.columns.append((_new_variable(row[1].aval), row))
+            aval: Any = row[1].aval
+            (new,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr.invars
+            self.columns.append((new, row))
             return self.columns[-1][0]
         self.columns += [] if has_row else [(row[1], row)]
         return self._variable_of_row(row)
@@ -330,11 +319,6 @@ def _one_place(places: Sequence[Any]) -> bool:
 def _same_operand(a: Any, b: Any) -> bool:
     both = isinstance(a, Literal) and isinstance(b, Literal)
     return a is b or (both and _strong_type(a) == _strong_type(b) and same_constant(a.val, b.val))
-
-
-def _new_variable(aval: Any) -> Any:
-    (v,) = jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).jaxpr.invars
-    return v
 
 
 def _can_begin_as_zeros(v: Any) -> bool:

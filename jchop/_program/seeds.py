@@ -38,10 +38,6 @@ class Seeds:
     axes: tuple[str, ...] = ()
     shift: Array | None = None
 
-    def with_shift(self, shift: Array) -> Seeds:
-        """The seeds whose draws have larger numbers."""
-        return replace(self, shift=shift if self.shift is None else self.shift + shift)
-
     def _at(self, number: Array | int) -> Any:
         """The number of a draw."""
         return _as_uint32_word(number) if self.shift is None else _as_uint32_word(number) + self.shift
@@ -68,14 +64,8 @@ class Seeds:
 
     def draw(self, aval: Any, number: int) -> SeedDraw:
         """The draw of a word for each element of an array of this type."""
-        in_trace = isinstance(self.six[0], Tracer)
-        return SeedDraw(
-            self.of(aval),
-            hide_constant(number) if in_trace else _as_uint32_word(number),
-            self.shift,
-            aval.shape,
-            aval.dtype,
-        )
+        place = hide_constant(number) if isinstance(self.six[0], Tracer) else _as_uint32_word(number)
+        return SeedDraw(self.of(aval), place, self.shift, aval.shape, aval.dtype)
 
     def words(self, like: Any, number: int) -> Array:
         """A word for each element of an array, or of an array with the shape and type of `like`."""

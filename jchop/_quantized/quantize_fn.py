@@ -13,13 +13,21 @@ import jax.numpy as jnp
 from jchop._program.control import with_weak_types
 from jchop._program.run import interpret
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import Rule, as_rule_tuple
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling
+from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, as_rule_tuple
+from jchop._quantized.products.scales import finite_range, initial_scale
 from jchop._quantized.program.adapters import LoraAdapter
-from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
-from jchop._quantized.program.lazy_params import Keys, LazyParam, is_packed_param, unpack_param
+from jchop._quantized.program.call import (
+    CallArguments,
+    Keys,
+    LazyParam,
+    batch_arguments,
+    enumerate_batches,
+    is_packed_param,
+    unpack_param,
+)
 from jchop._quantized.program.quantized_program import QuantizedProgram, plan_quantized_program
 from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.runner import ScaleStateRunner
 from jchop._quantized.program.scale_slots import (
     ScaleCalibration,
     Scales,
@@ -28,9 +36,12 @@ from jchop._quantized.program.scale_slots import (
     per_iteration,
     stack_entries,
 )
-from jchop._quantized.program.stateful_runner import ScaleStateRunner
-from jchop._quantized.program.weight_layout import WeightScaleState, weight_scale_entry, weight_scale_state
-from jchop._quantized.scales.formulas import finite_range, initial_scale
+from jchop._quantized.program.weight_layout import (
+    WeightScaleState,
+    first_weight_entry,
+    weight_scale_entry,
+    weight_scale_state,
+)
 from jchop._round.arguments import check_key
 from jchop.storage._array import refuse_qarray_dicts
 
@@ -96,17 +107,19 @@ def check_rule_fields(rules: Sequence[Rule]) -> None:
         NotImplementedError: that names them.
     """
     for rule in rules:
-        if rule.output is not None:
-            raise NotImplementedError(
-                f"{rule}: output needs layers of Flax (jchop.nn); in a program, give the product that takes the result "
-                "an activation, or round the result by jchop.round_to_format"
-            )
-        if rule.cache is not None:
-            raise NotImplementedError(
-                f"{rule}: cache needs the attention of Flax (jchop.nn.quantize without inputs); in a program, pack "
-                "keys and values by jchop.quantize"
-            )
+        for name, advice in _LAYER_FIELDS.items():
+            if getattr(rule, name) is not None:
+                raise NotImplementedError(f"{rule}: {name} needs {advice}")
     refuse_codes_with_kept_scales(rules)
+
+
+#: Fields that only layers have, and what does the same in a program.
+_LAYER_FIELDS = {
+    "output": "layers of Flax (jchop.nn); in a program, give the product that takes the result an activation, or round "
+    "the result by jchop.round_to_format",
+    "cache": "the attention of Flax (jchop.nn.quantize without inputs); in a program, pack keys and values by "
+    "jchop.quantize",
+}
 
 
 def refuse_codes_with_kept_scales(rules: Sequence[Rule]) -> None:
@@ -197,12 +210,8 @@ class QuantizedFunction:
             value = call.values[i]
             if is_packed_param(value):
                 raise ValueError(f"params: {program.paths[i]!r} is packed; start with the parameters themselves")
-            if isinstance(source, LSQ):
-                scales.learned[name] = placement.fit_scales(jnp.asarray(value))
-            else:
-                assert isinstance(source, DelayedScaling)
-                stack = value.shape[: value.ndim - placement.ndim]
-                scales.stats[name] = jnp.zeros((*stack, source.length))
+            own = scales.learned if isinstance(source, LSQ) else scales.stats
+            own[name] = first_weight_entry(placement, source, value)
         learned_slots = [slot for slot in program.slots.values() if isinstance(slot.source, LSQ)]
         if learned_slots and from_data:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in call.values):
@@ -312,12 +321,11 @@ class QuantizedFunction:
                 continue
             scale = None
             if i in scale_states:
-                name, _, source = scale_states[i]
-                if isinstance(source, DelayedScaling):
+                if isinstance(scale_states[i][2], DelayedScaling):
                     raise ValueError(
                         f"{program.rule_of(i)}: a history of scales is for training; leave scale_from out to pack"
                     )
-                scale = weight_scale_entry(scales, name, placement.fit_scales, value)
+                scale = weight_scale_entry(*scale_states[i], value, scales)
             check_finite(value, f"params: {program.paths[i]!r}")
             leaves[call.places[i]] = placement.pack(placement.rotate(jnp.asarray(value)), round_key, scale)
         return jax.tree.unflatten(call.tree, leaves)[0][0]
@@ -412,22 +420,19 @@ class QuantizedFunction:
             why = program.adaptable.get(i, "no product takes it")
             why = why if isinstance(why, str) else "its products sum over other axes than those it was made for"
             raise ValueError(f"the parameter {program.paths[i]!r} has an adapter, which this call cannot take: {why}")
-        if i not in program.placements and adapter is not None:
-            return LazyParam(value if is_packed_param(value) else jnp.asarray(value), None, i, adapter=adapter)
-        if i not in program.placements:
-            return unpack_param(value) if is_packed_param(value) else value
-        array = value if is_packed_param(value) else jnp.asarray(value)
-        return replace(program.lazy_params[i], value=array, scale_state=entry, adapter=adapter)
+        packed = is_packed_param(value)
+        if i not in program.placements and adapter is None:
+            return unpack_param(value) if packed else value
+        lazy = program.lazy_params.get(i) or LazyParam(None, None, i)
+        return replace(lazy, value=value if packed else jnp.asarray(value), scale_state=entry, adapter=adapter)
 
     def _valid_program(self, call: CallArguments) -> QuantizedProgram:
         """The planned program. Which weights have no codes, a run finds, and no plan: so it is run for shapes alone."""
         program = self._program(call)
 
         def run(values: list[Any]) -> list[Any]:
-            params = [
-                self._lazy_param(program, i, x, None, None) if i < call.count else x for i, x in enumerate(values)
-            ]
-            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), params)
+            params = (self._lazy_param(program, i, x, None, None) for i, x in enumerate(values[: call.count]))
+            return interpret(program.runner, program.plan, Keys(jax.random.key(0)), [*params, *values[call.count :]])
 
         if program.runner.is_doubtful:
             with jax.disable_jit(False):

@@ -12,8 +12,7 @@ import numpy as np
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
-from jchop._emulate.rules.exact_functions import exact_decimals, sort_keys
-from jchop._emulate.rules.functions import NamedFunction
+from jchop._emulate.rules.functions import NamedFunction, exact_decimals, sort_keys
 from jchop._kernels.materialize import materialize
 from jchop._round.arguments import Array, SpecLike, as_array, as_operands, is_integer_or_bool
 from jchop.math._call import as_math_operands, check_axis, run_emulated

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy import special
 
-from jchop._emulate.rules.exact_functions import exact_bitwise
-from jchop._emulate.rules.functions import NamedFunction
+from jchop._emulate.rules.functions import NamedFunction, exact_bitwise
 from jchop._kernels.operation import operation_on_device
 from jchop._round.arguments import Array, SpecLike
 from jchop.math._call import as_math_operands, run_emulated

@@ -19,8 +19,7 @@ from jchop._program.control import ScanOrder, ScanTurn
 from jchop._program.run import interpret
 from jchop._program.step import ProgramPlan
 from jchop._quantized.products.product import ConvProduct, DotProduct
-from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
-from jchop._quantized.program.provenance import AxisFactors, ParamOrigin, move_origin
+from jchop._quantized.program.provenance import AxisFactors, MatrixLayout, MatrixView, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
 from jchop.ptq._data.sites import ProgramWalk, WeightSites, scanned_leaves
 

@@ -18,7 +18,7 @@ from jchop._common.checks import check_instance
 from jchop._common.text import decibels
 from jchop._quantized.products.operand_layout import check_finite
 from jchop._quantized.products.rule import Rule
-from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
+from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.param_uses import ParamUse
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction, quantize_fn

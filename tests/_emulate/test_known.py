@@ -1,4 +1,4 @@
-"""Facts of values before they are computed (`jchop._emulate.rules.value_facts`), by the values of small formats."""
+"""Facts of values before they are computed (`jchop._emulate.rules.rules`), by the values of small formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._emulate.rules.value_facts import common_fact, holds_constant, is_exact_under
+from jchop._emulate.rules.rules import common_fact, holds_constant, is_exact_under
 
 TEXTS = [
     "e4m3",

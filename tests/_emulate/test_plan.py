@@ -15,7 +15,7 @@ from jax import lax
 import jchop as jc
 from jchop import MatmulSpec
 from jchop._emulate.rules.rules import make_settings
-from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import trace_program
 from jchop._program.step import ProgramPlan
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jchop as jc
 from jchop._core.matmul.operations import fold_seeds, operation_words
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.rules import chain, interpret
+from jchop._emulate.rules import interpret
 from jchop._emulate.rules.rules import make_settings
 from jchop._emulate.rules.trace import trace_program
 from jchop._program.repeats import Turns, with_turns
@@ -352,7 +352,7 @@ def against_exact_rationals() -> None:
 
 @further
 def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain, "MIN_CHAIN_ELEMENTS_TO_TRY", 1)
+    monkeypatch.setattr(interpret, "MIN_CHAIN_ELEMENTS_TO_TRY", 1)
 
     def chained(x: Any, ys: Any) -> Any:
         for y in ys:
@@ -365,7 +365,7 @@ def chains_of_a_loop_draw_their_own_words(monkeypatch: pytest.MonkeyPatch) -> No
     ys = list(np.linspace(0.5, 0.9, 6, dtype=np.float32))
     assert loops_of(chained, X, ys) == [(6, 20)]
     got = jax.jit(low)(X, ys)
-    monkeypatch.setattr(chain, "MIN_CHAIN_ELEMENTS_TO_TRY", 1 << 40)
+    monkeypatch.setattr(interpret, "MIN_CHAIN_ELEMENTS_TO_TRY", 1 << 40)
     assert_same(got, jc.emulate(chained, "bfloat16:stochastic", key=KEY)(X, ys))
 
 

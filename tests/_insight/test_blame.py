@@ -22,14 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 import jchop as jc
 from jchop._emulate.emulate import round_on_entry
-from jchop._emulate.paired.paired_run import PairedRun
-from jchop._emulate.paired.reference import CarrierReference
+from jchop._emulate.paired.paired_run import CarrierReference, PairedRun
 from jchop._emulate.rules.trace import trace_program
 from jchop._insight.reports.blame import BlameRow
 from jchop._insight.reports.tape import Tape
 from jchop._program.control import as_jax_value
+from jchop._program.lanes import with_vmap_collective
 from jchop._program.run import interpret
-from jchop._program.shards import with_vmap_collective
 
 further = Further()
 

@@ -15,7 +15,7 @@ from further import Further
 from layer_references import checked, each
 
 import jchop as jc
-from jchop._quantized.scales.observers import (
+from jchop._quantized.products.scales import (
     HISTOGRAM_BINS,
     MagnitudeHistogram,
     add_to_histogram,
@@ -73,7 +73,7 @@ def test_the_least_square_error_is_found() -> None:
 @further.first
 def a_histogram_counts_whatever_comes() -> None:
     values = [np.array([0.0, 0.0]), np.array([1.0, -0.5, np.nan]), np.array([3.5, -np.inf, 1e-3])]
-    seen = MagnitudeHistogram.empty()
+    seen = MagnitudeHistogram()
     for x in values:
         seen = add_to_histogram(seen, x)
     every = np.abs(np.concatenate(values))

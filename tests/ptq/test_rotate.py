@@ -14,7 +14,7 @@ from further import Further
 from jax import lax
 
 import jchop as jc
-from jchop._quantized.products.rotation import HadamardBlocks
+from jchop._quantized.products.operand_layout import HadamardBlocks
 from jchop.ptq._equalize.factor_rules import FoldError
 from jchop.ptq._equalize.search import rotation_of
 from tests.ptq.tables import case, some_of

@@ -5,21 +5,19 @@ gone; then its workaround can be removed. Other files name the quirk that they w
 """
 
 from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-
 from jchop._common.bit_ops import FLOAT32
 from jchop._common.settings import always_jit
 from jchop._core.xla.sizes import are_static, if_static
+
 
 Array = jax.Array
 
@@ -90,7 +88,13 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`, "
+<<<<<<< /tmp/tmp0utjy93h/o
         "`optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
+||||||| /tmp/tmp0utjy93h/b
+        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
+=======
+        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).",
+>>>>>>> /tmp/tmp0utjy93h/t
     ),
     Quirk(
         "selected_float8_changes_nan",
@@ -134,8 +138,8 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "computed_once_for_each_use",
         "A result with several uses is computed in the loop of each, in scalar code if that loop moves axes.",
         "A body is compiled as a call (`no_inline` in `_kernels/primitive.py`); a chain of operations has one result "
-        "(`_emulate/rules/chain.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by 1 "
-        "(`compute_once`).",
+        "(`_emulate/rules/interpret.py`); a packed leaf is made in a branch (`optim/_state.py`); seeds are divided by "
+        "1 (`compute_once`).",
     ),
     Quirk(
         "constants_enter_calls",
@@ -171,8 +175,8 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "stack_of_short_floats_converted",
         "A loop that takes one entry of an array of float8 converts the whole array to float16 before the first turn.",
-        "`loop_slice`, in the loops over panels (`_quantized/products/weight_only.py`), and `loop_entry`, in `unshard` "
-        "(`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).",
+        "`loop_slice`, in the loops over panels (`_quantized/products/code_products.py`), and `loop_entry`, in "
+        "`unshard` (`distributed/_parts.py`) and in the loops of programs (`_program/control.py`).",
     ),
     Quirk(
         "rows_of_two_axes_moved",
@@ -197,7 +201,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         "tall_integers_read_in_columns",
         "A product of int8 with 4,096 rows of weights or more takes up to six times the time of its parts of 512 rows.",
-        "`suits_panels` in `_quantized/products/weight_only.py`.",
+        "`suits_panels` in `_quantized/products/code_products.py`.",
         versions_with=("0.10",),
         versions_without=("0.12",),
         benchmark_only=True,

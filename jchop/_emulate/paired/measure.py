@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jchop._emulate.rules.rules import EVENTS
-from jchop._emulate.rules.value_facts import finite_range_of
+from jchop._emulate.rules.rules import EVENTS, finite_range_of
 from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat, UniformFormat
 
@@ -58,10 +57,9 @@ class Measure:
 
     def facts(self) -> dict[str, Any]:
         """The fields of a row; NaN if there is no number."""
-        rest = {
-            name: value for name, value in vars(self).items() if name not in ("new_nonfinite", "digit_loss", "sums")
-        }
-        numbers = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest.items()}
+        inner = ("new_nonfinite", "digit_loss", "sums")
+        rest = ((name, v) for name, v in vars(self).items() if name not in inner)
+        numbers = {name: math.nan if isinstance(v, float) and not math.isfinite(v) else v for name, v in rest}
         return numbers | {"cancelled_mean": self.digit_loss / self.sums if self.sums else math.nan}
 
     def add(self, other: Measure | None) -> None:

@@ -2,30 +2,147 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from jchop._emulate.paired.measure import Event, Measure, measure_results
-from jchop._emulate.paired.reference import Reference
 from jchop._emulate.rules.interpret import EagerRunner, round_operands
-from jchop._emulate.rules.rules import EXACT
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.trace import EmulatedProgram
-from jchop._emulate.rules.value_facts import is_complex_value, is_number
-from jchop._program.control import as_jax_value, copy_if_reference, where_active
-from jchop._program.lanes import LaneRunner
+from jchop._emulate.rules.rules import CARRIER_DTYPES, EXACT, is_complex_value, is_number
+from jchop._emulate.rules.run_task import EmulatedStep
+from jchop._emulate.rules.trace import EmulatedProgram, is_program_variable
+from jchop._program.control import as_jax_value, copy_if_reference, turns_around, where_active
+from jchop._program.lanes import (
+    LaneRunner,
+    ShardAxes,
+    align_shard_axes,
+    bind_shards,
+    broadcast_to_shards,
+    map_shards,
+    stack_turns,
+    with_vmap_collective,
+)
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
-from jchop._program.shards import align_shard_axes, broadcast_to_shards, map_shards, stack_turns, with_vmap_collective
-from jchop._program.step import is_reference
-from jchop._spec.spec import Spec
-from jchop.formats import FloatFormat
+from jchop._program.step import ProgramPlan, is_library_file, is_reference, source_line_of
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Spec, as_spec
+from jchop.formats import ElementFormat, FloatFormat, binary64
+
+# -- references --------------------------------------------------------------------------------------------------------
+
+
+class CarrierReference:
+    """Every operation in the carrier."""
+
+    #: Its name in a report.
+    text = "carrier"
+    #: Primitives whose result came from the carrier.
+    narrow: frozenset[str] = frozenset()
+
+    def as_reference(self, x: Any) -> Any:
+        """An argument or a constant."""
+        return x
+
+    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
+        """The results of an equation, of operands that have these axes of a mesh first."""
+        del rounds
+        return bind_shards(axes, step.eqn.primitive, step.eqn.params, args)
+
+    def select(self, active: Any, new: Any, old: Any) -> Any:
+        """The new values of the loops of a batch that still run, and the old values of others."""
+        return where_active(active, new, old)
+
+
+class Float64Reference(CarrierReference):
+    """Every operation in float64, then rounded to a spec; its numbers are NumPy's.
+
+    An equation without a float64 form, or with random draws, gives the carrier's result.
+
+    Args:
+        spec: the rounding of float64 results.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.text, self.spec = str(spec), None if spec.format == binary64 else spec
+        self.narrow = frozenset()
+
+    def as_reference(self, x: Any) -> Any:
+        """Numbers in float64; other values unchanged."""
+        if not hasattr(x, "dtype") or not is_number(x):
+            return np.asarray(x, np.float64) if isinstance(x, float) else x
+        return np.asarray(x).astype(np.complex128 if is_complex_value(x) else np.float64)
+
+    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
+        """The results of an equation, of operands in any dtype."""
+        bind_primitive = partial(bind_shards, axes, step.eqn.primitive)
+        out = None
+        args = [  # Python numbers in their dtypes in the program, which could differ under jax_enable_x64
+            np.asarray(x, v.aval.dtype) if isinstance(x, bool | int | float | complex) else x
+            for x, v in zip(args, step.eqn.invars, strict=True)
+        ]
+        if not any(is_number(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)):
+            return bind_primitive(step.eqn.params, args)
+        if not step.inner and step.kind not in ("draw", "own", "result") and step.draw is None:
+            with jax.enable_x64(True):
+                float64_args = [self.as_reference(x) for x in args]
+                try:
+                    params = {name: _wide_dtype(value) for name, value in step.eqn.params.items()}
+                    out = [self.as_reference(x) for x in bind_primitive(params, float64_args)]
+                except Exception:  # any error of a primitive without a float64 form
+                    self.narrow |= {step.name}
+        elif step.inner:
+            self.narrow |= {step.name}
+        if out is None:
+            carrier_args = [
+                jnp.asarray(x, v.aval.dtype) if isinstance(x, np.ndarray) and is_number(v.aval) else x
+                for x, v in zip(args, step.eqn.invars, strict=True)
+            ]
+            return [self.as_reference(x) for x in bind_primitive(step.eqn.params, carrier_args)]
+        if not rounds or self.spec is None or step.kind in _MOVE_KINDS:
+            return out
+        return [round_to_format(x, self.spec) if isinstance(x, np.ndarray) else x for x in out]
+
+    def select(self, active: Any, new: Any, old: Any) -> Any:
+        """The new values of the loops of a batch that still run, and the old values of others."""
+        if not isinstance(new, np.ndarray):
+            return where_active(active, new, old)
+        active = np.asarray(active)
+        return np.where(active.reshape(active.shape + (1,) * (new.ndim - active.ndim)), new, old)
+
+
+#: The kinds of equations that only move values.
+_MOVE_KINDS = ("structural", "extremum", "compared")
+
+
+def _wide_dtype(value: Any) -> Any:
+    if not isinstance(value, np.dtype) and not (isinstance(value, type) and issubclass(value, np.generic)):
+        return value
+    wide = {**dict.fromkeys(CARRIER_DTYPES, np.dtype(np.float64)), "complex64": np.dtype(np.complex128)}
+    return wide.get(np.dtype(value).name, value)
+
+
+def make_reference(reference: Spec | ElementFormat | str | None) -> CarrierReference:
+    """The reference of a report.
+
+    Raises:
+        ValueError: for a spec that draws.
+    """
+    if reference is None:
+        return CarrierReference()
+    spec = as_spec(reference, "reference")
+    if spec.rounding.stochastic:
+        raise ValueError(f"reference={str(spec)!r} rounds stochastically; a reference must be deterministic")
+    return Float64Reference(spec)
+
 
 #: A value of the emulated program, and the reference's value for it.
 ValuePair = tuple[Any, Any]
@@ -68,7 +185,7 @@ class PairedRun(LaneRunner):
         literal_steps: the roundings of literals that overflow or become zero, as own steps, by the id of their step.
     """
 
-    reference: Reference
+    reference: CarrierReference
     max_turns: int
     stop_at: str | None = None
     measures: dict[int, Measure] = field(default_factory=dict)
@@ -82,10 +199,8 @@ class PairedRun(LaneRunner):
 
     def constant(self, value: Any) -> ValuePair:
         """A constant or a literal."""
-        return (
-            broadcast_to_shards(value, self.axes),
-            broadcast_to_shards(self.reference.as_reference(value), self.axes),
-        )
+        wide = self.reference.as_reference(value)
+        return broadcast_to_shards(value, self.axes), broadcast_to_shards(wide, self.axes)
 
     def whole(
         self,
@@ -100,19 +215,16 @@ class PairedRun(LaneRunner):
         names = (*names, *("constant" for _ in constants))
         for name, x, whole, rounds in zip(names, (*values, *constants), every, program.rounds, strict=True):
             if rounds or (hasattr(x, "dtype") and is_number(x)):
-                own = spec if rounds else None
-                measure = measure_results(x, whole, whole, [whole], order=self.order, elementwise=True, spec=own)
+                measure = self._measure(x, whole, whole, [whole], elementwise=True, spec=spec if rounds else None)
                 self.entries.append((name, rounds, int(np.size(x)), measure))
                 self._check_stop(None, measure, x, [whole], f"{name}, {{given}}, is {{result}}")
                 self.order += 1
-        pairs = list(
-            zip(
-                (*values, *constants),
-                (self.reference.as_reference(copy_if_reference(as_jax_value(x))) for x in every),
-                strict=True,
-            )
-        )
+        references = (self.reference.as_reference(copy_if_reference(as_jax_value(x))) for x in every)
+        pairs = list(zip((*values, *constants), references, strict=True))
         return interpret(self, program.plan, [seeds], pairs[: len(values)], pairs[len(values) :])
+
+    def _measure(self, *values: Any, **facts: Any) -> Measure:
+        return measure_results(*values, turn=self.turn, order=self.order, **facts)
 
     def control(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[ValuePair]:
         """The results of an equation that holds programs, run step by step."""
@@ -138,25 +250,15 @@ class PairedRun(LaneRunner):
         silent = step.kind in SILENT_KINDS
         same = results if silent else self.reference.bind(step, low, self.axes, rounds=False)
         numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
-        most = max((len(v.aval.shape) for _, v in numbers), default=0)
-        ndim = len(self.axes) + most
+        ndim = len(self.axes) + max((len(v.aval.shape) for _, v in numbers), default=0)
         operands = [align_shard_axes(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
         from_program = [not isinstance(v, Literal) for _, v in numbers]
         for v, spec, result, exact, wide in zip(step.eqn.outvars, step.out, results, same, reference, strict=True):
             if not is_number(v.aval):
                 continue
-            measure = measure_results(
-                result,
-                exact,
-                wide,
-                operands,
-                from_program,
-                turn=self.turn,
-                order=self.order,
-                elementwise=step.kind in ELEMENTWISE_KINDS,
-                digits=_sum_precision(step, v.aval),
-                spec=None if silent else spec,
-            )
+            facts = {"elementwise": step.kind in ELEMENTWISE_KINDS, "spec": None if silent else spec}
+            digits = _sum_precision(step, v.aval)
+            measure = self._measure(result, exact, wide, operands, from_program, digits=digits, **facts)
             if silent and not measure.new_nonfinite:
                 continue
             self.measures.setdefault(id(step), Measure()).add(measure)
@@ -172,7 +274,7 @@ class PairedRun(LaneRunner):
             self._check_stop(step, measure, low, [args[i][0]], "constant, {given}, is {result}")
         for v in step.eqn.invars if step.kind == "control" else ():
             if isinstance(v, Literal) and is_number(v.aval) and not np.all(np.isfinite(v.val)):
-                measure = measure_results(v.val, v.val, v.val, [], turn=self.turn, order=self.order)
+                measure = self._measure(v.val, v.val, v.val, [])
                 self.measures.setdefault(id(step), Measure()).add(measure)
 
     def literals_out_of_range(
@@ -183,9 +285,7 @@ class PairedRun(LaneRunner):
         low = self.emulated_operands(step, seeds, args) if places else []
         for i in places:
             whole, spec = args[i][0], step.choice.spec
-            measure = measure_results(
-                low[i], whole, whole, [whole], turn=self.turn, order=self.order, elementwise=True, spec=spec
-            )
+            measure = self._measure(low[i], whole, whole, [whole], elementwise=True, spec=spec)
             if measure.overflows or measure.underflows:
                 yield i, low[i], measure
 
@@ -203,8 +303,10 @@ class PairedRun(LaneRunner):
     ) -> None:
         for what, event in measure.events():
             if what == self.stop_at:
-                result = np.asarray(result)
-                here = [_operand_at(np.asarray(x), event.where, result.shape) for x in operands]
+                result, here = np.asarray(result), []
+                for x in map(np.asarray, operands):
+                    other = f"an array of shape {x.shape}" if x.shape else x  # one of another shape than the result
+                    here.append(str(x[event.where] if x.shape == result.shape else other))
                 facts = text.format(given=", ".join(here), result=result[event.where])
                 raise StopEventError(what, step, event, facts, measure)
 
@@ -241,6 +343,54 @@ def _sum_precision(step: EmulatedStep, aval: Any) -> int | None:
     return fmt.precision if isinstance(fmt, FloatFormat) else int(jnp.finfo(aval.dtype).nmant) + 1
 
 
-def _operand_at(x: np.ndarray, where: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """An operand at the index of a result, or the operand's shape if it differs."""
-    return str(x[where] if x.shape == shape else x if not x.shape else f"an array of shape {x.shape}")
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+#: The default limit of turns of a `while` loop in a report.
+MOST_REPORT_TURNS = 10_000
+
+
+def argument_names(args: Any, kwargs: Any) -> list[str]:
+    """The names of the arguments that are variables of the program."""
+    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    paths = [path for path, leaf in leaves if is_program_variable(leaf)]
+    return [f"argument {jax.tree_util.keystr(path[1:])}" for path in paths]
+
+
+def first_line_of(fun: Any, otherwise: str) -> str:
+    """The first line of the function, if it is a Python function outside of libraries; else `otherwise`."""
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    if code is None or is_library_file(code.co_filename):
+        return otherwise
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def text_of_event(stop: StopEventError, plan: ProgramPlan, outer: str, home: str) -> str:
+    """A sentence about the event that ended a run, with its place."""
+    source = next((source for step, _, source in walk_sources(plan, outer) if step is stop.step), home)
+    scope = f" in scope {stop.step.scope!r}" if stop.step is not None and stop.step.scope else ""
+    return f"stopped at the first {stop.what}: {stop.facts} ({stop.event}) at {source}{scope}"
+
+
+def step_spec_text(step: EmulatedStep) -> str:
+    """The spec of a step, or "carrier" for one that is not rounded."""
+    return "carrier" if step.choice.spec is None or step.kind == "carrier" else str(step.choice.spec)
+
+
+def walk_sources(plan: ProgramPlan, outer: str) -> Iterator[tuple[EmulatedStep, int, str]]:
+    """The steps, the number of their runs, and their sources; `outer` is the source of the enclosing call."""
+    sources: dict[int, str] = {}
+    for step, around in plan.walk_within():
+        holder = sources[id(around[-1])] if around else outer
+        source = sources[id(step)] = source_line_of(step.eqn.source_info, holder)
+        yield step, math.prod(turns for _, turns in turns_around(around)), source
+
+
+def step_label(step: EmulatedStep) -> str:
+    """The primitive's name; ``"jchop"`` for a function of jchop; the function's name for a call of `jax.random`.
+
+    ``"constant"`` for the rounding of literals.
+    """
+    if step.kind in ("result", "constant"):
+        return {"result": "jchop"}.get(step.kind, step.kind)
+    return step.eqn.params.get("name", step.name) if step.draw is not None else step.name

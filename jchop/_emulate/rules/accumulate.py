@@ -1,7 +1,8 @@
-"""Sums with a named order: reductions, products of matrices, convolutions, cumulative sums and products, scatters."""
+"""Sums with a named order: reductions, products, convolutions, cumulative sums, scatters; and complex operations."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,16 +15,16 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, in_auto_mesh
+from jchop._common.settings import always_jit
 from jchop._core.arithmetic.ranges import range_of
 from jchop._core.matmul.operations import fold_seeds, operation_carrier, operation_words, round_operation, spec_draws
 from jchop._core.matmul.sums import cumulative_along, product_along, sum_along
 from jchop._core.rounding.elements import round_to_spec
-from jchop._emulate.rules.run_task import round_value
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.value_facts import is_exact_under, is_number
+from jchop._emulate.rules.rules import is_exact_under, is_number
+from jchop._emulate.rules.run_task import EmulatedStep, Task, round_value, run_task
 from jchop._kernels.products.matmul import matmul_op
 from jchop._program.bind import bind, straight_through
-from jchop._program.seeds import Seeds
+from jchop._program.seeds import SeedDraw, Seeds
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 
@@ -38,30 +39,19 @@ def accumulate_in_order(step: EmulatedStep, seeds: Seeds | None, args: list[Any]
     facts = step.known
     if how.operands is not None:
         number = step.number + len(args)
-        arrays = [
-            _sum_operand(x, k, how.operands, seeds, number + i) if is_number(x) else x
-            for i, (x, k) in enumerate(zip(arrays, facts, strict=True))
-        ]
+        for i, (x, fact) in enumerate(zip(arrays, facts, strict=True)):
+            if is_number(x) and not is_exact_under(fact, how.operands):
+                word = seeds.words(x, number + i) if spec_draws(how.operands) and seeds is not None else None
+                arrays[i] = round_value(x, how.operands, word)
         facts = (how.operands,) * len(arrays)
     plain = partial(_carrier_sum, step)
-    run = partial(_SUM_RULES[step.name], step, replace(how, operands=_common_spec(facts)))
+    common = facts[0] if len(set(facts)) == 1 else None
+    run = partial(_SUM_RULES[step.name], step, replace(how, operands=common))
     if step.name in _SUM_AXES:
         along = _SUM_AXES[step.name](step.eqn.params)
         ends = [(), *([axis - x.ndim for axis in axes] for x, axes in zip(arrays, along, strict=True))]
         run = partial(in_auto_mesh, run, along=ends, like=lambda seeds, *values: plain(*values))
     return [straight_through(lambda values, seeds: _round_sum(step, run(seeds, *values), seeds), plain, arrays, seeds)]
-
-
-def _sum_operand(x: Array, fact: Spec | None, spec: Spec, seeds: Seeds | None, number: int) -> Array:
-    if is_exact_under(fact, spec):
-        return x
-    word = seeds.words(x, number) if spec_draws(spec) and seeds is not None else None
-    return round_value(x, spec, word)
-
-
-def _common_spec(facts: Sequence[Spec | None]) -> Spec | None:
-    """The spec that holds all operands, if it is the same for all; else None."""
-    return facts[0] if len(set(facts)) == 1 else None
 
 
 def _carrier_sum(step: EmulatedStep, *args: Array) -> Array:
@@ -107,21 +97,21 @@ def _in_operation_carrier(x: Array) -> Array:
 
 def _reduce_sum(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
     axes = step.eqn.params["axes"]
-    if not axes:
-        return _in_operation_carrier(x)
+    return _sum_over(step, how, seeds, x, x, axes) if axes else _in_operation_carrier(x)
+
+
+def _sum_over(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array, parts: Array, axes: Any) -> Array:
+    """The sums of parts of `x` along axes."""
     twelve = _product_and_sum_seeds(seeds, replace(how, product=None), step, x)
-    return sum_along(_in_operation_carrier(x), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
+    return sum_along(_in_operation_carrier(parts), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
 
 
 def _reduce_window_sum(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
     p = step.eqn.params
-    padded_x = lax.pad(
-        x, jnp.zeros((), x.dtype), [(*pad, d - 1) for pad, d in zip(p["padding"], p["base_dilation"], strict=True)]
-    )
+    sides = [(*pad, d - 1) for pad, d in zip(p["padding"], p["base_dilation"], strict=True)]
+    padded_x = lax.pad(x, jnp.zeros((), x.dtype), sides)
     parts = _gather_windows(padded_x, p["window_dimensions"], p["window_strides"], p["window_dilation"])
-    twelve = _product_and_sum_seeds(seeds, replace(how, product=None), step, x)
-    axes = tuple(range(x.ndim, 2 * x.ndim))
-    return sum_along(_in_operation_carrier(parts), axes, how, twelve, value_spec=how.operands, matmul=matmul_op)
+    return _sum_over(step, how, seeds, x, parts, tuple(range(x.ndim, 2 * x.ndim)))
 
 
 def _dot_general(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, a: Array, b: Array) -> Array:
@@ -175,9 +165,8 @@ def _cumulative_sum_or_product(kind: str, step: EmulatedStep, how: MatmulSpec, s
     p, spec = step.eqn.params, how.accumulate
     if spec is None:
         return _in_operation_carrier(_carrier_sum(step, x))
-    return cumulative_along(
-        kind, _in_operation_carrier(x), p["axis"], spec, _sum_seeds(seeds, step, x), reverse=p["reverse"]
-    )
+    six = _sum_seeds(seeds, step, x)
+    return cumulative_along(kind, _in_operation_carrier(x), p["axis"], spec, six, reverse=p["reverse"])
 
 
 def _reduce_prod(step: EmulatedStep, how: MatmulSpec, seeds: Seeds | None, x: Array) -> Array:
@@ -250,4 +239,116 @@ _SUM_RULES: dict[str, Callable[..., Array]] = {
     "scatter-add": partial(_scatter_in_order, "add"),
     "scatter-sub": partial(_scatter_in_order, "sub"),
     "scatter-mul": partial(_scatter_in_order, "mul"),
+}
+
+
+# -- complex numbers ---------------------------------------------------------------------------------------------------
+
+
+ComplexParts = tuple[Array, Array]
+#: An operation on parts, of its name and two operands.
+PartOperation = Callable[[str, Array, Array], Array]
+
+
+def run_complex(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """The result of an equation with complex operands or a complex result; derivatives are the carrier's."""
+    spec, name = step.choice.spec, step.name
+    assert spec is not None
+    arrays = list(jnp.broadcast_arrays(*map(jnp.asarray, args)))
+    first = None
+    if seeds is not None and spec_draws(spec) and name in _COMPLEX_ROUNDING:
+        first = seeds.draw(jax.eval_shape(lambda x: x.real, arrays[0]), step.number + 4)
+    params = tuple(sorted(step.eqn.params.items()))
+    return [_run_complex_op(step.eqn.primitive, params, spec, step.apart, arrays, first)]
+
+
+@partial(always_jit, static_argnums=(0, 1, 2, 3))
+def _run_complex_op(
+    primitive: Any, params: Any, spec: Spec, apart: bool, arrays: list[Array], first: SeedDraw | None
+) -> Array:
+    """A function of the program that all equations with equal facts call."""
+
+    def run(args: list[Array], first: SeedDraw | None) -> Array:
+        count = itertools.count()
+
+        def do(name: str, x: Array, y: Array) -> Array:
+            """An operation on parts; each call takes the next draw."""
+            task = Task(_PART_PRIMITIVES[name], (), "exact", spec, (spec, spec), apart)
+            return run_task(task, [x, y], [] if first is None else [first.later(next(count))])[0]
+
+        parts = [(lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x, x) for x in args]
+        result = _COMPLEX_RULES[primitive.name](do, *parts)
+        return lax.complex(*result) if isinstance(result, tuple) else result
+
+    return straight_through(run, lambda *args: bind(primitive, dict(params), *args)[0], arrays, first)
+
+
+def run_complex_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """A sum is two real sums, and a scatter that adds is two scatters.
+
+    A product of matrices is four real products: two are subtracted and two are added.
+    """
+    (aval,), spec = (v.aval for v in step.eqn.outvars), step.choice.spec
+    if step.name in _SEQUENTIAL_PRODUCTS:
+        raise NotImplementedError(
+            f"primitive {step.name!r} ({step.place}): accumulate={step.choice.accumulate} forms no products of "
+            f"complex numbers one after the other; leave it in the carrier by rules={{{step.name!r}: None}}"
+        )
+    params, zero = dict(step.eqn.params), jnp.zeros((), aval.dtype).real
+    if params.get("preferred_element_type") is not None:
+        params["preferred_element_type"] = zero.dtype
+    if "update_jaxpr" in params:
+        params["update_jaxpr"] = jax.make_jaxpr(_SCATTER_UPDATES[step.name])(zero, zero).jaxpr
+
+    def total(part: int, *values: Array) -> Array:
+        program = jax.make_jaxpr(partial(step.eqn.primitive.bind, **params))(*values)
+        one = replace(step, eqn=program.jaxpr.eqns[0], kind="accumulating", number=0)
+        return accumulate_in_order(one, None if seeds is None else seeds.turn(step.number + 5, part), list(values))[0]
+
+    def two(name: str, part: int, x: Array, y: Array) -> Array:
+        if spec is None:
+            return x + y if name == "add" else x - y
+        word = seeds.words(x, step.result_number + part) if spec_draws(spec) and seeds is not None else None
+        plain = lax.add if name == "add" else lax.sub
+        return straight_through(lambda values, word: round_operation(name, values, spec, word), plain, [x, y], word)
+
+    real, imag = ([of(x) if jnp.iscomplexobj(x) else x for x in args] for of in (lax.real, lax.imag))
+    if len(args) != 2:
+        return [lax.complex(total(0, *real), total(1, *imag))]
+    (a, c), (b, d) = real, imag
+    first = two("sub", 0, total(0, a, c), total(1, b, d))
+    return [lax.complex(first, two("add", 1, total(2, a, d), total(3, b, c)))]
+
+
+_SCATTER_UPDATES = {"scatter-add": lax.add, "scatter-sub": lax.sub}
+_SEQUENTIAL_PRODUCTS = ("reduce_prod", "cumprod", "scatter-mul")
+
+
+_PART_PRIMITIVES = {"add": lax.add_p, "mul": lax.mul_p}
+#: Those that round.
+_COMPLEX_ROUNDING = frozenset(("add", "add_any", "sub", "mul", "square"))
+
+
+def _complex_add(do: PartOperation, x: ComplexParts, y: ComplexParts) -> ComplexParts:
+    return do("add", x[0], y[0]), do("add", x[1], y[1])
+
+
+def _complex_mul(do: PartOperation, x: ComplexParts, y: ComplexParts) -> ComplexParts:
+    """Four products and two sums."""
+    (a, b), (c, d) = x, y
+    real = do("add", do("mul", a, c), -do("mul", b, d))
+    return real, do("add", do("mul", a, d), do("mul", b, c))
+
+
+_COMPLEX_RULES: dict[str, Callable[..., ComplexParts | Array]] = {
+    "add": _complex_add,
+    "add_any": _complex_add,
+    "sub": lambda do, x, y: _complex_add(do, x, (-y[0], -y[1])),  # which is how a difference is computed
+    "mul": _complex_mul,
+    "square": lambda do, x: _complex_mul(do, x, x),
+    "neg": lambda do, x: (-x[0], -x[1]),
+    "conj": lambda do, x: (x[0], -x[1]),
+    "real": lambda do, x: x[0],
+    "imag": lambda do, x: x[1],
+    "complex": lambda do, x, y: (x[0], y[0]),
 }

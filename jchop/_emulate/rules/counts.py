@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jchop._emulate.rules.rules import PRIMITIVE_KINDS
-from jchop._emulate.rules.value_facts import is_carrier_float
+from jchop._emulate.rules.rules import PRIMITIVE_KINDS, is_carrier_float
 from jchop._program.step import CALLS, HIGH_CALLS, equations_of, programs_of
 
 #: The degrees of freedom that a literal count may lack, as n - 1 in a variance.
@@ -202,9 +201,8 @@ def _propagate_copies(op: _CountOp) -> None:
     if name == "broadcast_in_dim":
         (x, *_), params = op.eqn.invars, op.eqn.params
         own_axes = {to for to, n in zip(params["broadcast_dimensions"], x.aval.shape, strict=True) if n != 1}
-        copies = _multiply_lengths(
-            _subset_products(n for axis, n in enumerate(params["shape"]) if axis not in own_axes), copies
-        )
+        new = _subset_products(n for axis, n in enumerate(params["shape"]) if axis not in own_axes)
+        copies = _multiply_lengths(new, copies)
     elif name == "reduce_window_sum":
         copies = _multiply_lengths(_subset_products(op.eqn.params["window_dimensions"]), copies)
     elif name not in _INTEGER_OPS and name not in _STRUCTURAL_OPS and name not in ("div", "reduce_sum"):
@@ -248,7 +246,6 @@ def _mark_count_reads(op: _CountOp, places: Sequence[int]) -> None:
 
 def _makes_counts(op: _CountOp) -> bool:
     """Whether all results are counts and nothing else."""
-    numbers = [
-        x for x, v in zip(op.results, op.eqn.outvars, strict=False) if op.place is not None or is_carrier_float(v.aval)
-    ]
+    pairs = zip(op.results, op.eqn.outvars, strict=False)
+    numbers = [x for x, v in pairs if op.place is not None or is_carrier_float(v.aval)]
     return bool(numbers) and all(x.is_only_count for x in numbers)

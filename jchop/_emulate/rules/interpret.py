@@ -1,37 +1,153 @@
-"""Runs the equations of an emulated program."""
+"""Runs the equations of an emulated program, some of them as chains."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
 
-from jchop._common.bit_ops import in_auto_mesh
+from jchop._common.bit_ops import in_auto_mesh, varying_axes
+from jchop._common.settings import always_jit
+from jchop._core.matmul.chain import CHAIN_OPERATIONS, ChainLink, chain_words, gains_by_trial, is_constant_in_safe_range
 from jchop._core.matmul.operations import spec_draws
 from jchop._core.xla.sizes import if_static
-from jchop._emulate.rules.accumulate import accumulate_in_order
-from jchop._emulate.rules.carrier_ops import round_with_draw, run_in_carrier, run_nextafter
-from jchop._emulate.rules.chain import Chain, run_chain, with_chains
-from jchop._emulate.rules.complex import run_complex, run_complex_sum
-from jchop._emulate.rules.draws import run_draw
-from jchop._emulate.rules.exact_functions import arg_extremum_by_bits, extremum_by_bits
-from jchop._emulate.rules.factorizations import run_factorization
-from jchop._emulate.rules.run_task import Task, power_draws, run_task
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.value_facts import is_carrier_float, is_narrow_float
+from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum
+from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
+from jchop._emulate.rules.functions import arg_extremum_by_bits, extremum_by_bits
+from jchop._emulate.rules.linalg import run_factorization
+from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float
+from jchop._emulate.rules.run_task import EmulatedStep, Task, power_draws, run_task
+from jchop._kernels.chain import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
 from jchop._program.bind import bind, straight_through
 from jchop._program.control import as_jax_value
 from jchop._program.repeats import Turns, run_turns, with_turns
 from jchop._program.run import Runner, interpret
-from jchop._program.seeds import SeedDraw, Seeds
+from jchop._program.seeds import Seeds
 from jchop._program.step import REMAT_CALLS, ProgramPlan, is_reference
 from jchop._round.arguments import JCHOP_RESULT
+from jchop._spec.spec import Spec
+
+# -- chains ------------------------------------------------------------------------------------------------------------
+
 
 Array = jax.Array
+
+#: The fewest operations of a chain.
+_LEAST_LINKS = 3
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Consecutive equations, their operands, and the one result that is used after them."""
+
+    steps: tuple[EmulatedStep, ...]
+    operands: tuple[Any, ...]
+    result: Any
+
+    @property
+    def eqn(self) -> Any:
+        """The first equation."""
+        return self.steps[0].eqn
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The variable of its result."""
+        return (self.result,)
+
+
+def with_chains(plan: ProgramPlan, parts: Sequence[EmulatedStep | Turns]) -> Iterator[EmulatedStep | Chain | Turns]:
+    """The parts of a plan, some of them as chains.
+
+    Consecutive equations of one kind are one chain, or none. A chain with several results would compute each result
+    from the start. A chain among other equations would keep the compiler from fusing them.
+    """
+    last = {id(v): i for i, part in enumerate(parts) for v in part.operands}
+    last |= {id(v): len(parts) for v in plan.jaxpr.outvars}
+    end = 0
+    for kind, together in groupby(parts, _chain_key):
+        steps: Any = tuple(together)
+        end += len(steps)
+        results = [v for step in steps for v in step.results if last.get(id(v), -1) >= end]
+        if kind is not None and len(steps) >= _LEAST_LINKS and len(results) == 1:
+            result_ids = {id(step.eqn.outvars[0]) for step in steps}
+            operands = {id(v): v for step in steps for v in step.eqn.invars if id(v) not in result_ids}
+            yield Chain(steps, tuple(operands.values()), results[0])
+        else:
+            yield from steps
+
+
+def _chain_key(step: EmulatedStep | Turns) -> Any:
+    """A key that the steps of one chain share; None for a step that cannot be in a chain."""
+    if isinstance(step, Turns):
+        return None
+    spec = step.choice.spec
+    if step.kind != "exact" or spec is None or any(step.rounds) or EXACT[step.name] not in CHAIN_OPERATIONS:
+        return None
+    (out,) = step.eqn.outvars
+    fits = all(v.aval.dtype == jnp.float32 and v.aval.shape in ((), out.aval.shape) for v in step.eqn.invars)
+    few = if_static(lambda: prod(out.aval.shape) < MIN_CHAIN_ELEMENTS_TO_TRY, True)
+    if not fits or out.aval.dtype != jnp.float32 or few or not gains_by_trial(spec):
+        return None
+    constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
+    exact = all(k is not None and is_exact_under(k, spec) for k in step.known)
+    if not exact or not all(is_constant_in_safe_range(float(v.val), spec) for v in constants):
+        return None
+    return spec, out.aval.shape, varying_axes(out.aval), step.eqn.ctx
+
+
+def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Array:
+    """The result of a chain, given its operands."""
+    outvars = [step.eqn.outvars[0] for step in chain.steps]
+    place = {id(v): i for i, v in enumerate((*chain.operands, *outvars))}
+    spec = chain.steps[0].choice.spec
+    assert spec is not None
+    tasks, links = [], []
+    for step in chain.steps:
+        tasks.append(replace(step.task, apart=False))
+        facts = tuple(k for k in step.known if k is not None)
+        places = tuple(place[id(v)] for v in step.eqn.invars)
+        links.append((EXACT[step.name], places, facts, step.result_number))
+    seed_arrays: list[Any] = []
+    if seeds is not None and spec_draws(spec):
+        seed_arrays = [*seeds.of(outvars[0].aval), jnp.uint32(0) if seeds.shift is None else seeds.shift]
+    result, shape = place[id(chain.result)], outvars[0].aval.shape
+    arrays = [jnp.asarray(x) for x in operands]
+    return _run_links(tuple(tasks), tuple(links), shape, result, spec, arrays, seed_arrays)
+
+
+@partial(always_jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
+def _run_links(
+    tasks: tuple[Task, ...],
+    links: tuple[ChainLink, ...],
+    shape: tuple[int, ...],
+    result: int,
+    spec: Spec,
+    operands: list[Array],
+    seeds: list[Array],
+) -> Array:
+    """Chains of equal tasks and links are traced once."""
+    count = len(operands)
+
+    def plain(*arrays: Array) -> Array:
+        """The equations one by one, for the derivative, which is taken at every intermediate result."""
+        values, seeds = list(arrays[:count]), arrays[count:]
+        for task, (_, places, _, number) in zip(tasks, links, strict=True):
+            words = [chain_words(seeds, shape, number)] if seeds else []
+            values += run_task(task, [values[place] for place in places], words)
+        return values[result]
+
+    def run(arrays: list[Array], _: None) -> Array:
+        return chain_op(*arrays, links=links, shape=shape, result=result, spec=spec)
+
+    return straight_through(run, plain, [*operands, *seeds], None)
 
 
 class EmulationRunner(Runner):
@@ -136,32 +252,17 @@ def _bind_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list
     return bind(step.eqn.primitive, step.eqn.params, *args)
 
 
-def _run_own(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A part of a function of jchop, unchanged. Marks of results are dropped after the innermost emulation."""
-    return args if step.name == JCHOP_RESULT else _bind_step(step, seeds, args)
-
-
-def _run_own_result(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """The result of a function of jchop, which is one operation."""
-    (x,), (spec,) = args, step.out
-    return [x if spec is None else round_with_draw(x, spec, seeds, step.result_number)]
-
-
 def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     spec = step.choice.spec
     if spec is None:
         return _bind_step(step, seeds, args)
-    words = [] if seeds is None or not spec_draws(spec) else _step_draws(step, seeds)
+    words = []
+    if seeds is not None and spec_draws(spec):  # a draw for each rounding of the results
+        outs = [v.aval for v in step.eqn.outvars if is_carrier_float(v.aval)]
+        if step.kind == "power":
+            outs = outs * power_draws(step.eqn.params["y"])
+        words = [seeds.draw(aval, step.result_number + i) for i, aval in enumerate(outs)]
     return run_task(step.task, [as_jax_value(x) for x in args], words)
-
-
-def _step_draws(step: EmulatedStep, seeds: Seeds) -> list[SeedDraw]:
-    """A draw for each rounding of the results."""
-    first = step.result_number
-    outs = [v.aval for v in step.eqn.outvars if is_carrier_float(v.aval)]
-    if step.kind == "power":
-        outs = outs * power_draws(step.eqn.params["y"])
-    return [seeds.draw(aval, first + i) for i, aval in enumerate(outs)]
 
 
 def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
@@ -173,21 +274,21 @@ def _run_extremum_step(step: EmulatedStep, seeds: Seeds | None, args: list[Any])
     return run_task(task, [jnp.asarray(x) for x in args])
 
 
-def _run_by_bits(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    """A reduction to the largest or smallest element, or its index, by bits: a device may lose subnormals and NaN."""
-    (x,), axes = args, step.eqn.params["axes"]
-    if step.choice.spec is None or not is_carrier_float(step.eqn.invars[0].aval) or not if_static(lambda: x.size, True):
+def _run_structural(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
+    """A move of values. The largest or smallest along axes, or its index, by bits: a device may lose subnormals."""
+    by_bits = step.name in _BY_BITS and step.choice.spec is not None and is_carrier_float(step.eqn.invars[0].aval)
+    if not by_bits or not if_static(lambda: args[0].size, True):
         return _bind_step(step, seeds, args)
+    (x,), axes = args, step.eqn.params["axes"]
     if step.name in ("argmax", "argmin"):
         return [arg_extremum_by_bits(step.name, lax.stop_gradient(x), axes, step.eqn.params["index_dtype"])]
 
     def plain(x: Array) -> Array:
         return _bind_step(step, seeds, [x])[0]
 
-    def run(values: list[Array], extra: None) -> Array:
-        del extra
-        by_bits = partial(extremum_by_bits, step.name, axes=axes)
-        return in_auto_mesh(by_bits, *values, along=[[axis - x.ndim for axis in axes]], like=plain)
+    def run(values: list[Array], _: None) -> Array:
+        find = partial(extremum_by_bits, step.name, axes=axes)
+        return in_auto_mesh(find, *values, along=[[axis - x.ndim for axis in axes]], like=plain)
 
     return [straight_through(run, plain, [x], None)]
 
@@ -196,26 +297,20 @@ def _run_by_bits(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> li
 _BY_BITS = ("reduce_max", "reduce_min", "argmax", "argmin")
 
 
-def _run_structural(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
-    return (_run_by_bits if step.name in _BY_BITS else _bind_step)(step, seeds, args)
-
-
 def _run_sum(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> list[Any]:
     if step.choice.accumulate is None:
         return _run_step_task(step, seeds, args)
-    out = step.eqn.outvars[0].aval
-    args = [
-        lax.convert_element_type(x, out.dtype) if is_narrow_float(v.aval) else x
-        for x, v in zip(args, step.eqn.invars, strict=True)
-    ]
+    dtype, pairs = step.eqn.outvars[0].aval.dtype, zip(args, step.eqn.invars, strict=True)
+    args = [lax.convert_element_type(x, dtype) if is_narrow_float(v.aval) else x for x, v in pairs]
     return accumulate_in_order(step, seeds, args)
 
 
 _STEP_RULES: dict[str, Callable[[EmulatedStep, Seeds | None, list[Any]], list[Any]]] = {
     **dict.fromkeys(("untouched", "carrier"), _bind_step),
     **dict.fromkeys(("structural", "compared"), _run_structural),
-    "own": _run_own,
-    "result": _run_own_result,
+    # A part of a function of jchop is unchanged. Marks of results are dropped after the innermost emulation.
+    "own": lambda step, seeds, args: args if step.name == JCHOP_RESULT else _bind_step(step, seeds, args),
+    "result": round_results,  # of a function of jchop, which is one operation
     **dict.fromkeys(("exact", "power", "elementary", "made", "converted"), _run_step_task),
     "extremum": _run_extremum_step,
     "accumulating": _run_sum,

@@ -2,44 +2,273 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jchop._core.arithmetic.ranges import wraps_results
+from jchop._common.bit_ops import CARRIERS
+from jchop._core.arithmetic.ranges import require_operation, wraps_results
+from jchop._core.matmul.aligned import require_aligned_order
+from jchop._core.matmul.operations import check_operation, operation_carrier, require_dtype_holds
+from jchop._core.rounding.grid import require_carrier
+from jchop._emulate.rules.carrier_ops import draws_of
 from jchop._emulate.rules.counts import Counts
-from jchop._emulate.rules.draws import draws_of
-from jchop._emulate.rules.functions import with_functions
+from jchop._emulate.rules.functions import NamedFunction, with_functions
 from jchop._emulate.rules.interpret import run_step
-from jchop._emulate.rules.rules import COMPLEX_OPS, ArithmeticChoice, Settings, primitive_kind
-from jchop._emulate.rules.step import EmulatedStep, RandomDraw
-from jchop._emulate.rules.step_facts import STEP_FACTS, errors_at
-from jchop._emulate.rules.value_facts import (
+from jchop._emulate.rules.rules import (
     CARRIER_DTYPES,
+    COMPLEX_OPS,
+    ArithmeticChoice,
+    Settings,
     ValueFact,
     at_format_limits,
     common_fact,
     holds_constant,
     is_carrier_float,
     is_complex_value,
+    is_exact_under,
     is_narrow_float,
     is_number,
+    primitive_kind,
 )
-from jchop._program import planner
+from jchop._emulate.rules.run_task import EmulatedStep, RandomDraw
 from jchop._program.bind import constant_of
+from jchop._program.jaxprs import Widening
+from jchop._program.run import Planner
 from jchop._program.seeds import Seeds
-from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, jaxpr_of, scope_of
-from jchop._program.widening import Widening
-from jchop._spec.spec import Spec
+from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, scope_of
+from jchop._spec.spec import Spec, as_spec
+from jchop.formats import bfloat16, binary16, binary32, binary64
+
+# -- facts about steps -------------------------------------------------------------------------------------------------
 
 
-class EmulationPlanner(planner.Planner):
+def _facts_of_results(step: EmulatedStep, fact: ValueFact) -> tuple[ValueFact, ...]:
+    return tuple(fact if is_number(v.aval) else None for v in step.eqn.outvars)
+
+
+def _with_rounded_operands(step: EmulatedStep, spec: Spec | None, among: Sequence[bool] | None = None) -> EmulatedStep:
+    """The operands that `spec` may change are rounded, except counts; of those that `among` marks. None: of all."""
+    rounds = tuple(
+        step.choice.rounds_operands
+        and (among is None or among[i])
+        and is_number(v.aval)
+        and i not in step.counts
+        and not is_exact_under(k, spec)
+        for i, (v, k) in enumerate(zip(step.eqn.invars, step.known, strict=True))
+    )
+    facts = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
+    return replace(step, rounds=rounds, known=facts)
+
+
+def _operation_facts(step: EmulatedStep) -> EmulatedStep:
+    """Operands rounded, the result rounded."""
+    spec = step.choice.spec
+    function = step.eqn.primitive
+    exact = step.kind in ("exact", "power", "linear", "complex")
+    exact = exact or (isinstance(function, NamedFunction) and function.exact is not None)
+    _check_dtypes_of_step(step, spec, (*step.eqn.invars, *step.eqn.outvars), exact)
+    _check_double_rounding(step)
+    return replace(_with_rounded_operands(step, spec), out=_facts_of_results(step, spec))
+
+
+def _carrier_result_facts(step: EmulatedStep) -> EmulatedStep:
+    _check_dtypes_of_step(step, step.choice.spec, step.eqn.outvars)
+    _check_double_rounding(step)
+    return replace(step, out=_facts_of_results(step, step.choice.spec))
+
+
+#: Sums of an order; cumulative sums and products add or multiply one by one.
+_SUMS_WITH_ORDER = frozenset({"reduce_sum", "reduce_window_sum", "dot_general", "conv_general_dilated"})
+
+
+def _sum_facts(step: EmulatedStep) -> EmulatedStep:
+    spec, how = step.choice.spec, step.choice.accumulate
+    step = _operation_facts(step)
+    if how is None:
+        return step
+    carrier = operation_carrier(step.eqn.outvars[0].aval.dtype)
+    with errors_at(step):
+        if how.order.aligned and step.name in _SUMS_WITH_ORDER:
+            require_aligned_order(how, carrier)
+        else:
+            for name in ("product", "accumulate"):
+                require_operation(getattr(how, name), carrier, f"accumulate: {name}")
+        if how.operands is not None:
+            require_carrier(as_spec(how.operands, "operands"), carrier)
+    return replace(step, out=_facts_of_results(step, spec or how.accumulate))
+
+
+def _factorization_facts(step: EmulatedStep) -> EmulatedStep:
+    """A matrix, or a batch of matrices. The carrier computes what `linalg.py` has no algorithm for."""
+    params, shape = step.eqn.params, step.eqn.invars[0].aval.shape
+    square, pivoting = shape[-1] == shape[-2], params.get("pivoting", False)
+    if (step.name == "lu" and not square) or (step.name == "qr" and (pivoting or shape[-2] < shape[-1])):
+        return _carrier_op_facts(step)
+    return _operation_facts(step)
+
+
+def _carrier_op_facts(step: EmulatedStep) -> EmulatedStep:
+    """Operands rounded, the carrier's results rounded once."""
+    in_carrier = step.choice.spec is None and step.choice.function is None
+    return _operation_facts(replace(step, kind="carrier" if in_carrier else "carried"))
+
+
+def _structural_facts(step: EmulatedStep) -> EmulatedStep:
+    if _structural_computes(step):
+        return _carrier_op_facts(step)
+    step = _round_constants(step)
+    if step.name in _BY_OPERAND:
+        return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
+    facts = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_number(v.aval)]
+    return replace(step, out=_facts_of_results(step, common_fact(facts)))
+
+
+def _structural_computes(step: EmulatedStep) -> bool:
+    """Whether a primitive that moves values also computes: a gather that fills, a scatter that applies a function."""
+    fill, update = step.eqn.params.get("fill_value"), step.eqn.params.get("update_jaxpr")
+    fills = fill is not None and not holds_constant(step.choice.spec, fill)
+    return (step.name == "gather" and fills) or (step.name == "scatter" and bool(getattr(update, "eqns", ())))
+
+
+def _round_constants(step: EmulatedStep) -> EmulatedStep:
+    """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds."""
+    among = [
+        k is None and isinstance(v, Literal) and is_number(v.aval) and bool(np.isfinite(v.val))
+        for v, k in zip(step.eqn.invars, step.known, strict=True)
+    ]
+    return _with_checked_operands(step, among)
+
+
+def _with_checked_operands(step: EmulatedStep, among: Sequence[bool]) -> EmulatedStep:
+    """As `_with_rounded_operands`, and the operands that are rounded can hold the spec's values."""
+    step = _with_rounded_operands(step, step.choice.spec, among)
+    _check_dtypes_of_step(step, step.choice.spec, itertools.compress(step.eqn.invars, step.rounds))
+    return step
+
+
+#: Structural primitives whose result i has the numbers of operand i.
+_BY_OPERAND = {"sort", "optimization_barrier", "device_put", "copy", "copy_p", "pvary", "pcast", "psum_invariant"}
+
+
+def _comparison_facts(step: EmulatedStep) -> EmulatedStep:
+    """Operands are rounded, results are not numbers. Infinite constants are not rounded: they are bounds."""
+    among = [not (isinstance(v, Literal) and is_number(v.aval) and np.isinf(v.val)) for v in step.eqn.invars]
+    return _no_facts(_with_checked_operands(step, among))
+
+
+def _conversion_facts(step: EmulatedStep) -> EmulatedStep:
+    """A conversion: the known format is kept if the new dtype holds all its values."""
+    spec, (source,), (target,) = step.choice.spec, step.eqn.invars, step.eqn.outvars
+    try:
+        _check_dtypes_of_step(step, spec, [target], exact=not is_carrier_float(source.aval))
+    except ValueError as error:
+        raise ValueError(f"{error}; x is what the program casts to {target.aval.dtype} there") from None
+    fact = step.known[0]
+    if is_complex_value(target.aval):  # a part that is zero, or a wider dtype
+        return replace(step, kind="structural", out=step.known) if fact is not None else _carrier_op_facts(step)
+    keeps = fact is not None and is_exact_under(fact, _DTYPE_SPECS.get(target.aval.dtype.name))
+    if keeps and is_carrier_float(source.aval):
+        return replace(step, kind="structural", out=(fact,))
+    return replace(step, out=(spec,))
+
+
+_DTYPE_SPECS = {
+    name: Spec(fmt) for name, fmt in zip(CARRIER_DTYPES, (binary16, bfloat16, binary32, binary64), strict=True)
+}
+
+
+def _no_facts(step: EmulatedStep) -> EmulatedStep:
+    return replace(step, out=(None,) * len(step.eqn.outvars))
+
+
+def _draw_facts(step: EmulatedStep) -> EmulatedStep:
+    """The user's arguments of a call of `jax.random` are rounded, and its results; nothing is rounded in between."""
+    draw, spec, eqn = step.draw, step.choice.spec, step.eqn
+    if draw is None:  # a primitive that draws
+        return _operation_facts(step)
+    from_user = [draw.calls if isinstance(v, Literal) else v not in draw.inner for v in eqn.invars]
+    step = _with_rounded_operands(step, spec, from_user)
+    leaving = [leaves and is_number(v.aval) for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)]
+    _check_dtypes_of_step(step, spec, itertools.compress(eqn.outvars, leaving))
+    kind = "own" if not any(leaving) else "carrier" if spec is None else "draw"
+    return replace(step, kind=kind, out=tuple(spec if leaves else None for leaves in leaving))
+
+
+STEP_FACTS = {
+    **dict.fromkeys(("exact", "power", "elementary", "neighbour", "complex"), _operation_facts),
+    **dict.fromkeys(("made", "result"), _carrier_result_facts),
+    **dict.fromkeys(("structural", "extremum"), _structural_facts),
+    **dict.fromkeys(("accumulating", "complex sum"), _sum_facts),
+    **dict.fromkeys(("carrier", "own"), _no_facts),
+    "draw": _draw_facts,
+    "converted": _conversion_facts,
+    "linear": _factorization_facts,
+    "carried": _carrier_op_facts,
+    "compared": _comparison_facts,
+    "control": _round_constants,
+}
+
+
+def _check_dtypes_of_step(step: EmulatedStep, spec: Spec | None, variables: Iterable[Any], exact: bool = False) -> None:
+    """Refuses a dtype of numbers that cannot hold the values of the spec."""
+    if spec is None:
+        return
+    for dtype in dict.fromkeys(jnp.finfo(v.aval.dtype).dtype for v in variables if is_number(v.aval)):
+        try:
+            with errors_at(step):
+                if exact:
+                    check_operation(spec, dtype)
+                else:
+                    require_carrier(spec, CARRIERS[dtype.name])
+        except ValueError as error:
+            if dtype.itemsize > 2 and step.kind != "converted":
+                raise
+            why = "narrow='carrier' computes in the dtype of wider arguments, except results and foreign functions"
+            raise ValueError(f"{error}; {why}") from None
+
+
+#: Kinds whose results the carrier computes, and those of their primitives whose results are exact.
+_DOUBLE_ROUNDING = frozenset(("elementary", "neighbour", "accumulating", "complex sum", "carried", "made"))
+_EXACT_IN_CARRIER = frozenset(
+    ("bitcast_convert_type", "ceil", "floor", "iota", "reduce_precision", "rem", "round", "sign")
+)
+
+
+def _check_double_rounding(step: EmulatedStep) -> None:
+    """Refuses a format with values that the carrier's results, which are rounded once more, cannot have."""
+    has_order = step.kind in ("accumulating", "complex sum") and step.choice.accumulate is not None
+    function = step.eqn.primitive
+    if step.kind not in _DOUBLE_ROUNDING or step.name in _EXACT_IN_CARRIER or has_order:
+        return
+    if isinstance(function, NamedFunction) and (function.carrier_is_exact or function.exact is not None):
+        return
+    for v in step.eqn.outvars:
+        if is_number(v.aval):
+            with errors_at(step):
+                require_dtype_holds(step.choice.spec, jnp.finfo(v.aval.dtype).dtype)
+
+
+@contextmanager
+def errors_at(step: EmulatedStep) -> Iterator[None]:
+    """Errors say the primitive and its line."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"primitive {step.name!r} ({step.place}): {error}") from error
+
+
+class EmulationPlanner(Planner):
     """Makes plans under some settings, of programs in wider dtypes if so; `used` collects the rules that matched."""
 
     def __init__(self, settings: Settings, widening: Widening | None = None) -> None:
@@ -50,25 +279,20 @@ class EmulationPlanner(planner.Planner):
         self._counts = Counts()
         self._apart: bool | None = None  # until the whole program is seen
 
-    def plan(
-        self, closed: Any, known: Sequence[ValueFact], scope: str = "", constants: Sequence[ValueFact] | None = None
-    ) -> ProgramPlan:
-        """The plan of a jaxpr; its calls of `jax.random` are found first."""
-        jaxpr, consts = jaxpr_of(closed)
+    def prepare(self, jaxpr: Any) -> Any:
+        """The jaxpr that is planned; its calls of `jax.random` and its counts are found."""
         if self._apart is None:
             self._apart = sum(1 for _ in equations_of(jaxpr)) >= _MANY_EQUATIONS
-        program = _copy_constant_results(with_functions(jaxpr, self.settings.functions), consts)
-        self._draws |= draws_of(program.jaxpr)
         self._counts.add(jaxpr)
-        return super().plan(program, known, scope, constants)
+        jaxpr = _copy_constant_results(with_functions(jaxpr, self.settings.functions))
+        self._draws |= draws_of(jaxpr)
+        return jaxpr
 
     def read(self, v: Any, env: dict[Any, ValueFact]) -> ValueFact:
         """The spec that holds a variable's numbers, or a literal, if known."""
         return _fact_of(v, env, self.settings.spec)
 
-    def common(self, knowns: Iterable[ValueFact]) -> ValueFact:
-        """The fact that holds for every one of several values."""
-        return common_fact(knowns)
+    common = staticmethod(common_fact)  # type: ignore[assignment]
 
     def step(self, eqn: Any, env: dict[Any, ValueFact], scope: str, number: int) -> EmulatedStep:
         """The step of one equation."""
@@ -197,38 +421,28 @@ def _check_wrapping(step: EmulatedStep) -> None:
 _WRAPPING_KINDS = ("exact", "power", "accumulating", "linear", "complex", "complex sum")
 
 
-class _JaxprAndConstants(NamedTuple):
-    """A jaxpr with its constants."""
-
-    jaxpr: Any
-    consts: tuple[Any, ...]
-
-
-def _copy_constant_results(jaxpr: Any, consts: tuple[Any, ...]) -> _JaxprAndConstants:
+def _copy_constant_results(jaxpr: Any) -> Any:
     """A jaxpr whose results are variables: constant results are copied, so that they are rounded like others."""
-    copies = [_copy_equation(v) if isinstance(v, Literal) and is_number(v.aval) else None for v in jaxpr.outvars]
-    if not any(copies):
-        return _JaxprAndConstants(jaxpr, consts)
-    results = [v if eqn is None else eqn.outvars[0] for v, eqn in zip(jaxpr.outvars, copies, strict=True)]
-    return _JaxprAndConstants(jaxpr.replace(eqns=[*jaxpr.eqns, *filter(None, copies)], outvars=results), consts)
-
-
-def _copy_equation(literal: Literal) -> Any:
-    aval: Any = literal.aval
-    (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(jax.ShapeDtypeStruct(aval.shape, aval.dtype)).eqns
-    return eqn.replace(invars=[literal])
+    copies, results = [], list(jaxpr.outvars)
+    for i, v in enumerate(results):
+        aval: Any = v.aval
+        if isinstance(v, Literal) and is_number(aval):
+            like = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+            (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(like).eqns
+            copies.append(eqn.replace(invars=[v]))
+            results[i] = eqn.outvars[0]
+    return jaxpr.replace(eqns=[*jaxpr.eqns, *copies], outvars=results) if copies else jaxpr
 
 
 def _literals_at_limits(eqn: Any, spec: Spec | None) -> Any:
     """An equation whose literals at limits of the carrier are at those of the format."""
-    literals = [isinstance(v, Literal) and is_carrier_float(v.aval) for v in eqn.invars]
-    if spec is None or not any(literals):
-        return eqn
-    pairs = [(v, constant_of(v) if literal else None) for v, literal in zip(eqn.invars, literals, strict=True)]
-    changes = [(v, x, None if x is None else at_format_limits(x, spec)) for v, x in pairs]
-    if all(old is new for _, old, new in changes):
-        return eqn
-    return eqn.replace(invars=[v if old is new else Literal(new, v.aval) for v, old, new in changes])
+    operands = list(eqn.invars)
+    for i, v in enumerate(operands):
+        if spec is not None and isinstance(v, Literal) and is_carrier_float(v.aval):
+            old = constant_of(v)
+            new = at_format_limits(old, spec)
+            operands[i] = v if new is old else Literal(new, v.aval)
+    return eqn if all(map(operator.is_, operands, eqn.invars)) else eqn.replace(invars=operands)
 
 
 def _fact_of(v: Any, env: dict[Any, ValueFact], spec: Spec | None) -> ValueFact:

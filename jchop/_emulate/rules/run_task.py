@@ -22,13 +22,12 @@ from jchop._core.elementary.functions import elementary_function, supports_funct
 from jchop._core.matmul.operations import operation_carrier, round_operation, spec_draws, widen_operand
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.xla.sizes import if_static
-from jchop._emulate.rules.exact_functions import CARRIER_FUNCTIONS
-from jchop._emulate.rules.functions import NamedFunction
-from jchop._emulate.rules.rules import EXACT
-from jchop._emulate.rules.value_facts import ValueFact, is_carrier_float
+from jchop._emulate.rules.functions import CARRIER_FUNCTIONS, NamedFunction
+from jchop._emulate.rules.rules import EXACT, ArithmeticChoice, ValueFact, is_carrier_float
 from jchop._kernels.elementary import elementary_op
 from jchop._kernels.operation import operation_on_device
 from jchop._kernels.primitive import make_op
+from jchop._program import step
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import SeedDraw
 from jchop._spec.spec import Spec
@@ -73,14 +72,12 @@ def run_task(task: Task, args: Sequence[Array], words: Sequence[Array | SeedDraw
 
 @partial(always_jit, static_argnums=0)
 def _run_task_with_derivative(task: Task, args: list[Array], words: list[Any]) -> Any:
-    run = _run_task_apart if _is_apart(task, args, words) else _run_task_words
-    return straight_through(partial(run, task), task.plain, args, words)
-
-
-def _is_apart(task: Task, args: Sequence[Array], words: Sequence[Any]) -> bool:
     if task.kind == "elementary":  # without draws it is an operation by itself
-        return bool(words) and _has_exact_elementary(task, args)
-    return task.kind == "exact" and (task.apart or any(if_static(lambda x=x: x.size >= LEAST_APART) for x in args))
+        apart = bool(words) and _has_exact_elementary(task, args)
+    else:
+        large = any(if_static(lambda x=x: x.size >= LEAST_APART) for x in args)
+        apart = task.kind == "exact" and (task.apart or large)
+    return straight_through(partial(_run_task_apart if apart else _run_task_words, task), task.plain, args, words)
 
 
 def _run_task_words(task: Task, args: Sequence[Array], words: Sequence[Any]) -> Any:
@@ -89,11 +86,9 @@ def _run_task_words(task: Task, args: Sequence[Array], words: Sequence[Any]) -> 
 
 
 def _run_task_apart(task: Task, args: Sequence[Array], words: Sequence[Any]) -> Array:
-    if task.kind == "elementary":
-        leaves, tree = jax.tree.flatten((_broadcast_operands(args), list(words)))
-        return _elementary_op(*leaves, task=task, tree=tree)
-    leaves, tree = jax.tree.flatten((list(args), list(words)))
-    return _operation_op(*leaves, task=task, tree=tree)
+    elementary = task.kind == "elementary"
+    leaves, tree = jax.tree.flatten((jnp.broadcast_arrays(*args) if elementary else list(args), list(words)))
+    return (_elementary_op if elementary else _operation_op)(*leaves, task=task, tree=tree)
 
 
 def _task_body(*leaves: Array, task: Task, tree: Any) -> Array:
@@ -106,19 +101,13 @@ _operation_op = make_op("jchop_operation", _task_body, no_inline=True)
 _elementary_op = make_op("jchop_elementary", _task_body, like_first=True, no_inline=True)
 
 
-def _run_exact(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
-    name = EXACT[task.primitive.name]
-    return operation_on_device(name, args, task.spec, words[0] if words else None, ranges=_operand_ranges(task, args))
-
-
-def _operand_ranges(task: Task, args: Sequence[Array]) -> tuple[ValueRange, ...]:
-    carrier = operation_carrier(args[0].dtype)
-    return tuple(range_of(fact, carrier) for fact in task.known)
-
-
-def _run_max_min(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
-    del words
-    return round_operation(task.primitive.name, args, task.spec, ranges=_operand_ranges(task, args))
+def _run_operation(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
+    """An operation of `_core`; a maximum or minimum is one of the operands."""
+    carrier, name = operation_carrier(args[0].dtype), task.primitive.name
+    ranges = tuple(range_of(fact, carrier) for fact in task.known)
+    if task.kind == "extremum":
+        return round_operation(name, args, task.spec, ranges=ranges)
+    return operation_on_device(EXACT[name], args, task.spec, words[0] if words else None, ranges=ranges)
 
 
 def _run_power(task: Task, args: Sequence[Array], words: list[Array]) -> Array:
@@ -154,21 +143,16 @@ def power_draws(exponent: int) -> int:
 def _run_elementary(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
     """The exact value if there is a rule for the function and the format, else the carrier's result; rounded once."""
     if isinstance(task.primitive, NamedFunction) and task.primitive.exact is not None:
-        operands = tuple(map(widen_operand, _broadcast_operands(args)))
+        operands = tuple(map(widen_operand, jnp.broadcast_arrays(*args)))
         return task.primitive.exact(operands, task.spec, words[0] if words else None).astype(args[0].dtype)
     if _has_exact_elementary(task, args):
         run = elementary_function if words else elementary_op  # with draws it is compiled apart already
-        return run(*_broadcast_operands(args), *words[:1], name=task.primitive.name, spec=task.spec)
+        return run(*jnp.broadcast_arrays(*args), *words[:1], name=task.primitive.name, spec=task.spec)
     return _run_carrier_op(task, args, words)
 
 
 def _has_exact_elementary(task: Task, args: Sequence[Array]) -> bool:
     return supports_function(task.primitive.name, task.spec) and all(map(is_carrier_float, args))
-
-
-def _broadcast_operands(args: Sequence[Array]) -> list[Array]:
-    """Operands of one shape: primitives of two operands stretch axes of size 1."""
-    return list(jnp.broadcast_arrays(*args))
 
 
 def _run_carrier_op(task: Task, args: Sequence[Array], words: list[Array]) -> Any:
@@ -209,8 +193,8 @@ def _run_conversion(task: Task, args: Sequence[Array], words: list[Array]) -> Ar
 
 
 _TASK_RULES: dict[str, Callable[..., Any]] = {
-    "exact": _run_exact,
-    "extremum": _run_max_min,
+    "exact": _run_operation,
+    "extremum": _run_operation,
     "power": _run_power,
     "elementary": _run_elementary,
     "made": _run_carrier_op,
@@ -229,13 +213,14 @@ def _round_to_spec(x: Array, spec: Spec, word: Any) -> Array:
 @partial(always_jit, static_argnums=1)
 def round_value(x: Array, spec: Spec, word: Array | SeedDraw | None = None) -> Array:
     """`x` rounded, given a draw or its words if the spec draws; the derivative is the identity's."""
-    run = _round_value_apart if isinstance(word, SeedDraw) else _round_to_spec
-    return straight_through(lambda args, word: run(args[0], spec, word), lambda x: x, [x], word)
 
+    def run(args: list[Array], word: Array | SeedDraw | None) -> Array:
+        if not isinstance(word, SeedDraw):
+            return _round_to_spec(args[0], spec, word)
+        leaves, tree = jax.tree.flatten(word)
+        return _round_value_op(args[0], *leaves, spec=spec, tree=tree)
 
-def _round_value_apart(x: Array, spec: Spec, draw: SeedDraw) -> Array:
-    leaves, tree = jax.tree.flatten(draw)
-    return _round_value_op(x, *leaves, spec=spec, tree=tree)
+    return straight_through(run, lambda x: x, [x], word)
 
 
 def _round_value_body(x: Array, *leaves: Array, spec: Spec, tree: Any) -> Array:
@@ -245,3 +230,55 @@ def _round_value_body(x: Array, *leaves: Array, spec: Spec, tree: Any) -> Array:
 #: Compiled apart for the same reasons. Roundings of arrays of one shape differ in the numbers of their draws, which are
 #: operands, so XLA's CPU backend compiles one of them.
 _round_value_op = make_op("jchop_rounded", _round_value_body, like_first=True, no_inline=True)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RandomDraw:
+    """An equation of a call of `jax.random`.
+
+    Args:
+        inner: the result variables of all equations of the same call.
+        leaves: for each result, whether equations outside of the call use it.
+        calls: whether the equation is a call; then its literals are the user's arguments.
+    """
+
+    inner: frozenset[Any]
+    leaves: tuple[bool, ...]
+    calls: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedStep(step.ProgramStep):
+    """One equation and its arithmetic.
+
+    Args:
+        choice: its arithmetic.
+        rounds: which operands are rounded first.
+        counts: the places of operands that are counts, which are not rounded.
+        draw: its place in a call of `jax.random`.
+        apart: whether it is compiled apart from its neighbours, for every size.
+    """
+
+    choice: ArithmeticChoice
+    rounds: tuple[bool, ...] = ()
+    counts: tuple[int, ...] = ()
+    known: tuple[ValueFact, ...] = ()  # of the operands, after their rounding
+    out: tuple[ValueFact, ...] = ()
+    draw: RandomDraw | None = None
+    apart: bool = False
+
+    def alike(self, other: Any) -> bool:
+        """Whether a step of an equal equation has the same arithmetic; the steps of their programs aside."""
+        draws = (each.draw and (each.draw.leaves, each.draw.calls) for each in (self, other))  # what a run reads
+        mine, its = ((each.choice, each.rounds, each.apart, next(draws)) for each in (self, other))
+        return super().alike(other) and mine == its
+
+    @cached_property
+    def task(self) -> Task:
+        """Its static data; its results must be rounded."""
+        assert self.choice.spec is not None
+        params = tuple(sorted(self.eqn.params.items()))
+        return Task(self.eqn.primitive, params, self.kind, self.choice.spec, self.known, self.apart)

@@ -14,14 +14,19 @@ from jax.core import Tracer
 from jchop._common.paths import matches_path, nearest_paths_hint
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.plan import EmulationPlanner
-from jchop._emulate.rules.rules import PRIMITIVE_KINDS, PrimitiveFunction, Settings
-from jchop._emulate.rules.value_facts import at_format_limits, is_carrier_float, is_number
+from jchop._emulate.rules.rules import (
+    PRIMITIVE_KINDS,
+    PrimitiveFunction,
+    Settings,
+    at_format_limits,
+    is_carrier_float,
+    is_number,
+)
 from jchop._program.closures import reachable_objects, same_objects
 from jchop._program.control import as_jax_value
-from jchop._program.jaxprs import same_program, with_own_constants
-from jchop._program.planner import variables_outside_jchop
+from jchop._program.jaxprs import Widening, same_program, widest_carrier, with_own_constants
+from jchop._program.run import variables_outside_jchop
 from jchop._program.step import ProgramPlan, jaxpr_of
-from jchop._program.widening import Widening, widest_carrier
 from jchop._round.arguments import is_torch_tensor
 from jchop._spec.accumulation import MatmulSpec
 from jchop.storage import QArray
@@ -145,16 +150,15 @@ class ProgramCache:
 
     def _constants_on_entry(self, program: EmulatedProgram) -> tuple[Any, ...]:
         """The constants; those that are rounded on entry with the format's limits in place of the carrier's."""
-        consts = program.plan.consts
-        rounds = program.rounds[len(program.rounds) - len(consts) :]
-        floats = [
-            rounds_entry and is_carrier_float(x) and not isinstance(x, Tracer)
-            for rounds_entry, x in zip(rounds, consts, strict=True)
-        ]
-        return tuple(
-            _constant_at_limits(x, self.settings.spec) if is_rounded else x
-            for is_rounded, x in zip(floats, consts, strict=True)
-        )
+        consts, spec = list(program.plan.consts), self.settings.spec
+        for i, rounds in enumerate(program.rounds[len(program.rounds) - len(consts) :]):
+            x, on_host = consts[i], not isinstance(consts[i], Array)
+            if not rounds or spec is None or not is_carrier_float(x) or isinstance(x, Tracer):
+                continue
+            if on_host or x.is_fully_addressable:
+                new = at_format_limits(x, spec)
+                consts[i] = x if new is x else new if on_host else jax.device_put(new, x.sharding)
+        return tuple(consts)
 
     def _function_of_variables(
         self, tree: Any, is_variable: tuple[bool, ...], others: tuple[Any, ...]
@@ -236,13 +240,6 @@ class ProgramCache:
         return EmulatedProgram(plan, (), rounds, tree, EagerRunner(self.settings.max_turns), jaxpr)
 
 
-def _constant_at_limits(x: Any, spec: Any) -> Any:
-    if isinstance(x, Array) and not x.is_fully_addressable:
-        return x
-    new = at_format_limits(x, spec)
-    return jax.device_put(new, x.sharding) if isinstance(x, Array) and new is not x else new
-
-
 def _trees_are_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
@@ -261,11 +258,8 @@ def _refuse_rules_without_effect(settings: Settings, used: set[str], plan: Progr
 def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:
     """Why a rule has no effect on these steps."""
     whole, paths = not isinstance(value, PrimitiveFunction), [f"{step.scope}/{step.name}" for step in steps]
-    names = [
-        step.name
-        for step, path in zip(steps, paths, strict=True)
-        if matches_path(pattern, path if whole else step.name)
-    ]
+    pairs = zip(steps, paths, strict=True)
+    names = [step.name for step, path in pairs if matches_path(pattern, path if whole else step.name)]
     if not names:
         near = nearest_paths_hint([pattern], [path.strip("/") for path in paths])
         return f"matches no primitive{' and no scope' if whole else ''} of the program{near}"

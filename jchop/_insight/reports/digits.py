@@ -1,7 +1,6 @@
 """`jchop.significant_digits`: the decimal digits of a result that rounding errors leave."""
 
 from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter
@@ -9,14 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
-
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-
 from jchop._common.checks import check, check_float, check_instance, check_int
 from jchop._common.text import TableOrLine, Tables, plain_data
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
@@ -46,6 +43,26 @@ from jchop._program.step import ProgramPlan
 from jchop._round.arguments import check_key
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat
+import os
+from dataclasses import dataclass, field, fields
+from types import MethodType
+from jchop._common.checks import check_int
+from jchop._common.text import TableOrLine, Tables
+from jchop._emulate.paired.paired_run import MOST_REPORT_TURNS, SILENT_KINDS, step_label, walk_sources
+from jchop._emulate.rules.rules import EXACT, Settings, is_carrier_float, make_settings
+from jchop._emulate.rules.run_task import EmulatedStep
+from jchop._program.control import COMPARISONS, as_jax_value, copy_if_reference, where_active
+from jchop._program.lanes import (
+    LaneRunner,
+    align_shard_axes,
+    bind_shards,
+    broadcast_to_shards,
+    map_shards,
+    stack_turns,
+    with_vmap_collective,
+)
+from jchop._program.step import ProgramPlan, user_line
+
 
 Array = jax.Array
 #: A value in every sample.

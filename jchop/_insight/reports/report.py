@@ -1,7 +1,6 @@
 """`emulate.report`: the roundings of a program, their places and counts, and their effect on the values."""
 
 from __future__ import annotations
-
 import math
 import os
 import warnings
@@ -10,10 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
 from typing import Any, Literal, Protocol, TypedDict, Unpack, cast, overload
-
 import jax
 import numpy as np
-
 from jchop._common.checks import check_bool, check_choice, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
@@ -38,6 +35,25 @@ from jchop._program.source import user_line
 from jchop._round.arguments import has_tracer
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat
+import jax.core
+from jchop._common.checks import check_bool, check_choice, check_int
+from jchop._emulate.paired.paired_run import (
+    MOST_REPORT_TURNS,
+    SILENT_KINDS,
+    PairedRun,
+    StopEventError,
+    argument_names,
+    first_line_of,
+    make_reference,
+    step_label,
+    step_spec_text,
+    text_of_event,
+    walk_sources,
+)
+from jchop._emulate.rules.rules import EVENTS, is_number
+from jchop._emulate.rules.run_task import EmulatedStep
+from jchop._program.step import user_line
+
 
 Array = jax.Array
 

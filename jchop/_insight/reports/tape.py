@@ -24,12 +24,11 @@ from jchop._emulate.paired.paired_run import (
     PairedRun,
     ValuePair,
 )
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.value_facts import is_number
+from jchop._emulate.rules.rules import is_number
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._program.control import as_jax_value
-from jchop._program.lanes import same_bits
-from jchop._program.planner import is_foreign_primitive
-from jchop._program.shards import ShardAxes, bind_shards, shard_row, with_vmap_collective
+from jchop._program.lanes import ShardAxes, bind_shards, same_bits, shard_row, with_vmap_collective
+from jchop._program.run import is_foreign_primitive
 from jchop._program.step import is_reference
 
 Array = jax.Array

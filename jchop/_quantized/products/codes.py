@@ -84,8 +84,12 @@ class CodedArray:
 
     def map_arrays(self, move: Callable[[Array], Array]) -> CodedArray:
         """The array after a move of each of its parts."""
+        return self.with_elements(move(self.elements), move)
+
+    def with_elements(self, elements: Array, move: Callable[[Array], Array]) -> CodedArray:
+        """Other elements, with its scales and zero points after a move of them."""
         scale, zero = (None if part is None else move(part) for part in (self.scale, self.zero))
-        return CodedArray(move(self.elements), scale, zero, self.block)
+        return CodedArray(elements, scale, zero, self.block)
 
     @property
     def is_plain(self) -> bool:
@@ -156,9 +160,8 @@ def expand_codes(q: QArray, numbers: Array | None = None) -> CodedArray:
             kinds, scale = axis_groupings(fmt, q.ndim, batch), group_scales(q)
             sizes = (1,) * batch + fmt.group_shape(q.shape[batch:])
         if numbers is not None and numbers.size and not q.spec.element.has_nan:
-            scale = jnp.where(
-                _groups_with_nan(numbers, Groups(q.shape, sizes)), jnp.nan, jnp.float32(1) if scale is None else scale
-            )
+            known = jnp.float32(1) if scale is None else scale
+            scale = jnp.where(_groups_with_nan(numbers, Groups(q.shape, sizes)), jnp.nan, known)
 
         def per_element(values: Array) -> Array:
             return jnp.broadcast_to(repeat_over_groups(values, kinds, q.shape), q.shape)
@@ -193,32 +196,22 @@ def group_scales(q: QArray) -> Array:
     ones = jnp.full(shape or (1,), one, jnp.uint8 if q.spec.element.bits <= 8 else jnp.uint16)
     zero = None if q.zero_point is None else jnp.zeros_like(q.zero_point)
     size = shape[-1] if shape else None
-    single = QArray(
-        store_codes(pack_entries(ones, q.spec.element), q.spec.element),
-        q.scale,
-        zero,
-        replace(q.spec, format=fmt),
-        size,
-        q.dtype,
-    )
+    codes = store_codes(pack_entries(ones, q.spec.element), q.spec.element)
+    single = QArray(codes, q.scale, zero, replace(q.spec, format=fmt), size, q.dtype)
     return decode_qarray(single.form(wide), single.qvalue, single.scale, single.zero_point)
 
 
 def _unit_elements(q: QArray) -> tuple[Array, int]:
     """The elements in the smallest dtype that a unit takes, and by how much unsigned integers were lowered."""
     fmt, count = q.spec.element, 1 if q.length is None else q.length
-    if isinstance(fmt, IntegerFormat):
-        shift = 0 if fmt.signed or fmt.bits < 8 else 128
-        if fmt.bits == 8:
-            raw = q.qvalue.reshape(q.shape)
-            whole = raw if fmt.signed else (raw.astype(jnp.int16) - 128).astype(jnp.int8)
-        else:
-            whole = decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape).astype(jnp.int8)
-        return whole, shift
-    if native_dtype(fmt) is not None:
-        return q.qvalue.reshape(q.shape), 0
+    integer = isinstance(fmt, IntegerFormat)
+    if native_dtype(fmt) is not None or (integer and fmt.bits == 8):
+        whole = q.qvalue.reshape(q.shape)
+        if not integer or fmt.signed:
+            return whole, 0
+        return (whole.astype(jnp.int16) - 128).astype(jnp.int8), 128
     numbers = decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape)
-    return numbers.astype(float8_operand_dtype(fmt) or jnp.float32), 0
+    return numbers.astype(jnp.int8 if integer else float8_operand_dtype(fmt) or jnp.float32), 0
 
 
 _FLOAT8_OPERANDS = ((float8_e4m3fn, jnp.float8_e4m3fn), (float8_e5m2, jnp.float8_e5m2))
@@ -226,17 +219,11 @@ _FLOAT8_OPERANDS = ((float8_e4m3fn, jnp.float8_e4m3fn), (float8_e5m2, jnp.float8
 
 def float8_operand_dtype(fmt: ElementFormat) -> Any:
     """The float8 dtype that has the values of a format; None if there is none."""
-    return next((dtype for wide, dtype in _FLOAT8_OPERANDS if _holds_values_of(wide, fmt)), None)
-
-
-def _holds_values_of(wide: ElementFormat, fmt: ElementFormat) -> bool:
-    """Whether every value of a format of at most 8 bits is one of another."""
     if fmt.bits > 8:
-        return False
-    wide_values, narrow_values = wide.values(), fmt.values()
-    return bool((np.isin(narrow_values, wide_values) | np.isnan(narrow_values)).all()) and (
-        wide.has_nan or not fmt.has_nan
-    )
+        return None
+    values = fmt.values()
+    finite = values[~np.isnan(values)]
+    return next((dtype for wide, dtype in _FLOAT8_OPERANDS if np.isin(finite, wide.values()).all()), None)
 
 
 # -- the product -------------------------------------------------------------------------------------------------------
@@ -382,7 +369,7 @@ def multiply_codes(x: CodedArray, w: CodedArray, dtype: Any, sums: MatrixSums = 
         return mark_results(_multiply_blocks(x, w, block, blocks, dtype, sums))
 
 
-def _scaled_sum_dtype(dtype: Any) -> Any:
+def scaled_sum_dtype(dtype: Any) -> Any:
     """The dtype of scaled sums."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
@@ -412,11 +399,9 @@ def _multiply_blocks(
     if type(sums) is not MatrixSums or any(v.elements.dtype.itemsize > 1 for v in (x, w)):
         return _multiply_blocks_body(*arrays, **static, sums=sums)
     # A single block has a kernel on some GPUs alone; elsewhere it is not kept from the operations around it.
-    body = {
-        p: partial(_multiply_blocks_body, **static, sums=MatrixSums(apart=sums.apart, platform=p))
-        for p in ("cpu", "tpu")
-    }
-    return by_platform(op, *arrays, **body)
+    own = {p: MatrixSums(apart=sums.apart, platform=p) for p in ("cpu", "tpu")}
+    bodies = {p: partial(_multiply_blocks_body, **static, sums=of_platform) for p, of_platform in own.items()}
+    return by_platform(op, *arrays, **bodies)
 
 
 def _multiply_blocks_body(
@@ -443,7 +428,7 @@ def _multiply_blocks_body(
         sums: the sums of another product.
     """
     sums = sums or MatrixSums(apart=apart)
-    parts_by_name, sum_dtype, size = dict(zip(names, parts, strict=True)), _scaled_sum_dtype(dtype), x.shape[-1]
+    parts_by_name, sum_dtype, size = dict(zip(names, parts, strict=True)), scaled_sum_dtype(dtype), x.shape[-1]
     count = -(-size // block)
 
     def split_blocks(v: Array) -> Array:
@@ -455,19 +440,20 @@ def _multiply_blocks_body(
     lengths = np.minimum(block, size - block * np.arange(count)).astype(np.int32)
     spreads = {"x_scale": sums.left, "w_scale": sums.right}
 
-    def add_block(total: Array, block_of_each: Any) -> tuple[Array, None]:
-        left, right, length, block_scales = block_of_each
-        scales = parts_by_name | block_scales
-        a, b = (CodedArray(v, None, scales.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
+    def sum_of_block(left: Array, right: Array, length: Any, changed: dict[str, Array]) -> Array:
+        own = parts_by_name | changed
+        a, b = (CodedArray(v, None, own.get(f"{side}_zero")) for side, v in (("x", left), ("w", right)))
         term = _block_sum(a, b, length, sum_dtype, sums)
         for name, spread in spreads.items():
-            if name in block_scales:
-                term = scale_sums(term, spread(block_scales[name][..., 0]))
-        return total + term, None
+            if name in changed:
+                term = scale_sums(term, spread(changed[name][..., 0]))
+        return term
+
+    def add_block(total: Array, block_of_each: Any) -> tuple[Array, None]:
+        return total + sum_of_block(*block_of_each), None
 
     if count == 1:
-        a, b = (CodedArray(v, None, parts_by_name.get(f"{side}_zero")) for side, v in (("x", x), ("w", w)))
-        total = _block_sum(a, b, size * sums.width, sum_dtype, sums)
+        total = sum_of_block(x, w, size * sums.width, {})
     else:
         start = varying_like(jnp.zeros(sums.shape(x, w), sum_dtype), x, w, *parts)
         total = lax.scan(add_block, start, (split_blocks(x), split_blocks(w), lengths, changing))[0]

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jchop._common.bit_ops import has_sharding
-from jchop._common.gradients import CustomJvp
+from jchop._common.checks import check
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._kernels.materialize import materialize_on_cpu
+from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import (
     CodedArray,
     block_along_sum,
@@ -27,22 +27,14 @@ from jchop._quantized.products.codes import (
     restore_param_axes,
 )
 from jchop._quantized.products.operand_layout import (
+    Hadamard,
     OperandLayout,
     check_layout_axes,
     rotate_along_sum,
     round_in_layout,
     rounds_transpose_alike,
 )
-from jchop._quantized.products.product import (
-    AnyProduct,
-    ConvProduct,
-    DotProduct,
-    OperandShapes,
-    OperandSwap,
-    RaggedProduct,
-    Which,
-)
-from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.product import AnyProduct, ConvProduct, DotProduct, OperandSwap, RaggedProduct, Which
 from jchop._quantized.products.rule import NO_LOCATION, Location, is_stochastic
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.accumulation import MatmulSpec
@@ -171,9 +163,8 @@ def contract(
     """
     roundings = roundings.for_operand(product, w.shape)
     try:
-        return _contract_operands(
-            product, replace(roundings, place=NO_LOCATION), x, w, key, rounded, codes, left_codes, extra
-        )
+        alike = replace(roundings, place=NO_LOCATION)
+        return _contract_operands(product, alike, x, w, key, rounded, codes, left_codes, extra)
     except Exception as error:
         error.add_note(f"This is of the {roundings.place}.")
         raise
@@ -206,25 +197,20 @@ def _contract_operands(
     if right is None:
         right = round_in_layout(product.forward.right, w, roundings.right, keys["right"], keys["right gradient"])
     if isinstance(_base_product(product), DotProduct) and not roundings.codes and roundings.matmul is None:
-        left, right = _materialize_vectors(product, left, right)
+        # The other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`).
+        rows, columns = (
+            math.prod(v.shape[a] for a in layout.free) for v, layout in zip((x, w), product.forward, strict=True)
+        )
+        left = materialize_on_cpu(left) if columns == 1 else left
+        right = materialize_on_cpu(right) if rows == 1 else right
     if not roundings.backward and not roundings.codes:
         return product(left, right, *extra)
-    full = lax.stop_gradient(
-        (x if roundings.rounds_input_again else None, w if roundings.rounds_weight_again else None)
-    )
+    again = (roundings.rounds_input_again, roundings.rounds_weight_again)
+    full = tuple(lax.stop_gradient(v) if anew else None for v, anew in zip((x, w), again, strict=True))
     both = _encode_operands(product, x, w, roundings, keys, left_codes, codes) if roundings.codes else None
     if not roundings.backward and not any(roundings.rotation_of(which) for which in _BACKWARD):
         return _product_of_codes(product, left, right, lax.stop_gradient(both), extra)
     return _rounded_product(product, roundings, left, right, full, (keys, extra, both))
-
-
-def _materialize_vectors(product: AnyProduct, x: Array, w: Array) -> tuple[Array, Array]:
-    """Both operands; the other one of a single row or column is read from memory (quirk `sums_ordered_by_fusion`)."""
-    rows, columns = (
-        math.prod(v.shape[axis] for axis in layout.free)
-        for v, layout in ((x, product.forward.left), (w, product.forward.right))
-    )
-    return (materialize_on_cpu(x) if columns == 1 else x), (materialize_on_cpu(w) if rows == 1 else w)
 
 
 def _encode_operands(
@@ -243,10 +229,8 @@ def _encode_operands(
         qarray = quantize(right.lay(lax.stop_gradient(w)), roundings.right, keys["right"])
         own = restore_param_axes(qarray, right, w.shape)  # a weight alone is read in its own order of axes
         weight = param_codes(qarray, right, w.shape) if own is None else expand_codes(own)
-    if weight is None:
-        return first, replace(
-            encode_operand(right.lay(w), roundings.right, keys["right"]), qarray=None
-        )  # not in the shape of w
+    if weight is None:  # the stored array is not in the shape of w
+        return first, replace(encode_operand(right.lay(w), roundings.right, keys["right"]), qarray=None)
     assert roundings.right is not None
     block = block_along_sum(roundings.right, right.ndim) if weight.block is None else weight.block
     second = replace(weight.map_arrays(right.lay), block=block, qarray=weight.qarray, shift=weight.shift)
@@ -257,15 +241,9 @@ def check_operand_specs(product: AnyProduct, roundings: ProductRoundings) -> Non
     """Refuse formats that name axes which an operand has not, in any of the three products."""
     rule = roundings.place.rule
     right = "activation" if rule is not None and rule.weight is None else "weight"  # attention has no weight
-    operands = [
-        ("activation", roundings.left, product.forward.left),
-        (right, roundings.right, product.forward.right),
-        *(
-            _backward_operands(product, roundings, right)
-            if roundings.backward or roundings.rotation is not None
-            else ()
-        ),
-    ]
+    operands = [("activation", roundings.left, product.forward.left), (right, roundings.right, product.forward.right)]
+    if roundings.backward or roundings.rotation is not None:
+        operands += _backward_operands(product, roundings, right)
     rotates = DotProduct if roundings.rotation_of("weight") is not None else DotProduct | RaggedProduct
     if roundings.rotation is not None and not isinstance(_base_product(product), rotates):
         raise NotImplementedError(
@@ -282,7 +260,7 @@ def _backward_operands(
     product: AnyProduct, roundings: ProductRoundings, right: str
 ) -> Iterator[tuple[str, Spec | None, OperandLayout]]:
     """The field, spec and layout of the operands that backward products round; `right` is the field of w."""
-    (g, w), (x, h) = (product.layouts(which) for which in _BACKWARD)
+    (g, w), (x, h) = map(product.layouts, _BACKWARD)
     (of_g, of_w), (of_x, of_h) = map(roundings.operands, _BACKWARD)
     names = ("gradient", right) if roundings.input_gradient is None else ("input_gradient",) * 2
     yield names[0], of_g, g
@@ -303,36 +281,22 @@ _KEY_NAMES: tuple[str, ...] = (
 )  # fmt: skip
 
 
-@partial(CustomJvp, nondiff_argnums=(0,))
 def _product_of_codes(product: AnyProduct, x: Array, w: Array, both: Any, extra: tuple[Array, ...]) -> Array:
     """The product of the codes of rounded operands; its derivative is that of the product of their numbers."""
-    shapes, dtype = (x.shape, w.shape), _product_dtype(product, x, w)
+    shapes, dtype = (x.shape, w.shape), _base_product(product).preferred_element_type or jnp.result_type(x, w)
 
-    run: Any = partial(_sums_of_codes, product, shapes, dtype)
-    if any(map(has_sharding, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
-        (out,) = jax.make_jaxpr(product)(x, w, *extra).out_avals  # eval_shape gives no sharding of a mixed mesh
-        run = jax.sharding.auto_axes(run, out_sharding=out.sharding)
-    with jax.named_scope(JCHOP_SCOPE):
-        return mark_results(run(*both, *extra))
+    def run(values: list[Array], both: tuple[CodedArray, CodedArray]) -> Array:
+        def sums_of_codes(left: CodedArray, right: CodedArray, *extra: Array) -> Array:
+            return product.by_codes("forward", left, right, shapes, dtype, *extra)
 
+        sums: Any = sums_of_codes
+        if any(map(has_sharding, jax.tree.leaves(both))):  # loops and slices within would each need a sharding
+            (out,) = jax.make_jaxpr(product)(*values).out_avals  # eval_shape gives no sharding of a mixed mesh
+            sums = jax.sharding.auto_axes(sums, out_sharding=out.sharding)
+        with jax.named_scope(JCHOP_SCOPE):
+            return mark_results(sums(*both, *values[2:]))
 
-@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
-def _sums_of_codes(
-    product: AnyProduct, shapes: OperandShapes, dtype: Any, left: CodedArray, right: CodedArray, *extra: Array
-) -> Array:
-    return product.by_codes("forward", left, right, shapes, dtype, *extra)
-
-
-def _product_of_codes_jvp(product: AnyProduct, primals: tuple, tangents: tuple) -> tuple[Array, Any]:
-    x, w, _, extra = primals
-    dx, dw, *_ = tangents
-    parts = [] if isinstance(dx, SymbolicZero) else [product(dx, w, *extra)]
-    parts += [] if isinstance(dw, SymbolicZero) else [product(x, dw, *extra)]
-    out = _product_of_codes(product, *primals)
-    return out, sum(parts[1:], parts[0]) if parts else SymbolicZero(jax.typeof(out).to_tangent_aval())
-
-
-_product_of_codes.defjvp(_product_of_codes_jvp, symbolic_zeros=True)
+    return straight_through(run, product, [x, w, *extra], both)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -346,12 +310,6 @@ def _rounded_product(
     if roundings.matmul is None:
         return product(x, w, *extra)
     return product.emulate("forward", x, w, (x.shape, w.shape), roundings.matmul, keys["forward"])
-
-
-def _rounded_product_fwd(
-    product: AnyProduct, roundings: ProductRoundings, x: Array, w: Array, full: tuple, more: tuple
-) -> tuple[Array, tuple]:
-    return _rounded_product(product, roundings, x, w, full, more), (x, w, full, (*more[:2], None))
 
 
 @partial(always_jit, static_argnums=(0, 1), inline=True)
@@ -386,12 +344,10 @@ def _base_product(product: AnyProduct) -> Any:
     return product.product if isinstance(product, OperandSwap) else product
 
 
-def _product_dtype(product: AnyProduct, x: Array, w: Array) -> Any:
-    out_dtype = _base_product(product).preferred_element_type
-    return jnp.result_type(x, w) if out_dtype is None else out_dtype
-
-
-_rounded_product.defvjp(_rounded_product_fwd, _rounded_product_bwd)
+_rounded_product.defvjp(
+    lambda *args: (_rounded_product(*args), (*args[2:5], (*args[5][:2], None))),  # without the codes
+    _rounded_product_bwd,
+)
 
 
 # -- the functions of JAX that layers call -----------------------------------------------------------------------------
@@ -438,17 +394,10 @@ def rounded_conv(
     """`jax.lax.conv_general_dilated` with rounded operands; `options` is for `contract`."""
     ones = (1,) * (x.ndim - 2)
     pads = padding if isinstance(padding, str) else tuple((int(low), int(high)) for low, high in padding)
-    product = ConvProduct(
-        tuple(window_strides),
-        pads,
-        tuple(lhs_dilation or ones),
-        tuple(rhs_dilation or ones),
-        lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers),
-        feature_group_count,
-        precision,
-        preferred_element_type,
-        out_sharding,
-    )
+    windows = tuple(window_strides), pads, tuple(lhs_dilation or ones), tuple(rhs_dilation or ones)
+    numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
+    more = precision, preferred_element_type, out_sharding
+    product = ConvProduct(*windows, numbers, feature_group_count, *more)
     check_operand_specs(product, how)
     return contract(product, x, w, how, key, **options)
 
@@ -473,9 +422,8 @@ def rounded_einsum(
     if out_sharding is not None:
         raise NotImplementedError(f"out_sharding={out_sharding!r}: a quantized einsum has none; leave it None")
     dims, order, _ = einsum_dimensions(subscripts, x.ndim, w.ndim)
-    return rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options).transpose(
-        order
-    )
+    y = rounded_dot_general(x, w, dims, precision, preferred_element_type, how=how, key=key, **options)
+    return y.transpose(order)
 
 
 def einsum_dimensions(subscripts: str, *ndims: int) -> tuple[Any, tuple[int, ...], tuple[str, str]]:
@@ -495,23 +443,19 @@ def einsum_letters(subscripts: str, *ndims: int) -> tuple[str, str, str]:
     if len(operands) != 2 or not arrow:
         raise ValueError(f"subscripts={subscripts!r} must name two arrays and the result, as in 'ij,jk->ik'")
     spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in subscripts]
-    ellipsis_ndims = [
-        ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(operands, ndims, strict=True)
-    ]
+    ellipsis_ndims = [(n - len(term) + 3) * ("..." in term) for term, n in zip(operands, ndims, strict=True)]
     widest = max(ellipsis_ndims)
-    if len(set(ellipsis_ndims) - {0}) > 1 or widest < 0:
-        raise ValueError(
-            f"subscripts={subscripts!r}: the ellipses stand for {ellipsis_ndims} axes; they must be as many"
-        )
+    counts = f"subscripts={subscripts!r}: the ellipses stand for {ellipsis_ndims} axes; they must be as many"
+    check(len(set(ellipsis_ndims) - {0}) < 2 and widest >= 0, counts)
     full = ["".join(spare[:count]) for count in (*ellipsis_ndims, widest)]
     left, right, out = (term.replace("...", more) for term, more in zip((*operands, result), full, strict=True))
     for term, ndim in zip((left, right), ndims, strict=True):
         if len(set(term)) != len(term) or len(term) != ndim:
             raise ValueError(f"subscripts={subscripts!r}: {term!r} must name each of {ndim} axes once")
     alone = [c for c in left + right if c not in out and not (c in left and c in right)]
-    if alone or len(set(out)) != len(out) or not set(out) <= set(left + right):
-        raise ValueError(
-            f"subscripts={subscripts!r}: every index of the result must be one of an array, once, and every other "
-            "index one of both arrays"
-        )
+    check(
+        not alone and len(set(out)) == len(out) and set(out) <= set(left + right),
+        f"subscripts={subscripts!r}: every index of the result must be one of an array, once, and every other index "
+        "one of both arrays",
+    )
     return left, right, out

@@ -1,21 +1,23 @@
-"""How an array is laid out for a product, so that a scaled format has its groups along the sum."""
+"""How an array is laid out for a product, so that a scaled format has its groups along the sum, and rotated there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import reshape
-from jchop._common.gradients import CustomJvp
-from jchop._quantized.products.rotation import Hadamard
-from jchop._quantized.products.rule import Location
+from jchop._common.checks import check_choice, check_int
+from jchop._common.settings import always_jit
+from jchop._program.bind import straight_through
 from jchop._round.arguments import run_numpy
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
@@ -23,6 +25,247 @@ from jchop.formats import ScaledFormat
 from jchop.storage._axis_groupings import OWN_SCALE, AxisGrouping, axis_groupings, with_groupings, with_sparse_axis
 
 Array = jax.Array
+
+
+# -- rotations along the sum -------------------------------------------------------------------------------------------
+
+
+#: The signs of NVIDIA's Transformer Engine for its NVFP4 recipe, which torchao has too.
+_NVIDIA_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def _default_signs(size: int) -> tuple[int, ...]:
+    return (_NVIDIA_SIGNS * size)[:size]
+
+
+@dataclass(frozen=True, repr=False)
+class Hadamard:
+    """A rotation of both operands of a product along its sum, by blocks, before they are rounded.
+
+    Each block of `size` numbers v becomes ``H (signs * v) / sqrt(size)``, H a matrix of ones and minus ones with
+    orthogonal rows: Sylvester's if `size` is a power of two, else its product with one of Paley's. So the sum of a
+    product stays the same but for rounding, and an outlier is spread over its block. Numbers after the last whole block
+    stay as they are. If `size` is a power of four, the elements of the matrix are powers of two.
+
+    A `jchop.Rule` takes it as ``rotation=``. See NVIDIA, arXiv 2509.25149 (section 4.2), and Tseng et al.,
+    arXiv 2502.20586, for its use in training; Ashkboos et al., "QuaRot", arXiv 2404.00456, for its use in inference.
+
+    Args:
+        size: the numbers of a block: a power of two, or a power of two times the size of a matrix of Paley's (12, 20,
+            24, 28, 44, ...). ``"all"``: those of the sum; if there is no such matrix, as few blocks as there can be.
+            Default 16.
+        signs: 1 or -1 for each number of a block. Default None: those that NVIDIA's Transformer Engine publishes for 16
+            numbers, repeated or cut to `size`.
+        products: ``"weight"``: the product dw = x g alone, along its rows (tokens); ``"both"``: dx = g w too, along the
+            outputs of the layer, with the weight of dx rounded anew; ``"forward"``: the product y = x w, along its
+            inputs: x is rotated when the program runs, and w before it is rounded, so that it is stored rotated;
+            ``"all"``: all three, dx and dw being products of the x and w that are rotated already. Default
+            ``"weight"``.
+
+    Raises:
+        TypeError, ValueError: for an invalid argument.
+
+    Example:
+        >>> import jchop as jc
+        >>> jc.Hadamard(4).signs
+        (1, 1, 1, -1)
+        >>> jc.Hadamard(4).matrix.tolist()[0]
+        [0.5, 0.5, 0.5, -0.5]
+    """
+
+    size: int | Literal["all"] = 16
+    signs: Sequence[int] | None = None
+    products: str = "weight"
+
+    def __post_init__(self) -> None:
+        check_choice("products", self.products, ("weight", "both", "forward", "all"))
+        if self.size == "all":
+            if self.signs is not None:
+                raise ValueError(f"signs={self.signs!r} with size='all', which is another number in each product")
+            return
+        check_int("size", self.size, 2)
+        if HadamardBlocks.of(self.size, None).blocks > 1:
+            raise ValueError(
+                f"size={self.size} must be 'all', a power of two, or a power of two times 12, 20, 28, 44 or another "
+                "size of Paley's matrices"
+            )
+        signs = _default_signs(self.size) if self.signs is None else tuple(self.signs)
+        if len(signs) != self.size or not set(signs) <= {1, -1}:
+            raise ValueError(f"signs={self.signs!r} must be {self.size} numbers, each 1 or -1")
+        object.__setattr__(self, "signs", tuple(int(sign) for sign in signs))
+
+    def __repr__(self) -> str:
+        more = "" if self.products == "weight" else f", products={self.products!r}"
+        usual = self.size == "all" or self.signs == _default_signs(self.size)
+        own = "" if usual else f", signs={self.signs}"
+        return f"Hadamard({self.size!r}{own}{more})"
+
+    @property
+    def forward(self) -> bool:
+        """Whether it is of forward products."""
+        return self.products in ("forward", "all")
+
+    @property
+    def of_input(self) -> bool:
+        """Whether it is of the products dx."""
+        return self.products in ("both", "all")
+
+    @property
+    def of_weight(self) -> bool:
+        """Whether it is of the products dw."""
+        return self.products != "forward"
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """The matrix R of a block, float64: rotated = R v. Each element is 1 or -1, over the root of `size`.
+
+        Raises:
+            ValueError: for ``size="all"``, which has no one matrix.
+        """
+        if self.size == "all":
+            raise ValueError("size='all' has another matrix in each product")
+        return HadamardBlocks.of(self.size, None).apply(np.diag(np.asarray(self.signs, np.float64))).T
+
+    def rotate(self, laid: Array) -> Array:
+        """Rotate the last axis of an array by blocks.
+
+        Sums are in float32 for narrower types. If `size` is a power of two they are in pairs, so that all devices give
+        the same bits.
+
+        Args:
+            laid: of any shape and a carrier's dtype.
+
+        Returns:
+            An array of the same shape and dtype.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> import jchop as jc
+            >>> jc.Hadamard(4).rotate(jnp.array([8.0, 0, 0, 0, 3])).tolist()
+            [4.0, 4.0, 4.0, 4.0, 3.0]
+        """
+        return _rotate_blocks(laid, self)
+
+
+@partial(always_jit, static_argnums=1)
+def _rotate_blocks(x: Array, rotation: Hadamard) -> Array:
+    """A call that products of one shape share."""
+    width = x.shape[-1]
+    blocks = HadamardBlocks.of(width if rotation.size == "all" else rotation.size, None) if x.size else None
+    if blocks is None or width < blocks.size or blocks.block == 1:
+        return x
+    whole, signs = width // blocks.size * blocks.size, rotation.signs or _default_signs(blocks.size)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y = x[..., :whole].astype(wide).reshape(*x.shape[:-1], -1, blocks.size) * jnp.asarray(signs, wide)
+    y = sylvester_transform(y, blocks.power, jnp)
+    if blocks.paley > 1:
+        parts = y.reshape(-1, blocks.paley, blocks.power)
+        matrix = jnp.asarray(paley_matrix(blocks.paley), wide)
+        y = jnp.einsum("bpk,pq->bqk", parts, matrix, precision=lax.Precision.HIGHEST)
+    y = (y * (1 / math.sqrt(blocks.block))).astype(x.dtype)
+    return jnp.concatenate([y.reshape(*x.shape[:-1], whole), x[..., whole:]], -1)
+
+
+# -- Hadamard matrices -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HadamardBlocks:
+    """A matrix of blocks on the diagonal, each a Hadamard matrix over the root of its size, after random signs.
+
+    Args:
+        blocks: how many there are.
+        paley: the size of the matrix by Paley that is a factor of each block; 1 for none.
+        power: of 2, the size of the matrix by Sylvester that is the other factor.
+        seed: of the signs; None for no signs.
+    """
+
+    blocks: int
+    paley: int
+    power: int
+    seed: int | None
+
+    @staticmethod
+    def of(size: int, seed: int | None) -> HadamardBlocks:
+        """The matrix of a size with the fewest blocks: one if a product of Paley's and Sylvester's matrices has it.
+
+        Source: Paley, "On orthogonal matrices", Journal of Mathematics and Physics 12, 1933.
+        """
+        power = size & -size
+        order, odd = 4 * (size // power), size // power
+        if odd == 1:
+            return HadamardBlocks(1, 1, size, seed)
+        while order <= odd * power:
+            if _paley_prime(order):
+                return HadamardBlocks(1, order, size // order, seed)
+            order *= 2
+        return HadamardBlocks(odd, 1, power, seed)
+
+    @property
+    def size(self) -> int:
+        """Its number of rows."""
+        return self.blocks * self.block
+
+    @property
+    def block(self) -> int:
+        """The number of rows of a block."""
+        return self.paley * self.power
+
+    def __str__(self) -> str:
+        return f"{self.blocks} Hadamard matrices of {self.block}" if self.blocks > 1 else f"Hadamard {self.size}"
+
+    def apply(self, x: np.ndarray) -> np.ndarray:
+        """The product x R with the rows of an array, in float64."""
+        x = np.asarray(x, np.float64)
+        shape = x.shape
+        if self.seed is not None:
+            bits = jax.random.bits(jax.random.key(self.seed, impl="threefry2x32"), (self.size,), np.uint32)
+            x = x * np.where(np.asarray(bits) >> 31, -1.0, 1.0)
+        x = sylvester_transform(x.reshape(-1, self.paley, self.power), self.power)
+        if self.paley > 1:
+            x = np.einsum("bpk,pq->bqk", x, paley_matrix(self.paley), optimize=True)
+        return x.reshape(shape) / math.sqrt(self.block)
+
+
+def sylvester_transform(x: Any, size: int, numpy: Any = np) -> Any:
+    """The products of Sylvester's matrix with blocks of `size` along the last axis, by sums and differences of pairs.
+
+    Args:
+        x: an array; its last axis is a multiple of `size`.
+        size: a power of two.
+        numpy: NumPy, or `jax.numpy` for an array of JAX.
+    """
+    shape = x.shape
+    for step in range(size.bit_length() - 1):
+        pairs = x.reshape(*shape[:-1], -1, 2, 2**step)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        x = numpy.stack([first + second, first - second], -2).reshape(shape)
+    return x
+
+
+def _paley_prime(order: int) -> int:
+    """The prime q of which Paley's matrix of q + 1 or 2 (q + 1) rows is made; 0 if there is none."""
+    for q, rest in ((order - 1, 3), (order // 2 - 1, 1)):
+        if q % 4 == rest and q > 2 and all(q % d for d in range(2, math.isqrt(q) + 1)):
+            return q
+    return 0
+
+
+@lru_cache(maxsize=32)
+def paley_matrix(order: int) -> np.ndarray:
+    """Paley's matrix, by the squares modulo a prime."""
+    q = _paley_prime(order)
+    squares = {a * a % q for a in range(1, q)}
+    symbols = np.array([0, *(1 if a in squares else -1 for a in range(1, q))], np.float64)
+    inner = np.pad(symbols[np.subtract.outer(np.arange(q), np.arange(q)) % q], ((1, 0), (1, 0)), constant_values=1)
+    inner[0, 0] = 0
+    if q % 4 == 3:
+        inner[1:, 0] = -1
+        return inner + np.eye(q + 1)
+    return np.kron(inner, [[1, 1], [1, -1]]) + np.kron(np.eye(q + 1), [[1, -1], [-1, -1]])
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -91,8 +334,8 @@ class OperandLayout:
         if not fmt.scale_rule.by_ends or isinstance(fmt.scale, ScaledFormat):
             return None
         fastest = next(reversed(self.contracting), None)
+        several = len(self.contracting) > 1
         if fmt.sparse is not None:
-            several = len(self.contracting) > 1
             elsewhere = fmt.axis_of_sparse % self.ndim < self.ndim - 1
             if elsewhere or fastest is None or (several and shape[fastest] % fmt.sparse[1]):
                 return None  # its groups are along another axis, or run over several
@@ -105,7 +348,7 @@ class OperandLayout:
             kinds[axis] = kind
         for axis in self.contracting if isinstance(along, str) else self.contracting[-1:]:
             kinds[axis] = along
-        if isinstance(along, int) and len(self.contracting) > 1 and shape[self.contracting[-1]] % along:
+        if isinstance(along, int) and several and shape[self.contracting[-1]] % along:
             return None  # a block over several axes
         in_place = with_groupings(fmt, kinds)
         if fmt.sparse is not None and fastest is not None:
@@ -146,17 +389,10 @@ def keep_nan(x: Array, y: Array, spec: Spec) -> Array:
 
     Elements without a code for NaN give their largest value for it, so a model would hide that it has diverged.
     """
-    return y if spec.scaled is None or spec.element.has_nan else _select_nan(x, y)
-
-
-@CustomJvp
-def _select_nan(x: Array, y: Array) -> Array:
-    return lax.select(lax.ne(x, x), x, y)  # functions of jnp would be traced again in every call
-
-
-@_select_nan.defjvp
-def _select_nan_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return _select_nan(*primals), tangents[1]  # the rounding has its own derivative, of NaN too
+    if spec.scaled is None or spec.element.has_nan:
+        return y
+    # Functions of jnp would be traced again in every call. The rounding has its own derivative, of NaN too.
+    return straight_through(lambda values, x: lax.select(lax.ne(x, x), x, values[0]), lambda y: y, [y], x)
 
 
 def rounds_transpose_alike(spec: Spec | None) -> bool:
@@ -175,15 +411,15 @@ def norm_scale_spec(spec: Spec | None) -> Spec | None:
     Nothing sums over it, so it keeps all its numbers under a format with `sparse`.
     """
     fmt = None if spec is None else spec.scaled
-    if spec is not None and fmt is not None and fmt.sparse is not None:
-        fmt = fmt.dense
-        spec = replace(spec, format=fmt)
-    if spec is None or fmt is None or not isinstance(fmt.group, tuple) or fmt.axis != tuple(range(-len(fmt.group), 0)):
+    if spec is None or fmt is None:
         return spec
-    return replace(spec, format=fmt(group=fmt.group[-1]))
+    fmt = fmt if fmt.sparse is None else fmt.dense
+    if isinstance(fmt.group, tuple) and fmt.axis == tuple(range(-len(fmt.group), 0)):
+        fmt = fmt(group=fmt.group[-1])
+    return replace(spec, format=fmt)
 
 
-def check_layout_axes(field: str, spec: Spec | None, ndim: int, place: Location) -> None:
+def check_layout_axes(field: str, spec: Spec | None, ndim: int, place: object) -> None:
     """Refuse a scaled format that names an axis which its array, of `ndim` axes in its layout, has not.
 
     Raises:

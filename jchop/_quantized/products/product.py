@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,16 @@ import numpy as np
 from jax import lax
 
 from jchop._kernels.primitive import one_device_at_hand
+from jchop._quantized.products.code_products import (
+    ConvGeometry,
+    ExpertSums,
+    convolve_codes,
+    correlate_codes,
+    expert_weight_gradients,
+    multiply_packed_weights,
+    reads_panels,
+    suits_panels,
+)
 from jchop._quantized.products.codes import (
     CodedArray,
     MatrixSums,
@@ -26,10 +37,7 @@ from jchop._quantized.products.codes import (
     to_batched_matrices,
     why_no_codes,
 )
-from jchop._quantized.products.conv import ConvGeometry, convolve_codes, correlate_codes
 from jchop._quantized.products.operand_layout import OperandLayout
-from jchop._quantized.products.ragged_dot import ExpertSums, expert_weight_gradients
-from jchop._quantized.products.weight_only import multiply_packed_weights, reads_panels, suits_panels
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.math import matmul as emulated_matmul
@@ -48,8 +56,21 @@ class OperandLayouts(NamedTuple):
     right: OperandLayout
 
 
+class _Product:
+    """What the products have in common."""
+
+    @cached_property
+    def forward(self) -> OperandLayouts:
+        """Of x and w."""
+        return self.layouts("forward")
+
+    def layouts(self, which: Which) -> OperandLayouts:
+        """Of the operands of one of the three products."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class DotProduct:
+class DotProduct(_Product):
     """`jax.lax.dot_general`, with everything static about it."""
 
     contracting: tuple[tuple[int, ...], tuple[int, ...]]
@@ -62,9 +83,8 @@ class DotProduct:
     def __call__(self, x: Array, w: Array) -> Array:
         """The product, in the carrier."""
         more = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
-        run = partial(
-            lax.dot_general, precision=self.precision, preferred_element_type=self.preferred_element_type, **more
-        )
+        dtypes = {"precision": self.precision, "preferred_element_type": self.preferred_element_type}
+        run = partial(lax.dot_general, **dtypes, **more)
         free, contracting = self.forward.left.free[len(self.batch[0]) :], self.contracting[0]
         if len(free) < 2 or (*free, *contracting) != tuple(range(x.ndim)) or more or not one_device_at_hand():
             return run(x, w, (self.contracting, self.batch))
@@ -99,49 +119,46 @@ class DotProduct:
             )
         return self.forward
 
-    def _back(self, which: Which, y: Array, shapes: OperandShapes) -> Array:
-        """The derivative with respect to x or w, from its layout as (batch, rows, contracting)."""
-        layout, shape = (self.forward.left, shapes[0]) if which == "input" else (self.forward.right, shapes[1])
-        return layout.back(y, shape)
+    def _result(self, which: Which, y: Array, shapes: OperandShapes) -> Array:
+        """The result, or the derivative with respect to x or w, from its layout as (batch, rows, columns)."""
+        if which == "forward":
+            free = zip(shapes, (self.forward.left.free, self.forward.right.free[len(self.batch[0]) :]), strict=True)
+            return y.reshape([shape[axis] for shape, axes in free for axis in axes])
+        side = 0 if which == "input" else 1
+        return self.forward[side].back(y, shapes[side])
 
     def emulate(
         self, which: Which, left: Array, right: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
     ) -> Array:
         """One of the products, in an emulated arithmetic; `shapes` are those of x and w."""
-        b, layouts = len(self.batch[0]), self.layouts(which)
+        layouts = self.layouts(which)
         arrays = layouts.left.lay(left), layouts.right.lay(right)
-        x, y = (v.reshape(math.prod(v.shape[:b]), math.prod(v.shape[b:-1]), v.shape[-1]) for v in arrays)
+        x, y = (to_batched_matrices(CodedArray(v, None, None), len(self.batch[0])).elements for v in arrays)
         if which == "weight":
             x, y = y, x
-        result = emulated_matmul(x, y.swapaxes(1, 2), spec, key)
-        if which != "forward":
-            return self._back(which, result, shapes)
-        free = zip(shapes, (self.forward.left.free, self.forward.right.free[b:]), strict=True)
-        return result.reshape([shape[axis] for shape, axes in free for axis in axes])
+        return self._result(which, emulated_matmul(x, y.swapaxes(1, 2), spec, key), shapes)
 
     def by_codes(self, which: Which, x: CodedArray, w: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
         """One of the products, of codes in their layouts; `shapes` are those of x and w."""
-        if which != "forward":
-            left, right = (to_batched_matrices(v, len(self.batch[0])) for v in (x, w))
-            if which == "weight":
-                left, right = right, left
-            return self._back(which, multiply_codes(left, right, dtype), shapes)
-        b, shape = len(self.batch[0]), (*x.elements.shape[:-1], *w.elements.shape[len(self.batch[0]) : -1])
+        b, sums = len(self.batch[0]), MatrixSums()
+        left, right = (to_batched_matrices(v, b) for v in (x, w))
+        if which == "weight":
+            left, right = right, left
         leading, last = self._sum_axes_at_ends()
-        if not b and (leading or last) and math.prod(shape) * x.elements.shape[-1]:
-            rows = replace(x.reshape(-1, x.elements.shape[-1]), block=x.block)
+        size = x.elements.size * w.elements.size
+        if which == "forward" and not b and (leading or last) and size:
+            rows = x.reshape(-1, x.elements.shape[-1])
             qarray, columns = w.qarray, w.elements.size // w.elements.shape[-1]
             if qarray is not None and x.is_plain and qarray.ndim > 2:
-                matrix = (-1, columns) if leading else (columns, -1)
-                qarray = _as_matrix(qarray, *matrix)
+                with suppress(ValueError):  # else its panels are not read
+                    qarray = qarray.reshape(*((-1, columns) if leading else (columns, -1)))
             if qarray is not None and not reads_panels(qarray.spec.element.bits, qarray.shape, leading, w.block):
                 qarray = None
-            right = replace(w.reshape(-1, w.elements.shape[-1]), block=w.block, qarray=qarray, shift=w.shift)
-            if suits_panels(rows, right, leading):
-                return multiply_packed_weights(rows, right, leading, dtype).reshape(shape)
+            stored = replace(w.reshape(-1, w.elements.shape[-1]), qarray=qarray, shift=w.shift)
+            if suits_panels(rows, stored, leading):
+                return self._result(which, multiply_packed_weights(rows, stored, leading, dtype), shapes)
             sums = MatrixSums(apart=qarray is not None and leading and not last)
-            return multiply_codes(to_batched_matrices(x, b), to_batched_matrices(w, b), dtype, sums).reshape(shape)
-        return multiply_codes(to_batched_matrices(x, b), to_batched_matrices(w, b), dtype).reshape(shape)
+        return self._result(which, multiply_codes(left, right, dtype, sums), shapes)
 
     def _sum_axes_at_ends(self) -> tuple[bool, bool]:
         """Whether the weight is summed over its first axes, and over its last."""
@@ -160,7 +177,7 @@ class DotProduct:
 
 
 @dataclass(frozen=True)
-class ConvProduct:
+class ConvProduct(_Product):
     """`jax.lax.conv_general_dilated`, with everything static about it.
 
     A sum runs over the places of the kernel and the channels, so an image is laid out as (image, places and channels):
@@ -180,24 +197,9 @@ class ConvProduct:
     def __call__(self, x: Array, w: Array) -> Array:
         """The product, in the carrier."""
         more = {} if self.out_sharding is None else {"out_sharding": self.out_sharding}
-        return lax.conv_general_dilated(
-            x,
-            w,
-            self.strides,
-            self.padding,
-            lhs_dilation=self.input_dilation,
-            rhs_dilation=self.kernel_dilation,
-            dimension_numbers=self.numbers,
-            feature_group_count=self.feature_groups,
-            precision=self.precision,
-            preferred_element_type=self.preferred_element_type,
-            **more,
-        )
-
-    @property
-    def forward(self) -> OperandLayouts:
-        """Of x and w."""
-        return self.layouts("forward")
+        windows = self.strides, self.padding, self.input_dilation, self.kernel_dilation, self.numbers
+        dtypes = {"precision": self.precision, "preferred_element_type": self.preferred_element_type}
+        return lax.conv_general_dilated(x, w, *windows, feature_group_count=self.feature_groups, **dtypes, **more)
 
     def layouts(self, which: Which) -> OperandLayouts:
         """Of the operands of one of the three products; dw is summed over images and places."""
@@ -227,23 +229,16 @@ class ConvProduct:
         """The padding of an image, along each axis of space."""
         padding = self.padding
         if isinstance(padding, str):
-            spans, space = (
-                [max((n - 1) * gap + 1, 0) for n, gap in zip(sizes, gaps, strict=True)]
-                for sizes, gaps in ((places, self.kernel_dilation), (space, self.input_dilation))
-            )
+            both = (places, self.kernel_dilation), (space, self.input_dilation)
+            spans, space = ([max((n - 1) * gap + 1, 0) for n, gap in zip(*one, strict=True)] for one in both)
             padding = lax.padtype_to_pads(space, spans, self.strides, padding)
         return tuple((int(low), int(high)) for low, high in padding)
 
-    def _image_and_kernel(self, shapes: OperandShapes) -> tuple[list[int], list[int], ConvGeometry]:
-        """The shapes of x, as (n, channels, *space), and of w, as (rows, channels of a group, *places)."""
-        x, w = ([shape[a] for a in s] for shape, s in zip(shapes, self.numbers[:2], strict=True))
-        geometry = ConvGeometry(self.strides, self._pads(x[2:], w[2:]), self.input_dilation, self.kernel_dilation)
-        return x, w, geometry
-
     def by_codes(self, which: Which, left: CodedArray, right: CodedArray, shapes: OperandShapes, dtype: Any) -> Array:
         """One of the products, of codes in their layouts; `shapes` are those of x and w."""
-        (n, channels, *space), (rows, inner, *places), geometry = self._image_and_kernel(shapes)
-        groups = self.feature_groups
+        x, w = ([shape[a] for a in s] for shape, s in zip(shapes, self.numbers[:2], strict=True))
+        (n, channels, *space), (rows, inner, *places), groups = x, w, self.feature_groups
+        geometry = ConvGeometry(self.strides, self._pads(space, places), self.input_dilation, self.kernel_dilation)
         if which == "weight":  # summed over images and places
             gradient, image = right.reshape(rows, n, *geometry.windows(space, places)), left
             y = correlate_codes(gradient, image.reshape(channels, n, *space), geometry, places, groups, dtype)
@@ -259,17 +254,13 @@ class ConvProduct:
             kernel = right.reshape(groups, rows // groups, *places, inner)
             kernel = kernel.map_arrays(lambda v: jnp.moveaxis(v, (0, 1), (-3, -2)))
             axes = self.numbers.out_spec
-        return _image_from_groups(convolve_codes(image, kernel, geometry, dtype), axes)
-
-
-def _image_from_groups(y: Array, axes: Sequence[int]) -> Array:
-    """An image (n, *space, groups, channels) with its axes (n, channels, *space) at `axes`."""
-    image = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
-    return jnp.moveaxis(image, -1, 1).transpose(np.argsort(axes))
+        y = convolve_codes(image, kernel, geometry, dtype)
+        image = y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
+        return jnp.moveaxis(image, -1, 1).transpose(np.argsort(axes))
 
 
 @dataclass(frozen=True)
-class RaggedProduct:
+class RaggedProduct(_Product):
     """`jax.lax.ragged_dot_general` of rows and a stack of matrices, one for each group of rows: (m, k), (g, k, n)."""
 
     params: tuple[tuple[str, Any], ...]
@@ -282,20 +273,13 @@ class RaggedProduct:
 
     def __call__(self, x: Array, w: Array, sizes: Array) -> Array:
         """The product, in the carrier; `sizes` are the numbers of rows."""
-        more = dict(self.params)
-        numbers = more.pop("ragged_dot_dimension_numbers")
-        more = {name: value for name, value in more.items() if value is not None}
-        return lax.ragged_dot_general(x, w, sizes, numbers, **more)
+        more = {name: value for name, value in self.params if value is not None}
+        return lax.ragged_dot_general(x, w, sizes, more.pop("ragged_dot_dimension_numbers"), **more)
 
     @property
     def preferred_element_type(self) -> Any:
         """The dtype of the result, or None."""
         return dict(self.params).get("preferred_element_type")
-
-    @property
-    def forward(self) -> OperandLayouts:
-        """Of x and w."""
-        return self.layouts("forward")
 
     def layouts(self, which: Which) -> OperandLayouts:
         """Of the operands of one of the three products; dw is summed over rows, of all groups as one."""
@@ -320,7 +304,7 @@ class RaggedProduct:
 
 
 @dataclass(frozen=True)
-class OperandSwap:
+class OperandSwap(_Product):
     """A product whose left operand is the weight: x is its right one."""
 
     product: DotProduct | ConvProduct | RaggedProduct
@@ -329,15 +313,9 @@ class OperandSwap:
         """The product, in the carrier."""
         return self.product(w, x, *extra)
 
-    @property
-    def forward(self) -> OperandLayouts:
-        """Of x and w."""
-        return self.layouts("forward")
-
     def layouts(self, which: Which) -> OperandLayouts:
         """Of the operands of one of the three products."""
-        operands = self.product.layouts(_SWAPPED[which])
-        return OperandLayouts(operands.right, operands.left)
+        return OperandLayouts(*reversed(self.product.layouts(_SWAPPED[which])))
 
     def emulate(
         self, which: Which, left: Array, right: Array, shapes: OperandShapes, spec: MatmulSpec, key: Array | None
@@ -350,13 +328,6 @@ class OperandSwap:
     ) -> Array:
         """One of the products, of codes in their layouts; `shapes` are those of x and w."""
         return self.product.by_codes(_SWAPPED[which], right, left, (shapes[1], shapes[0]), dtype, *extra)
-
-
-def _as_matrix(q: Any, *shape: int) -> Any:
-    try:
-        return q.reshape(*shape)
-    except ValueError:
-        return None
 
 
 AnyProduct = DotProduct | ConvProduct | RaggedProduct | OperandSwap

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jchop._common.settings import always_jit
+from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import CodedArray, check_code_format, encode_operand, expand_codes
 from jchop._quantized.products.contraction import einsum_dimensions
 from jchop._quantized.products.operand_layout import OperandLayout
@@ -160,8 +162,22 @@ def _run_qarray_product(
     extra: tuple[Array, ...],
 ) -> Array:
     """The product, compiled once for arguments of the same shapes and specs if it is called outside of a trace."""
+    leaves, tree = jax.tree.flatten((x, w, extra))
+
+    def run(leaves: list[Array], _: None) -> Array:
+        x, w, extra = jax.tree.unflatten(tree, leaves)
+        left, right = map(_qarray_operand, (x, w), product.forward, blocks)
+        return product.by_codes("forward", left, right, (x.shape, w.shape), dtype, *extra)
+
+    def plain(*leaves: Array) -> Array:
+        """The product of the numbers, for the derivative; stored arrays have none."""
+        x, w, extra = jax.tree.unflatten(tree, leaves)
+        numbers = [lax.stop_gradient(dequantize(v)) if isinstance(v, QArray) else v for v in (x, w)]
+        wide = jnp.result_type(*numbers)
+        return product(*(v.astype(wide) for v in numbers), *extra).astype(dtype)
+
     with jax.named_scope(JCHOP_SCOPE):
-        return mark_results(jnp.asarray(_multiply_qarrays(product, blocks, dtype, x, w, extra)).transpose(order))
+        return mark_results(straight_through(run, plain, leaves, None).transpose(order))
 
 
 def _qarray_block(name: str, q: Any, contracting: tuple[int, ...]) -> int | None:
@@ -184,39 +200,8 @@ def _qarray_block(name: str, q: Any, contracting: tuple[int, ...]) -> int | None
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _multiply_qarrays(
-    product: DotProduct | RaggedProduct, blocks: tuple, dtype: Any, x: Any, w: Any, extra: tuple[Array, ...]
-) -> Array:
-    left, right = (
-        _qarray_operand(x, product.forward.left, blocks[0]),
-        _qarray_operand(w, product.forward.right, blocks[1]),
-    )
-    return product.by_codes("forward", left, right, (x.shape, w.shape), dtype, *extra)
-
-
 def _qarray_operand(value: Any, layout: OperandLayout, block: int | None) -> CodedArray:
     if not isinstance(value, QArray):
         return encode_operand(layout.lay(value), None)
     coded_array = expand_codes(value)
     return replace(coded_array.map_arrays(layout.lay), block=block, qarray=coded_array.qarray, shift=coded_array.shift)
-
-
-def _multiply_qarrays_fwd(
-    product: DotProduct | RaggedProduct, blocks: tuple, dtype: Any, x: Any, w: Any, extra: tuple
-) -> tuple[Array, tuple]:
-    return _multiply_qarrays(product, blocks, dtype, x, w, extra), (x, w, extra)
-
-
-def _multiply_qarrays_bwd(
-    product: DotProduct | RaggedProduct, blocks: tuple, dtype: Any, residuals: tuple, g: Array
-) -> tuple:
-    del blocks
-    *operands, extra = residuals
-    numbers = [dequantize(v) if isinstance(v, QArray) else v for v in operands]
-    wide = jnp.result_type(*numbers)
-    _, back = jax.vjp(lambda x, w: product(x.astype(wide), w.astype(wide), *extra).astype(dtype), *numbers)
-    return *(None if isinstance(v, QArray) else d for v, d in zip(operands, back(g), strict=True)), None
-
-
-_multiply_qarrays.defvjp(_multiply_qarrays_fwd, _multiply_qarrays_bwd)

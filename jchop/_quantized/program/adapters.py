@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop._program.step import ProgramPlan
 from jchop._quantized.products.product import DotProduct
-from jchop._quantized.program.matrix_layout import MatrixLayout
-from jchop._quantized.program.param_uses import ProductStep
-from jchop._quantized.program.provenance import AxisFactors
-from jchop._quantized.program.weight_layout import WeightLayout
+from jchop._quantized.program.param_uses import ParamUse, ProductStep
+from jchop._quantized.program.provenance import AxisFactors, MatrixLayout, MatrixView
+from jchop._quantized.program.weight_layout import WeightLayout, stack_ndim
 
 Array = jax.Array
 
@@ -104,22 +106,18 @@ def add_lora_delta(adapter: LoraAdapter, step: ProductStep, side: int, x: Array,
     contracting = dot.contracting[1 - side]
     free = dot.forward.left.free if side == 0 else dot.forward.right.free
     dtype = jnp.result_type(x, adapter.lora_a, adapter.lora_b)
-    lora_a = _reorder_lora_rows(adapter.lora_a, use.view.contracting).reshape(
-        *(x.shape[axis] for axis in contracting), -1
-    )
-    sizes = [step.eqn.invars[side].aval.shape[axis] for axis in free]
-    lora_b = _reorder_lora_rows(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T.reshape(
-        -1, *sizes
-    )
+    rows = _reorder_lora_rows(adapter.lora_a, use.view.contracting)
+    columns = _reorder_lora_rows(adapter.lora_b.T, tuple(part for parts in use.view.free for part in parts)).T
+    lora_a = rows.reshape(*(x.shape[axis] for axis in contracting), -1)
+    lora_b = columns.reshape(-1, *(step.eqn.invars[side].aval.shape[axis] for axis in free))
     x, lora_a, lora_b = (v.astype(dtype) for v in (x, lora_a, lora_b))
-    projection = lax.dot_general(
-        x, lora_a, ((contracting, tuple(range(len(contracting)))), ((), ())), precision=dot.precision
-    )
+    multiply = partial(lax.dot_general, precision=dot.precision)
+    projection = multiply(x, lora_a, ((contracting, tuple(range(len(contracting)))), ((), ())))
     last = projection.ndim - 1
     if side:
-        delta = lax.dot_general(projection, lora_b, (((last,), (0,)), ((), ())), precision=dot.precision)
+        delta = multiply(projection, lora_b, (((last,), (0,)), ((), ())))
     else:
-        delta = lax.dot_general(lora_b, projection, (((0,), (last,)), ((), ())), precision=dot.precision)
+        delta = multiply(lora_b, projection, (((0,), (last,)), ((), ())))
     return y + (delta * adapter.rule.factor).astype(y.dtype)
 
 
@@ -130,3 +128,50 @@ def _reorder_lora_rows(matrix: Array, parts: AxisFactors) -> Array:
         return matrix
     factors = matrix.reshape(*(parts[i].size for i in order), -1)
     return factors.transpose(*np.argsort(order), len(parts)).reshape(matrix.shape)
+
+
+# -- parameters that may have adapters ---------------------------------------------------------------------------------
+
+
+def lora_layouts(plan: ProgramPlan, shapes: Sequence[tuple[int, ...]]) -> dict[int, MatrixLayout | str]:
+    """The parameters that reach a product: each as a matrix, if all that takes it are `rounded_dot_general` alike.
+
+    Args:
+        plan: the program.
+        shapes: of the parameters.
+
+    Returns:
+        By the number of the parameter its layout, or the reason why it can have no adapter.
+    """
+    layouts: dict[int, MatrixLayout | str] = {}
+    products: set[int] = set()
+    every = ((step, side, use) for step in plan.walk() for side, some in enumerate(step.uses) for use in some)
+    for step, side, use in every:
+        before, new = layouts.get(use.leaf), _lora_layout(step, side, use, shapes[use.leaf])
+        if use.kind == "product":
+            products.add(use.leaf)
+        if isinstance(before, MatrixLayout) and isinstance(new, MatrixLayout) and before != new:
+            new = f"{use.where} sums over other axes of it than before"
+        layouts[use.leaf] = before if isinstance(before, str) else new
+    for fact in plan.out:
+        for origin in () if fact is None else fact.origins:
+            layouts[origin.leaf] = "the function returns it"
+    return {leaf: layouts[leaf] for leaf in sorted(products)}
+
+
+def _lora_layout(step: ProductStep, side: int, use: ParamUse, shape: tuple[int, ...]) -> MatrixLayout | str:
+    where = use.where
+    if use.kind != "product" or not isinstance(step.product, DotProduct):
+        return f"{where} takes it, which is no product of matrices"
+    if sum(map(len, step.uses)) > 1:
+        return f"{where} multiplies several parameters"
+    if any(step.product.batch):
+        return f"{where} is batched over an axis of it"
+    if use.view is None or not use.is_intact:
+        return f"it is computed with before {where}"
+    contracting = tuple(sorted(use.view.contracting, key=lambda part: (part.axis, -part.inner)))
+    view = MatrixView(use.view.free, contracting)
+    layout = MatrixLayout.of(shape, stack_ndim(shape, view), view, 0)
+    if layout is None or math.prod(layout.matrices) != math.prod(step.eqn.invars[side].aval.shape):
+        return f"{where} takes a part of an axis"
+    return layout

@@ -1,8 +1,10 @@
-"""The arguments of a call of a function of parameters, taken apart; batches of them."""
+"""The arguments of a call of a function of parameters, taken apart; batches of them; parameters within a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,12 +12,153 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
+from jchop._kernels.materialize import materialize
+from jchop._quantized.products.codes import CodedArray, expand_codes
+from jchop._quantized.products.rule import is_stochastic
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
 from jchop._quantized.program.provenance import FROM_DATA, FROM_KEYS, NO_PROVENANCE, Provenance, param_provenance
-from jchop._quantized.program.weight_layout import StoredAs
-from jchop.storage import QArray
+from jchop._quantized.program.weight_layout import StoredAs, WeightLayout, WeightScaleState
+from jchop.storage import QArray, dequantize
+
+# -- parameters within a run -------------------------------------------------------------------------------------------
+
 
 Array = jax.Array
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "scale_state", "adapter"],
+    meta_fields=["placement", "leaf", "keeps_full", "codes", "barrier"],
+)
+@dataclass(frozen=True, eq=False)
+class LazyParam:
+    """A parameter, or one of a stack, that is rounded, or unpacked, where it is first computed with.
+
+    So a loop over a stack of layers holds the numbers of one layer at a time.
+
+    Args:
+        value: its numbers, or its codes and scales.
+        placement: its rounding; None if it has an adapter and is not rounded.
+        leaf: its index.
+        keeps_full: whether its numbers before the rounding are needed, too.
+        codes: whether its codes are.
+        scale_state: its kept scales; None: from its numbers.
+        barrier: whether other operations than products compute with it. These are then compiled alike for codes and
+            for numbers.
+        adapter: beside the products that take it; None for none.
+    """
+
+    value: Any
+    placement: WeightLayout | None
+    leaf: int
+    keeps_full: bool = False
+    codes: bool = False
+    scale_state: WeightScaleState | None = None
+    barrier: bool = False
+    adapter: LoraAdapter | None = None
+
+    @property
+    def stack(self) -> int:
+        """How many axes of a stack it has still."""
+        if self.placement is not None:
+            return self.value.ndim - self.placement.ndim
+        return 0 if self.adapter is None else self.adapter.stack
+
+    def numbers(self, keys: Keys | None) -> Any:
+        """The rounded numbers."""
+        key, placement = None, self.placement
+        if is_packed_param(self.value):
+            low = full = unpack_param(self.value)
+        elif placement is None:
+            low = full = self.value
+        else:
+            seeds = keys if is_stochastic(placement.spec) else None
+            key, backward = (None if seeds is None else seeds.turn(_PARAM_SEEDS + i, self.leaf).key for i in range(2))
+            full = placement.rotate(self.value)
+            if self.scale_state is None:
+                low = placement.round(full, key, backward)
+            else:
+                low = placement.round_under(self.scale_state, full, key)
+        if self.barrier:
+            low = materialize(low)
+        if placement is not None and self.codes:
+            numbers = None if is_packed_param(self.value) else jax.lax.stop_gradient(full)
+            qarray = self.value if numbers is None else placement.pack(numbers, key)
+            return RoundedAndFull(low, full, _packed_param_codes(qarray, numbers), self.stack, self.adapter)
+        return RoundedAndFull(low, full, adapter=self.adapter) if self.keeps_full or self.adapter is not None else low
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "full", "codes", "adapter"], meta_fields=["stack"])
+@dataclass(frozen=True, eq=False)
+class RoundedAndFull:
+    """A rounded parameter with itself in full precision, and its codes if they are multiplied, all transformed alike.
+
+    `stack` is the number of axes of a stack that it has still; 0 after a move of its numbers. `adapter` is for the
+    products that take it.
+    """
+
+    low: Any
+    full: Any
+    codes: CodedArray | None = None
+    stack: int = 0
+    adapter: LoraAdapter | None = None
+
+
+def _packed_param_codes(packed: QArray | StoredAs, numbers: jax.Array | None) -> CodedArray:
+    """The codes of a packed parameter, in its shape; of its numbers, if they are known."""
+    if isinstance(packed, QArray):
+        return expand_codes(packed, numbers)
+    qarray = packed.stored
+    parts = expand_codes(qarray, None if numbers is None else numbers.reshape(qarray.shape))
+    return parts.map_arrays(lambda v: v.reshape(packed.shape))
+
+
+def rounded_value(value: Any) -> Any:
+    """A value in low precision, without itself in full precision.
+
+    Raises:
+        ValueError: if it has an adapter, which would be lost.
+    """
+    if not isinstance(value, RoundedAndFull):
+        return value
+    if value.adapter is not None:
+        raise ValueError(
+            f"a parameter of shape {list(value.low.shape)} with an adapter reaches another operation than a product, "
+            "through a function with a derivative of its own, a slice or the like; leave it out of the rules of the "
+            "adapters"
+        )
+    return value.low
+
+
+def is_packed_param(value: Any) -> bool:
+    """Whether a parameter is stored as codes and scales."""
+    return isinstance(value, QArray | StoredAs)
+
+
+def unpack_param(value: QArray | StoredAs) -> Array:
+    """The numbers of a packed parameter."""
+    return jnp.asarray(value.dequantize() if isinstance(value, StoredAs) else dequantize(value))
+
+
+#: The number under which parameters draw, and by one more their cotangents; equations have smaller ones.
+_PARAM_SEEDS = 1 << 30
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=[])
+@dataclass(frozen=True)
+class Keys:
+    """The key of a program; each equation and each turn of a loop has one of its own."""
+
+    key: Array
+
+    def turn(self, number: int, step: Array | int = 0) -> Keys:
+        """That of turn `step` of the equation or program that has the number."""
+        return Keys(jax.random.fold_in(jax.random.fold_in(self.key, number), step))
+
+    def within(self, axes: tuple[str, ...], check_vma: bool) -> Keys:
+        """That of a shard: all draw alike if the types of values say what varies, because some may not."""
+        return self if check_vma else self.turn(0, jax.lax.axis_index(axes))
 
 
 def batch_arguments(batch: Any) -> tuple[Any, ...]:
@@ -48,13 +191,15 @@ class CallArguments:
         )
         self.leaves = [leaf for _, leaf in leaves_with_path]
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, _ARRAY_LEAF_TYPES)]
-        array_leaves = [self.leaves[i] for i in self.places]
-        self.adapters: dict[int, LoraAdapter] = {
-            i: x.adapter for i, x in enumerate(array_leaves) if isinstance(x, AdaptedParam)
-        }
-        self.values = [x.base if isinstance(x, AdaptedParam) else x for x in array_leaves]
+        self.values, self.adapters = [self.leaves[i] for i in self.places], dict[int, LoraAdapter]()
+        for i, x in enumerate(self.values):
+            if isinstance(x, AdaptedParam):
+                self.values[i], self.adapters[i] = x.base, x.adapter
         paths = (leaves_with_path[i][0] for i in self.places)
-        self.keys = tuple(_strip_box(path[2:]) for path in paths if path[:2] == _PATH_OF_PARAMS)
+        keys = [path[2:] for path in paths if path[:2] == _PATH_OF_PARAMS]
+        # Without the `value` of the box (a variable, its sharding) that a parameter is in.
+        boxed = (len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value") for path in keys)
+        self.keys = tuple(path[:-1] if box else path for path, box in zip(keys, boxed, strict=True))
         self.paths = tuple(jax.tree_util.keystr(keys, simple=True, separator="/") for keys in self.keys)
         self.count = len(self.keys)
         self.params = params
@@ -75,21 +220,18 @@ class CallArguments:
     @property
     def facts(self) -> list[Provenance]:
         """What is known of the arrays."""
-        facts = []
-        for i, x in enumerate(self.abstract):
-            number = not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-            if i >= self.count:
-                facts.append(FROM_DATA if number else FROM_KEYS)
-            else:
-                facts.append(param_provenance(i, x.shape) if number and x.dtype.name in CARRIERS else NO_PROVENANCE)
-        return facts
+        params, others = self.abstract[: self.count], self.abstract[self.count :]
+        are_keys = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in others]
+        facts = [
+            param_provenance(i, x.shape) if x.dtype.name in CARRIERS else NO_PROVENANCE for i, x in enumerate(params)
+        ]
+        return [*facts, *(FROM_KEYS if is_key else FROM_DATA for is_key in are_keys)]
 
     @property
     def signature(self) -> Any:
         """What a traced program depends on; None if that cannot be compared."""
-        static = tuple(
-            (i, type(leaf), leaf) for i, leaf in enumerate(self.leaves) if not isinstance(leaf, _ARRAY_LEAF_TYPES)
-        )
+        others = ((i, leaf) for i, leaf in enumerate(self.leaves) if not isinstance(leaf, _ARRAY_LEAF_TYPES))
+        static = tuple((i, type(leaf), leaf) for i, leaf in others)
         avals = tuple(jax.typeof(x) if isinstance(x, Array) else (x.shape, x.dtype) for x in self.abstract)
         settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
         signature = (self.tree, self.paths, avals, static, settings)
@@ -98,12 +240,6 @@ class CallArguments:
         except TypeError:
             return None
         return signature
-
-
-def _strip_box(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A path without the ``value`` of the box (a variable, its sharding) that a parameter is in."""
-    has_box = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value"
-    return path[:-1] if has_box else path
 
 
 def _holder_class(node: Any, path: tuple[Any, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jchop._program import planner, step
+from jchop._program import step
 from jchop._program.control import CONTROL
-from jchop._program.source import source_line_of
-from jchop._program.step import ProgramPlan, is_jchop_scope
+from jchop._program.run import Planner
+from jchop._program.step import ProgramPlan, is_jchop_scope, source_line_of
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
-from jchop._quantized.program.matrix_layout import MatrixView
 from jchop._quantized.program.provenance import (
     ADD_PRIMITIVES,
     FROM_DATA,
@@ -26,6 +25,7 @@ from jchop._quantized.program.provenance import (
     SCATTER_PRIMITIVES,
     AxisFactor,
     AxisFactors,
+    MatrixView,
     ParamOrigin,
     Provenance,
     merge_provenance,
@@ -35,11 +35,6 @@ from jchop._quantized.program.provenance import (
     unstack_provenance,
 )
 from jchop._round.arguments import JCHOP_SCOPE
-
-
-def where_text(primitive: str, source: str) -> str:
-    """A primitive and the line of source that it comes from."""
-    return f"{primitive} at {source or 'an unknown line'}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class ParamUse:
     @property
     def where(self) -> str:
         """The primitive that takes it, and its line."""
-        return where_text(self.primitive, self.source)
+        return f"{self.primitive} at {self.source or 'an unknown line'}"
 
     @property
     def is_opaque(self) -> bool:
@@ -137,7 +132,7 @@ class ProductStep(step.ProgramStep):
     @property
     def where(self) -> str:
         """Its primitive and line."""
-        return where_text(self.name, self.source)
+        return f"{self.name} at {self.source or 'an unknown line'}"
 
     @property
     def param_uses(self) -> list[ParamUse]:
@@ -145,16 +140,14 @@ class ProductStep(step.ProgramStep):
         return [use for uses in self.uses for use in uses]
 
 
-class ProvenancePlanner(planner.Planner):
+class ProvenancePlanner(Planner):
     """Follows parameters through a program."""
 
     no_facts = NO_PROVENANCE
 
     def __init__(self) -> None:
         super().__init__()
-        self._last_source = self._outer_source = (
-            ""  # the sources of the last equation, and of the one that holds the program
-        )
+        self._last_source = self._outer_source = ""  # of the last equation, and of the one that holds the program
         self._name = ""  # the primitive of the last equation
         self.data_changes: dict[int, ParamUse] = {}
 
@@ -181,13 +174,8 @@ class ProvenancePlanner(planner.Planner):
             self.data_changes.setdefault(use.leaf, use)
         return replace(both, opaque_uses=(*both.opaque_uses, *(replace(use, kind="product") for use in uses)))
 
-    def one_turn(self, known: Provenance) -> Provenance:
-        """What is known of one of a stack."""
-        return unstack_provenance(known)
-
-    def all_turns(self, known: Provenance) -> Provenance:
-        """What is known of a stack."""
-        return stack_provenance(known)
+    one_turn = staticmethod(unstack_provenance)  # type: ignore[assignment]
+    all_turns = staticmethod(stack_provenance)  # type: ignore[assignment]
 
     def draws(self, step: Any) -> int:
         """Products split their own key."""
@@ -211,24 +199,21 @@ class ProvenancePlanner(planner.Planner):
         if not any(fact.origins or (fact.opaque_uses and not fact.data) for fact in facts):
             data = any(result.data)  # what data choose among constants
         from_keys = any(fact.from_keys for fact in facts)
-        if name in _PRODUCT_READERS and _is_sum_of_floats(eqn):
+        # One that sums over no axis multiplies, as `mul` does.
+        sums = name in _PRODUCT_READERS and (name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0]))
+        if sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2]):
             product = _PRODUCT_READERS[name](eqn)
             has_product = not data and any(fact.origins or fact.has_product for fact in facts)
             out = (Provenance(data=data, from_keys=from_keys, has_product=has_product),)
             if isinstance(product, str):
-                title = f"{name} ({product})"
-                uses = tuple(
-                    tuple(o.bias_use or ParamUse(o.leaf, "other", title, source) for o in fact.origins)
-                    for fact in facts
-                )
+                uses = _uses_of(facts, lambda o: ParamUse(o.leaf, "other", f"{name} ({product})", source))
                 return replace(result, refusal=product, uses=uses, out=out)
-            layouts = (product.forward.left, product.forward.right)
             why = _COMPLEX_REASON if is_complex_product(eqn) else ""
             batch = len(product.batch[0]) if isinstance(product, DotProduct) else isinstance(product, RaggedProduct)
             uses, opaque_uses = [], [*opaque_uses_of(facts)]
-            for i, layout in enumerate(layouts):
+            use = partial(ParamUse, kind="product", primitive=name, source=source, why=why)
+            for i, layout in enumerate(product.forward):
                 shape, matter = eqn.invars[i].aval.shape, (*layout.free[:batch], *layout.contracting)
-                use = partial(ParamUse, kind="product", primitive=name, source=source, why=why)
                 biases = [o for o in facts[i].origins if o.bias_use and not _is_weight_matrix(o, layout, batch)]
                 opaque_uses += [o.bias_use for o in biases]
                 uses.append(tuple(
@@ -243,29 +228,15 @@ class ProvenancePlanner(planner.Planner):
         taker = JCHOP_SCOPE if name in CONTROL else name  # a program that a function of jchop holds
         if data:
             kind = "sum" if name in _SUM_PRIMITIVES else "other"
-            uses = tuple(
-                tuple(
-                    o.bias_use or ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, axes=o.axes) for o in fact.origins
-                )
-                for fact in facts
-            )
+            uses = _uses_of(facts, lambda o: ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, axes=o.axes))
             return replace(result, uses=uses, out=(FROM_DATA,) * len(eqn.outvars))
         outs = [self._out(eqn, facts, i) for i in range(len(eqn.outvars))]
         if name in _SUM_PRIMITIVES:
             outs = [_mark_biases(outs[0], eqn, facts, source)]
-        ends = {o.leaf for fact in facts for o in fact.origins} - {o.leaf for fact in outs for o in fact.origins}
-        uses = tuple(
-            tuple(
-                o.bias_use or ParamUse(o.leaf, "other", taker, source, cuts=o.cuts)
-                for o in fact.origins
-                if o.leaf in ends
-            )
-            for fact in facts
-        )
-        opaque_after = (
-            *opaque_uses_of(facts),
-            *(replace(use, kind="product") for some in uses for use in some if use.kind != "sum"),
-        )
+        goes_on = {o.leaf for fact in outs for o in fact.origins}
+        uses = _uses_of(facts, lambda o: ParamUse(o.leaf, "other", taker, source, cuts=o.cuts), goes_on)
+        taken = (replace(use, kind="product") for some in uses for use in some if use.kind != "sum")
+        opaque_after = (*opaque_uses_of(facts), *taken)
         outs = [replace(out, opaque_uses=opaque_after, from_keys=from_keys) for out in outs]
         return replace(result, uses=uses, out=tuple(outs), moves=name in MOVE_PRIMITIVES)
 
@@ -289,13 +260,23 @@ class ProvenancePlanner(planner.Planner):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
             if index_axes and len(along) <= 1:
                 among = [parts for i, parts in enumerate(before.axes) if i in index_axes or sizes[i] != 1]
-                rows = _look_up_view(among, along or _last_factor(step, before, index_axes))
+                # Rows that are looked up are kept; along a row is what a product would sum over.
+                row = tuple(part for parts in along or _last_factor(step, before, index_axes) for part in parts)
+                free = (tuple(part for part in parts if part not in row) for parts in among)
+                rows = MatrixView(tuple(filter(None, free)), row)
                 use = ParamUse(before.leaf, "rows", step.name, step.source, rows, cuts=before.cuts)
                 uses.append(use if any(before.axes[i] for i in index_axes) else before.bias_use or use)
         if uses:
             return replace(step, uses=(tuple(uses),), out=(FROM_DATA,))
         from_keys = any(fact.from_keys for fact in step.known)
         return replace(step, out=(replace(out, opaque_uses=fact.opaque_uses, from_keys=from_keys),), moves=True)
+
+
+def _uses_of(
+    facts: Sequence[Provenance], use: Callable[[ParamOrigin], ParamUse], but: Collection[int] = ()
+) -> tuple[tuple[ParamUse, ...], ...]:
+    """The uses of the parameters of each operand, `but` of some: as a bias, or `use`."""
+    return tuple(tuple(o.bias_use or use(o) for o in fact.origins if o.leaf not in but) for fact in facts)
 
 
 def holds_several_arrays(uses: Sequence[ParamUse]) -> bool:
@@ -372,9 +353,8 @@ def _mark_biases(out: Provenance, eqn: Any, facts: Sequence[Provenance], source:
         i = next(i for i, fact in enumerate(facts) if any(o.leaf == origin.leaf for o in fact.origins))
         other = facts[1 - i]
         if origin.spread and not origin.bias_use and (other.origins or other.opaque_uses or other.has_product):
-            origin = replace(
-                origin, bias_use=ParamUse(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts)
-            )
+            use = ParamUse(origin.leaf, "sum", eqn.primitive.name, source, cuts=origin.cuts)
+            origin = replace(origin, bias_use=use)
         origins.append(origin)
     return replace(out, origins=tuple(origins))
 
@@ -391,17 +371,10 @@ def _last_factor(step: ProductStep, origin: ParamOrigin, index_axes: set[int]) -
     return [(part,) for part in parts[-1:]]
 
 
-def _look_up_view(among: Sequence[AxisFactors], along: Sequence[AxisFactors]) -> MatrixView:
-    """Rows that are looked up are kept; along a row is what a product would sum over."""
-    row = tuple(part for parts in along for part in parts)
-    free = (tuple(part for part in parts if part not in row) for parts in among)
-    return MatrixView(tuple(filter(None, free)), row)
-
-
 def _axes_by_start(step: ProductStep) -> set[int]:
     """The axes of which data choose one index."""
-    starts = enumerate(step.known[1:])
-    return {axis for axis, start in starts if start.varies and step.eqn.params["slice_sizes"][axis] == 1}
+    sizes = step.eqn.params["slice_sizes"]
+    return {axis for axis, start in enumerate(step.known[1:]) if start.varies and sizes[axis] == 1}
 
 
 def _axes_by_indexes(step: ProductStep) -> set[int]:
@@ -412,40 +385,21 @@ def _axes_by_indexes(step: ProductStep) -> set[int]:
     return {axis for axis in params["dimension_numbers"].start_index_map if params["slice_sizes"][axis] == 1}
 
 
-def _is_sum_of_floats(eqn: Any) -> bool:
-    """Whether a product sums, and is not of integers: one that sums over no axis multiplies, as ``mul`` does."""
-    sums = eqn.primitive.name != "dot_general" or bool(eqn.params["dimension_numbers"][0][0])
-    return sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
-
-
 def dot_product_of(eqn: Any) -> DotProduct:
     """The product that an equation ``dot_general`` is, also one that sums over no axis."""
-    (contracting, batch), params = eqn.params["dimension_numbers"], eqn.params
-    return DotProduct(
-        tuple(map(tuple, contracting)),  # type: ignore[arg-type]
-        tuple(map(tuple, batch)),  # type: ignore[arg-type]
-        (len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape)),
-        params["precision"],
-        params["preferred_element_type"],
-        params.get("out_sharding"),
-    )
+    contracting, batch = (tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
+    ndims = len(eqn.invars[0].aval.shape), len(eqn.invars[1].aval.shape)
+    more = {name: eqn.params.get(name) for name in ("precision", "preferred_element_type", "out_sharding")}
+    return DotProduct(contracting, batch, ndims, **more)  # type: ignore[arg-type]
 
 
 def _conv_product_of(eqn: Any) -> ConvProduct | str:
     params = eqn.params
     if params["batch_group_count"] != 1:
         return f"batch_group_count={params['batch_group_count']}"
-    return ConvProduct(
-        tuple(params["window_strides"]),
-        tuple(params["padding"]),
-        tuple(params["lhs_dilation"]),
-        tuple(params["rhs_dilation"]),
-        params["dimension_numbers"],
-        params["feature_group_count"],
-        params["precision"],
-        params["preferred_element_type"],
-        params.get("out_sharding"),
-    )
+    windows = (tuple(params[name]) for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation"))
+    more = {name: params.get(name) for name in ("precision", "preferred_element_type", "out_sharding")}
+    return ConvProduct(*windows, params["dimension_numbers"], params["feature_group_count"], **more)  # type: ignore
 
 
 def _ragged_product_of(eqn: Any) -> RaggedProduct | str:

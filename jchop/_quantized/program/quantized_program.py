@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,24 +14,22 @@ import jax.numpy as jnp
 from jchop._common.checks import check_choice
 from jchop._common.paths import common_path_pattern, names_last_part, nearest_paths_hint, path_pattern
 from jchop._program.step import ProgramPlan
-from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.codes import block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, check_operand_specs
 from jchop._quantized.products.product import ConvProduct, OperandSwap
 from jchop._quantized.products.rule import (
+    LSQ,
     OPERATION_NAMES,
     ROUNDING_FIELDS,
     Location,
     Rule,
+    ScaleFrom,
     multiplies_codes,
     param_rule_index,
     rule_index,
 )
-from jchop._quantized.products.scale_from import LSQ, ScaleFrom
-from jchop._quantized.program.call import CallArguments
-from jchop._quantized.program.lazy_params import LazyParam
-from jchop._quantized.program.lora_layouts import lora_layouts
-from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
+from jchop._quantized.program.adapters import lora_layouts
+from jchop._quantized.program.call import CallArguments, LazyParam
 from jchop._quantized.program.param_uses import (
     ParamUse,
     ProductStep,
@@ -39,17 +37,30 @@ from jchop._quantized.program.param_uses import (
     holds_several_arrays,
     is_complex_product,
 )
-from jchop._quantized.program.report import ParameterRow, ProductRow, ProgramReport
+from jchop._quantized.program.provenance import MatrixLayout, MatrixView
+from jchop._quantized.program.report import (
+    OPERANDS_BY_PLATFORM,
+    ParameterRow,
+    ProductRow,
+    ProgramReport,
+    operand_types_on,
+)
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.program.scale_slots import HISTORY, SCALE, ScaleSlot, scale_slots_of
-from jchop._quantized.program.weight_layout import WeightLayout, blocks_fit_axes, stack_ndim, weight_layout_of
-from jchop._quantized.program.weight_rotation import weight_rotation_of, with_weight_rotation
+from jchop._quantized.program.weight_layout import (
+    WeightLayout,
+    blocks_fit_axes,
+    stack_ndim,
+    weight_layout_of,
+    weight_rotation_of,
+    with_weight_rotation,
+)
 from jchop._spec.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RuledProgram:
-    """A function traced for some arguments, with the rule of each parameter.
+class QuantizedProgram:
+    """A function traced for some arguments, and what its rules do to parameters and products.
 
     Args:
         plan: the program.
@@ -60,6 +71,10 @@ class _RuledProgram:
         uses: what computes with a parameter, by its number; parameters that nothing takes are absent.
         rule_indexes: which of the rules applies to each parameter; None for none.
         products: the products in the order of the program, each with its rule.
+        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
+        runner: the roundings of the products, by their steps.
+        slots: the activations with scales from elsewhere than their data, by the steps of their products.
+        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
     """
 
     plan: ProgramPlan
@@ -70,6 +85,10 @@ class _RuledProgram:
     uses: Mapping[int, Sequence[ParamUse]]
     rule_indexes: tuple[int | None, ...]
     products: tuple[tuple[ProductStep, Rule | None], ...]
+    placements: Mapping[int, tuple[WeightLayout, ParamUse]] = field(default_factory=dict)
+    runner: QuantizedRunner = field(default_factory=lambda: QuantizedRunner({}))
+    slots: dict[int, ScaleSlot] = field(default_factory=dict)
+    entries_of_scan: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def main_use(self, leaf: int) -> ParamUse | None:
         """The use that says how a parameter is rounded."""
@@ -85,23 +104,6 @@ class _RuledProgram:
         """Why a parameter is not rounded as its rule says; empty if nothing prevents it."""
         return _exemption_reason(self.rule_of(leaf), self.uses.get(leaf, ()))
 
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizedProgram(_RuledProgram):
-    """A program, and what its rules do to parameters and products.
-
-    Args:
-        placements: how a parameter is rounded and by which use, by its number; parameters that stay are absent.
-        runner: the roundings of the products, by their steps.
-        slots: the activations with scales from elsewhere than their data, by the steps of their products.
-        entries_of_scan: the entries of the kept scales of a loop's body, by its step.
-    """
-
-    placements: Mapping[int, tuple[WeightLayout, ParamUse]]
-    runner: QuantizedRunner
-    slots: dict[int, ScaleSlot]
-    entries_of_scan: dict[int, tuple[str, ...]]
-
     @property
     def keeps_constants(self) -> bool:
         """Whether no constant of the program belongs to a trace that ends, so that later calls can run it."""
@@ -112,12 +114,6 @@ class QuantizedProgram(_RuledProgram):
     def rounds(self) -> bool:
         """Whether a call rounds anything."""
         return bool(self.placements or self.runner.roundings)
-
-    @cached_property
-    def coded_leaves(self) -> frozenset[int]:
-        """The parameters whose codes a product takes."""
-        roundings = ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
-        return frozenset(use.leaf for step, found in roundings if found and found[0].codes for use in step.param_uses)
 
     @cached_property
     def adaptable(self) -> dict[int, MatrixLayout | str]:
@@ -133,10 +129,11 @@ class QuantizedProgram(_RuledProgram):
     @cached_property
     def lazy_params(self) -> dict[int, LazyParam]:
         """How a run takes each parameter that is rounded, without its numbers."""
-        params = {}
+        params, found = {}, ((step, self.runner.roundings.get(id(step))) for step, _ in self.products)
+        coded_leaves = {use.leaf for step, how in found if how and how[0].codes for use in step.param_uses}
         for leaf, (placement, use) in self.placements.items():
             rule = self.rule_of(leaf)
-            by_codes = use.kind == "product" and (rule.product == "codes" or leaf in self.coded_leaves)
+            by_codes = use.kind == "product" and (rule.product == "codes" or leaf in coded_leaves)
             roundings = ProductRoundings(
                 right=_weight_spec(rule), gradient=rule.gradient, input_gradient=rule.input_gradient,
                 rotation=rule.rotation, codes=by_codes,
@@ -189,7 +186,7 @@ class QuantizedProgram(_RuledProgram):
     def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
         roundings, _ = self.runner.roundings.get(id(step), (None, -1))
         slot = self.slots.get(id(step))
-        fields = {} if roundings is None else {
+        rounded = {} if roundings is None else {
             "activation": roundings.left, "gradient": roundings.gradient,
             "input_gradient": roundings.input_gradient, "weight_gradient": roundings.weight_gradient,
             "matmul": roundings.matmul, "rotation": roundings.rotation,
@@ -201,7 +198,7 @@ class QuantizedProgram(_RuledProgram):
             f"{step.name} ({refusal})" if refusal else step.name,
             tuple(self.paths[use.leaf] for use in step.param_uses),
             "" if rule is None else str(rule),
-            {name: str(value) for name, value in fields.items() if value is not None},
+            {name: str(value) for name, value in rounded.items() if value is not None},
             step.source,
             "" if platform is None or rule is None or refusal else _operand_types(step, rule, platform),
         )
@@ -210,11 +207,9 @@ class QuantizedProgram(_RuledProgram):
 def _operand_types(step: ProductStep, rule: Rule, platform: str) -> str:
     """The types of the operands of a product on a platform."""
     carrier = jnp.result_type(*(v.aval.dtype for v in step.eqn.invars[:2])).name
-    weights = sum(map(bool, step.uses))
-    matrices = not isinstance(step.product, ConvProduct)
-    return (
-        f"{carrier} x {carrier}" if weights == 2 else operand_types_on(platform, rule, carrier, weights == 1, matrices)
-    )
+    if _multiplies_params_alone(step):
+        return f"{carrier} x {carrier}"
+    return operand_types_on(platform, rule, carrier, any(step.uses), not isinstance(step.product, ConvProduct))
 
 
 def _weight_spec(rule: Rule) -> Spec | None:
@@ -267,7 +262,7 @@ def plan_quantized_program(
         use = _main_use(uses.get(leaf, ()))
         operation = "" if use is None or use.view is None else OPERATION_NAMES.get(use.primitive, "")
         numbers.append(param_rule_index(path, rules, classes.get(path, ""), operation))
-    program = _RuledProgram(
+    program = QuantizedProgram(
         plan=plan, tree=jax.tree.structure(out), rules=rules, paths=call.paths, shapes=shapes, uses=uses,
         rule_indexes=tuple(numbers), products=tuple(_products_with_rules(plan, rules, numbers, classes)),
     )  # fmt: skip
@@ -278,15 +273,17 @@ def plan_quantized_program(
     by_leaf = {leaf: program.rule_of(leaf) for leaf in placements}
     roundings, refusals = {}, {}
     for step, rule in program.products:
-        roundings_of_step = None if rule is None else _roundings_of_product(step, rule, placements)
-        roundings_of_step = with_weight_rotation(step, roundings_of_step, placements, call.paths, by_leaf)
-        if rule is not None and roundings_of_step is not None:
-            roundings[id(step)], how = roundings_of_step, roundings_of_step[0]
-            if how.codes:
-                no_blocks = dict(_params_without_blocks(program, step, rule, placements))
-                if how.stored_only and no_blocks:
-                    roundings[id(step)] = replace(how, codes=False), roundings_of_step[1]
-                refusals |= {} if how.stored_only else no_blocks
+        found = None if rule is None else _roundings_of_product(step, rule, placements)
+        found = with_weight_rotation(step, found, placements, call.paths, by_leaf)
+        if rule is None or found is None:
+            continue
+        how, weight = found
+        no_blocks = dict(_params_without_blocks(program, step, rule, placements)) if how.codes else {}
+        if how.stored_only and no_blocks:
+            how = replace(how, codes=False)
+        elif no_blocks:
+            refusals |= no_blocks
+        roundings[id(step)] = how, weight
     if refusals:
         path, *others = refusals
         pattern = common_path_pattern(refusals, (path for path in call.paths if path not in refusals))
@@ -294,13 +291,10 @@ def plan_quantized_program(
         raise ValueError(f"{refusals[path]}{more * bool(others)}")
     slots, entries_of_scan = scale_slots_of(plan, roundings, rule_of_step, call.paths)
     runner = QuantizedRunner(roundings, call.paths)
-    quantized = QuantizedProgram(
-        **{field.name: getattr(program, field.name) for field in fields(program)},
-        placements=placements, runner=runner, slots=slots, entries_of_scan=entries_of_scan,
-    )  # fmt: skip
+    program = replace(program, placements=placements, runner=runner, slots=slots, entries_of_scan=entries_of_scan)
     if all_in_use:
-        _check_rules_effect(quantized, {rule_of_step[step].scale_from for step in slots})
-    return quantized
+        _check_rules_effect(program, {rule_of_step[step].scale_from for step in slots})
+    return program
 
 
 def _products_with_rules(
@@ -320,7 +314,7 @@ def _products_with_rules(
             yield step, None if number is None else rules[number]
 
 
-def _weight_layouts(program: _RuledProgram) -> dict[int, tuple[WeightLayout, ParamUse]]:
+def _weight_layouts(program: QuantizedProgram) -> dict[int, tuple[WeightLayout, ParamUse]]:
     results = {o.leaf for fact in program.plan.out if fact is not None for o in fact.origins}
     layouts = {}
     for leaf, number in enumerate(program.rule_indexes):
@@ -372,9 +366,7 @@ def _roundings_of_product(
     product = OperandSwap(step.product) if weight == 0 else step.product
     if roundings.stored_only and not roundings.for_operand(product, step.eqn.invars[weight].aval.shape).codes:
         roundings = replace(roundings, codes=False)
-    idle = (
-        roundings.left is None and not roundings.backward and not roundings.codes and roundings.forward_rotation is None
-    )
+    idle = not (roundings.left or roundings.backward or roundings.codes or roundings.forward_rotation)
     scaled = any(spec is not None and spec.scaled is not None for spec in roundings.specs)
     if idle or (scaled and is_complex_product(step.eqn)):  # only real numbers have scales
         return None
@@ -383,7 +375,7 @@ def _roundings_of_product(
 
 
 def _params_without_blocks(
-    program: _RuledProgram, step: ProductStep, rule: Rule, placements: Mapping[int, tuple[WeightLayout, ParamUse]]
+    program: QuantizedProgram, step: ProductStep, rule: Rule, placements: Mapping[int, tuple[WeightLayout, ParamUse]]
 ) -> Iterator[tuple[str, str]]:
     """The parameters whose groups are not blocks along the sum of this product, so that codes are refused; and why."""
     for use in step.param_uses:
@@ -418,7 +410,7 @@ def _sum_axes_text(use: ParamUse) -> str:
     return f"{text} of it ({use.where})"
 
 
-def _check_rules_match(program: _RuledProgram, elsewhere: Collection[int]) -> None:
+def _check_rules_match(program: QuantizedProgram, elsewhere: Collection[int]) -> None:
     """Refuse rules that match nothing, and those that name a parameter which reaches no product."""
     rules, paths, products = program.rules, program.paths, program.products
     numbers_in_use = {*elsewhere, *(number for number in program.rule_indexes if number is not None)}
@@ -451,23 +443,19 @@ def _check_rules_match(program: _RuledProgram, elsewhere: Collection[int]) -> No
 def _check_rules_effect(program: QuantizedProgram, sources: set[Any]) -> None:
     """Refuse fields of rules that round nothing; `sources` are the sources of the scales of activations."""
     for number, rule in enumerate(program.rules):
-        used = {
-            "bias" if use.kind == "sum" else "weight"
-            for leaf, (_, use) in program.placements.items()
-            if program.rule_indexes[leaf] == number
-        }
-        if any(own is rule and not _multiplies_params_alone(step) for step, own in program.products):
+        own = (use for leaf, (_, use) in program.placements.items() if program.rule_indexes[leaf] == number)
+        used = {"bias" if use.kind == "sum" else "weight" for use in own}
+        if any(its is rule and not _multiplies_params_alone(step) for step, its in program.products):
             used |= {"activation", "gradient", "input_gradient", "weight_gradient", "matmul", "rotation"}
         source = rule.scale_from
         if source is not None and (source in sources or ("weight" in source.fields and "weight" in used)):
             used.add("scale_from")
         idle = [name for name in ROUNDING_FIELDS if getattr(rule, name) is not None and name not in used]
         if idle:
-            reach = _reach_text(
-                program, number, "report, under rules that have an effect, shows what each parameter reaches"
-            )
+            hint = "report, under rules that have an effect, shows what each parameter reaches"
             raise ValueError(
-                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: {reach}"
+                f"{rule}: {', '.join(idle)} has no effect on the parameters and products that it matches: "
+                f"{_reach_text(program, number, hint)}"
             )
 
 
@@ -480,27 +468,24 @@ def check_weight_rules(programs: Sequence[QuantizedProgram]) -> None:
     first = programs[0]
     why = "A parameter is not followed if it is combined with data, such as arguments and state that is no parameter"
     for number, rule in enumerate(first.rules):
-        if rule.weight is not None and not any(map(partial(_rounds_weight, number), programs)):
+        own = (use for one in programs for leaf, (_, use) in one.placements.items() if one.rule_indexes[leaf] == number)
+        if rule.weight is not None and all(use.kind == "sum" for use in own):
             raise ValueError(
                 f"{rule}: weight rounds no parameter of the methods that have example arguments: "
                 f"{_reach_text(first, number, why)}"
             )
 
 
-def _rounds_weight(number: int, program: QuantizedProgram) -> bool:
-    return any(
-        program.rule_indexes[leaf] == number and use.kind != "sum" for leaf, (_, use) in program.placements.items()
-    )
-
-
 def _reach_text(program: QuantizedProgram, number: int, hint: str) -> str:
-    """What a parameter of a rule reaches, and a hint; none where a function of jchop takes it."""
+    """What a parameter of a rule reaches that is not rounded, else the product that it shares; and a hint.
+
+    There is no hint where a function of jchop takes the parameter.
+    """
     text = _reach_of_rule(program, number)
     return text if text.endswith(_GIVE_PLAIN_FUNCTION) else f"{text}. {hint}"
 
 
 def _reach_of_rule(program: QuantizedProgram, number: int) -> str:
-    """What a parameter of a rule reaches that is not rounded; else the product that it shares."""
     rule, numbers, paths = program.rules[number], program.rule_indexes, program.paths
     main_uses = {leaf: program.main_use(leaf) for leaf, n in enumerate(numbers) if n == number}
     exempt = [(leaf, use) for leaf, use in main_uses.items() if leaf not in program.placements and use is not None]
@@ -515,11 +500,9 @@ def _reach_of_rule(program: QuantizedProgram, number: int) -> str:
         mine = next((leaf for leaf in leaves if numbers[leaf] == number), None)
         if mine is None:
             continue
-        why = ""
-        if _multiplies_params_alone(step):
-            why = ", which multiplies parameters alone"
-        elif numbers[leaves[0]] not in (None, number):
-            why = f", whose rule is that of {paths[leaves[0]]!r}"
+        shared = numbers[leaves[0]] not in (None, number)
+        why = f", whose rule is that of {paths[leaves[0]]!r}" if shared else ""
+        why = ", which multiplies parameters alone" if _multiplies_params_alone(step) else why
         return f"the parameter {paths[mine]!r} reaches {step.where}{why}"
     uses = ((leaf, use) for leaf, use in main_uses.items() if use is not None)
     reaches = (f"the parameter {paths[leaf]!r} reaches {use.where} alone" for leaf, use in uses)

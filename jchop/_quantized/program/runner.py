@@ -1,29 +1,34 @@
-"""A program run with the operands of its products rounded."""
+"""A program run with the operands of its products rounded, and with kept scales: state in, state out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax import lax
+from jax.extend import core
 
 from jchop._common.paths import common_path_pattern
+from jchop._common.settings import split_prng_key
 from jchop._program.bind import bind
-from jchop._program.control import Interpret, roles_of
+from jchop._program.control import Interpret, ScanOrder, ScanTurn, WhileParts, roles_of, turns_around
 from jchop._program.run import Runner, interpret
-from jchop._program.step import CUSTOM_CALLS, PLAIN_CALLS
+from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, ProgramPlan
 from jchop._quantized.products.codes import CodedArray, block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, contract
 from jchop._quantized.products.product import OperandSwap
+from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.products.scales import round_in_range, round_lsq_operand, update_history, update_range
 from jchop._quantized.program.adapters import add_lora_delta
-from jchop._quantized.program.lazy_params import Keys, LazyParam, RoundedAndFull, is_packed_param, rounded_value
+from jchop._quantized.program.call import Keys, LazyParam, RoundedAndFull, is_packed_param, rounded_value
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._quantized.program.provenance import MOVE_PRIMITIVES
+from jchop._quantized.program.scale_slots import ScaleSlot
 
 Array = jax.Array
 
@@ -53,7 +58,7 @@ class QuantizedRunner(Runner):
     def prepare(self, part: ProductStep, env: dict[Any, Any], seeds: Keys | None) -> None:
         """Parameters are rounded once, before the first equation that computes with them."""
         for i, v in enumerate(part.operands):
-            param = None if isinstance(v, Literal) else env[v]
+            param = None if isinstance(v, core.Literal) else env[v]
             if isinstance(param, LazyParam) and not self._passes(part, i, param):
                 env[v] = param.numbers(seeds)
 
@@ -74,16 +79,15 @@ class QuantizedRunner(Runner):
             return bind(step.eqn.primitive, step.eqn.params, *args)
         if step.name in CUSTOM_CALLS and not self._is_busy(step):
             return bind(step.eqn.primitive, step.eqn.params, *map(rounded_value, args))
-        whole = {"passed": _unchanged, "fixed": _unchanged, "sliced": _as_scan_input}
-        args = [whole.get(role, rounded_value)(x) for x, role in zip(args, roles_of(step), strict=True)]
+        forms = {"passed": lambda x: x, "fixed": lambda x: x, "sliced": _as_scan_input}
+        args = [forms.get(role, rounded_value)(x) for x, role in zip(args, roles_of(step), strict=True)]
         return super().control(step, seeds, args)
 
     def _is_busy(self, step: ProductStep) -> bool:
-        busy = self._busy.get(id(step))
-        if busy is None:
-            busy = any(id(inner) in self.roundings for plan in step.inner for inner in plan.walk())
-            self._busy[id(step)] = busy
-        return busy
+        if id(step) not in self._busy:
+            inner = (one for plan in step.inner for one in plan.walk())
+            self._busy[id(step)] = any(id(one) in self.roundings for one in inner)
+        return self._busy[id(step)]
 
     def run(self, part: ProductStep, seeds: Keys | None, args: list[Any]) -> list[Any]:
         """One equation."""
@@ -131,24 +135,19 @@ class QuantizedRunner(Runner):
         adapters = [_adapter_of(x) for x in args]
         has_stack = any(adapter is not None and adapter.stack for adapter in adapters)
         if any(adapters) and part.name in _ADAPTER_MOVES and (not has_stack or part.name in _ADAPTER_CASTS):
-            outs = self._move_param(
-                part, [replace(x, adapter=None) if isinstance(x, RoundedAndFull) else x for x in args]
-            )
+            alone = [replace(x, adapter=None) if isinstance(x, RoundedAndFull) else x for x in args]
+            outs = self._move_param(part, alone)
             return [replace(out, adapter=adapter) for out, adapter in zip(outs, adapters, strict=True)]
         low, full = run(*map(rounded_value, args)), run(*(x.full if isinstance(x, RoundedAndFull) else x for x in args))
         first, *rest = args
+        moving = first.codes if isinstance(first, RoundedAndFull) else None
         codes: list[CodedArray | None] = [None] * len(low)
-        if (
-            isinstance(first, RoundedAndFull)
-            and first.codes is not None
-            and not any(isinstance(x, RoundedAndFull) for x in rest)
-        ):
+        if moving is not None and not any(isinstance(x, RoundedAndFull) for x in rest):
+            fill = part.eqn.params.get("fill_value")  # beyond the end of what a gather reads
             if part.name == "convert_element_type":
-                codes = [first.codes]
-            elif part.name in _CODE_MOVES and not _fills_past_end(part):
-                codes = [
-                    first.codes.map_arrays(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))
-                ]
+                codes = [moving]
+            elif part.name in _CODE_MOVES and (fill is None or fill != fill):
+                codes = [moving.map_arrays(lambda v, i=i: _move_code_part(part, v, rest)[i]) for i in range(len(low))]
         return [RoundedAndFull(*each) for each in zip(low, full, codes, strict=True)]
 
     def _product(self, step: ProductStep, seeds: Keys | None, args: list[Any]) -> Array:
@@ -169,24 +168,21 @@ class QuantizedRunner(Runner):
             if not roundings.stored_only:
                 self.without_codes.setdefault(path, (step, weight, roundings))
             roundings = replace(roundings, codes=False)
-        group = (
-            None
-            if codes is None or roundings.right is None
-            else block_along_sum(roundings.right, product.forward.right.ndim)
-        )
-        if codes is not None and group is not None:
-            codes = replace(codes, block=math.gcd(group, *(use.block_of(group) for use in step.uses[weight])))
+        if codes is not None and roundings.right is not None:
+            group = block_along_sum(roundings.right, product.forward.right.ndim)
+            block = group and math.gcd(group, *(use.block_of(group) for use in step.uses[weight]))
+            codes = replace(codes, block=block)
         return contract(product, x, full, roundings, key, rounded=rounded_value(w), codes=codes, extra=extra)
 
 
 class _InlineRunner(Runner):
-    """Another runner, for a program whose results stay what they are."""
+    """Another runner, for a program whose results stay what they are: arrays, or parameters that have moved."""
 
     def __init__(self, runner: QuantizedRunner) -> None:
         self.prepare, self.run, self.control = runner.prepare, runner.run, runner.control
 
     def finish(self, value: Any, seeds: Keys | None) -> Any:
-        """A result: an array, or a parameter that has moved."""
+        """A result."""
         return value.numbers(seeds) if isinstance(value, LazyParam) else value
 
 
@@ -212,22 +208,12 @@ def _no_codes_message(failures: dict[str, tuple[ProductStep, int, ProductRoundin
     )
 
 
-def _fills_past_end(part: ProductStep) -> bool:
-    """Whether numbers of its own, and not NaN, stand beyond the end of what a gather reads."""
-    fill = part.eqn.params.get("fill_value")
-    return fill is not None and fill == fill
-
-
 def _move_code_part(part: ProductStep, v: Array, rest: list[Any]) -> list[Any]:
     """A move of elements, scales or zero points; where scales are NaN beyond the end, integers are 0."""
     params = part.eqn.params
     if part.name == "gather" and params["fill_value"] is not None and not jnp.issubdtype(v.dtype, jnp.inexact):
         params = {**params, "fill_value": 0}
     return bind(part.eqn.primitive, params, v, *rest)
-
-
-def _unchanged(x: Any) -> Any:
-    return x
 
 
 def _as_scan_input(x: Any) -> Any:
@@ -244,3 +230,178 @@ def _cast_integers(x: Any, other: Any) -> Any:
     if isinstance(x, RoundedAndFull) or jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     return x.astype(rounded_value(other).dtype)
+
+
+# -- kept scales -------------------------------------------------------------------------------------------------------
+
+
+class ScaleStateRunner(QuantizedRunner):
+    """Products under rules and kept scales; made for one call.
+
+    Args:
+        plain: the products without kept scales.
+        slots: of products, by the identity of their steps.
+        entries_of_scan: of each scan the names that have an entry for each iteration.
+        entries: by name. A range that `calibrate` may fix and that is missing is that of the array itself.
+        mode: ``"fixed"``: entries stay. ``"update"``: `updates` has those after the call. ``"observe"``: `updates` has
+            the arrays themselves, which are not rounded.
+    """
+
+    def __init__(
+        self,
+        plain: QuantizedRunner,
+        slots: Mapping[int, ScaleSlot],
+        entries_of_scan: Mapping[int, tuple[str, ...]],
+        entries: Mapping[str, Array],
+        mode: Literal["fixed", "update", "observe"],
+    ) -> None:
+        super().__init__(plain.roundings, plain.paths)
+        self.slots, self.entries_of_scan, self.mode = slots, entries_of_scan, mode
+        self.entries = {} if mode == "observe" else dict(entries)
+        self.updates: dict[str, Array] = {}
+        self._slots_within: dict[int, tuple[ScaleSlot, ...]] = {}
+
+    # -- one product ---------------------------------------------------------------------------------------------------
+
+    def operand(
+        self, step: ProductStep, x: Array, roundings: ProductRoundings, key: Any
+    ) -> tuple[Array, ProductRoundings, Any]:
+        """The operand of data, rounded under its kept scale."""
+        slot = self.slots.get(id(step))
+        if slot is None or (self.mode != "observe" and slot.source is None and slot.name not in self.entries):
+            return x, roundings, key
+        roundings = replace(roundings, left=None)
+        if self.mode == "observe":
+            self.updates[slot.name] = lax.stop_gradient(x).astype(jnp.float32)
+            return x, roundings, key
+        round_key, key = (None, None) if key is None else split_prng_key(key)
+        return self._round_input(slot, x, round_key), roundings, key
+
+    def _round_input(self, slot: ScaleSlot, x: Array, key: Array | None) -> Array:
+        entry = self.entries.get(slot.name)
+        if entry is None or entry.shape != (shape := slot.shape[len(slot.stack) :]):
+            raise ValueError(_entry_error(slot, entry, shape if entry is not None else ()))
+        source = slot.source
+        if isinstance(source, LSQ):
+            return round_lsq_operand(source, None, x, slot.spec, entry, key)
+        span = after = entry
+        if isinstance(source, MovingAverage):
+            span = after = update_range(source, entry, x, self.mode == "fixed")
+        elif isinstance(source, DelayedScaling):
+            span, after = update_history(source, entry, x)
+        if slot.follows and self.mode == "update":
+            self.updates[slot.name] = self.entries[slot.name] = after.astype(entry.dtype)
+        return round_in_range(x, slot.spec, span, key)
+
+    # -- programs within -----------------------------------------------------------------------------------------------
+
+    def enter(self, step: ProductStep, seeds: Any, args: list[Any], inner: Callable[..., list[Any]]) -> list[Any]:
+        """The results of a step that holds programs; entries are more operands of it, and more results."""
+        slots = self._slots_in(step)
+        if not slots or step.name in (*PLAIN_CALLS, *HIGH_CALLS) or "carried" in roles_of(step):  # loops have their own
+            return super().enter(step, seeds, args, inner)
+        names = [slot.name for slot in slots if slot.name in self.entries]
+        entry_values = [self.entries[name] for name in names]
+        last = [name for name in names if name in self._updated_names(slots)] if self.mode == "update" else []
+        blanks = self._arrays_in(step, slots) if self.mode == "observe" else {}
+
+        def run(plan: ProgramPlan, seeds: Any, args: Sequence[Any]) -> list[Any]:
+            count = len(plan.jaxpr.invars)
+            entries = dict(zip(names, args[count:], strict=True))
+            out, updates = self._inside(partial(inner, plan, seeds, args[:count]), entries)
+            after = entries | updates
+            observed = (updates.get(name, blank) for name, blank in blanks.items())
+            return [*out, *(after[name] for name in last), *observed]
+
+        out = super().enter(step, seeds, [*args, *entry_values], run)
+        count = len(step.eqn.outvars)
+        self._take(dict(zip((*last, *blanks), out[count:], strict=True)))
+        return out[:count]
+
+    def scan(self, step: ProductStep, turn: ScanTurn, start: Any, xs: Any, order: ScanOrder) -> tuple[Any, Any]:
+        """A loop carries entries, and gives and stacks those of single iterations."""
+        rows = {name: self.entries[name] for name in self.entries_of_scan.get(id(step), ()) if name in self.entries}
+        carried, updated_names = self._carried_entries(step, rows)
+
+        def turn_with_entries(carry: Any, row: Any, count: Any) -> tuple[Any, Any]:
+            (values, entries), (x, own) = carry, row
+            (values, ys), updates = self._inside(partial(turn, values, x, count), {**entries, **own})
+            kept = updates.keys() if self.mode == "observe" else own.keys() & updated_names
+            taken = {name: new for name, new in updates.items() if name in kept}
+            return (values, {name: updates.get(name, old) for name, old in entries.items()}), (ys, taken)
+
+        (last, after), (ys, taken) = super().scan(step, turn_with_entries, (start, carried), (xs, rows), order)
+        self._take({**{name: after[name] for name in after if name in updated_names}, **taken})
+        return last, ys
+
+    def while_loop(self, step: ProductStep, loop: WhileParts, start: Any) -> Any:
+        """A loop carries entries; its data cannot be observed."""
+        slots = self._slots_in(step)
+        if slots and self.mode == "observe":
+            raise NotImplementedError(
+                f"{slots[0].place}: data within a `while` loop cannot be observed; let the loop be a scan, or give "
+                "its product a rule without a scale for the whole array"
+            )
+        carried, updated_names = self._carried_entries(step, {})
+
+        def next_of(carry: Any, count: Any) -> Any:
+            values, updates = self._inside(partial(loop.next_of, carry[0], count), carry[1])
+            return values, {name: updates.get(name, old) for name, old in carry[1].items()}
+
+        def goes_on(carry: Any, count: Any) -> Any:
+            return self._inside(partial(loop.goes_on, carry[0], count), carry[1])[0]
+
+        parts = WhileParts(lambda carry, count: loop.condition(carry[0], count), goes_on, next_of)
+        last, after = super().while_loop(step, parts, (start, carried))
+        self._take({name: after[name] for name in after if name in updated_names})
+        return last
+
+    def _carried_entries(self, step: ProductStep, rows: Mapping[str, Array]) -> tuple[dict[str, Array], set[str]]:
+        """The entries that a loop carries, which are those of no single iteration, and the names that it updates."""
+        slots = self._slots_in(step)
+        names = [slot.name for slot in slots if slot.name in self.entries and slot.name not in rows]
+        updated = self._updated_names(slots) if self.mode == "update" else set()
+        return {name: self.entries[name] for name in names}, updated
+
+    def _inside(self, run: Callable[[], Any], entries: dict[str, Array]) -> tuple[Any, dict[str, Array]]:
+        """The results of a program within, and the updates of its entries."""
+        outer = self.entries, self.updates
+        self.entries, self.updates = entries, {}
+        try:
+            return run(), self.updates
+        finally:
+            self.entries, self.updates = outer
+
+    def _take(self, updates: Mapping[str, Array]) -> None:
+        self.updates.update(updates)
+        if self.mode == "update":
+            self.entries.update(updates)
+
+    def _slots_in(self, step: ProductStep) -> tuple[ScaleSlot, ...]:
+        if id(step) not in self._slots_within:
+            inner = (self.slots.get(id(s)) for plan in step.inner for s in plan.walk())
+            self._slots_within[id(step)] = tuple(slot for slot in inner if slot is not None)
+        return self._slots_within[id(step)]
+
+    @staticmethod
+    def _updated_names(slots: Sequence[ScaleSlot]) -> set[str]:
+        return {slot.name for slot in slots if slot.follows}
+
+    def _arrays_in(self, step: ProductStep, slots: Sequence[ScaleSlot]) -> dict[str, Array]:
+        """Arrays of NaN, which stand for the data of a branch that was not taken."""
+        shapes = {}
+        for inner, around in (pair for plan in step.inner for pair in plan.walk_within() if id(pair[0]) in self.slots):
+            aval = inner.eqn.invars[1 - self.roundings[id(inner)][1]].aval
+            lengths = [length for _, length in turns_around(around)]
+            shapes[self.slots[id(inner)].name] = jnp.full((*lengths, *aval.shape), jnp.nan)
+        return {slot.name: shapes[slot.name] for slot in slots}
+
+
+def _entry_error(slot: ScaleSlot, entry: Array | None, shape: tuple[int, ...]) -> str:
+    if entry is None:
+        more = ", or for a learned scale what calibrate returns" if isinstance(slot.source, LSQ) else ""
+        return f"scales has no {slot.name!r} of the {slot.place}: pass scales=low.start(params, ...){more}"
+    return (
+        f"scales: {slot.name!r} of the {slot.place} has shape {entry.shape} in a call, and its rule needs {shape}: it "
+        "belongs to a function with another rule"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,9 @@ from jchop._common.paths import path_pattern
 from jchop._program.control import operands_of_role, roles_of, turns_around
 from jchop._program.step import CUSTOM_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
+from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
+from jchop._quantized.products.scales import RangeObserver, check_calibration_data, initial_scale, range_observer_for
 from jchop._quantized.program.param_uses import ProductStep
-from jchop._quantized.scales.formulas import initial_scale
-from jchop._quantized.scales.observers import RangeObserver, check_calibration_data, range_observer_for
 from jchop._spec.spec import Gradient, Spec
 
 Array = jax.Array
@@ -145,7 +145,12 @@ def scale_slots_of(
         product_roundings, weight = roundings[id(step)]
         rule = rules[id(step)]
         source = rule.scale_from if rule.scale_from is not None and "activation" in rule.scale_from.fields else None
-        if weight < 0 or not _has_scale_state(product_roundings, source):
+        left = product_roundings.left
+        if weight < 0 or left is None or product_roundings.codes:
+            continue
+        # Without a source, an operand that is rounded once under one scale may have a fixed range.
+        once = has_tensor_scale(left) and product_roundings.keeps_left and left.gradient == Gradient()
+        if source is None and not once:
             continue
         leaf: int = step.uses[weight][0].leaf
         name = f"{paths[leaf] or 'params'}_activation_{RANGE if source is None else _STATE_KINDS[type(source)]}"
@@ -163,14 +168,13 @@ def scale_slots_of(
         name = name if counts[name] == 1 else f"{name}_{counts[name] - 1}"
         loops, in_branch = [], any(outer.name == "cond" for outer in around)
         for scan, length in turns_around(around):
-            takes_apart = leaf in _sliced_leaves(scan)
+            sliced = operands_of_role(scan, "sliced", scan.known)
+            takes_apart = any(origin.leaf == leaf for fact in sliced for origin in fact.origins)
             loops.append((length, takes_apart))
             if takes_apart:
                 entries_of_scan[id(scan)] = (*entries_of_scan.get(id(scan), ()), name)
-        assert product_roundings.left is not None
-        slots[id(step)] = ScaleSlot(
-            name, product_roundings.left, source, tuple(loops), product_roundings.place, in_branch
-        )
+        place = product_roundings.place
+        slots[id(step)] = ScaleSlot(name, left, source, tuple(loops), place, in_branch)
     return slots, entries_of_scan
 
 
@@ -191,9 +195,8 @@ def check_entry_names(names: Iterable[str], slots: Iterable[ScaleSlot], rules: M
     present, slot_of_name = set(names), {slot.name: slot for slot in slots}
     fixed = {name for name, slot in slot_of_name.items() if slot.source is None}
     extra = sorted(name for name in present if name not in slot_of_name and not _may_have_entry(name, rules))
-    missing = (
-        sorted(name for name in fixed - present if not slot_of_name[name].in_branch) if fixed & present or extra else []
-    )
+    reached = sorted(name for name in fixed - present if not slot_of_name[name].in_branch)
+    missing = reached if fixed & present or extra else []
     problems = [f"has no {name!r}" for name in missing] + [f"has {name!r}, which has no use here" for name in extra]
     if problems:
         raise ValueError(
@@ -214,15 +217,6 @@ def _may_have_entry(name: str, rules: Mapping[str, Any]) -> bool:
     return match[3] == _STATE_KINDS[type(source)]
 
 
-def _has_scale_state(roundings: ProductRoundings, source: ScaleFrom | None) -> bool:
-    """Whether the left operand has kept scales by the rule, or is rounded once under one scale, which can be fixed."""
-    if roundings.left is None or roundings.codes:
-        return False
-    return source is not None or (
-        has_tensor_scale(roundings.left) and roundings.keeps_left and roundings.left.gradient == Gradient()
-    )
-
-
 _WHILE_LOOP = "a while loop"
 _ENCLOSURE_NAMES = dict.fromkeys(CUSTOM_CALLS, "a function with a derivative of its own") | {"while": _WHILE_LOOP}
 
@@ -232,11 +226,6 @@ def _enclosure_text(around: Sequence[ProductStep]) -> str:
     closed = (step for step in around if "passed" not in roles_of(step) and not turns_around([step]))
     names = [_ENCLOSURE_NAMES.get(step.name, step.name) for step in closed]
     return next((name for name in names if name != _WHILE_LOOP), names[0] if names else "")
-
-
-def _sliced_leaves(scan: ProductStep) -> set[int]:
-    """The parameters that a scan takes apart."""
-    return {origin.leaf for fact in operands_of_role(scan, "sliced", scan.known) for origin in fact.origins}
 
 
 # -- calibration -----------------------------------------------------------------------------------------------------
@@ -291,16 +280,18 @@ class ScaleCalibration:
         Raises:
             ValueError: if there is none.
         """
-        entries: dict[str, dict[str, Any]] = {"learned": {}, "stats": {}}
+        new = Scales({}, {})
         for name, (slot, observers) in self._slots.items():
             spans = {index: span for index, one in observers.items() if (span := one.range()) is not None}
-            if len(spans) == len([*np.ndindex(*slot.stack)]):
-                trainable = slot.kind == SCALE
-                entry_from = (lambda span, s=slot: initial_scale(span, s.spec)) if trainable else (lambda span: span)
-                entries["learned" if trainable else "stats"][name] = stack_entries(slot, spans, entry_from)
-        if not entries["learned"] and not entries["stats"]:
+            if len(spans) < math.prod(slot.stack):
+                continue
+            if slot.kind == SCALE:
+                new.learned[name] = stack_entries(slot, spans, lambda span, s=slot: initial_scale(span, s.spec))
+            else:
+                new.stats[name] = stack_entries(slot, spans)
+        if not new.entries:
             raise ValueError(
                 "no product of the program has an activation with one scale for the whole array, such as 'int8', "
                 "without a gradient of its own, backward roundings or a history, and data that is finite"
             )
-        return Scales({**scales.learned, **entries["learned"]}, {**scales.stats, **entries["stats"]})
+        return merge_scales(scales, new)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,13 +14,21 @@ import jax.numpy as jnp
 from jax import export
 
 from jchop._common.bit_ops import reshape
-from jchop._quantized.products.operand_layout import keep_nan
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, ScaleFrom
-from jchop._quantized.program.matrix_layout import MatrixView, WeightRotation, split_axes
-from jchop._quantized.program.provenance import AxisFactor, AxisFactors
+from jchop._common.paths import path_pattern
+from jchop._quantized.products.contraction import ProductRoundings
+from jchop._quantized.products.operand_layout import keep_nan, round_in_layout
+from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, ScaleFrom
+from jchop._quantized.products.scales import round_in_range, round_lsq, update_history
+from jchop._quantized.program.param_uses import ParamUse, ProductStep
+from jchop._quantized.program.provenance import (
+    AxisFactor,
+    AxisFactors,
+    MatrixLayout,
+    MatrixView,
+    WeightRotation,
+    split_axes,
+)
 from jchop._quantized.program.scale_slots import Scales
-from jchop._quantized.scales.formulas import round_in_range, round_lsq, update_history
-from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 from jchop.formats.scaled.scaled import axis_indexes
@@ -62,43 +70,42 @@ class WeightLayout:
         """A parameter, or a stack, in full precision, as it is before it is rounded."""
         return x if self.rotation is None else map_over_stack(x.ndim - self.ndim, self.rotation.parameter, x)
 
+    def _map(self, run: Callable[..., Any], x: Array, *keys: Array | None, beside: tuple[Any, ...] = ()) -> Any:
+        """A function of each array of a stack, in the shape that is rounded, of what is beside it, and of keys."""
+        stack = x.ndim - self.ndim
+        arrays = reshape(x, x.shape[:stack] + self.shape), *beside
+        return map_over_stack(stack, lambda arrays, *keys: run(*arrays, *keys), arrays, *keys)
+
     def round(self, x: Array, key: Array | None = None, gradient_key: Array | None = None) -> Array:
         """A parameter, or one of a stack, rounded; straight-through, but for what the spec does to its cotangent."""
-        stack = x.ndim - self.ndim
-        array = reshape(x, x.shape[:stack] + self.shape)
-        return reshape(map_over_stack(stack, partial(_round_param, self.spec), array, key, gradient_key), x.shape)
+        rounded = self._map(lambda v, *keys: round_in_layout(None, v, self.spec, *keys), x, key, gradient_key)
+        return reshape(rounded, x.shape)
 
     def round_under(self, state: WeightScaleState, x: Array, key: Array | None = None) -> Array:
         """A parameter rounded under kept scales."""
-        stack = x.ndim - self.ndim
-        array = reshape(x, x.shape[:stack] + self.shape)
 
-        def round_one(both: tuple[Array, Array], key: Array | None) -> Array:
-            v, entry = both
+        def round_one(v: Array, entry: Array, key: Array | None) -> Array:
             if isinstance(state.source, LSQ):
                 sharing = v.size // entry.size if state.source.factor else None
                 return keep_nan(v, round_lsq(v, self.spec, entry, key, sharing=sharing), self.spec)
             return round_in_range(v, self.spec, entry, key)
 
-        return reshape(map_over_stack(stack, round_one, (array, state.entry), key), x.shape)
+        return reshape(self._map(round_one, x, key, beside=(state.entry,)), x.shape)
 
     def fit_scales(self, x: Array) -> Array:
         """The scales that a parameter has by the format's rule."""
-        stack = x.ndim - self.ndim
-        return map_over_stack(stack, lambda v: fit_scale(v, self.spec)[0], reshape(x, x.shape[:stack] + self.shape))
+        return self._map(lambda v: fit_scale(v, self.spec)[0], x)
 
     def pack(
         self, x: Array, key: Array | None = None, scale: Array | None = None, zero_point: Array | None = None
     ) -> QArray | StoredAs:
         """A parameter as codes and scales, in its own shape; under given scales and zero points, if it has such."""
-        stack = x.ndim - self.ndim
-        core = tuple(x.shape[stack:])
-        array = reshape(x, x.shape[:stack] + self.shape)
 
-        def pack_one(operands: tuple[Array, Array | None, Array | None], key: Array | None) -> QArray:
-            return quantize(operands[0], self.spec, key, scale=operands[1], zero_point=operands[2])
+        def pack_one(v: Array, scale: Array | None, zero_point: Array | None, key: Array | None) -> QArray:
+            return quantize(v, self.spec, key, scale=scale, zero_point=zero_point)
 
-        qarray = map_over_stack(stack, pack_one, (array, scale, zero_point), key)
+        qarray = self._map(pack_one, x, key, beside=(scale, zero_point))
+        core = tuple(x.shape[x.ndim - self.ndim :])
         return qarray if core == self.shape else StoredAs(qarray, core, len(self.shape))
 
 
@@ -114,10 +121,6 @@ class WeightScaleState:
 
     entry: Array
     source: ScaleFrom
-
-
-def _round_param(spec: Spec, x: Array, key: Array | None, gradient_key: Array | None) -> Array:
-    return keep_nan(x, round_to_format(x, spec, key, gradient_key=gradient_key), spec)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["core", "ndim_stored"])
@@ -197,7 +200,7 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
             do not lie together.
     """
     if view is None:
-        return _check_group_axes(WeightLayout(spec, tuple(shape), len(shape)))
+        return _checked_layout(spec, tuple(shape), len(shape))
     factors = split_axes(shape, [part for parts in (*view.free, view.contracting) for part in parts])
     stack = stack_ndim(shape, view)
     entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
@@ -209,11 +212,16 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
     number = {(part.axis, part.inner): i for i, (_, part) in enumerate(entries)}
 
     def numbers(parts: AxisFactors) -> list[int]:
-        return [number[p.axis, p.inner] for p in parts if (p.axis, p.inner) in number]
+        """Of the parts; a part of an axis that is not taken apart stands for all of it."""
+        every: dict[AxisFactor, None] = {}
+        for part in parts:
+            own = factors[part.axis]
+            every |= dict.fromkeys([part] if part in own else own)
+        return [number[p.axis, p.inner] for p in every if (p.axis, p.inner) in number]
 
     kinds: list[AxisGrouping] = [OWN_SCALE] * len(entries)
     runs: list[list[int]] = []
-    factors_of_axis = [numbers(_split_by_factors(parts, factors)) for parts in (*view.free, view.contracting)]
+    factors_of_axis = [numbers(parts) for parts in (*view.free, view.contracting)]
     sparse, crossing = _sparse_factors(spec, factors_of_axis, sizes)
     for kind, ids in zip(axis_groupings(fmt, len(factors_of_axis)), factors_of_axis, strict=True):
         if isinstance(kind, str):
@@ -227,15 +235,13 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
                 continue
             runs.append(ids)
             kinds[ids[0]] = kind
-    joint_shape, kinds, owners = _join_runs(sizes, kinds, [axis for axis, _ in entries], runs)
-    array_shape, array_kinds = _merge_axis_factors(joint_shape, kinds, owners)
+    array_shape, array_kinds = _merge_axis_factors(*_join_runs(sizes, kinds, [axis for axis, _ in entries], runs))
     array_format = _with_scale_groups(with_groupings(fmt, array_kinds), fmt, array_kinds)
     if fmt.sparse is not None:
         # Without a part of two numbers, each number is alone, and stays.
-        array_format = (
-            _with_sparse_factor(array_format, sparse[-1], sizes, array_shape) if sparse else array_format.dense
-        )
-    return _check_group_axes(WeightLayout(replace(spec, format=array_format), array_shape, len(core)))
+        alone = array_format.dense
+        array_format = _with_sparse_factor(array_format, sparse[-1], sizes, array_shape) if sparse else alone
+    return _checked_layout(replace(spec, format=array_format), array_shape, len(core))
 
 
 def blocks_fit_axes(view: MatrixView, block: int | None) -> bool:
@@ -250,19 +256,10 @@ def blocks_fit_axes(view: MatrixView, block: int | None) -> bool:
     return True
 
 
-def _check_group_axes(placement: WeightLayout) -> WeightLayout:
-    if placement.spec.scaled is not None:
-        placement.spec.scaled.group_shape(placement.shape)
-    return placement
-
-
-def _split_by_factors(parts: AxisFactors, factors: Sequence[tuple[AxisFactor, ...]]) -> AxisFactors:
-    """Parts as those of `factors`: a part of an axis that is not taken apart stands for all of it."""
-    result: list[AxisFactor] = []
-    for part in parts:
-        own = factors[part.axis]
-        result += [part] if part in own else [p for p in own if p not in result]
-    return tuple(result)
+def _checked_layout(spec: Spec, shape: tuple[int, ...], ndim: int) -> WeightLayout:
+    if spec.scaled is not None:
+        spec.scaled.group_shape(shape)
+    return WeightLayout(spec, shape, ndim)
 
 
 def stack_ndim(shape: Sequence[int], view: MatrixView) -> int:
@@ -394,31 +391,127 @@ def _with_scale_groups(fmt: ScaledFormat, original: ScaledFormat, kinds: Sequenc
 # -- entries among kept scales ---------------------------------------------------------------------------------------
 
 
+def first_weight_entry(placement: WeightLayout, source: ScaleFrom, value: Any) -> Array:
+    """The entry of a parameter before the first call: the scales of the format's rule, or an empty history."""
+    if isinstance(source, DelayedScaling):
+        return jnp.zeros((*value.shape[: value.ndim - placement.ndim], source.length))
+    return placement.fit_scales(jnp.asarray(value))
+
+
+def weight_scale_entry(
+    name: str, placement: WeightLayout, source: ScaleFrom, value: Array, scales: Scales | None
+) -> Array:
+    """The entry of a parameter among kept scales, in its shape."""
+    entry = None if scales is None else scales.entries.get(name)
+    if entry is None:
+        raise ValueError(f"scales has no {name!r}: pass scales=low.start(params, ...), or what training made of it")
+    like = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    shape = jax.eval_shape(partial(first_weight_entry, placement, source), like).shape
+    if entry.shape != shape:
+        raise ValueError(f"scales: {name!r} has shape {entry.shape}, and its rule needs {shape}: it is of another rule")
+    return entry
+
+
 def weight_scale_state(
     name: str, placement: WeightLayout, source: ScaleFrom, value: Array, scales: Scales
 ) -> tuple[WeightScaleState, dict[str, Array]]:
     """The kept scales of a parameter, and its history after the call."""
-    if isinstance(source, LSQ):
-        return WeightScaleState(weight_scale_entry(scales, name, placement.fit_scales, value), source), {}
-    assert isinstance(source, DelayedScaling)
+    entry = weight_scale_entry(name, placement, source, value, scales)
+    if not isinstance(source, DelayedScaling):
+        return WeightScaleState(entry, source), {}
     stack = value.ndim - placement.ndim
-
-    def history_like(v: Any) -> Array:
-        return jnp.zeros((*v.shape[:stack], source.length))
-
-    def update_one(both: tuple[Array, Array]) -> tuple[Array, Array]:
-        return update_history(source, *both)
-
-    span, after = map_over_stack(stack, update_one, (weight_scale_entry(scales, name, history_like, value), value))
+    span, after = map_over_stack(stack, lambda both: update_history(source, *both), (entry, value))
     return WeightScaleState(span, source), {name: after}
 
 
-def weight_scale_entry(scales: Scales | None, name: str, like: Callable[[Any], Any], value: Any) -> Array:
-    """An entry of a parameter, in the shape that `like` gives for it."""
-    entry = None if scales is None else scales.entries.get(name)
-    if entry is None:
-        raise ValueError(f"scales has no {name!r}: pass scales=low.start(params, ...), or what training made of it")
-    shape = jax.eval_shape(like, jax.ShapeDtypeStruct(value.shape, value.dtype)).shape
-    if entry.shape != shape:
-        raise ValueError(f"scales: {name!r} has shape {entry.shape}, and its rule needs {shape}: it is of another rule")
-    return entry
+# -- rotated parameters ------------------------------------------------------------------------------------------------
+
+
+def weight_rotation_of(
+    rule: Rule, path: str, shape: Sequence[int], uses: Sequence[ParamUse], is_result: bool
+) -> WeightRotation | None:
+    """The rotation of a parameter that a rule rounds, along the sum of its products; None if there is none.
+
+    Args:
+        rule: the rule.
+        path: of the parameter.
+        shape: of it.
+        uses: all of them.
+        is_result: whether the function returns it, too.
+
+    Raises:
+        ValueError: if anything needs the parameter as it is.
+    """
+    first = next((use for use in uses if use.kind == "product" and use.view is not None), None)
+    if rule.forward_rotation is None or first is None:
+        return None
+    assert first.view is not None
+    for use in uses:
+        if use.kind != "product":
+            raise _rotation_error(rule, path, f"{use.where} takes it as it is")
+        if use.view is None or use.view.contracting != first.view.contracting:
+            raise _rotation_error(rule, path, f"{use.where} sums over other axes")
+        if not use.is_intact:
+            why = f"its numbers are computed with before {use.where}"
+            raise _rotation_error(rule, path, f"{why}, or put in another order, or sent between devices")
+    if is_result:
+        raise _rotation_error(rule, path, "the function returns it")
+    layout = MatrixLayout.of(shape, stack_ndim(shape, first.view), first.view, 0)
+    if layout is None:
+        raise _rotation_error(rule, path, f"{first.where} takes a part of an axis")
+    return WeightRotation(rule.forward_rotation, layout)
+
+
+def with_weight_rotation(
+    step: ProductStep,
+    roundings: tuple[ProductRoundings, int] | None,
+    placements: Mapping[int, tuple[WeightLayout, ParamUse]],
+    paths: Sequence[str],
+    rules: Mapping[int, Rule],
+) -> tuple[ProductRoundings, int] | None:
+    """The roundings of a product whose weight may be stored rotated.
+
+    Args:
+        step: the product.
+        roundings: its roundings, and which operand the weight is; None if nothing is rounded.
+        placements: of the parameters that are rounded.
+        paths: of the parameters.
+        rules: of the parameters that are rounded.
+
+    Raises:
+        ValueError: if the product does not rotate its inputs as its weight is.
+    """
+    uses = step.param_uses
+    rotations = {use.leaf: placements[use.leaf][0].rotation if use.leaf in placements else None for use in uses}
+    if roundings is not None and (rotation := roundings[0].forward_rotation) is not None and step.product is not None:
+        width = _sum_length(step)
+        if rotation.size == "all" and width % 2:
+            raise ValueError(
+                f"rotation={rotation} of the {roundings[0].place}: its sum has {width} numbers, which is odd, so "
+                "there is no Hadamard matrix; put a rule without a rotation before it"
+            )
+    if not any(rotations.values()):
+        return roundings
+    for use in uses:
+        param_rotation = rotations[use.leaf] or next(filter(None, rotations.values()))
+        own_rotation = None if roundings is None else roundings[0].forward_rotation
+        whole = use.view is not None and math.prod(part.size for part in use.view.contracting) == _sum_length(step)
+        if rotations[use.leaf] is None or own_rotation != param_rotation.rotation or not whole:
+            why = f"the inputs of {step.where} are not rotated in the same way"
+            leaf = next(leaf for leaf, own in rotations.items() if own is not None)
+            raise _rotation_error(rules[leaf], paths[leaf], why)
+    assert roundings is not None
+    return replace(roundings[0], skip_weight_rotation=True), roundings[1]
+
+
+def _sum_length(step: ProductStep) -> int:
+    """How many products are summed for each result."""
+    assert step.product is not None
+    return math.prod(step.eqn.invars[0].aval.shape[axis] for axis in step.product.forward.left.contracting)
+
+
+def _rotation_error(rule: Rule, path: str, why: str) -> ValueError:
+    return ValueError(
+        f"rotation={rule.rotation} of the parameter {path!r}: {why}; put Rule({path_pattern(path)!r}, ...) without a "
+        f"rotation before {rule}"
+    )

@@ -101,7 +101,7 @@ class _OutputObserver:
     """The range of outputs: their least and largest number, in their dtype, or by another method of `nn.calibrate`."""
 
     def __init__(self, method: str, spec: Spec) -> None:
-        from jchop._quantized.scales.observers import range_observer_for
+        from jchop._quantized.products.scales import range_observer_for
 
         self.by_method = None if method == "minmax" else range_observer_for(method, "widest")(spec)
         self.ends = [float("inf"), float("-inf")]

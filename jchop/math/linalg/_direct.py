@@ -11,14 +11,14 @@ import numpy as np
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_bool
-from jchop._emulate.linalg.direct import (
+from jchop._emulate.rules.linalg import (
+    SpecArithmetic,
     factor_cholesky,
     factor_lu,
     factor_qr,
     solve_with_factors,
     substitute_triangular,
 )
-from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
 from jchop._round.arguments import SpecLike, as_array
 from jchop.math.linalg._evaluate import (
     StaticPartial,

@@ -18,7 +18,7 @@ from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
+from jchop._emulate.rules.linalg import SpecArithmetic
 from jchop._round.arguments import SpecLike, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec

@@ -16,8 +16,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_int
 from jchop._core.matmul.operations import operation_carrier
-from jchop._emulate.linalg.direct import substitute_triangular
-from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
+from jchop._emulate.rules.linalg import SpecArithmetic, substitute_triangular
 from jchop._round.arguments import SpecLike, as_array, as_operands, has_tracer
 from jchop.math.linalg._evaluate import evaluate_systems, matrix_order, right_side_axes
 

@@ -15,9 +15,8 @@ from jchop._common.checks import check_choice, check_int
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.matmul.operations import spec_draws, widen_operand
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.linalg.direct import factor_lu, solve_with_factors
-from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
-from jchop._emulate.rules.exact_functions import carrier_frexp
+from jchop._emulate.rules.functions import carrier_frexp
+from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors
 from jchop._round.arguments import SpecLike, as_array, as_operands, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec

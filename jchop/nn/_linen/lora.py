@@ -14,7 +14,7 @@ from flax import linen as nn
 
 from jchop._common.checks import check, check_bool, check_instance
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.provenance import MatrixLayout
 from jchop._round.arguments import check_key
 from jchop.nn._linen.quantized import (
     Quantized,

@@ -6,19 +6,16 @@ attributes, which costs `flax.nnx.jit` less than modules.
 """
 
 from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeVar
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.attention import dot_product_attention_weights
 from flax.nnx.nn import dtypes
-
 from jchop._common.settings import split_prng_key
 from jchop._emulate.emulate import emulate
 from jchop._quantized.products.codes import param_codes
@@ -38,6 +35,12 @@ from jchop._quantized.scales.formulas import (
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.storage import QArray, dequantize
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+from jchop._quantized.products.scales import round_in_range, round_in_range_with_codes
+from jchop.nn._shared.scale_state import ActivationRange, ScaleSource
+
 
 Array = jax.Array
 KeyStream = nnx.RngStream | None

@@ -15,9 +15,8 @@ from jchop._common.checks import check, check_instance
 from jchop._common.paths import matches_path
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Rule, rule_index
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.call import CallArguments, is_param_leaf
-from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
-from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.program.call import CallArguments, is_packed_param, is_param_leaf, unpack_param
+from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop._round.arguments import check_key

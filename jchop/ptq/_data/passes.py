@@ -15,8 +15,7 @@ import numpy as np
 
 from jchop._common.checks import check, check_instance
 from jchop._common.text import table_lines
-from jchop._quantized.program.call import batch_arguments, enumerate_batches
-from jchop._quantized.program.lazy_params import Keys
+from jchop._quantized.program.call import Keys, batch_arguments, enumerate_batches
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.quantize_fn import QuantizedFunction
 from jchop.ptq._data.collect import (

@@ -15,9 +15,8 @@ from jchop._program.control import CONTROL, ScanOrder, ScanTurn, operands_of_rol
 from jchop._program.run import Runner, interpret
 from jchop._program.step import CUSTOM_CALLS
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
-from jchop._quantized.program.matrix_layout import MatrixLayout, MatrixView
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
-from jchop._quantized.program.provenance import AxisFactor, ParamOrigin, move_origin
+from jchop._quantized.program.provenance import AxisFactor, MatrixLayout, MatrixView, ParamOrigin, move_origin
 from jchop._quantized.program.weight_layout import stack_ndim
 
 

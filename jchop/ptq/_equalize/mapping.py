@@ -14,9 +14,9 @@ from jax import lax
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.settings import always_jit
-from jchop._quantized.products.rotation import HadamardBlocks
-from jchop._quantized.program.lazy_params import is_packed_param, unpack_param
-from jchop._quantized.program.matrix_layout import MatrixLayout
+from jchop._quantized.products.operand_layout import HadamardBlocks
+from jchop._quantized.program.call import is_packed_param, unpack_param
+from jchop._quantized.program.provenance import MatrixLayout
 from jchop._quantized.program.weight_layout import WeightLayout
 from jchop.ptq._data.collect import InputSums, add_sums
 from jchop.ptq._data.passes import BatchData, LazySums, mean_statistics

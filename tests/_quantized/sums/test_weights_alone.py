@@ -12,8 +12,8 @@ import pytest
 from further import Further
 
 import jchop as jc
+from jchop._quantized.products.code_products import _fits_dequantize_kernel, _multiply_by_kernel, suits_panels
 from jchop._quantized.products.codes import encode_operand, expand_codes, multiply_codes
-from jchop._quantized.products.weight_only import _fits_dequantize_kernel, _multiply_by_kernel, suits_panels
 from jchop._spec.spec import as_spec
 
 further = Further()

@@ -13,8 +13,8 @@ from further import Further
 from jax import lax
 
 import jchop as jc
+from jchop._quantized.products.code_products import ConvGeometry, _ConvSums, convolve_codes, correlate_codes
 from jchop._quantized.products.codes import CodedArray
-from jchop._quantized.products.conv import ConvGeometry, _ConvSums, convolve_codes, correlate_codes
 
 further = Further()
 

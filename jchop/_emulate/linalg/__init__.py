@@ -1,1 +1,0 @@
-"""Algorithms of linear algebra with every operation rounded, and their arithmetic."""

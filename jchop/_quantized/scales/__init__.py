@@ -1,1 +1,0 @@
-"""Scales that are kept: their formulas, and the observers of calibration."""
