@@ -24,7 +24,7 @@ from jchop._cli._file_commands import parse_rule
 from jchop._common.checks import check, close_names_hint, place_in_errors, short_repr, split_outside_brackets
 from jchop._common.files import open_regular_file, require_extra
 from jchop._common.on_demand import load_name
-from jchop._program.source import is_library_file
+from jchop._program.step import is_library_file
 from jchop._spec.spec import as_spec
 from jchop.storage import load_safetensors, save_safetensors
 from jchop.storage._files.safetensors import TensorFile

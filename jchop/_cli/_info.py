@@ -20,7 +20,7 @@ from jchop._common.files import INSTALL_EXTRA
 from jchop._common.on_demand import load_name
 from jchop._common.settings import has_fast_math
 from jchop._kernels.primitive import devices_at_hand
-from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM
+from jchop._quantized.program.report import OPERANDS_BY_PLATFORM
 
 
 def _run_formats(options: argparse.Namespace) -> None:

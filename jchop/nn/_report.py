@@ -1,21 +1,23 @@
 """`report`: the effect of rules on each layer of a model; signal-to-noise ratios of its weights, inputs and results."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, overload
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.tracers import TraceState
+
 from jchop._common.checks import check, check_choice
 from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
-from jchop._quantized.products.chip_operands import OPERANDS_BY_PLATFORM, operand_types_on
 from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple
-from jchop._quantized.program.report import ProgramReport
+from jchop._quantized.program.report import OPERANDS_BY_PLATFORM, ProgramReport, operand_types_on
 from jchop.nn._nnx.layer_kinds import (
     NnxKind,
     check_param_axes,
@@ -29,17 +31,6 @@ from jchop.nn._nnx.rounding_modules import RoundedConvolution
 from jchop.nn._shared.program_classes import ExampleInputs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, report_equinox_module
 from jchop.storage import QArray
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from jchop._common.checks import check_choice, short_repr
-from jchop._quantized.program.report import OPERANDS_BY_PLATFORM, ProgramReport, operand_types_on
-from jchop.nn._nnx.attach import check_param_axes, packed_param_shape
-from jchop.nn._nnx.layers import NnxLayerRule, entry_parameters, nnx_layer_rules
-from jchop.nn._nnx.variables import QuantizedParam
-from jchop.nn._ratios import LayerRatios, layer_ratios
-from jchop.nn._shared.model_report import LayerRow, ModelReport, bytes_of_tree, why_wide
-from jchop.nn._trees.equinox_modules import is_equinox_module, report_equinox_module
-
 
 Array = jax.Array
 

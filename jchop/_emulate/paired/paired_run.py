@@ -35,7 +35,8 @@ from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, is_library_file, is_reference, source_line_of
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
-from jchop.formats import ElementFormat, FloatFormat, binary64
+from jchop.formats import ElementFormat, FloatFormat
+from jchop.formats._catalogue import binary64
 
 # -- references --------------------------------------------------------------------------------------------------------
 

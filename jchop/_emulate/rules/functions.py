@@ -26,7 +26,7 @@ from jchop._core.matmul.operations import round_operation
 from jchop._program.jaxprs import same_constant, same_param
 from jchop._program.step import programs_of
 from jchop._spec.spec import Spec
-from jchop.formats import binary32, binary64
+from jchop.formats._catalogue import binary32, binary64
 from jchop.formats.rounding import Rounding
 
 # -- exact functions ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import Seeds
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop.formats import binary32, binary64
+from jchop.formats._catalogue import binary32, binary64
 
 # -- operations --------------------------------------------------------------------------------------------------------
 

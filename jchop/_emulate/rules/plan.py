@@ -48,7 +48,7 @@ from jchop._program.run import Planner
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, scope_of
 from jchop._spec.spec import Spec, as_spec
-from jchop.formats import bfloat16, binary16, binary32, binary64
+from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
 
 # -- facts about steps -------------------------------------------------------------------------------------------------
 

@@ -1,36 +1,23 @@
 """`jchop.blame`: the part of each operation in the error of an emulated program."""
 
 from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+
 from jchop._common.checks import check, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine
 from jchop._emulate.emulate import round_on_entry
 from jchop._emulate.paired.measure import as_double_precision
-from jchop._emulate.paired.paired_run import SILENT_KINDS, ValuePair
-from jchop._emulate.paired.places import argument_names, first_line_of, step_label, step_spec_text, walk_sources
-from jchop._emulate.paired.reference import CarrierReference
-from jchop._emulate.rules.interpret import EagerRunner
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.trace import EmulatedProgram, trace_program
-from jchop._emulate.rules.value_facts import is_number
-from jchop._insight.reports.report import PlacedRow, emulated_call, refuse_tracers
-from jchop._insight.reports.tape import ErrorShare, Tape
-from jchop._program.control import as_jax_value
-from jchop._program.planner import is_foreign_primitive
-from jchop._program.run import interpret
-from jchop._program.seeds import Seeds
-from jchop._program.source import user_line
-import jax.core
-from jchop._common.checks import check_int
-from jchop._emulate.emulate import EmulatedFunction, round_on_entry
 from jchop._emulate.paired.paired_run import (
     SILENT_KINDS,
     CarrierReference,
@@ -41,12 +28,16 @@ from jchop._emulate.paired.paired_run import (
     step_spec_text,
     walk_sources,
 )
+from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.rules import is_number
 from jchop._emulate.rules.run_task import EmulatedStep
-from jchop._insight.reports.report import PlacedRow, emulated_call
+from jchop._emulate.rules.trace import EmulatedProgram, trace_program
+from jchop._insight.reports.report import PlacedRow, emulated_call, refuse_tracers
+from jchop._insight.reports.tape import ErrorShare, Tape
+from jchop._program.control import as_jax_value
 from jchop._program.run import interpret, is_foreign_primitive
+from jchop._program.seeds import Seeds
 from jchop._program.step import user_line
-
 
 Array = jax.Array
 #: A `while` loop of more turns is an error without a limit; an adaptive solver of an ODE takes about 0.1 s for a turn.

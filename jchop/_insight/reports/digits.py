@@ -1,6 +1,7 @@
 """`jchop.significant_digits`: the decimal digits of a result that rounding errors leave."""
 
 from __future__ import annotations
+
 import math
 import warnings
 from collections import Counter
@@ -8,49 +9,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
+
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
 from jchop._common.checks import check, check_float, check_instance, check_int
 from jchop._common.text import TableOrLine, Tables, plain_data
 from jchop._emulate.emulate import EmulatedFunction, call_seeds, round_on_entry
-from jchop._emulate.paired.paired_run import SILENT_KINDS
-from jchop._emulate.paired.places import MOST_REPORT_TURNS, step_label, walk_sources
-from jchop._emulate.rules.interpret import EagerRunner, round_operands
-from jchop._emulate.rules.rules import EXACT, Settings, make_settings
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.trace import EmulatedProgram, trace_program
-from jchop._emulate.rules.value_facts import is_carrier_float
-from jchop._insight.reports.report import PlacedRow, refuse_tracers, unbind_method
-from jchop._program.control import as_jax_value, copy_if_reference, where_active
-from jchop._program.lanes import LaneRunner
-from jchop._program.loop_limits import COMPARISONS
-from jchop._program.run import interpret
-from jchop._program.seeds import Seeds
-from jchop._program.shards import (
-    align_shard_axes,
-    bind_shards,
-    broadcast_to_shards,
-    map_shards,
-    stack_turns,
-    with_vmap_collective,
-)
-from jchop._program.source import user_line
-from jchop._program.step import ProgramPlan
-from jchop._round.arguments import check_key
-from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat, FloatFormat
-import os
-from dataclasses import dataclass, field, fields
-from types import MethodType
-from jchop._common.checks import check_int
-from jchop._common.text import TableOrLine, Tables
 from jchop._emulate.paired.paired_run import MOST_REPORT_TURNS, SILENT_KINDS, step_label, walk_sources
+from jchop._emulate.rules.interpret import EagerRunner, round_operands
 from jchop._emulate.rules.rules import EXACT, Settings, is_carrier_float, make_settings
 from jchop._emulate.rules.run_task import EmulatedStep
+from jchop._emulate.rules.trace import EmulatedProgram, trace_program
+from jchop._insight.reports.report import PlacedRow, refuse_tracers, unbind_method
 from jchop._program.control import COMPARISONS, as_jax_value, copy_if_reference, where_active
 from jchop._program.lanes import (
     LaneRunner,
@@ -61,8 +36,12 @@ from jchop._program.lanes import (
     stack_turns,
     with_vmap_collective,
 )
+from jchop._program.run import interpret
+from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, user_line
-
+from jchop._round.arguments import check_key
+from jchop._spec.spec import Spec
+from jchop.formats import ElementFormat, FloatFormat
 
 Array = jax.Array
 #: A value in every sample.

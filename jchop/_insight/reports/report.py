@@ -1,6 +1,7 @@
 """`emulate.report`: the roundings of a program, their places and counts, and their effect on the values."""
 
 from __future__ import annotations
+
 import math
 import os
 import warnings
@@ -9,34 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
 from typing import Any, Literal, Protocol, TypedDict, Unpack, cast, overload
+
 import jax
+import jax.core
 import numpy as np
+
 from jchop._common.checks import check_bool, check_choice, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction, round_on_entry
 from jchop._emulate.emulate import emulate as _emulate
 from jchop._emulate.paired.measure import Event, Measure
-from jchop._emulate.paired.paired_run import SILENT_KINDS, PairedRun, StopEventError
-from jchop._emulate.paired.places import (
-    MOST_REPORT_TURNS,
-    argument_names,
-    first_line_of,
-    step_label,
-    step_spec_text,
-    text_of_event,
-    walk_sources,
-)
-from jchop._emulate.paired.reference import make_reference
-from jchop._emulate.rules.rules import EVENTS
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.trace import trace_program
-from jchop._emulate.rules.value_facts import is_number
-from jchop._program.source import user_line
-from jchop._round.arguments import has_tracer
-from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat
-import jax.core
-from jchop._common.checks import check_bool, check_choice, check_int
 from jchop._emulate.paired.paired_run import (
     MOST_REPORT_TURNS,
     SILENT_KINDS,
@@ -52,8 +35,11 @@ from jchop._emulate.paired.paired_run import (
 )
 from jchop._emulate.rules.rules import EVENTS, is_number
 from jchop._emulate.rules.run_task import EmulatedStep
+from jchop._emulate.rules.trace import trace_program
 from jchop._program.step import user_line
-
+from jchop._round.arguments import has_tracer
+from jchop._spec.spec import Spec
+from jchop.formats import ElementFormat
 
 Array = jax.Array
 

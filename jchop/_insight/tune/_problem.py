@@ -1,33 +1,29 @@
 """The error of a result as one number; the sites of a program with a format of their own, and the error of these."""
 
 from __future__ import annotations
+
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jchop._common.checks import check
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.paired.measure import as_double_precision
-from jchop._emulate.paired.paired_run import SILENT_KINDS
-from jchop._emulate.paired.places import walk_sources
-from jchop._emulate.rules.rules import ArithmeticChoice, Settings, make_settings
-from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.paired.paired_run import SILENT_KINDS, walk_sources
+from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice, Settings, make_settings
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, ProgramCache, as_program_arguments
-from jchop._emulate.rules.value_facts import CARRIER_DTYPES
 from jchop._insight.tune._traced_formats import is_plan_traceable, run_with_levels
 from jchop._program.step import ProgramPlan
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
-from jchop._emulate.paired.paired_run import SILENT_KINDS, walk_sources
-from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice, Settings, make_settings
-from jchop._emulate.rules.run_task import EmulatedStep
-from jchop._insight.tune._metrics import ErrorMetric, check_finite_result, error_by_metric
-
 
 ErrorMetric = Callable[[Any, Any], Any]
 #: The values of `by`.

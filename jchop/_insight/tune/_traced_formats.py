@@ -11,22 +11,24 @@ rounding innocuous?", SIGNUM Newsletter 30(3), 1995).
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from jchop._common.bit_ops import FLOAT64
 from jchop._core.elementary.functions import supports_function
 from jchop._emulate.rules.accumulate import accumulate_in_order
-from jchop._emulate.rules.factorizations import map_matrices
-from jchop._emulate.rules.rules import ArithmeticChoice
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.value_facts import CARRIER_DTYPES
+from jchop._emulate.rules.linalg import map_matrices
+from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice
+from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._kernels.primitive import make_op
 from jchop._program.bind import bind
 from jchop._program.control import CONTROL, WhileParts, as_jax_value
@@ -36,13 +38,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import FloatFormat
 from jchop.formats._catalogue import bfloat16, binary16, binary32
 from jchop.formats.rounding import Overflow, Rounding
-from dataclasses import replace
-from jchop._emulate.rules.linalg import map_matrices
-from jchop._emulate.rules.rules import CARRIER_DTYPES, ArithmeticChoice
-from jchop._emulate.rules.run_task import EmulatedStep
-from jchop._insight.tune._format_rows import FLOAT64_ROW, format_row, is_spec_traceable, round_to_44_bits, round_to_row
-from jchop.formats import bfloat16, binary16, binary32
-
 
 Array = jax.Array
 

@@ -35,8 +35,7 @@ from jchop._quantized.products.codes import (
 from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop.formats import CodebookFormat, FloatFormat, UniformFormat
 from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings
-from jchop.storage._codes import decode_unscaled, load_codes, unpack_entries
-from jchop.storage._decode import repeat_over_groups
+from jchop.storage._codes import decode_unscaled, load_codes, repeat_over_groups, unpack_entries
 
 # -- convolutions ------------------------------------------------------------------------------------------------------
 #

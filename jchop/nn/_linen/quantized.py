@@ -5,12 +5,14 @@ and caches of keys and values.
 """
 
 from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
 import jax
 import numpy as np
 from flax import linen as nn
@@ -18,13 +20,20 @@ from flax.core.scope import in_filter
 from flax.linen import module as linen_module
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
+
 from jchop._common.on_demand import load_name
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite, check_layout_axes, norm_scale_spec, round_in_layout
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, is_stochastic, param_rule_index, rule_index
-from jchop._quantized.products.scale_from import LSQ
-from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches
-from jchop._quantized.program.lazy_params import is_packed_param
+from jchop._quantized.products.rule import (
+    LSQ,
+    ROUNDING_FIELDS,
+    Location,
+    Rule,
+    is_stochastic,
+    param_rule_index,
+    rule_index,
+)
+from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches, is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
@@ -34,25 +43,6 @@ from jchop._spec.spec import Spec
 from jchop.nn._shared.cache import cache_with_token, empty_packed_cache
 from jchop.storage import QArray, dequantize, dequantize_params, quantize
 from jchop.storage._array import refuse_qarray_dicts
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
-from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import LSQ, Rule
-from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches, is_packed_param
-from jchop.nn._linen.layers import (
-    CACHE_COLLECTION,
-    LayerRoundings,
-    LinenPath,
-    ModuleCall,
-    NormRounding,
-    may_round_norms,
-    module_calls,
-    norm_roundings,
-)
-from jchop.storage import dequantize_params
-
 
 Array = jax.Array
 LinenPath = tuple[str, ...]

@@ -1,19 +1,22 @@
 """Models whose programs are quantized: every method runs under rules, whatever the classes of its layers."""
 
 from __future__ import annotations
+
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
+
 import jax
 import numpy as np
 from flax import nnx
+
 from jchop._common.checks import check
 from jchop._quantized.products.rule import Rule
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter
-from jchop._quantized.program.lazy_params import is_packed_param
+from jchop._quantized.program.call import is_packed_param
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import ScaleCalibration, Scales
 from jchop._quantized.quantize_fn import QuantizedFunction, check_rule_fields
@@ -38,22 +41,6 @@ from jchop.nn._shared.program_classes import (
     plain_class,
     round_methods,
 )
-from jchop._quantized.program.call import is_packed_param
-from jchop._quantized.program.quantized_program import check_weight_rules
-from jchop._quantized.program.scale_slots import ScaleCalibration, Scales, merge_scales, scales_after_packing
-from jchop.nn._nnx.attach import fork_rounding_stream
-from jchop.nn._nnx.modules import Keys, module_entries
-from jchop.nn._nnx.variables import UNPACKED_CLASS, QuantizedParam, packed_nnx_variable
-from jchop.nn._shared.program_classes import (
-    ExampleInputs,
-    ProgramPart,
-    class_body,
-    method_inputs,
-    method_of,
-    plain_class,
-)
-from jchop.nn._shared.scale_state import ProgramScales
-
 
 Array = jax.Array
 

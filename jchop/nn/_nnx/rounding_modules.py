@@ -6,25 +6,26 @@ attributes, which costs `flax.nnx.jit` less than modules.
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.attention import dot_product_attention_weights
 from flax.nnx.nn import dtypes
+
 from jchop._common.settings import split_prng_key
 from jchop._emulate.emulate import emulate
 from jchop._quantized.products.codes import param_codes
 from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
-from jchop._quantized.products.rule import Location, is_stochastic
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
-from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
-from jchop._quantized.scales.formulas import (
+from jchop._quantized.products.rule import LSQ, DelayedScaling, Location, MovingAverage, is_stochastic
+from jchop._quantized.products.scales import (
     initial_scale,
     round_in_range,
     round_in_range_with_codes,
@@ -32,15 +33,10 @@ from jchop._quantized.scales.formulas import (
     update_history,
     update_range,
 )
+from jchop._quantized.program.scale_slots import HISTORY, RANGE, Scales, state_kind
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.storage import QArray, dequantize
-import math
-from collections.abc import Callable
-from typing import Any, ClassVar
-from jchop._quantized.products.scales import round_in_range, round_in_range_with_codes
-from jchop.nn._shared.scale_state import ActivationRange, ScaleSource
-
 
 Array = jax.Array
 KeyStream = nnx.RngStream | None

@@ -1,16 +1,18 @@
 """Modules of Equinox, whose methods run under rules as programs; Equinox is imported where there is a module of it."""
 
 from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
+
 import jax
 from flax import nnx
+
 from jchop._common.checks import check, check_instance
-from jchop._quantized.products.rule import Rule
-from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.products.rule import LSQ, Rule
 from jchop._quantized.program.call import is_param_leaf
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales
@@ -27,13 +29,6 @@ from jchop.nn._shared.program_classes import (
     plain_class,
     round_methods,
 )
-import numpy as np
-from jchop._quantized.products.rule import LSQ, Rule
-from jchop._quantized.program.quantized_program import check_weight_rules
-from jchop._quantized.program.scale_slots import Scales, merge_scales, scales_after_packing
-from jchop.nn._shared.modes import LayerMode, check_layer_modes
-from jchop.nn._shared.program_classes import ExampleInputs, ProgramPart, class_body, method_inputs, plain_class
-
 
 Array = jax.Array
 
