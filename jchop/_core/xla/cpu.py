@@ -5,19 +5,21 @@ gone; then its workaround can be removed. Other files name the quirk that they w
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+
 from jchop._common.bit_ops import FLOAT32
 from jchop._common.settings import always_jit
 from jchop._core.xla.sizes import are_static, if_static
-
 
 Array = jax.Array
 
@@ -88,13 +90,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "maximum_loses_nan",
         "The maximum of many numbers, one of them NaN, is a number, and may be less than one that precedes the NaN.",
         "A sum tells whether all numbers are finite (`_largest_magnitude` in `_core/scaled/elements.py`, "
-<<<<<<< /tmp/tmp0utjy93h/o
-        "`optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
-||||||| /tmp/tmp0utjy93h/b
-        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/exact_functions.py`).",
-=======
-        "`optim/_nonfinite.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).",
->>>>>>> /tmp/tmp0utjy93h/t
+        "`optim/_chain.py`), or the maximum is that of the bits (`_emulate/rules/functions.py`).",
     ),
     Quirk(
         "selected_float8_changes_nan",
