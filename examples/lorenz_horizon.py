@@ -4,7 +4,7 @@
 
 In a chaotic system errors grow like exp(0.906 t), with the Lyapunov exponent of this one (E. N. Lorenz, J. Atmos. Sci.
 20 (1963) 130-141), so each bit of precision should keep the state right for another log(2) / 0.906 units of time.
-`jc.blame` of a run by the classical Runge-Kutta method tells which errors count, and when they are made: those of the
+`low.blame` of a run by the classical Runge-Kutta method tells which errors count, and when they are made: those of the
 first turns, which have time to grow, and most of all those of the sum that makes the next state, because the time step
 makes those of the slopes small. `jc.tune` then finds formats that keep 32 or 64 states within a tolerance: fewer bits
 for the slopes than for the state. Other states, held out, tell whether those were enough. With `--small` it takes some
@@ -128,7 +128,7 @@ def main() -> None:
         for precision, time in horizons.items():
             print(f"{precision:4}  {time:7.2f}")
         print(f"blaming {steps} steps", file=sys.stderr, flush=True)
-        found = jc.blame(jc.emulate(lambda x: integrate(steps)(x)[-1, 0], "binary32"), wide[:, 0])
+        found = jc.emulate(lambda x: integrate(steps)(x)[-1, 0], "binary32").blame(wide[:, 0])
         state = sum(row.contribution for row in found.rows if row.scope == "state")
         print(f"error of x in binary32: {found.error:.3g}, of the state's updates {state:.3g}")
         for row in found.rows[:4]:

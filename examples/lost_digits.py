@@ -2,7 +2,7 @@
 
     python examples/lost_digits.py [--small] [--plot lost_digits.png]
 
-The variance of numbers near 10 is computed as E[x²] - E[x]² in bfloat16. `jc.blame` runs the program twice, with every
+The variance of numbers near 10 is computed as E[x²] - E[x]² in bfloat16. `low.blame` runs the program twice, with every
 operation rounded and without, and gives each operation its part of the error of the result; the parts add up to the
 error. The subtraction, in which the digits vanish, has no part: its operands have lost them before. Then the parts are
 kept in float32 one after the other, the worst first, until the result is right. An operation in bfloat16 rounds its
@@ -47,7 +47,7 @@ def numbers(count: int) -> np.ndarray:
 def mend(x: np.ndarray) -> dict[str, float]:
     """The errors of the program with none, one, two and more of its parts in float32, the worst parts first."""
     right = float(variance(x))
-    worst = dict.fromkeys(row.scope for row in jc.blame(jc.emulate(variance, FORMAT), x).rows)
+    worst = dict.fromkeys(row.scope for row in jc.emulate(variance, FORMAT).blame(x).rows)
     order = ["difference", *(scope for scope in worst if scope != "difference")]
     errors = {}
     for count in range(len(order) + 1):
@@ -79,7 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     x = numbers(64 if options.small else 1024)
     print(f"adding {x.size} numbers in {FORMAT}", file=sys.stderr, flush=True)
-    found = jc.blame(jc.emulate(variance, FORMAT), x)
+    found = jc.emulate(variance, FORMAT).blame(x)
     print(found)
     errors = mend(x)
     print(f"\n{'in float32':24}  relative error")

@@ -2,7 +2,7 @@
 
     python examples/tuned_solver.py [--small] [--plot tuned_solver.png]
 
-A linear system is solved by LU factors and iterative refinement. `jc.blame` of the solver in binary16 gives each part
+A linear system is solved by LU factors and iterative refinement. `low.blame` of the solver in binary16 gives each part
 its contribution to the error of the solution. Nearly all of it comes from the residuals, and from the rounded matrix in
 them; the factors, with most of the work, have next to none, because refinement repairs their errors. `jc.tune` then
 searches the cheapest format for each part, at the bits of all its multiplications. It finds the rule of numerical
@@ -126,7 +126,7 @@ def main() -> None:
     every = systems(n, count)
     inputs, held_out = every[:-1], every[-1:]
     low = jc.emulate(solve, LOW)
-    found = jc.blame(jc.emulate(lambda a, b: solve(a, b)[-1], LOW), *held_out[0])
+    found = jc.emulate(lambda a, b: solve(a, b)[-1], LOW).blame(*held_out[0])
     shares = parts(found)
     print(f"in {LOW}, parts of the error of the solution")
     for name, value in shares.items():

@@ -47,11 +47,11 @@ __version__ = "0.1.0"
 
 if _typing.TYPE_CHECKING:
     from jchop import math
+    from jchop._emulate.emulate import EmulatedFunction, emulate
     from jchop._insight.compare import Comparison, compare
     from jchop._insight.probe import Probe, probe
-    from jchop._insight.reports.blame import Blame, blame
+    from jchop._insight.reports.blame import Blame
     from jchop._insight.reports.digits import SignificantDigits, significant_digits
-    from jchop._insight.reports.report import emulate
     from jchop._insight.tune import Tuning, tune
     from jchop._quantized.products.operand_layout import Hadamard
     from jchop._quantized.products.qarray_products import dot, einsum, ragged_dot
@@ -70,9 +70,9 @@ __getattr__, __dir__ = _on_demand(
         "jchop._serving.kv_cache": ("KVCache",),
         "jchop._insight.compare": ("Comparison", "compare"),
         "jchop._insight.probe": ("Probe", "probe"),
-        "jchop._insight.reports.blame": ("Blame", "blame"),
+        "jchop._insight.reports.blame": ("Blame",),
         "jchop._insight.reports.digits": ("SignificantDigits", "significant_digits"),
-        "jchop._insight.reports.report": ("emulate",),
+        "jchop._emulate.emulate": ("EmulatedFunction", "emulate"),
         "jchop._quantized.products.qarray_products": ("dot", "einsum", "ragged_dot"),
         "jchop._quantized.quantize_fn": ("quantize_fn",),
         "jchop._quantized.products.operand_layout": ("Hadamard",),
@@ -91,6 +91,7 @@ __all__ = [
     "Comparison",
     "DelayedScaling",
     "ElementFormat",
+    "EmulatedFunction",
     "FixedFormat",
     "FloatFormat",
     "Gradient",
@@ -116,7 +117,6 @@ __all__ = [
     "TensorCore",
     "Tuning",
     "bfp",
-    "blame",
     "compare",
     "dequantize",
     "dot",

@@ -308,7 +308,7 @@ def emulate_more() -> Any:
 
 @case("emulate report")
 def emulate_report() -> Any:
-    rows = jc.emulate.report(jc.emulate(attention, "bfloat16"), x(), x(), x(), trace_values=True).rows
+    rows = jc.emulate(attention, "bfloat16").report(x(), x(), x(), trace_values=True).rows
     return [np.array([row.results, row.overflows, row.largest, row.error or 0.0], float) for row in rows]
 
 

@@ -60,7 +60,7 @@ SHARED_NAMES = {
     *("Array", "Keys", "Number", "T", "Tensor"),
     *("Adapted", "add_lora", "load_lora", "merge_lora", "save_lora", "split_lora"),
     *("ChopSTE", "ChopfSTE", "ChopiSTE", "LightChop", "OptimLP", "Quantizer"),
-    *("blame", "emulate", "report", "sensitivity", "tune", "ParameterRow"),
+    *("blame", "report", "sensitivity", "tune", "ParameterRow"),
     *("clip", "dot", "einsum", "matmul", "round_to_format"),
     *("correct_biases", "dequantize", "quantize", "load_checkpoint", "save_checkpoint", "save"),
 }

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from types import MethodType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jchop._common.on_demand import load_name
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate.paired.paired_run import (
     CarrierReference,
@@ -36,6 +37,26 @@ from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, ScaledFormat
 
 Array = jax.Array
+
+
+class _EmulateOptions(TypedDict, total=False):
+    rules: Mapping[str, Any] | None
+    accumulate: Any
+    key: Any
+    unknown: Any
+    narrow: Literal["raise", "carrier"]
+    max_turns: int | None
+    stop_at: Literal["overflow", "nan", "invalid"] | None
+
+
+@overload
+def emulate(fun: Callable[..., Any], spec: Any, **options: Unpack[_EmulateOptions]) -> EmulatedFunction: ...
+
+
+@overload
+def emulate(
+    spec: Spec | ElementFormat | str | None, **options: Unpack[_EmulateOptions]
+) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
 
 
 def emulate(
@@ -177,8 +198,37 @@ def _function_name(fun: Any) -> str:
     return getattr(fun, "__name__", "fun")
 
 
+class LazyMethod:
+    """A method that a wing gives, loaded when first used."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __get__(self, low: Any, owner: type | None = None) -> Any:
+        function = load_name(self.module, self.name)
+        return function if low is None else MethodType(function, low)
+
+
 class EmulatedFunction:
-    """A function with every operation rounded, as `emulate` returns it."""
+    """A function with every operation rounded, as `emulate` returns it, with the tools that look into it.
+
+    A decorated method is looked into by its class: ``Model.step.report(model, x)``.
+
+    Example:
+        >>> import jax.numpy as jnp, jchop as jc
+        >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
+        >>> len(low.report(jnp.array([1.0, 8.0])).rows), low.blame(jnp.array([1.0, 1.5])).rows[0].primitive
+        (2, 'exp')
+    """
+
+    if TYPE_CHECKING:
+
+        def report(self, *args: Any, **options: Any) -> Any: ...
+        def blame(self, *args: Any, **options: Any) -> Any: ...
+
+    else:
+        report = LazyMethod("jchop._insight.reports.report", "report")
+        blame = LazyMethod("jchop._insight.reports.blame", "blame")
 
     def __init__(self, fun: Callable[..., Any], settings: Settings, key: Array | None) -> None:
         self.fun, self.settings, self.key = fun, settings, key
@@ -193,7 +243,7 @@ class EmulatedFunction:
 
     def __call__(self, *args: Any, key: Array | None = None, **kwargs: Any) -> Any:
         """`fun` of the arguments; `key` replaces the key of `emulate`."""
-        seeds = self.seeds(key, args, kwargs)
+        seeds = seeds_of_call(self, key, args, kwargs)
         program = self._program(key, args, kwargs)
         # A program may compute a NaN that it never uses, as jnp.var does, or begin a maximum with -inf, so
         # jax_debug_nans and jax_debug_infs check the results only.
@@ -207,14 +257,6 @@ class EmulatedFunction:
             out = jax.tree.map(lambda x: x if has_codes(x) else mark_results(x), out, is_leaf=has_codes)
         return jax.tree.map(jnp.copy, out) if check else out
 
-    def seeds(self, key: Array | None, args: Any, kwargs: Any) -> Seeds | None:
-        """The seeds of a call with these arguments; `key` replaces the key of `emulate`."""
-        if key is not None and not self.settings.stochastic and _takes_key(self.fun, args, kwargs):
-            raise TypeError(
-                f"key: no rounding is stochastic, and fun={_function_name(self.fun)} does not get it; {_OWN_KEY_ADVICE}"
-            )
-        return call_seeds(self.settings, self.key if key is None else key)
-
     def _program(self, key: Array | None, args: Any, kwargs: Any) -> EmulatedProgram:
         try:
             return self.programs.of(args, kwargs)
@@ -222,6 +264,15 @@ class EmulatedFunction:
             if key is not None and _takes_key(self.fun, args, kwargs) and "'key'" in str(error):
                 raise TypeError(f"{error}; {_OWN_KEY_ADVICE}") from error
             raise
+
+
+def seeds_of_call(low: EmulatedFunction, key: Array | None, args: Any, kwargs: Any) -> Seeds | None:
+    """The seeds of a call with these arguments; `key` replaces the key of `emulate`."""
+    if key is not None and not low.settings.stochastic and _takes_key(low.fun, args, kwargs):
+        raise TypeError(
+            f"key: no rounding is stochastic, and fun={_function_name(low.fun)} does not get it; {_OWN_KEY_ADVICE}"
+        )
+    return call_seeds(low.settings, low.key if key is None else key)
 
 
 _OWN_KEY_ADVICE = "pass fun's own key by position, or as lambda x: fun(x, key=...); key= is the key of the roundings"

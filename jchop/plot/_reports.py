@@ -37,7 +37,7 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
     numbers of results that overflowed, became zero, are infinite and are NaN.
 
     Args:
-        seen: a result of ``jchop.emulate.report(..., trace_values=True)``.
+        seen: a result of ``jchop.EmulatedFunction.report(..., trace_values=True)``.
         title: the title above the bars. Default ``"Where the digits go"``.
 
     Raises:
@@ -48,14 +48,13 @@ def report(seen: Report, *, title: str = "Where the digits go") -> Figure:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from jchop import plot
         >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
-        >>> figure = plot.report(jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True))
+        >>> figure = plot.report(low.report(jnp.array([1.0, 8.0]), trace_values=True))
         >>> [label.get_text().split()[:2] for label in figure.axes[0].get_yticklabels()]
         [['exp', 'float8_e4m3'], ['mul', 'float8_e4m3']]
     """
-    rows, has_values = _fields_of(seen, "a result of jchop.emulate.report", "rows", "traced")
+    rows, has_values = _fields_of(seen, "a result of jchop.EmulatedFunction.report", "rows", "traced")
     if not has_values or not rows:
-        raise ValueError("seen must hold what was seen: pass trace_values=True to jchop.emulate.report, for a program "
-                         "with at least one operation")  # fmt: skip
+        raise ValueError("seen must hold values: low.report(x, trace_values=True), of a program with operations")
     figure = new_figure(10, 1.9 + 0.68 * len(rows), title)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     _draw_errors(left, rows)
@@ -102,7 +101,7 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
     sum of the contributions up to each turn, for the rows with turns among those drawn.
 
     Args:
-        seen: a result of `jchop.blame`.
+        seen: a result of `jchop.EmulatedFunction.blame`.
         title: the title above the bars. Default ``"Where the error comes from"``.
         most: the most rows that have a bar of their own. Default 16.
 
@@ -113,12 +112,12 @@ def blame(seen: Blame, *, title: str = "Where the error comes from", most: int =
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from jchop import plot
-        >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x * x), "e4m3"), jnp.array([1.1, 2.3]))
+        >>> found = jc.emulate(lambda x: jnp.sum(x * x), "e4m3").blame(jnp.array([1.1, 2.3]))
         >>> figure = plot.blame(found)
         >>> len(figure.axes[0].patches) == len(found.rows)
         True
     """
-    rows, _ = _fields_of(seen, "a result of jchop.blame", "rows", "unexplained")
+    rows, _ = _fields_of(seen, "a result of jchop.EmulatedFunction.blame", "rows", "unexplained")
     check(rows, "seen must have rows: a program without roundings has none")
     top_rows, tail = rows[:most], rows[most:]
     names = [_operation_label(row, row.spec) for row in top_rows] + ([f"{len(tail)} more rows"] if tail else [])

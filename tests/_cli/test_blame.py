@@ -1,4 +1,4 @@
-"""`jchop blame`: the table of `jc.blame` for a function of a file, its files, and errors."""
+"""`jchop blame`: the table of `EmulatedFunction.blame` for a function of a file, its files, and errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_json_is_that_of_blame(folder: Path, capsys: pytest.CaptureFixture[str])
     import blamed_model  # type: ignore[import-not-found]
 
     data = np.load(folder / "data.npz")
-    found = jc.blame(jc.emulate(blamed_model.loss, "e4m3"), data["x"], data["y"])
+    found = jc.emulate(blamed_model.loss, "e4m3").blame(data["x"], data["y"])
     names = ("error", "value", "reference", "unexplained")
     assert [printed[name] for name in names] == [getattr(found, name) for name in names]
     rows = [(row["primitive"], row["contribution"]) for row in printed["rows"]]
@@ -130,7 +130,7 @@ def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     import blamed_model  # type: ignore[import-not-found]
 
     low = jc.emulate(blamed_model.spread, "e4m3:stochastic", key=jax.random.key(3))
-    found = jc.blame(low, np.load(folder / "x.npz")["arr_0"], output=blamed_model.first)
+    found = low.blame(np.load(folder / "x.npz")["arr_0"], output=blamed_model.first)
     assert f"error {found.error:.4g}," in "\n".join(printed)
 
 

@@ -87,7 +87,7 @@ def test_methods() -> None:
     assert float(holder.scaled(1.0)) == float(jax.jit(holder.scaled)(1.0)) == 0.9375
     assert float(Holder.plain(1.0)) == float(np.float32(1) / np.float32(3))
     assert float(Holder.of_class(1.1)) == 2.0
-    rows = jc.emulate.report(holder.scaled, 1.0).rows
+    rows = Holder.scaled.report(holder, 1.0).rows
     assert [(row.primitive, row.spec) for row in rows] == [("div", "float8_e5m2"), ("mul", "carrier")]
 
 
@@ -128,9 +128,9 @@ def test_a_key_by_name_that_only_the_function_could_use(fun: Any) -> None:
 
 def test_reports_refuse_such_a_key() -> None:
     low = jc.emulate(noisy, "bfloat16")
-    for call in (jc.blame, functools.partial(jc.emulate.report, trace_values=True)):
+    for call in (low.blame, functools.partial(low.report, trace_values=True)):
         with pytest.raises(TypeError, match="no rounding is stochastic, and fun=noisy"):
-            call(low, 1.0, key=KEY)
+            call(1.0, key=KEY)
 
 
 def test_a_key_by_name_is_that_of_the_roundings() -> None:
@@ -368,7 +368,7 @@ def test_the_report_has_the_lines_of_this_call() -> None:
     low(1.0, True)
     low(1.0, False)
     assert len(low.programs._programs) == 1
-    lines = [jc.emulate.report(low, 1.0, first).rows[0].source.rpartition(":")[2] for first in (True, False)]
+    lines = [low.report(1.0, first).rows[0].source.rpartition(":")[2] for first in (True, False)]
     assert [int(line) - fun.__code__.co_firstlineno for line in lines] == [2, 3]
 
 

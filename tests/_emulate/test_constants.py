@@ -178,7 +178,7 @@ LOST = {
 def test_reports_count_constants_that_are_lost(name: str) -> None:
     """Once each, in a row of the line that has them."""
     program, field = LOST[name]
-    report = jc.emulate.report(jc.emulate(program, "binary16"), jnp.ones(1), trace_values=True)
+    report = jc.emulate(program, "binary16").report(jnp.ones(1), trace_values=True)
     (row,) = [row for row in report.rows if row.primitive == "constant"]
     assert (getattr(row, field), row.equations, row.results) == (1, 1, 1)
     assert row.place.startswith("test_constants.py:")
@@ -199,7 +199,7 @@ def test_blame_names_constants_that_vanish() -> None:
     """As it names arrays: the constant makes the error, not the product."""
     array = jnp.array([1e-9])
     for times in (lambda x: x * 1e-9, lambda x: x * array):
-        found = jc.blame(jc.emulate(times, "binary16"), jnp.array([1e3]))
+        found = jc.emulate(times, "binary16").blame(jnp.array([1e3]))
         assert part(found, "constant") == pytest.approx(-1e-6, rel=1e-5)
         assert part(found, "mul") == pytest.approx(0, abs=1e-12)
 
@@ -207,12 +207,12 @@ def test_blame_names_constants_that_vanish() -> None:
 def test_blame_refuses_a_constant_that_overflows() -> None:
     """Its error is infinite, so that there are no parts; the message has its line."""
     with pytest.raises(ValueError, match=r"the result of constant \(.*test_constants.py:\d+\) is not finite"):
-        jc.blame(jc.emulate(lambda x: x / 1e6, "binary16"), jnp.array([1e3]))
+        jc.emulate(lambda x: x / 1e6, "binary16").blame(jnp.array([1e3]))
 
 
 def test_a_constant_that_is_held_or_rounded_has_no_row() -> None:
     """Its rounding belongs to the operation."""
     keeps: Callable[..., Any] = lambda x: x * 0.1 + 2.0  # noqa: E731
-    found = jc.blame(jc.emulate(keeps, "binary16"), jnp.array([3.0]))
-    report = jc.emulate.report(jc.emulate(keeps, "binary16"), jnp.array([3.0]), trace_values=True)
+    found = jc.emulate(keeps, "binary16").blame(jnp.array([3.0]))
+    report = jc.emulate(keeps, "binary16").report(jnp.array([3.0]), trace_values=True)
     assert "constant" not in {row.primitive for row in (*found.rows, *report.rows)}

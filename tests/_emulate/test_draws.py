@@ -230,7 +230,7 @@ def keys_of_every_kind_and_rules() -> None:
         jc.emulate(draw, "e4m3")(rbg), jnp.minimum(jc.round_to_format(draw(rbg), "e4m3"), 0.9375)
     )
     np.testing.assert_array_equal(jc.emulate(draw, "e4m3", rules={"_uniform": None})(KEY), draw(KEY))
-    (row,) = jc.emulate.report(jc.emulate(draw, "e4m3"), KEY, trace_values=True).rows
+    (row,) = jc.emulate(draw, "e4m3").report(KEY, trace_values=True).rows
     assert (row.scope, row.spec, row.results) == ("_uniform", "float8_e4m3", 40)
 
 

@@ -166,7 +166,7 @@ def test_what_has_no_algorithm_is_the_carriers(name: str, fun: Callable[..., Any
         r = (lambda x: x) if rules else rounded_parts
         want = jax.tree.map(r, fun(jc.round_to_format(a, spec)))
         jax.tree.map(np.testing.assert_array_equal, jc.emulate(fun, spec, rules=rules)(a), want)
-    (row,) = jc.emulate.report(jc.emulate(fun, "bfloat16"), a).rows
+    (row,) = jc.emulate(fun, "bfloat16").report(a).rows
     assert (row.primitive, row.spec) == (name, "bfloat16")
 
 

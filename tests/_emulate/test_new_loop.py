@@ -100,11 +100,9 @@ def test_emulated(spec: str) -> None:
 def test_reported_and_blamed() -> None:
     """Each turn is seen: rows count all runs, and blame explains the error."""
     low, own = (jc.emulate(fun, "bfloat16") for fun in (program, same))
-    results = [
-        [row.results for row in jc.emulate.report(f, *operands()).rows if row.primitive == "tanh"] for f in (low, own)
-    ]
+    results = [[row.results for row in f.report(*operands()).rows if row.primitive == "tanh"] for f in (low, own)]
     assert results[0] == results[1] != []
-    found, want = (jc.blame(f, *operands(), output=jnp.sum) for f in (low, own))
+    found, want = (f.blame(*operands(), output=jnp.sum) for f in (low, own))
     assert found.error == want.error
     assert found.unexplained == pytest.approx(want.unexplained)
 

@@ -62,7 +62,7 @@ def test_rules_of_a_primitive_hold_within_loops(halved: Callable[..., Any]) -> N
 
 def test_blame_takes_the_derivative_of_a_primitive_as_a_whole(halved: Callable[..., Any]) -> None:
     """Its foreign code has none."""
-    found = jc.blame(jc.emulate(lambda x: halved(x * 0.1).sum(), "bfloat16"), X)
+    found = jc.emulate(lambda x: halved(x * 0.1).sum(), "bfloat16").blame(X)
     rows = {row.primitive: row.contribution for row in found.rows}
     assert {"mul", "halved", "reduce_sum"} <= set(rows)
     assert abs(found.unexplained) < 1e-6 < abs(found.error)

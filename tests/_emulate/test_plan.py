@@ -150,7 +150,7 @@ def test_complex_numbers() -> None:
 def test_results_that_cannot_wrap_are_refused_with_their_line(fun: Callable[..., Any], text: str) -> None:
     """When the program is planned: by a report that runs nothing, too."""
     with pytest.raises(ValueError, match=text):
-        jc.emulate.report(jc.emulate(fun, "fixed8.8:wrap"), X)
+        jc.emulate(fun, "fixed8.8:wrap").report(X)
 
 
 def test_sums_that_cannot_wrap_are_refused_with_their_line() -> None:

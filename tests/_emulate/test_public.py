@@ -93,7 +93,7 @@ TOP: dict[str, Row] = {
         lambda x: jc.significant_digits(jnp.sin, x, key=KEY), error="significant_digits needs arguments that are not"
     ),
     "tune": Row(lambda x: jc.tune(jnp.sin, [(x,)], 0.1, [OWN, None]), error="tune needs arguments that are not traced"),
-    "blame": Row(lambda x: jc.blame(jc.emulate(jnp.sin, OWN), x), error="blame needs arguments that are not traced"),
+    "blame": Row(lambda x: jc.emulate(jnp.sin, OWN).blame(x), error="blame needs arguments that are not traced"),
     "to_qwix": Row(lambda x: jc.to_qwix(stored(x)), error="to_qwix|never"),
     "from_qwix": Row(lambda x: jc.from_qwix(x), error="from_qwix|WithAux"),
 }
@@ -266,7 +266,7 @@ def test_derivatives_and_transformations() -> None:
 @further
 def the_report_does_not_list_operations_of_functions() -> None:
     low = jc.emulate(lambda x: math.mean(x, SUMS) + 1, AROUND)
-    assert [entry.primitive for entry in jc.emulate.report(low, X, trace_values=True).rows] == ["jchop", "add"]
+    assert [entry.primitive for entry in low.report(X, trace_values=True).rows] == ["jchop", "add"]
 
 
 test_further = further.test()

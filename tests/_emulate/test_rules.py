@@ -166,7 +166,7 @@ def test_a_rule_without_effect_is_refused_with_its_reason(rules: dict[str, Any],
         with jax.named_scope("part"):
             return x / 3
 
-    with pytest.raises(ValueError, match=f"^rules: {reason}. emulate.report shows all paths$"):
+    with pytest.raises(ValueError, match=f"^rules: {reason}. the report method shows all paths$"):
         jc.emulate(fun, "e5m2", rules=rules)(X)
 
 
@@ -222,7 +222,7 @@ def test_a_primitive_without_a_rule() -> None:
     low = jc.emulate(lambda x: (-fun(x), fun(x) > rounded), "e5m3", unknown="carrier")
     np.testing.assert_array_equal(low(x)[0], -rounded)
     assert not np.any(low(x)[1])
-    assert {row.spec for row in jc.emulate.report(low, x).rows if row.primitive == "foreign"} == {"carrier"}
+    assert {row.spec for row in low.report(x).rows if row.primitive == "foreign"} == {"carrier"}
 
 
 def test_a_rule_of_the_users_own() -> None:
@@ -251,7 +251,7 @@ def test_a_primitive_that_says_what_it_consists_of() -> None:
     fun = lambda x: primitive.bind(x, x, by=0.1)  # noqa: E731
     low = jc.emulate(fun, "e5m3")
     np.testing.assert_array_equal(low(X), jc.emulate(lambda x: jnp.exp(x) * x + 0.1, "e5m3")(X))
-    assert [row.primitive for row in jc.emulate.report(low, X, trace_values=True).rows] == ["exp", "mul", "add"]
+    assert [row.primitive for row in low.report(X, trace_values=True).rows] == ["exp", "mul", "add"]
     _, tangent = jax.jvp(low, (X,), (jnp.ones(4),))
     assert tangent.tolist() == [7] * 4
 
@@ -290,7 +290,7 @@ def batches_of_loops_end_one_by_one() -> None:
         values, turns = many(x)
         assert values.tolist() == [float(v) for v, _ in one_by_one]
         assert turns.tolist() == [int(n) for _, n in one_by_one] and turns[2] == 0
-    report = jc.emulate.report(jc.emulate(jax.vmap(loop), "e4m3"), x, trace_values=True)
+    report = jc.emulate(jax.vmap(loop), "e4m3").report(x, trace_values=True)
     assert report.rows[0].primitive == "mul" and report.rows[0].largest >= float(values[:2].max())
     drawn, _ = jax.jit(jc.emulate(jax.vmap(loop), "e4m3:stochastic"))(x, key=KEY)
     assert bool((drawn >= 3).all()) and float(drawn[2]) == 7
@@ -321,7 +321,7 @@ def test_calls_of_python_are_left_alone() -> None:
     np.testing.assert_array_equal(jc.emulate(fun, "e4m3")(X), np.asarray(x) * np.float32(1.1))
     jax.effects_barrier()
     assert seen == [float(x[0])]
-    rows = jc.emulate.report(jc.emulate(fun, "e4m3"), X).rows
+    rows = jc.emulate(fun, "e4m3").report(X).rows
     assert [(row.primitive, row.spec) for row in rows] == [("debug_callback", "carrier"), ("pure_callback", "carrier")]
 
 
@@ -426,7 +426,7 @@ def nested(x: jax.Array) -> jax.Array:
 
 def test_the_report_lists_what_is_rounded() -> None:
     low = jc.emulate(nested, "e5m2", rules={"turns": "e6m9", "exp": None})
-    report = jc.emulate.report(low, X)
+    report = low.report(X)
     assert not report.traced
     found = {row.primitive: row for row in report.rows}
     assert found["mul"].scope == "turns" and found["mul"].spec == "e6m9"
@@ -457,7 +457,7 @@ LINED = {"exp": 2, "sqrt": 3, "tanh": 5, "square": 6, "div": 6}
 def test_every_row_of_the_report_names_its_line() -> None:
     """Of the user, not of JAX or jchop, also within calls, loops, branches and functions of JAX."""
     head, inner = lined.__code__.co_firstlineno, inspect.unwrap(halved).__code__.co_firstlineno
-    report = jc.emulate.report(jc.emulate(lined, "e5m2"), X)
+    report = jc.emulate(lined, "e5m2").report(X)
     assert {row.source.rpartition(":")[0] for row in report.rows} == {__file__}
     lines = {(row.primitive, int(row.source.rpartition(":")[2])) for row in report.rows}
     firsts = {name: head + n for name, n in LINED.items()} | {"exp": inner + 2}
@@ -467,7 +467,7 @@ def test_every_row_of_the_report_names_its_line() -> None:
     table = str(report).splitlines()
     assert table[0].split()[-1] == "source"
     assert [line.split()[-1] for line in table[1:]] == [f"test_rules.py:{r.source.split(':')[-1]}" for r in report.rows]
-    gradient = jc.emulate.report(jc.emulate(jax.grad(lambda x: halved(x).sum()), "e5m2"), X)
+    gradient = jc.emulate(jax.grad(lambda x: halved(x).sum()), "e5m2").report(X)
     assert {row.place for row in gradient.rows} <= {
         f"test_rules.py:{n}" for n in (inner + 2, head + 1, *range(head + 20, head + 60))
     }
@@ -475,7 +475,7 @@ def test_every_row_of_the_report_names_its_line() -> None:
 
 @further.first
 def a_report_of_a_function_of_jax_names_the_line_that_asks() -> None:
-    (row,) = jc.emulate.report(jc.emulate(jnp.exp, "e5m2"), X).rows
+    (row,) = jc.emulate(jnp.exp, "e5m2").report(X).rows
     assert row.place.startswith("test_rules.py:")
 
 
@@ -487,7 +487,7 @@ def test_the_report_counts_infinities_and_nans() -> None:
         z = lax.fori_loop(0, 3, lambda i, c: c * 2.0, y)
         return lax.cond(x[0] > 0, lambda v: v - y, jnp.sqrt, z), x + jnp.inf
 
-    report = jc.emulate.report(jc.emulate(fun, "e4m3"), jnp.array([8.0, 8.0, 1.0]), trace_values=True)
+    report = jc.emulate(fun, "e4m3").report(jnp.array([8.0, 8.0, 1.0]), trace_values=True)
     counts = [(row.primitive, row.overflows, row.infinities, row.nans) for row in report.rows]
     assert counts == [
         ("exp", 2, 2, 0), ("mul", 0, 2, 0), ("mul", 0, 6, 0), ("sqrt", 0, 0, 0), ("sub", 0, 0, 2), ("add", 0, 3, 0),
@@ -499,25 +499,25 @@ def test_the_report_counts_infinities_and_nans() -> None:
 def test_the_report_sees_what_is_lost() -> None:
     fun = lambda x, y: (x * 1000.0, x * 1e-4, x + y)  # noqa: E731
     x, y = jnp.array([1.0, 1.25, 1.75]), jnp.array([0.125, 2.0, 0.0])
-    report = jc.emulate.report(jc.emulate(fun, "e4m3"), x, y, trace_values=True)
+    report = jc.emulate(fun, "e4m3").report(x, y, trace_values=True)
     rows = {row.primitive: row for row in report.rows}
     assert (rows["mul"].overflows, rows["mul"].underflows) == (3, 3)
     assert rows["add"].largest == 3.25 and rows["add"].smallest == 1.125
     assert rows["add"].error == 0
-    third = jc.emulate.report(jc.emulate(lambda x: x / 3, "e4m3"), jnp.array([1.0]), trace_values=True).rows[0]
+    third = jc.emulate(lambda x: x / 3, "e4m3").report(jnp.array([1.0]), trace_values=True).rows[0]
     assert third.error == pytest.approx(abs(0.34375 * 3 - 1), rel=1e-6)
 
 
 def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
     """The last sum lies in the report as the program gives it."""
     low = jc.emulate(nested, "e5m2:stochastic", key=KEY)
-    report = jc.emulate.report(low, jnp.array([1.7, 0.9]), trace_values=True)
+    report = low.report(jnp.array([1.7, 0.9]), trace_values=True)
     row = next(row for row in report.rows if row.primitive == "reduce_sum")
     assert row.largest == float(low(jnp.array([1.7, 0.9])))
     with pytest.raises(TypeError, match="emulate returned"):
-        jc.emulate.report(nested, X)
+        nested.report(X)
     with pytest.raises(TypeError, match="traced"):
-        jax.jit(lambda x: jc.emulate.report(low, x, trace_values=True))(X)
+        jax.jit(lambda x: low.report(x, trace_values=True))(X)
 
 
 @pytest.mark.in_turn(20)

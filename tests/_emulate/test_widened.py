@@ -152,7 +152,7 @@ def test_derivatives_around_widened_programs(name: str) -> None:
 def test_reports_show_the_lines_of_the_function() -> None:
     """Rows of widened equations have the scope and the line that they had."""
     low = jc.emulate(lambda x: x * jax.nn.silu(x.astype(jnp.float16)).astype(x.dtype), "bfloat16", narrow="carrier")
-    rows = jc.emulate.report(low, X).rows
+    rows = low.report(X).rows
     assert {row.scope for row in rows} == {"", "silu"}
     assert all(__file__ in row.source for row in rows)
 

@@ -1,4 +1,4 @@
-"""`jchop.blame`: parts of an error that add up to it."""
+"""`EmulatedFunction.blame`: parts of an error that add up to it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_difference_of_large_numbers_is_innocent(spec: str, error: float) -> N
     """In float64 the parts of a quadratic program add up to the error to all digits, even if nothing is left."""
     x = jnp.asarray(100 + np.random.default_rng(0).standard_normal(256))
     low = jc.emulate(one_pass, spec)
-    found = jc.blame(low, x)
+    found = low.blame(x)
     assert found.value == float(low(x))
     assert found.reference == pytest.approx(float(np.var(x)), rel=1e-9)
     assert abs(found.error) < error * found.reference * 1.01
@@ -187,7 +187,7 @@ def parts_add_up(name: str, spec: str) -> None:
         made = {"block": transformer_block, "adaptive": partial(adaptive, spec)}
         fun, args = made[name]() if name in made else PROGRAMS[name]
         low = jc.emulate(fun, spec)
-        found = jc.blame(low, *args)
+        found = low.blame(*args)
         want, got = (np.asarray(f(*args), np.float64) for f in (fun, low))
     if not name.endswith("while") and name != "adaptive":  # there the reference follows the emulated turns
         error = got - want if got.size == 1 else np.linalg.norm(got - want)
@@ -203,7 +203,7 @@ def parts_add_up(name: str, spec: str) -> None:
 def test_stochastic_errors_are_those_of_the_key() -> None:
     x = normal(1, 16)
     low = jc.emulate(lambda x: jnp.sum(x * x / 3), "bfloat16:stochastic")
-    one, two = (jc.blame(low, x, key=jax.random.key(i)) for i in (0, 1))
+    one, two = (low.blame(x, key=jax.random.key(i)) for i in (0, 1))
     assert one.value == float(low(x, key=jax.random.key(0)))
     assert [row.rms for row in one.rows] != [row.rms for row in two.rows]
     for found in (one, two):
@@ -216,7 +216,7 @@ def test_stochastic_errors_are_those_of_the_key() -> None:
 def test_errors_fed_back_give_the_emulated_result() -> None:
     """One operation after the other: the carrier's result of the emulated operands plus the error made."""
     x = normal(2, 64)
-    found = jc.blame(jc.emulate(lambda x: x / 3, "e4m3"), x, output=jnp.sum)
+    found = jc.emulate(lambda x: x / 3, "e4m3").blame(x, output=jnp.sum)
     rounded = jc.round_to_format(x, "e4m3")
     made = np.asarray(jc.round_to_format(rounded / 3, "e4m3"), np.float64) - np.asarray(rounded / 3, np.float64)
     by_name = {row.primitive: row for row in found.rows}
@@ -227,13 +227,13 @@ def test_errors_fed_back_give_the_emulated_result() -> None:
 
 def test_the_derivative_of_the_output_is_the_mean_of_those_at_both_results() -> None:
     """The error of a square is (low + wide) (low - wide), so that the parts of a linear program explain all of it."""
-    found = jc.blame(jc.emulate(lambda x: x / 3, "e4m3"), normal(2, 64), output=lambda y: jnp.sum(y * y))
+    found = jc.emulate(lambda x: x / 3, "e4m3").blame(normal(2, 64), output=lambda y: jnp.sum(y * y))
     assert abs(found.error) > 0.05 and abs(found.unexplained) < 1e-4 * abs(found.error)
 
 
 @further
 def turns_add_up_to_their_row() -> None:
-    found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
+    found = jc.emulate(pendulum, "bfloat16").blame(jnp.array([1.0, 0.0]))
     row = next(row for row in found.rows if row.primitive == "add")
     assert len(row.turns) == 30
     assert sum(row.turns) == pytest.approx(row.contribution)
@@ -245,7 +245,7 @@ def test_scopes_and_lines() -> None:
             y = x * x
         return jnp.sum(y / 3)
 
-    found = jc.blame(jc.emulate(fun, "e4m3"), normal(1, 4))
+    found = jc.emulate(fun, "e4m3").blame(normal(1, 4))
     row = next(row for row in found.rows if row.primitive == "mul")
     assert row.scope == "first"
     assert row.place.startswith("test_blame.py:")
@@ -265,21 +265,21 @@ def test_a_rule_moves_the_blame() -> None:
     def fun(x: Array) -> Array:
         return jnp.sum(jnp.exp(x) / 3)
 
-    low = jc.blame(jc.emulate(fun, "e4m3"), x)
-    wide = jc.blame(jc.emulate(fun, "e4m3", rules={"reduce_sum": None}), x)
+    low = jc.emulate(fun, "e4m3").blame(x)
+    wide = jc.emulate(fun, "e4m3", rules={"reduce_sum": None}).blame(x)
     assert part(low, "reduce_sum") != 0
     assert part(wide, "reduce_sum") == 0
     assert abs(wide.unexplained) < 0.05 * abs(wide.error)
 
 
 def test_a_part_of_nothing_has_no_sign() -> None:
-    found = jc.blame(jc.emulate(lambda x: x * 2, "bfloat16"), jnp.float32(0.7))
+    found = jc.emulate(lambda x: x * 2, "bfloat16").blame(jnp.float32(0.7))
     assert found.error < 0 and part(found, "mul") == 0
     assert "-100.0%" not in str(found) and "-0.0%" not in str(found) and " 0.0%" in str(found)
 
 
 def test_an_exact_program_has_no_error() -> None:
-    found = jc.blame(jc.emulate(lambda x: x + 1, "bfloat16"), jnp.ones(3))
+    found = jc.emulate(lambda x: x + 1, "bfloat16").blame(jnp.ones(3))
     assert found.error == 0
     assert all(row.contribution == 0 and np.isnan(row.share) for row in found.rows)
 
@@ -290,7 +290,7 @@ def test_a_method_is_a_function() -> None:
         def __call__(self, x: Array) -> Array:
             return jnp.sum(x / 3)
 
-    assert jc.blame(Model().__call__, jnp.arange(3.0)).rows
+    assert Model.__call__.blame(Model(), jnp.arange(3.0)).rows
 
 
 # -- plot --------------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_a_method_is_a_function() -> None:
 
 def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
     plot = pytest.importorskip("jchop.plot")
-    found = jc.blame(jc.emulate(pendulum, "bfloat16"), jnp.array([1.0, 0.0]))
+    found = jc.emulate(pendulum, "bfloat16").blame(jnp.array([1.0, 0.0]))
     bars, lines = plot.blame(found, title="Drift").axes
     assert len(bars.patches) == len(found.rows)
     assert [patch.get_width() for patch in bars.patches] == pytest.approx([row.contribution for row in found.rows])
@@ -306,7 +306,7 @@ def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
     assert len(lines.lines) == 1 + sum(len(row.turns) > 1 for row in found.rows)
     few = plot.blame(found, most=1).axes[0]
     assert few.patches[1].get_width() == pytest.approx(sum(row.contribution for row in found.rows[1:]))
-    with pytest.raises(TypeError, match=r"must be a result of jchop\.blame"):
+    with pytest.raises(TypeError, match=r"must be a result of jchop\.EmulatedFunction\.blame"):
         plot.blame(BlameRow)  # type: ignore[arg-type]
 
 
@@ -316,30 +316,30 @@ def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
 def test_arguments_are_checked() -> None:
     low = jc.emulate(jnp.sin, "e4m3")
     with pytest.raises(TypeError, match=r"low=.* must be a function that jchop\.emulate returned"):
-        jc.blame(jnp.sin, 1.0)
+        jc.EmulatedFunction.blame(jnp.sin, 1.0)
     with pytest.raises(TypeError, match="output='sum' must be a function of the result, or None"):
-        jc.blame(low, 1.0, output="sum")  # type: ignore[arg-type]
+        low.blame(1.0, output="sum")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must give a real number"):
-        jc.blame(low, jnp.ones(3), output=jnp.cos)
+        low.blame(jnp.ones(3), output=jnp.cos)
     with pytest.raises(ValueError, match="max_turns=0"):
-        jc.blame(low, 1.0, max_turns=0)
+        low.blame(1.0, max_turns=0)
     with pytest.raises(TypeError, match="call it outside of"):
-        jax.jit(lambda x: jc.blame(low, x))(1.0)
+        jax.jit(lambda x: low.blame(x))(1.0)
     with pytest.raises(ValueError, match="key=None"):
-        jc.blame(jc.emulate(jnp.sin, "e4m3:stochastic"), 1.0)
+        jc.emulate(jnp.sin, "e4m3:stochastic").blame(1.0)
     with pytest.raises(ValueError, match="no floating-point number"):
-        jc.blame(jc.emulate(lambda x: x > 1, "e4m3"), 1.0)
+        jc.emulate(lambda x: x > 1, "e4m3").blame(1.0)
 
 
 @pytest.mark.parametrize("output", [None, jnp.sum])
 def test_an_overflow_has_no_parts(output: Any) -> None:
     with pytest.raises(ValueError, match=r"the output is not finite.*stop_at='overflow'"):
-        jc.blame(jc.emulate(lambda x: x * 200, "e4m3"), jnp.array([1.0, 2.0]), output=output)
+        jc.emulate(lambda x: x * 200, "e4m3").blame(jnp.array([1.0, 2.0]), output=output)
 
 
 def test_a_nan_has_no_parts() -> None:
     with pytest.raises(ValueError, match=r"the output is NaN.*stop_at='nan'"):
-        jc.blame(jc.emulate(jnp.log, "bfloat16"), jnp.array([-1.0, 2.0]))
+        jc.emulate(jnp.log, "bfloat16").blame(jnp.array([-1.0, 2.0]))
 
 
 def test_callbacks_have_no_derivative() -> None:
@@ -347,19 +347,19 @@ def test_callbacks_have_no_derivative() -> None:
         return jax.pure_callback(lambda a: np.asarray(a) * np.float32(1.1), jax.typeof(x), x) * 1.3
 
     with pytest.raises(ValueError, match=r"blame needs the derivative of pure_callback \(.*test_blame.py:\d+\)"):
-        jc.blame(jc.emulate(fun, "bfloat16"), jnp.ones(3))
+        jc.emulate(fun, "bfloat16").blame(jnp.ones(3))
 
 
 def test_infinities_inside_have_no_parts_but_those_that_do_not_count() -> None:
     """As the bias correction of Adam in bfloat16: 1 - 0.999 is 0 there, and the update is 0."""
     x = jnp.array([1.5, 2.5])
     with pytest.raises(ValueError, match=r"result of div \(.*test_blame.py:\d+\) is not finite although the output is"):
-        jc.blame(jc.emulate(lambda x: jnp.sum(x / (x / (1 - 0.999 * x / x))), "bfloat16"), x)
-    found = jc.blame(jc.emulate(lambda x: jnp.sum(jnp.where(x > 2, jnp.log(x - x), x / 3)[:1]), "bfloat16"), x)
+        jc.emulate(lambda x: jnp.sum(x / (x / (1 - 0.999 * x / x))), "bfloat16").blame(x)
+    found = jc.emulate(lambda x: jnp.sum(jnp.where(x > 2, jnp.log(x - x), x / 3)[:1]), "bfloat16").blame(x)
     assert found.error == pytest.approx(0, abs=0.01) and np.isfinite(found.unexplained)
     want = jnp.sin(x)
     with pytest.raises(ValueError, match=r"output=.* has no finite derivative at both results"):
-        jc.blame(jc.emulate(jnp.sin, "bfloat16"), x, output=lambda y: jnp.linalg.norm(y - want))
+        jc.emulate(jnp.sin, "bfloat16").blame(x, output=lambda y: jnp.linalg.norm(y - want))
 
 
 # -- infinite derivatives ----------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_parts_at_infinite_derivatives(name: str) -> None:
     """Without an error at the operands they have no part; with one they have the secant."""
     fun, args, spec = STEEP[name]
     low = jc.emulate(fun, spec)
-    found = jc.blame(low, *args)
+    found = low.blame(*args)
     want, got = (
         np.concatenate([np.ravel(np.asarray(x)) for x in jax.tree.leaves(jax.jit(f)(*args))]) for f in (fun, low)
     )
@@ -402,17 +402,17 @@ def test_parts_at_infinite_derivatives(name: str) -> None:
 
 def test_operands_that_do_not_differ_have_no_part() -> None:
     """The root of 0 adds nothing to the parts of the others."""
-    one, two = (jc.blame(jc.emulate(lambda x: jnp.sqrt(x).sum(), "bfloat16"), x) for x in (ROOTS, ROOTS[1:]))
+    one, two = (jc.emulate(lambda x: jnp.sqrt(x).sum(), "bfloat16").blame(x) for x in (ROOTS, ROOTS[1:]))
     assert part(one, "sqrt") == pytest.approx(part(two, "sqrt"), rel=1e-6)
     assert part(one, "argument [0]") == pytest.approx(part(two, "argument [0]"), rel=1e-6)
-    found = jc.blame(jc.emulate(lambda x: x * 3, "bfloat16"), ROOTS, output=lambda y: jnp.sqrt(y).sum())
+    found = jc.emulate(lambda x: x * 3, "bfloat16").blame(ROOTS, output=lambda y: jnp.sqrt(y).sum())
     assert abs(found.unexplained) <= 1e-3 * abs(found.error)
 
 
 def test_nan_that_the_output_does_not_use_has_no_part() -> None:
     """The logarithms of the second row are NaN in both programs, and so are derivatives of their product."""
     x = np.array([[3.3, 5.7], [-1.1, -2.3]], np.float32)
-    one, two = (jc.blame(jc.emulate(lambda x: jnp.prod(jnp.log(x), 1)[0], "bfloat16"), y) for y in (x, x[:1]))
+    one, two = (jc.emulate(lambda x: jnp.prod(jnp.log(x), 1)[0], "bfloat16").blame(y) for y in (x, x[:1]))
     assert one.error == pytest.approx(two.error, rel=1e-4) and one.error != 0
     parts = [{row.primitive: row.contribution for row in found.rows} for found in (one, two)]
     assert parts[0] == pytest.approx(parts[1], rel=1e-4, abs=1e-6)
@@ -445,7 +445,7 @@ SINGULAR = np.diag(np.array([1, 2, 0], np.float32))
 def test_an_infinite_derivative_is_named(fun: Callable[[Array], Any], spec: str, x: float, words: str) -> None:
     """It is no infinite value, so that more range would not help."""
     with pytest.raises(ValueError, match=words):
-        jc.blame(jc.emulate(fun, spec), np.float32(x))
+        jc.emulate(fun, spec).blame(np.float32(x))
 
 
 def test_a_derivative_of_the_output_that_overflows_is_named() -> None:
@@ -461,9 +461,9 @@ def test_a_derivative_of_the_output_that_overflows_is_named() -> None:
     said = r"derivative of the output by the result of div \(.*\) overflows float32, .* float64 arrays .* fewer turns"
     for fun in (product, total):
         with pytest.raises(ValueError, match=said):
-            jc.blame(jc.emulate(fun, "bfloat16"), np.float32(1e-25))
+            jc.emulate(fun, "bfloat16").blame(np.float32(1e-25))
     with jax.enable_x64(True):
-        found = jc.blame(jc.emulate(product, "bfloat16"), np.float64(1e-25))
+        found = jc.emulate(product, "bfloat16").blame(np.float64(1e-25))
     assert abs(found.unexplained) <= 1e-9 * abs(found.error)
 
 
@@ -487,7 +487,7 @@ CHOICES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, float]]]
 def test_parts_of_choices(name: str) -> None:
     """By hand, in two bits."""
     fun, args, want = CHOICES[name]
-    found = jc.blame(jc.emulate(fun, "e5m2"), *map(np.float32, args))
+    found = jc.emulate(fun, "e5m2").blame(*map(np.float32, args))
     assert {row.primitive: row.contribution for row in found.rows if row.primitive in want} == pytest.approx(
         want, rel=1e-4, abs=1e-7
     )
@@ -523,7 +523,7 @@ def piecewise_linear(seed: int, n: int = 6) -> tuple[Callable[[Array], Array], A
 @pytest.mark.parametrize("seed", [1, 2, 3, 6])
 def parts_of_piecewise_linear_programs_add_up(seed: int) -> None:
     fun, x = piecewise_linear(seed)
-    found = jc.blame(jc.emulate(fun, "e5m2"), x)
+    found = jc.emulate(fun, "e5m2").blame(x)
     assert abs(found.unexplained) < 1e-5 * sum(abs(row.contribution) for row in found.rows)
 
 
@@ -533,7 +533,7 @@ def parts_of_piecewise_linear_programs_add_up(seed: int) -> None:
 def parts_of_sorts_add_up(top: bool) -> None:
     """In one bit numbers change many places, and the operands at one place in the two programs may both grow."""
     fun = (lambda x: lax.top_k(x[0] * x[1] + x[2], 9)[0].T) if top else lambda x: jnp.sort(x[0] * x[1] + x[2], axis=0)
-    found = jc.blame(jc.emulate(fun, "e5m1"), normal(5, 3, 12, 12), output=lambda y: jnp.sum(y[1:9:2]))
+    found = jc.emulate(fun, "e5m1").blame(normal(5, 3, 12, 12), output=lambda y: jnp.sum(y[1:9:2]))
     assert {row.primitive for row in found.rows} == {"argument [0]", "mul", "add"}
     assert abs(found.unexplained) < 1e-5 * sum(abs(row.contribution) for row in found.rows)
 
@@ -545,7 +545,7 @@ def test_a_rest_that_is_larger_than_the_error_has_a_note(turns: int, explained: 
     def newton(x: Array) -> Array:
         return lax.scan(lambda x, _: ((x * x - 1) / (x + x), None), x, length=turns)[0]
 
-    found = jc.blame(jc.emulate(newton, "bfloat16"), jnp.float32(0.7))
+    found = jc.emulate(newton, "bfloat16").blame(jnp.float32(0.7))
     assert (abs(found.unexplained) < 0.01 * abs(found.error)) == explained
     assert ("no row explains is larger than the error" in str(found)) != explained
 
@@ -557,7 +557,7 @@ def test_parts_that_cancel_have_no_note() -> None:
         (lambda x: jnp.sum(jnp.exp(x)) / jnp.sum(jnp.exp(x)), jnp.arange(4.0) / 3),
     ]
     for fun, x in programs:
-        found = jc.blame(jc.emulate(fun, "e4m3"), x)
+        found = jc.emulate(fun, "e4m3").blame(x)
         assert found.error == 0 < abs(found.unexplained) and not found.notes
 
 
@@ -570,7 +570,7 @@ def test_a_matrix_is_factored_by_code_compiled_once(caplog: pytest.LogCaptureFix
         )
         with jax.log_compiles():
             caplog.clear()
-            assert len(jc.blame(low, x).rows[0].turns) == turns
+            assert len(low.blame(x).rows[0].turns) == turns
         return sum("Finished XLA compilation" in record.message for record in caplog.records)
 
     compiled(2)
@@ -588,7 +588,7 @@ def test_a_choice_in_a_loop_is_that_of_the_emulated_program() -> None:
             lambda c: c[1] < 2, lambda c: (jnp.where(c[0] < 1.45, 100.0, c[0]), c[1] + 1), (x, 0)
         )[0]
 
-    found = jc.blame(jc.emulate(fun, "e5m1"), jnp.float32(1.4))
+    found = jc.emulate(fun, "e5m1").blame(jnp.float32(1.4))
     assert (found.value, found.reference) == (1.5, pytest.approx(1.4))
     assert abs(found.unexplained) < 1e-6
 
@@ -607,7 +607,7 @@ def test_a_path_that_the_carrier_would_not_take_has_a_note(name: str) -> None:
     """In two bits 0.99 rounds to 1, and 0.3 to 0.3125, which is on the same side of 1."""
     low = jc.emulate(PATHS[name], "e5m2")
     for x, other in ((jnp.float32(0.99), True), (jnp.float32(0.3), False)):
-        found = jc.blame(low, x)
+        found = low.blame(x)
         assert (abs(found.error - float(low(x) - PATHS[name](x))) > 0.1) == other
         assert ("the carrier alone would make other turns" in str(found)) == other == bool(found.notes)
 
@@ -619,14 +619,14 @@ def a_loop_without_end_is_refused_early() -> None:
 
     low = jc.emulate(fun, "bfloat16")
     with pytest.raises(ValueError, match=r"stopped after max_turns=1000 turns; its condition at .*max_turns=100 gives"):
-        jc.blame(low, jnp.float32(1.0))
+        low.blame(jnp.float32(1.0))
     with pytest.warns(RuntimeWarning, match="after max_turns=3 turns"):
-        assert jc.blame(low, jnp.float32(1.0), max_turns=3).rows
+        assert low.blame(jnp.float32(1.0), max_turns=3).rows
 
 
 def test_constants_of_moves_have_rows() -> None:
     x = normal(1, 8)
-    found = jc.blame(jc.emulate(lambda x: jnp.sum(jnp.maximum(x, 0.13) * jnp.full(8, 1.1)), "e4m3"), x)
+    found = jc.emulate(lambda x: jnp.sum(jnp.maximum(x, 0.13) * jnp.full(8, 1.1)), "e4m3").blame(x)
     (row,) = (row for row in found.rows if row.primitive == "constant")
     assert row.contribution and row.equations == 2
     assert abs(found.unexplained) < 1e-5 * abs(found.error)
@@ -647,7 +647,7 @@ ENTERED: dict[str, Callable[[Array], Any]] = {
 def test_constants_of_calls_and_results_have_rows(name: str) -> None:
     """In bfloat16 0.1 is 0.10009765625."""
     fun = ENTERED[name]
-    found = jc.blame(jc.emulate(fun, "bfloat16"), np.array([1, 2], np.float32))
+    found = jc.emulate(fun, "bfloat16").blame(np.array([1, 2], np.float32))
     assert {row.primitive for row in found.rows} <= {"constant", "add", "sub", "mul", "rem"}
     (row,) = (row for row in found.rows if row.primitive == "constant")
     made = 0.10009765625 - float(np.float32(0.1))
@@ -690,7 +690,7 @@ def test_a_sum_over_shards_has_a_row() -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     fun = jax.shard_map(lambda x: lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
     x = np.array([1.0, 3.0, 0.3125, 0.625], np.float32)
-    found = jc.blame(jc.emulate(fun, "e5m2"), x, output=jnp.sum)
+    found = jc.emulate(fun, "e5m2").blame(x, output=jnp.sum)
     rows = {row.primitive: row for row in found.rows}
     assert rows["psum_invariant"].contribution == found.error == 1.25 - 1.3125 + 3.5 - 3.625
     assert rows["psum_invariant"].results == 4 and "argument [0]" not in rows  # the numbers are those of the format
@@ -705,7 +705,7 @@ def test_rows_of_a_loop_in_shards_of_columns_have_the_parts_of_their_weights() -
 
     fun = jax.shard_map(local, mesh=mesh, in_specs=P(None, "x"), out_specs=P("x"))
     x = np.array([[1.01, 2.02], [1.03, 3.01], [2.01, 1.02]], np.float32)
-    found = jc.blame(jc.emulate(fun, "e5m8"), x, output=lambda y: y @ jnp.array([1.0, 100.0]))
+    found = jc.emulate(fun, "e5m8").blame(x, output=lambda y: y @ jnp.array([1.0, 100.0]))
     made = np.asarray(jc.round_to_format(x, "e5m8"), np.float64) - x
     (row,) = (row for row in found.rows if row.primitive == "argument [0]")
     assert row.contribution == pytest.approx([9, 3, 1] @ made @ [1, 100], rel=1e-5)
@@ -721,7 +721,7 @@ def parts_of_sharded_programs_add_up(program: Any, spec: str) -> None:
     """The error is that of the run on eight devices, with the draws of each shard."""
     fun, args = program()
     low = jc.emulate(fun, spec, key=KEY)
-    found = jc.blame(low, *args)
+    found = low.blame(*args)
     got, want = (jax.tree.leaves(jax.jit(f)(*args)) for f in (low, fun))
     error = math.sqrt(sum(float(jnp.sum((x - y) ** 2)) for x, y in zip(got, want, strict=True)))
     assert found.error == pytest.approx(error, rel=1e-4)
@@ -751,7 +751,7 @@ def test_collectives_and_loops_of_shards(name: str) -> None:
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     fun = jax.shard_map(COLLECTIVES[name], mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     x, low = normal(5, 16), jc.emulate(fun, "e5m4")  # the two largest numbers are equal
-    found = jc.blame(low, x)
+    found = low.blame(x)
     assert found.error > 0
     assert abs(found.unexplained) <= 0.01 * found.error
     if name != "while":
@@ -819,7 +819,7 @@ def parts_of_programs_on_meshes_add_up(make: Callable[[], Any], spec: str, rest:
     mesh = args[1].sharding.mesh if make is explicit_axes else None
     with nullcontext() if mesh is None else jax.set_mesh(mesh):
         low = jc.emulate(fun, spec)
-        found = jc.blame(low, *args)
+        found = low.blame(*args)
         want = float(jnp.linalg.norm(jax.jit(low)(*args) - fun(*args)))
     assert found.error == pytest.approx(want, rel=1e-3 if rest == 0.01 else 1e-4)
     assert abs(found.unexplained) <= rest * found.error

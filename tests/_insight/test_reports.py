@@ -1,4 +1,4 @@
-"""`jc.emulate.report` points: where something happened first, how many bits cancelled, beside which reference.
+"""`EmulatedFunction.report` points: where something happened first, how many bits cancelled, beside which reference.
 
 And loops that never end: they are stopped, and the condition is named.
 """
@@ -22,7 +22,7 @@ import jchop as jc
 
 further = Further()
 
-report = jc.emulate.report
+report = jc.EmulatedFunction.report
 
 # -- where -------------------------------------------------------------------------------------------------------------
 

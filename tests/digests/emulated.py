@@ -90,7 +90,7 @@ def calls() -> Iterator[Call]:
     yield Call("emulate max_turns", lambda: jc.emulate(waiting, "bfloat16", max_turns=3)(jnp.array([1000.0])))
     for event in ("overflow", "nan", "invalid"):
         yield Call(f"emulate stop_at={event}", lambda e=event: jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10", stop_at=e)(X))
-        yield Call(f"report stop_at={event}", lambda e=event: str(jc.emulate.report(jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10"), X, stop_at=e)))
+        yield Call(f"report stop_at={event}", lambda e=event: str(jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10").report(X, stop_at=e)))
     yield Call("emulate decorator", lambda: jc.emulate("bfloat16", rules={"first": None})(halves)(X))
     yield Call("emulate spec", lambda: jc.emulate(fun=halves, spec=jchop.bfloat16)(X))
     for program in (emulate_cases.straight, softmax, network):
@@ -121,16 +121,16 @@ def whole(report: Any) -> Any:
 def reports() -> Iterator[Call]:
     low = lambda p, s="bfloat16": jc.emulate(p, s)
     for program in (emulate_cases.sums, scanned, network):
-        yield Call(f"report {program.__name__}", lambda p=program: whole(jc.emulate.report(low(p), X, Y)), loose=True)
-        yield Call(f"report {program.__name__} values", lambda p=program: whole(jc.emulate.report(low(p), X, Y, trace_values=True)), loose=True)
-        yield Call(f"blame {program.__name__}", lambda p=program: whole(jc.blame(low(lambda *a: jnp.sum(jax.tree.leaves(p(*a))[0])), X, Y)), loose=True)
-    yield Call("report options", lambda: whole(jc.emulate.report(fun=low(halves, "e5m7:stochastic"), trace_values=True, key=KEY, reference="tf32", max_turns=9, x=X)), loose=True)
-    yield Call("report places", lambda: [(facts(row), row.as_dict()) for row in jc.emulate.report(low(halves), X).rows])
-    yield Call("report operations", lambda: (lambda r: [str(facts(r)["operations"]), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(jc.emulate.report(low(halves), X, trace_values=True)))
-    yield Call("Event", lambda: jc.emulate.report(jc.emulate(lambda x: x * 9e4, "e5m10"), X, trace_values=True).first("overflow").first_overflow)
-    yield Call("blame options", lambda: whole(jc.blame(low=low(lambda x: (halves(x), x), "e5m7:stochastic"), output=lambda y: y[0] * 2, key=KEY, max_turns=5, x=X)), loose=True)
-    yield Call("blame columns", lambda: (lambda b: [b.to_csv().splitlines()[0], sorted(json.loads(b.to_json(indent=1)))])(jc.blame(low(halves), X)))
-    yield Call("blame places", lambda: [(facts(row), row.as_dict()) for row in jc.blame(low(halves), X).rows], loose=True)
+        yield Call(f"report {program.__name__}", lambda p=program: whole(low(p).report(X, Y)), loose=True)
+        yield Call(f"report {program.__name__} values", lambda p=program: whole(low(p).report(X, Y, trace_values=True)), loose=True)
+        yield Call(f"blame {program.__name__}", lambda p=program: whole(low(lambda *a: jnp.sum(jax.tree.leaves(p(*a))[0])).blame(X, Y)), loose=True)
+    yield Call("report options", lambda: whole(low(halves, "e5m7:stochastic").report(trace_values=True, key=KEY, reference="tf32", max_turns=9, x=X)), loose=True)
+    yield Call("report places", lambda: [(facts(row), row.as_dict()) for row in low(halves).report(X).rows])
+    yield Call("report operations", lambda: (lambda r: [str(facts(r)["operations"]), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(low(halves).report(X, trace_values=True)))
+    yield Call("Event", lambda: jc.emulate(lambda x: x * 9e4, "e5m10").report(X, trace_values=True).first("overflow").first_overflow)
+    yield Call("blame options", lambda: whole(low(lambda x: (halves(x), x), "e5m7:stochastic").blame(output=lambda y: y[0] * 2, key=KEY, max_turns=5, x=X)), loose=True)
+    yield Call("blame columns", lambda: (lambda b: [b.to_csv().splitlines()[0], sorted(json.loads(b.to_json(indent=1)))])(low(halves).blame(X)))
+    yield Call("blame places", lambda: [(facts(row), row.as_dict()) for row in low(halves).blame(X).rows], loose=True)
 
 
 def attempt(function: Any, *args: Any) -> Any:

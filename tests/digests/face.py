@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from digests import FOLDER
+from jchop._emulate.emulate import LazyMethod
 
 MODULES = ("", "formats", "math", "math.linalg", "storage", "nn", "nn.linen", "optim", "ptq", "distributed", "sparsity",
            "study", "plot", "matlab", "compat.pychop", "compat.pychop.layers", "compat.pychop.optimizers",
@@ -56,6 +57,7 @@ def methods_of(kind: type) -> dict[str, Any]:
     for owner in reversed(kind.__mro__):
         if owner.__module__.startswith("jchop"):
             found |= {name: value for name, value in vars(owner).items() if not name.startswith("_")}
+    found = {name: getattr(kind, name) if isinstance(value, LazyMethod) else value for name, value in found.items()}
     plain = (staticmethod, classmethod, property, functools.cached_property)
     # torch wraps the `step` of an optimizer's class, its own or jchop's, when it makes the first one, and marks it.
     found = {name: value.__wrapped__ if hasattr(value, "hooked") else value for name, value in found.items()}
@@ -79,10 +81,9 @@ def names() -> dict[str, Any]:
     for where in MODULES:
         for name, value in members(module_of(where)).items():
             put(f"{where}.{name}".lstrip("."), functools.partial(value) if where.endswith("math_func") else value)
-    put("emulate.report", found["emulate"].report)
     page = (FOLDER.parents[1] / "docs/api.md").read_text("utf-8")
     for where, name in re.findall(r"auto(?:class|function):: (jchop\.?[\w.]*?)\.?(\w+)$", page, re.MULTILINE):
-        if where != "jchop.emulate" and (module := module_of(where.removeprefix("jchop").lstrip("."))):
+        if module := module_of(where.removeprefix("jchop").lstrip(".")):
             path = where.removeprefix("jchop").lstrip(".")
             put(f"({name})" if "._" in where else f"{path}.{name}".lstrip("."), getattr(module, name))
     for name, kind in [*found.items()]:
@@ -166,8 +167,6 @@ class Face:
             note(path)
             return value
         noted = _noting(path, value, everywhere=True)
-        if path == "emulate":
-            noted.report = _noting("emulate.report", value.report, everywhere=True)
         return noted
 
 

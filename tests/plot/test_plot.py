@@ -195,7 +195,7 @@ def squares_and_sums(x: jax.Array) -> jax.Array:
 
 def test_report_draws_what_was_seen() -> None:
     low = jc.emulate(squares_and_sums, "e4m3")
-    seen = jc.emulate.report(low, jnp.array([0.03, 0.3, 2.0, 15.0, 40.0]), trace_values=True)
+    seen = low.report(jnp.array([0.03, 0.3, 2.0, 15.0, 40.0]), trace_values=True)
     figure = report(seen, title="a program")
     left, right = figure.axes
     names = [label.get_text() for label in left.get_yticklabels()]
@@ -232,7 +232,7 @@ def colours(figure: Figure, index: int) -> tuple[dict[str, object], dict[str, ob
 def test_report_after_an_overflow() -> None:
     """Infinities and NaN have bars of their own, and an operation without any finite result is not left empty."""
     low = jc.emulate(lambda x: (y := jnp.exp(x * 8.0)) - y, "e4m3")
-    seen = jc.emulate.report(low, jnp.array([9.0, 8.0]), trace_values=True)
+    seen = low.report(jnp.array([9.0, 8.0]), trace_values=True)
     assert [(row.overflows, row.infinities, row.nans) for row in seen.rows] == [(0, 0, 0), (2, 2, 0), (0, 0, 2)]
     figure = report(seen)
     assert texts(figure, 1) == [" 2", " 2", " 2"]
@@ -248,7 +248,7 @@ def test_report_after_an_overflow() -> None:
 
 def test_report_without_losses() -> None:
     low = jc.emulate(lambda x: x + 1.0, "e5m10")
-    figure = report(jc.emulate.report(low, jnp.array([1.0, 2.0]), trace_values=True))
+    figure = report(low.report(jnp.array([1.0, 2.0]), trace_values=True))
     assert [texts(figure, i) for i in (0, 1)] == [[], []]
     assert png(figure).startswith(b"\x89PNG")
 
@@ -256,8 +256,8 @@ def test_report_without_losses() -> None:
 def test_report_that_saw_nothing() -> None:
     low = jc.emulate(jnp.exp, "e5m10")
     with pytest.raises(ValueError, match="trace_values=True"):
-        report(jc.emulate.report(low, jnp.ones(2)))
-    with pytest.raises(TypeError, match=r"seen=\[\] must be a result of jchop.emulate.report"):
+        report(low.report(jnp.ones(2)))
+    with pytest.raises(TypeError, match=r"seen=\[\] must be a result of jchop.EmulatedFunction.report"):
         report([])  # type: ignore[arg-type]
 
 

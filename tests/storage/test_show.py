@@ -187,7 +187,7 @@ def test_reports_show_their_tables() -> None:
 
     low = jc.quantize_fn(f, jc.Rule("*", weight="e5m2"))
     params, x = {"<w>": jnp.ones((4, 4))}, jnp.ones((2, 4))
-    reports = [low.report(params, x), jc.emulate.report(jc.emulate(lambda x: jnp.exp(x), "e5m2"), x[0])]
+    reports = [low.report(params, x), jc.emulate(lambda x: jnp.exp(x), "e5m2").report(x[0])]
     reports.append(jc.optim.state_report(jc.optim.adamw8bit(1e-3).init(params)))
     for report in reports:
         page = report._repr_html_()

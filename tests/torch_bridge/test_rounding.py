@@ -236,7 +236,7 @@ def test_errors():
 def test_emulated_functions_and_comparisons_name_the_array_of_a_tensor() -> None:
     x = torch.ones(2)
     low = jc.emulate(lambda v, more=None: v, "bfloat16")
-    for call in (low, partial(jc.blame, low)):
+    for call in (low, low.blame):
         with pytest.raises(TypeError, match=r"^args\[0\] is a torch.Tensor; pass .*jchop.torch.as_jax\(args\[0\]\)$"):
             call(x)
     with pytest.raises(TypeError, match=r"^kwargs\['more'\]\['a'\] is a torch.Tensor"):

@@ -1,4 +1,4 @@
-"""`jchop.blame`: the part of each operation in the error of an emulated program."""
+"""`EmulatedFunction.blame`: the part of each operation in the error of an emulated program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from jchop._common.checks import check, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine
-from jchop._emulate.emulate import round_on_entry
+from jchop._emulate.emulate import round_on_entry, seeds_of_call
 from jchop._emulate.paired.measure import as_double_precision
 from jchop._emulate.paired.paired_run import (
     SILENT_KINDS,
@@ -61,7 +61,7 @@ class BlameRow(PlacedRow):
         rms: the root of the mean square of the rounding errors made, in units of the results.
         contribution: their part in the error of the output, with its sign, in units of the output.
         share: the contribution over the error of the output; NaN if that is zero.
-        source: file and line, as in `jchop.emulate.report`.
+        source: file and line, as in `jchop.EmulatedFunction.report`.
         turns: the contribution of each turn of the outermost loop; empty outside of loops.
     """
 
@@ -84,7 +84,7 @@ class BlameRow(PlacedRow):
 
 @dataclass(frozen=True)
 class Blame(RowReport):
-    """The result of `jchop.blame`; its ``str`` is a table.
+    """The result of `jchop.EmulatedFunction.blame`; its ``str`` is a table.
 
     Args:
         rows: the rows, the largest contribution first. ``rows`` and ``unexplained`` add up to ``error``.
@@ -97,7 +97,7 @@ class Blame(RowReport):
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
-        >>> found = jc.blame(jc.emulate(lambda x: jnp.sum(x / 3), "bfloat16"), jnp.array([1.0, 2.0]))
+        >>> found = jc.emulate(lambda x: jnp.sum(x / 3), "bfloat16").blame(jnp.array([1.0, 2.0]))
         >>> found.value, found.reference, sorted(found.columns()["primitive"])
         (1.0, 1.0, ['div', 'reduce_sum'])
     """
@@ -120,6 +120,7 @@ class Blame(RowReport):
 
 def blame(
     low: Callable[..., Any],
+    /,
     *args: Any,
     output: Callable[[Any], Any] | None = None,
     key: Array | None = None,
@@ -165,7 +166,7 @@ def blame(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> low = jc.emulate(lambda x: jnp.sum(x * x) - 4.0, "e4m3")
-        >>> found = jc.blame(low, jnp.array([1.1, 2.0]))
+        >>> found = low.blame(jnp.array([1.1, 2.0]))
         >>> [(row.primitive, round(row.contribution, 4)) for row in found.rows]
         [('reduce_sum', -0.25), ('argument [0]', 0.0556), ('mul', -0.0156), ('sub', 0.0)]
     """
@@ -181,7 +182,7 @@ def blame(
     # Of a constant result, `emulate` makes an equation in this call.
     steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, call)]
     tape.sources.update((id(step), source) for step, _, source in steps)
-    entry = round_on_entry(program, low.settings.spec, low.seeds(key, args, kwargs))
+    entry = round_on_entry(program, low.settings.spec, seeds_of_call(low, key, args, kwargs))
     if limit is None:
         tape.check = partial(_check_loop_turns, program, entry)
     results = _run_tape(program, tape, argument_names(args, kwargs), entry)
@@ -307,7 +308,7 @@ def _not_finite_error(*output: Any) -> ValueError:
     event, verb = ("nan", "gives a NaN") if nan else ("overflow", "overflows")
     return ValueError(
         f"the output is {'NaN' if nan else 'not finite'}, so its error has no parts; "
-        f"jchop.emulate.report(low, ..., stop_at={event!r}) names the first equation that {verb}"
+        f"low.report(..., stop_at={event!r}) names the first equation that {verb}"
     )
 
 

@@ -74,7 +74,7 @@ class Instability(PlacedRow):
         count: the number of such results, in all turns of loops.
         primitive: the name of the primitive.
         scope: the path of `jax.named_scope` and `jax.jit` names; empty outside of all.
-        source: file and line, as in `jchop.emulate.report`.
+        source: file and line, as in `jchop.EmulatedFunction.report`.
     """
 
     kind: str

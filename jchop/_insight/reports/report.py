@@ -6,10 +6,10 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from types import MethodType
-from typing import Any, Literal, Protocol, TypedDict, Unpack, cast, overload
+from typing import Any, Literal
 
 import jax
 import jax.core
@@ -17,8 +17,7 @@ import numpy as np
 
 from jchop._common.checks import check_bool, check_choice, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine, plain_data
-from jchop._emulate.emulate import EmulatedFunction, round_on_entry
-from jchop._emulate.emulate import emulate as _emulate
+from jchop._emulate.emulate import EmulatedFunction, round_on_entry, seeds_of_call
 from jchop._emulate.paired.measure import Event, Measure
 from jchop._emulate.paired.paired_run import (
     MOST_REPORT_TURNS,
@@ -176,7 +175,7 @@ class Report(RowReport):
         Example:
             >>> import jax.numpy as jnp, jchop as jc
             >>> low = jc.emulate(lambda x: jnp.log(jnp.exp(x)), "e4m3")
-            >>> row = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True).first("overflow")
+            >>> row = low.report(jnp.array([1.0, 8.0]), trace_values=True).first("overflow")
             >>> row.primitive, row.first_overflow.where
             ('exp', (1,))
         """
@@ -208,6 +207,7 @@ def _report_cell(value: Any) -> str:
 
 def report(
     fun: Any,
+    /,
     *args: Any,
     trace_values: bool = False,
     key: Array | None = None,
@@ -251,11 +251,11 @@ def report(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> low = jc.emulate(lambda x: jnp.exp(x) * x, "e4m3")
-        >>> print(jc.emulate.report(low, jnp.array([1.0, 8.0])))
+        >>> print(low.report(jnp.array([1.0, 8.0])))
         scope  primitive  spec         sums  equations  results  source
                exp        float8_e4m3        1          2        ...:1
                mul        float8_e4m3        1          2        ...:1
-        >>> seen = jc.emulate.report(low, jnp.array([1.0, 8.0]), trace_values=True)
+        >>> seen = low.report(jnp.array([1.0, 8.0]), trace_values=True)
         >>> [(row.primitive, row.overflows, row.infinities, row.largest) for row in seen.rows]
         [('exp', 1, 1, 2.75), ('mul', 0, 1, 2.75)]
         >>> str(seen.rows[0].first_overflow)
@@ -275,7 +275,7 @@ def report(
         return Report(tuple(_report_rows(steps, {})), notes=tuple(_carrier_notes(steps)))
     refuse_tracers("trace_values=True", program.values)
     stop_text, spec = "", fun.settings.spec
-    seeds = fun.seeds(key, args, kwargs)
+    seeds = seeds_of_call(fun, key, args, kwargs)
     try:
         paired_run.whole(program, spec, round_on_entry(program, spec, seeds), argument_names(args, kwargs))
     except StopEventError as stop:
@@ -327,31 +327,3 @@ def _result_size(step: EmulatedStep) -> int:
     if step.kind == "constant":
         return 1
     return sum(int(np.prod(v.aval.shape)) for v in step.eqn.outvars if is_number(v.aval))
-
-
-class _EmulateOptions(TypedDict, total=False):
-    rules: Mapping[str, Any] | None
-    accumulate: Any
-    key: Any
-    unknown: Any
-    narrow: Literal["raise", "carrier"]
-    max_turns: int | None
-    stop_at: Literal["overflow", "nan", "invalid"] | None
-
-
-class _EmulateFunction(Protocol):
-    """`emulate`, with `report` as an attribute."""
-
-    report: Callable[..., Report]
-
-    @overload
-    def __call__(self, fun: Callable[..., Any], spec: Any, **options: Unpack[_EmulateOptions]) -> EmulatedFunction: ...
-
-    @overload
-    def __call__(
-        self, spec: Spec | ElementFormat | str | None, **options: Unpack[_EmulateOptions]
-    ) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
-
-
-emulate = cast(_EmulateFunction, _emulate)
-emulate.report = report
