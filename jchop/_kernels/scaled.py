@@ -21,7 +21,7 @@ from jchop._core.rounding.codes import packed_size
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
 from jchop._core.scaled import tiles
 from jchop._core.scaled.elements import ScaledPlan, make_scaled_plan, scale_dtype, tensor_scale, widen_16_bit
-from jchop._core.scaled.sparse import drop_outside_mask, sparse_mask
+from jchop._core.scaled.groups import drop_outside_mask, sparse_mask
 from jchop._core.scaled_bodies import (
     ScaleArrays,
     dequantize_body,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
-from jchop.formats._facts import short_number
+from jchop.formats._base import short_number
 
 FactValue = float | Fraction
 _REPR_FACTS = ("bits", "max", "min", "eps", "smallest_normal", "smallest_subnormal")

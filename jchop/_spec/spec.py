@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jchop._common.checks import (
+    check,
     check_bool,
     check_int,
     check_text,
@@ -21,7 +22,7 @@ from jchop._common.checks import (
 )
 from jchop._common.text import html
 from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
-from jchop.formats._facts import format_facts
+from jchop.formats._base import format_facts
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
 
@@ -202,8 +203,7 @@ def _parse_spec(text: str) -> Spec:
     fields: dict[str, object] = {}
     for part in map(str.strip, parts):
         field, value = _parse_spec_field(text, part)
-        if field in fields:
-            raise ValueError(f"spec text {quote(text)} gives {field} twice")
+        check(field not in fields, f"spec text {quote(text)} gives {field} twice")
         fields[field] = value
     return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
 

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws
-from jchop._core.matmul.sums import sum_along
+from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws, sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products.matmul import matmul_op
 from jchop._round.round_to_format import round_to_format

@@ -7,8 +7,7 @@ from jchop.formats._catalogue import ALIASES, CATALOGUE
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat, UniformFormat
 from jchop.formats._float import FloatFormat
-from jchop.formats._log_takum import LogTakumFormat
-from jchop.formats._tapered import HiFloat8Format, PositFormat, StringFormat, TakumFormat, TaperedFormat
+from jchop.formats._tapered import HiFloat8Format, LogTakumFormat, PositFormat, StringFormat, TakumFormat, TaperedFormat
 from jchop.formats.scaled import catalogue as _scaled_catalogue
 from jchop.formats.scaled.catalogue import *  # noqa: F403
 from jchop.formats.scaled.scale_rules import SCALE_RULES
@@ -19,21 +18,12 @@ __all__ = [
     "CATALOGUE",
     "SCALED_CATALOGUE",
     "SCALE_RULES",
-    "CodebookFormat",
     "ElementFormat",
-    "FixedFormat",
-    "FloatFormat",
-    "HiFloat8Format",
-    "IntegerFormat",
-    "LogTakumFormat",
-    "PositFormat",
     "ScaledFormat",
-    "StringFormat",
-    "TakumFormat",
-    "TaperedFormat",
-    "UniformFormat",
     "bfp",
     "parse_format",
 ]
+__all__ += ["CodebookFormat", "FixedFormat", "FloatFormat", "HiFloat8Format", "IntegerFormat", "LogTakumFormat"]
+__all__ += ["PositFormat", "StringFormat", "TakumFormat", "TaperedFormat", "UniformFormat"]
 __all__ += _catalogue.__all__
 __all__ += _scaled_catalogue.__all__

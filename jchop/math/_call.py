@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import always_jit
 from jchop._core.matmul.operations import check_matmul, check_operation, require_dtype_holds, widen_operand
 from jchop._core.rounding.grid import require_carrier
@@ -212,8 +212,7 @@ def run_sums(
 
 def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:
     """`axis` as a nonnegative integer."""
-    if not ndim:
-        raise ValueError(f"{name}={axis!r}, but x is a scalar; it needs at least one axis")
+    check(ndim, f"{name}={axis!r}, but x is a scalar; it needs at least one axis")
     return check_int(name, axis, -ndim, ndim - 1) % ndim
 
 
@@ -238,6 +237,5 @@ def as_mask_operands(where: Any, shape: tuple[int, ...]) -> tuple[Array | np.nda
         fits = np.broadcast_shapes(mask.shape, shape) == shape
     except ValueError:
         fits = False
-    if not fits:
-        raise ValueError(f"where has shape {mask.shape}, which does not broadcast to that of x, {shape}")
+    check(fits, f"where has shape {mask.shape}, which does not broadcast to that of x, {shape}")
     return (mask,)

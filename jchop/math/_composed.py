@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.rules.exact_functions import exact_decimals, sort_keys
 from jchop._emulate.rules.functions import NamedFunction
@@ -391,8 +391,7 @@ def interp(
     if len(nodes) != 1 or not nodes[0] or nodes != values:
         raise ValueError(f"xp has shape {nodes} and fp has shape {values}; both must be (n,), n >= 1")
     for name, array in zip(names[3:], arrays[3:], strict=True):
-        if array.shape:
-            raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
+        check(not array.shape, f"{name} has shape {array.shape}; it must be a scalar")
     return run_emulated(_interp, spec, arrays, key, ends=tuple(names[3:]))
 
 

@@ -21,68 +21,25 @@ from jchop._kernels.operation import operation_on_device
 from jchop._round.arguments import Array, SpecLike
 from jchop.math._call import as_math_operands, run_emulated
 
-__all__ = [
-    "abs",
-    "add",
+__all__ = ["add", "divide", "floor_divide", "fma", "mod", "multiply", "reciprocal", "sqrt", "square", "subtract"]
+__all__ += [
     "angle",
     "arccos",
-    "arccosh",
     "arcsin",
-    "arcsinh",
     "arctan",
     "arctan2",
-    "arctanh",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
     "cbrt",
-    "ceil",
-    "clip",
-    "conj",
     "cos",
-    "cosh",
     "degrees",
-    "digamma",
-    "divide",
-    "erf",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "fabs",
-    "floor",
-    "floor_divide",
-    "fma",
-    "gamma",
-    "gammaln",
-    "gelu",
     "hypot",
-    "imag",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "logaddexp",
-    "maximum",
-    "minimum",
-    "mod",
-    "multiply",
-    "negative",
-    "power",
     "radians",
-    "real",
-    "reciprocal",
-    "sigmoid",
-    "sign",
     "sin",
-    "sinh",
-    "sqrt",
-    "square",
-    "subtract",
     "tan",
-    "tanh",
-    "trunc",
 ]
+__all__ += ["arccosh", "arcsinh", "arctanh", "cosh", "exp", "exp2", "expm1", "gelu", "power", "sigmoid", "sinh", "tanh"]
+__all__ += ["digamma", "erf", "erfc", "gamma", "gammaln", "log", "log1p", "log2", "log10", "logaddexp"]
+__all__ += ["abs", "ceil", "clip", "fabs", "floor", "maximum", "minimum", "negative", "sign", "trunc"]
+__all__ += ["bitwise_and", "bitwise_or", "bitwise_xor", "conj", "imag", "real"]
 
 
 # -- construction ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import gather_axes
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import jax_default_settings
 from jchop._round.arguments import Array, SpecLike, as_operands
 from jchop._spec.accumulation import SumSpecLike, as_matmul_spec
@@ -186,8 +186,7 @@ def vdot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
         16.0
     """
     x, y = as_operands("ab", (a, b))
-    if x.size != y.size:
-        raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they must have as many elements")
+    check(x.size == y.size, f"a has shape {x.shape} and b has shape {y.shape}: they must have as many elements")
     return matmul(x.ravel(), y.ravel(), spec, key)
 
 
@@ -241,8 +240,7 @@ def trace(
     """
     (array,) = as_operands("x", (x,))
     first, second = check_axis(axis1, array.ndim, "axis1"), check_axis(axis2, array.ndim, "axis2")
-    if first == second:
-        raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
+    check(first != second, f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
     offset = check_int("offset", offset)
     array = gather_axes(array, (first - array.ndim, second - array.ndim))  # before the trace: the same draws
     return run_sums(_trace, as_sum_spec(spec), (array,), key, offset=offset, axis1=first, axis2=second)
@@ -310,12 +308,10 @@ def _parse_subscripts(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[l
         (len(set(result)) < len(result), "the result has an index twice"),
         (not set(result) <= set(letters), "the result has an index that no array has"),
     ):
-        if is_wrong:
-            raise ValueError(f"subscripts={subscripts!r}: {why}")
+        check(not is_wrong, f"subscripts={subscripts!r}: {why}")
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
-        if len(term) != len(shape):
-            raise ValueError(f"subscripts={subscripts!r}: {term!r} does not fit an array of shape {shape}")
+        check(len(term) == len(shape), f"subscripts={subscripts!r}: {term!r} does not fit an array of shape {shape}")
         for letter, size in zip(term, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(f"subscripts={subscripts!r}: index {letter!r} has the lengths {sizes[letter]}, {size}")
@@ -328,8 +324,7 @@ def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) ->
     if isinstance(axes, int):
         count = check_int("axes", axes, 0, min(len(left), len(right)))
         axes = (range(len(left) - count, len(left)), range(count))
-    if not isinstance(axes, Sequence) or len(axes) != 2:
-        raise ValueError(message)
+    check(isinstance(axes, Sequence) and len(axes) == 2, message)
     axis_lists = [list(side) if isinstance(side, Sequence) else [side] for side in axes]
     shapes = (left, right)
     first, second = ([check_axis(a, len(s), "axes") for a in side] for side, s in zip(axis_lists, shapes, strict=True))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.bit_ops import gather_axes, has_sharding, reshard_like
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._kernels.materialize import materialize
 from jchop._round.arguments import Array, SpecLike, as_array, as_operands
@@ -29,22 +29,8 @@ from jchop.math._call import (
     without_gradient,
 )
 
-__all__ = [
-    "argmax",
-    "argmin",
-    "cumprod",
-    "cumsum",
-    "logsumexp",
-    "max",
-    "mean",
-    "min",
-    "norm",
-    "prod",
-    "softmax",
-    "std",
-    "sum",
-    "var",
-]
+__all__ = ["cumprod", "cumsum", "logsumexp", "mean", "norm", "prod", "softmax", "std", "sum", "var"]
+__all__ += ["argmax", "argmin", "max", "min"]
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
@@ -232,8 +218,7 @@ def norm(
         >>> float(jc.math.norm([3.0, 4.0], "e5m2")), float(jc.math.norm([3.0, 4.0], "e5m2", ord=1))
         (5.0, 7.0)
     """
-    if ord not in _VECTOR_NORMS:
-        raise ValueError(f"ord={ord!r} must be one of None, 1, 2, inf")
+    check(ord in _VECTOR_NORMS, f"ord={ord!r} must be one of None, 1, 2, inf")
     has_several_axes = axis is None or isinstance(axis, Sequence)
     if ord is not None and has_several_axes and as_array("x", x).ndim > 1:
         raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; pass one axis, or ord=None")
@@ -341,8 +326,7 @@ def _reduction_operands(x: Any, initial: Any) -> list[Any]:
     if initial is None:
         return as_operands("x", (x,))
     arrays = as_operands(("x", "initial"), (x, initial))
-    if arrays[1].shape != ():
-        raise ValueError(f"initial has shape {arrays[1].shape}; it must be a scalar")
+    check(arrays[1].shape == (), f"initial has shape {arrays[1].shape}; it must be a scalar")
     return arrays
 
 
@@ -731,8 +715,7 @@ def _run_extremum(
     spec, _ = as_math_operands("x", arrays[:1], spec, "held")
     axes, mask = as_axis_indices(axis, arrays[0].ndim), as_mask_operands(where, arrays[0].shape)
     if initial is None:
-        if mask:
-            raise ValueError("where without initial: a group without elements would have no result; pass initial")
+        check(not mask, "where without initial: a group without elements would have no result; pass initial")
         _check_nonempty_axes(arrays[0].shape, axes)
     options = {"choose": function, "axes": axes, "keepdims": keepdims}
     return run_emulated(_extremum, spec, (*arrays, *mask), key, **options)
@@ -747,8 +730,7 @@ def _run_arg_extremum(function: Any, x: Any, spec: SpecLike, key: Any, axis: int
 
 
 def _check_nonempty_axes(shape: tuple[int, ...], axes: AxisIndices) -> None:
-    if any(not shape[axis] for axis in axes):
-        raise ValueError(f"x has shape {shape}, so there are no elements to choose from")
+    check(not any(not shape[axis] for axis in axes), f"x has shape {shape}, so there are no elements to choose from")
 
 
 def _extremum(x: Array, *more: Array, choose: Any, axes: AxisIndices, keepdims: bool) -> Array:

@@ -16,7 +16,7 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, pack_co
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import carrier_holds
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
-from jchop._core.scaled.sparse import gather_sparse, scatter_sparse
+from jchop._core.scaled.groups import gather_sparse, scatter_sparse
 from jchop._spec.spec import Spec
 from jchop.formats import (
     ElementFormat,

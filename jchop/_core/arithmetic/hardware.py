@@ -15,7 +15,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, Carrier
-from jchop._core.arithmetic.ranges import ValueRange
+from jchop._core.arithmetic.exact import ValueRange
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.elements import apply_overflow
 from jchop._core.rounding.grid import make_grid

@@ -23,8 +23,15 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
 from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.double_word import DoubleWord
-from jchop._core.arithmetic.exact import BelowLastPlace, ExactResult, round_exact
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of, supports_operation
+from jchop._core.arithmetic.exact import (
+    BelowLastPlace,
+    ExactResult,
+    ValueRange,
+    carrier_range,
+    range_of,
+    round_exact,
+    supports_operation,
+)
 from jchop._core.rounding import modes
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.elements import round_to_spec

@@ -18,7 +18,7 @@ from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, enable_x64_for
 from jchop._core.arithmetic.basic import add_and_round, multiply_add_and_round, multiply_and_round
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range, product_range, range_of
+from jchop._core.arithmetic.exact import ValueRange, carrier_range, product_range, range_of
 from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.rounding.elements import round_to_spec

@@ -17,10 +17,10 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT64, Carrier
 from jchop._core.rounding.codebooks import pick_level, take_in_bounds
+from jchop._core.rounding.grid import encode_tapered, takum_exponent
 from jchop._core.rounding.modes import rounding_thresholds
-from jchop._core.rounding.tapered import encode_tapered, takum_exponent
 from jchop.formats import LogTakumFormat, TakumFormat
-from jchop.formats._log_takum import (
+from jchop.formats._tapered import (
     LOG_TAKUM_TABLE_BITS,
     POWER_BITS,
     log_takum_levels,

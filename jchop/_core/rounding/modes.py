@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
-from jchop._core.rounding.grid import Grid, most_random_bits
-from jchop._core.rounding.tapered import tapered_word
+from jchop._core.rounding.grid import Grid, most_random_bits, tapered_word
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
 

@@ -35,8 +35,14 @@ from jchop._core.arithmetic.double_word import (
     quotient_by_constant,
     significand_of_extended,
 )
-from jchop._core.arithmetic.exact import exact_overflow_mask, require_levels, round_exact, round_to_levels
-from jchop._core.arithmetic.ranges import range_of, require_operation
+from jchop._core.arithmetic.exact import (
+    exact_overflow_mask,
+    range_of,
+    require_levels,
+    require_operation,
+    round_exact,
+    round_to_levels,
+)
 from jchop._core.rounding.codes import (
     bits_to_float,
     decode_elements,

@@ -13,7 +13,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._core.arithmetic.basic import multiply_and_round
-from jchop._core.arithmetic.ranges import range_of
+from jchop._core.arithmetic.exact import range_of
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import (
     BlockScales,

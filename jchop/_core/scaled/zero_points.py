@@ -28,8 +28,7 @@ from jchop._core.arithmetic.double_word import (
     exact_quotient,
     significand_of_extended,
 )
-from jchop._core.arithmetic.exact import ExactResult, round_exact
-from jchop._core.arithmetic.ranges import range_of
+from jchop._core.arithmetic.exact import ExactResult, range_of, round_exact
 from jchop._core.rounding import modes
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.modes import RandomBits, take_random_bits

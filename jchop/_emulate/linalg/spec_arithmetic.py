@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range
-from jchop._core.matmul.operations import fold_seeds, operation_words
-from jchop._core.matmul.sums import sum_along
+from jchop._core.arithmetic.exact import ValueRange, carrier_range
+from jchop._core.matmul.operations import fold_seeds, operation_words, sum_along
 from jchop._kernels.operation import operation_on_device
 from jchop._kernels.products.matmul import matmul_op
 from jchop._spec.accumulation import MatmulSpec

@@ -14,9 +14,17 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, in_auto_mesh
-from jchop._core.arithmetic.ranges import range_of
-from jchop._core.matmul.operations import fold_seeds, operation_carrier, operation_words, round_operation, spec_draws
-from jchop._core.matmul.sums import cumulative_along, product_along, sum_along
+from jchop._core.arithmetic.exact import range_of
+from jchop._core.matmul.operations import (
+    cumulative_along,
+    fold_seeds,
+    operation_carrier,
+    operation_words,
+    product_along,
+    round_operation,
+    spec_draws,
+    sum_along,
+)
 from jchop._core.rounding.elements import round_to_spec
 from jchop._emulate.rules.run_task import round_value
 from jchop._emulate.rules.step import EmulatedStep

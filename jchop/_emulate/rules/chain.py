@@ -15,14 +15,20 @@ from jax.extend.core import Literal
 
 from jchop._common.bit_ops import varying_axes
 from jchop._common.settings import always_jit
-from jchop._core.matmul.chain import CHAIN_OPERATIONS, ChainLink, chain_words, gains_by_trial, is_constant_in_safe_range
-from jchop._core.matmul.operations import spec_draws
+from jchop._core.matmul.operations import (
+    CHAIN_OPERATIONS,
+    ChainLink,
+    chain_words,
+    gains_by_trial,
+    is_constant_in_safe_range,
+    spec_draws,
+)
 from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.rules import EXACT
 from jchop._emulate.rules.run_task import Task, run_task
 from jchop._emulate.rules.step import EmulatedStep
 from jchop._emulate.rules.value_facts import is_exact_under
-from jchop._kernels.chain import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
+from jchop._kernels.operation import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
 from jchop._program.bind import straight_through
 from jchop._program.repeats import Turns
 from jchop._program.seeds import Seeds

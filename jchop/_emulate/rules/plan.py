@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jchop._core.arithmetic.ranges import wraps_results
+from jchop._core.arithmetic.exact import wraps_results
 from jchop._emulate.rules.counts import Counts
 from jchop._emulate.rules.draws import draws_of
 from jchop._emulate.rules.functions import with_functions

@@ -26,8 +26,7 @@ from jchop._emulate.rules.exact_functions import CARRIER_FUNCTIONS
 from jchop._emulate.rules.functions import NamedFunction
 from jchop._emulate.rules.rules import EXACT
 from jchop._emulate.rules.value_facts import ValueFact, is_carrier_float
-from jchop._kernels.elementary import elementary_op
-from jchop._kernels.operation import operation_on_device
+from jchop._kernels.operation import elementary_op, operation_on_device
 from jchop._kernels.primitive import make_op
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import SeedDraw

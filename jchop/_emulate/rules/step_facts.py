@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.ranges import require_operation
+from jchop._core.arithmetic.exact import require_operation
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.operations import check_operation, operation_carrier, require_dtype_holds
 from jchop._core.rounding.grid import require_carrier

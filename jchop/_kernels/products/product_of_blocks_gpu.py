@@ -7,7 +7,9 @@ next block are loaded while a block is multiplied. Every load and store is maske
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -16,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
-from jchop._kernels.products.float8_dot_gpu import dot_float8
 from jchop._kernels.products.product_of_blocks import (
     LONGEST_PRODUCT_STEP,
     ProductOfBlocksGpuTiling,
@@ -170,3 +173,50 @@ class _ProductOfBlocksGpuTile:
         return lax.fori_loop(
             np.int32(0), np.int32(steps), lambda t, sums: sums + step(begin + t * np.int32(deep)), zeros
         )
+
+
+# == products of float8 ================================================================================================
+# Quirk `float8_of_pallas_without_units` of `_core/xla/gpu.py`. Only a rule of JAX's own can tell Triton how exact a
+# product has to be, and JAX has no public names for rules. This file alone uses the private ones. Without them float8
+# is multiplied as by Pallas: right, and slower.
+
+
+#: How many products the units may sum before they add in float32: all of a tile.
+_MAX_IMPRECISE_PRODUCTS = 1 << 30
+
+
+def dot_float8(a: Array, b: Array) -> Array:
+    """The sums of products of float8 (m, k) and (n, k), of one dtype or two, as the unit sums them, float32 (m, n)."""
+    if not _register_float8_rule():
+        return _portable_float8_dot(a, b, None)
+    return _float8_dot_p.bind(a, b, jnp.zeros((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def _portable_float8_dot(a: Array, b: Array, zeros: Array | None) -> Array:
+    del zeros
+    if a.dtype != b.dtype:  # which Pallas refuses
+        a, b = a.astype(jnp.float16), b.astype(jnp.float16)
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+_float8_dot_p = Primitive("jchop_float8_dot")
+_float8_dot_p.def_impl(_portable_float8_dot)
+_float8_dot_p.def_abstract_eval(lambda a, b, zeros: zeros)
+mlir.register_lowering(_float8_dot_p, mlir.lower_fun(_portable_float8_dot, multiple_results=False))
+
+
+@lru_cache(maxsize=1)
+def _register_float8_rule() -> bool:
+    """Registers the rule with Pallas; False if its names are gone."""
+    try:
+        lowering = importlib.import_module("jax._src.pallas.triton.lowering")
+        dialect = importlib.import_module("jax._src.lib.triton").dialect
+        register, dot, transpose = lowering.register_lowering, dialect.dot, dialect.trans
+    except (ImportError, AttributeError):
+        return False
+
+    def lower(ctx: Any, a: Any, b: Any, zeros: Any) -> Any:
+        return dot(a, transpose(b, (1, 0)), zeros, max_num_imprecise_acc=_MAX_IMPRECISE_PRODUCTS)
+
+    register(_float8_dot_p)(lower)
+    return True

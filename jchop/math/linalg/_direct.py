@@ -1,16 +1,25 @@
-"""Triangular systems and factorizations, every operation rounded."""
+"""Calls of linear algebra; triangular systems and factorizations, every operation rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_bool
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate.linalg.direct import (
     factor_cholesky,
     factor_lu,
@@ -19,16 +28,151 @@ from jchop._emulate.linalg.direct import (
     substitute_triangular,
 )
 from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
-from jchop._round.arguments import SpecLike, as_array
-from jchop.math.linalg._evaluate import (
-    StaticPartial,
-    check_permutation,
-    evaluate_systems,
-    matrix_order,
-    right_side_axes,
-)
+from jchop._round.arguments import SpecLike, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Spec, as_spec
+from jchop.math._call import as_dtype
 
 Array = jax.Array
+
+
+# == calls: rounded operands, the arithmetic, and an error for derivatives =============================================
+
+
+@dataclass(frozen=True)
+class StaticPartial:
+    """A function with its first arguments and keywords. Equal ones are compiled once; a partial equals only itself."""
+
+    function: Callable[..., Any]
+    first: tuple[Any, ...] = ()
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*self.first, *args, **dict(self.keywords))
+
+
+def evaluate_systems(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    operands: Sequence[Any],
+    core_ndims: Sequence[int],
+    spec: SpecLike,
+    key: Array | None,
+    constants: Sequence[Any] = (),
+) -> Any:
+    """``function(steps, *operands, *constants)`` on rounded, wide operands, for each system of a batch.
+
+    Args:
+        function: a function of the arithmetic and the operands of one system.
+        names: the names of the operands.
+        operands: arrays; the axes before the axes of one system are batch axes, and broadcast.
+        core_ndims: the number of axes of each operand of one system.
+        spec: the rounding of every operation.
+        key: for a batch, system i, in C order, draws from ``jax.random.fold_in(key, i)``.
+        constants: further arguments, common to all systems, which are not rounded.
+    """
+    spec = as_spec(spec)
+    arrays = as_operands(names, operands)
+    check_linalg_specs([spec], arrays[0].dtype)
+    key = rounding_key(key, spec_draws(spec), spec)
+    batch_dims = batch_shape(names, arrays, core_ndims)
+    system = StaticPartial(_evaluate_system, (function, spec, len(arrays)))
+    return run_on_operands(partial(_traced_systems, system, tuple(core_ndims), batch_dims), (*arrays, *constants), key)
+
+
+def batch_shape(names: Sequence[str], arrays: Sequence[Any], core_ndims: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a batch of systems, () for one."""
+    outer_shapes = [array.shape[: array.ndim - core_ndim] for array, core_ndim in zip(arrays, core_ndims, strict=True)]
+    try:
+        return np.broadcast_shapes(*outer_shapes)
+    except ValueError:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
+        raise ValueError(f"the leading axes of the operands do not broadcast: {shapes}") from None
+
+
+@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
+def _traced_systems(
+    system: Callable[..., Any], core_ndims: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
+) -> Any:
+    *arrays, key = operands_and_key
+    return map_systems(system, core_ndims, batch, list(map(jnp.asarray, arrays)), key)
+
+
+def map_systems(
+    system: Callable[..., Any], ndims: Sequence[int], batch: tuple[int, ...], operands: list[Array], key: Array | None
+) -> Any:
+    """``system(*operands, key)`` for each system of a batch; operands beyond `ndims` belong to all of them."""
+    if not batch:
+        return system(*operands, key)
+    count = math.prod(batch)
+    axes: list[int | None] = [None] * len(operands)
+    for i, core_ndim in enumerate(ndims):
+        x = operands[i]
+        if x.ndim > core_ndim:
+            core_shape = x.shape[x.ndim - core_ndim :]
+            operands[i], axes[i] = jnp.broadcast_to(x, batch + core_shape).reshape(count, *core_shape), 0
+    keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count, dtype=jnp.uint32))
+    results = jax.vmap(system, in_axes=(*axes, None if key is None else 0), axis_size=count)(*operands, keys)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results)
+
+
+def _evaluate_system(function: Callable[..., Any], spec: Spec, operand_count: int, *operands_and_key: Any) -> Any:
+    *arrays, key = operands_and_key
+    operands, constants = arrays[:operand_count], arrays[operand_count:]
+    keys = [None] * (operand_count + 1) if key is None else list(split_prng_key(key, operand_count + 1))
+    values = [widen_operand(round_to_format(x, spec, k)) for x, k in zip(operands, keys, strict=False)]
+    result = without_derivative(partial(_call_with_steps, function, spec), [*values, *constants], keys[-1])
+    return as_dtype(result, operands[0].dtype)
+
+
+def check_linalg_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] = ("spec",)) -> None:
+    """Refuses a spec to which operations on `dtype` cannot be rounded, or with a gradient rule."""
+    for name, spec in zip(names, specs, strict=True):
+        require_carrier(spec, carrier_of_dtype(dtype))
+        check_operation(spec, dtype, name)
+        if spec.gradient != type(spec.gradient)():
+            raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
+
+
+def _call_with_steps(function: Callable[..., Any], spec: Spec, operands: list[Array], key: Array | None) -> Any:
+    arithmetic = SpecArithmetic(spec, None if key is None else seed_words(key), operands[0].dtype)
+    return function(arithmetic, *operands)
+
+
+@partial(CustomJvp, nondiff_argnums=(0,))
+def without_derivative(function: Callable[..., Any], operands: Any, key: Any) -> Any:
+    """``function(operands, key)``, and an error if it is differentiated."""
+    return function(operands, key)
+
+
+@without_derivative.defjvp
+def _refuse_derivative(function: Callable[..., Any], primals: tuple, tangents: tuple) -> Any:
+    raise NotImplementedError(
+        "functions of jchop.math.linalg have no derivative; jchop.emulate of jax.numpy.linalg.solve and its like runs "
+        "the same algorithms and has that of the carrier"
+    )
+
+
+def matrix_order(a: Any, name: str = "a") -> int:
+    """The order of a matrix, or of each in a batch."""
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"{name} has shape {tuple(a.shape)}; it must be a square matrix, (..., n, n)")
+    return a.shape[-1]
+
+
+def check_permutation(p: Any, n: int, name: str) -> None:
+    """Refuses an array that is not a permutation of n rows; the numbers of a traced array are not checked."""
+    if p.shape[-1:] != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
+        raise ValueError(f"{name} has shape {p.shape} and dtype {p.dtype}; it must be {n} integers")
+    if not isinstance(p, jax.core.Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
+        raise ValueError(f"{name}={np.asarray(p).tolist()} must be a permutation of 0 to {n - 1}")
+
+
+def right_side_axes(b: Any, n: int, name: str = "b") -> int:
+    """The number of axes of a right-hand side of one system: 1 for a vector of n elements, 2 for (..., n, k)."""
+    if b.shape != (n,) and (b.ndim < 2 or b.shape[-2] != n):
+        raise ValueError(f"{name} has shape {tuple(b.shape)}; it must be ({n},), or (..., {n}, k) for k columns")
+    return min(b.ndim, 2)
 
 
 def solve_triangular(

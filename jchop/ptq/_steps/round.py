@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common.settings import always_jit
-from jchop._core.scaled.sparse import largest_mask, sparse_mask
+from jchop._core.scaled.groups import largest_mask, sparse_mask
 from jchop._quantized.program.lazy_params import unpack_param
 from jchop._quantized.program.matrix_layout import MatrixLayout
 from jchop._quantized.program.weight_layout import StoredAs, WeightLayout

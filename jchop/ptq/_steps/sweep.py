@@ -14,7 +14,7 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 
 from jchop._common.settings import always_jit
-from jchop._core.scaled.sparse import largest_mask
+from jchop._core.scaled.groups import largest_mask
 from jchop._core.scaled_bodies import unflatten_scales
 from jchop._quantized.program.weight_layout import StoredAs
 from jchop._spec.spec import Spec

@@ -12,8 +12,7 @@ import pytest
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.basic import _exact_of_sum_and_error  # pyright: ignore[reportPrivateUsage]
-from jchop._core.arithmetic.exact import ExactResult, _StochasticTail, exact_overflow_mask  # pyright: ignore[reportPrivateUsage]
-from jchop._core.arithmetic.ranges import carrier_range
+from jchop._core.arithmetic.exact import ExactResult, _StochasticTail, carrier_range, exact_overflow_mask  # pyright: ignore[reportPrivateUsage]
 from jchop._core.rounding.grid import make_grid
 from jchop._core.rounding.modes import BelowSmallest, RandomBits
 

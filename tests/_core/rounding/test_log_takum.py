@@ -18,7 +18,7 @@ from jchop._core.rounding import log_takum
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.log_takum import takum_power
-from jchop.formats._log_takum import log_takum_levels, log_takum_thresholds
+from jchop.formats._tapered import log_takum_levels, log_takum_thresholds
 
 
 def power(n: int, code: int) -> Fraction:
