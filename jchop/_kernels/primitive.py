@@ -29,8 +29,9 @@ from jax.interpreters import batching, mlir
 
 from jchop._common.bit_ops import reshard_like
 from jchop._common.checks import check_choice
+from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, jax_default_settings
-from jchop._core.xla.backend import ONE_CPU
+from jchop._core.xla.backend import ONE_CPU, PORTABLE
 from jchop._core.xla.sizes import are_static
 
 Array = jax.Array
@@ -475,3 +476,38 @@ def _write_as_constant(broadcast: Any) -> None:
         )
         broadcast.results[0].replace_all_uses_with(constant.results[0])
         broadcast.erase()
+
+
+# == an array as an operation of its own ===============================================================================
+
+
+_materialize_op = make_op("jchop_settled", jax.lax.optimization_barrier, like_first=True, no_inline=True)
+_materialize_on_cpu_op = make_op(
+    "jchop_settled_on_cpu",
+    lambda x, backend=PORTABLE: x if backend is PORTABLE else jax.lax.optimization_barrier(x),
+    like_first=True,
+    by_backend=True,
+    no_inline=True,
+)
+
+
+@CustomJvp
+def materialize(x: Array) -> Array:
+    """`x`, which XLA's CPU backend writes to memory and does not fuse with the operations that read it.
+
+    Quirk `sums_ordered_by_fusion` of `_core/xla/cpu.py`. On other platforms, and in programs for several CPUs, a
+    barrier alone is there. The derivative is the identity.
+    """
+    return _materialize_op(x)
+
+
+materialize.defjvp(lambda primals, tangents: (materialize(*primals), tangents[0]))
+
+
+@CustomJvp
+def materialize_on_cpu(x: Array) -> Array:
+    """`materialize` in programs for one CPU, `x` in others: a GPU may decode a matrix in the loop of its product."""
+    return _materialize_on_cpu_op(x)
+
+
+materialize_on_cpu.defjvp(lambda primals, tangents: (materialize_on_cpu(*primals), tangents[0]))

@@ -23,9 +23,23 @@ from jchop._core.rounding.elements import overflow_mask
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, draw_words, seed_words, words_like
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._kernels.round import round_op, round_with_hardware_bits_op
-from jchop._kernels.scaled import require_scaled_plan, round_scaled, scaled_overflow
-from jchop._round.arguments import Keys, as_array, carrier_of_dtype, check_key, rounding_keys, run_numpy, stream_offset
+from jchop._kernels.scaled import (
+    require_scaled_plan,
+    round_op,
+    round_scaled,
+    round_with_hardware_bits_op,
+    scaled_overflow,
+)
+from jchop._round.arguments import (
+    Key,
+    Keys,
+    as_array,
+    carrier_of_dtype,
+    check_key,
+    rounding_keys,
+    run_numpy,
+    stream_offset,
+)
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 
@@ -35,10 +49,10 @@ Array = jax.Array
 def round_to_format(
     x: Any,
     spec: Spec | ElementFormat | ScaledFormat | str,
-    key: Array | None = None,
+    key: Key = None,
     *,
     offset: Any = 0,
-    gradient_key: Array | None = None,
+    gradient_key: Key = None,
     impl: Impl = "auto",
     generator: Literal["counter", "hardware"] = "counter",
 ) -> Any:
@@ -168,9 +182,7 @@ def _round_options(spec: Spec, impl: str, generator: str, offset: Any) -> _Round
 # -- by kind of input --------------------------------------------------------------------------------------------------
 
 
-def _round_array(
-    x: Array | np.ndarray, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None
-) -> Array:
+def _round_array(x: Array | np.ndarray, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Array:
     spec = options.spec
     carrier = carrier_of_dtype(x.dtype)
     _require_results_fit(spec, x, carrier)
@@ -182,7 +194,7 @@ def _round_array(
         return _round_with_keys(x, keys, starts, options=options, place=place)
 
 
-def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
     array = as_array("x", x)
     result = run_numpy(
         lambda: _round_array(array, options, key, offset, gradient_key),
@@ -193,7 +205,7 @@ def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any,
     return result if isinstance(x, np.ndarray) else result[()]
 
 
-def _round_dask(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_dask(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
     if options.hardware or not (type(offset) is int and offset == 0):
         raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
     _require_results_fit(options.spec, x, carrier_of_dtype(x.dtype))
@@ -201,9 +213,7 @@ def _round_dask(x: Any, options: _RoundOptions, key: Array | None, offset: Any, 
     return round_dask_blocks(x, rounder, options.spec.scaled, rounding_keys(options.spec, key, gradient_key)[0])
 
 
-def _round_numpy_block(
-    options: _RoundOptions, block: np.ndarray, key: Array | None = None, offset: Any = 0
-) -> np.ndarray:
+def _round_numpy_block(options: _RoundOptions, block: np.ndarray, key: Key = None, offset: Any = 0) -> np.ndarray:
     return _round_numpy(block, options, key, offset, None)
 
 

@@ -218,18 +218,17 @@ class MatmulSpec:
             value = getattr(self, name)
             spec = None if value is None else as_spec(value, name, scaled=name == "operands")
             object.__setattr__(self, name, spec)
-        object.__setattr__(self, "order", _as_order(self.order))
+        if not isinstance(self.order, Order | str):
+            raise TypeError(f"order={self.order!r} must be an Order or its text: {_ORDER_CHOICES}")
+        object.__setattr__(self, "order", Order.parse(self.order) if isinstance(self.order, str) else self.order)
         check_bool("fused", self.fused)
         self._check_scaled_operands()
-        self._check_product()
-        self._check_gradients()
-
-    def _check_product(self) -> None:
         if self.fused and self.order.kind not in _FUSABLE_ORDERS:
             raise ValueError(f"fused=True is for the orders {_FUSABLE_ORDERS}, not order={str(self.order)!r}")
         why = "fused=True adds the exact product" if self.fused else _EXACT_PRODUCT_REASONS.get(self.order.kind)
         if why is not None and self.product is not None:
             raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
+        self._check_gradients()
 
     def _check_scaled_operands(self) -> None:
         fmt, aligned_sums = None if self.operands is None else self.operands.scaled, self.order.kind == "aligned_sums"
@@ -295,14 +294,6 @@ def _is_merged_sum_exact(fmt: ScaledFormat, order: Order) -> bool:
     bits = element.emax + 1 - (element.emin - element.frac_bits) + fmt.scale_format.frac_bits + 1
     units = 4 << (2 * (element.emax + 1) + order.bits)
     return fmt.group % MERGED == block % MERGED == 0 and 2 * bits + 4 <= 24 and units * block <= 1 << 54
-
-
-def _as_order(value: object) -> Order:
-    if isinstance(value, Order):
-        return value
-    if isinstance(value, str):
-        return Order.parse(value)
-    raise TypeError(f"order={value!r} must be an Order or its text: {_ORDER_CHOICES}")
 
 
 #: A `MatmulSpec`, or a value that is converted to one.

@@ -109,7 +109,10 @@ class Spec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "format", _as_spec_format(self.format))
+        fmt = parse_format(self.format) if isinstance(self.format, str) else self.format
+        if not isinstance(fmt, ElementFormat | ScaledFormat):
+            raise TypeError(f"format={fmt!r} must be a format or its text{_dtype_hint(fmt)}")
+        object.__setattr__(self, "format", fmt)
         members = {
             "rounding": as_rounding(self.rounding),
             "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
@@ -125,17 +128,13 @@ class Spec:
                     f"random_bits={self.random_bits} has no effect under rounding={self.rounding.value!r}; "
                     "it belongs to 'stochastic', 'stochastic_b' and 'stochastic_c'"
                 )
-        self._check_overflow()
+        if self.overflow is Overflow.WRAP:
+            if not isinstance(self.format, UniformFormat):
+                raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
+            if self.format.min == -self.format.max:
+                raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
         if self.flush and not (isinstance(self.element, FloatFormat) and self.element.zero):
             raise ValueError(f"flush=True needs a floating-point format with a zero, not {self.format}")
-
-    def _check_overflow(self) -> None:
-        if self.overflow is not Overflow.WRAP:
-            return
-        if not isinstance(self.format, UniformFormat):
-            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
-        if self.format.min == -self.format.max:
-            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
 
     @property
     def element(self) -> ElementFormat:
@@ -229,14 +228,6 @@ def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
         f"({', '.join(roundings)}), an overflow rule ({', '.join(overflows)}), random_bits=N, flush, "
         "gradient=straight_through|clipped|[SPEC]"
     )
-
-
-def _as_spec_format(value: object) -> ElementFormat | ScaledFormat:
-    if isinstance(value, ElementFormat | ScaledFormat):
-        return value
-    if isinstance(value, str):
-        return parse_format(value)
-    raise TypeError(f"format={value!r} must be a format or its text{_dtype_hint(value)}")
 
 
 def _dtype_hint(value: object) -> str:

@@ -251,12 +251,12 @@ class HiFloat8Format(TaperedFormat):
         size = code & 0x7F
         if size == 0:
             return float("nan") if code else 0.0
-        if size == _HIF8_INFINITY:
+        if size == HIF8_INFINITY:
             magnitude = float("inf")
         elif size < 8:
             magnitude = 2.0 ** (size - 23)
         else:
-            width = sum(size >= start for start in _HIF8_STARTS)
+            width = sum(size >= start for start in HIF8_STARTS)
             fraction = self.fraction_bits(1 << (width - 1) if width else 0)
             field, rest = size >> fraction & (1 << width) - 1, size & (1 << fraction) - 1
             half = 1 << width >> 1  # the place of the exponent's sign, and of its leading 1
@@ -274,9 +274,8 @@ class HiFloat8Format(TaperedFormat):
         return "hif8"
 
 
-_HIF8_INFINITY = 0x6F
-#: The first codes with an exponent of one, two, three and four bits.
-_HIF8_STARTS = (16, 32, 64, 96)
+#: The code of infinity, and the first codes with an exponent of one, two, three and four bits.
+HIF8_INFINITY, HIF8_STARTS = 0x6F, (16, 32, 64, 96)
 
 
 @lru_cache(maxsize=1)

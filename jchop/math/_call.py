@@ -24,6 +24,7 @@ from jchop._program.bind import straight_through
 from jchop._program.seeds import Seeds
 from jchop._round.arguments import (
     Array,
+    Key,
     SpecLike,
     as_array,
     as_operands,
@@ -74,7 +75,7 @@ def run_emulated(
     function: Callable[..., Any],
     spec: Spec | MatmulSpec,
     operands: Sequence[Any],
-    key: Array | None,
+    key: Key,
     own: NamedFunction | None = None,
     **options: Any,
 ) -> Any:
@@ -105,7 +106,7 @@ def _traced_call(
     how = None if sums is None else replace(sums, operands=plain)
     settings = _MathSettings(plain, (), how, "raise", functions=functions)
 
-    def run(arrays: list[Array], key: Array | None) -> Any:
+    def run(arrays: list[Array], key: Key) -> Any:
         program = trace_program(function, settings, arrays, {})
         results = run_program(program, plain, None if key is None else Seeds(seed_words(key)))
         return jax.tree.unflatten(program.tree, results)
@@ -122,7 +123,7 @@ def without_gradient(spec: Spec | None) -> Spec | None:
     return spec if spec is None or spec.gradient == Gradient() else replace(spec, gradient=Gradient())
 
 
-def _with_gradient_rule(spec: Spec, function: Any, run: Any, arrays: list[Array], key: Array | None) -> Any:
+def _with_gradient_rule(spec: Spec, function: Any, run: Any, arrays: list[Array], key: Key) -> Any:
     """The results with the gradient rule of the spec: of operands, and of results if the function is given."""
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(arrays))]
     arrays = [round_to_format(x, spec, k) if _is_float(x) else x for x, k in zip(arrays, keys, strict=True)]

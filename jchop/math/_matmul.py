@@ -23,13 +23,13 @@ from jchop._core.arithmetic.exact import carrier_range
 from jchop._core.elementary import pairs
 from jchop._core.elementary.pairs import FloatPair
 from jchop._core.matmul.matmul import MatmulPlan
-from jchop._core.matmul.operations import check_matmul, operation_carrier
+from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.random_bits import seed_words
 from jchop._core.xla.gpu import pad_to_whole_words
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl, by_platform
 from jchop._kernels.products.matmul import matmul_op
-from jchop._round.arguments import as_operands, rounding_key, run_on_operands
+from jchop._round.arguments import Key, as_operands, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop._spec.spec import Spec
@@ -40,7 +40,7 @@ from jchop.storage._codes import decode_unscaled
 Array = jax.Array
 
 
-def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto") -> Any:
+def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "auto") -> Any:
     """The matrix product of `a` and `b` in an emulated arithmetic: operands, every product and every sum rounded.
 
     Each rounding is applied once, to the exact result of its operation, without an intermediate rounding to the
@@ -108,7 +108,7 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl:
 
 
 @partial(always_jit, static_argnames=("spec", "impl"), inline=True)
-def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+def _traced_matmul(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str) -> Array:
     return in_auto_mesh(
         partial(_matmul_of_any_shape, spec=spec, impl=impl),
         *(a, b, key),
@@ -117,10 +117,11 @@ def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, i
     )
 
 
-def _matmul_of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+def _matmul_of_any_shape(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str) -> Array:
     keys = None if key is None else split_prng_key(key, 4)
     x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
-    seeds = None if keys is None else _matmul_seeds(keys, spec)
+    draws = spec_draws(spec.product) or spec_draws(spec.accumulate)
+    seeds = None if keys is None or not draws else jnp.stack([*seed_words(keys[2]), *seed_words(keys[3])])
     left, right = (
         _matmul_operand(v, i, spec.operands, None if keys is None else keys[i]) for i, v in enumerate((x, y))
     )
@@ -144,13 +145,7 @@ def _matmul_shape(a: Any, b: Any) -> tuple[int, ...]:
     return (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), *a.shape[:-1][-1:], *b.shape[1:][-1:])
 
 
-def _matmul_seeds(keys: Array, spec: MatmulSpec) -> Array | None:
-    """The seeds of products and sums, if either is stochastic."""
-    draws = any(rounding is not None and rounding.rounding.stochastic for rounding in (spec.product, spec.accumulate))
-    return jnp.stack([*seed_words(keys[2]), *seed_words(keys[3])]) if draws else None
-
-
-def _matmul_operand(x: Array, side: int, spec: Spec | None, key: Array | None) -> tuple[Array, ...]:
+def _matmul_operand(x: Array, side: int, spec: Spec | None, key: Key) -> tuple[Array, ...]:
     """The rounded numbers; of a scaled format also the elements, the scales of groups, and a scale of each row.
 
     The groups lie along the summed axis. Derivatives use the numbers alone.
@@ -298,7 +293,7 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
     if isinstance(a, tuple):
         x, y = _as_float32_pair("a", a), _as_float32_pair("b", b)
         check_matmul_shapes(x[0].shape, y[0].shape)
-        return run_on_operands(partial(_product_of_pairs, count=slices), (*x, *y), None)
+        return run_on_operands(partial(_traced_product_by_slices, count=slices), (*x, *y), None)
     x, y = as_operands("ab", (a, b))
     if x.dtype.name != "float64":
         raise TypeError(
@@ -306,7 +301,7 @@ def matmul_double(a: Any, b: Any, *, tolerance: float = 2.0**-53) -> Any:
             "arrays, as in (x, zeros)"
         )
     check_matmul_shapes(x.shape, y.shape)
-    return run_on_operands(partial(_product_of_arrays, count=slices), (x, y), None)
+    return run_on_operands(partial(_traced_product_by_slices, count=slices), (x, y), None)
 
 
 def slice_count(tolerance: float) -> int:
@@ -347,13 +342,12 @@ def _as_float32_pair(name: str, value: tuple) -> tuple[Any, Any]:
 
 
 @partial(always_jit, static_argnames=("count",), inline=True)
-def _product_of_arrays(a: Array, b: Array, key: None, *, count: int) -> Array:
-    return _product_by_slices((jnp.asarray(a),), (jnp.asarray(b),), count)[0]
-
-
-@partial(always_jit, static_argnames=("count",), inline=True)
-def _product_of_pairs(a: Array, a_low: Array, b: Array, b_low: Array, key: None, *, count: int) -> tuple[Array, ...]:
-    return _product_by_slices((jnp.asarray(a), jnp.asarray(a_low)), (jnp.asarray(b), jnp.asarray(b_low)), count)
+def _traced_product_by_slices(*parts_and_key: Any, count: int) -> Any:
+    """Of two arrays, or of the parts of two pairs; there is no key."""
+    parts = tuple(map(jnp.asarray, parts_and_key[:-1]))
+    half = len(parts) // 2
+    product = _product_by_slices(parts[:half], parts[half:], count)
+    return product[0] if half == 1 else product
 
 
 @partial(CustomJvp, nondiff_argnums=(2,))
@@ -459,7 +453,8 @@ def _sum_of_slice_products(left: Array, right: Array, count: int, is_pair: bool)
         for start in range(0, max(a.shape[-1], 1), _EXACT_TERMS):
             stop = start + _EXACT_TERMS
             product = _int8_matmul(a[..., start:stop], b[..., start:stop, :])
-            total = _add_float_sums(total, _as_float_sum(product, unit, is_pair))
+            term = _as_float_sum(product, unit, is_pair)
+            total = tuple(FloatPair(*total) + FloatPair(*term)) if is_pair else (total[0] + term[0],)
         return total, None
 
     return lax.scan(add, (zero, zero) if is_pair else (zero,), (jnp.asarray(order), jnp.asarray(units)))[0]
@@ -483,7 +478,3 @@ def _as_float_sum(integers: Array, unit: Array, is_pair: bool) -> tuple[Array, .
     high = integers >> 12
     parts = high.astype(jnp.float32) * (unit * 4096), (integers & 4095).astype(jnp.float32) * unit
     return tuple(pairs.two_sum(*parts))
-
-
-def _add_float_sums(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(FloatPair(*a) + FloatPair(*b)) if a[1:] else (a[0] + b[0],)

@@ -13,8 +13,8 @@ from jax import lax
 from jchop._common.bit_ops import gather_axes, has_sharding, reshard_like
 from jchop._common.checks import check, check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
-from jchop._kernels.materialize import materialize
-from jchop._round.arguments import Array, SpecLike, as_array, as_operands
+from jchop._kernels.primitive import materialize
+from jchop._round.arguments import Array, Key, SpecLike, as_array, as_operands
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._call import (
     AxisArgument,
@@ -38,7 +38,7 @@ __all__ += ["argmax", "argmin", "max", "min"]
 def sum(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -78,13 +78,7 @@ def sum(
 
 
 def mean(
-    x: Any,
-    spec: SumSpecLike,
-    key: Array | None = None,
-    *,
-    axis: AxisArgument = None,
-    keepdims: bool = False,
-    where: Any = None,
+    x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = None, keepdims: bool = False, where: Any = None
 ) -> Any:
     """The sum of elements as in `jchop.math.sum`, divided by their number n; the quotient is rounded once.
 
@@ -115,7 +109,7 @@ def mean(
 def var(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     ddof: int = 0,
@@ -154,7 +148,7 @@ def var(
 def std(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     ddof: int = 0,
@@ -189,7 +183,7 @@ def std(
 def norm(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     ord: float | None = None,
     axis: AxisArgument = None,
@@ -226,7 +220,7 @@ def norm(
     return _run_reduction(_VECTOR_NORMS[ord], x, mspec, key, axis, keepdims)
 
 
-def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
+def softmax(x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
     """e^x / Σ e^x along an axis, as `jax.nn.softmax`, every operation rounded.
 
     With m the largest element, which is exact: d_k = x_k - m and e_k = e^(d_k) are rounded to ``spec.operands``, e_k as
@@ -257,13 +251,7 @@ def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: AxisAr
 
 
 def logsumexp(
-    x: Any,
-    spec: SumSpecLike,
-    key: Array | None = None,
-    *,
-    axis: AxisArgument = None,
-    keepdims: bool = False,
-    where: Any = None,
+    x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = None, keepdims: bool = False, where: Any = None
 ) -> Any:
     """The logarithm of Σ e^x along axes, as `jax.nn.logsumexp`, every operation rounded.
 
@@ -462,7 +450,7 @@ def _logsumexp(x: Array, *mask: Array, axes: AxisIndices, keepdims: bool, **_: A
 def prod(
     x: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -500,7 +488,7 @@ def prod(
     return _run_recurrence(_product, operands, spec, key, **options)
 
 
-def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
+def cumsum(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None) -> Any:
     """Cumulative sums: c <- A(c + x_k) from +0, every addition rounded.
 
     Args:
@@ -523,7 +511,7 @@ def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
     return _run_cumulative(jnp.cumsum, x, spec, key, axis)
 
 
-def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
+def cumprod(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None) -> Any:
     """Cumulative products: c <- A(c x_k) from 1, every multiplication rounded.
 
     Args:
@@ -585,7 +573,7 @@ def _multiply_if(total: Array, factor: list[Array]) -> tuple[Array, None]:
 def max(
     x: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -625,7 +613,7 @@ def max(
 def min(
     x: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -657,7 +645,7 @@ def min(
     return _run_extremum(jnp.min, x, spec, key, axis, keepdims, where, initial)
 
 
-def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
+def argmax(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """The index of the first largest element of the rounded array, or of the first NaN, as `jax.numpy.argmax`.
 
     Bits are compared, except that -0 and +0 are equal.
@@ -683,7 +671,7 @@ def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
     return _run_arg_extremum(jnp.argmax, x, spec, key, axis, keepdims)
 
 
-def argmin(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
+def argmin(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """The index of the first smallest element of the rounded array, otherwise as `jchop.math.argmax`.
 
     Args:

@@ -237,9 +237,11 @@ def _arguments_of_round_to_spec(
         magnitude = _round_on_carrier_grid(v, magnitude, spec, carrier)
     elif spec.rounding.stochastic:
         # The draw is decided here, because v has more bits than the carrier.
-        away = _draws_away(v, spec, carrier, word) | v.beyond
+        tail = _StochasticTail(v, take_random_bits(word, spec, carrier), make_grid(spec.format, carrier))
+        away = jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](tail)) | v.beyond
         spec = replace(spec, rounding=Rounding.STOCHASTIC_EQUAL, random_bits=None)
-        word = _coin_words(away, carrier)
+        # Words whose top bit, the coin of that mode, is the decision.
+        word = away.astype(jnp.dtype(f"uint{carrier.work_width}")) << (carrier.work_width - 1)
     return bit_ops.join_sign(v.sign, magnitude, carrier), spec, carrier, word
 
 
@@ -283,18 +285,6 @@ def _round_on_carrier_grid(v: ExactResult, odd_bits: Array, spec: Spec, carrier:
 
 
 # -- stochastic modes --------------------------------------------------------------------------------------------------
-
-
-def _coin_words(condition: Array, carrier: Carrier) -> Array:
-    """Words whose top bit is the condition, the coin of `Rounding.STOCHASTIC_EQUAL`."""
-    unsigned = jnp.dtype(f"uint{carrier.work_width}")
-    return condition.astype(unsigned) << (carrier.work_width - 1)
-
-
-def _draws_away(v: ExactResult, spec: Spec, carrier: Carrier, word: Array | None) -> Array:
-    """The decision of a stochastic mode, from the exact discarded fraction."""
-    tail = _StochasticTail(v, take_random_bits(word, spec, carrier), make_grid(spec.format, carrier))
-    return jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](tail))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import float64
+from jchop._core.arithmetic.double_word import full_word_product
 from jchop._core.arithmetic.exact import has_spare_bits, round_exact
 from jchop._core.elementary import constants, pairs
 from jchop._core.elementary.pairs import (
@@ -330,7 +331,7 @@ def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
     table_index = bit_ops.lax_clip(x.exponent - 23, constants.LEAST_PLACE, constants.MOST_PLACE) - constants.LEAST_PLACE
     first, second, third = (take_in_bounds(jnp.asarray(word), table_index) for word in constants.inverse_of_two_pi())
     significand = (x.significand * 2.0**23).astype(jnp.uint32)
-    (high, low), (lower, lowest) = _product_with_24_bits(second, significand), _product_with_24_bits(third, significand)
+    (high, low), (lower, lowest) = (full_word_product(word, significand) for word in (second, third))
     middle = low + lower
     top = first * significand + high + (middle < low).astype(jnp.uint32)
     quarter = (top + np.uint32(1 << 29)) >> 30
@@ -343,13 +344,6 @@ def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
     quarter_turns = pairs.fast_two_sum(a, b)
     quarter_turns = quarter_turns + pairs.fast_two_sum(c, d + e)
     return quarter_turns * pair_of_constant(constants.pi() / 2), (quarter & 3).astype(jnp.int32)
-
-
-def _product_with_24_bits(a: Array, b: Array) -> tuple[Array, Array]:
-    """The words of the product of a word and a word of 24 bits."""
-    a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
-    middle = (a0 * b0 >> 16) + (a1 * b0 & 0xFFFF) + a0 * b1  # the last one below 2^24
-    return a1 * b1 + (a1 * b0 >> 16) + (middle >> 16), a * b
 
 
 def _reduce_angle(x: Argument) -> tuple[FloatPair, Array, Array, Array]:

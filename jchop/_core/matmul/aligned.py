@@ -86,6 +86,11 @@ class TensorCoreUnit:
         )
 
     @property
+    def rounds_down(self) -> bool:
+        """Whether the accumulator rounds down, so that a sum of zero is -0."""
+        return self.spec.accumulate is not None and self.spec.accumulate.rounding is Rounding.DOWN
+
+    @property
     def merge_count(self) -> int:
         """How many products are summed before they are aligned, by their scales alone."""
         return MERGED if self.spec.order.kind == "aligned_sums" else 1
@@ -257,13 +262,9 @@ def _shift_limbs(high: Array, low: Array, count: Array) -> _Limbs:
     return jnp.where(inside, high >> down, high >> 31), jnp.where(inside, first, (high >> far) & _LIMB_MASK)
 
 
-def _limbs_of_word(word: Array) -> _Limbs:
-    return word >> _LIMB, word & _LIMB_MASK
-
-
 def _add_limbs(parts: Sequence[_Limbs]) -> _Limbs:
     """The sum of at most 127 integers."""
-    return _carry_limbs(sum(high for high, _ in parts), sum(low for _, low in parts))  # type: ignore[arg-type]
+    return _carry_limbs(*(reduce(jnp.add, limbs) for limbs in zip(*parts, strict=True)))
 
 
 # -- terms -------------------------------------------------------------------------------------------------------------
@@ -289,7 +290,8 @@ def _limbs_of_products(
         return _add_limbs(list(zip(high, low, strict=True)))
     words = [v.astype(jnp.int32) for v in multiples]
     groups = [words[i : i + unit.group] for i in range(0, len(words), unit.group)]
-    return _add_limbs([_limbs_of_word(sum(group)) for group in groups])  # type: ignore[arg-type]
+    sums = [reduce(jnp.add, group) for group in groups]
+    return _add_limbs([(word >> _LIMB, word & _LIMB_MASK) for word in sums])
 
 
 def _limbs_of_long_product(
@@ -430,11 +432,6 @@ def _exact_sum_of_products_first(
 # -- the exact sum -----------------------------------------------------------------------------------------------------
 
 
-def _sign_of_zero_sum(unit: TensorCoreUnit) -> int:
-    down = unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN
-    return FLOAT32.sign_bit if down else 0
-
-
 def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUnit) -> ExactResult:
     """(high 2^24 + low) 2^exponent, 0 <= low < 2^24."""
     negative = high < 0
@@ -448,7 +445,8 @@ def _exact_of_words(
 ) -> ExactResult:
     """(high 2^32 + low) 2^exponent; if `low` is None, it is zero."""
     zero = (high if low is None else high | low) == 0
-    sign = jnp.where(zero, _sign_of_zero_sum(unit), jnp.where(negative, FLOAT32.sign_bit, 0)).astype(jnp.int32)
+    zero_sign = FLOAT32.sign_bit if unit.rounds_down else 0
+    sign = jnp.where(zero, zero_sign, jnp.where(negative, FLOAT32.sign_bit, 0)).astype(jnp.int32)
     exponent = jnp.where(zero, 0, exponent + (2 * FLOAT32.work_width - 2))
     v = DoubleWord(sign, exponent, high, jnp.zeros_like(high) if low is None else low)
     v = v if low is None else double_word.fill_high_word(v)
@@ -541,7 +539,7 @@ def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFa
     )
     c_exp = jnp.where(magnitude == 0, 1 - FLOAT32.bias, jnp.maximum(c_exp, unit.sum_emin))
     total, exponent = (_sum_of_products_first if unit.apart else _sum_of_all_terms)(c, c_exp, values, exponents, unit)
-    zero = -0.0 if unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN else 0.0
+    zero = -0.0 if unit.rounds_down else 0.0
     return _round_double_sum(jnp.where(total == 0, zero, total * _double_power(exponent)), unit.spec.accumulate)
 
 

@@ -411,7 +411,8 @@ def sum_along(
     wide = rows.astype(operation_carrier(x.dtype).name)
     ones = jnp.ones((1, rows.shape[1], 1), wide.dtype)
     total = matmul(wide[None], ones, *(() if seeds is None else (seeds,)), spec=spec)
-    return _restore_axes(total.reshape(outer), x, axis, keepdims).astype(x.dtype)
+    total = total.reshape(outer).astype(x.dtype)
+    return jnp.expand_dims(total, sorted(_normalize_axes(x, axis))) if keepdims else total
 
 
 def _spec_if_holds_one(value_spec: Spec | None, dtype: Any) -> Spec | None:
@@ -503,7 +504,3 @@ def _rows_of_sums(x: Array, axis: SumAxes) -> tuple[Array, tuple[int, ...]]:
     outer = tuple(x.shape[a] for a in outer_axes)
     length = math.prod(x.shape[a] for a in axes)
     return jnp.transpose(x, (*outer_axes, *sorted(axes))).reshape(math.prod(outer), length), outer
-
-
-def _restore_axes(total: Array, x: Array, axis: SumAxes, keepdims: bool) -> Array:
-    return jnp.expand_dims(total, sorted(_normalize_axes(x, axis))) if keepdims else total

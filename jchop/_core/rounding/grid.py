@@ -34,6 +34,7 @@ from jchop.formats import (
     TaperedFormat,
     UniformFormat,
 )
+from jchop.formats._tapered import HIF8_INFINITY, HIF8_STARTS
 from jchop.formats.rounding import Overflow, Rounding
 
 Array = jax.Array
@@ -326,9 +327,6 @@ def takum_exponent(string: Array, bits: int) -> tuple[Array, Array]:
 
 # -- HiF8 --------------------------------------------------------------------------------------------------------------
 
-#: The codes, without signs, from which on the exponent has one bit more, and the infinity.
-_HIF8_WIDER_CODES, _HIF8_INFINITY_CODE = (16, 32, 64, 96), 0x6F
-
 
 def encode_hif8(sign: Array, magnitude: Array, fmt: HiFloat8Format, carrier: Carrier) -> Array:
     """The codes of values of HiF8, as integers of the carrier's work dtype."""
@@ -343,15 +341,15 @@ def encode_hif8(sign: Array, magnitude: Array, fmt: HiFloat8Format, carrier: Car
     start = bit_ops.lax_where(width == 0, 8, bit_ops.lax_where(width == 4, 96, 8 << width))
     code = start + (field << fraction_bits) + fraction
     code = bit_ops.lax_where(exponent <= -fmt.narrows[-1], exponent + 23, code)
-    code = bit_ops.lax_where(magnitude == 0, 0, bit_ops.lax_where(magnitude == carrier.inf, _HIF8_INFINITY_CODE, code))
+    code = bit_ops.lax_where(magnitude == 0, 0, bit_ops.lax_where(magnitude == carrier.inf, HIF8_INFINITY, code))
     return bit_ops.lax_where(magnitude > carrier.inf, 0x80, bit_ops.lax_where(sign != 0, code | 0x80, code))
 
 
 def decode_hif8(codes: Array, carrier: Carrier) -> Array:
     """The values of codes in [0, 256), given in the work dtype of a carrier that holds every value."""
     size = codes & 0x7F
-    width = _count_limits(size, _HIF8_WIDER_CODES)
-    fraction_bits = 3 - _count_limits(size, _HIF8_WIDER_CODES[2:])
+    width = _count_limits(size, HIF8_STARTS)
+    fraction_bits = 3 - _count_limits(size, HIF8_STARTS[2:])
     half = jnp.ones_like(size) << width >> 1
     field = size >> fraction_bits & bit_ops.low_mask(width)
     exponent = bit_ops.lax_where(field & half != 0, -field, field + half)
@@ -359,7 +357,7 @@ def decode_hif8(codes: Array, carrier: Carrier) -> Array:
     exponent, fraction = bit_ops.lax_where(size < 8, size - 23, exponent), bit_ops.lax_where(size < 8, 0, fraction)
     magnitude = ((exponent + carrier.bias) << carrier.fraction) + fraction
     magnitude = bit_ops.lax_where(size == 0, bit_ops.lax_where(codes == 0, 0, carrier.nan), magnitude)
-    magnitude = bit_ops.lax_where(size == _HIF8_INFINITY_CODE, carrier.inf, magnitude)
+    magnitude = bit_ops.lax_where(size == HIF8_INFINITY, carrier.inf, magnitude)
     sign = bit_ops.lax_where((codes > 0x7F) & (size != 0), jnp.full_like(magnitude, carrier.sign_bit), 0)
     return bit_ops.join_sign(sign, magnitude, carrier)
 

@@ -37,6 +37,7 @@ from jchop._core.arithmetic.double_word import (
 )
 from jchop._core.arithmetic.exact import (
     exact_overflow_mask,
+    has_spare_bits,
     range_of,
     require_levels,
     require_operation,
@@ -447,7 +448,7 @@ def _divide_by_short_constant(largest: Array, divisor: Fraction, spec: Spec, pla
     if isinstance(fmt, FloatFormat) and _divides_in_float64(divisor, fmt, plan):
         return float64.quotient_bits(largest, divisor, fmt)
     own = spec.format == _OWN_FORMATS[carrier.name]
-    if not (is_short_divisor(count, carrier) and (own or _may_round_to_odd(spec.format, carrier))):
+    if not (is_short_divisor(count, carrier) and (own or has_spare_bits(spec.format, carrier))):
         return None
     bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
     if not own:
@@ -459,15 +460,6 @@ def _divides_in_float64(divisor: Fraction, fmt: FloatFormat, plan: ScaledPlan, t
     """Whether `float64.quotient_bits` gives the quotients by a divisor, and by a tensor's scale if there is one."""
     bits = divisor_parts(divisor)[0].bit_length() + (0 if tensor is None else TENSOR_SCALE.frac_bits + 1)
     return plan.float64 and plan.compute.width == 32 and float64.can_divide_in_float64(bits, fmt)
-
-
-def _may_round_to_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
-    """Whether numbers may be rounded to odd in the carrier before they are rounded to a format."""
-    return (
-        isinstance(fmt, FloatFormat)
-        and fmt.frac_bits + 2 <= carrier.fraction
-        and fmt.emin - fmt.frac_bits >= carrier.tiny_exponent + 2
-    )
 
 
 def _divide_by_tensor_scale(largest: Array, tensor: Array, divisor: Fraction, plan: ScaledPlan) -> Array:

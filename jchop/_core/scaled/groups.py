@@ -70,8 +70,8 @@ class Groups:
         if any(missing):
             x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
         # One axis at a time: explicit shardings support such reshapes.
-        for at in self._within:
-            size = self.sizes[self._axis_of(at)]
+        for before, at in enumerate(self._within, 1):
+            size = self.sizes[at - before]
             x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] // size, size, *x.shape[at:])
         return x
 
@@ -99,10 +99,6 @@ class Groups:
     def expand(self, x: Array) -> Array:
         """The inverse of `squeeze`."""
         return lax.expand_dims(x, self._within)
-
-    def _axis_of(self, at: int) -> int:
-        """The axis of the array that was split into this axis of the view."""
-        return at - 1 - self._within.index(at)
 
 
 # == n of every m numbers ==============================================================================================

@@ -106,7 +106,10 @@ def round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: Sca
     else:
         v, some = _divide_by_scales(sign, magnitude, scales, plan)
     whole, share, sticky = _whole_and_share(v, some, compute)
-    total, share = _floor_and_share(v.sign != 0, whole, share, sticky)
+    # The floor of a negative v = -(whole + share), and the word that follows it.
+    negative, inexact = v.sign != 0, ((share != 0) | sticky).astype(whole.dtype)
+    total = bit_ops.lax_where(negative, -whole - inexact, whole)
+    share = bit_ops.lax_where(negative, _complement_of_share(share, sticky), share)
     sums = _round_floor_and_share(total + zero.astype(total.dtype), share, sticky, plan, word)
     far = jnp.full_like(sums, 1 << _MOST_WHOLE_EXPONENT)
     beyond = bit_ops.lax_where((sign != 0) & (magnitude == compute.inf), -far, far)
@@ -186,14 +189,6 @@ def _whole_and_share(v: ExactResult, some: Array, carrier: Carrier) -> tuple[Arr
     sticky = v.sticky | bit_ops.lax_where(less, small_tail | far, tail)
     whole, share = bit_ops.lax_where(less, 0, whole), bit_ops.lax_where(less, small, share)
     return bit_ops.lax_where(some, whole, 0), bit_ops.lax_where(some, share, 0), sticky & some
-
-
-def _floor_and_share(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
-    """floor(v) of v = +-(whole + share), and the word that follows it."""
-    inexact = ((share != 0) | sticky).astype(whole.dtype)
-    return bit_ops.lax_where(negative, -whole - inexact, whole), bit_ops.lax_where(
-        negative, _complement_of_share(share, sticky), share
-    )
 
 
 def _complement_of_share(share: Array, sticky: Array) -> Array:

@@ -113,7 +113,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "sums_ordered_by_fusion",
         "A sum of numbers that are computed in its loop has other bits than the sum of the same numbers in memory.",
         "Parameters that a program computes with itself, and the matrix of a product with one row or one column, are "
-        "read from memory, packed or not (`_kernels/materialize.py`).",
+        "read from memory, packed or not (`materialize` in `_kernels/primitive.py`).",
     ),
     Quirk(
         "barriers_removed_before_fusion",

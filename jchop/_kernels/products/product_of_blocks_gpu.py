@@ -110,7 +110,10 @@ class _ProductOfBlocksGpuTile:
         return pl.cdiv(self.k, self.block)
 
     def kernel(self, x: Any, w: Any, parts: dict[str, Any], out: Any) -> None:
-        i, j = self._corner()
+        # The row and the column of this program's tile among tiles.
+        group, within = divmod_int32(pl.program_id(0), self._GROUP_ROWS * self.across)
+        height = jnp.minimum(np.int32(self.down) - group * np.int32(self._GROUP_ROWS), np.int32(self._GROUP_ROWS))
+        i, j = group * np.int32(self._GROUP_ROWS) + lax.rem(within, height), lax.div(within, height)
         batch = pl.program_id(1)
         rows = i * np.int32(self.tiling.block_m) + lax.iota(jnp.int32, self.tiling.block_m)
         columns = j * np.int32(self.tiling.block_n) + lax.iota(jnp.int32, self.tiling.block_n)
@@ -141,13 +144,6 @@ class _ProductOfBlocksGpuTile:
         place = out.at[batch, rows[:, None], columns[None, :]]
         mask = (rows < self.m)[:, None] & (columns < self.n)[None, :]
         plt.store(place, total.astype(out.dtype), mask=mask)
-
-    def _corner(self) -> tuple[Array, Array]:
-        """The row and the column of this program's tile among tiles."""
-        group, within = divmod_int32(pl.program_id(0), self._GROUP_ROWS * self.across)
-        first = group * np.int32(self._GROUP_ROWS)
-        height = jnp.minimum(np.int32(self.down) - first, np.int32(self._GROUP_ROWS))
-        return first + lax.rem(within, height), lax.div(within, height)
 
     def _of_block(self, x: Any, w: Any, batch: Array, number: Array, rows: Array, columns: Array) -> Array:
         """The sum of the products of elements of a block."""

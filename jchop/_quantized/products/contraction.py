@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jchop._common.bit_ops import has_sharding
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
-from jchop._kernels.materialize import materialize_on_cpu
+from jchop._kernels.primitive import materialize_on_cpu
 from jchop._quantized.products.codes import (
     CodedArray,
     block_along_sum,

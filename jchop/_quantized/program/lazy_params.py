@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._kernels.materialize import materialize
+from jchop._kernels.primitive import materialize
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.rule import is_stochastic
 from jchop._quantized.program.adapters import LoraAdapter

@@ -61,12 +61,6 @@ def sparse_length(sparse: tuple[int, int], length: int) -> int:
     return whole * sparse[0] + min(sparse[0], rest)
 
 
-def check_zero_point(value: object) -> None:
-    """Refuses an unknown kind of zero points."""
-    if value is not None and (not isinstance(value, str) or value not in ("integer", "float")):
-        raise ValueError(f"zero_point={value!r} must be None, 'integer' or 'float'")
-
-
 def as_format_axes(name: str, value: object) -> int | tuple[int, ...]:
     """An axis, or several, as they are stored: a tuple of one axis becomes that axis."""
     if isinstance(value, tuple | list):
@@ -77,12 +71,6 @@ def as_format_axes(name: str, value: object) -> int | tuple[int, ...]:
     return check_int(name, value, -(1 << 15), 1 << 15)
 
 
-def _as_group_size(value: object) -> GroupSize:
-    if value == "all":
-        return "all"
-    return check_int("group", value, 1)
-
-
 def as_group_and_axis(
     group: object, axis: object
 ) -> tuple[GroupSize | tuple[GroupSize, ...] | None, int | tuple[int, ...]]:
@@ -90,7 +78,8 @@ def as_group_and_axis(
     axes = as_format_axes("axis", axis)
     if group is None or group == "tensor":
         return None, axes
-    groups: tuple[GroupSize, ...] = tuple(map(_as_group_size, group if isinstance(group, tuple | list) else (group,)))
+    sizes = group if isinstance(group, tuple | list) else (group,)
+    groups: tuple[GroupSize, ...] = tuple("all" if size == "all" else check_int("group", size, 1) for size in sizes)
     check(groups, "group=() must have a size for each of its axes")
     if len(groups) == 1:
         if isinstance(axes, tuple):
@@ -347,7 +336,10 @@ class ScaledFormat:
 
     def __post_init__(self) -> None:
         check_bool("nan_block", self.nan_block)
-        check_zero_point(self.zero_point)
+        if self.zero_point is not None and (
+            not isinstance(self.zero_point, str) or self.zero_point not in ("integer", "float")
+        ):
+            raise ValueError(f"zero_point={self.zero_point!r} must be None, 'integer' or 'float'")
         fields = {
             "element": _as_format_of_kind("element", self.element, ElementFormat),
             "scale": _as_format_of_kind("scale", self.scale, FloatFormat | ScaledFormat),

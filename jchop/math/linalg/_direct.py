@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,9 +28,9 @@ from jchop._emulate.linalg.direct import (
     substitute_triangular,
 )
 from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
-from jchop._round.arguments import SpecLike, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
+from jchop._round.arguments import Key, SpecLike, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.math._call import as_dtype
 
 Array = jax.Array
@@ -56,31 +56,39 @@ def evaluate_systems(
     names: Sequence[str],
     operands: Sequence[Any],
     core_ndims: Sequence[int],
-    spec: SpecLike,
-    key: Array | None,
+    specs: Mapping[str, SpecLike],
+    key: Key,
     constants: Sequence[Any] = (),
+    rounding: str = "spec",
 ) -> Any:
-    """``function(steps, *operands, *constants)`` on rounded, wide operands, for each system of a batch.
+    """``function(*arithmetics, *operands, *constants)`` on rounded, wide operands, for each system of a batch.
 
     Args:
-        function: a function of the arithmetic and the operands of one system.
+        function: a function of the arithmetics and the operands of one system.
         names: the names of the operands.
         operands: arrays; the axes before the axes of one system are batch axes, and broadcast.
         core_ndims: the number of axes of each operand of one system.
-        spec: the rounding of every operation.
+        specs: the rounding of every operation of each arithmetic, by the names of the arguments.
         key: for a batch, system i, in C order, draws from ``jax.random.fold_in(key, i)``.
         constants: further arguments, common to all systems, which are not rounded.
+        rounding: the name of the spec to which the operands are rounded.
     """
-    spec = as_spec(spec)
+    checked_specs = {name: as_spec(spec, name) for name, spec in specs.items()}
     arrays = as_operands(names, operands)
-    check_linalg_specs([spec], arrays[0].dtype)
-    key = rounding_key(key, spec_draws(spec), spec)
-    batch_dims = batch_shape(names, arrays, core_ndims)
-    system = StaticPartial(_evaluate_system, (function, spec, len(arrays)))
-    return run_on_operands(partial(_traced_systems, system, tuple(core_ndims), batch_dims), (*arrays, *constants), key)
+    for name, spec in checked_specs.items():
+        require_carrier(spec, carrier_of_dtype(arrays[0].dtype))
+        check_operation(spec, arrays[0].dtype, name)
+        if spec.gradient != Gradient():
+            raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
+    stochastic = next(filter(spec_draws, checked_specs.values()), None)
+    key = rounding_key(key, stochastic is not None, stochastic)
+    batch = _batch_shape(names, arrays, core_ndims)
+    first = (function, checked_specs[rounding], tuple(checked_specs.values()), len(arrays))
+    traced = partial(_traced_systems, StaticPartial(_evaluate_system, first), tuple(core_ndims), batch)
+    return run_on_operands(traced, (*arrays, *constants), key)
 
 
-def batch_shape(names: Sequence[str], arrays: Sequence[Any], core_ndims: Sequence[int]) -> tuple[int, ...]:
+def _batch_shape(names: Sequence[str], arrays: Sequence[Any], core_ndims: Sequence[int]) -> tuple[int, ...]:
     """The shape of a batch of systems, () for one."""
     outer_shapes = [array.shape[: array.ndim - core_ndim] for array, core_ndim in zip(arrays, core_ndims, strict=True)]
     try:
@@ -92,16 +100,11 @@ def batch_shape(names: Sequence[str], arrays: Sequence[Any], core_ndims: Sequenc
 
 @partial(always_jit, static_argnums=(0, 1, 2), inline=True)
 def _traced_systems(
-    system: Callable[..., Any], core_ndims: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
-) -> Any:
-    *arrays, key = operands_and_key
-    return map_systems(system, core_ndims, batch, list(map(jnp.asarray, arrays)), key)
-
-
-def map_systems(
-    system: Callable[..., Any], ndims: Sequence[int], batch: tuple[int, ...], operands: list[Array], key: Array | None
+    system: Callable[..., Any], ndims: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
 ) -> Any:
     """``system(*operands, key)`` for each system of a batch; operands beyond `ndims` belong to all of them."""
+    *arrays, key = operands_and_key
+    operands = [jnp.asarray(x) for x in arrays]
     if not batch:
         return system(*operands, key)
     count = math.prod(batch)
@@ -116,36 +119,31 @@ def map_systems(
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results)
 
 
-def _evaluate_system(function: Callable[..., Any], spec: Spec, operand_count: int, *operands_and_key: Any) -> Any:
+def _evaluate_system(
+    function: Callable[..., Any], rounding: Spec, specs: tuple[Spec, ...], count: int, *operands_and_key: Any
+) -> Any:
+    """The operands and then the arithmetics draw from parts of the key."""
     *arrays, key = operands_and_key
-    operands, constants = arrays[:operand_count], arrays[operand_count:]
-    keys = [None] * (operand_count + 1) if key is None else list(split_prng_key(key, operand_count + 1))
-    values = [widen_operand(round_to_format(x, spec, k)) for x, k in zip(operands, keys, strict=False)]
-    result = without_derivative(partial(_call_with_steps, function, spec), [*values, *constants], keys[-1])
-    return as_dtype(result, operands[0].dtype)
+    keys = [None] * (count + len(specs)) if key is None else list(split_prng_key(key, count + len(specs)))
+    values = [widen_operand(round_to_format(x, rounding, k)) for x, k in zip(arrays[:count], keys, strict=False)]
 
+    def call(operands: list[Array], keys: list[Array | None]) -> Any:
+        arithmetics = (
+            SpecArithmetic(spec, None if k is None or not spec_draws(spec) else seed_words(k), operands[0].dtype)
+            for spec, k in zip(specs, keys, strict=True)
+        )
+        return function(*arithmetics, *operands)
 
-def check_linalg_specs(specs: Sequence[Spec], dtype: Any, names: Sequence[str] = ("spec",)) -> None:
-    """Refuses a spec to which operations on `dtype` cannot be rounded, or with a gradient rule."""
-    for name, spec in zip(names, specs, strict=True):
-        require_carrier(spec, carrier_of_dtype(dtype))
-        check_operation(spec, dtype, name)
-        if spec.gradient != type(spec.gradient)():
-            raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
-
-
-def _call_with_steps(function: Callable[..., Any], spec: Spec, operands: list[Array], key: Array | None) -> Any:
-    arithmetic = SpecArithmetic(spec, None if key is None else seed_words(key), operands[0].dtype)
-    return function(arithmetic, *operands)
+    return as_dtype(_without_derivative(call, [*values, *arrays[count:]], keys[count:]), arrays[0].dtype)
 
 
 @partial(CustomJvp, nondiff_argnums=(0,))
-def without_derivative(function: Callable[..., Any], operands: Any, key: Any) -> Any:
-    """``function(operands, key)``, and an error if it is differentiated."""
-    return function(operands, key)
+def _without_derivative(function: Callable[..., Any], operands: Any, keys: Any) -> Any:
+    """``function(operands, keys)``, and an error if it is differentiated."""
+    return function(operands, keys)
 
 
-@without_derivative.defjvp
+@_without_derivative.defjvp
 def _refuse_derivative(function: Callable[..., Any], primals: tuple, tangents: tuple) -> Any:
     raise NotImplementedError(
         "functions of jchop.math.linalg have no derivative; jchop.emulate of jax.numpy.linalg.solve and its like runs "
@@ -176,7 +174,7 @@ def right_side_axes(b: Any, n: int, name: str = "b") -> int:
 
 
 def solve_triangular(
-    a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, lower: bool = False, unit_diagonal: bool = False
+    a: Any, b: Any, spec: SpecLike, key: Key = None, *, lower: bool = False, unit_diagonal: bool = False
 ) -> Any:
     """The solution of a x = b with a triangular matrix, by substitution, column by column (Higham, algorithm 8.1).
 
@@ -204,17 +202,11 @@ def solve_triangular(
     check_bool("unit_diagonal", unit_diagonal)
     a, b = as_array("a", a), as_array("b", b)
     core_ndims = (2, right_side_axes(b, matrix_order(a)))
-    return evaluate_systems(
-        StaticPartial(substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal))),
-        "ab",
-        (a, b),
-        core_ndims,
-        spec,
-        key,
-    )
+    substitute = StaticPartial(substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal)))
+    return evaluate_systems(substitute, "ab", (a, b), core_ndims, {"spec": spec}, key)
 
 
-def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def lu(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """The factors of a[p] = l u, with partial pivoting (Higham, algorithm 9.2, by outer products).
 
     Args:
@@ -239,14 +231,14 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array("a", a)
     matrix_order(a)
-    return evaluate_systems(_lu_factors, "a", (a,), (2,), spec, key)
+    return evaluate_systems(_lu_factors, "a", (a,), (2,), {"spec": spec}, key)
 
 
 def _lu_factors(arithmetic: SpecArithmetic, a: Array) -> tuple[Array, Array]:
     return factor_lu(arithmetic, a)[:2]
 
 
-def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Key = None) -> Any:
     """The solution of a x = b from `jchop.math.linalg.lu` of a: two triangular systems.
 
     Args:
@@ -275,9 +267,8 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
     n = matrix_order(lu_matrix, "factors[0]")
     core_ndims = (2, right_side_axes(b, n))
     check_permutation(p, n, "factors[1]")
-    return evaluate_systems(
-        solve_with_factors, ("factors[0]", "b"), (lu_matrix, _in_pivot_order(b, p)), core_ndims, spec, key
-    )
+    operands = (lu_matrix, _in_pivot_order(b, p))
+    return evaluate_systems(solve_with_factors, ("factors[0]", "b"), operands, core_ndims, {"spec": spec}, key)
 
 
 def _in_pivot_order(b: Any, p: Any) -> Any:
@@ -293,7 +284,7 @@ def _in_pivot_order(b: Any, p: Any) -> Any:
     return module.take_along_axis(rows, indices, axis=-2)
 
 
-def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def cholesky(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """The lower triangular l of a = l lᵀ (Higham, algorithm 10.2, by outer products).
 
     Args:
@@ -315,10 +306,10 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array("a", a)
     matrix_order(a)
-    return evaluate_systems(factor_cholesky, "a", (a,), (2,), spec, key)
+    return evaluate_systems(factor_cholesky, "a", (a,), (2,), {"spec": spec}, key)
 
 
-def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def qr(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """The factors of a = q r by Householder reflections, with q formed (Higham, sections 19.1 to 19.3; LAPACK's signs).
 
     With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta, v = x /
@@ -346,4 +337,4 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     a = as_array("a", a)
     if a.ndim < 2 or a.shape[-2] < a.shape[-1]:
         raise ValueError(f"a has shape {tuple(a.shape)}; it must be (..., m, n) with m >= n")
-    return evaluate_systems(factor_qr, "a", (a,), (2,), spec, key)
+    return evaluate_systems(factor_qr, "a", (a,), (2,), {"spec": spec}, key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,25 +16,12 @@ from jax.extend.core import Literal as JaxprLiteral
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._common.checks import check_choice, check_int
-from jchop._common.settings import always_jit, split_prng_key
-from jchop._core.matmul.operations import operation_carrier, spec_draws, widen_operand
-from jchop._core.rounding.random_bits import seed_words
+from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.linalg.direct import factor_lu, solve_with_factors, substitute_triangular
 from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
 from jchop._emulate.rules.exact_functions import carrier_frexp
-from jchop._round.arguments import SpecLike, as_array, as_operands, has_tracer, rounding_key, run_on_operands
-from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Spec, as_spec
-from jchop.math._call import as_dtype
-from jchop.math.linalg._direct import (
-    batch_shape,
-    check_linalg_specs,
-    evaluate_systems,
-    map_systems,
-    matrix_order,
-    right_side_axes,
-    without_derivative,
-)
+from jchop._round.arguments import Key, SpecLike, as_array, as_operands, has_tracer
+from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes
 
 Array = jax.Array
 
@@ -183,7 +169,7 @@ def _run_krylov(
     method: Callable[..., Any],
     operands: dict[str, Any],
     spec: SpecLike,
-    key: Array | None,
+    key: Key,
     tol: Any,
     atol: Any,
     maxiter: int | None,
@@ -212,7 +198,7 @@ def _run_krylov(
         constants += operator_constants
     plan = _KrylovPlan(method, tuple(names), tuple(operators), iterations, cycle_length)
     core_ndims = [2 if name in ("a", "M") else b_ndim for name in names]
-    return evaluate_systems(plan, names, list(arrays.values()), core_ndims, spec, key, constants)
+    return evaluate_systems(plan, names, list(arrays.values()), core_ndims, {"spec": spec}, key, constants)
 
 
 def _as_tolerance(name: str, value: Any) -> Any:
@@ -230,7 +216,7 @@ def cg(
     a: Any,
     b: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     x0: Any = None,
     tol: Any = 1e-5,
@@ -311,7 +297,7 @@ def gmres(
     a: Any,
     b: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     x0: Any = None,
     tol: Any = 1e-5,
@@ -463,9 +449,6 @@ def _givens_rotation(ops: SpecArithmetic, a: Array, b: Array) -> tuple[Array, Ar
 class _RefinementPlan:
     """The static data of a refinement."""
 
-    factor: Spec
-    working: Spec
-    residual: Spec
     method: str
     steps: int
     inner: int
@@ -478,7 +461,7 @@ def refine(
     factor: SpecLike,
     working: SpecLike,
     residual: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     method: Literal["lu", "gmres"] = "lu",
     steps: int = 10,
     inner: int = 10,
@@ -527,40 +510,17 @@ def refine(
     check_choice("method", method, ("lu", "gmres"))
     a, b = as_array("a", a), as_array("b", b)
     b_ndim = right_side_axes(b, matrix_order(a))
-    names = ("factor", "working", "residual")
-    specs = [as_spec(spec, name) for spec, name in zip((factor, working, residual), names, strict=True)]
-    plan = _RefinementPlan(
-        specs[0], specs[1], specs[2], method, check_int("steps", steps, 0), check_int("inner", inner, 1)
-    )
-    arrays = as_operands("ab", (a, b))
-    check_linalg_specs(specs, arrays[0].dtype, names)
-    stochastic = next((spec for spec in specs if spec_draws(spec)), None)
-    batch = batch_shape("ab", arrays, (2, b_ndim))
-    key = rounding_key(key, stochastic is not None, stochastic)
-    return run_on_operands(partial(_traced_refine, plan, b_ndim, batch), arrays, key)
+    plan = _RefinementPlan(method, check_int("steps", steps, 0), check_int("inner", inner, 1))
+    specs = {"factor": factor, "working": working, "residual": residual}
+    iterates = StaticPartial(_refinement_iterates, (plan,))
+    return evaluate_systems(iterates, "ab", (a, b), (2, b_ndim), specs, key, rounding="working")
 
 
-@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
-def _traced_refine(
-    plan: _RefinementPlan, b_ndim: int, batch: tuple[int, ...], a: Array, b: Array, key: Array | None
+def _refinement_iterates(
+    plan: _RefinementPlan, factor: SpecArithmetic, working: SpecArithmetic, residual: SpecArithmetic, a: Array, b: Array
 ) -> Array:
-    return map_systems(partial(_refine_system, plan), (2, b_ndim), batch, [jnp.asarray(a), jnp.asarray(b)], key)
-
-
-def _refine_system(plan: _RefinementPlan, a: Array, b: Array, key: Array | None) -> Array:
-    keys = [None] * 5 if key is None else list(split_prng_key(key, 5))
-    operands = [widen_operand(round_to_format(x, plan.working, k)) for x, k in zip((a, b), keys, strict=False)]
-    return as_dtype(without_derivative(partial(_refinement_iterates, plan), operands, keys[2:]), a.dtype)
-
-
-def _refinement_iterates(plan: _RefinementPlan, operands: list[Array], keys: list[Array | None]) -> Array:
-    a, b = operands
     if not b.size:
         return jnp.zeros((plan.steps + 1, *b.shape), b.dtype)
-    factor, working, residual = (
-        SpecArithmetic(spec, None if k is None or not spec_draws(spec) else seed_words(k), a.dtype)
-        for spec, k in zip((plan.factor, plan.working, plan.residual), keys, strict=True)
-    )
     lu_matrix, p, _ = factor_lu(factor, factor.rounded(a))
     if b.ndim == 1:
         return _column_iterates(plan, (a, lu_matrix, p), b, factor, working, residual)
