@@ -17,7 +17,7 @@ from jchop._core.rounding import modes
 from jchop._core.rounding.codebooks import pick_level
 from jchop._core.rounding.elements import overflow_mask, round_to_spec
 from jchop._core.rounding.grid import Grid, carrier_holds, make_grid, tapered_word, x64_remedy
-from jchop._core.rounding.modes import NEAREST_MODES, RandomBits, rounding_thresholds, take_random_bits
+from jchop._core.rounding.modes import NEAREST_MODES, KnownFraction, RandomBits, rounding_thresholds, take_random_bits
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 from jchop.formats.rounding import Overflow, Rounding
@@ -237,7 +237,9 @@ def _arguments_of_round_to_spec(
         magnitude = _round_on_carrier_grid(v, magnitude, spec, carrier)
     elif spec.rounding.stochastic:
         # The draw is decided here, because v has more bits than the carrier.
-        tail = _StochasticTail(v, take_random_bits(word, spec, carrier), make_grid(spec.format, carrier))
+        # Always inexact: `round_to_spec` treats values of the format.
+        share = _share_of_exact(v, make_grid(spec.format, carrier))
+        tail = KnownFraction(v.sign != 0, True, False, share, take_random_bits(word, spec, carrier))
         away = jnp.asarray(modes.AWAY_FROM_ZERO[spec.rounding](tail)) | v.beyond
         spec = replace(spec, rounding=Rounding.STOCHASTIC_EQUAL, random_bits=None)
         # Words whose top bit, the coin of that mode, is the decision.
@@ -245,32 +247,14 @@ def _arguments_of_round_to_spec(
     return bit_ops.join_sign(v.sign, magnitude, carrier), spec, carrier, word
 
 
-@dataclass(frozen=True)
-class BelowLastPlace(modes.DiscardedFraction):
+def below_last_place(v: ExactResult, draw: RandomBits | None = None) -> KnownFraction:
     """The bits below the last place of the carrier, as the discarded part."""
-
-    value: ExactResult
-    draw: RandomBits | None = None
-
-    @property
-    def negative(self) -> Array:
-        return self.value.sign != 0
-
-    @property
-    def inexact(self) -> Array:
-        return self.value.inexact
-
-    @property
-    def odd(self) -> Array:
-        return (self.value.magnitude & 1) != 0
-
-    def share(self) -> tuple[Array, Array]:
-        return self.value.rest, self.value.sticky
+    return KnownFraction(v.sign != 0, v.inexact, (v.magnitude & 1) != 0, (v.rest, v.sticky), draw)
 
 
 def _nearest_increment(v: ExactResult, mode: Rounding) -> Array:
     """1 if v is rounded away from zero on the carrier's own grid, else 0."""
-    return jnp.asarray(modes.AWAY_FROM_ZERO[mode](BelowLastPlace(v))).astype(v.magnitude.dtype)
+    return jnp.asarray(modes.AWAY_FROM_ZERO[mode](below_last_place(v))).astype(v.magnitude.dtype)
 
 
 def _round_on_carrier_grid(v: ExactResult, odd_bits: Array, spec: Spec, carrier: Carrier) -> Array:
@@ -287,38 +271,25 @@ def _round_on_carrier_grid(v: ExactResult, odd_bits: Array, spec: Spec, carrier:
 # -- stochastic modes --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _StochasticTail(modes.DiscardedFraction):
-    """The discarded part for a stochastic mode, from an exact number instead of a value of the carrier."""
-
-    value: ExactResult
-    draw: RandomBits | None
-    grid: Grid
-
-    @property
-    def inexact(self) -> bool:
-        return True  # `round_to_spec` treats values of the format
-
-    def share(self) -> tuple[Array, Array]:
-        """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
-        v, carrier = self.value, self.grid.carrier
-        unsigned, width = v.rest.dtype, carrier.work_width
-        if self.grid.taper is None:
-            high, depth = significand(v.magnitude, carrier).astype(unsigned), _tail_depth(v, self.grid)
-        else:
-            layout = tapered_word(v.magnitude, self.grid.taper, carrier)
-            high, depth = layout.word.astype(unsigned), layout.depth
-        if isinstance(depth, int):
-            return high << (width - depth) | v.rest >> depth, (v.rest << (width - depth) != 0) | v.sticky
-        left_shift = bit_ops.lax_clip(width - depth, 0, width - 1).astype(unsigned)
-        right_shift = bit_ops.lax_clip(depth - width, 0, width - 1).astype(unsigned)
-        depth_in_word = bit_ops.lax_clip(depth, 0, width - 1).astype(unsigned)
-        is_in_word = depth < width
-        share = (high << left_shift >> right_shift) | bit_ops.lax_where(is_in_word, v.rest >> depth_in_word, 0)
-        tail = bit_ops.lax_where(
-            is_in_word, v.rest & (jnp.ones_like(v.rest) << depth_in_word) - 1, v.rest | (high ^ share << right_shift)
-        )
-        return share, (tail != 0) | v.sticky
+def _share_of_exact(v: ExactResult, grid: Grid) -> tuple[Array, Array]:
+    """The share that a stochastic mode compares, from an exact number instead of a value of the carrier."""
+    carrier, unsigned, width = grid.carrier, v.rest.dtype, grid.carrier.work_width
+    if grid.taper is None:
+        high, depth = significand(v.magnitude, carrier).astype(unsigned), _tail_depth(v, grid)
+    else:
+        layout = tapered_word(v.magnitude, grid.taper, carrier)
+        high, depth = layout.word.astype(unsigned), layout.depth
+    if isinstance(depth, int):
+        return high << (width - depth) | v.rest >> depth, (v.rest << (width - depth) != 0) | v.sticky
+    left_shift = bit_ops.lax_clip(width - depth, 0, width - 1).astype(unsigned)
+    right_shift = bit_ops.lax_clip(depth - width, 0, width - 1).astype(unsigned)
+    depth_in_word = bit_ops.lax_clip(depth, 0, width - 1).astype(unsigned)
+    is_in_word = depth < width
+    share = (high << left_shift >> right_shift) | bit_ops.lax_where(is_in_word, v.rest >> depth_in_word, 0)
+    tail = bit_ops.lax_where(
+        is_in_word, v.rest & (jnp.ones_like(v.rest) << depth_in_word) - 1, v.rest | (high ^ share << right_shift)
+    )
+    return share, (tail != 0) | v.sticky
 
 
 def _tail_depth(v: ExactResult, grid: Grid) -> Array | int:

@@ -24,9 +24,9 @@ from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
 from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.double_word import DoubleWord
 from jchop._core.arithmetic.exact import (
-    BelowLastPlace,
     ExactResult,
     ValueRange,
+    below_last_place,
     carrier_range,
     range_of,
     round_exact,
@@ -471,7 +471,7 @@ def _round_exact_sum(v: ExactResult, spec: Spec | None, word: Array | None) -> A
         return round_exact(v, None, FLOAT32, None)
     if is_float32_grid(spec):
         away = jnp.asarray(
-            modes.AWAY_FROM_ZERO[spec.rounding](BelowLastPlace(v, take_random_bits(word, spec, FLOAT32)))
+            modes.AWAY_FROM_ZERO[spec.rounding](below_last_place(v, take_random_bits(word, spec, FLOAT32)))
         )
         magnitude = v.magnitude + away.astype(jnp.int32)
         if spec.overflow is not Overflow.IEEE:

@@ -423,9 +423,7 @@ def _spec_if_holds_one(value_spec: Spec | None, dtype: Any) -> Spec | None:
     return replace(value_spec, gradient="straight_through") if value_range.bottom <= 0 < value_range.top else None
 
 
-def product_along(
-    x: Array, axis: SumAxes, spec: Spec, seeds: Sequence[Array] | None = None, where: Array | None = None
-) -> Array:
+def product_along(x: Array, axis: SumAxes, spec: Spec, seeds: Sequence[Array] | None = None) -> Array:
     """The products of `x` along axes, one factor after the other in C order from 1: c <- A(c x_k).
 
     Args:
@@ -433,11 +431,9 @@ def product_along(
         axis: the axis, or several.
         spec: the rounding of every product.
         seeds: six uint32, if `spec` draws.
-        where: booleans of the shape of `x`; an element at False leaves c as it is. Default None: all elements.
     """
     rows, outer = _rows_of_sums(x, axis)
-    last, _ = _scan_recurrence("prod", rows.T, spec, seeds, None if where is None else _rows_of_sums(where, axis)[0].T)
-    return last.reshape(outer)
+    return _scan_recurrence("prod", rows.T, spec, seeds)[0].reshape(outer)
 
 
 def cumulative_along(
@@ -463,30 +459,23 @@ def cumulative_along(
 _RECURRENCES = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
 
 
-def _scan_recurrence(
-    operation: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None, where: Array | None = None
-) -> tuple[Array, Array]:
+def _scan_recurrence(operation: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None) -> tuple[Array, Array]:
     """The last value and all values of c along the first axis; iteration k has the seeds of iteration k of loop 0."""
     name, start = _RECURRENCES[operation]
-    ranges = _recurrence_ranges(spec, columns.dtype)
+    carrier = operation_carrier(columns.dtype)
+    element = range_of(spec, carrier)
+    # The range of c, which is a value of the format or the start 0 or 1, and the range of an element.
+    ranges = (element if element.bottom <= 0 < element.top else carrier_range(carrier)), element
 
-    def iterate(carry: tuple[Array, Array], element: tuple[Array, Array | None]) -> tuple[tuple[Array, Array], Array]:
-        (c, k), (column, is_included) = carry, element
+    def iterate(carry: tuple[Array, Array], column: Array) -> tuple[tuple[Array, Array], Array]:
+        c, k = carry
         word = operation_words(fold_seeds(seeds, 0, k), c) if spec_draws(spec) and seeds is not None else None
-        next_c = round_operation(name, [c, column], spec, word, ranges=ranges)
-        c = next_c if is_included is None else bit_ops.lax_where(is_included, next_c, c)
+        c = round_operation(name, [c, column], spec, word, ranges=ranges)
         return (c, k + jnp.uint32(1)), c
 
     first = jnp.full_like(columns[0] if columns.shape[0] else columns.sum(0), start)
-    (last, _), values = lax.scan(iterate, (first, jnp.uint32(0)), (columns, where))
+    (last, _), values = lax.scan(iterate, (first, jnp.uint32(0)), columns)
     return last, values
-
-
-def _recurrence_ranges(spec: Spec, dtype: Any) -> tuple[ValueRange, ValueRange]:
-    """The range of c, which is a value of the format or the start 0 or 1, and the range of an element."""
-    carrier = operation_carrier(dtype)
-    value_range = range_of(spec, carrier)
-    return (value_range if value_range.bottom <= 0 < value_range.top else carrier_range(carrier)), value_range
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

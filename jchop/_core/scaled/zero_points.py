@@ -9,7 +9,7 @@ neighbours are whole numbers, and every mode depends only on v; the parity of v 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from jchop._core.arithmetic.double_word import (
 from jchop._core.arithmetic.exact import ExactResult, range_of, round_exact
 from jchop._core.rounding import modes
 from jchop._core.rounding.codes import decode_elements, encode_elements
-from jchop._core.rounding.modes import RandomBits, take_random_bits
+from jchop._core.rounding.modes import take_random_bits
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import (
     BlockScales,
@@ -60,28 +60,6 @@ def _integer_format(plan: ScaledPlan) -> IntegerFormat:
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _QuotientPlusZero(modes.DiscardedFraction):
-    """|v| = low + (share + epsilon) 2^-W with 0 <= epsilon < 1; epsilon > 0 if `sticky`."""
-
-    low: Array
-    word: Array
-    sticky: Array
-    negative: Array
-    draw: RandomBits | None
-
-    @property
-    def inexact(self) -> Array:
-        return (self.word != 0) | self.sticky
-
-    @property
-    def odd(self) -> Array:
-        return self.low & 1 != 0
-
-    def share(self) -> tuple[Array, Array]:
-        return self.word, self.sticky
 
 
 def round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: ScaledPlan, word: Array | None) -> Array:
@@ -124,7 +102,8 @@ def _round_floor_and_share(total: Array, share: Array, sticky: Array, plan: Scal
         bit_ops.lax_where(negative, -total - inexact, total),
         bit_ops.lax_where(negative, _complement_of_share(share, sticky), share),
     )
-    v = _QuotientPlusZero(low, share, sticky, negative, take_random_bits(word, element, plan.compute))
+    draw = take_random_bits(word, element, plan.compute)
+    v = modes.KnownFraction(negative, (share != 0) | sticky, low & 1 != 0, (share, sticky), draw)
     away = modes.AWAY_FROM_ZERO[element.rounding](v)
     whole = low + jnp.asarray(away).astype(low.dtype)
     return bit_ops.lax_where(negative, -whole, whole)
@@ -279,8 +258,9 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockS
     least = bit_ops.join_sign(jnp.full_like(low, compute.sign_bit), low, compute)
     scales, _ = _scales_of_ranges(least, number_of_magnitude(top, compute), plan)
     whole, share, sticky = _whole_and_share(*_divide_by_scales(jnp.zeros_like(low), low, scales, plan), compute)
-    quotient = _QuotientPlusZero(whole, share, sticky, whole < 0, None)
-    nearest = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
+    odd = whole & 1 != 0
+    quotient = modes.KnownFraction(whole < 0, (share != 0) | sticky, odd, (share, sticky))
+    nearest = whole + quotient.nearest(odd).astype(whole.dtype)
     return scales, bit_ops.lax_clip(fmt.min_code + nearest, fmt.min_code, fmt.max_code).astype(jnp.int32)
 
 
