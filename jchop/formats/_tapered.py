@@ -74,6 +74,18 @@ class StringFormat(TaperedFormat):
     below the smallest value become that value, finite ones beyond the largest become the largest, in every mode.
     """
 
+    #: The beginning of the text, before the width; and the least width.
+    stem: ClassVar[str]
+    least_bits: ClassVar[int] = 6
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_int("bits", self.bits, self.least_bits, 32))
+
+    @property
+    def text(self) -> str:
+        """The format in the text grammar, as ``posit16``, ``takum16`` or ``takum_linear16``."""
+        return f"{self.stem}{self.bits}"
+
     @abc.abstractmethod
     def magnitude_of(self, code: int) -> Fraction:
         """The value of a positive code, 1 to 2^(n-1) - 1."""
@@ -147,9 +159,8 @@ class PositFormat(StringFormat):
 
     bits: int
     parts: ClassVar[str] = "two's complement: sign, regime, exponent, fraction"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_int("bits", self.bits, 2, 32))
+    stem: ClassVar[str] = "posit"
+    least_bits: ClassVar[int] = 2
 
     def magnitude_of(self, code: int) -> Fraction:
         """The value of a positive code, 1 to 2^(n-1) - 1."""
@@ -164,11 +175,6 @@ class PositFormat(StringFormat):
         """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if the string ends before them."""
         regime = exponent >> 2
         return max(self.bits - 3 - (regime + 2 if regime >= 0 else 1 - regime), 0)
-
-    @property
-    def text(self) -> str:
-        """The format in the text grammar, as ``posit16``."""
-        return f"posit{self.bits}"
 
 
 @dataclass(frozen=True)
@@ -195,9 +201,7 @@ class TakumFormat(StringFormat):
 
     bits: int
     parts: ClassVar[str] = "two's complement: sign, direction, regime, characteristic, mantissa"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_int("bits", self.bits, 6, 32))
+    stem: ClassVar[str] = "takum_linear"
 
     def magnitude_of(self, code: int) -> Fraction:
         """The value of a positive code, 1 to 2^(n-1) - 1."""
@@ -208,11 +212,6 @@ class TakumFormat(StringFormat):
         """Fraction bits of the values from 2^exponent to 2^(exponent + 1); 0 if the string ends before them."""
         width = (exponent + 1 if exponent >= 0 else -exponent).bit_length() - 1
         return max(self.bits - 5 - width, 0)
-
-    @property
-    def text(self) -> str:
-        """The format in the text grammar, as ``takum_linear16``."""
-        return f"takum_linear{self.bits}"
 
 
 @dataclass(frozen=True)
@@ -339,9 +338,7 @@ class LogTakumFormat(StringFormat):
 
     bits: int
     parts: ClassVar[str] = "two's complement: sign, direction, regime, characteristic, mantissa of a logarithm"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", check_int("bits", self.bits, 6, 32))
+    stem: ClassVar[str] = "takum"
 
     def magnitude_of(self, code: int) -> Fraction:
         """The binary64 number of a positive code, 1 to 2^(n-1) - 1."""
@@ -352,11 +349,6 @@ class LogTakumFormat(StringFormat):
     def fraction_bits(self, exponent: int) -> int:
         """52: fraction bits of the binary64 numbers that stand for the values."""
         return 52
-
-    @property
-    def text(self) -> str:
-        """The format in the text grammar, as ``takum16``."""
-        return f"takum{self.bits}"
 
 
 @lru_cache(maxsize=16)

@@ -59,11 +59,7 @@ class Grid:
     normal_bits: int = 0  # the smallest normal value; 0 if there is none
     taper: StringFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
     narrows: tuple[int, ...] = ()  # exponents k: from k and -k on, one bit more is dropped
-
-    @property
-    def zero(self) -> bool:
-        """Whether the format has a zero."""
-        return _format_has_zero(self.fmt)
+    zero: bool = True  # whether the format has a zero
 
 
 @lru_cache(maxsize=1024)
@@ -100,6 +96,7 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
         normal_bits=normal,
         top_bits=_bits_or_end(Fraction(fmt.max), carrier),
         bottom_bits=_bits_or_end(Fraction(fmt.min), carrier) if fmt.signed else 0,
+        zero=_format_has_zero(fmt),
     )
 
 

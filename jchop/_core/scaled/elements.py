@@ -194,8 +194,8 @@ def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     plan = ScaledPlan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
     compute, element, scale = plan.compute, plan.element, Spec(plan.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)
-    reach = _reach_exponent(compute)
     if not _is_within_reach(element.format, compute):
+        reach = 3 * compute.bias // 4
         raise ValueError(
             f"element={element} has values beyond 2^-{reach} ... 2^{reach}, which is all that scaled elements may have "
             f"in {compute.name}"
@@ -216,13 +216,9 @@ def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     return plan
 
 
-def _reach_exponent(carrier: Carrier) -> int:
-    """The exponent `reach`: values from 2^-reach to 2^reach are far from both ends of a carrier."""
-    return 3 * carrier.bias // 4
-
-
 def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
-    reach = Fraction(2) ** _reach_exponent(carrier)
+    """Whether all values are far from both ends of a carrier."""
+    reach = Fraction(2) ** (3 * carrier.bias // 4)
     return 1 / reach <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= reach
 
 

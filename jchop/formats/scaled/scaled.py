@@ -133,7 +133,11 @@ def check_scaled_format(fmt: ScaledFormat) -> None:
     if fmt.group is None and fmt.axis != -1:
         raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it has no effect")
     _check_zero_point_fields(fmt)
-    _check_scale_rule(fmt)
+    if fmt.element.max <= 0:
+        raise ValueError(f"element={fmt.element} has no positive value to scale to")
+    if not fmt.scale_rule.takes(fmt.element):
+        needs = fmt.scale_rule.needs
+        raise ValueError(f"rule={fmt.rule!r} needs an element format with {needs}, not element={fmt.element}")
     _check_scale_format(fmt)
     if fmt.sparse is None and fmt.sparse_axis is not None:
         raise ValueError(f"sparse_axis={fmt.sparse_axis} is the axis of sparse=; without it it has no effect")
@@ -159,15 +163,6 @@ def _check_zero_point_fields(fmt: Any) -> None:
     ):
         raise ValueError(f"{field} is kept in the format of the scales: with a sign, a zero and fraction bits, not "
                          f"scale={scale}")  # fmt: skip
-
-
-def _check_scale_rule(fmt: Any) -> None:
-    element = fmt.element
-    if element.max <= 0:
-        raise ValueError(f"element={element} has no positive value to scale to")
-    rule = fmt.scale_rule
-    if not rule.takes(element):
-        raise ValueError(f"rule={fmt.rule!r} needs an element format with {rule.needs}, not element={element}")
 
 
 def _check_level_scales(scale: Any) -> None:
