@@ -462,10 +462,7 @@ _RECURRENCES = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
 def _scan_recurrence(operation: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None) -> tuple[Array, Array]:
     """The last value and all values of c along the first axis; iteration k has the seeds of iteration k of loop 0."""
     name, start = _RECURRENCES[operation]
-    carrier = operation_carrier(columns.dtype)
-    element = range_of(spec, carrier)
-    # The range of c, which is a value of the format or the start 0 or 1, and the range of an element.
-    ranges = (element if element.bottom <= 0 < element.top else carrier_range(carrier)), element
+    ranges = _recurrence_ranges(spec, columns.dtype)
 
     def iterate(carry: tuple[Array, Array], column: Array) -> tuple[tuple[Array, Array], Array]:
         c, k = carry
@@ -476,6 +473,13 @@ def _scan_recurrence(operation: str, columns: Array, spec: Spec, seeds: Sequence
     first = jnp.full_like(columns[0] if columns.shape[0] else columns.sum(0), start)
     (last, _), values = lax.scan(iterate, (first, jnp.uint32(0)), columns)
     return last, values
+
+
+def _recurrence_ranges(spec: Spec, dtype: Any) -> tuple[ValueRange, ValueRange]:
+    """The range of c, which is a value of the format or the start 0 or 1, and the range of an element."""
+    carrier = operation_carrier(dtype)
+    element = range_of(spec, carrier)
+    return (element if element.bottom <= 0 < element.top else carrier_range(carrier)), element
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
