@@ -100,12 +100,6 @@ class TensorCoreUnit:
         """The least exponent of an operand."""
         return 1 - FLOAT32.bias if self.spec.operands is None else _least_format_exponent(self.spec.operands.element)
 
-    @property
-    def scale_emin(self) -> int:
-        """The least exponent of a scale."""
-        assert self.spec.operands is not None and self.spec.operands.scaled is not None
-        return self.spec.operands.scaled.scale_format.emin
-
     @cached_property
     def sum_emin(self) -> int:
         """The least exponent of an accumulator that is not zero."""
@@ -118,11 +112,6 @@ class TensorCoreUnit:
         return (operands is not None and operands.scaled is not None) or (
             2 * range_of(operands, FLOAT32).bits <= FLOAT32.fraction + 1
         )
-
-    @cached_property
-    def one_word(self) -> bool:
-        """Whether the sum of all terms, and every term, has less than 31 bits."""
-        return self.exact_floats and not self.apart and self.most_units < 1 << 30
 
     @property
     def most_units(self) -> int:
@@ -210,7 +199,8 @@ def limb_factors(x: Array, unit: TensorCoreUnit, scales: Array | None = None) ->
     """The parts of float32 operands, or of elements and the scales of each."""
     s, e = _significands_and_exponents(x, unit.operand_emin)
     if scales is not None:
-        scale, power = _significands_and_exponents(scales, unit.scale_emin)
+        assert unit.spec.operands is not None and unit.spec.operands.scaled is not None
+        scale, power = _significands_and_exponents(scales, unit.spec.operands.scaled.scale_format.emin)
         return LimbFactors(x * scale, power, None) if unit.merge_count > 1 else LimbFactors(s * scale, e + power, None)
     count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**FLOAT32.fraction)).astype(jnp.int32)
     return LimbFactors(s, e, count)
@@ -380,7 +370,7 @@ def _exact_sum_of_all_terms(
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
-    if unit.one_word:
+    if unit.exact_floats and unit.most_units < 1 << 30:  # one word holds the sum of all terms, and every term
         multiples = [
             (p * _power_or_zero(e - unit_exponent)).astype(jnp.int32) for p, e in zip(floats, exponents, strict=True)
         ]
