@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jchop._core.arithmetic import hardware
+from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.exact import ValueRange, range_of
 from jchop._core.elementary.functions import elementary_function
 from jchop._core.matmul.operations import chain_body, operation_carrier, round_operation, try_chain, widen_operand
@@ -27,7 +27,7 @@ def operation_on_device(
     if spec is None or carrier.name != "float32":
         return round_operation(name, args, spec, word, ranges=ranges)
     operand_ranges = tuple(ranges) or (range_of(spec, carrier),) * len(args)
-    if not hardware.supports_float64_operation(name, spec, operand_ranges):
+    if not float64.supports_float64_operation(name, spec, operand_ranges):
         return round_operation(name, args, spec, word, ranges=ranges)
     arrays = [widen_operand(x) for x in jnp.broadcast_arrays(*args)]
     out = _quotient_or_root_op(*arrays, *(() if word is None else (word,)), name=name, spec=spec, ranges=operand_ranges)
@@ -39,7 +39,7 @@ def _quotient_or_root_body(
 ) -> Array:
     args, (word, *_) = arrays[: len(ranges)], (*arrays[len(ranges) :], None)
     if backend.float64:
-        return hardware.operation_in_float64(name, args, spec, word)
+        return float64.operation_in_float64(name, args, spec, word)
     return round_operation(name, args, spec, word, ranges=ranges)
 
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
-from jchop._core.arithmetic import hardware
+from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.double_word import full_word_product
 from jchop._core.arithmetic.exact import has_spare_bits, round_exact
 from jchop._core.elementary import constants, pairs
@@ -783,7 +783,7 @@ def elementary_function(x: Array, *more: Array, name: str, spec: Spec) -> Array:
     operands, word = (x, *more)[:count], (*more, None)[count - 1]
     if x.dtype.itemsize == 8:
         word = None if word is None else (word >> 32).astype(jnp.uint32)
-        return hardware.widen_float32(_round_function([hardware.narrow_float64(v) for v in operands], word, name, spec))
+        return float64.widen_float32(_round_function([float64.narrow_float64(v) for v in operands], word, name, spec))
     return _round_function([v.astype(FLOAT32.name) for v in operands], word, name, spec).astype(x.dtype)
 
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
-from jchop._core.arithmetic import double_word, hardware
+from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.double_word import DoubleWord
 from jchop._core.arithmetic.exact import (
     ExactResult,
@@ -582,4 +582,4 @@ def _round_double_sum(v: Array, spec: Spec | None) -> Array:
 
 def narrow_doubles(c: Array) -> Array:
     """Accumulators as float32 numbers; every NaN is one pattern."""
-    return hardware.narrow_float64(jnp.where(jnp.isnan(c), jnp.nan, c))
+    return float64.narrow_float64(jnp.where(jnp.isnan(c), jnp.nan, c))

@@ -15,7 +15,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
-from jchop._core.arithmetic import hardware
+from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.double_word import significand_of_extended
 from jchop._core.rounding.codebooks import Bins, make_bins, take_in_bounds
 from jchop._core.rounding.codes import bits_to_float, extend_exponent, float_to_bits
@@ -330,5 +330,5 @@ def decode_codebook(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Arra
     scale = scale_magnitude(scales, plan)
     if plan.float64 and if_static(lambda: codes.size <= _MOST_DECODES_IN_FLOAT64):
         with jax.enable_x64(True):  # products are exact, so that one conversion rounds them
-            return hardware.narrow_float64(level.astype(jnp.float64) * hardware.widen_magnitude(scale))
+            return float64.narrow_float64(level.astype(jnp.float64) * float64.widen_magnitude(scale))
     return grid_elements.multiply_by_scale_bits(level, scale, plan)

@@ -22,7 +22,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
-from jchop._core.arithmetic import double_word, hardware
+from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.basic import divide_and_round, multiply_and_round
 from jchop._core.arithmetic.double_word import (
     Divisor,
@@ -398,7 +398,7 @@ def _round_scales_in_float64(ends: tuple[Array, ...], tensor: Array | None, plan
     """`round_scales` in float64: numbers that are in the range of the scales."""
     with jax.enable_x64(True):
         pairs = zip(ends, plan.divisors, strict=True)
-        number = reduce(lax.max, (hardware.quotient_in_float64(end, over, plan.scale, tensor) for end, over in pairs))
+        number = reduce(lax.max, (float64.quotient_in_float64(end, over, plan.scale, tensor) for end, over in pairs))
         low, zero, high = np.array(plan.scale_bits, np.uint32).view(np.float32).astype(np.float64)
         empty = bit_ops.with_constant(lax.eq, reduce(lax.bitwise_or, ends), 0)
         beyond = bit_ops.with_constant(lax.gt, number, high)
@@ -442,7 +442,7 @@ def _divide_by_short_constant(largest: Array, divisor: Fraction, spec: Spec, pla
     (count, exponent), carrier = divisor_parts(divisor), plan.compute
     fmt = spec.format
     if isinstance(fmt, FloatFormat) and _divides_in_float64(divisor, fmt, plan):
-        return hardware.quotient_bits(largest, divisor, fmt)
+        return float64.quotient_bits(largest, divisor, fmt)
     own = spec.format == _OWN_FORMATS[carrier.name]
     if not (is_short_divisor(count, carrier) and (own or has_spare_bits(spec.format, carrier))):
         return None
@@ -455,14 +455,14 @@ def _divide_by_short_constant(largest: Array, divisor: Fraction, spec: Spec, pla
 def _divides_in_float64(divisor: Fraction, fmt: FloatFormat, plan: ScaledPlan, tensor: Array | None = None) -> bool:
     """Whether `float64.quotient_bits` gives the quotients by a divisor, and by a tensor's scale if there is one."""
     bits = divisor_parts(divisor)[0].bit_length() + (0 if tensor is None else TENSOR_SCALE.frac_bits + 1)
-    return plan.float64 and plan.compute.width == 32 and hardware.can_divide_in_float64(bits, fmt)
+    return plan.float64 and plan.compute.width == 32 and float64.can_divide_in_float64(bits, fmt)
 
 
 def _divide_by_tensor_scale(largest: Array, tensor: Array, divisor: Fraction, plan: ScaledPlan) -> Array:
     """Magnitudes divided by the divisor and the tensor's scale, rounded once."""
     compute, (count, exponent) = plan.compute, divisor_parts(divisor)
     if _divides_in_float64(divisor, plan.scale, plan, tensor):
-        return hardware.quotient_bits(largest, divisor, plan.scale, tensor)
+        return float64.quotient_bits(largest, divisor, plan.scale, tensor)
     whole = jnp.full_like(largest, count)
     product = divisor_of_product(whole, count.bit_length(), exponent, tensor, TENSOR_SCALE.frac_bits, compute)
     ends = not _is_within_reach(plan.scale, compute)
@@ -554,7 +554,7 @@ def load_scales(array: Array, plan: ScaledPlan, tensor: Array | None = None) -> 
 def scale_magnitude(scales: BlockScales, plan: ScaledPlan) -> Array:
     """The magnitude bits of scales, without the tensor's scale."""
     if not plan.is_power:
-        return hardware.narrow_to_bits(scales.value) if scales.value.dtype == jnp.float64 else scales.value
+        return float64.narrow_to_bits(scales.value) if scales.value.dtype == jnp.float64 else scales.value
     return _bits_of_exponents(scales.value, plan)
 
 

@@ -27,7 +27,7 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
 from jchop._core.arithmetic.double_word import full_word_product
-from jchop._core.arithmetic.hardware import (
+from jchop._core.arithmetic.float64 import (
     FLOAT64_LEAD,
     double_to_bits,
     format_spacing,

@@ -17,7 +17,7 @@ from further import Further
 
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic import hardware
+from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.exact import ValueRange, range_of
 from jchop._core.matmul.operations import OPERAND_COUNTS, round_operation
 from jchop._kernels.operation import operation_on_device
@@ -81,7 +81,7 @@ def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Gener
 def the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
     spec = jc.parse(text)
     known = (range_of(spec, CARRIER),) * OPERAND_COUNTS[name]
-    assert hardware.supports_float64_operation(name, spec, known)
+    assert float64.supports_float64_operation(name, spec, known)
     both = operands(spec, rng)
     word = [words(name, spec, both, rng)] if spec.rounding.stochastic else []
     args = [*map(jnp.asarray, both[: OPERAND_COUNTS[name]]), *map(jnp.asarray, word)]
@@ -125,7 +125,7 @@ def test_the_widest_formats_at_their_hardest_numbers(name: str, mode: str, rng: 
     frac = WIDEST[name, mode]
     spec, wider = (jc.parse(f"e8m{bits}{mode}") for bits in (frac, frac + 1))
     known = [(range_of(each, CARRIER),) * OPERAND_COUNTS[name] for each in (spec, wider)]
-    assert hardware.supports_float64_operation(name, spec, known[0]) and not hardware.supports_float64_operation(
+    assert float64.supports_float64_operation(name, spec, known[0]) and not float64.supports_float64_operation(
         name, wider, known[1]
     )
     args = hard_operands(name, frac + 1, bool(mode), rng)
@@ -197,7 +197,7 @@ def test_others_are_refused() -> None:
         ("div", "posit8"),
     ):
         spec = jc.parse(text)
-        assert not hardware.supports_float64_operation(name, spec, (range_of(spec, CARRIER),) * OPERAND_COUNTS[name]), (
+        assert not float64.supports_float64_operation(name, spec, (range_of(spec, CARRIER),) * OPERAND_COUNTS[name]), (
             name,
             text,
         )
@@ -206,13 +206,13 @@ def test_others_are_refused() -> None:
 @further.first
 def operands_may_have_more_bits_than_the_format() -> None:
     spec, whole = jc.parse("e4m3"), ValueRange(-149, 24, 128)
-    assert hardware.supports_float64_operation("div", spec, (ValueRange(-20, 19, 20), ValueRange(-20, 19, 20)))
-    assert not hardware.supports_float64_operation("div", spec, (whole, whole))
+    assert float64.supports_float64_operation("div", spec, (ValueRange(-20, 19, 20), ValueRange(-20, 19, 20)))
+    assert not float64.supports_float64_operation("div", spec, (whole, whole))
     narrow = range_of(spec, CARRIER)
-    assert not hardware.supports_float64_operation(
+    assert not float64.supports_float64_operation(
         "div", spec, (narrow, whole)
-    ) and not hardware.supports_float64_operation("div", spec, (whole, narrow))
-    assert hardware.supports_float64_operation("sqrt", spec, (whole,))
+    ) and not float64.supports_float64_operation("div", spec, (whole, narrow))
+    assert float64.supports_float64_operation("sqrt", spec, (whole,))
 
 
 @pytest.mark.in_turn(4)
@@ -224,7 +224,7 @@ def operands_may_have_more_bits_than_the_format() -> None:
 def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: np.random.Generator) -> None:
     """At products of the divisor and the middles of numbers of the format, beside them, and for small numbers."""
     over, fmt = Fraction(divisor), jc.parse(text).format
-    assert isinstance(fmt, FloatFormat) and hardware.can_divide_in_float64(over.numerator.bit_length(), fmt)
+    assert isinstance(fmt, FloatFormat) and float64.can_divide_in_float64(over.numerator.bit_length(), fmt)
     odd = 2 * rng.integers(0, 1 << fmt.frac_bits, 200) + 1
     units = np.concatenate([np.full(50, fmt.emin - fmt.frac_bits), rng.integers(fmt.emin, fmt.emax - 1, 150)]) - 1
     with np.errstate(over="ignore"):
@@ -236,7 +236,7 @@ def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: 
     inside = np.array([v <= oracle.largest(known) for v in exact])
     want = [float(oracle.round_exact(known, v, "nearest_even")) for v in np.array(exact)[inside]]  # type: ignore[arg-type]
     assert inside.sum() > 500
-    for found in (hardware.quotient_bits, hardware.quotient_in_float64):
+    for found in (float64.quotient_bits, float64.quotient_in_float64):
         got = np.asarray(jax.jit(lambda x, found=found: found(x, over, fmt))(x))
         got = (got.view(np.float32) if got.dtype == np.int32 else got)[inside]
         np.testing.assert_array_equal(got.astype(np.float64), want)
