@@ -13,17 +13,8 @@ from jchop.formats.scaled.catalogue import *  # noqa: F403
 from jchop.formats.scaled.scale_rules import SCALE_RULES
 from jchop.formats.scaled.scaled import SCALED_CATALOGUE, ScaledFormat, bfp, parse_format
 
-__all__ = [
-    "ALIASES",
-    "CATALOGUE",
-    "SCALED_CATALOGUE",
-    "SCALE_RULES",
-    "ElementFormat",
-    "ScaledFormat",
-    "bfp",
-    "parse_format",
-]
-__all__ += ["CodebookFormat", "FixedFormat", "FloatFormat", "HiFloat8Format", "IntegerFormat", "LogTakumFormat"]
-__all__ += ["PositFormat", "StringFormat", "TakumFormat", "TaperedFormat", "UniformFormat"]
+__all__ = ["ALIASES", "CATALOGUE", "SCALED_CATALOGUE", "SCALE_RULES", "CodebookFormat", "ElementFormat", "FixedFormat"]
+__all__ += ["FloatFormat", "HiFloat8Format", "IntegerFormat", "LogTakumFormat", "PositFormat", "ScaledFormat"]
+__all__ += ["StringFormat", "TakumFormat", "TaperedFormat", "UniformFormat", "bfp", "parse_format"]
 __all__ += _catalogue.__all__
 __all__ += _scaled_catalogue.__all__

@@ -21,25 +21,12 @@ from jchop._kernels.operation import operation_on_device
 from jchop._round.arguments import Array, Key, SpecLike
 from jchop.math._call import as_math_operands, run_emulated
 
-__all__ = ["add", "divide", "floor_divide", "fma", "mod", "multiply", "reciprocal", "sqrt", "square", "subtract"]
-__all__ += [
-    "angle",
-    "arccos",
-    "arcsin",
-    "arctan",
-    "arctan2",
-    "cbrt",
-    "cos",
-    "degrees",
-    "hypot",
-    "radians",
-    "sin",
-    "tan",
-]
-__all__ += ["arccosh", "arcsinh", "arctanh", "cosh", "exp", "exp2", "expm1", "gelu", "power", "sigmoid", "sinh", "tanh"]
-__all__ += ["digamma", "erf", "erfc", "gamma", "gammaln", "log", "log1p", "log2", "log10", "logaddexp"]
-__all__ += ["abs", "ceil", "clip", "fabs", "floor", "maximum", "minimum", "negative", "sign", "trunc"]
-__all__ += ["bitwise_and", "bitwise_or", "bitwise_xor", "conj", "imag", "real"]
+__all__ = ["abs", "add", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh"]
+__all__ += ["bitwise_and", "bitwise_or", "bitwise_xor", "cbrt", "ceil", "clip", "conj", "cos", "cosh", "degrees"]
+__all__ += ["digamma", "divide", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "floor", "floor_divide", "fma", "gamma"]
+__all__ += ["gammaln", "gelu", "hypot", "imag", "log", "log1p", "log2", "log10", "logaddexp", "maximum", "minimum"]
+__all__ += ["mod", "multiply", "negative", "power", "radians", "real", "reciprocal", "sigmoid", "sign", "sin", "sinh"]
+__all__ += ["sqrt", "square", "subtract", "tan", "tanh", "trunc"]
 
 
 # -- construction ------------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from jchop.math._call import (
     without_gradient,
 )
 
-__all__ = ["cumprod", "cumsum", "logsumexp", "mean", "norm", "prod", "softmax", "std", "sum", "var"]
-__all__ += ["argmax", "argmin", "max", "min"]
+__all__ = ["argmax", "argmin", "cumprod", "cumsum", "logsumexp", "max", "mean", "min", "norm", "prod", "softmax"]
+__all__ += ["std", "sum", "var"]
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
