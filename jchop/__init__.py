@@ -10,10 +10,8 @@ from jchop import formats, storage
 from jchop._common.on_demand import on_demand as _on_demand
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
-from jchop._spec.accumulation import MatmulSpec, Order
-from jchop._spec.finfo import finfo
-from jchop._spec.spec import Gradient, Spec, parse
-from jchop._spec.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
+from jchop._spec.accumulation import TENSOR_CORES, MatmulSpec, Order, TensorCore, tensor_core
+from jchop._spec.spec import Gradient, Spec, finfo, parse
 from jchop.formats import (
     CodebookFormat,
     ElementFormat,

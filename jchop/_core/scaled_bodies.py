@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -177,7 +178,8 @@ def decode_groups(codes: Array, scales: BlockScales, plan: ScaledPlan, zero: Arr
             counts, unused_codes = grid_elements.decode_integers(codes, plan)
             return multiply_integers_of_groups(counts, scales, plan, unused_codes)
         case "floats":
-            return _narrow_products(grid_elements.decode_floats(codes, scales, plan), scales, plan)
+            values = decode_elements(codes, plan.element.format, FLOAT32, short=True)
+            return _narrow_products(grid_elements.multiply_floats_by_scales(values, scales, plan), scales, plan)
         case "codebooks":
             return _narrow_products(codebook_elements.decode_codebook(codes, scales, plan), scales, plan)
         case "level_products":
@@ -461,7 +463,7 @@ def _quantize_scales(scales: Array, plan: ScaledPlan) -> tuple[Array, ...]:
     if group_scales.zero is None:
         values = elements.round_block_quotients(view, group_scales.scales, plan, None)
         sign, magnitude = bit_ops.split_sign(values, plan.compute)
-        smallest = plan.compute.toward_zero(fitting.smallest_positive(plan.element.format))[0]
+        smallest = plan.compute.toward_zero(Fraction(plan.element.format.smallest or 0))[0]
         values = bit_ops.join_sign(sign, jnp.maximum(magnitude, smallest), plan.compute)
         codes = encode_elements(values, plan.element.format, plan.compute)
     else:

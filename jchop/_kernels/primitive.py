@@ -24,14 +24,15 @@ import jax.core
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir, passmanager
 from jax.interpreters import batching, mlir
 
 from jchop._common.bit_ops import reshard_like
 from jchop._common.checks import check_choice
+from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, jax_default_settings
-from jchop._core.xla.backend import ONE_CPU
+from jchop._core.xla.backend import ONE_CPU, PORTABLE
 from jchop._core.xla.sizes import are_static
-from jchop._kernels.lowering_passes import simplify_callees
 
 Array = jax.Array
 Impl = Literal["auto", "xla", "pallas"]
@@ -421,3 +422,92 @@ def _compute_capability() -> float | None:
 def _capability_of(device: Any) -> float | None:
     text = str(getattr(device, "compute_capability", ""))
     return float(text) if text.replace(".", "", 1).isdigit() else None
+
+
+# == passes over MLIR ==================================================================================================
+
+
+def simplify_callees(call: Any, module: Any) -> None:
+    """Writes each constant once in the function of a call, and in the functions that it calls.
+
+    Args:
+        call: an operation ``func.call``; others, such as the sharding constraint after a call, are left unchanged.
+        module: JAX's context of the module.
+    """
+    remove = passmanager.PassManager.parse("func.func(cse)", module.context)
+    names = [ir.FlatSymbolRefAttr(call.attributes["callee"]).value] if "callee" in call.attributes else []
+    for name in names:  # which grow
+        function = module.symbol_table[name].operation
+        callees, broadcasts = _calls_and_broadcasts(function)
+        for broadcast in broadcasts:
+            _write_as_constant(broadcast)
+        remove.run(function)
+        names += [callee for callee in dict.fromkeys(callees) if callee not in names]
+
+
+def _calls_and_broadcasts(function: Any) -> tuple[list[str], list[Any]]:
+    """The names of the functions that a function calls, and its broadcasts of constants."""
+    callees: list[str] = []
+    broadcasts: list[Any] = []
+
+    def look(operation: Any) -> Any:
+        if operation.name == "func.call":
+            callees.append(ir.FlatSymbolRefAttr(operation.attributes["callee"]).value)
+        elif operation.name == "stablehlo.broadcast_in_dim":
+            maker = operation.operands[0].owner
+            if getattr(maker, "name", None) == "stablehlo.constant":  # and no argument of a block
+                broadcasts.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    function.walk(look)
+    return callees, broadcasts
+
+
+def _write_as_constant(broadcast: Any) -> None:
+    """Replaces a broadcast constant by a constant array, which is one operation and not two."""
+    value, (kind,) = ir.DenseElementsAttr(broadcast.operands[0].owner.attributes["value"]), broadcast.results.types
+    if value.is_splat:
+        constant = ir.Operation.create(
+            "stablehlo.constant",
+            results=[kind],
+            attributes={"value": ir.DenseElementsAttr.get_splat(kind, value.get_splat_value())},
+            loc=broadcast.location,
+            ip=ir.InsertionPoint(broadcast),
+        )
+        broadcast.results[0].replace_all_uses_with(constant.results[0])
+        broadcast.erase()
+
+
+# == an array as an operation of its own ===============================================================================
+
+
+_materialize_op = make_op("jchop_settled", jax.lax.optimization_barrier, like_first=True, no_inline=True)
+_materialize_on_cpu_op = make_op(
+    "jchop_settled_on_cpu",
+    lambda x, backend=PORTABLE: x if backend is PORTABLE else jax.lax.optimization_barrier(x),
+    like_first=True,
+    by_backend=True,
+    no_inline=True,
+)
+
+
+@CustomJvp
+def materialize(x: Array) -> Array:
+    """`x`, which XLA's CPU backend writes to memory and does not fuse with the operations that read it.
+
+    Quirk `sums_ordered_by_fusion` of `_core/xla/cpu.py`. On other platforms, and in programs for several CPUs, a
+    barrier alone is there. The derivative is the identity.
+    """
+    return _materialize_op(x)
+
+
+materialize.defjvp(lambda primals, tangents: (materialize(*primals), tangents[0]))
+
+
+@CustomJvp
+def materialize_on_cpu(x: Array) -> Array:
+    """`materialize` in programs for one CPU, `x` in others: a GPU may decode a matrix in the loop of its product."""
+    return _materialize_on_cpu_op(x)
+
+
+materialize_on_cpu.defjvp(lambda primals, tangents: (materialize_on_cpu(*primals), tangents[0]))

@@ -43,7 +43,9 @@ def tpu_round_with_hardware_bits(
     del place
     if not x.size:
         return x
-    matrix = _as_rows(x)
+    # Rows of the last axis, or of one register. On a TPU this moves no data if rows fill it.
+    row = x if x.ndim > 1 else jnp.pad(x.reshape(-1), (0, -x.size % LANES))
+    matrix = row.reshape(-1, x.shape[-1] if x.ndim > 1 else LANES)
     tall, wide, chunk = _block_sides(matrix.shape, x.dtype.itemsize)
     tiles = {"i": pl.cdiv(matrix.shape[0], tall), "j": pl.cdiv(matrix.shape[1], wide)}
 
@@ -70,13 +72,6 @@ def tpu_round_with_hardware_bits(
         interpret=interpret,
     )
     return result.reshape(-1)[: x.size].reshape(x.shape)
-
-
-def _as_rows(x: Array) -> Array:
-    """The numbers in rows: those of the last axis, or of one register. On a TPU this moves no data if rows fill it."""
-    if x.ndim > 1:
-        return x.reshape(-1, x.shape[-1])
-    return jnp.pad(x.reshape(-1), (0, -x.size % LANES)).reshape(-1, LANES)
 
 
 _CHUNK_ELEMENTS, _BLOCK_BYTES = 8 * SUBLANES * LANES, 1 << 20

@@ -1,4 +1,4 @@
-"""Scaled formats as operations: rounding, quantization, dequantization; with kernels for blocks along one axis."""
+"""Rounding as operations: of elements; to scaled formats, with kernels for blocks along one axis."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from jax.errors import InconclusiveDimensionOperation
 from jchop._common.bit_ops import CARRIERS, axes_cut_by_sharding, fit_sharding, gather_axes, has_sharding
 from jchop._core.rounding.codebooks import refuse_table
 from jchop._core.rounding.codes import packed_size
-from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
+from jchop._core.rounding.elements import round_to_spec
+from jchop._core.rounding.random_bits import STREAM_START, StreamOffset, words_like
 from jchop._core.scaled import tiles
 from jchop._core.scaled.elements import ScaledPlan, make_scaled_plan, scale_dtype, tensor_scale, widen_16_bit
-from jchop._core.scaled.sparse import drop_outside_mask, sparse_mask
+from jchop._core.scaled.groups import drop_outside_mask, sparse_mask
 from jchop._core.scaled_bodies import (
     ScaleArrays,
     dequantize_body,
@@ -39,6 +40,38 @@ from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 
 Array = jax.Array
+
+
+# == elements: XLA's code moves no more bytes than a kernel would, and fuses with others ===============================
+
+
+def _round_elements(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START) -> Array:
+    """`x` rounded under `spec`.
+
+    Args:
+        x: values of a carrier, any shape.
+        seeds_and_starts: for the stochastic modes, the words of `seed_words`, then the traced starts of `place`.
+        spec: a specification that the carrier holds.
+        place: the position of `x` in the random stream.
+    """
+    return round_to_spec(
+        x, spec, CARRIERS[x.dtype.name], words_like(x, seeds_and_starts, place) if seeds_and_starts else None
+    )
+
+
+def _refuse_hardware_bits(x: Any, *seeds_and_starts: Any, spec: Spec, place: StreamOffset = STREAM_START) -> str | None:
+    if place.whole is not None:
+        return "complex x has two random words for each element"
+    return refuse_tpu_dtype("x", x.dtype) or refuse_table(spec.format)
+
+
+round_op = make_op("jchop_round", _round_elements, like_first=True)
+#: Rounding with bits of the TPU's own generator; the body only defines the type of the result.
+round_with_hardware_bits_op = make_op(
+    "jchop_round_with_hardware_bits",
+    _round_elements,
+    tpu=Kernel(kernel_function("round_tpu", "tpu_round_with_hardware_bits"), _refuse_hardware_bits),
+)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -197,11 +230,6 @@ def _types_of_quantized(
     return (*(() if as_dtype is None else (jax.ShapeDtypeStruct(codes.shape, as_dtype),)), *own)
 
 
-def _types_of_numbers(*_: Any, plan: ScaledPlan, shape: tuple[int, ...]) -> tuple[Any]:
-    """The type of the result of `dequantize_body`."""
-    return (jax.ShapeDtypeStruct(shape, plan.carrier.name),)
-
-
 round_scaled_op = make_op(
     "jchop_round_scaled",
     round_body,
@@ -229,7 +257,11 @@ quantize_scaled_op = make_op(
 )
 #: No kernel is needed: XLA reads codes and scales once, writes once, and fuses with uses of the result.
 dequantize_scaled_op = make_op(
-    "jchop_dequantize_scaled", dequantize_body, results=_types_of_numbers, by_backend=True, canonical=_collapse_codes
+    "jchop_dequantize_scaled",
+    dequantize_body,
+    results=lambda *_, plan, shape: (jax.ShapeDtypeStruct(shape, plan.carrier.name),),
+    by_backend=True,
+    canonical=_collapse_codes,
 )
 
 
@@ -485,15 +517,14 @@ def _across_parts(
     if not cut:
         return run(x, *arrays)
     whole = x if _depends_on_ends(fmt) else gather_axes(x, cut)
-    where, then = (jax.tree.map(partial(_sharding_like, part), shapes) for part in (whole, x))
+    where, then = (
+        jax.tree.map(lambda part, like=like: fit_sharding(like, part.shape), shapes)
+        for like in (jax.typeof(whole).sharding, jax.typeof(x).sharding)
+    )
     explicit = jax.typeof(x).sharding.mesh.explicit_axes
     # In two steps: a sharding of the results along gathered axes would spread to the sums.
     out = jax.sharding.auto_axes(run, axes=explicit, out_sharding=where)(whole, *arrays)
     return out if whole is x else jax.sharding.reshard(out, then)
-
-
-def _sharding_like(x: Array, part: Any) -> Any:
-    return fit_sharding(jax.typeof(x).sharding, part.shape)
 
 
 def _group_units(fmt: Any, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words
+from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words_of_width
 from jchop._core.scaled.elements import ScaledPlan, scale_dtype
 from jchop._core.xla.backend import TILE
 from jchop._kernels.tiles import LANES, Tiling, next_power_of_two
@@ -227,10 +227,7 @@ def draw_tile_words(words: Any, index: Array, plan: ScaledPlan) -> Array | None:
     seeds = [words[0, _SEED_WORD + i] for i in range(SEEDS)]
     low = words[0, _START_WORD] + index
     high = words[0, _START_WORD + 1] + (low < index).astype(jnp.uint32)
-    word = random_words(seeds, low, high)
-    if plan.compute.work_width == 32:
-        return word
-    return (word.astype(jnp.uint64) << 32) | random_words(seeds, low, high, lane=1).astype(jnp.uint64)
+    return random_words_of_width(seeds, low, high, plan.compute.work_width)
 
 
 def tensor_scale_of_words(words: Any, plan: ScaledPlan) -> Array | None:

@@ -55,9 +55,13 @@ def tpu_quantize_blocks(
     """The codes and scales of `quantize_body`; arguments as for `tpu_round_blocks`."""
     tile = _ScaledTpuTile.of(x, plan, tiling)
     problem, tiling = tile.problem, tile.tiling
+    lead = () if problem.last else (problem.outer,)
+    along, across = tile.length, tiling.lanes
+    along, across = (tile.packed_length(along), across) if problem.last else (along, tile.packed_length(across))
+    scales_view = (*lead, problem.blocks, tile.across)  # on chip: blocks and lanes
     outputs = [
-        (((*tile.view[:-1], tile.packed_length(tile.view[-1])), jnp.uint8), tile.codes_spec),
-        ((tile.scales_view, tiling.scale_dtype(problem)), tile.spec(tiling.blocks, tiling.lanes, transposed=True)),
+        (((*tile.view[:-1], tile.packed_length(tile.view[-1])), jnp.uint8), tile.spec(along, across)),
+        ((scales_view, tiling.scale_dtype(problem)), tile.spec(tiling.blocks, tiling.lanes, transposed=True)),
     ]
     scratch = [((tiling.blocks, tiling.lanes), jnp.int32)]
     codes, scales = tile.call(tile.quantize, x, words, outputs, scratch, interpret)
@@ -96,12 +100,6 @@ class _ScaledTpuTile:
         problem = self.problem
         return (problem.outer, problem.size) if problem.last else (problem.outer, problem.size, problem.inner)
 
-    @property
-    def scales_view(self) -> tuple[int, ...]:
-        """The shape of the scales on chip: blocks and lanes."""
-        lead = () if self.problem.last else (self.problem.outer,)
-        return (*lead, self.problem.blocks, self.across)
-
     def packed_length(self, count: int) -> int:
         """Bytes of some codes."""
         return -(-count * self.problem.bits // 8)
@@ -123,12 +121,6 @@ class _ScaledTpuTile:
     @property
     def x_spec(self) -> pl.BlockSpec:
         return self.spec(self.length, self.tiling.lanes)
-
-    @property
-    def codes_spec(self) -> pl.BlockSpec:
-        if self.problem.last:
-            return self.spec(self.packed_length(self.length), self.tiling.lanes)
-        return self.spec(self.length, self.packed_length(self.tiling.lanes))
 
     def call(self, kernel: Any, x: Array, words: Array, outputs: list, scratch: list, interpret: Any) -> Any:
         inputs = [(words, SCALARS), (x.reshape(self.view), self.x_spec)]

@@ -24,8 +24,10 @@ from jchop.formats import ElementFormat
 Array = jax.Array
 #: A `Spec` that rounds each number by itself, or a value that is converted to one.
 SpecLike = Spec | ElementFormat | str
+#: The argument `key`: a typed key, which a stochastic spec needs.
+Key = Array | None
 #: The key of the rounding and the key of the cotangent's rounding; None if it draws nothing.
-Keys = tuple[Array | None, Array | None]
+Keys = tuple[Key, Key]
 
 #: The named scope of the operations of a public function. `emulate` runs these operations unchanged.
 JCHOP_SCOPE = "jchop_function"

@@ -13,7 +13,7 @@ import numpy as np
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier, enable_x64_for
-from jchop._common.checks import check_choice
+from jchop._common.checks import check, check_choice
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit
 from jchop._core.rounding.codes import decode_elements, encode_elements
@@ -79,8 +79,7 @@ def flip_bits(
     check_choice("where", where, _FLIP_CHOICES)
     count = _count_flip_bits(spec.format, where)
     last = _last_flip_word(p)
-    if key is None:
-        raise ValueError("key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
+    check(key is not None, "key=None, but bits flip at random: pass a typed key, for example key=jax.random.key(0)")
     check_key("key", key)
     rounded_x = round_to_format(x, spec, key)
     _require_flip_codes(spec.format, carrier_of_dtype(rounded_x.dtype, complex_too=False))
@@ -136,8 +135,7 @@ def _last_flip_word(p: float) -> int | None:
     """The largest 64-bit word for which an element is flipped; None if there is none."""
     if isinstance(p, bool) or not isinstance(p, int | float | np.integer | np.floating):
         raise TypeError(f"p={p!r} must be a number from 0 to 1")
-    if not 0 <= p <= 1:
-        raise ValueError(f"p={p!r} must be a number from 0 to 1")
+    check(0 <= p <= 1, f"p={p!r} must be a number from 0 to 1")
     return math.ceil(Fraction(float(p)) * 2**64) - 1 if p else None
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import jax
@@ -13,17 +16,30 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import Carrier, enable_x64_for
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import as_numpy, check, check_choice, check_int
 from jchop._common.gradients import CustomJvp, on_cotangent
 from jchop._common.settings import always_jit
 from jchop._core.rounding.elements import overflow_mask
 from jchop._core.rounding.grid import require_carrier
 from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, draw_words, seed_words, words_like
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._kernels.round import round_op, round_with_hardware_bits_op
-from jchop._kernels.scaled import require_scaled_plan, round_scaled, scaled_overflow
-from jchop._round.arguments import Keys, as_array, carrier_of_dtype, check_key, rounding_keys, run_numpy, stream_offset
-from jchop._round.dask import is_dask, round_dask_blocks
+from jchop._kernels.scaled import (
+    require_scaled_plan,
+    round_op,
+    round_scaled,
+    round_with_hardware_bits_op,
+    scaled_overflow,
+)
+from jchop._round.arguments import (
+    Key,
+    Keys,
+    as_array,
+    carrier_of_dtype,
+    check_key,
+    rounding_keys,
+    run_numpy,
+    stream_offset,
+)
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 
@@ -33,10 +49,10 @@ Array = jax.Array
 def round_to_format(
     x: Any,
     spec: Spec | ElementFormat | ScaledFormat | str,
-    key: Array | None = None,
+    key: Key = None,
     *,
     offset: Any = 0,
-    gradient_key: Array | None = None,
+    gradient_key: Key = None,
     impl: Impl = "auto",
     generator: Literal["counter", "hardware"] = "counter",
 ) -> Any:
@@ -159,17 +175,14 @@ def _round_options(spec: Spec, impl: str, generator: str, offset: Any) -> _Round
         (spec.scaled is not None, "is not for scaled formats"),
         (not (type(offset) is int and offset == 0), f"has bits without a place in a larger array: offset={offset!r}"),
     ):
-        if wrong:
-            raise ValueError(f"generator='hardware' {what}; use generator='counter'")
+        check(not wrong, f"generator='hardware' {what}; use generator='counter'")
     return _RoundOptions(spec, "pallas", True)
 
 
 # -- by kind of input --------------------------------------------------------------------------------------------------
 
 
-def _round_array(
-    x: Array | np.ndarray, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None
-) -> Array:
+def _round_array(x: Array | np.ndarray, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Array:
     spec = options.spec
     carrier = carrier_of_dtype(x.dtype)
     _require_results_fit(spec, x, carrier)
@@ -181,7 +194,7 @@ def _round_array(
         return _round_with_keys(x, keys, starts, options=options, place=place)
 
 
-def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
     array = as_array("x", x)
     result = run_numpy(
         lambda: _round_array(array, options, key, offset, gradient_key),
@@ -192,7 +205,7 @@ def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any,
     return result if isinstance(x, np.ndarray) else result[()]
 
 
-def _round_dask(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+def _round_dask(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
     if options.hardware or not (type(offset) is int and offset == 0):
         raise ValueError(f"offset={offset!r}: a dask array is a whole; it takes no offset, and generator='counter'")
     _require_results_fit(options.spec, x, carrier_of_dtype(x.dtype))
@@ -200,9 +213,7 @@ def _round_dask(x: Any, options: _RoundOptions, key: Array | None, offset: Any, 
     return round_dask_blocks(x, rounder, options.spec.scaled, rounding_keys(options.spec, key, gradient_key)[0])
 
 
-def _round_numpy_block(
-    options: _RoundOptions, block: np.ndarray, key: Array | None = None, offset: Any = 0
-) -> np.ndarray:
+def _round_numpy_block(options: _RoundOptions, block: np.ndarray, key: Key = None, offset: Any = 0) -> np.ndarray:
     return _round_numpy(block, options, key, offset, None)
 
 
@@ -305,3 +316,74 @@ def _require_results_fit(spec: Spec, x: Array | np.ndarray, carrier: Carrier) ->
     if np.dtype(x.dtype).kind == "c":
         raise TypeError(f"x has dtype {x.dtype}; a scaled format, as spec={str(spec)!r}, takes real numbers")
     require_scaled_plan(spec, x.shape, carrier.name)
+
+
+# == arrays of Dask ====================================================================================================
+
+
+def is_dask(x: object) -> bool:
+    """Whether `x` is a dask array, without importing dask."""
+    module = sys.modules.get("dask.array")
+    return module is not None and isinstance(x, module.Array)
+
+
+def round_dask_blocks(
+    x: Any, rounder: Callable[..., Any], scaled_format: ScaledFormat | None, key: jax.Array | None
+) -> Any:
+    """The dask array of the rounded blocks of `x`.
+
+    The random bits of an element depend on its index in the whole array, so the blocks do not change the result.
+
+    Args:
+        x: a dask array.
+        rounder: ``rounder(block, key=key, offset=(starts, shape))``.
+        scaled_format: the scaled format of the result, whose groups no chunk may cut; None for an element format.
+        key: the typed key of a stochastic rounding, or None.
+
+    Raises:
+        ValueError: for chunks of unknown size if random bits or groups depend on it, or chunks that cut groups.
+    """
+    if any(map(math.isnan, x.shape)) and (key is not None or scaled_format is not None):
+        raise ValueError(
+            "x has chunks of unknown size, so the index of its elements is unknown; x.compute_chunk_sizes()"
+        )
+    if scaled_format is not None:
+        _check_chunk_groups(scaled_format, x)
+    # A key is passed as its words: dask hashes the contents of a graph, and sends them to other processes.
+    words = None if key is None else (np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
+    meta = np.empty((0,) * x.ndim, x.dtype)
+    return x.map_blocks(partial(_round_dask_block, rounder, words), dtype=x.dtype, meta=meta)
+
+
+def _round_dask_block(
+    rounder: Callable[..., Any], words: tuple[np.ndarray, str] | None, block: Any, block_info: Any = None
+) -> np.ndarray:
+    block = as_numpy("x", block)
+    if words is None:
+        return rounder(block)
+    info = block_info[0]
+    starts = tuple(int(start) for start, _ in info["array-location"])
+    key = jax.random.wrap_key_data(jnp.asarray(words[0]), impl=words[1])
+    return rounder(block, key=key, offset=(starts, tuple(map(int, info["shape"]))))
+
+
+def _check_chunk_groups(fmt: ScaledFormat, x: Any) -> None:
+    """Refuse chunks that end within a group."""
+    several = [axis for axis, sizes in enumerate(x.chunks) if len(sizes) > 1]
+    for axis in several:
+        for at in list(accumulate(x.chunks[axis]))[:-1]:
+            if fmt.scale_rule.tensor_scale or not _begins_a_group(fmt, x.shape, axis, at):
+                raise ValueError(
+                    f"x has chunks {x.chunks[axis]} along axis {axis}, which cut groups of {fmt}; x.rechunk puts "
+                    "whole groups into a chunk"
+                )
+
+
+def _begins_a_group(fmt: ScaledFormat, shape: tuple[int, ...], axis: int, at: int) -> bool:
+    """Whether a new group begins at index `at` of an axis; if scales are scaled, also a new group of scales."""
+    if fmt.sparse is not None and fmt.axis_of_sparse % len(shape) == axis and at % fmt.sparse[1]:
+        return False
+    below, above = (fmt.scale_shape((*shape[:axis], n, *shape[axis + 1 :])) for n in (at, at + 1))
+    if at > 0 and above[axis] == below[axis]:
+        return False
+    return not isinstance(fmt.scale, ScaledFormat) or _begins_a_group(fmt.scale, above, axis, below[axis])

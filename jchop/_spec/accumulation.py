@@ -1,4 +1,4 @@
-"""The arithmetic of a sum of products: the roundings, and the order of the additions.
+"""The arithmetic of a sum of products: the roundings, the order of the additions, and those of tensor cores.
 
 Throughout, P and A are the roundings of products and of accumulator values, and the K products of one output element
 are a_k b_k, k = 0 ... K-1.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jchop._common.checks import check_bool, check_choice, check_int, check_text, quote
+from jchop._common.checks import check, check_bool, check_choice, check_int, check_text, close_names_hint, quote
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 
@@ -127,8 +127,7 @@ class Order:
                 f"{_ALIGNED_ORDERS}"
             )
         every, block = check_int("order: promote_every", self.promote_every, 1, _MAX_BLOCK), self.block or 1
-        if every % block:
-            raise ValueError(f"promote_every={every} must be a multiple of the block length {block}")
+        check(not every % block, f"promote_every={every} must be a multiple of the block length {block}")
         object.__setattr__(self, "promote_every", every)
 
     @property
@@ -219,24 +218,22 @@ class MatmulSpec:
             value = getattr(self, name)
             spec = None if value is None else as_spec(value, name, scaled=name == "operands")
             object.__setattr__(self, name, spec)
-        object.__setattr__(self, "order", _as_order(self.order))
+        if not isinstance(self.order, Order | str):
+            raise TypeError(f"order={self.order!r} must be an Order or its text: {_ORDER_CHOICES}")
+        object.__setattr__(self, "order", Order.parse(self.order) if isinstance(self.order, str) else self.order)
         check_bool("fused", self.fused)
         self._check_scaled_operands()
-        self._check_product()
-        self._check_gradients()
-
-    def _check_product(self) -> None:
         if self.fused and self.order.kind not in _FUSABLE_ORDERS:
             raise ValueError(f"fused=True is for the orders {_FUSABLE_ORDERS}, not order={str(self.order)!r}")
         why = "fused=True adds the exact product" if self.fused else _EXACT_PRODUCT_REASONS.get(self.order.kind)
         if why is not None and self.product is not None:
             raise ValueError(f"product={str(self.product)!r} is never used, since {why}; leave product=None")
+        self._check_gradients()
 
     def _check_scaled_operands(self) -> None:
         fmt, aligned_sums = None if self.operands is None else self.operands.scaled, self.order.kind == "aligned_sums"
         if fmt is None:
-            if aligned_sums:
-                raise ValueError(f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
+            check(not aligned_sums, f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
             return
         along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None and fmt.sparse is None
         floats = isinstance(fmt.element, FloatFormat) and isinstance(fmt.scale, FloatFormat)
@@ -299,14 +296,6 @@ def _is_merged_sum_exact(fmt: ScaledFormat, order: Order) -> bool:
     return fmt.group % MERGED == block % MERGED == 0 and 2 * bits + 4 <= 24 and units * block <= 1 << 54
 
 
-def _as_order(value: object) -> Order:
-    if isinstance(value, Order):
-        return value
-    if isinstance(value, str):
-        return Order.parse(value)
-    raise TypeError(f"order={value!r} must be an Order or its text: {_ORDER_CHOICES}")
-
-
 #: A `MatmulSpec`, or a value that is converted to one.
 SumSpecLike = MatmulSpec | Spec | ElementFormat | str
 
@@ -322,3 +311,194 @@ def as_matmul_spec(value: object, argument: str = "spec") -> MatmulSpec:
         )
     spec = as_spec(value, argument)
     return MatmulSpec(spec, spec, spec)
+
+
+# == tensor cores ======================================================================================================
+
+
+@dataclass(frozen=True)
+class TensorCore:
+    """One unit and type of operands: its arithmetic with a float32 accumulator, and the source.
+
+    Args:
+        spec: the arithmetic.
+        source: the publication that says so.
+        narrow: whether the unit has a float16 accumulator too.
+
+    Example:
+        >>> import jchop as jc
+        >>> row = jc.TENSOR_CORES["hopper"]["fp8"]
+        >>> str(row.spec.order), row.source.split()[0]
+        ('aligned(32, 13)', 'MMA-Sim')
+    """
+
+    spec: MatmulSpec
+    source: str
+    narrow: bool = False
+
+
+_MMA_SIM = "MMA-Sim (github.com/microsoft/MMA-Sim, c785138; arXiv 2511.10909)"
+_FASI_2021 = "Fasi, Higham, Mikaitis and Pranesh, PeerJ Computer Science 7:e330, 2021; " + _MMA_SIM
+_MMA_SIM_FDPA = "MMA-Sim (github.com/microsoft/MMA-Sim, 0cb7846, arithmetic/fdpa.py; arXiv 2511.10909)"
+_CDNA1_SOURCE = _MMA_SIM + "; later revisions of MMA-Sim sum four products of CDNA1 and c exactly"
+_TPU_SOURCE = (
+    "cloud.google.com/tpu/docs/bfloat16: bfloat16 products, float32 sums; the order of the sums and their rounding "
+    "are not published, so the order is that of the array's 128 rows, and a block's sum is the carrier's"
+)
+_TF32_TOWARD_ZERO = "tf32:toward_zero"
+
+
+def _core(
+    operands: str, total: str, order: str, source: str = _MMA_SIM, product: str | None = None, narrow: bool = False
+) -> TensorCore:
+    return TensorCore(MatmulSpec(operands, product, total, order), source, narrow)
+
+
+def _aligned_core(operands: str, block: int, bits: int, source: str = _MMA_SIM, narrow: bool = False) -> TensorCore:
+    """An NVIDIA unit; with 13 bits the accumulator has no more either."""
+    total = "e8m13:toward_zero" if bits == 13 else "binary32:toward_zero"
+    return _core(operands, total, f"aligned({block}, {bits})", source, narrow=narrow)
+
+
+def _pairwise_core(operands: str, block: int, source: str, flush: bool = False) -> TensorCore:
+    end = ":flush" * flush
+    return _core(operands + end, "binary32" + end, f"blocked_pairwise({block})", source, "binary32" + end)
+
+
+def _nvidia_cores(halves: int, bits: int, source: str = _MMA_SIM) -> dict[str, TensorCore]:
+    return {
+        "fp16": _aligned_core("binary16", halves, bits, source, narrow=True),
+        "bf16": _aligned_core("bfloat16", halves, bits, source),
+        "tf32": _aligned_core(_TF32_TOWARD_ZERO, halves // 2, bits, source),
+    }
+
+
+def _nvidia_fp8_cores(block: int, bits: int) -> dict[str, TensorCore]:
+    return {
+        name: _aligned_core(operands, block, bits, narrow=True)
+        for name, operands in (("fp8", "float8_e4m3fn"), ("fp8_e5m2", "float8_e5m2"))
+    }
+
+
+#: The scaled types of Blackwell: the format of the operands and the order.
+_BLACKWELL_SCALED = {
+    "mxfp8": ("mxfp8_e4m3", "aligned(32, 25)"),
+    "mxfp8_e5m2": ("mxfp8_e5m2", "aligned(32, 25)"),
+    "mxfp4": ("mxfp4", "aligned_sums(64, 35)"),
+    "nvfp4": ("nvfp4", "aligned_sums(64, 35)"),
+}
+#: Types that a unit has, but of which no model is published.
+_TYPES_WITHOUT_MODEL = {
+    "blackwell": ("fp6", "mxfp6", "fp6_e3m2", "fp6_e2m3", "fp4", "mxfp6_e3m2", "mxfp6_e2m3"),
+    "tpu": ("fp8", "fp8_e5m2", "int8", "int4"),
+}
+
+#: The units by name, and of each the types of operands by name. Each has a `TensorCore`: its arithmetic and the source.
+TENSOR_CORES: Mapping[str, Mapping[str, TensorCore]] = MappingProxyType(
+    {
+        unit: MappingProxyType(types)
+        for unit, types in {
+            "volta": {"fp16": _aligned_core("binary16", 4, 23, _FASI_2021, narrow=True)},
+            "turing": {"fp16": _aligned_core("binary16", 8, 24, _FASI_2021, narrow=True)},
+            "ampere": _nvidia_cores(8, 24, _FASI_2021),
+            "ada": {**_nvidia_cores(8, 24), **_nvidia_fp8_cores(16, 13)},
+            "hopper": {**_nvidia_cores(16, 25), **_nvidia_fp8_cores(32, 13)},
+            "blackwell": {
+                **_nvidia_cores(16, 25),
+                **_nvidia_fp8_cores(32, 25),
+                **{
+                    name: _core(operands, "binary32:toward_zero", order, _MMA_SIM_FDPA)
+                    for name, (operands, order) in _BLACKWELL_SCALED.items()
+                },
+            },
+            "cdna1": {
+                "fp16": _pairwise_core("binary16", 4, _CDNA1_SOURCE),
+                "bf16": _pairwise_core("bfloat16", 2, _CDNA1_SOURCE),
+            },
+            "cdna2": {
+                "fp16": _pairwise_core("binary16", 4, _MMA_SIM, True),
+                "bf16": _pairwise_core("bfloat16", 4, _MMA_SIM, True),
+            },
+            "cdna3": {
+                "fp16": _core("binary16", "binary32", "aligned_apart(8, 24)"),
+                "bf16": _core("bfloat16", "binary32", "aligned_apart(8, 24)"),
+                "tf32": _core(_TF32_TOWARD_ZERO, "binary32", "aligned_apart(4, 24)"),
+                "fp8": _core("float8_e4m3fnuz", "binary32", "aligned_halves(16, 24)", _MMA_SIM_FDPA),
+                "fp8_e5m2": _core("float8_e5m2fnuz", "binary32", "aligned_halves(16, 24)", _MMA_SIM_FDPA),
+            },
+            "tpu": {"bf16": TensorCore(MatmulSpec("bfloat16", order="matrix_unit(128)"), _TPU_SOURCE)},
+        }.items()
+    }
+)
+
+
+def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: int | None = None) -> MatmulSpec:
+    """The arithmetic of a tensor core, for `jchop.math.matmul` and every other function that takes a `MatmulSpec`.
+
+    NVIDIA's units add k products and the accumulator exactly on one grid of f fraction bits, ``aligned(k, f)``, and cut
+    the sum to float32; fp8 on Ada and Hopper to 13 fraction bits. Hopper and later units need no other order than k
+    ascending. The AMD units and the TPU follow other orders of `Order`.
+
+    The operands are rounded to their type first. Of a block-scaled type (mxfp8, mxfp4, nvfp4) the elements are
+    multiplied, and the scales of the blocks take part in the alignment; `jchop.math.matmul` alone takes such a spec.
+    After the sums the result is multiplied by the product of both tensors' scales, if the format has them, each product
+    rounded to nearest float32.
+
+    In a `jchop.Rule` the rule rounds them, so take ``dataclasses.replace(spec, operands=None)`` of a type without
+    scales; then subnormal operands are aligned as if they were normal, and scales are part of the operands.
+
+    Args:
+        unit: ``"volta"``, ``"turing"``, ``"ampere"``, ``"ada"``, ``"hopper"``, ``"blackwell"`` (datacenter, tcgen05),
+            ``"cdna1"``, ``"cdna2"``, ``"cdna3"`` or ``"tpu"``.
+        dtype: ``"fp16"``, ``"bf16"``, ``"tf32"`` (operands cut to 10 fraction bits), ``"fp8"`` (e4m3fn; e4m3fnuz on
+            CDNA3), ``"fp8_e5m2"``, or on Blackwell ``"mxfp8"`` (e4m3fn), ``"mxfp8_e5m2"``, ``"mxfp4"`` and ``"nvfp4"``,
+            if the unit has it. Or the format of the operands, which names the same row: ``"float16"``, ``"bfloat16"``,
+            ``"float8_e4m3fn"``, ``"float8_e5m2"``. `TENSOR_CORES` has all rows, with the source of each.
+        out: the accumulator: ``"binary32"`` (default), or ``"binary16"``, rounded to nearest, for fp16 and fp8 on
+            NVIDIA's units.
+        promote_every: a multiple of k: sums of so many products are added to a float32 total, as DeepSeek-V3 does with
+            128 (arXiv 2412.19437, 3.3.2). Default None.
+
+    Raises:
+        TypeError, ValueError: for a unit, type or accumulator that is not in the table; the message names the ones that
+            are. For a type whose sums are not published, such as mxfp6 on Blackwell, the message says so.
+
+    Example:
+        >>> import jchop as jc
+        >>> str(jc.tensor_core("volta", "fp16"))
+        'operands=binary16, accumulate=binary32:toward_zero, order=aligned(4, 23)'
+        >>> str(jc.tensor_core("hopper", "fp8", promote_every=128).order)
+        'aligned(32, 13, promote_every=128)'
+        >>> jc.tensor_core("hopper", "float8_e4m3fn") == jc.tensor_core("hopper", "fp8")
+        True
+    """
+    types = _core_entry(TENSOR_CORES, "unit", unit)
+    names = dtype, *(_type_of_format(some, dtype) for some in TENSOR_CORES.values())
+    if any(name in _TYPES_WITHOUT_MODEL.get(unit, ()) for name in names):
+        raise ValueError(f"dtype={dtype!r}: how {unit} adds {dtype} is not published; known: {', '.join(types)}")
+    row = _core_entry(types, "dtype", _type_of_format(types, dtype), f" of {unit}")
+    check_choice("out", out, ("binary32", "binary16"))
+    spec = row.spec
+    if out == "binary16":
+        check(row.narrow, f"out='binary16': {dtype} on {unit} has no float16 accumulator; leave out='binary32'")
+        spec = replace(spec, accumulate="binary16")  # type: ignore[arg-type]
+    return spec if promote_every is None else replace(spec, order=replace(spec.order, promote_every=promote_every))
+
+
+def _type_of_format(types: Mapping[str, TensorCore], dtype: str) -> str:
+    """The type whose operands have the format that `dtype` names; else `dtype` itself."""
+    try:
+        fmt = str(as_spec(dtype, scaled=True))
+    except (TypeError, ValueError):
+        return dtype
+    return next((name for name, row in types.items() if str(row.spec.operands).partition(":")[0] == fmt), dtype)
+
+
+def _core_entry(table: Mapping, name: str, key: str, of: str = "") -> Any:
+    if not isinstance(key, str):
+        raise TypeError(f"{name}={key!r} must be one of {', '.join(map(repr, table))}")
+    if key not in table:
+        raise ValueError(
+            f"{name}={key!r} is not known{of}{close_names_hint(key, table)}; known: {', '.join(map(repr, table))}"
+        )
+    return table[key]

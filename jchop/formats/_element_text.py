@@ -14,8 +14,7 @@ from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
-from jchop.formats._log_takum import LogTakumFormat
-from jchop.formats._tapered import HiFloat8Format, PositFormat, TakumFormat
+from jchop.formats._tapered import HiFloat8Format, LogTakumFormat, PositFormat, TakumFormat
 from jchop.formats.rounding import Overflow, Rounding
 
 FORMAT_CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
@@ -75,25 +74,6 @@ def _build_float(exp_bits: str, frac_bits: str, suffix: str | None, **options) -
     return FloatFormat(exp, sig, **options)
 
 
-def _build_unsigned_float(exp_bits: str, frac_bits: str, **options) -> FloatFormat:
-    """Without a sign and infinities, NaN in the all-ones code, as the formats of scales."""
-    return FloatFormat(
-        int(exp_bits), int(frac_bits), **({"infinities": False, "nans": "top", "signed": False} | options)
-    )
-
-
-def _build_p3109(bits: str, precision: str, sign: str, domain: str) -> FloatFormat:
-    return p3109(int(bits), int(precision), signed=sign == "s", extended=domain == "e")
-
-
-def _build_fixed(unsigned: str, int_bits: str, frac_bits: str, **options) -> FixedFormat:
-    return FixedFormat(int(int_bits), int(frac_bits), not unsigned, **options)
-
-
-def _build_integer(unsigned: str, bits: str, **options) -> IntegerFormat:
-    return IntegerFormat(int(bits), not unsigned, **options)
-
-
 def read_integer(value: str) -> int:
     """A decimal integer; `int` also accepts underscores and digits of other scripts."""
     if not _INTEGER_TEXT.fullmatch(value):
@@ -123,10 +103,27 @@ _FLOAT_OPTIONS: _OptionReaders = {
 
 _FORMAT_PATTERNS: tuple[tuple[str, Callable[..., ElementFormat], _OptionReaders], ...] = (
     (rf"e([0-9]{{1,4}})m([0-9]{{1,4}})({'|'.join(_FLOAT_SUFFIXES)})?", _build_float, _FLOAT_OPTIONS),
-    (r"ue([0-9]{1,4})m([1-9][0-9]{0,3})", _build_unsigned_float, _FLOAT_OPTIONS),
-    (r"binary([0-9]{1,4})p([0-9]{1,4})([su])([ef])", _build_p3109, {}),
-    (r"(u?)fixed(-?[0-9]{1,4})\.(-?[0-9]{1,4})", _build_fixed, {"symmetric": read_bool}),
-    (r"(u?)int(?:eger)?([0-9]{1,4})", _build_integer, {"narrow": read_bool}),
+    # Without a sign and infinities, NaN in the all-ones code, as the formats of scales.
+    (
+        r"ue([0-9]{1,4})m([1-9][0-9]{0,3})",
+        lambda exp, frac, **more: _build_float(exp, frac, "fn", **{"signed": False} | more),
+        _FLOAT_OPTIONS,
+    ),
+    (
+        r"binary([0-9]{1,4})p([0-9]{1,4})([su])([ef])",
+        lambda bits, precision, sign, domain: p3109(int(bits), int(precision), sign == "s", domain == "e"),
+        {},
+    ),
+    (
+        r"(u?)fixed(-?[0-9]{1,4})\.(-?[0-9]{1,4})",
+        lambda unsigned, whole, frac, **more: FixedFormat(int(whole), int(frac), not unsigned, **more),
+        {"symmetric": read_bool},
+    ),
+    (
+        r"(u?)int(?:eger)?([0-9]{1,4})",
+        lambda unsigned, bits, **more: IntegerFormat(int(bits), not unsigned, **more),
+        {"narrow": read_bool},
+    ),
     (r"posit([0-9]{1,4})", lambda bits: PositFormat(int(bits)), {}),
     (r"takum([0-9]{1,4})", lambda bits: LogTakumFormat(int(bits)), {}),
     (r"takum_linear([0-9]{1,4})", lambda bits: TakumFormat(int(bits)), {}),

@@ -6,8 +6,7 @@ Each is called as ``f(*operands, spec, key=None)``. docs/math.md has a table of 
 from jchop.math import _composed, _elementwise, _products, _reductions, linalg
 from jchop.math._composed import *  # noqa: F403
 from jchop.math._elementwise import *  # noqa: F403
-from jchop.math._matmul import matmul
-from jchop.math._matmul_double import matmul_double
+from jchop.math._matmul import matmul, matmul_double
 from jchop.math._products import *  # noqa: F403
 from jchop.math._reductions import *  # noqa: F403
 

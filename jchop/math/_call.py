@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import always_jit
 from jchop._core.matmul.operations import check_matmul, check_operation, require_dtype_holds, widen_operand
 from jchop._core.rounding.grid import require_carrier
@@ -24,6 +24,7 @@ from jchop._program.bind import straight_through
 from jchop._program.seeds import Seeds
 from jchop._round.arguments import (
     Array,
+    Key,
     SpecLike,
     as_array,
     as_operands,
@@ -74,7 +75,7 @@ def run_emulated(
     function: Callable[..., Any],
     spec: Spec | MatmulSpec,
     operands: Sequence[Any],
-    key: Array | None,
+    key: Key,
     own: NamedFunction | None = None,
     **options: Any,
 ) -> Any:
@@ -105,7 +106,7 @@ def _traced_call(
     how = None if sums is None else replace(sums, operands=plain)
     settings = _MathSettings(plain, (), how, "raise", functions=functions)
 
-    def run(arrays: list[Array], key: Array | None) -> Any:
+    def run(arrays: list[Array], key: Key) -> Any:
         program = trace_program(function, settings, arrays, {})
         results = run_program(program, plain, None if key is None else Seeds(seed_words(key)))
         return jax.tree.unflatten(program.tree, results)
@@ -122,7 +123,7 @@ def without_gradient(spec: Spec | None) -> Spec | None:
     return spec if spec is None or spec.gradient == Gradient() else replace(spec, gradient=Gradient())
 
 
-def _with_gradient_rule(spec: Spec, function: Any, run: Any, arrays: list[Array], key: Array | None) -> Any:
+def _with_gradient_rule(spec: Spec, function: Any, run: Any, arrays: list[Array], key: Key) -> Any:
     """The results with the gradient rule of the spec: of operands, and of results if the function is given."""
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(arrays))]
     arrays = [round_to_format(x, spec, k) if _is_float(x) else x for x, k in zip(arrays, keys, strict=True)]
@@ -212,8 +213,7 @@ def run_sums(
 
 def check_axis(axis: Any, ndim: int, name: str = "axis") -> int:
     """`axis` as a nonnegative integer."""
-    if not ndim:
-        raise ValueError(f"{name}={axis!r}, but x is a scalar; it needs at least one axis")
+    check(ndim, f"{name}={axis!r}, but x is a scalar; it needs at least one axis")
     return check_int(name, axis, -ndim, ndim - 1) % ndim
 
 
@@ -238,6 +238,5 @@ def as_mask_operands(where: Any, shape: tuple[int, ...]) -> tuple[Array | np.nda
         fits = np.broadcast_shapes(mask.shape, shape) == shape
     except ValueError:
         fits = False
-    if not fits:
-        raise ValueError(f"where has shape {mask.shape}, which does not broadcast to that of x, {shape}")
+    check(fits, f"where has shape {mask.shape}, which does not broadcast to that of x, {shape}")
     return (mask,)

@@ -1,14 +1,11 @@
 """Functions of a few operations on each element, every one rounded, and functions with more arguments or results."""
 
 from __future__ import annotations
-
 from functools import lru_cache, partial
 from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.checks import check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
@@ -17,11 +14,17 @@ from jchop._kernels.materialize import materialize
 from jchop._round.arguments import Array, SpecLike, as_array, as_operands, is_integer_or_bool
 from jchop.math._call import as_math_operands, check_axis, run_emulated
 from jchop.math._elementwise import FMA
+from jchop._common.checks import check, check_bool, check_int
+from jchop._emulate.rules.exact_functions import exact_decimals, sort_keys
+from jchop._emulate.rules.functions import NamedFunction
+from jchop._kernels.primitive import materialize
+from jchop._round.arguments import Array, Key, SpecLike, as_array, as_operands, is_integer_or_bool
+
 
 __all__ = ["axpy", "cross", "diff", "frexp", "interp", "ldexp", "linspace", "modf", "round", "where"]
 
 
-def round(x: Any, spec: SpecLike, key: Array | None = None, *, decimals: int = 0) -> Any:
+def round(x: Any, spec: SpecLike, key: Key = None, *, decimals: int = 0) -> Any:
     """The multiple of 10^-decimals nearest to x, on a tie the even multiple, as `jax.numpy.round`.
 
     The operand is rounded to `spec`; then the exact multiple is rounded to it once, in every mode. `jax.numpy`
@@ -64,7 +67,7 @@ def _round_to(decimals: int) -> NamedFunction:
     return NamedFunction("round_to_decimals", function, exact=partial(exact_decimals, decimals))
 
 
-def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def frexp(x: Any, spec: SpecLike, key: Key = None) -> Any:
     """The significand m and the exponent e of x = m 2^e, as `jax.numpy.frexp`: ``0.5 <= |m| < 1``.
 
     `x` and then m are rounded to `spec`; the integer e is not rounded. For zeros, infinities and NaN, e = 0.
@@ -90,7 +93,7 @@ def frexp(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
     return run_emulated(jnp.frexp, spec, arrays, key)
 
 
-def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def modf(x: Any, spec: SpecLike, key: Key = None) -> Any:
     """The fraction and the integer part of `x`, both of its sign, as `jax.numpy.modf`.
 
     `x` and then both parts are rounded to `spec`. An infinity has the fraction 0.
@@ -116,7 +119,7 @@ def modf(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
     return run_emulated(jnp.modf, spec, arrays, key)
 
 
-def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def ldexp(x: Any, n: Any, spec: SpecLike, key: Key = None) -> Any:
     """The exact x 2^n, rounded once, as `jax.numpy.ldexp`.
 
     Args:
@@ -145,7 +148,7 @@ def ldexp(x: Any, n: Any, spec: SpecLike, key: Array | None = None) -> Any:
     return run_emulated(jnp.ldexp, spec, (*arrays, exponent), key)
 
 
-def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: int = -1) -> Any:
+def diff(x: Any, spec: SpecLike, key: Key = None, *, n: int = 1, axis: int = -1) -> Any:
     """Differences of neighbours, x[i+1] - x[i], applied `n` times, each rounded once, as `jax.numpy.diff`.
 
     Args:
@@ -171,7 +174,7 @@ def diff(x: Any, spec: SpecLike, key: Array | None = None, *, n: int = 1, axis: 
     return run_emulated(jnp.diff, spec, arrays, key, n=n, axis=axis)
 
 
-def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None, *, fused: bool = False) -> Any:
+def axpy(a: Any, x: Any, y: Any, spec: SpecLike, key: Key = None, *, fused: bool = False) -> Any:
     """A x + y, like the BLAS routine, with product and sum rounded; with `fused` only the sum is rounded.
 
     Args:
@@ -202,7 +205,7 @@ def _axpy(a: Array, x: Array, y: Array) -> Array:
     return a * x + y
 
 
-def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def where(condition: Any, x: Any, y: Any, spec: SpecLike, key: Key = None) -> Any:
     """`x` if `condition` is true, else `y`, as `jax.numpy.where`; both are rounded to `spec` first.
 
     Args:
@@ -238,7 +241,7 @@ def cross(
     a: Any,
     b: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axisa: int = -1,
     axisb: int = -1,
@@ -299,14 +302,7 @@ def _cross(a: Array, b: Array, *, vector_axes: tuple[int, int], result_axis: int
 
 
 def linspace(
-    start: Any,
-    stop: Any,
-    spec: SpecLike,
-    key: Array | None = None,
-    *,
-    num: int = 50,
-    endpoint: bool = True,
-    axis: int = 0,
+    start: Any, stop: Any, spec: SpecLike, key: Key = None, *, num: int = 50, endpoint: bool = True, axis: int = 0
 ) -> Any:
     """Evenly spaced numbers, as `jax.numpy.linspace`: x_i = A(start + P(i h)) with h = A(A(stop - start) / n).
 
@@ -353,9 +349,7 @@ def _linspace(start: Array, stop: Array, *, num: int, endpoint: bool, axis: int)
     return jnp.moveaxis(result, 0, axis)
 
 
-def interp(
-    x: Any, xp: Any, fp: Any, spec: SpecLike, key: Array | None = None, *, left: Any = None, right: Any = None
-) -> Any:
+def interp(x: Any, xp: Any, fp: Any, spec: SpecLike, key: Key = None, *, left: Any = None, right: Any = None) -> Any:
     """Piecewise linear interpolation, as `jax.numpy.interp`: f = A(f_i + P(Q(d / h) e)).
 
     Here xp_i is the last node not above x, d = A(x - xp_i), h = A(xp_(i+1) - xp_i) and e = A(fp_(i+1) - fp_i). A, Q and
@@ -390,8 +384,7 @@ def interp(
     if len(nodes) != 1 or not nodes[0] or nodes != values:
         raise ValueError(f"xp has shape {nodes} and fp has shape {values}; both must be (n,), n >= 1")
     for name, array in zip(names[3:], arrays[3:], strict=True):
-        if array.shape:
-            raise ValueError(f"{name} has shape {array.shape}; it must be a scalar")
+        check(not array.shape, f"{name} has shape {array.shape}; it must be a scalar")
     return run_emulated(_interp, spec, arrays, key, ends=tuple(names[3:]))
 
 

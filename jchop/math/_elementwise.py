@@ -17,71 +17,15 @@ from jax.scipy import special
 
 from jchop._emulate.rules.functions import NamedFunction, exact_bitwise
 from jchop._kernels.operation import operation_on_device
-from jchop._round.arguments import Array, SpecLike
+from jchop._round.arguments import Array, Key, SpecLike
 from jchop.math._call import as_math_operands, run_emulated
 
-__all__ = [
-    "abs",
-    "add",
-    "angle",
-    "arccos",
-    "arccosh",
-    "arcsin",
-    "arcsinh",
-    "arctan",
-    "arctan2",
-    "arctanh",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "cbrt",
-    "ceil",
-    "clip",
-    "conj",
-    "cos",
-    "cosh",
-    "degrees",
-    "digamma",
-    "divide",
-    "erf",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "fabs",
-    "floor",
-    "floor_divide",
-    "fma",
-    "gamma",
-    "gammaln",
-    "gelu",
-    "hypot",
-    "imag",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "logaddexp",
-    "maximum",
-    "minimum",
-    "mod",
-    "multiply",
-    "negative",
-    "power",
-    "radians",
-    "real",
-    "reciprocal",
-    "sigmoid",
-    "sign",
-    "sin",
-    "sinh",
-    "sqrt",
-    "square",
-    "subtract",
-    "tan",
-    "tanh",
-    "trunc",
-]
+__all__ = ["abs", "add", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh"]
+__all__ += ["bitwise_and", "bitwise_or", "bitwise_xor", "cbrt", "ceil", "clip", "conj", "cos", "cosh", "degrees"]
+__all__ += ["digamma", "divide", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "floor", "floor_divide", "fma", "gamma"]
+__all__ += ["gammaln", "gelu", "hypot", "imag", "log", "log1p", "log2", "log10", "logaddexp", "maximum", "minimum"]
+__all__ += ["mod", "multiply", "negative", "power", "radians", "real", "reciprocal", "sigmoid", "sign", "sin", "sinh"]
+__all__ += ["sqrt", "square", "subtract", "tan", "tanh", "trunc"]
 
 
 # -- construction ------------------------------------------------------------------------------------------------------
@@ -90,19 +34,13 @@ __all__ = [
 class UnaryFunction(Protocol):
     """A function of one array."""
 
-    def __call__(self, x: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+    def __call__(self, x: Any, spec: SpecLike, key: Key = None) -> Any: ...
 
 
 class BinaryFunction(Protocol):
     """A function of two arrays, which broadcast."""
 
-    def __call__(self, x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
-
-
-class TernaryFunction(Protocol):
-    """A function of three arrays, which broadcast."""
-
-    def __call__(self, x: Any, y: Any, z: Any, spec: SpecLike, key: Array | None = None) -> Any: ...
+    def __call__(self, x: Any, y: Any, spec: SpecLike, key: Key = None) -> Any: ...
 
 
 Example = tuple[str, str]
@@ -111,28 +49,21 @@ Example = tuple[str, str]
 def unary(name: str, function: Callable[..., Any], formula: str, example: Example, **more: Any) -> UnaryFunction:
     """A function of one array; `example` has arguments and result in bfloat16, as text; `more`: see `_evaluate`."""
 
-    def call(x: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    def call(x: Any, spec: SpecLike, key: Key = None) -> Any:
         return _evaluate(function, {"x": x}, spec, key, **more)
 
-    return _documented(call, name, formula, example, **more)
+    call.__name__ = call.__qualname__ = name
+    return _documented(formula, example, **more)(call)
 
 
 def binary(name: str, function: Callable[..., Any], formula: str, example: Example, **more: Any) -> BinaryFunction:
     """A function of two arrays, otherwise as `unary`."""
 
-    def call(x: Any, y: Any, spec: SpecLike, key: Array | None = None) -> Any:
+    def call(x: Any, y: Any, spec: SpecLike, key: Key = None) -> Any:
         return _evaluate(function, {"x": x, "y": y}, spec, key, **more)
 
-    return _documented(call, name, formula, example, **more)
-
-
-def ternary(name: str, function: Callable[..., Any], formula: str, example: Example, **more: Any) -> TernaryFunction:
-    """A function of three arrays, otherwise as `unary`."""
-
-    def call(x: Any, y: Any, z: Any, spec: SpecLike, key: Array | None = None) -> Any:
-        return _evaluate(function, {"x": x, "y": y, "z": z}, spec, key, **more)
-
-    return _documented(call, name, formula, example, **more)
+    call.__name__ = call.__qualname__ = name
+    return _documented(formula, example, **more)(call)
 
 
 def _evaluate(
@@ -160,29 +91,26 @@ def _evaluate(
 
 
 def _documented(
-    function: Any,
-    name: str,
-    formula: str,
-    example: Example,
-    accuracy: str = "elementary",
-    complex_too: bool = False,
-    own: Any = None,
-) -> Any:
-    """`function` with a name and a docstring."""
+    formula: str, example: Example, accuracy: str = "elementary", complex_too: bool = False, own: Any = None
+) -> Callable[[Any], Any]:
+    """Gives a function its docstring."""
     del own
-    names = list(inspect.signature(function).parameters)[:-2]
-    broadcasts = "; the operands broadcast and are promoted as in `jax.numpy`" if len(names) > 1 else ""
-    dtypes = f"float16, bfloat16, float32 or float64{', complex64 or complex128 (by parts)' if complex_too else ''}"
-    function.__name__ = function.__qualname__ = name
-    function.__module__ = "jchop.math"
-    function.__doc__ = inspect.cleandoc(_FUNCTION_DOCSTRING).format(
-        formula=formula,
-        how=_ACCURACY_TEXTS["elementary of several" if accuracy == "elementary" and len(names) > 1 else accuracy],
-        operands="\n".join(f"    {operand}: {dtypes}, any shape{broadcasts}." for operand in names),
-        call=f"float(jc.math.{name}({example[0]}, 'bfloat16'))",
-        result=example[1],
-    )
-    return function
+
+    def document(function: Any) -> Any:
+        names = list(inspect.signature(function).parameters)[:-2]
+        broadcasts = "; the operands broadcast and are promoted as in `jax.numpy`" if len(names) > 1 else ""
+        dtypes = f"float16, bfloat16, float32 or float64{', complex64 or complex128 (by parts)' if complex_too else ''}"
+        function.__module__ = "jchop.math"
+        function.__doc__ = inspect.cleandoc(_FUNCTION_DOCSTRING).format(
+            formula=formula,
+            how=_ACCURACY_TEXTS["elementary of several" if accuracy == "elementary" and len(names) > 1 else accuracy],
+            operands="\n".join(f"    {operand}: {dtypes}, any shape{broadcasts}." for operand in names),
+            call=f"float(jc.math.{function.__name__}({example[0]}, 'bfloat16'))",
+            result=example[1],
+        )
+        return function
+
+    return document
 
 
 _ACCURACY_TEXTS = {
@@ -265,14 +193,6 @@ add = binary("add", jnp.add, "x + y", ("1.0, 0.001", "1.0"), accuracy="exact")
 subtract = binary("subtract", jnp.subtract, "x - y", ("1.0, 0.001", "1.0"), accuracy="exact")
 multiply = binary("multiply", jnp.multiply, "x y", ("1.5, 0.3", "0.451171875"), accuracy="exact")
 divide = binary("divide", jnp.divide, "x / y", ("1.0, 3.0", "0.333984375"), accuracy="exact")
-fma = ternary(
-    "fma",
-    FMA.function,
-    "x y + z, without rounding the product",
-    ("1.5, 0.3, -0.45", "0.001953125"),
-    accuracy="exact",
-    own=FMA,
-)
 sqrt = unary("sqrt", jnp.sqrt, "The square root of x", ("2.0", "1.4140625"), accuracy="exact")
 square = unary("square", jnp.square, "x²", ("1.3", "1.6796875"), accuracy="exact")
 reciprocal = unary("reciprocal", jnp.reciprocal, "1 / x", ("3.0", "0.333984375"), accuracy="exact")
@@ -357,11 +277,14 @@ imag = unary("imag", jnp.imag, "The imaginary part of x", ("0.3", "0.0"), accura
 conj = unary("conj", jnp.conj, "The complex conjugate of x", ("0.3", "0.30078125"), accuracy="held", complex_too=True)
 
 
-def clip(x: Any, min: Any, max: Any, spec: SpecLike, key: Array | None = None) -> Any:
-    return _evaluate(jnp.clip, {"x": x, "min": min, "max": max}, spec, key, accuracy="exact")
+@_documented("min(max(x, min), max)", ("7.3, 0.0, 1.0", "1.0"), "exact")
+def clip(x: Any, min: Any, max: Any, spec: SpecLike, key: Key = None) -> Any:
+    return _evaluate(jnp.clip, {"x": x, "min": min, "max": max}, spec, key, "exact")
 
 
-clip = _documented(clip, "clip", "min(max(x, min), max)", ("7.3, 0.0, 1.0", "1.0"), accuracy="exact")
+@_documented("x y + z, without rounding the product", ("1.5, 0.3, -0.45", "0.001953125"), "exact")
+def fma(x: Any, y: Any, z: Any, spec: SpecLike, key: Key = None) -> Any:
+    return _evaluate(FMA.function, {"x": x, "y": y, "z": z}, spec, key, "exact", FMA)
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import gather_axes
-from jchop._common.checks import check_int
+from jchop._common.checks import check, check_int
 from jchop._common.settings import jax_default_settings
-from jchop._round.arguments import Array, SpecLike, as_operands
+from jchop._round.arguments import Array, Key, SpecLike, as_operands
 from jchop._spec.accumulation import SumSpecLike, as_matmul_spec
 from jchop.math._call import as_sum_spec, check_axis, run_sums
 from jchop.math._elementwise import multiply
@@ -21,7 +21,7 @@ from jchop.math._matmul import matmul
 __all__ = ["conv", "dot", "einsum", "inner", "outer", "tensordot", "trace", "vdot"]
 
 
-def dot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+def dot(a: Any, b: Any, spec: SumSpecLike, key: Key = None) -> Any:
     """The sum of products over the last axis of `a` and the last but one of `b`, as `jax.numpy.dot`.
 
     It is `jchop.math.matmul` of `a` and `b`, each reshaped to one matrix; a scalar is multiplied with every element.
@@ -59,7 +59,7 @@ def einsum(
     subscripts: str,
     *operands: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     optimize: bool | str | Sequence[tuple[int, ...]] = False,
 ) -> Any:
     """Sums of products by Einstein's convention, as `jax.numpy.einsum`.
@@ -101,11 +101,12 @@ def einsum(
     terms, result = _parse_subscripts(subscripts, [array.shape for array in arrays])
     if len(arrays) == 1:
         return run_sums(_einsum_of_one, as_sum_spec(spec), arrays, key, term=terms[0], result=result)
-    return _run_einsum(tuple(terms), result, arrays, spec, key, _contraction_path(subscripts, arrays, optimize))
+    options = {"terms": tuple(terms), "result": result, "path": _contraction_path(subscripts, arrays, optimize)}
+    return run_sums(_contract_in_pairs, as_matmul_spec(spec), arrays, key, **options)
 
 
 def tensordot(
-    a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, axes: int | Sequence[int | Sequence[int]] = 2
+    a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, axes: int | Sequence[int | Sequence[int]] = 2
 ) -> Any:
     """Sums of products over axes of two arrays, as `jax.numpy.tensordot`; each is rounded as in `jchop.math.matmul`.
 
@@ -139,7 +140,7 @@ def _tensordot(x: Array, y: Array, axes: tuple[tuple[int, ...], tuple[int, ...]]
     return lax.dot_general(x, y, (axes, ((), ())))
 
 
-def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+def inner(a: Any, b: Any, spec: SumSpecLike, key: Key = None) -> Any:
     """Sums of products over the last axis of both arrays, as `jax.numpy.inner`, rounded as in `jchop.math.matmul`.
 
     Args:
@@ -163,7 +164,7 @@ def inner(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
     return tensordot(x, y, spec, key, axes=0 if not x.ndim or not y.ndim else ((-1,), (-1,)))
 
 
-def vdot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
+def vdot(a: Any, b: Any, spec: SumSpecLike, key: Key = None) -> Any:
     """The sum of products of all elements, in C order, as `jax.numpy.vdot` of real arrays.
 
     It is `jchop.math.matmul` of both arrays as vectors.
@@ -186,12 +187,11 @@ def vdot(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None) -> Any:
         16.0
     """
     x, y = as_operands("ab", (a, b))
-    if x.size != y.size:
-        raise ValueError(f"a has shape {x.shape} and b has shape {y.shape}: they must have as many elements")
+    check(x.size == y.size, f"a has shape {x.shape} and b has shape {y.shape}: they must have as many elements")
     return matmul(x.ravel(), y.ravel(), spec, key)
 
 
-def outer(a: Any, b: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def outer(a: Any, b: Any, spec: SpecLike, key: Key = None) -> Any:
     """The product of each element of `a` and each of `b`, as `jax.numpy.outer`, rounded once as `jchop.math.multiply`.
 
     Args:
@@ -215,9 +215,7 @@ def outer(a: Any, b: Any, spec: SpecLike, key: Array | None = None) -> Any:
     return multiply(x.reshape(-1, 1), y.reshape(-1), spec, key)
 
 
-def trace(
-    x: Any, spec: SumSpecLike, key: Array | None = None, *, offset: int = 0, axis1: int = 0, axis2: int = 1
-) -> Any:
+def trace(x: Any, spec: SumSpecLike, key: Key = None, *, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Any:
     """The sum along a diagonal, as `jax.numpy.trace`: `jchop.math.sum` of the diagonal, from its first element.
 
     Args:
@@ -241,8 +239,7 @@ def trace(
     """
     (array,) = as_operands("x", (x,))
     first, second = check_axis(axis1, array.ndim, "axis1"), check_axis(axis2, array.ndim, "axis2")
-    if first == second:
-        raise ValueError(f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
+    check(first != second, f"axis1={axis1!r} and axis2={axis2!r} are the same axis of an array of shape {array.shape}")
     offset = check_int("offset", offset)
     array = gather_axes(array, (first - array.ndim, second - array.ndim))  # before the trace: the same draws
     return run_sums(_trace, as_sum_spec(spec), (array,), key, offset=offset, axis1=first, axis2=second)
@@ -256,7 +253,7 @@ def conv(
     x: Any,
     kernel: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     stride: int | Sequence[int] = 1,
     padding: Literal["VALID", "SAME"] | Sequence[tuple[int, int]] = "VALID",
@@ -310,12 +307,10 @@ def _parse_subscripts(subscripts: str, shapes: list[tuple[int, ...]]) -> tuple[l
         (len(set(result)) < len(result), "the result has an index twice"),
         (not set(result) <= set(letters), "the result has an index that no array has"),
     ):
-        if is_wrong:
-            raise ValueError(f"subscripts={subscripts!r}: {why}")
+        check(not is_wrong, f"subscripts={subscripts!r}: {why}")
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
-        if len(term) != len(shape):
-            raise ValueError(f"subscripts={subscripts!r}: {term!r} does not fit an array of shape {shape}")
+        check(len(term) == len(shape), f"subscripts={subscripts!r}: {term!r} does not fit an array of shape {shape}")
         for letter, size in zip(term, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 raise ValueError(f"subscripts={subscripts!r}: index {letter!r} has the lengths {sizes[letter]}, {size}")
@@ -328,8 +323,7 @@ def _tensordot_axes(axes: Any, left: tuple[int, ...], right: tuple[int, ...]) ->
     if isinstance(axes, int):
         count = check_int("axes", axes, 0, min(len(left), len(right)))
         axes = (range(len(left) - count, len(left)), range(count))
-    if not isinstance(axes, Sequence) or len(axes) != 2:
-        raise ValueError(message)
+    check(isinstance(axes, Sequence) and len(axes) == 2, message)
     axis_lists = [list(side) if isinstance(side, Sequence) else [side] for side in axes]
     shapes = (left, right)
     first, second = ([check_axis(a, len(s), "axes") for a in side] for side, s in zip(axis_lists, shapes, strict=True))
@@ -386,12 +380,6 @@ def _einsum_of_one(x: Array, *, term: str, result: str) -> Array:
     missing = [letter for letter in term if letter not in result]
     order = [term.index(letter) for letter in (*result, *missing)]
     return jnp.sum(x.transpose(order), tuple(range(len(result), len(term))))
-
-
-def _run_einsum(
-    terms: tuple[str, ...], result: str, arrays: list[Any], spec: SumSpecLike, key: Array | None, path: _ContractionPath
-) -> Any:
-    return run_sums(_contract_in_pairs, as_matmul_spec(spec), arrays, key, terms=terms, result=result, path=path)
 
 
 def _contraction_steps(

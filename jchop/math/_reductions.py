@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.bit_ops import gather_axes, has_sharding, reshard_like
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
-from jchop._kernels.materialize import materialize
-from jchop._round.arguments import Array, SpecLike, as_array, as_operands
+from jchop._kernels.primitive import materialize
+from jchop._round.arguments import Array, Key, SpecLike, as_array, as_operands
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
 from jchop.math._call import (
     AxisArgument,
@@ -29,22 +29,8 @@ from jchop.math._call import (
     without_gradient,
 )
 
-__all__ = [
-    "argmax",
-    "argmin",
-    "cumprod",
-    "cumsum",
-    "logsumexp",
-    "max",
-    "mean",
-    "min",
-    "norm",
-    "prod",
-    "softmax",
-    "std",
-    "sum",
-    "var",
-]
+__all__ = ["argmax", "argmin", "cumprod", "cumsum", "logsumexp", "max", "mean", "min", "norm", "prod", "softmax"]
+__all__ += ["std", "sum", "var"]
 
 # -- sums --------------------------------------------------------------------------------------------------------------
 
@@ -52,7 +38,7 @@ __all__ = [
 def sum(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -92,13 +78,7 @@ def sum(
 
 
 def mean(
-    x: Any,
-    spec: SumSpecLike,
-    key: Array | None = None,
-    *,
-    axis: AxisArgument = None,
-    keepdims: bool = False,
-    where: Any = None,
+    x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = None, keepdims: bool = False, where: Any = None
 ) -> Any:
     """The sum of elements as in `jchop.math.sum`, divided by their number n; the quotient is rounded once.
 
@@ -129,7 +109,7 @@ def mean(
 def var(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     ddof: int = 0,
@@ -168,7 +148,7 @@ def var(
 def std(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     ddof: int = 0,
@@ -203,7 +183,7 @@ def std(
 def norm(
     x: Any,
     spec: SumSpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     ord: float | None = None,
     axis: AxisArgument = None,
@@ -232,8 +212,7 @@ def norm(
         >>> float(jc.math.norm([3.0, 4.0], "e5m2")), float(jc.math.norm([3.0, 4.0], "e5m2", ord=1))
         (5.0, 7.0)
     """
-    if ord not in _VECTOR_NORMS:
-        raise ValueError(f"ord={ord!r} must be one of None, 1, 2, inf")
+    check(ord in _VECTOR_NORMS, f"ord={ord!r} must be one of None, 1, 2, inf")
     has_several_axes = axis is None or isinstance(axis, Sequence)
     if ord is not None and has_several_axes and as_array("x", x).ndim > 1:
         raise ValueError(f"ord={ord!r} with axis={axis!r} is a norm of matrices; pass one axis, or ord=None")
@@ -241,7 +220,7 @@ def norm(
     return _run_reduction(_VECTOR_NORMS[ord], x, mspec, key, axis, keepdims)
 
 
-def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
+def softmax(x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = -1, where: Any = None) -> Any:
     """e^x / Σ e^x along an axis, as `jax.nn.softmax`, every operation rounded.
 
     With m the largest element, which is exact: d_k = x_k - m and e_k = e^(d_k) are rounded to ``spec.operands``, e_k as
@@ -272,13 +251,7 @@ def softmax(x: Any, spec: SumSpecLike, key: Array | None = None, *, axis: AxisAr
 
 
 def logsumexp(
-    x: Any,
-    spec: SumSpecLike,
-    key: Array | None = None,
-    *,
-    axis: AxisArgument = None,
-    keepdims: bool = False,
-    where: Any = None,
+    x: Any, spec: SumSpecLike, key: Key = None, *, axis: AxisArgument = None, keepdims: bool = False, where: Any = None
 ) -> Any:
     """The logarithm of Σ e^x along axes, as `jax.nn.logsumexp`, every operation rounded.
 
@@ -341,8 +314,7 @@ def _reduction_operands(x: Any, initial: Any) -> list[Any]:
     if initial is None:
         return as_operands("x", (x,))
     arrays = as_operands(("x", "initial"), (x, initial))
-    if arrays[1].shape != ():
-        raise ValueError(f"initial has shape {arrays[1].shape}; it must be a scalar")
+    check(arrays[1].shape == (), f"initial has shape {arrays[1].shape}; it must be a scalar")
     return arrays
 
 
@@ -478,7 +450,7 @@ def _logsumexp(x: Array, *mask: Array, axes: AxisIndices, keepdims: bool, **_: A
 def prod(
     x: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -516,7 +488,7 @@ def prod(
     return _run_recurrence(_product, operands, spec, key, **options)
 
 
-def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
+def cumsum(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None) -> Any:
     """Cumulative sums: c <- A(c + x_k) from +0, every addition rounded.
 
     Args:
@@ -539,7 +511,7 @@ def cumsum(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
     return _run_cumulative(jnp.cumsum, x, spec, key, axis)
 
 
-def cumprod(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None) -> Any:
+def cumprod(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None) -> Any:
     """Cumulative products: c <- A(c x_k) from 1, every multiplication rounded.
 
     Args:
@@ -601,7 +573,7 @@ def _multiply_if(total: Array, factor: list[Array]) -> tuple[Array, None]:
 def max(
     x: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -641,7 +613,7 @@ def max(
 def min(
     x: Any,
     spec: SpecLike,
-    key: Array | None = None,
+    key: Key = None,
     *,
     axis: AxisArgument = None,
     keepdims: bool = False,
@@ -673,7 +645,7 @@ def min(
     return _run_extremum(jnp.min, x, spec, key, axis, keepdims, where, initial)
 
 
-def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
+def argmax(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """The index of the first largest element of the rounded array, or of the first NaN, as `jax.numpy.argmax`.
 
     Bits are compared, except that -0 and +0 are equal.
@@ -699,7 +671,7 @@ def argmax(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None
     return _run_arg_extremum(jnp.argmax, x, spec, key, axis, keepdims)
 
 
-def argmin(x: Any, spec: SpecLike, key: Array | None = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
+def argmin(x: Any, spec: SpecLike, key: Key = None, *, axis: int | None = None, keepdims: bool = False) -> Any:
     """The index of the first smallest element of the rounded array, otherwise as `jchop.math.argmax`.
 
     Args:
@@ -731,8 +703,7 @@ def _run_extremum(
     spec, _ = as_math_operands("x", arrays[:1], spec, "held")
     axes, mask = as_axis_indices(axis, arrays[0].ndim), as_mask_operands(where, arrays[0].shape)
     if initial is None:
-        if mask:
-            raise ValueError("where without initial: a group without elements would have no result; pass initial")
+        check(not mask, "where without initial: a group without elements would have no result; pass initial")
         _check_nonempty_axes(arrays[0].shape, axes)
     options = {"choose": function, "axes": axes, "keepdims": keepdims}
     return run_emulated(_extremum, spec, (*arrays, *mask), key, **options)
@@ -747,8 +718,7 @@ def _run_arg_extremum(function: Any, x: Any, spec: SpecLike, key: Any, axis: int
 
 
 def _check_nonempty_axes(shape: tuple[int, ...], axes: AxisIndices) -> None:
-    if any(not shape[axis] for axis in axes):
-        raise ValueError(f"x has shape {shape}, so there are no elements to choose from")
+    check(not any(not shape[axis] for axis in axes), f"x has shape {shape}, so there are no elements to choose from")
 
 
 def _extremum(x: Array, *more: Array, choose: Any, axes: AxisIndices, keepdims: bool) -> Array:

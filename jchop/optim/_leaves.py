@@ -18,7 +18,7 @@ import optax
 from jchop._common.bit_ops import CARRIERS, FLOAT32
 from jchop._common.checks import check_float, check_int
 from jchop._common.settings import split_prng_key
-from jchop._core.arithmetic.ranges import carrier_range, range_of, supports_operation
+from jchop._core.arithmetic.exact import carrier_range, range_of, supports_operation
 from jchop._core.matmul.operations import operation_words, round_operation
 from jchop._core.rounding.random_bits import seed_words
 from jchop._round.arguments import has_tracer, rounding_keys

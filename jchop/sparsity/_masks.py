@@ -15,7 +15,7 @@ from jax import lax
 
 from jchop._common.checks import check_int
 from jchop._common.settings import always_jit
-from jchop._core.scaled.sparse import largest_mask, sparse_mask
+from jchop._core.scaled.groups import largest_mask, sparse_mask
 from jchop._round.arguments import as_operands, has_tracer, run_on_operands
 from jchop.formats.scaled.scaled import axis_indexes
 from jchop.storage import QArray, dequantize

@@ -19,13 +19,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jchop as jc
-from jchop._core.matmul.chain import chain_body, try_chain
-from jchop._core.matmul.operations import fold_seeds, operation_words
+from jchop._core.matmul.operations import chain_body, fold_seeds, operation_words, try_chain
 from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate.rules import interpret as chain_rules
 from jchop._emulate.rules.rules import make_settings
 from jchop._emulate.rules.trace import trace_program
-from jchop._kernels.chain import MIN_CHAIN_ELEMENTS_TO_TRY
+from jchop._kernels.operation import MIN_CHAIN_ELEMENTS_TO_TRY
 
 further = Further()
 

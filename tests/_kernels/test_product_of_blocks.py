@@ -15,7 +15,7 @@ import pytest
 from _kernels.quickly import compiled
 
 import jchop as jc
-from jchop._kernels.products import float8_dot_gpu, product_of_blocks_gpu, product_of_blocks_tpu
+from jchop._kernels.products import product_of_blocks_gpu, product_of_blocks_tpu
 from jchop._kernels.products.product_of_blocks import (
     GPU_KERNEL,
     HOPPER_KERNEL,
@@ -147,12 +147,12 @@ def test_float8(number, kinds, platform, rng):
 
 @pytest.mark.parametrize("kinds", [("float8_e5m2", "float8_e5m2"), ("float8_e5m2", "float8_e4m3fn")], ids=str)
 def test_float8_without_the_private_names_of_pallas(kinds, rng, monkeypatch):
-    monkeypatch.setattr(float8_dot_gpu, "_register_float8_rule", lambda: False)
+    monkeypatch.setattr(product_of_blocks_gpu, "_register_float8_rule", lambda: False)
     check("gpu", rng, (1, 5, 7, 100, 20), PARTS[1], kinds)
 
 
 def test_the_private_names_of_pallas_are_there():
-    assert float8_dot_gpu._register_float8_rule()
+    assert product_of_blocks_gpu._register_float8_rule()
 
 
 TILINGS = {

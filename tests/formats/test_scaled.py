@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 
 import jchop as jc
 from jchop.formats import SCALE_RULES, SCALED_CATALOGUE, IntegerFormat, ScaledFormat, parse_format
-from jchop.formats._facts import format_facts
+from jchop.formats._base import format_facts
 
 ELEMENTS = st.sampled_from(["integer4", "uinteger8", "integer8(narrow=true)", "e4m3fn", "e4m3(bias=11)", "e2m1fn",
                             "fixed2.6", "codebook(-1,0,1)", "binary8p3se"])  # fmt: skip

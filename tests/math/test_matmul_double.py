@@ -13,7 +13,7 @@ from further import Further
 from refusals import assert_refused
 
 import jchop as jc
-from jchop.math._matmul_double import slice_count
+from jchop.math._matmul import slice_count
 
 further = Further()
 

@@ -23,7 +23,7 @@ from refusals import assert_refused
 
 import jchop as jc
 from jchop import MatmulSpec
-from jchop._core.matmul.sums import _recurrence_ranges
+from jchop._core.matmul.operations import _recurrence_ranges
 
 further = Further()
 

@@ -24,22 +24,23 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT64, Carrier
 from jchop._core.arithmetic import double_word, hardware
-from jchop._core.arithmetic.exact import ExactResult, round_exact
+from jchop._core.arithmetic.exact import (
+    ExactResult,
+    ValueRange,
+    carrier_range,
+    has_spare_bits,
+    product_range,
+    range_of,
+    round_exact,
+    rounds_on_carrier_grid,
+    sum_range,
+)
 from jchop._core.arithmetic.hardware import (
     adds_to_round,
     error_of_sum,
     has_constant_drop,
     round_by_adding,
     round_with_error,
-)
-from jchop._core.arithmetic.ranges import (
-    ValueRange,
-    carrier_range,
-    has_spare_bits,
-    product_range,
-    range_of,
-    rounds_on_carrier_grid,
-    sum_range,
 )
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import x64_remedy

@@ -225,7 +225,7 @@ def _any_nan(carrier: Carrier, *magnitudes: Array) -> Array:
 # -- two words ---------------------------------------------------------------------------------------------------------
 
 
-def _full_word_product(a: Array, b: Array) -> tuple[Array, Array]:
+def full_word_product(a: Array, b: Array) -> tuple[Array, Array]:
     """The high and the low word of a product of unsigned words, from products of their halves."""
     half = a.dtype.itemsize * 4
     mask = a.dtype.type((1 << half) - 1)
@@ -263,7 +263,7 @@ def _multiply_magnitudes(xs: Array, xm: Array, ys: Array, ym: Array, carrier: Ca
 
 def _multiply_significands(sign: Array, exponent: Array, a: Array, b: Array) -> DoubleWord:
     """The product of words whose top bit is the leading bit; the product of these bits has the value 2^exponent."""
-    high, low = _full_word_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
+    high, low = full_word_product(a, b)  # the leading bit at 2W - 1 or 2W - 2
     top = high.dtype.itemsize * 8 - 1
     carry = high >> top
     low = bit_ops.lax_where(carry != 0, low >> 1 | high << top, low)

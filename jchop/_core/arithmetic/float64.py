@@ -17,7 +17,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
-from jchop._core.arithmetic.ranges import ValueRange
+from jchop._core.arithmetic.exact import ValueRange
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.modes import take_random_bits
 from jchop._spec.spec import Spec

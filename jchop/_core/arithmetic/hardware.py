@@ -15,7 +15,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, Carrier
-from jchop._core.arithmetic.ranges import ValueRange
+from jchop._core.arithmetic.exact import ValueRange
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.elements import apply_overflow
 from jchop._core.rounding.grid import make_grid
@@ -103,13 +103,9 @@ def error_of_sum(error: Array, magnitude: Array, spec: Spec, carrier: Carrier) -
     if word_surplus_bits(spec, carrier) > carrier.fraction:
         return _error_in_parts(error, magnitude, below, spec, carrier), None
     # A smaller sum has no error, but the numbers that are compared with it must not vanish.
-    below = jnp.maximum(below, (_least_binade(spec, carrier) + carrier.bias) << carrier.fraction) & carrier.inf
+    least = carrier.fraction + word_surplus_bits(spec, carrier) + 1  # from which on 2^-F of the last place is normal
+    below = jnp.maximum(below, least << carrier.fraction) & carrier.inf
     return error, lax.bitcast_convert_type(below, error.dtype)
-
-
-def _least_binade(spec: Spec, carrier: Carrier) -> int:
-    """The exponent of the smallest power of two for which 2^-F of the last place is a normal number."""
-    return 1 - carrier.bias + carrier.fraction + word_surplus_bits(spec, carrier)
 
 
 def _error_in_parts(error: Array, magnitude: Array, below: Array, spec: Spec, carrier: Carrier) -> Array:
@@ -354,7 +350,7 @@ def _scale_where(where: Array, up: int) -> _PowerScale:
     shift, step = (
         bit_ops.lax_where(where, np.int32(bits), np.int32(0)) for bits in (up << FLOAT32.fraction, _SMALLEST_NORMAL)
     )
-    return _PowerScale(shift, step, bit_ops.lax_where(where, _scaled_normal(up), np.float32(0)))
+    return _PowerScale(shift, step, bit_ops.lax_where(where, np.float32(2.0 ** (up + 1 - FLOAT32.bias)), np.float32(0)))
 
 
 def _scale_up(bits: Array, scale: _PowerScale) -> Array:
@@ -366,11 +362,6 @@ def _scale_up(bits: Array, scale: _PowerScale) -> Array:
 def _scale_down(bits: Array, least: Array) -> Array:
     """The bits of |x| plus the shift, from the bits of v = 2^K |x|: the bits of max(v, (v + c) / 2)."""
     return jnp.maximum(bits, float_to_bits(bits_to_float(bits) + least) - _SMALLEST_NORMAL)
-
-
-def _scaled_normal(exponent: int) -> np.float32:
-    """2^K times the smallest normal number."""
-    return np.float32(2.0 ** (exponent + 1 - FLOAT32.bias))
 
 
 def _join_sign(sign: Array, value: Array) -> Array:

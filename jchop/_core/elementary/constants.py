@@ -16,27 +16,19 @@ PLACES = 400
 _FIXED_POINT_ONE = 1 << PLACES
 
 
-def _fixed_point_arctangent(n: int) -> int:
-    """2^PLACES arctan(1 / n), by Taylor's series."""
+def arctangent_of_inverse(n: int, sign: int = -1) -> Fraction:
+    """arctan(1 / n), or artanh(1 / n) if `sign` is 1, by Taylor's series, whose signs are powers of `sign`."""
     total, power, k = 0, _FIXED_POINT_ONE // n, 0
     while power:
-        total += (-power if k & 1 else power) // (2 * k + 1)
+        total += sign**k * power // (2 * k + 1)
         power, k = power // (n * n), k + 1
-    return total
+    return Fraction(total, _FIXED_POINT_ONE)
 
 
 @lru_cache(maxsize=1)
 def pi() -> Fraction:
     """π, by Machin's formula."""
-    return Fraction(4 * (4 * _fixed_point_arctangent(5) - _fixed_point_arctangent(239)), _FIXED_POINT_ONE)
-
-
-def _hyperbolic_arctangent(n: int) -> Fraction:
-    total, power, k = 0, _FIXED_POINT_ONE // n, 0
-    while power:
-        total += power // (2 * k + 1)
-        power, k = power // (n * n), k + 1
-    return Fraction(total, _FIXED_POINT_ONE)
+    return 4 * (4 * arctangent_of_inverse(5) - arctangent_of_inverse(239))
 
 
 @lru_cache(maxsize=16)
@@ -44,12 +36,7 @@ def log_of_integer(n: int) -> Fraction:
     """The natural logarithm of a positive integer, by logarithms of n / (n - 1) = (1 + 1 / m) / (1 - 1 / m)."""
     if n == 1:
         return Fraction(0)
-    return log_of_integer(n - 1) + 2 * _hyperbolic_arctangent(2 * n - 1)
-
-
-def arctangent_of_inverse(n: int) -> Fraction:
-    """The arctangent of 1 / n."""
-    return Fraction(_fixed_point_arctangent(n), _FIXED_POINT_ONE)
+    return log_of_integer(n - 1) + 2 * arctangent_of_inverse(2 * n - 1, 1)
 
 
 def root_of_fraction(value: Fraction) -> Fraction:
@@ -153,17 +140,12 @@ def logarithm_table() -> tuple[np.ndarray, ...]:
         value = total / unit - (i >= FIRST_LOG_OF_HALF)
         row = []
         for _ in range(3):
-            row.append(_first_12_bits(value))
+            nearest = pair_of_constant(value).hi
+            row.append((nearest.view(np.int32) & np.int32(~0xFFF)).view(np.float32))  # its first 12 bits
             value -= Fraction(float(row[-1]))
         rows.append([*row, pair_of_constant(value).hi])
-        total += 2 * _hyperbolic_arctangent(2 * (LOG_PARTS + i) + 1)
+        total += 2 * arctangent_of_inverse(2 * (LOG_PARTS + i) + 1, 1)
     return tuple(np.array(rows, np.float32).T.copy())
-
-
-def _first_12_bits(value: Fraction) -> np.float32:
-    """A number to its first 12 bits, toward zero."""
-    nearest = pair_of_constant(value).hi
-    return (nearest.view(np.int32) & np.int32(~0xFFF)).view(np.float32)
 
 
 #: For the reduction by π / 2: the exponents of the last places of float32 numbers from 1/2 on, and words of a fraction.

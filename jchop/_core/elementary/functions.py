@@ -6,6 +6,7 @@ to a least one (`FIRST_ORDER`, `SECOND_ORDER`). The term is still too small to m
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -20,8 +21,8 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32
 from jchop._core.arithmetic import float64
-from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.ranges import has_spare_bits
+from jchop._core.arithmetic.double_word import full_word_product
+from jchop._core.arithmetic.exact import has_spare_bits, round_exact
 from jchop._core.elementary import constants, pairs
 from jchop._core.elementary.pairs import (
     FIRST_ORDER,
@@ -98,23 +99,20 @@ def _exp_of_eighths(r: FloatPair, n: Array) -> tuple[FloatPair, Array]:
     cubic = r.hi * r.hi * r.hi * (third + r.hi * (fourth + r.hi * (fifth + r.hi * sixth)))
     total = pairs.fast_two_sum(1 + (h + np.float32(0.5) * (h * h)), d)
     total = pairs.fast_two_sum(total.hi, total.lo + (r.lo + (d * (h + np.float32(0.5) * d) + (r.hi * r.lo + cubic))))
-    return pairs.multiply_pairs(total, two_to_eighths(n & 7)), n >> 3
+    return total * two_to_eighths(n & 7), n >> 3
 
 
 def two_to_eighths(n: Array) -> FloatPair:
     """2^(n / 8) for n from 0 to 7, by selection, which is faster than a table."""
-    powers = [Fraction(1)]
+    root = constants.root_of_fraction
+    powers, eighth_root = [Fraction(1)], root(root(root(Fraction(2))))
     for _ in range(7):
-        powers.append(powers[-1] * _eighth_root_of_two())
+        powers.append(powers[-1] * eighth_root)
     values = [pair_of_constant(p) for p in powers]
     for bit in (4, 2, 1):
         half, where = len(values) // 2, (n & bit) != 0
         values = [pairs.select_pair(where, high, low) for low, high in zip(values[:half], values[half:], strict=True)]
     return values[0]
-
-
-def _eighth_root_of_two() -> Fraction:
-    return constants.root_of_fraction(constants.root_of_fraction(constants.root_of_fraction(Fraction(2))))
 
 
 def _reduce_by_log2(x: FloatPair) -> tuple[FloatPair, Array]:
@@ -123,11 +121,6 @@ def _reduce_by_log2(x: FloatPair) -> tuple[FloatPair, Array]:
     n = _nearest_integer_of(x.hi * pair_of_constant(1 / constants.log_of_integer(2)).hi)
     remainder = pairs.two_sum(x.hi - n * first, -n * second)
     return pairs.fast_two_sum(remainder.hi, remainder.lo + (x.lo - n * third)), n.astype(jnp.int32)
-
-
-def _expm1_of_remainder(r: FloatPair) -> FloatPair:
-    """e^r - 1, |r| <= log(2) / 2."""
-    return pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.series("expm1"), 5))
 
 
 def _exp_of_pair(x: FloatPair) -> tuple[FloatPair, Array]:
@@ -151,7 +144,7 @@ def _exponential_cases(x: Argument) -> tuple[tuple[Array, float], ...]:
 def _exp2(x: Argument) -> FunctionValue:
     number = x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL)
     n = _nearest_integer_of(number * 8)
-    r = pairs.multiply_pair_by_number(pair_of_constant(constants.log_of_integer(2)), number - n / 8)
+    r = pair_of_constant(constants.log_of_integer(2)) * (number - n / 8)
     return FunctionValue(*_exp_of_eighths(r, n.astype(jnp.int32)), _exponential_cases(x))
 
 
@@ -160,20 +153,21 @@ def _expm1(x: Argument) -> FunctionValue:
     number = x.signed(abs_x)
     r, n = _reduce_by_log2(pair_of_number(number))
     scale_exponent = jnp.maximum(n, 0)
-    scaled_expm1 = pairs.multiply_pair_by_power(_expm1_of_remainder(r), _power_of_small_term(n - scale_exponent))
-    power_difference = pairs.two_sum(_power_of_small_term(n - scale_exponent), -_power_of_small_term(-scale_exponent))
+    power = _power_of_small_term(n - scale_exponent)
+    scaled_expm1 = (r * pairs.polynomial_of_pair(r, constants.series("expm1"), 5)).scaled(power)
+    power_difference = pairs.two_sum(power, -_power_of_small_term(-scale_exponent))
     cases = ((x.zero, x.signed(jnp.zeros_like(number))), (x.infinite, _INF), (x.infinite & x.negative, -1.0))
-    return FunctionValue(pairs.add_pairs(power_difference, scaled_expm1), scale_exponent + shift, cases)
+    return FunctionValue(power_difference + scaled_expm1, scale_exponent + shift, cases)
 
 
 def _logistic(x: Argument) -> FunctionValue:
     """1 / (1 + t) with t = e^-|x|; for negative x, t / (1 + t)."""
     abs_x = jnp.abs(x.clamp(FIRST_ORDER, _MOST_EXPONENTIAL))
     t, n = _exp_of_pair(pair_of_number(-abs_x))
-    divisor = pairs.fast_add_pairs(_ONE, pairs.multiply_pair_by_power(t, _power_of_small_term(n)))
+    divisor = pairs.fast_add_pairs(_ONE, t.scaled(_power_of_small_term(n)))
     top = pairs.select_pair(x.negative, t, pair_of_number(jnp.ones_like(abs_x)))
     cases = ((x.infinite, 1.0), (x.infinite & x.negative, 0.0))
-    return FunctionValue(pairs.divide_pairs(top, divisor), bit_ops.lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
+    return FunctionValue(top / divisor, bit_ops.lax_where(x.negative, n, 0), ((x.zero, 0.5), *cases))
 
 
 def _sinh_and_cosh(abs_x: Array) -> tuple[FloatPair, FloatPair, Array]:
@@ -182,14 +176,14 @@ def _sinh_and_cosh(abs_x: Array) -> tuple[FloatPair, FloatPair, Array]:
     With e^x = 2^n (C + S) and w = 2^-2n they are (S (1 + w) + C (1 - w)) / 2 and (C (1 + w) + S (1 - w)) / 2.
     """
     r, n = _reduce_by_log2(pair_of_number(abs_x))
-    z = pairs.square_pair(r)
-    s = pairs.multiply_pairs(r, pairs.polynomial_of_pair(z, constants.series("sinh"), 3))
-    c = pairs.fast_add_pairs(_ONE, pairs.multiply_pairs(z, pairs.polynomial_of_pair(z, constants.series("coshm1"), 3)))
+    z = r * r
+    s = r * pairs.polynomial_of_pair(z, constants.series("sinh"), 3)
+    c = pairs.fast_add_pairs(_ONE, z * pairs.polynomial_of_pair(z, constants.series("coshm1"), 3))
     w = _power_of_small_term(-2 * n)
-    half_plus = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), w), np.float32(0.5))
-    half_minus = pairs.multiply_pair_by_power(pairs.fast_two_sum(np.float32(1), -w), np.float32(0.5))
-    sine = pairs.add_pairs(pairs.multiply_pairs(s, half_plus), pairs.multiply_pairs(c, half_minus))
-    cosine = pairs.add_pairs(pairs.multiply_pairs(c, half_plus), pairs.multiply_pairs(s, half_minus))
+    half_plus = pairs.fast_two_sum(np.float32(1), w).scaled(np.float32(0.5))
+    half_minus = pairs.fast_two_sum(np.float32(1), -w).scaled(np.float32(0.5))
+    sine = s * half_plus + c * half_minus
+    cosine = c * half_plus + s * half_minus
     return sine, cosine, n
 
 
@@ -208,12 +202,10 @@ def _cosh(x: Argument) -> FunctionValue:
 def _tanh(x: Argument) -> FunctionValue:
     """Taylor's series, or (1 - t) / (1 + t) with t = e^-2|x|."""
     abs_x, shift = _clamp_size(x, SECOND_ORDER, 60.0)
-    series = pairs.multiply_pair_by_number(
-        pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("tanh"), 2), abs_x
-    )
+    series = pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("tanh"), 2) * abs_x
     t, n = _exp_of_pair(pair_of_number(-2 * abs_x))
-    t = pairs.multiply_pair_by_power(t, _power_of_small_term(n))
-    quotient = pairs.divide_pairs(pairs.fast_add_pairs(_ONE, pairs.negate_pair(t)), pairs.fast_add_pairs(_ONE, t))
+    t = t.scaled(_power_of_small_term(n))
+    quotient = pairs.fast_add_pairs(_ONE, -t) / pairs.fast_add_pairs(_ONE, t)
     value = pairs.select_pair(abs_x < 0.125, series, quotient)
     return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
@@ -225,13 +217,10 @@ def _times_log2(n: Array, base: int) -> FloatPair:
     """The product of n and log(2), for integers |n| < 2^8 as float32."""
     if base == 2:
         return pair_of_number(n)
-    first, second, third = _split_constant(_log_of_2(base), 16, 16)
+    unit = constants.log_of_integer(2) / (constants.log_of_integer(base) if base else 1)
+    first, second, third = _split_constant(unit, 16, 16)
     total = pairs.two_sum(n * first, n * second)
     return pairs.fast_two_sum(total.hi, total.lo + n * third)
-
-
-def _log_of_2(base: int) -> Fraction:
-    return constants.log_of_integer(2) / constants.log_of_integer(base) if base else constants.log_of_integer(2)
 
 
 def _normalize_pair(number: FloatPair) -> tuple[FloatPair, Array]:
@@ -239,35 +228,26 @@ def _normalize_pair(number: FloatPair) -> tuple[FloatPair, Array]:
     bits = float_to_bits(number.hi)
     root = int(np.float32(np.sqrt(0.5)).view(np.int32))
     n = (bits - root) >> 23
-    return pairs.multiply_pair_by_power(number, float32_power_of_two(-n)), n
+    return number.scaled(float32_power_of_two(-n)), n
 
 
 def _artanh_argument(m: FloatPair) -> FloatPair:
     """The s = (m - 1) / (m + 1) for which log(m) = 2 artanh(s)."""
     numerator = pairs.two_sum(m.hi - 1, m.lo)
     denominator = pairs.two_sum(m.hi, np.float32(1))
-    return pairs.divide_pairs(numerator, pairs.fast_two_sum(denominator.hi, denominator.lo + m.lo))
+    return numerator / pairs.fast_two_sum(denominator.hi, denominator.lo + m.lo)
 
 
 def arctangent_series(s: FloatPair, name: str) -> FloatPair:
     """The "arctan" of s for |s| <= 1/4, or its "artanh" for |s| <= 0.172."""
-    return pairs.multiply_pairs(s, pairs.polynomial_of_pair(pairs.square_pair(s), constants.series(name), 3))
+    return s * pairs.polynomial_of_pair(s * s, constants.series(name), 3)
 
 
 def _log_of_artanh_argument(s: FloatPair, n: Array, base: int = 0) -> FloatPair:
     """log(m 2^n), from s."""
-    log_m = arctangent_series(s, "artanh")
-    factor = 2 if not base else 2 / constants.log_of_integer(base)
-    log_m = (
-        pairs.multiply_pair_by_power(log_m, np.float32(2))
-        if not base
-        else pairs.multiply_pairs(log_m, pair_of_constant(factor))
-    )
-    return pairs.add_pairs(_times_log2(n.astype(jnp.float32), base), log_m)
-
-
-def _logarithm_cases(x: Argument) -> tuple[tuple[Array, float], ...]:
-    return ((x.infinite, _INF), (x.negative, _NAN), (x.zero, -_INF))
+    artanh = arctangent_series(s, "artanh")
+    log_m = artanh * pair_of_constant(2 / constants.log_of_integer(base)) if base else artanh.scaled(np.float32(2))
+    return _times_log2(n.astype(jnp.float32), base) + log_m
 
 
 def _make_logarithm(base: int) -> Callable[[Argument], FunctionValue]:
@@ -278,7 +258,8 @@ def _make_logarithm(base: int) -> Callable[[Argument], FunctionValue]:
             nearest = _nearest_integer_of(total.hi)
             is_power_of_ten = (nearest >= 0) & (nearest <= 10) & (jnp.abs((total.hi - nearest) + total.lo) < 2.0**-28)
             total = pairs.select_pair(is_power_of_ten, pair_of_number(nearest), total)
-        return FunctionValue(total, 0, ((total.hi == 0, 0.0), *_logarithm_cases(x)))
+        cases = ((total.hi == 0, 0.0), (x.infinite, _INF), (x.negative, _NAN), (x.zero, -_INF))
+        return FunctionValue(total, 0, cases)
 
     return log
 
@@ -301,12 +282,12 @@ def _log1p(x: Argument) -> FunctionValue:
 def _arcsinh(x: Argument) -> FunctionValue:
     """artanh(x / √(1 + x²)), or log(x + √(1 + x²))."""
     abs_x, shift = x.size(SECOND_ORDER, _LARGE_ARGUMENT_EXPONENT)
-    root = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(abs_x, abs_x), _ONE))
+    root = pairs.root_of_pair(pairs.two_product(abs_x, abs_x) + _ONE)
     m, n = _normalize_pair(pairs.fast_add_pairs(root, pair_of_number(abs_x)))
     n = n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0)
     is_small = abs_x < 0.17
-    s = pairs.select_pair(is_small, pairs.divide_pairs(pair_of_number(abs_x), root), _artanh_argument(m))
-    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)), np.float32(0.5))
+    s = pairs.select_pair(is_small, pair_of_number(abs_x) / root, _artanh_argument(m))
+    total = _log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)).scaled(np.float32(0.5))
     cases = ((x.zero, 0.0), (x.infinite, _INF))
     return FunctionValue(total, shift + (~is_small).astype(shift.dtype), cases, x.sign)
 
@@ -316,11 +297,11 @@ def _arccosh(x: Argument) -> FunctionValue:
     abs_x, _ = x.size(0, _LARGE_ARGUMENT_EXPONENT)
     abs_x = jnp.maximum(abs_x, np.float32(1 + 2.0**-23))
     x_minus_one, x_plus_one = pairs.two_sum(abs_x, np.float32(-1)), pairs.two_sum(abs_x, np.float32(1))
-    root = pairs.root_of_pair(pairs.multiply_pairs(x_minus_one, x_plus_one))
-    t = pairs.add_pairs(root, x_minus_one)
-    m, n = _normalize_pair(pairs.add_pairs(root, pair_of_number(abs_x)))
+    root = pairs.root_of_pair(x_minus_one * x_plus_one)
+    t = root + x_minus_one
+    m, n = _normalize_pair(root + pair_of_number(abs_x))
     is_small = abs_x < 1.05
-    s = pairs.select_pair(is_small, pairs.divide_pairs(t, pairs.add_pairs(t, pair_of_constant(2))), _artanh_argument(m))
+    s = pairs.select_pair(is_small, t / (t + pair_of_constant(2)), _artanh_argument(m))
     n = bit_ops.lax_where(is_small, 0, n + jnp.maximum(x.exponent - _LARGE_ARGUMENT_EXPONENT, 0))
     is_one = x.equals(1.0) & ~x.negative
     is_outside = x.negative | ~x.exceeds(1.0)
@@ -330,11 +311,11 @@ def _arccosh(x: Argument) -> FunctionValue:
 def _arctanh(x: Argument) -> FunctionValue:
     """artanh(x), or log((1 + x) / (1 - x)) / 2."""
     abs_x, shift = x.size(SECOND_ORDER, -1)
-    ratio = pairs.divide_pairs(pairs.two_sum(abs_x, np.float32(1)), pairs.two_sum(-abs_x, np.float32(1)))
+    ratio = pairs.two_sum(abs_x, np.float32(1)) / pairs.two_sum(-abs_x, np.float32(1))
     m, n = _normalize_pair(ratio)
     is_small = abs_x < 0.17
     s = pairs.select_pair(is_small, pair_of_number(abs_x), _artanh_argument(m))
-    total = pairs.multiply_pair_by_power(_log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)), np.float32(0.5))
+    total = _log_of_artanh_argument(s, bit_ops.lax_where(is_small, 0, n)).scaled(np.float32(0.5))
     return FunctionValue(total, shift, ((x.zero, 0.0), (x.exceeds(1.0), _NAN), (x.equals(1.0), _INF)), x.sign)
 
 
@@ -350,7 +331,7 @@ def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
     table_index = bit_ops.lax_clip(x.exponent - 23, constants.LEAST_PLACE, constants.MOST_PLACE) - constants.LEAST_PLACE
     first, second, third = (take_in_bounds(jnp.asarray(word), table_index) for word in constants.inverse_of_two_pi())
     significand = (x.significand * 2.0**23).astype(jnp.uint32)
-    (high, low), (lower, lowest) = _product_with_24_bits(second, significand), _product_with_24_bits(third, significand)
+    (high, low), (lower, lowest) = (full_word_product(word, significand) for word in (second, third))
     middle = low + lower
     top = first * significand + high + (middle < low).astype(jnp.uint32)
     quarter = (top + np.uint32(1 << 29)) >> 30
@@ -361,15 +342,8 @@ def _payne_hanek_reduction(x: Argument) -> tuple[FloatPair, Array]:
         word.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0 ** (-16 * (i + 1))) for i, word in enumerate(words)
     )
     quarter_turns = pairs.fast_two_sum(a, b)
-    quarter_turns = pairs.add_pairs(quarter_turns, pairs.fast_two_sum(c, d + e))
-    return pairs.multiply_pairs(quarter_turns, pair_of_constant(constants.pi() / 2)), (quarter & 3).astype(jnp.int32)
-
-
-def _product_with_24_bits(a: Array, b: Array) -> tuple[Array, Array]:
-    """The words of the product of a word and a word of 24 bits."""
-    a0, a1, b0, b1 = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
-    middle = (a0 * b0 >> 16) + (a1 * b0 & 0xFFFF) + a0 * b1  # the last one below 2^24
-    return a1 * b1 + (a1 * b0 >> 16) + (middle >> 16), a * b
+    quarter_turns = quarter_turns + pairs.fast_two_sum(c, d + e)
+    return quarter_turns * pair_of_constant(constants.pi() / 2), (quarter & 3).astype(jnp.int32)
 
 
 def _reduce_angle(x: Argument) -> tuple[FloatPair, Array, Array, Array]:
@@ -380,19 +354,12 @@ def _reduce_angle(x: Argument) -> tuple[FloatPair, Array, Array, Array]:
     return pairs.select_pair(is_small, pair_of_number(abs_x), r), bit_ops.lax_where(is_small, 0, q), shift, x.infinite
 
 
-def _sine_or_cosine(r: FloatPair, cosine: Array | bool) -> FloatPair:
+def _sine_or_cosine(r: FloatPair, cosine: Array) -> FloatPair:
     """sin(r), or cos(r) if `cosine`."""
-    z = pairs.square_pair(r)
     coefficients = zip(constants.series("cos"), constants.series("sin"), strict=True)
-    if isinstance(cosine, bool):
-        terms = constants.series("cos") if cosine else constants.series("sin")
-    else:
-        terms = tuple(pairs.select_pair(cosine, a, b) for a, b in coefficients)
-    series = pairs.polynomial_of_pair(z, terms, 4)
-    if cosine is True:
-        return series
-    sine = pairs.multiply_pairs(r, series)
-    return sine if cosine is False else pairs.select_pair(cosine, series, sine)
+    terms = tuple(pairs.select_pair(cosine, a, b) for a, b in coefficients)
+    series = pairs.polynomial_of_pair(r * r, terms, 4)
+    return pairs.select_pair(cosine, series, r * series)
 
 
 def _sign_bit_if(condition: Array) -> Array:
@@ -413,11 +380,12 @@ def _cos(x: Argument) -> FunctionValue:
 
 def _tan(x: Argument) -> FunctionValue:
     r, q, shift, infinite = _reduce_angle(x)
-    sine, cosine = _sine_or_cosine(r, False), _sine_or_cosine(r, True)
+    sine, cosine = (pairs.polynomial_of_pair(r * r, constants.series(name), 4) for name in ("sin", "cos"))
+    sine = r * sine
     is_inverse = (q & 1) != 0
     is_negative = sine.hi < 0
-    sine = pairs.select_pair(is_negative, pairs.negate_pair(sine), sine)
-    value = pairs.divide_pairs(pairs.select_pair(is_inverse, cosine, sine), pairs.select_pair(is_inverse, sine, cosine))
+    sine = pairs.select_pair(is_negative, -sine, sine)
+    value = pairs.select_pair(is_inverse, cosine, sine) / pairs.select_pair(is_inverse, sine, cosine)
     return FunctionValue(
         value, shift, ((x.zero, 0.0), (infinite, _NAN)), x.sign ^ _sign_bit_if(is_negative ^ is_inverse)
     )
@@ -427,7 +395,7 @@ def angle_of(
     y: FloatPair,
     x: FloatPair,
     negative_x: Array | None = None,
-    divide: Callable[[FloatPair, FloatPair], FloatPair] = pairs.divide_pairs,
+    divide: Callable[[FloatPair, FloatPair], FloatPair] = operator.truediv,
 ) -> FloatPair:
     """The angle in [0, π/2] of a point with nonnegative coordinates: arctan(c) + arctan(t).
 
@@ -437,12 +405,8 @@ def angle_of(
     flat, half, diagonal = (y.hi < limit * x.hi for limit in (0.25, 0.75, 1.4))
     c = bit_ops.lax_where(flat, 0 * one, bit_ops.lax_where(half, one / 2, bit_ops.lax_where(diagonal, one, 2 * one)))
     zero = pair_of_number(jnp.zeros_like(c))
-    numerator = pairs.add_pairs(
-        pairs.select_pair(steep, zero, y), pairs.multiply_pair_by_power(x, -bit_ops.lax_where(steep, one, c))
-    )
-    denominator = pairs.add_pairs(
-        pairs.select_pair(steep, y, x), pairs.multiply_pair_by_power(y, bit_ops.lax_where(steep, 0 * one, c))
-    )
+    numerator = pairs.select_pair(steep, zero, y) + x.scaled(-bit_ops.lax_where(steep, one, c))
+    denominator = pairs.select_pair(steep, y, x) + y.scaled(bit_ops.lax_where(steep, 0 * one, c))
     half_angle, right = constants.arctangent_of_inverse(2), constants.pi() / 2
     angles = ((diagonal, right / 2), (half, half_angle), (flat, Fraction(0)), (steep, right))
     t = divide(numerator, denominator)
@@ -451,8 +415,8 @@ def angle_of(
         base_angle = pairs.select_pair(
             negative_x, _constant_of_case(right + half_angle, [(case, 2 * right - v) for case, v in angles]), base_angle
         )
-        t = pairs.multiply_pair_by_power(t, bit_ops.lax_where(negative_x, -one, one))
-    return pairs.add_pairs(base_angle, arctangent_series(t, "arctan"))
+        t = t.scaled(bit_ops.lax_where(negative_x, -one, one))
+    return base_angle + arctangent_series(t, "arctan")
 
 
 def _constant_of_case(default: Fraction, cases: Sequence[tuple[Array, Fraction]]) -> FloatPair:
@@ -475,8 +439,8 @@ def _cosine_of_arcsin(abs_x: Array) -> FloatPair:
     For small x it uses 1 - x², because a product of pairs lacks the product of their second numbers.
     """
     abs_x = jnp.minimum(abs_x, np.float32(1 - 2.0**-24))
-    small = pairs.add_pairs(pairs.two_product(-abs_x, abs_x), _ONE)
-    large = pairs.multiply_pairs(pairs.two_sum(abs_x, np.float32(1)), pairs.two_sum(-abs_x, np.float32(1)))
+    small = pairs.two_product(-abs_x, abs_x) + _ONE
+    large = pairs.two_sum(abs_x, np.float32(1)) * pairs.two_sum(-abs_x, np.float32(1))
     return pairs.root_of_pair(pairs.select_pair(abs_x < 0.5, small, large))
 
 
@@ -504,9 +468,7 @@ _MOST_ERFC = 11.0
 
 def _erf_and_erfc(abs_x: Array) -> tuple[FloatPair, FloatPair, Array, Array]:
     """erf(x) for 0 <= x < 1; the h and n of erfc(x) = h 2^n for x >= 1; and whether x >= 1."""
-    erf = pairs.multiply_pairs(
-        pair_of_number(abs_x), pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("erf"), 9)
-    )
+    erf = pair_of_number(abs_x) * pairs.polynomial_of_pair(pairs.two_product(abs_x, abs_x), constants.series("erf"), 9)
     clamped_x = jnp.maximum(abs_x, np.float32(1))
     bits = float_to_bits(clamped_x)
     index = (bits >> 21) - (127 << 2)
@@ -518,14 +480,14 @@ def _erf_and_erfc(abs_x: Array) -> tuple[FloatPair, FloatPair, Array, Array]:
 
     terms = tuple(FloatPair(take_entry(c.hi), take_entry(c.lo) if n < 8 else None) for n, c in enumerate(table))
     scaled_erfc = pairs.polynomial_of_pair(pair_of_number(clamped_x - middle), terms, 8)
-    power, n = _exp_of_pair(pairs.negate_pair(pairs.two_product(clamped_x, clamped_x)))
-    return erf, pairs.multiply_pairs(scaled_erfc, power), n, abs_x >= 1
+    power, n = _exp_of_pair(-pairs.two_product(clamped_x, clamped_x))
+    return erf, scaled_erfc * power, n, abs_x >= 1
 
 
 def _erf(x: Argument) -> FunctionValue:
     abs_x, shift = _clamp_size(x, SECOND_ORDER, _MOST_ERFC)
     erf, scaled_erfc, n, is_large = _erf_and_erfc(abs_x)
-    erfc = pairs.multiply_pair_by_power(scaled_erfc, -_power_of_small_term(n))
+    erfc = scaled_erfc.scaled(-_power_of_small_term(n))
     value = pairs.select_pair(is_large, pairs.fast_add_pairs(_ONE, erfc), erf)
     return FunctionValue(value, shift, ((x.zero, 0.0), (x.infinite, 1.0)), x.sign)
 
@@ -533,10 +495,8 @@ def _erf(x: Argument) -> FunctionValue:
 def _erfc(x: Argument) -> FunctionValue:
     abs_x, _ = _clamp_size(x, FIRST_ORDER, _MOST_ERFC)
     erf, scaled_erfc, n, is_large = _erf_and_erfc(abs_x)
-    erf = pairs.fast_add_pairs(_ONE, pairs.select_pair(x.negative, erf, pairs.negate_pair(erf)))
-    reflection = pairs.fast_add_pairs(
-        pair_of_constant(2), pairs.multiply_pair_by_power(scaled_erfc, -_power_of_small_term(n))
-    )
+    erf = pairs.fast_add_pairs(_ONE, pairs.select_pair(x.negative, erf, -erf))
+    reflection = pairs.fast_add_pairs(pair_of_constant(2), scaled_erfc.scaled(-_power_of_small_term(n)))
     value = pairs.select_pair(is_large, pairs.select_pair(x.negative, reflection, scaled_erfc), erf)
     cases = ((x.zero, 1.0), (x.infinite, 0.0), (x.infinite & x.negative, 2.0))
     return FunctionValue(value, bit_ops.lax_where(is_large & ~x.negative, n, 0), cases)
@@ -555,7 +515,7 @@ def _cbrt(x: Argument) -> FunctionValue:
 
 
 def _cube_error(guess: Array, number: Array) -> Array:
-    cube = pairs.multiply_pair_by_number(pairs.two_product(guess, guess), guess)
+    cube = pairs.two_product(guess, guess) * guess
     return ((number - cube.hi) - cube.lo) / (3 * (guess * guess))
 
 
@@ -571,13 +531,13 @@ def _rsqrt(x: Argument) -> FunctionValue:
 
 
 def _inverse_root_error(guess: Array, number: Array) -> Array:
-    product = pairs.multiply_pair_by_number(pairs.two_product(guess, guess), number)
+    product = pairs.two_product(guess, guess) * number
     return ((1 - product.hi) - product.lo) * (0.5 * guess)
 
 
 def _make_multiple(factor: Callable[[], Fraction]) -> Callable[[Argument], FunctionValue]:
     def multiple(x: Argument) -> FunctionValue:
-        value = pairs.multiply_pair_by_number(pair_of_constant(factor()), x.significand)
+        value = pair_of_constant(factor()) * x.significand
         return FunctionValue(value, x.exponent, ((x.zero, 0.0), (x.infinite, _INF)), x.sign)
 
     return multiple
@@ -637,7 +597,7 @@ def _hypot(x: Argument, y: Argument) -> FunctionValue:
     a, b = bit_ops.lax_where(swap, y.significand, x.significand), bit_ops.lax_where(swap, x.significand, y.significand)
     b = b * float32_power_of_two(_clamp_difference(least, exponent, -SECOND_ORDER))
     b = bit_ops.lax_where(x.zero | y.zero, 0.0, b)
-    value = pairs.root_of_pair(pairs.add_pairs(pairs.two_product(a, a), pairs.two_product(b, b)))
+    value = pairs.root_of_pair(pairs.two_product(a, a) + pairs.two_product(b, b))
     cases = ((x.zero & y.zero, 0.0), (x.nan | y.nan, _NAN), (x.infinite | y.infinite, _INF))
     return FunctionValue(value, exponent, cases)
 
@@ -669,8 +629,8 @@ def _arctan2(y: Argument, x: Argument) -> FunctionValue:
 
 def _exp_of_eighths_precisely(r: FloatPair, n: Array) -> tuple[FloatPair, Array]:
     """e^r 2^(n / 8) as a pair and an exponent, for |r| <= log(2) / 16, to 2^-45."""
-    expm1_r = pairs.multiply_pairs(r, pairs.polynomial_of_pair(r, constants.series("expm1")[:9], 4))
-    return pairs.multiply_pairs(pairs.fast_add_pairs(_ONE, expm1_r), two_to_eighths(n & 7)), n >> 3
+    expm1_r = r * pairs.polynomial_of_pair(r, constants.series("expm1")[:9], 4)
+    return pairs.fast_add_pairs(_ONE, expm1_r) * two_to_eighths(n & 7), n >> 3
 
 
 def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
@@ -696,22 +656,20 @@ def _logaddexp(x: Argument, y: Argument) -> FunctionValue:
     t, n = _exp_of_eighths_precisely(
         *reduce_to_eighths(pairs.select_pair(is_far, pair_of_number(jnp.full_like(a, -300)), d))
     )
-    t_value = pairs.multiply_pair_by_power(t, float32_power_of_two(jnp.maximum(n, -60)))
+    t_value = t.scaled(float32_power_of_two(jnp.maximum(n, -60)))
     is_near = t_value.hi > 0.41
     n = bit_ops.lax_where(is_near, 0, n)
-    numerator = pairs.select_pair(is_near, pairs.add_pairs(t_value, pair_of_constant(-1)), t)
+    numerator = pairs.select_pair(is_near, t_value + pair_of_constant(-1), t)
     denominator = pairs.fast_add_pairs(pairs.select_pair(is_near, pair_of_constant(3), pair_of_constant(2)), t_value)
-    s = pairs.divide_pairs(numerator, denominator)
-    z = pairs.square_pair(pairs.multiply_pair_by_power(s, float32_power_of_two(jnp.maximum(n, -60))))
-    term = pairs.multiply_pair_by_power(
-        pairs.multiply_pairs(s, pairs.polynomial_of_pair(z, constants.series("artanh"), 4)), np.float32(2)
-    )
+    s = numerator / denominator
+    z = s.scaled(float32_power_of_two(jnp.maximum(n, -60)))
+    term = (s * pairs.polynomial_of_pair(z * z, constants.series("artanh"), 4)).scaled(np.float32(2))
     log = pairs.select_pair(is_near, pairs.fast_add_pairs(pair_of_constant(constants.log_of_integer(2)), term), term)
     scale = bit_ops.lax_where(zero, n, jnp.maximum(exponent, n))
     larger = significand * float32_power_of_two(_clamp_difference(exponent, scale, -FIRST_ORDER))
     larger = bits_to_float(float_to_bits(larger) | sign)
-    log = pairs.multiply_pair_by_power(log, float32_power_of_two(_clamp_difference(n, scale, -FIRST_ORDER)))
-    total = pairs.add_pairs(pair_of_number(bit_ops.lax_where(zero, 0.0, larger)), log)
+    log = log.scaled(float32_power_of_two(_clamp_difference(n, scale, -FIRST_ORDER)))
+    total = pair_of_number(bit_ops.lax_where(zero, 0.0, larger)) + log
     lows = [v.infinite & v.negative for v in (x, y)]
     number = bits_to_float(bit_ops.lax_where(swap, y.magnitude, x.magnitude) | sign)
     number = bit_ops.lax_where(zero, 0.0, number)
@@ -732,17 +690,15 @@ def _power_function(x: Argument, y: Argument) -> FunctionValue:
     is_beyond = jnp.abs(estimate) > 300
     eighths = bit_ops.lax_where(is_beyond, jnp.copysign(np.float32(2400), estimate), jnp.round(estimate * 8))
     first = pairs.two_sum(high * n, high * log_parts[0])
-    high_sum = pairs.add_pairs(
-        pairs.two_sum(first.hi - eighths / 8, low * n), pairs.two_sum(low * log_parts[0], high * log_parts[1])
-    )
-    low_sum = pairs.add_pairs(pairs.two_sum(first.lo, low * log_parts[1]), pair_of_number(high * log_parts[2]))
+    high_sum = pairs.two_sum(first.hi - eighths / 8, low * n) + pairs.two_sum(low * log_parts[0], high * log_parts[1])
+    low_sum = pairs.two_sum(first.lo, low * log_parts[1]) + pair_of_number(high * log_parts[2])
     low_sum = FloatPair(low_sum.hi, low_sum.lo + (low * log_parts[2] + number * log_parts[3]))
-    rest = pairs.add_pairs(pairs.add_pairs(high_sum, low_sum), pairs.multiply_pair_by_number(log_rest, number))
+    rest = high_sum + low_sum + log_rest * number
     rest = pairs.select_pair(is_beyond, pair_of_number(jnp.zeros_like(number)), rest)
     is_tiny = jnp.abs(estimate) < 2.0**FIRST_ORDER
     rest = pairs.select_pair(is_tiny, pair_of_number(jnp.copysign(np.float32(2.0**FIRST_ORDER), estimate)), rest)
     value, exponent = _exp_of_eighths_precisely(
-        pairs.multiply_pairs(rest, pair_of_constant(constants.log_of_integer(2))), eighths.astype(jnp.int32)
+        rest * pair_of_constant(constants.log_of_integer(2)), eighths.astype(jnp.int32)
     )
     return FunctionValue(_drop_tail_if_exact(value, number), exponent, *_power_cases(x, y, number))
 
@@ -754,8 +710,8 @@ def _binary_logarithm(x: Argument) -> tuple[Array, tuple[Array, ...], FloatPair]
     c = bits_to_float(nearest_bits)
     index = nearest_bits >> 13 & (constants.LOG_PARTS - 1)
     n = x.exponent + (c == 2).astype(x.exponent.dtype) + (index >= constants.FIRST_LOG_OF_HALF).astype(x.exponent.dtype)
-    t = pairs.divide_pairs(pair_of_number(x.significand - c), pair_of_number(c))
-    correction = pairs.multiply_pairs(t, pairs.polynomial_of_pair(t, constants.series("log2"), 2))
+    t = pair_of_number(x.significand - c) / pair_of_number(c)
+    correction = t * pairs.polynomial_of_pair(t, constants.series("log2"), 2)
     log_parts = tuple(take_in_bounds(jnp.asarray(word), index) for word in constants.logarithm_table())
     return n.astype(jnp.float32), log_parts, correction
 
@@ -832,14 +788,12 @@ def elementary_function(x: Array, *more: Array, name: str, spec: Spec) -> Array:
 
 
 def _round_function(operands: list[Array], word: Array | None, name: str, spec: Spec) -> Array:
-    value = _function_value([split_argument(x) for x in operands], operands[0], name)
+    arguments = [split_argument(x) for x in operands]
+    if name in BINARY_FUNCTIONS:
+        value = BINARY_FUNCTIONS[name](*arguments)
+    else:
+        value = UNARY_FUNCTIONS[name](*arguments)
+        value = replace(value, cases=(*value.cases, (arguments[0].nan, operands[0])))
     if spec.rounding.stochastic and not isinstance(spec.format, CodebookFormat):
         return round_exact(exact_of_value(value), spec, FLOAT32, word)
     return round_to_spec(bit_ops.join_sign(*round_value_to_odd(value), FLOAT32), spec, FLOAT32, word)
-
-
-def _function_value(arguments: list[Argument], x: Array, name: str) -> FunctionValue:
-    if name in BINARY_FUNCTIONS:
-        return BINARY_FUNCTIONS[name](*arguments)
-    value = UNARY_FUNCTIONS[name](*arguments)
-    return replace(value, cases=(*value.cases, (arguments[0].nan, x)))

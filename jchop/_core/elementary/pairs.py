@@ -41,6 +41,34 @@ class FloatPair(NamedTuple):
     hi: Any
     lo: Any
 
+    # Not the operations of tuples: arithmetic with a relative error of 2^-46, and quotients by positive pairs to 2^-44.
+    def __add__(self, other: FloatPair) -> FloatPair:  # type: ignore[override]
+        """The sum of two pairs, also if they cancel."""
+        high, low = two_sum(self.hi, other.hi), two_sum(self.lo, other.lo)
+        high = fast_two_sum(high.hi, high.lo + low.hi)
+        return fast_two_sum(high.hi, high.lo + low.lo)
+
+    def __neg__(self) -> FloatPair:
+        return FloatPair(-self.hi, -self.lo)
+
+    def __mul__(self, other: Any) -> FloatPair:  # type: ignore[override]
+        """The product of two pairs, or of a pair and a number."""
+        if isinstance(other, FloatPair):
+            return fast_two_sum(*_loose_pair_product(self, other))
+        return fast_two_sum(*_two_product_plus(self.hi, other, self.lo * other))
+
+    def __truediv__(self, other: FloatPair) -> FloatPair:
+        """There is one division: XLA ends a fusion at each, and computes the operands anew in the next."""
+        inverse = np.float32(1) / other.hi
+        quotient = hide_from_contraction(self.hi * inverse, other.hi)
+        product = two_product(quotient, other.hi)
+        remainder = ((self.hi - product.hi) - product.lo) + (self.lo - quotient * other.lo)
+        return fast_two_sum(quotient, hide_from_contraction(remainder * inverse, other.hi))
+
+    def scaled(self, power: Any) -> FloatPair:
+        """A pair times a power of two, or times 0; exact."""
+        return FloatPair(self.hi * power, self.lo * power)
+
 
 @lru_cache(maxsize=1024)
 def pair_of_constant(value: Fraction | int) -> FloatPair:
@@ -66,15 +94,6 @@ def select_pair(where: Array, a: FloatPair, b: FloatPair) -> FloatPair:
     return FloatPair(bit_ops.lax_where(where, a.hi, b.hi), bit_ops.lax_where(where, a.lo, b.lo))
 
 
-def negate_pair(a: FloatPair) -> FloatPair:
-    return FloatPair(-a.hi, -a.lo)
-
-
-def multiply_pair_by_power(a: FloatPair, power: Any) -> FloatPair:
-    """A pair times a power of two, or times 0."""
-    return FloatPair(a.hi * power, a.lo * power)
-
-
 def hide_from_contraction(x: Array, positive: Array) -> Array:
     """`x` combined with the sign of a nonnegative number, so that no compiler contracts it with a sum."""
     sign = float_to_bits(positive) & _FLOAT32_SIGN
@@ -95,13 +114,6 @@ def two_sum(a: Array, b: Any) -> FloatPair:
     total = a + b
     b_part = total - a
     return FloatPair(total, (a - (total - b_part)) + (b - b_part))
-
-
-def add_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
-    """The sum of two pairs, with a relative error of 2^-46 also if they cancel."""
-    high, low = two_sum(a.hi, b.hi), two_sum(a.lo, b.lo)
-    high = fast_two_sum(high.hi, high.lo + low.hi)
-    return fast_two_sum(high.hi, high.lo + low.lo)
 
 
 def fast_add_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
@@ -137,34 +149,8 @@ def _loose_pair_product(a: FloatPair, b: FloatPair) -> FloatPair:
     return _two_product_plus(a.hi, b.hi, a.hi * b.lo + a.lo * b.hi)
 
 
-def multiply_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
-    """The product of two pairs, with a relative error of 2^-46."""
-    return fast_two_sum(*_loose_pair_product(a, b))
-
-
-def square_pair(a: FloatPair) -> FloatPair:
-    return multiply_pairs(a, a)
-
-
-def multiply_pair_by_number(a: FloatPair, b: Any) -> FloatPair:
-    """The product of a pair and a number."""
-    return fast_two_sum(*_two_product_plus(a.hi, b, a.lo * b))
-
-
-def divide_pairs(a: FloatPair, b: FloatPair) -> FloatPair:
-    """The quotient of a pair and a positive pair, to 2^-44 of it.
-
-    There is one division: XLA ends a fusion at each, and computes the operands anew in the next.
-    """
-    inverse = np.float32(1) / b.hi
-    quotient = hide_from_contraction(a.hi * inverse, b.hi)
-    product = two_product(quotient, b.hi)
-    remainder = ((a.hi - product.hi) - product.lo) + (a.lo - quotient * b.lo)
-    return fast_two_sum(quotient, hide_from_contraction(remainder * inverse, b.hi))
-
-
 def divide_pairs_exactly(a: FloatPair, b: FloatPair) -> FloatPair:
-    """As `divide_pairs`; the second number is zero if the quotient is a number of few bits, else of the right sign."""
+    """A quotient whose second number is zero if the quotient is a number of few bits, else of the right sign."""
     inverse = np.float32(1) / b.hi
 
     def error(guess: Array) -> Array:
@@ -179,7 +165,7 @@ def divide_pairs_exactly(a: FloatPair, b: FloatPair) -> FloatPair:
 def root_of_pair(a: FloatPair) -> FloatPair:
     """The square root of a positive pair; exact if the root is a float32 number."""
     guess = hide_from_contraction(lax.sqrt(a.hi), a.hi)
-    inverse = np.float32(0.5) / guess  # the one division, as in `divide_pairs`
+    inverse = np.float32(0.5) / guess  # the one division, as in quotients of pairs
 
     def error(guess: Array) -> Array:
         square = two_product(guess, guess)

@@ -23,8 +23,15 @@ from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64, Carrier
 from jchop._core.arithmetic import double_word, float64
 from jchop._core.arithmetic.double_word import DoubleWord
-from jchop._core.arithmetic.exact import BelowLastPlace, ExactResult, round_exact
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of, supports_operation
+from jchop._core.arithmetic.exact import (
+    ExactResult,
+    ValueRange,
+    below_last_place,
+    carrier_range,
+    range_of,
+    round_exact,
+    supports_operation,
+)
 from jchop._core.rounding import modes
 from jchop._core.rounding.codes import bits_to_float, float_to_bits
 from jchop._core.rounding.elements import round_to_spec
@@ -80,6 +87,11 @@ class TensorCoreUnit:
         )
 
     @property
+    def rounds_down(self) -> bool:
+        """Whether the accumulator rounds down, so that a sum of zero is -0."""
+        return self.spec.accumulate is not None and self.spec.accumulate.rounding is Rounding.DOWN
+
+    @property
     def merge_count(self) -> int:
         """How many products are summed before they are aligned, by their scales alone."""
         return MERGED if self.spec.order.kind == "aligned_sums" else 1
@@ -88,12 +100,6 @@ class TensorCoreUnit:
     def operand_emin(self) -> int:
         """The least exponent of an operand."""
         return 1 - FLOAT32.bias if self.spec.operands is None else _least_format_exponent(self.spec.operands.element)
-
-    @property
-    def scale_emin(self) -> int:
-        """The least exponent of a scale."""
-        assert self.spec.operands is not None and self.spec.operands.scaled is not None
-        return self.spec.operands.scaled.scale_format.emin
 
     @cached_property
     def sum_emin(self) -> int:
@@ -107,11 +113,6 @@ class TensorCoreUnit:
         return (operands is not None and operands.scaled is not None) or (
             2 * range_of(operands, FLOAT32).bits <= FLOAT32.fraction + 1
         )
-
-    @cached_property
-    def one_word(self) -> bool:
-        """Whether the sum of all terms, and every term, has less than 31 bits."""
-        return self.exact_floats and not self.apart and self.most_units < 1 << 30
 
     @property
     def most_units(self) -> int:
@@ -199,7 +200,8 @@ def limb_factors(x: Array, unit: TensorCoreUnit, scales: Array | None = None) ->
     """The parts of float32 operands, or of elements and the scales of each."""
     s, e = _significands_and_exponents(x, unit.operand_emin)
     if scales is not None:
-        scale, power = _significands_and_exponents(scales, unit.scale_emin)
+        assert unit.spec.operands is not None and unit.spec.operands.scaled is not None
+        scale, power = _significands_and_exponents(scales, unit.spec.operands.scaled.scale_format.emin)
         return LimbFactors(x * scale, power, None) if unit.merge_count > 1 else LimbFactors(s * scale, e + power, None)
     count = None if unit.exact_floats else (jnp.abs(s) * np.float32(2.0**FLOAT32.fraction)).astype(jnp.int32)
     return LimbFactors(s, e, count)
@@ -251,13 +253,9 @@ def _shift_limbs(high: Array, low: Array, count: Array) -> _Limbs:
     return jnp.where(inside, high >> down, high >> 31), jnp.where(inside, first, (high >> far) & _LIMB_MASK)
 
 
-def _limbs_of_word(word: Array) -> _Limbs:
-    return word >> _LIMB, word & _LIMB_MASK
-
-
 def _add_limbs(parts: Sequence[_Limbs]) -> _Limbs:
     """The sum of at most 127 integers."""
-    return _carry_limbs(sum(high for high, _ in parts), sum(low for _, low in parts))  # type: ignore[arg-type]
+    return _carry_limbs(*(reduce(jnp.add, limbs) for limbs in zip(*parts, strict=True)))
 
 
 # -- terms -------------------------------------------------------------------------------------------------------------
@@ -283,7 +281,8 @@ def _limbs_of_products(
         return _add_limbs(list(zip(high, low, strict=True)))
     words = [v.astype(jnp.int32) for v in multiples]
     groups = [words[i : i + unit.group] for i in range(0, len(words), unit.group)]
-    return _add_limbs([_limbs_of_word(sum(group)) for group in groups])  # type: ignore[arg-type]
+    sums = [reduce(jnp.add, group) for group in groups]
+    return _add_limbs([(word >> _LIMB, word & _LIMB_MASK) for word in sums])
 
 
 def _limbs_of_long_product(
@@ -372,7 +371,7 @@ def _exact_sum_of_all_terms(
     negative, digits, c_exp = c
     largest = reduce(jnp.maximum, exponents, _exponent_of_sum(digits, c_exp, unit))
     bits, unit_exponent = unit.bits, largest - unit.bits
-    if unit.one_word:
+    if unit.exact_floats and unit.most_units < 1 << 30:  # one word holds the sum of all terms, and every term
         multiples = [
             (p * _power_or_zero(e - unit_exponent)).astype(jnp.int32) for p, e in zip(floats, exponents, strict=True)
         ]
@@ -424,11 +423,6 @@ def _exact_sum_of_products_first(
 # -- the exact sum -----------------------------------------------------------------------------------------------------
 
 
-def _sign_of_zero_sum(unit: TensorCoreUnit) -> int:
-    down = unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN
-    return FLOAT32.sign_bit if down else 0
-
-
 def _exact_of_limbs(high: Array, low: Array, exponent: Array, unit: TensorCoreUnit) -> ExactResult:
     """(high 2^24 + low) 2^exponent, 0 <= low < 2^24."""
     negative = high < 0
@@ -442,7 +436,8 @@ def _exact_of_words(
 ) -> ExactResult:
     """(high 2^32 + low) 2^exponent; if `low` is None, it is zero."""
     zero = (high if low is None else high | low) == 0
-    sign = jnp.where(zero, _sign_of_zero_sum(unit), jnp.where(negative, FLOAT32.sign_bit, 0)).astype(jnp.int32)
+    zero_sign = FLOAT32.sign_bit if unit.rounds_down else 0
+    sign = jnp.where(zero, zero_sign, jnp.where(negative, FLOAT32.sign_bit, 0)).astype(jnp.int32)
     exponent = jnp.where(zero, 0, exponent + (2 * FLOAT32.work_width - 2))
     v = DoubleWord(sign, exponent, high, jnp.zeros_like(high) if low is None else low)
     v = v if low is None else double_word.fill_high_word(v)
@@ -467,7 +462,7 @@ def _round_exact_sum(v: ExactResult, spec: Spec | None, word: Array | None) -> A
         return round_exact(v, None, FLOAT32, None)
     if is_float32_grid(spec):
         away = jnp.asarray(
-            modes.AWAY_FROM_ZERO[spec.rounding](BelowLastPlace(v, take_random_bits(word, spec, FLOAT32)))
+            modes.AWAY_FROM_ZERO[spec.rounding](below_last_place(v, take_random_bits(word, spec, FLOAT32)))
         )
         magnitude = v.magnitude + away.astype(jnp.int32)
         if spec.overflow is not Overflow.IEEE:
@@ -535,7 +530,7 @@ def fused_add_doubles(c: Array, x: Sequence[DoubleFactors], y: Sequence[DoubleFa
     )
     c_exp = jnp.where(magnitude == 0, 1 - FLOAT32.bias, jnp.maximum(c_exp, unit.sum_emin))
     total, exponent = (_sum_of_products_first if unit.apart else _sum_of_all_terms)(c, c_exp, values, exponents, unit)
-    zero = -0.0 if unit.spec.accumulate is not None and unit.spec.accumulate.rounding is Rounding.DOWN else 0.0
+    zero = -0.0 if unit.rounds_down else 0.0
     return _round_double_sum(jnp.where(total == 0, zero, total * _double_power(exponent)), unit.spec.accumulate)
 
 

@@ -18,11 +18,11 @@ from jax import lax
 
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier, enable_x64_for
 from jchop._core.arithmetic.basic import add_and_round, multiply_add_and_round, multiply_and_round
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range, product_range, range_of
+from jchop._core.arithmetic.exact import ValueRange, carrier_range, product_range, range_of
 from jchop._core.matmul import aligned
 from jchop._core.matmul.aligned import TensorCoreUnit
 from jchop._core.rounding.elements import round_to_spec
-from jchop._core.rounding.random_bits import SEEDS, random_words
+from jchop._core.rounding.random_bits import SEEDS, random_words_of_width
 from jchop._core.xla.backend import PORTABLE, Backend
 from jchop._core.xla.sizes import are_static
 from jchop._spec.accumulation import MatmulSpec
@@ -174,10 +174,7 @@ def make_word_source(seeds: Sequence[Array] | Array, index: Array, carrier: Carr
     def draw(stream: str, step: StepIndex) -> Array:
         six = [seeds[_FIRST_SEEDS[stream] + i] for i in range(SEEDS)]
         high = step if isinstance(step, int) else step.astype(jnp.uint32)
-        word = random_words(six, index, high)
-        if carrier.width < 64:
-            return word
-        return (word.astype(jnp.uint64) << 32) | random_words(six, index, high, lane=1).astype(jnp.uint64)
+        return random_words_of_width(six, index, high, carrier.work_width)
 
     return draw
 

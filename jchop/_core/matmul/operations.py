@@ -1,4 +1,4 @@
-"""Operations by name: the exact result of +, −, ×, ÷, √ and fma rounded once, on rounded operands.
+"""Operations by name, +, −, ×, ÷, √ and fma, rounded once on rounded operands; chains of them; sums in an order.
 
 One signature serves all interpreters of programs. 16-bit dtypes are computed in float32, other dtypes as in `basic`;
 operands broadcast. The random words of a program's operations are in one stream: the words of operation n start at the
@@ -7,8 +7,9 @@ index n 2^32, and each iteration of a loop has different seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -19,15 +20,23 @@ import numpy as np
 from jax import lax
 
 from jchop._common import bit_ops
-from jchop._common.bit_ops import CARRIERS, Carrier
-from jchop._core.arithmetic import basic
+from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
+from jchop._core.arithmetic import basic, hardware
 from jchop._core.arithmetic.double_word import square_root
-from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.ranges import OPERATION_CARRIERS, ValueRange, holds_format, range_of, require_operation
+from jchop._core.arithmetic.exact import (
+    OPERATION_CARRIERS,
+    ValueRange,
+    carrier_range,
+    holds_format,
+    range_of,
+    require_operation,
+    round_exact,
+)
 from jchop._core.matmul.aligned import require_aligned_order
+from jchop._core.matmul.matmul import matmul_body
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import require_carrier, x64_remedy
-from jchop._core.rounding.random_bits import SEEDS, StreamOffset, random_words, words_like
+from jchop._core.rounding.random_bits import SEEDS, StreamOffset, flat_index, random_words, words_like
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats import FloatFormat
@@ -237,3 +246,254 @@ _CARRIER_OPERATIONS: dict[str, Callable[..., Array]] = {
 OPERAND_COUNTS: Mapping[str, int] = MappingProxyType(
     {name: 3 if name == "fma" else 1 if name in ("neg", "abs", "sqrt", "square") else 2 for name in _EXACT_OPERATIONS}
 )
+
+
+# == chains ============================================================================================================
+# Formats with the carrier's own exponents share its subnormal numbers, which cause most of the cost of an operation.
+# So a chain may be tried without them. If every operand is a multiple of 2^_OPERAND_QUANTUM below 2^_OPERAND_TOP, no
+# sum or product is subnormal or too large, and the ways of `arithmetic` for this narrower range give the same bits.
+# The operands of the chain and the products are checked. A sum needs no check: it is no finer than its terms, and at
+# most twice as large. The tried result is NaN if a number in its history was out of this range.
+
+
+#: The operations of a chain: a NaN in any operand gives NaN.
+CHAIN_OPERATIONS = frozenset({"add", "sub", "mul", "square", "neg", "abs"})
+_KEEPS_MAGNITUDE, _CHAIN_PRODUCTS = frozenset({"neg", "abs"}), frozenset({"mul", "square"})
+#: An operation: its name, the indices of its operands among the arrays and the earlier results, the specs that hold the
+#: operands, and the number of its rounding in the random stream.
+ChainLink = tuple[str, tuple[int, ...], tuple[Spec, ...], int]
+
+#: Operands are multiples of 2^_QUANTUM below 2^_TOP. Products are then multiples of 2^-126 below 2^111; larger numbers
+#: could not be rounded by an addition. Checked numbers must be below 2^_SEEN.
+_OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
+
+
+def gains_by_trial(spec: Spec) -> bool:
+    """Whether trying makes a chain under a spec faster."""
+    format_range = range_of(spec, FLOAT32)
+    return hardware.supports_scaling_sum(spec, FLOAT32) and hardware.supports_scaling_product(
+        spec, FLOAT32, format_range, format_range
+    )
+
+
+def is_constant_in_safe_range(value: float, spec: Spec) -> bool:
+    """Whether a rounded constant is in the range in which a try succeeds."""
+    return value == 0 or 2.0 ** _least_safe_exponent(spec) <= abs(value) < 2.0**_CHECK_TOP
+
+
+def _least_safe_exponent(spec: Spec) -> int:
+    """The least e for which numbers of the spec's format from 2^e on are multiples of 2^_QUANTUM."""
+    return _OPERAND_QUANTUM + range_of(spec, FLOAT32).precision - 1
+
+
+def chain_body(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
+    """The result of a chain.
+
+    Args:
+        arrays: float32, of one shape, or 0-d; values of their specs, infinities or NaN. For a stochastic spec the six
+            words of `seed_words` follow, and a uint32 that is added to the numbers of the operations.
+        links: the operations in their order.
+        shape: the shape of every result.
+        result: the index of the chain's result among the arrays and the results of all operations.
+        spec: the rounding of every result.
+    """
+    values, seeds = _split_arrays(arrays, spec)
+    for name, indices, operand_specs, number in links:
+        ranges = [range_of(operand_spec, FLOAT32) for operand_spec in operand_specs]
+        word = chain_words(seeds, shape, number) if seeds else None
+        values.append(round_operation(name, [values[index] for index in indices], spec, word, ranges=ranges))
+    return values[result]
+
+
+def chain_words(seeds: Sequence[Array], shape: tuple[int, ...], number: int) -> Array:
+    """The random words of operation `number`, given six seeds and a number that is added to it."""
+    low, high = flat_index(shape)
+    return random_words(seeds[:SEEDS], low, seeds[SEEDS] + jnp.uint32(number) + jnp.uint32(high))
+
+
+def _split_arrays(arrays: Sequence[Array], spec: Spec) -> tuple[list[Array], Sequence[Array]]:
+    """The operands, and the words of the seeds, if there are any."""
+    count = len(arrays) - (SEEDS + 1 if spec_draws(spec) else 0)
+    return list(arrays[:count]), arrays[count:]
+
+
+def try_chain(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
+    """The result of `chain_body`, or NaN if an intermediate number was not moderate; it is never another number."""
+    precision = range_of(spec, FLOAT32).precision
+    values, seeds = _split_arrays(arrays, spec)
+    history = [_NumberHistory(_CHECK_TOP, (x,), (x,)) for x in values]
+    for name, indices, _, number in links:
+        word = chain_words(seeds, shape, number) if seeds else None
+        operand_histories = [history[index] for index in indices]
+        ranges = [ValueRange(_OPERAND_QUANTUM, precision, operand.top) for operand in operand_histories]
+        values.append(round_operation(name, [values[index] for index in indices], spec, word, ranges=ranges))
+        history.append(_history_of_result(name, operand_histories, values[-1]))
+    return _nan_outside_safe_range(values[result], history[result], _least_safe_exponent(spec))
+
+
+@dataclass(frozen=True)
+class _NumberHistory:
+    """The history of a number. It is below 2^top unless one of `small` is too small or one of `large` too large."""
+
+    top: int
+    small: tuple[Array, ...]
+    large: tuple[Array, ...]
+
+
+def _history_of_result(name: str, past: Sequence[_NumberHistory], value: Array) -> _NumberHistory:
+    """The history of the result of an operation."""
+    small, large = (_distinct_arrays(getattr(each, field) for each in past) for field in ("small", "large"))
+    top = max(each.top for each in past)
+    if name in _KEEPS_MAGNITUDE:
+        return _NumberHistory(top, small, large)
+    if name in _CHAIN_PRODUCTS:
+        return _NumberHistory(_CHECK_TOP, (*small, value), (*large, value))
+    return (
+        _NumberHistory(top + 1, small, large)
+        if top < _OPERAND_TOP
+        else _NumberHistory(_CHECK_TOP, small, (*large, value))
+    )
+
+
+def _distinct_arrays(parts: Iterable[Sequence[Array]]) -> tuple[Array, ...]:
+    return tuple({id(x): x for part in parts for x in part}.values())
+
+
+def _nan_outside_safe_range(value: Array, history: _NumberHistory, least: int) -> Array:
+    low, high = (np.uint32((exponent + FLOAT32.bias) << FLOAT32.fraction) for exponent in (least, _CHECK_TOP))
+    smallest, largest = np.uint32(0xFFFFFFFF), np.uint32(0)
+    for x in history.small:
+        smallest = jnp.minimum(smallest, _magnitude_word(x) - np.uint32(1))  # zero wraps to the largest of all
+    for x in history.large:
+        largest = jnp.maximum(largest, _magnitude_word(x))
+    return bit_ops.lax_where((smallest >= low - 1) & (largest < high), value, np.float32(np.nan))
+
+
+def _magnitude_word(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(bit_ops.low_mask(31))
+
+
+# == sums in an order ==================================================================================================
+
+
+SumAxes = int | Sequence[int]
+
+
+def sum_along(
+    x: Array,
+    axis: SumAxes,
+    mspec: MatmulSpec,
+    seeds: Array | None = None,
+    *,
+    keepdims: bool = False,
+    value_spec: Spec | None = None,
+    matmul: Callable[..., Array] = matmul_body,
+) -> Array:
+    """The sums of `x` along axes, in the order and with the rounding of ``mspec.accumulate``.
+
+    A sum of x_k is the sum of products x_k 1, so the order is the same as in a matrix product; ``mspec.product`` and
+    ``mspec.fused`` have no effect.
+
+    Args:
+        x: float16, bfloat16, float32 or float64, with values already rounded to ``mspec.operands``.
+        axis: the axis, or several, with elements in C order.
+        mspec: the arithmetic.
+        seeds: twelve uint32, if ``mspec.accumulate`` draws.
+        keepdims: whether to keep the axes, with length one.
+        value_spec: the spec that holds the values of `x`, for a faster way. Default: ``mspec.operands``.
+        matmul: the function that multiplies matrices.
+
+    Returns:
+        The sums, of the dtype of `x`; +0 for no elements.
+    """
+    rows, outer = _rows_of_sums(x, axis)
+    spec = replace(mspec, operands=_spec_if_holds_one(value_spec or mspec.operands, x.dtype), product=None, fused=False)
+    wide = rows.astype(operation_carrier(x.dtype).name)
+    ones = jnp.ones((1, rows.shape[1], 1), wide.dtype)
+    total = matmul(wide[None], ones, *(() if seeds is None else (seeds,)), spec=spec)
+    total = total.reshape(outer).astype(x.dtype)
+    return jnp.expand_dims(total, sorted(_normalize_axes(x, axis))) if keepdims else total
+
+
+def _spec_if_holds_one(value_spec: Spec | None, dtype: Any) -> Spec | None:
+    """`value_spec` if 1 is in the range of its values, else None."""
+    if value_spec is None:
+        return None
+    value_range = range_of(value_spec, operation_carrier(dtype))
+    return replace(value_spec, gradient="straight_through") if value_range.bottom <= 0 < value_range.top else None
+
+
+def product_along(x: Array, axis: SumAxes, spec: Spec, seeds: Sequence[Array] | None = None) -> Array:
+    """The products of `x` along axes, one factor after the other in C order from 1: c <- A(c x_k).
+
+    Args:
+        x: values that are rounded to `spec` already.
+        axis: the axis, or several.
+        spec: the rounding of every product.
+        seeds: six uint32, if `spec` draws.
+    """
+    rows, outer = _rows_of_sums(x, axis)
+    return _scan_recurrence("prod", rows.T, spec, seeds)[0].reshape(outer)
+
+
+def cumulative_along(
+    operation: str, x: Array, axis: int, spec: Spec, seeds: Sequence[Array] | None = None, *, reverse: bool = False
+) -> Array:
+    """Sums or products of the elements up to each one: c <- A(c + x_k) from 0, or c <- A(c x_k) from 1.
+
+    Args:
+        operation: ``"sum"`` or ``"prod"``.
+        x: values that are rounded to `spec` already.
+        axis: the axis.
+        spec: the rounding of every step.
+        seeds: six uint32, if `spec` draws.
+        reverse: from the last element to the first.
+    """
+    columns = jnp.moveaxis(x, axis, 0)
+    if not x.shape[axis]:
+        return x
+    _, values = _scan_recurrence(operation, columns[::-1] if reverse else columns, spec, seeds)
+    return jnp.moveaxis(values[::-1] if reverse else values, 0, axis)
+
+
+_RECURRENCES = {"sum": ("add", 0.0), "prod": ("mul", 1.0)}
+
+
+def _scan_recurrence(operation: str, columns: Array, spec: Spec, seeds: Sequence[Array] | None) -> tuple[Array, Array]:
+    """The last value and all values of c along the first axis; iteration k has the seeds of iteration k of loop 0."""
+    name, start = _RECURRENCES[operation]
+    ranges = _recurrence_ranges(spec, columns.dtype)
+
+    def iterate(carry: tuple[Array, Array], column: Array) -> tuple[tuple[Array, Array], Array]:
+        c, k = carry
+        word = operation_words(fold_seeds(seeds, 0, k), c) if spec_draws(spec) and seeds is not None else None
+        c = round_operation(name, [c, column], spec, word, ranges=ranges)
+        return (c, k + jnp.uint32(1)), c
+
+    first = jnp.full_like(columns[0] if columns.shape[0] else columns.sum(0), start)
+    (last, _), values = lax.scan(iterate, (first, jnp.uint32(0)), columns)
+    return last, values
+
+
+def _recurrence_ranges(spec: Spec, dtype: Any) -> tuple[ValueRange, ValueRange]:
+    """The range of c, which is a value of the format or the start 0 or 1, and the range of an element."""
+    carrier = operation_carrier(dtype)
+    element = range_of(spec, carrier)
+    return (element if element.bottom <= 0 < element.top else carrier_range(carrier)), element
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+
+
+def _normalize_axes(x: Array, axis: SumAxes) -> tuple[int, ...]:
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    return tuple(a % x.ndim for a in axes)
+
+
+def _rows_of_sums(x: Array, axis: SumAxes) -> tuple[Array, tuple[int, ...]]:
+    """A matrix with a row for each result, and the shape of the results."""
+    axes = _normalize_axes(x, axis)
+    outer_axes = [a for a in range(x.ndim) if a not in axes]
+    outer = tuple(x.shape[a] for a in outer_axes)
+    length = math.prod(x.shape[a] for a in axes)
+    return jnp.transpose(x, (*outer_axes, *sorted(axes))).reshape(math.prod(outer), length), outer

@@ -18,9 +18,8 @@ from jax import lax
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.rounding import codebooks
-from jchop._core.rounding.codebooks import take_in_bounds
-from jchop._core.rounding.log_takum import decode_log_takum, encode_log_takum
-from jchop._core.rounding.tapered import decode_hif8, decode_tapered, encode_hif8, encode_tapered
+from jchop._core.rounding.codebooks import decode_log_takum, encode_log_takum, take_in_bounds
+from jchop._core.rounding.grid import decode_hif8, decode_tapered, encode_hif8, encode_tapered
 from jchop._core.xla.sizes import are_static
 from jchop.formats import (
     CodebookFormat,

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
-from jchop._core.rounding.codebooks import round_codebook
+from jchop._core.rounding.codebooks import round_codebook, round_log_takum
 from jchop._core.rounding.grid import Grid, make_grid
-from jchop._core.rounding.log_takum import round_log_takum
 from jchop._core.rounding.modes import INWARD_OVERFLOW, NEGATIVE_TO_SMALLEST, round_magnitude
 from jchop._spec.spec import Spec
 from jchop.formats import CodebookFormat, LogTakumFormat, UniformFormat

@@ -12,7 +12,6 @@ The facts of modes at the end are for overflow and for short cuts.
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,8 +22,7 @@ import jax.numpy as jnp
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
-from jchop._core.rounding.grid import Grid, most_random_bits
-from jchop._core.rounding.tapered import tapered_word
+from jchop._core.rounding.grid import Grid, most_random_bits, tapered_word
 from jchop._spec.spec import Spec
 from jchop.formats.rounding import Rounding
 
@@ -215,33 +213,43 @@ class BetweenNeighbours:
         return self.inexact & self.negative
 
 
-class DiscardedFraction(BetweenNeighbours, ABC):
+class DiscardedFraction(BetweenNeighbours):
     """The discarded part of a number between two neighbours, which all modes compare."""
 
-    @abstractmethod
-    def share(self) -> tuple[Array, Array | bool]:
-        """floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped."""
+    #: floor(nu 2^W) for the discarded fraction nu, as an unsigned word of W bits; and whether bits were dropped.
+    share: tuple[Array, Array | bool]
 
     def nearest(self, tie: Array | bool) -> Array:
         """Whether the nearer neighbour is the one away from zero; a tie goes to it if `tie`."""
-        share, has_more = self.share()
+        share, has_more = self.share
         return bit_ops.top_bit(share) & ((share << 1 != 0) | has_more | tie)
 
     def stochastic(self) -> Array:
         """P3109 StochasticA: floor(nu 2^N) + R >= 2^N, both sides scaled to words."""
         assert self.draw is not None
-        share, _ = self.share()
+        share, _ = self.share
         return self.draw.keep(share) + self.draw.word < self.draw.word  # the sum of words has a carry
 
     def stochastic_to_nearest(self) -> Array:
         """P3109 StochasticC: rne(nu 2^N) + R >= 2^N."""
         assert self.draw is not None
-        share, has_more = self.share()
+        share, has_more = self.share
         word, low, bits = self.draw.word.dtype.type, self.draw.width - self.draw.bits, self.draw.bits
         rest, half = share & word((1 << low) - 1), word(1 << low >> 1)
         up = (rest > half) | ((rest == half) & (has_more | (share >> low & 1 != 0)))
         total = self.draw.keep(share) + self.draw.word  # carries, or carries with one unit more
         return (total < self.draw.word) | (up & (total >> low == word((1 << bits) - 1)))
+
+
+@dataclass(frozen=True)
+class KnownFraction(DiscardedFraction):
+    """A discarded part by its facts."""
+
+    negative: Array
+    inexact: Array | bool
+    odd: Array | bool
+    share: tuple[Array, Array | bool]
+    draw: RandomBits | None = None
 
 
 @dataclass(frozen=True)
@@ -273,6 +281,7 @@ class BelowSmallest(DiscardedFraction):
             return self.magnitude >= half if tie else self.magnitude > half
         return (self.magnitude > half) | (tie & (self.magnitude == half))
 
+    @property
     def share(self) -> tuple[Array, Array | bool]:
         assert self.draw is not None
         carrier, exponent, width = self.grid.carrier, self.grid.tiny_exponent, self.draw.width

@@ -138,6 +138,14 @@ def random_words(seeds: Sequence[Array], lo: Array, hi: Array | int = 0, lane: i
     return (x ^ (x >> _uint32(14))) + y
 
 
+def random_words_of_width(seeds: Sequence[Array], lo: Array, hi: Array | int, width: int) -> Array:
+    """`random_words` of 32 bits; of 64 bits with lane 0 as their high half, and lane 1 as their low one."""
+    word = random_words(seeds, lo, hi)
+    if width == 32:
+        return word
+    return (word.astype(jnp.uint64) << 32) | random_words(seeds, lo, hi, lane=1).astype(jnp.uint64)
+
+
 def flat_index(shape: Sequence[int], offset: Any = 0, base: int = 0) -> tuple[Array, Array | int]:
     """The 64-bit flat indexes of the elements of a part of an array, as low and high words.
 

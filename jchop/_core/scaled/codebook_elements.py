@@ -227,7 +227,7 @@ def _bin_table(fmt: CodebookFormat, mode: Rounding) -> _BinTable | None:
         return None
     low = (word >> spare) & bit_ops.low_mask(_CUT_BITS)
     number = (word - (low << spare)).view(np.float64).astype(np.float32)
-    bins = make_bins((FLOAT32.ordered_bits(number) + ((low > 0) & (number > 0))).tolist(), _BIN_MARGIN)
+    bins = make_bins(tuple((FLOAT32.ordered_bits(number) + ((low > 0) & (number > 0))).tolist()), _BIN_MARGIN)
     if bins is None:
         return None
     rest = (np.arange(len(low)) | (low << _INDEX_BITS)).astype(np.uint16)[bins.below]
@@ -252,14 +252,19 @@ def encode_codebook(x: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     # Not by `bit_ops.split_sign`: the largest of a group is found from its result, and XLA would write it to memory for
     # both uses.
     below, magnitude = float_to_bits(x) < 0, _clear_sign_bit(float_to_bits(x))
-    guess = float_to_bits(_move_with_scales(x, below, magnitude, factor, small) * inverse)
+    # The numbers are moved like their scales.
+    count = bit_ops.lax_where(below, -magnitude, magnitude).astype(jnp.float32)
+    moved = bit_ops.lax_where(magnitude < 1 << FLOAT32.fraction, count * small, x * factor)
+    guess = float_to_bits(moved * inverse)
     place = table.bins.place(below, _clear_sign_bit(guess))
     number, rest = (
         take_in_bounds(jnp.asarray(table.number), place),
         take_in_bounds(jnp.asarray(table.rest), place).astype(jnp.int32),
     )
     difference = _threshold_difference(magnitude, number, rest >> _INDEX_BITS, significand, exponent)
-    exact = _reaches_threshold(bit_ops.lax_where(below, -difference, difference), number, table)
+    side = bit_ops.lax_where(below, -difference, difference)
+    above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
+    exact = above if table.strict[0] == table.strict[1] else bit_ops.lax_where(number > 0, above, others)
     near = (guess - number + _GUESS_ERROR).astype(jnp.uint32) <= 2 * _GUESS_ERROR
     reaches = bit_ops.lax_where(near, exact, bits_to_float(guess) >= bits_to_float(number))
     if table.has_zero:
@@ -292,12 +297,6 @@ def _clear_sign_bit(word: Array) -> Array:
     return word & bit_ops.low_mask(FLOAT32.width - 1)
 
 
-def _move_with_scales(x: Array, below: Array, magnitude: Array, factor: Array, small: Array) -> Array:
-    """Numbers moved like their scales."""
-    count = bit_ops.lax_where(below, -magnitude, magnitude).astype(jnp.float32)
-    return bit_ops.lax_where(magnitude < 1 << FLOAT32.fraction, count * small, x * factor)
-
-
 def _threshold_difference(magnitude: Array, number: Array, low: Array, significand: Array, exponent: Array) -> Array:
     """|X| 2^k - |T| S if it is less than 2^31: |x| - |t| s, in units of which T S is a multiple.
 
@@ -308,12 +307,6 @@ def _threshold_difference(magnitude: Array, number: Array, low: Array, significa
     threshold = significand_of_extended(number, FLOAT32) << _CUT_BITS | low
     # Only fraction bits of x remain: all others, also the leading bit, are shifted out.
     return lax.shift_left(magnitude, shift) - threshold * significand
-
-
-def _reaches_threshold(side: Array, number: Array, table: _BinTable) -> Array:
-    """Whether a difference reaches its threshold; the threshold's sign selects the comparison."""
-    above, others = (side > 0 if beyond else side >= 0 for beyond in table.strict)
-    return above if table.strict[0] == table.strict[1] else bit_ops.lax_where(number > 0, above, others)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -35,8 +35,15 @@ from jchop._core.arithmetic.double_word import (
     quotient_by_constant,
     significand_of_extended,
 )
-from jchop._core.arithmetic.exact import exact_overflow_mask, require_levels, round_exact, round_to_levels
-from jchop._core.arithmetic.ranges import range_of, require_operation
+from jchop._core.arithmetic.exact import (
+    exact_overflow_mask,
+    has_spare_bits,
+    range_of,
+    require_levels,
+    require_operation,
+    round_exact,
+    round_to_levels,
+)
 from jchop._core.rounding.codes import (
     bits_to_float,
     decode_elements,
@@ -179,8 +186,8 @@ def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     plan = ScaledPlan(spec.scaled, replace(spec, format=spec.element, gradient=Gradient()), carrier, of_scales)
     compute, element, scale = plan.compute, plan.element, Spec(plan.scale, overflow=Overflow.SATURATE)
     require_carrier(element, compute)
-    reach = _reach_exponent(compute)
     if not _is_within_reach(element.format, compute):
+        reach = 3 * compute.bias // 4
         raise ValueError(
             f"element={element} has values beyond 2^-{reach} ... 2^{reach}, which is all that scaled elements may have "
             f"in {compute.name}"
@@ -201,13 +208,9 @@ def make_scaled_plan(spec: Spec, carrier: Carrier) -> ScaledPlan:
     return plan
 
 
-def _reach_exponent(carrier: Carrier) -> int:
-    """The exponent `reach`: values from 2^-reach to 2^reach are far from both ends of a carrier."""
-    return 3 * carrier.bias // 4
-
-
 def _is_within_reach(fmt: ElementFormat, carrier: Carrier) -> bool:
-    reach = Fraction(2) ** _reach_exponent(carrier)
+    """Whether all values are far from both ends of a carrier."""
+    reach = Fraction(2) ** (3 * carrier.bias // 4)
     return 1 / reach <= Fraction(fmt.smallest or 1) <= Fraction(fmt.max) <= reach
 
 
@@ -433,7 +436,7 @@ def _divide_by_short_constant(largest: Array, divisor: Fraction, spec: Spec, pla
     if isinstance(fmt, FloatFormat) and _divides_in_float64(divisor, fmt, plan):
         return float64.quotient_bits(largest, divisor, fmt)
     own = spec.format == _OWN_FORMATS[carrier.name]
-    if not (is_short_divisor(count, carrier) and (own or _may_round_to_odd(spec.format, carrier))):
+    if not (is_short_divisor(count, carrier) and (own or has_spare_bits(spec.format, carrier))):
         return None
     bits = quotient_by_constant(largest, count, exponent, carrier, odd=not own)
     if not own:
@@ -445,15 +448,6 @@ def _divides_in_float64(divisor: Fraction, fmt: FloatFormat, plan: ScaledPlan, t
     """Whether `float64.quotient_bits` gives the quotients by a divisor, and by a tensor's scale if there is one."""
     bits = divisor_parts(divisor)[0].bit_length() + (0 if tensor is None else TENSOR_SCALE.frac_bits + 1)
     return plan.float64 and plan.compute.width == 32 and float64.can_divide_in_float64(bits, fmt)
-
-
-def _may_round_to_odd(fmt: ElementFormat, carrier: Carrier) -> bool:
-    """Whether numbers may be rounded to odd in the carrier before they are rounded to a format."""
-    return (
-        isinstance(fmt, FloatFormat)
-        and fmt.frac_bits + 2 <= carrier.fraction
-        and fmt.emin - fmt.frac_bits >= carrier.tiny_exponent + 2
-    )
 
 
 def _divide_by_tensor_scale(largest: Array, tensor: Array, divisor: Fraction, plan: ScaledPlan) -> Array:

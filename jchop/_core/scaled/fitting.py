@@ -13,7 +13,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._core.arithmetic.basic import multiply_and_round
-from jchop._core.arithmetic.ranges import range_of
+from jchop._core.arithmetic.exact import range_of
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import (
     BlockScales,
@@ -25,7 +25,6 @@ from jchop._core.scaled.elements import (
     tensor_scale_bits,
 )
 from jchop._core.scaled.groups import Groups
-from jchop.formats import ElementFormat
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array
@@ -35,12 +34,6 @@ SQUARES_STEPS = 64
 #: The scale of normal numbers with variance 1 under which e2m1 loses least, before it becomes a power of two (Panferov
 #: et al., "QuEST", arXiv 2502.05003; the number is that of Castro et al., "Quartet", arXiv 2505.14669).
 QUEST_SCALE = 2.92247856 / 6
-
-
-def smallest_positive(fmt: ElementFormat) -> Fraction:
-    """The smallest positive value of a format that has one."""
-    assert fmt.smallest is not None
-    return Fraction(fmt.smallest)
 
 
 # -- percentiles -------------------------------------------------------------------------------------------------------
@@ -68,7 +61,10 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Ar
         return jnp.sum(within, axis=axes, keepdims=True, dtype=jnp.int32)
 
     assert plan.rule.percentile is not None
-    rank = _percentile_rank(count(finite), plan.rule.percentile / 100)
+    share = plan.rule.percentile / 100
+    number = count(finite)
+    whole, rest = number // share.denominator, number % share.denominator
+    rank = whole * share.numerator - (-rest * share.numerator) // share.denominator  # without a product that overflows
 
     def step(i: Array, least: Array) -> Array:
         bit = lax.shift_left(jnp.ones_like(least), jnp.full_like(least, compute.work_width - 2) - i.astype(least.dtype))
@@ -77,12 +73,6 @@ def fit_percentile(x: Array, axes: tuple[int, ...], plan: ScaledPlan, tensor: Ar
 
     least = lax.fori_loop(0, compute.work_width - 1, step, jnp.zeros_like(largest))
     return BlockScales(round_scales((bit_ops.lax_where(least == 0, largest, least),), None, plan)[0])
-
-
-def _percentile_rank(count: Array, share: Fraction) -> Array:
-    """ceil(count share), without a product that overflows."""
-    whole, rest = count // share.denominator, count % share.denominator
-    return whole * share.numerator - (-rest * share.numerator) // share.denominator
 
 
 # -- least squares -----------------------------------------------------------------------------------------------------

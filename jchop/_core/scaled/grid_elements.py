@@ -26,6 +26,7 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
+from jchop._core.arithmetic.double_word import full_word_product
 from jchop._core.arithmetic.float64 import (
     FLOAT64_LEAD,
     double_to_bits,
@@ -35,7 +36,7 @@ from jchop._core.arithmetic.float64 import (
     widen_magnitude,
 )
 from jchop._core.elementary.pairs import split_significand
-from jchop._core.rounding.codes import bits_to_float, decode_elements, extend_exponent, float_to_bits
+from jchop._core.rounding.codes import bits_to_float, extend_exponent, float_to_bits
 from jchop._core.rounding.modes import AWAY_FROM_ZERO, BetweenNeighbours, RandomBits, take_random_bits
 from jchop._core.scaled.elements import SAFE_EXPONENT, TENSOR_SCALE, BlockScales, ScaledPlan, scale_magnitude
 from jchop.formats import FloatFormat, UniformFormat
@@ -267,7 +268,7 @@ def _compare_share_by_words(rest: Array, quantum: Array, word: Array) -> tuple[A
     upper, fraction = _whole_and_fraction(fraction * 2.0**16)
     lower, fraction = _whole_and_fraction(fraction * 2.0**16)
     significand = (bits & bit_ops.low_mask(FLOAT32.fraction) | 1 << FLOAT32.fraction).astype(jnp.uint32)
-    high, low = _multiply_24_by_32_bits(significand, word)
+    high, low = full_word_product(significand, word)
     of_rest = (upper << 16 | lower).astype(jnp.uint32)
     whole = whole.astype(jnp.uint32)
     same = (whole == high) & (of_rest == low)
@@ -290,20 +291,6 @@ def _whole_and_fraction(x: Array) -> tuple[Array, Array]:
     """A whole number below 2^25, and the fraction."""
     whole = x.astype(jnp.int32)
     return whole, x - whole.astype(jnp.float32)
-
-
-def _multiply_24_by_32_bits(a: Array, b: Array) -> tuple[Array, Array]:
-    """The product of 24 and 32 bits as two words."""
-    a_low, a_high = a & 0xFFF, a >> 12
-
-    def part(half: Array) -> tuple[Array, Array]:  # a times 16 bits: in units of 2^12, and the rest
-        product = a_low * half
-        return a_high * half + (product >> 12), product & 0xFFF
-
-    (upper, upper_rest), (lower, lower_rest) = part(b >> 16), part(b & 0xFFFF)
-    first, second = ((upper & 15) << 12 | upper_rest) << 16, lower << 12 | lower_rest
-    low = first + second
-    return (upper >> 4) + (lower >> 20) + (low < first).astype(jnp.uint32), low
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------
@@ -444,29 +431,21 @@ def supports_float_decode(plan: ScaledPlan) -> bool:
     """Whether `multiply_floats_by_scales` gives the numbers of the exact way."""
     if not has_plain_floats(plan):
         return False
+    scale, fmt, exact = plan.scale, plan.element.format, _float_products_are_exact(plan)
     if plan.rule.tensor_scale:
-        return _supports_two_scales(plan)
-    return plan.carrier is FLOAT32 or (_float_products_are_exact(plan) and _float_products_are_multiples(plan))
+        assert fmt.smallest is not None
+        ends = (scale.smallest * fmt.smallest, scale.max * fmt.max)
+        within = all(2.0**-LEAST_FACTOR_EXPONENT <= end <= 2.0**MOST_FACTOR_EXPONENT for end in ends)
+        return plan.carrier is FLOAT32 and exact and within
+    # Or every product is a multiple of the smallest number.
+    smallest = Fraction(scale.smallest) * Fraction(fmt.smallest or 1)
+    return plan.carrier is FLOAT32 or (exact and smallest >= Fraction(2) ** FLOAT32.tiny_exponent)
 
 
 def _float_products_are_exact(plan: ScaledPlan) -> bool:
     """Whether products with scales need rounding only below the normal range."""
     fmt = cast(FloatFormat, plan.element.format)
     return plan.is_power or fmt.frac_bits + plan.scale.frac_bits + 2 <= FLOAT32.fraction + 1
-
-
-def _float_products_are_multiples(plan: ScaledPlan) -> bool:
-    """Whether every product is a multiple of the smallest number."""
-    smallest = Fraction(plan.scale.smallest) * Fraction(plan.element.format.smallest or 1)
-    return smallest >= Fraction(2) ** FLOAT32.tiny_exponent
-
-
-def _supports_two_scales(plan: ScaledPlan) -> bool:
-    scale, fmt = plan.scale, plan.element.format
-    assert fmt.smallest is not None
-    ends = (scale.smallest * fmt.smallest, scale.max * fmt.max)
-    within = all(2.0**-LEAST_FACTOR_EXPONENT <= end <= 2.0**MOST_FACTOR_EXPONENT for end in ends)
-    return plan.carrier is FLOAT32 and _float_products_are_exact(plan) and within
 
 
 def clamps_overflow(plan: ScaledPlan) -> bool:
@@ -619,12 +598,6 @@ def _halves_of_scales(scales: BlockScales, plan: ScaledPlan) -> tuple[GroupQuant
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def decode_floats(codes: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
-    """Codes times scales, if `multiply_floats_by_scales` applies."""
-    fmt = cast(FloatFormat, plan.element.format)
-    return multiply_floats_by_scales(decode_elements(codes, fmt, FLOAT32, short=True), scales, plan)
-
-
 def multiply_floats_by_scales(values: Array, scales: BlockScales, plan: ScaledPlan) -> Array:
     """Values of the format times scales, rounded once; float32.
 
@@ -655,18 +628,15 @@ _MOST_SCALE_BITS, _SNAP_PLACES = 30, 32
 def supports_float64_encode(plan: ScaledPlan) -> bool:
     """Whether `encode_in_float64` and `round_in_float64` give the results of the exact way, in float64."""
     element, fmt = plan.element, plan.element.format
-    if plan.compute is not FLOAT32 or _bits_of_scales(plan) > _MOST_SCALE_BITS:
+    scale_bits = 1 if plan.is_power else plan.scale.frac_bits + 1
+    scale_bits += TENSOR_SCALE.frac_bits + 1 if plan.rule.tensor_scale else 0
+    if plan.compute is not FLOAT32 or scale_bits > _MOST_SCALE_BITS:
         return False
     if element.rounding not in {*NEAREST_INCREMENTS, *DIRECTIONAL_MODES, *STOCHASTIC_MODES}:
         return False
     return (
         has_plain_integers(plan) if isinstance(fmt, UniformFormat) else has_plain_floats(plan) and clamps_overflow(plan)
     )
-
-
-def _bits_of_scales(plan: ScaledPlan) -> int:
-    own = 1 if plan.is_power else plan.scale.frac_bits + 1
-    return own + TENSOR_SCALE.frac_bits + 1 if plan.rule.tensor_scale else own
 
 
 def materialize_scale_pairs(scales: BlockScales, plan: ScaledPlan) -> BlockScales:

@@ -1,15 +1,19 @@
-"""Groups of elements that share a scale: views of an array in which some axes run through each group."""
+"""Groups of elements: views of an array in which some axes run through each group, and n of every m numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jchop._common.bit_ops import gather_cut_axes
+from jchop._common import bit_ops
+from jchop._common.bit_ops import CARRIERS, gather_cut_axes
+from jchop.formats import ScaledFormat
+from jchop.formats.scaled.scaled import sparse_length
 
 Array = jax.Array
 
@@ -66,8 +70,8 @@ class Groups:
         if any(missing):
             x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
         # One axis at a time: explicit shardings support such reshapes.
-        for at in self._within:
-            size = self.sizes[self._axis_of(at)]
+        for before, at in enumerate(self._within, 1):
+            size = self.sizes[at - before]
             x = x.reshape(*x.shape[: at - 1], x.shape[at - 1] // size, size, *x.shape[at:])
         return x
 
@@ -96,6 +100,99 @@ class Groups:
         """The inverse of `squeeze`."""
         return lax.expand_dims(x, self._within)
 
-    def _axis_of(self, at: int) -> int:
-        """The axis of the array that was split into this axis of the view."""
-        return at - 1 - self._within.index(at)
+
+# == n of every m numbers ==============================================================================================
+# Groups are m consecutive numbers of an axis; the last one may be shorter. An array of the kept numbers has the
+# numbers of each group in their order, so its axis has n numbers for each group.
+
+
+def sparse_mask(x: Array, fmt: ScaledFormat) -> Array:
+    """Which numbers of an array a format with `sparse` keeps: those of largest magnitude.
+
+    Magnitudes are compared as integers, so subnormal numbers count on every backend. All NaN are equal.
+    """
+    assert fmt.sparse is not None
+    axis = fmt.axis_of_sparse % x.ndim
+    magnitude = jnp.minimum(bit_ops.split_sign(x, carrier := CARRIERS[x.dtype.name])[1], carrier.inf + 1)
+    return jnp.moveaxis(largest_mask((jnp.moveaxis(magnitude, axis, 0),), *fmt.sparse), 0, axis)
+
+
+def drop_outside_mask(x: Array, mask: Array, fmt: ScaledFormat) -> Array:
+    """An array whose dropped numbers do not count when scales are chosen.
+
+    They become NaN, or 0 where the ends of a group decide, since a NaN could make its whole group NaN (`nan_block`).
+    """
+    return bit_ops.lax_where(mask, x, jnp.asarray(0 if fmt.scale_rule.by_ends else jnp.nan, x.dtype))
+
+
+def largest_mask(keys: tuple[Array, ...], n: int, m: int) -> Array:
+    """The n largest of every m numbers along the first axis; the last group may be shorter.
+
+    Args:
+        keys: the numbers, and others in the same shape that decide between equal ones; none is negative. Last decides
+            the place.
+        n: how many.
+        m: of how many.
+    """
+    count = len(keys[0])
+    groups = [_split_sparse_groups(key, m, 0) for key in keys]
+    place = np.arange(m).reshape(m, *(1,) * (keys[0].ndim - 1))
+    before = jnp.asarray(place[None, None] < place[None, :, None])  # (1, own, other, ...)
+    for key in reversed(groups):
+        own, other = key[:, :, None], key[:, None]
+        before = (other > own) | ((other == own) & before)
+    return _join_sparse_groups(before.sum(2) < n, 0, count)
+
+
+def gather_sparse(entries: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Array:
+    """The kept ones of an array of integers.
+
+    Args:
+        entries: the array.
+        mask: which are kept, n of every m.
+        sparse: n and m.
+        axis: of the groups, from 0.
+    """
+    (n, m), length = sparse, entries.shape[axis]
+    which, own = _split_sparse_groups(mask, m, axis), _split_sparse_groups(entries, m, axis)
+    rank = bit_ops.lax_where(which, _ranks_in_groups(which, axis + 1), n)
+    number = np.arange(n).reshape(n, *(1,) * (entries.ndim - axis))
+    match = jnp.expand_dims(rank, axis + 1) == number  # (..., groups, n, m, ...)
+    result = bit_ops.lax_where(match, jnp.expand_dims(own, axis + 1), 0).sum(axis + 2, dtype=entries.dtype)
+    return _join_sparse_groups(result, axis, sparse_length(sparse, length))
+
+
+def scatter_sparse(values: Array, mask: Array, sparse: tuple[int, int], axis: int) -> Array:
+    """The inverse of `gather_sparse`, in the shape of `mask`: a dropped entry is one of the kept ones of its group.
+
+    Differentiable in `values`.
+    """
+    (n, m), length = sparse, mask.shape[axis]
+    which, own = _split_sparse_groups(mask, m, axis), _split_sparse_groups(values, n, axis)
+    rank = _ranks_in_groups(which, axis + 1)
+    each = [jax.lax.slice_in_dim(own, i, i + 1, axis=axis + 1) for i in range(n)]
+    result = reduce(lambda result, i: bit_ops.lax_where(rank >= i, each[i], result), range(1, n), each[0])
+    return _join_sparse_groups(jnp.broadcast_to(result, rank.shape), axis, length)
+
+
+def _split_sparse_groups(x: Array, size: int, axis: int) -> Array:
+    """An array with an axis split into groups, the last of which is filled up with zeros."""
+    x = gather_cut_axes(x, [size if i == axis else 1 for i in range(x.ndim)])
+    missing = -x.shape[axis] % size
+    if missing:
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def _join_sparse_groups(x: Array, axis: int, length: int) -> Array:
+    """The inverse of `_split_sparse_groups`, for an axis of a length."""
+    result = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(result, 0, length, axis=axis)
+
+
+def _ranks_in_groups(which: Array, axis: int) -> Array:
+    """How many before each one are set along an axis."""
+    m = which.shape[axis]
+    place = np.arange(m)
+    before = (place[None] < place[:, None]).reshape(m, m, *(1,) * (which.ndim - axis - 1))
+    return (jnp.expand_dims(which, axis) & before).sum(axis + 1, dtype=jnp.int32)

@@ -127,7 +127,12 @@ def _quantize_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> tuple[Ar
     exponent, scale = _plain_scale_exponent(largest, plan), plan.scale
     quotient, fmt = x * _plain_scale(-exponent), plan.element.format
     assert isinstance(fmt, FloatFormat | UniformFormat)
-    codes = _encode_plain_float(quotient, fmt) if isinstance(fmt, FloatFormat) else _encode_plain_uniform(quotient, fmt)
+    if isinstance(fmt, FloatFormat):
+        sign, step = _round_plain_quotient(quotient, fmt)
+        codes = step.code(fmt) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
+    else:
+        total = jnp.minimum(jnp.maximum(quotient, float(fmt.min)), float(fmt.max)) + _uniform_shift(fmt)
+        codes = float_to_bits(total) & bit_ops.low_mask(fmt.bits)
     return codes.astype(fmt.code_dtype), (exponent + scale.bias).astype(scale.code_dtype)
 
 
@@ -136,18 +141,12 @@ def _round_plain_tile(x: Array, largest: Array, plan: ScaledPlan) -> Array:
     assert isinstance(fmt, FloatFormat | UniformFormat)
     scale = _plain_scale(exponent)
     if isinstance(fmt, FloatFormat):
-        return narrow_16_bit(_round_plain_float(x * _plain_scale(-exponent), fmt) * scale, plan.carrier)
-    return narrow_16_bit(_round_plain_uniform(x, scale, fmt), plan.carrier)
-
-
-def _encode_plain_float(quotient: Array, fmt: FloatFormat) -> Array:
-    sign, step = _round_plain_quotient(quotient, fmt)
-    return step.code(fmt) | lax.shift_right_logical(sign, jnp.full_like(sign, 32 - fmt.bits))
-
-
-def _round_plain_float(quotient: Array, fmt: FloatFormat) -> Array:
-    sign, step = _round_plain_quotient(quotient, fmt)
-    return bits_to_float(float_to_bits(step.number) | sign)
+        sign, step = _round_plain_quotient(x * _plain_scale(-exponent), fmt)
+        return narrow_16_bit(bits_to_float(float_to_bits(step.number) | sign) * scale, plan.carrier)
+    # On the scaled grid itself: XLA would combine the addition and subtraction of a constant.
+    shift = scale * _uniform_shift(fmt)
+    within = jnp.minimum(jnp.maximum(x, scale * float(fmt.min)), scale * float(fmt.max))
+    return narrow_16_bit((within + shift) - shift, plan.carrier)
 
 
 def _round_plain_quotient(quotient: Array, fmt: FloatFormat) -> tuple[Array, grid_elements.GridStep]:
@@ -155,25 +154,9 @@ def _round_plain_quotient(quotient: Array, fmt: FloatFormat) -> tuple[Array, gri
     return sign, grid_elements.nearest_grid_step(jnp.minimum(bits_to_float(bits), float(fmt.max)), fmt)
 
 
-# -- integers and fixed point ------------------------------------------------------------------------------------------
-# Adding 1.5 times 2^F quanta rounds a number of either sign to a multiple of the quantum. The low bits are then its
-# two's complement code.
-
-
 def _uniform_shift(fmt: UniformFormat) -> float:
+    """Its sum with a number is rounded to a multiple of the quantum, and has its code in the low bits."""
     return 1.5 * 2.0 ** (FLOAT32.fraction - fmt.frac_bits)
-
-
-def _encode_plain_uniform(quotient: Array, fmt: UniformFormat) -> Array:
-    total = jnp.minimum(jnp.maximum(quotient, float(fmt.min)), float(fmt.max)) + _uniform_shift(fmt)
-    return float_to_bits(total) & bit_ops.low_mask(fmt.bits)
-
-
-def _round_plain_uniform(x: Array, scale: Array, fmt: UniformFormat) -> Array:
-    """Rounds on the scaled grid itself: XLA would combine the addition and subtraction of a constant."""
-    shift = scale * _uniform_shift(fmt)
-    within = jnp.minimum(jnp.maximum(x, scale * float(fmt.min)), scale * float(fmt.max))
-    return (within + shift) - shift
 
 
 # == other scales ======================================================================================================
@@ -206,18 +189,13 @@ def plain_tile_scales(
         tensor: as for `choose_scales`.
     """
     largest = largest_with_specials(x, axis)
-    scales = (
-        BlockScales(_divide_by_short_divisor(largest, plan))
-        if _has_short_divisor(plan)
-        else choose_scales(x, axis, plan, tensor)
-    )
-    return scales, largest, all_true(are_plain(largest) & are_in_safe_range(scales, plan))
-
-
-def _has_short_divisor(plan: ScaledPlan) -> bool:
     (count, exponent), *more = map(divisor_parts, plan.divisors)
     plain = not (more or plan.is_power or plan.rule.tensor_scale) and plan.scale == binary32
-    return plain and count < 1 << _HALF_SIGNIFICAND_BITS and abs(exponent) < SAFE_EXPONENT
+    if plain and count < 1 << _HALF_SIGNIFICAND_BITS and abs(exponent) < SAFE_EXPONENT:
+        scales = BlockScales(_divide_by_short_divisor(largest, plan))
+    else:
+        scales = choose_scales(x, axis, plan, tensor)
+    return scales, largest, all_true(are_plain(largest) & are_in_safe_range(scales, plan))
 
 
 def _divide_by_short_divisor(largest: Array, plan: ScaledPlan) -> Array:

@@ -9,7 +9,7 @@ neighbours are whole numbers, and every mode depends only on v; the parity of v 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,11 +28,10 @@ from jchop._core.arithmetic.double_word import (
     exact_quotient,
     significand_of_extended,
 )
-from jchop._core.arithmetic.exact import ExactResult, round_exact
-from jchop._core.arithmetic.ranges import range_of
+from jchop._core.arithmetic.exact import ExactResult, range_of, round_exact
 from jchop._core.rounding import modes
 from jchop._core.rounding.codes import decode_elements, encode_elements
-from jchop._core.rounding.modes import RandomBits, take_random_bits
+from jchop._core.rounding.modes import take_random_bits
 from jchop._core.scaled import elements
 from jchop._core.scaled.elements import (
     BlockScales,
@@ -63,28 +62,6 @@ def _integer_format(plan: ScaledPlan) -> IntegerFormat:
 # -- rounding ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _QuotientPlusZero(modes.DiscardedFraction):
-    """|v| = low + (share + epsilon) 2^-W with 0 <= epsilon < 1; epsilon > 0 if `sticky`."""
-
-    low: Array
-    word: Array
-    sticky: Array
-    negative: Array
-    draw: RandomBits | None
-
-    @property
-    def inexact(self) -> Array:
-        return (self.word != 0) | self.sticky
-
-    @property
-    def odd(self) -> Array:
-        return self.low & 1 != 0
-
-    def share(self) -> tuple[Array, Array]:
-        return self.word, self.sticky
-
-
 def round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: ScaledPlan, word: Array | None) -> Array:
     """The sums x / s + z, or (x - z) / s, rounded once to whole numbers, not yet clamped to the ends of the format.
 
@@ -107,7 +84,10 @@ def round_with_zero_points(x: Array, scales: BlockScales, zero: Array, plan: Sca
     else:
         v, some = _divide_by_scales(sign, magnitude, scales, plan)
     whole, share, sticky = _whole_and_share(v, some, compute)
-    total, share = _floor_and_share(v.sign != 0, whole, share, sticky)
+    # The floor of a negative v = -(whole + share), and the word that follows it.
+    negative, inexact = v.sign != 0, ((share != 0) | sticky).astype(whole.dtype)
+    total = bit_ops.lax_where(negative, -whole - inexact, whole)
+    share = bit_ops.lax_where(negative, _complement_of_share(share, sticky), share)
     sums = _round_floor_and_share(total + zero.astype(total.dtype), share, sticky, plan, word)
     far = jnp.full_like(sums, 1 << _MOST_WHOLE_EXPONENT)
     beyond = bit_ops.lax_where((sign != 0) & (magnitude == compute.inf), -far, far)
@@ -122,7 +102,8 @@ def _round_floor_and_share(total: Array, share: Array, sticky: Array, plan: Scal
         bit_ops.lax_where(negative, -total - inexact, total),
         bit_ops.lax_where(negative, _complement_of_share(share, sticky), share),
     )
-    v = _QuotientPlusZero(low, share, sticky, negative, take_random_bits(word, element, plan.compute))
+    draw = take_random_bits(word, element, plan.compute)
+    v = modes.KnownFraction(negative, (share != 0) | sticky, low & 1 != 0, (share, sticky), draw)
     away = modes.AWAY_FROM_ZERO[element.rounding](v)
     whole = low + jnp.asarray(away).astype(low.dtype)
     return bit_ops.lax_where(negative, -whole, whole)
@@ -187,14 +168,6 @@ def _whole_and_share(v: ExactResult, some: Array, carrier: Carrier) -> tuple[Arr
     sticky = v.sticky | bit_ops.lax_where(less, small_tail | far, tail)
     whole, share = bit_ops.lax_where(less, 0, whole), bit_ops.lax_where(less, small, share)
     return bit_ops.lax_where(some, whole, 0), bit_ops.lax_where(some, share, 0), sticky & some
-
-
-def _floor_and_share(negative: Array, whole: Array, share: Array, sticky: Array) -> tuple[Array, Array]:
-    """floor(v) of v = +-(whole + share), and the word that follows it."""
-    inexact = ((share != 0) | sticky).astype(whole.dtype)
-    return bit_ops.lax_where(negative, -whole - inexact, whole), bit_ops.lax_where(
-        negative, _complement_of_share(share, sticky), share
-    )
 
 
 def _complement_of_share(share: Array, sticky: Array) -> Array:
@@ -285,8 +258,9 @@ def fit_range(x: Array, axes: tuple[int, ...], plan: ScaledPlan) -> tuple[BlockS
     least = bit_ops.join_sign(jnp.full_like(low, compute.sign_bit), low, compute)
     scales, _ = _scales_of_ranges(least, number_of_magnitude(top, compute), plan)
     whole, share, sticky = _whole_and_share(*_divide_by_scales(jnp.zeros_like(low), low, scales, plan), compute)
-    quotient = _QuotientPlusZero(whole, share, sticky, whole < 0, None)
-    nearest = whole + quotient.nearest(quotient.odd).astype(whole.dtype)
+    odd = whole & 1 != 0
+    quotient = modes.KnownFraction(whole < 0, (share != 0) | sticky, odd, (share, sticky))
+    nearest = whole + quotient.nearest(odd).astype(whole.dtype)
     return scales, bit_ops.lax_clip(fmt.min_code + nearest, fmt.min_code, fmt.max_code).astype(jnp.int32)
 
 

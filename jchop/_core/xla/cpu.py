@@ -113,7 +113,7 @@ CPU_QUIRKS: tuple[Quirk, ...] = (
         "sums_ordered_by_fusion",
         "A sum of numbers that are computed in its loop has other bits than the sum of the same numbers in memory.",
         "Parameters that a program computes with itself, and the matrix of a product with one row or one column, are "
-        "read from memory, packed or not (`_kernels/materialize.py`).",
+        "read from memory, packed or not (`materialize` in `_kernels/primitive.py`).",
     ),
     Quirk(
         "barriers_removed_before_fusion",
@@ -249,7 +249,10 @@ def _divide_leaves_by_one(*leaves: Array) -> list[Array]:
         parts = map(_divide_by_one, group) if apart else _divide_by_one(jnp.stack(group))
         for place, part in zip(places, parts, strict=True):
             words[place] = part
-    return [_number_of_integer(word, x.dtype) for word, x in zip(words, leaves, strict=True)]
+    return [
+        word != 0 if x.dtype == bool else lax.bitcast_convert_type(word, x.dtype)
+        for word, x in zip(words, leaves, strict=True)
+    ]
 
 
 def _primitive_on_cpu(name: str, fun: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
@@ -275,11 +278,6 @@ def _integer_of_bits(x: Array) -> Array:
         if jnp.issubdtype(x.dtype, bool)
         else lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
     )
-
-
-def _number_of_integer(word: Array, dtype: Any) -> Array:
-    """The inverse of `_integer_of_bits`."""
-    return word != 0 if jnp.issubdtype(dtype, bool) else lax.bitcast_convert_type(word, dtype)
 
 
 def _divide_by_one(words: Array) -> Array:

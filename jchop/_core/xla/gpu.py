@@ -36,7 +36,7 @@ GPU_QUIRKS = (
         "float8_of_pallas_without_units",
         "In a kernel of Pallas-Triton a product of float8 with float32 sums is one of float16 on the H200: Pallas asks "
         "for exact sums, and its public names cannot ask for others.",
-        "`_kernels/products/float8_dot_gpu.py`: a rule of its own for Pallas, which asks for the sums of the units.",
+        "`_kernels/products/product_of_blocks_gpu.py`: a rule of its own for Pallas, which asks for their sums.",
         versions_with=("0.10", "0.12"),
     ),
 )

@@ -1,19 +1,16 @@
 """Sums with a named order: reductions, products, convolutions, cumulative sums, scatters; and complex operations."""
 
 from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
 from jchop._common.bit_ops import CARRIERS, in_auto_mesh
 from jchop._common.settings import always_jit
 from jchop._core.arithmetic.ranges import range_of
@@ -27,6 +24,22 @@ from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import SeedDraw, Seeds
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
+from jchop._core.arithmetic.exact import range_of
+from jchop._core.matmul.operations import (
+    cumulative_along,
+    fold_seeds,
+    operation_carrier,
+    operation_words,
+    product_along,
+    round_operation,
+    spec_draws,
+    sum_along,
+)
+from jchop._emulate.rules.run_task import round_value
+from jchop._emulate.rules.step import EmulatedStep
+from jchop._emulate.rules.value_facts import is_exact_under, is_number
+from jchop._program.seeds import Seeds
+
 
 Array = jax.Array
 

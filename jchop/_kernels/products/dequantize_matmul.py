@@ -119,11 +119,9 @@ class DequantizeMatmulTpuTiling(Tiling):
         """An upper estimate of the memory on chip: two of each block, since one is fetched while the other is used."""
         m, n, k, parts = self.block_m, self.block_n, self.block_k, problem.parts
         rows = min(problem.group, self.block_k)
-        blocks = m * k * problem.itemsize + k * n + parts * n * (m * problem.itemsize + 4 * self._scale_rows(problem))
+        scale_rows = problem.groups if self.divides(problem) else -(-self.block_k // problem.group)
+        blocks = m * k * problem.itemsize + k * n + parts * n * (m * problem.itemsize + 4 * scale_rows)
         return 2 * blocks + parts * n * (8 * m + 4 * rows) + rows * n * 8
-
-    def _scale_rows(self, problem: DequantizeMatmulProblem) -> int:
-        return problem.groups if self.divides(problem) else -(-self.block_k // problem.group)
 
     def divides(self, problem: DequantizeMatmulProblem) -> bool:
         """Whether a tile is a part of a group or one group, not several groups."""

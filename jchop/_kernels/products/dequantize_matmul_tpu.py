@@ -7,7 +7,7 @@ A step takes several whole groups, each with a separate product, or a part of on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple
 from typing import Any
 
 import jax
@@ -51,17 +51,51 @@ def tpu_dequantize_matmul(
         return jnp.zeros((m, n), x.dtype)
     tiling = tiling or DequantizeMatmulTpuTiling.for_shape(problem)
     assert tiling is not None
-    block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
-    tile = _DequantizeMatmulTpuTile(problem, tiling, format)
-    grid = TpuGrid({"i": pl.cdiv(m, block_m), "j": pl.cdiv(problem.width, block_n), "t": tile.steps}, "t")
+    block_m, block_n, block_k, group, divides = *astuple(tiling), problem.group, tiling.divides(problem)
+    groups, steps = -(-block_k // group), -(-problem.k // block_k)  # of a step, 1 if it takes a part of one; along k
+
+    def kernel(x: Any, codes: Any, scales: Any, out: Any, total: Any) -> None:
+        step = pl.program_id(2)
+
+        @pl.when(step == 0)
+        def _() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        def scales_of(part: int, i: int) -> Array:
+            """The scales of the step's group number `i` for one part of W, (1, block_n)."""
+            if not divides:
+                return scales[part, i : i + 1, :]
+            if problem.groups == 1:
+                return scales[part]
+            return scales[part, pl.ds(lax.div(step, np.int32(group // block_k)), 1), :]
+
+        for i in range(groups):  # adds the scaled product of a group to the sums
+            rows = slice(i * group, min((i + 1) * group, block_k))
+            xs, cs = x[:, rows], codes[rows, :].astype(jnp.int32)
+            remaining_rows = None
+            if problem.k % block_k:  # elements beyond the arrays are undefined
+                remaining_rows = problem.k - rows.start - step * block_k
+                xs = jnp.where(lax.broadcasted_iota(jnp.int32, xs.shape, 1) < remaining_rows, xs, jnp.zeros_like(xs))
+                cs = jnp.where(lax.broadcasted_iota(jnp.int32, cs.shape, 0) < remaining_rows, cs, 0)
+            for part, values in enumerate(decode_parts(cs, format, xs.dtype)):
+                scale = scales_of(part, i).astype(jnp.float32)
+                if remaining_rows is not None:
+                    scale = jnp.where(remaining_rows > 0, scale, 0)
+                total[part] += multiply_code_values(xs, values) * scale
+
+        @pl.when(step == steps - 1)
+        def _() -> None:
+            out[...] = total[...].astype(out.dtype)
+
+    grid = TpuGrid({"i": pl.cdiv(m, block_m), "j": pl.cdiv(problem.width, block_n), "t": steps}, "t")
     scale_parts = part_columns(scales, problem.parts)
-    if tiling.divides(problem):  # single rows are addressed, which packed dtypes do not allow
+    if divides:  # single rows are addressed, which packed dtypes do not allow
         scale_parts = scale_parts.astype(jnp.float32)
         scale_blocks = grid.blocks("*-j", problem.parts, problem.groups, block_n)
     else:
-        scale_blocks = grid.blocks("*tj", problem.parts, tile.groups, block_n)
+        scale_blocks = grid.blocks("*tj", problem.parts, groups, block_n)
     (product,) = call_on_tpu(
-        tile.kernel,
+        kernel,
         grid,
         [
             (x, grid.blocks("it", block_m, block_k)),
@@ -74,60 +108,3 @@ def tpu_dequantize_matmul(
         interpret=interpret,
     )
     return join_columns(product, n)
-
-
-@dataclass(frozen=True)
-class _DequantizeMatmulTpuTile:
-    """The kernel of one tile, and its static data."""
-
-    problem: DequantizeMatmulProblem
-    tiling: DequantizeMatmulTpuTiling
-    format: ElementFormat
-
-    @property
-    def groups(self) -> int:
-        """The number of groups in a step; 1 if a step takes a part of a group."""
-        return -(-self.tiling.block_k // self.problem.group)
-
-    @property
-    def steps(self) -> int:
-        """Steps along k."""
-        return -(-self.problem.k // self.tiling.block_k)
-
-    def kernel(self, x: Any, codes: Any, scales: Any, out: Any, total: Any) -> None:
-        step = pl.program_id(2)
-
-        @pl.when(step == 0)
-        def _() -> None:
-            total[...] = jnp.zeros_like(total)
-
-        for i in range(self.groups):
-            self._add_group(i, step, x, codes, scales, total)
-
-        @pl.when(step == self.steps - 1)
-        def _() -> None:
-            out[...] = total[...].astype(out.dtype)
-
-    def _add_group(self, i: int, step: Array, x: Any, codes: Any, scales: Any, total: Any) -> None:
-        """Adds the scaled product of the step's group number `i` to the sums."""
-        block_k = self.tiling.block_k
-        rows = slice(i * self.problem.group, min((i + 1) * self.problem.group, block_k))
-        xs, cs = x[:, rows], codes[rows, :].astype(jnp.int32)
-        remaining_rows = None
-        if self.problem.k % block_k:  # elements beyond the arrays are undefined
-            remaining_rows = self.problem.k - rows.start - step * block_k
-            xs = jnp.where(lax.broadcasted_iota(jnp.int32, xs.shape, 1) < remaining_rows, xs, jnp.zeros_like(xs))
-            cs = jnp.where(lax.broadcasted_iota(jnp.int32, cs.shape, 0) < remaining_rows, cs, 0)
-        for part, values in enumerate(decode_parts(cs, self.format, xs.dtype)):
-            scale = self._scale(scales, part, i, step).astype(jnp.float32)
-            if remaining_rows is not None:
-                scale = jnp.where(remaining_rows > 0, scale, 0)
-            total[part] += multiply_code_values(xs, values) * scale
-
-    def _scale(self, scales: Any, part: int, i: int, step: Array) -> Array:
-        """The scales of the step's group number `i` for one part of W, (1, block_n)."""
-        if not self.tiling.divides(self.problem):
-            return scales[part, i : i + 1, :]
-        if self.problem.groups == 1:
-            return scales[part]
-        return scales[part, pl.ds(lax.div(step, np.int32(self.problem.group // self.tiling.block_k)), 1), :]

@@ -271,10 +271,17 @@ def _tpu_sum_of_dots(run: _MatmulTpuRun, partial: Any) -> None:
     If a block is smaller than this part of the inner dimension, the other factors are replaced by zeros, whose products
     add nothing: a matrix unit computes 128 or more products in the time of a few.
     """
+    is_narrow = dot_operand(run.plan, ("bfloat16",)) == "bfloat16"
+    precision = None if is_narrow else lax.Precision.HIGHEST
 
     def add(stretch: _BlockStretch) -> None:
-        x, y = (_zeros_outside_stretch(ref[...], axis, stretch) for ref, axis in ((run.lhs[0], 1), (run.rhs[0], 0)))
-        partial[...] = jnp.where(stretch.starts, 0, partial[...]) + _tpu_dot(x, y, run.plan)
+        operands = []
+        for x, axis in ((run.lhs[0][...], 1), (run.rhs[0][...], 0)):
+            index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+            x = jnp.where((index >= stretch.begin) & (index < stretch.end), x, 0)
+            operands.append(x.astype(jnp.bfloat16) if is_narrow else x)
+        dot = jnp.dot(*operands, precision=precision, preferred_element_type=jnp.float32)
+        partial[...] = jnp.where(stretch.starts, 0, partial[...]) + dot
 
         @pl.when(stretch.ends)
         def _() -> None:
@@ -284,18 +291,6 @@ def _tpu_sum_of_dots(run: _MatmulTpuRun, partial: Any) -> None:
             run.chunks(chunk)
 
     run.stretches(add)
-
-
-def _zeros_outside_stretch(x: Array, axis: int, stretch: _BlockStretch) -> Array:
-    index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return jnp.where((index >= stretch.begin) & (index < stretch.end), x, 0)
-
-
-def _tpu_dot(x: Array, y: Array, plan: MatmulPlan) -> Array:
-    if dot_operand(plan, ("bfloat16",)) == "bfloat16":
-        x, y = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)
-        return jnp.dot(x, y, preferred_element_type=jnp.float32)
-    return jnp.dot(x, y, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def _tpu_sum_of_aligned_blocks(run: _MatmulTpuRun, *partial: Any) -> None:

@@ -7,7 +7,8 @@ next block are loaded while a block is multiplied. Every load and store is maske
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
-from jchop._kernels.products.float8_dot_gpu import dot_float8
 from jchop._kernels.products.product_of_blocks import (
     LONGEST_PRODUCT_STEP,
     ProductOfBlocksGpuTiling,
@@ -28,6 +30,9 @@ from jchop._kernels.products.product_of_blocks import (
 )
 
 Array = jax.Array
+
+#: Rows of tiles that follow one another, so that caches hold what they share.
+_GROUP_ROWS = 8
 
 
 def gpu_product_of_blocks(
@@ -62,15 +67,75 @@ def gpu_product_of_blocks(
             x.dtype != jnp.int8 and block > LONGEST_PRODUCT_STEP
         )
         tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, extra_registers=extra_registers)
-    tile = _ProductOfBlocksGpuTile(m, n, k, block, tiling, bool(interpret))
+    tall, wide, deep = tiling.block_m, tiling.block_n, tiling.block_k
+    down, across, blocks = pl.cdiv(m, tall), pl.cdiv(n, wide), pl.cdiv(k, block)
+
+    def kernel(x: Any, w: Any, parts: dict[str, Any], out: Any) -> None:
+        # The row and the column of this program's tile among tiles.
+        group, within = divmod_int32(pl.program_id(0), _GROUP_ROWS * across)
+        height = jnp.minimum(np.int32(down) - group * np.int32(_GROUP_ROWS), np.int32(_GROUP_ROWS))
+        i, j = group * np.int32(_GROUP_ROWS) + lax.rem(within, height), lax.div(within, height)
+        batch_index = pl.program_id(1)
+        rows = i * np.int32(tall) + lax.iota(jnp.int32, tall)
+        columns = j * np.int32(wide) + lax.iota(jnp.int32, wide)
+
+        def load(name: str, number: Any) -> Array:
+            """What a part has for the rows or columns of the tile, in block `number`."""
+            if name.startswith("x"):
+                return plt.load(parts[name].at[batch_index, rows, number], mask=rows < m, other=0)[:, None]
+            return plt.load(parts[name].at[batch_index, number, columns], mask=columns < n, other=0)[None, :]
+
+        along = {name: parts[name].shape[2 if name.startswith("x") else 1] for name in parts}
+        once = {name: load(name, np.int32(0)) for name in parts if along[name] == 1}
+        changing = [name for name in parts if name not in once]
+
+        def product_of_block(number: Array) -> Array:
+            """The sum of the products of elements of a block."""
+            begin = number * np.int32(block)
+            stop: Any = np.int32(k)
+            if block % deep:
+                stop = jnp.minimum(begin + np.int32(block), stop)
+            kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+
+            def step(start: Any) -> Array:
+                along = start + lax.iota(jnp.int32, deep)
+                a = load_tile(x, rows, along, m, stop, (batch_index,))
+                b = load_tile(w, columns, along, n, stop, (batch_index,))
+                if kind == jnp.float32:
+                    return dot_float8(a, b)
+                return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=kind)
+
+            steps = pl.cdiv(block, deep)
+            if steps == 1:
+                return step(begin)
+            sums = jnp.zeros((tall, wide), kind)
+            return lax.fori_loop(
+                np.int32(0), np.int32(steps), lambda t, sums: sums + step(begin + t * np.int32(deep)), sums
+            )
+
+        def add_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            total, *now = carry
+            following = jnp.minimum(number + np.int32(1), np.int32(blocks - 1))
+            then = [load(name, following) for name in changing]
+            values = once | dict(zip(changing, now, strict=True))
+            term = subtract_zero_points(product_of_block(number), values)
+            return total + multiply_scales(term, values, changing, bool(interpret)), *then
+
+        first = [load(name, np.int32(0)) for name in changing]
+        zeros = jnp.zeros((tall, wide), jnp.float32)
+        total, *_ = lax.fori_loop(np.int32(0), np.int32(blocks), add_block, (zeros, *first))
+        total = multiply_scales(total, once, once, bool(interpret))
+        place = out.at[batch_index, rows[:, None], columns[None, :]]
+        plt.store(place, total.astype(out.dtype), mask=(rows < m)[:, None] & (columns < n)[None, :])
+
     # As activations and packed weights (k, n) have them. Another order would reach back to x through XLA's layouts.
     parts_by_name = {
         name: part if name.startswith("x") else jnp.swapaxes(part, 1, 2)
         for name, part in named_parts(x, w, names, parts, block).items()
     }
     (result,) = call_on_gpu(
-        lambda x, w, *refs: tile.kernel(x, w, dict(zip(parts_by_name, refs[:-1], strict=True)), refs[-1]),
-        (tile.down * tile.across, batch),
+        lambda x, w, *refs: kernel(x, w, dict(zip(parts_by_name, refs[:-1], strict=True)), refs[-1]),
+        (down * across, batch),
         [x, w, *parts_by_name.values()],
         [((batch, m, n), dtype)],
         name="product_of_blocks",
@@ -80,93 +145,48 @@ def gpu_product_of_blocks(
     return result
 
 
-@dataclass(frozen=True)
-class _ProductOfBlocksGpuTile:
-    """The kernel of one tile, and its static data."""
+# == products of float8 ================================================================================================
+# Quirk `float8_of_pallas_without_units` of `_core/xla/gpu.py`. Only a rule of JAX's own can tell Triton how exact a
+# product has to be, and JAX has no public names for rules. This file alone uses the private ones. Without them float8
+# is multiplied as by Pallas: right, and slower.
 
-    m: int
-    n: int
-    k: int
-    block: int
-    tiling: ProductOfBlocksGpuTiling
-    interpret: bool
 
-    #: Rows of tiles that follow one another, so that caches hold what they share.
-    _GROUP_ROWS = 8
+#: How many products the units may sum before they add in float32: all of a tile.
+_MAX_IMPRECISE_PRODUCTS = 1 << 30
 
-    @property
-    def down(self) -> int:
-        return pl.cdiv(self.m, self.tiling.block_m)
 
-    @property
-    def across(self) -> int:
-        return pl.cdiv(self.n, self.tiling.block_n)
+def dot_float8(a: Array, b: Array) -> Array:
+    """The sums of products of float8 (m, k) and (n, k), of one dtype or two, as the unit sums them, float32 (m, n)."""
+    if not _register_float8_rule():
+        return _portable_float8_dot(a, b, None)
+    return _float8_dot_p.bind(a, b, jnp.zeros((a.shape[0], b.shape[0]), jnp.float32))
 
-    @property
-    def blocks(self) -> int:
-        return pl.cdiv(self.k, self.block)
 
-    def kernel(self, x: Any, w: Any, parts: dict[str, Any], out: Any) -> None:
-        i, j = self._corner()
-        batch = pl.program_id(1)
-        rows = i * np.int32(self.tiling.block_m) + lax.iota(jnp.int32, self.tiling.block_m)
-        columns = j * np.int32(self.tiling.block_n) + lax.iota(jnp.int32, self.tiling.block_n)
+def _portable_float8_dot(a: Array, b: Array, zeros: Array | None) -> Array:
+    del zeros
+    if a.dtype != b.dtype:  # which Pallas refuses
+        a, b = a.astype(jnp.float16), b.astype(jnp.float16)
+    return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
-        def load(name: str, number: Any) -> Array:
-            """What a part has for the rows or columns of the tile, in block `number`."""
-            if name.startswith("x"):
-                return plt.load(parts[name].at[batch, rows, number], mask=rows < self.m, other=0)[:, None]
-            return plt.load(parts[name].at[batch, number, columns], mask=columns < self.n, other=0)[None, :]
 
-        along = {name: parts[name].shape[2 if name.startswith("x") else 1] for name in parts}
-        once = {name: load(name, np.int32(0)) for name in parts if along[name] == 1}
-        changing = [name for name in parts if name not in once]
+_float8_dot_p = Primitive("jchop_float8_dot")
+_float8_dot_p.def_impl(_portable_float8_dot)
+_float8_dot_p.def_abstract_eval(lambda a, b, zeros: zeros)
+mlir.register_lowering(_float8_dot_p, mlir.lower_fun(_portable_float8_dot, multiple_results=False))
 
-        def add_block(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            total, *now = carry
-            following = jnp.minimum(number + np.int32(1), np.int32(self.blocks - 1))
-            then = [load(name, following) for name in changing]
-            values = once | dict(zip(changing, now, strict=True))
-            term = self._of_block(x, w, batch, number, rows, columns)
-            term = subtract_zero_points(term, values)
-            return total + multiply_scales(term, values, changing, self.interpret), *then
 
-        zeros = jnp.zeros((self.tiling.block_m, self.tiling.block_n), jnp.float32)
-        first = [load(name, np.int32(0)) for name in changing]
-        total, *_ = lax.fori_loop(np.int32(0), np.int32(self.blocks), add_block, (zeros, *first))
-        total = multiply_scales(total, once, once, self.interpret)
-        place = out.at[batch, rows[:, None], columns[None, :]]
-        mask = (rows < self.m)[:, None] & (columns < self.n)[None, :]
-        plt.store(place, total.astype(out.dtype), mask=mask)
+@lru_cache(maxsize=1)
+def _register_float8_rule() -> bool:
+    """Registers the rule with Pallas; False if its names are gone."""
+    try:
+        lowering = importlib.import_module("jax._src.pallas.triton.lowering")
+        dialect = importlib.import_module("jax._src.lib.triton").dialect
+        register, dot, transpose = lowering.register_lowering, dialect.dot, dialect.trans
+    except (ImportError, AttributeError):
+        return False
 
-    def _corner(self) -> tuple[Array, Array]:
-        """The row and the column of this program's tile among tiles."""
-        group, within = divmod_int32(pl.program_id(0), self._GROUP_ROWS * self.across)
-        first = group * np.int32(self._GROUP_ROWS)
-        height = jnp.minimum(np.int32(self.down) - first, np.int32(self._GROUP_ROWS))
-        return first + lax.rem(within, height), lax.div(within, height)
+    def lower(ctx: Any, a: Any, b: Any, zeros: Any) -> Any:
+        return dot(a, transpose(b, (1, 0)), zeros, max_num_imprecise_acc=_MAX_IMPRECISE_PRODUCTS)
 
-    def _of_block(self, x: Any, w: Any, batch: Array, number: Array, rows: Array, columns: Array) -> Array:
-        """The sum of the products of elements of a block."""
-        deep = self.tiling.block_k
-        begin = number * np.int32(self.block)
-        stop: Any = np.int32(self.k)
-        if self.block % deep:
-            stop = jnp.minimum(begin + np.int32(self.block), stop)
-        kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-
-        def step(start: Any) -> Array:
-            along = start + lax.iota(jnp.int32, deep)
-            a = load_tile(x, rows, along, self.m, stop, (batch,))
-            b = load_tile(w, columns, along, self.n, stop, (batch,))
-            if kind == jnp.float32:
-                return dot_float8(a, b)
-            return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=kind)
-
-        steps = pl.cdiv(self.block, deep)
-        if steps == 1:
-            return step(begin)
-        zeros = jnp.zeros((self.tiling.block_m, self.tiling.block_n), kind)
-        return lax.fori_loop(
-            np.int32(0), np.int32(steps), lambda t, sums: sums + step(begin + t * np.int32(deep)), zeros
-        )
+    register(_float8_dot_p)(lower)
+    return True

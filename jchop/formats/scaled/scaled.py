@@ -7,14 +7,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jchop._common.checks import check_bool, check_int, check_text, quote
-from jchop.formats._base import ElementFormat
+from jchop._common.checks import check, check_bool, check_int, check_text, quote
+from jchop.formats._base import ElementFormat, format_html
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
 from jchop.formats._codebook import CodebookFormat
 from jchop.formats._element_text import (
@@ -27,7 +27,6 @@ from jchop.formats._element_text import (
     split_options,
     unknown_format_error,
 )
-from jchop.formats._facts import format_html
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import TaperedFormat
@@ -62,12 +61,6 @@ def sparse_length(sparse: tuple[int, int], length: int) -> int:
     return whole * sparse[0] + min(sparse[0], rest)
 
 
-def check_zero_point(value: object) -> None:
-    """Refuses an unknown kind of zero points."""
-    if value is not None and (not isinstance(value, str) or value not in ("integer", "float")):
-        raise ValueError(f"zero_point={value!r} must be None, 'integer' or 'float'")
-
-
 def as_format_axes(name: str, value: object) -> int | tuple[int, ...]:
     """An axis, or several, as they are stored: a tuple of one axis becomes that axis."""
     if isinstance(value, tuple | list):
@@ -78,12 +71,6 @@ def as_format_axes(name: str, value: object) -> int | tuple[int, ...]:
     return check_int(name, value, -(1 << 15), 1 << 15)
 
 
-def _as_group_size(value: object) -> GroupSize:
-    if value == "all":
-        return "all"
-    return check_int("group", value, 1)
-
-
 def as_group_and_axis(
     group: object, axis: object
 ) -> tuple[GroupSize | tuple[GroupSize, ...] | None, int | tuple[int, ...]]:
@@ -91,9 +78,9 @@ def as_group_and_axis(
     axes = as_format_axes("axis", axis)
     if group is None or group == "tensor":
         return None, axes
-    groups: tuple[GroupSize, ...] = tuple(map(_as_group_size, group if isinstance(group, tuple | list) else (group,)))
-    if not groups:
-        raise ValueError("group=() must have a size for each of its axes")
+    sizes = group if isinstance(group, tuple | list) else (group,)
+    groups: tuple[GroupSize, ...] = tuple("all" if size == "all" else check_int("group", size, 1) for size in sizes)
+    check(groups, "group=() must have a size for each of its axes")
     if len(groups) == 1:
         if isinstance(axes, tuple):
             raise ValueError(f"group={group!r} is one size, and axis={axis!r} names {len(axes)} axes")
@@ -130,42 +117,28 @@ def axis_indexes(name: str, axes: int | tuple[int, ...] | None, shape: Sequence[
 MAX_ZERO_POINT_BITS = 16
 
 
-def check_scaled_format(fmt: Any) -> None:
+def check_scaled_format(fmt: ScaledFormat) -> None:
     """Refuse a scaled format with fields that are allowed separately, but not together.
-
-    Args:
-        fmt: a ScaledFormat, or an object with the same fields.
 
     Raises:
         ValueError: the message names the fields.
     """
-    for check in (
-        _check_scaled_element,
-        _check_grouping,
-        _check_zero_point_fields,
-        _check_scale_rule,
-        _check_scale_format,
-        _check_sparse_fields,
-    ):
-        check(fmt)
-
-
-def _check_scaled_element(fmt: Any) -> None:
     if isinstance(fmt.element, TaperedFormat):
         raise ValueError(
             f"element={fmt.element} has its most bits next to 1, and scales would move numbers to its largest value, "
             "which has few or none; round to it without a scale, or multiply by a power of two first"
         )
-
-
-def _check_grouping(fmt: Any) -> None:
     if fmt.channel is not None and fmt.group is not None:
         raise ValueError(f"channel={fmt.channel} and group={fmt.group} exclude each other")
     if fmt.group is None and fmt.axis != -1:
         raise ValueError(f"axis={fmt.axis} is the axis of a group; without group= it has no effect")
-
-
-def _check_sparse_fields(fmt: Any) -> None:
+    _check_zero_point_fields(fmt)
+    if fmt.element.max <= 0:
+        raise ValueError(f"element={fmt.element} has no positive value to scale to")
+    if not fmt.scale_rule.takes(fmt.element):
+        needs = fmt.scale_rule.needs
+        raise ValueError(f"rule={fmt.rule!r} needs an element format with {needs}, not element={fmt.element}")
+    _check_scale_format(fmt)
     if fmt.sparse is None and fmt.sparse_axis is not None:
         raise ValueError(f"sparse_axis={fmt.sparse_axis} is the axis of sparse=; without it it has no effect")
     if getattr(fmt.scale, "sparse", None) is not None:
@@ -190,15 +163,6 @@ def _check_zero_point_fields(fmt: Any) -> None:
     ):
         raise ValueError(f"{field} is kept in the format of the scales: with a sign, a zero and fraction bits, not "
                          f"scale={scale}")  # fmt: skip
-
-
-def _check_scale_rule(fmt: Any) -> None:
-    element = fmt.element
-    if element.max <= 0:
-        raise ValueError(f"element={element} has no positive value to scale to")
-    rule = fmt.scale_rule
-    if not rule.takes(element):
-        raise ValueError(f"rule={fmt.rule!r} needs an element format with {rule.needs}, not element={element}")
 
 
 def _check_level_scales(scale: Any) -> None:
@@ -259,10 +223,6 @@ def _read_sizes(value: str) -> Any:
     return value if value in ("all", "tensor") else read_integer(value)
 
 
-def _read_zero_point(value: str) -> Any:
-    return None if value == "none" else value  # the format checks the other values
-
-
 #: The options that make a format scaled, each with the function that reads its value.
 _SCALED_OPTIONS: dict[str, Callable[[str], object]] = {
     "group": _read_sizes,
@@ -270,7 +230,7 @@ _SCALED_OPTIONS: dict[str, Callable[[str], object]] = {
     "channel": _read_sizes,
     "scale": str,
     "rule": str,
-    "zero_point": _read_zero_point,
+    "zero_point": lambda value: None if value == "none" else value,  # the format checks the other values
     "nan_block": read_bool,
     "sparse": str,
     "sparse_axis": read_integer,
@@ -281,11 +241,6 @@ _SCALED_OPTIONS: dict[str, Callable[[str], object]] = {
 _SCALED_INTEGER, _INTEGER_TAIL = re.compile(r"u?int[0-9]+"), re.compile(r"(?<=int)eger(?=[0-9])")
 
 
-def scaled_element_text(element: ElementFormat) -> str:
-    """The text of an element format within the text of a scaled format."""
-    return _INTEGER_TAIL.sub("", str(element))
-
-
 def option_text(value: object, name: str = "") -> str:
     """An option's value in text."""
     if name == "sparse" and isinstance(value, tuple):
@@ -293,41 +248,6 @@ def option_text(value: object, name: str = "") -> str:
     if isinstance(value, tuple):
         return f"({','.join(map(option_text, value))})"
     return str(value).lower()
-
-
-def parse_element_or_scaled(
-    text: str, names: Iterable[str], lookup: Callable[[str], Any], scale: Callable[[ElementFormat], Any]
-) -> Any:
-    """The element format or the scaled format that a lower-case text names.
-
-    Args:
-        text: see `jchop.formats.parse_format`.
-        names: the names of scaled formats, for the error of a text that names nothing.
-        lookup: the scaled format of a name; None for another name.
-        scale: makes an element format a scaled one, which is called with the options.
-
-    Raises:
-        ValueError: for text that names no format, with the closest names.
-    """
-    match = FORMAT_CALL.fullmatch(text)
-    if match is None:
-        raise unknown_format_error(text, names)
-    if ")(" in text:
-        raise ValueError(
-            f"format text {quote(text)}: all that belongs to a format stands in one pair of parentheses, as in "
-            f"{quote(text.replace(')(', ','))}"
-        )
-    stem, items = match[1], split_options(match[2])
-    ours, rest = (
-        [item for item in items if (item.partition("=")[0] in _SCALED_OPTIONS) is belongs] for belongs in (True, False)
-    )
-    base = lookup(stem)
-    if base is None and not ours and not _SCALED_INTEGER.fullmatch(stem):
-        return parse_element(text, names, _SCALED_OPTIONS)
-    options = read_options(text, ",".join(ours if base is None else items), _SCALED_OPTIONS)
-    if base is None:
-        base = scale(parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _SCALED_OPTIONS))
-    return build_format(text, base, **options)
 
 
 # == the format ========================================================================================================
@@ -411,7 +331,10 @@ class ScaledFormat:
 
     def __post_init__(self) -> None:
         check_bool("nan_block", self.nan_block)
-        check_zero_point(self.zero_point)
+        if self.zero_point is not None and (
+            not isinstance(self.zero_point, str) or self.zero_point not in ("integer", "float")
+        ):
+            raise ValueError(f"zero_point={self.zero_point!r} must be None, 'integer' or 'float'")
         fields = {
             "element": _as_format_of_kind("element", self.element, ElementFormat),
             "scale": _as_format_of_kind("scale", self.scale, FloatFormat | ScaledFormat),
@@ -615,7 +538,7 @@ class ScaledFormat:
     def text(self) -> str:
         """The format in the text grammar: its element with options, or a name with the changed options."""
         base = self.base or ScaledFormat(self.element)
-        stem = self.base.name if self.base is not None else scaled_element_text(self.element)
+        stem = self.base.name if self.base is not None else _INTEGER_TAIL.sub("", str(self.element))
         assert stem is not None
         rule = base.rule if self.zero_point == base.zero_point else as_scale_rule_name(None, self.zero_point)
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -732,7 +655,26 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
 
 @functools.lru_cache(maxsize=256)
 def _parse_format_text(text: str) -> ElementFormat | ScaledFormat:
-    return parse_element_or_scaled(text, (*SCALED_CATALOGUE, "bfp8"), _scaled_format_of_name, ScaledFormat)
+    match, names = FORMAT_CALL.fullmatch(text), (*SCALED_CATALOGUE, "bfp8")
+    if match is None:
+        raise unknown_format_error(text, names)
+    if ")(" in text:
+        raise ValueError(
+            f"format text {quote(text)}: all that belongs to a format stands in one pair of parentheses, as in "
+            f"{quote(text.replace(')(', ','))}"
+        )
+    stem, items = match[1], split_options(match[2])
+    ours, rest = (
+        [item for item in items if (item.partition("=")[0] in _SCALED_OPTIONS) is belongs] for belongs in (True, False)
+    )
+    base = _scaled_format_of_name(stem)
+    if base is None and not ours and not _SCALED_INTEGER.fullmatch(stem):
+        return parse_element(text, names, _SCALED_OPTIONS)
+    options = read_options(text, ",".join(ours if base is None else items), _SCALED_OPTIONS)
+    if base is None:
+        element = parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _SCALED_OPTIONS)
+        base = ScaledFormat(element)
+    return build_format(text, base, **options)
 
 
 def _scaled_format_of_name(stem: str) -> ScaledFormat | None:

@@ -5,7 +5,6 @@ is formed one term after the other. There is no derivative; differentiation is a
 """
 
 from jchop.math.linalg._direct import cholesky, lu, lu_solve, qr, solve_triangular
-from jchop.math.linalg._krylov import cg, gmres
-from jchop.math.linalg._refine import refine
+from jchop.math.linalg._krylov import cg, gmres, refine
 
 __all__ = ["cg", "cholesky", "gmres", "lu", "lu_solve", "qr", "refine", "solve_triangular"]

@@ -1,14 +1,11 @@
-"""Triangular systems and factorizations, every operation rounded."""
+"""Calls of linear algebra; triangular systems and factorizations, every operation rounded."""
 
 from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_bool
 from jchop._emulate.rules.linalg import (
@@ -27,12 +24,172 @@ from jchop.math.linalg._evaluate import (
     matrix_order,
     right_side_axes,
 )
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+import jax.core
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import seed_words
+from jchop._emulate.linalg.direct import (
+    factor_cholesky,
+    factor_lu,
+    factor_qr,
+    solve_with_factors,
+    substitute_triangular,
+)
+from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
+from jchop._round.arguments import Key, SpecLike, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
+from jchop._round.round_to_format import round_to_format
+from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop.math._call import as_dtype
+
 
 Array = jax.Array
 
 
+# == calls: rounded operands, the arithmetic, and an error for derivatives =============================================
+
+
+@dataclass(frozen=True)
+class StaticPartial:
+    """A function with its first arguments and keywords. Equal ones are compiled once; a partial equals only itself."""
+
+    function: Callable[..., Any]
+    first: tuple[Any, ...] = ()
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*self.first, *args, **dict(self.keywords))
+
+
+def evaluate_systems(
+    function: Callable[..., Any],
+    names: Sequence[str],
+    operands: Sequence[Any],
+    core_ndims: Sequence[int],
+    specs: Mapping[str, SpecLike],
+    key: Key,
+    constants: Sequence[Any] = (),
+    rounding: str = "spec",
+) -> Any:
+    """``function(*arithmetics, *operands, *constants)`` on rounded, wide operands, for each system of a batch.
+
+    Args:
+        function: a function of the arithmetics and the operands of one system.
+        names: the names of the operands.
+        operands: arrays; the axes before the axes of one system are batch axes, and broadcast.
+        core_ndims: the number of axes of each operand of one system.
+        specs: the rounding of every operation of each arithmetic, by the names of the arguments.
+        key: for a batch, system i, in C order, draws from ``jax.random.fold_in(key, i)``.
+        constants: further arguments, common to all systems, which are not rounded.
+        rounding: the name of the spec to which the operands are rounded.
+    """
+    checked_specs = {name: as_spec(spec, name) for name, spec in specs.items()}
+    arrays = as_operands(names, operands)
+    for name, spec in checked_specs.items():
+        require_carrier(spec, carrier_of_dtype(arrays[0].dtype))
+        check_operation(spec, arrays[0].dtype, name)
+        if spec.gradient != Gradient():
+            raise ValueError(f"{name}={str(spec)!r} has a gradient, and this function has no derivative")
+    stochastic = next(filter(spec_draws, checked_specs.values()), None)
+    key = rounding_key(key, stochastic is not None, stochastic)
+    batch = _batch_shape(names, arrays, core_ndims)
+    first = (function, checked_specs[rounding], tuple(checked_specs.values()), len(arrays))
+    traced = partial(_traced_systems, StaticPartial(_evaluate_system, first), tuple(core_ndims), batch)
+    return run_on_operands(traced, (*arrays, *constants), key)
+
+
+def _batch_shape(names: Sequence[str], arrays: Sequence[Any], core_ndims: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a batch of systems, () for one."""
+    outer_shapes = [array.shape[: array.ndim - core_ndim] for array, core_ndim in zip(arrays, core_ndims, strict=True)]
+    try:
+        return np.broadcast_shapes(*outer_shapes)
+    except ValueError:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
+        raise ValueError(f"the leading axes of the operands do not broadcast: {shapes}") from None
+
+
+@partial(always_jit, static_argnums=(0, 1, 2), inline=True)
+def _traced_systems(
+    system: Callable[..., Any], ndims: tuple[int, ...], batch: tuple[int, ...], *operands_and_key: Any
+) -> Any:
+    """``system(*operands, key)`` for each system of a batch; operands beyond `ndims` belong to all of them."""
+    *arrays, key = operands_and_key
+    operands = [jnp.asarray(x) for x in arrays]
+    if not batch:
+        return system(*operands, key)
+    count = math.prod(batch)
+    axes: list[int | None] = [None] * len(operands)
+    for i, core_ndim in enumerate(ndims):
+        x = operands[i]
+        if x.ndim > core_ndim:
+            core_shape = x.shape[x.ndim - core_ndim :]
+            operands[i], axes[i] = jnp.broadcast_to(x, batch + core_shape).reshape(count, *core_shape), 0
+    keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count, dtype=jnp.uint32))
+    results = jax.vmap(system, in_axes=(*axes, None if key is None else 0), axis_size=count)(*operands, keys)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), results)
+
+
+def _evaluate_system(
+    function: Callable[..., Any], rounding: Spec, specs: tuple[Spec, ...], count: int, *operands_and_key: Any
+) -> Any:
+    """The operands and then the arithmetics draw from parts of the key."""
+    *arrays, key = operands_and_key
+    keys = [None] * (count + len(specs)) if key is None else list(split_prng_key(key, count + len(specs)))
+    values = [widen_operand(round_to_format(x, rounding, k)) for x, k in zip(arrays[:count], keys, strict=False)]
+
+    def call(operands: list[Array], keys: list[Array | None]) -> Any:
+        arithmetics = (
+            SpecArithmetic(spec, None if k is None or not spec_draws(spec) else seed_words(k), operands[0].dtype)
+            for spec, k in zip(specs, keys, strict=True)
+        )
+        return function(*arithmetics, *operands)
+
+    return as_dtype(_without_derivative(call, [*values, *arrays[count:]], keys[count:]), arrays[0].dtype)
+
+
+@partial(CustomJvp, nondiff_argnums=(0,))
+def _without_derivative(function: Callable[..., Any], operands: Any, keys: Any) -> Any:
+    """``function(operands, keys)``, and an error if it is differentiated."""
+    return function(operands, keys)
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(function: Callable[..., Any], primals: tuple, tangents: tuple) -> Any:
+    raise NotImplementedError(
+        "functions of jchop.math.linalg have no derivative; jchop.emulate of jax.numpy.linalg.solve and its like runs "
+        "the same algorithms and has that of the carrier"
+    )
+
+
+def matrix_order(a: Any, name: str = "a") -> int:
+    """The order of a matrix, or of each in a batch."""
+    if a.ndim < 2 or a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"{name} has shape {tuple(a.shape)}; it must be a square matrix, (..., n, n)")
+    return a.shape[-1]
+
+
+def check_permutation(p: Any, n: int, name: str) -> None:
+    """Refuses an array that is not a permutation of n rows; the numbers of a traced array are not checked."""
+    if p.shape[-1:] != (n,) or not jnp.issubdtype(p.dtype, jnp.integer):
+        raise ValueError(f"{name} has shape {p.shape} and dtype {p.dtype}; it must be {n} integers")
+    if not isinstance(p, jax.core.Tracer) and np.any(np.sort(np.asarray(p)) != np.arange(n)):
+        raise ValueError(f"{name}={np.asarray(p).tolist()} must be a permutation of 0 to {n - 1}")
+
+
+def right_side_axes(b: Any, n: int, name: str = "b") -> int:
+    """The number of axes of a right-hand side of one system: 1 for a vector of n elements, 2 for (..., n, k)."""
+    if b.shape != (n,) and (b.ndim < 2 or b.shape[-2] != n):
+        raise ValueError(f"{name} has shape {tuple(b.shape)}; it must be ({n},), or (..., {n}, k) for k columns")
+    return min(b.ndim, 2)
+
+
 def solve_triangular(
-    a: Any, b: Any, spec: SpecLike, key: Array | None = None, *, lower: bool = False, unit_diagonal: bool = False
+    a: Any, b: Any, spec: SpecLike, key: Key = None, *, lower: bool = False, unit_diagonal: bool = False
 ) -> Any:
     """The solution of a x = b with a triangular matrix, by substitution, column by column (Higham, algorithm 8.1).
 
@@ -60,17 +217,11 @@ def solve_triangular(
     check_bool("unit_diagonal", unit_diagonal)
     a, b = as_array("a", a), as_array("b", b)
     core_ndims = (2, right_side_axes(b, matrix_order(a)))
-    return evaluate_systems(
-        StaticPartial(substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal))),
-        "ab",
-        (a, b),
-        core_ndims,
-        spec,
-        key,
-    )
+    substitute = StaticPartial(substitute_triangular, (), (("lower", lower), ("unit", unit_diagonal)))
+    return evaluate_systems(substitute, "ab", (a, b), core_ndims, {"spec": spec}, key)
 
 
-def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def lu(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """The factors of a[p] = l u, with partial pivoting (Higham, algorithm 9.2, by outer products).
 
     Args:
@@ -95,14 +246,14 @@ def lu(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array("a", a)
     matrix_order(a)
-    return evaluate_systems(_lu_factors, "a", (a,), (2,), spec, key)
+    return evaluate_systems(_lu_factors, "a", (a,), (2,), {"spec": spec}, key)
 
 
 def _lu_factors(arithmetic: SpecArithmetic, a: Array) -> tuple[Array, Array]:
     return factor_lu(arithmetic, a)[:2]
 
 
-def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Key = None) -> Any:
     """The solution of a x = b from `jchop.math.linalg.lu` of a: two triangular systems.
 
     Args:
@@ -131,9 +282,8 @@ def lu_solve(factors: tuple[Any, Any], b: Any, spec: SpecLike, key: Array | None
     n = matrix_order(lu_matrix, "factors[0]")
     core_ndims = (2, right_side_axes(b, n))
     check_permutation(p, n, "factors[1]")
-    return evaluate_systems(
-        solve_with_factors, ("factors[0]", "b"), (lu_matrix, _in_pivot_order(b, p)), core_ndims, spec, key
-    )
+    operands = (lu_matrix, _in_pivot_order(b, p))
+    return evaluate_systems(solve_with_factors, ("factors[0]", "b"), operands, core_ndims, {"spec": spec}, key)
 
 
 def _in_pivot_order(b: Any, p: Any) -> Any:
@@ -149,7 +299,7 @@ def _in_pivot_order(b: Any, p: Any) -> Any:
     return module.take_along_axis(rows, indices, axis=-2)
 
 
-def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def cholesky(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """The lower triangular l of a = l lᵀ (Higham, algorithm 10.2, by outer products).
 
     Args:
@@ -171,10 +321,10 @@ def cholesky(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     """
     a = as_array("a", a)
     matrix_order(a)
-    return evaluate_systems(factor_cholesky, "a", (a,), (2,), spec, key)
+    return evaluate_systems(factor_cholesky, "a", (a,), (2,), {"spec": spec}, key)
 
 
-def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
+def qr(a: Any, spec: SpecLike, key: Key = None) -> Any:
     """The factors of a = q r by Householder reflections, with q formed (Higham, sections 19.1 to 19.3; LAPACK's signs).
 
     With x the part of a column on and below the diagonal: beta = -sign(x_0) ‖x‖, tau = (beta - x_0) / beta, v = x /
@@ -202,4 +352,4 @@ def qr(a: Any, spec: SpecLike, key: Array | None = None) -> Any:
     a = as_array("a", a)
     if a.ndim < 2 or a.shape[-2] < a.shape[-1]:
         raise ValueError(f"a has shape {tuple(a.shape)}; it must be (..., m, n) with m >= n")
-    return evaluate_systems(factor_qr, "a", (a,), (2,), spec, key)
+    return evaluate_systems(factor_qr, "a", (a,), (2,), {"spec": spec}, key)

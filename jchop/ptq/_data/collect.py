@@ -61,7 +61,7 @@ def add_sums(a: InputSums, b: InputSums) -> InputSums:
     """The sums over the rows of both."""
 
     def add(x: Any, y: Any) -> Any:
-        return pairs.add_pairs(x, y) if isinstance(x, FloatPair) else jnp.maximum(x, y)
+        return x + y if isinstance(x, FloatPair) else jnp.maximum(x, y)
 
     return jax.tree.map(add, a, b, is_leaf=lambda v: isinstance(v, FloatPair))
 

@@ -12,8 +12,7 @@ import pytest
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic.basic import _exact_of_sum_and_error  # pyright: ignore[reportPrivateUsage]
-from jchop._core.arithmetic.exact import ExactResult, _StochasticTail, exact_overflow_mask  # pyright: ignore[reportPrivateUsage]
-from jchop._core.arithmetic.ranges import carrier_range
+from jchop._core.arithmetic.exact import ExactResult, _share_of_exact, carrier_range, exact_overflow_mask  # pyright: ignore[reportPrivateUsage]
 from jchop._core.rounding.grid import make_grid
 from jchop._core.rounding.modes import BelowSmallest, RandomBits
 
@@ -32,7 +31,7 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
     @jax.jit
     def shares(magnitude: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
         v = ExactResult(jnp.zeros_like(magnitude), magnitude, magnitude > 0, rest, magnitude < 0)
-        return _StochasticTail(v, None, make_grid(spec.format, CARRIER)).share()  # type: ignore[arg-type, return-value]
+        return _share_of_exact(v, make_grid(spec.format, CARRIER))  # type: ignore[arg-type, return-value]
 
     share, lost = map(np.asarray, shares(magnitude, jnp.asarray(rest)))
     for x, more, e, got, sticky in zip(value, rest.tolist(), exponent.tolist(), share, lost, strict=True):
@@ -48,7 +47,7 @@ def test_the_part_below_the_smallest_value_as_a_word() -> None:
     x = np.ldexp(np.array([0, 1, 1 + 2.0**-23, 1.5, 1 + 2.0**-9, 1]), [0, -10, -40, -11, -32, -60])
     magnitude = jnp.asarray(x.astype(np.float32).view(np.int32))
     draw = RandomBits(jnp.zeros(6, jnp.uint32), 32)
-    share, lost = BelowSmallest(magnitude, magnitude < 0, draw, grid).share()
+    share, lost = BelowSmallest(magnitude, magnitude < 0, draw, grid).share
     word = [Fraction(float(v)) * 2**9 * 2**WIDTH for v in x]
     assert share.tolist() == [w // 1 for w in word]
     assert jnp.asarray(lost).tolist() == [w % 1 != 0 for w in word]

@@ -18,7 +18,7 @@ from further import Further
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic import float64
-from jchop._core.arithmetic.ranges import ValueRange, range_of
+from jchop._core.arithmetic.exact import ValueRange, range_of
 from jchop._core.matmul.operations import OPERAND_COUNTS, round_operation
 from jchop._kernels.operation import operation_on_device
 from jchop.formats import FloatFormat

@@ -19,7 +19,7 @@ from oracle_matmul import Arithmetic, How, Sum
 import jchop as jc
 from jchop import MatmulSpec
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range
+from jchop._core.arithmetic.exact import ValueRange, carrier_range
 from jchop._core.matmul.matmul import MatmulPlan, matmul_body
 from jchop._core.rounding.random_bits import seed_words
 

@@ -21,18 +21,19 @@ from oracle import Special, Value
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS
 from jchop._core.arithmetic import basic, double_word, hardware
-from jchop._core.arithmetic.exact import round_exact
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range, range_of
+from jchop._core.arithmetic.exact import ValueRange, carrier_range, range_of, round_exact
 from jchop._core.matmul import operations
 from jchop._core.matmul.operations import (
     OPERAND_COUNTS,
     check_matmul,
     check_operation,
+    cumulative_along,
     fold_seeds,
     operation_words,
+    product_along,
     round_operation,
+    sum_along,
 )
-from jchop._core.matmul.sums import cumulative_along, product_along, sum_along
 from jchop._core.rounding.random_bits import seed_words
 
 further = Further()

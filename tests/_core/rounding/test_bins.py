@@ -34,7 +34,7 @@ def test_every_threshold_is_found(which: int, rng: np.random.Generator) -> None:
     near = rng.choice([*thresholds, 0], 10_000) + rng.integers(-3, 4, 10_000)
     values = np.concatenate([near, rng.integers(-(1 << 31) + 64, (1 << 31) - 64, 10_000)])
     for margin in (0, 16):
-        bins = make_bins(thresholds.tolist(), margin)
+        bins = make_bins(tuple(thresholds.tolist()), margin)
         assert bins is not None and len(bins.below) <= 8192
         guesses = values + rng.integers(-margin, margin + 1, values.shape)
         expected = np.searchsorted(thresholds, values, side="right")
@@ -42,14 +42,14 @@ def test_every_threshold_is_found(which: int, rng: np.random.Generator) -> None:
 
 
 def test_thresholds_that_are_too_close_have_no_bins() -> None:
-    assert make_bins([1 << 20, 1 << 28, (1 << 28) + 1]) is None
-    assert make_bins([1 << 28, (1 << 28) + 20], margin=16) is None
-    assert make_bins([100, 102]) is not None
-    assert make_bins([0, 1]) is None
+    assert make_bins((1 << 20, 1 << 28, (1 << 28) + 1)) is None
+    assert make_bins((1 << 28, (1 << 28) + 20), margin=16) is None
+    assert make_bins((100, 102)) is not None
+    assert make_bins((0, 1)) is None
 
 
 def test_bins_are_as_few_as_can_be() -> None:
-    bins = make_bins([1 << 20, 1 << 21, 1 << 22])
+    bins = make_bins((1 << 20, 1 << 21, 1 << 22))
     assert bins is not None and len(bins.below) < 16 and not bins.negative
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop._core.scaled.sparse import drop_outside_mask, gather_sparse, largest_mask, scatter_sparse, sparse_mask
+from jchop._core.scaled.groups import drop_outside_mask, gather_sparse, largest_mask, scatter_sparse, sparse_mask
 
 SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1.0, -1.0, 1.0, 5e-324, -1e-323, 1e-45, -3e-45, 6e-8, 1e-40]
 
