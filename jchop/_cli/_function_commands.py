@@ -195,8 +195,8 @@ def argument_order(names: Sequence[str], function: Callable[..., Any], file: str
 
 def _run_blame(options: argparse.Namespace) -> None:
     cli.check_pictures(options)
+    from jchop._emulate.emulate import emulate
     from jchop._insight.reports.blame import blame
-    from jchop._insight.reports.report import emulate
 
     spec = as_spec(options.to, "--to")
     key = cli.key_of_seed_option(options.seed, [spec])

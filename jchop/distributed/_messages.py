@@ -1,6 +1,7 @@
 """Codes between ranks: mesh axes, pieces of arrays that cut no groups, messages, sums in the order of ranks."""
 
 from __future__ import annotations
+
 import enum
 import itertools
 import math
@@ -8,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from jchop._common.bit_ops import varying_axes
 from jchop._common.checks import as_numpy
-from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws
-from jchop._core.matmul.sums import sum_along
+from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws, sum_along
 from jchop._core.rounding.random_bits import seed_words
 from jchop._kernels.products.matmul import matmul_op
 from jchop._round.arguments import carrier_of_dtype
@@ -24,10 +26,6 @@ from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
 from jchop.storage import QArray, dequantize, quantize
 from jchop.storage._axis_groupings import OWN_SCALE, WHOLE_AXIS, AxisGrouping, axis_groupings
-from collections.abc import Callable
-from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws, sum_along
-from jchop.distributed._axes import RankAxes, all_gather_over, ppermute_over, types_track_axes
-
 
 Array = jax.Array
 #: The name of a mesh axis, or several names, of which the last varies fastest between ranks.

@@ -1,25 +1,22 @@
 """Functions of a few operations on each element, every one rounded, and functions with more arguments or results."""
 
 from __future__ import annotations
+
 from functools import lru_cache, partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jchop._common.bit_ops import CARRIERS
-from jchop._common.checks import check_bool, check_int
+from jchop._common.checks import check, check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.rules.functions import NamedFunction, exact_decimals, sort_keys
-from jchop._kernels.materialize import materialize
-from jchop._round.arguments import Array, SpecLike, as_array, as_operands, is_integer_or_bool
-from jchop.math._call import as_math_operands, check_axis, run_emulated
-from jchop.math._elementwise import FMA
-from jchop._common.checks import check, check_bool, check_int
-from jchop._emulate.rules.exact_functions import exact_decimals, sort_keys
-from jchop._emulate.rules.functions import NamedFunction
 from jchop._kernels.primitive import materialize
 from jchop._round.arguments import Array, Key, SpecLike, as_array, as_operands, is_integer_or_bool
-
+from jchop.math._call import as_math_operands, check_axis, run_emulated
+from jchop.math._elementwise import FMA
 
 __all__ = ["axpy", "cross", "diff", "frexp", "interp", "ldexp", "linspace", "modf", "round", "where"]
 

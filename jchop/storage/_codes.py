@@ -1,14 +1,17 @@
 """Stored codes: packed into bytes, or in a dtype of the same bits; and the numbers that codes and scales stand for."""
 
 from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from jchop import formats
 from jchop._common.bit_ops import CARRIERS, FLOAT32, FLOAT64, Carrier, has_sharding
 from jchop._common.checks import check
@@ -18,27 +21,10 @@ from jchop._core.rounding.codes import decode_elements, encode_elements, pack_co
 from jchop._core.rounding.elements import round_to_spec
 from jchop._core.rounding.grid import carrier_holds
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
-from jchop._core.scaled.sparse import gather_sparse, scatter_sparse
+from jchop._core.scaled.groups import gather_sparse, scatter_sparse
 from jchop._kernels.scaled import code_and_scale_shapes, dequantize_scaled
 from jchop._spec.spec import Spec
 from jchop.storage import _axis_groupings as groupings
-from functools import partial
-from jchop._common.bit_ops import CARRIERS, FLOAT32, FLOAT64, Carrier
-from jchop._core.rounding.codes import decode_elements, encode_elements, pack_codes, unpack_codes
-from jchop._core.scaled.groups import gather_sparse, scatter_sparse
-from jchop.formats import (
-    ElementFormat,
-    FloatFormat,
-    TaperedFormat,
-    UniformFormat,
-    bfloat16,
-    binary16,
-    binary32,
-    binary64,
-    float8_e4m3fn,
-    float8_e5m2,
-)
-
 
 Array = jax.Array
 #: Codes of NumPy or JAX; the result of a function is of the same library.

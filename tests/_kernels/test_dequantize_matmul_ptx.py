@@ -1,16 +1,16 @@
 """PTX that decodes and multiplies codes, run by a small interpreter: every code of every place in a word."""
 
 from __future__ import annotations
+
 import operator
 import re
 from collections.abc import Callable, Sequence
+
 import numpy as np
-from jchop._kernels.products.dequantize_matmul_ptx import PTX_CONSTRAINTS, ptx_of_format
+
+from jchop._kernels.products.dequantize_matmul_gpu import PTX_CONSTRAINTS, ptx_of_format
 from jchop.formats import FloatFormat, IntegerFormat
 from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn, float8_e5m2
-from jchop._kernels.products.dequantize_matmul_gpu import PTX_CONSTRAINTS, ptx_of_format
-from jchop.formats import FloatFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn, float8_e5m2
-
 
 FORMATS = [IntegerFormat(4), IntegerFormat(8), IntegerFormat(4, signed=False), IntegerFormat(8, signed=False)]
 

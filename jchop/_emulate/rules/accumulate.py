@@ -1,29 +1,21 @@
 """Sums with a named order: reductions, products, convolutions, cumulative sums, scatters; and complex operations."""
 
 from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from jchop._common.bit_ops import CARRIERS, in_auto_mesh
 from jchop._common.settings import always_jit
-from jchop._core.arithmetic.ranges import range_of
-from jchop._core.matmul.operations import fold_seeds, operation_carrier, operation_words, round_operation, spec_draws
-from jchop._core.matmul.sums import cumulative_along, product_along, sum_along
-from jchop._core.rounding.elements import round_to_spec
-from jchop._emulate.rules.rules import is_exact_under, is_number
-from jchop._emulate.rules.run_task import EmulatedStep, Task, round_value, run_task
-from jchop._kernels.products.matmul import matmul_op
-from jchop._program.bind import bind, straight_through
-from jchop._program.seeds import SeedDraw, Seeds
-from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import Spec
 from jchop._core.arithmetic.exact import range_of
 from jchop._core.matmul.operations import (
     cumulative_along,
@@ -35,11 +27,14 @@ from jchop._core.matmul.operations import (
     spec_draws,
     sum_along,
 )
-from jchop._emulate.rules.run_task import round_value
-from jchop._emulate.rules.step import EmulatedStep
-from jchop._emulate.rules.value_facts import is_exact_under, is_number
-from jchop._program.seeds import Seeds
-
+from jchop._core.rounding.elements import round_to_spec
+from jchop._emulate.rules.rules import is_exact_under, is_number
+from jchop._emulate.rules.run_task import EmulatedStep, Task, round_value, run_task
+from jchop._kernels.products.matmul import matmul_op
+from jchop._program.bind import bind, straight_through
+from jchop._program.seeds import SeedDraw, Seeds
+from jchop._spec.accumulation import MatmulSpec
+from jchop._spec.spec import Spec
 
 Array = jax.Array
 

@@ -20,8 +20,7 @@ from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._common.gradients import CustomJvp
 from jchop._core.arithmetic import double_word
 from jchop._core.arithmetic.basic import multiply_and_round
-from jchop._core.arithmetic.exact import ExactResult, round_exact
-from jchop._core.arithmetic.ranges import carrier_range, range_of
+from jchop._core.arithmetic.exact import ExactResult, carrier_range, range_of, round_exact
 from jchop._core.matmul.operations import round_operation
 from jchop._program.jaxprs import same_constant, same_param
 from jchop._program.step import programs_of

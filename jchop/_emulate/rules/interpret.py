@@ -16,8 +16,14 @@ from jax.extend.core import Literal
 
 from jchop._common.bit_ops import in_auto_mesh, varying_axes
 from jchop._common.settings import always_jit
-from jchop._core.matmul.chain import CHAIN_OPERATIONS, ChainLink, chain_words, gains_by_trial, is_constant_in_safe_range
-from jchop._core.matmul.operations import spec_draws
+from jchop._core.matmul.operations import (
+    CHAIN_OPERATIONS,
+    ChainLink,
+    chain_words,
+    gains_by_trial,
+    is_constant_in_safe_range,
+    spec_draws,
+)
 from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum
 from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
@@ -25,7 +31,7 @@ from jchop._emulate.rules.functions import arg_extremum_by_bits, extremum_by_bit
 from jchop._emulate.rules.linalg import run_factorization
 from jchop._emulate.rules.rules import EXACT, is_carrier_float, is_exact_under, is_narrow_float
 from jchop._emulate.rules.run_task import EmulatedStep, Task, power_draws, run_task
-from jchop._kernels.chain import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
+from jchop._kernels.operation import MIN_CHAIN_ELEMENTS_TO_TRY, chain_op
 from jchop._program.bind import bind, straight_through
 from jchop._program.control import as_jax_value
 from jchop._program.repeats import Turns, run_turns, with_turns

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.ranges import ValueRange, carrier_range
-from jchop._core.matmul.operations import fold_seeds, operation_words, spec_draws
-from jchop._core.matmul.sums import sum_along
+from jchop._core.arithmetic.exact import ValueRange, carrier_range
+from jchop._core.matmul.operations import fold_seeds, operation_words, spec_draws, sum_along
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._kernels.operation import operation_on_device
 from jchop._kernels.products.matmul import matmul_op

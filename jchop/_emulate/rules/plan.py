@@ -1,6 +1,7 @@
 """The plan of an emulated program: for every equation its arithmetic, and the operands that are rounded first."""
 
 from __future__ import annotations
+
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
+
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.arithmetic.ranges import require_operation, wraps_results
+from jchop._core.arithmetic.exact import require_operation, wraps_results
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.operations import check_operation, operation_carrier, require_dtype_holds
 from jchop._core.rounding.grid import require_carrier
@@ -46,30 +49,6 @@ from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, scope_of
 from jchop._spec.spec import Spec, as_spec
 from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
-from jchop._core.arithmetic.exact import wraps_results
-from jchop._emulate.rules.draws import draws_of
-from jchop._emulate.rules.functions import with_functions
-from jchop._emulate.rules.rules import COMPLEX_OPS, ArithmeticChoice, Settings, primitive_kind
-from jchop._emulate.rules.step import EmulatedStep, RandomDraw
-from jchop._emulate.rules.step_facts import STEP_FACTS, errors_at
-from jchop._emulate.rules.value_facts import (
-    CARRIER_DTYPES,
-    ValueFact,
-    at_format_limits,
-    common_fact,
-    holds_constant,
-    is_carrier_float,
-    is_complex_value,
-    is_narrow_float,
-    is_number,
-)
-from jchop._program import planner
-from jchop._program.step import ProgramPlan, equations_of, is_jchop_result, is_jchop_scope, jaxpr_of, scope_of
-from jchop._program.widening import Widening
-from jchop._spec.spec import Spec
-
 
 # -- facts about steps -------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,16 @@ primitive at the rounded operands: straight-through.
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from jchop._common.bit_ops import CARRIERS
 from jchop._common.settings import always_jit
 from jchop._core.arithmetic.basic import ValueRange, range_of
@@ -21,19 +24,12 @@ from jchop._core.rounding.elements import round_to_spec
 from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.functions import CARRIER_FUNCTIONS, NamedFunction
 from jchop._emulate.rules.rules import EXACT, ArithmeticChoice, ValueFact, is_carrier_float
-from jchop._kernels.elementary import elementary_op
-from jchop._kernels.operation import operation_on_device
+from jchop._kernels.operation import elementary_op, operation_on_device
 from jchop._kernels.primitive import make_op
 from jchop._program import step
 from jchop._program.bind import bind, straight_through
 from jchop._program.seeds import SeedDraw
 from jchop._spec.spec import Spec
-from jchop._emulate.rules.exact_functions import CARRIER_FUNCTIONS
-from jchop._emulate.rules.functions import NamedFunction
-from jchop._emulate.rules.rules import EXACT
-from jchop._emulate.rules.value_facts import ValueFact, is_carrier_float
-from jchop._kernels.operation import elementary_op, operation_on_device
-
 
 Array = jax.Array
 

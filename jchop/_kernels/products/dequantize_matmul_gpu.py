@@ -24,7 +24,8 @@ from jax.experimental.pallas import triton as plt
 from jchop._core.matmul.dequantize_matmul import decode_parts, multiply_code_values
 from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
 from jchop._kernels.products.dequantize_matmul import DequantizeMatmulGpuTiling, DequantizeMatmulProblem
-from jchop.formats import ElementFormat, IntegerFormat, float4_e2m1fn, float8_e4m3fn
+from jchop.formats import ElementFormat, IntegerFormat
+from jchop.formats._catalogue import float4_e2m1fn, float8_e4m3fn
 
 Array = jax.Array
 _PartSums = tuple[Array, ...]

@@ -1,18 +1,21 @@
 """The one mechanism: a product whose operands are rounded, forward and backward."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
 from jchop._common.bit_ops import has_sharding
 from jchop._common.checks import check
 from jchop._common.settings import always_jit, split_prng_key
-from jchop._kernels.materialize import materialize_on_cpu
+from jchop._kernels.primitive import materialize_on_cpu
 from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import (
     CodedArray,
@@ -37,27 +40,6 @@ from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec
 from jchop.storage import quantize
-from jax.custom_derivatives import SymbolicZero
-from jchop._common.gradients import CustomJvp
-from jchop._kernels.primitive import materialize_on_cpu
-from jchop._quantized.products.operand_layout import (
-    OperandLayout,
-    check_layout_axes,
-    rotate_along_sum,
-    round_in_layout,
-    rounds_transpose_alike,
-)
-from jchop._quantized.products.product import (
-    AnyProduct,
-    ConvProduct,
-    DotProduct,
-    OperandShapes,
-    OperandSwap,
-    RaggedProduct,
-    Which,
-)
-from jchop._quantized.products.rotation import Hadamard
-
 
 Array = jax.Array
 

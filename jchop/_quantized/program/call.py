@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._kernels.materialize import materialize
+from jchop._kernels.primitive import materialize
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.rule import is_stochastic
 from jchop._quantized.program.adapters import AdaptedParam, LoraAdapter

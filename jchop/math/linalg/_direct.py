@@ -1,13 +1,25 @@
 """Calls of linear algebra; triangular systems and factorizations, every operation rounded."""
 
 from __future__ import annotations
-from collections.abc import Sequence
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
+
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_bool
+from jchop._common.gradients import CustomJvp
+from jchop._common.settings import always_jit, split_prng_key
+from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
+from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.random_bits import seed_words
 from jchop._emulate.rules.linalg import (
     SpecArithmetic,
     factor_cholesky,
@@ -16,37 +28,10 @@ from jchop._emulate.rules.linalg import (
     solve_with_factors,
     substitute_triangular,
 )
-from jchop._round.arguments import SpecLike, as_array
-from jchop.math.linalg._evaluate import (
-    StaticPartial,
-    check_permutation,
-    evaluate_systems,
-    matrix_order,
-    right_side_axes,
-)
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-import jax.core
-from jchop._common.gradients import CustomJvp
-from jchop._common.settings import always_jit, split_prng_key
-from jchop._core.matmul.operations import check_operation, spec_draws, widen_operand
-from jchop._core.rounding.grid import require_carrier
-from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.linalg.direct import (
-    factor_cholesky,
-    factor_lu,
-    factor_qr,
-    solve_with_factors,
-    substitute_triangular,
-)
-from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
 from jchop._round.arguments import Key, SpecLike, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.math._call import as_dtype
-
 
 Array = jax.Array
 

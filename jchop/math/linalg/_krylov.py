@@ -1,32 +1,26 @@
 """Krylov methods and iterative refinement, every operation rounded, and the linear operators that they take."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from jchop._common.bit_ops import enable_x64_for
-from jchop._common.checks import check_int
-from jchop._core.matmul.operations import operation_carrier
-from jchop._emulate.rules.linalg import SpecArithmetic, substitute_triangular
-from jchop._round.arguments import SpecLike, as_array, as_operands, has_tracer
-from jchop.math.linalg._evaluate import evaluate_systems, matrix_order, right_side_axes
-from typing import Any, Literal
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as JaxprLiteral
+
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._common.checks import check_choice, check_int
-from jchop._emulate.linalg.direct import factor_lu, solve_with_factors, substitute_triangular
-from jchop._emulate.linalg.spec_arithmetic import SpecArithmetic
-from jchop._emulate.rules.exact_functions import carrier_frexp
+from jchop._core.matmul.operations import operation_carrier
+from jchop._emulate.rules.functions import carrier_frexp
+from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
 from jchop._round.arguments import Key, SpecLike, as_array, as_operands, has_tracer
 from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes
-
 
 Array = jax.Array
 
@@ -467,7 +461,7 @@ def refine(
     working: SpecLike,
     residual: SpecLike,
     key: Key = None,
-    method: Literal["lu", "gmres"] = "lu",
+    method: Literal[lu, gmres] = "lu",
     steps: int = 10,
     inner: int = 10,
 ) -> Any:

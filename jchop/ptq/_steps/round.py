@@ -1,18 +1,21 @@
 """One parameter, rounded by the statistics of its inputs: clipped scales, SignRound, GPTQ's sweep, pruning."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.scipy.linalg import solve_triangular
+
 from jchop._common.settings import always_jit
-from jchop._core.scaled.sparse import largest_mask, sparse_mask
+from jchop._core.scaled.groups import largest_mask, sparse_mask
 from jchop._core.scaled_bodies import unflatten_scales
 from jchop._quantized.program.call import unpack_param
 from jchop._quantized.program.provenance import MatrixLayout
@@ -25,24 +28,6 @@ from jchop.ptq._steps.steps import CalibrationSteps, Clip, Correction, HalfQuadr
 from jchop.storage import QArray, dequantize, fit_half_quadratic, quantize
 from jchop.storage._axis_groupings import OWN_SCALE, axis_groupings, with_groupings
 from jchop.storage._codes import pack_entries, repeat_over_groups, unpack_entries
-from collections.abc import Callable
-from dataclasses import replace
-from jchop._core.scaled.groups import largest_mask, sparse_mask
-from jchop._quantized.program.lazy_params import unpack_param
-from jchop._quantized.program.matrix_layout import MatrixLayout
-from jchop.ptq._steps.sweep import (
-    ElementScales,
-    column_order,
-    element_scales,
-    elementwise_spec,
-    gptq_sweep,
-    inverse_factor,
-    qarray_of,
-    round_column,
-    with_entries,
-)
-from jchop.storage import QArray, dequantize, fit_half_quadratic
-
 
 Array = jax.Array
 
