@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.core import Literal as JaxprLiteral
 
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
@@ -461,7 +461,7 @@ def refine(
     working: SpecLike,
     residual: SpecLike,
     key: Key = None,
-    method: Literal[lu, gmres] = "lu",
+    method: Literal["lu", "gmres"] = "lu",
     steps: int = 10,
     inner: int = 10,
 ) -> Any:
