@@ -55,7 +55,7 @@ def emulate(fun: Callable[..., Any], spec: Any, **options: Unpack[_EmulateOption
 
 @overload
 def emulate(
-    spec: Spec | ElementFormat | str | None, **options: Unpack[_EmulateOptions]
+    spec: Spec | ElementFormat | str | None, /, **options: Unpack[_EmulateOptions]
 ) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
 
 
