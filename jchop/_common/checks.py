@@ -6,6 +6,7 @@ an integer or a number in a range, a choice, an instance. `check` states any oth
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import operator
@@ -162,6 +163,15 @@ def quote(value: object) -> str:
     return f"{value[:80]!r}... of {len(value)} characters"
 
 
+class FieldsRepr:
+    """A dataclass that prints the fields that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        shown = (f"{field.name}={value!r}" for field, value in values.items() if field.repr and value != field.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 def short_repr(value: object) -> str:
     """The form of any value in errors, on one line: of one with a long text, as a model, its class alone."""
     text = repr(value)
@@ -196,4 +206,4 @@ def close_names_hint(text: str, names: Iterable[str]) -> str:
     text, names = text.strip()[:64], list(dict.fromkeys(names))
     containing = [name for name in names if len(text) > 2 and text in name]
     suggestions = dict.fromkeys([*containing, *difflib.get_close_matches(text, names, n=3)])
-    return f"; close: {', '.join(list(suggestions)[:3])}" if suggestions else ""
+    return f"; did you mean {' or '.join(list(suggestions)[:3])}?" if suggestions else ""

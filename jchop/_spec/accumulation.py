@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from jchop._common.checks import check_bool, check_choice, check_int, check_text, quote
+from jchop._common.checks import FieldsRepr, check_bool, check_choice, check_int, check_text, quote
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 
@@ -49,8 +49,8 @@ _MAX_BLOCK = (1 << 31) - 1
 _MAX_ALIGNED_BLOCK, _MAX_GRID_BITS = 64, 45
 
 
-@dataclass(frozen=True)
-class Order:
+@dataclass(frozen=True, repr=False)
+class Order(FieldsRepr):
     """The order in which products are added; its text is ``"sequential"``, ``"blocked(8)"`` and so on.
 
     * ``sequential``: c <- A(c + P(a_k b_k)) from c = 0, k ascending.
@@ -165,8 +165,8 @@ _ORDER_CHOICES = (
 )
 
 
-@dataclass(frozen=True)
-class MatmulSpec:
+@dataclass(frozen=True, repr=False)
+class MatmulSpec(FieldsRepr):
     """The arithmetic of a matrix product or another sum of products: every rounding in it, and the order of the sum.
 
     Each of the three roundings is applied once, to the exact result of its operation, without an intermediate rounding

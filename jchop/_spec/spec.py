@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jchop._common.checks import (
+    FieldsRepr,
     check_bool,
     check_int,
     check_text,
@@ -20,13 +20,13 @@ from jchop._common.checks import (
     split_outside_brackets,
 )
 from jchop._common.text import html
-from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, as_format, parse_format
 from jchop.formats._facts import format_facts
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
 
 
-@dataclass(frozen=True)
-class Gradient:
+@dataclass(frozen=True, repr=False)
+class Gradient(FieldsRepr):
     """The backward rule for the cotangent g of a rounded value.
 
     Args:
@@ -62,13 +62,14 @@ class Gradient:
         return "+".join(parts) or "straight_through"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spec:
     """Format, rounding mode and overflow rule of a rounding: IEEE P3109's projection specification.
 
     Args:
-        format: an element format or a `ScaledFormat`, or its text. For a scaled format the other fields apply to its
-            elements.
+        format: an element format or a `ScaledFormat`, its text, or a dtype. A text may have the other fields after it:
+            ``FORMAT[:ROUNDING][:OVERFLOW][:random_bits=N][:flush][:gradient=...]``, in any order, with ``clipped``, a
+            format, ``[SPEC]`` or ``clipped+[SPEC]`` as the gradient. Of a scaled format they apply to the elements.
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
         overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, under which fixed point and integers saturate;
             for a scaled format ``"saturate"``.
@@ -84,8 +85,8 @@ class Spec:
     Example:
         >>> import jchop as jc
         >>> spec = jc.Spec(jc.FloatFormat(5, 2), rounding="stochastic", overflow="saturate")
-        >>> str(spec), jc.parse("e5m2:stochastic:saturate") == spec
-        ('e5m2:stochastic:saturate', True)
+        >>> spec == jc.Spec("e5m2:stochastic:saturate"), spec
+        (True, Spec('e5m2:stochastic:saturate'))
     """
 
     format: ElementFormat  # or a ScaledFormat, which `as_spec` refuses for callers that handle elements only
@@ -108,7 +109,11 @@ class Spec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "format", _as_spec_format(self.format))
+        if isinstance(self.format, str) and ":" in self.format:
+            self._take_parts(self.format)
+        object.__setattr__(self, "format", as_format(self.format))
+        if not isinstance(self.format, ElementFormat | ScaledFormat):
+            raise TypeError(f"format={short_repr(self.format)} must be a format, its text, or a dtype")
         members = {
             "rounding": as_rounding(self.rounding),
             "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
@@ -127,6 +132,15 @@ class Spec:
         self._check_overflow()
         if self.flush and not (isinstance(self.element, FloatFormat) and self.element.zero):
             raise ValueError(f"flush=True needs a floating-point format with a zero, not {self.format}")
+
+    def _take_parts(self, text: str) -> None:
+        """Takes the fields of a spec's text, none of which may be an argument, too."""
+        name, fields = _parse_parts(text)
+        for field, value in fields.items():
+            if getattr(self, field) != type(self).__dict__[field]:
+                raise ValueError(f"{field}={getattr(self, field)} stands in format={quote(text)}, too; give it once")
+            object.__setattr__(self, field, value)
+        object.__setattr__(self, "format", name)
 
     def _check_overflow(self) -> None:
         if self.overflow is not Overflow.WRAP:
@@ -157,6 +171,9 @@ class Spec:
         own |= {"flush": "subnormal numbers become zero"} if self.flush else {}
         own |= {"gradient": str(self.gradient)} if self.gradient != Gradient() else {}
         return html.box(f"Spec {self}", [*format_facts(self.format), *own.items()])
+
+    def __repr__(self) -> str:
+        return f"Spec({str(self)!r})"
 
     def __str__(self) -> str:
         parts = [str(self.format)]
@@ -198,6 +215,11 @@ def parse(text: str) -> Spec:
 
 @lru_cache(maxsize=256)
 def _parse_spec(text: str) -> Spec:
+    name, fields = _parse_parts(text)
+    return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
+
+
+def _parse_parts(text: str) -> tuple[str, dict[str, object]]:
     name, *parts = split_outside_brackets(check_text("spec text", text), ":")
     fields: dict[str, object] = {}
     for part in map(str.strip, parts):
@@ -205,7 +227,7 @@ def _parse_spec(text: str) -> Spec:
         if field in fields:
             raise ValueError(f"spec text {quote(text)} gives {field} twice")
         fields[field] = value
-    return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
+    return name, fields
 
 
 def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
@@ -222,32 +244,13 @@ def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
         return name, int(value)
     if name == "gradient":
         return name, value
-    roundings, overflows = ([member.value for member in kind] for kind in (Rounding, Overflow))
-    hint = close_names_hint(name, [*roundings, *ROUNDING_ALIASES, *overflows, "random_bits", "flush", "gradient"])
+    names = [*(member.value for kind in (Rounding, Overflow) for member in kind), *ROUNDING_ALIASES]
+    hint = close_names_hint({"sat": "saturate"}.get(name, name), [*names, "random_bits", "flush", "gradient"])
     raise ValueError(
-        f"spec text {quote(text)}: part {quote(part)} is not known{hint}; allowed after the format: a rounding "
-        f"({', '.join(roundings)}), an overflow rule ({', '.join(overflows)}), random_bits=N, flush, "
-        "gradient=straight_through|clipped|[SPEC]"
+        f"spec text {quote(text)}: part {quote(part)} is not known"
+        f"{hint or '; after the format come a rounding (up, stochastic), an overflow rule (saturate), random_bits=8, '}"
+        f"{'' if hint else 'flush, gradient=clipped'}"
     )
-
-
-def _as_spec_format(value: object) -> ElementFormat | ScaledFormat:
-    if isinstance(value, ElementFormat | ScaledFormat):
-        return value
-    if isinstance(value, str):
-        return parse_format(value)
-    raise TypeError(f"format={value!r} must be a format or its text{_dtype_hint(value)}")
-
-
-def _dtype_hint(value: object) -> str:
-    """The end of an error that names the text of a dtype, such as `jax.numpy.bfloat16`."""
-    with contextlib.suppress(TypeError):
-        name = np.dtype(value).name if isinstance(value, np.dtype | type) else ""
-        if name in {*CATALOGUE, *ALIASES}:
-            return f"; the text of this dtype is {name!r}"
-        if name.lstrip("u").startswith("int"):
-            return f"; integers have scales, as {f'{name}(group=all)'!r}"
-    return ""
 
 
 def _as_gradient(value: object) -> Gradient:
@@ -278,15 +281,15 @@ _GRADIENT_CHOICES = (
 )
 
 
-#: What `as_spec` takes if scaled formats are allowed.
-AnySpec = Spec | ElementFormat | ScaledFormat | str
+#: What `as_spec` takes if scaled formats are allowed. A dtype may stand for its format.
+AnySpec = Spec | ElementFormat | ScaledFormat | str | np.dtype | type
 
 
 def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> Spec:
     """`value` as a Spec.
 
     Args:
-        value: a Spec, a format, or text.
+        value: a Spec, a format, a dtype, or text.
         argument: name of the argument, for errors.
         scaled: whether the format may be a scaled one, which rounds whole arrays only. Default False.
 
@@ -295,13 +298,14 @@ def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> S
     """
     if isinstance(value, str):
         value = parse(value)
-    if isinstance(value, ElementFormat | ScaledFormat):
-        value = Spec(value)
     if not isinstance(value, Spec):
-        raise TypeError(
-            f"{argument}={short_repr(value)} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'"
-            f"{_dtype_hint(value)}"
-        )
+        fmt = as_format(value)
+        if not isinstance(fmt, ElementFormat | ScaledFormat):
+            raise TypeError(
+                f"{argument}={short_repr(value)} must be a Spec, a format, a dtype, or text such as "
+                "'e5m2:stochastic:saturate'"
+            )
+        value = Spec(fmt)
     if value.scaled is not None and not scaled:
         raise ValueError(
             f"{argument}={str(value)!r} is a scaled format, and each number has to be rounded by itself; "

@@ -195,7 +195,6 @@ def _core_entry(table: Mapping, name: str, key: str, of: str = "") -> Any:
     if not isinstance(key, str):
         raise TypeError(f"{name}={key!r} must be one of {', '.join(map(repr, table))}")
     if key not in table:
-        raise ValueError(
-            f"{name}={key!r} is not known{of}{close_names_hint(key, table)}; known: {', '.join(map(repr, table))}"
-        )
+        hint = close_names_hint(key, table) or f"; allowed: {', '.join(map(repr, table))}"
+        raise ValueError(f"{name}={key!r} is not known{of}{hint}")
     return table[key]

@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from jchop._common.checks import as_numpy
+from jchop._common.checks import FieldsRepr, as_numpy
 from jchop.formats._facts import format_html
 
 #: A value of a format: a float if binary64 holds it exactly, else a Fraction.
@@ -59,7 +59,7 @@ def floor_log2(value: Fraction) -> int:
     return guess if Fraction(2) ** guess <= value else guess - 1
 
 
-class ElementFormat(abc.ABC):
+class ElementFormat(FieldsRepr, abc.ABC):
     """A finite set of real values, possibly with -0, infinities and NaN, and a bit pattern for each.
 
     A format is frozen and hashable, so it can be a static argument of `jax.jit`; equal formats share one trace.

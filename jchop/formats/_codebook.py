@@ -14,7 +14,7 @@ from jchop.formats._base import ElementFormat, Number
 _MAX_LEVELS = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CodebookFormat(ElementFormat):
     """A table of levels, each coded by its index. There is no -0, inf or NaN.
 

@@ -61,7 +61,7 @@ class UniformFormat(ElementFormat):
         return int(count) % (1 << self.bits)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FixedFormat(UniformFormat):
     """Fixed point Q(i.f): multiples of 2^-f in [-2^(i-1), 2^(i-1) - 2^-f], or [0, 2^i - 2^-f] unsigned.
 
@@ -114,7 +114,7 @@ class FixedFormat(UniformFormat):
         return f"{stem}(symmetric=true)" if self.symmetric else stem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IntegerFormat(UniformFormat):
     """k-bit integers: [-2^(k-1), 2^(k-1) - 1], or [0, 2^k - 1] unsigned. There is no -0, inf or NaN.
 

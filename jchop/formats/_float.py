@@ -14,7 +14,7 @@ from jchop.formats._base import ElementFormat, Number, exact_number, floor_log2
 NAN_CODES = ("ieee", "top", "negative_zero", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FloatFormat(ElementFormat):
     """A binary floating-point format: sign, biased exponent, fraction.
 

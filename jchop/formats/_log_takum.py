@@ -22,7 +22,7 @@ LOG_TAKUM_TABLE_BITS = 16
 _POWER_ACCURACY_BITS = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LogTakumFormat(StringFormat):
     """A logarithmic takum (L. Hunhold, arXiv 2404.18603): plus or minus e^(l/2).
 

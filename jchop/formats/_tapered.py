@@ -119,7 +119,7 @@ class StringFormat(TaperedFormat):
         return code if value > 0 else (1 << self.bits) - code
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PositFormat(StringFormat):
     """A posit of the Standard for Posit Arithmetic (2022): two exponent bits at every width.
 
@@ -167,7 +167,7 @@ class PositFormat(StringFormat):
         return f"posit{self.bits}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TakumFormat(StringFormat):
     """A linear takum (L. Hunhold, arXiv 2404.18603 and 2412.20273; libtakum).
 
@@ -211,7 +211,7 @@ class TakumFormat(StringFormat):
         return f"takum_linear{self.bits}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HiFloat8Format(TaperedFormat):
     """HiF8 (Luo et al., arXiv 2409.16626): eight bits with three, two or one fraction bits.
 

@@ -68,7 +68,7 @@ def test_a_format_without_subnormal_numbers() -> None:
 
 
 def test_no_format() -> None:
-    with pytest.raises(TypeError, match="format=8 must be a Spec, a format, or text"):
+    with pytest.raises(TypeError, match="format=8 must be a Spec, a format, a dtype, or text"):
         jc.finfo(8)  # type: ignore[arg-type]
 
 
@@ -87,14 +87,20 @@ def test_wide_facts_print_shortly() -> None:
     assert repr(wide.max) == "Fraction(15) * 2**16380" and repr(small) == "Fraction(1) / 2**32769"
 
 
-@each("make", [jc.finfo, jc.Spec, lambda dtype: jc.round_to_format(1.0, dtype)])
-def test_a_dtype_is_no_format_and_its_text_is_told(make: Callable[[Any], object]) -> None:
-    for dtype in (np.float16, np.dtype("float16"), jnp.float16):
-        with pytest.raises(TypeError, match="the text of this dtype is 'float16'"):
-            make(dtype)
-    with pytest.raises(TypeError, match="is 'float8_e4m3fn'"):
-        make(ml_dtypes.float8_e4m3fn)
-    for other in (np.int8, list, None, 8):
-        with pytest.raises(TypeError) as caught:
-            make(other)
-        assert "dtype" not in str(caught.value)
+@each("make", [jc.finfo, jc.Spec, lambda dtype: jc.Rule(weight=dtype).weight])
+def test_a_dtype_stands_for_its_format(make: Callable[[Any], Any]) -> None:
+    for name, dtypes in {
+        "binary16": (np.float16, np.dtype("float16"), jnp.float16),
+        "bfloat16": (jnp.bfloat16, ml_dtypes.bfloat16, jnp.zeros(1, "bfloat16").dtype),
+        "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, jnp.float8_e4m3fn),
+        "int8": (np.int8, jnp.int8),
+        "int4": (jnp.int4,),
+    }.items():
+        for dtype in dtypes:
+            assert make(dtype) == make(name)
+    for other in (float, bool, list, None, 8):
+        if (make is jc.finfo or make is jc.Spec) or other is not None:
+            with pytest.raises(TypeError, match="must be a"):
+                make(other)
+    with pytest.raises(ValueError, match="'complex64' is not known"):
+        make(jnp.complex64)

@@ -73,13 +73,13 @@ def test_no_name_means_two_things():
 @each("value", ["nearest-even", "rn", "", None, 3, Overflow.IEEE, ["up"]])
 def test_unknown_rounding(value):
     with pytest.raises(
-        ValueError, match=r"rounding=.* is not known; allowed: nearest_even, .*stochastic_equal.*rne"
+        ValueError, match=r"rounding=.* is not known; (allowed: nearest_even, .*stochastic_equal.*rne|did you mean )"
     ) as e:
         jc.Spec("e5m2", rounding=value)
     assert repr(value) in str(e.value)
 
 
-@each("value", ["sat", "", 0, True, Rounding.UP])
+@each("value", ["clip", "", 0, True, Rounding.UP])
 def test_unknown_overflow(value):
     with pytest.raises(ValueError, match=r"overflow=.* is not known; allowed: ieee, saturate, propagate, wrap") as e:
         jc.Spec("e5m2", overflow=value)

@@ -125,7 +125,7 @@ def test_an_element_format_is_plain():
 @each(
     ("text", "message"),
     [
-        ("mxfp5", "close: mxfp4"),
+        ("mxfp5", "did you mean mxfp4"),
         ("mxfp4(foo=1)", "unknown option 'foo'; allowed: group, axis"),
         ("int8(grup=3)", "unknown option 'grup'"),
         ("int8(group=x)", "group='x' must be integers"),
@@ -187,7 +187,7 @@ def test_other_refusals():
     with pytest.raises(TypeError, match="element=3 must be an element format"):
         ScaledFormat(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be an element format"):
-        ScaledFormat("mxfp4")
+        ScaledFormat("mxfp4", axis=0)
     with pytest.raises(ValueError, match="overflow='wrap'"):
         jc.Spec("int8(channel=0)", overflow="wrap")
     with pytest.raises(ValueError, match="flush=True needs a floating-point format"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jchop._common.checks import check_choice, short_repr
+from jchop._common.checks import FieldsRepr, check_choice, short_repr
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.rotation import Hadamard
 from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
@@ -34,8 +34,8 @@ _SELECTOR_FIELDS = ("layer", "operation")
 ROUNDING_FIELDS = (*SPEC_FIELDS, "rotation", "matmul", "scale_from")
 
 
-@dataclass(frozen=True)
-class Rule:
+@dataclass(frozen=True, repr=False)
+class Rule(FieldsRepr):
     """The roundings of the layers that match a pattern.
 
     A layer computes ``output(product(activation(x), weight(w)) + bias(b))``. A field that is None rounds nothing, so a

@@ -13,6 +13,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from jchop._common.checks import check_bool, check_int, check_text, quote
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
@@ -333,7 +335,7 @@ def parse_element_or_scaled(
 # == the format ========================================================================================================
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScaledFormat:
     """Elements e of a format, in groups that share a scale s > 0: the values s e, s (e - z) or s e + z.
 
@@ -344,7 +346,8 @@ class ScaledFormat:
     A scaled format is callable: ``fmt(group=64)`` is the format with that changed.
 
     Args:
-        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text.
+        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text. The text of a
+            whole scaled format stands alone: ``ScaledFormat("int4(group=32)")``.
         group: the number of consecutive elements along `axis` that share a scale; the last group of a row may be
             shorter; ``"all"`` for the whole axis; or one such for each of several axes (tiles). Default None, with no
             `channel` either: the whole tensor, also written ``"tensor"``.
@@ -410,6 +413,11 @@ class ScaledFormat:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        if isinstance(self.element, str) and isinstance(whole := parse_format(self.element), ScaledFormat):
+            others = dataclasses.fields(self)[1:]
+            if all(getattr(self, field.name) == field.default for field in others):
+                vars(self).update(vars(whole))
+                return
         check_bool("nan_block", self.nan_block)
         check_zero_point(self.zero_point)
         fields = {
@@ -636,6 +644,9 @@ class ScaledFormat:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        return f"ScaledFormat({self.text!r})"
+
     def _repr_html_(self) -> str:
         return format_html(self)
 
@@ -648,7 +659,7 @@ class ScaledFormat:
 
 
 def _as_format_of_kind(name: str, value: object, kinds: Any) -> Any:
-    fmt = parse_format(value) if isinstance(value, str) else value
+    fmt = as_format(value)
     if not isinstance(fmt, kinds):
         expectation = (
             "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
@@ -702,7 +713,7 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
     """The format that a text names.
 
     Args:
-        text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
+        text: in lower or upper case, a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
             (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
             ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
             Options follow in parentheses: ``e4m3(bias=11)``,
@@ -728,6 +739,18 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
         raise TypeError(f"text={text!r} must be a format's text such as 'e5m10'")
     text = check_text("format text", text)
     return _parse_format_text(re.sub(r"\s", "", text) if "(" in text else text)
+
+
+def as_format(value: Any) -> Any:
+    """The format of a text or of a dtype of NumPy, ml_dtypes, JAX or PyTorch; any other value unchanged."""
+    if isinstance(value, str):
+        return parse_format(value)
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return parse_format(str(value).removeprefix("torch."))
+    # A dtype is a np.dtype or a class with one: np.float16, jnp.bfloat16, not Python's float.
+    if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
+        return parse_format(np.dtype(value).name)
+    return value
 
 
 @functools.lru_cache(maxsize=256)

@@ -531,8 +531,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "unpublished, without its bits": (lambda: jc.tensor_core("blackwell", "fp6"), "how blackwell adds fp6 is not publ"),
     "scaled and unpublished": (lambda: jc.tensor_core("blackwell", "mxfp6"), "how blackwell adds mxfp6 is not publ"),
-    "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; close: hopper; known: 'volta'"),
-    "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; known: 'fp16'"),
+    "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; did you mean hopper"),
+    "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; allowed: 'fp16'"),
     "format of another": (
         lambda: jc.tensor_core("cdna3", "float8_e4m3fn"),
         "dtype='float8_e4m3fn' is not known of cdna3",
