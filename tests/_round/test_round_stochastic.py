@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -165,6 +166,8 @@ def check_given_words(
     spec = jc.Spec(build(fmt), rounding=mode, random_bits=n, overflow=overflow, flush=flush)
     if public:
         got = np.asarray(jc.round_to_format(x, spec, key))
+        own = jc.round_to_format(x, spec, bits=words >> np.uint64(width_of(carrier) - drawn))
+        cases.assert_bits(x, np.asarray(own), expected, f"{spec} on {carrier}, with bits")
     else:
         got = by_itself(x, spec, words.astype(f"uint{width_of(carrier)}"))
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
@@ -201,6 +204,40 @@ def any_number_of_bits_on_float64(mode):
     for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64):
         if n <= most_bits(mode, "float64"):
             check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
+
+
+@each("spec", ["e4m3:stochastic_c", "int8(channel=0):stochastic", "mxfp4:stochastic_b:random_bits=8"])
+def test_bits_take_the_place_of_a_key(spec: str) -> None:
+    """The words of a key, given by hand: eager, compiled and batched, of JAX and of NumPy; higher bits are ignored."""
+    x, key = jnp.linspace(-3, 300, 35).reshape(5, 7), jax.random.key(3)
+    count = jc.Spec(spec).random_bits or most_bits(jc.Spec(spec).rounding.value, "float32")
+    bits = jc.random_bits(key, x.shape) >> (32 - count)
+    expected = np.asarray(jc.round_to_format(x, spec, key))
+    rounded = functools.partial(jc.round_to_format, spec=spec)
+    for got in (
+        rounded(x, bits=bits | jnp.uint32(1 << count if count < 32 else 0)),
+        jax.jit(rounded)(x, bits=bits),
+        jax.vmap(lambda x, bits: rounded(x, bits=bits))(x[None], bits[None])[0],
+        rounded(np.asarray(x), bits=np.asarray(bits)),
+    ):
+        assert np.array_equal(got, expected)
+
+
+@each(
+    ("spec", "arguments", "message"),
+    [
+        ("e4m3", {}, "bits have no effect under rounding='nearest_even'"),
+        ("e4m3:sr", {"key": jax.random.key(0)}, "bits take the place of key"),
+        ("e4m3:sr", {"offset": 3}, "bits have no offset"),
+        ("e4m3:sr", {"bits": np.ones(2, np.uint32)}, r"bits has shape \(2,\) and dtype uint32; it must be integers"),
+        ("e4m3:sr", {"bits": np.ones(4, np.float32)}, "and dtype float32; it must be integers of shape"),
+        ("int4(group=4,sparse=2:4):sr", {}, "bits are not for the sparse spec"),
+        ("e4m3:sr", {"x": np.ones(4, np.complex64)}, "bits are for real numbers"),
+    ],
+)
+def test_bits_are_refused(spec: str, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jc.round_to_format(**({"x": np.ones(4, np.float32), "spec": spec, "bits": np.ones(4, np.uint32)} | arguments))
 
 
 @each("carrier", ["bfloat16", "float32", "float64"])
