@@ -83,6 +83,13 @@ __getattr__, __dir__ = _on_demand(
         "jchop.storage._chunks": ("round_file",),
         "jchop._insight.tune": ("Tuning", "tune"),
     },
+    {alias: f"jchop.{name}, or its text {alias!r}" for alias, name in formats.ALIASES.items()}
+    | {
+        "round": "jchop.round_to_format",
+        "list_formats": "jchop.formats.CATALOGUE",
+        "info": "jchop.finfo",
+        "Format": "jchop.FloatFormat(exp_bits, frac_bits)",
+    },
 )
 
 __all__ = [

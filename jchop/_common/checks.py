@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -199,6 +200,28 @@ def first_names(names: Sequence[str], write: Callable[[str], str] = repr) -> str
     """The first three of some names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(map(write, names[:3])) + more
+
+
+def keyword_hints(hints: Mapping[str, str]) -> Callable[[T], T]:
+    """A decorator: of a keyword that users try and the function does not have, the error says what to write.
+
+    Args:
+        hints: the call that works, for each keyword.
+    """
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs and (unknown := kwargs.keys() & hints.keys()):
+                name = min(unknown)
+                raise TypeError(
+                    f"{function.__qualname__.removesuffix('.__init__')} has no {name}=; write {hints[name]}"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def close_names_hint(text: str, names: Iterable[str]) -> str:

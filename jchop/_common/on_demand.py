@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from jchop._common.checks import close_names_hint
+
 
 def load_name(module: str, name: str) -> Any:
     """What a module that is loaded when first used has under a name."""
@@ -14,7 +16,7 @@ def load_name(module: str, name: str) -> Any:
 
 
 def on_demand(
-    package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]]
+    package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]], elsewhere: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a package with names that are loaded when first used.
 
@@ -24,6 +26,7 @@ def on_demand(
         package: its name.
         modules: the names of its modules.
         names: for each other module the names that the package has from it.
+        elsewhere: for names that users try, what to write instead.
 
     Raises:
         AttributeError: by the first function, for a name that the package has not.
@@ -36,7 +39,9 @@ def on_demand(
         elif name in modules:
             value = import_module(f"{package}.{name}")
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            public = [other for other in {*vars(sys.modules[package]), *homes, *modules} if not other.startswith("_")]
+            hint = f"; write {elsewhere[name]}" if name in (elsewhere or ()) else close_names_hint(name, sorted(public))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
         setattr(sys.modules[package], name, value)
         return value
 

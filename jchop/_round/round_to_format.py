@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jchop._common.bit_ops import Carrier, enable_x64_for
-from jchop._common.checks import check_choice, check_int
+from jchop._common.checks import check_choice, check_int, keyword_hints
 from jchop._common.gradients import CustomJvp, on_cotangent
 from jchop._common.settings import always_jit
 from jchop._core.rounding.elements import overflow_mask
@@ -31,6 +31,12 @@ from jchop.formats.rounding import Rounding
 Array = jax.Array
 
 
+@keyword_hints(
+    dict.fromkeys(
+        ("rounding", "mode", "overflow", "saturate", "stochastic", "random_bits"), "the spec 'e4m3:stochastic:saturate'"
+    )
+    | {"seed": "key=jax.random.key(0)", "rng": "key=jax.random.key(0)", "dtype": "x.astype(dtype)"}
+)
 def round_to_format(
     x: Any,
     spec: Spec | ElementFormat | ScaledFormat | str,
@@ -206,7 +212,9 @@ def _round_with_bits(
         if wrong:
             raise ValueError(f"bits {why}")
     if bits.shape != array.shape or not jnp.issubdtype(bits.dtype, jnp.integer):
-        raise ValueError(f"bits has shape {bits.shape} and dtype {bits.dtype}; it must be integers of shape {array.shape}")
+        raise ValueError(
+            f"bits has shape {bits.shape} and dtype {bits.dtype}; it must be integers of shape {array.shape}"
+        )
     carrier = carrier_of_dtype(array.dtype)
     _require_results_fit(spec, array, carrier)
     equal = spec.rounding is Rounding.STOCHASTIC_EQUAL

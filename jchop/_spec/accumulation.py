@@ -90,7 +90,7 @@ class Order(FieldsRepr):
     Example:
         >>> import jchop as jc
         >>> str(jc.Order("blocked", 8)), jc.Order.parse("pairwise")
-        ('blocked(8)', Order(kind='pairwise', block=None, bits=None, promote_every=None))
+        ('blocked(8)', Order(kind='pairwise'))
         >>> str(jc.Order("aligned", 32, 13, promote_every=128))
         'aligned(32, 13, promote_every=128)'
     """

@@ -20,9 +20,10 @@ from jchop._common.checks import (
     split_outside_brackets,
 )
 from jchop._common.text import html
-from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, as_format, parse_format
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._facts import format_facts
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
+from jchop.formats.scaled.scaled import as_format
 
 
 @dataclass(frozen=True, repr=False)

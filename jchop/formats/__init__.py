@@ -12,7 +12,7 @@ from jchop.formats._tapered import HiFloat8Format, PositFormat, StringFormat, Ta
 from jchop.formats.scaled import catalogue as _scaled_catalogue
 from jchop.formats.scaled.catalogue import *  # noqa: F403
 from jchop.formats.scaled.scale_rules import SCALE_RULES
-from jchop.formats.scaled.scaled import SCALED_CATALOGUE, ScaledFormat, as_format, bfp, parse_format
+from jchop.formats.scaled.scaled import SCALED_CATALOGUE, ScaledFormat, bfp, parse_format
 
 __all__ = [
     "ALIASES",

@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jchop._common.bit_ops import FLOAT32, in_auto_mesh
-from jchop._common.checks import check_choice
+from jchop._common.checks import check_choice, keyword_hints
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.arithmetic.basic import multiply_and_round
@@ -36,6 +36,9 @@ from jchop.storage._codes import decode_unscaled
 Array = jax.Array
 
 
+@keyword_hints(
+    dict.fromkeys(("accumulate", "product", "operands", "order", "fused"), "MatmulSpec('e4m3fn', accumulate='e8m9')")
+)
 def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto") -> Any:
     """The matrix product of `a` and `b` in an emulated arithmetic: operands, every product and every sum rounded.
 

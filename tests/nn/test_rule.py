@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from layer_references import each
 
 import jchop as jc
+from jchop._quantized.products.rule import as_rule_tuple
 
 
 @each(
@@ -74,9 +74,9 @@ def test_rules_are_values() -> None:
         ({"operation": "exp"}, ValueError, "operation='exp' must match one of dot_general, conv"),
         ({"weight": 8}, TypeError, "weight=8"),
         ({"path": ".*q_proj|.*kv_proj"}, ValueError, "is a regular expression"),
-        ({"weight": jnp.int8}, TypeError, r"weight=.*; integers have scales, as 'int8\(group=all\)'"),
-        ({"activation": np.dtype("uint8")}, TypeError, r"scales, as 'uint8\(group=all\)'"),
-        ({"bias": jnp.int4}, TypeError, r"scales, as 'int4\(group=all\)'"),
+        ({"weight": float}, TypeError, "weight=<class 'float'> must be a Spec, a format, a dtype, or text"),
+        ({"weight_qtype": "int8"}, TypeError, r"Rule has no weight_qtype=; write Rule.from_qwix\(rule\)"),
+        ({"bits": 4}, TypeError, r"Rule has no bits=; write weight='int4\(group=32\)'"),
         ({"weight": "int8(rule=minmax)"}, ValueError, "add zero_point=integer, or leave rule out"),
         ({"weight": "e4m3(group=4,rule=minmax)"}, ValueError, "zero points go with rule='minmax'; leave rule out"),
         ({"weight": "int4(zero_point=float,rule=absmax)"}, ValueError, "write rule=minmax, or leave rule out"),
@@ -105,7 +105,31 @@ def test_a_rule_of_qwix_is_answered_with_one_of_jchop(given: Any) -> None:
         jc.quantize_fn(lambda p, x: x @ p, given)
 
 
-@each("rules", ["int4", {"*": {"weight": "int4"}}])
-def test_what_is_no_rule_is_answered_with_one(rules: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be a jchop.Rule, or several, as jc\.Rule\(weight='int4'\)"):
+@each(
+    ("given", "rules"),
+    [
+        ("int4", (jc.Rule(weight="int4"),)),
+        (jnp.int8, (jc.Rule(weight="int8"),)),
+        (jc.Rule("a", weight="int4"), (jc.Rule("a", weight="int4"),)),
+        ({"a": "int4", "*": None}, (jc.Rule("a", weight="int4"), jc.Rule())),
+        ({"a": {"activation": "int8"}}, (jc.Rule("a", activation="int8"),)),
+        ({"a": jc.Rule(weight="int4"), "b": jc.Rule("b", weight="int8")}, ({"a": "int4", "b": "int8"})),
+    ],
+)
+def test_rules_are_a_spec_a_mapping_or_several(given: Any, rules: Any) -> None:
+    assert as_rule_tuple(given) == (as_rule_tuple(rules) if isinstance(rules, dict) else rules)
+
+
+@each(
+    ("rules", "message"),
+    [
+        (3, "rules=3 must be a jchop.Rule, several, or a mapping such as {.*: 'int4'}"),
+        ({"a": jc.Rule("b", weight="int4")}, "has another path"),
+        ({"a": 3}, "weight=3 must be a Spec"),
+        ([], "must be a jchop.Rule"),
+        ({}, "must be a jchop.Rule"),
+    ],
+)
+def test_what_is_no_rule_is_answered_with_one(rules: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         jc.quantize_fn(lambda p, x: x @ p, rules)

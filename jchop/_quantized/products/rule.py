@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jchop._common.checks import FieldsRepr, check_choice, short_repr
+from jchop._common.checks import FieldsRepr, check_choice, keyword_hints, short_repr
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.rotation import Hadamard
 from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
@@ -246,6 +246,15 @@ class Rule(FieldsRepr):
         return f"Rule({', '.join([repr(self.path), *fields])})"
 
 
+Rule.__init__ = keyword_hints(  # type: ignore[method-assign]
+    dict.fromkeys(
+        ("weight_qtype", "act_qtype", "bwd_qtype", "tile_size", "module_path", "op_names", "weight_calibration_method"),
+        "Rule.from_qwix(rule), or Rule('*mlp*', weight='int4(group=32)', activation='int8')",
+    )
+    | dict.fromkeys(("bits", "dtype", "group_size", "format", "spec"), "weight='int4(group=32)'")
+)(Rule.__init__)
+
+
 def refuse_code_products(rule: Rule, what: str, why: str) -> None:
     """Refuse ``product="codes"`` for a layer.
 
@@ -312,17 +321,37 @@ def exclusion_advice(paths: Iterable[str], before: Rule, fields: str = "") -> st
 def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
     """One rule, or several, as a tuple.
 
+    Args:
+        rules: rules; one spec of all weights; or a mapping of patterns of paths, each to a rule, the fields of one, the
+            spec of weights, or None.
+
     Raises:
         TypeError, ValueError: for other values, or no rule.
     """
-    items: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
+    items: Sequence[Any] = ()
+    if isinstance(rules, Mapping):
+        items = [_rule_of_entry(pattern, value) for pattern, value in rules.items()]
+    elif isinstance(rules, Rule | Spec | ElementFormat | ScaledFormat | str | type | np.dtype):
+        items = (rules if isinstance(rules, Rule) else Rule(weight=rules),)
+    elif isinstance(rules, Iterable):
+        items = tuple(rules)
     wrong = [rule for rule in items if not isinstance(rule, Rule)]
     if wrong or not items:
         raise TypeError(
-            f"rules={short_repr(rules)} must be a jchop.Rule, or several, as jc.Rule(weight='int4')"
+            f"rules={short_repr(rules)} must be a jchop.Rule, several, or a mapping such as {{'*': 'int4'}}"
             f"{_qwix_translation(next(iter(wrong), rules))}"
         )
     return tuple(items)
+
+
+def _rule_of_entry(pattern: str, value: Any) -> Rule:
+    """The rule of an entry of a mapping; see `as_rule_tuple`."""
+    if isinstance(value, Rule):
+        if value.path not in ("*", pattern):
+            raise ValueError(f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
+        return replace(value, path=pattern)
+    fields = value if isinstance(value, Mapping) else {"weight": value}
+    return Rule(pattern, **fields)
 
 
 def _qwix_translation(rule: Any) -> str:

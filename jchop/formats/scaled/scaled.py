@@ -346,8 +346,8 @@ class ScaledFormat:
     A scaled format is callable: ``fmt(group=64)`` is the format with that changed.
 
     Args:
-        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text. The text of a
-            whole scaled format stands alone: ``ScaledFormat("int4(group=32)")``.
+        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text. Alone it may
+            be the text of a whole scaled format: ``ScaledFormat("int4(group=32)")``.
         group: the number of consecutive elements along `axis` that share a scale; the last group of a row may be
             shorter; ``"all"`` for the whole axis; or one such for each of several axes (tiles). Default None, with no
             `channel` either: the whole tensor, also written ``"tensor"``.
@@ -647,6 +647,10 @@ class ScaledFormat:
     def __repr__(self) -> str:
         return f"ScaledFormat({self.text!r})"
 
+    def __getattr__(self, name: str) -> Any:
+        hint = "" if name.startswith("_") or not hasattr(ElementFormat, name) else f"; see those of {self}.element"
+        raise AttributeError(f"a scaled format has no {name!r}{hint}", name=name, obj=self)
+
     def _repr_html_(self) -> str:
         return format_html(self)
 
@@ -713,9 +717,9 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
     """The format that a text names.
 
     Args:
-        text: in lower or upper case, a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
-            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
-            ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
+        text: in any case, a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a
+            pattern (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``,
+            ``uinteger4``, ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
             Options follow in parentheses: ``e4m3(bias=11)``,
             ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
             of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
