@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from jchop._cli._command import Command, argument, check_pictures, print_json, write_pictures
+from jchop._cli._command import Command, argument, check_pictures, flag, print_json, write_pictures
 from jchop._cli._text import (
     binary_code,
     fact_text,
@@ -19,6 +21,7 @@ from jchop._cli._text import (
     text_table,
     yes_or_no,
 )
+from jchop._common.checks import check
 from jchop._common.on_demand import load_name
 from jchop.formats import (
     ALIASES,
@@ -69,19 +72,27 @@ def _run_info(options: argparse.Namespace) -> None:
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
     except ValueError as error:
         raise ValueError(f"--plot: {error}") from None
-    _print_info(parsed_format, fmt, options.json)
+    if options.csv:
+        check(picture is None and not options.json, "--csv prints codes alone, without --plot and --json")
+        print(_codes_as_csv(parsed_format, options.all), end="")
+        return
+    _print_info(parsed_format, fmt, options.json, options.all)
     if picture is not None and not options.json:
         print()
     write_pictures(options, lambda: picture)
 
 
-def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool) -> None:
-    head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
+def _print_info(
+    parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool, every_code: bool
+) -> None:
+    head, codes = _CODE_COLUMNS, _code_rows(fmt, every_code)
+    scales = _scale_rows(parsed_format, True) if every_code else []
     if as_json:
         report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
         report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
         report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
-        report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
+        for name, rows in ({"codes": codes} | ({"scale codes": scales} if scales else {})).items():
+            report[name] = [dict(zip(head, map(json_value, row), strict=True)) for row in rows]
         print_json(report)
         return
     if isinstance(parsed_format, ScaledFormat):
@@ -94,8 +105,10 @@ def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat,
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
     print(_code_layout(fmt))
     print(_facts_table(_element_facts(fmt)))
-    print()
-    print(text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><"))
+    for rows in (codes, scales):
+        if rows:
+            print("\nScales:" if rows is scales else "")
+            print(text_table([head, *((*row[:2], _value_text(row[2]), row[3]) for row in rows)], "<<><"))
 
 
 def _code_layout(fmt: ElementFormat) -> str:
@@ -155,8 +168,32 @@ def _value_text(value: float | Fraction | None) -> str:
     return short_decimal(value) if value is None else integer_digits(value) or short_decimal(value)
 
 
-def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
-    """Notable codes with their values; codes that the format lacks are omitted."""
+#: The columns of a table of codes.
+_CODE_COLUMNS = ("code", "binary", "value", "which")
+_MAX_LISTED_BITS = 16
+
+
+def _codes_as_csv(fmt: ElementFormat | ScaledFormat, every: bool) -> str:
+    """A line for each code, with its exact value; of a scaled format for each code of elements, then of scales."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if isinstance(fmt, ElementFormat):
+        writer.writerows([_CODE_COLUMNS, *(map(json_value, row) for row in _code_rows(fmt, every))])
+        return text.getvalue()
+    writer.writerow(("part", *_CODE_COLUMNS))
+    for part, rows in {"element": _code_rows(fmt.element, every), "scale": _scale_rows(fmt, every)}.items():
+        writer.writerows((part, *map(json_value, row)) for row in rows)
+    return text.getvalue()
+
+
+def _scale_rows(fmt: ElementFormat | ScaledFormat, every: bool) -> list[tuple[str, str, Any, str]]:
+    """The codes of scales that are stored as codes."""
+    has_codes = isinstance(fmt, ScaledFormat) and fmt.scale_format.bits <= _MAX_LISTED_BITS
+    return _code_rows(fmt.scale_format, every) if has_codes else []  # type: ignore[union-attr]
+
+
+def _code_rows(fmt: ElementFormat, every: bool = False) -> list[tuple[str, str, Any, str]]:
+    """Codes with their values: every one, or the notable ones that the format has."""
     candidates = {
         "zero": 0.0,
         "minus zero": -0.0 if fmt.has_negative_zero else None,
@@ -173,6 +210,9 @@ def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
         code = None if value is None else fmt.code_of(value)
         if code is not None:
             names.setdefault(code, []).append(name)
+    if every:
+        check(fmt.bits <= _MAX_LISTED_BITS, f"--all lists codes of up to {_MAX_LISTED_BITS} bits; {fmt} has {fmt.bits}")
+        names = {code: names.get(code, []) for code in range(1 << fmt.bits)}
     return [
         (hexadecimal_code(fmt, code), binary_code(fmt, code), fmt.value_of(code), ", ".join(descriptions))
         for code, descriptions in names.items()
@@ -188,5 +228,7 @@ INFO = Command(
         argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
         argument("--plot", help="draw its values (needs matplotlib)"),
         argument("--json", help="print JSON in place of the tables"),
+        flag("--all", "list every code, and the codes of scales"),
+        flag("--csv", "print the codes alone, as CSV"),
     ),
 )
