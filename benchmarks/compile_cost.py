@@ -188,7 +188,7 @@ def cases() -> dict[str, Callable[[], Program]]:
     for program, (run, args) in {"network": network(12), "Runge-Kutta": runge_kutta()}.items():
         made[program] = lambda run=run, args=args: (run, args)
         for spec in ("bfloat16", "e4m3", "bfloat16:stochastic"):
-            key = jax.random.key(1) if jc.parse(spec).rounding.stochastic else None
+            key = jax.random.key(1) if jc.Spec(spec).rounding.stochastic else None
             low = jc.emulate(run, spec, key=key)
             made[f"emulate, {program}, {spec}"] = lambda low=low, args=args: (low, args)
     return made
@@ -269,7 +269,7 @@ def eager_times(repeat: int) -> None:
     print("| --- | ---: | ---: | ---: | ---: |")
     for program, (run, args) in {"network": network(12), "Runge-Kutta": runge_kutta()}.items():
         for spec in ("bfloat16", "e4m3", "bfloat16:stochastic"):
-            key = jax.random.key(1) if jc.parse(spec).rounding.stochastic else None
+            key = jax.random.key(1) if jc.Spec(spec).rounding.stochastic else None
             low = jc.emulate(run, spec, key=key)
             start = time.process_time()
             jax.block_until_ready(low(*args))

@@ -12,26 +12,9 @@ from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._spec.accumulation import MatmulSpec, Order
 from jchop._spec.finfo import finfo
-from jchop._spec.spec import Gradient, Spec, parse
+from jchop._spec.spec import Gradient, Spec
 from jchop._spec.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
-from jchop.formats import (
-    CodebookFormat,
-    ElementFormat,
-    FixedFormat,
-    FloatFormat,
-    HiFloat8Format,
-    IntegerFormat,
-    LogTakumFormat,
-    PositFormat,
-    ScaledFormat,
-    TakumFormat,
-    _catalogue,
-    bfp,
-)
-from jchop.formats._catalogue import *  # noqa: F403
 from jchop.formats.rounding import Overflow, Rounding
-from jchop.formats.scaled import catalogue as _scaled_catalogue
-from jchop.formats.scaled.catalogue import *  # noqa: F403
 from jchop.storage import (
     QArray,
     dequantize,
@@ -83,12 +66,14 @@ __getattr__, __dir__ = _on_demand(
         "jchop.storage._chunks": ("round_file",),
         "jchop._insight.tune": ("Tuning", "tune"),
     },
-    {alias: f"jchop.{name}, or its text {alias!r}" for alias, name in formats.ALIASES.items()}
+    {name: f"jchop.formats.{formats.ALIASES[name]}, or its text {name!r}" for name in formats.ALIASES}
+    | {name: f"jchop.formats.{name}" for name in formats.__all__}
     | {
         "round": "jchop.round_to_format",
         "list_formats": "jchop.formats.CATALOGUE",
         "info": "jchop.finfo",
-        "Format": "jchop.FloatFormat(exp_bits, frac_bits)",
+        "Format": "jchop.formats.FloatFormat(exp_bits, frac_bits)",
+        "parse": "jchop.Spec(text)",
     },
 )
 
@@ -96,35 +81,24 @@ __all__ = [
     "LSQ",
     "TENSOR_CORES",
     "Blame",
-    "CodebookFormat",
     "Comparison",
     "DelayedScaling",
-    "ElementFormat",
-    "FixedFormat",
-    "FloatFormat",
     "Gradient",
     "Hadamard",
-    "HiFloat8Format",
-    "IntegerFormat",
     "KVCache",
-    "LogTakumFormat",
     "MatmulSpec",
     "MovingAverage",
     "Order",
     "Overflow",
-    "PositFormat",
     "Probe",
     "QArray",
     "Rounding",
     "Rule",
-    "ScaledFormat",
     "Scales",
     "SignificantDigits",
     "Spec",
-    "TakumFormat",
     "TensorCore",
     "Tuning",
-    "bfp",
     "blame",
     "compare",
     "dequantize",
@@ -139,7 +113,6 @@ __all__ = [
     "from_qwix",
     "load_safetensors",
     "math",
-    "parse",
     "probe",
     "quantize",
     "quantize_fn",
@@ -154,5 +127,3 @@ __all__ = [
     "to_qwix",
     "tune",
 ]
-__all__ += _catalogue.__all__
-__all__ += _scaled_catalogue.__all__

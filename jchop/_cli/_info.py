@@ -85,7 +85,7 @@ def _run_info(options: argparse.Namespace) -> None:
 def _print_info(
     parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool, every_code: bool
 ) -> None:
-    head, codes = _CODE_COLUMNS, _code_rows(fmt, every_code)
+    head, codes = _CODE_COLUMNS, _rows_of_codes(fmt, every_code)
     scales = _scale_rows(parsed_format, True) if every_code else []
     if as_json:
         report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
@@ -178,10 +178,10 @@ def _codes_as_csv(fmt: ElementFormat | ScaledFormat, every: bool) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     if isinstance(fmt, ElementFormat):
-        writer.writerows([_CODE_COLUMNS, *(map(json_value, row) for row in _code_rows(fmt, every))])
+        writer.writerows([_CODE_COLUMNS, *(map(json_value, row) for row in _rows_of_codes(fmt, every))])
         return text.getvalue()
     writer.writerow(("part", *_CODE_COLUMNS))
-    for part, rows in {"element": _code_rows(fmt.element, every), "scale": _scale_rows(fmt, every)}.items():
+    for part, rows in {"element": _rows_of_codes(fmt.element, every), "scale": _scale_rows(fmt, every)}.items():
         writer.writerows((part, *map(json_value, row)) for row in rows)
     return text.getvalue()
 
@@ -189,10 +189,10 @@ def _codes_as_csv(fmt: ElementFormat | ScaledFormat, every: bool) -> str:
 def _scale_rows(fmt: ElementFormat | ScaledFormat, every: bool) -> list[tuple[str, str, Any, str]]:
     """The codes of scales that are stored as codes."""
     has_codes = isinstance(fmt, ScaledFormat) and fmt.scale_format.bits <= _MAX_LISTED_BITS
-    return _code_rows(fmt.scale_format, every) if has_codes else []  # type: ignore[union-attr]
+    return _rows_of_codes(fmt.scale_format, every) if has_codes else []  # type: ignore[union-attr]
 
 
-def _code_rows(fmt: ElementFormat, every: bool = False) -> list[tuple[str, str, Any, str]]:
+def _rows_of_codes(fmt: ElementFormat, every: bool = False) -> list[tuple[str, str, Any, str]]:
     """Codes with their values: every one, or the notable ones that the format has."""
     candidates = {
         "zero": 0.0,

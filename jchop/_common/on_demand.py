@@ -39,10 +39,13 @@ def on_demand(
         elif name in modules:
             value = import_module(f"{package}.{name}")
         else:
-            public = [other for other in {*vars(sys.modules[package]), *homes, *modules} if not other.startswith("_")]
-            hint = f"; write {elsewhere[name]}" if name in (elsewhere or ()) else close_names_hint(name, sorted(public))
+            write = (elsewhere or {}).get(name)
+            hint = close_names_hint(name, public_names()) if write is None else f"; write {write}"
             raise AttributeError(f"module {package!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: sorted({*vars(sys.modules[package]), *homes, *modules})
+    def public_names() -> list[str]:
+        return sorted({*getattr(sys.modules[package], "__all__", homes), *modules})
+
+    return load, public_names

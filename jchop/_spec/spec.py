@@ -85,7 +85,7 @@ class Spec:
 
     Example:
         >>> import jchop as jc
-        >>> spec = jc.Spec(jc.FloatFormat(5, 2), rounding="stochastic", overflow="saturate")
+        >>> spec = jc.Spec(jc.formats.FloatFormat(5, 2), rounding="stochastic", overflow="saturate")
         >>> spec == jc.Spec("e5m2:stochastic:saturate"), spec
         (True, Spec('e5m2:stochastic:saturate'))
     """
@@ -206,7 +206,7 @@ def parse(text: str) -> Spec:
 
     Example:
         >>> import jchop as jc
-        >>> jc.parse("e5m2:stochastic:random_bits=8").random_bits
+        >>> jc.Spec("e5m2:stochastic:random_bits=8").random_bits
         8
     """
     if not isinstance(text, str):

@@ -66,7 +66,8 @@ class ElementFormat(FieldsRepr, abc.ABC):
 
     Example:
         >>> import jchop as jc
-        >>> [isinstance(fmt, jc.ElementFormat) for fmt in (jc.bfloat16, jc.FixedFormat(4, 4), jc.mxfp4)]
+        >>> formats = jc.formats.bfloat16, jc.formats.int4.element, jc.formats.mxfp4
+        >>> [isinstance(fmt, jc.formats.ElementFormat) for fmt in formats]
         [True, True, False]
     """
 
@@ -190,7 +191,7 @@ class ElementFormat(FieldsRepr, abc.ABC):
 
         Example:
             >>> import jchop as jc
-            >>> jc.float4_e2m1fn.values()[7:].tolist()
+            >>> jc.formats.float4_e2m1fn.values()[7:].tolist()
             [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         """
         if self.bits > _MAX_TABLE_BITS:
@@ -211,7 +212,7 @@ class ElementFormat(FieldsRepr, abc.ABC):
 
         Example:
             >>> import jchop as jc
-            >>> jc.float8_e4m3fn.decode([0x38, 0x7E, 0x7F]).tolist()
+            >>> jc.formats.float8_e4m3fn.decode([0x38, 0x7E, 0x7F]).tolist()
             [1.0, 448.0, nan]
         """
         array = as_numpy("codes", codes)
@@ -234,7 +235,7 @@ class ElementFormat(FieldsRepr, abc.ABC):
 
         Example:
             >>> import jchop as jc
-            >>> jc.float8_e4m3fn.encode([1.0, 448.0]).tolist()
+            >>> jc.formats.float8_e4m3fn.encode([1.0, 448.0]).tolist()
             [56, 126]
         """
         array = as_numpy("values", values)

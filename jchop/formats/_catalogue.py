@@ -80,7 +80,7 @@ def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True)
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.p3109(8, 3)
+        >>> fmt = jc.formats.p3109(8, 3)
         >>> str(fmt), fmt.max, fmt.bias
         ('binary8p3se', 49152.0, 16)
     """

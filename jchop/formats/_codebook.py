@@ -31,7 +31,7 @@ class CodebookFormat(ElementFormat):
 
     Example:
         >>> import jchop as jc
-        >>> ternary = jc.CodebookFormat((-1.0, 0.0, 1.0))
+        >>> ternary = jc.formats.CodebookFormat((-1.0, 0.0, 1.0))
         >>> jc.round_to_format([0.4, 0.5, -3.0], ternary).tolist()
         [0.0, 1.0, -1.0]
     """

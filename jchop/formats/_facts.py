@@ -13,7 +13,7 @@ def format_facts(fmt: Any) -> list[tuple[str, str]]:
 
     Example:
         >>> import jchop as jc
-        >>> format_facts(jc.float4_e2m1fn)[:2]
+        >>> format_facts(jc.formats.float4_e2m1fn)[:2]
         [('bits', '4'), ('values', 'from -6 to 6')]
     """
     if hasattr(fmt, "element"):

@@ -78,7 +78,7 @@ class FixedFormat(UniformFormat):
 
     Example:
         >>> import jchop as jc
-        >>> q = jc.FixedFormat(4, 4)
+        >>> q = jc.formats.FixedFormat(4, 4)
         >>> q.bits, q.min, q.max
         (8, -8.0, 7.9375)
     """
@@ -128,7 +128,7 @@ class IntegerFormat(UniformFormat):
 
     Example:
         >>> import jchop as jc
-        >>> jc.IntegerFormat(4).values().tolist()[:3], jc.IntegerFormat(4, narrow=True).min
+        >>> jc.formats.IntegerFormat(4).values().tolist()[:3], jc.formats.IntegerFormat(4, narrow=True).min
         ([-8.0, -7.0, -6.0], -7.0)
     """
 

@@ -54,7 +54,7 @@ def no_record(path: Path) -> None:
 
 def own(path: Path) -> None:
     zeros = QArray(
-        np.zeros((2, 2), np.int8), np.ones((2, 1), np.float32), None, jc.parse("int8(channel=-2)"), 2, np.dtype("f4")
+        np.zeros((2, 2), np.int8), np.ones((2, 1), np.float32), None, jc.Spec("int8(channel=-2)"), 2, np.dtype("f4")
     )
     file = path / "model.safetensors"
     path.mkdir(exist_ok=True)

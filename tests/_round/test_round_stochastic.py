@@ -312,7 +312,7 @@ def codebooks_given_the_words(name, mode):
             for p, word in zip(cases.bits(x), r, strict=True)
         ]
         expected = np.array([oracle.to_bits(v, c) for v in truth], c.words)
-        spec = jc.Spec(jc.CodebookFormat(levels), mode, random_bits=None if n == most else n)
+        spec = jc.Spec(jc.formats.CodebookFormat(levels), mode, random_bits=None if n == most else n)
         cases.assert_bits(x, by_itself(x, spec, words), expected, f"{name} {mode} {n} bits")
 
 
@@ -322,13 +322,13 @@ def test_a_tie_of_codebooks_goes_by_the_word(x: float, word: int, want: float) -
     assert (
         oracle.round_exact(oracle.codebook([0, 1]), Fraction(np.float32(x).item()), "stochastic_c", n=1, r=word) == want
     )
-    spec = jc.Spec(jc.CodebookFormat((0.0, 1.0)), "stochastic_c", random_bits=1)
+    spec = jc.Spec(jc.formats.CodebookFormat((0.0, 1.0)), "stochastic_c", random_bits=1)
     assert by_itself(np.array([x], np.float32), spec, np.array([word << 31], np.uint32)).item() == want
 
 
 @further.first
 def the_smallest_negative_level_has_its_sign():
-    spec = jc.Spec(jc.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
+    spec = jc.Spec(jc.formats.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
     got = jc.round_to_format(np.array([-1.0, 0.0, 1.0], np.float32), spec)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint32), [0x80000001, 0, 0x3F800000])
 
@@ -370,7 +370,7 @@ def test_observed_frequencies_of_a_codebook(carrier):
     fmt, c = oracle.codebook(levels), CARRIERS[carrier]
     x = np.random.default_rng(3).uniform(-1, 1, 24).astype(cases.DTYPES[carrier])
     many = np.repeat(x, DRAWS)
-    out = jc.round_to_format(many, jc.Spec(jc.CodebookFormat(levels), rounding="stochastic"), jax.random.key(5))
+    out = jc.round_to_format(many, jc.Spec(jc.formats.CodebookFormat(levels), rounding="stochastic"), jax.random.key(5))
     for got, number in zip(np.asarray(out).reshape(-1, DRAWS), x, strict=True):
         exact = oracle.from_bits(int(cases.bits(np.array([number]))[0]), c)
         low, high = (oracle.round_exact(fmt, exact, mode) for mode in ("down", "up"))

@@ -50,10 +50,13 @@ def test_rules_select_by_class_and_operation() -> None:
 
 def test_rules_are_values() -> None:
     rule = jc.nn.Rule(
-        "head", weight=jc.int4(group=32), activation="int8(group=all)", matmul=jc.MatmulSpec(accumulate="e5m10")
+        "head", weight=jc.formats.int4(group=32), activation="int8(group=all)", matmul=jc.MatmulSpec(accumulate="e5m10")
     )
     same = jc.nn.Rule(
-        "head", weight="int4(group=32)", activation=jc.int8(group="all"), matmul=jc.MatmulSpec(accumulate="e5m10")
+        "head",
+        weight="int4(group=32)",
+        activation=jc.formats.int8(group="all"),
+        matmul=jc.MatmulSpec(accumulate="e5m10"),
     )
     assert rule == same and hash(rule) == hash(same)
     assert str(rule) == (

@@ -57,7 +57,7 @@ def loaded_is_saved(tmp_path: Path) -> None:
     jc.save_safetensors(path, saved, metadata={"format": "pt"})
     same(jc.load_safetensors(path, like=saved), saved)
     flat = jc.load_safetensors(path)
-    assert isinstance(flat["layers.0.kernel"], QArray) and flat["layers.0.kernel"].spec == jc.parse("mxfp4")
+    assert isinstance(flat["layers.0.kernel"], QArray) and flat["layers.0.kernel"].spec == jc.Spec("mxfp4")
     assert flat["wide"].dtype == np.float64 and set(flat) == {
         *(f"layers.{i}.{name}" for i in range(6) for name in ("kernel", "bias")),
         *("step", "empty", "flags", "wide"),
@@ -320,7 +320,7 @@ def test_the_record_stays_when_a_file_is_quantized(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)
     jc.save_safetensors(source, {"layers": [{"kernel": x}, {"bias": x[0]}]})
-    quantize_file(source, target, [TensorRule(".*kernel", jc.parse("mxfp4"))])
+    quantize_file(source, target, [TensorRule(".*kernel", jc.Spec("mxfp4"))])
     wanted = {"layers": [{"kernel": jax.tree.map(jnp.asarray, jc.quantize(x, "mxfp4"))}, {"bias": x[0]}]}
     same(jc.load_safetensors(target, nested=True), wanted)
 

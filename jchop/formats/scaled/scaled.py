@@ -374,7 +374,7 @@ class ScaledFormat:
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.ScaledFormat("integer4", group=128, scale="bfloat16")
+        >>> fmt = jc.formats.ScaledFormat("integer4", group=128, scale="bfloat16")
         >>> str(fmt), fmt.bits_per_element(), fmt.scale_shape((3, 300))
         ('int4(group=128,scale=bfloat16)', 4.125, (3, 3))
         >>> str(fmt(sparse="2:4")), fmt(sparse="2:4").bits_per_element()
@@ -442,7 +442,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> str(jc.mxfp4(axis=0)), str(jc.int8(channel=0))
+            >>> str(jc.formats.mxfp4(axis=0)), str(jc.formats.int8(channel=0))
             ('mxfp4(axis=0)', 'int8(channel=0)')
         """
         names = [field.name for field in dataclasses.fields(self)]
@@ -490,7 +490,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.int8(channel=0).group_shape((3, 4, 5)), jc.mxfp4.group_shape((8, 100))
+            >>> jc.formats.int8(channel=0).group_shape((3, 4, 5)), jc.formats.mxfp4.group_shape((8, 100))
             ((1, 4, 5), (1, 32))
         """
         whole = tuple(max(size, 1) for size in shape)
@@ -515,7 +515,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.int4(group=(2, 128)).scale_shape((5, 3, 128)), jc.int8.scale_shape((5, 3))
+            >>> jc.formats.int4(group=(2, 128)).scale_shape((5, 3, 128)), jc.formats.int8.scale_shape((5, 3))
             ((5, 2, 1), (1, 1))
         """
         return tuple(-(-size // group) for size, group in zip(shape, self.group_shape(shape), strict=True))
@@ -541,7 +541,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.int4(group=32, axis=0, sparse="2:4").kept_shape((64, 5)), jc.int4.kept_shape((64, 5))
+            >>> jc.formats.int4(group=32, axis=0, sparse="2:4").kept_shape((64, 5)), jc.formats.int4.kept_shape((64, 5))
             ((32, 5), (64, 5))
         """
         sizes = list(shape)
@@ -592,7 +592,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.nvfp4.bits_per_element(), jc.int8(channel=0).bits_per_element((4, 100))
+            >>> jc.formats.nvfp4.bits_per_element(), jc.formats.int8(channel=0).bits_per_element((4, 100))
             (4.5, 8.32)
         """
         bits = float(self.bits)
@@ -702,7 +702,7 @@ def bfp(bits: int, group: Any = None, **options: Any) -> ScaledFormat:
 
     Example:
         >>> import jchop as jc
-        >>> jc.round_to_format([1.0, 0.3, -1.99], jc.bfp(4)).tolist()
+        >>> jc.round_to_format([1.0, 0.3, -1.99], jc.formats.bfp(4)).tolist()
         [1.0, 0.25, -1.75]
     """
     element = IntegerFormat(bits, narrow=True)
@@ -734,9 +734,9 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
 
     Example:
         >>> import jchop as jc
-        >>> jc.formats.parse_format("e5m10") == jc.binary16
+        >>> jc.formats.parse_format("e5m10") == jc.formats.binary16
         True
-        >>> jc.formats.parse_format("mxfp4(rule=rceil,axis=0)") == jc.mxfp4(rule="rceil", axis=0)
+        >>> jc.formats.parse_format("mxfp4(rule=rceil,axis=0)") == jc.formats.mxfp4(rule="rceil", axis=0)
         True
     """
     if not isinstance(text, str):

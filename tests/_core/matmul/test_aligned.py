@@ -450,7 +450,7 @@ def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
     a, b = np.full((1, 2), 2.0**64, F32), np.full((2, 1), 2.0**63, F32)
     cut = MatmulSpec("bfloat16", accumulate="binary32:toward_zero", order="aligned(2, 24)")
     assert jc.math.matmul(a, b, cut)[0, 0] == np.inf
-    kept = replace(cut, accumulate=jc.parse("binary32:toward_zero:saturate"))
+    kept = replace(cut, accumulate=jc.Spec("binary32:toward_zero:saturate"))
     assert jc.math.matmul(-a, b, kept)[0, 0] == -np.finfo(F32).max
 
 
