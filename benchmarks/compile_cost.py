@@ -31,10 +31,10 @@ from flax import nnx
 
 import jchop as jc
 
-INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
+INT8 = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 RULES = {
     "int8": INT8,
-    "int8, forward only": jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)"),
+    "int8, forward only": jc.Rule(weight="int8(group=all)", activation="int8(group=all)"),
     "nvfp4": jc.nn.recipe("nvfp4"),
     "mxfp8": jc.nn.recipe("mxfp8"),
 }

@@ -9,8 +9,6 @@ from jchop._common.files import require_extra
 require_extra("jchop.nn", "flax", ("flax",))
 
 from jchop._common.on_demand import on_demand
-from jchop._quantized.products.rule import Rule
-from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.program.adapters import AdaptedParam
 from jchop.nn import linen
 from jchop.nn._bias import correct_biases
@@ -52,8 +50,6 @@ from jchop.nn._trees.lora import lora_mask
 if TYPE_CHECKING:
     from jchop._checkpoints.models import load_checkpoint, save_checkpoint
     from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
-    from jchop._serving.attention import dot_product_attention
-    from jchop._serving.kv_cache import KVCache
     from jchop.ptq._models import quantize_with_data
 
 __getattr__, __dir__ = on_demand(
@@ -62,14 +58,15 @@ __getattr__, __dir__ = on_demand(
     {
         "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
         "jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"),
-        "jchop._serving.attention": ("dot_product_attention",),
-        "jchop._serving.kv_cache": ("KVCache",),
         "jchop.ptq._models": ("quantize_with_data",),
+    },
+    {
+        name: f"jchop.{name}"
+        for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
     },
 )
 
 __all__ = [
-    "LSQ",
     "ActivationRange",
     "Adapted",
     "AdaptedParam",
@@ -77,14 +74,12 @@ __all__ = [
     "BatchNorm",
     "Conv",
     "ConvTranspose",
-    "DelayedScaling",
     "Einsum",
     "Embed",
     "Folded",
     "GRUCell",
     "GroupNorm",
     "InstanceNorm",
-    "KVCache",
     "LSTMCell",
     "LayerNorm",
     "LayerRow",
@@ -96,12 +91,10 @@ __all__ = [
     "LoRALinear",
     "LoraRule",
     "ModelReport",
-    "MovingAverage",
     "MultiHeadAttention",
     "OptimizedLSTMCell",
     "QuantizedParam",
     "RMSNorm",
-    "Rule",
     "Sensitivity",
     "SensitivityRow",
     "SimpleCell",
@@ -109,7 +102,6 @@ __all__ = [
     "add_lora",
     "calibrate",
     "correct_biases",
-    "dot_product_attention",
     "fold_batch_norms",
     "keep_wide",
     "linen",

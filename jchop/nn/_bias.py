@@ -64,7 +64,7 @@ def correct_biases(
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
         >>> exact = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
-        >>> coarse = jc.nn.quantize(exact, jc.nn.Rule(weight="int2(group=all)"))
+        >>> coarse = jc.nn.quantize(exact, jc.Rule(weight="int2(group=all)"))
         >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
         >>> better = jc.nn.correct_biases(exact, coarse, [x])
         >>> bool(jnp.allclose(better(x).mean(0), exact(x).mean(0), atol=1e-6))

@@ -63,7 +63,7 @@ def calibrate(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> layer = jc.nn.Linear(4, 2, rule=jc.nn.Rule(activation="int8"), rngs=nnx.Rngs(0))
+        >>> layer = jc.nn.Linear(4, 2, rule=jc.Rule(activation="int8"), rngs=nnx.Rngs(0))
         >>> static = jc.nn.calibrate(layer, [jnp.linspace(-1, 2, 8).reshape(2, 4)], method="percentile(100)")
         >>> static.dot_general.range[...].tolist()
         [-1.0, 2.0]

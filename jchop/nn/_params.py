@@ -42,7 +42,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
-        >>> packed = jc.nn.quantize_params(params, jc.nn.Rule("kernel", weight="int4(group=32,axis=0)"))
+        >>> packed = jc.nn.quantize_params(params, jc.Rule("kernel", weight="int4(group=32,axis=0)"))
         >>> packed["dense"]["kernel"].nbytes, jc.storage.dequantize_params(packed)["dense"]["kernel"].shape
         (320, (64, 8))
     """

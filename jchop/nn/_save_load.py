@@ -44,7 +44,7 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     Example:
         >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
         >>> from flax import linen
-        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.nn.Rule(weight="int4(group=all)"))
+        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.Rule(weight="int4(group=all)"))
         >>> x = jnp.ones((1, 8))
         >>> variables = dense.pack(dense.init(jax.random.key(0), x), x)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -94,7 +94,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
         >>> def quantized():
-        ...     return jc.nn.quantize(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=all)"), "ptq")
+        ...     return jc.nn.quantize(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jc.Rule(weight="int4(group=all)"), "ptq")
         >>> path, model = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors", quantized()
         >>> jc.nn.save(path, model)
         >>> loaded = jc.nn.load(path, nnx.eval_shape(quantized))

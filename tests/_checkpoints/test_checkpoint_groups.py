@@ -14,7 +14,8 @@ import pytest
 from checkpoint_layouts import F8, Tensors, bytes8, pack_file, read_file, words
 
 import jchop as jc
-from jchop.storage import QArray, load_checkpoint, save_checkpoint
+from jchop import QArray
+from jchop.storage import load_checkpoint, save_checkpoint
 
 E8M0 = ml_dtypes.float8_e8m0fnu
 RNG = np.random.default_rng(0)

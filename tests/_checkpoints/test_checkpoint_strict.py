@@ -13,7 +13,8 @@ import pytest
 from checkpoint_layouts import CASES, F8, gguf_blocks, gguf_file, gguf_values, write_folder
 
 import jchop as jc
-from jchop.storage import QArray, load_checkpoint, save_checkpoint
+from jchop import QArray
+from jchop.storage import load_checkpoint, save_checkpoint
 
 RNG = np.random.default_rng(0)
 BAD = np.full((4, 4), 3, np.int8)

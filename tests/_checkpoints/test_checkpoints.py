@@ -29,7 +29,8 @@ from checkpoint_layouts import (
 from refusals import assert_refused
 
 import jchop as jc
-from jchop.storage import QArray, load_checkpoint, save_checkpoint
+from jchop import QArray
+from jchop.storage import load_checkpoint, save_checkpoint
 
 
 def numbers(q: QArray) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop.storage import QArray
+from jchop import QArray
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((512, 1024)) * 0.02).astype(np.float32)

@@ -36,7 +36,7 @@ from jchop._quantized.products.rule import as_rule_tuple
     ],
 )
 def test_a_pattern_is_for_a_piece_of_the_path(pattern: str, path: str, matches: bool) -> None:
-    assert jc.nn.Rule(pattern).matches(path) == matches
+    assert jc.Rule(pattern).matches(path) == matches
 
 
 def test_rules_select_by_class_and_operation() -> None:
@@ -49,10 +49,10 @@ def test_rules_select_by_class_and_operation() -> None:
 
 
 def test_rules_are_values() -> None:
-    rule = jc.nn.Rule(
+    rule = jc.Rule(
         "head", weight=jc.formats.int4(group=32), activation="int8(group=all)", matmul=jc.MatmulSpec(accumulate="e5m10")
     )
-    same = jc.nn.Rule(
+    same = jc.Rule(
         "head",
         weight="int4(group=32)",
         activation=jc.formats.int8(group="all"),
@@ -63,9 +63,9 @@ def test_rules_are_values() -> None:
         "Rule('head', weight=int4(group=32), activation=int8(group=all), matmul=(accumulate=e5m10, order=sequential))"
     )
     assert not rule.stochastic
-    assert jc.nn.Rule(gradient="e5m2:stochastic").stochastic
-    assert jc.nn.Rule(weight="e5m2:gradient=[e5m2:stochastic]").stochastic
-    assert jc.nn.Rule(matmul=jc.MatmulSpec(accumulate="e5m2:stochastic")).stochastic
+    assert jc.Rule(gradient="e5m2:stochastic").stochastic
+    assert jc.Rule(weight="e5m2:gradient=[e5m2:stochastic]").stochastic
+    assert jc.Rule(matmul=jc.MatmulSpec(accumulate="e5m2:stochastic")).stochastic
 
 
 @each(
@@ -92,7 +92,7 @@ def test_rules_are_values() -> None:
 )
 def test_fields_are_checked(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        jc.nn.Rule(**fields)
+        jc.Rule(**fields)
 
 
 class QuantizationRule:

@@ -14,7 +14,7 @@ from further import Further
 from jax import export
 
 import jchop as jc
-from jchop.storage import QArray
+from jchop import QArray
 
 further = Further()
 

@@ -13,7 +13,7 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.storage import QArray
+from jchop import QArray
 
 further = Further()
 

@@ -18,8 +18,8 @@ from further import Further
 from refusals import assert_refused
 
 import jchop as jc
+from jchop import QArray
 from jchop._checkpoints.load_save import convert_checkpoint
-from jchop.storage import QArray
 from jchop.storage import _save as save
 from jchop.storage._files.device_parts import write_together
 from jchop.storage._files.safetensors import DTYPES, TensorEntry, TensorFile, TensorWriter, place_tensors

@@ -128,7 +128,7 @@ def a_layer_of_flax_has_the_same_numbers() -> None:
     with torch.no_grad():
         model[0].weight.copy_(torch.from_numpy(weight))
     ours.kernel[...], ours.bias[...] = jnp.asarray(weight.T), jnp.arange(8.0)
-    theirs = jc.nn.quantize(ours, jc.nn.Rule(weight="int4(group=32)"), mode="weight_only")
+    theirs = jc.nn.quantize(ours, jc.Rule(weight="int4(group=32)"), mode="weight_only")
     x = torch.arange(-32.0, 32.0).repeat(3, 1)
     low = packed("int4(group=32)", model)
     assert same_bits(low(x), theirs(jnp.asarray(x.numpy())))

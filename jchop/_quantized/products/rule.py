@@ -93,7 +93,7 @@ class Rule(FieldsRepr):
 
     Example:
         >>> import jchop as jc
-        >>> rule = jc.nn.Rule("blocks/*", weight="int4(group=32)", activation="int8(group=all)")
+        >>> rule = jc.Rule("blocks/*", weight="int4(group=32)", activation="int8(group=all)")
         >>> str(rule)
         "Rule('blocks/*', weight=int4(group=32), activation=int8(group=all))"
     """
@@ -198,9 +198,9 @@ class Rule(FieldsRepr):
 
         Example:
             >>> import jchop as jc
-            >>> jc.nn.Rule("attention").matches("blocks/0/attention/query"), jc.nn.Rule("att").matches("attention")
+            >>> jc.Rule("attention").matches("blocks/0/attention/query"), jc.Rule("att").matches("attention")
             (True, False)
-            >>> jc.nn.Rule("block/").matches("net/block"), jc.nn.Rule("block/").matches("net/block/dense")
+            >>> jc.Rule("block/").matches("net/block"), jc.Rule("block/").matches("net/block/dense")
             (True, False)
         """
         return self.selects((path,), layer, operation)

@@ -27,7 +27,7 @@ class MovingAverage:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="int8", scale_from=jc.MovingAverage(0.5))
+        >>> rule = jc.Rule(activation="int8", scale_from=jc.MovingAverage(0.5))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -1.0]]), jnp.array([[3.0, -1.0]])):
         ...     _ = layer(x)
@@ -62,7 +62,7 @@ class DelayedScaling:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.DelayedScaling(3))
+        >>> rule = jc.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.DelayedScaling(3))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -4.0]]), jnp.array([[2.0, 0.5]])):
         ...     _ = layer(x)
@@ -97,7 +97,7 @@ class LSQ:
     Example:
         >>> import jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.LSQ())
+        >>> rule = jc.Rule(weight="int4(group=4)", scale_from=jc.LSQ())
         >>> layer = jc.nn.Linear(8, 3, rule=rule, rngs=nnx.Rngs(0))
         >>> layer.dot_general.right.scale[...].shape
         (3, 2)
