@@ -286,7 +286,7 @@ def _arguments_spec(field: str, given: Any) -> str | None:
     return f"int{bits}(group={by_strategy[strategy]},{'rule=half_range' if symmetric else 'zero_point=integer'})"
 
 
-def _read_compressed_tensors(config: _Config) -> list[RuleFields]:
+def _rules_of_compressed_tensors(config: _Config) -> list[RuleFields]:
     ignore, rules = _take(config, "ignore", []), []
     for name in ("transform_config", "sparsity_config"):
         value = _take(config, name, {})
@@ -312,7 +312,7 @@ def _read_compressed_tensors(config: _Config) -> list[RuleFields]:
 # -- the other methods -------------------------------------------------------------------------------------------------
 
 
-def _read_gptq(config: _Config) -> list[RuleFields]:
+def _rules_of_gptq(config: _Config) -> list[RuleFields]:
     base = {name: _take(config, name, default) for name, default in (("bits", 4), ("group_size", 128), ("sym", True))}
     others, rules = [] if _take(config, "lm_head") else ["lm_head"], []
     blocks = _take(config, "modules_in_block_to_quantize", [])
@@ -339,13 +339,13 @@ def _not_converted(config: _Config) -> str:
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "exclude_modules", "ignore")
 
 
-def _read_awq(config: _Config) -> list[RuleFields]:
+def _rules_of_awq(config: _Config) -> list[RuleFields]:
     bits, size, zero = _take(config, "bits", 4), _take(config, "group_size", 128), _take(config, "zero_point", True)
     options = f"group={_group_text(size)},scale=float16{',zero_point=integer' * bool(zero)}"
     return [_linear_rule(_not_converted(config), f"int{bits}({options})")]
 
 
-def _read_fp8(config: _Config) -> list[RuleFields]:
+def _rules_of_fp8(config: _Config) -> list[RuleFields]:
     block, scheme = _take(config, "weight_block_size"), _take(config, "activation_scheme", "dynamic")
     scale = ",scale=float8_e8m0fnu,rule=rceil" * (_take(config, "scale_fmt") == "ue8m0")
     path, group = _not_converted(config), f"({block[0]},{block[1]})" if block else "tensor"
@@ -356,7 +356,7 @@ def _read_fp8(config: _Config) -> list[RuleFields]:
     return [_linear_rule(path, weight, spec, static)]
 
 
-def _read_bitsandbytes(config: _Config) -> list[RuleFields]:
+def _rules_of_bitsandbytes(config: _Config) -> list[RuleFields]:
     path = _not_converted(config)
     threshold = _take(config, "llm_int8_threshold", 6.0)
     if _take(config, "load_in_8bit", False):
@@ -389,7 +389,7 @@ _TORCHAO_GROUPS = {"PerRow": "all", "PerAxis": "all", "PerToken": "all", "PerTen
 _TORCHAO_VALUES = {"mapping_type": "SYMMETRIC", "weight_mapping_type": "SYMMETRIC", "act_mapping_type": "ASYMMETRIC"}
 
 
-def _read_torchao(config: _Config) -> list[RuleFields]:
+def _rules_of_torchao(config: _Config) -> list[RuleFields]:
     path = _not_converted(config)
     quant_type, options = _take(config, "quant_type"), _take(config, "quant_type_kwargs", {})
     _take(config, "include_input_output_embeddings")
@@ -409,7 +409,7 @@ def _torchao_rule(path: str, given: Any) -> RuleFields:
     if given is None:
         return {"path": path}
     name, data = str(given.get("_type")).removesuffix("Config"), dict(given.get("_data", {}))
-    advice = f"these have: {', '.join(_TORCHAO_SPECS)}"
+    advice = f"close: {', '.join(get_close_matches(name, _TORCHAO_SPECS, 2, 0.3) or list(_TORCHAO_SPECS)[:2])}"
     _check_equal(name in _TORCHAO_SPECS, "quant_type", name, advice)
     weight, activation, size = _TORCHAO_SPECS[name]
     own = data.pop("granularity", None) or data.pop("weight_granularity", None)
@@ -436,7 +436,7 @@ _MODELOPT_SPECS: Mapping[str, tuple[str, str | None, bool]] = {
 }
 
 
-def _read_modelopt(config: _Config) -> list[RuleFields]:
+def _rules_of_modelopt(config: _Config) -> list[RuleFields]:
     path, algorithm, layers = _not_converted(config), _take(config, "quant_algo"), _take(config, "quantized_layers", {})
     for repeated in ("group_size", "config_groups"):
         _take(config, repeated)
@@ -450,18 +450,18 @@ def _read_modelopt(config: _Config) -> list[RuleFields]:
     ]
 
 
-def _read_mxfp4(config: _Config) -> list[RuleFields]:
+def _rules_of_mxfp4(config: _Config) -> list[RuleFields]:
     names = _take(config, "modules_to_not_convert")
     return [_linear_rule(_hf_path([], names) if names else "experts", "mxfp4")]
 
 
 _HF_READERS: Mapping[str, Callable[[_Config], list[RuleFields]]] = {
-    "compressed-tensors": _read_compressed_tensors,
-    "gptq": _read_gptq,
-    "awq": _read_awq,
-    "fp8": _read_fp8,
-    "bitsandbytes": _read_bitsandbytes,
-    "torchao": _read_torchao,
-    "modelopt": _read_modelopt,
-    "mxfp4": _read_mxfp4,
+    "compressed-tensors": _rules_of_compressed_tensors,
+    "gptq": _rules_of_gptq,
+    "awq": _rules_of_awq,
+    "fp8": _rules_of_fp8,
+    "bitsandbytes": _rules_of_bitsandbytes,
+    "torchao": _rules_of_torchao,
+    "modelopt": _rules_of_modelopt,
+    "mxfp4": _rules_of_mxfp4,
 }
