@@ -157,8 +157,8 @@ def torchao(name: str, data: dict[str, Any]) -> dict[str, Any]:
         ({"model_type": "llama", "quantization_config": compressed(INT4_ARGUMENTS)},
          [f"'!lm_head', {LINEAR}, weight=int4(group=128,rule=half_range)"]),
         (compressed({**TOKENS, "strategy": "channel", "dynamic": False}, TOKENS,
-                    ignore=["re:.*lm_head", "re:.*mlp.gate$", "model.layers.0.self_attn.q_proj"]),
-         [f"'!*lm_head* !*mlp/gate/ !layers.0.self_attn.q_proj', {LINEAR}, weight={E4M3}, activation={E4M3}"]),
+                    ignore=["re:.*lm_head", "re:.*mlp.gate$", r"re:^model\.layers\.0\.self_attn.q_proj$"]),
+         [f"'!*lm_head* !*mlp/gate/ !layers/0/self_attn/q_proj/', {LINEAR}, weight={E4M3}, activation={E4M3}"]),
         (compressed(*[{**TOKENS, "strategy": "tensor", "dynamic": False}] * 2),
          [f"'!lm_head', {LINEAR}, {FP8_TENSOR}, scale_from=MovingAverage(decay=0.99)"]),
         (compressed(NVFP4, {**NVFP4, "dynamic": "local"}), [f"'!lm_head', {LINEAR}, weight=nvfp4, activation=nvfp4"]),
@@ -174,8 +174,9 @@ def torchao(name: str, data: dict[str, Any]) -> dict[str, Any]:
             "-:.*attn.*": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 64}}},
          [f"'*/down_proj*', {LINEAR}, weight=int8(group=64,scale=binary16,zero_point=integer)",
           f"'!lm_head !*attn*', {LINEAR}, weight=int4(group=all,scale=binary16,zero_point=integer)"]),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
-         [f"'!lm_head', {LINEAR}, weight=int4(group=128,scale=binary16,zero_point=integer)"]),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+          "modules_to_not_convert": ["visual"]},
+         [f"'!visual !lm_head', {LINEAR}, weight=int4(group=128,scale=binary16,zero_point=integer)"]),
         ({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
          [f"'!lm_head', {LINEAR}, weight=float8_e4m3fn(group=(128,128),axis=(-2,-1)), "
           "activation=float8_e4m3fn(group=128)"]),
@@ -188,7 +189,7 @@ def torchao(name: str, data: dict[str, Any]) -> dict[str, Any]:
          [f"'!lm_head', {LINEAR}, weight=int4(group=64,scale=bfloat16,zero_point=float)"]),
         (torchao("Float8DynamicActivationFloat8WeightConfig", {"granularity": [{"_type": "PerRow", "_data": {}}] * 2}),
          [f"'!lm_head', {LINEAR}, weight={E4M3}, activation={E4M3}"]),
-        (torchao("FqnToConfig", {"fqn_to_config": {"re:.*q_proj$": None, "_default": {
+        (torchao("FqnToConfig", {"fqn_to_config": {"re:.*q_proj": None, "_default": {
             "_type": "Int8DynamicActivationInt4WeightConfig", "_data": {"mapping_type": {"_data": "SYMMETRIC"}}}}}),
          ["'*q_proj/'", f"'!lm_head', {LINEAR}, weight=int4(group=32,rule=half_range), "
           "activation=int8(group=all,zero_point=integer)"]),
@@ -243,7 +244,7 @@ def test_a_configuration_may_be_an_object() -> None:
         (torchao("Int4WeightOnlyConfig", {"mapping_type": "ASYMMETRIC"}), "mapping_type='ASYMMETRIC'"),
         (torchao("UIntXWeightOnlyConfig", {}), "quant_type='UIntXWeightOnly'.*close: IntxWeightOnly"),
         ({"quant_method": "torchao"}, "is not understood"),
-        ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [128, 128]}, "'dynamic' has one"),
+        ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": [8, 8]}, "nearest is 'dynamic'"),
     ],
 )  # fmt: skip
 def test_what_a_configuration_has_no_equal_for_is_named(config: dict[str, Any], words: str) -> None:
@@ -282,6 +283,7 @@ def test_numbers_are_those_of_qwix_where_its_scales_are_right(qtype: str, tile: 
     x[3] = 0
     rule = qwix.QuantizationRule(weight_qtype=qtype, tile_size=tile, weight_calibration_method=method)
     spec = jc.Rule.from_qwix(rule)[0].weight
+    assert spec is not None
     theirs = qwix.quantize(
         jnp.asarray(x), qtype, channelwise_axes=[0], tiled_axes={1: tile} if tile else {}, calibration_method=method
     )

@@ -229,7 +229,7 @@ class Rule:
             >>> import jchop as jc
             >>> config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
             >>> print(jc.Rule.from_hf(config)[0].weight)
-            int4(group=128,scale=float16,zero_point=integer)
+            int4(group=128,scale=binary16,zero_point=integer)
         """
         return [cls(**fields) for fields in fields_of_hf(quantization_config)]
 

@@ -36,10 +36,9 @@ _QWIX_FIELDS = (
 #: The fields of adapters and of roundings with data, which are arguments of other functions.
 _QWIX_OTHERS = ("rank", "alpha", "dropout", "lora_a_initializer", "lora_b_initializer", "n_grid")
 _QWIX_OPERATIONS = {
-    **dict.fromkeys(("dot_general", "einsum", "dot"), "dot_general"),
-    "conv_general_dilated": "conv",
+    "dot_general": "dot_general", "einsum": "dot_general", "dot": "dot_general", "conv_general_dilated": "conv",
     "ragged_dot": "ragged_dot",
-}
+}  # fmt: skip
 #: Formats of qwix that are defined with the size of their blocks, which its rules repeat.
 _QWIX_BLOCKS = {
     "mxfp8": (32, "mxfp8_e4m3(rule=rceil)"),
@@ -183,18 +182,16 @@ def _fixed_spec(field: str, text: str, name: str, numbers: Sequence[Any]) -> str
 # == Hugging Face ======================================================================================================
 
 #: Fields that say how files are laid out, how codes were found or how a program runs, and not what is rounded.
-_HF_OTHERS = frozenset(
-    {
-        *("quant_method", "version", "format", "fmt", "quantization_status", "global_compression_ratio", "producer"),
-        *("checkpoint_format", "meta", "pack_dtype", "backend", "run_compressed", "damp_percent", "desc_act", "mse"),
-        *("damp_auto_increment", "act_group_aware", "static_groups", "true_sequential", "dataset", "tokenizer"),
-        *("model_seqlen", "model_name_or_path", "model_file_base_name", "block_name_to_quantize", "batch_size"),
-        *("module_name_preceding_first_block", "pad_token_id", "use_cuda_fp16", "use_exllama", "disable_exllama"),
-        *("exllama_config", "max_input_length", "cache_block_outputs", "do_fuse", "fuse_max_seq_len"),
-        *("modules_to_fuse", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
-        *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "untie_embedding_weights"),
-    }
-)
+_HF_OTHERS = (
+    "quant_method", "version", "format", "fmt", "quantization_status", "global_compression_ratio", "producer",
+    "checkpoint_format", "meta", "pack_dtype", "backend", "run_compressed", "damp_percent", "desc_act", "mse",
+    "damp_auto_increment", "act_group_aware", "static_groups", "true_sequential", "dataset", "tokenizer",
+    "model_seqlen", "model_name_or_path", "model_file_base_name", "block_name_to_quantize", "batch_size",
+    "module_name_preceding_first_block", "pad_token_id", "use_cuda_fp16", "use_exllama", "disable_exllama",
+    "exllama_config", "max_input_length", "cache_block_outputs", "do_fuse", "fuse_max_seq_len", "modules_to_fuse",
+    "_load_in_4bit", "load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
+    "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "untie_embedding_weights",
+)  # fmt: skip
 #: What a linear layer computes: embeddings, convolutions and norms are none.
 _LINEAR = "{dot_general,ragged_dot}"
 _FP4_LEVELS = (0.00520833333, 0.16666667, 0.25, 0.33333333, 0.5, 0.66666667, 1.0)
@@ -220,9 +217,8 @@ def fields_of_hf(config: Any) -> list[RuleFields]:
     if isinstance(config.get("quantization"), Mapping):
         config = {"quant_method": "modelopt", **config["quantization"]}
     given = {name: value for name, value in config.items() if name not in _HF_OTHERS}
-    method = config.get("quant_method")
-    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-        method = "bitsandbytes"
+    is_bits = config.get("load_in_4bit") or config.get("load_in_8bit")
+    method = config.get("quant_method") or ("bitsandbytes" if is_bits else None)
     method = getattr(method, "value", method)
     check(method in _HF_READERS, f"quant_method={method!r} is not read; known are {', '.join(_HF_READERS)}")
     cache = _take(given, "kv_cache_scheme") or _take(given, "kv_cache_quant_algo")
@@ -244,7 +240,7 @@ def _hf_terms(names: Iterable[Any]) -> list[str]:
         regex = name.removeprefix("re:")
         pattern = pattern_of_regex(regex, prefix=True) if name != regex else name.replace(" ", "?")
         _check_equal(pattern, "the module", name, "write the Rule with a pattern, such as '*mlp*' or '!head'")
-        terms += [term.removeprefix("model.").removeprefix("model/") for term in str(pattern).split()]
+        terms += [re.sub(r"^/?(model[./])?", "", term) for term in str(pattern).split()]
     return terms
 
 
@@ -274,11 +270,12 @@ def _arguments_spec(field: str, given: Any) -> str | None:
         return "nvfp4" if size == 16 else "mxfp4(rule=even)"
     if kind == "float" and "uint8" in str(given.get("scale_dtype")) and size == 32:
         return "mxfp8_e4m3"
-    block = given.get("block_structure")
-    sizes = re.findall(r"\d+", str(block))
+    sizes = re.findall(r"\d+", str(given.get("block_structure")))
     by_strategy = {"tensor": "tensor", "channel": "all", "token": "all", "block": f"({','.join(sizes)})"}
     by_strategy |= dict.fromkeys((None, "group"), _group_text(size)) | ({} if size else {None: "tensor"})
-    _check_equal(strategy in by_strategy, f"{field}.strategy", strategy, "tensor, channel, token, group, block have")
+    _check_equal(
+        strategy in by_strategy, f"{field}.strategy", strategy, "known are tensor, channel, token, group, block"
+    )
     known = (kind == "float" and bits == 8 and symmetric) or (kind == "int" and 2 <= bits <= 8)
     _check_equal(known, f"{field}.num_bits", bits, f"with type={kind!r}: nearest is 'float8_e4m3fn(group=all)'")
     if kind == "float":
@@ -331,9 +328,11 @@ def _rules_of_gptq(config: _Config) -> list[RuleFields]:
     return [*rules, _linear_rule(_hf_path(names, others), weight(base))]
 
 
-def _not_converted(config: _Config) -> str:
-    names = [name for field in _NOT_CONVERTED for name in _take(config, field, [])]
-    return _hf_path([], names or ["lm_head"])
+def _not_converted(config: _Config, always: bool = False) -> str:
+    """A pattern without the modules that a configuration leaves; ``lm_head`` is one by default, or always."""
+    given = [names for field in _NOT_CONVERTED if (names := config.pop(field, None)) is not None]
+    default = ["lm_head"] if always or not given else []
+    return _hf_path([], [*(name for names in given for name in names), *default])
 
 
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "exclude_modules", "ignore")
@@ -342,7 +341,7 @@ _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_mod
 def _rules_of_awq(config: _Config) -> list[RuleFields]:
     bits, size, zero = _take(config, "bits", 4), _take(config, "group_size", 128), _take(config, "zero_point", True)
     options = f"group={_group_text(size)},scale=float16{',zero_point=integer' * bool(zero)}"
-    return [_linear_rule(_not_converted(config), f"int{bits}({options})")]
+    return [_linear_rule(_not_converted(config, always=True), f"int{bits}({options})")]
 
 
 def _rules_of_fp8(config: _Config) -> list[RuleFields]:
@@ -350,7 +349,7 @@ def _rules_of_fp8(config: _Config) -> list[RuleFields]:
     scale = ",scale=float8_e8m0fnu,rule=rceil" * (_take(config, "scale_fmt") == "ue8m0")
     path, group = _not_converted(config), f"({block[0]},{block[1]})" if block else "tensor"
     static = scheme == "static"
-    _check_equal(not (static and block), "activation_scheme", scheme, "with weight_block_size: 'dynamic' has one")
+    _check_equal(not (static and block), "activation_scheme", scheme, "with weight_block_size: nearest is 'dynamic'")
     activation = block[1] if block else "tensor" if static else "all"
     weight, spec = (f"float8_e4m3fn(group={each}{scale})" for each in (group, activation))
     return [_linear_rule(path, weight, spec, static)]
@@ -360,12 +359,11 @@ def _rules_of_bitsandbytes(config: _Config) -> list[RuleFields]:
     path = _not_converted(config)
     threshold = _take(config, "llm_int8_threshold", 6.0)
     if _take(config, "load_in_8bit", False):
-        advice = "0 has; nearest is Rule(weight='int8(group=all)', activation='int8(group=all)')"
+        advice = "nearest is 0: Rule(weight='int8(group=all)', activation='int8(group=all)'), without outliers"
         _check_equal(not threshold, "llm_int8_threshold", threshold, advice)
         return [_linear_rule(path, "int8(group=all)", "int8(group=all)")]
-    _take(config, "load_in_4bit")
     kind, double = _take(config, "bnb_4bit_quant_type", "fp4"), _take(config, "bnb_4bit_use_double_quant", False)
-    _check_equal(kind in ("nf4", "fp4"), "bnb_4bit_quant_type", kind, "'nf4' and 'fp4' have")
+    _check_equal(kind in ("nf4", "fp4"), "bnb_4bit_quant_type", kind, "known are 'nf4' and 'fp4'")
     scale = ",scale=uint8(group=256,zero_point=float)" * double
     return [_linear_rule(path, f"{'nf4(group=64)' if kind == 'nf4' else _FP4}"[:-1] + f"{scale})")]
 
@@ -384,7 +382,6 @@ _TORCHAO_SPECS: Mapping[str, tuple[str, str | None, Any]] = {
     "Float8DynamicActivationFloat8Weight": ("{dtype}(group={size})", "float8_e4m3fn(group={size})", "tensor"),
     "NVFP4DynamicActivationNVFP4Weight": ("nvfp4", "nvfp4", 16),
 }  # fmt: skip
-_TORCHAO_GROUPS = {"PerRow": "all", "PerAxis": "all", "PerToken": "all", "PerTensor": "tensor"}
 #: Values that fields of torchao must have; those of other fields do not change what is rounded.
 _TORCHAO_VALUES = {"mapping_type": "SYMMETRIC", "weight_mapping_type": "SYMMETRIC", "act_mapping_type": "ASYMMETRIC"}
 
@@ -392,7 +389,6 @@ _TORCHAO_VALUES = {"mapping_type": "SYMMETRIC", "weight_mapping_type": "SYMMETRI
 def _rules_of_torchao(config: _Config) -> list[RuleFields]:
     path = _not_converted(config)
     quant_type, options = _take(config, "quant_type"), _take(config, "quant_type_kwargs", {})
-    _take(config, "include_input_output_embeddings")
     if isinstance(quant_type, str):  # int4_weight_only, as older files have it
         quant_type = {"_type": "".join(word.capitalize() for word in quant_type.split("_")), "_data": options}
     quant_type = quant_type.get("default", quant_type)
@@ -401,7 +397,8 @@ def _rules_of_torchao(config: _Config) -> list[RuleFields]:
     if by_name is None:
         return [_torchao_rule(path, quant_type)]
     last = by_name.get("_default")
-    rules = [_torchao_rule(_hf_path([name], []), own) for name, own in by_name.items() if name != "_default"]
+    names = {name: re.sub("^re:(.*)", r"re:(?:\1)$", name) for name in by_name if name != "_default"}
+    rules = [_torchao_rule(_hf_path([whole], []), by_name[name]) for name, whole in names.items()]
     return [*rules, *([] if last is None else [_torchao_rule(path, last)])]
 
 
@@ -415,7 +412,7 @@ def _torchao_rule(path: str, given: Any) -> RuleFields:
     own = data.pop("granularity", None) or data.pop("weight_granularity", None)
     own = own[0] if isinstance(own, list) else own
     if own:
-        size = own.get("_data", {}).get("group_size") or _TORCHAO_GROUPS[own["_type"]]
+        size = own.get("_data", {}).get("group_size") or ("tensor" if own["_type"] == "PerTensor" else "all")
     plain = {key: value.get("_data") if isinstance(value, Mapping) else value for key, value in data.items()}
     for key, expected in _TORCHAO_VALUES.items():
         _check_equal(plain.get(key) in (None, expected), key, plain.get(key), f"nearest is {expected!r}")
@@ -444,7 +441,7 @@ def _rules_of_modelopt(config: _Config) -> list[RuleFields]:
     for name, own in layers.items():
         named.setdefault(own["quant_algo"], []).append(name)
     for each in named:
-        _check_equal(each in _MODELOPT_SPECS, "quant_algo", each, f"these have: {', '.join(_MODELOPT_SPECS)}")
+        _check_equal(each in _MODELOPT_SPECS, "quant_algo", each, f"known are {', '.join(_MODELOPT_SPECS)}")
     return [
         _linear_rule(_hf_path(names, []) if names else path, *_MODELOPT_SPECS[each]) for each, names in named.items()
     ]
