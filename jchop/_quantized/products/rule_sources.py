@@ -16,7 +16,8 @@ from jchop._common.regular_expressions import pattern_of_regex
 from jchop._quantized.products.scale_from import MovingAverage
 from jchop.formats import CATALOGUE
 
-RuleFields = dict[str, Any]
+#: The fields of a rule, or of a configuration.
+Fields = dict[str, Any]
 
 
 def _check_equal(holds: object, field: str, value: object, advice: str) -> None:
@@ -48,7 +49,7 @@ _QWIX_BLOCKS = {
 _QWIX_NOISE = {"uniform": ":stochastic", "low_bit_uniform": ":stochastic_b:random_bits=8"}
 
 
-def fields_of_qwix(rules: Any, scale: str | None = None) -> list[RuleFields]:
+def fields_of_qwix(rules: Any, scale: str | None = None) -> list[Fields]:
     """The fields of rules that do what rules of qwix do, in their order.
 
     Args:
@@ -74,7 +75,7 @@ def fields_of_qwix(rules: Any, scale: str | None = None) -> list[RuleFields]:
     return [_qwix_rule(given, scale)]
 
 
-def _qwix_rule(given: Mapping[str, Any], scale: str | None) -> RuleFields:
+def _qwix_rule(given: Mapping[str, Any], scale: str | None) -> Fields:
     for name in given.keys() - {*_QWIX_FIELDS, *_QWIX_OTHERS}:
         near = get_close_matches(name, _QWIX_FIELDS, 1) or _QWIX_FIELDS
         raise ValueError(f"{name}={short_repr(given[name])} is no field of a rule of qwix; close: {', '.join(near)}")
@@ -88,7 +89,7 @@ def _qwix_rule(given: Mapping[str, Any], scale: str | None) -> RuleFields:
         _check_equal(name in _QWIX_OPERATIONS, "op_names", name, advice)
     operations = sorted({_QWIX_OPERATIONS[name] for name in names}) or ["!embedding"]
     operation = operations[0] if len(operations) == 1 else "{" + ",".join(operations) + "}"
-    result: RuleFields = {"path": path, "operation": operation}
+    result: Fields = {"path": path, "operation": operation}
     advice = "nearest is Rule(activation='int8', scale_from=jc.MovingAverage()), with one scale"
     _check_equal(not rule["act_static_scale"], "act_static_scale", True, advice)
     more = {name: value for name, value in (rule["additional_qt_config"] or {}).items() if value is not None}
@@ -110,7 +111,7 @@ def _qwix_rule(given: Mapping[str, Any], scale: str | None) -> RuleFields:
     return result | (dict.fromkeys(("input_gradient", "weight_gradient"), "binary32") if trains else {})
 
 
-def _qwix_backward(rule: Mapping[str, Any], scale: str | None) -> RuleFields:
+def _qwix_backward(rule: Mapping[str, Any], scale: str | None) -> Fields:
     qtype, tile, noise = (rule[name] for name in ("bwd_qtype", "bwd_weight_grad_tile_size", "bwd_stochastic_rounding"))
     gradient = _qwix_spec(rule, "bwd", None, scale)
     advice = f"with a bwd_qtype: nearest is gradient={gradient!r}, which rounds the other operands, too"
@@ -176,7 +177,7 @@ def _fixed_spec(field: str, text: str, name: str, numbers: Sequence[Any]) -> str
     shift = exponent - 1
     if fmt is None:
         return f"fixed{bits + shift}.{-shift}"
-    return f"{name}(bias={fmt.bias - shift}):saturate" if shift else f"{name}:saturate"
+    return f"{name}{f'(bias={fmt.bias - shift})' if shift else ''}:saturate"
 
 
 # == Hugging Face ======================================================================================================
@@ -194,20 +195,18 @@ _HF_OTHERS = (
 )  # fmt: skip
 #: What a linear layer computes: embeddings, convolutions and norms are none.
 _LINEAR = "{dot_general,ragged_dot}"
-_FP4_LEVELS = (0.00520833333, 0.16666667, 0.25, 0.33333333, 0.5, 0.66666667, 1.0)
+#: The table of FP4 of bitsandbytes.
+_FP4_LEVELS = [float(np.float32(level / 12)) for level in (0.0625, 2, 3, 4, 6, 8, 12)]
 _FP4 = f"codebook({','.join(map(str, (*[-x for x in _FP4_LEVELS[::-1]], 0, *_FP4_LEVELS)))},group=64)"
 
 
-_Config = dict[str, Any]
-
-
-def _take(config: _Config, name: str, default: Any = None) -> Any:
+def _take(config: Fields, name: str, default: Any = None) -> Any:
     """A field of a configuration, which is then read."""
     value = config.pop(name, None)
     return default if value is None else value
 
 
-def fields_of_hf(config: Any) -> list[RuleFields]:
+def fields_of_hf(config: Any) -> list[Fields]:
     """The fields of rules that round what a model of Hugging Face has in few bits; the first that matches applies."""
     config = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(config, Mapping):
@@ -248,7 +247,7 @@ def _hf_path(names: Iterable[Any], others: Iterable[Any]) -> str:
     return " ".join(dict.fromkeys([*_hf_terms(names), *(f"!{term}" for term in _hf_terms(others))])) or "*"
 
 
-def _linear_rule(path: str, weight: str | None, activation: str | None = None, static: bool = False) -> RuleFields:
+def _linear_rule(path: str, weight: str | None, activation: str | None = None, static: bool = False) -> Fields:
     rule = {"path": path, "operation": _LINEAR, "weight": weight, "activation": activation}
     return {name: value for name, value in rule.items() if value} | ({"scale_from": MovingAverage()} if static else {})
 
@@ -283,7 +282,7 @@ def _arguments_spec(field: str, given: Any) -> str | None:
     return f"int{bits}(group={by_strategy[strategy]},{'rule=half_range' if symmetric else 'zero_point=integer'})"
 
 
-def _rules_of_compressed_tensors(config: _Config) -> list[RuleFields]:
+def _rules_of_compressed_tensors(config: Fields) -> list[Fields]:
     ignore, rules = _take(config, "ignore", []), []
     for name in ("transform_config", "sparsity_config"):
         value = _take(config, name, {})
@@ -294,11 +293,10 @@ def _rules_of_compressed_tensors(config: _Config) -> list[RuleFields]:
         names = [name for name in targets if re.search("[.:_]", name) or name.islower()]
         classes = set(targets) - {*names, "Linear", "LinearBase"}
         _check_equal(not classes, "targets", sorted(classes), "nearest is Rule(layer=...), with the class in the model")
+        tensors = ("weights", "input_activations", "output_activations")
+        weight, spec, output = (_arguments_spec(name, group.get(name)) for name in tensors)
         activation = group.get("input_activations") or {}
-        output = _arguments_spec("output_activations", group.get("output_activations"))
-        weight = _arguments_spec("weights", group.get("weights"))
         static = activation.get("dynamic", True) is False and activation.get("strategy") != "tensor_group"
-        spec = _arguments_spec("input_activations", activation)
         fixed = not static or str(spec).endswith(("(group=tensor)", "(group=tensor,rule=half_range)"))
         _check_equal(fixed, "input_activations.dynamic", False, f"with its strategy: nearest is activation={spec!r}")
         rule = _linear_rule(_hf_path(names, ignore), weight, spec, static) | ({"output": output} if output else {})
@@ -309,7 +307,7 @@ def _rules_of_compressed_tensors(config: _Config) -> list[RuleFields]:
 # -- the other methods -------------------------------------------------------------------------------------------------
 
 
-def _rules_of_gptq(config: _Config) -> list[RuleFields]:
+def _rules_of_gptq(config: Fields) -> list[Fields]:
     base = {name: _take(config, name, default) for name, default in (("bits", 4), ("group_size", 128), ("sym", True))}
     others, rules = [] if _take(config, "lm_head") else ["lm_head"], []
     blocks = _take(config, "modules_in_block_to_quantize", [])
@@ -328,7 +326,7 @@ def _rules_of_gptq(config: _Config) -> list[RuleFields]:
     return [*rules, _linear_rule(_hf_path(names, others), weight(base))]
 
 
-def _not_converted(config: _Config, always: bool = False) -> str:
+def _not_converted(config: Fields, always: bool = False) -> str:
     """A pattern without the modules that a configuration leaves; ``lm_head`` is one by default, or always."""
     given = [names for field in _NOT_CONVERTED if (names := config.pop(field, None)) is not None]
     default = ["lm_head"] if always or not given else []
@@ -338,13 +336,13 @@ def _not_converted(config: _Config, always: bool = False) -> str:
 _NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "exclude_modules", "ignore")
 
 
-def _rules_of_awq(config: _Config) -> list[RuleFields]:
+def _rules_of_awq(config: Fields) -> list[Fields]:
     bits, size, zero = _take(config, "bits", 4), _take(config, "group_size", 128), _take(config, "zero_point", True)
     options = f"group={_group_text(size)},scale=float16{',zero_point=integer' * bool(zero)}"
     return [_linear_rule(_not_converted(config, always=True), f"int{bits}({options})")]
 
 
-def _rules_of_fp8(config: _Config) -> list[RuleFields]:
+def _rules_of_fp8(config: Fields) -> list[Fields]:
     block, scheme = _take(config, "weight_block_size"), _take(config, "activation_scheme", "dynamic")
     scale = ",scale=float8_e8m0fnu,rule=rceil" * (_take(config, "scale_fmt") == "ue8m0")
     path, group = _not_converted(config), f"({block[0]},{block[1]})" if block else "tensor"
@@ -355,7 +353,7 @@ def _rules_of_fp8(config: _Config) -> list[RuleFields]:
     return [_linear_rule(path, weight, spec, static)]
 
 
-def _rules_of_bitsandbytes(config: _Config) -> list[RuleFields]:
+def _rules_of_bitsandbytes(config: Fields) -> list[Fields]:
     path = _not_converted(config)
     threshold = _take(config, "llm_int8_threshold", 6.0)
     if _take(config, "load_in_8bit", False):
@@ -368,10 +366,9 @@ def _rules_of_bitsandbytes(config: _Config) -> list[RuleFields]:
     return [_linear_rule(path, f"{'nf4(group=64)' if kind == 'nf4' else _FP4}"[:-1] + f"{scale})")]
 
 
-_TORCHAO_INT4 = "int4(group={size},scale=bfloat16,zero_point=float)"
 #: By the class of a configuration of torchao: weight, activation, and the size of groups that it has if it names none.
 _TORCHAO_SPECS: Mapping[str, tuple[str, str | None, Any]] = {
-    "Int4WeightOnly": (_TORCHAO_INT4, None, 128),
+    "Int4WeightOnly": ("int4(group={size},scale=bfloat16,zero_point=float)", None, 128),
     "Int8WeightOnly": ("int8(group={size},rule=half_range)", None, "all"),
     "Int8DynamicActivationInt8Weight": ("int8(group=all,rule=half_range)", "int8(group=all)", "all"),
     "Int8DynamicActivationInt4Weight": ("int4(group={size},rule=half_range)", "int8(group=all,zero_point=integer)", 32),
@@ -386,7 +383,7 @@ _TORCHAO_SPECS: Mapping[str, tuple[str, str | None, Any]] = {
 _TORCHAO_VALUES = {"mapping_type": "SYMMETRIC", "weight_mapping_type": "SYMMETRIC", "act_mapping_type": "ASYMMETRIC"}
 
 
-def _rules_of_torchao(config: _Config) -> list[RuleFields]:
+def _rules_of_torchao(config: Fields) -> list[Fields]:
     path = _not_converted(config)
     quant_type, options = _take(config, "quant_type"), _take(config, "quant_type_kwargs", {})
     if isinstance(quant_type, str):  # int4_weight_only, as older files have it
@@ -402,7 +399,7 @@ def _rules_of_torchao(config: _Config) -> list[RuleFields]:
     return [*rules, *([] if last is None else [_torchao_rule(path, last)])]
 
 
-def _torchao_rule(path: str, given: Any) -> RuleFields:
+def _torchao_rule(path: str, given: Any) -> Fields:
     if given is None:
         return {"path": path}
     name, data = str(given.get("_type")).removesuffix("Config"), dict(given.get("_data", {}))
@@ -433,7 +430,7 @@ _MODELOPT_SPECS: Mapping[str, tuple[str, str | None, bool]] = {
 }
 
 
-def _rules_of_modelopt(config: _Config) -> list[RuleFields]:
+def _rules_of_modelopt(config: Fields) -> list[Fields]:
     path, algorithm, layers = _not_converted(config), _take(config, "quant_algo"), _take(config, "quantized_layers", {})
     for repeated in ("group_size", "config_groups"):
         _take(config, repeated)
@@ -447,12 +444,12 @@ def _rules_of_modelopt(config: _Config) -> list[RuleFields]:
     ]
 
 
-def _rules_of_mxfp4(config: _Config) -> list[RuleFields]:
+def _rules_of_mxfp4(config: Fields) -> list[Fields]:
     names = _take(config, "modules_to_not_convert")
     return [_linear_rule(_hf_path([], names) if names else "experts", "mxfp4")]
 
 
-_HF_READERS: Mapping[str, Callable[[_Config], list[RuleFields]]] = {
+_HF_READERS: Mapping[str, Callable[[Fields], list[Fields]]] = {
     "compressed-tensors": _rules_of_compressed_tensors,
     "gptq": _rules_of_gptq,
     "awq": _rules_of_awq,
