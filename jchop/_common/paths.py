@@ -20,6 +20,8 @@ from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any
 
+from jchop._common.regular_expressions import is_regular_expression, pattern_of_regex
+
 
 def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/mlp'") -> str:
     """A pattern, checked.
@@ -33,13 +35,31 @@ def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/ml
         TypeError: for another type, or an empty text.
         ValueError: for a bracket that is not closed, a term without parts, or a regular expression.
     """
+    if isinstance(pattern, re.Pattern):
+        raise ValueError(_regex_error(argument, pattern, [pattern.pattern]))
     if not isinstance(pattern, str) or not pattern.strip():
         raise TypeError(f"{argument}={pattern!r} must be a pattern of paths such as {example}; '*' is every path")
+    if any(is_regular_expression(term.removeprefix("!")) for term in pattern.split()):
+        raise ValueError(_regex_error(argument, pattern, pattern.split()))
     try:
         _parse_terms(pattern)
     except ValueError as error:
         raise ValueError(f"{argument}={pattern!r} is no pattern of paths such as {example}: {error}") from None
     return pattern
+
+
+def _regex_error(argument: str, pattern: Any, terms: list[Any]) -> str:
+    """The error for a regular expression, with the pattern to write."""
+    patterns: list[str | None] = []
+    for text in map(str, terms):
+        excludes, term = text.startswith("!"), text.removeprefix("!")
+        same = pattern_of_regex(term) if len(terms) == 1 or is_regular_expression(term) else term
+        patterns.append(same if same is None or not excludes else " ".join(f"!{each}" for each in same.split()))
+    if None in patterns:
+        advice = "a dot stands for itself, and alternatives are {mu,nu}, or terms with a space between them"
+        return f"{argument}={pattern!r} is a regular expression; in jchop's patterns {advice}"
+    words = " ".join(each for each in patterns if each)
+    return f"{argument}={pattern!r} is a regular expression; jchop's pattern is {words!r}"
 
 
 def matches_path(pattern: str, *paths: str) -> bool:
@@ -162,11 +182,6 @@ def _parse_term(text: str) -> _PatternTerm:
     excludes, glob = text.startswith("!"), text.removeprefix("!")
     if not glob:
         raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
-    if _REGEX_SYNTAX.search(glob):
-        raise ValueError(
-            "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
-            "between them"
-        )
     from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _path_parts(glob)
     if not parts and not from_start:
         raise ValueError("it has no part")
@@ -179,8 +194,6 @@ def _parse_term(text: str) -> _PatternTerm:
 
 
 _ANY_PARTS = "(?:[^/]+/)*"
-#: What regular expressions have, and patterns and names of layers do not.
-_REGEX_SYNTAX = re.compile(r"[\\|]|^\^|\$$|\[\^|[.\])][+]|\)[*?]$")
 
 
 def _path_parts(text: str) -> list[str]:

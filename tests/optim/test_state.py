@@ -224,7 +224,7 @@ def test_rules() -> None:
             {"0.mu.*": "bfloat16", "0.no.*": "e5m2"},
             "'0.no.*' matches none of the state's arrays; the nearest paths are '0.nu.",
         ),
-        ({r"0\.mu": "bfloat16"}, "it is a regular expression"),
+        ({r"0\.mu": "bfloat16"}, "is a regular expression"),
         ({}, "has no rule"),
         ({"0.mu": 3}, "must be a Spec"),
     ):

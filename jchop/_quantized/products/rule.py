@@ -12,6 +12,7 @@ import numpy as np
 from jchop._common.checks import FieldsRepr, check_choice, keyword_hints, short_repr
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
 from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, as_spec
@@ -188,6 +189,52 @@ class Rule(FieldsRepr):
                 "once, for all three products, and as they are"
             )
 
+    @classmethod
+    def from_qwix(cls, rules: Any) -> list[Rule]:
+        """Read rules of qwix: those of MaxText, Tunix and tpu-inference.
+
+        The rules round what qwix rounds; [](patterns.md) has a table of all fields.
+
+        Args:
+            rules: a rule of qwix (`QuantizationRule`, `QtRule`, `LoraRule`), a dict with the same fields, several of
+                them, or the dict of a YAML file around them.
+
+        Raises:
+            TypeError: for what is no rule.
+            ValueError: for a field that rules of jchop have no equal for. The message names what comes nearest.
+
+        Example:
+            >>> import jchop as jc
+            >>> yaml = {"qwix": {"rules": [{"module_path": ".*mlp.*", "weight_qtype": "int4", "tile_size": 128}]}}
+            >>> print(*jc.Rule.from_qwix(yaml))
+            Rule('*mlp*', operation=!embedding, weight=int4(group=128,rule=half_range))
+        """
+        return [cls(**fields) for fields in fields_of_qwix(rules)]
+
+    @classmethod
+    def from_hf(cls, quantization_config: Any) -> list[Rule]:
+        """Read the ``quantization_config`` of a model of Hugging Face.
+
+        The rules are for linear layers, with the names of the checkpoint as paths, but for ``model.`` in front of them.
+        [](patterns.md) has a table of all fields.
+
+        Args:
+            quantization_config: a dict, an object with a method ``to_dict``, or the whole ``config.json`` around it.
+                Its method is compressed-tensors, gptq, awq, fp8, bitsandbytes, torchao, modelopt or mxfp4.
+
+        Raises:
+            TypeError: for what is no dict.
+            ValueError: for another method, or a field that rules of jchop have no equal for. The message names what
+                comes nearest.
+
+        Example:
+            >>> import jchop as jc
+            >>> config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+            >>> print(jc.Rule.from_hf(config)[0].weight)
+            int4(group=128,scale=binary16,zero_point=integer)
+        """
+        return [cls(**fields) for fields in fields_of_hf(quantization_config)]
+
     def matches(self, path: str, *, layer: str = "", operation: str = "") -> bool:
         """Whether the rule matches a layer of this path.
 
@@ -329,7 +376,7 @@ def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
         TypeError, ValueError: for other values, or no rule.
     """
     items: Sequence[Any] = ()
-    if isinstance(rules, Mapping):
+    if isinstance(rules, Mapping) and not _reading_advice(rules):
         items = [_rule_of_entry(pattern, value) for pattern, value in rules.items()]
     elif isinstance(rules, Rule | Spec | ElementFormat | ScaledFormat | str | type | np.dtype):
         items = (rules if isinstance(rules, Rule) else Rule(weight=rules),)
@@ -339,7 +386,7 @@ def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
     if wrong or not items:
         raise TypeError(
             f"rules={short_repr(rules)} must be a jchop.Rule, several, or a mapping such as {{'*': 'int4'}}"
-            f"{_qwix_translation(next(iter(wrong), rules))}"
+            f"{_reading_advice(rules if isinstance(rules, Mapping) else next(iter(wrong), rules))}"
         )
     return tuple(items)
 
@@ -354,15 +401,12 @@ def _rule_of_entry(pattern: str, value: Any) -> Rule:
     return Rule(pattern, **fields)
 
 
-def _qwix_translation(rule: Any) -> str:
-    """The end of an error that writes a rule of qwix as one of jchop; its path is a regular expression."""
-    if type(rule).__name__ != "QuantizationRule":
-        return ""
-    group = rule.tile_size if isinstance(getattr(rule, "tile_size", None), int) else "all"
-    fields = {"weight": getattr(rule, "weight_qtype", None), "activation": getattr(rule, "act_qtype", None)}
-    specs = {name: qtype if isinstance(qtype, str) else np.dtype(qtype).name for name, qtype in fields.items() if qtype}
-    words = (f"{name}='{text}(group={group})'" for name, text in specs.items())
-    return f"; for this rule of qwix write jc.Rule({', '.join(['PATTERN', *words])})"
+def _reading_advice(rule: Any) -> str:
+    """The end of an error for rules of qwix, or a configuration of Hugging Face: the call that reads them."""
+    if isinstance(rule, Mapping) and ("quant_method" in rule or "quantization_config" in rule):
+        return "; jc.Rule.from_hf(config) reads a quantization_config"
+    is_qwix = hasattr(rule, "module_path") or (isinstance(rule, Mapping) and rule.keys() & {"module_path", "qwix"})
+    return "; jc.Rule.from_qwix(rules) reads rules of qwix" if is_qwix else ""
 
 
 def rule_index(path: str, rules: Sequence[Rule], layer: str = "", operation: str = "") -> int | None:
