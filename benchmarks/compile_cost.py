@@ -31,10 +31,10 @@ from flax import nnx
 
 import jchop as jc
 
-INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
+INT8 = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 RULES = {
     "int8": INT8,
-    "int8, forward only": jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)"),
+    "int8, forward only": jc.Rule(weight="int8(group=all)", activation="int8(group=all)"),
     "nvfp4": jc.nn.recipe("nvfp4"),
     "mxfp8": jc.nn.recipe("mxfp8"),
 }
@@ -188,7 +188,7 @@ def cases() -> dict[str, Callable[[], Program]]:
     for program, (run, args) in {"network": network(12), "Runge-Kutta": runge_kutta()}.items():
         made[program] = lambda run=run, args=args: (run, args)
         for spec in ("bfloat16", "e4m3", "bfloat16:stochastic"):
-            key = jax.random.key(1) if jc.parse(spec).rounding.stochastic else None
+            key = jax.random.key(1) if jc.Spec(spec).rounding.stochastic else None
             low = jc.emulate(run, spec, key=key)
             made[f"emulate, {program}, {spec}"] = lambda low=low, args=args: (low, args)
     return made
@@ -269,7 +269,7 @@ def eager_times(repeat: int) -> None:
     print("| --- | ---: | ---: | ---: | ---: |")
     for program, (run, args) in {"network": network(12), "Runge-Kutta": runge_kutta()}.items():
         for spec in ("bfloat16", "e4m3", "bfloat16:stochastic"):
-            key = jax.random.key(1) if jc.parse(spec).rounding.stochastic else None
+            key = jax.random.key(1) if jc.Spec(spec).rounding.stochastic else None
             low = jc.emulate(run, spec, key=key)
             start = time.process_time()
             jax.block_until_ready(low(*args))

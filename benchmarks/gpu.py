@@ -154,7 +154,7 @@ def matrix_unit(operands: str, accumulate: str) -> jc.MatmulSpec:
 def scaled_row(name: str, op: Callable[..., Any], text: str, wide: Any, little: Any) -> Row:
     return Row(
         name,
-        lambda x, impl: op(x, spec=jc.parse(text), impl=impl),
+        lambda x, impl: op(x, spec=jc.Spec(text), impl=impl),
         (wide,),
         (little,),
         target=">= 80 % of copy" if name.startswith("mxfp8") else "",

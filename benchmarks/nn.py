@@ -32,9 +32,9 @@ from rounding import Case, measure, table
 import jchop as jc
 
 RULES = {
-    "int8 weights": jc.nn.Rule(weight="int8(group=all)"),
-    "int8 weights and activations": jc.nn.Rule(weight="int8(group=all)", activation="int8"),
-    "e4m3 weights and activations": jc.nn.Rule(weight="e4m3", activation="e4m3"),
+    "int8 weights": jc.Rule(weight="int8(group=all)"),
+    "int8 weights and activations": jc.Rule(weight="int8(group=all)", activation="int8"),
+    "e4m3 weights and activations": jc.Rule(weight="e4m3", activation="e4m3"),
     "float8_tensorwise": jc.nn.recipe("float8_tensorwise"),
     "mxfp8": jc.nn.recipe("mxfp8"),
 }
@@ -116,7 +116,7 @@ def processor_time(cases: dict[str, Case], repeat: int) -> dict[str, float]:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-PACKED = jc.nn.Rule(weight="int4(group=128)")
+PACKED = jc.Rule(weight="int4(group=128)")
 
 
 class Decoder(nnx.Module):

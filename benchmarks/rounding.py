@@ -59,7 +59,7 @@ def thread_copy(x: jax.Array) -> Case:
 
 def fed_by_jax_random(spec: str, key: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """The same rounding body, its words from `jax.random.bits`."""
-    return lambda x: round_to_spec(x, jc.parse(spec), CARRIERS["float32"], jax.random.bits(key, x.shape))
+    return lambda x: round_to_spec(x, jc.Spec(spec), CARRIERS["float32"], jax.random.bits(key, x.shape))
 
 
 def pychop_cases(x: jax.Array, buffers: list[jax.Array]) -> dict[str, Case]:
@@ -126,7 +126,7 @@ def large(size: int, repeat: int) -> None:
 
 def pages(repeat: int, size: int = SIZES[0]) -> None:
     """The same rounding into fresh memory, into a donated buffer, and in place."""
-    x, spec = jax.random.normal(jax.random.key(1), (size,), jnp.float32), jc.parse("binary16")
+    x, spec = jax.random.normal(jax.random.key(1), (size,), jnp.float32), jc.Spec("binary16")
     fresh = jax.jit(lambda x: jc.round_to_format(x, spec))
     in_place, held = jax.jit(lambda x: jc.round_to_format(x, spec), donate_argnums=0), [jnp.array(x)]
 
@@ -144,7 +144,7 @@ def pages(repeat: int, size: int = SIZES[0]) -> None:
 def eager(repeat: int, size: int = 1000) -> None:
     x, key = jnp.ones(size), jax.random.key(0)
     add = jax.jit(lambda x: x + 1)
-    nearest, stochastic = jc.parse("float8_e4m3fn"), jc.parse("float8_e4m3fn:stochastic")
+    nearest, stochastic = jc.Spec("float8_e4m3fn"), jc.Spec("float8_e4m3fn:stochastic")
     array = np.ones(size, np.float32)
     cases: dict[str, Case] = {
         "jitted x + 1": lambda: add(x).block_until_ready(),

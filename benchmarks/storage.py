@@ -42,14 +42,14 @@ def whole_tensors(size: int, repeat: int) -> None:
     x, key = jax.random.uniform(jax.random.key(1), (size,), jnp.float32, -1, 1), jax.random.key(0)
     cases: dict[str, Case] = {"jitted x * 2": reusing(lambda x: x * 2, x)}
     for bits in (8, 4):
-        spec = jc.parse(f"uint{bits}(group=tensor,zero_point=integer)")
+        spec = jc.Spec(f"uint{bits}(group=tensor,zero_point=integer)")
         scale, zero_point = jc.fit_scale(x, spec)
 
         def stored(x: jax.Array, spec: Any = spec, given: Any = (scale, zero_point)) -> jc.QArray:
             return jc.quantize(x, spec, key, scale=given[0], zero_point=given[1])
 
         cases[f"quantize, uint{bits}"] = reusing(stored, x)
-        draws = jc.parse(f"uint{bits}(group=tensor,zero_point=integer):stochastic")
+        draws = jc.Spec(f"uint{bits}(group=tensor,zero_point=integer):stochastic")
         cases[f"quantize, uint{bits}, stochastic"] = reusing(lambda x, s=stored, d=draws: s(x, d), x)
         cases[f"dequantize, uint{bits}"] = reusing(jc.dequantize, stored(x))
         cases |= piquant_cases(np.asarray(x), bits, float(scale[0]), int(zero_point[0]))

@@ -51,8 +51,8 @@ def ratio(x: np.ndarray, y: np.ndarray) -> float:
 
 def bits(text: str) -> float:
     """Bits for each number, its share of the scales included."""
-    fmt = jc.parse(text).format
-    return fmt.bits_per_element((ROWS, COLUMNS)) if isinstance(fmt, jc.ScaledFormat) else fmt.bits
+    fmt = jc.Spec(text).format
+    return fmt.bits_per_element((ROWS, COLUMNS)) if isinstance(fmt, jc.formats.ScaledFormat) else fmt.bits
 
 
 def table() -> list[tuple[str, float, dict[str, float]]]:

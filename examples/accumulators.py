@@ -33,10 +33,10 @@ class Network(nnx.Module):
         return self.output(nnx.relu(self.hidden(x)))
 
 
-def rule_of(accumulator: str) -> jc.nn.Rule:
+def rule_of(accumulator: str) -> jc.Rule:
     """Operands in e5m2, sums in an accumulator."""
     low = "float8_e5m2"
-    return jc.nn.Rule(weight=low, activation=low, gradient=low, matmul=jc.MatmulSpec(accumulate=accumulator))
+    return jc.Rule(weight=low, activation=low, gradient=low, matmul=jc.MatmulSpec(accumulate=accumulator))
 
 
 def run(accumulators: tuple[str, ...] = ACCUMULATORS, *, steps: int, hidden: int, seed: int = 0) -> dict[str, float]:

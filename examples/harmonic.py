@@ -53,7 +53,7 @@ def table(terms: int, seed: int = 0) -> dict[str, jax.Array]:
     sums = {}
     for text in SPECS:
         print(f"adding {terms} terms in {text}", file=sys.stderr, flush=True)
-        sums[text] = jax.block_until_ready(run(jc.parse(text), terms, key))
+        sums[text] = jax.block_until_ready(run(jc.Spec(text), terms, key))
     return {"float32": jnp.cumsum(1 / jnp.arange(1, terms + 1, dtype=jnp.float32))} | sums
 
 

@@ -70,7 +70,7 @@ def starts(count: int) -> np.ndarray:
 
 def horizon(precision: int, steps: int, states: jax.Array) -> float:
     """The mean time up to which a state is right to within LOST, with every operation in `precision` bits."""
-    low = jc.emulate(integrate(steps), jc.FloatFormat(11, precision - 1))
+    low = jc.emulate(integrate(steps), jc.formats.FloatFormat(11, precision - 1))
     lost = np.linalg.norm(np.asarray(low(states)) - np.asarray(integrate(steps)(states)), axis=1) > LOST
     return float(np.mean(DT * np.where(lost.any(0), lost.argmax(0), steps)))
 

@@ -43,7 +43,7 @@ def run(formats: tuple[str, ...] = FORMATS, *, steps: int, width: int, depth: in
     table = {"float32": (perplexity(model, tokens), bytes_of(model))}
     for fmt in formats:
         print(f"packing the weights in {fmt}", file=sys.stderr, flush=True)
-        packed = jc.nn.quantize(model, [jc.nn.Rule("*norm*"), jc.nn.Rule(weight=fmt)], mode="weight_only")
+        packed = jc.nn.quantize(model, [jc.Rule("*norm*"), jc.Rule(weight=fmt)], mode="weight_only")
         table[fmt] = (perplexity(packed, tokens), bytes_of(packed))
     return table
 

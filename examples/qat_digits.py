@@ -91,7 +91,7 @@ def run(
     table = {"float32": (exact, exact, _bytes(model))}
     for fmt in formats:
         print(f"training {tuning} more steps, weights in {fmt}", file=sys.stderr, flush=True)
-        rule = jc.nn.Rule(weight=fmt)
+        rule = jc.Rule(weight=fmt)
         tuned = jc.nn.quantize(model, rule)
         before = accuracy(tuned, test_x, test_y)
         train(tuned, x, y, steps=tuning, rate=3e-4, seed=seed + 1)

@@ -66,7 +66,7 @@ def backward_errors(a: np.ndarray, x: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def scale_into(factor: str, a: np.ndarray) -> float:
     """A power of two that scales elements to a tenth of the largest number of a format, or of 2^16."""
-    room = 0.1 * min(float(jc.parse(factor).format.max), 2.0**16) / np.abs(a).max()
+    room = 0.1 * min(float(jc.Spec(factor).format.max), 2.0**16) / np.abs(a).max()
     return 2.0 ** np.floor(np.log2(room))
 
 
@@ -106,8 +106,8 @@ def label(factor: str, inner: int) -> str:
 
 def converged(working: str) -> float:
     """Two unit roundoffs: a backward error that counts as convergence."""
-    fmt = jc.parse(working).format
-    assert isinstance(fmt, jc.FloatFormat)
+    fmt = jc.Spec(working).format
+    assert isinstance(fmt, jc.formats.FloatFormat)
     return 2.0**-fmt.frac_bits
 
 

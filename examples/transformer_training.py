@@ -29,10 +29,10 @@ import jchop as jc
 
 BATCH, LENGTH = 16, 32
 PRODUCTS = "blocks"  # embeddings and the last layer stay in float32
-ARITHMETICS: dict[str, jc.nn.Rule | None] = {
+ARITHMETICS: dict[str, jc.Rule | None] = {
     "float32": None,
-    "bfloat16": jc.nn.Rule(PRODUCTS, weight="bfloat16", activation="bfloat16", gradient="bfloat16"),
-    "e4m3fn and stochastic e5m2": jc.nn.Rule(
+    "bfloat16": jc.Rule(PRODUCTS, weight="bfloat16", activation="bfloat16", gradient="bfloat16"),
+    "e4m3fn and stochastic e5m2": jc.Rule(
         PRODUCTS, weight="float8_e4m3fn:saturate", activation="float8_e4m3fn:saturate", gradient="e5m2:stochastic"
     ),
     **{name: jc.nn.recipe(name, PRODUCTS) for name in ("mxfp8", "nvfp4", "mxfp4", "mxfp4_quartet")},

@@ -65,12 +65,10 @@ def divergence(model: Any, x: jax.Array, p: jax.Array) -> jax.Array:
     return jnp.mean(jnp.sum(p * (jnp.log(p + 1e-30) - jax.nn.log_softmax(model(x))), -1))
 
 
-def ends_of(tuned: jc.nn.LayerTuning) -> list[jc.nn.Rule]:
+def ends_of(tuned: jc.nn.LayerTuning) -> list[jc.Rule]:
     """The usual choice: int8 for the first and the last layer, int4 between."""
     last = len(tuned.rows) - 1
-    return [
-        jc.nn.Rule(f"/{row.path}/", weight="int8" if i in (0, last) else "int4") for i, row in enumerate(tuned.rows)
-    ]
+    return [jc.Rule(f"/{row.path}/", weight="int8" if i in (0, last) else "int4") for i, row in enumerate(tuned.rows)]
 
 
 def bits_of(tuned: jc.nn.LayerTuning, formats: list[int]) -> float:
@@ -119,7 +117,7 @@ def main() -> None:
         print(f"tuning {len(SIZES) - 1} layers for {bits} bits", file=sys.stderr, flush=True)
         tuned = jc.nn.tune(model, [(x[:TUNING], drawn[:TUNING])], MENU, loss=divergence, bits=bits)
         points["jc.nn.tune"].append((tuned.bits, apart(tuned.rules)))
-    points["one format"] = [(float(text[3:]), apart(jc.nn.Rule(weight=text))) for text in MENU]
+    points["one format"] = [(float(text[3:]), apart(jc.Rule(weight=text))) for text in MENU]
     points[ENDS] = [(bits_of(tuned, [8, *[4] * (len(SIZES) - 3), 8]), apart(ends_of(tuned)))]
     print(tuned)
     print(f"\n{'formats':18} {'bits':>5}  divergence")

@@ -27,9 +27,11 @@ from jchop.formats import (
     bfp,
 )
 from jchop.formats._catalogue import *  # noqa: F403
+from jchop._spec.accumulation import MatmulSpec, Order
+from jchop._spec.finfo import finfo
+from jchop._spec.spec import Gradient, Spec
+from jchop._spec.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
 from jchop.formats.rounding import Overflow, Rounding
-from jchop.formats.scaled import catalogue as _scaled_catalogue
-from jchop.formats.scaled.catalogue import *  # noqa: F403
 from jchop.storage import (
     QArray,
     dequantize,
@@ -79,42 +81,58 @@ __getattr__, __dir__ = _on_demand(
         "jchop.storage._chunks": ("round_file",),
         "jchop._insight.tune": ("Tuning", "tune"),
     },
+    {name: f"jchop.formats.{formats.ALIASES[name]}, or its text {name!r}" for name in formats.ALIASES}
+    | {name: f"jchop.formats.{name}" for name in formats.__all__}
+    | {
+        "round": "jchop.round_to_format",
+        "list_formats": "jchop.formats.CATALOGUE",
+        "info": "jchop.finfo",
+        "Format": "jchop.formats.FloatFormat(exp_bits, frac_bits)",
+        "parse": "jchop.Spec(text)",
+    },
 )
 
 __all__ = [
     "LSQ",
     "TENSOR_CORES",
     "Blame",
-    "CodebookFormat",
     "Comparison",
     "DelayedScaling",
+<<<<<<< ours
     "ElementFormat",
     "EmulatedFunction",
     "FixedFormat",
     "FloatFormat",
+||||||| base
+    "ElementFormat",
+    "FixedFormat",
+    "FloatFormat",
+=======
+>>>>>>> theirs
     "Gradient",
     "Hadamard",
-    "HiFloat8Format",
-    "IntegerFormat",
     "KVCache",
-    "LogTakumFormat",
     "MatmulSpec",
     "MovingAverage",
     "Order",
     "Overflow",
-    "PositFormat",
     "Probe",
     "QArray",
     "Rounding",
     "Rule",
-    "ScaledFormat",
     "Scales",
     "SignificantDigits",
     "Spec",
-    "TakumFormat",
     "TensorCore",
     "Tuning",
+<<<<<<< ours
     "bfp",
+||||||| base
+    "bfp",
+    "blame",
+=======
+    "blame",
+>>>>>>> theirs
     "compare",
     "dequantize",
     "dot",
@@ -128,7 +146,6 @@ __all__ = [
     "from_qwix",
     "load_safetensors",
     "math",
-    "parse",
     "probe",
     "quantize",
     "quantize_fn",
@@ -143,5 +160,3 @@ __all__ = [
     "to_qwix",
     "tune",
 ]
-__all__ += _catalogue.__all__
-__all__ += _scaled_catalogue.__all__

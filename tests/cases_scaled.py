@@ -18,7 +18,7 @@ from jchop.formats import ScaledFormat
 
 def blocks(element: str, group: int, axis: int = -1, scale: Any = "e8m0fnu", rule: str = "floor", **more: Any) -> Spec:
     """Blocks along an axis, from the text of the elements' spec, whose overflow rule is its own."""
-    spec = jc.parse(element)
+    spec = jc.Spec(element)
     return replace(spec, format=ScaledFormat(spec.element, group, axis, scale=scale, rule=rule, **more))
 
 
@@ -29,7 +29,7 @@ def mx(element: str, *, rule: str = "floor", block: int = 32, axis: int = -1) ->
 
 
 def nvfp4(*, two_level: bool = True, axis: int = -1) -> Spec:
-    return Spec(jc.nvfp4(axis=axis, rule="two_level" if two_level else "absmax"))
+    return Spec(jc.formats.nvfp4(axis=axis, rule="two_level" if two_level else "absmax"))
 
 
 def integer_groups(bits: int, block: int, *, scale: str = "float32", rule: str = "absmax", axis: int = -1) -> Spec:

@@ -26,7 +26,7 @@ def arguments(text: str) -> np.ndarray:
     """Every number of a format."""
     width = 1 + sum(FORMATS[text])
     codes = np.arange(1 << width).astype(np.uint16 if width > 8 else np.uint8)
-    return np.asarray(jc.parse(text).format.decode(codes), np.float32)
+    return np.asarray(jc.Spec(text).format.decode(codes), np.float32)
 
 
 @cache
@@ -52,7 +52,7 @@ def wrong(name: str, text: str, step: int = 1) -> dict[str, int]:
 
     @jax.jit
     def every_mode(x: jax.Array, word: jax.Array) -> list[jax.Array]:
-        specs = [jc.parse(f"{text}:{mode}") for mode in exact.MODES]
+        specs = [jc.Spec(f"{text}:{mode}") for mode in exact.MODES]
         return [elementary_function(x, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
 
     counts = {}

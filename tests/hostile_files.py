@@ -175,7 +175,7 @@ def faults(path: Path, *, quantizing: bool) -> list[str]:
     calls = [lambda: jc.load_safetensors(path), lambda: jc.load_safetensors(path, nested=True), inspect]
     if quantizing:
         target = path.with_name("out.safetensors")
-        calls.append(lambda: quantize_file(path, target, [TensorRule(".*", jc.parse("bfloat16"))]))
+        calls.append(lambda: quantize_file(path, target, [TensorRule(".*", jc.Spec("bfloat16"))]))
     found = []
     for call in calls:
         signal.signal(signal.SIGPROF, stop)

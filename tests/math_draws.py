@@ -23,4 +23,4 @@ def rounded_operand(x: Any, text: str, key: jax.Array, place: int) -> np.ndarray
     """The operand at a place, rounded."""
     array = jnp.asarray(x)
     words = operation_words(fold_seeds(seed_words(key), 0), array, place)
-    return np.asarray(round_value(array, jc.parse(text), words))
+    return np.asarray(round_value(array, jc.Spec(text), words))

@@ -40,7 +40,7 @@ class Layers(nnx.Module):
         return self.head(x)
 
 
-def lines_of_training(rule: jc.nn.Rule | None) -> int:
+def lines_of_training(rule: jc.Rule | None) -> int:
     """Of a gradient of the layers."""
     model = Layers(nnx.Rngs(0))
     graph, state = nnx.split(model if rule is None else jc.nn.quantize(model, rule, rngs=nnx.Rngs(rounding=1)))
@@ -48,7 +48,7 @@ def lines_of_training(rule: jc.nn.Rule | None) -> int:
     return lines_of(jax.grad(loss, allow_int=True), state, jnp.ones((48, 32)))
 
 
-INT8 = jc.nn.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
+INT8 = jc.Rule(weight="int8(group=all)", activation="int8(group=all)", gradient="int8(group=all)")
 
 
 def lines_of_optimizer(tx: Any) -> int:

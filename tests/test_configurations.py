@@ -345,15 +345,15 @@ def outcome(model: Any) -> Any:
 def nn_small() -> Any:
     layer = nnx.Linear(32, 8, rngs=nnx.Rngs(0))
     layer.kernel[...] = 0.3 * jnp.cos(jnp.arange(256.0)).reshape(32, 8)
-    return outcome(jc.nn.quantize(layer, jc.nn.Rule(weight="int4(group=all)", activation="int8(group=all)")))
+    return outcome(jc.nn.quantize(layer, jc.Rule(weight="int4(group=all)", activation="int8(group=all)")))
 
 
 def whole(weight: str, mode: str = "qat", **more: Any) -> Any:
     rules = [
-        jc.nn.Rule("norm", weight="bfloat16"),
-        jc.nn.Rule("conv", weight=weight),
-        jc.nn.Rule("up", weight=weight, **more),
-        jc.nn.Rule("attention/query", weight=weight),
+        jc.Rule("norm", weight="bfloat16"),
+        jc.Rule("conv", weight=weight),
+        jc.Rule("up", weight=weight, **more),
+        jc.Rule("attention/query", weight=weight),
     ]
     return outcome(jc.nn.quantize(net(), rules, mode=mode, rngs=nnx.Rngs(rounding=0) if "gradient" in more else None))
 
@@ -368,15 +368,15 @@ case("nn matmul")(lambda: whole("bfloat16", matmul=jc.MatmulSpec(accumulate="e5m
 @case("nn stochastic and calibrated")
 def nn_stochastic_and_calibrated() -> Any:
     rngs = nnx.Rngs(rounding=jax.random.key(3))
-    noisy = jc.nn.quantize(net(), jc.nn.Rule("up", weight="int4(group=all):stochastic"), rngs=rngs)
-    rule = jc.nn.Rule("up", weight="int4(group=all)", activation="int8(group=tensor)", scale_from=jc.nn.LSQ())
+    noisy = jc.nn.quantize(net(), jc.Rule("up", weight="int4(group=all):stochastic"), rngs=rngs)
+    rule = jc.Rule("up", weight="int4(group=all)", activation="int8(group=tensor)", scale_from=jc.LSQ())
     learned = jc.nn.calibrate(jc.nn.quantize(net(), rule), [x()], method="mse")
     return outcome(noisy), outcome(learned)
 
 
 @case("linen")
 def linen_tower() -> Any:
-    tower = jc.nn.linen.quantize(linen.Dense(8), jc.nn.Rule(weight="nf4(group=all)", activation="e5m2:stochastic"))
+    tower = jc.nn.linen.quantize(linen.Dense(8), jc.Rule(weight="nf4(group=all)", activation="e5m2:stochastic"))
     kernel = 0.3 * jnp.cos(jnp.arange(256.0)).reshape(32, 8)
     variables = {"params": {"kernel": kernel, "bias": jnp.zeros(8)}}
     rngs = {"rounding": jax.random.key(1)}

@@ -104,11 +104,11 @@ ELEMENTS: list[Row] = [
     (lambda: jc.flip_bits(X, "e5m2", float("nan"), key()), "p=nan"),
     (lambda: jc.flip_bits(X, "e5m2", True, key()), "p=True"),
     (lambda: jc.flip_bits(X, "e5m2", 0.5, key(), where="sign"), "where='sign'"),
-    (lambda: jc.float8_e5m2.encode(MASKED), "values is a masked array"),
-    (lambda: jc.float8_e5m2.decode(CODES), "codes is a masked array"),
-    (lambda: jc.float8_e5m2.decode([256]), "codes must lie in"),
-    (lambda: jax.jit(jc.float8_e5m2.decode)(3), r"^codes has arrays that JAX traces .*jchop.quantize and jchop.deq"),
-    (lambda: jax.jit(jc.float8_e5m2.encode)(3.0), "^values has arrays that JAX traces"),
+    (lambda: jc.formats.float8_e5m2.encode(MASKED), "values is a masked array"),
+    (lambda: jc.formats.float8_e5m2.decode(CODES), "codes is a masked array"),
+    (lambda: jc.formats.float8_e5m2.decode([256]), "codes must lie in"),
+    (lambda: jax.jit(jc.formats.float8_e5m2.decode)(3), r"^codes has arrays that JAX traces .*jchop.quantize"),
+    (lambda: jax.jit(jc.formats.float8_e5m2.encode)(3.0), "^values has arrays that JAX traces"),
 ]
 STORAGE: list[Row] = [
     (lambda: jc.quantize(MASKED, "int8(channel=0)"), "x is a masked array"),

@@ -36,7 +36,7 @@ def public_names() -> list[str]:
             continue
         for each in getattr(module, "__all__", ()):
             thing = getattr(module, each)
-            if isinstance(thing, type(jchop) | jchop.ElementFormat | jchop.ScaledFormat):
+            if isinstance(thing, type(jchop) | jchop.formats.ElementFormat | jchop.formats.ScaledFormat):
                 continue  # a module, whose names are listed by themselves; a format, whose row is in docs/formats.md
             if found.setdefault(id(thing), f"{name}.{each}") == f"{name}.{each}":
                 listed.append(f"{name}.{each}")

@@ -74,7 +74,7 @@ def save_checkpoint(
         >>> from flax import nnx
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
         >>> model = nnx.Sequential(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
-        >>> packed = jc.nn.quantize(model, jc.nn.Rule("*", weight="int4(group=32,scale=float16)"), "ptq")
+        >>> packed = jc.nn.quantize(model, jc.Rule("*", weight="int4(group=32,scale=float16)"), "ptq")
         >>> jc.nn.save_checkpoint(folder, packed, "gptq")
         >>> {name: value.shape for name, value in jc.storage.load_checkpoint(folder).items()}
         {'layers.0.weight': (32, 64), 'layers.0.bias': (32,)}
@@ -126,7 +126,7 @@ def load_checkpoint(
         >>> def model():
         ...     return nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.relu)
         >>> folder = pathlib.Path(tempfile.mkdtemp()) / "model"
-        >>> packed = jc.nn.quantize(model(), jc.nn.Rule("*", weight="int4(group=32,scale=float16)"), "ptq")
+        >>> packed = jc.nn.quantize(model(), jc.Rule("*", weight="int4(group=32,scale=float16)"), "ptq")
         >>> jc.nn.save_checkpoint(folder, packed, "compressed-tensors")
         >>> loaded = jc.nn.load_checkpoint(folder, nnx.eval_shape(model))
         >>> bool((loaded(jnp.ones((1, 64))) == packed(jnp.ones((1, 64)))).all()), loaded.layers[0].kernel[...].nbytes

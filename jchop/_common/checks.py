@@ -5,15 +5,17 @@ an integer or a number in a range, a choice, an instance. `check` states any oth
 """
 
 from __future__ import annotations
-
 import contextlib
 import difflib
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
-
 import numpy as np
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
 
 T = TypeVar("T")
 
@@ -173,6 +175,15 @@ def quote(value: object) -> str:
     return f"{value[:80]!r}... of {len(value)} characters"
 
 
+class FieldsRepr:
+    """A dataclass that prints the fields that differ from their defaults."""
+
+    def __repr__(self) -> str:
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        shown = (f"{field.name}={value!r}" for field, value in values.items() if field.repr and value != field.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 def short_repr(value: object) -> str:
     """The form of any value in errors, on one line: of one with a long text, as a model, its class alone."""
     text = repr(value)
@@ -202,9 +213,31 @@ def first_names(names: Sequence[str], write: Callable[[str], str] = repr) -> str
     return ", ".join(map(write, names[:3])) + more
 
 
+def keyword_hints(hints: Mapping[str, str]) -> Callable[[T], T]:
+    """A decorator: of a keyword that users try and the function does not have, the error says what to write.
+
+    Args:
+        hints: the call that works, for each keyword.
+    """
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs and (unknown := kwargs.keys() & hints.keys()):
+                name = min(unknown)
+                raise TypeError(
+                    f"{function.__qualname__.removesuffix('.__init__')} has no {name}=; write {hints[name]}"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 def close_names_hint(text: str, names: Iterable[str]) -> str:
     """The part of an error that suggests up to three of `names` for a misspelt `text`; empty if none is close."""
     text, names = text.strip()[:64], list(dict.fromkeys(names))
     containing = [name for name in names if len(text) > 2 and text in name]
     suggestions = dict.fromkeys([*containing, *difflib.get_close_matches(text, names, n=3)])
-    return f"; close: {', '.join(list(suggestions)[:3])}" if suggestions else ""
+    return f"; did you mean {' or '.join(list(suggestions)[:3])}?" if suggestions else ""

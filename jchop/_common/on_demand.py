@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from jchop._common.checks import close_names_hint
+
 
 def load_name(module: str, name: str) -> Any:
     """What a module that is loaded when first used has under a name."""
@@ -14,7 +16,7 @@ def load_name(module: str, name: str) -> Any:
 
 
 def on_demand(
-    package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]]
+    package: str, modules: Sequence[str], names: Mapping[str, Sequence[str]], elsewhere: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a package with names that are loaded when first used.
 
@@ -24,6 +26,7 @@ def on_demand(
         package: its name.
         modules: the names of its modules.
         names: for each other module the names that the package has from it.
+        elsewhere: for names that users try, what to write instead.
 
     Raises:
         AttributeError: by the first function, for a name that the package has not.
@@ -36,8 +39,13 @@ def on_demand(
         elif name in modules:
             value = import_module(f"{package}.{name}")
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            write = (elsewhere or {}).get(name)
+            hint = close_names_hint(name, public_names()) if write is None else f"; write {write}"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: sorted({*vars(sys.modules[package]), *homes, *modules})
+    def public_names() -> list[str]:
+        return sorted({*getattr(sys.modules[package], "__all__", homes), *modules})
+
+    return load, public_names

@@ -202,6 +202,8 @@ def _collapse_numbers(shape: tuple[int, ...], *arrays: tuple[int, ...], plan: Sc
     form = None if in_tile or static.get("given") else _collapse_axes(plan, shape)
     if form is None or ("as_dtype" in static and not _fill_bytes(plan.fmt.bits, form[0][-1], shape[-1])):
         return None
+    if len(arrays) == 1:  # words of the caller
+        arrays = (form[0],)
     return (form[0], *arrays), {"plan": form[1], **static}
 
 

@@ -1,7 +1,6 @@
 """`round_to_format`: the one primitive, with its checks, keys and gradients."""
 
 from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -9,12 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
 from jchop._common.bit_ops import Carrier, enable_x64_for
 from jchop._common.checks import as_numpy, check, check_choice, check_int
 from jchop._common.gradients import CustomJvp, on_cotangent
@@ -42,10 +39,24 @@ from jchop._round.arguments import (
 )
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
+from jchop._common.checks import check_choice, check_int, keyword_hints
+from jchop._core.rounding.grid import most_random_bits, require_carrier
+from jchop._kernels.round import round_op, round_with_hardware_bits_op
+from jchop._kernels.scaled import require_scaled_plan, round_scaled, scaled_overflow
+from jchop._round.arguments import Keys, as_array, carrier_of_dtype, check_key, rounding_keys, run_numpy, stream_offset
+from jchop._round.dask import is_dask, round_dask_blocks
+from jchop.formats.rounding import Rounding
+
 
 Array = jax.Array
 
 
+@keyword_hints(
+    dict.fromkeys(
+        ("rounding", "mode", "overflow", "saturate", "stochastic", "random_bits"), "the spec 'e4m3:stochastic:saturate'"
+    )
+    | {"seed": "key=jax.random.key(0)", "rng": "key=jax.random.key(0)", "dtype": "x.astype(dtype)"}
+)
 def round_to_format(
     x: Any,
     spec: Spec | ElementFormat | ScaledFormat | str,
@@ -55,6 +66,7 @@ def round_to_format(
     gradient_key: Key = None,
     impl: Impl = "auto",
     generator: Literal["counter", "hardware"] = "counter",
+    bits: Any = None,
 ) -> Any:
     """`x` rounded once, exactly, to the values of a number format.
 
@@ -85,6 +97,9 @@ def round_to_format(
             error if it cannot run, ``"auto"`` (default) for the faster one; the bits are the same.
         generator: ``"counter"`` (default), or ``"hardware"`` for the TPU's own random bits, seeded with `key`: cheaper
             there, and not reproducible. They depend on tiling, chip and version, and there is no `offset` for them.
+        bits: the random integers R of a stochastic mode, in place of a key: integers of the shape of `x`, as from a
+            shift register of your own. The lowest N bits of each are used, with N the spec's `random_bits`; without it
+            32, or 64 for float64.
 
     Returns:
         An array of the shape and dtype of `x`.
@@ -106,8 +121,12 @@ def round_to_format(
         >>> spec = jc.Spec("bfloat16", rounding="stochastic")
         >>> jc.round_to_format(jnp.float32(1.001), spec, jax.random.key(0)).dtype
         dtype('float32')
+        >>> jc.round_to_format(jnp.full(4, 1.0625), "e4m3:stochastic:random_bits=4", bits=jnp.arange(6, 10)).tolist()
+        [1.0, 1.0, 1.125, 1.125]
     """
     options = _round_options(as_spec(spec, scaled=True), impl, generator, offset)
+    if bits is not None:
+        return _round_with_bits(x, options, key, offset, gradient_key, bits)
     if isinstance(x, Array):
         return _round_array(x, options, key, offset, gradient_key)
     if is_dask(x):
@@ -194,7 +213,51 @@ def _round_array(x: Array | np.ndarray, options: _RoundOptions, key: Key, offset
         return _round_with_keys(x, keys, starts, options=options, place=place)
 
 
+<<<<<<< /tmp/tmpdiglovr3/o
 def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
+||||||| /tmp/tmpdiglovr3/b
+def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+=======
+def _round_with_bits(
+    x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None, bits: Any
+) -> Any:
+    """Rounds by random integers in place of a key."""
+    array, bits, spec = as_array("x", x), jnp.asarray(bits), options.spec
+    for wrong, why in (
+        (not spec.rounding.stochastic, f"have no effect under rounding={spec.rounding.value!r}"),
+        (key is not None, "take the place of key; pass one of them"),
+        (options.hardware or not (type(offset) is int and offset == 0), "have no offset and no generator"),
+        (options.impl == "pallas", "are for impl='xla'"),
+        (spec.scaled is not None and spec.scaled.sparse is not None, f"are not for the sparse spec={str(spec)!r}"),
+        (array.dtype.kind == "c", f"are for real numbers; x has dtype {array.dtype}"),
+    ):
+        if wrong:
+            raise ValueError(f"bits {why}")
+    if bits.shape != array.shape or not jnp.issubdtype(bits.dtype, jnp.integer):
+        raise ValueError(
+            f"bits has shape {bits.shape} and dtype {bits.dtype}; it must be integers of shape {array.shape}"
+        )
+    carrier = carrier_of_dtype(array.dtype)
+    _require_results_fit(spec, array, carrier)
+    equal = spec.rounding is Rounding.STOCHASTIC_EQUAL
+    count = 1 if equal else spec.random_bits or most_random_bits(spec, carrier)
+    gradient_key = rounding_keys(replace(spec, rounding=Rounding.UP, random_bits=None), None, gradient_key)[1]
+
+    def round_array() -> Array:
+        with enable_x64_for(carrier.name):
+            width = 64 if carrier.name == "float64" else 32
+            words = jnp.asarray(bits).astype(f"uint{width}") << (width - count)
+            seeds = ((words,), None if gradient_key is None else seed_words(gradient_key))
+            return _compiled_round(replace(options, impl="xla"), STREAM_START, jnp.asarray(array), seeds, ())
+
+    if isinstance(x, Array):
+        return round_array()
+    result = run_numpy(round_array, bits=bits, gradient_key=gradient_key)
+    return result if isinstance(x, np.ndarray) else result[()]
+
+
+def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
+>>>>>>> /tmp/tmpdiglovr3/t
     array = as_array("x", x)
     result = run_numpy(
         lambda: _round_array(array, options, key, offset, gradient_key),

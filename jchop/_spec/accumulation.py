@@ -5,16 +5,18 @@ are a_k b_k, k = 0 ... K-1.
 """
 
 from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
 from jchop._common.checks import check, check_bool, check_choice, check_int, check_text, close_names_hint, quote
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from jchop._common.checks import FieldsRepr, check_bool, check_choice, check_int, check_text, quote
+
 
 #: The sequential orders of multiply-adds, which can be fused.
 _FUSABLE_ORDERS = ("sequential", "blocked")
@@ -49,8 +51,8 @@ _MAX_BLOCK = (1 << 31) - 1
 _MAX_ALIGNED_BLOCK, _MAX_GRID_BITS = 64, 45
 
 
-@dataclass(frozen=True)
-class Order:
+@dataclass(frozen=True, repr=False)
+class Order(FieldsRepr):
     """The order in which products are added; its text is ``"sequential"``, ``"blocked(8)"`` and so on.
 
     * ``sequential``: c <- A(c + P(a_k b_k)) from c = 0, k ascending.
@@ -90,7 +92,7 @@ class Order:
     Example:
         >>> import jchop as jc
         >>> str(jc.Order("blocked", 8)), jc.Order.parse("pairwise")
-        ('blocked(8)', Order(kind='pairwise', block=None, bits=None, promote_every=None))
+        ('blocked(8)', Order(kind='pairwise'))
         >>> str(jc.Order("aligned", 32, 13, promote_every=128))
         'aligned(32, 13, promote_every=128)'
     """
@@ -164,8 +166,8 @@ _ORDER_CHOICES = (
 )
 
 
-@dataclass(frozen=True)
-class MatmulSpec:
+@dataclass(frozen=True, repr=False)
+class MatmulSpec(FieldsRepr):
     """The arithmetic of a matrix product or another sum of products: every rounding in it, and the order of the sum.
 
     Each of the three roundings is applied once, to the exact result of its operation, without an intermediate rounding

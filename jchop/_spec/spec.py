@@ -1,16 +1,13 @@
 """A projection specification: everything static about one rounding, as a hashable value; and the facts of a format."""
 
 from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-
 import numpy as np
-
 from jchop._common import html
 from jchop._common.checks import (
     check,
@@ -25,10 +22,25 @@ from jchop._common.checks import (
 from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._base import format_facts, short_number
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
+from typing import TYPE_CHECKING
+from jchop._common.checks import (
+    FieldsRepr,
+    check_bool,
+    check_int,
+    check_text,
+    close_names_hint,
+    quote,
+    short_repr,
+    split_outside_brackets,
+)
+from jchop._common.text import html
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
+from jchop.formats._facts import format_facts
+from jchop.formats.scaled.scaled import as_format
 
 
-@dataclass(frozen=True)
-class Gradient:
+@dataclass(frozen=True, repr=False)
+class Gradient(FieldsRepr):
     """The backward rule for the cotangent g of a rounded value.
 
     Args:
@@ -64,13 +76,14 @@ class Gradient:
         return "+".join(parts) or "straight_through"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spec:
     """Format, rounding mode and overflow rule of a rounding: IEEE P3109's projection specification.
 
     Args:
-        format: an element format or a `ScaledFormat`, or its text. For a scaled format the other fields apply to its
-            elements.
+        format: an element format or a `ScaledFormat`, its text, or a dtype. A text may have the other fields after it:
+            ``FORMAT[:ROUNDING][:OVERFLOW][:random_bits=N][:flush][:gradient=...]``, in any order, with ``clipped``, a
+            format, ``[SPEC]`` or ``clipped+[SPEC]`` as the gradient. Of a scaled format they apply to the elements.
         rounding: a `Rounding`, or its text; default ``"nearest_even"``.
         overflow: an `Overflow`, or its text. Default (None): ``"ieee"``, under which fixed point and integers saturate;
             for a scaled format ``"saturate"``.
@@ -85,9 +98,9 @@ class Spec:
 
     Example:
         >>> import jchop as jc
-        >>> spec = jc.Spec(jc.FloatFormat(5, 2), rounding="stochastic", overflow="saturate")
-        >>> str(spec), jc.parse("e5m2:stochastic:saturate") == spec
-        ('e5m2:stochastic:saturate', True)
+        >>> spec = jc.Spec(jc.formats.FloatFormat(5, 2), rounding="stochastic", overflow="saturate")
+        >>> spec == jc.Spec("e5m2:stochastic:saturate"), spec
+        (True, Spec('e5m2:stochastic:saturate'))
     """
 
     format: ElementFormat  # or a ScaledFormat, which `as_spec` refuses for callers that handle elements only
@@ -110,10 +123,20 @@ class Spec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+<<<<<<< /tmp/tmpens2jtx2/o
         fmt = parse_format(self.format) if isinstance(self.format, str) else self.format
         if not isinstance(fmt, ElementFormat | ScaledFormat):
             raise TypeError(f"format={fmt!r} must be a format or its text{_dtype_hint(fmt)}")
         object.__setattr__(self, "format", fmt)
+||||||| /tmp/tmpens2jtx2/b
+        object.__setattr__(self, "format", _as_spec_format(self.format))
+=======
+        if isinstance(self.format, str) and ":" in self.format:
+            self._take_parts(self.format)
+        object.__setattr__(self, "format", as_format(self.format))
+        if not isinstance(self.format, ElementFormat | ScaledFormat):
+            raise TypeError(f"format={short_repr(self.format)} must be a format, its text, or a dtype")
+>>>>>>> /tmp/tmpens2jtx2/t
         members = {
             "rounding": as_rounding(self.rounding),
             "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
@@ -137,6 +160,35 @@ class Spec:
         if self.flush and not (isinstance(self.element, FloatFormat) and self.element.zero):
             raise ValueError(f"flush=True needs a floating-point format with a zero, not {self.format}")
 
+<<<<<<< /tmp/tmpens2jtx2/o
+||||||| /tmp/tmpens2jtx2/b
+    def _check_overflow(self) -> None:
+        if self.overflow is not Overflow.WRAP:
+            return
+        if not isinstance(self.format, UniformFormat):
+            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
+        if self.format.min == -self.format.max:
+            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
+
+=======
+    def _take_parts(self, text: str) -> None:
+        """Takes the fields of a spec's text, none of which may be an argument, too."""
+        name, fields = _parse_parts(text)
+        for field, value in fields.items():
+            if getattr(self, field) != type(self).__dict__[field]:
+                raise ValueError(f"{field}={getattr(self, field)} stands in format={quote(text)}, too; give it once")
+            object.__setattr__(self, field, value)
+        object.__setattr__(self, "format", name)
+
+    def _check_overflow(self) -> None:
+        if self.overflow is not Overflow.WRAP:
+            return
+        if not isinstance(self.format, UniformFormat):
+            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
+        if self.format.min == -self.format.max:
+            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
+
+>>>>>>> /tmp/tmpens2jtx2/t
     @property
     def element(self) -> ElementFormat:
         """The format of elements: the format itself, or the element format of a scaled one."""
@@ -158,6 +210,9 @@ class Spec:
         own |= {"flush": "subnormal numbers become zero"} if self.flush else {}
         own |= {"gradient": str(self.gradient)} if self.gradient != Gradient() else {}
         return html.box(f"Spec {self}", [*format_facts(self.format), *own.items()])
+
+    def __repr__(self) -> str:
+        return f"Spec({str(self)!r})"
 
     def __str__(self) -> str:
         parts = [str(self.format)]
@@ -189,7 +244,7 @@ def parse(text: str) -> Spec:
 
     Example:
         >>> import jchop as jc
-        >>> jc.parse("e5m2:stochastic:random_bits=8").random_bits
+        >>> jc.Spec("e5m2:stochastic:random_bits=8").random_bits
         8
     """
     if not isinstance(text, str):
@@ -199,13 +254,18 @@ def parse(text: str) -> Spec:
 
 @lru_cache(maxsize=256)
 def _parse_spec(text: str) -> Spec:
+    name, fields = _parse_parts(text)
+    return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
+
+
+def _parse_parts(text: str) -> tuple[str, dict[str, object]]:
     name, *parts = split_outside_brackets(check_text("spec text", text), ":")
     fields: dict[str, object] = {}
     for part in map(str.strip, parts):
         field, value = _parse_spec_field(text, part)
         check(field not in fields, f"spec text {quote(text)} gives {field} twice")
         fields[field] = value
-    return Spec(parse_format(name), **fields)  # type: ignore[arg-type]
+    return name, fields
 
 
 def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
@@ -222,13 +282,34 @@ def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
         return name, int(value)
     if name == "gradient":
         return name, value
-    roundings, overflows = ([member.value for member in kind] for kind in (Rounding, Overflow))
-    hint = close_names_hint(name, [*roundings, *ROUNDING_ALIASES, *overflows, "random_bits", "flush", "gradient"])
+    names = [*(member.value for kind in (Rounding, Overflow) for member in kind), *ROUNDING_ALIASES]
+    hint = close_names_hint({"sat": "saturate"}.get(name, name), [*names, "random_bits", "flush", "gradient"])
     raise ValueError(
-        f"spec text {quote(text)}: part {quote(part)} is not known{hint}; allowed after the format: a rounding "
-        f"({', '.join(roundings)}), an overflow rule ({', '.join(overflows)}), random_bits=N, flush, "
-        "gradient=straight_through|clipped|[SPEC]"
+        f"spec text {quote(text)}: part {quote(part)} is not known"
+        f"{hint or '; after the format come a rounding (up, stochastic), an overflow rule (saturate), random_bits=8, '}"
+        f"{'' if hint else 'flush, gradient=clipped'}"
     )
+
+
+<<<<<<< /tmp/tmpens2jtx2/o
+def _dtype_hint(value: object) -> str:
+    """The end of an error that names the text of a dtype, such as `jax.numpy.bfloat16`."""
+    with contextlib.suppress(TypeError):
+        name = np.dtype(value).name if isinstance(value, np.dtype | type) else ""
+        if name in {*CATALOGUE, *ALIASES}:
+            return f"; the text of this dtype is {name!r}"
+        if name.lstrip("u").startswith("int"):
+            return f"; integers have scales, as {f'{name}(group=all)'!r}"
+    return ""
+
+
+||||||| /tmp/tmpens2jtx2/b
+def _as_spec_format(value: object) -> ElementFormat | ScaledFormat:
+    if isinstance(value, ElementFormat | ScaledFormat):
+        return value
+    if isinstance(value, str):
+        return parse_format(value)
+    raise TypeError(f"format={value!r} must be a format or its text{_dtype_hint(value)}")
 
 
 def _dtype_hint(value: object) -> str:
@@ -242,6 +323,8 @@ def _dtype_hint(value: object) -> str:
     return ""
 
 
+=======
+>>>>>>> /tmp/tmpens2jtx2/t
 def _as_gradient(value: object) -> Gradient:
     if isinstance(value, Gradient):
         return value
@@ -270,15 +353,15 @@ _GRADIENT_CHOICES = (
 )
 
 
-#: What `as_spec` takes if scaled formats are allowed.
-AnySpec = Spec | ElementFormat | ScaledFormat | str
+#: What `as_spec` takes if scaled formats are allowed. A dtype may stand for its format.
+AnySpec = Spec | ElementFormat | ScaledFormat | str | np.dtype | type
 
 
 def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> Spec:
     """`value` as a Spec.
 
     Args:
-        value: a Spec, a format, or text.
+        value: a Spec, a format, a dtype, or text.
         argument: name of the argument, for errors.
         scaled: whether the format may be a scaled one, which rounds whole arrays only. Default False.
 
@@ -287,13 +370,14 @@ def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> S
     """
     if isinstance(value, str):
         value = parse(value)
-    if isinstance(value, ElementFormat | ScaledFormat):
-        value = Spec(value)
     if not isinstance(value, Spec):
-        raise TypeError(
-            f"{argument}={short_repr(value)} must be a Spec, a format, or text such as 'e5m2:stochastic:saturate'"
-            f"{_dtype_hint(value)}"
-        )
+        fmt = as_format(value)
+        if not isinstance(fmt, ElementFormat | ScaledFormat):
+            raise TypeError(
+                f"{argument}={short_repr(value)} must be a Spec, a format, a dtype, or text such as "
+                "'e5m2:stochastic:saturate'"
+            )
+        value = Spec(fmt)
     if value.scaled is not None and not scaled:
         raise ValueError(
             f"{argument}={str(value)!r} is a scaled format, and each number has to be rounded by itself; "

@@ -1,17 +1,18 @@
 """The interface of element formats: properties, values and codes; and the facts of a format."""
 
 from __future__ import annotations
-
 import abc
 import copy
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Self
-
 import numpy as np
-
 from jchop._common.checks import as_numpy
 from jchop._common.text import html
+from typing import Self
+from jchop._common.checks import FieldsRepr, as_numpy
+from jchop.formats._facts import format_html
+
 
 # == facts =============================================================================================================
 
@@ -116,14 +117,15 @@ def floor_log2(value: Fraction) -> int:
     return guess if Fraction(2) ** guess <= value else guess - 1
 
 
-class ElementFormat(abc.ABC):
+class ElementFormat(FieldsRepr, abc.ABC):
     """A finite set of real values, possibly with -0, infinities and NaN, and a bit pattern for each.
 
     A format is frozen and hashable, so it can be a static argument of `jax.jit`; equal formats share one trace.
 
     Example:
         >>> import jchop as jc
-        >>> [isinstance(fmt, jc.ElementFormat) for fmt in (jc.bfloat16, jc.FixedFormat(4, 4), jc.mxfp4)]
+        >>> formats = jc.formats.bfloat16, jc.formats.int4.element, jc.formats.mxfp4
+        >>> [isinstance(fmt, jc.formats.ElementFormat) for fmt in formats]
         [True, True, False]
     """
 
@@ -247,7 +249,7 @@ class ElementFormat(abc.ABC):
 
         Example:
             >>> import jchop as jc
-            >>> jc.float4_e2m1fn.values()[7:].tolist()
+            >>> jc.formats.float4_e2m1fn.values()[7:].tolist()
             [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
         """
         if self.bits > _MAX_TABLE_BITS:
@@ -268,7 +270,7 @@ class ElementFormat(abc.ABC):
 
         Example:
             >>> import jchop as jc
-            >>> jc.float8_e4m3fn.decode([0x38, 0x7E, 0x7F]).tolist()
+            >>> jc.formats.float8_e4m3fn.decode([0x38, 0x7E, 0x7F]).tolist()
             [1.0, 448.0, nan]
         """
         array = as_numpy("codes", codes)
@@ -291,7 +293,7 @@ class ElementFormat(abc.ABC):
 
         Example:
             >>> import jchop as jc
-            >>> jc.float8_e4m3fn.encode([1.0, 448.0]).tolist()
+            >>> jc.formats.float8_e4m3fn.encode([1.0, 448.0]).tolist()
             [56, 126]
         """
         array = as_numpy("values", values)

@@ -56,7 +56,8 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "float32": "binary32", "single": "binary32", "fp32": "binary32", "s": "binary32",
         "float64": "binary64", "double": "binary64", "fp64": "binary64", "d": "binary64",
         "bf16": "bfloat16", "b": "bfloat16", "t": "tf32",
-        "q52": "float8_e5m2", "q43": "float8_e4m3",
+        "q52": "float8_e5m2", "q43": "float8_e4m3", "fp8_e5m2": "float8_e5m2",
+        "fp4": "float4_e2m1fn", "float4": "float4_e2m1fn",
     }
     | {name.split("_")[1]: name for name in CATALOGUE if "_" in name}
 )  # fmt: skip
@@ -79,7 +80,7 @@ def p3109(bits: int, precision: int, signed: bool = True, extended: bool = True)
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.p3109(8, 3)
+        >>> fmt = jc.formats.p3109(8, 3)
         >>> str(fmt), fmt.max, fmt.bias
         ('binary8p3se', 49152.0, 16)
     """

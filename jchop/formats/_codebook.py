@@ -14,7 +14,7 @@ from jchop.formats._base import ElementFormat, Number
 _MAX_LEVELS = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CodebookFormat(ElementFormat):
     """A table of levels, each coded by its index. There is no -0, inf or NaN.
 
@@ -31,7 +31,7 @@ class CodebookFormat(ElementFormat):
 
     Example:
         >>> import jchop as jc
-        >>> ternary = jc.CodebookFormat((-1.0, 0.0, 1.0))
+        >>> ternary = jc.formats.CodebookFormat((-1.0, 0.0, 1.0))
         >>> jc.round_to_format([0.4, 0.5, -3.0], ternary).tolist()
         [0.0, 1.0, -1.0]
     """

@@ -1,13 +1,11 @@
 """The text grammar of element formats, which `parse_element` reads and `str` prints."""
 
 from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
 from jchop._common.checks import close_names_hint, quote, split_outside_brackets
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
@@ -16,6 +14,10 @@ from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import HiFloat8Format, LogTakumFormat, PositFormat, TakumFormat
 from jchop.formats.rounding import Overflow, Rounding
+from jchop.formats._log_takum import LogTakumFormat
+from jchop.formats._tapered import HiFloat8Format, PositFormat, TakumFormat
+from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding
+
 
 FORMAT_CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
 _OptionReaders = dict[str, Callable[[str], object]]
@@ -140,6 +142,10 @@ _FORMAT_EXAMPLES = (
     "takum16", "takum_linear16", "hif8",
 )  # fmt: skip
 
+#: Options of other programs, with those that mean the same here.
+_OPTIONS_ELSEWHERE = dict.fromkeys(("group_size", "block_size", "tile_size", "block", "tile", "blocksize"), "group")
+_OPTIONS_ELSEWHERE |= dict.fromkeys(("per_channel", "channelwise", "channel_axis", "channelwise_axes"), "channel")
+
 _OPTION_TYPES: dict[object, str] = {read_integer: "an integer", read_bool: "true or false"}
 
 
@@ -154,12 +160,12 @@ def read_options(text: str, inside: str | None, readers: _OptionReaders, more: I
     for item in split_options(inside):
         name, equals, value = item.partition("=")
         if not equals or name in options:
-            raise ValueError(f"format text {quote(text)}: option {item!r} must be name=value, each name once")
+            meaning = "; did you mean channel=0?" if _OPTIONS_ELSEWHERE.get(name) == "channel" else ""
+            raise ValueError(f"format text {quote(text)}: option {item!r} must be name=value, each name once{meaning}")
         if name not in readers:
             names = [*readers, *more]
-            hint = (
-                f"{close_names_hint(name, names)}; allowed: {', '.join(names)}" if names else "; there are none for it"
-            )
+            hint = close_names_hint(_OPTIONS_ELSEWHERE.get(name, name), names)
+            hint = hint or (f"; allowed: {', '.join(names)}" if names else "; there are none for it")
             raise ValueError(f"format text {quote(text)}: unknown option {name!r}{hint}")
         try:
             options[name] = readers[name](value)
@@ -179,23 +185,42 @@ def _read_levels(text: str, inside: str | None) -> tuple[float, ...]:
 def unknown_format_error(text: str, more: Iterable[str] = ()) -> ValueError:
     """The error for a text that is not a format."""
     stem = text.partition("(")[0]
-    modes = [member.value for member in (*Rounding, *Overflow)]
     if text.count("(") != text.count(")"):
         hint = "; it has not as many closing as opening parentheses"
-    elif stem in modes:
+    elif stem in (*ROUNDING_ALIASES, *(member.value for member in (*Rounding, *Overflow))):
         hint = f"; {stem} belongs after a format, as in e5m2:{stem}"
     elif (name := split_outside_brackets(text, ":")[0]) != text and name:
         hint = f"; {text.removeprefix(name)!r} belongs to a spec; pass the format alone, {name.strip()!r}"
+    elif stem in _SEVERAL_MEANINGS:
+        hint = f"; did you mean {_SEVERAL_MEANINGS[stem]}?"
     else:
         names = [*CATALOGUE, *ALIASES, *more, *_examples_like(stem)]
         head = stem.partition("_")[0]
-        # What others call fp8 and mxfp4_e2m1 is float8 and mxfp4 here.
+        # What others call fp8_e4m3 and mxfp4_e2m1 is float8_e4m3 and mxfp4 here.
         ours = head if head in names else re.sub("^fp", "float", stem)
-        hint = close_names_hint(ours, names) or close_names_hint(stem, names) or close_names_hint(stem, modes)
-    return ValueError(
-        f"format text {quote(text)} is not known{hint}; allowed: a name such as "
-        f"{', '.join([*list(CATALOGUE)[:6], *more])}, or a pattern {', '.join(_FORMAT_EXAMPLES)}, codebook(-1,0,1)"
-    )
+        hint = close_names_hint(ours, names) or close_names_hint(stem, names) or _NO_NAME_IS_CLOSE
+    return ValueError(f"format text {quote(text)} is not known{hint}")
+
+
+_NO_NAME_IS_CLOSE = (
+    "; it is a name such as bfloat16, float8_e4m3fn, nf4, mxfp4, a pattern such as e5m10, fixed4.4, posit16, "
+    "int4(group=32), or codebook(-1,0,1)"
+)
+
+#: Texts that several formats are called by, with the texts to choose from.
+_SEVERAL_MEANINGS = {
+    "fp8": "float8_e4m3fn (weights, activations) or float8_e5m2 (gradients)",
+    "fp8_e4m3": "float8_e4m3fn (largest value 448) or float8_e4m3 (IEEE 754, 240)",
+    "bf8": "float8_e5m2 or float8_e5m2fnuz",
+    "hf8": "float8_e4m3fn or hif8",
+    "fp6": "float6_e2m3fn or float6_e3m2fn",
+    "mxfp8": "mxfp8_e4m3 or mxfp8_e5m2",
+    "mxfp6": "mxfp6_e2m3 or mxfp6_e3m2",
+    "float": "float32, float16 or float64",
+    "int": "int8, int4(group=32) or integer8 (no scale)",
+    "w8a8": "Rule(weight='int8(channel=0)', activation='int8')",
+}
+_SEVERAL_MEANINGS |= {"float8": _SEVERAL_MEANINGS["fp8"], "float6": _SEVERAL_MEANINGS["fp6"]}
 
 
 def _examples_like(stem: str) -> Iterator[str]:

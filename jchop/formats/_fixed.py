@@ -61,7 +61,7 @@ class UniformFormat(ElementFormat):
         return int(count) % (1 << self.bits)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FixedFormat(UniformFormat):
     """Fixed point Q(i.f): multiples of 2^-f in [-2^(i-1), 2^(i-1) - 2^-f], or [0, 2^i - 2^-f] unsigned.
 
@@ -78,7 +78,7 @@ class FixedFormat(UniformFormat):
 
     Example:
         >>> import jchop as jc
-        >>> q = jc.FixedFormat(4, 4)
+        >>> q = jc.formats.FixedFormat(4, 4)
         >>> q.bits, q.min, q.max
         (8, -8.0, 7.9375)
     """
@@ -114,7 +114,7 @@ class FixedFormat(UniformFormat):
         return f"{stem}(symmetric=true)" if self.symmetric else stem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IntegerFormat(UniformFormat):
     """k-bit integers: [-2^(k-1), 2^(k-1) - 1], or [0, 2^k - 1] unsigned. There is no -0, inf or NaN.
 
@@ -128,7 +128,7 @@ class IntegerFormat(UniformFormat):
 
     Example:
         >>> import jchop as jc
-        >>> jc.IntegerFormat(4).values().tolist()[:3], jc.IntegerFormat(4, narrow=True).min
+        >>> jc.formats.IntegerFormat(4).values().tolist()[:3], jc.formats.IntegerFormat(4, narrow=True).min
         ([-8.0, -7.0, -6.0], -7.0)
     """
 

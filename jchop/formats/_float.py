@@ -14,7 +14,7 @@ from jchop.formats._base import ElementFormat, Number, exact_number, floor_log2
 NAN_CODES = ("ieee", "top", "negative_zero", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FloatFormat(ElementFormat):
     """A binary floating-point format: sign, biased exponent, fraction.
 
@@ -37,14 +37,14 @@ class FloatFormat(ElementFormat):
             allow. `emax` is the resulting value.
         p3109: whether F overflows by the rules of IEEE P3109: without infinities to its largest value, never to NaN;
             with them to infinity under `Rounding.ODD` too. Only for formats with one NaN code and no -0, such as the
-            formats of `jchop.p3109`.
+            formats of `jchop.formats.p3109`.
 
     Raises:
         TypeError, ValueError: for a field out of range or a combination that leaves no finite value.
 
     Example:
         >>> import jchop as jc
-        >>> jc.FloatFormat(5, 10) == jc.binary16, jc.binary16.max
+        >>> jc.formats.FloatFormat(5, 10) == jc.formats.binary16, jc.formats.binary16.max
         (True, 65504.0)
     """
 

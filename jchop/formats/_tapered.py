@@ -135,7 +135,7 @@ class StringFormat(TaperedFormat):
         return code if value > 0 else (1 << self.bits) - code
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PositFormat(StringFormat):
     """A posit of the Standard for Posit Arithmetic (2022): two exponent bits at every width.
 
@@ -150,8 +150,8 @@ class PositFormat(StringFormat):
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.PositFormat(8)
-        >>> str(fmt), fmt.max, fmt.smallest, jc.parse("posit8").format == fmt
+        >>> fmt = jc.formats.PositFormat(8)
+        >>> str(fmt), fmt.max, fmt.smallest, jc.Spec("posit8").format == fmt
         ('posit8', 16777216.0, 5.960464477539063e-08, True)
         >>> jc.round_to_format([1.03, 1e-30, 1e30], "posit8").tolist()
         [1.0, 5.960464477539063e-08, 16777216.0]
@@ -177,7 +177,7 @@ class PositFormat(StringFormat):
         return max(self.bits - 3 - (regime + 2 if regime >= 0 else 1 - regime), 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TakumFormat(StringFormat):
     """A linear takum (L. Hunhold, arXiv 2404.18603 and 2412.20273; libtakum).
 
@@ -194,7 +194,7 @@ class TakumFormat(StringFormat):
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.TakumFormat(16)
+        >>> fmt = jc.formats.TakumFormat(16)
         >>> str(fmt), fmt.fraction_bits(0), fmt.max == (2 - 2.0**-4) * 2.0**254
         ('takum_linear16', 11, True)
     """
@@ -214,7 +214,7 @@ class TakumFormat(StringFormat):
         return max(self.bits - 5 - width, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HiFloat8Format(TaperedFormat):
     """HiF8 (Luo et al., arXiv 2409.16626): eight bits with three, two or one fraction bits.
 
@@ -226,7 +226,7 @@ class HiFloat8Format(TaperedFormat):
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.HiFloat8Format()
+        >>> fmt = jc.formats.HiFloat8Format()
         >>> str(fmt), fmt.max, fmt.smallest == 2.0**-22, hex(fmt.encode(-1.125))
         ('hif8', 32768.0, True, '0x89')
         >>> jc.round_to_format([1.0625, 18.0, 40960.0], "hif8:nearest_away").tolist()

@@ -92,6 +92,8 @@ ROUNDING_ALIASES = {
     "ru": Rounding.UP,
     "rd": Rounding.DOWN,
     "rz": Rounding.TOWARD_ZERO,
+    "rtz": Rounding.TOWARD_ZERO,
+    "truncate": Rounding.TOWARD_ZERO,
     "ro": Rounding.ODD,
     "sr": Rounding.STOCHASTIC,
     "stochastic_a": Rounding.STOCHASTIC,
@@ -107,7 +109,7 @@ def _enum_member(kind: type[_Member], value: object, argument: str, aliases: dic
     if isinstance(value, str) and value in names:
         return names[value]
     hint = close_names_hint(value, names) if isinstance(value, str) else ""
-    raise ValueError(f"{argument}={quote(value)} is not known; allowed: {', '.join(names)}{hint}")
+    raise ValueError(f"{argument}={quote(value)} is not known{hint or '; allowed: ' + ', '.join(names)}")
 
 
 def as_rounding(value: object) -> Rounding:

@@ -1,18 +1,15 @@
 """Matrix products: `matmul`, with every product and sum rounded; `matmul_double`, from products of 8-bit integers."""
 
 from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, in_auto_mesh
 from jchop._common.checks import as_numpy, check, check_choice
@@ -36,11 +33,30 @@ from jchop._spec.spec import Spec
 from jchop.math._call import round_to_dtype
 from jchop.storage import quantize
 from jchop.storage._codes import decode_unscaled
+from jchop._common.bit_ops import FLOAT32, in_auto_mesh
+from jchop._common.checks import check_bool, check_choice, keyword_hints
+from jchop._core.arithmetic.ranges import carrier_range
+from jchop._core.matmul.matmul import MatmulPlan, matmul_body
+from jchop._core.matmul.operations import check_matmul, operation_carrier
+from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
+from jchop._round.arguments import as_operands, rounding_key, run_on_operands
+
 
 Array = jax.Array
 
 
+<<<<<<< /tmp/tmpfiijn75h/o
 def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "auto") -> Any:
+||||||| /tmp/tmpfiijn75h/b
+def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto") -> Any:
+=======
+@keyword_hints(
+    dict.fromkeys(("accumulate", "product", "operands", "order", "fused"), "MatmulSpec('e4m3fn', accumulate='e8m9')")
+)
+def matmul(
+    a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto", trace: bool = False
+) -> Any:
+>>>>>>> /tmp/tmpfiijn75h/t
     """The matrix product of `a` and `b` in an emulated arithmetic: operands, every product and every sum rounded.
 
     Each rounding is applied once, to the exact result of its operation, without an intermediate rounding to the
@@ -72,10 +88,13 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
             elements and needs a different key (`jax.random.fold_in`).
         impl: ``"xla"`` for the portable body, ``"pallas"`` for the TPU's or GPU's kernel, with an error if it cannot
             run, ``"auto"`` (default) for the faster one.
+        trace: for the accumulator after each step in place of the product, as a testbench compares it. Default False.
 
     Returns:
         The product, of the shape of `jax.numpy.matmul` and the dtype of `a` and `b`; NumPy if both are NumPy arrays or
-        convertible to them, else JAX. With k = 0 it is +0.
+        convertible to them, else JAX. With k = 0 it is +0. With `trace` the sums along a first axis, in the carrier:
+        after each product in sequential order, after each promoted part with ``promote_every``, else after each block.
+        They have no derivatives, and do not include the tensor scales of operands.
 
     Raises:
         TypeError: for a dtype that is neither a carrier nor of integers or booleans, an invalid spec, or a key that is
@@ -91,6 +110,8 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
         8.0
         >>> float(jc.math.matmul(ones, ones, jc.MatmulSpec(accumulate="e5m2", order="pairwise")))
         96.0
+        >>> jc.math.matmul(ones[:5], ones[:5], jc.MatmulSpec(order="blocked(2)"), trace=True).tolist()
+        [2.0, 4.0, 5.0]
     """
     spec = as_matmul_spec(spec)
     check_choice("impl", impl, IMPLEMENTATIONS)
@@ -98,26 +119,42 @@ def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "
     carrier = operation_carrier(x.dtype)
     check_matmul(spec, x.dtype, allow_scales=True)
     check_matmul_shapes(x.shape, y.shape)
+    if check_bool("trace", trace) and (spec.order.kind == "pairwise" or impl == "pallas"):
+        raise ValueError(f"trace=True has no accumulator for order='{spec.order}' and impl={impl!r}")
     key = rounding_key(key, spec.stochastic, spec)
     if key is not None:
         _check_random_stream_size(x, y, MatmulPlan(spec, carrier, x.shape[-1]))
-    return run_on_operands(partial(_traced_matmul, spec=spec, impl=impl), (x, y), key)
+    return run_on_operands(partial(_traced_matmul, spec=spec, impl=impl, trace=trace), (x, y), key)
 
 
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
+<<<<<<< /tmp/tmpfiijn75h/o
 @partial(always_jit, static_argnames=("spec", "impl"), inline=True)
 def _traced_matmul(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str) -> Array:
+||||||| /tmp/tmpfiijn75h/b
+@partial(always_jit, static_argnames=("spec", "impl"), inline=True)
+def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+=======
+@partial(always_jit, static_argnames=("spec", "impl", "trace"), inline=True)
+def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
+>>>>>>> /tmp/tmpfiijn75h/t
     return in_auto_mesh(
-        partial(_matmul_of_any_shape, spec=spec, impl=impl),
+        partial(_matmul_of_any_shape, spec=spec, impl=impl, trace=trace),
         *(a, b, key),
         along=((-1,), (-2 if b.ndim > 1 else -1,), ()),
-        like=lambda a, b, key: jnp.matmul(a, b),
+        like=lambda a, b, key: jnp.stack([jnp.matmul(a, b)] * _steps(a.shape[-1], spec)) if trace else jnp.matmul(a, b),
     )
 
 
+<<<<<<< /tmp/tmpfiijn75h/o
 def _matmul_of_any_shape(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str) -> Array:
+||||||| /tmp/tmpfiijn75h/b
+def _matmul_of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
+=======
+def _matmul_of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
+>>>>>>> /tmp/tmpfiijn75h/t
     keys = None if key is None else split_prng_key(key, 4)
     x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     draws = spec_draws(spec.product) or spec_draws(spec.accumulate)
@@ -128,16 +165,24 @@ def _matmul_of_any_shape(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl
 
     def multiply(left: Sequence[Array], right: Sequence[Array]) -> Array:
         scaled_parts = tuple(v for pair in zip(left[1:], right[1:], strict=True) for v in pair)
+        if trace:
+            operands = scaled_parts[:4] or (left[0], right[0])
+            return matmul_body(*operands, *(() if seeds is None else (seeds,)), spec=spec, trace=True)
         return _batch_product(spec, impl, a.dtype, left[0], right[0], seeds, scaled_parts)
 
     if y.ndim == 2:  # one matrix for all rows of x
         # In two steps: explicit shardings support no other reshape.
         rows = [v.reshape(math.prod(v.shape[:-1]), v.shape[-1])[None] for v in left]
-        out = jnp.squeeze(multiply(rows, [v[None] for v in right]), 0)
+        out = jnp.squeeze(multiply(rows, [v[None] for v in right]), -3)
     else:
         batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2])
         out = multiply([_as_one_batch(v, batch) for v in left], [_as_one_batch(v, batch) for v in right])
-    return out.reshape(_matmul_shape(a, b))
+    return out.reshape(out.shape[:trace] + _matmul_shape(a, b))
+
+
+def _steps(k: int, spec: MatmulSpec) -> int:
+    """The number of accumulators of a trace."""
+    return -(-k // (spec.order.promote_every or spec.order.block or 1))
 
 
 def _matmul_shape(a: Any, b: Any) -> tuple[int, ...]:

@@ -48,8 +48,6 @@ SimpleCell: Any = QUANTIZED_CLASSES[nnx.SimpleCell]
 if TYPE_CHECKING:
     from jchop._checkpoints.models import load_checkpoint, save_checkpoint
     from jchop._insight.layers import LayerTuning, Sensitivity, SensitivityRow, TunedLayer, sensitivity, tune
-    from jchop._serving.attention import dot_product_attention
-    from jchop._serving.kv_cache import KVCache
     from jchop.ptq._models import quantize_with_data
 
 __getattr__, __dir__ = on_demand(
@@ -58,14 +56,15 @@ __getattr__, __dir__ = on_demand(
     {
         "jchop._checkpoints.models": ("load_checkpoint", "save_checkpoint"),
         "jchop._insight.layers": ("LayerTuning", "Sensitivity", "SensitivityRow", "TunedLayer", "sensitivity", "tune"),
-        "jchop._serving.attention": ("dot_product_attention",),
-        "jchop._serving.kv_cache": ("KVCache",),
         "jchop.ptq._models": ("quantize_with_data",),
+    },
+    {
+        name: f"jchop.{name}"
+        for name in ("Rule", "LSQ", "DelayedScaling", "MovingAverage", "KVCache", "dot_product_attention")
     },
 )
 
 __all__ = [
-    "LSQ",
     "ActivationRange",
     "Adapted",
     "AdaptedParam",
@@ -73,14 +72,12 @@ __all__ = [
     "BatchNorm",
     "Conv",
     "ConvTranspose",
-    "DelayedScaling",
     "Einsum",
     "Embed",
     "Folded",
     "GRUCell",
     "GroupNorm",
     "InstanceNorm",
-    "KVCache",
     "LSTMCell",
     "LayerNorm",
     "LayerRow",
@@ -92,12 +89,10 @@ __all__ = [
     "LoRALinear",
     "LoraRule",
     "ModelReport",
-    "MovingAverage",
     "MultiHeadAttention",
     "OptimizedLSTMCell",
     "QuantizedParam",
     "RMSNorm",
-    "Rule",
     "Sensitivity",
     "SensitivityRow",
     "SimpleCell",
@@ -105,7 +100,6 @@ __all__ = [
     "add_lora",
     "calibrate",
     "correct_biases",
-    "dot_product_attention",
     "fold_batch_norms",
     "keep_wide",
     "linen",

@@ -224,7 +224,7 @@ def report(
         >>> import jchop as jc
         >>> from flax import nnx
         >>> model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.LayerNorm(4, rngs=nnx.Rngs(1)))
-        >>> print(jc.nn.report(model, jc.nn.Rule("layers/0", weight="int4(group=all)")))
+        >>> print(jc.nn.report(model, jc.Rule("layers/0", weight="int4(group=all)")))
         path      layer      rounds                          bytes  packed
         layers/0  Linear     weight=int4(group=all)            144      48
         layers/1  LayerNorm  nothing                            32      32

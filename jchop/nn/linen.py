@@ -38,7 +38,7 @@ def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
     Example:
         >>> import jax, jax.numpy as jnp, jchop as jc
         >>> from flax import linen
-        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.nn.Rule(weight="e4m3", activation="e5m2"))
+        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.Rule(weight="e4m3", activation="e5m2"))
         >>> variables = dense.init(jax.random.key(0), jnp.ones((1, 4)))
         >>> dense.apply(variables, jnp.ones((1, 4))).shape
         (1, 2)

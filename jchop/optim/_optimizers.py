@@ -116,8 +116,8 @@ _SECTIONS = """
 def adamw8bit() -> None:
     """AdamW with both moments in 8 bits: dynamic maps, signed and unsigned, in groups of 256.
 
-    The unsigned map, `jchop.udynamic8nz`, has no zero, because updates are divided by the root of the second moment.
-    2.04 bytes of state for each parameter; `optax.adamw` takes 8.
+    The unsigned map, `jchop.formats.udynamic8nz`, has no zero, because updates are divided by the root of the second
+    moment. 2.04 bytes of state for each parameter; `optax.adamw` takes 8.
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv 2110.02861.

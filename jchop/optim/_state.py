@@ -235,7 +235,7 @@ def quantize_state(
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc, optax
-        >>> rules = {"0.mu": jc.dynamic8, "0.nu": "bfloat16"}
+        >>> rules = {"0.mu": jc.formats.dynamic8, "0.nu": "bfloat16"}
         >>> tx = jc.optim.quantize_state(optax.adam(1e-3), rules)
         >>> state = tx.init({"w": jnp.zeros((64, 256)), "b": jnp.zeros(256)})
         >>> adam = state.inner_state[0]

@@ -85,7 +85,7 @@ def quantize_with_data(
         >>> from flax import nnx
         >>> model = nnx.Linear(64, 8, rngs=nnx.Rngs(0))
         >>> x = jax.random.normal(jax.random.key(0), (256, 64)) @ jax.random.normal(jax.random.key(1), (64, 64))
-        >>> packed, report = jc.nn.quantize_with_data(model, jc.nn.Rule(weight="int4(group=32)"), [x])
+        >>> packed, report = jc.nn.quantize_with_data(model, jc.Rule(weight="int4(group=32)"), [x])
         >>> report.weights[0].path, report.weights[0].after - report.weights[0].before > 2, packed(x).shape
         ('kernel', True, (256, 8))
     """

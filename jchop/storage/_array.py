@@ -63,7 +63,7 @@ class QArray:
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
-        >>> q = jc.quantize(jnp.array([[1.0, -0.5, 0.25], [3.0, 2.0, -7.0]]), jc.int4(channel=0, scale="bfloat16"))
+        >>> q = jc.quantize(jnp.array([[1.0, -0.5, 0.25], [3.0, 2.0, -7.0]]), "int4(channel=0,scale=bfloat16)")
         >>> q.shape, q.qvalue.shape, q.scale.shape, q.nbytes
         ((2, 3), (2, 2), (2, 1), 8)
         >>> q[1]

@@ -80,7 +80,7 @@ def quantize(
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
-        >>> q = jc.quantize(jnp.array([1.0, 0.3, -7.5, 100.0]), jc.mxfp4(group=2))
+        >>> q = jc.quantize(jnp.array([1.0, 0.3, -7.5, 100.0]), jc.formats.mxfp4(group=2))
         >>> [hex(code) for code in q.qvalue.tolist()], q.scale.tolist()
         (['0x26', '0x79'], [125, 131])
         >>> jc.dequantize(q).tolist()
@@ -199,7 +199,7 @@ def fit_scale(x: Any, spec: _StorageSpec) -> tuple[_codes.Scale, Any]:
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
-        >>> scale, zero_point = jc.fit_scale(jnp.array([[1.0, -12.7], [2.54, 0.0]]), jc.int8(channel=0))
+        >>> scale, zero_point = jc.fit_scale(jnp.array([[1.0, -12.7], [2.54, 0.0]]), jc.formats.int8(channel=0))
         >>> scale.shape, zero_point
         ((2, 1), None)
     """
@@ -335,7 +335,7 @@ def dequantize_params(params: Any) -> Any:
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
-        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.int8(channel=0)), "b": jnp.zeros(4)}
+        >>> params = {"w": jc.quantize(jnp.ones((2, 4)), jc.formats.int8(channel=0)), "b": jnp.zeros(4)}
         >>> jc.storage.dequantize_params(params)["w"].shape
         (2, 4)
     """

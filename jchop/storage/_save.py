@@ -61,7 +61,7 @@ def save_safetensors(path: str | os.PathLike[str], tree: Any, *, metadata: Mappi
     Example:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
-        >>> jc.save_safetensors(path, {"kernel": jc.quantize(jnp.ones((2, 8)), jc.mxfp4), "bias": jnp.zeros(2)})
+        >>> jc.save_safetensors(path, {"kernel": jc.quantize(jnp.ones((2, 8)), jc.formats.mxfp4), "bias": jnp.zeros(2)})
         >>> jc.load_safetensors(path)["kernel"].bits_per_element
         5.0
     """

@@ -100,7 +100,7 @@ def quantize(
 
     Example:
         >>> import torch, jchop as jc
-        >>> q = jc.torch.quantize(torch.tensor([1.0, 0.3, -7.5, 100.0]), jc.mxfp4(group=2))
+        >>> q = jc.torch.quantize(torch.tensor([1.0, 0.3, -7.5, 100.0]), jc.formats.mxfp4(group=2))
         >>> jc.torch.dequantize(q)
         tensor([ 1.0000,  0.2500, -8.0000, 96.0000])
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))

@@ -14,7 +14,8 @@ import pytest
 from checkpoint_layouts import F8, Tensors, bytes8, pack_file, read_file, words
 
 import jchop as jc
-from jchop.storage import QArray, load_checkpoint, save_checkpoint
+from jchop import QArray
+from jchop.storage import load_checkpoint, save_checkpoint
 
 E8M0 = ml_dtypes.float8_e8m0fnu
 RNG = np.random.default_rng(0)
@@ -118,7 +119,7 @@ def stored(path: Path, name: str) -> tuple[Path, np.ndarray]:
 def test_the_size_of_groups_is_that_of_the_file(tmp_path: Path) -> None:
     for name, (_, text) in CASES.items():
         q = load_checkpoint(stored(tmp_path / name, name)[0])["m.weight"]
-        assert q.spec == jc.parse(text), (name, str(q.spec))
+        assert q.spec == jc.Spec(text), (name, str(q.spec))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in DEFAULT)) for n in CASES])
@@ -162,12 +163,12 @@ def test_scales_that_contradict_the_configuration(tmp_path: Path) -> None:
 def test_one_group_of_more_columns_than_there_are(tmp_path: Path) -> None:
     """It is a scale for each row, which every layout holds."""
     codes = np.arange(64, dtype=np.uint8).reshape(32, 2) * 3  # four codes of two bits
-    q = QArray(codes, np.ones((32, 1), np.float16), None, jc.parse("int4(group=128,scale=float16)"), 4, np.dtype("f4"))
+    q = QArray(codes, np.ones((32, 1), np.float16), None, jc.Spec("int4(group=128,scale=float16)"), 4, np.dtype("f4"))
     for layout in ("compressed-tensors", "awq", "torchao"):
         save_checkpoint({"m.weight": q}, tmp_path / layout, layout)
         again = load_checkpoint(tmp_path / layout)["m.weight"]
         np.testing.assert_array_equal(again.qvalue, q.qvalue)
-        assert again.spec == jc.parse("int4(channel=-2,scale=float16)")
+        assert again.spec == jc.Spec("int4(channel=-2,scale=float16)")
 
 
 def test_a_file_without_a_configuration_holds_what_it_shows(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_a_file_without_a_configuration_holds_what_it_shows(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="into blocks of a known size"):
         load_checkpoint(path)
     codes = np.frombuffer(sum(16 << 5 * i for i in range(6)).to_bytes(4, "little"), np.uint8)  # a word of zeros
-    one = QArray(codes[None], np.ones((1, 1), np.float32), None, jc.parse("int5(channel=-2)"), 6, np.dtype("f4"))
+    one = QArray(codes[None], np.ones((1, 1), np.float32), None, jc.Spec("int5(channel=-2)"), 6, np.dtype("f4"))
     with pytest.raises(ValueError, match=r"may be codes of \[2, 3, 4, 5\] bits.*a folder has a configuration"):
         save_checkpoint({"m.weight": one}, path, "compressed-tensors")
     save_checkpoint({"m.weight": one}, tmp_path / "one", "compressed-tensors")
@@ -220,7 +221,7 @@ def test_words_with_spare_bits(tmp_path: Path, bits: int, columns: int) -> None:
             found.append(load_checkpoint(folder_of(tmp_path, tensors, config))["m.weight"])
     for q in found:
         np.testing.assert_array_equal(q.zero_point, zero)
-        assert q.spec == jc.parse(f"uint{bits}(channel=-2,zero_point=integer)")
+        assert q.spec == jc.Spec(f"uint{bits}(channel=-2,zero_point=integer)")
         bitstream = sum(codes[0].astype(object) << bits * np.arange(columns).astype(object))
         assert int.from_bytes(np.asarray(q.qvalue)[0].tobytes(), "little") == bitstream
         jax.tree.map(np.testing.assert_array_equal, q, found[0])
@@ -240,7 +241,7 @@ def test_widths_that_words_do_not_have(tmp_path: Path) -> None:
             load_checkpoint(folder_of(tmp_path, tensors, config))
     path = tmp_path / "alone.safetensors"
     path.write_bytes(pack_file(tensors, {}))
-    assert load_checkpoint(path)["m.weight"].spec == jc.parse("int8(channel=-2)")  # no word has spare bits
+    assert load_checkpoint(path)["m.weight"].spec == jc.Spec("int8(channel=-2)")  # no word has spare bits
     path.write_bytes(pack_file(tensors | {"m.weight_packed": with_spare_bits(codes % 128, 7)}, {}))
     with pytest.raises(ValueError, match=r"may be codes of \[7, 8\] bits"):
         load_checkpoint(path)
@@ -278,7 +279,7 @@ def test_scales_that_are_powers_of_two(tmp_path: Path, form: str) -> None:
     q = load_checkpoint(folder_of(tmp_path / "m", tensors, config))["m.weight"]
     wanted = np.ldexp(weight.astype(np.float32), np.repeat(powers, 128, 0)[:130])
     np.testing.assert_array_equal(np.asarray(jc.dequantize(q)), wanted)
-    assert q.spec.scaled.scale == jc.float8_e8m0fnu  # type: ignore[union-attr]
+    assert q.spec.scaled.scale == jc.formats.float8_e8m0fnu  # type: ignore[union-attr]
     save_checkpoint({"m.weight": q}, tmp_path / "again", "fp8")
     config = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     assert config["scale_fmt"] == "ue8m0"

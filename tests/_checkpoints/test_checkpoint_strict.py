@@ -13,7 +13,8 @@ import pytest
 from checkpoint_layouts import CASES, F8, gguf_blocks, gguf_file, gguf_values, write_folder
 
 import jchop as jc
-from jchop.storage import QArray, load_checkpoint, save_checkpoint
+from jchop import QArray
+from jchop.storage import load_checkpoint, save_checkpoint
 
 RNG = np.random.default_rng(0)
 BAD = np.full((4, 4), 3, np.int8)
@@ -54,7 +55,7 @@ def no_record(path: Path) -> None:
 
 def own(path: Path) -> None:
     zeros = QArray(
-        np.zeros((2, 2), np.int8), np.ones((2, 1), np.float32), None, jc.parse("int8(channel=-2)"), 2, np.dtype("f4")
+        np.zeros((2, 2), np.int8), np.ones((2, 1), np.float32), None, jc.Spec("int8(channel=-2)"), 2, np.dtype("f4")
     )
     file = path / "model.safetensors"
     path.mkdir(exist_ok=True)

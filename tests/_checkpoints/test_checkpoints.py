@@ -29,7 +29,8 @@ from checkpoint_layouts import (
 from refusals import assert_refused
 
 import jchop as jc
-from jchop.storage import QArray, load_checkpoint, save_checkpoint
+from jchop import QArray
+from jchop.storage import load_checkpoint, save_checkpoint
 
 
 def numbers(q: QArray) -> np.ndarray:
@@ -91,7 +92,7 @@ def test_groups_of_any_columns_are_written(tmp_path: Path, layout: str, asymmetr
     scale = rng.integers(1, 99, (32, 2)).astype(np.float16)[:, index]
     zero = rng.integers(1, 15, (32, 2)).astype(np.int32)[:, index] if asymmetric else None
     codes = rng.integers(0, 16, (32, 96)).astype(np.uint8)
-    spec = jc.parse("uint4(group=1,scale=float16,zero_point=integer)" if asymmetric else "int4(group=1,scale=float16)")
+    spec = jc.Spec("uint4(group=1,scale=float16,zero_point=integer)" if asymmetric else "int4(group=1,scale=float16)")
     stored = codes if asymmetric else codes ^ np.uint8(8)
     packed = stored[:, ::2] | stored[:, 1::2] << 4
     q = QArray(
@@ -132,7 +133,7 @@ def test_spec_and_bytes_of_what_is_read(tmp_path: Path) -> None:
         tensors = case.make(np.random.default_rng(0))
         (path := tmp_path / "x.safetensors").write_bytes(pack_file(tensors, case.metadata))
         found = load_checkpoint(path)["w.weight"]
-        assert found.spec == jc.parse(text), (name, str(found.spec))
+        assert found.spec == jc.Spec(text), (name, str(found.spec))
         assert found.shape == case.values(tensors).shape, name
 
 
@@ -140,7 +141,7 @@ def test_nvfp4_divides_and_says_when_it_cannot_be_exact(tmp_path: Path) -> None:
     tensors = make_nvfp4(np.random.default_rng(3))
     (path := tmp_path / "x.safetensors").write_bytes(pack_file(tensors, {}))
     close = load_checkpoint(path, exact=False)["w.weight"]
-    assert close.spec == jc.parse("nvfp4(scale=float8_e4m3fn)") and close.nbytes == 3 * 32 + 3 * 4 + 4
+    assert close.spec == jc.Spec("nvfp4(scale=float8_e4m3fn)") and close.nbytes == 3 * 32 + 3 * 4 + 4
     np.testing.assert_allclose(numbers(close), values_nvfp4(tensors), rtol=2**-22)
     with pytest.raises(ValueError, match="exact=False permits"):
         save_checkpoint({"w.weight": close}, tmp_path / "a", "compressed-tensors")
@@ -487,7 +488,7 @@ def test_experts_of_gpt_oss(tmp_path: Path, ends: tuple[str, str], config: dict[
         blocks, scales = tensors[name + ends[0]], tensors[name + ends[1]]
         elements = levels[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
         wanted = np.ldexp(elements, scales[..., None].astype(np.int32) - 127)
-        assert tree[name].spec == jc.Spec(jc.mxfp4)
+        assert tree[name].spec == jc.Spec(jc.formats.mxfp4)
         same(numbers(tree[name]), wanted.reshape(*scales.shape[:-1], -1))
     save_checkpoint(tree, tmp_path / "again", "mxfp4", config={"model_type": "gpt_oss"})
     again, _ = read_file(tmp_path / "again/model.safetensors")

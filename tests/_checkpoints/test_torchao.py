@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jchop as jc
-from jchop.storage import QArray
+from jchop import QArray
 
 RNG = np.random.default_rng(0)
 W = (RNG.standard_normal((512, 1024)) * 0.02).astype(np.float32)
@@ -131,8 +131,8 @@ def half_quadratic_zero_points(stored: Stored) -> None:
 
 def nf4_with_their_levels(stored: Stored) -> None:
     """Theirs are rounded to four decimals; packed high nibble first."""
-    levels = np.round(jc.nf4.element.values(), 4).astype(np.float32)
-    codes = entries(jc.quantize(W, jc.nf4(element=jc.CodebookFormat(tuple(map(float, levels))))))
+    levels = np.round(jc.formats.nf4.element.values(), 4).astype(np.float32)
+    codes = entries(jc.quantize(W, jc.formats.nf4(element=jc.formats.CodebookFormat(tuple(map(float, levels))))))
     assert digest(codes[:, ::2] << 4 | codes[:, 1::2]) == "9439be8080e3"
 
 
@@ -169,7 +169,7 @@ def floats_differ_by_their_division_alone(stored: Stored) -> None:
 
 def the_dynamic_map_is_as_good_as_theirs(stored: Stored) -> None:
     x = np.random.default_rng(1).standard_normal((256, 256)).astype(np.float32)
-    assert decibels(x, jc.dequantize(jc.quantize(x, jc.dynamic8))) == pytest.approx(39.27, abs=0.1)
+    assert decibels(x, jc.dequantize(jc.quantize(x, jc.formats.dynamic8))) == pytest.approx(39.27, abs=0.1)
 
 
 CHECKS: dict[str, tuple[Any, ...]] = {

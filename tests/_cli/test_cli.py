@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -17,8 +18,9 @@ from each_case import each
 
 import jchop as jc
 from jchop.__main__ import main
+from jchop._cli._text import json_value
 from jchop._round.round_to_format import round_to_format
-from jchop.formats import CATALOGUE
+from jchop.formats import CATALOGUE, parse_format
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = {"flax", "optax", "torch", "matplotlib", "sklearn", "dask", "treescope", "equinox"}
@@ -92,6 +94,26 @@ def test_info_knows_every_kind_of_format(capsys: pytest.CaptureFixture[str], nam
     text = lines(capsys, "info", name)
     assert any(line.split() and line.split()[0] == "bits" for line in text)
     assert any(line.endswith("largest") or "largest," in line for line in text)
+
+
+@each("name", ["float6_e3m2fn", "posit8", "fixed3.3", "mxfp4", "nvfp4", "int4(group=32)"])
+def test_info_lists_every_code_as_csv(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """The values are those of the codes: elements, then scales that are stored as codes; JSON has the same."""
+    fmt = parse_format(name)
+    rows = list(csv.DictReader(lines(capsys, "info", name, "--all", "--csv")))
+    report = json.loads("\n".join(lines(capsys, "info", name, "--all", "--json")))
+    parts = {None: (fmt, "codes")} if isinstance(fmt, jc.formats.ElementFormat) else {
+        "element": (fmt.element, "codes"), "scale": (fmt.scale_format, "scale codes")
+    }  # fmt: skip
+    for part, (own, in_json) in parts.items():
+        values = [row["value"] for row in rows if row.get("part") == part]
+        if own.bits > 16:
+            assert not values and in_json not in report
+            continue
+        exact = [own.value_of(code) for code in range(1 << own.bits)]
+        assert [None if v == "" else v for v in values] == [None if v is None else str(json_value(v)) for v in exact]
+        assert [row["code"] for row in report[in_json]] == [row["code"] for row in rows if row.get("part") == part]
+        assert "\n".join(lines(capsys, "info", name, "--all")).count("\n0x") >= len(values)
 
 
 def test_info_shows_every_digit_of_an_integer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,10 +383,12 @@ def test_compare_shows_progress_on_a_terminal(
         ([], "COMMAND"),
         (["frobnicate"], "frobnicate"),
         (["info", "e4m3xx"], "e4m3xx"),
+        (["info", "binary32", "--all"], "--all lists codes of up to 16 bits; binary32 has 32"),
+        (["info", "e4m3", "--csv", "--json"], "--csv prints codes alone"),
         (["info", "binary32", "--plot", "x.png"], "--plot: fmt=binary32 has 32 bits; formats of at most 16 bits can"),
         (["info", "e4m3", "--plot", "x.pdf"], "must end in .png"),
         (["info", "e4m3", "--plot", "no-such-folder/x.png"], "no folder"),
-        (["round", "1", "--to", "e5m2z"], "close: e5m2"),
+        (["round", "1", "--to", "e5m2z"], "did you mean e5m2"),
         (["round", "1", "--to", "e5m2", "--rounding", "sideways"], "sideways"),
         (["round", "1", "--to", "e5m2", "--overflow", "explode"], "explode"),
         (["round", "abc", "--to", "e5m2"], "bad number 'abc'"),
@@ -398,11 +422,11 @@ def test_compare_shows_progress_on_a_terminal(
         (["compare", "x.npy", "--tensor", "w"], "--tensor 'w' belongs to a .safetensors file; x.npy has one array"),
         (["compare", "x.npy", "--formats", ","], "--formats ',' must name at least one format"),
         (["round", "{tmp}/numbers.txt", "--to", "e5m2"], "numbers in a text file are read from standard input"),
-        (["round", "1", "--to", "fp8"], "close: float8_e5m2, float8_e4m3, float8_e4m3fn;"),
+        (["round", "1", "--to", "fp8"], "did you mean float8_e4m3fn"),
         (["round", "1", "--to", "stochastic"], "stochastic belongs after a format, as in e5m2:stochastic"),
-        (["round", "1", "--to", "e5m2:neerest_even"], "close: nearest_even"),
-        (["round", "1", "--to", "e5m2", "--rounding", "neerest"], "close: nearest"),
-        (["info", "e4m3fm"], "close: e4m3fn"),
+        (["round", "1", "--to", "e5m2:neerest_even"], "did you mean nearest_even"),
+        (["round", "1", "--to", "e5m2", "--rounding", "neerest"], "did you mean nearest"),
+        (["info", "e4m3fm"], "did you mean e4m3fn"),
         (["study", "--dataset", "mnist"], "mnist"),
         (["study", "--formats", "e9x", "--out", "{tmp}"], "e9x"),
         (["study", "--formats", "e9m10", "--out", "{tmp}"], "float64"),

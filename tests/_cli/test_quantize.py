@@ -135,7 +135,7 @@ def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str], source: Path
         ([], "--rule"),
         (["kernel"], "no equals sign"),
         (["kernel=int4x"], "int4x"),
-        ([r"mlp\..*=int4(group=2)"], "it is a regular expression"),
+        ([r"mlp\..*=int4(group=2)"], "is a regular expression"),
         (["kernle=int4(group=2)"], "the nearest paths are 'mlp.kernel'"),
         (["kernel=int4(group=2):stochastic"], "needs --seed N"),
     ],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import pytest
 from each_case import each
 
 from jchop._common.paths import check_path_pattern, matches_path, names_last_part, nearest_paths_hint, path_pattern
+from jchop._common.regular_expressions import pattern_of_regex
 
 
 @pytest.mark.smoke
@@ -56,13 +59,43 @@ def test_the_last_part() -> None:
         ("[z-a]", ValueError, "wrong bracket"),
         (r"a\.b", ValueError, "regular expression"), ("!", ValueError, "excludes nothing"),
         (".", ValueError, "no part"),
-        *((text, ValueError, "is a regular expression.*or terms with a space between") for text in
-          (".*q_proj|.*kv_proj", "(q|o)", "q$", "^layers", "layers/.+", "layers.[0-9]+.q", "[^q]", "(mlp)?", "a !b|c")),
+        (re.compile("(a)+"), ValueError, "is a regular expression.*or terms with a space between"),
     ],
 )  # fmt: skip
 def test_what_is_no_pattern(pattern: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         check_path_pattern("path", pattern)
+
+
+@each(
+    ("regex", "pattern"),
+    [
+        (".*", "*"), (".*mlp.*", "*mlp*"), (".*_proj$", "*_proj/"), ("^decoder", "/decoder"), ("layers/.+", "layers/*"),
+        (r"layers\.\d+\.mlp", "layers/[0-9]*/mlp"), ("layers.[0-9]+.q", "layers/[0-9]*/q"),
+        ("(q|k)_proj", "{q,k}_proj"), (".*q_proj|.*kv_proj", "*q_proj *kv_proj"), ("[^q]x", "[!q]x"),
+        ("(?:self_)?attn|mlp", "{self_,}attn mlp"), ("a !b|c", "a !b !c"), ("(?!.*head).*", "!*head*"),
+        (re.compile("mlp"), "mlp"), (r"blocks/\w+/q.?", "blocks/*/q"),
+    ],
+)  # fmt: skip
+def test_a_regular_expression_is_answered_with_its_pattern(regex: Any, pattern: str) -> None:
+    words = f"path={regex!r} is a regular expression; jchop's pattern is {pattern!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        check_path_pattern("path", regex)
+    assert check_path_pattern("path", pattern) == pattern
+
+
+@each("regex", [
+    "decoder/.*layers.*", "layers.*.mlp", ".*mlp", "decoder/.*(attn/(q|k)|mlp/(w|q))", "a.*b", "a.+", ".+/.*q",
+    "mlp?/q", "decoder/((a|b)/)?layers.*/.*(attn/(q|k)|mlp/.*w)", r"layers/\d+/mlp", "", ".*/attn/.*", "layers/[^/]*/q",
+    "a.mlp",
+])  # fmt: skip
+def test_the_pattern_of_a_whole_path_matches_what_its_regular_expression_does(regex: str) -> None:
+    names = ["decoder", "layers", "0", "12", "mlp", "attn", "q", "w", "a", "b", "xmlp", "amlp", "layers_b", "ab"]
+    paths = ["", *names, *("/".join(parts) for count in (2, 3) for parts in itertools.product(names, repeat=count))]
+    paths += [f"decoder/{path}" for path in paths[1:]]
+    pattern = pattern_of_regex(regex, dotted=False, whole=True)
+    assert pattern is not None and check_path_pattern("path", pattern) == pattern
+    assert [path for path in paths if matches_path(pattern, path) != bool(re.fullmatch(regex, path))] == []
 
 
 def test_the_nearest_paths_come_first() -> None:

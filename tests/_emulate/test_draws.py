@@ -278,7 +278,7 @@ def test_generators_of_the_device() -> None:
 @pytest.mark.in_turn(6)
 @pytest.mark.parametrize("spec", ["e4m3", "float8_e4m3fn:saturate", "e5m2:stochastic"])
 def test_neighbours_are_those_of_the_format(spec: str) -> None:
-    values = np.asarray(jc.parse(spec).format.values(), np.float64)
+    values = np.asarray(jc.Spec(spec).format.values(), np.float64)
     values = np.unique(values[np.isfinite(values)]).astype(np.float32)
     low = jax.jit(jc.emulate(jnp.nextafter, spec, key=KEY))
     np.testing.assert_array_equal(low(values[:-1], np.float32(np.inf)), values[1:])

@@ -111,7 +111,7 @@ def expressions_are_those_of_numpy(text: str, dtype: Any, tree: Any) -> None:
 
 
 def a_hundred_ones() -> None:
-    fmt, ones = jc.FloatFormat(5, 2), jnp.ones(100)
+    fmt, ones = jc.formats.FloatFormat(5, 2), jnp.ones(100)
     total = lambda order: jc.emulate(jnp.sum, fmt, accumulate=jc.MatmulSpec(accumulate=fmt, order=order))(ones)  # noqa: E731
     assert float(total("sequential")) == 8
     assert float(total("pairwise")) == 96

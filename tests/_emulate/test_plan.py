@@ -19,7 +19,7 @@ from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import trace_program
 from jchop._program.step import ProgramPlan
 
-SPEC, E5M2 = jc.parse("e5m10"), jc.parse("e5m2")
+SPEC, E5M2 = jc.Spec("e5m10"), jc.Spec("e5m2")
 X = np.ones(3, np.float32)
 N = np.arange(3, dtype=np.int32)
 
@@ -83,7 +83,7 @@ def test_conversions_keep_what_the_dtype_holds() -> None:
     step = last(lambda x: x.astype(jnp.bfloat16), X, spec=E5M2)
     assert (step.kind, step.out) == ("structural", (E5M2,))
     step = last(lambda x: jnp.exp(x).astype(jnp.bfloat16), X, spec="bfloat16", rules={"exp": SPEC})
-    assert (step.kind, step.out) == ("converted", (jc.parse("bfloat16"),))  # e5m10 has more digits
+    assert (step.kind, step.out) == ("converted", (jc.Spec("bfloat16"),))  # e5m10 has more digits
     step = last(lambda n: n.astype(jnp.float32), N)
     assert (step.kind, step.out) == ("converted", (SPEC,))
 

@@ -51,7 +51,7 @@ def _case(
     """Rounding under the specification `text`; `mapped` are the axes of a vmap over the array and the seeds."""
     from jchop._kernels.round_tpu import tpu_round_with_hardware_bits
 
-    fun = partial(tpu_round_with_hardware_bits, spec=jc.parse(text))
+    fun = partial(tpu_round_with_hardware_bits, spec=jc.Spec(text))
     seed = jax.ShapeDtypeStruct((shape[0],) if mapped and mapped[1] == 0 else (), jnp.uint32)
     words = ["hardware bits", text, f"{dtype}{list(shape)}", *["x64"] * x64, *[f"vmap{mapped}"] * bool(mapped)]
     fun = jax.vmap(fun, in_axes=mapped) if mapped else fun

@@ -19,7 +19,7 @@ from jchop._spec.spec import Spec
 
 #: Formats of blocks that differ in the kernels' code: element kinds and widths, rules, scale formats, block lengths.
 SCALINGS: dict[str, Spec] = {
-    name: jc.parse(text)
+    name: jc.Spec(text)
     for name, text in {
         "mxfp8 e4m3": "mxfp8_e4m3",
         "mxfp8 e5m2, rceil": "mxfp8_e5m2(rule=rceil)",
@@ -78,15 +78,15 @@ def cases(target: str) -> Iterator[Case]:
             yield case(target, kernel, name, along(spec, axis), dtype, shape, number % 2 == 0)
     for shape in SHAPES[3:]:
         yield case(target, "quantize_blocks", "mxfp4, even", SCALINGS["mxfp4, even"], "bfloat16", shape)
-    unclipped = jc.parse("mxfp4(rule=floor_unclipped):stochastic")
+    unclipped = jc.Spec("mxfp4(rule=floor_unclipped):stochastic")
     for axis in (-1, -2):
         for kernel in ("quantize_blocks", "round_blocks"):
             yield case(target, kernel, "mxfp4, unclipped", along(unclipped, axis), "float32", (256, 512))
-            yield case(target, kernel, "mxfp8 e4m3", along(jc.parse("mxfp8_e4m3"), axis), "float32", (4096, 4096))
+            yield case(target, kernel, "mxfp8 e4m3", along(jc.Spec("mxfp8_e4m3"), axis), "float32", (4096, 4096))
     if not is_tpu(target):
         for text, dtype, shape in ROWS:
-            yield case(target, "quantize_blocks", text, jc.parse(text), dtype, shape)
-        yield case(target, "round_blocks", "rows", jc.parse("mxfp8_e4m3(group=all)"), "bfloat16", (4, 3, 5000))
+            yield case(target, "quantize_blocks", text, jc.Spec(text), dtype, shape)
+        yield case(target, "round_blocks", "rows", jc.Spec("mxfp8_e4m3(group=all)"), "bfloat16", (4, 3, 5000))
 
 
 def case(

@@ -55,7 +55,7 @@ def same_bits(got: Any, expected: Any, what: str) -> None:
 
 def check(text: str, dtype: str, shape: tuple[int, ...]) -> None:
     """The interpreter's generator gives zeros, so every proportional draw goes to the neighbour nearer to zero."""
-    spec, x = jc.parse(text), jnp.asarray(numbers(shape, dtype))
+    spec, x = jc.Spec(text), jnp.asarray(numbers(shape, dtype))
     run = functools.partial(round_tpu.tpu_round_with_hardware_bits, spec=spec, interpret=pltpu.InterpretParams())
     expected = jax.jit(lambda x: round_to_spec(x, spec, CARRIERS[dtype], jnp.zeros(shape, jnp.uint32)))(x)
     same_bits(jax.jit(run)(x, *SEEDS), expected, f"{text} {dtype}{list(shape)}")
@@ -79,7 +79,7 @@ def every_kind_mode_option_and_shape(number: int) -> None:
 def test_an_empty_array_stays_so() -> None:
     for shape in ((0,), (3, 0, 5)):
         x = jnp.zeros(shape, jnp.bfloat16)
-        got = round_tpu.tpu_round_with_hardware_bits(x, *SEEDS, spec=jc.parse("e4m3fn:stochastic"))
+        got = round_tpu.tpu_round_with_hardware_bits(x, *SEEDS, spec=jc.Spec("e4m3fn:stochastic"))
         same_bits(got, x, str(shape))
 
 
@@ -88,7 +88,7 @@ def test_each_block_is_seeded_with_a_number_of_its_own(monkeypatch: pytest.Monke
     now: list[Array] = []
     monkeypatch.setattr(round_tpu.pltpu, "prng_seed", lambda *words: now.append(words[0]))
     monkeypatch.setattr(round_tpu.pltpu, "prng_random_bits", lambda shape: jnp.full(shape, now[-1]))
-    shape, spec = (130, 2100), jc.parse("e4m3fn:stochastic")
+    shape, spec = (130, 2100), jc.Spec("e4m3fn:stochastic")
     x = jnp.asarray(numbers(shape, "float32"))
     tall, wide, _ = round_tpu._block_sides(shape, 4)
     run = functools.partial(round_tpu.tpu_round_with_hardware_bits, spec=spec, interpret=True)

@@ -302,13 +302,13 @@ UNDER_ANY = [
 @pytest.mark.parametrize(("text", "dtype", "shape", "tiling"), UNDER_ANY, ids=str)
 def test_rows_and_blocks_under_any_scales_equal_the_body(text, dtype, shape, tiling):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    assert refused_on_gpu(x, plan_of(jc.parse(text), dtype)) is None
-    check("gpu", "quantize_blocks", jc.parse(text), dtype, shape, tiling=tiling)
+    assert refused_on_gpu(x, plan_of(jc.Spec(text), dtype)) is None
+    check("gpu", "quantize_blocks", jc.Spec(text), dtype, shape, tiling=tiling)
 
 
 @pytest.mark.parametrize("text", ["int8(group=all)", "mxfp8_e4m3(group=all)"])
 def test_rounded_rows_equal_the_body(text):
-    check("gpu", "round_blocks", jc.parse(text), "bfloat16", (2, 3, 50))
+    check("gpu", "round_blocks", jc.Spec(text), "bfloat16", (2, 3, 50))
 
 
 def ties(plan: ScaledPlan, rng: np.random.Generator) -> np.ndarray:
@@ -357,7 +357,7 @@ def test_the_short_way_gives_the_same_bits(spec, rng):
 def heuristics_fit():
     for shape in (*SHAPES, (4096, 4096), (1, 1), (8, 8, 8)):
         check_heuristics(shape)
-    rows = problem_of(jc.parse("int8(group=all)"), "float32", (2, 1 << 14))
+    rows = problem_of(jc.Spec("int8(group=all)"), "float32", (2, 1 << 14))
     assert ScaledGpuTiling.for_shape(rows) == ScaledGpuTiling(1, 1, 16)  # a warp for each 1024 numbers
 
 
@@ -431,7 +431,7 @@ def test_operations_take_kernels_for_blocks_within_one_axis():
         "uint4(group=8,zero_point=integer)", "int4(group=8,rule=mse)", "nf4(group=8,scale=int8(group=2))",
     ]  # fmt: skip
     for text in texts:
-        x, plan = jax.ShapeDtypeStruct((4, 64), jnp.float32), plan_of(jc.parse(text), "float32")
+        x, plan = jax.ShapeDtypeStruct((4, 64), jnp.float32), plan_of(jc.Spec(text), "float32")
         why = str(scaled.refuse_grouping(x, plan, rows=False))
         assert "no blocks within one axis" in why or "depend on more than the ends" in why, text
 
@@ -448,7 +448,7 @@ WHOLE_ROWS = (
 
 def test_operations_take_kernels_of_gpus_for_whole_rows():
     for text, shape, takes in WHOLE_ROWS:
-        x, plan = jax.ShapeDtypeStruct(shape, jnp.float32), plan_of(jc.parse(text), "float32")
+        x, plan = jax.ShapeDtypeStruct(shape, jnp.float32), plan_of(jc.Spec(text), "float32")
         assert (refused_on_gpu(x, plan) is None) is takes, (text, shape)
 
 
@@ -480,7 +480,7 @@ JOINED = [
 @pytest.mark.parametrize(("text", "shape"), JOINED)
 def joined_axes_change_no_bit(text: str, shape: tuple[int, ...]) -> None:
     """Operations in a program for one CPU, whose axes are joined, against their bodies with the axes as they are."""
-    spec = jc.parse(text)
+    spec = jc.Spec(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
     plan = scaled.require_scaled_plan(spec, shape, "float32")
     for x in map(jnp.asarray, numbers(shape, "float32").values()):

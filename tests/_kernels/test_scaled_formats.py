@@ -111,7 +111,7 @@ def drawn(spec: Spec, x: np.ndarray) -> tuple[tuple, int, list[int]]:
 
 
 def check(text: str, shape: tuple[int, ...], dtype: str, seed: int = 0) -> None:
-    spec = jc.parse(text)
+    spec = jc.Spec(text)
     check_array(spec, fill(shape, spec, dtype, seed))
 
 
@@ -269,7 +269,7 @@ def check_extremes(rule, scale, turn):
     for at in range(turn, turn + len(rest)):  # the first ones that go with rule and scale
         grouping, element, mode, dtype = rest[7 * at % len(rest)]
         try:
-            spec = jc.parse(f"{element}({grouping},rule={rule},scale={scale}):{mode}")
+            spec = jc.Spec(f"{element}({grouping},rule={rule},scale={scale}):{mode}")
             require_scaled_plan(spec, (10, 4), dtype)
         except ValueError:
             continue
@@ -294,7 +294,7 @@ def check_element(name):
         own = "float32" if rule in RULES[4:] else "e8m0fnu"
         scale = "e4m3fn" if rule == "two_level" else own
         try:
-            spec = jc.parse(f"{head}{grouping},rule={rule},scale={scale}):{mode}")
+            spec = jc.Spec(f"{head}{grouping},rule={rule},scale={scale}):{mode}")
             require_scaled_plan(spec, shape, dtype)
         except ValueError:
             continue
@@ -343,7 +343,7 @@ def against_exact_rationals(run, row):
     "text", ["nvfp4(group=4)", "uint4(channel=0,zero_point=integer)", "nf4(group=4,scale=int8(group=2))"]
 )
 def test_fitted_scales_give_what_quantize_chooses(text):
-    spec = jc.parse(text)
+    spec = jc.Spec(text)
     x = fill((6, 10), spec, "float32", 1)
 
     @jax.jit
@@ -363,7 +363,7 @@ def test_fitted_scales_give_what_quantize_chooses(text):
 @further
 def least_squares_is_the_least_of_its_candidates(rng):
     """Against every candidate, tried as a given scale, with errors summed in float64."""
-    spec = jc.parse("int4(channel=0,rule=mse)")
+    spec = jc.Spec("int4(channel=0,rule=mse)")
     x = (rng.standard_normal((5, 40)) ** 3).astype(np.float32)
     best = np.asarray(fit_scaled(x, spec=spec)[0]).ravel()
     errors, scales = [], []
@@ -380,7 +380,7 @@ def least_squares_is_the_least_of_its_candidates(rng):
 
 
 def test_least_squares_do_not_depend_on_the_size_of_the_numbers(rng):
-    spec = jc.parse("e2m1fn(group=16,rule=mse)")
+    spec = jc.Spec("e2m1fn(group=16,rule=mse)")
     x = rng.standard_normal((4, 16)).astype(np.float32)
     plain = np.asarray(fit_scaled(jnp.asarray(x), spec=spec)[0])
     for power in (-120, 110):
@@ -391,7 +391,7 @@ def test_least_squares_do_not_depend_on_the_size_of_the_numbers(rng):
 def test_four_over_six_takes_the_smaller_exact_error():
     """A row of an array whose SQNR is published: its blocks, scales and numbers as exact sums of squares choose."""
     x = (np.random.default_rng(0).standard_normal((512, 1024)) * 0.02).astype(np.float32)
-    spec = jc.parse("nvfp4(rule=four_over_six)")
+    spec = jc.Spec("nvfp4(rule=four_over_six)")
     codes, (scales, tensor) = jax.tree.map(np.asarray, quantize_scaled(jnp.asarray(x), spec=spec)[:2])
     blocks = scheme_of(spec).blocks
     whole = oracle_scaled.tensor_scale([Fraction(float(np.abs(x).max()))], blocks)
@@ -400,7 +400,7 @@ def test_four_over_six_takes_the_smaller_exact_error():
     expected = [oracle_scaled.quantize(values_of(row), blocks, CARRIERS["float32"], whole) for row in rows]
     stored = spec.scaled.scale.decode(scales)  # type: ignore[union-attr]
     assert [value_of(v) for v in stored[0]] == [block.scale for block in expected]
-    elements = jc.float4_e2m1fn.decode(np.asarray(unpack_codes(jnp.asarray(codes[:1]), 4, 1024)))[0]
+    elements = jc.formats.float4_e2m1fn.decode(np.asarray(unpack_codes(jnp.asarray(codes[:1]), 4, 1024)))[0]
     assert [value_of(v) for v in elements] == [e for block in expected for e in block.elements]
     fours = np.abs(elements.reshape(-1, 16)).max(1) < 6
     assert 10 < fours.sum() < 54
@@ -420,7 +420,7 @@ def test_four_over_six_takes_the_smaller_exact_error():
      ((0,), "nf4(scale=int8(group=4))"), ((2, 0, 5), "nvfp4")],
 )  # fmt: skip
 def test_empty_arrays(shape, text):
-    spec = jc.parse(text)
+    spec = jc.Spec(text)
     x = jnp.zeros(shape, jnp.bfloat16)
     stored = quantize_scaled(x, spec=spec)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), stored) == jax.tree.map(
@@ -447,7 +447,7 @@ ASKING = [
 @pytest.mark.parametrize(("text", "dtype"), list(zip(ASKING, itertools.cycle(["float32", "bfloat16"]), strict=False)))
 def asking_changes_no_bit(text, dtype, rng):
     """Through the operations, which ask in the program of one CPU, and the bodies that do not."""
-    spec = jc.parse(text)
+    spec = jc.Spec(text)
     drawn = seed_words(jax.random.key(KEY)) if spec.rounding.stochastic else ()
     shape, plan = (64, scaled_bodies.MOST_WITHOUT_BRANCH // 32), plan_of(spec, dtype)
 
@@ -470,7 +470,7 @@ def asking_changes_no_bit(text, dtype, rng):
 @further
 def zero_points_far_outside_are_not_called_moderate(rng):
     """They are no zero points that are fitted; with all scales moderate the program has to take the other branch."""
-    spec = jc.parse("uint8(channel=0,zero_point=integer)")
+    spec = jc.Spec("uint8(channel=0,zero_point=integer)")
     shape = (64, scaled_bodies.MOST_WITHOUT_BRANCH // 32)
     x = jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     scale, zero = jnp.full((64, 1), 0.01, jnp.float32), jnp.full((64, 1), 128, jnp.int32)
@@ -502,7 +502,7 @@ COLUMNS = {
 )  # fmt: skip
 def test_the_largest_number_of_a_column(text, dtype, rng):
     """A program of one CPU looks for it among numbers first; the body that may not branch, among integers."""
-    spec, shape = jc.parse(text), (scaled_bodies.MOST_WITHOUT_BRANCH // 64, 65)
+    spec, shape = jc.Spec(text), (scaled_bodies.MOST_WITHOUT_BRANCH // 64, 65)
     plan = plan_of(spec, dtype)
 
     @jax.jit
@@ -534,7 +534,7 @@ def test_products_are_rounded_before_they_are_summed(text, devices, rng):
     """XLA's CPU backend contracts a product with a sum that follows it, unless it cannot see the product."""
     if devices > jax.device_count():
         pytest.skip("needs eight (forced host) devices")
-    spec, shape = jc.parse(text), (8, 128)
+    spec, shape = jc.Spec(text), (8, 128)
     mesh = jax.make_mesh((devices,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("rows",), ()))
     x, y = (jax.device_put(rng.standard_normal(shape).astype(np.float32), split) for _ in range(2))
@@ -566,23 +566,23 @@ def scales_that_do_not_fit():
     ]
     for given, message in refused:
         with pytest.raises(ValueError, match=message):
-            quantize_scaled(jnp.ones((3, 4)), spec=jc.parse("uint4(channel=0,zero_point=integer)"), **given)
+            quantize_scaled(jnp.ones((3, 4)), spec=jc.Spec("uint4(channel=0,zero_point=integer)"), **given)
 
 
 @pytest.mark.smoke
 def test_other_refusals():
     x = jnp.ones((3, 4))
     with pytest.raises(ValueError, match="at most 8 are stored"):
-        quantize_scaled(x, spec=jc.parse("binary16(channel=0)"))
+        quantize_scaled(x, spec=jc.Spec("binary16(channel=0)"))
     with pytest.raises(ValueError, match="is not scaled"):
-        fit_scaled(x, spec=jc.parse("integer8"))
+        fit_scaled(x, spec=jc.Spec("integer8"))
     with pytest.raises(ValueError, match="qvalue is uint8"):
-        stored = quantize_scaled(x, spec=Spec(jc.mxfp4))
-        dequantize_scaled(*stored, spec=Spec(jc.mxfp4), shape=(3, 9), dtype="float32")
+        stored = quantize_scaled(x, spec=Spec(jc.formats.mxfp4))
+        dequantize_scaled(*stored, spec=Spec(jc.formats.mxfp4), shape=(3, 9), dtype="float32")
     with pytest.raises(ValueError, match="not an axis of an array of 1 dimensions"):
-        require_scaled_plan(jc.parse("int8(channel=1)"), (3,), "float32")
+        require_scaled_plan(jc.Spec("int8(channel=1)"), (3,), "float32")
     with pytest.raises(ValueError, match="element=binary32"):
-        require_scaled_plan(jc.parse("binary32(channel=0)"), (3,), "float32")
+        require_scaled_plan(jc.Spec("binary32(channel=0)"), (3,), "float32")
 
 
 test_further = further.test()

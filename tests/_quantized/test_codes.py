@@ -193,7 +193,7 @@ def test_stored_products_refuse() -> None:
     with pytest.raises(ValueError, match=r"w: the groups of .* are no blocks along the sum"):
         jc.dot(x, jc.quantize(w, "int8(group=all)"))
     with pytest.raises(ValueError, match="or are no numbers of float32"), jax.enable_x64(True):
-        jc.dot(x, jc.quantize(np.asarray(w, np.float64), jc.CodebookFormat((0.1, 1.0))))
+        jc.dot(x, jc.quantize(np.asarray(w, np.float64), jc.formats.CodebookFormat((0.1, 1.0))))
     sparse = jc.quantize(w, "int8(group=all,axis=0,sparse=2:4)")
     with pytest.raises(
         ValueError, match=r"cannot be multiplied; multiply jchop\.dequantize\(w\) with JAX, as x @ w does"
@@ -597,8 +597,10 @@ def test_codes_refuse() -> None:
     with pytest.raises(ValueError, match=r"weight='int16\(group=32\)' of the dot_general.*product='codes'"):
         jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight="int16(group=32)", product="codes"))(w, x)
     with pytest.raises(ValueError, match="its elements have no 1"):
-        small = jc.FloatFormat(2, 1, bias=5, infinities=False, nans="none")
-        jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=jc.ScaledFormat(small, group=8), product="codes"))(w, x)
+        small = jc.formats.FloatFormat(2, 1, bias=5, infinities=False, nans="none")
+        jc.quantize_fn(lambda w, x: x @ w, jc.Rule(weight=jc.formats.ScaledFormat(small, group=8), product="codes"))(
+            w, x
+        )
     with pytest.raises(ValueError, match="one length must divide the other") as error:
         jc.quantize_fn(
             lambda w, x: x @ w, jc.Rule(weight="int4(group=8)", activation="int8(group=12)", product="codes")

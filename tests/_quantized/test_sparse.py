@@ -92,10 +92,10 @@ def experts_stacks_and_inputs() -> None:
 
 
 def test_layers_of_flax() -> None:
-    rule = jc.nn.Rule(weight="int4(group=16,scale=bfloat16,sparse=2:4)")
+    rule = jc.Rule(weight="int4(group=16,scale=bfloat16,sparse=2:4)")
     x = jax.random.normal(jax.random.key(2), (4, 32))
     model = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.LayerNorm(16, rngs=nnx.Rngs(1)))
-    rules = [jc.nn.Rule(layer="LayerNorm", weight=rule.weight), rule]
+    rules = [jc.Rule(layer="LayerNorm", weight=rule.weight), rule]
     low, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, "ptq")
     kernel = model.layers[0].kernel[...]
     wanted = jc.round_to_format(kernel.T, rule.weight).T

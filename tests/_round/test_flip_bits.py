@@ -77,7 +77,7 @@ def test_codes_of_integers_and_tables(text: str, scale: int) -> None:
         expected = np.array([code - 16 if code > 7 else code for code in flipped], np.float32) / scale
         np.testing.assert_array_equal(jc.flip_bits(x / scale, text, 0.5, KEY, where="significand"), expected)
         return
-    levels = jc.CodebookFormat((-1.0, 0.0, 0.5))  # of the four codes the last has no value
+    levels = jc.formats.CodebookFormat((-1.0, 0.0, 0.5))  # of the four codes the last has no value
     got = jc.flip_bits(np.array([-1.0, 0.0, 0.5] * 20), levels, 1, KEY, where="code")
     _, bit = drawn((60,), 1, 2)
     table = [-1.0, 0.0, 0.5, np.nan]

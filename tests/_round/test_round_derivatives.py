@@ -117,12 +117,12 @@ CLIPPED: dict[str, tuple[Any, str, str, int]] = {
 
 def package_format(fmt: oracle.Set) -> Any:
     if isinstance(fmt, oracle.Levels):
-        return jc.CodebookFormat(tuple(map(float, fmt.levels)))
+        return jc.formats.CodebookFormat(tuple(map(float, fmt.levels)))
     if isinstance(fmt, oracle.FixedSet):
-        return jc.FixedFormat(fmt.bits - fmt.f, fmt.f, fmt.signed, fmt.symmetric)
+        return jc.formats.FixedFormat(fmt.bits - fmt.f, fmt.f, fmt.signed, fmt.symmetric)
     assert isinstance(fmt, oracle.FloatSet)
     fields = {"infinities": fmt.inf, "nans": fmt.nan, "signed": fmt.signed, "zero": fmt.zero}
-    return jc.FloatFormat(fmt.e, fmt.m, bias=fmt.bias, **fields)
+    return jc.formats.FloatFormat(fmt.e, fmt.m, bias=fmt.bias, **fields)
 
 
 def is_beyond(fmt: oracle.Set, x: oracle.Value, mode: str, n: int, r: int) -> bool:

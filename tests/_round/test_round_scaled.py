@@ -54,14 +54,14 @@ def test_numpy_gives_numpy_of_its_dtype(dtype):
 @pytest.mark.smoke
 def test_scalars_and_lists():
     assert jc.round_to_format(-127.0, "int8(group=tensor)") == -127.0
-    assert type(jc.round_to_format(0.0, jc.int8)) is np.float64
-    assert jc.round_to_format([7.0, 1.2, -0.4], jc.int4).tolist() == [7.0, 1.0, 0.0]
-    assert jc.round_to_format(np.zeros((0, 3), np.float32), jc.mxfp4).shape == (0, 3)
+    assert type(jc.round_to_format(0.0, jc.formats.int8)) is np.float64
+    assert jc.round_to_format([7.0, 1.2, -0.4], jc.formats.int4).tolist() == [7.0, 1.0, 0.0]
+    assert jc.round_to_format(np.zeros((0, 3), np.float32), jc.formats.mxfp4).shape == (0, 3)
 
 
 def test_inf_and_nan_are_no_part_of_a_scale():
     x = [np.inf, -np.inf, np.nan, 7.0, 1.4]
-    assert jc.round_to_format(x, jc.int4).tolist() == [7.0, -8.0, 7.0, 7.0, 1.0]
+    assert jc.round_to_format(x, jc.formats.int4).tolist() == [7.0, -8.0, 7.0, 7.0, 1.0]
     rounded = jc.round_to_format(x, jc.Spec("e5m2(group=tensor)", overflow="ieee"))
     np.testing.assert_array_equal(rounded[:4], [np.inf, -np.inf, np.nan, 7.0])
     assert jc.round_to_format(x, "mxfp8_e5m2(nan_block=true)").tolist() == pytest.approx([np.nan] * 5, nan_ok=True)
@@ -87,7 +87,7 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="is not for scaled formats"):
         jc.round_to_format(np.ones(3), "mxfp4:stochastic", KEY, generator="hardware")
     with pytest.raises(NotImplementedError, match="impl='pallas'"):
-        jc.round_to_format(np.ones(3), jc.int8, impl="pallas")
+        jc.round_to_format(np.ones(3), jc.formats.int8, impl="pallas")
     with pytest.raises(ValueError, match="operands='mxfp4' is a scaled format"):
         jc.MatmulSpec(operands="mxfp4")
 
@@ -96,8 +96,8 @@ def test_a_format_its_call_and_its_text_are_one():
     x = numbers((3, 40))
     ways = [
         "int4(group=16,scale=bfloat16)",
-        jc.int4(group=16, scale="bfloat16"),
-        Spec(jc.int4(group=16, scale=jc.bfloat16)),
+        jc.formats.int4(group=16, scale="bfloat16"),
+        Spec(jc.formats.int4(group=16, scale=jc.formats.bfloat16)),
     ]
     first, *rest = [jc.round_to_format(x, way) for way in ways]
     for other in rest:
@@ -113,7 +113,7 @@ def test_every_axis_is_the_last_one_of_the_array_turned(shape):
     @jax.jit
     def run(x: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         turned = [jc.round_to_format(jnp.moveaxis(x, axis, -1), "mxfp4(group=3)") for axis in axes]
-        along = [jc.round_to_format(x, jc.mxfp4(group=3, axis=axis)) for axis in axes]
+        along = [jc.round_to_format(x, jc.formats.mxfp4(group=3, axis=axis)) for axis in axes]
         return [(jnp.moveaxis(back, -1, axis), one) for axis, back, one in zip(axes, turned, along, strict=True)]
 
     for turned, along in run(x):
@@ -376,7 +376,7 @@ def test_an_absmax_scale_is_kept_by_the_result(rows):
 def test_odd_leaves_whole_numbers(kind: str) -> None:
     """Even ones too: only what lies between two whole numbers goes to the odd one."""
     x = np.arange(16, dtype=np.float32)
-    spec = jc.parse(f"uint4(group=16,zero_point={kind}):odd")
+    spec = jc.Spec(f"uint4(group=16,zero_point={kind}):odd")
     np.testing.assert_array_equal(jc.round_to_format(x, spec), x)
     x[3:5] = 2.25, 4.75
     np.testing.assert_array_equal(jc.round_to_format(x, spec)[3:5], [3.0, 5.0])
@@ -395,4 +395,4 @@ def test_nvfp4_under_scales_without_a_scale_of_the_tensor() -> None:
             element = oracle.round_exact(elements, Fraction(float(value)) / scale, "nearest_even", "saturate")
             number = element if isinstance(element, Fraction) else Fraction(0)  # -0
             assert Fraction(float(result)) == number * scale
-    assert jc.nvfp4_e5m3.bits_per_element() == 4.5 and jc.nvfp4_e5m3.scale_format.max == 114688.0
+    assert jc.formats.nvfp4_e5m3.bits_per_element() == 4.5 and jc.formats.nvfp4_e5m3.scale_format.max == 114688.0

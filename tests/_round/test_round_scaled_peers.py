@@ -130,7 +130,7 @@ def double_quantized_nf4_is_nearly_nf4():
     x = weights().reshape(-1)[: 1 << 16]
     plain, twice = (np.asarray(compiled(text)(x)) for text in ("nf4", "nf4(scale=uint8(group=256))"))
     assert decibels(x, twice) == pytest.approx(decibels(x, plain), abs=0.05)
-    assert jc.nf4(scale=jc.int8(group=256)).bits_per_element() == pytest.approx(4.127, abs=0.001)
+    assert jc.formats.nf4(scale=jc.formats.int8(group=256)).bits_per_element() == pytest.approx(4.127, abs=0.001)
 
 
 @pytest.mark.in_turn(1000)
@@ -146,7 +146,7 @@ def test_figures_of_others(check: Callable[[], None]) -> None:
 @further.first
 def dynamic_map():
     """The table of 8-bit optimizers: a signed decade has 2^i means of 0.1 to 1, spaced equally; 0 and 1 beside them."""
-    fmt = jc.dynamic8.element
+    fmt = jc.formats.dynamic8.element
     assert isinstance(fmt, CodebookFormat)
     levels = np.array(fmt.levels)
     assert len(levels) == 256 and levels[-1] == 1 and levels[127] == 0
@@ -165,15 +165,21 @@ def dynamic_map():
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 CONFORMANCE = [case for case in json.loads((DATA / "exact_cases.json").read_text()) if "mx" in case["spec"]]
-ELEMENTS = {"e4m3fn": jc.mxfp8_e4m3, "e5m2": jc.mxfp8_e5m2, "e3m2fn": jc.mxfp6_e3m2, "e2m3fn": jc.mxfp6_e2m3,
-            "e2m1fn": jc.mxfp4, "int8": jc.mxint8}  # fmt: skip
+ELEMENTS = {
+    "e4m3fn": jc.formats.mxfp8_e4m3,
+    "e5m2": jc.formats.mxfp8_e5m2,
+    "e3m2fn": jc.formats.mxfp6_e3m2,
+    "e2m3fn": jc.formats.mxfp6_e2m3,
+    "e2m1fn": jc.formats.mxfp4,
+    "int8": jc.formats.mxint8,
+}
 #: A scale of five bits stands for exponents -15 to 15; a block that needs a larger one is NaN as a whole.
-FIVE_BITS = jc.FloatFormat(5, 0, infinities=False, nans="top", signed=False, zero=False)
+FIVE_BITS = jc.formats.FloatFormat(5, 0, infinities=False, nans="top", signed=False, zero=False)
 
 
 def conformance_spec(block: int, mx: str, round: str, scale_bits: int | None = None) -> Spec:
     """A case's spec; narrower integers than MXINT8 are its kin, two's complement without the minimum."""
-    fmt = ELEMENTS.get(mx) or jc.mxint8(element=jc.FixedFormat(2, int(mx[3:]) - 2, symmetric=True))
+    fmt = ELEMENTS.get(mx) or jc.formats.mxint8(element=jc.formats.FixedFormat(2, int(mx[3:]) - 2, symmetric=True))
     fmt = fmt(group=block)
     return Spec(fmt if scale_bits is None else fmt(scale=FIVE_BITS, nan_block=True), round)
 

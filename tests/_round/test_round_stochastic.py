@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from fractions import Fraction
@@ -165,6 +166,8 @@ def check_given_words(
     spec = jc.Spec(build(fmt), rounding=mode, random_bits=n, overflow=overflow, flush=flush)
     if public:
         got = np.asarray(jc.round_to_format(x, spec, key))
+        own = jc.round_to_format(x, spec, bits=words >> np.uint64(width_of(carrier) - drawn))
+        cases.assert_bits(x, np.asarray(own), expected, f"{spec} on {carrier}, with bits")
     else:
         got = by_itself(x, spec, words.astype(f"uint{width_of(carrier)}"))
     cases.assert_bits(x, got, expected, f"{spec} on {carrier}")
@@ -201,6 +204,40 @@ def any_number_of_bits_on_float64(mode):
     for n in (1, 5, 11, 23, 24, 25, 31, 32, 33, 52, 53, 62, 63, 64):
         if n <= most_bits(mode, "float64"):
             check_given_words(GIVEN["float8_e5m2"], "float64", mode, n)
+
+
+@each("spec", ["e4m3:stochastic_c", "int8(channel=0):stochastic", "mxfp4:stochastic_b:random_bits=8"])
+def test_bits_take_the_place_of_a_key(spec: str) -> None:
+    """The words of a key, given by hand: eager, compiled and batched, of JAX and of NumPy; higher bits are ignored."""
+    x, key = jnp.linspace(-3, 300, 35).reshape(5, 7), jax.random.key(3)
+    count = jc.Spec(spec).random_bits or most_bits(jc.Spec(spec).rounding.value, "float32")
+    bits = jc.random_bits(key, x.shape) >> (32 - count)
+    expected = np.asarray(jc.round_to_format(x, spec, key))
+    rounded = functools.partial(jc.round_to_format, spec=spec)
+    for got in (
+        rounded(x, bits=bits | jnp.uint32(1 << count if count < 32 else 0)),
+        jax.jit(rounded)(x, bits=bits),
+        jax.vmap(lambda x, bits: rounded(x, bits=bits))(x[None], bits[None])[0],
+        rounded(np.asarray(x), bits=np.asarray(bits)),
+    ):
+        assert np.array_equal(got, expected)
+
+
+@each(
+    ("spec", "arguments", "message"),
+    [
+        ("e4m3", {}, "bits have no effect under rounding='nearest_even'"),
+        ("e4m3:sr", {"key": jax.random.key(0)}, "bits take the place of key"),
+        ("e4m3:sr", {"offset": 3}, "bits have no offset"),
+        ("e4m3:sr", {"bits": np.ones(2, np.uint32)}, r"bits has shape \(2,\) and dtype uint32; it must be integers"),
+        ("e4m3:sr", {"bits": np.ones(4, np.float32)}, "and dtype float32; it must be integers of shape"),
+        ("int4(group=4,sparse=2:4):sr", {}, "bits are not for the sparse spec"),
+        ("e4m3:sr", {"x": np.ones(4, np.complex64)}, "bits are for real numbers"),
+    ],
+)
+def test_bits_are_refused(spec: str, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jc.round_to_format(**({"x": np.ones(4, np.float32), "spec": spec, "bits": np.ones(4, np.uint32)} | arguments))
 
 
 @each("carrier", ["bfloat16", "float32", "float64"])
@@ -275,7 +312,7 @@ def codebooks_given_the_words(name, mode):
             for p, word in zip(cases.bits(x), r, strict=True)
         ]
         expected = np.array([oracle.to_bits(v, c) for v in truth], c.words)
-        spec = jc.Spec(jc.CodebookFormat(levels), mode, random_bits=None if n == most else n)
+        spec = jc.Spec(jc.formats.CodebookFormat(levels), mode, random_bits=None if n == most else n)
         cases.assert_bits(x, by_itself(x, spec, words), expected, f"{name} {mode} {n} bits")
 
 
@@ -285,13 +322,13 @@ def test_a_tie_of_codebooks_goes_by_the_word(x: float, word: int, want: float) -
     assert (
         oracle.round_exact(oracle.codebook([0, 1]), Fraction(np.float32(x).item()), "stochastic_c", n=1, r=word) == want
     )
-    spec = jc.Spec(jc.CodebookFormat((0.0, 1.0)), "stochastic_c", random_bits=1)
+    spec = jc.Spec(jc.formats.CodebookFormat((0.0, 1.0)), "stochastic_c", random_bits=1)
     assert by_itself(np.array([x], np.float32), spec, np.array([word << 31], np.uint32)).item() == want
 
 
 @further.first
 def the_smallest_negative_level_has_its_sign():
-    spec = jc.Spec(jc.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
+    spec = jc.Spec(jc.formats.CodebookFormat((-(2.0**-149), 0.0, 1.0)))
     got = jc.round_to_format(np.array([-1.0, 0.0, 1.0], np.float32), spec)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint32), [0x80000001, 0, 0x3F800000])
 
@@ -333,7 +370,7 @@ def test_observed_frequencies_of_a_codebook(carrier):
     fmt, c = oracle.codebook(levels), CARRIERS[carrier]
     x = np.random.default_rng(3).uniform(-1, 1, 24).astype(cases.DTYPES[carrier])
     many = np.repeat(x, DRAWS)
-    out = jc.round_to_format(many, jc.Spec(jc.CodebookFormat(levels), rounding="stochastic"), jax.random.key(5))
+    out = jc.round_to_format(many, jc.Spec(jc.formats.CodebookFormat(levels), rounding="stochastic"), jax.random.key(5))
     for got, number in zip(np.asarray(out).reshape(-1, DRAWS), x, strict=True):
         exact = oracle.from_bits(int(cases.bits(np.array([number]))[0]), c)
         low, high = (oracle.round_exact(fmt, exact, mode) for mode in ("down", "up"))

@@ -77,17 +77,22 @@ def test_jit_equals_eager_and_keeps_one_entry_for_equal_specs(case):
     eager = rounded(x, text)
     assert isinstance(eager, jax.Array) and eager.dtype == dtype and eager.shape == shape
     for _ in range(2):
-        spec = jc.Spec(*vars(jc.parse(text)).values())
+        spec = jc.Spec(*vars(jc.Spec(text)).values())
         same(jitted(x, spec=spec), eager)
     assert jitted._cache_size() == 1  # type: ignore[attr-defined]
 
 
 def test_names_of_formats_make_no_second_entry():
     jitted = jax.jit(lambda x, spec: rounded(x, spec), static_argnames="spec")
-    for fmt in (jc.binary16, jc.FloatFormat(5, 10), jc.FloatFormat(5, 10).named("mine"), jc.parse("half").format):
+    for fmt in (
+        jc.formats.binary16,
+        jc.formats.FloatFormat(5, 10),
+        jc.formats.FloatFormat(5, 10).named("mine"),
+        jc.Spec("half").format,
+    ):
         jitted(jnp.ones(3), spec=jc.Spec(fmt))
     assert jitted._cache_size() == 1  # type: ignore[attr-defined]
-    jitted(jnp.ones(3), spec=jc.Spec(jc.binary16, "up"))
+    jitted(jnp.ones(3), spec=jc.Spec(jc.formats.binary16, "up"))
     assert jitted._cache_size() == 2  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ from each_case import each
 import jchop as jc
 from jchop import MatmulSpec, Order
 
-E5M10 = jc.FloatFormat(5, 10)
+E5M10 = jc.formats.FloatFormat(5, 10)
 #: As one calls them who does not read types.
 spec_of: Any = MatmulSpec
 order_of: Any = Order
@@ -20,7 +20,7 @@ order_of: Any = Order
 def test_fields_are_coerced_and_default_to_the_carrier() -> None:
     spec = MatmulSpec("e5m10", E5M10, jc.Spec("e5m2", rounding="up"), "blocked(8)")
     assert spec.operands == spec.product == jc.Spec(E5M10)
-    assert spec.accumulate == jc.parse("e5m2:up")
+    assert spec.accumulate == jc.Spec("e5m2:up")
     assert spec.order == Order("blocked", 8)
     plain = MatmulSpec()
     assert (plain.operands, plain.product, plain.accumulate, plain.fused) == (None, None, None, False)
@@ -29,7 +29,7 @@ def test_fields_are_coerced_and_default_to_the_carrier() -> None:
 
 def test_equal_specs_are_one_key() -> None:
     one = MatmulSpec("binary16", "e5m10", E5M10, order="blocked(8)")
-    other = MatmulSpec(E5M10, jc.binary16, jc.parse("e5m10"), order=Order("blocked", 8))
+    other = MatmulSpec(E5M10, jc.formats.binary16, jc.Spec("e5m10"), order=Order("blocked", 8))
     assert one == other
     assert hash(one) == hash(other)
     assert one != dataclasses.replace(one, order="blocked(4)")

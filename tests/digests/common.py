@@ -44,7 +44,7 @@ def hard(text: str, carrier: str = "float32", count: int = 2048) -> np.ndarray:
 
 @functools.cache
 def _blocks(carrier: str) -> np.ndarray:
-    return cases_scaled.adversarial(jchop.float8_e4m3fn, 48, carrier, 16, rng_for(carrier))
+    return cases_scaled.adversarial(jchop.formats.float8_e4m3fn, 48, carrier, 16, rng_for(carrier))
 
 
 def blocks(carrier: str = "float32") -> np.ndarray:

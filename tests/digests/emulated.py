@@ -92,7 +92,7 @@ def calls() -> Iterator[Call]:
         yield Call(f"emulate stop_at={event}", lambda e=event: jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10", stop_at=e)(X))
         yield Call(f"report stop_at={event}", lambda e=event: str(jc.emulate(lambda x: jnp.log(x * 4e4) - x, "e5m10").report(X, stop_at=e)))
     yield Call("emulate decorator", lambda: jc.emulate("bfloat16", rules={"first": None})(halves)(X))
-    yield Call("emulate spec", lambda: jc.emulate(fun=halves, spec=jchop.bfloat16)(X))
+    yield Call("emulate spec", lambda: jc.emulate(fun=halves, spec=jchop.formats.bfloat16)(X))
     for program in (emulate_cases.straight, softmax, network):
         yield Call(f"emulate gradient {program.__name__}", lambda p=program: jax.grad(lambda x: jc.emulate(p, "bfloat16")(x, Y).sum())(X))
         yield Call(f"emulate jit vmap {program.__name__}", lambda p=program: jax.jit(jax.vmap(jc.emulate(p, "e5m7")))(jnp.stack([X, Y]), jnp.stack([Y, X])))

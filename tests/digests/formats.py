@@ -21,7 +21,7 @@ TEXTS = (*cases.NAMED, *cases.P3109, "e5m10(bias=20)", "e4m3(subnormals=false)",
          "fixed4.4", "ufixed3.5", "fixed1.7(symmetric=true)", "integer8", "uinteger4",
          "integer4(narrow=true)", "posit8", "posit16", "takum8", "takum_linear12", "takum_linear8", "hif8",
          "codebook(-3,-1,0,0.5,8)")
-SCALED = tuple(name for name in jchop.__all__ if isinstance(getattr(jchop, name), jchop.ScaledFormat))
+SCALED = tuple(name for name in jchop.__all__ if isinstance(getattr(jchop, name), jchop.formats.ScaledFormat))
 SPECS = ("bfloat16", "e5m2:up", "e4m3fn:saturate", "e5m10:flush", "fixed4.4:wrap", "e5m2:stochastic:bits=8",
          "bfloat16:gradient=clipped", "bfloat16:gradient=e5m2", "int8(group=32,axis=0):stochastic", "nf4", "e9m99",
          "int4(group=16,scale=bfloat16,zero_point=float)", "mxfp4(group=16,nan_block=true)", "e4m3:sideways", "x7",
@@ -46,12 +46,12 @@ def made() -> dict[str, Callable[[], Any]]:
         "p3109": ({"bits": 6, "precision": 3}, {"signed": False}, {"extended": False}),
         "bfp": ({"bits": 8}, {"bits": 4, "group": 16}, {"group": "all", "axis": 0}),
         "ScaledFormat": (
-            {"element": jchop.float8_e4m3fn, "group": 16}, {"axis": 0}, {"group": None, "channel": 0},
-            {"scale": jchop.bfloat16}, {"rule": "mse"}, {"element": jchop.IntegerFormat(4, signed=False),
+            {"element": jchop.formats.float8_e4m3fn, "group": 16}, {"axis": 0}, {"group": None, "channel": 0},
+            {"scale": jchop.formats.bfloat16}, {"rule": "mse"}, {"element": jchop.formats.IntegerFormat(4, signed=False),
                                                         "zero_point": "integer"},
-            {"scale": jchop.float8_e8m0fnu, "rule": "floor", "nan_block": True},
-            {"element": jchop.IntegerFormat(8), "sparse": (2, 4)},
-            {"element": jchop.IntegerFormat(8), "sparse": (2, 4), "sparse_axis": 0}, {"group": (2, 16), "axis": (0, 1)},
+            {"scale": jchop.formats.float8_e8m0fnu, "rule": "floor", "nan_block": True},
+            {"element": jchop.formats.IntegerFormat(8), "sparse": (2, 4)},
+            {"element": jchop.formats.IntegerFormat(8), "sparse": (2, 4), "sparse_axis": 0}, {"group": (2, 16), "axis": (0, 1)},
         ),
     }
     return {
@@ -64,7 +64,7 @@ def made() -> dict[str, Callable[[], Any]]:
 
 
 def made_of(text: str) -> Any:
-    return jchop.parse(text).format
+    return jchop.Spec(text).format
 
 
 def facts_of(make: Any) -> Any:
@@ -101,20 +101,20 @@ def calls() -> Iterator[Call]:
         yield Call(f"parse_format {text}", lambda text=text: facts_of(lambda: jc.formats.parse_format(text)))
         yield Call(f"codes {text}", lambda text=text: codes(jchop.formats.parse_format(text)))
     for name in jchop.formats.ALIASES:
-        yield Call(f"alias {name}", lambda name=name: (jc.formats.ALIASES[name], str(jc.parse(name))))
+        yield Call(f"alias {name}", lambda name=name: (jc.formats.ALIASES[name], str(jc.Spec(name))))
     for text in SPECS:
-        yield Call(f"parse {text}", lambda text=text: facts_of(lambda: jc.parse(text=text)))
+        yield Call(f"parse {text}", lambda text=text: facts_of(lambda: jc.Spec(text=text)))
     for name, make in made().items():
         yield Call(f"made {name}", lambda make=make: facts_of(make))
         yield Call(f"named {name}", lambda make=make: facts_of(lambda: make().named(name="mine")))
     for name in ("posit8", "posit16", "takum8", "takum_linear12", "takum_linear8", "hif8"):
-        fmt: Any = jchop.parse(name).format
+        fmt: Any = jchop.Spec(name).format
         yield Call(f"fraction_bits {name}", lambda fmt=fmt: [attempt(lambda e=e: fmt.fraction_bits(exponent=e)) for e in range(-20, 21)])
         if hasattr(fmt, "magnitude_of"):
             yield Call(f"magnitude_of {name}", lambda fmt=fmt: [str(attempt(lambda c=c: fmt.magnitude_of(code=c))) for c in range(1, 100)])
-    yield Call("FloatFormat.default_bias", lambda: [jc.FloatFormat.default_bias(exp_bits=n) for n in range(2, 12)])
+    yield Call("FloatFormat.default_bias", lambda: [jc.formats.FloatFormat.default_bias(exp_bits=n) for n in range(2, 12)])
     for text in (*SCALED, "int8(group=7)", "int4(group=(2,16))", "int8(channel=0)", "int8(group=all,sparse=2:4)"):
-        yield Call(f"shapes {text}", lambda text=text: shapes(jchop.parse(text).format))
+        yield Call(f"shapes {text}", lambda text=text: shapes(jchop.Spec(text).format))
     for text in ("int4(group=128)", "nf4(group=32,scale=bfloat16)", "mxfp4(axis=0)"):
         yield Call(f"replaced {text}", lambda text=text: str(made_of(text)(group=8, axis=1)))
     for name in (*jchop.formats.CATALOGUE, "e5m5", "fixed4.4", "posit16", "integer8"):
@@ -128,13 +128,13 @@ def calls() -> Iterator[Call]:
 
 def specs() -> Iterator[Call]:
     for name, make in {
-        "plain": lambda: jc.Spec(jchop.bfloat16),
-        "options": lambda: jc.Spec(format=jchop.float8_e5m2, rounding="stochastic", overflow="saturate", random_bits=8),
-        "flush": lambda: jc.Spec(jchop.binary16, jc.Rounding.UP, flush=True),
-        "clipped": lambda: jc.Spec(jchop.bfloat16, overflow=jc.Overflow.SATURATE, gradient=jc.Gradient(clipped=True)),
-        "rounded": lambda: jc.Spec(jchop.bfloat16, gradient=jc.Gradient(round=jchop.parse("e5m2"))),
-        "no bits": lambda: jc.Spec(jchop.bfloat16, random_bits=3),
-        "wrap": lambda: jc.Spec(jchop.bfloat16, overflow="wrap"),
+        "plain": lambda: jc.Spec(jchop.formats.bfloat16),
+        "options": lambda: jc.Spec(format=jchop.formats.float8_e5m2, rounding="stochastic", overflow="saturate", random_bits=8),
+        "flush": lambda: jc.Spec(jchop.formats.binary16, jc.Rounding.UP, flush=True),
+        "clipped": lambda: jc.Spec(jchop.formats.bfloat16, overflow=jc.Overflow.SATURATE, gradient=jc.Gradient(clipped=True)),
+        "rounded": lambda: jc.Spec(jchop.formats.bfloat16, gradient=jc.Gradient(round=jchop.Spec("e5m2"))),
+        "no bits": lambda: jc.Spec(jchop.formats.bfloat16, random_bits=3),
+        "wrap": lambda: jc.Spec(jchop.formats.bfloat16, overflow="wrap"),
     }.items():
         yield Call(f"Spec {name}", lambda make=make: facts_of(make))
     for name, make in {

@@ -113,7 +113,7 @@ class Digest:
             from flax import nnx
 
             self.add({"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(value))})
-        elif isinstance(value, jchop.ElementFormat | jchop.ScaledFormat | jchop.Spec | jchop.MatmulSpec | jchop.Order):
+        elif isinstance(value, jchop.formats.ElementFormat | jchop.formats.ScaledFormat | jchop.Spec | jchop.MatmulSpec | jchop.Order):
             self.text(str(value))
         elif dataclasses.is_dataclass(value):
             names = [field.name for field in dataclasses.fields(value) if field.name[0] != "_" and field.name not in NO_VALUES]

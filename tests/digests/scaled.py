@@ -106,9 +106,9 @@ def calls() -> Iterator[Call]:
         yield Call(f"fit_scale {text}", lambda t=text: jc.fit_scale(x, t))
         yield Call(f"vmap {text}", lambda t=text: jax.vmap(lambda v: jc.dequantize(jc.quantize(v, t)))(x.reshape(2, 4, 64)))
     parts = {"qvalue": jnp.arange(32, dtype=jnp.int8).reshape(2, 16), "scale": jnp.ones((2, 1)), "zero_point": None}
-    yield Call("QArray constructor", lambda: (r := jc.QArray(**parts, spec=jc.parse("int8(group=all)"), length=16, dtype=jnp.dtype("float32")), jc.dequantize(r)))
+    yield Call("QArray constructor", lambda: (r := jc.QArray(**parts, spec=jc.Spec("int8(group=all)"), length=16, dtype=jnp.dtype("float32")), jc.dequantize(r)))
     q3 = lambda: jc.quantize(x, "int8(group=all,axis=0)")
-    yield Call("QArray.thinned", lambda: q3().thinned(kept=jnp.ones((8, 64), bool), spec=jc.parse("int8(group=all)"), axis=0))
+    yield Call("QArray.thinned", lambda: q3().thinned(kept=jnp.ones((8, 64), bool), spec=jc.Spec("int8(group=all)"), axis=0))
     for text in ("int4(group=16)", "uint4(group=16)", "nf4(group=16)", "int8(group=all)", "uint4(group=16,zero_point=float)"):
         yield from several(f"fit_half_quadratic {text}", jc.storage.fit_half_quadratic, f32(normal("hqq", (8, 64))), text, loose=True,
                            plain={}, options={"iterations": 5, "norm": 0.5, "weight": 4.0, "growth": 1.1, "whole_start": True})

@@ -18,7 +18,9 @@ further = Further()
 GROUP = 16
 INT4 = f"int4(group={GROUP})"
 #: One bit: plus or minus the median magnitude of a group.
-SIGNS = jc.ScaledFormat(jc.CodebookFormat((-1.0, 1.0)), group=GROUP, scale="binary32", rule="percentile(50)")
+SIGNS = jc.formats.ScaledFormat(
+    jc.formats.CodebookFormat((-1.0, 1.0)), group=GROUP, scale="binary32", rule="percentile(50)"
+)
 
 
 def check_sums(spec: str, rng: np.random.Generator) -> None:

@@ -259,7 +259,7 @@ def is_stored(leaf: Any) -> bool:
 
 
 def test_a_module_is_placed() -> None:
-    model = jc.nn.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=16)"), "ptq")
+    model = jc.nn.quantize(nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jc.Rule(weight="int4(group=16)"), "ptq")
     placed = jc.nn.shard(model, mesh_of(AxisType.Auto), {"kernel": P(None, "fsdp")})
     assert placed.kernel[...].qvalue.sharding.spec == P(None, "fsdp")
     assert placed.bias[...].sharding.spec == P()

@@ -12,8 +12,7 @@ import pytest
 from each_case import each
 
 import jchop as jc
-from jchop import CodebookFormat
-from jchop.formats import parse_format
+from jchop.formats import CodebookFormat, parse_format
 
 
 @each("name", cases.CODEBOOKS)
@@ -95,4 +94,4 @@ def test_formats_are_values():
 @each("field", ["levels", "name", "bits", "brand_new"])
 def test_formats_cannot_be_changed(field):
     with pytest.raises(AttributeError):
-        setattr(jc.CodebookFormat((0.0, 1.0)), field, 3)
+        setattr(jc.formats.CodebookFormat((0.0, 1.0)), field, 3)

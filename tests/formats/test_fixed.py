@@ -11,8 +11,7 @@ import oracle
 import pytest
 from each_case import each
 
-from jchop import FixedFormat, IntegerFormat
-from jchop.formats import parse_format
+from jchop.formats import FixedFormat, IntegerFormat, parse_format
 
 #: By text: the format, its width, smallest and largest value, quantum.
 FACTS = {

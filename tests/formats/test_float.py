@@ -14,8 +14,7 @@ import pytest
 from each_case import each
 
 import jchop as jc
-from jchop import FloatFormat
-from jchop.formats import CATALOGUE, parse_format
+from jchop.formats import CATALOGUE, FloatFormat, parse_format
 
 #: One format for each way to use the codes, and sizes that binary64 does not hold.
 SHAPES = {
@@ -36,9 +35,9 @@ SHAPES = {
     "lower largest exponent": FloatFormat(5, 2, max_exponent=9),
     "of a single exponent": FloatFormat(5, 2, bias=3, max_exponent=-2),
     "lower, no zero": FloatFormat(3, 2, zero=False, max_exponent=1),
-    "p3109 powers": jc.p3109(12, 1, False),
-    "p3109 wide": jc.p3109(13, 2, False),
-    "p3109 narrow": jc.p3109(10, 10, False),
+    "p3109 powers": jc.formats.p3109(12, 1, False),
+    "p3109 wide": jc.formats.p3109(13, 2, False),
+    "p3109 narrow": jc.formats.p3109(10, 10, False),
 }
 
 #: The formats whose every code is met by default, and those of more codes than 4,096.
@@ -108,21 +107,21 @@ def test_facts_are_those_of_the_values(fmt):
 @each(
     ("fmt", "value"),
     [
-        (jc.float8_e4m3fn, 449.0),
-        (jc.float8_e4m3fn, 480.0),
-        (jc.float8_e4m3fn, np.inf),
-        (jc.float8_e4m3fn, 2.0**-10),
-        (jc.float8_e4m3fn, 1.0625),
-        (jc.float8_e4m3fnuz, -0.0),
-        (jc.float4_e2m1fn, np.nan),
-        (jc.float8_e8m0fnu, 0.0),
-        (jc.float8_e8m0fnu, -1.0),
-        (jc.float8_e8m0fnu, 3.0),
+        (jc.formats.float8_e4m3fn, 449.0),
+        (jc.formats.float8_e4m3fn, 480.0),
+        (jc.formats.float8_e4m3fn, np.inf),
+        (jc.formats.float8_e4m3fn, 2.0**-10),
+        (jc.formats.float8_e4m3fn, 1.0625),
+        (jc.formats.float8_e4m3fnuz, -0.0),
+        (jc.formats.float4_e2m1fn, np.nan),
+        (jc.formats.float8_e8m0fnu, 0.0),
+        (jc.formats.float8_e8m0fnu, -1.0),
+        (jc.formats.float8_e8m0fnu, 3.0),
         (FloatFormat(4, 3, subnormals=False), 2.0**-9),
         (FloatFormat(3, 2, signed=False), -1.0),
         (FloatFormat(3, 2, signed=False), -0.0),
-        (jc.p3109(8, 3, extended=False), -np.inf),
-        (jc.binary32, 0.1),
+        (jc.formats.p3109(8, 3, extended=False), -np.inf),
+        (jc.formats.binary32, 0.1),
     ],
 )
 def test_encode_refuses_other_values(fmt, value):
@@ -131,7 +130,7 @@ def test_encode_refuses_other_values(fmt, value):
     assert str(float(value)) in str(error.value) and str(fmt) in str(error.value)
 
 
-@each("fmt", [jc.tf32, jc.binary32, jc.binary64, FloatFormat(8, 10), FloatFormat(9, 11)])
+@each("fmt", [jc.formats.tf32, jc.formats.binary32, jc.formats.binary64, FloatFormat(8, 10), FloatFormat(9, 11)])
 def test_wide_formats_have_codes(fmt, rng):
     codes = rng.integers(0, 1 << fmt.bits, 300, dtype=np.uint64)
     codes = codes[~np.isnan(fmt.decode(codes))]
@@ -142,7 +141,7 @@ def test_wide_formats_have_codes(fmt, rng):
 @each("dtype", [np.float16, np.float32, np.float64])
 def test_codes_are_the_patterns_of_ieee_dtypes(dtype, rng):
     x = rng.standard_normal(200).astype(dtype)
-    fmt = jc.parse(np.dtype(dtype).name).format
+    fmt = jc.Spec(np.dtype(dtype).name).format
     np.testing.assert_array_equal(fmt.encode(x), x.view(f"uint{x.itemsize * 8}"))
 
 
@@ -156,7 +155,7 @@ def test_wide_formats_that_binary64_does_not_hold(fmt):
 
 
 def test_shapes_of_codes():
-    fmt = jc.float8_e4m3fn
+    fmt = jc.formats.float8_e4m3fn
     grid = fmt.values()[:24].reshape(2, 3, 4)
     assert fmt.encode(grid).shape == (2, 3, 4) == fmt.decode(fmt.encode(grid)).shape
     assert fmt.encode([]).shape == (0,) == fmt.decode([]).shape
@@ -167,11 +166,11 @@ def test_shapes_of_codes():
 
 
 def test_decoded_values_are_the_callers_own():
-    first = jc.float8_e4m3fn.decode([56, 57])
+    first = jc.formats.float8_e4m3fn.decode([56, 57])
     first[:] = -1
-    values = jc.float8_e4m3fn.values()
+    values = jc.formats.float8_e4m3fn.values()
     values[:] = -1
-    assert jc.float8_e4m3fn.decode([56]).tolist() == [1.0] and jc.float8_e4m3fn.values()[-1] == 448
+    assert jc.formats.float8_e4m3fn.decode([56]).tolist() == [1.0] and jc.formats.float8_e4m3fn.values()[-1] == 448
 
 
 @each(
@@ -186,12 +185,12 @@ def test_decoded_values_are_the_callers_own():
 )
 def test_decode_refuses(codes, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        jc.float8_e4m3fn.decode(codes)
+        jc.formats.float8_e4m3fn.decode(codes)
 
 
 def test_values_of_wide_formats_are_refused():
     with pytest.raises(ValueError, match=r"binary32 has 32 bits.*at most 16"):
-        jc.binary32.values()
+        jc.formats.binary32.values()
 
 
 @each(
@@ -237,7 +236,7 @@ def test_options_are_keywords():
 
 def test_numpy_integers_are_integers():
     fmt = FloatFormat(np.int64(11), np.uint8(52), bias=np.int16(1023))  # type: ignore[arg-type]
-    assert fmt == jc.binary64 and fmt.max == jc.binary64.max and fmt.text == "e11m52"
+    assert fmt == jc.formats.binary64 and fmt.max == jc.formats.binary64.max and fmt.text == "e11m52"
     assert repr(fmt) == repr(FloatFormat(11, 52))
     assert all(type(field) is int for field in (fmt.exp_bits, fmt.frac_bits, fmt.bias))
 
@@ -268,18 +267,18 @@ def test_each_field_counts_in_equality():
     changes += ({"nans": "none"}, {"signed": False}, {"zero": False})
     others = [dataclasses.replace(fmt, **({"bias": 7} | change)) for change in changes]
     assert len({fmt, *others}) == len(others) + 1
-    assert fmt != "e4m3" and fmt != jc.IntegerFormat(8)
+    assert fmt != "e4m3" and fmt != jc.formats.IntegerFormat(8)
 
 
 @each("field", ["exp_bits", "bias", "name", "max", "brand_new"])
 def test_formats_cannot_be_changed(field):
     with pytest.raises(AttributeError):
-        setattr(jc.binary16, field, 3)
+        setattr(jc.formats.binary16, field, 3)
     with pytest.raises(AttributeError):
-        delattr(jc.binary16, field)
+        delattr(jc.formats.binary16, field)
 
 
 def test_a_changed_copy_does_not_keep_the_name():
     """What `str` prints reads back as the same format."""
-    fmt = dataclasses.replace(jc.binary16, subnormals=False)
+    fmt = dataclasses.replace(jc.formats.binary16, subnormals=False)
     assert parse_format(str(fmt)) == fmt

@@ -60,7 +60,7 @@ def test_there_are_504_tables() -> None:
 def test_every_code_has_the_value_of_the_definition(most: int) -> None:
     """And returns from it; wider formats are compared with the published tables, below."""
     for row in (row for bits in range(9 if most > 8 else 3, most + 1) for row in tables(bits)):
-        codes, fmt = range(1 << row[0]), jc.p3109(*row)
+        codes, fmt = range(1 << row[0]), jc.formats.p3109(*row)
         decoded = fmt.decode(codes)
         assert all(map(same, decoded.tolist(), defined(*row))), row
         assert fmt.encode(decoded).tolist() == list(codes), row
@@ -135,7 +135,7 @@ def test_agrees_with_the_published_value_tables(widths: Iterable[int]) -> None:
     """The values that jchop decodes, written as the working group writes them; above 12 bits a quarter of them."""
     wanted = published()
     for row in (row for bits in widths for row in tables(bits) if bits <= 12 or row[1] % 4 == bits % 4):
-        decoded = jc.p3109(*row).decode(range(1 << row[0])).tolist()
+        decoded = jc.formats.p3109(*row).decode(range(1 << row[0])).tolist()
         assert digest(row, decoded) == wanted[file_name(row)], row
 
 
@@ -181,7 +181,7 @@ def test_operations_of_blocks_are_exact_in_float64_and_rounded_once(count: int) 
         (x64 * y64 + z64, lambda a, b, c: a * b + c),
         (x64 + y64 + z64, lambda a, b, c: a + b + c),
     ):
-        stored = jc.quantize(got, BLOCKS, scale=np.asarray(jc.parse(SCALE).format.encode(scale)))
+        stored = jc.quantize(got, BLOCKS, scale=np.asarray(jc.Spec(SCALE).format.encode(scale)))
         wanted = [
             [2 * projected(combine(*v) / 2) for v in zip(*rows, strict=True)] for rows in zip(x, y, z, strict=True)
         ]

@@ -44,13 +44,13 @@ def test_which_modes_draw():
 def test_short_names(alias, mode):
     assert as_rounding(alias) is mode
     assert jc.Spec("e5m2", alias).rounding is mode
-    assert jc.parse(f"e5m2:{alias}").rounding is mode
+    assert jc.Spec(f"e5m2:{alias}").rounding is mode
 
 
 @each("mode", Rounding)
 def test_rounding_by_member_and_text(mode):
     assert as_rounding(mode) is as_rounding(mode.value) is mode
-    assert jc.Spec("e5m2", mode) == jc.Spec("e5m2", rounding=mode.value) == jc.parse(f"e5m2:{mode.value}")
+    assert jc.Spec("e5m2", mode) == jc.Spec("e5m2", rounding=mode.value) == jc.Spec(f"e5m2:{mode.value}")
     assert pickle.loads(pickle.dumps(mode)) is copy.deepcopy(mode) is mode
 
 
@@ -60,7 +60,7 @@ def test_overflow_by_member_and_text(rule):
     assert (
         jc.Spec("integer8", overflow=rule)
         == jc.Spec("integer8", overflow=rule.value)
-        == jc.parse(f"integer8:{rule.value}")
+        == jc.Spec(f"integer8:{rule.value}")
     )
 
 
@@ -73,13 +73,13 @@ def test_no_name_means_two_things():
 @each("value", ["nearest-even", "rn", "", None, 3, Overflow.IEEE, ["up"]])
 def test_unknown_rounding(value):
     with pytest.raises(
-        ValueError, match=r"rounding=.* is not known; allowed: nearest_even, .*stochastic_equal.*rne"
+        ValueError, match=r"rounding=.* is not known; (allowed: nearest_even, .*stochastic_equal.*rne|did you mean )"
     ) as e:
         jc.Spec("e5m2", rounding=value)
     assert repr(value) in str(e.value)
 
 
-@each("value", ["sat", "", 0, True, Rounding.UP])
+@each("value", ["clip", "", 0, True, Rounding.UP])
 def test_unknown_overflow(value):
     with pytest.raises(ValueError, match=r"overflow=.* is not known; allowed: ieee, saturate, propagate, wrap") as e:
         jc.Spec("e5m2", overflow=value)

@@ -33,7 +33,7 @@ def test_divisors(element, rule, divisors):
 
 def test_rules_that_give_powers_of_two():
     """The exponent of a goes up by one if a's fraction and what is added reach 1; fractions of 6 bits, M = 1.75 2^8."""
-    element, of_most = jc.float8_e4m3fn, 48
+    element, of_most = jc.formats.float8_e4m3fn, 48
     first = {"floor": None, "ceil": 1, "even": 60, "rceil": 49, "floor_unclipped": None}
     assert {name for name, rule in SCALE_RULES.items() if rule.carry is not None} == set(first)
     for name, least in first.items():
@@ -48,11 +48,11 @@ def test_what_is_fitted_and_how():
         "four_over_six", "levels", "minmax", "mse", "quest", "percentile(q)",
     ]  # fmt: skip
     of_tensors = {name: rule for name, rule in SCALE_RULES.items() if rule.tensor_scale}
-    tops = {name: rule.top(jc.float8_e4m3fn) for name, rule in of_tensors.items() if rule.constant is None}
+    tops = {name: rule.top(jc.formats.float8_e4m3fn) for name, rule in of_tensors.items() if rule.constant is None}
     assert tops == {"two_level": 448, "four_over_six": 256}
     constant = of_tensors["floor_unclipped"].constant
     assert constant is not None
-    for fmt in (jc.float8_e4m3fn, jc.float4_e2m1fn):  # the least number of binary32 that clips nothing
+    for fmt in (jc.formats.float8_e4m3fn, jc.formats.float4_e2m1fn):  # the least number of binary32 that clips nothing
         t, most = Fraction(constant(fmt)), Fraction(fmt.max)
         assert most * (t - Fraction(1, 1 << 23)) < (8 if most == 6 else 512) <= most * t
     assert scale_rule_of("percentile(99.9)").percentile == Fraction(999, 10)

@@ -40,7 +40,7 @@ def formats(draw: st.DrawFn) -> ScaledFormat:
                            "dynamic8(group=(2,32))", "uint4(channel=0,rule=percentile(50))"])  # fmt: skip
     flags = {"zero_point": draw(st.sampled_from([None, "integer", "float"])), "nan_block": draw(st.booleans())}
     try:
-        base = draw(st.sampled_from([*SCALED_CATALOGUE.values(), jc.bfp(6), None]))
+        base = draw(st.sampled_from([*SCALED_CATALOGUE.values(), jc.formats.bfp(6), None]))
         if base is not None:
             changed: dict[str, Any] = {"rule": draw(RULES)} if draw(st.booleans()) else {}
             changed |= {"element": draw(ELEMENTS)} if draw(st.booleans()) else {}
@@ -59,27 +59,30 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
     assert parse_format(str(fmt)) == fmt
     assert parse_format(str(fmt).upper()) == fmt
     assert str(parse_format(str(fmt))) == str(fmt)
-    assert eval(repr(fmt), dict(vars(jc))) == fmt
-    assert jc.parse(f"{fmt}:stochastic").scaled == fmt
-    assert jc.parse(str(jc.Spec(fmt, overflow="ieee"))).overflow is jc.Overflow.IEEE
+    assert eval(repr(fmt), vars(jc) | vars(jc.formats)) == fmt
+    assert jc.Spec(f"{fmt}:stochastic").scaled == fmt
+    assert jc.Spec(str(jc.Spec(fmt, overflow="ieee"))).overflow is jc.Overflow.IEEE
 
 
 @each(
     ("text", "fmt"),
     [
         ("int8(channel=0,rule=half_range)", ScaledFormat("integer8", channel=0, rule="half_range")),
-        ("int4(group=(4,8),axis=(0,-1),scale=bfloat16)", jc.int4(group=(4, 8), axis=(0, -1), scale="bfloat16")),
-        ("int4(group=8,scale=int8(channel=0),rule=no_clip)", jc.int4(group=8, scale="int8(channel=0)", rule="no_clip")),
-        ("int4(group=128,axis=0,scale=bfloat16)", jc.int4(group=128, axis=0, scale="bfloat16")),
-        ("int8(group=tensor)", jc.int8),
-        ("mxfp8_e4m3(rule=rceil)", jc.mxfp8_e4m3(rule="rceil")),
-        ("mxfp4(axis=0)", jc.mxfp4(axis=0)),
+        ("int4(group=(4,8),axis=(0,-1),scale=bfloat16)", jc.formats.int4(group=(4, 8), axis=(0, -1), scale="bfloat16")),
+        (
+            "int4(group=8,scale=int8(channel=0),rule=no_clip)",
+            ScaledFormat("integer4", 8, scale="int8(channel=0)", rule="no_clip"),
+        ),
+        ("int4(group=128,axis=0,scale=bfloat16)", jc.formats.int4(group=128, axis=0, scale="bfloat16")),
+        ("int8(group=tensor)", jc.formats.int8),
+        ("mxfp8_e4m3(rule=rceil)", jc.formats.mxfp8_e4m3(rule="rceil")),
+        ("mxfp4(axis=0)", jc.formats.mxfp4(axis=0)),
         ("mxint8", ScaledFormat("fixed2.6(symmetric=true)", 32, scale="e8m0fnu", rule="floor")),
         ("bfp8(group=16)", ScaledFormat("integer8(narrow=true)", 16, scale="e8m0fnu", rule="floor")),
-        ("bfp8", jc.bfp(8)),
-        ("nf4( scale = uint8( group = 256 ) )", jc.nf4(scale=jc.uint8(group=256))),
-        ("nf4(channel=0)", jc.nf4(channel=0)),
-        ("dynamic8(group=tensor)", jc.dynamic8(group="tensor")),
+        ("bfp8", jc.formats.bfp(8)),
+        ("nf4( scale = uint8( group = 256 ) )", jc.formats.nf4(scale=jc.formats.uint8(group=256))),
+        ("nf4(channel=0)", jc.formats.nf4(channel=0)),
+        ("dynamic8(group=tensor)", jc.formats.dynamic8(group="tensor")),
         ("float8_e4m3fn(channel=-1)", ScaledFormat("e4m3fn", channel=-1)),
         ("e3m2fn(channel=0)", ScaledFormat("e3m2fn", channel=0)),
         ("e2m1fn(group=(2,16))", ScaledFormat("e2m1fn", (2, 16), (-2, -1))),
@@ -87,9 +90,9 @@ def test_what_is_printed_reads_back(fmt: ScaledFormat):
         ("codebook(-1,0,1,group=4)", ScaledFormat("codebook(-1,0,1)", 4)),
         ("uint4(group=32,zero_point=integer)", ScaledFormat("uinteger4", 32, zero_point="integer")),
         ("int4(group=32,zero_point=float)", ScaledFormat("integer4", 32, zero_point="float")),
-        ("nf4(scale=uint8(group=256,zero_point=float))", jc.nf4(scale=jc.uint8(group=256, zero_point="float"))),
-        ("udynamic8", jc.udynamic8),
-        ("udynamic8nz", jc.udynamic8nz),
+        ("nf4(scale=uint8(group=256,zero_point=float))", jc.formats.nf4(scale="uint8(group=256,zero_point=float)")),
+        ("udynamic8", jc.formats.udynamic8),
+        ("udynamic8nz", jc.formats.udynamic8nz),
         ("int8(group=32,rule=percentile(99.9))", ScaledFormat("integer8", 32, rule="percentile(99.9)")),
     ],
 )  # fmt: skip
@@ -125,7 +128,7 @@ def test_an_element_format_is_plain():
 @each(
     ("text", "message"),
     [
-        ("mxfp5", "close: mxfp4"),
+        ("mxfp5", "did you mean mxfp4"),
         ("mxfp4(foo=1)", "unknown option 'foo'; allowed: group, axis"),
         ("int8(grup=3)", "unknown option 'grup'"),
         ("int8(group=x)", "group='x' must be integers"),
@@ -170,24 +173,24 @@ def test_texts_that_name_no_format(text, message):
 
 
 def test_one_axis_is_itself_however_it_is_given():
-    assert jc.int8(channel=(1,)) == jc.int8(channel=1) and jc.int8(channel=(1,)).channel == 1
-    assert jc.int4(group=(8,), axis=(0,)) == jc.int4(group=8, axis=0)
+    assert jc.formats.int8(channel=(1,)) == jc.formats.int8(channel=1) and jc.formats.int8(channel=(1,)).channel == 1
+    assert jc.formats.int4(group=(8,), axis=(0,)) == jc.formats.int4(group=8, axis=0)
 
 
 def test_zero_points_as_numbers_need_a_scale_format_that_holds_them():
     for scale in ("e5m0", "e8m0fnu", "e4m3(signed=false)", "e4m3(zero=false)"):
         with pytest.raises(ValueError, match="with a sign, a zero and fraction bits"):
-            jc.uint4(group=8, zero_point="float", scale=scale)
-    assert jc.uint4(group=8, zero_point="float", scale="e5m1").scale == jc.FloatFormat(5, 1)
+            jc.formats.uint4(group=8, zero_point="float", scale=scale)
+    assert jc.formats.uint4(group=8, zero_point="float", scale="e5m1").scale == jc.formats.FloatFormat(5, 1)
 
 
 def test_other_refusals():
     with pytest.raises(TypeError, match="is no field of a scaled format"):
-        jc.mxfp4(size=3)
+        jc.formats.mxfp4(size=3)
     with pytest.raises(TypeError, match="element=3 must be an element format"):
         ScaledFormat(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be an element format"):
-        ScaledFormat("mxfp4")
+        ScaledFormat("mxfp4", axis=0)
     with pytest.raises(ValueError, match="overflow='wrap'"):
         jc.Spec("int8(channel=0)", overflow="wrap")
     with pytest.raises(ValueError, match="flush=True needs a floating-point format"):
@@ -202,14 +205,14 @@ def test_other_refusals():
 @each(
     ("fmt", "expected"),
     [
-        (jc.mxfp4(channel=0), (None, -1, 0)),
-        (jc.int8(channel=0)(group=4), (4, -1, None)),
-        (jc.mxfp4(axis=0)(group=16), (16, 0, None)),
-        (jc.mxfp4(axis=0)(group=(2, 2)), ((2, 2), (-2, -1), None)),
-        (jc.int4(group=(2, 2), axis=(0, 1))(group=8), (8, -1, None)),
-        (jc.mxfp4(axis=0)(group=None), (None, -1, None)),
-        (jc.int8(group=["all", 2]), (("all", 2), (-2, -1), None)),
-        (jc.int8(group=[3]), (3, -1, None)),
+        (jc.formats.mxfp4(channel=0), (None, -1, 0)),
+        (jc.formats.int8(channel=0)(group=4), (4, -1, None)),
+        (jc.formats.mxfp4(axis=0)(group=16), (16, 0, None)),
+        (jc.formats.mxfp4(axis=0)(group=(2, 2)), ((2, 2), (-2, -1), None)),
+        (jc.formats.int4(group=(2, 2), axis=(0, 1))(group=8), (8, -1, None)),
+        (jc.formats.mxfp4(axis=0)(group=None), (None, -1, None)),
+        (jc.formats.int8(group=["all", 2]), (("all", 2), (-2, -1), None)),
+        (jc.formats.int8(group=[3]), (3, -1, None)),
     ],
 )
 def test_a_call_changes_what_it_names_and_keeps_the_grouping_whole(fmt, expected):
@@ -217,28 +220,32 @@ def test_a_call_changes_what_it_names_and_keeps_the_grouping_whole(fmt, expected
 
 
 def test_rules_follow_zero_points():
-    assert jc.uint8(zero_point="integer").rule == "minmax"
-    assert jc.uint8(zero_point="integer")(zero_point=None).rule == "absmax"
-    assert jc.mxfp4(zero_point=None) == jc.mxfp4
-    assert jc.uint8(zero_point="float").rule == jc.uint8(zero_point="integer")(zero_point="float").rule == "minmax"
+    assert jc.formats.uint8(zero_point="integer").rule == "minmax"
+    assert jc.formats.uint8(zero_point="integer")(zero_point=None).rule == "absmax"
+    assert jc.formats.mxfp4(zero_point=None) == jc.formats.mxfp4
+    assert (
+        jc.formats.uint8(zero_point="float").rule
+        == jc.formats.uint8(zero_point="integer")(zero_point="float").rule
+        == "minmax"
+    )
     with pytest.raises(ValueError, match="zero_point=1 must be None, 'integer' or 'float'"):
-        jc.uint8(zero_point=1)
+        jc.formats.uint8(zero_point=1)
 
 
 def test_named_formats_are_those_of_their_sources():
     """OCP MX 1.0; NVIDIA's NVFP4; NormalFloat4 (arXiv 2305.14314); the maps of 8-bit optimizers (arXiv 2110.02861)."""
-    mx = {"group": 32, "axis": -1, "scale": jc.float8_e8m0fnu, "rule": "floor"}
+    mx = {"group": 32, "axis": -1, "scale": jc.formats.float8_e8m0fnu, "rule": "floor"}
     for fmt, element in (
-        (jc.mxfp8_e4m3, jc.float8_e4m3fn),
-        (jc.mxfp8_e5m2, jc.float8_e5m2),
-        (jc.mxfp6_e3m2, jc.float6_e3m2fn),
-        (jc.mxfp6_e2m3, jc.float6_e2m3fn),
-        (jc.mxfp4, jc.float4_e2m1fn),
-        (jc.mxint8, jc.FixedFormat(2, 6, symmetric=True)),
+        (jc.formats.mxfp8_e4m3, jc.formats.float8_e4m3fn),
+        (jc.formats.mxfp8_e5m2, jc.formats.float8_e5m2),
+        (jc.formats.mxfp6_e3m2, jc.formats.float6_e3m2fn),
+        (jc.formats.mxfp6_e2m3, jc.formats.float6_e2m3fn),
+        (jc.formats.mxfp4, jc.formats.float4_e2m1fn),
+        (jc.formats.mxint8, jc.formats.FixedFormat(2, 6, symmetric=True)),
     ):
         assert fmt == ScaledFormat(element, **mx)
-    e4m3 = jc.FloatFormat(4, 3, infinities=False, nans="top", subnormals=False)
-    assert jc.nvfp4 == ScaledFormat(jc.float4_e2m1fn, group=16, scale=e4m3, rule="two_level")
+    e4m3 = jc.formats.FloatFormat(4, 3, infinities=False, nans="top", subnormals=False)
+    assert jc.formats.nvfp4 == ScaledFormat(jc.formats.float4_e2m1fn, group=16, scale=e4m3, rule="two_level")
     for name, group, levels in (
         ("nf4", 64, 16),
         ("dynamic8", 256, 256),
@@ -247,15 +254,15 @@ def test_named_formats_are_those_of_their_sources():
         ("udynamic8nz", 256, 256),
     ):
         fmt = parse_format(name)
-        assert isinstance(fmt, ScaledFormat) and isinstance(fmt.element, jc.CodebookFormat)
-        assert (fmt.group, fmt.axis, fmt.scale, fmt.rule) == (group, -1, jc.binary32, "absmax")
+        assert isinstance(fmt, ScaledFormat) and isinstance(fmt.element, jc.formats.CodebookFormat)
+        assert (fmt.group, fmt.axis, fmt.scale, fmt.rule) == (group, -1, jc.formats.binary32, "absmax")
         assert (len(fmt.element.levels), fmt.element.max) == (levels, 1)
         assert (fmt.element.min < 0) == (not name.startswith("udynamic8"))
         assert (0 in fmt.element.levels) == (name != "udynamic8nz")
 
 
 def test_another_element_is_not_the_named_format():
-    fmt = jc.mxint8(element="integer4", group=8)
+    fmt = jc.formats.mxint8(element="integer4", group=8)
     assert str(fmt) == "int4(group=8,scale=float8_e8m0fnu,rule=floor)"
     assert parse_format(str(fmt)) == fmt
 
@@ -266,18 +273,18 @@ def test_another_element_is_not_the_named_format():
 @each(
     ("fmt", "shape", "sizes", "scales"),
     [
-        (jc.int8, (4, 6), (4, 6), (1, 1)),
-        (jc.int8, (), (), ()),
-        (jc.int8(channel=0), (4, 6, 5), (1, 6, 5), (4, 1, 1)),
-        (jc.int8(channel=(0, -1)), (4, 6, 5), (1, 6, 1), (4, 1, 5)),
-        (jc.mxfp4, (4, 100), (1, 32), (4, 4)),
-        (jc.mxfp4, (4, 20), (1, 20), (4, 1)),
-        (jc.mxfp4(axis=0), (100, 4), (32, 1), (4, 4)),
-        (jc.int4(group="all"), (3, 7), (1, 7), (3, 1)),
-        (jc.int4(group=(128, 128)), (2, 300, 256), (1, 128, 128), (2, 3, 2)),
-        (jc.int4(group=("all", 4), axis=(2, 0)), (9, 2, 5), (4, 1, 5), (3, 2, 1)),
-        (jc.mxfp4, (3, 0), (1, 1), (3, 0)),
-        (jc.int8(channel=0), (3, 0), (1, 1), (3, 0)),
+        (jc.formats.int8, (4, 6), (4, 6), (1, 1)),
+        (jc.formats.int8, (), (), ()),
+        (jc.formats.int8(channel=0), (4, 6, 5), (1, 6, 5), (4, 1, 1)),
+        (jc.formats.int8(channel=(0, -1)), (4, 6, 5), (1, 6, 1), (4, 1, 5)),
+        (jc.formats.mxfp4, (4, 100), (1, 32), (4, 4)),
+        (jc.formats.mxfp4, (4, 20), (1, 20), (4, 1)),
+        (jc.formats.mxfp4(axis=0), (100, 4), (32, 1), (4, 4)),
+        (jc.formats.int4(group="all"), (3, 7), (1, 7), (3, 1)),
+        (jc.formats.int4(group=(128, 128)), (2, 300, 256), (1, 128, 128), (2, 3, 2)),
+        (jc.formats.int4(group=("all", 4), axis=(2, 0)), (9, 2, 5), (4, 1, 5), (3, 2, 1)),
+        (jc.formats.mxfp4, (3, 0), (1, 1), (3, 0)),
+        (jc.formats.int8(channel=0), (3, 0), (1, 1), (3, 0)),
     ],
 )
 def test_shapes(fmt, shape, sizes, scales):
@@ -288,21 +295,21 @@ def test_shapes(fmt, shape, sizes, scales):
 @each(
     ("fmt", "shape", "expected"),
     [
-        (jc.int4(group=128, scale="bfloat16"), None, 4.125),
-        (jc.mxfp4, None, 4.25),
-        (jc.nvfp4, None, 4.5),
-        (jc.dynamic8, None, 8.125),
-        (jc.nf4, None, 4.5),
-        (jc.nf4(scale=jc.int8(group=256)), None, 4 + (8 + 32 / 256) / 64),
-        (jc.int8(channel=0), None, 8.0),
-        (jc.int8(channel=0), (4, 100), 8.32),
-        (jc.int4(group=(4, 8)), None, 5.0),
-        (jc.uint4(group=32, zero_point="integer"), None, 6.0),
-        (jc.int4(group=32, zero_point="float", scale="bfloat16"), None, 5.0),
-        (jc.nf4(scale=jc.uint8(group=256, zero_point="float")), None, 4 + (8 + 64 / 256) / 64),
-        (jc.nvfp4, (2, 16), 5.5),
-        (jc.nf4(scale=jc.int8(group=256)), (2, 128), 4 + (4 * 8 + 2 * 32) / 256),
-        (jc.mxfp4, (0, 3), 4.0),
+        (jc.formats.int4(group=128, scale="bfloat16"), None, 4.125),
+        (jc.formats.mxfp4, None, 4.25),
+        (jc.formats.nvfp4, None, 4.5),
+        (jc.formats.dynamic8, None, 8.125),
+        (jc.formats.nf4, None, 4.5),
+        (jc.formats.nf4(scale=jc.formats.int8(group=256)), None, 4 + (8 + 32 / 256) / 64),
+        (jc.formats.int8(channel=0), None, 8.0),
+        (jc.formats.int8(channel=0), (4, 100), 8.32),
+        (jc.formats.int4(group=(4, 8)), None, 5.0),
+        (jc.formats.uint4(group=32, zero_point="integer"), None, 6.0),
+        (jc.formats.int4(group=32, zero_point="float", scale="bfloat16"), None, 5.0),
+        (jc.formats.nf4(scale="uint8(group=256,zero_point=float)"), None, 4 + (8 + 64 / 256) / 64),
+        (jc.formats.nvfp4, (2, 16), 5.5),
+        (jc.formats.nf4(scale=jc.formats.int8(group=256)), (2, 128), 4 + (4 * 8 + 2 * 32) / 256),
+        (jc.formats.mxfp4, (0, 3), 4.0),
     ],
 )
 def test_bits_per_element(fmt, shape, expected):
@@ -310,11 +317,11 @@ def test_bits_per_element(fmt, shape, expected):
 
 
 def test_axes_that_are_not_there():
-    for fmt, shape in ((jc.mxfp4, ()), (jc.mxfp4(axis=2), (3, 3)), (jc.int8(channel=1), (3,))):
+    for fmt, shape in ((jc.formats.mxfp4, ()), (jc.formats.mxfp4(axis=2), (3, 3)), (jc.formats.int8(channel=1), (3,))):
         with pytest.raises(ValueError, match="not an axis of an array of"):
             fmt.scale_shape(shape)
     with pytest.raises(ValueError, match="names an axis twice"):
-        jc.int8(channel=(0, -2)).group_shape((3, 3))
+        jc.formats.int8(channel=(0, -2)).group_shape((3, 3))
 
 
 def test_block_floating_point_is_as_it_is_defined():
@@ -325,7 +332,7 @@ def test_block_floating_point_is_as_it_is_defined():
         exponent = np.floor(np.log2(np.abs(x).max(1, keepdims=True)))
         quantum, limit = 2.0 ** (exponent + 2 - bits), 2.0**exponent * (2 - 2.0 ** -(bits - 2))
         expected = np.clip(np.rint(x / quantum) * quantum, -limit, limit)
-        np.testing.assert_array_equal(jc.round_to_format(x, jc.bfp(bits, 16)), expected)
+        np.testing.assert_array_equal(jc.round_to_format(x, jc.formats.bfp(bits, 16)), expected)
 
 
 @each(
@@ -340,24 +347,24 @@ def test_block_floating_point_is_as_it_is_defined():
     ],
 )
 def test_parts_of_a_stored_scale(text: str, parts: tuple[str, ...]) -> None:
-    fmt = jc.parse(text).scaled
+    fmt = jc.Spec(text).scaled
     assert fmt is not None
     assert fmt.scale_parts == parts
 
 
 def test_formats_that_keep_n_of_every_m() -> None:
-    fmt = jc.int4(group=32, sparse="2:4")
-    assert fmt.sparse == (2, 4) and fmt == jc.int4(group=32)(sparse=[2, 4])
-    assert jc.parse("int4( group=32, sparse=2:4 ):stochastic").format == fmt
-    assert hash(fmt) == hash(jc.int4(group=32, sparse=(2, 4))) and fmt != fmt.dense == jc.int4(group=32)
-    assert [str(v) for v in (fmt, jc.nf4(sparse="1:2"), jc.mxfp4(axis=0, sparse=(4, 8)))] == [
+    fmt = jc.formats.int4(group=32, sparse="2:4")
+    assert fmt.sparse == (2, 4) and fmt == jc.formats.int4(group=32)(sparse=[2, 4])
+    assert jc.Spec("int4( group=32, sparse=2:4 ):stochastic").format == fmt
+    assert hash(fmt) == hash(jc.formats.int4(group=32, sparse=(2, 4))) and fmt != fmt.dense == jc.formats.int4(group=32)
+    assert [str(v) for v in (fmt, jc.formats.nf4(sparse="1:2"), jc.formats.mxfp4(axis=0, sparse=(4, 8)))] == [
         "int4(group=32,sparse=2:4)", "nf4(sparse=1:2)", "mxfp4(axis=0,sparse=4:8)"
     ]  # fmt: skip
     for text in ("int8(channel=0,sparse=2:4,sparse_axis=-2)", "e4m3fn(sparse=3:7)", "int4(group=(8,all),sparse=2:4)"):
-        assert jc.parse(str(jc.parse(text))) == jc.parse(text)
-    tiles = jc.int8(group=(8, 8), axis=(1, 0), sparse="2:4")
+        assert jc.Spec(str(jc.Spec(text))) == jc.Spec(text)
+    tiles = jc.formats.int8(group=(8, 8), axis=(1, 0), sparse="2:4")
     assert [v.axis_of_sparse for v in (fmt, fmt(axis=0), fmt(axis=0, sparse_axis=1), tiles)] == [-1, 0, 1, 0]
-    assert fmt(sparse_axis=0)(sparse=None) == jc.int4(group=32)
+    assert fmt(sparse_axis=0)(sparse=None) == jc.formats.int4(group=32)
     assert fmt.bits_per_element() == 1 + 4 / 2 + 32 / 32 and fmt.bits_per_element((2, 6)) == 1 + 4 * 4 / 6 + 32 / 6
     assert fmt.kept_shape((3, 7)) == (3, 4) and fmt.scale_shape((3, 33)) == (3, 2)
     assert ("sparse", "2 of every 4 numbers along axis -1") in format_facts(fmt)
@@ -369,6 +376,6 @@ def test_formats_that_keep_n_of_every_m() -> None:
         "nf4(scale=uint8(group=8,sparse=2:4))": "would drop scales, which every group needs",
     }.items():
         with pytest.raises(ValueError, match=why):
-            jc.parse(text)
+            jc.Spec(text)
     with pytest.raises(ValueError, match="not an axis of an array of 1"):
         fmt(sparse_axis=-2).group_shape((8,))

@@ -13,7 +13,7 @@ import jchop as jc
 from jchop.formats import CodebookFormat
 
 
-def levels_of(fmt: jc.ScaledFormat) -> np.ndarray:
+def levels_of(fmt: jc.formats.ScaledFormat) -> np.ndarray:
     assert isinstance(fmt.element, CodebookFormat)
     levels = np.array(fmt.element.levels)
     np.testing.assert_array_equal(levels.astype(np.float32), levels)
@@ -46,7 +46,10 @@ def create_dynamic_map(signed: bool, exponent_bits: int, total_bits: int) -> lis
     return sorted(data)
 
 
-@each(("fmt", "arguments"), [(jc.dynamic8, (True, 7, 8)), (jc.udynamic8, (False, 7, 8)), (jc.dynamic4, (True, 3, 4))])
+@each(
+    ("fmt", "arguments"),
+    [(jc.formats.dynamic8, (True, 7, 8)), (jc.formats.udynamic8, (False, 7, 8)), (jc.formats.dynamic4, (True, 3, 4))],
+)
 def test_dynamic_maps_are_those_of_bitsandbytes(fmt, arguments):
     assert levels_of(fmt).tolist() == create_dynamic_map(*arguments)
 
@@ -54,7 +57,7 @@ def test_dynamic_maps_are_those_of_bitsandbytes(fmt, arguments):
 def test_the_dynamic_map_is_the_published_one():
     """The digest of the 256 binary32 numbers that several projects have copied from bitsandbytes."""
     published = "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
-    assert hashlib.sha256(levels_of(jc.dynamic8).astype("<f4").tobytes()).hexdigest() == published
+    assert hashlib.sha256(levels_of(jc.formats.dynamic8).astype("<f4").tobytes()).hexdigest() == published
 
 
 def test_nf4_is_that_of_qlora():
@@ -62,7 +65,7 @@ def test_nf4_is_that_of_qlora():
 
     The ends are at the quantile (1/2) (1/32 + 1/30) below 1; bitsandbytes has these numbers to about six digits.
     """
-    levels = levels_of(jc.nf4)
+    levels = levels_of(jc.formats.nf4)
     offset = 0.9677083
 
     def quantile(p: float) -> float:
@@ -76,4 +79,4 @@ def test_nf4_is_that_of_qlora():
     negative = [-quantile(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
     wanted = np.array(sorted([*negative, 0.0, *positive])) / max(positive)
     np.testing.assert_allclose(levels, wanted, atol=3e-6)
-    assert jc.nf4.element.encode([-1.0, 0.0, 1.0]).tolist() == [0, 7, 15]
+    assert jc.formats.nf4.element.encode([-1.0, 0.0, 1.0]).tolist() == [0, 7, 15]

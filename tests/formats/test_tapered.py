@@ -14,7 +14,7 @@ from each_case import each
 import jchop as jc
 from jchop.formats import StringFormat, parse_format
 
-FORMATS = {"posit": jc.PositFormat, "takum": jc.TakumFormat}
+FORMATS = {"posit": jc.formats.PositFormat, "takum": jc.formats.TakumFormat}
 SMALL = [("posit", 2), ("posit", 3), ("posit", 4), ("posit", 5), ("posit", 8), ("takum", 6), ("takum", 8)]
 LARGE = [("posit", 11), ("posit", 16), ("takum", 11), ("takum", 12), ("takum", 16)]
 
@@ -42,16 +42,16 @@ def test_every_code(sizes: list[tuple[str, int]]) -> None:
 @each("n", [2, 8, 16, 32])
 def test_the_ends_of_posits(n: int) -> None:
     """Standard for Posit Arithmetic, 2022, 3.2: maxPos is 2^(4n - 8) and minPos its reciprocal."""
-    fmt = jc.PositFormat(n)
+    fmt = jc.formats.PositFormat(n)
     assert (fmt.max, fmt.min, fmt.smallest) == (2.0 ** (4 * n - 8), -(2.0 ** (4 * n - 8)), 2.0 ** (8 - 4 * n))
 
 
 def test_facts() -> None:
-    fmt = jc.PositFormat(16)
+    fmt = jc.formats.PositFormat(16)
     assert (fmt.bits, fmt.precision, fmt.eps, fmt.emax, fmt.signed) == (16, None, None, 56, True)
     assert (fmt.has_nan, fmt.has_inf, fmt.has_negative_zero, fmt.saturates) == (True, False, False, False)
     assert (fmt.fraction_bits(0), fmt.fraction_bits(55), fmt.last_place) == (11, 0, -56)
-    assert [jc.TakumFormat(16).fraction_bits(e) for e in (0, 1, -1, -2, 254, -255)] == [11, 10, 11, 10, 4, 4]
+    assert [jc.formats.TakumFormat(16).fraction_bits(e) for e in (0, 1, -1, -2, 254, -255)] == [11, 10, 11, 10, 4, 4]
 
 
 #: Codes of constants: posit32 of pi as printed by programs for a RISC-V posit unit; takums from libtakum's takum.h.
@@ -81,7 +81,7 @@ def test_published_codes(text: str, value: float, code: int) -> None:
 
 
 def test_values_that_are_not_in_the_format() -> None:
-    fmt = jc.PositFormat(8)
+    fmt = jc.formats.PositFormat(8)
     assert [fmt.code_of(value) for value in (1.01, 2.0**25, 2.0**-25, math.inf, 0.0, math.nan)] == [
         None, None, None, None, 0, 128,
     ]  # fmt: skip
@@ -91,9 +91,9 @@ def test_values_that_are_not_in_the_format() -> None:
 
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="bits=33 must be an integer from 2 to 32"):
-        jc.PositFormat(33)
+        jc.formats.PositFormat(33)
     with pytest.raises(ValueError, match="element=posit8 has its most bits next to 1"):
-        jc.ScaledFormat("posit8", group=16)
+        jc.formats.ScaledFormat("posit8", group=16)
     with pytest.raises(ValueError, match="overflow='wrap' is for fixed point"):
         jc.Spec("posit8", overflow="wrap")
     with pytest.raises(ValueError, match="flush=True needs"):
@@ -106,7 +106,7 @@ def test_what_is_refused() -> None:
 
 def test_every_code_of_hif8() -> None:
     """Against the fields of the code, and the list of magnitudes that the oracle of rounding has."""
-    fmt = jc.HiFloat8Format()
+    fmt = jc.formats.HiFloat8Format()
     decoded = fmt.decode(range(256))
     for code, value in enumerate(decoded):
         wanted = oracle.hif8_value(code)
@@ -120,11 +120,11 @@ def test_every_code_of_hif8() -> None:
     assert (fmt.max, fmt.min, fmt.smallest, fmt.emax, fmt.last_place) == (2.0**15, -(2.0**15), 2.0**-22, 15, -22)
     assert [fmt.fraction_bits(e) for e in (0, 3, -3, 4, -7, 8, -15, -16)] == [3, 3, 3, 2, 2, 1, 1, 0]
     assert (fmt.has_inf, fmt.has_nan, fmt.has_negative_zero, fmt.saturates) == (True, True, False, False)
-    assert jc.parse("hifloat8").format == fmt == jc.parse(str(fmt)).format and jc.finfo("hif8").max == 2.0**15
+    assert jc.Spec("hifloat8").format == fmt == jc.Spec(str(fmt)).format and jc.finfo("hif8").max == 2.0**15
 
 
 def test_what_hif8_refuses() -> None:
     with pytest.raises(ValueError, match="element=hif8 has its most bits next to 1"):
-        jc.ScaledFormat("hif8", group=16)
+        jc.formats.ScaledFormat("hif8", group=16)
     with pytest.raises(ValueError, match="float16, which cannot hold"):
         jc.round_to_format(np.float16(1), "hif8")

@@ -319,6 +319,31 @@ def test_second_derivatives_are_those_of_a_product() -> None:
     same(mixed[0, :, :, 0], np.eye(2, dtype=np.float32))
 
 
+TRACED = {
+    "sequential": 1,
+    "blocked(4)": 4,
+    "matrix_unit(4)": 4,
+    "blocked_pairwise(4)": 4,
+    "aligned(4, 20)": 4,
+    "aligned(4, 20, promote_every=8)": 8,
+    "aligned_halves(4, 20)": 4,
+}
+
+
+def test_a_trace_has_the_accumulator_after_each_step() -> None:
+    """After i steps it is the product of the first i steps; the last is the product, with the same draws."""
+    a, b = normal((2, 3, 10)), normal((10, 2), 1)
+    for order, step in TRACED.items():
+        spec = MatmulSpec(operands="e4m3", accumulate="e8m7", order=order)
+        trace = jc.math.matmul(a, b, spec, trace=True)
+        ends = [min(end, 10) for end in range(step, 10 + step, step)]
+        same(trace, np.stack([jc.math.matmul(a[..., :end], b[:end], spec) for end in ends]))
+    for order in ("sequential", "blocked(4)"):
+        spec = MatmulSpec(accumulate="e8m7:stochastic", order=order)
+        trace = jax.jit(partial(jc.math.matmul, spec=spec, trace=True))(a[0, 0], b[:, 0], key=KEY)
+        same(trace[-1], jc.math.matmul(a[0, 0], b[:, 0], spec, KEY))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 A, B = np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)
@@ -343,6 +368,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "accumulate='e8m22:up'.*float64",
     ),
+    "trace": (
+        lambda: untyped(A, B, MatmulSpec(order="pairwise"), trace=True),
+        ValueError,
+        "trace=True has no accumulator for order='pairwise'",
+    ),
+    "keyword": (lambda: untyped(A, B, "e5m2", accumulate="e5m10"), TypeError, "matmul has no accumulate=; write Matm"),
     "product": (lambda: untyped(A, B, MatmulSpec(product="binary64")), ValueError, "product='binary64'"),
     "operands": (lambda: untyped(A, B, MatmulSpec("binary64:saturate")), ValueError, "cannot hold every result"),
     "codebook": (

@@ -164,10 +164,10 @@ def test_draws_are_those_of_emulate() -> None:
 def test_the_range_of_what_a_product_runs_through_holds_its_start() -> None:
     """It is the format's where 1 lies in it: a multiple of the last place, and not above the largest value."""
     for text, held in (("e4m3", True), ("e3m2(bias=-1)", True), ("e3m2(bias=-2)", False), ("e3m2(bias=6)", True)):
-        first, own = _recurrence_ranges(jc.parse(text), np.float32)
+        first, own = _recurrence_ranges(jc.Spec(text), np.float32)
         assert first.quantum <= 0 < first.top
         assert (first == own) is held, text
-    assert _recurrence_ranges(jc.parse("e3m2(bias=6)"), np.float32)[0].top == 1
+    assert _recurrence_ranges(jc.Spec("e3m2(bias=6)"), np.float32)[0].top == 1
 
 
 @further

@@ -29,18 +29,18 @@ def step(layer: Any, x: Any) -> Any:
 
 def without_decoding_nothing_changes() -> None:
     plain = attention()
-    layer = jc.nn.quantize(plain, jc.nn.Rule(cache="int8(group=all)"))
+    layer = jc.nn.quantize(plain, jc.Rule(cache="int8(group=all)"))
     run = nnx.jit(lambda layer, x: layer(x, decode=False))
     np.testing.assert_array_equal(run(layer, X), run(plain, X))
-    usual = jc.nn.quantize(plain, jc.nn.Rule(activation="e4m3"))
+    usual = jc.nn.quantize(plain, jc.Rule(activation="e4m3"))
     usual.init_cache((2, LENGTH, 24))
     assert usual.cached_key[...].shape == (2, LENGTH, 2, DEPTH)
-    row = jc.nn.report(plain, jc.nn.Rule(cache="int8(group=all)")).rows
+    row = jc.nn.report(plain, jc.Rule(cache="int8(group=all)")).rows
     assert [r.specs for r in row if r.layer == "MultiHeadAttention"] == [(("cache", "int8(group=all)"),)]
 
 
 def what_cannot_be_decoded_is_said() -> None:
-    rule = jc.nn.Rule(cache="int8(group=all)")
+    rule = jc.Rule(cache="int8(group=all)")
     layer = jc.nn.quantize(attention(), rule)
     with pytest.raises(ValueError, match="call init_cache"):
         layer(X[:, :1])
@@ -66,7 +66,7 @@ def what_cannot_be_decoded_is_said() -> None:
         "int8(group=8):stochastic",
     ):
         with pytest.raises(ValueError, match="each token and head by itself"):
-            jc.nn.Rule(cache=spec)
+            jc.Rule(cache=spec)
     with pytest.raises(ValueError, match=r"cache has no effect .* Linear"):
         jc.nn.quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rule)
 
@@ -76,7 +76,7 @@ def what_cannot_be_decoded_is_said() -> None:
 )
 def a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> None:
     plain = attention()
-    layer = jc.nn.quantize(plain, jc.nn.Rule(cache=spec))
+    layer = jc.nn.quantize(plain, jc.Rule(cache=spec))
     layer.init_cache((2, LENGTH, 24))
     plain.init_cache((2, LENGTH, 24))
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m, nnx.Cache))) - 4 for m in (layer, plain)]
@@ -103,7 +103,7 @@ def a_packed_cache_is_one_rounded_by_hand(spec: str, per_number: float) -> None:
 
 def test_a_token_follows_the_one_before() -> None:
     spec = "int8(group=all)"
-    layer = jc.nn.quantize(attention(normalize_qk=False), jc.nn.Rule(cache=spec))
+    layer = jc.nn.quantize(attention(normalize_qk=False), jc.Rule(cache=spec))
     layer.init_cache((2, LENGTH, 24))
     for t in range(2):
         step(layer, X[:, t : t + 1])

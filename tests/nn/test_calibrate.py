@@ -32,7 +32,7 @@ HIGH = np.array([float(b.max()) for b in BATCHES])
 
 
 def layer(activation: str = "int8(group=tensor)", **more: Any) -> Any:
-    return jc.nn.Linear(4, 3, rule=jc.nn.Rule(activation=activation, **more), rngs=nnx.Rngs(0))
+    return jc.nn.Linear(4, 3, rule=jc.Rule(activation=activation, **more), rngs=nnx.Rngs(0))
 
 
 def range_of(model: Any) -> np.ndarray:
@@ -176,17 +176,17 @@ def gradients_pass_and_the_range_is_state() -> None:
     assert (of_params["kernel"][...] != 0).any() and list(of_params) == ["bias", "kernel"]
     state = nnx.state(static, jc.nn.ActivationRange)
     assert list(nnx.to_flat_state(state)) == [(("dot_general", "range"), state["dot_general"]["range"])]
-    packed = jc.nn.quantize(static, jc.nn.Rule(weight="e4m3", activation="int8(group=tensor)"), mode="ptq")
+    packed = jc.nn.quantize(static, jc.Rule(weight="e4m3", activation="int8(group=tensor)"), mode="ptq")
     np.testing.assert_array_equal(range_of(packed), range_of(static))  # it goes on
     for fields in (
         {"activation": "int4(group=tensor)"},
         {"activation": "int8(group=tensor)", "gradient": "e5m2"},
-        {"activation": "int8(group=tensor)", "scale_from": jc.nn.MovingAverage()},
+        {"activation": "int8(group=tensor)", "scale_from": jc.MovingAverage()},
     ):
-        assert jc.nn.quantize(static, jc.nn.Rule(**fields)).dot_general.range is None
+        assert jc.nn.quantize(static, jc.Rule(**fields)).dot_general.range is None
     again = jc.nn.calibrate(static, [10 * BATCHES[0]])
     np.testing.assert_allclose(range_of(again), [10 * LOW[0], 10 * HIGH[0]], rtol=1e-6)
-    untouched = jc.nn.quantize(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(activation="int8(group=tensor)"))
+    untouched = jc.nn.quantize(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), jc.Rule(activation="int8(group=tensor)"))
     before, graph = untouched(BATCHES[0]), nnx.graphdef(untouched)
     assert range_of(jc.nn.calibrate(untouched, [10 * BATCHES[0]])).max() > 0
     assert untouched.dot_general.range is None and nnx.graphdef(untouched) == graph
@@ -232,7 +232,7 @@ def test_a_calibrated_model_is_loaded_into_its_shapes(outside: bool, tmp_path: P
         (lambda: layer(), BATCHES, {"combine": "median"}, "combine='median'"),
         (lambda: layer(), BATCHES, {"method": "entropy", "combine": "mean"}, "combine='mean'"),
         (lambda: layer("e4m3(group=tensor)"), BATCHES, {"method": "entropy"}, "even levels"),
-        (lambda: layer(scale_from=jc.nn.DelayedScaling(2)), BATCHES, {}, "a history"),
+        (lambda: layer(scale_from=jc.DelayedScaling(2)), BATCHES, {}, "a history"),
     ],
 )
 def test_what_cannot_be_calibrated_is_said(model: Callable[[], Any], batches: Any, more: Any, words: str) -> None:

@@ -23,7 +23,7 @@ X = jnp.asarray(RNG.normal(size=(3, 6, 8)), "float32")
 MASK = np.ones((3, 8, 4), "float32")
 MASK[2] = 0
 KERNEL = np.where(MASK == 0, 5, 1) * RNG.normal(size=MASK.shape).astype("float32")
-Rule = jc.nn.Rule
+Rule = jc.Rule
 
 
 def masked(kind: Any = nnx.Conv, mask: Any = MASK, **more: Any) -> Any:

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from layer_references import checked, each
 
 import jchop as jc
-from jchop.nn import LoraRule, Rule, load_checkpoint, save_checkpoint
+from jchop import Rule
+from jchop.nn import LoraRule, load_checkpoint, save_checkpoint
 
 INT4 = "int4(group=16,scale=float16)"
 TOKENS = np.arange(6)

@@ -217,7 +217,7 @@ def layers_without_a_product_refuse() -> None:
     with pytest.raises(NotImplementedError, match=r"ConvTranspose at .*Flax gives no access to its product"):
         jc.nn.quantize(nnx.ConvTranspose(8, 4, (3,), rngs=nnx.Rngs(0)), rule)
     with pytest.raises(NotImplementedError, match="none from scale_from"):
-        jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, scale_from=jc.nn.LSQ(), product="codes"))
+        jc.nn.quantize(layers("Linear"), jc.Rule(weight=ROW, scale_from=jc.LSQ(), product="codes"))
     module = linen.Einsum((8, 4), "btd,dk->btk")
     low = jc.nn.linen.quantize(module, rule)  # a program has its product
     assert low.report(module.init(jax.random.key(0), X), X).products[0].roundings["product"] == "codes"

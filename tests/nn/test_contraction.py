@@ -154,13 +154,13 @@ def convolutions_round_their_backward_products_too() -> None:
 def convolutions_in_an_emulated_arithmetic() -> None:
     x, w = normal(2, 6, 5, 3), normal(3, 2, 3, 4, seed=1)
     sums = jc.MatmulSpec(product="e5m4", accumulate="e5m4")
-    layer = jc.nn.Conv(3, 4, (3, 2), (2, 1), rule=jc.nn.Rule(matmul=sums), rngs=nnx.Rngs(0))
+    layer = jc.nn.Conv(3, 4, (3, 2), (2, 1), rule=jc.Rule(matmul=sums), rngs=nnx.Rngs(0))
     layer.kernel[...] = w
     expected = jc.math.conv(x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), sums, stride=(2, 1), padding="SAME")
     np.testing.assert_array_equal(layer(x), expected.transpose(0, 2, 3, 1))
     grouped = nnx.Conv(4, 4, (3,), feature_group_count=2, rngs=nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match="feature_group_count=2"):
-        jc.nn.quantize(grouped, jc.nn.Rule(matmul=sums))(normal(1, 5, 4))
+        jc.nn.quantize(grouped, jc.Rule(matmul=sums))(normal(1, 5, 4))
 
 
 @pytest.mark.parametrize(

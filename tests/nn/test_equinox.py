@@ -14,7 +14,8 @@ import pytest
 from layer_references import checked, each, products_of_size
 
 import jchop as jc
-from jchop.nn import LoraRule, Rule, add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
+from jchop import Rule
+from jchop.nn import LoraRule, add_lora, load_lora, lora_mask, merge_lora, save_lora, split_lora
 
 eqx = pytest.importorskip("equinox")
 

@@ -63,9 +63,9 @@ def drawn(shapes: Any) -> Any:
     return jax.tree.map(lambda v: jnp.asarray(draw.normal(0.25, 0.5, v.shape), v.dtype), shapes)
 
 
-def rule_for(layer: Layer, formats: Formats) -> jc.nn.Rule:
+def rule_for(layer: Layer, formats: Formats) -> jc.Rule:
     bias = formats.bias if layer.bias else None
-    return jc.nn.Rule(weight=formats.weight, activation=formats.activation, bias=bias, output=formats.output)
+    return jc.Rule(weight=formats.weight, activation=formats.activation, bias=bias, output=formats.output)
 
 
 def of_nnx(layer: Layer, formats: Formats) -> Model:
@@ -204,13 +204,13 @@ def test_both_matrices_of_an_adapter_are_rounded_along_what_they_sum_over() -> N
     layer = nnx.LoRA(4, 2, 6, b_initializer=nnx.initializers.normal(), rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32")
     a, b = (jc.round_to_format(w[...].T, "int4(group=2)").T for w in (layer.lora_a, layer.lora_b))
-    low = jc.nn.quantize(layer, jc.nn.Rule(weight="int4(group=2)"))
+    low = jc.nn.quantize(layer, jc.Rule(weight="int4(group=2)"))
     np.testing.assert_allclose(low(x), x @ a @ b, rtol=1e-6, atol=1e-7)
 
 
 def test_a_packed_bias_of_several_axes_is_one_array() -> None:
     layer = nnx.LinearGeneral(2, (3, 4), bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
-    low = jc.nn.quantize(layer, jc.nn.Rule(bias="int4(group=tensor)"), mode="ptq")
+    low = jc.nn.quantize(layer, jc.Rule(bias="int4(group=tensor)"), mode="ptq")
     assert layer.bias is not None
     wanted = jc.round_to_format(layer.bias[...], "int4(group=tensor)")
     np.testing.assert_array_equal(jc.dequantize(low.bias[...]), wanted)  # type: ignore[arg-type]
@@ -220,13 +220,13 @@ def test_attention_to_more_tokens_than_a_head_has_features_is_that_of_flax() -> 
     """Under a format so wide that it changes nothing that matters; whether to decode is said in the call."""
     plain = nnx.MultiHeadAttention(2, 4, rngs=nnx.Rngs(0))
     x = 3 * jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), "float32")
-    low = jc.nn.quantize(plain, jc.nn.Rule(activation="e8m20"))
+    low = jc.nn.quantize(plain, jc.Rule(activation="e8m20"))
     np.testing.assert_allclose(low(x, decode=False), plain(x, decode=False), rtol=1e-3, atol=1e-4)
 
 
 def einsum_packs_in_the_order_of_the_sum() -> None:
     layer = nnx.Einsum("nab,bac->nc", (3, 2, 4), rngs=nnx.Rngs(0))  # a before b, but b before a in the kernel
-    rule = jc.nn.Rule(weight="int8(group=4)")
+    rule = jc.Rule(weight="int8(group=4)")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2, 3)), "float32")
     rows = layer.kernel[...].transpose(2, 1, 0).reshape(4, 6)
     wanted = x.reshape(5, 6) @ jc.round_to_format(rows, "int8(group=4)").T
@@ -236,7 +236,7 @@ def einsum_packs_in_the_order_of_the_sum() -> None:
 
 def einsum_of_linen_may_get_its_subscripts_in_the_call() -> None:
     x, text = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32"), "ab,bc->ac"
-    rule = jc.nn.Rule(weight="int8(group=4)", activation="int8(group=4)", gradient="e5m2")
+    rule = jc.Rule(weight="int8(group=4)", activation="int8(group=4)", gradient="e5m2")
     late, early = (jc.nn.linen.quantize(layer, rule) for layer in (linen.Einsum((4, 2)), linen.Einsum((4, 2), text)))
     variables = early.init(jax.random.key(0), x)
 

@@ -50,7 +50,7 @@ def run(network: Any, x: Any) -> Any:
 
 def error_of(spec: str, seed: int) -> float:
     network, x = Network(rngs=nnx.Rngs(seed)), jax.random.normal(jax.random.key(100 + seed), (256, 512))
-    exact, rounded = run(network, x), run(jc.nn.quantize(network, jc.nn.Rule(weight=spec)), x)
+    exact, rounded = run(network, x), run(jc.nn.quantize(network, jc.Rule(weight=spec)), x)
     return float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact))
 
 
@@ -72,7 +72,7 @@ def matrices() -> tuple[Any, Any, Any]:
     return jnp.asarray(x), jnp.asarray(w.T), jnp.asarray(g)
 
 
-def products(rule: jc.nn.Rule) -> tuple[float, float, float]:
+def products(rule: jc.Rule) -> tuple[float, float, float]:
     x, w, g = matrices()
     plain = nnx.Linear(1024, 512, use_bias=False, rngs=nnx.Rngs(0))
     plain.kernel[...] = w
@@ -105,7 +105,7 @@ def products_are_as_exact_as_those_of_torchao_and_networks_as_those_of_qwix(name
     if name in YARDSTICK:
         return within_two_percent_of_qwix(name)
     weight, activation, figure = FORWARD[name]
-    assert products(jc.nn.Rule(weight=weight, activation=activation))[0] == pytest.approx(figure, abs=0.06)
+    assert products(jc.Rule(weight=weight, activation=activation))[0] == pytest.approx(figure, abs=0.06)
 
 
 #: Decibels of y, dx and dw.
@@ -165,7 +165,7 @@ def two_bits_with_learned_scales() -> None:
     teacher, student = Student(sizes, rngs=nnx.Rngs(7)), Student(sizes, rngs=nnx.Rngs(0))
     for _ in range(turns):
         student, *_ = taught(student, teacher, steps)
-    rule = jc.nn.Rule(weight="int2(group=32,rule=half_range)", scale_from=jc.nn.LSQ())
+    rule = jc.Rule(weight="int2(group=32,rule=half_range)", scale_from=jc.LSQ())
     _, before, after = taught(jc.nn.quantize(student, rule), teacher, steps)
     exact = taught(student, teacher, steps)[2]
     assert (before - after) / (before - exact) >= (0.1566 - 0.0811) / (0.1566 - 0.0411)

@@ -60,7 +60,7 @@ def folded_norms_are_the_formula() -> None:
     assert all(isinstance(layer, jc.nn.Folded) for layer in (folded.blocks[1], folded.norm, folded.last))
     assert (model.head.kernel[...] == before).all() and isinstance(model.last, nnx.BatchNorm)
     assert folded.blocks[0].bias is not None and model.blocks[0].bias is None
-    rounded = jc.nn.quantize(folded, jc.nn.Rule("head", weight="int8(group=all)"))
+    rounded = jc.nn.quantize(folded, jc.Rule("head", weight="int8(group=all)"))
     assert np.abs(np.asarray(rounded(x) - y)).max() < 0.1
 
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_folded_is_said(pairs: Any, error: type[Exception], words
         jc.nn.fold_batch_norms(Model(rngs=nnx.Rngs(0)), pairs)
 
 
-RULE = jc.nn.Rule(weight="int2(group=all,rule=half_range)", output="bfloat16")
+RULE = jc.Rule(weight="int2(group=all,rule=half_range)", output="bfloat16")
 
 
 def means_are_those_of_the_exact_model() -> None:
@@ -120,7 +120,7 @@ def test_a_bias_takes_up_the_mean_error_of_all_rows() -> None:
     exact, draw = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), np.random.default_rng(3)
     exact.bias = nnx.Param(jnp.asarray([0.5, -1.0, 2.0]))
     batches = [jnp.asarray(draw.uniform(size=(count, 8)), "float32") for count in (2, 5)]
-    low = jc.nn.quantize(exact, jc.nn.Rule(weight="int2(group=all)"))
+    low = jc.nn.quantize(exact, jc.Rule(weight="int2(group=all)"))
     lost = np.concatenate([np.asarray(exact(x) - low(x), np.float64) for x in batches]).mean(0)
     assert np.abs(lost).min() > 1e-3
     corrected = jc.nn.correct_biases(exact, low, batches)
@@ -142,6 +142,6 @@ def test_what_cannot_be_corrected_is_said() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             jc.nn.correct_biases(*arguments, **more)
-    packed = jc.nn.quantize(model, jc.nn.Rule("head", weight="e4m3", bias="e4m3"), mode="ptq")
+    packed = jc.nn.quantize(model, jc.Rule("head", weight="e4m3", bias="e4m3"), mode="ptq")
     with pytest.raises(NotImplementedError, match="'head' has a packed bias"):
         jc.nn.correct_biases(model, packed, x)

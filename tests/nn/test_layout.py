@@ -86,12 +86,12 @@ def test_whole_groups_are_not_moved_and_what_has_an_order_is() -> None:
 @pytest.mark.smoke
 def test_a_kernel_of_a_convolution_is_what_the_oracle_says() -> None:
     shape, layout = OPERANDS["convolution"]
-    scale = oracle.describe(jc.binary32)
+    scale = oracle.describe(jc.formats.binary32)
     assert isinstance(scale, oracle.FloatSet)
-    blocks = oracle_scaled.Blocks(oracle.describe(jc.int8.element), scale, "absmax")
+    blocks = oracle_scaled.Blocks(oracle.describe(jc.formats.int8.element), scale, "absmax")
     scheme, carrier = oracle_scaled.Scheme(blocks, channel=3), oracle.CARRIERS["float32"]
     rounder = jax.jit(lambda x: round_in_layout(layout, x, as_spec("int8(group=all)", scaled=True)))
-    rows = adversarial(jc.int8.element, math.prod(shape[:3]), "float32", 8 * shape[3], np.random.default_rng(2))
+    rows = adversarial(jc.formats.int8.element, math.prod(shape[:3]), "float32", 8 * shape[3], np.random.default_rng(2))
     for part in np.split(rows, 8):
         x = unlaid(layout, part, shape)
         numbers = oracle_scaled.quantize_array(values_of(x.ravel()), shape, scheme, carrier, 1, [0] * x.size).numbers

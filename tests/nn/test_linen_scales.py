@@ -21,7 +21,7 @@ X = jnp.asarray(
     np.random.default_rng(4).normal(size=(4, 3, 4, 6)) * np.array([1, 2, 0.5, 1])[:, None, None, None], "f4"
 )
 TENSOR = "int8(group=tensor)"
-LEARNED = {"weight": "int4(group=all)", "activation": "int8(group=tensor)", "scale_from": jc.nn.LSQ()}
+LEARNED = {"weight": "int4(group=all)", "activation": "int8(group=tensor)", "scale_from": jc.LSQ()}
 
 
 class Net(linen.Module):
@@ -125,8 +125,8 @@ def same_as_twin(params: Any, stats: Any, twin: Any, rtol: float = 0) -> None:
                 same(own.ravel(), source.scale[...].ravel())
 
 
-MOVING = {"activation": TENSOR, "scale_from": jc.nn.MovingAverage(0.75)}
-HISTORY = jc.nn.recipe("float8_delayed", scale_from=jc.nn.DelayedScaling(2))
+MOVING = {"activation": TENSOR, "scale_from": jc.MovingAverage(0.75)}
+HISTORY = jc.nn.recipe("float8_delayed", scale_from=jc.DelayedScaling(2))
 
 
 def check(rules: Any, calibrated: bool) -> Any:
@@ -135,7 +135,7 @@ def check(rules: Any, calibrated: bool) -> Any:
     twin = jc.nn.calibrate(twin, X[:1]) if calibrated else twin
     same_as_twin(variables["params"], variables, twin)
     params, stats, results = train(net, variables)
-    learns = any(isinstance(rule.scale_from, jc.nn.LSQ) for rule in (rules if isinstance(rules, list) else [rules]))
+    learns = any(isinstance(rule.scale_from, jc.LSQ) for rule in (rules if isinstance(rules, list) else [rules]))
     # Kernels of a program lie as they are, so that the sums in the gradients of learned scales have another order.
     rtol = 2e-5 if learns else 0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), results, train_twin(twin))
@@ -148,21 +148,21 @@ def check(rules: Any, calibrated: bool) -> Any:
 
 def each_its_own() -> Any:
     """Another source for each layer."""
-    learned = jc.nn.Rule("head", weight="int4(group=all)", scale_from=jc.nn.LSQ())
-    return [jc.nn.Rule("conv", **MOVING), dataclasses.replace(HISTORY, path="general"), learned]
+    learned = jc.Rule("head", weight="int4(group=all)", scale_from=jc.LSQ())
+    return [jc.Rule("conv", **MOVING), dataclasses.replace(HISTORY, path="general"), learned]
 
 
 @pytest.mark.parametrize(
     "rules",
     [
-        pytest.param(jc.nn.Rule(**LEARNED), marks=pytest.mark.slow, id="LSQ"),
+        pytest.param(jc.Rule(**LEARNED), marks=pytest.mark.slow, id="LSQ"),
         pytest.param(each_its_own(), marks=pytest.mark.slow, id="each its own"),
-        pytest.param(jc.nn.Rule(**MOVING), id="MovingAverage"),
+        pytest.param(jc.Rule(**MOVING), id="MovingAverage"),
     ],
 )
 def test_every_layer_trains_as_its_twin(rules: Any) -> None:
     several = isinstance(rules, list)
-    stats = check(rules, not several and isinstance(rules.scale_from, jc.nn.LSQ))
+    stats = check(rules, not several and isinstance(rules.scale_from, jc.LSQ))
     if several:
         assert {path: sorted(names) for path, names in stats["scale_stats"].items()} == {
             "conv": ["kernel_activation_range"],
@@ -174,7 +174,7 @@ def start_keeps_what_is_there_and_begins_the_rest() -> None:
     x = jnp.asarray([[1.0, -4.0, 0.5, 2.0]])
     dense = linen.Dense(3)
     plain = dense.init(jax.random.key(0), x)
-    rule = jc.nn.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.nn.LSQ())
+    rule = jc.Rule(weight="int4(group=2)", activation=TENSOR, scale_from=jc.LSQ())
     net = jc.nn.linen.quantize(dense, rule)
     with pytest.raises(ValueError, match=r"scales has no 'kernel_weight_scale': pass .*start"):
         net.apply(plain, x)
@@ -188,7 +188,7 @@ def start_keeps_what_is_there_and_begins_the_rest() -> None:
     first["kernel_weight_scale"] = 2 * first["kernel_weight_scale"]
     again = net.start(variables, 8 * x)
     jax.tree.map(np.testing.assert_array_equal, again, variables)
-    moving = jc.nn.linen.quantize(dense, jc.nn.Rule(**MOVING))
+    moving = jc.nn.linen.quantize(dense, jc.Rule(**MOVING))
     with pytest.raises(ValueError, match="no 'kernel_activation_range'"):
         moving.apply(plain, x)
     known = {**plain, "scale_stats": {"kernel_activation_range": jnp.asarray([-1.0, 3.0])}}
@@ -219,9 +219,7 @@ class Stack(linen.Module):
 
 
 def stacks_have_scales_of_their_own() -> None:
-    rule = jc.nn.Rule(
-        weight="int4(group=all)", activation=TENSOR, bias="fixed2.2(group=tensor)", scale_from=jc.nn.LSQ()
-    )
+    rule = jc.Rule(weight="int4(group=all)", activation=TENSOR, bias="fixed2.2(group=tensor)", scale_from=jc.LSQ())
     net, one = jc.nn.linen.quantize(Stack(), rule), jc.nn.linen.quantize(linen.Dense(6), rule)
     x = X[0, 0]
     variables = jax.jit(net.init)(jax.random.key(0), x)
@@ -240,7 +238,7 @@ def stacks_have_scales_of_their_own() -> None:
     of_net, of_packed, by_layer = run(variables, packed)
     np.testing.assert_array_equal(of_net, by_layer)
     np.testing.assert_array_equal(of_packed, by_layer)
-    moving = jc.nn.linen.quantize(Stack(), jc.nn.Rule(**MOVING))
+    moving = jc.nn.linen.quantize(Stack(), jc.Rule(**MOVING))
     plain = {"params": {"layers": without_scales(layers)}}
     after = jax.jit(lambda v: moving.apply(moving.start(v, x), x, mutable=["scale_stats"])[1])(plain)
     ranges = after["scale_stats"]["layers"]["kernel_activation_range"]
@@ -250,7 +248,7 @@ def stacks_have_scales_of_their_own() -> None:
 
 def a_range_goes_through_the_steps_of_a_recurrent_network() -> None:
     network = linen.RNN(linen.SimpleCell(5), variable_carry="scale_stats")
-    net, x = jc.nn.linen.quantize(network, jc.nn.Rule(**MOVING)), X[0]
+    net, x = jc.nn.linen.quantize(network, jc.Rule(**MOVING)), X[0]
     variables = jax.jit(net.init)(jax.random.key(0), x)
     after = jax.jit(lambda v: net.apply(v, x, mutable=["scale_stats"])[1])(variables)
     span = np.array([x[:, 0].min(), x[:, 0].max()])
@@ -276,11 +274,11 @@ def test_where_scales_are_kept(check: Any, request: Any) -> None:
 @pytest.mark.smoke
 def test_what_cannot_be_kept_is_named() -> None:
     x = jnp.ones((2, 4))
-    learned = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.LSQ())
+    learned = jc.Rule(weight="int8(group=all)", scale_from=jc.LSQ())
     einsum = linen.Einsum((4, 3), "ij,jk->ik")
     for module, rule, error, words in (
-        (linen.Dense(3), jc.nn.Rule(cache="int8(group=all)"), ValueError, "cache has no effect"),
-        (linen.Dense(3), jc.nn.Rule(weight="int8", product="codes", scale_from=jc.LSQ()), NotImplementedError, "codes"),
+        (linen.Dense(3), jc.Rule(cache="int8(group=all)"), ValueError, "cache has no effect"),
+        (linen.Dense(3), jc.Rule(weight="int8", product="codes", scale_from=jc.LSQ()), NotImplementedError, "codes"),
     ):
         with pytest.raises(error, match=words):
             low = jc.nn.linen.quantize(module, rule)

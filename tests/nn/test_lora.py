@@ -18,7 +18,8 @@ from further import Further
 from layer_references import checked, products_of_size
 
 import jchop as jc
-from jchop.nn import LoraRule, Rule, add_lora, load_lora, merge_lora, save_lora, split_lora
+from jchop import Rule
+from jchop.nn import LoraRule, add_lora, load_lora, merge_lora, save_lora, split_lora
 
 further = Further()
 

@@ -17,7 +17,8 @@ from further import Further
 from layer_references import checked, drawn, each, products_of_size
 
 import jchop as jc
-from jchop.nn import LoraRule, Rule
+from jchop import Rule
+from jchop.nn import LoraRule
 from jchop.nn.linen import add_lora, load_lora, merge_lora, save_lora, split_lora
 
 further = Further()

@@ -15,7 +15,7 @@ from layer_references import checked, each
 import jchop as jc
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), "float32")
-Rule = jc.nn.Rule
+Rule = jc.Rule
 
 
 def linear(seed: int = 0, out: int = 4) -> nnx.Linear:
@@ -59,9 +59,9 @@ def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> Non
 
 def nan_stays_nan_under_kept_scales() -> None:
     x = X.at[0, 3].set(jnp.nan)
-    for source in (jc.nn.MovingAverage(), jc.nn.DelayedScaling(2), jc.nn.LSQ()):
+    for source in (jc.MovingAverage(), jc.DelayedScaling(2), jc.LSQ()):
         model = jc.nn.quantize(linear(), Rule(activation="int8(group=tensor)", scale_from=source))
-        model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.LSQ) else model
+        model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.LSQ) else model
         assert np.isnan(model(x)[0]).all() and np.isfinite(model(X)).all()
 
 
@@ -218,11 +218,11 @@ def kept(source: Any) -> Rule:
 
 @each(
     ("source", "name", "shape"),
-    [(jc.nn.DelayedScaling(4), "history", (3,)), (jc.nn.MovingAverage(), "range", (3,)), (jc.nn.LSQ(), "scale", (1,))],
+    [(jc.DelayedScaling(4), "history", (3,)), (jc.MovingAverage(), "range", (3,)), (jc.LSQ(), "scale", (1,))],
 )
 def test_kept_scales_of_another_shape_are_refused(source: Any, name: str, shape: tuple[int, ...]) -> None:
     model = jc.nn.quantize(linear(), kept(source))
-    model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.nn.LSQ) else model
+    model = jc.nn.calibrate(model, [X]) if isinstance(source, jc.LSQ) else model
     getattr(model.dot_general.left, name).set_value(jnp.ones(shape))
     with pytest.raises(ValueError, match=rf"of the Linear at '' by .* has shape \({shape[0]},\), and that rule needs"):
         model(X)

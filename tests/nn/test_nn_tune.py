@@ -69,7 +69,7 @@ def by_definition(model: Any, data: Any) -> None:
     scores = [[fisher(model, data, i, text) for text in MENU] for i in range(3)]
     costs = [
         [
-            jc.nn.quantize(model, jc.nn.Rule(weight=text), "ptq").layers[2 * i].kernel[...].nbytes  # type: ignore[attr-defined]
+            jc.nn.quantize(model, jc.Rule(weight=text), "ptq").layers[2 * i].kernel[...].nbytes  # type: ignore[attr-defined]
             for text in MENU
         ]
         for i in range(3)
@@ -107,7 +107,7 @@ class Shifted(nnx.Module):
 def test_scores_by_the_loss_and_ratios_of_inputs_are_those_of_one_layer_alone() -> None:
     model, draw = Shifted(), np.random.default_rng(0)
     x, y = (jnp.asarray(draw.normal(size=(5, size)), "float32") for size in (4, 2))
-    menu = [None, jc.nn.Rule(weight="int4(group=all)", activation="e4m3")]
+    menu = [None, jc.Rule(weight="int4(group=all)", activation="e4m3")]
     found = jc.nn.tune(model, [(x, y)], menu, loss=squares, bits=12, score="loss")
     before = {"down": model.up(x), "up": x}
     assert [row.path for row in found.rows] == [*before] and len(found.rules) == 2
@@ -123,7 +123,7 @@ def test_scores_by_the_loss_and_ratios_of_inputs_are_those_of_one_layer_alone() 
 
 def groups_agree_and_other_tensors_have_ratios(problem: Any) -> None:
     model, data = problem
-    menu = [jc.nn.Rule(weight="e2m1fn", activation="e4m3"), None]
+    menu = [jc.Rule(weight="e2m1fn", activation="e4m3"), None]
     found = jc.nn.tune(model, data[:1], menu, loss=squares, bits=24, groups=["layers/{0,2}"])
     first, second, third = found.rows
     assert first.group == second.group != third.group and first.option == second.option
@@ -150,7 +150,7 @@ def drawn(model: Any) -> Any:
 
 def packed_in(model: Any) -> set[str]:
     """The paths of the modules with parameters that `quantize` packs."""
-    low = jc.nn.quantize(model, jc.nn.Rule(weight="int8(group=all)"), "ptq")
+    low = jc.nn.quantize(model, jc.Rule(weight="int8(group=all)"), "ptq")
     return {"/".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(nnx.state(low, jc.nn.QuantizedParam))}
 
 
@@ -206,7 +206,7 @@ def scores_of_the_last_layer_are_twice_its_part_in_a_divergence(make: Any, shape
     found = jc.nn.tune(model, [(x, labels)], WHOLE, loss=half_squares, bits=30)
     assert {row.path for row in found.rows} == packed_in(model)
     for row in found.rows:
-        alone = jc.nn.quantize(model, jc.nn.Rule(f"/{row.path}/", weight=row.option))
+        alone = jc.nn.quantize(model, jc.Rule(f"/{row.path}/", weight=row.option))
         assert row.score == pytest.approx(2 * float(half_squares(alone, x, y)), rel=0.15)
         noise = jnp.sum((alone(x) - y) ** 2)
         if row.path == "layer":  # others give a part of the result
@@ -274,7 +274,7 @@ def groups_and_notes(check: Any, request: Any) -> None:
         ({"menu": ["int4"]}, TypeError, "two formats"),
         ({"menu": ["int4", "int4"]}, ValueError, "twice"),
         ({"menu": ["int4", "int8:stochastic"]}, ValueError, r"menu\[1\]=int8:stochastic rounds stochastically"),
-        ({"menu": ["int4", jc.nn.Rule("head", weight="int8")]}, ValueError, r"menu\[1\]"),
+        ({"menu": ["int4", jc.Rule("head", weight="int8")]}, ValueError, r"menu\[1\]"),
         ({"bits": None}, ValueError, "give one of both"),
         ({"bytes": 10}, ValueError, "give one of both"),
         ({"bits": -1}, ValueError, "bits=-1"),
@@ -363,13 +363,13 @@ def on_digits(score: Any, between: Any, bits: float) -> None:
     }
     found = mixes[bits]
     paths = [row.path for row in found.rows]
-    ends = [jc.nn.Rule(f"/{path}/", weight="int8" if path in (paths[0], paths[-1]) else "int4") for path in paths]
+    ends = [jc.Rule(f"/{path}/", weight="int8" if path in (paths[0], paths[-1]) else "int4") for path in paths]
 
     def apart(rules: Any) -> float:
         return float(divergence(jc.nn.quantize(model, rules), x[1200:], p[1200:]))
 
     assert found.bits <= bits and mixes[4.5].bits <= 4.5
-    assert apart(mixes[4.5].rules) < apart(jc.nn.Rule(weight="int4"))
+    assert apart(mixes[4.5].rules) < apart(jc.Rule(weight="int4"))
     assert apart(found.rules) < apart(ends)
     assert all(any(matches_path(rule.path, path) for rule in found.rules) for path in paths)
     if between is nnx.tanh:

@@ -24,11 +24,7 @@ TREE = {
 
 @further.first
 def leaves_are_packed_by_path() -> None:
-    rules = [
-        jc.nn.Rule("head/kernel"),
-        jc.nn.Rule("kernel", weight="e4m3"),
-        jc.nn.Rule("bias", weight="int8(group=all)"),
-    ]
+    rules = [jc.Rule("head/kernel"), jc.Rule("kernel", weight="e4m3"), jc.Rule("bias", weight="int8(group=all)")]
     packed = jc.nn.quantize_params(TREE, rules)
     assert isinstance(packed["layers"][0]["kernel"], jc.QArray) and packed["head"]["kernel"] is TREE["head"]["kernel"]
     assert packed["layers"][0]["kernel"].nbytes == 48 and packed["head"]["step"] is TREE["head"]["step"]
@@ -46,7 +42,7 @@ def leaves_are_packed_by_path() -> None:
 
 def stochastic_leaves_draw_from_keys_of_their_own() -> None:
     tree = {"a": jnp.full((64,), 0.3), "b": jnp.full((64,), 0.3)}
-    packed = jc.nn.quantize_params(tree, jc.nn.Rule(weight="e4m1:stochastic"), jax.random.key(0))
+    packed = jc.nn.quantize_params(tree, jc.Rule(weight="e4m1:stochastic"), jax.random.key(0))
     a, b = (np.asarray(jc.dequantize(packed[name])) for name in "ab")
     assert (a != b).any() and set(a) == set(b) == {np.float32(0.25), np.float32(0.375)}
 
@@ -54,11 +50,11 @@ def stochastic_leaves_draw_from_keys_of_their_own() -> None:
 @each(
     ("rules", "error", "words"),
     [
-        (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no leaf"),
-        (jc.nn.Rule("kernel", weight="e4m3", bias="e4m3"), ValueError, "bias has no effect"),
-        (jc.nn.Rule("step", weight="e4m3"), TypeError, "the leaf 'head/step'.*int32"),
-        (jc.nn.Rule("kernel", weight="e4m3:stochastic"), ValueError, "the leaf 'head/kernel'.*key=None"),
-        (jc.nn.Rule("bias", weight="int4(group=2,axis=1)"), ValueError, "the leaf 'layers/0/bias'"),
+        (jc.Rule("tail", weight="e4m3"), ValueError, "matches no leaf"),
+        (jc.Rule("kernel", weight="e4m3", bias="e4m3"), ValueError, "bias has no effect"),
+        (jc.Rule("step", weight="e4m3"), TypeError, "the leaf 'head/step'.*int32"),
+        (jc.Rule("kernel", weight="e4m3:stochastic"), ValueError, "the leaf 'head/kernel'.*key=None"),
+        (jc.Rule("bias", weight="int4(group=2,axis=1)"), ValueError, "the leaf 'layers/0/bias'"),
     ],
 )
 def test_what_cannot_be_packed_is_named(rules: Any, error: type[Exception], words: str) -> None:
@@ -78,9 +74,9 @@ class Mixed(nnx.Module):
 def the_report_is_what_quantize_does() -> None:
     plain = Mixed(rngs=nnx.Rngs(0))
     rules = [
-        jc.nn.Rule("norm"),
-        jc.nn.Rule("embed", weight="int8(group=all)"),
-        jc.nn.Rule("attention", weight="e4m3", activation="e5m2"),
+        jc.Rule("norm"),
+        jc.Rule("embed", weight="int8(group=all)"),
+        jc.Rule("attention", weight="e4m3", activation="e5m2"),
     ]
     table = jc.nn.report(plain, rules)
     assert [(row.path, row.layer, row.specs) for row in table.rows] == [
@@ -106,7 +102,7 @@ def packed_models_are_small() -> None:
     """int4 in blocks of 128 with 16-bit scales is 4.125 bits; biases and norms stay."""
     layers = [nnx.Linear(256, 256, rngs=nnx.Rngs(i)) for i in range(4)]
     plain = nnx.Sequential(*layers)
-    packed = jc.nn.quantize(plain, jc.nn.Rule(weight="int4(group=128,scale=bfloat16)"), mode="weight_only")
+    packed = jc.nn.quantize(plain, jc.Rule(weight="int4(group=128,scale=bfloat16)"), mode="weight_only")
     before, after = (sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(m))) for m in (plain, packed))
     assert after < 0.14 * before
 

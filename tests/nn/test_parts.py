@@ -15,7 +15,7 @@ from each_case import each
 from flax import linen, nnx
 
 import jchop as jc
-from jchop.nn import Rule
+from jchop import Rule
 
 INT4, INT8 = "int4(group=4)", "int8(group=all)"
 RULE = Rule(weight=INT4, activation=INT8)

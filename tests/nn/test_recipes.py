@@ -220,7 +220,7 @@ def test_blocks_that_stay_as_they_are() -> None:
             self.blocks = nnx.List([nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(12)])
             self.head = nnx.Linear(32, 32, rngs=nnx.Rngs(12))
 
-    rules = [*jc.nn.keep_wide("blocks", 12, first=1, last=2, others="head"), jc.nn.Rule(weight="mxfp4")]
+    rules = [*jc.nn.keep_wide("blocks", 12, first=1, last=2, others="head"), jc.Rule(weight="mxfp4")]
     layers = jc.nn.quantize(Tower(), rules)
     wide = [type(layer) is nnx.Linear for layer in (*layers.blocks, layers.head)]
     assert [i for i, kept in enumerate(wide) if kept] == [0, 10, 11, 12]
@@ -352,14 +352,14 @@ def weights_of_nvfp4_are_tiles() -> None:
     norm = nnx.LayerNorm(37, rngs=nnx.Rngs(0))
     assert norm.scale is not None
     norm.scale[...] = w[0]
-    by_tiles = jc.nn.quantize(norm, jc.nn.Rule(weight="nvfp4(group=(16,16))"))
-    by_blocks = jc.nn.quantize(norm, jc.nn.Rule(weight="nvfp4"), mode="ptq")
+    by_tiles = jc.nn.quantize(norm, jc.Rule(weight="nvfp4(group=(16,16))"))
+    by_blocks = jc.nn.quantize(norm, jc.Rule(weight="nvfp4"), mode="ptq")
     np.testing.assert_array_equal(by_tiles(w), by_blocks(w))
 
 
 def a_stochastic_weight_is_drawn_once() -> None:
     layer = nnx.Linear(37, 21, use_bias=False, rngs=nnx.Rngs(0))
-    rule = jc.nn.Rule(weight="nvfp4(group=(16,16)):stochastic", gradient="binary32")
+    rule = jc.Rule(weight="nvfp4(group=(16,16)):stochastic", gradient="binary32")
     graph, state = nnx.split(jc.nn.quantize(layer, rule, rngs=nnx.Rngs(rounding=0)))
     forward, pull = jax.vjp(lambda x: nnx.merge(graph, state, copy=True)(x), jnp.eye(37))
     backward = pull(jnp.eye(37, 21))[0][:21]

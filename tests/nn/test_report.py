@@ -12,7 +12,7 @@ from flax import linen, nnx
 
 import jchop as jc
 
-WEIGHT = jc.nn.Rule(weight="e4m3")
+WEIGHT = jc.Rule(weight="e4m3")
 
 
 class Patches(nnx.Module):
@@ -46,13 +46,13 @@ def test_parameters_of_its_own_are_no_weights_of_a_module_of_linen() -> None:
     params = variables["params"]
     kernel = jc.round_to_format(params["dense"]["kernel"], "e4m3")
     wide = linen.LayerNorm().apply({"params": params["norm"]}, (X + 1) @ kernel)
-    for rules in (WEIGHT, [jc.nn.Rule("/"), jc.nn.Rule("dense", weight="e4m3")]):
+    for rules in (WEIGHT, [jc.Rule("/"), jc.Rule("dense", weight="e4m3")]):
         np.testing.assert_array_equal(jc.nn.linen.quantize(Tokens(), rules).apply(variables, X), wide)
 
 
 @pytest.mark.smoke
 def test_the_report_names_every_parameter_that_stays_wide() -> None:
-    rules = [jc.nn.Rule("/"), jc.nn.Rule("norm"), jc.nn.Rule("dense", weight="e4m3")]
+    rules = [jc.Rule("/"), jc.Rule("norm"), jc.Rule("dense", weight="e4m3")]
     report = jc.nn.report(Patches(rngs=nnx.Rngs(0)), rules)
     assert set(report.wide) == {
         ("position", (2, 4), "Rule('/') rounds nothing"),
@@ -63,7 +63,7 @@ def test_the_report_names_every_parameter_that_stays_wide() -> None:
         ("words/embedding", (5, 4), "no rule matches"),
     }
     assert "stays wide: words/embedding (5, 4): no rule matches" in str(report).splitlines()
-    all_of_it = jc.nn.report(Patches(rngs=nnx.Rngs(0)), jc.nn.Rule(weight="e4m3", bias="e4m3"))
+    all_of_it = jc.nn.report(Patches(rngs=nnx.Rngs(0)), jc.Rule(weight="e4m3", bias="e4m3"))
     assert [
         path for path, _, why in all_of_it.wide if why == "Patches cannot be quantized as a layer, only in its program"
     ] == ["kept/0", "position"]
@@ -73,7 +73,7 @@ def test_the_report_names_every_parameter_that_stays_wide() -> None:
 
 def test_the_report_of_linen_names_the_same() -> None:
     variables = Tokens().init(jax.random.key(0), X)
-    rules = [jc.nn.Rule("/"), jc.nn.Rule("dense", weight="int8(group=all)")]
+    rules = [jc.Rule("/"), jc.Rule("dense", weight="int8(group=all)")]
     low = jc.nn.linen.quantize(Tokens(), rules)
     report = low.report(variables, X)
     assert {(row.path, row.shape, row.rule) for row in report.parameters if not row.spec} == {
@@ -87,8 +87,8 @@ def test_the_report_of_linen_names_the_same() -> None:
 
 
 def test_the_report_of_a_packed_model_names_the_formats_that_it_holds() -> None:
-    rules = jc.nn.Rule("dense", weight="nf4(group=2)")
-    report = jc.nn.report(jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), [jc.nn.Rule("/"), rules], mode="weight_only"))
+    rules = jc.Rule("dense", weight="nf4(group=2)")
+    report = jc.nn.report(jc.nn.quantize(Patches(rngs=nnx.Rngs(0)), [jc.Rule("/"), rules], mode="weight_only"))
     assert {row.path: row.stored for row in report.rows if row.stored} == {
         "dense": (("kernel", "nf4(group=2,axis=-2)"),)
     }
@@ -100,7 +100,7 @@ def test_the_report_of_a_packed_model_names_the_formats_that_it_holds() -> None:
 def test_ratios_of_layers_are_those_of_the_definition() -> None:
     """Against NumPy: the layers by hand, each on the inputs that the model without rules gives it."""
     model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(8, 3, rngs=nnx.Rngs(1)))
-    rules = [jc.nn.Rule("layers/0", weight="e4m3"), jc.nn.Rule("layers/2", weight="e5m2", activation="e4m3")]
+    rules = [jc.Rule("layers/0", weight="e4m3"), jc.Rule("layers/2", weight="e5m2", activation="e4m3")]
     found = jc.nn.report(model, rules, batches=[X, X + 1])
     given = np.concatenate([X, X + 1]).astype(np.float64)
     for row, layer, rounded in ((found.rows[0], 0, False), (found.rows[-1], 2, True)):
@@ -119,7 +119,7 @@ def test_ratios_of_layers_are_those_of_the_definition() -> None:
         with pytest.raises(ValueError, match=text):
             jc.nn.report(**{"model": model, "rules": rules, "batches": [X], **changes})
     with pytest.raises(ValueError, match="stochastically"):
-        jc.nn.report(model, jc.nn.Rule(weight="e4m3:stochastic"), batches=[X])
+        jc.nn.report(model, jc.Rule(weight="e4m3:stochastic"), batches=[X])
 
 
 def test_ratios_of_both_products_of_an_embedding_and_of_none_within_a_scan() -> None:
@@ -131,10 +131,10 @@ def test_ratios_of_both_products_of_an_embedding_and_of_none_within_a_scan() -> 
             return self.embed.attend(x)
 
     model, x = Tied(nnx.Rngs(0)), np.eye(6, dtype=np.float32)
-    row = jc.nn.report(model, jc.nn.Rule(weight="e4m3"), batches=[x]).rows[0]
+    row = jc.nn.report(model, jc.Rule(weight="e4m3"), batches=[x]).rows[0]
     assert row.weight_snr is not None and 20 < row.weight_snr < 60
     assert row.output_snr == pytest.approx(row.weight_snr, abs=1e-3)
     rnn = nnx.RNN(nnx.SimpleCell(3, 4, rngs=nnx.Rngs(0)))
-    rows = jc.nn.report(rnn, jc.nn.Rule(weight="e4m3"), batches=[np.ones((2, 3, 3), np.float32)]).rows
+    rows = jc.nn.report(rnn, jc.Rule(weight="e4m3"), batches=[np.ones((2, 3, 3), np.float32)]).rows
     assert [row.path for row in rows] == ["cell/dense_h", "cell/dense_i"]
     assert all(np.isnan(row.output_snr) and np.isnan(row.activation_snr) and row.weight_snr > 20 for row in rows)

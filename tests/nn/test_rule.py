@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from layer_references import each
 
 import jchop as jc
+from jchop._quantized.products.rule import as_rule_tuple
 
 
 @each(
@@ -36,7 +36,7 @@ import jchop as jc
     ],
 )
 def test_a_pattern_is_for_a_piece_of_the_path(pattern: str, path: str, matches: bool) -> None:
-    assert jc.nn.Rule(pattern).matches(path) == matches
+    assert jc.Rule(pattern).matches(path) == matches
 
 
 def test_rules_select_by_class_and_operation() -> None:
@@ -49,34 +49,37 @@ def test_rules_select_by_class_and_operation() -> None:
 
 
 def test_rules_are_values() -> None:
-    rule = jc.nn.Rule(
-        "head", weight=jc.int4(group=32), activation="int8(group=all)", matmul=jc.MatmulSpec(accumulate="e5m10")
+    rule = jc.Rule(
+        "head", weight=jc.formats.int4(group=32), activation="int8(group=all)", matmul=jc.MatmulSpec(accumulate="e5m10")
     )
-    same = jc.nn.Rule(
-        "head", weight="int4(group=32)", activation=jc.int8(group="all"), matmul=jc.MatmulSpec(accumulate="e5m10")
+    same = jc.Rule(
+        "head",
+        weight="int4(group=32)",
+        activation=jc.formats.int8(group="all"),
+        matmul=jc.MatmulSpec(accumulate="e5m10"),
     )
     assert rule == same and hash(rule) == hash(same)
     assert str(rule) == (
         "Rule('head', weight=int4(group=32), activation=int8(group=all), matmul=(accumulate=e5m10, order=sequential))"
     )
     assert not rule.stochastic
-    assert jc.nn.Rule(gradient="e5m2:stochastic").stochastic
-    assert jc.nn.Rule(weight="e5m2:gradient=[e5m2:stochastic]").stochastic
-    assert jc.nn.Rule(matmul=jc.MatmulSpec(accumulate="e5m2:stochastic")).stochastic
+    assert jc.Rule(gradient="e5m2:stochastic").stochastic
+    assert jc.Rule(weight="e5m2:gradient=[e5m2:stochastic]").stochastic
+    assert jc.Rule(matmul=jc.MatmulSpec(accumulate="e5m2:stochastic")).stochastic
 
 
 @each(
     ("fields", "error", "words"),
     [
         ({"path": ""}, TypeError, "path=''"),
-        ({"path": r"a\.b"}, ValueError, "it is a regular expression"),
+        ({"path": r"a\.b"}, ValueError, "is a regular expression"),
         ({"layer": "{A"}, ValueError, "layer='{A' is no pattern.*not closed"),
         ({"operation": "exp"}, ValueError, "operation='exp' must match one of dot_general, conv"),
         ({"weight": 8}, TypeError, "weight=8"),
         ({"path": ".*q_proj|.*kv_proj"}, ValueError, "is a regular expression"),
-        ({"weight": jnp.int8}, TypeError, r"weight=.*; integers have scales, as 'int8\(group=all\)'"),
-        ({"activation": np.dtype("uint8")}, TypeError, r"scales, as 'uint8\(group=all\)'"),
-        ({"bias": jnp.int4}, TypeError, r"scales, as 'int4\(group=all\)'"),
+        ({"weight": float}, TypeError, "weight=<class 'float'> must be a Spec, a format, a dtype, or text"),
+        ({"weight_qtype": "int8"}, TypeError, r"Rule has no weight_qtype=; write Rule.from_qwix\(rule\)"),
+        ({"bits": 4}, TypeError, r"Rule has no bits=; write weight='int4\(group=32\)'"),
         ({"weight": "int8(rule=minmax)"}, ValueError, "add zero_point=integer, or leave rule out"),
         ({"weight": "e4m3(group=4,rule=minmax)"}, ValueError, "zero points go with rule='minmax'; leave rule out"),
         ({"weight": "int4(zero_point=float,rule=absmax)"}, ValueError, "write rule=minmax, or leave rule out"),
@@ -89,7 +92,7 @@ def test_rules_are_values() -> None:
 )
 def test_fields_are_checked(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        jc.nn.Rule(**fields)
+        jc.Rule(**fields)
 
 
 class QuantizationRule:
@@ -99,13 +102,36 @@ class QuantizationRule:
 
 
 @each("given", [QuantizationRule(), [QuantizationRule()]])
-def test_a_rule_of_qwix_is_answered_with_one_of_jchop(given: Any) -> None:
-    words = r"jc\.Rule\(PATTERN, weight='int4\(group=32\)', activation='int8\(group=32\)'\)"
-    with pytest.raises(TypeError, match=f"for this rule of qwix write {words}"):
+def test_a_rule_of_qwix_is_answered_with_the_call_that_reads_it(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"jc\.Rule\.from_qwix\(rules\) reads rules of qwix"):
         jc.quantize_fn(lambda p, x: x @ p, given)
 
 
-@each("rules", ["int4", {"*": {"weight": "int4"}}])
-def test_what_is_no_rule_is_answered_with_one(rules: Any) -> None:
-    with pytest.raises(TypeError, match=r"must be a jchop.Rule, or several, as jc\.Rule\(weight='int4'\)"):
+@each(
+    ("given", "rules"),
+    [
+        ("int4", (jc.Rule(weight="int4"),)),
+        (jnp.int8, (jc.Rule(weight="int8"),)),
+        (jc.Rule("a", weight="int4"), (jc.Rule("a", weight="int4"),)),
+        ({"a": "int4", "*": None}, (jc.Rule("a", weight="int4"), jc.Rule())),
+        ({"a": {"activation": "int8"}}, (jc.Rule("a", activation="int8"),)),
+        ({"a": jc.Rule(weight="int4"), "b": jc.Rule("b", weight="int8")}, ({"a": "int4", "b": "int8"})),
+    ],
+)
+def test_rules_are_a_spec_a_mapping_or_several(given: Any, rules: Any) -> None:
+    assert as_rule_tuple(given) == (as_rule_tuple(rules) if isinstance(rules, dict) else rules)
+
+
+@each(
+    ("rules", "message"),
+    [
+        (3, "rules=3 must be a jchop.Rule, several, or a mapping such as {.*: 'int4'}"),
+        ({"a": jc.Rule("b", weight="int4")}, "has another path"),
+        ({"a": 3}, "weight=3 must be a Spec"),
+        ([], "must be a jchop.Rule"),
+        ({}, "must be a jchop.Rule"),
+    ],
+)
+def test_what_is_no_rule_is_answered_with_one(rules: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
         jc.quantize_fn(lambda p, x: x @ p, rules)

@@ -41,14 +41,14 @@ class Net(linen.Module):
         x = linen.BatchNorm(use_running_average=True)(linen.Conv(6, (3,))(x))
         return linen.Dense(4)(x)
 
-rules = [jc.nn.Rule(weight="int4(group=4,scale=bfloat16)", activation="int8(group=all)")]
+rules = [jc.Rule(weight="int4(group=4,scale=bfloat16)", activation="int8(group=all)")]
 x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 8)), jnp.float32)
 
 def model(seed=0):
     plain = Model(nnx.Rngs(seed))
-    return jc.nn.quantize(plain, [jc.nn.Rule("norm"), *rules], mode="ptq")
+    return jc.nn.quantize(plain, [jc.Rule("norm"), *rules], mode="ptq")
 
-net = jc.nn.linen.quantize(Net(), [jc.nn.Rule("BatchNorm_0"), *rules])
+net = jc.nn.linen.quantize(Net(), [jc.Rule("BatchNorm_0"), *rules])
 """
 NEW = """
 path, net_path, out = sys.argv[1:]
@@ -118,7 +118,7 @@ def test_modules_come_back_whole_and_the_pattern_stays(anew: bool, tmp_path: Pat
     with pytest.raises(
         ValueError, match=r"'kernel' is float32\[2, 3\], and int8\(group=all,axis=-2\) of float32\[2, 3\]"
     ):
-        jc.nn.load(path, jc.nn.quantize(plain, jc.nn.Rule(weight="int8(group=all)"), "ptq"))
+        jc.nn.load(path, jc.nn.quantize(plain, jc.Rule(weight="int8(group=all)"), "ptq"))
 
 
 def test_variables_need_no_pattern(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ TENSOR = "int8(group=tensor)"
 
 
 def layer(rngs: Any = None, **rule: Any) -> Any:
-    return jc.nn.Linear(8, 3, rule=jc.nn.Rule(**rule), rngs=rngs or nnx.Rngs(0))
+    return jc.nn.Linear(8, 3, rule=jc.Rule(**rule), rngs=rngs or nnx.Rngs(0))
 
 
 def under(x: Any, most: Any, levels: int = 127) -> Any:
@@ -33,14 +33,14 @@ def run(model: Any, x: Any) -> Any:
     return model(x)
 
 
-@pytest.mark.parametrize("source", [jc.DelayedScaling(2), jc.nn.MovingAverage()], ids=["delayed", "average"])
+@pytest.mark.parametrize("source", [jc.DelayedScaling(2), jc.MovingAverage()], ids=["delayed", "average"])
 @pytest.mark.parametrize("face", ["nnx", "linen"])
 def test_both_operands_under_kept_scales_draw_each_for_itself(face: str, source: Any) -> None:
     """Halves under a scale of 1, which the first number of each operand asks for, and their outer product."""
     halves = jnp.full(32, 0.5).at[0].set(7.0)
     text = "int4(group=tensor):stochastic"
     given = {"activation": text, "weight": text} if isinstance(source, jc.DelayedScaling) else {"activation": text}
-    rule = jc.nn.Rule(**given, scale_from=source)
+    rule = jc.Rule(**given, scale_from=source)
     if face == "nnx":
         model = jc.nn.Linear(1, 32, use_bias=False, rule=rule, rngs=nnx.Rngs(0, rounding=1))
         model.kernel[...] = halves[None]
@@ -57,7 +57,7 @@ def test_both_operands_under_kept_scales_draw_each_for_itself(face: str, source:
 
 
 def a_moving_average_follows_and_stays() -> None:
-    model = layer(activation=TENSOR, scale_from=jc.nn.MovingAverage(0.75))
+    model = layer(activation=TENSOR, scale_from=jc.MovingAverage(0.75))
     span, spans = None, []
     for x in X:
         found = np.array([x.min(), x.max()], np.float64)
@@ -71,12 +71,12 @@ def a_moving_average_follows_and_stays() -> None:
     y = run(model, X[1])
     np.testing.assert_array_equal(model.dot_general.left.range[...], spans[-1])
     np.testing.assert_allclose(y, under(X[1], np.abs(spans[-1]).max()) @ model.kernel[...], rtol=1e-5, atol=1e-5)
-    packed = jc.nn.quantize(model, jc.nn.Rule(activation=TENSOR, scale_from=jc.nn.MovingAverage(0.75)), mode="ptq")
+    packed = jc.nn.quantize(model, jc.Rule(activation=TENSOR, scale_from=jc.MovingAverage(0.75)), mode="ptq")
     np.testing.assert_array_equal(run(packed, X[1]), y)  # the range goes on
     view = nnx.view(model, use_running_average=False)
     run(view, X[1])
     assert (np.asarray(view.dot_general.left.range[...]) != spans[-1]).all()
-    started = jc.nn.calibrate(layer(activation=TENSOR, scale_from=jc.nn.MovingAverage()), X[:1])
+    started = jc.nn.calibrate(layer(activation=TENSOR, scale_from=jc.MovingAverage()), X[:1])
     np.testing.assert_array_equal(started.dot_general.left.range[...], [X[0].min(), X[0].max()])
 
 
@@ -88,9 +88,7 @@ def in_e4m3(x: Any, most: Any) -> np.ndarray:
 
 
 def a_history_is_of_earlier_steps() -> None:
-    model = jc.nn.Linear(
-        8, 3, rule=jc.nn.recipe("float8_delayed", scale_from=jc.nn.DelayedScaling(2)), rngs=nnx.Rngs(0)
-    )
+    model = jc.nn.Linear(8, 3, rule=jc.nn.recipe("float8_delayed", scale_from=jc.DelayedScaling(2)), rngs=nnx.Rngs(0))
     kernel = np.asarray(model.kernel[...])
     weight = in_e4m3(kernel, np.abs(kernel).max())
 
@@ -133,7 +131,7 @@ def lsq(v: np.ndarray, s: np.ndarray, g: np.ndarray, low: int, high: int) -> tup
 
 
 def learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator) -> None:
-    rule = {"weight": "int4(group=4)", "activation": "int4(group=tensor)", "scale_from": jc.nn.LSQ()}
+    rule = {"weight": "int4(group=4)", "activation": "int4(group=tensor)", "scale_from": jc.LSQ()}
     model = jc.nn.calibrate(layer(**rule), X[:1], method="percentile(90)")
     kernel, step = model.dot_general.right.scale, model.dot_general.left.scale
     assert isinstance(kernel, jc.nn.LearnedScale) and isinstance(step, nnx.Param)
@@ -141,7 +139,7 @@ def learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator) -> N
 
     plain = nnx.clone(model)
     for source in (plain.dot_general.left, plain.dot_general.right):
-        source.how = jc.nn.LSQ(factor=False)
+        source.how = jc.LSQ(factor=False)
 
     def back(model: Any, x: Any, g: Any) -> Any:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -173,14 +171,14 @@ def learned_scales_have_the_gradient_of_the_paper(rng: np.random.Generator) -> N
     for found, by in ((gradient, (1 / np.sqrt(4 * 7), 1 / np.sqrt(8 * 7))), (without, (1, 1))):
         close(found["dot_general"]["right"]["scale"][...], of_s.reshape(3, 2) * by[0])
         close(found["dot_general"]["left"]["scale"][...], of_t[0, 0] * by[1])
-    packed = jc.nn.quantize(model, jc.nn.Rule(**rule), mode="ptq")
+    packed = jc.nn.quantize(model, jc.Rule(**rule), mode="ptq")
     np.testing.assert_array_equal(run(packed, X[1]), run(model, X[1]))
     np.testing.assert_array_equal(packed.kernel[...].scale.T, kernel[...])
 
 
 def learned_scales_train(rng: np.random.Generator) -> None:
     """A scale ten times too large is brought back by its gradient alone, in a convolution."""
-    rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.LSQ())
+    rule = jc.Rule(weight="int4(group=all)", scale_from=jc.LSQ())
     model = jc.nn.Conv(2, 3, (2,), rule=rule, rngs=nnx.Rngs(0))
     scale = model.conv_general_dilated.right.scale
     assert scale[...].shape == (3, 1)
@@ -211,12 +209,12 @@ def stacks_have_scales_of_their_own() -> None:
     def through(layer: Any, x: Any) -> Any:
         return layer(x)
 
-    rule = jc.nn.Rule(weight="int4(group=all)", scale_from=jc.nn.LSQ())
+    rule = jc.Rule(weight="int4(group=all)", scale_from=jc.LSQ())
     learned = jc.nn.quantize(stack(nnx.Rngs(0)), rule)
     assert learned.dot_general.right.scale[...].shape == (3, 8, 1)
     packed = jc.nn.quantize(learned, rule, mode="ptq")
     np.testing.assert_array_equal(through(packed, X[0]), through(learned, X[0]))
-    moving = jc.nn.Rule(activation=TENSOR, scale_from=jc.nn.MovingAverage())
+    moving = jc.Rule(activation=TENSOR, scale_from=jc.MovingAverage())
     followed = jc.nn.quantize(stack(nnx.Rngs(0)), moving)
     through(followed, X[0])
     ranges = np.asarray(followed.dot_general.left.range[...])
@@ -225,7 +223,7 @@ def stacks_have_scales_of_their_own() -> None:
 
 def the_most_recent_magnitude_may_count_alone() -> None:
     """The magnitudes fall before they rise, so that the last one is not the largest of the history."""
-    model, past = layer(activation="float8_e4m3fn(group=tensor)", scale_from=jc.nn.DelayedScaling(2, "last")), []
+    model, past = layer(activation="float8_e4m3fn(group=tensor)", scale_from=jc.DelayedScaling(2, "last")), []
     for x in (X[1], X[2], X[0]):
         now = np.abs(x).max()
         expected = in_e4m3(x, past[-1] if past else now)
@@ -236,7 +234,7 @@ def the_most_recent_magnitude_may_count_alone() -> None:
 
 
 def test_a_moving_average_moves() -> None:
-    model = layer(activation=TENSOR, scale_from=jc.nn.MovingAverage(0.75))
+    model = layer(activation=TENSOR, scale_from=jc.MovingAverage(0.75))
     for x in X[:2]:
         run(model, x)
     first, second = (np.array([x.min(), x.max()], np.float64) for x in X[:2])
@@ -260,7 +258,7 @@ def test_sources_by_their_definition(check: Any, request: Any) -> None:
     checked(check, request)
 
 
-MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.LSQ()
+MOVING, HISTORY, LEARNED = jc.MovingAverage(), jc.DelayedScaling(), jc.LSQ()
 
 
 @each(
@@ -284,11 +282,11 @@ MOVING, HISTORY, LEARNED = jc.nn.MovingAverage(), jc.nn.DelayedScaling(), jc.nn.
 )
 def test_what_cannot_be_kept_is_said(fields: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        jc.nn.Rule(**fields)
+        jc.Rule(**fields)
 
 
 def test_what_says_nothing_is_said() -> None:
-    for make, argument in ((jc.nn.MovingAverage, 1.0), (jc.nn.DelayedScaling, 0), (jc.nn.LSQ, 1)):
+    for make, argument in ((jc.MovingAverage, 1.0), (jc.DelayedScaling, 0), (jc.LSQ, 1)):
         with pytest.raises((TypeError, ValueError), match="must be"):
             make(argument)
     rule = jc.nn.recipe("float8_delayed")
@@ -296,6 +294,6 @@ def test_what_says_nothing_is_said() -> None:
     with pytest.raises(ValueError, match=r"for training, mode='qat'"):
         jc.nn.quantize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rule, mode="ptq")
     with pytest.raises(ValueError, match="scale_from has no effect on any of its layers: Embed"):
-        jc.nn.quantize(nnx.Embed(2, 2, rngs=nnx.Rngs(0)), jc.nn.Rule(weight=TENSOR, scale_from=jc.nn.LSQ()))
+        jc.nn.quantize(nnx.Embed(2, 2, rngs=nnx.Rngs(0)), jc.Rule(weight=TENSOR, scale_from=jc.LSQ()))
     with pytest.raises(ValueError, match=r"run jchop\.nn\.calibrate"):
-        layer(activation=TENSOR, scale_from=jc.nn.LSQ())(X[0])
+        layer(activation=TENSOR, scale_from=jc.LSQ())(X[0])

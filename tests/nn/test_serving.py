@@ -21,7 +21,7 @@ import jchop as jc
 
 further = Further()
 
-RULES = [jc.nn.Rule("norm"), jc.nn.Rule(weight="int4(group=8)", activation="int8(group=all)")]
+RULES = [jc.Rule("norm"), jc.Rule(weight="int4(group=8)", activation="int8(group=all)")]
 X = jnp.asarray(np.random.default_rng(5).normal(size=(16, 16)), "float32")
 
 
@@ -223,7 +223,7 @@ def training_and_serving_give_the_same_bits(name: str, text: str) -> None:
     compile_as_users()
     if name not in LAYERS:
         return a_hundred_layers_train_and_serve_the_same_numbers_under_jit(name, text)
-    rule, compiled = jc.nn.Rule(weight=text, bias=text), nnx.jit(lambda layer, x: layer(x))
+    rule, compiled = jc.Rule(weight=text, bias=text), nnx.jit(lambda layer, x: layer(x))
     for seed in range(12):
         draw = np.random.default_rng(seed)
         layer = LAYERS[name](nnx.Rngs(0))

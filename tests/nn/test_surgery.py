@@ -18,7 +18,7 @@ import jchop as jc
 
 further = Further()
 
-BLOCKS = jc.nn.Rule(weight="mxfp8_e4m3(group=4)", activation="e4m3")
+BLOCKS = jc.Rule(weight="mxfp8_e4m3(group=4)", activation="e4m3")
 
 
 class Block(nnx.Module):
@@ -66,7 +66,7 @@ def model() -> Model:
 def the_given_model_stays_and_shares_what_did_not_change() -> None:
     plain = model()
     before = jax.tree.map(np.array, nnx.state(plain))
-    packed = jc.nn.quantize(plain, jc.nn.Rule("head", weight="int4(group=all)"), mode="ptq")
+    packed = jc.nn.quantize(plain, jc.Rule("head", weight="int4(group=all)"), mode="ptq")
     assert type(plain.head) is nnx.Linear and isinstance(packed.head, nnx.Linear)
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(plain))
     assert packed.blocks[0].up.kernel.get_value() is plain.blocks[0].up.kernel.get_value()
@@ -79,12 +79,7 @@ def the_given_model_stays_and_shares_what_did_not_change() -> None:
 @further
 def the_first_rule_that_matches_counts() -> None:
     plain = model()
-    rules = [
-        jc.nn.Rule("blocks/1"),
-        jc.nn.Rule("*norm*"),
-        jc.nn.Rule("blocks", weight="fixed2.2"),
-        jc.nn.Rule(output="e4m3"),
-    ]
+    rules = [jc.Rule("blocks/1"), jc.Rule("*norm*"), jc.Rule("blocks", weight="fixed2.2"), jc.Rule(output="e4m3")]
     rounded = jc.nn.quantize(plain, rules)
     for layer, expected in (
         (rounded.blocks[1].up, plain.blocks[1].up(X)),
@@ -126,12 +121,12 @@ def a_trained_model_is_packed_as_it_computed() -> None:
     run = nnx.jit(lambda model, x: model(x))
     np.testing.assert_array_equal(run(packed, X), run(rounded, X))
     with pytest.raises(ValueError, match="Linear at 'blocks/0/up' is packed already"):
-        jc.nn.quantize(packed, jc.nn.Rule("*up*", weight="e4m3"))
+        jc.nn.quantize(packed, jc.Rule("*up*", weight="e4m3"))
 
 
 def test_weight_only_rounds_no_more_than_weights() -> None:
     plain = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    packed = jc.nn.quantize(plain, jc.nn.Rule(weight="e4m3", bias="e4m3"), mode="weight_only")
+    packed = jc.nn.quantize(plain, jc.Rule(weight="e4m3", bias="e4m3"), mode="weight_only")
     kernel = jc.round_to_format(plain.kernel[...], "e4m3")
     np.testing.assert_array_equal(packed(X), X @ kernel + jc.round_to_format(bias_of(plain), "e4m3"))
     assert packed.kernel[...].nbytes == 12
@@ -151,18 +146,18 @@ def test_sites_without_state_are_no_part_of_the_model() -> None:
     modules = [type(module) for _, module in nnx.iter_modules(one)]
     assert len(modules) == len([*nnx.iter_modules(model())])
     assert one.head.dot_general == two.head.dot_general and one.head.dot_general is not two.head.dot_general
-    assert one.head.dot_general != jc.nn.quantize(model(), jc.nn.Rule(weight="e4m3")).head.dot_general
+    assert one.head.dot_general != jc.nn.quantize(model(), jc.Rule(weight="e4m3")).head.dot_general
     assert one.head.dot_general != one.head.promote_dtype
     np.testing.assert_array_equal(run(one, X), run(two, X))
     assert len(traced) == 1  # they are equal, so nothing is compiled again
-    run(jc.nn.quantize(model(), jc.nn.Rule(weight="e4m3")), X)
+    run(jc.nn.quantize(model(), jc.Rule(weight="e4m3")), X)
     assert len(traced) == 2
     for again in (pickle.loads(pickle.dumps(one.head.dot_general)), copy.deepcopy(one.head.dot_general)):
         assert again == one.head.dot_general and hash(again) == hash(one.head.dot_general)
 
 
 def test_stochastic_sites_have_streams_of_their_own() -> None:
-    rule = jc.nn.Rule("blocks/*/up", weight="e4m1:stochastic", output="bfloat16:stochastic")
+    rule = jc.Rule("blocks/*/up", weight="e4m1:stochastic", output="bfloat16:stochastic")
     noisy = jc.nn.quantize(model(), rule, rngs=nnx.Rngs(rounding=1))
     run = nnx.jit(lambda layer, x: layer(x))
     up, other = noisy.blocks[0].up, noisy.blocks[1].up
@@ -177,7 +172,7 @@ def test_stochastic_sites_have_streams_of_their_own() -> None:
 
 def test_a_result_and_its_cotangent_are_rounded_by_draws_of_their_own() -> None:
     layer = nnx.Linear(64, 64, use_bias=False, kernel_init=lambda *_: jnp.eye(64), rngs=nnx.Rngs(0))
-    rule = jc.nn.Rule(output="fixed8.0:stochastic:gradient=[fixed8.0:stochastic]")
+    rule = jc.Rule(output="fixed8.0:stochastic:gradient=[fixed8.0:stochastic]")
     graph, state = nnx.split(jc.nn.quantize(layer, rule, rngs=nnx.Rngs(rounding=1)))
     half = jnp.full((1, 64), 0.5)
     y, pull = jax.vjp(lambda x: nnx.merge(graph, state, copy=True)(x), half)
@@ -191,7 +186,7 @@ def test_the_parameters_of_a_layer_and_their_cotangents_draw_each_for_itself() -
     half, signs = "fixed8.0:stochastic:gradient=[fixed8.0:stochastic]", jnp.asarray([1.0, -1.0] * 32)
     layer: Any = nnx.LayerNorm(64, epsilon=0, rngs=nnx.Rngs(0))
     layer.scale[...] = layer.bias[...] = jnp.full(64, 0.5)
-    low = jc.nn.quantize(layer, jc.nn.Rule(weight=half, bias=half), rngs=nnx.Rngs(rounding=1))
+    low = jc.nn.quantize(layer, jc.Rule(weight=half, bias=half), rngs=nnx.Rngs(rounding=1))
     graph, params, rest = nnx.split(low, nnx.Param, ...)
     x = jnp.stack([signs, -signs])
     y, pull = jax.vjp(lambda params: nnx.merge(graph, params, rest, copy=True)(x), params)
@@ -214,10 +209,10 @@ def layers_built_by_hand_are_those_that_quantize_makes() -> None:
 def every_operation_of_a_layer_can_be_emulated() -> None:
     plain = model()
     plain.blocks[0].norm.mean[...] = jnp.array([0.1, 0.2, 0.3, 0.4])
-    low = jc.nn.quantize(plain, jc.nn.Rule("head", activation="e5m3"), mode="emulate")
+    low = jc.nn.quantize(plain, jc.Rule("head", activation="e5m3"), mode="emulate")
     emulated = jc.emulate(lambda w, b, x: x @ w + b, "e5m3")
     np.testing.assert_array_equal(low.head(X), emulated(plain.head.kernel[...], bias_of(plain.head), X))
-    norm = jc.nn.quantize(plain, jc.nn.Rule("*norm", activation="e5m3"), mode="emulate").blocks[0].norm
+    norm = jc.nn.quantize(plain, jc.Rule("*norm", activation="e5m3"), mode="emulate").blocks[0].norm
     norm.eval()
     before = jax.tree.map(np.array, nnx.state(norm))
     y = norm(X)
@@ -247,9 +242,9 @@ def test_models_in_use(check: Any, request: Any) -> None:
 @each(
     ("rules", "error", "words"),
     [
-        (jc.nn.Rule("tail", weight="e4m3"), ValueError, "matches no layer"),
-        ([jc.nn.Rule(weight="e4m3"), jc.nn.Rule("head", weight="e4m3")], ValueError, "an earlier rule"),
-        (jc.nn.Rule("*norm", gradient="e5m2"), ValueError, "gradient has no effect .* BatchNorm"),
+        (jc.Rule("tail", weight="e4m3"), ValueError, "matches no layer"),
+        ([jc.Rule(weight="e4m3"), jc.Rule("head", weight="e4m3")], ValueError, "an earlier rule"),
+        (jc.Rule("*norm", gradient="e5m2"), ValueError, "gradient has no effect .* BatchNorm"),
         ([], TypeError, "rules="),
         ("int8", TypeError, "rules='int8'"),
     ],
@@ -262,18 +257,18 @@ def test_rules_that_say_nothing_are_errors(rules: Any, error: type[Exception], w
 def test_what_cannot_be_quantized_is_named() -> None:
     bare = Bare(rngs=nnx.Rngs(0))
     with pytest.raises(NotImplementedError, match="Bare at '' has parameters"):
-        jc.nn.quantize(bare, jc.nn.Rule(activation="e4m3"), mode="emulate")
-    jc.nn.quantize(bare, jc.nn.Rule("linear", weight="e4m3"))
+        jc.nn.quantize(bare, jc.Rule(activation="e4m3"), mode="emulate")
+    jc.nn.quantize(bare, jc.Rule("linear", weight="e4m3"))
     with pytest.raises(NotImplementedError, match=r"ConvTranspose.*gradient"):
         both = [nnx.ConvTranspose(2, 2, (3,), rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))]
-        jc.nn.quantize(nnx.Sequential(*both), jc.nn.Rule(gradient="e5m2"))
+        jc.nn.quantize(nnx.Sequential(*both), jc.Rule(gradient="e5m2"))
     own = nnx.Linear(2, 2, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="dot_general of its own"):
-        jc.nn.quantize(own, jc.nn.Rule(weight="e4m3"))
+        jc.nn.quantize(own, jc.Rule(weight="e4m3"))
     with pytest.raises(ValueError, match="mode='lora'"):
-        jc.nn.quantize(bare, jc.nn.Rule("linear", weight="e4m3"), mode="lora")  # type: ignore[arg-type]
+        jc.nn.quantize(bare, jc.Rule("linear", weight="e4m3"), mode="lora")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="module of Flax NNX"):
-        jc.nn.quantize({"kernel": X}, jc.nn.Rule(weight="e4m3"))  # type: ignore[type-var]
+        jc.nn.quantize({"kernel": X}, jc.Rule(weight="e4m3"))  # type: ignore[type-var]
 
 
 class Normed(nnx.Module):
@@ -292,7 +287,7 @@ class Normed(nnx.Module):
 @pytest.mark.parametrize("fields", [{"weight": "int4(group=4)"}, {"activation": "e2m1"}])
 def one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
     """Under a rule for products, too, a norm is as it is; a parameter more, which is zero, changes nothing."""
-    x, rule = jax.random.normal(jax.random.key(3), (5, 8)), jc.nn.Rule(**fields)
+    x, rule = jax.random.normal(jax.random.key(3), (5, 8)), jc.Rule(**fields)
     layers, program, more = (
         jc.nn.quantize(Normed(shift), rule, inputs=inputs)
         for shift, inputs in ((False, None), (False, (x,)), (True, None))
@@ -300,7 +295,7 @@ def one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
     assert type(layers.norm) is nnx.RMSNorm and type(layers.up) is jc.nn.Linear
     np.testing.assert_array_equal(layers(x), program(x))
     np.testing.assert_array_equal(layers(x), more(x))
-    by_name = jc.nn.quantize(Normed(False), [jc.nn.Rule("norm"), rule])
+    by_name = jc.nn.quantize(Normed(False), [jc.Rule("norm"), rule])
     np.testing.assert_array_equal(layers(x), by_name(x))
     row = next(row for row in jc.nn.report(Normed(False), rule, batches=[x]).rows if row.path == "norm")
     assert row.specs == () and row.bytes_after == row.bytes_before and row.output_snr is None
@@ -309,7 +304,7 @@ def one_rule_is_one_model_in_layers_and_in_a_program(fields: Any) -> None:
 @pytest.mark.parametrize("select", [{"path": "*norm*"}, {"layer": "RMSNorm"}])
 def test_a_rule_for_norms_alone_rounds_them(select: Any) -> None:
     x, plain = jax.random.normal(jax.random.key(3), (5, 8)), Normed(False)
-    rules = [jc.nn.Rule(**select, weight="e4m3", activation="e4m3"), jc.nn.Rule(weight="e4m3")]
+    rules = [jc.Rule(**select, weight="e4m3", activation="e4m3"), jc.Rule(weight="e4m3")]
     packed = jc.nn.quantize(plain, rules, mode="ptq")
     assert isinstance(packed.norm.scale, jc.nn.QuantizedParam)
     np.testing.assert_array_equal(packed(x), jc.nn.quantize(plain, rules)(x))
@@ -323,11 +318,11 @@ def test_a_rule_for_norms_alone_rounds_them(select: Any) -> None:
 def test_a_rule_for_products_too_has_outputs_and_biases_of_norms() -> None:
     x, plain = jax.random.normal(jax.random.key(3), (5, 8)), Normed(False, nnx.LayerNorm)
     plain.norm.bias[...] = jnp.linspace(-1, 1, 8)  # type: ignore[index]
-    rounded = jc.nn.quantize(plain, jc.nn.Rule(weight="e4m3", activation="e4m3", output="e5m2", bias="e5m2")).norm
+    rounded = jc.nn.quantize(plain, jc.Rule(weight="e4m3", activation="e4m3", output="e5m2", bias="e5m2")).norm
     assert isinstance(rounded, jc.nn.LayerNorm)
     plain.norm.bias[...] = jc.round_to_format(plain.norm.bias[...], "e5m2")  # type: ignore[index]
     np.testing.assert_array_equal(rounded(x), jc.round_to_format(plain.norm(x), "e5m2"))
-    emulated = jc.nn.quantize(plain, jc.nn.Rule(activation="e4m3"), mode="emulate").norm
+    emulated = jc.nn.quantize(plain, jc.Rule(activation="e4m3"), mode="emulate").norm
     assert (emulated(x) == jc.round_to_format(emulated(x), "e4m3")).all() and (emulated(x) != plain.norm(x)).any()
 
 
@@ -335,10 +330,10 @@ def test_a_rule_for_products_too_has_outputs_and_biases_of_norms() -> None:
 def fields_that_no_layer_under_a_rule_would_take_have_no_effect() -> None:
     attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="output has no effect on any of its layers: MultiHeadAttention"):
-        jc.nn.quantize(attention, jc.nn.Rule("!{query,key,value,out}", output="e4m3"))  # its layer `out` gives it
+        jc.nn.quantize(attention, jc.Rule("!{query,key,value,out}", output="e4m3"))  # its layer `out` gives it
     attention = nnx.MultiHeadAttention(2, 8, normalize_qk=True, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="weight has no effect on any of its layers: LayerNorm, MultiHeadAttention"):
-        jc.nn.quantize(attention, jc.nn.Rule("!{query,key,value,out}", weight="e4m3", activation="e4m3"))
+        jc.nn.quantize(attention, jc.Rule("!{query,key,value,out}", weight="e4m3", activation="e4m3"))
 
 
 test_further = further.test()

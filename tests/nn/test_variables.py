@@ -62,7 +62,7 @@ class Program(nnx.Module):
 
 def quantized(cls: Any, text: str, mode: Any = "ptq") -> Any:
     inputs = {"inputs": (X,)} if cls is Program else {}
-    return jc.nn.quantize(cls(nnx.Rngs(0)), jc.nn.Rule(weight=text), mode, **inputs)
+    return jc.nn.quantize(cls(nnx.Rngs(0)), jc.Rule(weight=text), mode, **inputs)
 
 
 def on_one_device(cls: Any, text: str) -> Any:

@@ -273,7 +273,7 @@ def test_a_leaf_without_the_axes_of_a_format_is_named_with_the_way_out() -> None
         return jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
 
     for make, path in OF_SPECS:
-        tx = make(jc.int8(group=(2, 2)))
+        tx = make(jc.formats.int8(group=(2, 2)))
         with pytest.raises(ValueError, match=rf"^{re.escape(path)}: .*\baxis\b.*optax.masked.*a rule of None(\n|$)"):
             stepped(tx)
         stepped(optax.masked(tx, {"layer": {"kernel": True, "scale": False}}))

@@ -200,7 +200,7 @@ def test_a_fault_that_is_let_through_shows() -> None:
     assert np.isnan(kept[1, 32:]).all() and not np.isnan(kept[0]).any() and not np.isnan(kept[1, :32]).any()
     for spec in ("integer8", "nf4(scale=int8(group=256))"):
         with pytest.raises(ValueError, match="nonfinite='propagate'"):
-            optim.quantize_state(optax.sgd(0.1, 0.9), jc.parse(spec), nonfinite="propagate")
+            optim.quantize_state(optax.sgd(0.1, 0.9), jc.Spec(spec), nonfinite="propagate")
 
 
 @pytest.mark.smoke

@@ -224,7 +224,7 @@ def test_rules() -> None:
             {"0.mu.*": "bfloat16", "0.no.*": "e5m2"},
             "'0.no.*' matches none of the state's arrays; the nearest paths are '0.nu.",
         ),
-        ({r"0\.mu": "bfloat16"}, "it is a regular expression"),
+        ({r"0\.mu": "bfloat16"}, "is a regular expression"),
         ({}, "has no rule"),
         ({"0.mu": 3}, "must be a Spec"),
     ):
@@ -367,7 +367,7 @@ def test_a_state_of_other_rules_is_refused(spec: Any) -> None:
 @pytest.mark.smoke
 def test_axes_and_gradients_of_a_spec_are_no_other_rules() -> None:
     params = {"w": jnp.ones((2, 2, 32)), "b": jnp.ones(32)}
-    for spec in ("int8(channel=0)", jc.Spec("int8(group=16)", gradient="clipped"), jc.mxfp4):
+    for spec in ("int8(channel=0)", jc.Spec("int8(group=16)", gradient="clipped"), jc.formats.mxfp4):
         tx = packed_sgd(spec)
         jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 

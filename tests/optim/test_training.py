@@ -116,7 +116,7 @@ def int8_parameters_without_a_copy() -> None:
     tx = optax.adamw(1e-3, weight_decay=1e-2)
     far = {}
     for mode in ("stochastic", "nearest_even"):
-        spec = jc.parse(f"int8(channel=0):{mode}")
+        spec = jc.Spec(f"int8(channel=0):{mode}")
 
         def stored(path: Any, p: jax.Array, spec: jc.Spec = spec) -> Any:
             return jc.quantize(p, spec, KEY) if p.ndim == 2 else p

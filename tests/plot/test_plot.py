@@ -173,7 +173,7 @@ def test_value_grid_shows_the_largest_error_of_rounding(text: str) -> None:
 
 
 def test_titles_of_long_codebooks_count_their_levels() -> None:
-    nf4 = jc.nf4.element
+    nf4 = jc.formats.nf4.element
     assert value_grid(nf4).get_suptitle() == "codebook of 16 levels: 4 bits, 16 finite values from -1 to 1"
     assert jc.plot.code_histogram([0.5], nf4).get_suptitle().startswith("codebook of 16 levels: 1 numbers")
     assert jc.plot.value_grids([nf4]).axes[0].get_yticklabels()[0].get_text() == "codebook of 16 levels\n4 bits"

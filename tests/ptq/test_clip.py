@@ -128,7 +128,7 @@ def gains_on_fresh_data(text: str) -> None:
 #: Powers of two, stochastic rounding and sparsity: what the steps gain at least.
 OTHERS: list[tuple[Any, list[Any], float]] = [
     ("mxfp4(rule=rceil)", [jc.ptq.clip()], 0.2),
-    (jc.Spec(jc.int4(group=32), rounding="stochastic"), [jc.ptq.clip()], 1.0),
+    (jc.Spec(jc.formats.int4(group=32), rounding="stochastic"), [jc.ptq.clip()], 1.0),
     ("int4(group=32)", [jc.ptq.sparse(2, 4, by="inputs"), jc.ptq.clip(), jc.ptq.sign_round(20)], -np.inf),
     ("float8_e5m2", [jc.ptq.clip(2)], 0.0),  # no scales: nothing changes
 ]

@@ -26,7 +26,7 @@ def check_search() -> None:
     expected = jc.quantize(w, packed["w"].spec, scale=scale, zero_point=zero)
     for found, own in zip(jax.tree.leaves(packed["w"]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(found, own)
-    assert (packed["w"].zero_point != jc.storage.fit_scale(w, packed["w"].spec)[1]).any()
+    assert (packed["w"].zero_point != jc.fit_scale(w, packed["w"].spec)[1]).any()
     assert report.weights[0].method == "hqq"
     swept, _ = jc.ptq.quantize(dense, rule, {"w": w}, [x], [jc.ptq.hqq(5, norm=0.6), jc.ptq.gptq()])
     np.testing.assert_array_equal(swept["w"].zero_point, packed["w"].zero_point)

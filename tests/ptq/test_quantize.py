@@ -454,7 +454,7 @@ def test_inputs_whose_squares_underflow_are_noted(scale: float) -> None:
 
 def test_stochastic_rounding_takes_a_key() -> None:
     params, x, _ = outliers()
-    rule = jc.Rule(weight=jc.Spec(jc.int4(group=32), rounding="stochastic"))
+    rule = jc.Rule(weight=jc.Spec(jc.formats.int4(group=32), rounding="stochastic"))
     with pytest.raises(ValueError, match="key=None"):
         jc.ptq.quantize(dense, rule, params, [x])
     keys = jax.random.key(0), jax.random.key(0), jax.random.key(1)
@@ -465,7 +465,7 @@ def test_stochastic_rounding_takes_a_key() -> None:
 def test_equal_layers_of_a_stack_draw_different_words() -> None:
     rng = np.random.default_rng(0)
     w, x = np.tile(rng.normal(size=(8, 8)).astype(np.float32), (2, 1, 1)), np.ones((4, 8), np.float32)
-    rule = jc.Rule(weight=jc.Spec(jc.int4(group=8), rounding="stochastic"))
+    rule = jc.Rule(weight=jc.Spec(jc.formats.int4(group=8), rounding="stochastic"))
     packed, _ = jc.ptq.quantize(lambda p, x: x @ p[0] @ p[1], rule, w, [x], [], key=jax.random.key(0))
     codes = np.asarray(packed.qvalue)
     assert (codes[0] != codes[1]).any()

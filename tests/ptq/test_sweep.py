@@ -11,6 +11,7 @@ import pytest
 from further import Further
 
 import jchop as jc
+from jchop import QArray
 from jchop._spec.spec import parse
 from jchop.ptq._steps.round import (
     column_order,
@@ -21,7 +22,6 @@ from jchop.ptq._steps.round import (
     round_column,
     with_entries,
 )
-from jchop.storage import QArray
 
 further = Further()
 

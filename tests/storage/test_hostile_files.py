@@ -85,7 +85,7 @@ def bad_headers_are_not_quantized(tmp_path: Path) -> None:
 
     def quantized(header: Any, data: bytes) -> None:
         path.write_bytes(packed(header, data))
-        quantize_file(path, tmp_path / "out.safetensors", [TensorRule(".*", jc.parse("bfloat16"))])
+        quantize_file(path, tmp_path / "out.safetensors", [TensorRule(".*", jc.Spec("bfloat16"))])
 
     assert_refused({f"{said}, {i}": (partial(quantized, *given), ValueError, said)
                     for i, (said, *given) in enumerate(REFUSED)})  # fmt: skip
@@ -176,7 +176,7 @@ def test_metadata_of_qarrays(tmp_path: Path) -> None:
 
     def quantize(fields: Any) -> None:
         write(fields)
-        quantize_file(path, tmp_path / "out.safetensors", [TensorRule(".*", jc.parse("bfloat16"))])
+        quantize_file(path, tmp_path / "out.safetensors", [TensorRule(".*", jc.Spec("bfloat16"))])
 
     for read in (load, quantize):
         assert_refused({f"{read.__name__} {fields}": (partial(read, fields), ValueError,
@@ -257,7 +257,7 @@ def test_a_source_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         os.truncate(path, 5000)
 
     with pytest.raises(ValueError, match="ends within tensor 'x'"):
-        quantize_file(path, target, [TensorRule("x", jc.parse("bfloat16"))], progress=shrink, chunk=1 << 14)
+        quantize_file(path, target, [TensorRule("x", jc.Spec("bfloat16"))], progress=shrink, chunk=1 << 14)
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match="not a safetensors file"):
         TensorFile(path)

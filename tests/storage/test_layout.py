@@ -25,14 +25,14 @@ def test_dtypes_of_codes() -> None:
         ("bfloat16", "bfloat16", False),
         ("float8_e4m3fn", "float8_e4m3fn", False),
     ):
-        fmt = jc.parse(text).element
+        fmt = jc.Spec(text).element
         assert (text, code_dtype(fmt).name, packs_codes(fmt)) == (text, dtype, packed)
 
 
 def test_the_widest_codes() -> None:
-    assert code_dtype(jc.parse("e7m8").element) == np.uint16
+    assert code_dtype(jc.Spec("e7m8").element) == np.uint16
     with pytest.raises(ValueError, match="17 bits"):
-        code_dtype(jc.parse("e8m8").element)
+        code_dtype(jc.Spec("e8m8").element)
 
 
 def test_kinds_of_axes() -> None:
@@ -43,13 +43,13 @@ def test_kinds_of_axes() -> None:
         ("int8(channel=-1)", 4, 2, (OWN_SCALE, OWN_SCALE, WHOLE_AXIS, OWN_SCALE)),
         ("int4(group=8)", 3, 1, (OWN_SCALE, OWN_SCALE, 8)),
     ):
-        fmt = jc.parse(text).scaled
+        fmt = jc.Spec(text).scaled
         assert fmt is not None
         assert axis_groupings(fmt, ndim, batch) == kinds, text
 
 
 def test_axes_that_are_not_there() -> None:
-    fmt = jc.parse("int8(channel=1)").scaled
+    fmt = jc.Spec("int8(channel=1)").scaled
     assert fmt is not None
     with pytest.raises(ValueError, match="names axis 1, which an array of 1 axes does not have"):
         axis_groupings(fmt, 2, batch=1)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jchop as jc
-from jchop.storage import QArray
+from jchop import QArray
 
 further = Further()
 

@@ -14,7 +14,7 @@ from further import Further
 from jax import export
 
 import jchop as jc
-from jchop.storage import QArray
+from jchop import QArray
 
 further = Further()
 
@@ -58,13 +58,13 @@ def decoded(q: QArray) -> np.ndarray:
         product = (elements * repeated(blocks, fmt, q.shape)).astype(np.float32)
         return product * np.asarray(q.scale[1])
     scale = q.scale
-    if isinstance(fmt.scale, jc.ScaledFormat):
+    if isinstance(fmt.scale, jc.formats.ScaledFormat):
         shape = fmt.scale_shape(q.shape)
         scale = decoded(QArray(q.scale[0], q.scale[1], None, jc.Spec(fmt.scale), shape[-1], q.dtype))
     return (elements * repeated(scale, fmt, q.shape)).astype(np.float32)
 
 
-def repeated(scale: Any, fmt: jc.ScaledFormat, shape: tuple[int, ...]) -> np.ndarray:
+def repeated(scale: Any, fmt: jc.formats.ScaledFormat, shape: tuple[int, ...]) -> np.ndarray:
     scale = np.asarray(scale).astype(np.float64)
     assert scale.shape == fmt.scale_shape(shape)
     for axis, (group, n) in enumerate(zip(fmt.group_shape(shape), shape, strict=True)):
@@ -548,7 +548,7 @@ def test_a_spec_that_is_a_text_is_named() -> None:
     with pytest.raises(TypeError, match=r"^spec='int4' must be a Spec, under which the codes were made"):
         replace(jc.quantize(jnp.ones((2, 8)), "int8"), spec="int4")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^spec='bfloat16' must be a Spec"):
-        replace(jc.quantize(jnp.ones((2, 8)), "int8"), spec=jc.bfloat16)  # type: ignore[arg-type]
+        replace(jc.quantize(jnp.ones((2, 8)), "int8"), spec=jc.formats.bfloat16)  # type: ignore[arg-type]
 
 
 def test_arithmetic_on_leaves_is_an_error_that_says_what_to_do() -> None:

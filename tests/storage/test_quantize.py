@@ -13,7 +13,7 @@ import pytest
 from further import Further
 
 import jchop as jc
-from jchop.storage import QArray
+from jchop import QArray
 
 further = Further()
 
@@ -86,7 +86,7 @@ def sized(q: Any, text: str, shape: tuple[int, ...], bits: float) -> None:
     assert (text, q.bits_per_element) == (text, bits)
     assert q.shape == shape and q.dtype == np.float32
     assert (text, q.nbytes) == (text, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(q)))
-    if (fmt := jc.parse(text).scaled) is not None:
+    if (fmt := jc.Spec(text).scaled) is not None:
         assert (text, fmt.bits_per_element(shape)) == (text, bits)
 
 
@@ -311,7 +311,7 @@ def codes_of_scales_and_zero_points_that_no_fit_gives_are_refused() -> None:
 @pytest.mark.parametrize("rows", [4, 300])
 def levels_under_scales_of_any_size_are_rounded_once(spec: str, rows: int) -> None:
     """Subnormal scales and products too. A program for one CPU computes few numbers in float64, and more in float32."""
-    element: Any = jc.parse(spec).scaled.element  # type: ignore[union-attr]
+    element: Any = jc.Spec(spec).scaled.element  # type: ignore[union-attr]
     levels = np.array(element.levels, np.float64)
     numbers = levels[np.arange(rows * 256).reshape(rows, 256) * 7 % len(levels)]
     sizes = np.array([1e-45, 3e-39, 1.3e-38, 7e-30, 0.3, 1.1, 3e30, 3.3e38])
@@ -361,7 +361,7 @@ def arrays_without_axes_or_elements() -> None:
 @further
 def the_spec_keeps_no_gradient_and_counts_axes_from_the_end() -> None:
     q = jc.quantize(jnp.ones((2, 3, 4)), "int4(group=2,axis=0):gradient=clipped")
-    assert isinstance(q, QArray) and q.spec == jc.parse("int4(group=2,axis=-3)")
+    assert isinstance(q, QArray) and q.spec == jc.Spec("int4(group=2,axis=-3)")
 
 
 test_further = further.test()

@@ -52,7 +52,7 @@ def test_what_qwix_quantized(x, text, qtype, how):
     q = jc.from_qwix(theirs)
     np.testing.assert_array_equal(jc.dequantize(q), qwix.dequantize(theirs))
     assert q.spec.scaled is not None
-    assert q.spec.scaled.group_shape(x.shape) == jc.parse(text).scaled.group_shape(x.shape)  # type: ignore[union-attr]
+    assert q.spec.scaled.group_shape(x.shape) == jc.Spec(text).scaled.group_shape(x.shape)  # type: ignore[union-attr]
     back = jc.to_qwix(q)
     assert back.qtype == theirs.qtype and back.qvalue.dtype == theirs.qvalue.dtype
     np.testing.assert_array_equal(qwix.dequantize(back), qwix.dequantize(theirs))

@@ -22,7 +22,7 @@ def leaves_by_name(q: jc.QArray) -> dict[str, Any]:
     return {"places": None, "qvalue": q.qvalue, "scale": q.scale, "zero_point": q.zero_point}
 
 
-W = jc.parse("int4(group=4)")
+W = jc.Spec("int4(group=4)")
 LOST = {
     "layer": [leaves_by_name(jc.QArray(np.ones((4, 4), np.uint8), np.ones((4, 2), "f4"), None, W, 8, np.dtype("f4")))]
 }

@@ -54,7 +54,7 @@ def test_chunks_are_the_whole(tmp_path: Path, spec: str, x: np.ndarray) -> None:
     got = rounded(tmp_path, x, spec, chunk=100)
     assert got.dtype == x.dtype.newbyteorder("=")
     np.testing.assert_array_equal(got, jc.round_to_format(x, spec, KEY))
-    if jc.parse(spec).scaled is None and x.ndim == 3:
+    if jc.Spec(spec).scaled is None and x.ndim == 3:
         assert got.flags.f_contiguous == x.flags.f_contiguous
 
 

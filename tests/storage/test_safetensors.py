@@ -1,14 +1,12 @@
 """Trees of arrays and QArrays in safetensors files: the same after loading, whole or not at all, and open to others."""
 
 from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 from further import Further
 from refusals import assert_refused
-
 import jchop as jc
 from jchop._checkpoints.writer import convert_checkpoint
 from jchop.storage import QArray
@@ -30,6 +27,12 @@ from jchop.storage._files.safetensors import (
     place_tensors,
     write_together,
 )
+from jchop import QArray
+from jchop._checkpoints.load_save import convert_checkpoint
+from jchop.storage._files.device_parts import write_together
+from jchop.storage._files.safetensors import DTYPES, TensorEntry, TensorFile, TensorWriter, place_tensors
+from jchop.storage._quantize_file import TensorRule, quantize_file
+
 
 further = Further()
 
@@ -63,7 +66,7 @@ def loaded_is_saved(tmp_path: Path) -> None:
     jc.save_safetensors(path, saved, metadata={"format": "pt"})
     same(jc.load_safetensors(path, like=saved), saved)
     flat = jc.load_safetensors(path)
-    assert isinstance(flat["layers.0.kernel"], QArray) and flat["layers.0.kernel"].spec == jc.parse("mxfp4")
+    assert isinstance(flat["layers.0.kernel"], QArray) and flat["layers.0.kernel"].spec == jc.Spec("mxfp4")
     assert flat["wide"].dtype == np.float64 and set(flat) == {
         *(f"layers.{i}.{name}" for i in range(6) for name in ("kernel", "bias")),
         *("step", "empty", "flags", "wide"),
@@ -326,7 +329,7 @@ def test_the_record_stays_when_a_file_is_quantized(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     x = np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)
     jc.save_safetensors(source, {"layers": [{"kernel": x}, {"bias": x[0]}]})
-    quantize_file(source, target, [TensorRule(".*kernel", jc.parse("mxfp4"))])
+    quantize_file(source, target, [TensorRule(".*kernel", jc.Spec("mxfp4"))])
     wanted = {"layers": [{"kernel": jax.tree.map(jnp.asarray, jc.quantize(x, "mxfp4"))}, {"bias": x[0]}]}
     same(jc.load_safetensors(target, nested=True), wanted)
 

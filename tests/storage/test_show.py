@@ -170,13 +170,13 @@ SCALED = [*jc.formats.SCALED_CATALOGUE, "int8(channel=(0,1))", "int4(group=(2,32
 
 def test_formats_show_their_facts() -> None:
     for text in (*PLAIN, *SCALED):
-        spec = jc.parse(text)
+        spec = jc.Spec(text)
         shown = check_html(spec.format._repr_html_())
         assert shown.startswith(str(spec.format)) and "bits" in shown, text
 
 
 def test_specs_show_what_they_do() -> None:
-    text = check_html(jc.parse("e5m2:stochastic:random_bits=8:gradient=clipped:flush")._repr_html_())
+    text = check_html(jc.Spec("e5m2:stochastic:random_bits=8:gradient=clipped:flush")._repr_html_())
     for part in ("rounding: stochastic", "random bits: 8", "gradient: clipped", "subnormal numbers become zero"):
         assert part in text
 

@@ -78,7 +78,7 @@ def test_int4_is_that_of_a_loop() -> None:
 @pytest.mark.parametrize("text", FORMATS)
 def scales_are_those_of_the_kept_numbers(text: str) -> None:
     """Rounding is that of the array of the kept numbers alone, in groups as much shorter."""
-    fmt = jc.parse(text).scaled
+    fmt = jc.Spec(text).scaled
     assert fmt is not None and fmt.sparse is not None
     (n, m), axis = fmt.sparse, fmt.axis_of_sparse
     kept = largest(X, n, m, axis)
@@ -222,7 +222,7 @@ def files_and_what_is_shown(tmp_path: pathlib.Path) -> None:
 def test_a_file_in_chunks_is_the_whole(tmp_path: pathlib.Path, text: str) -> None:
     jc.save_safetensors(tmp_path / "a.safetensors", {"w": X})
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    quantize_file(source, target, [TensorRule("w", jc.parse(text))], chunk=1 << 11)
+    quantize_file(source, target, [TensorRule("w", jc.Spec(text))], chunk=1 << 11)
     found, wanted = jc.load_safetensors(target)["w"], jc.quantize(X, text)
     assert found.spec == wanted.spec
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rules(**texts: str) -> list[TensorRule]:
-    return [TensorRule(name, jc.parse(text)) for name, text in texts.items()]
+    return [TensorRule(name, jc.Spec(text)) for name, text in texts.items()]
 
 
 def numbers(*shape: int) -> np.ndarray:
@@ -98,7 +98,7 @@ def test_cuts_keep_groups_and_bytes_whole() -> None:
     for _ in range(200):
         shape = tuple(int(n) for n in rng.integers(1, 40, rng.integers(1, 4)))
         group, axis = int(rng.integers(1, 20)), -int(rng.integers(1, len(shape) + 1))
-        fmt = jc.int3(group=group, axis=axis)
+        fmt = jc.formats.int3(group=group, axis=axis)
         cut = plan_chunk_cut(shape, 4, fmt, int(rng.integers(1, 4096)))
         start = 0
         for chunk in chunks(shape, cut):

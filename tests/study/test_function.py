@@ -116,7 +116,11 @@ def test_results_without_a_float_have_no_error() -> None:
 
 
 def test_one_format_or_mode_is_a_list_of_it() -> None:
-    pairs: list[Any] = [("e5m2", "rne"), (jc.FloatFormat(5, 2), jc.Rounding.UP), (jc.parse("e5m2:saturate"), "rne")]
+    pairs: list[Any] = [
+        ("e5m2", "rne"),
+        (jc.formats.FloatFormat(5, 2), jc.Rounding.UP),
+        (jc.Spec("e5m2:saturate"), "rne"),
+    ]
     for one, mode in pairs:
         found = study.run_function(lambda x: x / 3, X, formats=one, modes=mode)
         same = study.run_function(lambda x: x / 3, X, formats=[one], modes=[mode])

@@ -22,7 +22,7 @@ from further import Further
 from matplotlib.colors import LogNorm
 from refusals import assert_refused
 
-from jchop import parse, study
+from jchop import Spec, study
 from jchop.__main__ import main
 from jchop._common.files import write_atomically
 from jchop.formats.rounding import Rounding
@@ -189,7 +189,7 @@ def test_activations_are_rounded_before_the_first_layer_and_after_each(small: An
     from jchop.study._network import Evaluator, make_model
 
     graph, params = make_model(small, 0)
-    spec, keys = parse("e4m1"), jax.random.split(jax.random.key(0), 1)
+    spec, keys = Spec("e4m1"), jax.random.split(jax.random.key(0), 1)
     (_, (entropy,)) = Evaluator(graph, params, small).cell(spec, keys, activations=True)
     want = entropy_of(graph, params, small, lambda v: exact.rounded(np.asarray(v), oracle.describe(spec.format)))
     assert entropy == pytest.approx(want, rel=1e-5)
@@ -198,7 +198,7 @@ def test_activations_are_rounded_before_the_first_layer_and_after_each(small: An
 def test_each_layer_draws_for_itself() -> None:
     from jchop.study._network import _activation_rounding
 
-    after, halves = _activation_rounding(parse("fixed8.0:stochastic"), jax.random.key(0)), np.full(32, 0.5, np.float32)
+    after, halves = _activation_rounding(Spec("fixed8.0:stochastic"), jax.random.key(0)), np.full(32, 0.5, np.float32)
     assert (np.asarray(after(halves)) != np.asarray(after(halves))).any()  # type: ignore[arg-type]
 
 
@@ -213,7 +213,7 @@ def test_an_epoch_takes_every_sample(small: Any) -> None:
 
 
 def test_default_formats_are_in_order_and_scaled_ones_among_them() -> None:
-    specs = [parse(text) for text in study.FORMATS]
+    specs = [Spec(text) for text in study.FORMATS]
     bits = [s.format.bits if s.scaled is None else s.scaled.bits_per_element() for s in specs]
     assert bits == sorted(bits) and len(set(specs)) == len(specs)
     scaled = {text for text, spec in zip(study.FORMATS, specs, strict=True) if spec.scaled is not None}

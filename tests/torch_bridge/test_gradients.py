@@ -108,7 +108,13 @@ def compiled_functions_follow_their_spec():
     """Specs, formats and texts are constants of the trace; another one is compiled anew. Errors come when traced."""
     compiled = torch.compile(lambda x, spec: rounded(x + 0, spec), fullgraph=True, backend="aot_eager")
     x, _ = data()
-    for spec in ("e5m2", jc.Spec("e5m2", rounding="up"), jc.Spec("e4m3", rounding="down"), jc.float8_e4m3fn, jc.mxfp4):
+    for spec in (
+        "e5m2",
+        jc.Spec("e5m2", rounding="up"),
+        jc.Spec("e4m3", rounding="down"),
+        jc.formats.float8_e4m3fn,
+        jc.formats.mxfp4,
+    ):
         assert torch.equal(compiled(x, spec), rounded(x, spec))
     in_place = torch.compile(lambda x: jc.torch.round_to_format_(x * 1, "e5m2"), fullgraph=True, backend="aot_eager")
     assert torch.equal(in_place(x), rounded(x, "e5m2"))

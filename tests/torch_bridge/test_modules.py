@@ -135,7 +135,7 @@ def test_the_first_pattern_that_matches_counts():
         for name, layer in low.named_modules()
         if hasattr(layer, "parametrizations")
     }
-    assert found == {"0": "int4(group=all)", "2.0": str(jc.parse("e2m1")), "2.1": str(jc.parse("e3m2"))}
+    assert found == {"0": "int4(group=all)", "2.0": str(jc.Spec("e2m1")), "2.1": str(jc.Spec("e3m2"))}
 
 
 @further.first

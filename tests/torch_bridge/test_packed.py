@@ -100,7 +100,7 @@ def test_jax_has_the_memory_of_the_buffers() -> None:
     low = packed("nvfp4")
     inner: jc.torch.PackedTensor = low[0].weight_packed
     q = inner.as_qarray()
-    assert q.spec == jc.Spec(jc.nvfp4) and q.shape == inner.shape == (8, 64) and q.nbytes == inner.nbytes
+    assert q.spec == jc.Spec(jc.formats.nvfp4) and q.shape == inner.shape == (8, 64) and q.nbytes == inner.nbytes
     pointers = [part.data_ptr() for part in inner.buffers()]
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(q)] == pointers
     back = jc.torch.PackedTensor(q)
@@ -128,7 +128,7 @@ def a_layer_of_flax_has_the_same_numbers() -> None:
     with torch.no_grad():
         model[0].weight.copy_(torch.from_numpy(weight))
     ours.kernel[...], ours.bias[...] = jnp.asarray(weight.T), jnp.arange(8.0)
-    theirs = jc.nn.quantize(ours, jc.nn.Rule(weight="int4(group=32)"), mode="weight_only")
+    theirs = jc.nn.quantize(ours, jc.Rule(weight="int4(group=32)"), mode="weight_only")
     x = torch.arange(-32.0, 32.0).repeat(3, 1)
     low = packed("int4(group=32)", model)
     assert same_bits(low(x), theirs(jnp.asarray(x.numpy())))
@@ -210,7 +210,7 @@ def draws_tied_weights_and_rounded_activations() -> None:
     bias = both[1][0].bias_packed
     spec = str(bias.as_qarray().spec)  # an equal format may have been named first, as e8m7
     assert str(bias) == f"PackedTensor({spec!r}, shape=(8,), dtype=torch.float32)"
-    assert jc.parse(spec) == jc.parse("bfloat16")
+    assert jc.Spec(spec) == jc.Spec("bfloat16")
 
 
 def test_report() -> None:
@@ -228,7 +228,7 @@ def test_report() -> None:
     simulated = jc.torch.quantize(model, {"0": {"weight": "e4m3:stochastic"}, "*": {}})
     calls = int(simulated[0].parametrizations.weight[0].calls)  # type: ignore[index]
     first = next(row for row in jc.torch.report(simulated).rows if row.path == "0.weight")
-    assert (first.stored, jc.parse(first.rounds), first.nbytes) == ("float32", jc.parse("e4m3:stochastic"), 2048)
+    assert (first.stored, jc.Spec(first.rounds), first.nbytes) == ("float32", jc.Spec("e4m3:stochastic"), 2048)
     assert calls == int(simulated[0].parametrizations.weight[0].calls)  # type: ignore[index]
     assert math.isnan(jc.torch.report(nn.ReLU()).bits)
     with pytest.raises(TypeError, match="must be a torch"):

@@ -41,7 +41,7 @@ KINDS: dict[str, Any] = {
     "fixed4.4": cases.FIXED["fixed4.4"],
     "uinteger4": cases.FIXED["uinteger4"],
 }
-CODEBOOK = jc.CodebookFormat((-3.0, -1.0, -0.25, 0.0, 0.5, 8.0))
+CODEBOOK = jc.formats.CodebookFormat((-3.0, -1.0, -0.25, 0.0, 0.5, 8.0))
 
 
 @further

@@ -7,7 +7,7 @@ words are indexed by (step, output element), so they do not depend on the tiling
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +42,8 @@ class MatmulPlan:
     carrier: Carrier
     k: int
     backend: Backend = PORTABLE
+    #: Whether the sums after each step of the outermost loop are the result, along a first axis.
+    trace: bool = False
 
     @property
     def draws(self) -> bool:
@@ -188,7 +190,9 @@ _STEPS_PER_ITERATION = 2
 _TREE_PRODUCTS = 4
 
 
-def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, backend: Backend = PORTABLE) -> Array:
+def matmul_body(
+    a: Array, b: Array, *more: Array, spec: MatmulSpec, backend: Backend = PORTABLE, trace: bool = False
+) -> Array:
     """The product of matrices, with the roundings and the order of sums of `spec`.
 
     Args:
@@ -199,19 +203,20 @@ def matmul_body(a: Array, b: Array, *more: Array, spec: MatmulSpec, backend: Bac
             Then twelve uint32, the words of `seed_words` for the products and then for the sums, if either draws.
         spec: the arithmetic.
         backend: of the program; aligned sums may use its float64.
+        trace: for the sums after each product, block or promoted part, in place of the last alone. Not for pairwise.
 
     Returns:
-        Shape (batch, m, n), the dtype of `a`.
+        Shape (batch, m, n), the dtype of `a`; with `trace` (steps, batch, m, n).
     """
     if not are_static(a.shape[2:]):
         raise NotImplementedError(
             f"shape={tuple(a.shape)}: a sum in a named order has a known number of steps, so none runs along a "
             "symbolic length, here the last one; export the program for known lengths"
         )
-    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], a.shape[2], backend)
+    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], a.shape[2], backend, trace)
     zero = _zero_outputs(a, b)
     if not plan.k:
-        return zero
+        return jnp.zeros((0, *zero.shape), zero.dtype) if trace else zero
     scales, seeds = (more[:2], more[2:]) if spec.group else ((), more)
     draw = make_word_source(seeds[0], _output_index(zero), plan.carrier) if seeds else None
     x, y = jnp.moveaxis(a, 2, 0), jnp.moveaxis(b, 1, 0)
@@ -252,10 +257,12 @@ def _multiply_step(step: StepIndex, length: int) -> StepIndex:
     return step * length if isinstance(step, int) else step * np.uint32(length)
 
 
-def _in_chunks(body: Callable[[Any, Any, Any, StepIndex], Any], state: Any, x: Any, y: Any, length: int) -> Any:
+def _in_chunks(
+    body: Callable[[Any, Any, Any, StepIndex], Any], state: Any, x: Any, y: Any, length: int, trace: bool = False
+) -> Any:
     """`state` after body(state, part of x, part of y, index) over parts of `length`; the last may be shorter.
 
-    `x` and `y` are arrays, or trees of arrays of one length.
+    `x` and `y` are arrays, or trees of arrays of one length. With `trace`, the states after each part, stacked.
     """
     k = jax.tree.leaves(x)[0].shape[0]
     full_chunks = k // length
@@ -263,6 +270,17 @@ def _in_chunks(body: Callable[[Any, Any, Any, StepIndex], Any], state: Any, x: A
     def map_both(change: Callable[[Array], Array], pair: tuple[Any, Any] = (x, y)) -> tuple[Any, Any]:
         return jax.tree.map(change, pair[0]), jax.tree.map(change, pair[1])
 
+    if trace:
+        parts = map_both(lambda v: v[: full_chunks * length].reshape(full_chunks, length, *v.shape[1:]))
+
+        def record(state: Any, part: Any) -> tuple[Any, Any]:
+            return (new := body(state, *part)), new
+
+        state, states = lax.scan(record, state, (*parts, jnp.arange(full_chunks, dtype=jnp.uint32)))
+        if k % length:
+            last = body(state, *map_both(lambda v: v[full_chunks * length :]), full_chunks)
+            states = jnp.concatenate([states, last[None]])
+        return states
     if full_chunks == 1:
         state = body(state, *map_both(lambda v: v[:length]), 0)
     elif full_chunks > 1:
@@ -285,24 +303,25 @@ def _sequential_sum(
     x: Array, y: Array, c: Array, plan: MatmulPlan, draw: WordSource | None, first: StepIndex = 0
 ) -> Array:
     """The sum of `c` and the products, one after the other; `first` is the step of the first."""
+    steps = 1 if plan.trace else _STEPS_PER_ITERATION
 
     def add_part(c: Array, x: Array, y: Array, part: StepIndex) -> Array:
-        start = first + _multiply_step(part, _STEPS_PER_ITERATION)
+        start = first + _multiply_step(part, steps)
         for i in range(x.shape[0]):
             c = multiply_accumulate(c, *_outer_factors(x, y, i), plan, draw, _add_to_step(start, i))
         return c
 
-    return _in_chunks(add_part, c, x, y, _STEPS_PER_ITERATION)
+    return _in_chunks(add_part, c, x, y, steps, plan.trace)
 
 
 def _blockwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
-    length = plan.spec.order.block or plan.k
+    length, of_block = plan.spec.order.block or plan.k, replace(plan, trace=False)
 
     def add_block(c: Array, x: Array, y: Array, block: StepIndex) -> Array:
-        block_sum = _sequential_sum(x, y, zero, plan, draw, _multiply_step(block, length))
+        block_sum = _sequential_sum(x, y, zero, of_block, draw, _multiply_step(block, length))
         return combine_sums(c, block_sum, plan, draw, _add_to_step(block, plan.k))
 
-    return _in_chunks(add_block, zero, x, y, length)
+    return _in_chunks(add_block, zero, x, y, length, plan.trace)
 
 
 def _matrix_unit_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
@@ -310,7 +329,7 @@ def _matrix_unit_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: Wo
         block_dot = lax.dot_general(x, y, (((0,), (0,)), ((1,), (1,))), precision=lax.Precision.HIGHEST)
         return add_dot(c, block_dot, plan, draw, block)
 
-    return _in_chunks(add_block, zero, x, y, plan.spec.order.block or plan.k)
+    return _in_chunks(add_block, zero, x, y, plan.spec.order.block or plan.k, plan.trace)
 
 
 def _pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, draw: WordSource | None) -> Array:
@@ -357,7 +376,7 @@ def _blockwise_pairwise_sum(x: Array, y: Array, zero: Array, plan: MatmulPlan, d
         block_sum = _tree_sum(x, y, plan, draw, _multiply_step(block, length))
         return _PART_SUMS[False, x.shape[0] == 1](c, block_sum, plan, draw, _add_to_step(block, plan.k))
 
-    return _in_chunks(add_block, zero, x, y, length)
+    return _in_chunks(add_block, zero, x, y, length, plan.trace)
 
 
 def _factors_of_each_product(x: Any, y: Any) -> tuple[list, list]:
@@ -385,7 +404,8 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
             step = _add_to_step(index, first) if isinstance(first, int) else first + jnp.uint32(index)
             return aligned.fused_add_limbs(c, x, y, unit, _step_word(plan.spec.accumulate, draw, "accumulate", step))
 
-        c = _in_chunks(add_block, c.astype(jnp.float64) if uses_float64 else c, x, y, block)
+        trace = plan.trace and order.promote_every is None
+        c = _in_chunks(add_block, c.astype(jnp.float64) if uses_float64 else c, x, y, block, trace)
         return aligned.narrow_doubles(c) if uses_float64 else c
 
     if order.promote_every is None:
@@ -397,7 +417,7 @@ def _tensor_core_sum(x: Any, y: Any, zero: Array, plan: MatmulPlan, draw: WordSo
         c = add_blocks(zero, x, y, _multiply_step(part, blocks_per_part))
         return add_and_round(total, c, None, FLOAT32, None, float32_range, float32_range)
 
-    return _in_chunks(add_part, zero, x_factors, y_factors, order.promote_every).astype(plan.carrier.name)
+    return _in_chunks(add_part, zero, x_factors, y_factors, order.promote_every, plan.trace).astype(plan.carrier.name)
 
 
 def _tree_sum(x: Array, y: Array, plan: MatmulPlan, draw: WordSource | None, first: StepIndex) -> Array:

@@ -66,7 +66,7 @@ def round_operation(
 
     Example:
         >>> import jchop as jc
-        >>> up = jc.parse("e5m2:up")
+        >>> up = jc.Spec("e5m2:up")
         >>> float(round_operation("add", [jnp.float32(1.0), jnp.float32(2.0**-16)], up))
         1.25
     """

@@ -298,9 +298,11 @@ def words_like(x: Array, seeds_and_starts: Sequence[Array], place: StreamOffset)
 
     Args:
         x: the array to round.
-        seeds_and_starts: the words of `seed_words`, then the traced starts of `place`.
+        seeds_and_starts: the words of `seed_words`, then the traced starts of `place`; or the word of each element.
         place: the position of `x` in the random stream.
     """
+    if len(seeds_and_starts) == 1:
+        return seeds_and_starts[0]
     word = draw_words(
         seeds_and_starts[:SEEDS], x.shape, place, seeds_and_starts[SEEDS:], 64 if x.dtype.itemsize == 8 else 32
     )

@@ -218,7 +218,7 @@ def tune(
         ...     with jax.named_scope("squares"):
         ...         return jnp.sum((x - mean) ** 2) / x.size
         >>> x = jnp.linspace(99.0, 101.0, 16)
-        >>> found = jc.tune(variance, [(x,)], 1e-2, [jc.FloatFormat(8, 4), jc.FloatFormat(8, 7), jc.FloatFormat(8, 16)])
+        >>> found = jc.tune(variance, [(x,)], 1e-2, ["e8m4", "e8m7", "e8m16"])
         >>> [(row.path, row.spec) for row in found.rows]
         [('mean', 'e8m4'), ('squares', 'e8m7')]
         >>> low = jc.emulate(variance, None, rules=found.rules)

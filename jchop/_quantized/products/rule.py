@@ -1,20 +1,25 @@
 """Rules that assign specs to the tensors of layers, and their matching; where scales come from."""
 
 from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
 import numpy as np
-
 from jchop._common.checks import check, check_bool, check_choice, check_float, check_int, short_repr
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.operand_layout import Hadamard
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
+from typing import TYPE_CHECKING, Any, Literal
+from jchop._common.checks import FieldsRepr, check_choice, keyword_hints, short_repr
+from jchop._quantized.products.rotation import Hadamard
+from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
+from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
+from jchop._spec.spec import Spec, as_spec
+from jchop.formats import ElementFormat, ScaledFormat
+
 
 # -- sources of scales -------------------------------------------------------------------------------------------------
 
@@ -185,8 +190,8 @@ _SELECTOR_FIELDS = ("layer", "operation")
 ROUNDING_FIELDS = (*SPEC_FIELDS, "rotation", "matmul", "scale_from")
 
 
-@dataclass(frozen=True)
-class Rule:
+@dataclass(frozen=True, repr=False)
+class Rule(FieldsRepr):
     """The roundings of the layers that match a pattern.
 
     A layer computes ``output(product(activation(x), weight(w)) + bias(b))``. A field that is None rounds nothing, so a
@@ -244,7 +249,7 @@ class Rule:
 
     Example:
         >>> import jchop as jc
-        >>> rule = jc.nn.Rule("blocks/*", weight="int4(group=32)", activation="int8(group=all)")
+        >>> rule = jc.Rule("blocks/*", weight="int4(group=32)", activation="int8(group=all)")
         >>> str(rule)
         "Rule('blocks/*', weight=int4(group=32), activation=int8(group=all))"
     """
@@ -339,6 +344,52 @@ class Rule:
                 "once, for all three products, and as they are"
             )
 
+    @classmethod
+    def from_qwix(cls, rules: Any) -> list[Rule]:
+        """Read rules of qwix: those of MaxText, Tunix and tpu-inference.
+
+        The rules round what qwix rounds; [](patterns.md) has a table of all fields.
+
+        Args:
+            rules: a rule of qwix (`QuantizationRule`, `QtRule`, `LoraRule`), a dict with the same fields, several of
+                them, or the dict of a YAML file around them.
+
+        Raises:
+            TypeError: for what is no rule.
+            ValueError: for a field that rules of jchop have no equal for. The message names what comes nearest.
+
+        Example:
+            >>> import jchop as jc
+            >>> yaml = {"qwix": {"rules": [{"module_path": ".*mlp.*", "weight_qtype": "int4", "tile_size": 128}]}}
+            >>> print(*jc.Rule.from_qwix(yaml))
+            Rule('*mlp*', operation=!embedding, weight=int4(group=128,rule=half_range))
+        """
+        return [cls(**fields) for fields in fields_of_qwix(rules)]
+
+    @classmethod
+    def from_hf(cls, quantization_config: Any) -> list[Rule]:
+        """Read the ``quantization_config`` of a model of Hugging Face.
+
+        The rules are for linear layers, with the names of the checkpoint as paths, but for ``model.`` in front of them.
+        [](patterns.md) has a table of all fields.
+
+        Args:
+            quantization_config: a dict, an object with a method ``to_dict``, or the whole ``config.json`` around it.
+                Its method is compressed-tensors, gptq, awq, fp8, bitsandbytes, torchao, modelopt or mxfp4.
+
+        Raises:
+            TypeError: for what is no dict.
+            ValueError: for another method, or a field that rules of jchop have no equal for. The message names what
+                comes nearest.
+
+        Example:
+            >>> import jchop as jc
+            >>> config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+            >>> print(jc.Rule.from_hf(config)[0].weight)
+            int4(group=128,scale=binary16,zero_point=integer)
+        """
+        return [cls(**fields) for fields in fields_of_hf(quantization_config)]
+
     def matches(self, path: str, *, layer: str = "", operation: str = "") -> bool:
         """Whether the rule matches a layer of this path.
 
@@ -349,9 +400,9 @@ class Rule:
 
         Example:
             >>> import jchop as jc
-            >>> jc.nn.Rule("attention").matches("blocks/0/attention/query"), jc.nn.Rule("att").matches("attention")
+            >>> jc.Rule("attention").matches("blocks/0/attention/query"), jc.Rule("att").matches("attention")
             (True, False)
-            >>> jc.nn.Rule("block/").matches("net/block"), jc.nn.Rule("block/").matches("net/block/dense")
+            >>> jc.Rule("block/").matches("net/block"), jc.Rule("block/").matches("net/block/dense")
             (True, False)
         """
         return self.selects((path,), layer, operation)
@@ -387,6 +438,15 @@ class Rule:
             if value is not None and (name, value) != ("product", "float"):
                 fields.append(f"{name}=({value})" if name == "matmul" else f"{name}={value}")
         return f"Rule({', '.join([repr(self.path), *fields])})"
+
+
+Rule.__init__ = keyword_hints(  # type: ignore[method-assign]
+    dict.fromkeys(
+        ("weight_qtype", "act_qtype", "bwd_qtype", "tile_size", "module_path", "op_names", "weight_calibration_method"),
+        "Rule.from_qwix(rule), or Rule('*mlp*', weight='int4(group=32)', activation='int8')",
+    )
+    | dict.fromkeys(("bits", "dtype", "group_size", "format", "spec"), "weight='int4(group=32)'")
+)(Rule.__init__)
 
 
 def refuse_code_products(rule: Rule, what: str, why: str) -> None:
@@ -455,28 +515,45 @@ def exclusion_advice(paths: Iterable[str], before: Rule, fields: str = "") -> st
 def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:
     """One rule, or several, as a tuple.
 
+    Args:
+        rules: rules; one spec of all weights; or a mapping of patterns of paths, each to a rule, the fields of one, the
+            spec of weights, or None.
+
     Raises:
         TypeError, ValueError: for other values, or no rule.
     """
-    items: Sequence[Any] = (rules,) if isinstance(rules, Rule) else tuple(rules) if isinstance(rules, Iterable) else ()
+    items: Sequence[Any] = ()
+    if isinstance(rules, Mapping) and not _reading_advice(rules):
+        items = [_rule_of_entry(pattern, value) for pattern, value in rules.items()]
+    elif isinstance(rules, Rule | Spec | ElementFormat | ScaledFormat | str | type | np.dtype):
+        items = (rules if isinstance(rules, Rule) else Rule(weight=rules),)
+    elif isinstance(rules, Iterable):
+        items = tuple(rules)
     wrong = [rule for rule in items if not isinstance(rule, Rule)]
     if wrong or not items:
         raise TypeError(
-            f"rules={short_repr(rules)} must be a jchop.Rule, or several, as jc.Rule(weight='int4')"
-            f"{_qwix_translation(next(iter(wrong), rules))}"
+            f"rules={short_repr(rules)} must be a jchop.Rule, several, or a mapping such as {{'*': 'int4'}}"
+            f"{_reading_advice(rules if isinstance(rules, Mapping) else next(iter(wrong), rules))}"
         )
     return tuple(items)
 
 
-def _qwix_translation(rule: Any) -> str:
-    """The end of an error that writes a rule of qwix as one of jchop; its path is a regular expression."""
-    if type(rule).__name__ != "QuantizationRule":
-        return ""
-    group = rule.tile_size if isinstance(getattr(rule, "tile_size", None), int) else "all"
-    fields = {"weight": getattr(rule, "weight_qtype", None), "activation": getattr(rule, "act_qtype", None)}
-    specs = {name: qtype if isinstance(qtype, str) else np.dtype(qtype).name for name, qtype in fields.items() if qtype}
-    words = (f"{name}='{text}(group={group})'" for name, text in specs.items())
-    return f"; for this rule of qwix write jc.Rule({', '.join(['PATTERN', *words])})"
+def _rule_of_entry(pattern: str, value: Any) -> Rule:
+    """The rule of an entry of a mapping; see `as_rule_tuple`."""
+    if isinstance(value, Rule):
+        if value.path not in ("*", pattern):
+            raise ValueError(f"rules[{pattern!r}]={value!r} has another path; leave one of them out")
+        return replace(value, path=pattern)
+    fields = value if isinstance(value, Mapping) else {"weight": value}
+    return Rule(pattern, **fields)
+
+
+def _reading_advice(rule: Any) -> str:
+    """The end of an error for rules of qwix, or a configuration of Hugging Face: the call that reads them."""
+    if isinstance(rule, Mapping) and ("quant_method" in rule or "quantization_config" in rule):
+        return "; jc.Rule.from_hf(config) reads a quantization_config"
+    is_qwix = hasattr(rule, "module_path") or (isinstance(rule, Mapping) and rule.keys() & {"module_path", "qwix"})
+    return "; jc.Rule.from_qwix(rules) reads rules of qwix" if is_qwix else ""
 
 
 def rule_index(path: str, rules: Sequence[Rule], layer: str = "", operation: str = "") -> int | None:

@@ -28,7 +28,8 @@
 Missing (docs/compat.md has a table): arrays with a format (``pychop.builtin``; `jchop.emulate` rounds every operation
 of a function), Pychop's classes of MX, block and P3109 formats (`jchop` has these formats by name), CADNA's generator,
 integers of more than 8 bits, layers and post-training quantization for Flax (`jchop.nn` has both) and TensorFlow,
-``Simulate`` (a `jchop.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the older lower-case names.
+``Simulate`` (a `jchop.formats.FloatFormat` has its ``values()``), ``Bitchop``, ``Options``, and the older lower-case
+names.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ INSTEAD = {
     **dict.fromkeys(("MX", "mx_"), "formats such as 'mxfp8_e4m3' in jchop.round_to_format and jchop.quantize"),
     **dict.fromkeys(("BFP", "bfp_"), "block floating point in jchop.round_to_format (docs/formats.md)"),
     "builtin": "jchop.emulate, which rounds every operation of a function",
-    "Simulate": "values() of a jchop.FloatFormat",
-    "Bitchop": "encode and decode of a jchop.FloatFormat",
+    "Simulate": "values() of a jchop.formats.FloatFormat",
+    "Bitchop": "encode and decode of a jchop.formats.FloatFormat",
 }
 
 __all__ = [

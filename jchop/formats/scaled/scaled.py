@@ -1,7 +1,6 @@
 """Scaled formats: their groups and other fields, the checks of these, and their text grammar."""
 
 from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -12,7 +11,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
 from jchop._common.checks import check, check_bool, check_int, check_text, quote
 from jchop.formats._base import ElementFormat, format_html
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
@@ -31,6 +29,12 @@ from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import TaperedFormat
 from jchop.formats.scaled.scale_rules import ScaleRule, as_scale_rule_name, scale_rule_of
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import numpy as np
+from jchop._common.checks import check_bool, check_int, check_text, quote
+from jchop.formats._base import ElementFormat
+from jchop.formats._facts import format_html
+
 
 # == groups and axes ===================================================================================================
 
@@ -253,7 +257,7 @@ def option_text(value: object, name: str = "") -> str:
 # == the format ========================================================================================================
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScaledFormat:
     """Elements e of a format, in groups that share a scale s > 0: the values s e, s (e - z) or s e + z.
 
@@ -264,7 +268,8 @@ class ScaledFormat:
     A scaled format is callable: ``fmt(group=64)`` is the format with that changed.
 
     Args:
-        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text.
+        element: the format of x / s (or x / s + z), which is rounded once: an element format, or its text. Alone it may
+            be the text of a whole scaled format: ``ScaledFormat("int4(group=32)")``.
         group: the number of consecutive elements along `axis` that share a scale; the last group of a row may be
             shorter; ``"all"`` for the whole axis; or one such for each of several axes (tiles). Default None, with no
             `channel` either: the whole tensor, also written ``"tensor"``.
@@ -291,7 +296,7 @@ class ScaledFormat:
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.ScaledFormat("integer4", group=128, scale="bfloat16")
+        >>> fmt = jc.formats.ScaledFormat("integer4", group=128, scale="bfloat16")
         >>> str(fmt), fmt.bits_per_element(), fmt.scale_shape((3, 300))
         ('int4(group=128,scale=bfloat16)', 4.125, (3, 3))
         >>> str(fmt(sparse="2:4")), fmt(sparse="2:4").bits_per_element()
@@ -330,6 +335,11 @@ class ScaledFormat:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        if isinstance(self.element, str) and isinstance(whole := parse_format(self.element), ScaledFormat):
+            others = dataclasses.fields(self)[1:]
+            if all(getattr(self, field.name) == field.default for field in others):
+                vars(self).update(vars(whole))
+                return
         check_bool("nan_block", self.nan_block)
         if self.zero_point is not None and (
             not isinstance(self.zero_point, str) or self.zero_point not in ("integer", "float")
@@ -357,7 +367,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> str(jc.mxfp4(axis=0)), str(jc.int8(channel=0))
+            >>> str(jc.formats.mxfp4(axis=0)), str(jc.formats.int8(channel=0))
             ('mxfp4(axis=0)', 'int8(channel=0)')
         """
         names = [field.name for field in dataclasses.fields(self)]
@@ -405,7 +415,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.int8(channel=0).group_shape((3, 4, 5)), jc.mxfp4.group_shape((8, 100))
+            >>> jc.formats.int8(channel=0).group_shape((3, 4, 5)), jc.formats.mxfp4.group_shape((8, 100))
             ((1, 4, 5), (1, 32))
         """
         whole = tuple(max(size, 1) for size in shape)
@@ -430,7 +440,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.int4(group=(2, 128)).scale_shape((5, 3, 128)), jc.int8.scale_shape((5, 3))
+            >>> jc.formats.int4(group=(2, 128)).scale_shape((5, 3, 128)), jc.formats.int8.scale_shape((5, 3))
             ((5, 2, 1), (1, 1))
         """
         return tuple(-(-size // group) for size, group in zip(shape, self.group_shape(shape), strict=True))
@@ -456,7 +466,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.int4(group=32, axis=0, sparse="2:4").kept_shape((64, 5)), jc.int4.kept_shape((64, 5))
+            >>> jc.formats.int4(group=32, axis=0, sparse="2:4").kept_shape((64, 5)), jc.formats.int4.kept_shape((64, 5))
             ((32, 5), (64, 5))
         """
         sizes = list(shape)
@@ -507,7 +517,7 @@ class ScaledFormat:
 
         Example:
             >>> import jchop as jc
-            >>> jc.nvfp4.bits_per_element(), jc.int8(channel=0).bits_per_element((4, 100))
+            >>> jc.formats.nvfp4.bits_per_element(), jc.formats.int8(channel=0).bits_per_element((4, 100))
             (4.5, 8.32)
         """
         bits = float(self.bits)
@@ -559,6 +569,13 @@ class ScaledFormat:
     def __str__(self) -> str:
         return self.text
 
+    def __repr__(self) -> str:
+        return f"ScaledFormat({self.text!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        hint = "" if name.startswith("_") or not hasattr(ElementFormat, name) else f"; see those of {self}.element"
+        raise AttributeError(f"a scaled format has no {name!r}{hint}", name=name, obj=self)
+
     def _repr_html_(self) -> str:
         return format_html(self)
 
@@ -571,7 +588,7 @@ class ScaledFormat:
 
 
 def _as_format_of_kind(name: str, value: object, kinds: Any) -> Any:
-    fmt = parse_format(value) if isinstance(value, str) else value
+    fmt = as_format(value)
     if not isinstance(fmt, kinds):
         expectation = (
             "an element format such as 'integer8'" if kinds is ElementFormat else "a FloatFormat or ScaledFormat"
@@ -610,7 +627,7 @@ def bfp(bits: int, group: Any = None, **options: Any) -> ScaledFormat:
 
     Example:
         >>> import jchop as jc
-        >>> jc.round_to_format([1.0, 0.3, -1.99], jc.bfp(4)).tolist()
+        >>> jc.round_to_format([1.0, 0.3, -1.99], jc.formats.bfp(4)).tolist()
         [1.0, 0.25, -1.75]
     """
     element = IntegerFormat(bits, narrow=True)
@@ -625,9 +642,9 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
     """The format that a text names.
 
     Args:
-        text: a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a pattern
-            (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``, ``uinteger4``,
-            ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
+        text: in any case, a name (``binary16``, ``float8_e4m3fn``, ``e4m3fn``, MATLAB chop's ``h s d b t q43 q52``), a
+            pattern (``e5m10``, ``e5m3fn``, ``e5m3fnuz``, ``ue5m3``, ``fixed4.4``, ``ufixed4.4``, ``integer8``,
+            ``uinteger4``, ``binary8p3se``, ``posit16``, ``takum_linear16``), or ``codebook(-1,0,1)``.
             Options follow in parentheses: ``e4m3(bias=11)``,
             ``fixed4.4(symmetric=true)``, ``integer8(narrow=true)``. Any of these is scaled if the options name a field
             of `ScaledFormat`: ``e4m3fn(channel=-1)``, ``fixed4.4(group=tensor)``, ``e2m1fn(group=(2,16))``. Always
@@ -642,15 +659,27 @@ def parse_format(text: str) -> ElementFormat | ScaledFormat:
 
     Example:
         >>> import jchop as jc
-        >>> jc.formats.parse_format("e5m10") == jc.binary16
+        >>> jc.formats.parse_format("e5m10") == jc.formats.binary16
         True
-        >>> jc.formats.parse_format("mxfp4(rule=rceil,axis=0)") == jc.mxfp4(rule="rceil", axis=0)
+        >>> jc.formats.parse_format("mxfp4(rule=rceil,axis=0)") == jc.formats.mxfp4(rule="rceil", axis=0)
         True
     """
     if not isinstance(text, str):
         raise TypeError(f"text={text!r} must be a format's text such as 'e5m10'")
     text = check_text("format text", text)
     return _parse_format_text(re.sub(r"\s", "", text) if "(" in text else text)
+
+
+def as_format(value: Any) -> Any:
+    """The format of a text or of a dtype of NumPy, ml_dtypes, JAX or PyTorch; any other value unchanged."""
+    if isinstance(value, str):
+        return parse_format(value)
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return parse_format(str(value).removeprefix("torch."))
+    # A dtype is a np.dtype or a class with one: np.float16, jnp.bfloat16, not Python's float.
+    if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
+        return parse_format(np.dtype(value).name)
+    return value
 
 
 @functools.lru_cache(maxsize=256)

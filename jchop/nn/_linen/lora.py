@@ -118,7 +118,7 @@ def add_lora(
         >>> import jax, jax.numpy as jnp, jchop as jc
         >>> from flax import linen
         >>> x = jnp.ones((3, 64))
-        >>> dense = jc.nn.linen.quantize(linen.Dense(8), jc.nn.Rule(weight="nf4"))
+        >>> dense = jc.nn.linen.quantize(linen.Dense(8), jc.Rule(weight="nf4"))
         >>> packed = dense.pack(dense.init(jax.random.key(0), x), x)
         >>> rule = jc.nn.LoraRule("*", rank=4, alpha=8)
         >>> adapted, variables = jc.nn.linen.add_lora(dense, packed, rule, x, key=jax.random.key(1))

@@ -355,7 +355,7 @@ class Quantized:
             >>> import jax, jax.numpy as jnp, jchop as jc
             >>> from flax import linen
             >>> trained = linen.Dense(3).init(jax.random.key(0), jnp.ones((1, 8)))
-            >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.nn.LSQ())
+            >>> rule = jc.Rule(weight="int4(group=4)", scale_from=jc.LSQ())
             >>> variables = jc.nn.linen.quantize(linen.Dense(3), rule).start(trained, jnp.ones((1, 8)))
             >>> {name: value.shape for name, value in sorted(variables["params"].items())}
             {'bias': (3,), 'kernel': (8, 3), 'kernel_weight_scale': (2, 3)}

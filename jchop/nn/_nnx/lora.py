@@ -138,7 +138,7 @@ def add_lora(
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
         >>> model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
-        >>> packed = jc.nn.quantize(model, jc.nn.Rule("layers/0", weight="nf4"), "ptq")
+        >>> packed = jc.nn.quantize(model, jc.Rule("layers/0", weight="nf4"), "ptq")
         >>> adapted = jc.nn.add_lora(packed, jc.nn.LoraRule("layers/0", rank=4, alpha=8), rngs=nnx.Rngs(2))
         >>> x = jnp.ones((3, 64))
         >>> bool((adapted(x) == packed(x)).all()), len(nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)))

@@ -135,7 +135,7 @@ class QuantizedParam(nnx.Variable):
     Example:
         >>> from flax import nnx
         >>> import jchop as jc
-        >>> layer = jc.nn.quantize(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=4)"), mode="ptq")
+        >>> layer = jc.nn.quantize(nnx.Linear(8, 3, rngs=nnx.Rngs(0)), jc.Rule(weight="int4(group=4)"), mode="ptq")
         >>> type(layer.kernel).__name__, layer.kernel[...].shape, layer.kernel[...].nbytes
         ('QuantizedParam', (8, 3), 40)
     """

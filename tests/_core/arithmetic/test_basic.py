@@ -212,7 +212,7 @@ def exact_form(v: oracle.Value, carrier: oracle.Carrier, width: int) -> tuple[in
 def accepted_at_the_edge(texts: tuple[str, ...], rng: np.random.Generator) -> None:
     """Formats that leave just two bits, or none but the carrier's own, against the exact results."""
     for text in texts:
-        spec = jc.parse(text)
+        spec = jc.Spec(text)
         if spec.overflow.value == "wrap":
             continue
         fmt = oracle.describe(spec.format)
@@ -230,7 +230,7 @@ def test_normal_operands_whose_subnormal_results_become_zero(
     """The carrier's own rounding: sums of normal numbers, products of shorter ones."""
     kind, spec = oracle.CARRIERS[carrier], jc.Spec(text, flush=True)
     for operation, known in (("add", text), ("multiply", factor)):
-        fmt, held = oracle.describe(jc.parse(known).format), range_of(jc.Spec(known, flush=True), CARRIERS[carrier])
+        fmt, held = oracle.describe(jc.Spec(known).format), range_of(jc.Spec(known, flush=True), CARRIERS[carrier])
         operands = oracle_arithmetic.pairs(operation, fmt, kind, 120, rng)
         normal = float(np.finfo(carrier).smallest_normal)
         operands = [np.where(abs(v) < normal, np.copysign(v.dtype.type(0), v), v) for v in operands]
@@ -242,7 +242,7 @@ def test_normal_operands_whose_subnormal_results_become_zero(
 
 @further
 def of_64_bit_mode_changes_nothing(rng: np.random.Generator) -> None:
-    kind, spec, whole = oracle.CARRIERS["float32"], jc.parse("e5m10:stochastic"), carrier_range(CARRIERS["float32"])
+    kind, spec, whole = oracle.CARRIERS["float32"], jc.Spec("e5m10:stochastic"), carrier_range(CARRIERS["float32"])
     operands = oracle_arithmetic.pairs("multiply_add", oracle.ieee(5, 10), kind, 2000, rng)
     word = words(len(operands[0]), kind, rng)
 
@@ -306,7 +306,7 @@ def known(
     """Values of a format or exact products of two, with their range."""
     texts = (operand,) if isinstance(operand, str) else operand
     values = [values_of(text, n, carrier, rng) for text in texts]
-    ranges = [range_of(jc.parse(text), CARRIERS[carrier]) for text in texts]
+    ranges = [range_of(jc.Spec(text), CARRIERS[carrier]) for text in texts]
     if len(texts) == 1:
         return values[0], ranges[0]
     with np.errstate(invalid="ignore"):
@@ -397,7 +397,7 @@ def test_contraction(operands: str, accumulate: str | None, rng: np.random.Gener
         product = a * b
         c = np.where(np.arange(n) % 3, -product, values_of("e5m10", n, "float32", rng))
     word = words(n, kind, rng)
-    spec = None if accumulate is None else jc.parse(accumulate)
+    spec = None if accumulate is None else jc.Spec(accumulate)
     whole = carrier_range(carrier)
 
     @jax.jit
@@ -466,7 +466,7 @@ def test_way(monkeypatch: pytest.MonkeyPatch) -> None:
     word = jnp.zeros(4, jnp.uint32)
     for text, xr, yr, integers in WAYS:
         taken.clear()
-        add = partial(basic.add_and_round, spec=jc.parse(text), carrier=CARRIERS["float32"], word=word, xr=xr, yr=yr)
+        add = partial(basic.add_and_round, spec=jc.Spec(text), carrier=CARRIERS["float32"], word=word, xr=xr, yr=yr)
         jaxpr(add, 2)
         assert bool(taken) == integers, (text, xr, yr)
 
@@ -510,7 +510,7 @@ def test_division_by_a_poor_divider(monkeypatch: pytest.MonkeyPatch, rng: np.ran
 def range_of_too(rng: np.random.Generator) -> None:
     """Every value lies within its format's range, and no tighter one holds."""
     for text in (*RESULTS, "ufixed4.4", "integer4(narrow=true)", "codebook(-3.0,-1.0,0.375,5.0)"):
-        fmt, carrier = jc.parse(text).format, CARRIERS["float64"]
+        fmt, carrier = jc.Spec(text).format, CARRIERS["float64"]
         r = range_of(jc.Spec(fmt), carrier)
         drawn = fmt.decode(rng.integers(0, 2**fmt.bits, 20))
         values = [Fraction(v) for v in (fmt.max, fmt.min, fmt.smallest, *drawn[np.isfinite(drawn)]) if v]
@@ -524,11 +524,11 @@ def range_of_too(rng: np.random.Generator) -> None:
 def test_ranges_of_carriers_and_results() -> None:
     carrier = CARRIERS["float32"]
     assert range_of(None, carrier) == carrier_range(carrier) == ValueRange(-149, 24, 128)
-    assert range_of(jc.parse("binary64"), carrier) == ValueRange(-149, 24, 128)
+    assert range_of(jc.Spec("binary64"), carrier) == ValueRange(-149, 24, 128)
     assert product_range(ValueRange(-24, 11, 16), ValueRange(-9, 4, 9)) == ValueRange(-33, 15, 25)
     assert sum_range(ValueRange(-24, 11, 16), ValueRange(-9, 4, 9)) == ValueRange(-24, 41, 17)
     assert ValueRange(-2, 11, 4).bits == 6
-    assert range_of(jc.parse("codebook(-3.0,-1.0,0.375,5.0)"), carrier) == ValueRange(-3, 3, 3)
+    assert range_of(jc.Spec("codebook(-3.0,-1.0,0.375,5.0)"), carrier) == ValueRange(-3, 3, 3)
 
 
 REFUSED = {
@@ -553,28 +553,28 @@ REFUSED = {
 def test_require_operation(carrier: str) -> None:
     require_operation(None, CARRIERS[carrier], "accumulate")
     for text in ACCEPTED.get(carrier, ()):
-        require_operation(jc.parse(text), CARRIERS[carrier], "accumulate")
+        require_operation(jc.Spec(text), CARRIERS[carrier], "accumulate")
     for text, message in REFUSED[carrier].items():
         with pytest.raises(ValueError, match=f"^accumulate=.*{message}"):
-            require_operation(jc.parse(text), CARRIERS[carrier], "accumulate")
+            require_operation(jc.Spec(text), CARRIERS[carrier], "accumulate")
 
 
 @further.first
 def a_cast_to_float64_needs_x64() -> None:
     said = r"cast the operands to float64; JAX arrays are float64 only with jax_enable_x64, which is off$"
     with jax.enable_x64(False), pytest.raises(ValueError, match=said):
-        require_operation(jc.parse("e8m22"), CARRIERS["float32"], "accumulate")
+        require_operation(jc.Spec("e8m22"), CARRIERS["float32"], "accumulate")
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"cast the operands to float64$"):
-        require_operation(jc.parse("e8m22"), CARRIERS["float32"], "accumulate")
+        require_operation(jc.Spec("e8m22"), CARRIERS["float32"], "accumulate")
     with pytest.raises(ValueError, match=r"cast the operands to float32$"):
-        require_operation(jc.parse("e5m2"), CARRIERS["bfloat16"], "accumulate")
+        require_operation(jc.Spec("e5m2"), CARRIERS["bfloat16"], "accumulate")
 
 
 @further
 @pytest.mark.in_turn(4)
 @pytest.mark.parametrize("text", ["integer8:wrap", "fixed4.4:wrap:stochastic", "ufixed4.4:wrap:down"])
 def wrap(text: str, rng: np.random.Generator) -> None:
-    spec = jc.parse(text)
+    spec = jc.Spec(text)
     fmt = oracle.describe(spec.format)
     r = range_of(spec, CARRIERS["float32"])
     for operation in ("add", "multiply", "multiply_add"):
@@ -584,7 +584,7 @@ def wrap(text: str, rng: np.random.Generator) -> None:
 
 
 def test_wrap_refused() -> None:
-    carrier, spec = CARRIERS["float32"], jc.parse("fixed8.8:wrap")
+    carrier, spec = CARRIERS["float32"], jc.Spec("fixed8.8:wrap")
     x, r = jnp.ones(4, jnp.float32), range_of(spec, carrier)
     jax.eval_shape(lambda: basic.add_and_round(x, x, spec, carrier, None, r, r))
     with pytest.raises(ValueError, match=r"wraps an exact result.*up to 30 bits from 2\^-16"):
@@ -607,14 +607,14 @@ def test_below_the_smallest_value_of_a_format_with_all_bits_of_the_carrier() -> 
     above = 8392705 * 2.0**-30, 8384513 * 2.0**-31  # 2^-15 (1 + 2^-46)
     x, y = np.array([below, above], np.float32).T
     for rounding in ("nearest_even", "nearest_away", "nearest_zero"):
-        spec, whole = jc.parse(f"e5m23(subnormals=false):{rounding}"), (carrier_range(carrier),) * 2
+        spec, whole = jc.Spec(f"e5m23(subnormals=false):{rounding}"), (carrier_range(carrier),) * 2
         run = jax.jit(partial(apply, "multiply", None, spec=spec, carrier=carrier, ranges=whole))
         assert run(x, y).tolist() == [0, least], rounding
 
 
 def test_ties_of_one_bit_of_precision_take_the_even_code() -> None:
     """Of operands of the format, whose sums an addition would round otherwise."""
-    spec, carrier = jc.parse("e5m0"), CARRIERS["float32"]
+    spec, carrier = jc.Spec("e5m0"), CARRIERS["float32"]
     ranges = (range_of(spec, carrier),) * 2
     out = basic.add_and_round(
         jnp.array([1, 2], "float32"), jnp.array([0.5, 1], "float32"), spec, carrier, None, *ranges

@@ -22,7 +22,7 @@ CARRIER, WIDTH = CARRIERS["float32"], 32
 @pytest.mark.parametrize("text", ["integer8", "e4m3"])
 def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None:
     """floor(nu 2^32) and whether bits are lost, for gaps from one to 2^70 units in the last place."""
-    spec, (quantum, frac_bits) = jc.parse(text), {"integer8": (0, 7), "e4m3": (-9, 3)}[text]
+    spec, (quantum, frac_bits) = jc.Spec(text), {"integer8": (0, 7), "e4m3": (-9, 3)}[text]
     exponent = np.arange(quantum - 46, quantum + 2).repeat(3)
     value = np.ldexp(1 + rng.integers(0, 2**23, len(exponent)) * 2.0**-23, exponent).astype(np.float32)
     rest = rng.integers(0, 2**32, len(value), dtype=np.uint32) * (np.arange(len(value)) % 3 > 0).astype(np.uint32)
@@ -43,7 +43,7 @@ def test_the_dropped_part_as_a_word(text: str, rng: np.random.Generator) -> None
 
 def test_the_part_below_the_smallest_value_as_a_word() -> None:
     """Of a number below the smallest positive value: the floor of its share, and whether bits are lost."""
-    grid = make_grid(jc.parse("e4m3").format, CARRIER)  # type: ignore[arg-type]
+    grid = make_grid(jc.Spec("e4m3").format, CARRIER)  # type: ignore[arg-type]
     x = np.ldexp(np.array([0, 1, 1 + 2.0**-23, 1.5, 1 + 2.0**-9, 1]), [0, -10, -40, -11, -32, -60])
     magnitude = jnp.asarray(x.astype(np.float32).view(np.int32))
     draw = RandomBits(jnp.zeros(6, jnp.uint32), 32)
@@ -55,7 +55,7 @@ def test_the_part_below_the_smallest_value_as_a_word() -> None:
 
 def test_an_error_far_below_the_last_place() -> None:
     """The word is the floor of the error, not the next integer; the rest is said to be there."""
-    spec, total = jc.parse("e9m30:stochastic"), carrier_range(CARRIER)
+    spec, total = jc.Spec("e9m30:stochastic"), carrier_range(CARRIER)
     one = jnp.full(3, CARRIER.bias << CARRIER.fraction, jnp.int32)
     error = jnp.float32([2.0**-24, 2.0**-60, 2.0**-23 * (0.25 + 2.0**-24)])
     v = _exact_of_sum_and_error(jnp.zeros_like(one), one, error, total, spec, CARRIER)
@@ -72,5 +72,5 @@ def test_numbers_beyond_the_ends_of_a_codebook(ends: tuple[float, float]) -> Non
     magnitude, rest = jnp.asarray(value.view(np.int32)), jnp.asarray(inexact.astype(np.uint32) << 31)
     v = ExactResult(jnp.where(sign, jnp.int32(-(2**31)), 0), magnitude, jnp.asarray(inexact), rest, magnitude < 0)
     exact = np.where(sign, -1.0, 1.0) * (value.astype(np.float64) + inexact * np.ldexp(1.0, -26))
-    found = exact_overflow_mask(v, jc.Spec(jc.CodebookFormat(ends)), CARRIER, None)
+    found = exact_overflow_mask(v, jc.Spec(jc.formats.CodebookFormat(ends)), CARRIER, None)
     np.testing.assert_array_equal(found, (exact < ends[0]) | (exact > ends[1]))

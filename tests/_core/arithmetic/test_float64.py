@@ -79,7 +79,7 @@ def words(name: str, spec: jc.Spec, args: list[np.ndarray], rng: np.random.Gener
      ("bfloat16:stochastic:random_bits=5", "div"), ("e4m3:stochastic_b", "div"), ("binary16", "sqrt")],
 )  # fmt: skip
 def the_bits_are_those_of_integers(text: str, name: str, rng: np.random.Generator) -> None:
-    spec = jc.parse(text)
+    spec = jc.Spec(text)
     known = (range_of(spec, CARRIER),) * OPERAND_COUNTS[name]
     assert float64.supports_float64_operation(name, spec, known)
     both = operands(spec, rng)
@@ -123,7 +123,7 @@ def hard_operands(name: str, bits: int, drawn: bool, rng: np.random.Generator) -
 def test_the_widest_formats_at_their_hardest_numbers(name: str, mode: str, rng: np.random.Generator) -> None:
     """Beside middles of two numbers; and under the least random word that rounds up, or the one before."""
     frac = WIDEST[name, mode]
-    spec, wider = (jc.parse(f"e8m{bits}{mode}") for bits in (frac, frac + 1))
+    spec, wider = (jc.Spec(f"e8m{bits}{mode}") for bits in (frac, frac + 1))
     known = [(range_of(each, CARRIER),) * OPERAND_COUNTS[name] for each in (spec, wider)]
     assert float64.supports_float64_operation(name, spec, known[0]) and not float64.supports_float64_operation(
         name, wider, known[1]
@@ -162,7 +162,7 @@ def test_the_widest_formats_at_their_hardest_numbers(name: str, mode: str, rng: 
 )
 def test_results_of_every_magnitude(name: str, text: str, rng: np.random.Generator) -> None:
     """Subnormal ones and those that overflow among them, of operands that may be subnormal."""
-    spec, low = jc.parse(text), jc.parse(f"{text}:toward_zero")
+    spec, low = jc.Spec(text), jc.Spec(f"{text}:toward_zero")
     fmt = spec.format
     assert isinstance(fmt, FloatFormat)
     exponents = rng.integers(fmt.emin - fmt.frac_bits - 1, fmt.emax + 1, (2, 300))
@@ -196,7 +196,7 @@ def test_others_are_refused() -> None:
         ("sqrt", "binary32"),
         ("div", "posit8"),
     ):
-        spec = jc.parse(text)
+        spec = jc.Spec(text)
         assert not float64.supports_float64_operation(name, spec, (range_of(spec, CARRIER),) * OPERAND_COUNTS[name]), (
             name,
             text,
@@ -205,7 +205,7 @@ def test_others_are_refused() -> None:
 
 @further.first
 def operands_may_have_more_bits_than_the_format() -> None:
-    spec, whole = jc.parse("e4m3"), ValueRange(-149, 24, 128)
+    spec, whole = jc.Spec("e4m3"), ValueRange(-149, 24, 128)
     assert float64.supports_float64_operation("div", spec, (ValueRange(-20, 19, 20), ValueRange(-20, 19, 20)))
     assert not float64.supports_float64_operation("div", spec, (whole, whole))
     narrow = range_of(spec, CARRIER)
@@ -223,7 +223,7 @@ def operands_may_have_more_bits_than_the_format() -> None:
 )  # fmt: skip
 def test_quotients_by_a_constant_are_rounded_once(divisor: str, text: str, rng: np.random.Generator) -> None:
     """At products of the divisor and the middles of numbers of the format, beside them, and for small numbers."""
-    over, fmt = Fraction(divisor), jc.parse(text).format
+    over, fmt = Fraction(divisor), jc.Spec(text).format
     assert isinstance(fmt, FloatFormat) and float64.can_divide_in_float64(over.numerator.bit_length(), fmt)
     odd = 2 * rng.integers(0, 1 << fmt.frac_bits, 200) + 1
     units = np.concatenate([np.full(50, fmt.emin - fmt.frac_bits), rng.integers(fmt.emin, fmt.emax - 1, 150)]) - 1

@@ -27,7 +27,7 @@ ROWS = [
 ]
 
 
-def widest(fmt: jc.FloatFormat, carrier: str) -> ValueRange:
+def widest(fmt: jc.formats.FloatFormat, carrier: str) -> ValueRange:
     """The largest range that is allowed."""
     bias, fraction = CARRIERS[carrier].bias, CARRIERS[carrier].fraction
     return ValueRange(1 - bias, fraction + 1, bias - fraction + fmt.frac_bits)
@@ -40,7 +40,7 @@ def test_it_rounds_exactly(
 ) -> None:
     """Grid points, ties and their neighbours, numbers of every exponent in the range, infinities and NaN."""
     spec, fmt = jc.Spec(name, overflow=overflow), jc.formats.parse_format(name)
-    assert isinstance(fmt, jc.FloatFormat)
+    assert isinstance(fmt, jc.formats.FloatFormat)
     r = widest(fmt, carrier)
     assert adds_to_round(spec, r, CARRIERS[carrier])
     x = cases.adversarial(known, carrier, 20_000, rng)
@@ -53,8 +53,8 @@ def test_it_rounds_exactly(
     cases.assert_bits(x, got, cases.batch(x).round(known, "nearest_even", overflow), name)
 
 
-E5M10 = jc.parse("e5m10")
-SAFE = widest(jc.binary16, "float32")
+E5M10 = jc.Spec("e5m10")
+SAFE = widest(jc.formats.binary16, "float32")
 NOT_ALLOWED = {
     "another mode": (replace(E5M10, rounding=jc.Rounding.NEAREST_AWAY), SAFE),
     "another end": (replace(E5M10, overflow=jc.Overflow.PROPAGATE), SAFE),
@@ -62,13 +62,13 @@ NOT_ALLOWED = {
     "subnormals of the carrier": (E5M10, replace(SAFE, quantum=SAFE.quantum - 1)),
     "too large": (E5M10, replace(SAFE, top=SAFE.top + 1)),
     "anything": (E5M10, carrier_range(CARRIERS["float32"])),
-    "nothing to drop": (jc.parse("binary32"), SAFE),
-    "a wider exponent": (jc.parse("e9m10"), SAFE),
-    "no subnormals": (jc.parse("e5m10(subnormals=false)"), SAFE),
-    "no -0": (jc.parse("float8_e4m3fnuz"), SAFE),
-    "one bit of precision": (jc.parse("e5m0"), SAFE),
-    "no sign": (jc.parse("float8_e8m0fnu"), SAFE),
-    "fixed point": (jc.parse("fixed8.8"), SAFE),
+    "nothing to drop": (jc.Spec("binary32"), SAFE),
+    "a wider exponent": (jc.Spec("e9m10"), SAFE),
+    "no subnormals": (jc.Spec("e5m10(subnormals=false)"), SAFE),
+    "no -0": (jc.Spec("float8_e4m3fnuz"), SAFE),
+    "one bit of precision": (jc.Spec("e5m0"), SAFE),
+    "no sign": (jc.Spec("float8_e8m0fnu"), SAFE),
+    "fixed point": (jc.Spec("fixed8.8"), SAFE),
 }
 
 
@@ -79,11 +79,11 @@ def test_elsewhere_it_is_not_allowed() -> None:
 
 
 def test_it_is_allowed_with_one_bit_to_drop() -> None:
-    assert adds_to_round(jc.parse("e8m22"), ValueRange(-126, 24, 100), CARRIERS["float32"])
+    assert adds_to_round(jc.Spec("e8m22"), ValueRange(-126, 24, 100), CARRIERS["float32"])
 
 
 def test_beyond_the_largest_value() -> None:
     x = jnp.asarray([1e5, -1e5], jnp.float32)
     for name, end in {"float6_e3m2fn": 28.0, "float8_e4m3fn": np.nan, "e5m10": np.inf}.items():
-        found = round_by_adding(x, jc.parse(name), CARRIERS["float32"])
+        found = round_by_adding(x, jc.Spec(name), CARRIERS["float32"])
         np.testing.assert_array_equal(found, [end, -end], name)

@@ -120,4 +120,4 @@ def test_formats_with_one_number_of_dropped_bits() -> None:
         "integer8": False,
         "codebook(-1,0,1)": False,
     }.items():
-        assert has_constant_drop(jc.parse(text), CARRIERS["float32"]) == constant, text
+        assert has_constant_drop(jc.Spec(text), CARRIERS["float32"]) == constant, text

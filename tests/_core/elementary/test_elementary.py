@@ -110,7 +110,7 @@ def test_formats_of_other_sizes(sizes: tuple[int, int], name: str) -> None:
             for mode in modes]  # fmt: skip
     y = exact.values(NAMES[name], x.astype(float), lambda v: np.stack([row(v) for row in rows]))
     for mode, row in zip(modes, rows, strict=True):
-        got = np.asarray(jax.jit(partial(elementary_function, name=name, spec=jc.parse(f"{text}:{mode}")))(x))
+        got = np.asarray(jax.jit(partial(elementary_function, name=name, spec=jc.Spec(f"{text}:{mode}")))(x))
         np.testing.assert_array_equal(bits(got), bits(row(y).astype(np.float32)), f"{text} {mode}")
 
 
@@ -119,7 +119,7 @@ def test_fixed_point_and_codebooks() -> None:
     exp = np.exp(x.astype(float))
     up = jc.math.exp(x, "fixed8.8:up:saturate")
     np.testing.assert_array_equal(up, np.minimum(np.where(x == 0, 1, np.floor(exp * 256 + 1) / 256), 128 - 2.0**-8))
-    nearest = jc.math.exp(x[x <= 0], jc.CodebookFormat((0.0, 0.25, 0.5, 1.0)))
+    nearest = jc.math.exp(x[x <= 0], jc.formats.CodebookFormat((0.0, 0.25, 0.5, 1.0)))
     assert set(nearest) <= {0.0, 0.25, 0.5, 1.0}
 
 
@@ -152,7 +152,7 @@ def ends_of_the_range_do_not_vanish() -> None:
 @pytest.mark.parametrize(("name", "mode"), [("logistic", "up"), pytest.param("expm1", "down", marks=pytest.mark.slow)])
 def test_emulate_and_the_functions_have_the_same_bits(name: str, mode: str) -> None:
     x = jnp.asarray(arguments("bfloat16")[::97])
-    spec, fun = jc.parse(f"bfloat16:{mode}"), {"logistic": jax.nn.sigmoid, "expm1": jnp.expm1}[name]
+    spec, fun = jc.Spec(f"bfloat16:{mode}"), {"logistic": jax.nn.sigmoid, "expm1": jnp.expm1}[name]
     want = jax.jit(partial(elementary_function, name=name, spec=spec))(x)
     np.testing.assert_array_equal(bits(np.asarray(jax.jit(jc.emulate(fun, spec))(x))), bits(np.asarray(want)))
     if mode == "down":

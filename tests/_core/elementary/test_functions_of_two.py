@@ -29,7 +29,7 @@ def wrong(name: str, text: str, x: np.ndarray, y: np.ndarray, modes: Sequence[st
 
     @jax.jit
     def every_mode(x: jax.Array, y: jax.Array, word: jax.Array) -> list[jax.Array]:
-        specs = [jc.parse(f"{text}:{mode}") for mode in modes]
+        specs = [jc.Spec(f"{text}:{mode}") for mode in modes]
         return [elementary_function(x, y, *([word] if s.rounding.stochastic else []), name=name, spec=s) for s in specs]
 
     counts = {}
@@ -91,7 +91,7 @@ def test_special_values(name: str) -> None:
     want = np.asarray(jc.round_to_format(want, "bfloat16")).astype(np.float32)
     if name == "logaddexp":
         want = np.where(want == 0, np.float32(0), want)
-    got = np.asarray(jax.jit(partial(elementary_function, name=name, spec=jc.parse("bfloat16")))(x, y))
+    got = np.asarray(jax.jit(partial(elementary_function, name=name, spec=jc.Spec("bfloat16")))(x, y))
     np.testing.assert_array_equal(bits(got), bits(want))
 
 

@@ -450,7 +450,7 @@ def test_sums_beyond_the_range_are_infinite_or_saturate() -> None:
     a, b = np.full((1, 2), 2.0**64, F32), np.full((2, 1), 2.0**63, F32)
     cut = MatmulSpec("bfloat16", accumulate="binary32:toward_zero", order="aligned(2, 24)")
     assert jc.math.matmul(a, b, cut)[0, 0] == np.inf
-    kept = replace(cut, accumulate=jc.parse("binary32:toward_zero:saturate"))
+    kept = replace(cut, accumulate=jc.Spec("binary32:toward_zero:saturate"))
     assert jc.math.matmul(-a, b, kept)[0, 0] == -np.finfo(F32).max
 
 
@@ -531,8 +531,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "unpublished, without its bits": (lambda: jc.tensor_core("blackwell", "fp6"), "how blackwell adds fp6 is not publ"),
     "scaled and unpublished": (lambda: jc.tensor_core("blackwell", "mxfp6"), "how blackwell adds mxfp6 is not publ"),
-    "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; close: hopper; known: 'volta'"),
-    "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; known: 'fp16'"),
+    "unit": (lambda: jc.tensor_core("hoper", "fp8"), "unit='hoper' is not known; did you mean hopper"),
+    "dtype": (lambda: jc.tensor_core("volta", "fp8"), "dtype='fp8' is not known of volta; allowed: 'fp16'"),
     "format of another": (
         lambda: jc.tensor_core("cdna3", "float8_e4m3fn"),
         "dtype='float8_e4m3fn' is not known of cdna3",

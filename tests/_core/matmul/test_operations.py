@@ -141,7 +141,7 @@ FULL_MODES = tuple(mode for mode in MODES if mode != "stochastic_c")
 @pytest.mark.parametrize(("text", "own"), FULL)
 def test_full_range_is_what_integers_give(text: str, own: bool, rng: np.random.Generator) -> None:
     """Over the whole range, every pair of exponents met, and next to the bounds that the cheap way has."""
-    n, carrier, fmt = 40_000, CARRIERS["float32"], jc.parse(text).format
+    n, carrier, fmt = 40_000, CARRIERS["float32"], jc.Spec(text).format
     specs = [jc.Spec(fmt, rounding=mode) for mode in FULL_MODES]
     specs += [
         jc.Spec(fmt, overflow=how, rounding=m) for how in ("saturate", "propagate") for m in ("nearest_even", "up")
@@ -237,7 +237,7 @@ def test_roots_to_the_carrier_itself(name: str, rng: np.random.Generator) -> Non
     hard = np.array(cases.near_middles_of_roots(carrier.m + 1), name)
     x = np.concatenate([x.view(name), np.array([0, -0.0, np.inf, -np.inf, -1, 4], name), beside_squares(name), hard])
     text = {"float32": "binary32", "float64": "binary64"}[name]
-    got = np.asarray(jax.jit(partial(round_operation, "sqrt", spec=jc.parse(text)))([x]))
+    got = np.asarray(jax.jit(partial(round_operation, "sqrt", spec=jc.Spec(text)))([x]))
     with np.errstate(invalid="ignore"):
         assert not len(cases.differences(got, np.sqrt(x).view(carrier.words), carrier))
 
@@ -246,7 +246,7 @@ def test_a_root_of_64_bits_draws_from_all_of_them(rng: np.random.Generator) -> N
     carrier = oracle.CARRIERS["float64"]
     x = rng.random(30) * 4
     word = rng.integers(0, 2**64, 30, dtype=np.uint64)
-    run = jax.jit(lambda x, word: round_operation("sqrt", [x], jc.parse("e9m40:stochastic"), word))
+    run = jax.jit(lambda x, word: round_operation("sqrt", [x], jc.Spec("e9m40:stochastic"), word))
     got = np.asarray(run(x, word))
     exact = [exact_root(oracle.from_bits(int(b), carrier), carrier)[0] for b in x.view(np.uint64)]
     how = oracle_matmul.How(oracle.ieee(9, 40), "stochastic")
@@ -294,10 +294,10 @@ def test_a_root_corrects_a_bad_guess(name: str, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_narrow_quotient_corrects_a_bad_one() -> None:
     """The quotient of the hardware is moved by up to six units in the last place: the result stays."""
-    values = jc.parse("e5m2").format.values().astype(np.float32)  # type: ignore[union-attr]
+    values = jc.Spec("e5m2").format.values().astype(np.float32)  # type: ignore[union-attr]
     x, y = (jnp.asarray(v.ravel()) for v in np.meshgrid(values, values))
-    carrier, spec = CARRIERS["float32"], jc.parse("e5m10:odd")
-    r = range_of(jc.parse("e5m2"), carrier)
+    carrier, spec = CARRIERS["float32"], jc.Spec("e5m10:odd")
+    r = range_of(jc.Spec("e5m2"), carrier)
     assert basic.divides_narrow(spec, carrier, r, r)
     want = jax.jit(lambda x, y: round_operation("div", [x, y], spec, ranges=(carrier_range(carrier),) * 2))(x, y)
 
@@ -317,7 +317,7 @@ def test_a_narrow_quotient_corrects_a_bad_one() -> None:
 def narrow_quotients_to_nearest() -> None:
     """A half is seen: the bits that are kept are one more than those of the format."""
     x, y = (jnp.asarray(v.ravel(), jnp.float32) for v in np.meshgrid(np.arange(8, 16), np.arange(8, 16)))
-    carrier, spec = CARRIERS["float32"], jc.parse("e4m3")
+    carrier, spec = CARRIERS["float32"], jc.Spec("e4m3")
     r = range_of(spec, carrier)
     assert basic.divides_narrow(spec, carrier, r, r)
     want = [
@@ -330,7 +330,7 @@ def narrow_quotients_to_nearest() -> None:
 
 def test_bits_of_narrow_quotients() -> None:
     """The cut quotient times the divisor has to be exact: 12 bits times 12 in float32, not 13."""
-    carrier, spec = CARRIERS["float32"], jc.parse("e5m10")
+    carrier, spec = CARRIERS["float32"], jc.Spec("e5m10")
     allowed = [
         basic.divides_narrow(spec, carrier, ValueRange(-9, 12, 3), ValueRange(-9, bits, bits - 9))
         for bits in (11, 12, 13)
@@ -341,7 +341,7 @@ def test_bits_of_narrow_quotients() -> None:
 def test_terms_with_few_bits_of_many() -> None:
     """The sum of 1 and 2^-13 + 2^-25 is above the tie of 13 bits, and rounded to 24 bits it would be the tie."""
     x = np.array([1.0, -1.0], np.float32)
-    add = jax.jit(lambda x, y: round_operation("add", [x, y], jc.parse("e8m12")))
+    add = jax.jit(lambda x, y: round_operation("add", [x, y], jc.Spec("e8m12")))
     np.testing.assert_array_equal(add(x, x * np.float32(2.0**-13 + 2.0**-25)), [1 + 2.0**-12, -1 - 2.0**-12])
 
 
@@ -356,7 +356,7 @@ def odd_leaves_exact_sums() -> None:
     """To the carrier itself: exact sums stay, even ones too; others end in a one."""
     x, y = jnp.float32([2.0, 1.0, 1.0, -1.0]), jnp.float32([2.0, 2.0**-23, 2.0**-30, -(2.0**-30)])
     ranges = (carrier_range(CARRIERS["float32"]),) * 2
-    got = round_operation("add", [x, y], jc.parse("binary32:odd"), ranges=ranges)
+    got = round_operation("add", [x, y], jc.Spec("binary32:odd"), ranges=ranges)
     np.testing.assert_array_equal(got, np.array([4.0, 1 + 2.0**-23, 1 + 2.0**-23, -1 - 2.0**-23]))
 
 
@@ -371,7 +371,7 @@ def test_the_other_operations(rng: np.random.Generator) -> None:
 def check_other(name: str, rng: np.random.Generator) -> None:
     fmt, carrier = FORMATS["bfloat16"], oracle.CARRIERS["float32"]
     args = [members(fmt, "float32", COUNT, rng) for _ in range(OPERAND_COUNTS[name])]
-    got = np.asarray(jax.jit(lambda args: round_operation(name, args, jc.parse("bfloat16")))(args))
+    got = np.asarray(jax.jit(lambda args: round_operation(name, args, jc.Spec("bfloat16")))(args))
     if name in ("square", "sub"):
         second = args[0] if name == "square" else -args[1]
         exact = oracle_arithmetic.exact_results({"square": "multiply", "sub": "add"}[name], [args[0], second], carrier,
@@ -389,7 +389,7 @@ def test_signs_of_formats_that_are_not_symmetric() -> None:
             ("neg", "float8_e4m3fnuz", [0.0, 1], [0, -1]), ("neg", "uinteger8", [3.0], [0]),
             ("neg", "bfloat16", [0.0], [-0.0])]  # fmt: skip
     run = jax.jit(
-        lambda args: [round_operation(row[0], [x], jc.parse(row[1])) for row, x in zip(rows, args, strict=True)]
+        lambda args: [round_operation(row[0], [x], jc.Spec(row[1])) for row, x in zip(rows, args, strict=True)]
     )
     found = run([jnp.array(row[2], jnp.float32) for row in rows])
     for (name, text, _, want), got in zip(rows, found, strict=True):
@@ -411,7 +411,7 @@ def a_quotient_beyond_the_carriers_range_is_no_infinity() -> None:
 @pytest.mark.smoke
 def test_operands_broadcast_and_16_bit_ones_stay_so() -> None:
     x = jnp.arange(6, dtype=jnp.float16).reshape(2, 3)
-    got = round_operation("mul", [x, jnp.asarray(1.25, jnp.float16)], jc.parse("e5m2:up"))
+    got = round_operation("mul", [x, jnp.asarray(1.25, jnp.float16)], jc.Spec("e5m2:up"))
     assert got.dtype == jnp.float16
     assert got.tolist() == [[0.0, 1.25, 2.5], [4.0, 5.0, 7.0]]
     assert round_operation("add", [x, x], None).tolist() == (2 * x).tolist()
@@ -426,7 +426,7 @@ def a_narrow_carrier_is_refused() -> None:
     )
     for text, dtype, message in rows:
         with pytest.raises(ValueError, match=message):
-            check_operation(jc.parse(text), jnp.dtype(dtype))
+            check_operation(jc.Spec(text), jnp.dtype(dtype))
 
 
 def test_operands_that_the_carrier_cannot_hold() -> None:
@@ -438,7 +438,7 @@ def test_operands_that_the_carrier_cannot_hold() -> None:
 def test_wrapping_is_refused_where_there_is_no_last_bit() -> None:
     for name in ("div", "sqrt"):
         with pytest.raises(ValueError, match="wrap"):
-            round_operation(name, [jnp.ones(3)] * OPERAND_COUNTS[name], jc.parse("integer8:wrap"))
+            round_operation(name, [jnp.ones(3)] * OPERAND_COUNTS[name], jc.Spec("integer8:wrap"))
 
 
 # -- random words ------------------------------------------------------------------------------------------------------
@@ -481,7 +481,7 @@ def sums_follow_the_orders_of_products(order: str, rng: np.random.Generator) -> 
 
     @jax.jit
     def both(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kept = sum_along(x, (2, 0), spec, keepdims=True, value_spec=jc.parse("e5m2"))
+        kept = sum_along(x, (2, 0), spec, keepdims=True, value_spec=jc.Spec("e5m2"))
         return kept, jc.math.matmul(rows, jnp.ones(15, jnp.float32), spec)
 
     got, want = both(x, rows)

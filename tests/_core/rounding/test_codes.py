@@ -23,7 +23,7 @@ TEXTS = [
     "uinteger16", "integer3", "integer5", "uinteger7", "codebook(-3,-1,0,0.5,8)", "codebook(0.5)",
     f"codebook({','.join(map(str, range(-20, 20)))})",
 ]  # fmt: skip
-FORMATS = {text: jc.parse(text).format for text in TEXTS}
+FORMATS = {text: jc.Spec(text).format for text in TEXTS}
 
 
 def of_carrier(name: str) -> dict[str, jc.formats.ElementFormat]:
@@ -64,12 +64,14 @@ def codes_are_those_of_the_formats(name):
 def wide_formats():
     """A float32 number is its own code; narrower scales of float64 arithmetic have float32's."""
     x = np.array([0.0, -0.0, 1.0, -2.5, 3e38, 1e-45, 1e-38, np.inf, -np.inf], np.float32)
-    codes = encode_elements(jnp.asarray(x), jc.binary32, CARRIERS["float32"])
+    codes = encode_elements(jnp.asarray(x), jc.formats.binary32, CARRIERS["float32"])
     np.testing.assert_array_equal(codes, x.view(np.uint32))
     with jax.enable_x64(True):
         wide = jnp.asarray(x.astype(np.float64))
-        np.testing.assert_array_equal(encode_elements(wide, jc.binary32, CARRIERS["float64"]), x.view(np.uint32))
-        back = decode_elements(jnp.asarray(x.view(np.uint32)), jc.binary32, CARRIERS["float64"])
+        np.testing.assert_array_equal(
+            encode_elements(wide, jc.formats.binary32, CARRIERS["float64"]), x.view(np.uint32)
+        )
+        back = decode_elements(jnp.asarray(x.view(np.uint32)), jc.formats.binary32, CARRIERS["float64"])
         np.testing.assert_array_equal(cases.bits(np.asarray(back)), cases.bits(x.astype(np.float64)))
 
 

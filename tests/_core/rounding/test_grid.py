@@ -35,13 +35,13 @@ HELD = {
 
 def test_carriers_that_hold_every_result() -> None:
     for text, names in HELD.items():
-        assert [name for name, carrier in CARRIERS.items() if carrier_holds(jc.parse(text), carrier)] == names, text
+        assert [name for name, carrier in CARRIERS.items() if carrier_holds(jc.Spec(text), carrier)] == names, text
 
 
 @pytest.mark.parametrize(("mode", "want"), [("nearest_even", [8, 10, 10, 12]), ("odd", [9, 9, 11, 11])])
 def test_ties_of_a_format_with_subnormals_of_the_carrier(mode: str, want: list[int]) -> None:
     """Normal numbers of the format are subnormals of float32: its smallest exponent is -129."""
-    spec = jc.parse(f"e8m3(bias=130,infinities=false,nans=none):{mode}")
+    spec = jc.Spec(f"e8m3(bias=130,infinities=false,nans=none):{mode}")
     for exponent in (-129, -127, -126, 0):
         x = np.ldexp(np.array([8.5, 9.5, 10.5, 11.5], np.float32), exponent - 3)
         np.testing.assert_array_equal(jc.round_to_format(x, spec), np.ldexp(np.array(want, np.float32), exponent - 3))

@@ -36,7 +36,7 @@ def tapered(text: str) -> StringFormat:
 def numbers(fmt: StringFormat, dtype: Any, count: int, rng: np.random.Generator) -> np.ndarray:
     """Numbers of all sizes, codes' values, the points between neighbours, the ends, and specials."""
     info = ml_dtypes.finfo(dtype)
-    wide = jc.TakumFormat if isinstance(fmt, jc.TakumFormat) else jc.PositFormat
+    wide = jc.formats.TakumFormat if isinstance(fmt, jc.formats.TakumFormat) else jc.formats.PositFormat
     codes = rng.integers(1, fmt.max_code, count // 4)
     ties = [float(wide(fmt.bits + 1).magnitude_of(2 * int(code) + 1)) for code in codes]
     sizes = rng.uniform(float(info.minexp), float(info.maxexp - 1), count // 2)
@@ -160,7 +160,7 @@ def test_codes_of_32_bits() -> None:
 def operations_are_rounded_once(mode: str) -> None:
     """Sums, products and quotients of values that are far apart, cancel, and leave the range on both sides."""
     rng, c = np.random.default_rng(7), oracle.CARRIERS["float32"]
-    fmt = jc.PositFormat(16)
+    fmt = jc.formats.PositFormat(16)
     strings = oracle.describe(fmt)
     values = fmt.values().astype(np.float32)
     places = rng.integers(0, len(values), 200)
@@ -208,7 +208,7 @@ def emulated_functions() -> None:
         return jnp.exp(x), jnp.exp(100 * x), jnp.exp(-100 * x), 1 / (x - x), jnp.log(x)
 
     results = jc.emulate(f, "posit16")(jnp.float32(1.5))
-    fmt = jc.PositFormat(16)
+    fmt = jc.formats.PositFormat(16)
     assert float(results[0]) == float(jc.round_to_format(np.exp(1.5), fmt))
     assert (float(results[1]), float(results[2])) == (fmt.max, fmt.smallest)
     assert np.isnan(results[3]) and float(results[4]) == float(jc.round_to_format(np.log(1.5), fmt))
@@ -226,7 +226,9 @@ def test_arrays_are_stored_and_bits_flip() -> None:
         np.testing.assert_array_equal(jc.dequantize(q), jc.round_to_format(x, text))
         np.testing.assert_array_equal(jc.dequantize(q, "float32"), jc.round_to_format(x, text).astype(np.float32))
     flipped = jc.flip_bits(x, "posit8", 1.0, jax.random.key(0), where="code")
-    before, after = (jc.PositFormat(8).encode(v).astype(int) for v in (jc.round_to_format(x, "posit8"), flipped))
+    before, after = (
+        jc.formats.PositFormat(8).encode(v).astype(int) for v in (jc.round_to_format(x, "posit8"), flipped)
+    )
     assert all(int(one ^ other).bit_count() == 1 for one, other in zip(before.ravel(), after.ravel(), strict=True))
 
 
@@ -241,7 +243,7 @@ def test_derivatives_pass_through() -> None:
 
 def hif8_numbers(dtype: Any, rng: np.random.Generator) -> np.ndarray:
     """All values, the middles between them and their neighbours, numbers of all sizes, the ends, and specials."""
-    values = jc.HiFloat8Format().values()[126:]
+    values = jc.formats.HiFloat8Format().values()[126:]
     middles = (values[1:] + values[:-1]) / 2
     ends = [2.0**-24, 40960.0, 36864.0, 1e30, 0.0, np.inf, np.nan, ml_dtypes.finfo(dtype).tiny / 4]
     beside = [np.nextafter(middles.astype(dtype), dtype.type(end)).astype(np.float64) for end in (0, 1e30)]
@@ -253,7 +255,7 @@ def hif8_numbers(dtype: Any, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.in_turn(64)
 @pytest.mark.parametrize("carrier", ["bfloat16", "float32", "float64"])
 def every_mode_of_hif8(carrier: str) -> None:
-    fmt, c = jc.HiFloat8Format(), oracle.CARRIERS[carrier]
+    fmt, c = jc.formats.HiFloat8Format(), oracle.CARRIERS[carrier]
     x = hif8_numbers(np.dtype(carrier), np.random.default_rng(1))
     exact = [oracle.from_bits(word, c) for word in x.view(c.words)]
     modes = [(mode, "ieee") for mode in oracle.DETERMINISTIC]
@@ -285,7 +287,7 @@ def a_draw_of_hif8_compares_the_bits_that_are_cut() -> None:
 
 
 def test_arrays_of_hif8_are_stored_and_sums_are_rounded_once() -> None:
-    fmt, rng = jc.HiFloat8Format(), np.random.default_rng(3)
+    fmt, rng = jc.formats.HiFloat8Format(), np.random.default_rng(3)
     codes = np.arange(256)
     for carrier in ("float32", "float64"):
         with enable_x64_for(carrier):

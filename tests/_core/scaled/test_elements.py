@@ -416,7 +416,10 @@ def conformance(part):
 
     A five-bit scale stands for exponents -15 to 15, and a block that needs a larger one is NaN as a whole.
     """
-    scales = {None: jc.float8_e8m0fnu, 5: jc.FloatFormat(5, 0, infinities=False, nans="top", signed=False, zero=False)}
+    scales = {
+        None: jc.formats.float8_e8m0fnu,
+        5: jc.formats.FloatFormat(5, 0, infinities=False, nans="top", signed=False, zero=False),
+    }
     for case in sorted(CONFORMANCE, key=lambda case: case["spec"]["mx"])[part::4]:
         given = case["spec"]
         assert set(given) <= {"mx", "block", "round", "scale_bits"}

@@ -75,7 +75,7 @@ EACH = [
 @further
 @pytest.mark.parametrize(("text", "mode", "dtype"), EACH)
 def every_bit(text, mode, dtype):
-    spec, x = jc.parse(text + mode), jnp.asarray(hard_numbers()).astype(dtype)
+    spec, x = jc.Spec(text + mode), jnp.asarray(hard_numbers()).astype(dtype)
     if spec.rounding.stochastic and text in ("nf4", "dynamic8") and dtype == "bfloat16":
         pytest.skip("the same numbers as in float32, by the exact way on both sides")
     plan = make_scaled_plan(spec, CARRIERS[dtype])

@@ -53,8 +53,10 @@ def every_number_and_every_code() -> None:
     x = rows()
     q = jc.quantize(x, "hif4:nearest_away")
     numbers, (fours, eights, scales) = np.asarray(jc.dequantize(q)), q.scale
-    elements = np.asarray(jc.hif4.element.decode(np.stack([q.qvalue & 15, q.qvalue >> 4], -1).reshape(24, -1)[:, :150]))
-    held_scales = np.asarray(jc.hif4.scale.scale.scale.decode(scales))  # type: ignore[union-attr]
+    elements = np.asarray(
+        jc.formats.hif4.element.decode(np.stack([q.qvalue & 15, q.qvalue >> 4], -1).reshape(24, -1)[:, :150])
+    )
+    held_scales = np.asarray(jc.formats.hif4.scale.scale.scale.decode(scales))  # type: ignore[union-attr]
     bits = [np.unpackbits(np.asarray(codes), axis=1, bitorder="little") for codes in (fours, eights)]
     for i, row in enumerate(x):
         for at in range(0, 150, 64):
@@ -80,7 +82,7 @@ def test_the_published_array() -> None:
     rounded = np.asarray(jc.round_to_format(x, "hif4:nearest_away"), np.float64)
     error = ((rounded - x) ** 2).sum()
     assert abs(10 * np.log10((x.astype(np.float64) ** 2).sum() / error) - 21.619) < 0.001
-    assert jc.hif4.bits_per_element() == 4.5
+    assert jc.formats.hif4.bits_per_element() == 4.5
 
 
 @further
@@ -101,21 +103,26 @@ def stored_arrays_are_cut_moved_and_saved(what: str, tmp_path: Path) -> None:
         given = jc.quantize(x, "hif4", scale=jc.fit_scale(x, "hif4")[0])
         np.testing.assert_array_equal(jc.dequantize(given), whole)
     else:
-        jc.storage.save_safetensors(tmp_path / "w.safetensors", {"w": q})
-        loaded = jc.storage.load_safetensors(tmp_path / "w.safetensors")
+        jc.save_safetensors(tmp_path / "w.safetensors", {"w": q})
+        loaded = jc.load_safetensors(tmp_path / "w.safetensors")
         np.testing.assert_array_equal(jc.dequantize(loaded["w"]), whole)
 
 
 @further.first
 def text_and_what_is_refused() -> None:
-    assert (str(jc.hif4), str(jc.hif4(axis=0))) == ("hif4", "hif4(axis=0)")
-    for fmt in (jc.hif4, jc.hif4(axis=0), jc.hif4(group=8, axis=1), jc.hif4(element="integer4")):
-        assert jc.parse(str(fmt)).format == fmt
+    assert (str(jc.formats.hif4), str(jc.formats.hif4(axis=0))) == ("hif4", "hif4(axis=0)")
+    for fmt in (
+        jc.formats.hif4,
+        jc.formats.hif4(axis=0),
+        jc.formats.hif4(group=8, axis=1),
+        jc.formats.hif4(element="integer4"),
+    ):
+        assert jc.Spec(str(fmt)).format == fmt
     for scale in ("e4m3fn", "int4(group=16)", "codebook(1,2,group=4,scale=bfloat16)"):
         with pytest.raises(ValueError, match="rule='levels' needs scales that are quantized again to codebook"):
-            jc.hif4(scale=scale)
+            jc.formats.hif4(scale=scale)
     with pytest.raises(ValueError, match="nan_block"):
-        jc.hif4(nan_block=True)
+        jc.formats.hif4(nan_block=True)
 
 
 test_further = further.test()

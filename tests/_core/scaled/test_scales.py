@@ -15,7 +15,7 @@ from jchop._core.scaled.elements import ScaledPlan, divisor_parts, make_scaled_p
 
 
 def plan_of(text: str) -> ScaledPlan:
-    return make_scaled_plan(jc.parse(text), CARRIERS["float32"])
+    return make_scaled_plan(jc.Spec(text), CARRIERS["float32"])
 
 
 def test_powers() -> None:
@@ -31,8 +31,8 @@ def test_powers() -> None:
 
 def test_a_plan_knows_that_of_its_scales() -> None:
     plan = plan_of("nf4(scale=int8(group=4)):up")
-    assert plan.scale == jc.binary32 and plan.element.rounding is jc.Rounding.UP
-    assert plan.of_scales == make_scaled_plan(jc.parse("int8(group=4)"), CARRIERS["float32"])
+    assert plan.scale == jc.formats.binary32 and plan.element.rounding is jc.Rounding.UP
+    assert plan.of_scales == make_scaled_plan(jc.Spec("int8(group=4)"), CARRIERS["float32"])
 
 
 def test_parts_of_a_divisor() -> None:

@@ -65,7 +65,7 @@ def words_of(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return np.where(rng.random(shape) < 0.5, rng.choice(ends, shape), words)
 
 
-def plan_of(element: ElementFormat, mode: str, scale: Any = jc.binary32, carrier: str = "float32") -> ScaledPlan:
+def plan_of(element: ElementFormat, mode: str, scale: Any = "binary32", carrier: str = "float32") -> ScaledPlan:
     return plan_of_spec(Spec(ScaledFormat(element, ROW, scale=scale), rounding=mode), carrier)
 
 
@@ -103,7 +103,7 @@ def assert_same(got: Any, expected: Any, x: np.ndarray, s: np.ndarray, what: str
 
 
 def check_zero_points(bits: int, modes: tuple[str, ...], rows: int, seed: int) -> None:
-    element, rng = jc.IntegerFormat(bits, signed=False), np.random.default_rng(seed)
+    element, rng = jc.formats.IntegerFormat(bits, signed=False), np.random.default_rng(seed)
     plans = [plan_of(element, mode) for mode in modes]
     assert all(grid_elements.supports_integer_encode(plan) for plan in plans)
     far = rng.integers(-grid_elements.MOST_ZERO_POINT, grid_elements.MOST_ZERO_POINT + 1, rows)
@@ -157,7 +157,7 @@ def check_scales(
     s = moderately(s) if moderate else s
     if plan.is_power:
         s = np.ldexp(1.0, np.frexp(np.maximum(s, np.float32(2.0**-127)))[1] - 1)
-    elif plan.scale is not jc.binary32:
+    elif plan.scale is not jc.formats.binary32:
         values = plan.scale.values()
         values = values[np.isfinite(values) & (values > 0)]
         s = rng.choice(moderately(values) if moderate else values, rows)
@@ -193,17 +193,17 @@ def halves(fmt: ElementFormat) -> np.ndarray:
     return np.concatenate([values, (values[1:] + values[:-1]) / 2, values[[0, -1]] * 1.1, values[[0, -1]] * 2])
 
 
-POWER = jc.float8_e8m0fnu
+POWER = jc.formats.float8_e8m0fnu
 #: Elements, modes, scale formats and carriers.
 UNIFORM = [
-    (jc.IntegerFormat(8), "nearest_even", jc.binary32, "float32"),
-    (jc.IntegerFormat(4, narrow=True), "toward_zero", jc.bfloat16, "bfloat16"),
-    (jc.IntegerFormat(10, signed=False), "nearest_away", jc.binary32, "float32"),
-    (jc.FixedFormat(2, 6, symmetric=True), "nearest_even", POWER, "float16"),
-    (jc.IntegerFormat(8), "down", POWER, "float32"),
-    (jc.IntegerFormat(8), "stochastic", jc.binary32, "float32"),
-    (jc.IntegerFormat(4), "stochastic_equal", jc.bfloat16, "float32"),
-    (jc.FixedFormat(2, 6, symmetric=True), "stochastic", POWER, "float32"),
+    (jc.formats.IntegerFormat(8), "nearest_even", jc.formats.binary32, "float32"),
+    (jc.formats.IntegerFormat(4, narrow=True), "toward_zero", jc.formats.bfloat16, "bfloat16"),
+    (jc.formats.IntegerFormat(10, signed=False), "nearest_away", jc.formats.binary32, "float32"),
+    (jc.formats.FixedFormat(2, 6, symmetric=True), "nearest_even", POWER, "float16"),
+    (jc.formats.IntegerFormat(8), "down", POWER, "float32"),
+    (jc.formats.IntegerFormat(8), "stochastic", jc.formats.binary32, "float32"),
+    (jc.formats.IntegerFormat(4), "stochastic_equal", jc.formats.bfloat16, "float32"),
+    (jc.formats.FixedFormat(2, 6, symmetric=True), "stochastic", POWER, "float32"),
 ]
 
 
@@ -218,7 +218,7 @@ def test_uniform(case: Any) -> None:
 @pytest.mark.smoke
 def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
     """A mode that first rounds to the random bits, of which there are few, to nearest."""
-    spec = Spec(ScaledFormat(jc.IntegerFormat(4), ROW), rounding="stochastic_c", random_bits=2)
+    spec = Spec(ScaledFormat(jc.formats.IntegerFormat(4), ROW), rounding="stochastic_c", random_bits=2)
     plan = plan_of_spec(spec)
     assert not grid_elements.supports_integer_encode(plan) and grid_elements.supports_integer_decode(plan)
     s, words = np.array([[1.0], [3.0]], np.float32), words_of(rng, (2, 64))
@@ -236,7 +236,7 @@ def test_integers_that_take_the_exact_way(rng: np.random.Generator) -> None:
 @pytest.mark.smoke
 def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
     """Products of 31 bits next to the middle of two numbers of binary16; binary32 would round them to the middle."""
-    plan = plan_of(jc.IntegerFormat(8), "nearest_even", carrier="float16")
+    plan = plan_of(jc.formats.IntegerFormat(8), "nearest_even", carrier="float16")
     assert grid_elements.supports_integer_encode(plan) and not grid_elements.supports_integer_decode(plan)
     middle, counts = 64 + Fraction(1, 1 << 5), np.array([3, 7, 11, 13, 19])
     scales = np.nextafter((float(middle) / counts).astype(np.float32), np.float32(100))[:, None]
@@ -257,16 +257,16 @@ def test_products_are_rounded_once_to_a_narrow_carrier() -> None:
 
 
 MINIFLOATS: list[tuple[ScaledFormat, str, float | None]] = [
-    (jc.mxfp8_e4m3, "float32", None),
-    (jc.nvfp4, "float32", 1.37e-5),
-    (jc.mxfp8_e5m2, "bfloat16", None),
-    (jc.mxfp6_e3m2, "float16", None),
-    (jc.mxfp4, "float32", None),
-    (jc.nvfp4, "float32", 1e-42),
-    (jc.nvfp4, "bfloat16", 3e37),
-    (jc.nvfp4(element="e5m2"), "float32", 1e-42),
-    (jc.mxfp8_e4m3(scale=jc.binary32, rule="absmax"), "float32", None),
-    (jc.mxfp8_e5m2(scale=jc.bfloat16, rule="absmax"), "float32", None),
+    (jc.formats.mxfp8_e4m3, "float32", None),
+    (jc.formats.nvfp4, "float32", 1.37e-5),
+    (jc.formats.mxfp8_e5m2, "bfloat16", None),
+    (jc.formats.mxfp6_e3m2, "float16", None),
+    (jc.formats.mxfp4, "float32", None),
+    (jc.formats.nvfp4, "float32", 1e-42),
+    (jc.formats.nvfp4, "bfloat16", 3e37),
+    (jc.formats.nvfp4(element="e5m2"), "float32", 1e-42),
+    (jc.formats.mxfp8_e4m3(scale=jc.formats.binary32, rule="absmax"), "float32", None),
+    (jc.formats.mxfp8_e5m2(scale=jc.formats.bfloat16, rule="absmax"), "float32", None),
 ]
 
 
@@ -291,7 +291,7 @@ def test_products_of_as_many_bits_as_the_carrier_has() -> None:
 # -- codebooks ---------------------------------------------------------------------------------------------------------
 
 
-def check_levels(fmt: jc.CodebookFormat, mode: str, rows: int, carrier: str = "float32") -> None:
+def check_levels(fmt: jc.formats.CodebookFormat, mode: str, rows: int, carrier: str = "float32") -> None:
     plan = plan_of(fmt, mode, carrier=carrier)
     assert codebook_elements.supports_threshold_encode(plan) and codebook_elements.has_level_products(plan)
     check(plan, halves(fmt), rows, rows)
@@ -305,17 +305,17 @@ LEVEL_MODES = ("nearest_even", "nearest_away", "nearest_zero", "up", "down", "to
     [("nearest_even", ROWS), *(pytest.param(mode, 10_000, marks=pytest.mark.slow) for mode in LEVEL_MODES)],
 )
 def test_levels(mode: str, rows: int) -> None:
-    nf4 = jc.nf4.element
-    assert isinstance(nf4, jc.CodebookFormat)
+    nf4 = jc.formats.nf4.element
+    assert isinstance(nf4, jc.formats.CodebookFormat)
     check_levels(nf4, mode, rows)
     if rows > ROWS:
-        check_levels(jc.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
+        check_levels(jc.formats.CodebookFormat((-1, -0.5, 0, 0.25, 0.75)), mode, 2_000, "bfloat16")
 
 
 @further
 def the_largest_number_reaches_thresholds_beyond_it() -> None:
     """The largest scale times a threshold below -1 overflows: the largest negative number is above it, -inf below."""
-    fmt, most = jc.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
+    fmt, most = jc.formats.CodebookFormat((-8, -6, -3, 0, 1)), np.finfo(np.float32).max
     plan = plan_of(fmt, "nearest_even")
     assert codebook_elements.supports_threshold_encode(plan)
     s = BlockScales(lax.bitcast_convert_type(jnp.full((1, 1), most), jnp.int32))
@@ -324,7 +324,7 @@ def the_largest_number_reaches_thresholds_beyond_it() -> None:
 
 
 def test_levels_with_too_many_bits_take_the_exact_way() -> None:
-    close = jc.CodebookFormat((0, 1, float(1 + Fraction(1, 1 << 23)), 1000.0))
+    close = jc.formats.CodebookFormat((0, 1, float(1 + Fraction(1, 1 << 23)), 1000.0))
     assert codebook_elements.supports_threshold_encode(plan_of(close, "up"))
     assert not codebook_elements.supports_threshold_encode(plan_of(close, "nearest_even"))
 
@@ -332,17 +332,17 @@ def test_levels_with_too_many_bits_take_the_exact_way() -> None:
 # -- codebooks of many levels ------------------------------------------------------------------------------------------
 
 
-def element_of(fmt: jc.ScaledFormat) -> jc.CodebookFormat:
-    assert isinstance(fmt.element, jc.CodebookFormat)
+def element_of(fmt: jc.formats.ScaledFormat) -> jc.formats.CodebookFormat:
+    assert isinstance(fmt.element, jc.formats.CodebookFormat)
     return fmt.element
 
 
 #: Some levels that are numbers of few bits, so that numbers lie on the middles between them; the last has no zero.
-EVEN = jc.CodebookFormat(tuple(i / 32 for i in range(-40, 30)))
-POSITIVE = jc.CodebookFormat(tuple(i / 64 for i in range(1, 65)))
+EVEN = jc.formats.CodebookFormat(tuple(i / 32 for i in range(-40, 30)))
+POSITIVE = jc.formats.CodebookFormat(tuple(i / 64 for i in range(1, 65)))
 
 
-def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any = jc.binary32) -> None:
+def check_many_levels(fmt: jc.formats.CodebookFormat, mode: str, rows: int, scale: Any = jc.formats.binary32) -> None:
     plan = plan_of(fmt, mode, scale)
     assert codebook_elements.supports_codebook_encode(plan) and codebook_elements.supports_codebook_decode(plan)
     check(plan, halves(fmt), rows, rows)
@@ -353,7 +353,7 @@ def check_many_levels(fmt: jc.CodebookFormat, mode: str, rows: int, scale: Any =
     [("nearest_even", 300), *(pytest.param(mode, 3_000, marks=pytest.mark.slow) for mode in LEVEL_MODES[1:-1])],
 )
 def test_many_levels(mode: str, rows: int) -> None:
-    for fmt in (element_of(jc.dynamic8), EVEN)[: 1 if rows == 300 else 2]:
+    for fmt in (element_of(jc.formats.dynamic8), EVEN)[: 1 if rows == 300 else 2]:
         check_many_levels(fmt, mode, rows)
 
 
@@ -389,21 +389,21 @@ def test_many_levels_beside_rationals(name: str) -> None:
 @pytest.mark.parametrize(
     ("fmt", "scale", "rows"),
     [
-        (POSITIVE, jc.binary32, 300),
+        (POSITIVE, jc.formats.binary32, 300),
         *(
             pytest.param(fmt, scale, rows, marks=pytest.mark.slow)
             for fmt, scale, rows in (
-                (element_of(jc.dynamic8), jc.binary32, 30_000),
-                (element_of(jc.udynamic8), jc.binary32, 30_000),
+                (element_of(jc.formats.dynamic8), jc.formats.binary32, 30_000),
+                (element_of(jc.formats.udynamic8), jc.formats.binary32, 30_000),
                 (EVEN, POWER, 3_000),
-                (EVEN, jc.bfloat16, 3_000),
-                (POSITIVE, jc.binary32, 3_000),
+                (EVEN, jc.formats.bfloat16, 3_000),
+                (POSITIVE, jc.formats.binary32, 3_000),
             )
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_many_levels_and_many_numbers(fmt: jc.CodebookFormat, scale: Any, rows: int) -> None:
+def test_many_levels_and_many_numbers(fmt: jc.formats.CodebookFormat, scale: Any, rows: int) -> None:
     check_many_levels(fmt, "nearest_even", rows, scale)
 
 
@@ -430,9 +430,9 @@ def check_ties(mode: str) -> None:
 
 
 def test_many_levels_that_take_the_exact_way() -> None:
-    fmt = element_of(jc.dynamic8)
-    close = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 + 2.0**-20, 1 + 2.0**-19, 2.0))
-    wide = jc.CodebookFormat((*(i / 64 for i in range(60)), 1 - 2.0**-24, 7.0))  # a middle of 27 bits
+    fmt = element_of(jc.formats.dynamic8)
+    close = jc.formats.CodebookFormat((*(i / 64 for i in range(60)), 1 + 2.0**-20, 1 + 2.0**-19, 2.0))
+    wide = jc.formats.CodebookFormat((*(i / 64 for i in range(60)), 1 - 2.0**-24, 7.0))  # a middle of 27 bits
     for plan in (plan_of(fmt, "odd"), plan_of(fmt, "stochastic"), plan_of(close, "up"), plan_of(wide, "nearest_even")):
         assert not codebook_elements.supports_codebook_encode(plan)
     assert not codebook_elements.supports_codebook_decode(plan_of(fmt, "nearest_even", carrier="bfloat16"))

@@ -36,7 +36,7 @@ def chosen(x: np.ndarray, n: int, m: int, axis: int) -> np.ndarray:
 
 
 def fmt_of(n: int, m: int, axis: int) -> Any:
-    return jc.int4(sparse=(n, m), sparse_axis=axis)
+    return jc.formats.int4(sparse=(n, m), sparse_axis=axis)
 
 
 @pytest.mark.in_turn(8)
@@ -89,5 +89,5 @@ def test_kept_numbers_alone_and_back(n: int, m: int, shape: tuple[int, ...], axi
 
 def test_a_dropped_number_does_not_count() -> None:
     x, kept = jnp.array([1.0, 2.0]), jnp.array([True, False])
-    assert drop_outside_mask(x, kept, jc.int4).tolist() == [1.0, 0.0]  # a NaN could make its group NaN
-    assert np.isnan(drop_outside_mask(x, kept, jc.int4(rule="mse"))).tolist() == [False, True]
+    assert drop_outside_mask(x, kept, jc.formats.int4).tolist() == [1.0, 0.0]  # a NaN could make its group NaN
+    assert np.isnan(drop_outside_mask(x, kept, jc.formats.int4(rule="mse"))).tolist() == [False, True]

@@ -25,7 +25,7 @@ SHORT = [
 
 
 def plan_of(text: str) -> ScaledPlan:
-    return make_scaled_plan(jc.parse(text), CARRIERS["float32"])
+    return make_scaled_plan(jc.Spec(text), CARRIERS["float32"])
 
 
 @further.first
@@ -35,7 +35,7 @@ def the_short_way_is_taken_where_it_may_be():
     for text in ("mxfp8_e4m3", "mxint8", "nf4(group=16)", "int8(group=16):up", "int8(group=16):stochastic",
                  "e5m2(group=16):ieee", "e4m3fn(group=16):flush"):  # fmt: skip
         assert not tiles.supports_plain_tiles(plan_of(text)), text
-    assert not tiles.supports_plain_tiles(make_scaled_plan(jc.parse("int8(group=16)"), CARRIERS["float64"]))
+    assert not tiles.supports_plain_tiles(make_scaled_plan(jc.Spec("int8(group=16)"), CARRIERS["float64"]))
 
 
 def next_to_middles(plan: ScaledPlan, rng: np.random.Generator) -> np.ndarray:

@@ -48,7 +48,7 @@ def convolved(x: Any) -> Any:
 def layers(x: Any) -> Any:
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(64, 32, rngs=rngs), nnx.relu, nnx.LayerNorm(32, rngs=rngs))
-    return jc.nn.quantize(model, [jc.nn.Rule(weight=ROW, activation=ROW)], mode="ptq")(x)
+    return jc.nn.quantize(model, [jc.Rule(weight=ROW, activation=ROW)], mode="ptq")(x)
 
 
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
