@@ -11,26 +11,7 @@ from jchop._common.on_demand import on_demand as _on_demand
 from jchop._round.flip import flip_bits
 from jchop._round.round_to_format import random_bits, round_to_format
 from jchop._spec.accumulation import TENSOR_CORES, MatmulSpec, Order, TensorCore, tensor_core
-from jchop._spec.spec import Gradient, Spec, finfo, parse
-from jchop.formats import (
-    CodebookFormat,
-    ElementFormat,
-    FixedFormat,
-    FloatFormat,
-    HiFloat8Format,
-    IntegerFormat,
-    LogTakumFormat,
-    PositFormat,
-    ScaledFormat,
-    TakumFormat,
-    _catalogue,
-    bfp,
-)
-from jchop.formats._catalogue import *  # noqa: F403
-from jchop._spec.accumulation import MatmulSpec, Order
-from jchop._spec.finfo import finfo
-from jchop._spec.spec import Gradient, Spec
-from jchop._spec.tensor_cores import TENSOR_CORES, TensorCore, tensor_core
+from jchop._spec.spec import Gradient, Spec, finfo
 from jchop.formats.rounding import Overflow, Rounding
 from jchop.storage import (
     QArray,
@@ -89,6 +70,7 @@ __getattr__, __dir__ = _on_demand(
         "info": "jchop.finfo",
         "Format": "jchop.formats.FloatFormat(exp_bits, frac_bits)",
         "parse": "jchop.Spec(text)",
+        "blame": "jchop.emulate(fun, spec).blame(*args)",
     },
 )
 
@@ -98,17 +80,7 @@ __all__ = [
     "Blame",
     "Comparison",
     "DelayedScaling",
-<<<<<<< ours
-    "ElementFormat",
     "EmulatedFunction",
-    "FixedFormat",
-    "FloatFormat",
-||||||| base
-    "ElementFormat",
-    "FixedFormat",
-    "FloatFormat",
-=======
->>>>>>> theirs
     "Gradient",
     "Hadamard",
     "KVCache",
@@ -125,14 +97,6 @@ __all__ = [
     "Spec",
     "TensorCore",
     "Tuning",
-<<<<<<< ours
-    "bfp",
-||||||| base
-    "bfp",
-    "blame",
-=======
-    "blame",
->>>>>>> theirs
     "compare",
     "dequantize",
     "dot",

@@ -1,7 +1,10 @@
 """``jchop formats``, ``jchop info`` and ``jchop doctor``."""
 
 from __future__ import annotations
+
 import argparse
+import csv
+import io
 import json
 import math
 import platform
@@ -9,40 +12,17 @@ from collections.abc import Callable
 from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
 import jax
+
 from jchop import formats
 from jchop._cli import _command as cli
-from jchop._common.checks import place_in_errors
+from jchop._common.checks import check, place_in_errors
 from jchop._common.files import INSTALL_EXTRA
 from jchop._common.on_demand import load_name
 from jchop._common.settings import has_fast_math
 from jchop._kernels.primitive import devices_at_hand
 from jchop._quantized.program.report import OPERANDS_BY_PLATFORM
-import csv
-import io
-from jchop._cli._command import Command, argument, check_pictures, flag, print_json, write_pictures
-from jchop._cli._text import (
-    binary_code,
-    fact_text,
-    hexadecimal_code,
-    integer_digits,
-    json_value,
-    short_decimal,
-    text_table,
-    yes_or_no,
-)
-from jchop._common.checks import check
-from jchop.formats import (
-    ALIASES,
-    CATALOGUE,
-    SCALED_CATALOGUE,
-    ElementFormat,
-    FloatFormat,
-    ScaledFormat,
-    TaperedFormat,
-    UniformFormat,
-    parse_format,
-)
 
 
 def _run_formats(options: argparse.Namespace) -> None:
@@ -76,60 +56,20 @@ def _run_info(options: argparse.Namespace) -> None:
     cli.check_pictures(options)
     with place_in_errors("--plot"):
         picture = None if options.plot is None else load_name("jchop.plot", "value_grid")(fmt)
-<<<<<<< /tmp/tmpvt55c6ev/o
-    head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
-    if options.json:
-||||||| /tmp/tmpvt55c6ev/b
-    except ValueError as error:
-        raise ValueError(f"--plot: {error}") from None
-    _print_info(parsed_format, fmt, options.json)
-    if picture is not None and not options.json:
-        print()
-    write_pictures(options, lambda: picture)
-
-
-def _print_info(parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool) -> None:
-    head, codes = ("code", "binary", "value", "which"), _notable_codes(fmt)
-    if as_json:
-=======
-    except ValueError as error:
-        raise ValueError(f"--plot: {error}") from None
+    head, codes = _CODE_COLUMNS, _rows_of_codes(fmt, options.all)
+    scales = _scale_rows(parsed_format) if options.all else []
     if options.csv:
         check(picture is None and not options.json, "--csv prints codes alone, without --plot and --json")
-        print(_codes_as_csv(parsed_format, options.all), end="")
+        print(_codes_as_csv(parsed_format, codes, scales), end="")
         return
-    _print_info(parsed_format, fmt, options.json, options.all)
-    if picture is not None and not options.json:
-        print()
-    write_pictures(options, lambda: picture)
-
-
-def _print_info(
-    parsed_format: ElementFormat | ScaledFormat, fmt: ElementFormat, as_json: bool, every_code: bool
-) -> None:
-    head, codes = _CODE_COLUMNS, _rows_of_codes(fmt, every_code)
-    scales = _scale_rows(parsed_format, True) if every_code else []
-    if as_json:
->>>>>>> /tmp/tmpvt55c6ev/t
+    if options.json:
         report: dict[str, Any] = {"format": str(parsed_format), "element": str(fmt)}
-<<<<<<< /tmp/tmpvt55c6ev/o
         report |= {name: cli.json_value(value) for name, value in _element_facts(fmt).items()}
         report |= _scaling_facts(parsed_format) if isinstance(parsed_format, formats.ScaledFormat) else {}
-        report["codes"] = [dict(zip(head, map(cli.json_value, row), strict=True)) for row in codes]
+        for name, rows in ({"codes": codes} | ({"scale codes": scales} if scales else {})).items():
+            report[name] = [dict(zip(head, map(cli.json_value, row), strict=True)) for row in rows]
         cli.print_json(report)
         cli.write_pictures(options, lambda: picture)
-||||||| /tmp/tmpvt55c6ev/b
-        report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
-        report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
-        report["codes"] = [dict(zip(head, map(json_value, row), strict=True)) for row in codes]
-        print_json(report)
-=======
-        report |= {name: json_value(value) for name, value in _element_facts(fmt).items()}
-        report |= _scaling_facts(parsed_format) if isinstance(parsed_format, ScaledFormat) else {}
-        for name, rows in ({"codes": codes} | ({"scale codes": scales} if scales else {})).items():
-            report[name] = [dict(zip(head, map(json_value, row), strict=True)) for row in rows]
-        print_json(report)
->>>>>>> /tmp/tmpvt55c6ev/t
         return
     if isinstance(parsed_format, formats.ScaledFormat):
         facts, bits = _scaling_facts(parsed_format), parsed_format.bits_per_element()
@@ -139,23 +79,13 @@ def _print_info(
     print(f"{fmt}" + (f"  ({text})" if text != str(fmt) else ""))
     print(_code_layout(fmt))
     print(_facts_table(_element_facts(fmt)))
-<<<<<<< /tmp/tmpvt55c6ev/o
-    print()
-    print(
-        cli.text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><")
-    )
-    if picture is not None:
-        print()
-    cli.write_pictures(options, lambda: picture)
-||||||| /tmp/tmpvt55c6ev/b
-    print()
-    print(text_table([head, *((code, bits, _value_text(value), which) for code, bits, value, which in codes)], "<<><"))
-=======
     for rows in (codes, scales):
         if rows:
             print("\nScales:" if rows is scales else "")
-            print(text_table([head, *((*row[:2], _value_text(row[2]), row[3]) for row in rows)], "<<><"))
->>>>>>> /tmp/tmpvt55c6ev/t
+            print(cli.text_table([head, *((*row[:2], _value_text(row[2]), row[3]) for row in rows)], "<<><"))
+    if picture is not None:
+        print()
+    cli.write_pictures(options, lambda: picture)
 
 
 def _code_layout(fmt: formats.ElementFormat) -> str:
@@ -217,40 +147,32 @@ def _value_text(value: float | Fraction | None) -> str:
     return cli.short_decimal(value) if value is None else cli.integer_digits(value) or cli.short_decimal(value)
 
 
-<<<<<<< /tmp/tmpvt55c6ev/o
-def _notable_codes(fmt: formats.ElementFormat) -> list[tuple[str, str, Any, str]]:
-    """Notable codes with their values; codes that the format lacks are omitted."""
-||||||| /tmp/tmpvt55c6ev/b
-def _notable_codes(fmt: ElementFormat) -> list[tuple[str, str, Any, str]]:
-    """Notable codes with their values; codes that the format lacks are omitted."""
-=======
 #: The columns of a table of codes.
 _CODE_COLUMNS = ("code", "binary", "value", "which")
 _MAX_LISTED_BITS = 16
+_CodeRows = list[tuple[str, str, Any, str]]
 
 
-def _codes_as_csv(fmt: ElementFormat | ScaledFormat, every: bool) -> str:
-    """A line for each code, with its exact value; of a scaled format for each code of elements, then of scales."""
+def _codes_as_csv(fmt: formats.ElementFormat | formats.ScaledFormat, codes: _CodeRows, scales: _CodeRows) -> str:
+    """A line for each code, with its exact value; of a scaled format for codes of elements, then of scales."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    if isinstance(fmt, ElementFormat):
-        writer.writerows([_CODE_COLUMNS, *(map(json_value, row) for row in _rows_of_codes(fmt, every))])
-        return text.getvalue()
-    writer.writerow(("part", *_CODE_COLUMNS))
-    for part, rows in {"element": _rows_of_codes(fmt.element, every), "scale": _scale_rows(fmt, every)}.items():
-        writer.writerows((part, *map(json_value, row)) for row in rows)
+    has_parts = isinstance(fmt, formats.ScaledFormat)
+    writer.writerow((*["part"] * has_parts, *_CODE_COLUMNS))
+    for part, rows in {"element": codes, "scale": scales}.items():
+        writer.writerows((*[part] * has_parts, *map(cli.json_value, row)) for row in rows)
     return text.getvalue()
 
 
-def _scale_rows(fmt: ElementFormat | ScaledFormat, every: bool) -> list[tuple[str, str, Any, str]]:
-    """The codes of scales that are stored as codes."""
-    has_codes = isinstance(fmt, ScaledFormat) and fmt.scale_format.bits <= _MAX_LISTED_BITS
-    return _rows_of_codes(fmt.scale_format, every) if has_codes else []  # type: ignore[union-attr]
+def _scale_rows(fmt: formats.ElementFormat | formats.ScaledFormat) -> _CodeRows:
+    """Every code of the scales, if they are stored as codes."""
+    if isinstance(fmt, formats.ElementFormat) or fmt.scale_format.bits > _MAX_LISTED_BITS:
+        return []
+    return _rows_of_codes(fmt.scale_format, True)
 
 
-def _rows_of_codes(fmt: ElementFormat, every: bool = False) -> list[tuple[str, str, Any, str]]:
+def _rows_of_codes(fmt: formats.ElementFormat, every: bool = False) -> _CodeRows:
     """Codes with their values: every one, or the notable ones that the format has."""
->>>>>>> /tmp/tmpvt55c6ev/t
     candidates = {
         "zero": 0.0,
         "minus zero": -0.0 if fmt.has_negative_zero else None,
@@ -282,21 +204,11 @@ INFO = cli.Command(
     _run_info,
     "show the properties of one format, its bit layout, its values",
     (
-<<<<<<< /tmp/tmpvt55c6ev/o
         cli.argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
         cli.argument("--plot", help="draw its values (needs matplotlib)"),
         cli.argument("--json", help="print JSON in place of the tables"),
-||||||| /tmp/tmpvt55c6ev/b
-        argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
-        argument("--plot", help="draw its values (needs matplotlib)"),
-        argument("--json", help="print JSON in place of the tables"),
-=======
-        argument("format", "FORMAT", "a name or pattern: e4m3fn, bfloat16, e6m9, fixed4.4, ..."),
-        argument("--plot", help="draw its values (needs matplotlib)"),
-        argument("--json", help="print JSON in place of the tables"),
-        flag("--all", "list every code, and the codes of scales"),
-        flag("--csv", "print the codes alone, as CSV"),
->>>>>>> /tmp/tmpvt55c6ev/t
+        cli.flag("--all", "list every code, and the codes of scales"),
+        cli.flag("--csv", "print the codes alone, as CSV"),
     ),
 )
 

@@ -5,17 +5,17 @@ an integer or a number in a range, a choice, an instance. `check` states any oth
 """
 
 from __future__ import annotations
+
 import contextlib
+import dataclasses
 import difflib
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-import numpy as np
-import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 
 T = TypeVar("T")
 

@@ -12,14 +12,14 @@ matches every path.
 """
 
 from __future__ import annotations
+
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 from functools import lru_cache
 from typing import Any, NamedTuple
+
 from jchop._common.checks import check, place_in_errors
-from dataclasses import dataclass
-from typing import Any
 from jchop._common.regular_expressions import is_regular_expression, pattern_of_regex
 
 
@@ -39,15 +39,9 @@ def check_path_pattern(argument: str, pattern: Any, example: str = "'blocks/*/ml
         raise ValueError(_regex_error(argument, pattern, [pattern.pattern]))
     if not isinstance(pattern, str) or not pattern.strip():
         raise TypeError(f"{argument}={pattern!r} must be a pattern of paths such as {example}; '*' is every path")
-<<<<<<< /tmp/tmprbhb309_/o
-    with place_in_errors(f"{argument}={pattern!r} is no pattern of paths such as {example}"):
-||||||| /tmp/tmprbhb309_/b
-    try:
-=======
     if any(is_regular_expression(term.removeprefix("!")) for term in pattern.split()):
         raise ValueError(_regex_error(argument, pattern, pattern.split()))
-    try:
->>>>>>> /tmp/tmprbhb309_/t
+    with place_in_errors(f"{argument}={pattern!r} is no pattern of paths such as {example}"):
         _parse_terms(pattern)
     return pattern
 
@@ -180,25 +174,7 @@ def _parse_terms(pattern: str) -> tuple[_PatternTerm, ...]:
 
 def _parse_term(text: str) -> _PatternTerm:
     excludes, glob = text.startswith("!"), text.removeprefix("!")
-<<<<<<< /tmp/tmprbhb309_/o
     check(glob, "'!' excludes nothing; write it in front of a term, as '!head'")
-    if _REGEX_SYNTAX.search(glob):
-        raise ValueError(
-            "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
-            "between them"
-        )
-||||||| /tmp/tmprbhb309_/b
-    if not glob:
-        raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
-    if _REGEX_SYNTAX.search(glob):
-        raise ValueError(
-            "it is a regular expression; a dot stands for itself, and alternatives are {mu,nu}, or terms with a space "
-            "between them"
-        )
-=======
-    if not glob:
-        raise ValueError("'!' excludes nothing; write it in front of a term, as '!head'")
->>>>>>> /tmp/tmprbhb309_/t
     from_start, to_end, parts = glob.startswith("/"), glob.endswith("/"), _path_parts(glob)
     check(parts or from_start, "it has no part")
     body = "".join(_ANY_PARTS if part == "**" else f"{_part_regex(part)}/" for part in parts)

@@ -1,6 +1,7 @@
 """`round_to_format`: the one primitive, with its checks, keys and gradients."""
 
 from __future__ import annotations
+
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -8,16 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
 from jchop._common.bit_ops import Carrier, enable_x64_for
-from jchop._common.checks import as_numpy, check, check_choice, check_int
+from jchop._common.checks import as_numpy, check, check_choice, check_int, keyword_hints
 from jchop._common.gradients import CustomJvp, on_cotangent
 from jchop._common.settings import always_jit
 from jchop._core.rounding.elements import overflow_mask
-from jchop._core.rounding.grid import require_carrier
+from jchop._core.rounding.grid import most_random_bits, require_carrier
 from jchop._core.rounding.random_bits import SEEDS, STREAM_START, StreamOffset, draw_words, seed_words, words_like
 from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
 from jchop._kernels.scaled import (
@@ -39,14 +42,7 @@ from jchop._round.arguments import (
 )
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
-from jchop._common.checks import check_choice, check_int, keyword_hints
-from jchop._core.rounding.grid import most_random_bits, require_carrier
-from jchop._kernels.round import round_op, round_with_hardware_bits_op
-from jchop._kernels.scaled import require_scaled_plan, round_scaled, scaled_overflow
-from jchop._round.arguments import Keys, as_array, carrier_of_dtype, check_key, rounding_keys, run_numpy, stream_offset
-from jchop._round.dask import is_dask, round_dask_blocks
 from jchop.formats.rounding import Rounding
-
 
 Array = jax.Array
 
@@ -213,14 +209,7 @@ def _round_array(x: Array | np.ndarray, options: _RoundOptions, key: Key, offset
         return _round_with_keys(x, keys, starts, options=options, place=place)
 
 
-<<<<<<< /tmp/tmpdiglovr3/o
-def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
-||||||| /tmp/tmpdiglovr3/b
-def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
-=======
-def _round_with_bits(
-    x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None, bits: Any
-) -> Any:
+def _round_with_bits(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key, bits: Any) -> Any:
     """Rounds by random integers in place of a key."""
     array, bits, spec = as_array("x", x), jnp.asarray(bits), options.spec
     for wrong, why in (
@@ -256,8 +245,7 @@ def _round_with_bits(
     return result if isinstance(x, np.ndarray) else result[()]
 
 
-def _round_numpy(x: Any, options: _RoundOptions, key: Array | None, offset: Any, gradient_key: Array | None) -> Any:
->>>>>>> /tmp/tmpdiglovr3/t
+def _round_numpy(x: Any, options: _RoundOptions, key: Key, offset: Any, gradient_key: Key) -> Any:
     array = as_array("x", x)
     result = run_numpy(
         lambda: _round_array(array, options, key, offset, gradient_key),

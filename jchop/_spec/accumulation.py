@@ -5,18 +5,25 @@ are a_k b_k, k = 0 ... K-1.
 """
 
 from __future__ import annotations
+
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from jchop._common.checks import check, check_bool, check_choice, check_int, check_text, close_names_hint, quote
+
+from jchop._common.checks import (
+    FieldsRepr,
+    check,
+    check_bool,
+    check_choice,
+    check_int,
+    check_text,
+    close_names_hint,
+    quote,
+)
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from jchop._common.checks import FieldsRepr, check_bool, check_choice, check_int, check_text, quote
-
 
 #: The sequential orders of multiply-adds, which can be fused.
 _FUSABLE_ORDERS = ("sequential", "blocked")

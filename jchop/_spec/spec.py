@@ -1,15 +1,18 @@
 """A projection specification: everything static about one rounding, as a hashable value; and the facts of a format."""
 
 from __future__ import annotations
-import contextlib
+
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
 import numpy as np
+
 from jchop._common import html
 from jchop._common.checks import (
+    FieldsRepr,
     check,
     check_bool,
     check_int,
@@ -19,23 +22,9 @@ from jchop._common.checks import (
     short_repr,
     split_outside_brackets,
 )
-from jchop.formats import ALIASES, CATALOGUE, ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
+from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
 from jchop.formats._base import format_facts, short_number
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding, as_overflow, as_rounding
-from typing import TYPE_CHECKING
-from jchop._common.checks import (
-    FieldsRepr,
-    check_bool,
-    check_int,
-    check_text,
-    close_names_hint,
-    quote,
-    short_repr,
-    split_outside_brackets,
-)
-from jchop._common.text import html
-from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat, parse_format
-from jchop.formats._facts import format_facts
 from jchop.formats.scaled.scaled import as_format
 
 
@@ -123,20 +112,11 @@ class Spec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-<<<<<<< /tmp/tmpens2jtx2/o
-        fmt = parse_format(self.format) if isinstance(self.format, str) else self.format
-        if not isinstance(fmt, ElementFormat | ScaledFormat):
-            raise TypeError(f"format={fmt!r} must be a format or its text{_dtype_hint(fmt)}")
-        object.__setattr__(self, "format", fmt)
-||||||| /tmp/tmpens2jtx2/b
-        object.__setattr__(self, "format", _as_spec_format(self.format))
-=======
         if isinstance(self.format, str) and ":" in self.format:
             self._take_parts(self.format)
         object.__setattr__(self, "format", as_format(self.format))
         if not isinstance(self.format, ElementFormat | ScaledFormat):
             raise TypeError(f"format={short_repr(self.format)} must be a format, its text, or a dtype")
->>>>>>> /tmp/tmpens2jtx2/t
         members = {
             "rounding": as_rounding(self.rounding),
             "overflow": self._default_overflow if self.overflow is None else as_overflow(self.overflow),
@@ -160,17 +140,6 @@ class Spec:
         if self.flush and not (isinstance(self.element, FloatFormat) and self.element.zero):
             raise ValueError(f"flush=True needs a floating-point format with a zero, not {self.format}")
 
-<<<<<<< /tmp/tmpens2jtx2/o
-||||||| /tmp/tmpens2jtx2/b
-    def _check_overflow(self) -> None:
-        if self.overflow is not Overflow.WRAP:
-            return
-        if not isinstance(self.format, UniformFormat):
-            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
-        if self.format.min == -self.format.max:
-            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
-
-=======
     def _take_parts(self, text: str) -> None:
         """Takes the fields of a spec's text, none of which may be an argument, too."""
         name, fields = _parse_parts(text)
@@ -180,15 +149,6 @@ class Spec:
             object.__setattr__(self, field, value)
         object.__setattr__(self, "format", name)
 
-    def _check_overflow(self) -> None:
-        if self.overflow is not Overflow.WRAP:
-            return
-        if not isinstance(self.format, UniformFormat):
-            raise ValueError(f"overflow='wrap' is for fixed point and integers, not {self.format}")
-        if self.format.min == -self.format.max:
-            raise ValueError(f"overflow='wrap' needs the whole two's complement range, not {self.format}")
-
->>>>>>> /tmp/tmpens2jtx2/t
     @property
     def element(self) -> ElementFormat:
         """The format of elements: the format itself, or the element format of a scaled one."""
@@ -291,40 +251,6 @@ def _parse_spec_field(text: str, part: str) -> tuple[str, object]:
     )
 
 
-<<<<<<< /tmp/tmpens2jtx2/o
-def _dtype_hint(value: object) -> str:
-    """The end of an error that names the text of a dtype, such as `jax.numpy.bfloat16`."""
-    with contextlib.suppress(TypeError):
-        name = np.dtype(value).name if isinstance(value, np.dtype | type) else ""
-        if name in {*CATALOGUE, *ALIASES}:
-            return f"; the text of this dtype is {name!r}"
-        if name.lstrip("u").startswith("int"):
-            return f"; integers have scales, as {f'{name}(group=all)'!r}"
-    return ""
-
-
-||||||| /tmp/tmpens2jtx2/b
-def _as_spec_format(value: object) -> ElementFormat | ScaledFormat:
-    if isinstance(value, ElementFormat | ScaledFormat):
-        return value
-    if isinstance(value, str):
-        return parse_format(value)
-    raise TypeError(f"format={value!r} must be a format or its text{_dtype_hint(value)}")
-
-
-def _dtype_hint(value: object) -> str:
-    """The end of an error that names the text of a dtype, such as `jax.numpy.bfloat16`."""
-    with contextlib.suppress(TypeError):
-        name = np.dtype(value).name if isinstance(value, np.dtype | type) else ""
-        if name in {*CATALOGUE, *ALIASES}:
-            return f"; the text of this dtype is {name!r}"
-        if name.lstrip("u").startswith("int"):
-            return f"; integers have scales, as {f'{name}(group=all)'!r}"
-    return ""
-
-
-=======
->>>>>>> /tmp/tmpens2jtx2/t
 def _as_gradient(value: object) -> Gradient:
     if isinstance(value, Gradient):
         return value

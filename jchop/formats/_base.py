@@ -1,18 +1,17 @@
 """The interface of element formats: properties, values and codes; and the facts of a format."""
 
 from __future__ import annotations
+
 import abc
 import copy
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Self
-import numpy as np
-from jchop._common.checks import as_numpy
-from jchop._common.text import html
-from typing import Self
-from jchop._common.checks import FieldsRepr, as_numpy
-from jchop.formats._facts import format_html
 
+import numpy as np
+
+from jchop._common.checks import FieldsRepr, as_numpy
+from jchop._common.text import html
 
 # == facts =============================================================================================================
 
@@ -22,7 +21,7 @@ def format_facts(fmt: Any) -> list[tuple[str, str]]:
 
     Example:
         >>> import jchop as jc
-        >>> format_facts(jc.float4_e2m1fn)[:2]
+        >>> format_facts(jc.formats.float4_e2m1fn)[:2]
         [('bits', '4'), ('values', 'from -6 to 6')]
     """
     if hasattr(fmt, "element"):

@@ -1,11 +1,13 @@
 """The text grammar of element formats, which `parse_element` reads and `str` prints."""
 
 from __future__ import annotations
+
 import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
 from jchop._common.checks import close_names_hint, quote, split_outside_brackets
 from jchop.formats._base import ElementFormat
 from jchop.formats._catalogue import ALIASES, CATALOGUE, p3109
@@ -13,11 +15,7 @@ from jchop.formats._codebook import CodebookFormat
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import HiFloat8Format, LogTakumFormat, PositFormat, TakumFormat
-from jchop.formats.rounding import Overflow, Rounding
-from jchop.formats._log_takum import LogTakumFormat
-from jchop.formats._tapered import HiFloat8Format, PositFormat, TakumFormat
 from jchop.formats.rounding import ROUNDING_ALIASES, Overflow, Rounding
-
 
 FORMAT_CALL = re.compile(r"([a-z0-9_.-]+)(?:\((.*)\))?")
 _OptionReaders = dict[str, Callable[[str], object]]

@@ -306,7 +306,7 @@ LOG_TAKUM_TABLE_BITS = 16
 _POWER_ACCURACY_BITS = 200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LogTakumFormat(StringFormat):
     """A logarithmic takum (L. Hunhold, arXiv 2404.18603): plus or minus e^(l/2).
 
@@ -329,8 +329,8 @@ class LogTakumFormat(StringFormat):
 
     Example:
         >>> import jchop as jc
-        >>> fmt = jc.LogTakumFormat(8)
-        >>> str(fmt), round(float(fmt.decode(73)), 6), jc.parse("takum8").format == fmt
+        >>> fmt = jc.formats.LogTakumFormat(8)
+        >>> str(fmt), round(float(fmt.decode(73)), 6), jc.Spec("takum8").format == fmt
         ('takum8', 1.868246, True)
         >>> jc.round_to_format([4.0, -1.0, 0.0], "takum8").tolist()
         [3.955076722920577, -1.0, 0.0]

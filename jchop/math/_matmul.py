@@ -1,25 +1,28 @@
 """Matrix products: `matmul`, with every product and sum rounded; `matmul_double`, from products of 8-bit integers."""
 
 from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, in_auto_mesh
-from jchop._common.checks import as_numpy, check, check_choice
+from jchop._common.checks import as_numpy, check, check_bool, check_choice, keyword_hints
 from jchop._common.gradients import CustomJvp
 from jchop._common.settings import always_jit, split_prng_key
 from jchop._core.arithmetic.basic import multiply_and_round
 from jchop._core.arithmetic.exact import carrier_range
 from jchop._core.elementary import pairs
 from jchop._core.elementary.pairs import FloatPair
-from jchop._core.matmul.matmul import MatmulPlan
+from jchop._core.matmul.matmul import MatmulPlan, matmul_body
 from jchop._core.matmul.operations import check_matmul, operation_carrier, spec_draws
 from jchop._core.rounding.codes import decode_elements
 from jchop._core.rounding.random_bits import seed_words
@@ -33,30 +36,14 @@ from jchop._spec.spec import Spec
 from jchop.math._call import round_to_dtype
 from jchop.storage import quantize
 from jchop.storage._codes import decode_unscaled
-from jchop._common.bit_ops import FLOAT32, in_auto_mesh
-from jchop._common.checks import check_bool, check_choice, keyword_hints
-from jchop._core.arithmetic.ranges import carrier_range
-from jchop._core.matmul.matmul import MatmulPlan, matmul_body
-from jchop._core.matmul.operations import check_matmul, operation_carrier
-from jchop._kernels.primitive import IMPLEMENTATIONS, Impl
-from jchop._round.arguments import as_operands, rounding_key, run_on_operands
-
 
 Array = jax.Array
 
 
-<<<<<<< /tmp/tmpfiijn75h/o
-def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "auto") -> Any:
-||||||| /tmp/tmpfiijn75h/b
-def matmul(a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto") -> Any:
-=======
 @keyword_hints(
     dict.fromkeys(("accumulate", "product", "operands", "order", "fused"), "MatmulSpec('e4m3fn', accumulate='e8m9')")
 )
-def matmul(
-    a: Any, b: Any, spec: SumSpecLike, key: Array | None = None, *, impl: Impl = "auto", trace: bool = False
-) -> Any:
->>>>>>> /tmp/tmpfiijn75h/t
+def matmul(a: Any, b: Any, spec: SumSpecLike, key: Key = None, *, impl: Impl = "auto", trace: bool = False) -> Any:
     """The matrix product of `a` and `b` in an emulated arithmetic: operands, every product and every sum rounded.
 
     Each rounding is applied once, to the exact result of its operation, without an intermediate rounding to the
@@ -130,16 +117,8 @@ def matmul(
 # -- the traced part ---------------------------------------------------------------------------------------------------
 
 
-<<<<<<< /tmp/tmpfiijn75h/o
-@partial(always_jit, static_argnames=("spec", "impl"), inline=True)
-def _traced_matmul(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str) -> Array:
-||||||| /tmp/tmpfiijn75h/b
-@partial(always_jit, static_argnames=("spec", "impl"), inline=True)
-def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
-=======
 @partial(always_jit, static_argnames=("spec", "impl", "trace"), inline=True)
-def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
->>>>>>> /tmp/tmpfiijn75h/t
+def _traced_matmul(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
     return in_auto_mesh(
         partial(_matmul_of_any_shape, spec=spec, impl=impl, trace=trace),
         *(a, b, key),
@@ -148,13 +127,7 @@ def _traced_matmul(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, i
     )
 
 
-<<<<<<< /tmp/tmpfiijn75h/o
-def _matmul_of_any_shape(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str) -> Array:
-||||||| /tmp/tmpfiijn75h/b
-def _matmul_of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str) -> Array:
-=======
-def _matmul_of_any_shape(a: Array, b: Array, key: Array | None, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
->>>>>>> /tmp/tmpfiijn75h/t
+def _matmul_of_any_shape(a: Array, b: Array, key: Key, *, spec: MatmulSpec, impl: str, trace: bool) -> Array:
     keys = None if key is None else split_prng_key(key, 4)
     x, y = a[None] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b
     draws = spec_draws(spec.product) or spec_draws(spec.accumulate)

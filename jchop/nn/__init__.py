@@ -11,7 +11,6 @@ require_extra("jchop.nn", "flax", ("flax",))
 from flax import nnx
 
 from jchop._common.on_demand import on_demand
-from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage, Rule
 from jchop._quantized.program.adapters import AdaptedParam
 from jchop.nn import linen
 from jchop.nn._arrays import load, quantize_params, save, shard

@@ -55,7 +55,7 @@ def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> params = {"dense": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}
-        >>> packed = jc.nn.quantize_params(params, jc.nn.Rule("kernel", weight="int4(group=32,axis=0)"))
+        >>> packed = jc.nn.quantize_params(params, jc.Rule("kernel", weight="int4(group=32,axis=0)"))
         >>> packed["dense"]["kernel"].nbytes, jc.storage.dequantize_params(packed)["dense"]["kernel"].shape
         (320, (64, 8))
     """
@@ -217,7 +217,7 @@ def save(path: str | os.PathLike[str], model: Any, *, metadata: Mapping[str, str
     Example:
         >>> import tempfile, pathlib, jax, jax.numpy as jnp, jchop as jc
         >>> from flax import linen
-        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.nn.Rule(weight="int4(group=all)"))
+        >>> dense = jc.nn.linen.quantize(linen.Dense(2), jc.Rule(weight="int4(group=all)"))
         >>> x = jnp.ones((1, 8))
         >>> variables = dense.pack(dense.init(jax.random.key(0), x), x)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
@@ -262,7 +262,7 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
         >>> import tempfile, pathlib, jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
         >>> def quantized():
-        ...     return jc.nn.quantize(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jc.nn.Rule(weight="int4(group=all)"), "ptq")
+        ...     return jc.nn.quantize(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), jc.Rule(weight="int4(group=all)"), "ptq")
         >>> path, model = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors", quantized()
         >>> jc.nn.save(path, model)
         >>> loaded = jc.nn.load(path, nnx.eval_shape(quantized))

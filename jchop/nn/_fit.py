@@ -70,7 +70,7 @@ def calibrate(
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> layer = jc.nn.Linear(4, 2, rule=jc.nn.Rule(activation="int8"), rngs=nnx.Rngs(0))
+        >>> layer = jc.nn.Linear(4, 2, rule=jc.Rule(activation="int8"), rngs=nnx.Rngs(0))
         >>> static = jc.nn.calibrate(layer, [jnp.linspace(-1, 2, 8).reshape(2, 4)], method="percentile(100)")
         >>> static.dot_general.range[...].tolist()
         [-1.0, 2.0]
@@ -317,7 +317,7 @@ def correct_biases(
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
         >>> exact = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
-        >>> coarse = jc.nn.quantize(exact, jc.nn.Rule(weight="int2(group=all)"))
+        >>> coarse = jc.nn.quantize(exact, jc.Rule(weight="int2(group=all)"))
         >>> x = jnp.linspace(0, 1, 32).reshape(4, 8)
         >>> better = jc.nn.correct_biases(exact, coarse, [x])
         >>> bool(jnp.allclose(better(x).mean(0), exact(x).mean(0), atol=1e-6))

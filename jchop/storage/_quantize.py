@@ -391,7 +391,7 @@ def fit_half_quadratic(
     Example:
         >>> import numpy as np, jchop as jc
         >>> x = np.array([[0.0, 0.4, 0.4, 0.4, 1.4, 15.0]], np.float32)
-        >>> scale, zero_point = jc.storage.fit_half_quadratic(x, jc.uint4(channel=0, zero_point="float"))
+        >>> scale, zero_point = jc.storage.fit_half_quadratic(x, jc.formats.uint4(channel=0, zero_point="float"))
         >>> scale.tolist(), round(float(zero_point[0, 0]), 2)  # four of six errors become smaller
         ([[1.0]], 0.34)
     """

@@ -192,7 +192,7 @@ def as_tensor(array: Array) -> torch.Tensor:
 
     Example:
         >>> import jax.numpy as jnp, jchop as jc
-        >>> q = jc.quantize(jnp.array([1.0, 0.3, -7.5, 100.0]), jc.mxfp4(group=2))
+        >>> q = jc.quantize(jnp.array([1.0, 0.3, -7.5, 100.0]), jc.formats.mxfp4(group=2))
         >>> jc.torch.as_tensor(q.qvalue)
         tensor([ 38, 121], dtype=torch.uint8)
     """

@@ -18,7 +18,7 @@ from each_case import each
 
 import jchop as jc
 from jchop.__main__ import main
-from jchop._cli._text import json_value
+from jchop._cli._command import json_value
 from jchop._round.round_to_format import round_to_format
 from jchop.formats import CATALOGUE, parse_format
 

@@ -1,7 +1,9 @@
 """Modules of Linen compute what those of NNX with the same parameters compute."""
 
 from __future__ import annotations
+
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,9 @@ from flax import linen, nnx
 from further import Further
 from jax import export
 from layer_references import checked
+
 import jchop as jc
 import jchop.nn.linen as quantized_linen
-
 
 further = Further()
 
@@ -217,16 +219,8 @@ def test_norms_are_rounded_by_rules_of_their_own_alone() -> None:
     x = jax.random.normal(jax.random.key(3), (5, 8))
     variables = Normed().init(jax.random.key(0), x)
     variables["params"]["norm"]["scale"] = jnp.linspace(0.3, 1.7, 8)
-<<<<<<< /tmp/tmpo9e7ro45/o
-    rule = jc.nn.Rule(weight="int4(group=4)", activation="e2m1")
-    wide = quantized_linen.quantize(Normed(), rule)
-||||||| /tmp/tmpo9e7ro45/b
-    rule = jc.nn.Rule(weight="int4(group=4)", activation="e2m1")
-    wide, program = quantized_linen.quantize(Normed(), rule), quantized_linen.quantize(Normed(), rule, program=True)
-=======
     rule = jc.Rule(weight="int4(group=4)", activation="e2m1")
-    wide, program = quantized_linen.quantize(Normed(), rule), quantized_linen.quantize(Normed(), rule, program=True)
->>>>>>> /tmp/tmpo9e7ro45/t
+    wide = quantized_linen.quantize(Normed(), rule)
     packed = wide.pack(variables, x)
     np.testing.assert_array_equal(wide.apply(packed, x), wide.apply(variables, x))
     assert isinstance(packed["params"]["norm"]["scale"], jax.Array)

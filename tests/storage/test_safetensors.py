@@ -1,12 +1,14 @@
 """Trees of arrays and QArrays in safetensors files: the same after loading, whole or not at all, and open to others."""
 
 from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,9 +16,10 @@ import numpy as np
 import pytest
 from further import Further
 from refusals import assert_refused
+
 import jchop as jc
+from jchop import QArray
 from jchop._checkpoints.writer import convert_checkpoint
-from jchop.storage import QArray
 from jchop.storage import _save as save
 from jchop.storage._chunks import TensorRule, quantize_file
 from jchop.storage._files.safetensors import (
@@ -27,12 +30,6 @@ from jchop.storage._files.safetensors import (
     place_tensors,
     write_together,
 )
-from jchop import QArray
-from jchop._checkpoints.load_save import convert_checkpoint
-from jchop.storage._files.device_parts import write_together
-from jchop.storage._files.safetensors import DTYPES, TensorEntry, TensorFile, TensorWriter, place_tensors
-from jchop.storage._quantize_file import TensorRule, quantize_file
-
 
 further = Further()
 

@@ -1,25 +1,30 @@
 """Rules that assign specs to the tensors of layers, and their matching; where scales come from."""
 
 from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
 import numpy as np
-from jchop._common.checks import check, check_bool, check_choice, check_float, check_int, short_repr
+
+from jchop._common.checks import (
+    FieldsRepr,
+    check,
+    check_bool,
+    check_choice,
+    check_float,
+    check_int,
+    keyword_hints,
+    short_repr,
+)
 from jchop._common.paths import check_path_pattern, common_path_pattern, matches_path, path_pattern
 from jchop._quantized.products.operand_layout import Hadamard
+from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Gradient, Spec, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
-from typing import TYPE_CHECKING, Any, Literal
-from jchop._common.checks import FieldsRepr, check_choice, keyword_hints, short_repr
-from jchop._quantized.products.rotation import Hadamard
-from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
-from jchop._quantized.products.scale_from import ScaleFrom, check_scale_from
-from jchop._spec.spec import Spec, as_spec
-from jchop.formats import ElementFormat, ScaledFormat
-
 
 # -- sources of scales -------------------------------------------------------------------------------------------------
 
@@ -40,7 +45,7 @@ class MovingAverage:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="int8", scale_from=jc.MovingAverage(0.5))
+        >>> rule = jc.Rule(activation="int8", scale_from=jc.MovingAverage(0.5))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -1.0]]), jnp.array([[3.0, -1.0]])):
         ...     _ = layer(x)
@@ -74,7 +79,7 @@ class DelayedScaling:
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.DelayedScaling(3))
+        >>> rule = jc.Rule(activation="float8_e4m3fn(group=tensor)", scale_from=jc.DelayedScaling(3))
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> for x in (jnp.array([[1.0, -4.0]]), jnp.array([[2.0, 0.5]])):
         ...     _ = layer(x)
@@ -109,7 +114,7 @@ class LSQ:
     Example:
         >>> import jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(weight="int4(group=4)", scale_from=jc.LSQ())
+        >>> rule = jc.Rule(weight="int4(group=4)", scale_from=jc.LSQ())
         >>> layer = jc.nn.Linear(8, 3, rule=rule, rngs=nnx.Rngs(0))
         >>> layer.dot_general.right.scale[...].shape
         (3, 2)

@@ -1,6 +1,7 @@
 """Scaled formats: their groups and other fields, the checks of these, and their text grammar."""
 
 from __future__ import annotations
+
 import copy
 import dataclasses
 import functools
@@ -11,6 +12,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
 from jchop._common.checks import check, check_bool, check_int, check_text, quote
 from jchop.formats._base import ElementFormat, format_html
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
@@ -29,12 +33,6 @@ from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import TaperedFormat
 from jchop.formats.scaled.scale_rules import ScaleRule, as_scale_rule_name, scale_rule_of
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import numpy as np
-from jchop._common.checks import check_bool, check_int, check_text, quote
-from jchop.formats._base import ElementFormat
-from jchop.formats._facts import format_html
-
 
 # == groups and axes ===================================================================================================
 

@@ -436,7 +436,7 @@ def quantize(
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
         >>> model = nnx.Sequential(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(4, 2, rngs=nnx.Rngs(1)))
-        >>> rules = [jc.nn.Rule("layers/2"), jc.nn.Rule(weight="int4(group=all)", activation="int8(group=all)")]
+        >>> rules = [jc.Rule("layers/2"), jc.Rule(weight="int4(group=all)", activation="int8(group=all)")]
         >>> trained, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, mode="ptq")
         >>> x = jnp.linspace(-1, 1, 24).reshape(3, 8)
         >>> bool((trained(x) == packed(x)).all()), packed.layers[0].kernel[...].nbytes

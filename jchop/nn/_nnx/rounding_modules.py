@@ -54,7 +54,7 @@ class ActivationRange(nnx.Variable):
     Example:
         >>> import jax.numpy as jnp, jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(activation="int8")
+        >>> rule = jc.Rule(activation="int8")
         >>> layer = jc.nn.Linear(2, 2, rule=rule, rngs=nnx.Rngs(0))
         >>> static = jc.nn.calibrate(layer, [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])])
         >>> static.dot_general.range[...].tolist()
@@ -85,7 +85,7 @@ class LearnedScale(nnx.Param):
     Example:
         >>> import jchop as jc
         >>> from flax import nnx
-        >>> rule = jc.nn.Rule(weight="int8(group=all)", scale_from=jc.nn.LSQ())
+        >>> rule = jc.Rule(weight="int8(group=all)", scale_from=jc.LSQ())
         >>> layer = jc.nn.Linear(4, 3, rule=rule, rngs=nnx.Rngs(0))
         >>> [path for path, _ in nnx.to_flat_state(nnx.state(layer, jc.nn.LearnedScale))]
         [('dot_general', 'right', 'scale')]

@@ -1,14 +1,17 @@
 """Logarithmic takums: values, points between them, modes and codes against powers of e in integers of 900 bits."""
 
 from __future__ import annotations
+
 import itertools
 import math
 from fractions import Fraction
+
 import jax
 import numpy as np
 import oracle
 import oracle_elementary
 import pytest
+
 import jchop as jc
 from jchop._common.bit_ops import CARRIERS, enable_x64_for
 from jchop._core.rounding import codebooks
@@ -16,9 +19,6 @@ from jchop._core.rounding.codebooks import takum_power
 from jchop._core.rounding.codes import decode_elements, encode_elements
 from jchop._core.rounding.elements import round_to_spec
 from jchop.formats._tapered import log_takum_levels, log_takum_thresholds
-from jchop._core.rounding import log_takum
-from jchop._core.rounding.log_takum import takum_power
-from jchop.formats._log_takum import log_takum_levels, log_takum_thresholds
 
 
 def power(n: int, code: int) -> Fraction:
@@ -92,16 +92,8 @@ def test_values_of_longer_strings(n: int) -> None:
 def test_every_mode_and_every_code(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By tables, and as strings of more than 16 bits are rounded."""
     if wide:
-<<<<<<< /tmp/tmprkubgdba/o
         monkeypatch.setattr(codebooks, "LOG_TAKUM_TABLE_BITS", 0)
-    fmt, carrier = jc.LogTakumFormat(8), CARRIERS["float64"]
-||||||| /tmp/tmprkubgdba/b
-        monkeypatch.setattr(log_takum, "LOG_TAKUM_TABLE_BITS", 0)
-    fmt, carrier = jc.LogTakumFormat(8), CARRIERS["float64"]
-=======
-        monkeypatch.setattr(log_takum, "LOG_TAKUM_TABLE_BITS", 0)
     fmt, carrier = jc.formats.LogTakumFormat(8), CARRIERS["float64"]
->>>>>>> /tmp/tmprkubgdba/t
     levels = [float(power(8, code)) for code in range(1, 128)]
     points = [power(9, 2 * code + 1) for code in range(1, 127)]
     rng = np.random.default_rng(1)
