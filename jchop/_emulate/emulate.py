@@ -33,7 +33,7 @@ from jchop._program.seeds import Seeds
 from jchop._program.step import user_line
 from jchop._round.arguments import JCHOP_SCOPE, check_key, mark_results
 from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import Spec
+from jchop._spec.spec import Spec, SpecLike
 from jchop.formats import ElementFormat, ScaledFormat
 
 Array = jax.Array
@@ -55,7 +55,7 @@ def emulate(fun: Callable[..., Any], spec: Any, **options: Unpack[_EmulateOption
 
 @overload
 def emulate(
-    spec: Spec | ElementFormat | str | None, /, **options: Unpack[_EmulateOptions]
+    spec: SpecLike | None, /, **options: Unpack[_EmulateOptions]
 ) -> Callable[[Callable[..., Any]], EmulatedFunction]: ...
 
 

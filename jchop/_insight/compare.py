@@ -17,7 +17,7 @@ from jchop._common.text import RowReport, TableOrLine, decibels_of_arrays
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.arguments import as_array
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.storage._codes import clip_mask
 from jchop.storage._quantize import quantize
@@ -144,7 +144,7 @@ def _comparison_share_text(value: float) -> str:
 
 def compare(
     x: Any,
-    formats: Iterable[Spec | ElementFormat | ScaledFormat | str] | Spec | ElementFormat | ScaledFormat | None = None,
+    formats: Iterable[SpecLike] | Spec | ElementFormat | ScaledFormat | None = None,
     key: jax.Array | None = None,
     *,
     scale: Literal["none", "fit"] = "none",

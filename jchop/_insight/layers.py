@@ -17,7 +17,7 @@ from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_
 from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
 from jchop._insight.tune._search import front_of_sums
 from jchop._quantized.products.rule import Rule
-from jchop._spec.spec import Spec, as_spec
+from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.nn._nnx.layer_kinds import NnxKind, packed_param_shape
 from jchop.nn._nnx.layers import nnx_layers, quantize
@@ -86,7 +86,7 @@ class Sensitivity(RowReport):
 def sensitivity(
     model: nnx.Module,
     batches: Iterable[Any],
-    formats: Sequence[Spec | ElementFormat | ScaledFormat | str] | Spec | ElementFormat | ScaledFormat,
+    formats: Sequence[SpecLike] | Spec | ElementFormat | ScaledFormat,
     *,
     tensors: Sequence[str] = ("weight",),
     run: Callable[[Any, Any], Any] | None = None,
@@ -308,7 +308,7 @@ class _LayerProblem:
 def tune(
     model: nnx.Module,
     data: Sequence[tuple[Any, ...]],
-    menu: Sequence[Spec | ElementFormat | ScaledFormat | str | Rule | None],
+    menu: Sequence[SpecLike | Rule | None],
     *,
     loss: LossFunction,
     bits: float | None = None,

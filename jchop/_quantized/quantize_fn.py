@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jchop._program.control import with_weak_types
 from jchop._program.run import interpret
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, as_rule_tuple
+from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, RuleLike, as_rule_tuple
 from jchop._quantized.products.scales import finite_range, initial_scale
 from jchop._quantized.program.adapters import LoraAdapter
 from jchop._quantized.program.call import (
@@ -48,9 +48,7 @@ from jchop.storage._array import refuse_qarray_dicts
 Array = jax.Array
 
 
-def quantize_fn(
-    fun: Callable[..., Any], rules: Rule | Iterable[Rule], *, key: Array | None = None
-) -> QuantizedFunction:
+def quantize_fn(fun: Callable[..., Any], rules: RuleLike, *, key: Array | None = None) -> QuantizedFunction:
     """`fun(params, ...)` with the operands of its products rounded by rules, whatever library its parameters are from.
 
     The program that JAX traces of `fun` says which parameters reach which products (`rounded_dot_general`,

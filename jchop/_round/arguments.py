@@ -19,11 +19,8 @@ from jchop._common.checks import as_numpy, check_int
 from jchop._common.settings import jax_default_settings
 from jchop._core.rounding.random_bits import STREAM_START, StreamOffset
 from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat
 
 Array = jax.Array
-#: A `Spec` that rounds each number by itself, or a value that is converted to one.
-SpecLike = Spec | ElementFormat | str
 #: The argument `key`: a typed key, which a stochastic spec needs.
 Key = Array | None
 #: The key of the rounding and the key of the cotangent's rounding; None if it draws nothing.

@@ -21,7 +21,7 @@ from jchop._core.rounding.random_bits import seed_words, stream_words
 from jchop._core.scaled.elements import narrow_16_bit, widen_16_bit
 from jchop._round.arguments import JCHOP_SCOPE, carrier_of_dtype, check_key, mark_results, run_numpy
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Spec, as_spec
+from jchop._spec.spec import SpecLike, as_spec
 from jchop.formats import ElementFormat, FloatFormat, TaperedFormat, UniformFormat
 
 Array = jax.Array
@@ -34,12 +34,7 @@ _WIDEST_FLIP_CODE = 16
 
 
 def flip_bits(
-    x: Any,
-    spec: Spec | ElementFormat | str,
-    p: float,
-    key: Array,
-    *,
-    where: Literal["significand", "code"] = "significand",
+    x: Any, spec: SpecLike, p: float, key: Array, *, where: Literal["significand", "code"] = "significand"
 ) -> Any:
     """`x` rounded to a format; then, with probability `p`, one random bit of the code of each element is flipped.
 

@@ -40,8 +40,8 @@ from jchop._round.arguments import (
     run_numpy,
     stream_offset,
 )
-from jchop._spec.spec import Gradient, Spec, as_spec
-from jchop.formats import ElementFormat, ScaledFormat
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
+from jchop.formats import ScaledFormat
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array
@@ -55,7 +55,7 @@ Array = jax.Array
 )
 def round_to_format(
     x: Any,
-    spec: Spec | ElementFormat | ScaledFormat | str,
+    spec: SpecLike,
     key: Key = None,
     *,
     offset: Any = 0,

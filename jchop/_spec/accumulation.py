@@ -22,8 +22,9 @@ from jchop._common.checks import (
     close_names_hint,
     quote,
 )
-from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
+from jchop.formats.scaled.scaled import as_format
 
 #: The sequential orders of multiply-adds, which can be fused.
 _FUSABLE_ORDERS = ("sequential", "blocked")
@@ -215,9 +216,9 @@ class MatmulSpec(FieldsRepr):
 
         def __init__(
             self,
-            operands: Spec | ElementFormat | str | None = ...,
-            product: Spec | ElementFormat | str | None = ...,
-            accumulate: Spec | ElementFormat | str | None = ...,
+            operands: SpecLike | None = ...,
+            product: SpecLike | None = ...,
+            accumulate: SpecLike | None = ...,
             order: Order | str = ...,
             fused: bool = ...,
         ) -> None: ...
@@ -306,14 +307,14 @@ def _is_merged_sum_exact(fmt: ScaledFormat, order: Order) -> bool:
 
 
 #: A `MatmulSpec`, or a value that is converted to one.
-SumSpecLike = MatmulSpec | Spec | ElementFormat | str
+SumSpecLike = MatmulSpec | SpecLike
 
 
 def as_matmul_spec(value: object, argument: str = "spec") -> MatmulSpec:
     """A `MatmulSpec`; one spec alone stands for every rounding in it, in sequential order."""
     if isinstance(value, MatmulSpec):
         return value
-    if not isinstance(value, Spec | ElementFormat | str):
+    if not isinstance(as_format(value), Spec | ElementFormat | ScaledFormat):
         raise TypeError(
             f"{argument}={value!r} must be a MatmulSpec, such as MatmulSpec(product='e5m10', accumulate='e5m10'), or "
             "a Spec, a format or text for every rounding"
@@ -507,7 +508,6 @@ def _core_entry(table: Mapping, name: str, key: str, of: str = "") -> Any:
     if not isinstance(key, str):
         raise TypeError(f"{name}={key!r} must be one of {', '.join(map(repr, table))}")
     if key not in table:
-        raise ValueError(
-            f"{name}={key!r} is not known{of}{close_names_hint(key, table)}; known: {', '.join(map(repr, table))}"
-        )
+        hint = close_names_hint(key, table) or f"; allowed: {', '.join(map(repr, table))}"
+        raise ValueError(f"{name}={key!r} is not known{of}{hint}")
     return table[key]

@@ -49,9 +49,7 @@ class Gradient(FieldsRepr):
 
     if TYPE_CHECKING:  # the arguments may have more types than the fields
 
-        def __init__(
-            self, clipped: bool = ..., round: Spec | ElementFormat | ScaledFormat | str | None = ...
-        ) -> None: ...
+        def __init__(self, clipped: bool = ..., round: SpecLike | None = ...) -> None: ...
 
     def __post_init__(self) -> None:
         check_bool("clipped", self.clipped)
@@ -103,12 +101,12 @@ class Spec:
 
         def __init__(
             self,
-            format: ElementFormat | ScaledFormat | str,
+            format: ElementFormat | ScaledFormat | str | np.dtype | type,
             rounding: Rounding | str = ...,
             overflow: Overflow | str | None = ...,
             random_bits: int | None = ...,
             flush: bool = ...,
-            gradient: Gradient | Spec | ElementFormat | ScaledFormat | str = ...,
+            gradient: Gradient | SpecLike = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -279,8 +277,8 @@ _GRADIENT_CHOICES = (
 )
 
 
-#: What `as_spec` takes if scaled formats are allowed. A dtype may stand for its format.
-AnySpec = Spec | ElementFormat | ScaledFormat | str | np.dtype | type
+#: A `Spec`, or what `as_spec` makes one of. A scaled format is refused where each number is rounded by itself.
+SpecLike = Spec | ElementFormat | ScaledFormat | str | np.dtype | type
 
 
 def as_spec(value: object, argument: str = "spec", *, scaled: bool = False) -> Spec:
@@ -345,7 +343,7 @@ class finfo:
 
     if TYPE_CHECKING:  # the argument may have more types than the stored field
 
-        def __init__(self, format: Spec | ElementFormat | ScaledFormat | str) -> None: ...
+        def __init__(self, format: SpecLike) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", as_spec(self.format, "format", scaled=True).element)

@@ -23,9 +23,9 @@ from jchop._common.checks import check_bool, check_int
 from jchop._common.gradients import CustomJvp, linear_with_transpose
 from jchop._common.settings import jax_default_settings, split_prng_key
 from jchop._core.matmul.operations import operation_carrier
-from jchop._round.arguments import SpecLike, has_tracer, rounding_key
+from jchop._round.arguments import has_tracer, rounding_key
 from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import AnySpec, as_spec
+from jchop._spec.spec import SpecLike, as_spec
 from jchop.distributed import _messages as messages
 from jchop.distributed._messages import TWO_SHOT, Algorithm, AxisName, Phase, Wire
 
@@ -39,7 +39,7 @@ BUCKET = 1 << 16
 def psum(
     x: Any,
     axis_name: AxisName,
-    spec: AnySpec,
+    spec: SpecLike,
     key: Array | None = None,
     *,
     algorithm: Algorithm = TWO_SHOT,
@@ -108,7 +108,7 @@ def psum(
 def psum_scatter(
     x: Any,
     axis_name: AxisName,
-    spec: AnySpec,
+    spec: SpecLike,
     key: Array | None = None,
     *,
     scatter_dimension: int = 0,
@@ -158,7 +158,7 @@ def psum_scatter(
 
 
 def all_gather(
-    x: Any, axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, axis: int = 0, tiled: bool = False
+    x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, axis: int = 0, tiled: bool = False
 ) -> Any:
     """The arrays of all ranks, joined on every rank, with codes on the wire.
 
@@ -203,7 +203,7 @@ def all_gather(
 def all_to_all(
     x: Any,
     axis_name: AxisName,
-    spec: AnySpec,
+    spec: SpecLike,
     key: Array | None = None,
     *,
     split_axis: int = 0,
@@ -250,7 +250,7 @@ def all_to_all(
 
 
 def ppermute(
-    x: Any, axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
+    x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, perm: Sequence[tuple[int, int]]
 ) -> Any:
     """The array of another rank, with codes on the wire; zeros on a rank that none sends to.
 
@@ -290,7 +290,7 @@ def ppermute(
 def sharded_psum(
     x: Any,
     axis_name: AxisName,
-    spec: AnySpec,
+    spec: SpecLike,
     key: Array | None = None,
     *,
     mesh: Any = None,
@@ -371,7 +371,12 @@ def _mesh_of_call(mesh: Any, leaves: list[Array]) -> Any:
 
 
 def check_collective(
-    axis_name: AxisName, spec: AnySpec, key: Any, x: Any, algorithm: Algorithm = TWO_SHOT, accumulate: Accumulate = None
+    axis_name: AxisName,
+    spec: SpecLike,
+    key: Any,
+    x: Any,
+    algorithm: Algorithm = TWO_SHOT,
+    accumulate: Accumulate = None,
 ) -> tuple[Wire, Array | None]:
     """The static arguments of a collective, and its key if something draws."""
     spec = as_spec(spec, scaled=True)
@@ -536,7 +541,12 @@ class Transformation(NamedTuple):
 
 
 def psum_with_feedback(
-    axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, accumulate: Accumulate = None, bucket: int = BUCKET
+    axis_name: AxisName,
+    spec: SpecLike,
+    key: Array | None = None,
+    *,
+    accumulate: Accumulate = None,
+    bucket: int = BUCKET,
 ) -> Transformation:
     """Sums of updates over ranks as a link of an Optax chain, with the errors of both roundings kept.
 

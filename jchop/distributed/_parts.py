@@ -19,7 +19,7 @@ from jchop._common.settings import jax_default_settings
 from jchop._core.matmul.operations import spec_draws
 from jchop._core.rounding.codes import packed_size
 from jchop._core.xla.cpu import compute_after, loop_entry
-from jchop._spec.spec import AnySpec, Spec
+from jchop._spec.spec import Spec, SpecLike
 from jchop.distributed import _messages as messages
 from jchop.distributed._collectives import check_collective
 from jchop.distributed._messages import AxisName, RankAxes
@@ -32,7 +32,7 @@ from jchop.storage._codes import packs_codes
 Array = jax.Array
 
 
-def quantize_parts(x: Any, axis_name: AxisName, spec: AnySpec, key: Array | None = None, *, axis: int = 0) -> Any:
+def quantize_parts(x: Any, axis_name: AxisName, spec: SpecLike, key: Array | None = None, *, axis: int = 0) -> Any:
     """The parts of this rank as codes under the scales of the whole arrays: one all-reduce of maxima for a whole tree.
 
     If scales are shared along the cut axis (a scale of the tensor, of columns), the ranks exchange the least and the

@@ -141,8 +141,10 @@ _FORMAT_EXAMPLES = (
 )  # fmt: skip
 
 #: Options of other programs, with those that mean the same here.
-_OPTIONS_ELSEWHERE = dict.fromkeys(("group_size", "block_size", "tile_size", "block", "tile", "blocksize"), "group")
-_OPTIONS_ELSEWHERE |= dict.fromkeys(("per_channel", "channelwise", "channel_axis", "channelwise_axes"), "channel")
+_OPTIONS_ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(("group_size", "block_size", "tile_size", "block", "tile", "blocksize"), "group"),
+    **dict.fromkeys(("per_channel", "channelwise", "channel_axis", "channelwise_axes"), "channel"),
+}
 
 _OPTION_TYPES: dict[object, str] = {read_integer: "an integer", read_bool: "true or false"}
 

@@ -22,19 +22,10 @@ from jchop._emulate.rules.rules import ArithmeticChoice, Settings
 from jchop._emulate.rules.trace import trace_program
 from jchop._program.bind import straight_through
 from jchop._program.seeds import Seeds
-from jchop._round.arguments import (
-    Array,
-    Key,
-    SpecLike,
-    as_array,
-    as_operands,
-    carrier_of_dtype,
-    rounding_key,
-    run_on_operands,
-)
+from jchop._round.arguments import Array, Key, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.accumulation import MatmulSpec, as_matmul_spec
-from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats.rounding import Rounding
 
 #: Axes; None means all.

@@ -14,7 +14,8 @@ from jchop._common.checks import check, check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.rules.functions import NamedFunction, exact_decimals, sort_keys
 from jchop._kernels.primitive import materialize
-from jchop._round.arguments import Array, Key, SpecLike, as_array, as_operands, is_integer_or_bool
+from jchop._round.arguments import Array, Key, as_array, as_operands, is_integer_or_bool
+from jchop._spec.spec import SpecLike
 from jchop.math._call import as_math_operands, check_axis, run_emulated
 from jchop.math._elementwise import FMA
 

@@ -17,7 +17,8 @@ from jax.scipy import special
 
 from jchop._emulate.rules.functions import NamedFunction, exact_bitwise
 from jchop._kernels.operation import operation_on_device
-from jchop._round.arguments import Array, Key, SpecLike
+from jchop._round.arguments import Array, Key
+from jchop._spec.spec import SpecLike
 from jchop.math._call import as_math_operands, run_emulated
 
 __all__ = ["abs", "add", "angle", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh"]

@@ -12,8 +12,9 @@ from jax import lax
 from jchop._common.bit_ops import gather_axes
 from jchop._common.checks import check, check_int
 from jchop._common.settings import jax_default_settings
-from jchop._round.arguments import Array, Key, SpecLike, as_operands
+from jchop._round.arguments import Array, Key, as_operands
 from jchop._spec.accumulation import SumSpecLike, as_matmul_spec
+from jchop._spec.spec import SpecLike
 from jchop.math._call import as_sum_spec, check_axis, run_sums
 from jchop.math._elementwise import multiply
 from jchop.math._matmul import matmul

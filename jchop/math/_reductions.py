@@ -14,8 +14,9 @@ from jchop._common.bit_ops import gather_axes, has_sharding, reshard_like
 from jchop._common.checks import check, check_bool, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._kernels.primitive import materialize
-from jchop._round.arguments import Array, Key, SpecLike, as_array, as_operands
+from jchop._round.arguments import Array, Key, as_array, as_operands
 from jchop._spec.accumulation import MatmulSpec, SumSpecLike, as_matmul_spec
+from jchop._spec.spec import SpecLike
 from jchop.math._call import (
     AxisArgument,
     AxisIndices,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from jchop._common.files import json_object, short_text
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple, rule_index
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple, rule_index
 from jchop._quantized.program.weight_layout import StoredAs
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module
 from jchop.storage import QArray, load_safetensors, quantize, save_safetensors, shardings
@@ -30,7 +30,7 @@ from jchop.storage._files.safetensors import TensorFile, are_counts
 Array = jax.Array
 
 
-def quantize_params(params: Any, rules: Rule | Iterable[Rule], key: Array | None = None) -> Any:
+def quantize_params(params: Any, rules: RuleLike, key: Array | None = None) -> Any:
     """A pytree of parameters with those that rules match stored packed, as `jchop.QArray`.
 
     For models of any library: `jchop.storage.dequantize_params` gives the arrays back, within `jax.jit` each where it

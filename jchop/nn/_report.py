@@ -16,7 +16,7 @@ from flax.nnx.tracers import TraceState
 
 from jchop._common.checks import check, check_choice
 from jchop._common.text import RowReport, TableOrLine, decibels, format_decibels
-from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, as_rule_tuple
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, RuleLike, as_rule_tuple
 from jchop._quantized.program.report import OPERANDS_BY_PLATFORM, ProgramReport, operand_types_on
 from jchop.nn._nnx.layer_kinds import (
     NnxKind,
@@ -172,23 +172,21 @@ def bytes_of_tree(tree: Any) -> int:
 @overload
 def report(
     model: nnx.Module,
-    rules: Rule | Iterable[Rule] | None = ...,
+    rules: RuleLike | None = ...,
     *,
     inputs: None = ...,
     platform: str | None = ...,
     batches: Iterable[Any] | None = ...,
 ) -> ModelReport: ...
 @overload
-def report(
-    model: Any, rules: Rule | Iterable[Rule], *, inputs: tuple[Any, ...], platform: str | None = ...
-) -> ProgramReport: ...
+def report(model: Any, rules: RuleLike, *, inputs: tuple[Any, ...], platform: str | None = ...) -> ProgramReport: ...
 @overload
 def report(
-    model: Any, rules: Rule | Iterable[Rule], *, inputs: Mapping[str, Any], platform: str | None = ...
+    model: Any, rules: RuleLike, *, inputs: Mapping[str, Any], platform: str | None = ...
 ) -> dict[str, ProgramReport]: ...
 def report(
     model: Any,
-    rules: Rule | Iterable[Rule] | None = None,
+    rules: RuleLike | None = None,
     *,
     inputs: ExampleInputs | None = None,
     platform: str | None = None,

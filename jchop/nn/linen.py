@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from flax import linen as nn
 
 from jchop._common.checks import check_instance
-from jchop._quantized.products.rule import Rule, as_rule_tuple
+from jchop._quantized.products.rule import RuleLike, as_rule_tuple
 from jchop._quantized.quantize_fn import refuse_codes_with_kept_scales
 from jchop.nn._linen.lora import Adapted, add_lora, load_lora, merge_lora, save_lora, split_lora
 from jchop.nn._linen.quantized import Quantized
@@ -15,7 +13,7 @@ from jchop.nn._linen.quantized import Quantized
 __all__ = ["Adapted", "Quantized", "add_lora", "load_lora", "merge_lora", "quantize", "save_lora", "split_lora"]
 
 
-def quantize(module: nn.Module, rules: Rule | Iterable[Rule]) -> Quantized:
+def quantize(module: nn.Module, rules: RuleLike) -> Quantized:
     """A module of Flax Linen that rounds by rules, with the same variables.
 
     The program of the module is quantized, as `jchop.quantize_fn` does, whatever the classes of its layers: parameters

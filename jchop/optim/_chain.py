@@ -16,7 +16,7 @@ from jax.extend.core import nonempty_axis_env_DO_NOT_USE  # pyright: ignore[repo
 from jchop._common.settings import always_jit
 from jchop._core.xla.cpu import materialize_per_group
 from jchop._round.arguments import has_tracer
-from jchop._spec.spec import AnySpec, Spec, as_spec
+from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats.scaled.scaled import axis_indexes
 from jchop.optim import _leaves as base
 from jchop.optim._pack import QuantizedState
@@ -35,7 +35,7 @@ class RoundState(NamedTuple):
 
 
 def round_gradients(
-    spec: AnySpec, key: Array | None = None, *, scale: Any = 1.0
+    spec: SpecLike, key: Array | None = None, *, scale: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     """Gradients, multiplied by `scale`, rounded to `spec`: the first link of a chain.
 
@@ -63,7 +63,7 @@ def round_gradients(
     return _round_in_chain(as_spec(spec, scaled=True), key, scale)
 
 
-def round_updates(spec: AnySpec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
+def round_updates(spec: SpecLike, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
     """The updates at this place of a chain, rounded to `spec`.
 
     Args:
@@ -109,7 +109,7 @@ def _rounding_link(
 
 
 def round_params(
-    spec: AnySpec, key: Array | None = None, *, dtype: Any = None
+    spec: SpecLike, key: Array | None = None, *, dtype: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Updates u' for which `optax.apply_updates` gives p + u rounded to `spec`: the last link of a chain.
 
@@ -165,7 +165,7 @@ class ErrorFeedbackState(NamedTuple):
     key: Array | None
 
 
-def error_feedback(spec: AnySpec, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
+def error_feedback(spec: SpecLike, key: Array | None = None) -> optax.GradientTransformationExtraArgs:
     """Updates rounded to `spec`, after the previous rounding errors are added.
 
     With the error e of the step before: c = u + e, q = round(c), and the new error is c - q. Over many steps the sum of
@@ -227,7 +227,7 @@ class CompensationState(NamedTuple):
 
 
 def compensate(
-    spec: AnySpec, key: Array | None = None, *, compensation: AnySpec | None = None
+    spec: SpecLike, key: Array | None = None, *, compensation: SpecLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Parameters rounded to `spec` with Kahan's compensation: the last link of a chain, in place of `round_params`.
 
@@ -300,10 +300,10 @@ class LowPrecisionState(NamedTuple):
 def low_precision(
     inner: optax.GradientTransformation,
     *,
-    weight: AnySpec | None = None,
-    gradient: AnySpec | None = None,
-    momentum: AnySpec | None = None,
-    accumulator: AnySpec | None = None,
+    weight: SpecLike | None = None,
+    gradient: SpecLike | None = None,
+    momentum: SpecLike | None = None,
+    accumulator: SpecLike | None = None,
     gradient_scale: Any = 1.0,
     key: Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -418,7 +418,7 @@ class AverageState(NamedTuple):
 
 
 def average_params(
-    start: int = 0, every: int = 1, *, spec: AnySpec | None = None, key: Array | None = None
+    start: int = 0, every: int = 1, *, spec: SpecLike | None = None, key: Array | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the average of the parameters after each update: the very last link of a chain.
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jchop._common.checks import as_iterable, as_numpy, check, check_int
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Spec, as_spec
+from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, FloatFormat, StringFormat
 from jchop.plot import _charts
 from jchop.plot._charts import BAR_COLOURS, BLUE, INK, ORANGE, RED, draw_frame, format_label, new_figure
@@ -197,7 +197,7 @@ def _drawable_values(name: str, fmt: ElementFormat) -> np.ndarray:
 
 
 def rounding_error(
-    specs: Sequence[Spec | ElementFormat | str] | Spec | ElementFormat,
+    specs: Sequence[SpecLike] | Spec | ElementFormat,
     start: float,
     stop: float,
     *,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from jchop._common.checks import short_repr
-from jchop._quantized.products.rule import Rule, as_rule_tuple
+from jchop._quantized.products.rule import RuleLike, as_rule_tuple
 from jchop._quantized.program.call import batch_arguments
 from jchop.nn._nnx.layers import refuse_quantized_layers
 from jchop.nn._nnx.programs import round_program_by
@@ -52,7 +52,7 @@ class ModelData:
 
 def quantize_with_data(
     model: T,
-    rules: Rule | Iterable[Rule],
+    rules: RuleLike,
     batches: Iterable[Any],
     steps: Any = None,
     *,

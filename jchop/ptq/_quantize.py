@@ -17,7 +17,7 @@ from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_instance
 from jchop._common.text import decibels
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import Rule
+from jchop._quantized.products.rule import RuleLike
 from jchop._quantized.program.call import is_packed_param, unpack_param
 from jchop._quantized.program.param_uses import ParamUse
 from jchop._quantized.program.weight_layout import WeightLayout
@@ -38,7 +38,7 @@ Array = jax.Array
 
 def quantize(
     fun: Callable[..., Any],
-    rules: Rule | Iterable[Rule],
+    rules: RuleLike,
     params: Any,
     batches: Iterable[Any],
     steps: Sequence[CalibrationStep] | CalibrationStep | None = None,

@@ -31,7 +31,7 @@ from jchop._common.paths import matches_path, nearest_paths_hint, path_pattern
 from jchop._common.text import decibels
 from jchop._core.rounding.grid import carrier_holds
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Spec, as_spec
+from jchop._spec.spec import Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, ScaledFormat
 from jchop.storage import _axis_groupings as groupings
 from jchop.storage import _save
@@ -223,7 +223,7 @@ ElementProgress = Callable[[int, int], object]
 def round_file(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    spec: Spec | ElementFormat | ScaledFormat | str,
+    spec: SpecLike,
     key: jax.Array | None = None,
     *,
     progress: bool | Callable[[int, int], object] = False,

@@ -31,7 +31,7 @@ from jchop._round.arguments import (
     stream_offset,
 )
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, ScaledFormat, UniformFormat
 from jchop.formats.rounding import Rounding
 from jchop.storage import _codes
@@ -39,7 +39,7 @@ from jchop.storage._array import PackedParam, QArray, check_qarray, qarray_of_sc
 from jchop.storage._axis_groupings import axes_from_end, map_over_stack
 
 Array = jax.Array
-_StorageSpec = Spec | ElementFormat | ScaledFormat | str
+_StorageSpec = SpecLike
 
 
 def quantize(

@@ -16,9 +16,8 @@ from jchop import math
 from jchop._common.bit_ops import enable_x64_for
 from jchop._common.checks import check_int
 from jchop._common.settings import always_jit
-from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import AnySpec, Gradient, Spec, as_spec
-from jchop.formats import ElementFormat
+from jchop._spec.accumulation import MatmulSpec, SumSpecLike
+from jchop._spec.spec import Gradient, SpecLike, as_spec
 from jchop.torch import _operators as operators
 
 Array = jax.Array
@@ -27,7 +26,7 @@ Tensor = torch.Tensor
 
 def round_to_format(
     tensor: Tensor,
-    spec: AnySpec,
+    spec: SpecLike,
     *,
     seed: int | None = None,
     gradient_seed: int | None = None,
@@ -87,7 +86,7 @@ def round_to_format(
 
 def round_to_format_(
     tensor: Tensor,
-    spec: AnySpec,
+    spec: SpecLike,
     *,
     seed: int | None = None,
     gradient_seed: int | None = None,
@@ -264,7 +263,11 @@ class Quantizer(nn.Module):
     calls: Tensor
 
     def __init__(
-        self, forward: AnySpec | None = None, backward: AnySpec | None = None, *, seed: int | tuple[int, ...] | None = 0
+        self,
+        forward: SpecLike | None = None,
+        backward: SpecLike | None = None,
+        *,
+        seed: int | tuple[int, ...] | None = 0,
     ) -> None:
         super().__init__()
         self.rounding = None if forward is None else operators.plan_of(as_spec(forward, "forward", scaled=True))
@@ -341,7 +344,7 @@ def _seed_numbers(seed: int | tuple[int, ...]) -> tuple[int, ...]:
 def matmul(
     a: Tensor,
     b: Tensor,
-    spec: MatmulSpec | Spec | ElementFormat | str,
+    spec: SumSpecLike,
     *,
     seed: int | None = None,
     generator: torch.Generator | None = None,

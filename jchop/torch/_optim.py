@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from jchop._common.checks import check_int
-from jchop._spec.spec import AnySpec
+from jchop._spec.spec import SpecLike
 from jchop.torch import _operators as operators
 
 Tensor = torch.Tensor
@@ -67,10 +67,10 @@ class OptimLP(Optimizer):
         self,
         optimizer: Optimizer,
         *,
-        weight: AnySpec | None = None,
-        gradient: AnySpec | None = None,
-        momentum: AnySpec | None = None,
-        accumulator: AnySpec | None = None,
+        weight: SpecLike | None = None,
+        gradient: SpecLike | None = None,
+        momentum: SpecLike | None = None,
+        accumulator: SpecLike | None = None,
         gradient_scale: float = 1.0,
         seed: int | None = 0,
     ) -> None:
@@ -272,7 +272,7 @@ def _moment_tensors(state: dict[str, Any], shape: torch.Size) -> Iterator[Tensor
             yield value
 
 
-def _optimizer_plan(name: str, spec: AnySpec) -> operators.SpecPlan:
+def _optimizer_plan(name: str, spec: SpecLike) -> operators.SpecPlan:
     plan = operators.plan_of(spec)
     if plan.gradient is not None:
         raise ValueError(f"{name}={str(spec)!r} rounds a gradient, but an optimizer step has none")

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from jchop._common.checks import check_choice, short_repr
 from jchop._common.paths import check_path_pattern, matches_path, nearest_paths_hint, path_pattern
 from jchop._common.text import TableOrLine, Tables
-from jchop._spec.spec import AnySpec, Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.storage import QArray
 from jchop.torch._functions import Quantizer, first_words
 from jchop.torch._operators import check_carrier, check_tensor, outside_graphs, plan_of, rounding_words
@@ -33,7 +33,7 @@ _TENSOR_FIELDS = ("activation", "output", "gradient")
 
 @overload
 def quantize(
-    x: Tensor, how: AnySpec, *, seed: int | None = ..., generator: torch.Generator | None = ..., copy: bool = ...
+    x: Tensor, how: SpecLike, *, seed: int | None = ..., generator: torch.Generator | None = ..., copy: bool = ...
 ) -> QArray: ...
 
 
@@ -44,7 +44,7 @@ def quantize(x: nn.Module, how: ModuleRules, *, mode: QuantizeMode = ..., seed: 
 @outside_graphs
 def quantize(
     x: Tensor | nn.Module,
-    how: AnySpec | ModuleRules,
+    how: SpecLike | ModuleRules,
     *,
     mode: QuantizeMode = "qat",
     seed: int | None = None,

@@ -34,8 +34,8 @@ from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, is_library_file, is_reference, source_line_of
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Spec, as_spec
-from jchop.formats import ElementFormat, FloatFormat
+from jchop._spec.spec import Spec, SpecLike, as_spec
+from jchop.formats import FloatFormat
 from jchop.formats._catalogue import binary64
 
 # -- references --------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def _wide_dtype(value: Any) -> Any:
     return wide.get(np.dtype(value).name, value)
 
 
-def make_reference(reference: Spec | ElementFormat | str | None) -> CarrierReference:
+def make_reference(reference: SpecLike | None) -> CarrierReference:
     """The reference of a report.
 
     Raises:

@@ -20,7 +20,7 @@ from jchop._kernels.primitive import OpPrimitive
 from jchop._program.control import CONTROL
 from jchop._program.step import is_reference
 from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat, UniformFormat
 
 # -- facts about values ------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Settings:
 
 
 def make_settings(
-    spec: Spec | ElementFormat | str | None,
+    spec: SpecLike | None,
     rules: Mapping[str, Any] | None,
     accumulate: MatmulSpec | None,
     unknown: str,

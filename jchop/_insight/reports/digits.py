@@ -40,8 +40,8 @@ from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, user_line
 from jchop._round.arguments import check_key
-from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat, FloatFormat
+from jchop._spec.spec import SpecLike
+from jchop.formats import FloatFormat
 
 Array = jax.Array
 #: A value in every sample.
@@ -164,7 +164,7 @@ def significant_digits(
     *args: Any,
     key: Array,
     samples: int = 3,
-    spec: Spec | ElementFormat | str | None = None,
+    spec: SpecLike | None = None,
     confidence: float = 0.95,
     max_turns: int = MOST_REPORT_TURNS,
     narrow: Literal["raise", "carrier"] = "raise",

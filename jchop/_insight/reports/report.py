@@ -37,8 +37,7 @@ from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import trace_program
 from jchop._program.step import user_line
 from jchop._round.arguments import has_tracer
-from jchop._spec.spec import Spec
-from jchop.formats import ElementFormat
+from jchop._spec.spec import SpecLike
 
 Array = jax.Array
 
@@ -211,7 +210,7 @@ def report(
     *args: Any,
     trace_values: bool = False,
     key: Array | None = None,
-    reference: Spec | ElementFormat | str | None = None,
+    reference: SpecLike | None = None,
     max_turns: int | None = None,
     stop_at: Literal["overflow", "nan", "invalid"] | None = None,
     **kwargs: Any,

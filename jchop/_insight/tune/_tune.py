@@ -22,8 +22,8 @@ from jchop._insight.tune._problem import (
 )
 from jchop._insight.tune._search import AssignmentSearch, Trial
 from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import Spec, as_spec
-from jchop.formats import ElementFormat, FloatFormat
+from jchop._spec.spec import Spec, SpecLike, as_spec
+from jchop.formats import FloatFormat
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ _COST_NAMES = ("bits", "bytes")
 _COST_UNITS = {"bits": "mean bits of a site", "bytes": "bytes of all results"}
 
 #: A format, or one with a rule of sums.
-MenuOption = Spec | ElementFormat | str | tuple[Spec | ElementFormat | str | None, MatmulSpec] | None
+MenuOption = SpecLike | tuple[SpecLike | None, MatmulSpec] | None
 CostFunction = Callable[[Mapping[str, Any]], float]
 
 

@@ -23,7 +23,7 @@ from jchop._common.paths import check_path_pattern, common_path_pattern, matches
 from jchop._quantized.products.operand_layout import Hadamard
 from jchop._quantized.products.rule_sources import fields_of_hf, fields_of_qwix
 from jchop._spec.accumulation import MatmulSpec
-from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 
 # -- sources of scales -------------------------------------------------------------------------------------------------
@@ -285,14 +285,14 @@ class Rule(FieldsRepr):
             *,
             layer: str | None = ...,
             operation: str | None = ...,
-            weight: Spec | ElementFormat | ScaledFormat | str | None = ...,
-            activation: Spec | ElementFormat | ScaledFormat | str | None = ...,
-            output: Spec | ElementFormat | ScaledFormat | str | None = ...,
-            bias: Spec | ElementFormat | ScaledFormat | str | None = ...,
-            gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
-            input_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
-            weight_gradient: Spec | ElementFormat | ScaledFormat | str | None = ...,
-            cache: Spec | ElementFormat | ScaledFormat | str | None = ...,
+            weight: SpecLike | None = ...,
+            activation: SpecLike | None = ...,
+            output: SpecLike | None = ...,
+            bias: SpecLike | None = ...,
+            gradient: SpecLike | None = ...,
+            input_gradient: SpecLike | None = ...,
+            weight_gradient: SpecLike | None = ...,
+            cache: SpecLike | None = ...,
             rotation: Hadamard | None = ...,
             matmul: MatmulSpec | None = ...,
             scale_from: ScaleFrom | None = ...,
@@ -515,6 +515,10 @@ def exclusion_advice(paths: Iterable[str], before: Rule, fields: str = "") -> st
     pattern = " ".join(term if term.endswith("/") else f"{term}/" for term in terms)
     reason = "it is for that module alone, and the layers below it keep their rule"
     return f"Put Rule({pattern!r}{fields}) before {before}: {reason}"
+
+
+#: One rule, several, or what `as_rule_tuple` makes them of.
+RuleLike = Rule | SpecLike | Mapping[str, Any] | Iterable[Rule]
 
 
 def as_rule_tuple(rules: Any) -> tuple[Rule, ...]:

@@ -28,9 +28,9 @@ from jchop._emulate.rules.linalg import (
     solve_with_factors,
     substitute_triangular,
 )
-from jchop._round.arguments import Key, SpecLike, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
+from jchop._round.arguments import Key, as_array, as_operands, carrier_of_dtype, rounding_key, run_on_operands
 from jchop._round.round_to_format import round_to_format
-from jchop._spec.spec import Gradient, Spec, as_spec
+from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.math._call import as_dtype
 
 Array = jax.Array

@@ -19,7 +19,8 @@ from jchop._common.checks import check_choice, check_int
 from jchop._core.matmul.operations import operation_carrier
 from jchop._emulate.rules.functions import carrier_frexp
 from jchop._emulate.rules.linalg import SpecArithmetic, factor_lu, solve_with_factors, substitute_triangular
-from jchop._round.arguments import Key, SpecLike, as_array, as_operands, has_tracer
+from jchop._round.arguments import Key, as_array, as_operands, has_tracer
+from jchop._spec.spec import SpecLike
 from jchop.math.linalg._direct import StaticPartial, evaluate_systems, matrix_order, right_side_axes
 
 Array = jax.Array

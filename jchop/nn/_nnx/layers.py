@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from jchop._common.paths import nearest_paths_hint
 from jchop._quantized.products.rule import (
     ROUNDING_FIELDS,
     Rule,
+    RuleLike,
     exclusion_advice,
     module_rule_indexes,
     param_rule_index,
@@ -375,7 +376,7 @@ def _check_nnx_rules_have_effect(rules: Sequence[Rule], layer_rules: Sequence[Nn
 
 def quantize(
     model: T,
-    rules: Rule | Iterable[Rule],
+    rules: RuleLike,
     mode: LayerMode = "qat",
     *,
     inputs: ExampleInputs | None = None,
