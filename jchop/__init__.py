@@ -36,7 +36,8 @@ if _typing.TYPE_CHECKING:
     from jchop._insight.tune import Tuning, tune
     from jchop._quantized.products.operand_layout import Hadamard
     from jchop._quantized.products.qarray_products import dot, einsum, ragged_dot
-    from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage, Rule
+    from jchop._quantized.products.rule import Rule
+    from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
     from jchop._quantized.program.scale_slots import Scales
     from jchop._quantized.quantize_fn import quantize_fn
     from jchop._serving.attention import dot_product_attention
@@ -57,7 +58,8 @@ __getattr__, __dir__ = _on_demand(
         "jchop._quantized.products.qarray_products": ("dot", "einsum", "ragged_dot"),
         "jchop._quantized.quantize_fn": ("quantize_fn",),
         "jchop._quantized.products.operand_layout": ("Hadamard",),
-        "jchop._quantized.products.rule": ("LSQ", "DelayedScaling", "MovingAverage", "Rule"),
+        "jchop._quantized.products.rule": ("Rule",),
+        "jchop._quantized.products.scale_from": ("LSQ", "DelayedScaling", "MovingAverage"),
         "jchop._quantized.program.scale_slots": ("Scales",),
         "jchop.storage._chunks": ("round_file",),
         "jchop._insight.tune": ("Tuning", "tune"),

@@ -29,7 +29,7 @@ def product(params: Any, x: Any) -> Any:
 
 WORKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "a spec is its text": (lambda: repr(jc.Spec("e4m3fn:sr")), "Spec('float8_e4m3fn:stochastic')"),
-    "its repr reads back": (lambda: eval(repr(jc.Spec("mxfp4:sr")), vars(jc)), jc.Spec("mxfp4:stochastic")),
+    "its repr reads back": (lambda: eval(repr(jc.Spec("mxfp4:sr")), {"Spec": jc.Spec}), jc.Spec("mxfp4:stochastic")),
     "a rule is short": (lambda: repr(jc.Rule(weight="int4(group=32)")), "Rule(weight=Spec('int4(group=32)'))"),
     "upper case": (lambda: str(jc.Spec("BF16")), "bfloat16"),
     "rtz": (lambda: str(jc.Spec("bf16:rtz")), "bfloat16:toward_zero"),

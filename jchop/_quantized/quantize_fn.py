@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jchop._program.control import with_weak_types
 from jchop._program.run import interpret
 from jchop._quantized.products.operand_layout import check_finite
-from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, RuleLike, as_rule_tuple
+from jchop._quantized.products.rule import Rule, RuleLike, as_rule_tuple
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._quantized.products.scales import finite_range, initial_scale
 from jchop._quantized.program.adapters import LoraAdapter
 from jchop._quantized.program.call import (

@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from jchop._common.checks import check, check_instance
-from jchop._quantized.products.rule import Location, has_tensor_scale
+from jchop._quantized.products.rule import Location
+from jchop._quantized.products.scale_from import has_tensor_scale
 from jchop._quantized.products.scales import RangeObserver, check_calibration_data, range_observer_for
 from jchop._quantized.program.call import enumerate_batches
 from jchop._spec.spec import Gradient, Spec

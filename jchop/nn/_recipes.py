@@ -8,7 +8,8 @@ from typing import Any
 
 from jchop._common.checks import check_choice, check_int
 from jchop._quantized.products.operand_layout import Hadamard
-from jchop._quantized.products.rule import DelayedScaling, Rule
+from jchop._quantized.products.rule import Rule
+from jchop._quantized.products.scale_from import DelayedScaling
 from jchop._spec.accumulation import MatmulSpec
 
 _FLOAT8_ROWS = "float8_e4m3fn(group=all,scale=e8m0fnu,rule=rceil)"

@@ -316,7 +316,7 @@ def test_plot_has_a_bar_for_each_row_and_the_rest() -> None:
 def test_arguments_are_checked() -> None:
     low = jc.emulate(jnp.sin, "e4m3")
     with pytest.raises(TypeError, match=r"low=.* must be a function that jchop\.emulate returned"):
-        jc.EmulatedFunction.blame(jnp.sin, 1.0)
+        jc.EmulatedFunction.blame(jnp.sin, 1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="output='sum' must be a function of the result, or None"):
         low.blame(1.0, output="sum")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must give a real number"):

@@ -98,7 +98,7 @@ def test_layers_of_flax() -> None:
     rules = [jc.Rule(layer="LayerNorm", weight=rule.weight), rule]
     low, packed = jc.nn.quantize(model, rules), jc.nn.quantize(model, rules, "ptq")
     kernel = model.layers[0].kernel[...]
-    wanted = jc.round_to_format(kernel.T, rule.weight).T
+    wanted = jc.round_to_format(kernel.T, rule.weight).T  # type: ignore[arg-type]
     stored = packed.layers[0].kernel.get_value()
     np.testing.assert_array_equal(jc.dequantize(stored), wanted)
     assert stored.nbytes == kernel.size // 2 and str(stored.spec) == "int4(group=16,axis=-2,scale=bfloat16,sparse=2:4)"

@@ -68,7 +68,7 @@ def integers(draw: st.DrawFn) -> IntegerFormat:
 LEVELS = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8, unique=True)
 CODEBOOKS = LEVELS.map(lambda levels: CodebookFormat(tuple(sorted({level + 0.0 for level in levels}))))
 NAMED = st.sampled_from(
-    [*CATALOGUE.values(), *(jc.formats.p3109(*args) for args in ((8, 3), (16, 16, False, False), (3, 1)))]
+    [*CATALOGUE.values(), *(jc.formats.p3109(*args) for args in ((8, 3), (16, 16, False, False), (3, 1)))]  # type: ignore[arg-type]
 )
 TAPERED = (
     st.integers(2, 32).map(PositFormat)

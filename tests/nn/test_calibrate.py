@@ -183,7 +183,7 @@ def gradients_pass_and_the_range_is_state() -> None:
         {"activation": "int8(group=tensor)", "gradient": "e5m2"},
         {"activation": "int8(group=tensor)", "scale_from": jc.MovingAverage()},
     ):
-        assert jc.nn.quantize(static, jc.Rule(**fields)).dot_general.range is None
+        assert jc.nn.quantize(static, jc.Rule(**fields)).dot_general.range is None  # type: ignore[arg-type]
     again = jc.nn.calibrate(static, [10 * BATCHES[0]])
     np.testing.assert_allclose(range_of(again), [10 * LOW[0], 10 * HIGH[0]], rtol=1e-6)
     untouched = jc.nn.quantize(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), jc.Rule(activation="int8(group=tensor)"))

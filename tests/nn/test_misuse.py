@@ -47,10 +47,10 @@ def test_axes_of_parameters_are_checked_at_once(text: str) -> None:
 
 @each("field", ["activation", "gradient", "weight_gradient", "output"])
 def test_axes_of_other_operands_are_checked_in_the_first_call(field: str) -> None:
-    rule = Rule("layers", **{field: "int8(channel=5)"})
+    rule = Rule("layers", **{field: "int8(channel=5)"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"{field}='int8\(channel=5\)' of the Linear at 'layers/0' by .*from -2 to 1"):
         jc.nn.quantize(nnx.Sequential(linear()), rule)(X)
-    dense = jc.nn.linen.quantize(linen.Dense(4), Rule(**{field: "int8(channel=5)"}))
+    dense = jc.nn.linen.quantize(linen.Dense(4), Rule(**{field: "int8(channel=5)"}))  # type: ignore[arg-type]
     place = "Dense at ''" if field == "output" else "dot_general at 'Dense'"
     with pytest.raises(ValueError, match=rf"{field}='int8\(channel=5\)' of the {place} by .*from -2 to 1"):
         variables = dense.init(jax.random.key(0), X)

@@ -48,16 +48,16 @@ def test_a_rule_for_any_path_of_a_module_counts() -> None:
     plain = model()
     kernel = jc.round_to_format(plain.head.kernel[...], "int8(channel=1)")
     for path in ("encoder/dense", "decoder", "head"):
-        rounded = jc.nn.quantize(plain, [jc.Rule("norm"), jc.Rule(path, **INT8)])
+        rounded = jc.nn.quantize(plain, [jc.Rule("norm"), jc.Rule(path, **INT8)])  # type: ignore[arg-type]
         assert rounded.head is rounded.encoder.dense and rounded.decoder is rounded.encoder
         np.testing.assert_array_equal(rounded.head(X), X @ kernel)
-    same = [jc.Rule("norm"), jc.Rule("head", **INT8), jc.Rule("encoder", **INT8)]
+    same = [jc.Rule("norm"), jc.Rule("head", **INT8), jc.Rule("encoder", **INT8)]  # type: ignore[arg-type]
     np.testing.assert_array_equal(jc.nn.quantize(plain, same).head(X), X @ kernel)
 
 
 @each("other", [INT4, {}, {**INT8, "activation": "e5m2"}])
 def test_rules_that_disagree_about_one_module_are_an_error(other: dict[str, Any]) -> None:
-    rules = [jc.Rule("head", **INT8), jc.Rule("encoder/dense", **other)]
+    rules = [jc.Rule("head", **INT8), jc.Rule("encoder/dense", **other)]  # type: ignore[arg-type]
     for call in (jc.nn.quantize, jc.nn.report):
         with pytest.raises(
             ValueError, match=r"disagree .* 'encoder/dense' by Rule.*'head' by Rule\('head', weight=int8"

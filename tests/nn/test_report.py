@@ -106,7 +106,7 @@ def test_ratios_of_layers_are_those_of_the_definition() -> None:
     for row, layer, rounded in ((found.rows[0], 0, False), (found.rows[-1], 2, True)):
         first, own = (np.asarray(model.layers[i].kernel[...], np.float64) for i in (0, layer))
         x = np.tanh(given @ first) if rounded else given
-        low = np.asarray(jc.round_to_format(model.layers[layer].kernel[...], rules[layer // 2].weight), np.float64)
+        low = np.asarray(jc.round_to_format(model.layers[layer].kernel[...], rules[layer // 2].weight), np.float64)  # type: ignore[arg-type]
         z = np.asarray(jc.round_to_format(jnp.asarray(x, jnp.float32), "e4m3"), np.float64) if rounded else x
 
         def ratio(y: Any, error: Any) -> Any:

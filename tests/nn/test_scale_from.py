@@ -40,7 +40,7 @@ def test_both_operands_under_kept_scales_draw_each_for_itself(face: str, source:
     halves = jnp.full(32, 0.5).at[0].set(7.0)
     text = "int4(group=tensor):stochastic"
     given = {"activation": text, "weight": text} if isinstance(source, jc.DelayedScaling) else {"activation": text}
-    rule = jc.Rule(**given, scale_from=source)
+    rule = jc.Rule(**given, scale_from=source)  # type: ignore[arg-type]
     if face == "nnx":
         model = jc.nn.Linear(1, 32, use_bias=False, rule=rule, rngs=nnx.Rngs(0, rounding=1))
         model.kernel[...] = halves[None]
@@ -288,7 +288,7 @@ def test_what_cannot_be_kept_is_said(fields: Any, error: type[Exception], words:
 def test_what_says_nothing_is_said() -> None:
     for make, argument in ((jc.MovingAverage, 1.0), (jc.DelayedScaling, 0), (jc.LSQ, 1)):
         with pytest.raises((TypeError, ValueError), match="must be"):
-            make(argument)
+            make(argument)  # type: ignore[arg-type]
     rule = jc.nn.recipe("float8_delayed")
     assert str(rule).endswith("scale_from=DelayedScaling(length=1024, take='max'))")
     with pytest.raises(ValueError, match=r"for training, mode='qat'"):

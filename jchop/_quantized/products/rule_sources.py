@@ -13,7 +13,7 @@ import numpy as np
 
 from jchop._common.checks import as_iterable, check, short_repr
 from jchop._common.regular_expressions import pattern_of_regex
-from jchop._quantized.products.rule import MovingAverage
+from jchop._quantized.products.scale_from import MovingAverage
 from jchop.formats import CATALOGUE
 
 #: The fields of a rule, or of a configuration.

@@ -22,7 +22,7 @@ from jchop._core.scaled.groups import Groups
 from jchop._program.bind import straight_through
 from jchop._quantized.products.codes import CodedArray, expand_codes
 from jchop._quantized.products.operand_layout import OperandLayout, keep_nan
-from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._spec.spec import Gradient, Spec
 from jchop.formats import UniformFormat
 from jchop.formats.rounding import Rounding

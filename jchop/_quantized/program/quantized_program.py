@@ -18,7 +18,6 @@ from jchop._quantized.products.codes import block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, check_operand_specs
 from jchop._quantized.products.product import ConvProduct, OperandSwap
 from jchop._quantized.products.rule import (
-    LSQ,
     OPERATION_NAMES,
     ROUNDING_FIELDS,
     Location,
@@ -28,6 +27,7 @@ from jchop._quantized.products.rule import (
     param_rule_index,
     rule_index,
 )
+from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.adapters import lora_layouts
 from jchop._quantized.program.call import CallArguments, LazyParam
 from jchop._quantized.program.param_uses import (

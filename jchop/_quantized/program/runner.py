@@ -22,7 +22,7 @@ from jchop._program.step import CUSTOM_CALLS, HIGH_CALLS, PLAIN_CALLS, ProgramPl
 from jchop._quantized.products.codes import CodedArray, block_along_sum
 from jchop._quantized.products.contraction import ProductRoundings, contract
 from jchop._quantized.products.product import OperandSwap
-from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.products.scales import round_in_range, round_lsq_operand, update_history, update_range
 from jchop._quantized.program.adapters import add_lora_delta
 from jchop._quantized.program.call import Keys, LazyParam, RoundedAndFull, is_packed_param, rounded_value

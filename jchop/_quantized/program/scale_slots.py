@@ -17,7 +17,8 @@ from jchop._common.paths import path_pattern
 from jchop._program.control import operands_of_role, roles_of, turns_around
 from jchop._program.step import CUSTOM_CALLS, ProgramPlan
 from jchop._quantized.products.contraction import ProductRoundings
-from jchop._quantized.products.rule import LSQ, DelayedScaling, MovingAverage, ScaleFrom, has_tensor_scale
+from jchop._quantized.products.rule import ScaleFrom
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage, has_tensor_scale
 from jchop._quantized.products.scales import RangeObserver, check_calibration_data, initial_scale, range_observer_for
 from jchop._quantized.program.param_uses import ProductStep
 from jchop._spec.spec import Gradient, Spec

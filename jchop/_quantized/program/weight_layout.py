@@ -17,7 +17,8 @@ from jchop._common.bit_ops import reshape
 from jchop._common.paths import path_pattern
 from jchop._quantized.products.contraction import ProductRoundings
 from jchop._quantized.products.operand_layout import keep_nan, round_in_layout
-from jchop._quantized.products.rule import LSQ, DelayedScaling, Rule, ScaleFrom
+from jchop._quantized.products.rule import Rule, ScaleFrom
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._quantized.products.scales import round_in_range, round_lsq, update_history
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
 from jchop._quantized.program.provenance import (

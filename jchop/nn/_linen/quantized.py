@@ -24,15 +24,8 @@ from jax import lax
 from jchop._common.on_demand import load_name
 from jchop._common.settings import split_prng_key
 from jchop._quantized.products.operand_layout import check_finite, check_layout_axes, norm_scale_spec, round_in_layout
-from jchop._quantized.products.rule import (
-    LSQ,
-    ROUNDING_FIELDS,
-    Location,
-    Rule,
-    is_stochastic,
-    param_rule_index,
-    rule_index,
-)
+from jchop._quantized.products.rule import ROUNDING_FIELDS, Location, Rule, is_stochastic, param_rule_index, rule_index
+from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import CallArguments, batch_arguments, enumerate_batches, is_packed_param
 from jchop._quantized.program.quantized_program import check_weight_rules
 from jchop._quantized.program.report import ProgramReport

@@ -17,8 +17,6 @@ from jchop._quantized.products.codes import restore_param_axes
 from jchop._quantized.products.contraction import ProductRoundings, einsum_letters
 from jchop._quantized.products.operand_layout import OperandLayout, check_finite, check_layout_axes, norm_scale_spec
 from jchop._quantized.products.rule import (
-    LSQ,
-    DelayedScaling,
     Location,
     Rule,
     exclusion_advice,
@@ -27,6 +25,7 @@ from jchop._quantized.products.rule import (
     refuse_code_products,
     refuse_forward_rotation,
 )
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
 from jchop.nn._nnx.nodes import QuantizedParam, packed_nnx_variable

@@ -24,7 +24,8 @@ from jchop._emulate.emulate import emulate
 from jchop._quantized.products.codes import param_codes
 from jchop._quantized.products.contraction import ProductRoundings, rounded_conv, rounded_dot_general, rounded_einsum
 from jchop._quantized.products.operand_layout import OperandLayout, check_layout_axes, round_in_layout
-from jchop._quantized.products.rule import LSQ, DelayedScaling, Location, MovingAverage, is_stochastic
+from jchop._quantized.products.rule import Location, is_stochastic
+from jchop._quantized.products.scale_from import LSQ, DelayedScaling, MovingAverage
 from jchop._quantized.products.scales import (
     initial_scale,
     round_in_range,

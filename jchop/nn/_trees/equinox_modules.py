@@ -12,7 +12,8 @@ import jax
 from flax import nnx
 
 from jchop._common.checks import check, check_instance
-from jchop._quantized.products.rule import LSQ, Rule
+from jchop._quantized.products.rule import Rule
+from jchop._quantized.products.scale_from import LSQ
 from jchop._quantized.program.call import is_param_leaf
 from jchop._quantized.program.report import ProgramReport
 from jchop._quantized.program.scale_slots import Scales
