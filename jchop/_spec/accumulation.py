@@ -314,7 +314,7 @@ def as_matmul_spec(value: object, argument: str = "spec") -> MatmulSpec:
     """A `MatmulSpec`; one spec alone stands for every rounding in it, in sequential order."""
     if isinstance(value, MatmulSpec):
         return value
-    if not isinstance(as_format(value), Spec | ElementFormat | ScaledFormat):
+    if not isinstance(value, str) and not isinstance(as_format(value), Spec | ElementFormat | ScaledFormat):
         raise TypeError(
             f"{argument}={value!r} must be a MatmulSpec, such as MatmulSpec(product='e5m10', accumulate='e5m10'), or "
             "a Spec, a format or text for every rounding"

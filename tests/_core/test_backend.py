@@ -19,7 +19,7 @@ PACKAGE = Path(jchop.__file__).parent
 def test_bodies_and_kernels_import_quirks_through_their_backend_alone() -> None:
     files = [path for room in ("_core", "_kernels", "_round") for path in (PACKAGE / room).rglob("*.py")]
     others = [path for path in files if path.parent.name != "xla"]
-    assert len(others) > 60
+    assert len(others) > 50
     wrong = [str(path) for path in others if re.search(r"xla(\.| import )(cpu|gpu)\b", path.read_text("utf-8"))]
     assert wrong == []
 

@@ -149,7 +149,7 @@ def test_a_sum_for_a_part_without_sums_is_refused(name: str) -> None:
             x = jnp.sort(jnp.exp(x))
         return jnp.sum(x)
 
-    with pytest.raises(ValueError, match=f"rules: '{name}' gives a MatmulSpec to no sum. emulate"):
+    with pytest.raises(ValueError, match=f"rules: '{name}' gives a MatmulSpec to no sum; the report"):
         jc.emulate(fun, "e5m2", rules={name: jc.MatmulSpec(accumulate="e5m2")})(X)
 
 
@@ -166,7 +166,7 @@ def test_a_rule_without_effect_is_refused_with_its_reason(rules: dict[str, Any],
         with jax.named_scope("part"):
             return x / 3
 
-    with pytest.raises(ValueError, match=f"^rules: {reason}. the report method shows all paths$"):
+    with pytest.raises(ValueError, match=f"^rules: {reason}; the report method of the emulated function shows all paths$"):
         jc.emulate(fun, "e5m2", rules=rules)(X)
 
 
@@ -340,7 +340,7 @@ ERRORS: list[tuple[type[Exception], str, Callable[[], Any]]] = [
     (ValueError, r"rules\['sin'\]: .*'e5m2x'", lambda: jc.emulate(jnp.sin, "e5m2", rules={"sin": "e5m2x"})),
     (
         TypeError,
-        r"^rules=Rule must .* as {'sin': 'bfloat16'}; a Rule is for jchop.quantize_fn$",
+        r"^rules=Rule.* must .* as {'sin': 'bfloat16'}; a Rule is for jchop.quantize_fn$",
         lambda: jc.emulate(jnp.sin, "e5m2", rules=jc.Rule(weight="int8")),  # type: ignore[arg-type]
     ),
     (
@@ -515,7 +515,7 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
     row = next(row for row in report.rows if row.primitive == "reduce_sum")
     assert row.largest == float(low(jnp.array([1.7, 0.9])))
     with pytest.raises(TypeError, match="emulate returned"):
-        nested.report(X)
+        jc.EmulatedFunction.report(nested, X)
     with pytest.raises(TypeError, match="traced"):
         jax.jit(lambda x: low.report(x, trace_values=True))(X)
 

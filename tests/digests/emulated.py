@@ -125,6 +125,7 @@ def reports() -> Iterator[Call]:
         yield Call(f"report {program.__name__} values", lambda p=program: whole(low(p).report(X, Y, trace_values=True)), loose=True)
         yield Call(f"blame {program.__name__}", lambda p=program: whole(low(lambda *a: jnp.sum(jax.tree.leaves(p(*a))[0])).blame(X, Y)), loose=True)
     yield Call("report options", lambda: whole(low(halves, "e5m7:stochastic").report(trace_values=True, key=KEY, reference="tf32", max_turns=9, x=X)), loose=True)
+    yield Call("EmulatedFunction", lambda: facts(low(halves)))
     yield Call("report places", lambda: [(facts(row), row.as_dict()) for row in low(halves).report(X).rows])
     yield Call("report operations", lambda: (lambda r: [str(facts(r)["operations"]), [attempt(r.first, kind) for kind in ("nan", "overflow", "invalid")]])(low(halves).report(X, trace_values=True)))
     yield Call("Event", lambda: jc.emulate(lambda x: x * 9e4, "e5m10").report(X, trace_values=True).first("overflow").first_overflow)

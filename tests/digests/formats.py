@@ -21,7 +21,7 @@ TEXTS = (*cases.NAMED, *cases.P3109, "e5m10(bias=20)", "e4m3(subnormals=false)",
          "fixed4.4", "ufixed3.5", "fixed1.7(symmetric=true)", "integer8", "uinteger4",
          "integer4(narrow=true)", "posit8", "posit16", "takum8", "takum_linear12", "takum_linear8", "hif8",
          "codebook(-3,-1,0,0.5,8)")
-SCALED = tuple(name for name in jchop.__all__ if isinstance(getattr(jchop, name), jchop.formats.ScaledFormat))
+SCALED = tuple(name for name in jchop.formats.__all__ if isinstance(getattr(jchop.formats, name), jchop.formats.ScaledFormat))
 SPECS = ("bfloat16", "e5m2:up", "e4m3fn:saturate", "e5m10:flush", "fixed4.4:wrap", "e5m2:stochastic:bits=8",
          "bfloat16:gradient=clipped", "bfloat16:gradient=e5m2", "int8(group=32,axis=0):stochastic", "nf4", "e9m99",
          "int4(group=16,scale=bfloat16,zero_point=float)", "mxfp4(group=16,nan_block=true)", "e4m3:sideways", "x7",
@@ -56,7 +56,7 @@ def made() -> dict[str, Callable[[], Any]]:
     }
     return {
         f"{name} {', '.join(f'{k}={v}' for k, v in changes.items())}": (
-            lambda name=name, options=rows[0] | changes: getattr(jc, name)(**options)
+            lambda name=name, options=rows[0] | changes: getattr(jc.formats, name)(**options)
         )
         for name, rows in tables.items()
         for changes in rows
@@ -96,14 +96,14 @@ def attempt(function: Any) -> Any:
 
 def calls() -> Iterator[Call]:
     for name in (*jchop.formats.CATALOGUE, *SCALED):
-        yield Call(f"format {name}", lambda name=name: facts_of(lambda: getattr(jc, name)))
+        yield Call(f"format {name}", lambda name=name: facts_of(lambda: getattr(jc.formats, name)))
     for text in TEXTS:
         yield Call(f"parse_format {text}", lambda text=text: facts_of(lambda: jc.formats.parse_format(text)))
         yield Call(f"codes {text}", lambda text=text: codes(jchop.formats.parse_format(text)))
     for name in jchop.formats.ALIASES:
         yield Call(f"alias {name}", lambda name=name: (jc.formats.ALIASES[name], str(jc.Spec(name))))
     for text in SPECS:
-        yield Call(f"parse {text}", lambda text=text: facts_of(lambda: jc.Spec(text=text)))
+        yield Call(f"parse {text}", lambda text=text: facts_of(lambda: jc.Spec(text)))
     for name, make in made().items():
         yield Call(f"made {name}", lambda make=make: facts_of(make))
         yield Call(f"named {name}", lambda make=make: facts_of(lambda: make().named(name="mine")))
@@ -166,6 +166,10 @@ def specs() -> Iterator[Call]:
         }.items():
             yield Call(f"{name} {case}", lambda n=name, k=kwargs: facts_of(lambda: getattr(jc, n)(**k)))
     yield Call("Hadamard.rotate", lambda: jc.Hadamard(8, products="all").rotate(laid=np.arange(32, dtype=np.float32).reshape(2, 16)))
+    qwix = {"module_path": ".*mlp.*", "weight_qtype": "int4", "act_qtype": "int8", "tile_size": 32}
+    yield Call("Rule.from_qwix", lambda: [str(rule) for rule in jc.Rule.from_qwix(rules=qwix)])
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    yield Call("Rule.from_hf", lambda: [str(rule) for rule in jc.Rule.from_hf(config=config)])
     rule = {"layer": "Linear", "operation": "dot_general", "weight": "int8(group=all)", "activation": "e4m3fn", "output": "bfloat16", "bias": "bfloat16"}
     backward = {"gradient": "e5m2:stochastic", "input_gradient": "e5m3", "weight_gradient": "binary32", "stochastic_stream": "noise"}
     more = {"cache": "int8(group=all)", "rotation": jchop.Hadamard(16), "gradient": "e5m2", "weight": "e4m3", "matmul": jchop.MatmulSpec(accumulate="e6m9")}

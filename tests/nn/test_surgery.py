@@ -246,7 +246,7 @@ def test_models_in_use(check: Any, request: Any) -> None:
         ([jc.Rule(weight="e4m3"), jc.Rule("head", weight="e4m3")], ValueError, "an earlier rule"),
         (jc.Rule("*norm", gradient="e5m2"), ValueError, "gradient has no effect .* BatchNorm"),
         ([], TypeError, "rules="),
-        ("int8", TypeError, "rules='int8'"),
+        (3, TypeError, "rules=3"),
     ],
 )
 def test_rules_that_say_nothing_are_errors(rules: Any, error: type[Exception], words: str) -> None:

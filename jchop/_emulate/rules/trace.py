@@ -252,7 +252,7 @@ def _refuse_rules_without_effect(settings: Settings, used: set[str], plan: Progr
     if idle:
         steps = [step for step in plan.walk() if step.kind != "own"]
         reasons = "; ".join(f"{rule[0]!r} {_why_no_effect(*rule, steps)}" for rule in idle)
-        raise ValueError(f"rules: {reasons}. the report method shows all paths")
+        raise ValueError(f"rules: {reasons}; the report method of the emulated function shows all paths")
 
 
 def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:

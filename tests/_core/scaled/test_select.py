@@ -361,7 +361,7 @@ def test_many_levels(mode: str, rows: int) -> None:
 @pytest.mark.parametrize("name", ["dynamic8", "udynamic8", "udynamic8nz"])
 def test_many_levels_beside_rationals(name: str) -> None:
     """Not beside the exact way of this package but beside an oracle that knows nothing of it."""
-    fmt, rng = element_of(getattr(jc, name)), np.random.default_rng(9)
+    fmt, rng = element_of(getattr(jc.formats, name)), np.random.default_rng(9)
     plan, blocks = plan_of(fmt, "nearest_even"), oracle.codebook(fmt.levels)
     s = scales_of(rng, 12)
     x = near(rng.choice(halves(fmt), (12, ROW)), s.astype(np.float64), rng)
