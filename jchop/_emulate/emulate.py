@@ -15,14 +15,7 @@ from jax.core import Tracer
 
 from jchop._common.on_demand import load_name
 from jchop._core.rounding.random_bits import seed_words
-from jchop._emulate.paired.paired_run import (
-    CarrierReference,
-    PairedRun,
-    StopEventError,
-    argument_names,
-    first_line_of,
-    text_of_event,
-)
+from jchop._emulate.paired import paired_run
 from jchop._emulate.rules.carrier_ops import round_with_draw
 from jchop._emulate.rules.interpret import EmulationRunner
 from jchop._emulate.rules.rules import Settings, make_settings
@@ -329,13 +322,15 @@ def _run_until_event(
             f"stop_at={settings.stop_at!r} needs arguments that are not traced: call the function outside of jax.jit, "
             "jax.vmap and derivatives"
         )
-    beside = PairedRun(CarrierReference(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
+    beside = paired_run.PairedRun(paired_run.CarrierReference(), settings.max_turns or (1 << 32) - 1, settings.stop_at)
     outer = user_line()
     try:
         entry = round_on_entry(program, settings.spec, seeds)
-        results = beside.whole(program, settings.spec, entry, argument_names(args, kwargs))
-    except StopEventError as stop:
-        raise FloatingPointError(text_of_event(stop, program.plan, outer, first_line_of(fun, outer))) from None
+        results = beside.whole(program, settings.spec, entry, paired_run.argument_names(args, kwargs))
+    except paired_run.StopEventError as stop:
+        raise FloatingPointError(
+            paired_run.text_of_event(stop, program.plan, outer, paired_run.first_line_of(fun, outer))
+        ) from None
     for note in dict.fromkeys(beside.notes):
         warnings.warn(note, RuntimeWarning, stacklevel=3)
     return [low for low, _ in results]

@@ -12,22 +12,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from jchop._program import step
 from jchop._program.bind import bind, constant_of, with_derivative_of
 from jchop._program.control import as_jax_value
-from jchop._program.step import (
-    BATCHED_CALLS,
-    CUSTOM_CALLS,
-    REMAT_CALLS,
-    is_jchop_result,
-    is_jchop_scope,
-    is_reference,
-    jaxpr_of,
-    programs_of,
-    scope_of,
-)
 
 #: Calls whose other parameters are rules of transformations. JAX makes new ones in each trace.
-_CALLS_WITH_RULES = (*CUSTOM_CALLS, *REMAT_CALLS, *BATCHED_CALLS)
+_CALLS_WITH_RULES = (*step.CUSTOM_CALLS, *step.REMAT_CALLS, *step.BATCHED_CALLS)
 
 
 def same_program(one: Any, other: Any, rules: bool = True) -> bool:
@@ -106,7 +96,7 @@ def same_param(a: Any, b: Any, rules: bool = True) -> bool:
     if type(a) is not type(b):
         return False
     if _is_program(a):
-        (one, constants), (other, others) = jaxpr_of(a), jaxpr_of(b)
+        (one, constants), (other, others) = step.jaxpr_of(a), step.jaxpr_of(b)
         pairs = zip(constants, others, strict=False)
         same = len(constants) == len(others) and all(same_constant(x, y) for x, y in pairs)
         return same and same_program(one, other, rules)
@@ -147,7 +137,7 @@ def with_own_constants(program: Any, consts: Sequence[Any] | None = None) -> Any
         >>> [float(one.eqns[-1].invars[1].val) for one in (own, new)]
         [2.0, 7.0]
     """
-    jaxpr, before = jaxpr_of(program)
+    jaxpr, before = step.jaxpr_of(program)
     after = [_own_constant(x) for x in before] if consts is None else consts
     eqns, results = list(map(_own_equation, jaxpr.eqns)), list(map(_own_atom, jaxpr.outvars))
     same = _same_items(eqns, jaxpr.eqns) and _same_items(results, jaxpr.outvars)
@@ -162,7 +152,7 @@ def _same_items(new: Sequence[Any], old: Sequence[Any]) -> bool:
 
 
 def _own_constant(x: Any) -> Any:
-    changes = hasattr(x, "__array__") and not isinstance(x, _IMMUTABLE_CONSTANTS) and not is_reference(x)
+    changes = hasattr(x, "__array__") and not isinstance(x, _IMMUTABLE_CONSTANTS) and not step.is_reference(x)
     return np.array(x) if changes else x
 
 
@@ -186,7 +176,7 @@ def map_param(value: Any, program: Callable[[Any], Any], leaf: Callable[[Any], A
         if _same_items(new, value):
             return value
         return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
-    return program(value) if hasattr(jaxpr_of(value)[0], "eqns") else leaf(value)
+    return program(value) if hasattr(step.jaxpr_of(value)[0], "eqns") else leaf(value)
 
 
 # -- wider dtypes ------------------------------------------------------------------------------------------------------
@@ -206,7 +196,7 @@ def widest_carrier(variables: Sequence[Any]) -> Any:
 
 def _is_wide_number(aval: Any) -> bool:
     """Whether a value has a real dtype of 16 bits or more, or a complex one."""
-    inexact = not is_reference(aval) and hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+    inexact = not step.is_reference(aval) and hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
     return inexact and jnp.finfo(aval.dtype).bits >= 16
 
 
@@ -238,7 +228,7 @@ class Widening:
 
     def program(self, program: Any, scope: str = "", *, inner: bool = False) -> Any:
         """The program of a jaxpr; an inner program also takes and gives wide numbers."""
-        jaxpr, consts = jaxpr_of(program)
+        jaxpr, consts = step.jaxpr_of(program)
         if not self._has_narrow(jaxpr):
             return program
         level = _WideEquations(self, scope)
@@ -256,7 +246,7 @@ class Widening:
     def _has_narrow(self, jaxpr: Any) -> bool:
         variables = [v for part in (jaxpr, *jaxpr.eqns) for v in (*part.invars, *part.outvars)]
         own = any(self.is_narrower(v.aval) for v in (*jaxpr.constvars, *variables))
-        return own or any(self._has_narrow(each) for eqn in jaxpr.eqns for each in programs_of(eqn))
+        return own or any(self._has_narrow(each) for eqn in jaxpr.eqns for each in step.programs_of(eqn))
 
     def param(self, value: Any, scope: str) -> Any:
         """A parameter of an equation, with wide dtypes and programs."""
@@ -308,18 +298,18 @@ class _WideEquations:
         value, eqn = np.asarray(constant_of(v)), self._at
         if eqn is None or not jnp.issubdtype(value.dtype, jnp.floating):
             return value
-        return self.to.constant(value, eqn.primitive.name, scope_of(self.scope, eqn.source_info.name_stack))
+        return self.to.constant(value, eqn.primitive.name, step.scope_of(self.scope, eqn.source_info.name_stack))
 
     def add(self, eqn: Any) -> None:
         """Writes an equation in the carrier, or in its own dtypes if it has no other form or is a part of jchop."""
         self._at, name = eqn, eqn.primitive.name
-        scope = scope_of(self.scope, eqn.source_info.name_stack)
-        is_jchop_eqn, params = is_jchop_scope(scope) and not is_jchop_result(eqn, scope), eqn.params
-        if not is_jchop_eqn and name in CUSTOM_CALLS:
+        scope = step.scope_of(self.scope, eqn.source_info.name_stack)
+        is_jchop_eqn, params = step.is_jchop_scope(scope) and not step.is_jchop_result(eqn, scope), eqn.params
+        if not is_jchop_eqn and name in step.CUSTOM_CALLS:
             if self._add_custom(eqn, scope):
                 return
         elif not is_jchop_eqn and name not in _DTYPE_DEPENDENT_PRIMITIVES:
-            inner_scope = scope_of(scope, "", params.get("name"))
+            inner_scope = step.scope_of(scope, "", params.get("name"))
             params = {key: self.to.param(value, inner_scope) for key, value in params.items()}
             if self._supports_carrier(eqn, params):
                 operands = list(map(self.read, eqn.invars))
@@ -330,7 +320,7 @@ class _WideEquations:
     def _supports_carrier(self, eqn: Any, params: dict[str, Any]) -> bool:
         """Whether a primitive takes and gives wide numbers; those without a rule are asked."""
         name, narrow = eqn.primitive.name, any(self.to.is_narrower(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        if not narrow or name in self.to.primitives or name in BATCHED_CALLS:
+        if not narrow or name in self.to.primitives or name in step.BATCHED_CALLS:
             return True
         try:
             avals = [self.to.wide(v.aval) for v in eqn.invars]
@@ -341,7 +331,7 @@ class _WideEquations:
 
     def _add_custom(self, eqn: Any, scope: str) -> bool:
         """Writes a function with a rule for derivatives, which is in the function's own dtypes; False if all is."""
-        (program,) = (x for x in eqn.params.values() if hasattr(jaxpr_of(x)[0], "eqns"))
+        (program,) = (x for x in eqn.params.values() if hasattr(step.jaxpr_of(x)[0], "eqns"))
         inner = self.to.program(program, scope, inner=True)
         if inner is program:
             return False

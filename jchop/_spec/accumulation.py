@@ -12,16 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from jchop._common.checks import (
-    FieldsRepr,
-    check,
-    check_bool,
-    check_choice,
-    check_int,
-    check_text,
-    close_names_hint,
-    quote,
-)
+from jchop._common import checks
 from jchop._spec.spec import Gradient, Spec, SpecLike, as_spec
 from jchop.formats import ElementFormat, FloatFormat, ScaledFormat
 from jchop.formats.scaled.scaled import as_format
@@ -60,7 +51,7 @@ _MAX_ALIGNED_BLOCK, _MAX_GRID_BITS = 64, 45
 
 
 @dataclass(frozen=True, repr=False)
-class Order(FieldsRepr):
+class Order(checks.FieldsRepr):
     """The order in which products are added; its text is ``"sequential"``, ``"blocked(8)"`` and so on.
 
     * ``sequential``: c <- A(c + P(a_k b_k)) from c = 0, k ascending.
@@ -111,7 +102,7 @@ class Order(FieldsRepr):
     promote_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("order", self.kind, _ORDER_KINDS)
+        checks.check_choice("order", self.kind, _ORDER_KINDS)
         most = _MAX_ALIGNED_BLOCK if self.aligned else _MAX_BLOCK
         self._check_number("block", "block length", "blocks", most)
         self._check_number("bits", "number of fraction bits", "grid", _MAX_GRID_BITS)
@@ -123,7 +114,7 @@ class Order(FieldsRepr):
             if value is None:
                 example = ", ".join(["16", "25"][: len(_ORDER_NUMBERS[self.kind])])
                 raise ValueError(f"order={self.kind!r} needs a {noun}, as in '{self.kind}({example})'")
-            object.__setattr__(self, field, check_int(f"order: {field} of {self.kind}", value, 1, most))
+            object.__setattr__(self, field, checks.check_int(f"order: {field} of {self.kind}", value, 1, most))
         elif value is not None:
             having = tuple(kind for kind, parts in _ORDER_NUMBERS.items() if field in parts)
             raise ValueError(f"order={self.kind!r} has no {feature}, but {field}={value!r}; orders with: {having}")
@@ -136,8 +127,8 @@ class Order(FieldsRepr):
                 f"order={self.kind!r} is never promoted, but promote_every={self.promote_every!r}; orders that can be: "
                 f"{_ALIGNED_ORDERS}"
             )
-        every, block = check_int("order: promote_every", self.promote_every, 1, _MAX_BLOCK), self.block or 1
-        check(not every % block, f"promote_every={every} must be a multiple of the block length {block}")
+        every, block = checks.check_int("order: promote_every", self.promote_every, 1, _MAX_BLOCK), self.block or 1
+        checks.check(not every % block, f"promote_every={every} must be a multiple of the block length {block}")
         object.__setattr__(self, "promote_every", every)
 
     @property
@@ -154,9 +145,9 @@ class Order(FieldsRepr):
     @staticmethod
     def parse(text: str) -> Order:
         """The order of a text such as ``"matrix_unit(16)"``."""
-        match = _ORDER_TEXT.fullmatch(check_text("order", text))
+        match = _ORDER_TEXT.fullmatch(checks.check_text("order", text))
         if match is None or match["kind"] not in _ORDER_KINDS:
-            raise ValueError(f"order={quote(text)} is not known; allowed: {_ORDER_CHOICES}")
+            raise ValueError(f"order={checks.quote(text)} is not known; allowed: {_ORDER_CHOICES}")
         texts = match["numbers"].split(",") if match["numbers"] else ()
         numbers = dict(zip(("block", "bits"), map(int, texts), strict=False))
         every = None if match["every"] is None else int(match["every"])
@@ -175,7 +166,7 @@ _ORDER_CHOICES = (
 
 
 @dataclass(frozen=True, repr=False)
-class MatmulSpec(FieldsRepr):
+class MatmulSpec(checks.FieldsRepr):
     """The arithmetic of a matrix product or another sum of products: every rounding in it, and the order of the sum.
 
     Each of the three roundings is applied once, to the exact result of its operation, without an intermediate rounding
@@ -231,7 +222,7 @@ class MatmulSpec(FieldsRepr):
         if not isinstance(self.order, Order | str):
             raise TypeError(f"order={self.order!r} must be an Order or its text: {_ORDER_CHOICES}")
         object.__setattr__(self, "order", Order.parse(self.order) if isinstance(self.order, str) else self.order)
-        check_bool("fused", self.fused)
+        checks.check_bool("fused", self.fused)
         self._check_scaled_operands()
         if self.fused and self.order.kind not in _FUSABLE_ORDERS:
             raise ValueError(f"fused=True is for the orders {_FUSABLE_ORDERS}, not order={str(self.order)!r}")
@@ -243,7 +234,9 @@ class MatmulSpec(FieldsRepr):
     def _check_scaled_operands(self) -> None:
         fmt, aligned_sums = None if self.operands is None else self.operands.scaled, self.order.kind == "aligned_sums"
         if fmt is None:
-            check(not aligned_sums, f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'")
+            checks.check(
+                not aligned_sums, f"order={str(self.order)!r} needs operands of a scaled format, such as 'nvfp4'"
+            )
             return
         along = isinstance(fmt.group, int) and fmt.axis == -1 and fmt.zero_point is None and fmt.sparse is None
         floats = isinstance(fmt.element, FloatFormat) and isinstance(fmt.scale, FloatFormat)
@@ -487,10 +480,10 @@ def tensor_core(unit: str, dtype: str, *, out: str = "binary32", promote_every: 
     if any(name in _TYPES_WITHOUT_MODEL.get(unit, ()) for name in names):
         raise ValueError(f"dtype={dtype!r}: how {unit} adds {dtype} is not published; known: {', '.join(types)}")
     row = _core_entry(types, "dtype", _type_of_format(types, dtype), f" of {unit}")
-    check_choice("out", out, ("binary32", "binary16"))
+    checks.check_choice("out", out, ("binary32", "binary16"))
     spec = row.spec
     if out == "binary16":
-        check(row.narrow, f"out='binary16': {dtype} on {unit} has no float16 accumulator; leave out='binary32'")
+        checks.check(row.narrow, f"out='binary16': {dtype} on {unit} has no float16 accumulator; leave out='binary32'")
         spec = replace(spec, accumulate="binary16")  # type: ignore[arg-type]
     return spec if promote_every is None else replace(spec, order=replace(spec.order, promote_every=promote_every))
 
@@ -508,6 +501,6 @@ def _core_entry(table: Mapping, name: str, key: str, of: str = "") -> Any:
     if not isinstance(key, str):
         raise TypeError(f"{name}={key!r} must be one of {', '.join(map(repr, table))}")
     if key not in table:
-        hint = close_names_hint(key, table) or f"; allowed: {', '.join(map(repr, table))}"
+        hint = checks.close_names_hint(key, table) or f"; allowed: {', '.join(map(repr, table))}"
         raise ValueError(f"{name}={key!r} is not known{of}{hint}")
     return table[key]

@@ -166,7 +166,7 @@ def test_a_rule_without_effect_is_refused_with_its_reason(rules: dict[str, Any],
         with jax.named_scope("part"):
             return x / 3
 
-    with pytest.raises(ValueError, match=f"^rules: {reason}; the report method of the emulated function shows all paths$"):
+    with pytest.raises(ValueError, match=f"^rules: {reason}; the report method of the emulated function shows"):
         jc.emulate(fun, "e5m2", rules=rules)(X)
 
 

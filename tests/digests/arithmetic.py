@@ -88,6 +88,7 @@ def calls() -> Iterator[Call]:
     for unit, dtype in (("volta", "float16"), ("hopper", "float8_e4m3fn"), ("cdna3", "bfloat16"), ("ampere", "tf32"), ("blackwell", "mxfp4")):
         yield Call(f"matmul tensor_core {unit}", lambda u=unit, d=dtype: jc.math.matmul(a, b, jc.tensor_core(u, d)))
     yield from several("matmul", jc.math.matmul, a, b, "bfloat16", xla={"impl": "xla"}, pallas={"impl": "pallas"})
+    yield Call("matmul trace", lambda: jc.math.matmul(a, b, jc.MatmulSpec(accumulate="e8m7", order="blocked(8)"), trace=True))
     yield Call("matmul promoted", lambda: jc.math.matmul(a, b, jc.MatmulSpec(accumulate="e8m13", order="aligned(8,25,promote_every=16)")))
     wide = normal("wide", (6, 7), np.float64), normal("wide b", (7, 5), np.float64)
     yield from several("matmul_double", jc.math.matmul_double, *wide, plain={}, tolerance={"tolerance": 1e-9})

@@ -169,7 +169,7 @@ def specs() -> Iterator[Call]:
     qwix = {"module_path": ".*mlp.*", "weight_qtype": "int4", "act_qtype": "int8", "tile_size": 32}
     yield Call("Rule.from_qwix", lambda: [str(rule) for rule in jc.Rule.from_qwix(rules=qwix)])
     config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
-    yield Call("Rule.from_hf", lambda: [str(rule) for rule in jc.Rule.from_hf(config=config)])
+    yield Call("Rule.from_hf", lambda: [str(rule) for rule in jc.Rule.from_hf(quantization_config=config)])
     rule = {"layer": "Linear", "operation": "dot_general", "weight": "int8(group=all)", "activation": "e4m3fn", "output": "bfloat16", "bias": "bfloat16"}
     backward = {"gradient": "e5m2:stochastic", "input_gradient": "e5m3", "weight_gradient": "binary32", "stochastic_stream": "noise"}
     more = {"cache": "int8(group=all)", "rotation": jchop.Hadamard(16), "gradient": "e5m2", "weight": "e4m3", "matmul": jchop.MatmulSpec(accumulate="e6m9")}

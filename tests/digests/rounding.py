@@ -84,6 +84,7 @@ def calls() -> Iterator[Call]:
         pallas={"impl": "pallas"}, hardware={"generator": "hardware"}, wrong_place={"offset": ((7, 60), (8, 64))},
     )
     yield Call("round without a key", lambda: jc.round_to_format(x, noisy))
+    yield Call("round bits", lambda: jc.round_to_format(x, "e4m3:stochastic:random_bits=8", bits=np.arange(np.size(x)).reshape(np.shape(x))))
     yield Call("round gradient_key", lambda: jax.vjp(lambda x: jc.round_to_format(x, "bfloat16:gradient=[e5m2:stochastic]", gradient_key=KEY), jnp.asarray(x))[1](jnp.asarray(x)))
     yield Call("round vmap", lambda: jax.vmap(lambda x, k: jc.round_to_format(x, noisy, k))(jnp.asarray(x), jax.random.split(KEY, 4)))
     specs = ("bfloat16", "e4m3fn:saturate", "fixed4.4", "mxfp8_e4m3", "int4(group=32)", "nf4", "nvfp4")

@@ -21,17 +21,8 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, FLOAT32, Carrier
-from jchop._core.arithmetic import basic, hardware
+from jchop._core.arithmetic import basic, exact, hardware
 from jchop._core.arithmetic.double_word import square_root
-from jchop._core.arithmetic.exact import (
-    OPERATION_CARRIERS,
-    ValueRange,
-    carrier_range,
-    holds_format,
-    range_of,
-    require_operation,
-    round_exact,
-)
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.matmul import matmul_body
 from jchop._core.rounding.elements import round_to_spec
@@ -46,7 +37,12 @@ Array = jax.Array
 
 
 def round_operation(
-    name: str, args: Sequence[Array], spec: Spec | None, word: Array | None = None, *, ranges: Sequence[ValueRange] = ()
+    name: str,
+    args: Sequence[Array],
+    spec: Spec | None,
+    word: Array | None = None,
+    *,
+    ranges: Sequence[exact.ValueRange] = (),
 ) -> Array:
     """The operation `name`, its exact result rounded once under `spec`.
 
@@ -74,7 +70,7 @@ def round_operation(
     if spec is None:
         return _CARRIER_OPERATIONS[name](*arrays)
     dtype, carrier = arrays[0].dtype, operation_carrier(arrays[0].dtype)
-    operand_ranges = tuple(ranges) or (range_of(spec, carrier),) * len(arrays)
+    operand_ranges = tuple(ranges) or (exact.range_of(spec, carrier),) * len(arrays)
     step = _OperationStep(spec, carrier, word, operand_ranges)
     return _EXACT_OPERATIONS[name](step, *(widen_operand(x) for x in arrays)).astype(dtype)
 
@@ -98,16 +94,16 @@ def check_operation(spec: Spec | None, dtype: Any, argument: str = "spec") -> No
     """
     if spec is None:
         return
-    require_operation(spec, operation_carrier(dtype), argument)
+    exact.require_operation(spec, operation_carrier(dtype), argument)
     require_dtype_holds(spec, dtype, argument)
 
 
 def require_dtype_holds(spec: Spec | None, dtype: Any, argument: str = "spec") -> None:
     """Refuses a spec with values that a dtype cannot hold."""
     carrier = CARRIERS[jnp.dtype(dtype).name]
-    if spec is None or holds_format(spec.format, carrier):
+    if spec is None or exact.holds_format(spec.format, carrier):
         return
-    able = [name for name in OPERATION_CARRIERS if holds_format(spec.format, CARRIERS[name])]
+    able = [name for name in exact.OPERATION_CARRIERS if exact.holds_format(spec.format, CARRIERS[name])]
     remedy = f"cast the operands to {able[0]}{x64_remedy(able)}" if able else "no carrier up to float64 can"
     raise ValueError(f"{argument}={str(spec)!r} has values that {carrier.name} cannot hold; {remedy}")
 
@@ -125,7 +121,7 @@ def check_matmul(spec: MatmulSpec, dtype: Any, allow_scales: bool = False) -> No
     """
     if spec.operands is not None and not (allow_scales and spec.group):
         require_carrier(as_spec(spec.operands, "operands"), operation_carrier(dtype))
-    require_operation(spec.product, operation_carrier(dtype), "product")
+    exact.require_operation(spec.product, operation_carrier(dtype), "product")
     if spec.order.aligned:
         require_aligned_order(spec, operation_carrier(dtype))
         require_dtype_holds(spec.accumulate, dtype, "accumulate")
@@ -170,7 +166,7 @@ class _OperationStep:
     spec: Spec
     carrier: Carrier
     word: Array | None
-    ranges: tuple[ValueRange, ...]
+    ranges: tuple[exact.ValueRange, ...]
 
     @property
     def rest(self) -> tuple[Spec, Carrier, Array | None]:
@@ -188,7 +184,7 @@ def _sqrt_operation(step: _OperationStep, x: Array) -> Array:
     if step.spec.overflow is Overflow.WRAP:
         raise ValueError(f"spec={str(step.spec)!r}: a root has no last bit, so it cannot wrap; saturate instead")
     (x,) = _barrier_unless_nearest(step, x)
-    return round_exact(square_root(x, step.carrier, step.spec.rounding.stochastic), *step.rest)
+    return exact.round_exact(square_root(x, step.carrier, step.spec.rounding.stochastic), *step.rest)
 
 
 def _barrier_unless_nearest(step: _OperationStep, *args: Array) -> tuple[Array, ...]:
@@ -270,7 +266,7 @@ _OPERAND_QUANTUM, _OPERAND_TOP, _CHECK_TOP = -63, 55, 45
 
 def gains_by_trial(spec: Spec) -> bool:
     """Whether trying makes a chain under a spec faster."""
-    format_range = range_of(spec, FLOAT32)
+    format_range = exact.range_of(spec, FLOAT32)
     return hardware.supports_scaling_sum(spec, FLOAT32) and hardware.supports_scaling_product(
         spec, FLOAT32, format_range, format_range
     )
@@ -283,7 +279,7 @@ def is_constant_in_safe_range(value: float, spec: Spec) -> bool:
 
 def _least_safe_exponent(spec: Spec) -> int:
     """The least e for which numbers of the spec's format from 2^e on are multiples of 2^_QUANTUM."""
-    return _OPERAND_QUANTUM + range_of(spec, FLOAT32).precision - 1
+    return _OPERAND_QUANTUM + exact.range_of(spec, FLOAT32).precision - 1
 
 
 def chain_body(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
@@ -299,7 +295,7 @@ def chain_body(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, .
     """
     values, seeds = _split_arrays(arrays, spec)
     for name, indices, operand_specs, number in links:
-        ranges = [range_of(operand_spec, FLOAT32) for operand_spec in operand_specs]
+        ranges = [exact.range_of(operand_spec, FLOAT32) for operand_spec in operand_specs]
         word = chain_words(seeds, shape, number) if seeds else None
         values.append(round_operation(name, [values[index] for index in indices], spec, word, ranges=ranges))
     return values[result]
@@ -319,13 +315,13 @@ def _split_arrays(arrays: Sequence[Array], spec: Spec) -> tuple[list[Array], Seq
 
 def try_chain(*arrays: Array, links: tuple[ChainLink, ...], shape: tuple[int, ...], result: int, spec: Spec) -> Array:
     """The result of `chain_body`, or NaN if an intermediate number was not moderate; it is never another number."""
-    precision = range_of(spec, FLOAT32).precision
+    precision = exact.range_of(spec, FLOAT32).precision
     values, seeds = _split_arrays(arrays, spec)
     history = [_NumberHistory(_CHECK_TOP, (x,), (x,)) for x in values]
     for name, indices, _, number in links:
         word = chain_words(seeds, shape, number) if seeds else None
         operand_histories = [history[index] for index in indices]
-        ranges = [ValueRange(_OPERAND_QUANTUM, precision, operand.top) for operand in operand_histories]
+        ranges = [exact.ValueRange(_OPERAND_QUANTUM, precision, operand.top) for operand in operand_histories]
         values.append(round_operation(name, [values[index] for index in indices], spec, word, ranges=ranges))
         history.append(_history_of_result(name, operand_histories, values[-1]))
     return _nan_outside_safe_range(values[result], history[result], _least_safe_exponent(spec))
@@ -419,7 +415,7 @@ def _spec_if_holds_one(value_spec: Spec | None, dtype: Any) -> Spec | None:
     """`value_spec` if 1 is in the range of its values, else None."""
     if value_spec is None:
         return None
-    value_range = range_of(value_spec, operation_carrier(dtype))
+    value_range = exact.range_of(value_spec, operation_carrier(dtype))
     return replace(value_spec, gradient="straight_through") if value_range.bottom <= 0 < value_range.top else None
 
 
@@ -475,11 +471,11 @@ def _scan_recurrence(operation: str, columns: Array, spec: Spec, seeds: Sequence
     return last, values
 
 
-def _recurrence_ranges(spec: Spec, dtype: Any) -> tuple[ValueRange, ValueRange]:
+def _recurrence_ranges(spec: Spec, dtype: Any) -> tuple[exact.ValueRange, exact.ValueRange]:
     """The range of c, which is a value of the format or the start 0 or 1, and the range of an element."""
     carrier = operation_carrier(dtype)
-    element = range_of(spec, carrier)
-    return (element if element.bottom <= 0 < element.top else carrier_range(carrier)), element
+    element = exact.range_of(spec, carrier)
+    return (element if element.bottom <= 0 < element.top else exact.carrier_range(carrier)), element
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------

@@ -21,14 +21,7 @@ from jchop._common.bit_ops import FLOAT64, Carrier
 from jchop._core.rounding.grid import encode_tapered, takum_exponent
 from jchop._core.rounding.modes import RandomBits, rounding_thresholds, take_random_bits
 from jchop._spec.spec import Spec
-from jchop.formats import CodebookFormat, ElementFormat, LogTakumFormat, TakumFormat
-from jchop.formats._tapered import (
-    LOG_TAKUM_TABLE_BITS,
-    POWER_BITS,
-    log_takum_levels,
-    log_takum_thresholds,
-    sqrt_e_power,
-)
+from jchop.formats import CodebookFormat, ElementFormat, LogTakumFormat, TakumFormat, _tapered
 from jchop.formats.rounding import Rounding
 
 Array = jax.Array
@@ -338,21 +331,23 @@ def _takum_power_tables() -> tuple[np.ndarray, ...]:
     """The limbs of e^(c/2) over a power of two, the exponents of those, and the limbs of e^(f/2) of each part f."""
     places = _TAKUM_LIMB_BITS * (_TAKUM_LIMBS - 1)
     wholes = _successive_powers(Fraction(_LEAST_TAKUM_EXPONENT), Fraction(1), -2 * _LEAST_TAKUM_EXPONENT)
-    shifts = [whole.bit_length() - 1 - POWER_BITS for whole in wholes]
-    scaled_wholes = [whole >> (POWER_BITS + shift - places) for whole, shift in zip(wholes, shifts, strict=True)]
+    shifts = [whole.bit_length() - 1 - _tapered.POWER_BITS for whole in wholes]
+    scaled_wholes = [
+        whole >> (_tapered.POWER_BITS + shift - places) for whole, shift in zip(wholes, shifts, strict=True)
+    ]
     parts, place = [], 1
     for size in _FRACTION_PARTS:
         place <<= size
         steps = _successive_powers(Fraction(0), Fraction(1, place), 1 << size)
-        parts.append(_columns_of_limbs([step >> (POWER_BITS - places) for step in steps]))
+        parts.append(_columns_of_limbs([step >> (_tapered.POWER_BITS - places) for step in steps]))
     return _columns_of_limbs(scaled_wholes), np.array(shifts, np.int64), *parts
 
 
 def _successive_powers(start: Fraction, step: Fraction, count: int) -> list[int]:
     """e^(l/2) 2^UNIT for l = start, start + step ..., to 300 bits and more."""
-    powers, factor = [sqrt_e_power(start)], sqrt_e_power(step)
+    powers, factor = [_tapered.sqrt_e_power(start)], _tapered.sqrt_e_power(step)
     for _ in range(count - 1):
-        powers.append(powers[-1] * factor >> POWER_BITS)
+        powers.append(powers[-1] * factor >> _tapered.POWER_BITS)
     return powers
 
 
@@ -370,7 +365,7 @@ def _columns_of_limbs(values: list[int]) -> np.ndarray:
 
 def round_log_takum(magnitude: Array, negative: Array, mode: Rounding, fmt: LogTakumFormat) -> Array:
     """|x| rounded by a deterministic mode, as magnitude bits of float64; no number but 0 becomes 0."""
-    if fmt.bits > LOG_TAKUM_TABLE_BITS:
+    if fmt.bits > _tapered.LOG_TAKUM_TABLE_BITS:
         code = _wide_log_takum_code(magnitude, negative, mode, fmt)
         return bit_ops.lax_where(magnitude == 0, 0, takum_power(code, fmt.bits))
     levels = _log_takum_magnitudes(fmt.bits)
@@ -383,7 +378,7 @@ def round_log_takum(magnitude: Array, negative: Array, mode: Rounding, fmt: LogT
 
 def encode_log_takum(sign: Array, magnitude: Array, fmt: LogTakumFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of the carrier's work dtype."""
-    if fmt.bits > LOG_TAKUM_TABLE_BITS:
+    if fmt.bits > _tapered.LOG_TAKUM_TABLE_BITS:
         code = _wide_log_takum_code(magnitude, sign != 0, Rounding.NEAREST_EVEN, fmt)
     else:
         levels = _log_takum_magnitudes(fmt.bits)
@@ -397,7 +392,7 @@ def decode_log_takum(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Arr
     spare = carrier.work_width - fmt.bits
     count = codes << spare >> spare  # two's complement
     string = jnp.abs(count)
-    if fmt.bits > LOG_TAKUM_TABLE_BITS:
+    if fmt.bits > _tapered.LOG_TAKUM_TABLE_BITS:
         magnitude = takum_power(bit_ops.lax_clip(string, 1, fmt.max_code), fmt.bits)
         magnitude = bit_ops.lax_where(string == 0, 0, bit_ops.lax_where(string > fmt.max_code, carrier.nan, magnitude))
     else:
@@ -410,7 +405,7 @@ def decode_log_takum(codes: Array, fmt: LogTakumFormat, carrier: Carrier) -> Arr
 
 
 def _log_takum_magnitudes(bits: int) -> np.ndarray:
-    return log_takum_levels(bits).view(np.int64)
+    return _tapered.log_takum_levels(bits).view(np.int64)
 
 
 @lru_cache(maxsize=64)
@@ -421,7 +416,7 @@ def _log_takum_thresholds(bits: int, mode: Rounding, negative: bool) -> np.ndarr
     for which the point between the strings stands here.
     """
     levels = _log_takum_magnitudes(bits)
-    points = {0: levels[:-1] + 1, 1: levels[1:], Fraction(1, 2): log_takum_thresholds(bits).view(np.int64)}
+    points = {0: levels[:-1] + 1, 1: levels[1:], Fraction(1, 2): _tapered.log_takum_thresholds(bits).view(np.int64)}
 
     even, odd = (points[_threshold_point(mode, last, negative)] for last in (0, 1))
     return np.where(np.arange(1, len(levels)) % 2 == 1, odd, even)

@@ -15,21 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jchop import formats
 from jchop._common import bit_ops
 from jchop._common.bit_ops import Carrier
 from jchop._core.rounding import codebooks
 from jchop._core.rounding.codebooks import decode_log_takum, encode_log_takum, take_in_bounds
 from jchop._core.rounding.grid import decode_hif8, decode_tapered, encode_hif8, encode_tapered
 from jchop._core.xla.sizes import are_static
-from jchop.formats import (
-    CodebookFormat,
-    ElementFormat,
-    FloatFormat,
-    HiFloat8Format,
-    LogTakumFormat,
-    StringFormat,
-    UniformFormat,
-)
 
 Array = jax.Array
 
@@ -44,7 +36,7 @@ def bits_to_float(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Array:
+def encode_elements(values: Array, fmt: formats.ElementFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of its ``code_dtype``.
 
     Args:
@@ -54,25 +46,25 @@ def encode_elements(values: Array, fmt: ElementFormat, carrier: Carrier) -> Arra
         carrier: the carrier of `values`.
     """
     sign, magnitude = bit_ops.split_sign(values, carrier)
-    if isinstance(fmt, FloatFormat):
+    if isinstance(fmt, formats.FloatFormat):
         codes = _encode_float_format(sign, magnitude, fmt, carrier)
-    elif isinstance(fmt, UniformFormat):
+    elif isinstance(fmt, formats.UniformFormat):
         codes = _encode_uniform_format(sign, magnitude, fmt, carrier)
-    elif isinstance(fmt, LogTakumFormat):
+    elif isinstance(fmt, formats.LogTakumFormat):
         codes = encode_log_takum(sign, magnitude, fmt, carrier)
-    elif isinstance(fmt, StringFormat):
+    elif isinstance(fmt, formats.StringFormat):
         codes = encode_tapered(sign, magnitude, fmt, carrier)
-    elif isinstance(fmt, HiFloat8Format):
+    elif isinstance(fmt, formats.HiFloat8Format):
         codes = encode_hif8(sign, magnitude, fmt, carrier)
     else:
-        assert isinstance(fmt, CodebookFormat)
+        assert isinstance(fmt, formats.CodebookFormat)
         levels = carrier.ordered_bits(fmt.levels)
         indexes = np.arange(len(levels), dtype=carrier.work)
         codes = codebooks.pick_level(bit_ops.ordered_integers(sign, magnitude), levels[1:], indexes)
     return codes.astype(fmt.code_dtype)
 
 
-def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short: bool = False) -> Array:
+def decode_elements(codes: Array, fmt: formats.ElementFormat, carrier: Carrier, *, short: bool = False) -> Array:
     """The values of codes, in `carrier`; a code that `fmt` does not use gives NaN.
 
     Args:
@@ -82,21 +74,21 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
         short: whether to take fewer operations, for codes that lie in registers. Default False.
     """
     codes = codes.astype(carrier.work)
-    if isinstance(fmt, FloatFormat):
+    if isinstance(fmt, formats.FloatFormat):
         return (_decode_short_float if short and _has_short_decode(fmt, carrier) else _decode_float_format)(
             codes, fmt, carrier
         )
-    if isinstance(fmt, UniformFormat):
+    if isinstance(fmt, formats.UniformFormat):
         return (_decode_short_uniform if short and _has_short_decode(fmt, carrier) else _decode_uniform_format)(
             codes, fmt, carrier
         )
-    if isinstance(fmt, LogTakumFormat):
+    if isinstance(fmt, formats.LogTakumFormat):
         return decode_log_takum(codes, fmt, carrier)
-    if isinstance(fmt, StringFormat):
+    if isinstance(fmt, formats.StringFormat):
         return decode_tapered(codes, fmt, carrier)
-    if isinstance(fmt, HiFloat8Format):
+    if isinstance(fmt, formats.HiFloat8Format):
         return decode_hif8(codes, carrier)
-    assert isinstance(fmt, CodebookFormat)
+    assert isinstance(fmt, formats.CodebookFormat)
     levels = carrier.ordered_bits(fmt.levels)
     table = np.append(np.where(levels < 0, -levels | carrier.sign_bit, levels), carrier.nan).astype(carrier.work)
     if len(table) > codebooks.MOST_COMPARISONS:
@@ -108,7 +100,7 @@ def decode_elements(codes: Array, fmt: ElementFormat, carrier: Carrier, *, short
     return bit_ops.join_sign(jnp.zeros_like(bits), bits, carrier)
 
 
-def decode_magnitude(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+def decode_magnitude(codes: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
     """The magnitude bits of the values of codes; those of NaN are above infinity. Arguments as for `decode_elements`.
 
     In few operations where the bits of a code are the first bits of its value, as those of bfloat16 in float32.
@@ -132,7 +124,7 @@ def extend_exponent(magnitude: Array, carrier: Carrier) -> Array:
 # -- floating-point formats --------------------------------------------------------------------------------------------
 
 
-def _encode_float_format(sign: Array, magnitude: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+def _encode_float_format(sign: Array, magnitude: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
     leads = _is_prefix_of_carrier(fmt, carrier)
     bits = magnitude if leads or _is_normal_in_carrier(fmt, carrier) else extend_exponent(magnitude, carrier)
@@ -151,7 +143,7 @@ def _encode_float_format(sign: Array, magnitude: Array, fmt: FloatFormat, carrie
     return codes if nan is None else bit_ops.lax_where(magnitude > carrier.inf, nan, codes)
 
 
-def _decode_float_format(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+def _decode_float_format(codes: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
     width = fmt.bits - fmt.signed
     code = codes & bit_ops.low_mask(width)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
@@ -183,22 +175,24 @@ def _decode_float_format(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Ar
     return bit_ops.join_sign(sign.astype(carrier.work), magnitude.astype(carrier.work), carrier)
 
 
-def _is_prefix_of_carrier(fmt: FloatFormat, carrier: Carrier) -> bool:
+def _is_prefix_of_carrier(fmt: formats.FloatFormat, carrier: Carrier) -> bool:
     """Whether the codes of numbers are the leading bits of their patterns in the carrier, as bfloat16 in float32."""
     infinity = carrier.inf >> max(carrier.fraction - fmt.frac_bits, 0)
     return fmt.zero and fmt.subnormals and fmt.bias == carrier.bias and fmt.inf_code == infinity
 
 
-def _has_short_decode(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
+def _has_short_decode(fmt: formats.FloatFormat | formats.UniformFormat, carrier: Carrier) -> bool:
     """Whether float32 or float64 has all values as normal numbers, and adds the ends of the format exactly."""
-    if isinstance(fmt, FloatFormat) and not (fmt.zero and fmt.subnormals and fmt.nans != "negative_zero"):
+    if isinstance(fmt, formats.FloatFormat) and not (fmt.zero and fmt.subnormals and fmt.nans != "negative_zero"):
         return False
-    if isinstance(fmt, UniformFormat) and fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1)):  # an unused code
+    if (
+        isinstance(fmt, formats.UniformFormat) and fmt.signed and fmt.min_code > -(1 << (fmt.bits - 1))
+    ):  # an unused code
         return False
     return carrier.width >= 32 and fmt.bits < carrier.fraction and _is_normal_in_carrier(fmt, carrier)
 
 
-def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Array:
+def _decode_short_float(codes: Array, fmt: formats.FloatFormat, carrier: Carrier) -> Array:
     """`_decode_float_format` in few operations: a subnormal number is 1.f times the least normal one, minus that."""
     code = codes & bit_ops.low_mask(fmt.bits - fmt.signed)
     drop, lag = carrier.fraction - fmt.frac_bits, carrier.bias - fmt.bias
@@ -216,7 +210,7 @@ def _decode_short_float(codes: Array, fmt: FloatFormat, carrier: Carrier) -> Arr
     return lax.bitcast_convert_type(bits, jnp.dtype(carrier.name))
 
 
-def _is_normal_in_carrier(fmt: FloatFormat | UniformFormat, carrier: Carrier) -> bool:
+def _is_normal_in_carrier(fmt: formats.FloatFormat | formats.UniformFormat, carrier: Carrier) -> bool:
     """Whether every value of `fmt` but 0 is a normal number of `carrier`."""
     return Fraction(fmt.smallest) >= Fraction(2) ** (1 - carrier.bias)  # type: ignore[arg-type]
 
@@ -235,7 +229,7 @@ def _shift_right_or_left(word: Array, right: int) -> Array:
 # -- fixed point and integers ------------------------------------------------------------------------------------------
 
 
-def _encode_uniform_format(sign: Array, magnitude: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+def _encode_uniform_format(sign: Array, magnitude: Array, fmt: formats.UniformFormat, carrier: Carrier) -> Array:
     bits = magnitude if _is_normal_in_carrier(fmt, carrier) else extend_exponent(magnitude, carrier)
     significand = bits & bit_ops.low_mask(carrier.fraction) | 1 << carrier.fraction
     right = carrier.fraction + carrier.bias - fmt.frac_bits - (bits >> carrier.fraction)
@@ -244,7 +238,7 @@ def _encode_uniform_format(sign: Array, magnitude: Array, fmt: UniformFormat, ca
     return bit_ops.lax_where(sign != 0, -count, count) & bit_ops.low_mask(fmt.bits)
 
 
-def _decode_short_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+def _decode_short_uniform(codes: Array, fmt: formats.UniformFormat, carrier: Carrier) -> Array:
     """`_decode_uniform_format` without a conversion: 2^fraction + code, minus that power of two."""
     lead, sign = 1 << carrier.fraction, (1 << (fmt.bits - 1)) if fmt.signed else 0
     number_bits = codes ^ sign | ((carrier.bias + carrier.fraction) << carrier.fraction)
@@ -253,7 +247,7 @@ def _decode_short_uniform(codes: Array, fmt: UniformFormat, carrier: Carrier) ->
     return number * jnp.asarray(2.0**-fmt.frac_bits, number.dtype) if fmt.frac_bits else number
 
 
-def _decode_uniform_format(codes: Array, fmt: UniformFormat, carrier: Carrier) -> Array:
+def _decode_uniform_format(codes: Array, fmt: formats.UniformFormat, carrier: Carrier) -> Array:
     spare = carrier.work_width - fmt.bits
     count = (codes << spare) >> spare if fmt.signed else codes
     size = jnp.abs(count)

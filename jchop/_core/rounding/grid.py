@@ -19,21 +19,10 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 
+from jchop import formats
 from jchop._common import bit_ops
 from jchop._common.bit_ops import CARRIERS, Carrier
 from jchop._spec.spec import Spec
-from jchop.formats import (
-    CodebookFormat,
-    ElementFormat,
-    FloatFormat,
-    HiFloat8Format,
-    LogTakumFormat,
-    PositFormat,
-    StringFormat,
-    TakumFormat,
-    TaperedFormat,
-    UniformFormat,
-)
 from jchop.formats._tapered import HIF8_INFINITY, HIF8_STARTS
 from jchop.formats.rounding import Overflow, Rounding
 
@@ -44,7 +33,7 @@ Array = jax.Array
 class Grid:
     """The static numbers of one format on one carrier; all `*_bits` are magnitude bits."""
 
-    fmt: ElementFormat
+    fmt: formats.ElementFormat
     carrier: Carrier
     drop: int  # D: bits dropped at full precision
     tiny_exponent: int  # T = 2^tiny_exponent
@@ -57,20 +46,20 @@ class Grid:
     parity: int = 0  # added to the magnitude before its bit d is read as the last bit of the format's significand
     deep_parity: int = 0  # the same for a precision of one bit in the carrier's subnormals: there the exponent is read
     normal_bits: int = 0  # the smallest normal value; 0 if there is none
-    taper: StringFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
+    taper: formats.StringFormat | None = None  # a format whose numbers are cut as strings, not on an even grid
     narrows: tuple[int, ...] = ()  # exponents k: from k and -k on, one bit more is dropped
     zero: bool = True  # whether the format has a zero
 
 
 @lru_cache(maxsize=1024)
-def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
+def make_grid(fmt: formats.ElementFormat, carrier: Carrier) -> Grid:
     """The Grid of `fmt`, not a codebook, on `carrier`, which must hold its results (see `require_carrier`)."""
-    if isinstance(fmt, TaperedFormat):
+    if isinstance(fmt, formats.TaperedFormat):
         return _tapered_grid(fmt, carrier)
-    assert isinstance(fmt, FloatFormat | UniformFormat)
+    assert isinstance(fmt, formats.FloatFormat | formats.UniformFormat)
     tiny = _tiny_exponent(fmt)
     spacing = tiny + carrier.bias + carrier.fraction
-    if isinstance(fmt, FloatFormat):
+    if isinstance(fmt, formats.FloatFormat):
         drop = max(carrier.fraction - fmt.frac_bits, 0)
         has_subnormals = fmt.subnormals and fmt.zero and fmt.frac_bits > 0
         deep = drop > 0 and fmt.emin < 1 - carrier.bias
@@ -100,9 +89,9 @@ def make_grid(fmt: ElementFormat, carrier: Carrier) -> Grid:
     )
 
 
-def _tapered_grid(fmt: TaperedFormat, carrier: Carrier) -> Grid:
+def _tapered_grid(fmt: formats.TaperedFormat, carrier: Carrier) -> Grid:
     """The ends of a tapered format; the fields of an even grid are those of the most fraction bits, or of strings."""
-    of_strings = isinstance(fmt, StringFormat)
+    of_strings = isinstance(fmt, formats.StringFormat)
     top = _bits_or_end(Fraction(fmt.max), carrier)
     return Grid(
         fmt=fmt,
@@ -113,16 +102,16 @@ def _tapered_grid(fmt: TaperedFormat, carrier: Carrier) -> Grid:
         top_bits=top,
         bottom_bits=top,
         taper=fmt if of_strings else None,
-        narrows=fmt.narrows if isinstance(fmt, HiFloat8Format) else (),
+        narrows=fmt.narrows if isinstance(fmt, formats.HiFloat8Format) else (),
     )
 
 
-def _format_has_zero(fmt: ElementFormat) -> bool:
-    return not isinstance(fmt, FloatFormat) or fmt.zero
+def _format_has_zero(fmt: formats.ElementFormat) -> bool:
+    return not isinstance(fmt, formats.FloatFormat) or fmt.zero
 
 
-def _tiny_exponent(fmt: FloatFormat | UniformFormat) -> int:
-    if isinstance(fmt, UniformFormat):
+def _tiny_exponent(fmt: formats.FloatFormat | formats.UniformFormat) -> int:
+    if isinstance(fmt, formats.UniformFormat):
         return -fmt.frac_bits
     return fmt.emin - (fmt.frac_bits if fmt.subnormals and fmt.zero else 0)
 
@@ -144,9 +133,9 @@ def most_random_bits(spec: Spec, carrier: Carrier) -> int:
 def carrier_holds(spec: Spec, carrier: Carrier) -> bool:
     """Whether every result of rounding values of `carrier` under `spec` is a value of `carrier`."""
     fmt = spec.format
-    if isinstance(fmt, CodebookFormat):
+    if isinstance(fmt, formats.CodebookFormat):
         return carrier.holds_all(fmt.levels)
-    if isinstance(fmt, TaperedFormat):
+    if isinstance(fmt, formats.TaperedFormat):
         ends = (Fraction(fmt.smallest or 0), Fraction(fmt.max))
         return ends[0] >= Fraction(2) ** (1 - carrier.bias) and ends[1] <= carrier.max
     tiny = _tiny_exponent(fmt)  # type: ignore[arg-type]
@@ -158,7 +147,7 @@ def carrier_holds(spec: Spec, carrier: Carrier) -> bool:
     if all(carrier.magnitude_bits(end) is not None for end in ends):
         return True
     # A format that is finer and wider than the carrier changes no finite value. Infinities must not saturate.
-    finer = isinstance(fmt, FloatFormat) and fmt.frac_bits >= carrier.fraction and fmt.max > carrier.max
+    finer = isinstance(fmt, formats.FloatFormat) and fmt.frac_bits >= carrier.fraction and fmt.max > carrier.max
     return finer and spec.overflow is not Overflow.SATURATE and not fmt.saturates
 
 
@@ -176,7 +165,7 @@ def require_carrier(spec: Spec, carrier: Carrier) -> None:
             f"random_bits={spec.random_bits} of spec={str(spec)!r} is more than the {most} that there are for "
             f"an element of x, of dtype {carrier.name}"
         )
-    if isinstance(spec.format, LogTakumFormat) and spec.rounding.stochastic:
+    if isinstance(spec.format, formats.LogTakumFormat) and spec.rounding.stochastic:
         raise ValueError(
             f"rounding={spec.rounding.value!r} compares the bits that are cut off, and those of {spec.format} are the "
             "bits of a logarithm, which are not computed; a deterministic mode is needed"
@@ -211,15 +200,15 @@ class TaperedWord:
     width: Array | int  # r
 
 
-def tapered_word(magnitude: Array, fmt: StringFormat, carrier: Carrier) -> TaperedWord:
+def tapered_word(magnitude: Array, fmt: formats.StringFormat, carrier: Carrier) -> TaperedWord:
     """The strings of magnitude bits from the smallest to the largest value of `fmt`; others give words without use."""
-    if isinstance(fmt, PositFormat):
+    if isinstance(fmt, formats.PositFormat):
         return _posit_word(magnitude, fmt, carrier)
-    assert isinstance(fmt, TakumFormat)
+    assert isinstance(fmt, formats.TakumFormat)
     return _takum_word(magnitude, fmt, carrier)
 
 
-def _posit_word(magnitude: Array, fmt: PositFormat, carrier: Carrier) -> TaperedWord:
+def _posit_word(magnitude: Array, fmt: formats.PositFormat, carrier: Carrier) -> TaperedWord:
     offset = -carrier.bias << carrier.fraction
     word = magnitude + offset
     regime = bit_ops.lax_clip(word >> (carrier.fraction + 2), 1 - fmt.bits, fmt.bits - 2)
@@ -233,7 +222,7 @@ def _posit_word(magnitude: Array, fmt: PositFormat, carrier: Carrier) -> Tapered
     return TaperedWord(word, offset, depth, last, lead, lead_bits, 2)
 
 
-def _takum_word(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> TaperedWord:
+def _takum_word(magnitude: Array, fmt: formats.TakumFormat, carrier: Carrier) -> TaperedWord:
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     above = exponent >= 0
     size = bit_ops.lax_clip(bit_ops.lax_where(above, exponent + 1, -exponent), 1, 255)
@@ -245,7 +234,7 @@ def _takum_word(magnitude: Array, fmt: TakumFormat, carrier: Carrier) -> Tapered
     return TaperedWord(word, offset.astype(magnitude.dtype), depth, word >> depth & 1, lead, 4, width)
 
 
-def encode_tapered(sign: Array, magnitude: Array, fmt: StringFormat, carrier: Carrier) -> Array:
+def encode_tapered(sign: Array, magnitude: Array, fmt: formats.StringFormat, carrier: Carrier) -> Array:
     """The codes of values of `fmt`, as integers of the carrier's work dtype."""
     layout = tapered_word(magnitude, fmt, carrier)
     tail_bits = fmt.bits - 1 - layout.lead_bits
@@ -260,12 +249,12 @@ def encode_tapered(sign: Array, magnitude: Array, fmt: StringFormat, carrier: Ca
     return code & bit_ops.low_mask(fmt.bits) if fmt.bits < carrier.work_width else code
 
 
-def decode_tapered(codes: Array, fmt: StringFormat, carrier: Carrier) -> Array:
+def decode_tapered(codes: Array, fmt: formats.StringFormat, carrier: Carrier) -> Array:
     """The values of codes in [0, 2^n), given in the work dtype of a carrier that holds every value."""
     spare = carrier.work_width - fmt.bits
     count = codes << spare >> spare  # two's complement
     string = jnp.abs(count) & fmt.max_code
-    if isinstance(fmt, PositFormat):
+    if isinstance(fmt, formats.PositFormat):
         exponent, fraction_bits = _posit_exponent(string, fmt, carrier)
     else:
         exponent, fraction_bits = takum_exponent(string, fmt.bits)
@@ -285,7 +274,7 @@ def _shift_left_if_positive(word: Array, count: Array) -> Array:
     return word << jnp.maximum(count, 0)
 
 
-def _posit_exponent(string: Array, fmt: StringFormat, carrier: Carrier) -> tuple[Array, Array]:
+def _posit_exponent(string: Array, fmt: formats.StringFormat, carrier: Carrier) -> tuple[Array, Array]:
     """Exponents, and the number of fraction bits, of positive strings of n - 1 bits."""
     size = fmt.bits - 1
     above = string >> (size - 1) != 0
@@ -325,7 +314,7 @@ def takum_exponent(string: Array, bits: int) -> tuple[Array, Array]:
 # -- HiF8 --------------------------------------------------------------------------------------------------------------
 
 
-def encode_hif8(sign: Array, magnitude: Array, fmt: HiFloat8Format, carrier: Carrier) -> Array:
+def encode_hif8(sign: Array, magnitude: Array, fmt: formats.HiFloat8Format, carrier: Carrier) -> Array:
     """The codes of values of HiF8, as integers of the carrier's work dtype."""
     exponent = (magnitude >> carrier.fraction) - carrier.bias
     size = jnp.abs(exponent)

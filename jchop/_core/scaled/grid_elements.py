@@ -26,15 +26,8 @@ from jax import lax
 
 from jchop._common import bit_ops
 from jchop._common.bit_ops import FLOAT32, FLOAT64
+from jchop._core.arithmetic import float64
 from jchop._core.arithmetic.double_word import full_word_product
-from jchop._core.arithmetic.float64 import (
-    FLOAT64_LEAD,
-    double_to_bits,
-    format_spacing,
-    narrow_float64,
-    widen_float32,
-    widen_magnitude,
-)
 from jchop._core.elementary.pairs import split_significand
 from jchop._core.rounding.codes import bits_to_float, extend_exponent, float_to_bits
 from jchop._core.rounding.modes import AWAY_FROM_ZERO, BetweenNeighbours, RandomBits, take_random_bits
@@ -656,8 +649,8 @@ def materialize_scale_pairs(scales: BlockScales, plan: ScaledPlan) -> BlockScale
 def _scales_in_float64(scales: BlockScales, plan: ScaledPlan) -> Array:
     """Scales, times the quantum of integers and fixed point."""
     fmt, value = plan.element.format, scales.value
-    value = value if value.dtype == jnp.float64 else widen_magnitude(scale_magnitude(scales, plan))
-    value = value if scales.tensor is None else value * widen_magnitude(scales.tensor)
+    value = value if value.dtype == jnp.float64 else float64.widen_magnitude(scale_magnitude(scales, plan))
+    value = value if scales.tensor is None else value * float64.widen_magnitude(scales.tensor)
     places = fmt.frac_bits if isinstance(fmt, UniformFormat) else 0
     return value * 2.0**-places if places else value
 
@@ -697,26 +690,26 @@ def _round_integers_in_float64(
     assert isinstance(fmt, UniformFormat)
     nearest = mode in NEAREST_INCREMENTS
     value, inverse = _scales_and_inverses(scales, plan)
-    number = widen_float32(x)
+    number = float64.widen_float32(x)
     # The signs of the scales are a zero that no compiler knows: quirk constants_of_sums_combined.
     none = lax.convert_element_type(
-        bit_ops.with_constant(lax.shift_right_logical, double_to_bits(value), 63), jnp.float64
+        bit_ops.with_constant(lax.shift_right_logical, float64.double_to_bits(value), 63), jnp.float64
     )
     shift = 0 if zero is None else zero.astype(jnp.float64)
     top, bottom = (float(end) - shift for end in (fmt.max_code + (not nearest), fmt.min_code - (not nearest)))
     t = lax.mul(number, inverse)
     t = jnp.maximum(bit_ops.lax_where(t < top, t, top), bottom)  # NaN counts as the largest number
-    start = bit_ops.with_constant(lax.add, none, FLOAT64_LEAD)
+    start = bit_ops.with_constant(lax.add, none, float64.FLOAT64_LEAD)
     start = start if zero is None else shift + start
     if nearest:
-        t = _snap_to_spacing(t, bit_ops.with_constant(lax.add, none, FLOAT64_LEAD * 2.0**-_SNAP_PLACES))
+        t = _snap_to_spacing(t, bit_ops.with_constant(lax.add, none, float64.FLOAT64_LEAD * 2.0**-_SNAP_PLACES))
         t = t if mode is Rounding.NEAREST_EVEN else _shift_ties(t + shift, 1, mode) - shift
         total = lax.add(t, start)
-        return lax.convert_element_type(double_to_bits(total), jnp.int32), lax.sub(total, start), value
+        return lax.convert_element_type(float64.double_to_bits(total), jnp.int32), lax.sub(total, start), value
     total = t + start
     near = total - start
     rest = number - near * value
-    v = NearWhole(double_to_bits(total).astype(jnp.int32), rest)
+    v = NearWhole(float64.double_to_bits(total).astype(jnp.int32), rest)
     count = _round_by_side(v, plan, word, lambda word: _compare_share_by_halves(rest, *_halves_of_step(value), word))
     return count, (count if zero is None else count - zero).astype(jnp.float64), value
 
@@ -724,7 +717,7 @@ def _round_integers_in_float64(
 def _halves_of_step(step: Array) -> tuple[Array, Array]:
     """Steps as sums of two numbers of few bits."""
     high = lax.bitcast_convert_type(
-        double_to_bits(step) & ~bit_ops.low_mask(FLOAT64.fraction + 1 - _MOST_SCALE_BITS // 2), jnp.float64
+        float64.double_to_bits(step) & ~bit_ops.low_mask(FLOAT64.fraction + 1 - _MOST_SCALE_BITS // 2), jnp.float64
     )
     return high, step - high
 
@@ -740,13 +733,13 @@ def _round_floats_in_float64(
     fmt, mode = plan.element.format, plan.element.rounding
     assert isinstance(fmt, FloatFormat)
     nearest = mode in NEAREST_INCREMENTS
-    (value, inverse), number = _scales_and_inverses(scales, plan), jnp.abs(widen_float32(x))
+    (value, inverse), number = _scales_and_inverses(scales, plan), jnp.abs(float64.widen_float32(x))
     t = number * inverse
     t = bit_ops.lax_where(t < float(fmt.max), t, float(fmt.max))
-    unit = format_spacing(t, fmt)
-    lead = unit * FLOAT64_LEAD
+    unit = float64.format_spacing(t, fmt)
+    lead = unit * float64.FLOAT64_LEAD
     total = (_shift_ties(_snap_to_spacing(t, lead * 2.0**-_SNAP_PLACES), unit, mode) if nearest else t) + lead
-    count, near = (double_to_bits(total) - double_to_bits(lead)).astype(jnp.int32), total - lead
+    count, near = (float64.double_to_bits(total) - float64.double_to_bits(lead)).astype(jnp.int32), total - lead
     if nearest:
         return count, unit, near, value
     rest, step = number - near * value, unit * value
@@ -796,7 +789,7 @@ def encode_in_float64(
             return encode_integers(_round_integers_in_float64(x, scales, zero, plan, word)[0], plan)
         assert isinstance(fmt, FloatFormat)
         count, unit, *_ = _round_floats_in_float64(x, scales, plan, word)
-        binade = (double_to_bits(unit) >> FLOAT64.fraction).astype(jnp.int32) - (
+        binade = (float64.double_to_bits(unit) >> FLOAT64.fraction).astype(jnp.int32) - (
             FLOAT64.bias + fmt.emin - fmt.frac_bits
         )
         top = fmt.code_of(fmt.max)
@@ -813,9 +806,9 @@ def round_in_float64(
         fmt = plan.element.format
         if isinstance(fmt, UniformFormat):
             _, number, value = _round_integers_in_float64(x, scales, zero, plan, word)
-            return narrow_float64(lax.mul(number, value))
+            return float64.narrow_float64(lax.mul(number, value))
         _, _, number, value = _round_floats_in_float64(x, scales, plan, word)
-        product = narrow_float64(jnp.minimum(number, float(fmt.max)) * value)
+        product = float64.narrow_float64(jnp.minimum(number, float(fmt.max)) * value)
         sign, magnitude = bit_ops.split_sign(x, FLOAT32)
         nan = magnitude > FLOAT32.inf
         bits = float_to_bits(product) | bit_ops.lax_where(nan, 0, sign)

@@ -19,17 +19,8 @@ from jchop._emulate.rules.interpret import EagerRunner, round_operands
 from jchop._emulate.rules.rules import CARRIER_DTYPES, EXACT, is_complex_value, is_number
 from jchop._emulate.rules.run_task import EmulatedStep
 from jchop._emulate.rules.trace import EmulatedProgram, is_program_variable
+from jchop._program import lanes
 from jchop._program.control import as_jax_value, copy_if_reference, turns_around, where_active
-from jchop._program.lanes import (
-    LaneRunner,
-    ShardAxes,
-    align_shard_axes,
-    bind_shards,
-    broadcast_to_shards,
-    map_shards,
-    stack_turns,
-    with_vmap_collective,
-)
 from jchop._program.run import interpret
 from jchop._program.seeds import Seeds
 from jchop._program.step import ProgramPlan, is_library_file, is_reference, source_line_of
@@ -53,10 +44,12 @@ class CarrierReference:
         """An argument or a constant."""
         return x
 
-    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
+    def bind(
+        self, step: EmulatedStep, args: Sequence[Any], axes: lanes.ShardAxes = (), *, rounds: bool = True
+    ) -> list[Any]:
         """The results of an equation, of operands that have these axes of a mesh first."""
         del rounds
-        return bind_shards(axes, step.eqn.primitive, step.eqn.params, args)
+        return lanes.bind_shards(axes, step.eqn.primitive, step.eqn.params, args)
 
     def select(self, active: Any, new: Any, old: Any) -> Any:
         """The new values of the loops of a batch that still run, and the old values of others."""
@@ -82,9 +75,11 @@ class Float64Reference(CarrierReference):
             return np.asarray(x, np.float64) if isinstance(x, float) else x
         return np.asarray(x).astype(np.complex128 if is_complex_value(x) else np.float64)
 
-    def bind(self, step: EmulatedStep, args: Sequence[Any], axes: ShardAxes = (), *, rounds: bool = True) -> list[Any]:
+    def bind(
+        self, step: EmulatedStep, args: Sequence[Any], axes: lanes.ShardAxes = (), *, rounds: bool = True
+    ) -> list[Any]:
         """The results of an equation, of operands in any dtype."""
-        bind_primitive = partial(bind_shards, axes, step.eqn.primitive)
+        bind_primitive = partial(lanes.bind_shards, axes, step.eqn.primitive)
         out = None
         args = [  # Python numbers in their dtypes in the program, which could differ under jax_enable_x64
             np.asarray(x, v.aval.dtype) if isinstance(x, bool | int | float | complex) else x
@@ -173,7 +168,7 @@ class StopEventError(Exception):
 
 
 @dataclass
-class PairedRun(LaneRunner):
+class PairedRun(lanes.LaneRunner):
     """A run of a program and its reference.
 
     Args:
@@ -201,7 +196,7 @@ class PairedRun(LaneRunner):
     def constant(self, value: Any) -> ValuePair:
         """A constant or a literal."""
         wide = self.reference.as_reference(value)
-        return broadcast_to_shards(value, self.axes), broadcast_to_shards(wide, self.axes)
+        return lanes.broadcast_to_shards(value, self.axes), lanes.broadcast_to_shards(wide, self.axes)
 
     def whole(
         self,
@@ -236,9 +231,9 @@ class PairedRun(LaneRunner):
         """The results of one equation."""
         self._look_at_literals(part, seeds, args)
         low, wide = ([pair[i] for pair in args] for i in (0, 1))
-        step = with_vmap_collective(part, self.axes)
+        step = lanes.with_vmap_collective(part, self.axes)
         run = self.runner.control if step.kind == "control" else self.runner.run
-        results = map_shards(self.axes, partial(run, step), seeds[0], low)
+        results = lanes.map_shards(self.axes, partial(run, step), seeds[0], low)
         alike = args and step.kind in SILENT_KINDS and not any(step.rounds) and all(x is y for x, y in args)
         alike = alike and not any(is_reference(v.aval) for v in step.eqn.outvars)  # each program writes to its own
         reference = results if alike else self.reference.bind(step, wide, self.axes)
@@ -252,7 +247,7 @@ class PairedRun(LaneRunner):
         same = results if silent else self.reference.bind(step, low, self.axes, rounds=False)
         numbers = [(x, v) for x, v in zip(low, step.eqn.invars, strict=True) if is_number(v.aval)]
         ndim = len(self.axes) + max((len(v.aval.shape) for _, v in numbers), default=0)
-        operands = [align_shard_axes(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
+        operands = [lanes.align_shard_axes(x, ndim) if self.axes and not v.aval.shape else x for x, v in numbers]
         from_program = [not isinstance(v, Literal) for _, v in numbers]
         for v, spec, result, exact, wide in zip(step.eqn.outvars, step.out, results, same, reference, strict=True):
             if not is_number(v.aval):
@@ -320,7 +315,7 @@ class PairedRun(LaneRunner):
 
     def emulated_operands(self, step: EmulatedStep, seeds: LaneSeeds, args: list[ValuePair]) -> list[Any]:
         """The emulated values of operands, with those rounded that the plan marks."""
-        return map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
+        return lanes.map_shards(self.axes, partial(round_operands, step), seeds[0], [pair[0] for pair in args])
 
     def map_lanes(self, move: Callable[[Any], Any], value: ValuePair) -> ValuePair:
         """The pair with its numbers in another place."""
@@ -328,7 +323,7 @@ class PairedRun(LaneRunner):
 
     def stack(self, rows: list[ValuePair], aval: Any) -> ValuePair:
         """The results of the turns of a scan along a first axis."""
-        low, wide = (stack_turns([row[side] for row in rows], aval, self.axes) for side in (0, 1))
+        low, wide = (lanes.stack_turns([row[side] for row in rows], aval, self.axes) for side in (0, 1))
         return low, self.reference.as_reference(wide)
 
     def choose(self, active: Mapping[int, Any], new: ValuePair, old: ValuePair) -> ValuePair:

@@ -16,14 +16,7 @@ from jax.extend.core import Literal
 
 from jchop._common.bit_ops import in_auto_mesh, varying_axes
 from jchop._common.settings import always_jit
-from jchop._core.matmul.operations import (
-    CHAIN_OPERATIONS,
-    ChainLink,
-    chain_words,
-    gains_by_trial,
-    is_constant_in_safe_range,
-    spec_draws,
-)
+from jchop._core.matmul import operations
 from jchop._core.xla.sizes import if_static
 from jchop._emulate.rules.accumulate import accumulate_in_order, run_complex, run_complex_sum
 from jchop._emulate.rules.carrier_ops import round_results, round_with_draw, run_draw, run_in_carrier, run_nextafter
@@ -95,16 +88,16 @@ def _chain_key(step: EmulatedStep | Turns) -> Any:
     if isinstance(step, Turns):
         return None
     spec = step.choice.spec
-    if step.kind != "exact" or spec is None or any(step.rounds) or EXACT[step.name] not in CHAIN_OPERATIONS:
+    if step.kind != "exact" or spec is None or any(step.rounds) or EXACT[step.name] not in operations.CHAIN_OPERATIONS:
         return None
     (out,) = step.eqn.outvars
     fits = all(v.aval.dtype == jnp.float32 and v.aval.shape in ((), out.aval.shape) for v in step.eqn.invars)
     few = if_static(lambda: prod(out.aval.shape) < MIN_CHAIN_ELEMENTS_TO_TRY, True)
-    if not fits or out.aval.dtype != jnp.float32 or few or not gains_by_trial(spec):
+    if not fits or out.aval.dtype != jnp.float32 or few or not operations.gains_by_trial(spec):
         return None
     constants = [v for v in step.eqn.invars if isinstance(v, Literal)]
     exact = all(k is not None and is_exact_under(k, spec) for k in step.known)
-    if not exact or not all(is_constant_in_safe_range(float(v.val), spec) for v in constants):
+    if not exact or not all(operations.is_constant_in_safe_range(float(v.val), spec) for v in constants):
         return None
     return spec, out.aval.shape, varying_axes(out.aval), step.eqn.ctx
 
@@ -122,7 +115,7 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
         places = tuple(place[id(v)] for v in step.eqn.invars)
         links.append((EXACT[step.name], places, facts, step.result_number))
     seed_arrays: list[Any] = []
-    if seeds is not None and spec_draws(spec):
+    if seeds is not None and operations.spec_draws(spec):
         seed_arrays = [*seeds.of(outvars[0].aval), jnp.uint32(0) if seeds.shift is None else seeds.shift]
     result, shape = place[id(chain.result)], outvars[0].aval.shape
     arrays = [jnp.asarray(x) for x in operands]
@@ -132,7 +125,7 @@ def run_chain(chain: Chain, seeds: Seeds | None, operands: Sequence[Any]) -> Arr
 @partial(always_jit, static_argnums=(0, 1, 2, 3, 4), inline=True)
 def _run_links(
     tasks: tuple[Task, ...],
-    links: tuple[ChainLink, ...],
+    links: tuple[operations.ChainLink, ...],
     shape: tuple[int, ...],
     result: int,
     spec: Spec,
@@ -146,7 +139,7 @@ def _run_links(
         """The equations one by one, for the derivative, which is taken at every intermediate result."""
         values, seeds = list(arrays[:count]), arrays[count:]
         for task, (_, places, _, number) in zip(tasks, links, strict=True):
-            words = [chain_words(seeds, shape, number)] if seeds else []
+            words = [operations.chain_words(seeds, shape, number)] if seeds else []
             values += run_task(task, [values[place] for place in places], words)
         return values[result]
 
@@ -263,7 +256,7 @@ def _run_step_task(step: EmulatedStep, seeds: Seeds | None, args: list[Any]) -> 
     if spec is None:
         return _bind_step(step, seeds, args)
     words = []
-    if seeds is not None and spec_draws(spec):  # a draw for each rounding of the results
+    if seeds is not None and operations.spec_draws(spec):  # a draw for each rounding of the results
         outs = [v.aval for v in step.eqn.outvars if is_carrier_float(v.aval)]
         if step.kind == "power":
             outs = outs * power_draws(step.eqn.params["y"])

@@ -21,26 +21,11 @@ from jchop._core.arithmetic.exact import require_operation, wraps_results
 from jchop._core.matmul.aligned import require_aligned_order
 from jchop._core.matmul.operations import check_operation, operation_carrier, require_dtype_holds
 from jchop._core.rounding.grid import require_carrier
+from jchop._emulate.rules import rules
 from jchop._emulate.rules.carrier_ops import draws_of
 from jchop._emulate.rules.counts import Counts
 from jchop._emulate.rules.functions import NamedFunction, with_functions
 from jchop._emulate.rules.interpret import run_step
-from jchop._emulate.rules.rules import (
-    CARRIER_DTYPES,
-    COMPLEX_OPS,
-    ArithmeticChoice,
-    Settings,
-    ValueFact,
-    at_format_limits,
-    common_fact,
-    holds_constant,
-    is_carrier_float,
-    is_complex_value,
-    is_exact_under,
-    is_narrow_float,
-    is_number,
-    primitive_kind,
-)
 from jchop._emulate.rules.run_task import EmulatedStep, RandomDraw
 from jchop._program.bind import constant_of
 from jchop._program.jaxprs import Widening
@@ -53,8 +38,8 @@ from jchop.formats._catalogue import bfloat16, binary16, binary32, binary64
 # -- facts about steps -------------------------------------------------------------------------------------------------
 
 
-def _facts_of_results(step: EmulatedStep, fact: ValueFact) -> tuple[ValueFact, ...]:
-    return tuple(fact if is_number(v.aval) else None for v in step.eqn.outvars)
+def _facts_of_results(step: EmulatedStep, fact: rules.ValueFact) -> tuple[rules.ValueFact, ...]:
+    return tuple(fact if rules.is_number(v.aval) else None for v in step.eqn.outvars)
 
 
 def _with_rounded_operands(step: EmulatedStep, spec: Spec | None, among: Sequence[bool] | None = None) -> EmulatedStep:
@@ -62,9 +47,9 @@ def _with_rounded_operands(step: EmulatedStep, spec: Spec | None, among: Sequenc
     rounds = tuple(
         step.choice.rounds_operands
         and (among is None or among[i])
-        and is_number(v.aval)
+        and rules.is_number(v.aval)
         and i not in step.counts
-        and not is_exact_under(k, spec)
+        and not rules.is_exact_under(k, spec)
         for i, (v, k) in enumerate(zip(step.eqn.invars, step.known, strict=True))
     )
     facts = tuple(spec if r else k for r, k in zip(rounds, step.known, strict=True))
@@ -130,21 +115,21 @@ def _structural_facts(step: EmulatedStep) -> EmulatedStep:
     step = _round_constants(step)
     if step.name in _BY_OPERAND:
         return replace(step, out=tuple(step.known[: len(step.eqn.outvars)]))
-    facts = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if is_number(v.aval)]
-    return replace(step, out=_facts_of_results(step, common_fact(facts)))
+    facts = [k for k, v in zip(step.known, step.eqn.invars, strict=True) if rules.is_number(v.aval)]
+    return replace(step, out=_facts_of_results(step, rules.common_fact(facts)))
 
 
 def _structural_computes(step: EmulatedStep) -> bool:
     """Whether a primitive that moves values also computes: a gather that fills, a scatter that applies a function."""
     fill, update = step.eqn.params.get("fill_value"), step.eqn.params.get("update_jaxpr")
-    fills = fill is not None and not holds_constant(step.choice.spec, fill)
+    fills = fill is not None and not rules.holds_constant(step.choice.spec, fill)
     return (step.name == "gather" and fills) or (step.name == "scatter" and bool(getattr(update, "eqns", ())))
 
 
 def _round_constants(step: EmulatedStep) -> EmulatedStep:
     """Constants are rounded also if they are only moved. Infinite constants are not rounded: they are bounds."""
     among = [
-        k is None and isinstance(v, Literal) and is_number(v.aval) and bool(np.isfinite(v.val))
+        k is None and isinstance(v, Literal) and rules.is_number(v.aval) and bool(np.isfinite(v.val))
         for v, k in zip(step.eqn.invars, step.known, strict=True)
     ]
     return _with_checked_operands(step, among)
@@ -163,7 +148,7 @@ _BY_OPERAND = {"sort", "optimization_barrier", "device_put", "copy", "copy_p", "
 
 def _comparison_facts(step: EmulatedStep) -> EmulatedStep:
     """Operands are rounded, results are not numbers. Infinite constants are not rounded: they are bounds."""
-    among = [not (isinstance(v, Literal) and is_number(v.aval) and np.isinf(v.val)) for v in step.eqn.invars]
+    among = [not (isinstance(v, Literal) and rules.is_number(v.aval) and np.isinf(v.val)) for v in step.eqn.invars]
     return _no_facts(_with_checked_operands(step, among))
 
 
@@ -171,20 +156,20 @@ def _conversion_facts(step: EmulatedStep) -> EmulatedStep:
     """A conversion: the known format is kept if the new dtype holds all its values."""
     spec, (source,), (target,) = step.choice.spec, step.eqn.invars, step.eqn.outvars
     try:
-        _check_dtypes_of_step(step, spec, [target], exact=not is_carrier_float(source.aval))
+        _check_dtypes_of_step(step, spec, [target], exact=not rules.is_carrier_float(source.aval))
     except ValueError as error:
         raise ValueError(f"{error}; x is what the program casts to {target.aval.dtype} there") from None
     fact = step.known[0]
-    if is_complex_value(target.aval):  # a part that is zero, or a wider dtype
+    if rules.is_complex_value(target.aval):  # a part that is zero, or a wider dtype
         return replace(step, kind="structural", out=step.known) if fact is not None else _carrier_op_facts(step)
-    keeps = fact is not None and is_exact_under(fact, _DTYPE_SPECS.get(target.aval.dtype.name))
-    if keeps and is_carrier_float(source.aval):
+    keeps = fact is not None and rules.is_exact_under(fact, _DTYPE_SPECS.get(target.aval.dtype.name))
+    if keeps and rules.is_carrier_float(source.aval):
         return replace(step, kind="structural", out=(fact,))
     return replace(step, out=(spec,))
 
 
 _DTYPE_SPECS = {
-    name: Spec(fmt) for name, fmt in zip(CARRIER_DTYPES, (binary16, bfloat16, binary32, binary64), strict=True)
+    name: Spec(fmt) for name, fmt in zip(rules.CARRIER_DTYPES, (binary16, bfloat16, binary32, binary64), strict=True)
 }
 
 
@@ -199,7 +184,7 @@ def _draw_facts(step: EmulatedStep) -> EmulatedStep:
         return _operation_facts(step)
     from_user = [draw.calls if isinstance(v, Literal) else v not in draw.inner for v in eqn.invars]
     step = _with_rounded_operands(step, spec, from_user)
-    leaving = [leaves and is_number(v.aval) for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)]
+    leaving = [leaves and rules.is_number(v.aval) for v, leaves in zip(eqn.outvars, draw.leaves, strict=True)]
     _check_dtypes_of_step(step, spec, itertools.compress(eqn.outvars, leaving))
     kind = "own" if not any(leaving) else "carrier" if spec is None else "draw"
     return replace(step, kind=kind, out=tuple(spec if leaves else None for leaves in leaving))
@@ -224,7 +209,7 @@ def _check_dtypes_of_step(step: EmulatedStep, spec: Spec | None, variables: Iter
     """Refuses a dtype of numbers that cannot hold the values of the spec."""
     if spec is None:
         return
-    for dtype in dict.fromkeys(jnp.finfo(v.aval.dtype).dtype for v in variables if is_number(v.aval)):
+    for dtype in dict.fromkeys(jnp.finfo(v.aval.dtype).dtype for v in variables if rules.is_number(v.aval)):
         try:
             with errors_at(step):
                 if exact:
@@ -254,7 +239,7 @@ def _check_double_rounding(step: EmulatedStep) -> None:
     if isinstance(function, NamedFunction) and (function.carrier_is_exact or function.exact is not None):
         return
     for v in step.eqn.outvars:
-        if is_number(v.aval):
+        if rules.is_number(v.aval):
             with errors_at(step):
                 require_dtype_holds(step.choice.spec, jnp.finfo(v.aval.dtype).dtype)
 
@@ -271,7 +256,7 @@ def errors_at(step: EmulatedStep) -> Iterator[None]:
 class EmulationPlanner(Planner):
     """Makes plans under some settings, of programs in wider dtypes if so; `used` collects the rules that matched."""
 
-    def __init__(self, settings: Settings, widening: Widening | None = None) -> None:
+    def __init__(self, settings: rules.Settings, widening: Widening | None = None) -> None:
         super().__init__()
         self.settings, self.widening = settings, widening
         self.used: set[str] = set()
@@ -288,13 +273,13 @@ class EmulationPlanner(Planner):
         self._draws |= draws_of(jaxpr)
         return jaxpr
 
-    def read(self, v: Any, env: dict[Any, ValueFact]) -> ValueFact:
+    def read(self, v: Any, env: dict[Any, rules.ValueFact]) -> rules.ValueFact:
         """The spec that holds a variable's numbers, or a literal, if known."""
         return _fact_of(v, env, self.settings.spec)
 
-    common = staticmethod(common_fact)  # type: ignore[assignment]
+    common = staticmethod(rules.common_fact)  # type: ignore[assignment]
 
-    def step(self, eqn: Any, env: dict[Any, ValueFact], scope: str, number: int) -> EmulatedStep:
+    def step(self, eqn: Any, env: dict[Any, rules.ValueFact], scope: str, number: int) -> EmulatedStep:
         """The step of one equation."""
         name, nothing = eqn.primitive.name, (None,) * len(eqn.outvars)
         no_rounding = (False,) * len(eqn.invars)
@@ -304,7 +289,9 @@ class EmulationPlanner(Planner):
         if is_jchop_result(eqn, scope):
             choice = self.settings.choose(name, scope, self.used)
             return STEP_FACTS["result"](make_step(kind="result", choice=choice, known=(None,)))
-        own = make_step(kind="own", choice=ArithmeticChoice(None, None), known=(None,) * len(eqn.invars), out=nothing)
+        own = make_step(
+            kind="own", choice=rules.ArithmeticChoice(None, None), known=(None,) * len(eqn.invars), out=nothing
+        )
         if is_jchop_scope(scope):
             return own
         draw = self._draws.get(id(eqn))
@@ -318,16 +305,16 @@ class EmulationPlanner(Planner):
         make_step = partial(make_step, eqn=eqn, scope=scope, choice=choice, known=facts, counts=counts)
         if draw is not None:
             return STEP_FACTS["draw"](make_step(kind="draw", draw=draw))
-        step = make_step(kind=primitive_kind(eqn.primitive))
+        step = make_step(kind=rules.primitive_kind(eqn.primitive))
         if choice.function is not None:
             return STEP_FACTS["carried"](replace(step, kind="carried"))
         if step.kind == "alone":
             return replace(step, kind="carrier", out=nothing)
         _check_narrow_results(step)
         if step.kind not in ("control", "unknown"):
-            if not any(is_number(v.aval) for v in eqn.outvars):
+            if not any(rules.is_number(v.aval) for v in eqn.outvars):
                 step = replace(step, kind="compared")
-            elif any(is_complex_value(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            elif any(rules.is_complex_value(v.aval) for v in (*eqn.invars, *eqn.outvars)):
                 step = replace(step, kind=_complex_kind(step))
         elif step.kind == "unknown":
             step = self._unknown(step)
@@ -335,7 +322,7 @@ class EmulationPlanner(Planner):
         _check_wrapping(step)
         return step
 
-    def later(self, program: Any, facts: Sequence[ValueFact], scope: str) -> ProgramPlan:
+    def later(self, program: Any, facts: Sequence[rules.ValueFact], scope: str) -> ProgramPlan:
         """The plan of a program that is traced in a run, by a new planner: this one knows equations by their ids."""
         new = EmulationPlanner(self.settings, self.widening)
         new._apart = self._apart
@@ -360,7 +347,7 @@ class EmulationPlanner(Planner):
         """A primitive without a rule; it becomes a call if its implementation consists of other primitives."""
         if step.choice.spec is None:
             return replace(step, kind="carrier")
-        gives_numbers = any(is_number(v.aval) for v in step.eqn.outvars)
+        gives_numbers = any(rules.is_number(v.aval) for v in step.eqn.outvars)
         # A primitive that computes nothing, such as a check of its package, may refuse transformations; so it is left
         # out.
         program = self.implementation(step.eqn)
@@ -380,22 +367,22 @@ class EmulationPlanner(Planner):
 
 def _complex_kind(step: EmulatedStep) -> str:
     """The kind of an equation with complex numbers whose primitive has a rule for real numbers."""
-    if step.name in COMPLEX_OPS:
+    if step.name in rules.COMPLEX_OPS:
         return "complex" if step.choice.spec is not None else "carrier"
     if step.kind == "accumulating" and step.choice.accumulate is not None:
         return "complex sum"
-    widens = step.kind == "converted" and is_complex_value(step.eqn.outvars[0].aval)
+    widens = step.kind == "converted" and rules.is_complex_value(step.eqn.outvars[0].aval)
     return step.kind if widens or step.kind in ("structural", "draw") else "carried"
 
 
 def _check_narrow_results(step: EmulatedStep) -> None:
     """Refuses arithmetic in dtypes of 8 bits and fewer, which are only stored, moved and converted."""
-    narrow = [v.aval.dtype.name for v in step.eqn.outvars if is_narrow_float(v.aval)]
+    narrow = [v.aval.dtype.name for v in step.eqn.outvars if rules.is_narrow_float(v.aval)]
     if step.choice.spec is None or step.kind in _NARROW_KINDS or not narrow:
         return
     raise TypeError(
         f"primitive {step.name!r} (scope {step.scope!r}) computes in dtype {narrow[0]}, which is not a carrier; "
-        f"convert the operands to one of {', '.join(CARRIER_DTYPES)}, or leave it alone by a rule, such as "
+        f"convert the operands to one of {', '.join(rules.CARRIER_DTYPES)}, or leave it alone by a rule, such as "
         f"rules={{{step.name!r}: None}}"
     )
 
@@ -426,7 +413,7 @@ def _copy_constant_results(jaxpr: Any) -> Any:
     copies, results = [], list(jaxpr.outvars)
     for i, v in enumerate(results):
         aval: Any = v.aval
-        if isinstance(v, Literal) and is_number(aval):
+        if isinstance(v, Literal) and rules.is_number(aval):
             like = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
             (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(like).eqns
             copies.append(eqn.replace(invars=[v]))
@@ -438,18 +425,18 @@ def _literals_at_limits(eqn: Any, spec: Spec | None) -> Any:
     """An equation whose literals at limits of the carrier are at those of the format."""
     operands = list(eqn.invars)
     for i, v in enumerate(operands):
-        if spec is not None and isinstance(v, Literal) and is_carrier_float(v.aval):
+        if spec is not None and isinstance(v, Literal) and rules.is_carrier_float(v.aval):
             old = constant_of(v)
-            new = at_format_limits(old, spec)
+            new = rules.at_format_limits(old, spec)
             operands[i] = v if new is old else Literal(new, v.aval)
     return eqn if all(map(operator.is_, operands, eqn.invars)) else eqn.replace(invars=operands)
 
 
-def _fact_of(v: Any, env: dict[Any, ValueFact], spec: Spec | None) -> ValueFact:
+def _fact_of(v: Any, env: dict[Any, rules.ValueFact], spec: Spec | None) -> rules.ValueFact:
     """The known spec of a variable; for a literal, `spec` if it holds the literal."""
     if not isinstance(v, Literal):
         return env[v]
-    return spec if is_number(v.aval) and holds_constant(spec, v.val) else None
+    return spec if rules.is_number(v.aval) and rules.holds_constant(spec, v.val) else None
 
 
 #: Programs of this many equations or more compile each operation apart. Otherwise XLA computes an operation once for

@@ -12,16 +12,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jchop._common.paths import matches_path, nearest_paths_hint
+from jchop._emulate.rules import rules
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.plan import EmulationPlanner
-from jchop._emulate.rules.rules import (
-    PRIMITIVE_KINDS,
-    PrimitiveFunction,
-    Settings,
-    at_format_limits,
-    is_carrier_float,
-    is_number,
-)
 from jchop._program.closures import reachable_objects, same_objects
 from jchop._program.control import as_jax_value
 from jchop._program.jaxprs import Widening, same_program, widest_carrier, with_own_constants
@@ -58,7 +51,7 @@ class EmulatedProgram:
     source: Any
 
 
-def trace_program(fun: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> EmulatedProgram:
+def trace_program(fun: Callable[..., Any], settings: rules.Settings, args: Any, kwargs: Any) -> EmulatedProgram:
     """The program of `fun` for these arguments."""
     return ProgramCache(fun, settings).of(args, kwargs)
 
@@ -111,7 +104,7 @@ class ProgramCache:
     """
 
     fun: Callable[..., Any]
-    settings: Settings
+    settings: rules.Settings
     _functions: dict[Any, _FlatFunction] = field(default_factory=dict)
     _programs: list[EmulatedProgram] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
@@ -153,10 +146,10 @@ class ProgramCache:
         consts, spec = list(program.plan.consts), self.settings.spec
         for i, rounds in enumerate(program.rounds[len(program.rounds) - len(consts) :]):
             x, on_host = consts[i], not isinstance(consts[i], Array)
-            if not rounds or spec is None or not is_carrier_float(x) or isinstance(x, Tracer):
+            if not rounds or spec is None or not rules.is_carrier_float(x) or isinstance(x, Tracer):
                 continue
             if on_host or x.is_fully_addressable:
-                new = at_format_limits(x, spec)
+                new = rules.at_format_limits(x, spec)
                 consts[i] = x if new is x else new if on_host else jax.device_put(new, x.sharding)
         return tuple(consts)
 
@@ -220,13 +213,13 @@ class ProgramCache:
 
         def constant(value: Any, name: str, scope: str) -> Any:
             spec = self.settings.choose(name, scope).spec
-            return value if spec is None else at_format_limits(value, spec)
+            return value if spec is None else rules.at_format_limits(value, spec)
 
-        return Widening(carrier, PRIMITIVE_KINDS, constant)
+        return Widening(carrier, rules.PRIMITIVE_KINDS, constant)
 
     def _rounds(self, variables: Any, free: Any, widening: Widening | None) -> tuple[bool, ...]:
         """Which variables are rounded on entry; narrower ones are rounded where they are converted."""
-        numbers = (is_number(v.aval) and not (widening and widening.is_narrower(v.aval)) for v in variables)
+        numbers = (rules.is_number(v.aval) and not (widening and widening.is_narrower(v.aval)) for v in variables)
         return tuple(self.settings.spec is not None and f and n for f, n in zip(free, numbers, strict=True))
 
     def _make(self, jaxpr: Any, rounds: tuple[bool, ...], tree: Any, widening: Widening | None) -> EmulatedProgram:
@@ -247,7 +240,7 @@ def _trees_are_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _refuse_rules_without_effect(settings: Settings, used: set[str], plan: ProgramPlan) -> None:
+def _refuse_rules_without_effect(settings: rules.Settings, used: set[str], plan: ProgramPlan) -> None:
     idle = [rule for rule in settings.rules if rule[0] not in used]
     if idle:
         steps = [step for step in plan.walk() if step.kind != "own"]
@@ -257,12 +250,12 @@ def _refuse_rules_without_effect(settings: Settings, used: set[str], plan: Progr
 
 def _why_no_effect(pattern: str, value: Any, steps: list[Any]) -> str:
     """Why a rule has no effect on these steps."""
-    whole, paths = not isinstance(value, PrimitiveFunction), [f"{step.scope}/{step.name}" for step in steps]
+    whole, paths = not isinstance(value, rules.PrimitiveFunction), [f"{step.scope}/{step.name}" for step in steps]
     pairs = zip(steps, paths, strict=True)
     names = [step.name for step, path in pairs if matches_path(pattern, path if whole else step.name)]
     if not names:
         near = nearest_paths_hint([pattern], [path.strip("/") for path in paths])
         return f"matches no primitive{' and no scope' if whole else ''} of the program{near}"
-    if isinstance(value, MatmulSpec) and all(PRIMITIVE_KINDS.get(name) != "accumulating" for name in names):
+    if isinstance(value, MatmulSpec) and all(rules.PRIMITIVE_KINDS.get(name) != "accumulating" for name in names):
         return "gives a MatmulSpec to no sum"
     return "comes after a rule that matches all the same"

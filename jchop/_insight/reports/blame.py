@@ -17,17 +17,8 @@ import numpy as np
 from jchop._common.checks import check, check_instance, check_int
 from jchop._common.text import RowReport, TableOrLine
 from jchop._emulate.emulate import round_on_entry, seeds_of_call
+from jchop._emulate.paired import paired_run
 from jchop._emulate.paired.measure import as_double_precision
-from jchop._emulate.paired.paired_run import (
-    SILENT_KINDS,
-    CarrierReference,
-    ValuePair,
-    argument_names,
-    first_line_of,
-    step_label,
-    step_spec_text,
-    walk_sources,
-)
 from jchop._emulate.rules.interpret import EagerRunner
 from jchop._emulate.rules.rules import is_number
 from jchop._emulate.rules.run_task import EmulatedStep
@@ -174,18 +165,21 @@ def blame(
     check_instance("output", output, Callable | None, "a function of the result, or None")
     limit = max_turns if max_turns is not None else low.settings.max_turns
     most_turns = check_int("max_turns", _MOST_BLAME_TURNS if limit is None else limit, 1, (1 << 32) - 1)
-    tape = Tape(CarrierReference(), most_turns)
+    tape = Tape(paired_run.CarrierReference(), most_turns)
     program = trace_program(low.fun, low.settings, args, kwargs)
     refuse_tracers("blame", program.values)
     call = user_line()
-    first = first_line_of(low.fun, call)
+    first = paired_run.first_line_of(low.fun, call)
     # Of a constant result, `emulate` makes an equation in this call.
-    steps = [(step, runs, first if line == call else line) for step, runs, line in walk_sources(program.plan, call)]
+    steps = [
+        (step, runs, first if line == call else line)
+        for step, runs, line in paired_run.walk_sources(program.plan, call)
+    ]
     tape.sources.update((id(step), source) for step, _, source in steps)
     entry = round_on_entry(program, low.settings.spec, seeds_of_call(low, key, args, kwargs))
     if limit is None:
         tape.check = partial(_check_loop_turns, program, entry)
-    results = _run_tape(program, tape, argument_names(args, kwargs), entry)
+    results = _run_tape(program, tape, paired_run.argument_names(args, kwargs), entry)
     error, value, reference, cotangents = _output_cotangents(program, results, output)
     shares = tape.shares(results, cotangents)
     for note in dict.fromkeys(tape.notes):
@@ -222,11 +216,11 @@ def _blame_notes(diverges: bool, error: float, value: float, rest: float, rows: 
 
 def _run_tape(
     program: EmulatedProgram, tape: Tape, names: Sequence[str], entry: tuple[list[Any], list[Any], Seeds | None]
-) -> list[ValuePair]:
+) -> list[paired_run.ValuePair]:
     values, constants, inner_seeds = entry
     all_values = (*program.values, *program.plan.consts)
     names = (*names, *("constant" for _ in program.plan.consts))
-    pairs: list[ValuePair] = [
+    pairs: list[paired_run.ValuePair] = [
         tape.argument(name, x, as_jax_value(exact))
         for name, x, exact in zip(names, (*values, *constants), all_values, strict=True)
     ]
@@ -249,7 +243,7 @@ def _check_loop_turns(program: EmulatedProgram, entry: tuple[list[Any], list[Any
 
 
 def _output_cotangents(
-    program: EmulatedProgram, results: Sequence[ValuePair], output: Callable[[Any], Any] | None
+    program: EmulatedProgram, results: Sequence[paired_run.ValuePair], output: Callable[[Any], Any] | None
 ) -> tuple[float, float, float, list[Any]]:
     """The error, both outputs, and the derivative of the output by each result."""
     low, wide = ([as_jax_value(pair[side]) for pair in results] for side in (0, 1))
@@ -319,9 +313,9 @@ def _shares_by_place(
     groups: dict[tuple[str, str, str, str], list[ErrorShare]] = {}
     for step, _, source in steps:
         if id(step) in shares:
-            moves = step.kind in SILENT_KINDS and not is_foreign_primitive(step)  # which round nothing else
-            name = "constant" if moves else step_label(step)
-            groups.setdefault((step.scope, name, step_spec_text(step), source), []).append(shares[id(step)])
+            moves = step.kind in paired_run.SILENT_KINDS and not is_foreign_primitive(step)  # which round nothing else
+            name = "constant" if moves else paired_run.step_label(step)
+            groups.setdefault((step.scope, name, paired_run.step_spec_text(step), source), []).append(shares[id(step)])
     return groups
 
 

@@ -12,14 +12,7 @@ from jchop._common.text import RowReport, TableOrLine, plain_data
 from jchop._emulate.emulate import EmulatedFunction
 from jchop._emulate.rules.rules import ArithmeticChoice
 from jchop._insight.reports.report import refuse_tracers, unbind_method
-from jchop._insight.tune._problem import (
-    ERROR_METRICS,
-    GRANULARITIES,
-    ErrorMetric,
-    TuningProblem,
-    TuningSite,
-    make_tuning_problem,
-)
+from jchop._insight.tune import _problem
 from jchop._insight.tune._search import AssignmentSearch, Trial
 from jchop._spec.accumulation import MatmulSpec
 from jchop._spec.spec import Spec, SpecLike, as_spec
@@ -154,7 +147,7 @@ def tune(
     *,
     cost: Literal["bits", "bytes"] | CostFunction = "bits",
     by: Literal["scope", "equation"] = "scope",
-    metric: Literal["relative", "absolute", "largest"] | ErrorMetric = "relative",
+    metric: Literal["relative", "absolute", "largest"] | _problem.ErrorMetric = "relative",
     held_out: Sequence[tuple[Any, ...]] = (),
     evaluations: int = 2000,
     seconds: float | None = None,
@@ -227,16 +220,16 @@ def tune(
     """
     fun, inputs, held_out = _as_tuning_inputs(fun, inputs, held_out)
     tolerance = check_float("tolerance", tolerance, 0)
-    check_choice("by", by, GRANULARITIES)
+    check_choice("by", by, _problem.GRANULARITIES)
     if not callable(metric):
-        check_choice("metric", metric, tuple(ERROR_METRICS))
+        check_choice("metric", metric, tuple(_problem.ERROR_METRICS))
     if not callable(cost):
         check_choice("cost", cost, _COST_NAMES)
     levels = _as_menu(menu)
     evaluations = check_int("evaluations", evaluations, 1)
     seconds = None if seconds is None else check_float("seconds", seconds, 0, ends="(]")
     max_turns = check_int("max_turns", max_turns, 1, (1 << 32) - 1)
-    problem, held_out_cases = make_tuning_problem(fun, inputs, held_out, levels, by, metric, max_turns)
+    problem, held_out_cases = _problem.make_tuning_problem(fun, inputs, held_out, levels, by, metric, max_turns)
 
     def tell(count: int, most: int, best: Trial | None) -> None:
         text = f"cost {best.cost:.4g}, error {best.error:.3g}" if best else "nothing within the tolerance yet"
@@ -309,7 +302,7 @@ def _choice_text(choice: ArithmeticChoice) -> str:
     return name if choice.accumulate is None else f"{name}, sums {choice.accumulate}"
 
 
-def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable[[tuple[int, ...]], float]:
+def _cost_function(problem: _problem.TuningProblem, cost: str | CostFunction) -> Callable[[tuple[int, ...]], float]:
     if callable(cost):
 
         def custom_cost(assignment: tuple[int, ...]) -> float:
@@ -322,7 +315,7 @@ def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable
         return custom_cost
     counts_sums = any(choice.accumulate for choice in problem.menu)
 
-    def site_cost(site: TuningSite, choice: ArithmeticChoice) -> float:
+    def site_cost(site: _problem.TuningSite, choice: ArithmeticChoice) -> float:
         bits = site.bits_in(choice.spec)
         if cost == "bytes":
             return site.results * bits
@@ -333,7 +326,7 @@ def _cost_function(problem: TuningProblem, cost: str | CostFunction) -> Callable
     return lambda assignment: sum(row[level] for row, level in zip(costs, assignment, strict=True)) / divisor
 
 
-def _emulate_cheapest(problem: TuningProblem, search: AssignmentSearch) -> tuple[Trial, list[float], int]:
+def _emulate_cheapest(problem: _problem.TuningProblem, search: AssignmentSearch) -> tuple[Trial, list[float], int]:
     """The cheapest assignment that `emulate` finds within the tolerance, its errors, and the count of those tried."""
     smallest = min((trial.error for trial in search.trials.values()), default=math.inf)
     for index, trial in enumerate(search.within_tolerance(_MOST_EMULATIONS)):
@@ -363,7 +356,7 @@ def _tuning_notes(search: AssignmentSearch, emulations: int, held_out_errors: Se
 
 
 def _as_tuning(
-    problem: TuningProblem,
+    problem: _problem.TuningProblem,
     search: AssignmentSearch,
     trial: Trial,
     errors: Sequence[float],

@@ -19,17 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.matmul.matmul import (
-    MatmulPlan,
-    WordSource,
-    add_dot,
-    add_products,
-    combine_sums,
-    make_word_source,
-    multiply_accumulate,
-    round_products,
-    round_single_product,
-)
+from jchop._core.matmul import matmul
 from jchop._kernels.pallas import call_on_gpu, divmod_int32
 from jchop._kernels.products.matmul import (
     MatmulGpuTiling,
@@ -70,7 +60,7 @@ def gpu_matmul(
     (batch, m, k), n = a.shape, b.shape[2]
     if not batch * m * n * k:
         return jnp.zeros((batch, m, n), a.dtype)
-    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], k)
+    plan = matmul.MatmulPlan(spec, CARRIERS[a.dtype.name], k)
     tile = _MatmulGpuTile(plan, tiling or MatmulGpuTiling.for_shape(batch, m, n, plan), m, n)
     operands, result = [a, b], ((batch, m, n), a.dtype)
     if spec.order.kind == "matrix_unit" and tile.operand in ("bfloat16", "float16"):
@@ -87,7 +77,7 @@ def gpu_matmul(
 class _MatmulGpuTile:
     """The kernel of one tile, and its static data."""
 
-    plan: MatmulPlan
+    plan: matmul.MatmulPlan
     tiling: MatmulGpuTiling
     m: int
     n: int
@@ -117,7 +107,7 @@ class _MatmulGpuTile:
         if seeds_ref:
             seeds = [seeds_ref[0][i] for i in range(12)]
             row = (corner[0] * np.int32(self.m) + rows).astype(jnp.uint32) * np.uint32(self.n)
-            draw = make_word_source(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
+            draw = matmul.make_word_source(seeds, row + columns.astype(jnp.uint32), self.plan.carrier)
         loads = _OperandLoads(operands, corner, rows < self.m, columns < self.n, self.tiling)
         result = _GPU_SUM_OF_ORDER[self.plan.spec.order.kind](self, loads, draw)
         index = (corner[0], pl.ds(corner[1], self.tiling.block_m), pl.ds(corner[2], self.tiling.block_n))
@@ -132,20 +122,20 @@ class _MatmulGpuTile:
         """Products in a block."""
         return min(self.plan.spec.order.block or 1, self.plan.k)
 
-    def sum_in_sequence(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
+    def sum_in_sequence(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
         return self._steps(loads, draw, 0, self.plan.k)
 
-    def _steps(self, loads: _OperandLoads, draw: WordSource | None, begin: Any, end: Any) -> Array:
+    def _steps(self, loads: _OperandLoads, draw: matmul.WordSource | None, begin: Any, end: Any) -> Array:
         """The sequential sum of some products, from zero."""
         step_length = self.tiling.block_k
 
         def step(k: Array, c: Array) -> Array:
-            return multiply_accumulate(c, *loads.at(k), self.plan, draw, k)
+            return matmul.multiply_accumulate(c, *loads.at(k), self.plan, draw, k)
 
         def some(i: Array, c: Array) -> Array:
             first = begin + i * np.int32(step_length)
             for j, pair in enumerate(loads.consecutive(first, step_length)):
-                c = multiply_accumulate(c, *pair, self.plan, draw, first + np.int32(j))
+                c = matmul.multiply_accumulate(c, *pair, self.plan, draw, first + np.int32(j))
             return c
 
         count = lax.div(jnp.int32(end - begin), np.int32(step_length))
@@ -160,26 +150,26 @@ class _MatmulGpuTile:
         length = self.plan.k if self.plan.spec.order.kind == "sequential" else self.block
         return length, self.plan.k % length or length
 
-    def sum_in_blocks(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
+    def sum_in_blocks(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
         def step(j: Array, c: Array) -> Array:
             begin = j * np.int32(self.block)
             d = self._steps(loads, draw, begin, jnp.minimum(begin + self.block, self.plan.k))
-            return combine_sums(c, d, self.plan, draw, self.plan.k + j)
+            return matmul.combine_sums(c, d, self.plan, draw, self.plan.k + j)
 
         return int32_loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
-    def sum_in_pairs(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
+    def sum_in_pairs(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
         plan, step_length = self.plan, max(self.tiling.block_k, 2)
 
         def product(k: Array) -> Array:
-            return round_products(*loads.at(k), plan, draw, k)
+            return matmul.round_products(*loads.at(k), plan, draw, k)
 
         if plan.k == 1:
-            return round_single_product(product(jnp.int32(0)), plan, draw, 0)
+            return matmul.round_single_product(product(jnp.int32(0)), plan, draw, 0)
 
         def merge(i: Array, p: Array, q: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
             level, total = merge_pairs(
-                i, add_products(p, q, plan, draw, 2 * i + 1), _partial_sum_picker(stack), plan, draw
+                i, matmul.add_products(p, q, plan, draw, 2 * i + 1), _partial_sum_picker(stack), plan, draw
             )
             return tuple(jnp.where(level == number, total, partial_sum) for number, partial_sum in enumerate(stack))
 
@@ -189,7 +179,7 @@ class _MatmulGpuTile:
         def some(i: Array, stack: tuple[Array, ...]) -> tuple[Array, ...]:
             first = i * np.int32(step_length)
             terms = [
-                round_products(*operands, plan, draw, first + np.int32(j))
+                matmul.round_products(*operands, plan, draw, first + np.int32(j))
                 for j, operands in enumerate(loads.consecutive(first, step_length))
             ]
             for j, (p, q) in enumerate(zip(terms[::2], terms[1::2], strict=True)):
@@ -203,7 +193,7 @@ class _MatmulGpuTile:
         last = product(jnp.int32(plan.k - 1)) if plan.k % 2 else None
         return finish_pairs(last, _partial_sum_picker(stack), plan, draw)
 
-    def sum_of_dots(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
+    def sum_of_dots(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
         part = min(self.tiling.block_k, dot_length(self.block))
         parts = pl.cdiv(self.block, part)
         precision = lax.Precision.DEFAULT if self.operand == "tf32" else lax.Precision.HIGHEST
@@ -217,11 +207,11 @@ class _MatmulGpuTile:
                 return d + jnp.dot(x, y, precision=precision, preferred_element_type=d.dtype)
 
             d = add(jnp.int32(0), self.zeros) if parts == 1 else int32_loop(0, parts, add, self.zeros)
-            return add_dot(c, d, self.plan, draw, j)
+            return matmul.add_dot(c, d, self.plan, draw, j)
 
         return int32_loop(0, pl.cdiv(self.plan.k, self.block), step, self.zeros)
 
-    def sum_of_aligned_blocks(self, loads: _OperandLoads, draw: WordSource | None) -> Array:
+    def sum_of_aligned_blocks(self, loads: _OperandLoads, draw: matmul.WordSource | None) -> Array:
         length = aligned_unit(self.plan.spec, self.plan.k).length
         sum_count = 2 if self.plan.spec.order.promote_every else 1
 
@@ -233,7 +223,7 @@ class _MatmulGpuTile:
         return int32_loop(0, pl.cdiv(self.plan.k, length), step, (self.zeros,) * sum_count)[-1]
 
 
-_GPU_SUM_OF_ORDER: dict[str, Callable[[_MatmulGpuTile, _OperandLoads, WordSource | None], Array]] = {
+_GPU_SUM_OF_ORDER: dict[str, Callable[[_MatmulGpuTile, _OperandLoads, matmul.WordSource | None], Array]] = {
     "sequential": _MatmulGpuTile.sum_in_sequence,
     "blocked": _MatmulGpuTile.sum_in_blocks,
     "pairwise": _MatmulGpuTile.sum_in_pairs,

@@ -19,17 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jchop._common.bit_ops import CARRIERS
-from jchop._core.matmul.matmul import (
-    MatmulPlan,
-    WordSource,
-    add_dot,
-    add_products,
-    combine_sums,
-    make_word_source,
-    multiply_accumulate,
-    round_products,
-    round_single_product,
-)
+from jchop._core.matmul import matmul
 from jchop._kernels.pallas import SCALARS, TpuGrid, call_on_tpu
 from jchop._kernels.products.matmul import (
     MatmulTpuTiling,
@@ -70,7 +60,7 @@ def tpu_matmul(
         return jnp.zeros((batch, m, n), a.dtype)
     tiling = tiling or MatmulTpuTiling.for_shape(m, n, k, spec)
     block_m, block_n, block_k = tiling.block_m, tiling.block_n, tiling.block_k
-    plan = MatmulPlan(spec, CARRIERS[a.dtype.name], k)
+    plan = matmul.MatmulPlan(spec, CARRIERS[a.dtype.name], k)
     lhs, rhs = [a], [b]
     if spec.order.aligned:
         lhs, rhs = (aligned_factors(x, axis, aligned_unit(spec, k)) for x, axis in ((a, 2), (b, 1)))
@@ -105,7 +95,7 @@ def tpu_matmul(
     return result
 
 
-def matmul_scratch(plan: MatmulPlan, tiling: MatmulTpuTiling) -> list[tuple[int, ...]]:
+def matmul_scratch(plan: matmul.MatmulPlan, tiling: MatmulTpuTiling) -> list[tuple[int, ...]]:
     """Shapes of the scratch beside the accumulator: the sum of a block, or the partial sums of every level."""
     area, kind = (tiling.block_m, tiling.block_n), plan.spec.order.kind
     if kind == "pairwise":
@@ -117,7 +107,7 @@ def matmul_scratch(plan: MatmulPlan, tiling: MatmulTpuTiling) -> list[tuple[int,
 class _MatmulTpuRun:
     """One run of the kernel: the data on chip, and its place in the grid."""
 
-    plan: MatmulPlan
+    plan: matmul.MatmulPlan
     tiling: MatmulTpuTiling
     shape: tuple[int, int]  # of the product
     lhs: tuple[Any, ...]  # the parts of the operands: the numbers, or their significands and exponents
@@ -166,7 +156,7 @@ class _MatmulTpuRun:
 
         lax.while_loop(lambda begin: begin < self.stop, next_stretch, jnp.int32(0))
 
-    def chunks(self, body: Callable[[Any, WordSource | None], None]) -> None:
+    def chunks(self, body: Callable[[Any, matmul.WordSource | None], None]) -> None:
         """Runs `body` on the rows of every chunk of the tile, with its random words."""
         rows = self.tiling.rows
 
@@ -176,7 +166,7 @@ class _MatmulTpuRun:
 
         lax.fori_loop(0, self.tiling.block_m // rows, chunk, None)
 
-    def _draw(self, start: Array) -> WordSource | None:
+    def _draw(self, start: Array) -> matmul.WordSource | None:
         if self.seeds is None:
             return None
         tiling, (m, n) = self.tiling, self.shape
@@ -185,7 +175,7 @@ class _MatmulTpuRun:
         shape = (tiling.rows, tiling.block_n)
         row, column = (first.astype(jnp.uint32) + lax.broadcasted_iota(jnp.uint32, shape, axis)
                        for axis, first in enumerate(corner))  # fmt: skip
-        return make_word_source(self.seeds, row * np.uint32(n) + column, self.plan.carrier)
+        return matmul.make_word_source(self.seeds, row * np.uint32(n) + column, self.plan.carrier)
 
 
 @dataclass(frozen=True)
@@ -203,9 +193,9 @@ class _BlockStretch:
 
 
 def _tpu_sum_in_sequence(run: _MatmulTpuRun) -> None:
-    def chunk(rows: Any, draw: WordSource | None) -> None:
+    def chunk(rows: Any, draw: matmul.WordSource | None) -> None:
         def step(t: Array, c: Array) -> Array:
-            return multiply_accumulate(c, *run.at(rows, t), run.plan, draw, run.first + t)
+            return matmul.multiply_accumulate(c, *run.at(rows, t), run.plan, draw, run.first + t)
 
         run.out[rows, :] = lax.fori_loop(0, run.stop, step, run.out[rows, :])
 
@@ -216,9 +206,9 @@ def _tpu_sum_in_blocks(run: _MatmulTpuRun, partial: Any) -> None:
     """`partial` keeps the sum of a block from one part of the inner dimension to the next."""
     plan = run.plan
 
-    def chunk(rows: Any, draw: WordSource | None) -> None:
+    def chunk(rows: Any, draw: matmul.WordSource | None) -> None:
         def step(t: Array, d: Array) -> Array:
-            return multiply_accumulate(d, *run.at(rows, t), plan, draw, run.first + t)
+            return matmul.multiply_accumulate(d, *run.at(rows, t), plan, draw, run.first + t)
 
         def add(stretch: _BlockStretch) -> None:
             so_far = jnp.where(stretch.starts, 0, partial[rows, :])
@@ -227,7 +217,7 @@ def _tpu_sum_in_blocks(run: _MatmulTpuRun, partial: Any) -> None:
 
             @pl.when(stretch.ends)
             def _() -> None:
-                run.out[rows, :] = combine_sums(run.out[rows, :], d, plan, draw, plan.k + stretch.number)
+                run.out[rows, :] = matmul.combine_sums(run.out[rows, :], d, plan, draw, plan.k + stretch.number)
 
         run.stretches(add)
 
@@ -238,22 +228,22 @@ def _tpu_sum_in_pairs(run: _MatmulTpuRun, *stack: Any) -> None:
     """The stack keeps the partial sums of every level."""
     plan = run.plan
 
-    def chunk(rows: Any, draw: WordSource | None) -> None:
+    def chunk(rows: Any, draw: matmul.WordSource | None) -> None:
         def partial_sum(level: Array) -> Array:
             return stack[0][level, rows, :]
 
         def product(t: Array) -> Array:
-            return round_products(*run.at(rows, t), plan, draw, run.first + t)
+            return matmul.round_products(*run.at(rows, t), plan, draw, run.first + t)
 
         def pair(i: Array, _: None) -> None:
             p, q = product(2 * i), product(2 * i + 1)
             begin = run.first + 2 * i
-            total = add_products(p, q, plan, draw, begin + 1)
+            total = matmul.add_products(p, q, plan, draw, begin + 1)
             level, total = merge_pairs(begin >> 1, total, partial_sum, plan, draw)
             stack[0][level, rows, :] = total
 
         if plan.k == 1:
-            run.out[rows, :] = round_single_product(product(run.stop - 1), plan, draw, 0)
+            run.out[rows, :] = matmul.round_single_product(product(run.stop - 1), plan, draw, 0)
             return
         lax.fori_loop(0, run.stop >> 1, pair, None)
 
@@ -285,8 +275,8 @@ def _tpu_sum_of_dots(run: _MatmulTpuRun, partial: Any) -> None:
 
         @pl.when(stretch.ends)
         def _() -> None:
-            def chunk(rows: Any, draw: WordSource | None) -> None:
-                run.out[rows, :] = add_dot(run.out[rows, :], partial[rows, :], run.plan, draw, stretch.number)
+            def chunk(rows: Any, draw: matmul.WordSource | None) -> None:
+                run.out[rows, :] = matmul.add_dot(run.out[rows, :], partial[rows, :], run.plan, draw, stretch.number)
 
             run.chunks(chunk)
 
@@ -305,7 +295,7 @@ def _tpu_sum_of_aligned_blocks(run: _MatmulTpuRun, *partial: Any) -> None:
         for ref in partial:
             ref[...] = jnp.zeros_like(ref)
 
-    def chunk(rows: Any, draw: WordSource | None) -> None:
+    def chunk(rows: Any, draw: matmul.WordSource | None) -> None:
         def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             lhs, rhs = zip(*(run.parts(rows, i * unit.length + j) for j in range(unit.length)), strict=True)
             return add_aligned_block(sums, lhs, rhs, run.plan, draw, first + i)

@@ -21,13 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jchop._kernels.pallas import call_on_gpu, divmod_int32, load_tile
-from jchop._kernels.products.product_of_blocks import (
-    LONGEST_PRODUCT_STEP,
-    ProductOfBlocksGpuTiling,
-    multiply_scales,
-    named_parts,
-    subtract_zero_points,
-)
+from jchop._kernels.products import product_of_blocks
 
 Array = jax.Array
 
@@ -43,7 +37,7 @@ def gpu_product_of_blocks(
     block: int,
     dtype: str,
     apart: bool = False,
-    tiling: ProductOfBlocksGpuTiling | None = None,
+    tiling: product_of_blocks.ProductOfBlocksGpuTiling | None = None,
     interpret: Any = False,
 ) -> Array:
     """The result of the body in `jchop/_quantized/products/codes.py`: the same bits for int8.
@@ -64,9 +58,9 @@ def gpu_product_of_blocks(
     (batch, m, k), n = x.shape, w.shape[1]
     if tiling is None:
         extra_registers = any(name.endswith("zero") for name in names) or (
-            x.dtype != jnp.int8 and block > LONGEST_PRODUCT_STEP
+            x.dtype != jnp.int8 and block > product_of_blocks.LONGEST_PRODUCT_STEP
         )
-        tiling = ProductOfBlocksGpuTiling.for_shape(m, n, block, extra_registers=extra_registers)
+        tiling = product_of_blocks.ProductOfBlocksGpuTiling.for_shape(m, n, block, extra_registers=extra_registers)
     tall, wide, deep = tiling.block_m, tiling.block_n, tiling.block_k
     down, across, blocks = pl.cdiv(m, tall), pl.cdiv(n, wide), pl.cdiv(k, block)
 
@@ -118,20 +112,20 @@ def gpu_product_of_blocks(
             following = jnp.minimum(number + np.int32(1), np.int32(blocks - 1))
             then = [load(name, following) for name in changing]
             values = once | dict(zip(changing, now, strict=True))
-            term = subtract_zero_points(product_of_block(number), values)
-            return total + multiply_scales(term, values, changing, bool(interpret)), *then
+            term = product_of_blocks.subtract_zero_points(product_of_block(number), values)
+            return total + product_of_blocks.multiply_scales(term, values, changing, bool(interpret)), *then
 
         first = [load(name, np.int32(0)) for name in changing]
         zeros = jnp.zeros((tall, wide), jnp.float32)
         total, *_ = lax.fori_loop(np.int32(0), np.int32(blocks), add_block, (zeros, *first))
-        total = multiply_scales(total, once, once, bool(interpret))
+        total = product_of_blocks.multiply_scales(total, once, once, bool(interpret))
         place = out.at[batch_index, rows[:, None], columns[None, :]]
         plt.store(place, total.astype(out.dtype), mask=(rows < m)[:, None] & (columns < n)[None, :])
 
     # As activations and packed weights (k, n) have them. Another order would reach back to x through XLA's layouts.
     parts_by_name = {
         name: part if name.startswith("x") else jnp.swapaxes(part, 1, 2)
-        for name, part in named_parts(x, w, names, parts, block).items()
+        for name, part in product_of_blocks.named_parts(x, w, names, parts, block).items()
     }
     (result,) = call_on_gpu(
         lambda x, w, *refs: kernel(x, w, dict(zip(parts_by_name, refs[:-1], strict=True)), refs[-1]),

@@ -40,19 +40,8 @@ from jchop._round.arguments import JCHOP_SCOPE, mark_results
 from jchop._spec.spec import Spec
 from jchop.formats import ElementFormat, FloatFormat, IntegerFormat
 from jchop.formats._catalogue import float8_e4m3fn, float8_e5m2
-from jchop.storage import QArray, quantize
+from jchop.storage import QArray, _codes, quantize
 from jchop.storage._axis_groupings import WHOLE_AXIS, AxisGrouping, axis_groupings, scale_shape_of, with_groupings
-from jchop.storage._codes import (
-    batch_axes,
-    check_code_dtype,
-    decode_qarray,
-    decode_unscaled,
-    native_dtype,
-    pack_entries,
-    repeat_over_groups,
-    spec_of_part,
-    store_codes,
-)
 
 Array = jax.Array
 
@@ -150,13 +139,13 @@ def expand_codes(q: QArray, numbers: Array | None = None) -> CodedArray:
     If its `numbers` are given and its elements have no NaN, the scale of a group with a NaN is NaN; without scales, 1
     or NaN for all.
     """
-    check_code_dtype(q.qvalue, q.spec.element)
+    _codes.check_code_dtype(q.qvalue, q.spec.element)
     with jax.named_scope(JCHOP_SCOPE):  # `emulate` rounds no scale
         elements, shift = _unit_elements(q)
         kinds: Sequence[AxisGrouping] = (WHOLE_AXIS,) * q.ndim
         scale, sizes = None, q.shape
-        if (fmt := spec_of_part(q.spec, q.ndim).scaled) is not None:
-            batch = batch_axes(q.spec, q.shape, q.scale)
+        if (fmt := _codes.spec_of_part(q.spec, q.ndim).scaled) is not None:
+            batch = _codes.batch_axes(q.spec, q.shape, q.scale)
             kinds, scale = axis_groupings(fmt, q.ndim, batch), group_scales(q)
             sizes = (1,) * batch + fmt.group_shape(q.shape[batch:])
         if numbers is not None and numbers.size and not q.spec.element.has_nan:
@@ -164,7 +153,7 @@ def expand_codes(q: QArray, numbers: Array | None = None) -> CodedArray:
             scale = jnp.where(_groups_with_nan(numbers, Groups(q.shape, sizes)), jnp.nan, known)
 
         def per_element(values: Array) -> Array:
-            return jnp.broadcast_to(repeat_over_groups(values, kinds, q.shape), q.shape)
+            return jnp.broadcast_to(_codes.repeat_over_groups(values, kinds, q.shape), q.shape)
 
         zero = None if q.zero_point is None else per_element(q.zero_point).astype(jnp.int32)
         if shift:
@@ -181,9 +170,9 @@ def _groups_with_nan(x: Array, groups: Groups) -> Array:
 
 def group_scales(q: QArray) -> Array:
     """The scale of each group, with its parts multiplied: the number of an element 1 in each group."""
-    own = spec_of_part(q.spec, q.ndim).scaled
+    own = _codes.spec_of_part(q.spec, q.ndim).scaled
     assert own is not None
-    batch = batch_axes(q.spec, q.shape, q.scale)
+    batch = _codes.batch_axes(q.spec, q.shape, q.scale)
     kinds = axis_groupings(own, q.ndim, batch)
     shape = (*q.shape[:batch], *scale_shape_of(kinds[batch:], q.shape[batch:]))
     wide = "float64" if q.dtype == np.float64 else "float32"
@@ -196,21 +185,21 @@ def group_scales(q: QArray) -> Array:
     ones = jnp.full(shape or (1,), one, jnp.uint8 if q.spec.element.bits <= 8 else jnp.uint16)
     zero = None if q.zero_point is None else jnp.zeros_like(q.zero_point)
     size = shape[-1] if shape else None
-    codes = store_codes(pack_entries(ones, q.spec.element), q.spec.element)
+    codes = _codes.store_codes(_codes.pack_entries(ones, q.spec.element), q.spec.element)
     single = QArray(codes, q.scale, zero, replace(q.spec, format=fmt), size, q.dtype)
-    return decode_qarray(single.form(wide), single.qvalue, single.scale, single.zero_point)
+    return _codes.decode_qarray(single.form(wide), single.qvalue, single.scale, single.zero_point)
 
 
 def _unit_elements(q: QArray) -> tuple[Array, int]:
     """The elements in the smallest dtype that a unit takes, and by how much unsigned integers were lowered."""
     fmt, count = q.spec.element, 1 if q.length is None else q.length
     integer = isinstance(fmt, IntegerFormat)
-    if native_dtype(fmt) is not None or (integer and fmt.bits == 8):
+    if _codes.native_dtype(fmt) is not None or (integer and fmt.bits == 8):
         whole = q.qvalue.reshape(q.shape)
         if not integer or fmt.signed:
             return whole, 0
         return (whole.astype(jnp.int16) - 128).astype(jnp.int8), 128
-    numbers = decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape)
+    numbers = _codes.decode_unscaled(q.qvalue, fmt, count, FLOAT32).reshape(q.shape)
     return numbers.astype(jnp.int8 if integer else float8_operand_dtype(fmt) or jnp.float32), 0
 
 

@@ -17,23 +17,7 @@ from jchop._program.run import Planner
 from jchop._program.step import ProgramPlan, is_jchop_scope, source_line_of
 from jchop._quantized.products.operand_layout import OperandLayout
 from jchop._quantized.products.product import ConvProduct, DotProduct, RaggedProduct
-from jchop._quantized.program.provenance import (
-    ADD_PRIMITIVES,
-    FROM_DATA,
-    MOVE_PRIMITIVES,
-    NO_PROVENANCE,
-    SCATTER_PRIMITIVES,
-    AxisFactor,
-    AxisFactors,
-    MatrixView,
-    ParamOrigin,
-    Provenance,
-    merge_provenance,
-    move_origin,
-    opaque_uses_of,
-    stack_provenance,
-    unstack_provenance,
-)
+from jchop._quantized.program import provenance
 from jchop._round.arguments import JCHOP_SCOPE
 
 
@@ -61,11 +45,11 @@ class ParamUse:
     kind: str
     primitive: str
     source: str
-    view: MatrixView | None = None
+    view: provenance.MatrixView | None = None
     is_intact: bool = True
-    cuts: tuple[tuple[AxisFactors, Any, Any], ...] = ()
+    cuts: tuple[tuple[provenance.AxisFactors, Any, Any], ...] = ()
     why: str = ""
-    axes: tuple[AxisFactors, ...] = ()
+    axes: tuple[provenance.AxisFactors, ...] = ()
 
     @property
     def where(self) -> str:
@@ -143,7 +127,7 @@ class ProductStep(step.ProgramStep):
 class ProvenancePlanner(Planner):
     """Follows parameters through a program."""
 
-    no_facts = NO_PROVENANCE
+    no_facts = provenance.NO_PROVENANCE
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,10 +146,10 @@ class ProvenancePlanner(Planner):
         finally:
             self._outer_source, self._last_source, self._name = before
 
-    def common(self, knowns: Iterable[Provenance | None]) -> Provenance:
+    def common(self, knowns: Iterable[provenance.Provenance | None]) -> provenance.Provenance:
         """What is known of values each of which is one of several; `data_changes` has parameters that data replace."""
-        facts = [known or NO_PROVENANCE for known in knowns]
-        both = merge_provenance(facts)
+        facts = [known or provenance.NO_PROVENANCE for known in knowns]
+        both = provenance.merge_provenance(facts)
         if not both.data:
             return both
         leaves = (origin.leaf for fact in facts for origin in fact.origins)
@@ -174,14 +158,14 @@ class ProvenancePlanner(Planner):
             self.data_changes.setdefault(use.leaf, use)
         return replace(both, opaque_uses=(*both.opaque_uses, *(replace(use, kind="product") for use in uses)))
 
-    one_turn = staticmethod(unstack_provenance)  # type: ignore[assignment]
-    all_turns = staticmethod(stack_provenance)  # type: ignore[assignment]
+    one_turn = staticmethod(provenance.unstack_provenance)  # type: ignore[assignment]
+    all_turns = staticmethod(provenance.stack_provenance)  # type: ignore[assignment]
 
     def draws(self, step: Any) -> int:
         """Products split their own key."""
         return 1
 
-    def step(self, eqn: Any, env: dict[Any, Provenance], scope: str, number: int) -> ProductStep:
+    def step(self, eqn: Any, env: dict[Any, provenance.Provenance], scope: str, number: int) -> ProductStep:
         """What becomes of one equation."""
         name = eqn.primitive.name
         facts = tuple(self.read(v, env) for v in eqn.invars)
@@ -204,13 +188,13 @@ class ProvenancePlanner(Planner):
         if sums and any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2]):
             product = _PRODUCT_READERS[name](eqn)
             has_product = not data and any(fact.origins or fact.has_product for fact in facts)
-            out = (Provenance(data=data, from_keys=from_keys, has_product=has_product),)
+            out = (provenance.Provenance(data=data, from_keys=from_keys, has_product=has_product),)
             if isinstance(product, str):
                 uses = _uses_of(facts, lambda o: ParamUse(o.leaf, "other", f"{name} ({product})", source))
                 return replace(result, refusal=product, uses=uses, out=out)
             why = _COMPLEX_REASON if is_complex_product(eqn) else ""
             batch = len(product.batch[0]) if isinstance(product, DotProduct) else isinstance(product, RaggedProduct)
-            uses, opaque_uses = [], [*opaque_uses_of(facts)]
+            uses, opaque_uses = [], [*provenance.opaque_uses_of(facts)]
             use = partial(ParamUse, kind="product", primitive=name, source=source, why=why)
             for i, layout in enumerate(product.forward):
                 shape, matter = eqn.invars[i].aval.shape, (*layout.free[:batch], *layout.contracting)
@@ -229,32 +213,34 @@ class ProvenancePlanner(Planner):
         if data:
             kind = "sum" if name in _SUM_PRIMITIVES else "other"
             uses = _uses_of(facts, lambda o: ParamUse(o.leaf, kind, taker, source, cuts=o.cuts, axes=o.axes))
-            return replace(result, uses=uses, out=(FROM_DATA,) * len(eqn.outvars))
+            return replace(result, uses=uses, out=(provenance.FROM_DATA,) * len(eqn.outvars))
         outs = [self._out(eqn, facts, i) for i in range(len(eqn.outvars))]
         if name in _SUM_PRIMITIVES:
             outs = [_mark_biases(outs[0], eqn, facts, source)]
         goes_on = {o.leaf for fact in outs for o in fact.origins}
         uses = _uses_of(facts, lambda o: ParamUse(o.leaf, "other", taker, source, cuts=o.cuts), goes_on)
         taken = (replace(use, kind="product") for some in uses for use in some if use.kind != "sum")
-        opaque_after = (*opaque_uses_of(facts), *taken)
+        opaque_after = (*provenance.opaque_uses_of(facts), *taken)
         outs = [replace(out, opaque_uses=opaque_after, from_keys=from_keys) for out in outs]
-        return replace(result, uses=uses, out=tuple(outs), moves=name in MOVE_PRIMITIVES)
+        return replace(result, uses=uses, out=tuple(outs), moves=name in provenance.MOVE_PRIMITIVES)
 
-    def _out(self, eqn: Any, facts: Sequence[Provenance], number: int) -> Provenance:
+    def _out(self, eqn: Any, facts: Sequence[provenance.Provenance], number: int) -> provenance.Provenance:
         """What is known of one of the results, that no data reaches."""
         name, shape, origins = eqn.primitive.name, getattr(eqn.outvars[number].aval, "shape", ()), {}
         for v, fact in zip(eqn.invars, facts, strict=True):
             for origin in fact.origins:
-                after = move_origin(name, eqn.params, origin, v.aval.shape, shape)
+                after = provenance.move_origin(name, eqn.params, origin, v.aval.shape, shape)
                 if after is not None:
                     cuts = (*origin.cuts, *_axis_slices(eqn, number, origin, v.aval.shape, shape))
                     origins.setdefault(origin.leaf, replace(after, cuts=cuts))
-        return Provenance(origins=tuple(origins.values()), has_product=any(fact.has_product for fact in facts))
+        return provenance.Provenance(
+            origins=tuple(origins.values()), has_product=any(fact.has_product for fact in facts)
+        )
 
     def _look_up(self, step: ProductStep) -> ProductStep:
         """Of rows, an embedding; of whole matrices, those of experts; by the counter of a loop, one of its layers."""
         eqn, fact = step.eqn, step.known[0]
-        out = self._out(eqn, (fact, *(NO_PROVENANCE for _ in eqn.invars[1:])), 0)
+        out = self._out(eqn, (fact, *(provenance.NO_PROVENANCE for _ in eqn.invars[1:])), 0)
         index_axes, sizes, uses = _LOOK_UP_AXES[step.name](step), eqn.params["slice_sizes"], []
         for before, after in zip(fact.origins, out.origins, strict=True):
             along = [parts for parts, n in zip(after.axes, eqn.outvars[0].aval.shape, strict=True) if parts and n != 1]
@@ -263,17 +249,17 @@ class ProvenancePlanner(Planner):
                 # Rows that are looked up are kept; along a row is what a product would sum over.
                 row = tuple(part for parts in along or _last_factor(step, before, index_axes) for part in parts)
                 free = (tuple(part for part in parts if part not in row) for parts in among)
-                rows = MatrixView(tuple(filter(None, free)), row)
+                rows = provenance.MatrixView(tuple(filter(None, free)), row)
                 use = ParamUse(before.leaf, "rows", step.name, step.source, rows, cuts=before.cuts)
                 uses.append(use if any(before.axes[i] for i in index_axes) else before.bias_use or use)
         if uses:
-            return replace(step, uses=(tuple(uses),), out=(FROM_DATA,))
+            return replace(step, uses=(tuple(uses),), out=(provenance.FROM_DATA,))
         from_keys = any(fact.from_keys for fact in step.known)
         return replace(step, out=(replace(out, opaque_uses=fact.opaque_uses, from_keys=from_keys),), moves=True)
 
 
 def _uses_of(
-    facts: Sequence[Provenance], use: Callable[[ParamOrigin], ParamUse], but: Collection[int] = ()
+    facts: Sequence[provenance.Provenance], use: Callable[[provenance.ParamOrigin], ParamUse], but: Collection[int] = ()
 ) -> tuple[tuple[ParamUse, ...], ...]:
     """The uses of the parameters of each operand, `but` of some: as a bias, or `use`."""
     return tuple(tuple(o.bias_use or use(o) for o in fact.origins if o.leaf not in but) for fact in facts)
@@ -292,8 +278,8 @@ def holds_several_arrays(uses: Sequence[ParamUse]) -> bool:
 
 
 def _axis_slices(
-    eqn: Any, number: int, origin: ParamOrigin, old: Sequence[int], new: Sequence[int]
-) -> list[tuple[AxisFactors, Any, Any]]:
+    eqn: Any, number: int, origin: provenance.ParamOrigin, old: Sequence[int], new: Sequence[int]
+) -> list[tuple[provenance.AxisFactors, Any, Any]]:
     """The axes that an equation slices: their parts, where the slice begins, and how long it is.
 
     The beginning is no integer if it is unknown, or if the slice takes one of several numbers.
@@ -315,7 +301,7 @@ def _axis_slices(
     return [(parts, start, short) for parts, start, n, short in both if parts and n != short]
 
 
-def _keeps_order_along(origin: ParamOrigin, axes: Sequence[int], shape: Sequence[int]) -> bool:
+def _keeps_order_along(origin: provenance.ParamOrigin, axes: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a value has the parameter's numbers themselves, along some axes in their order.
 
     An axis that was cut and is as long as before was joined of pieces, perhaps in another order.
@@ -325,7 +311,7 @@ def _keeps_order_along(origin: ParamOrigin, axes: Sequence[int], shape: Sequence
     return origin.is_intact and not any(_lies_within(a, (b,)) or _lies_within(b, (a,)) for a, b in pairs)
 
 
-def _lies_within(part: AxisFactor, parts: AxisFactors) -> bool:
+def _lies_within(part: provenance.AxisFactor, parts: provenance.AxisFactors) -> bool:
     """Whether a part of an axis lies in one of others."""
     return any(
         part.axis == one.axis and one.inner <= part.inner and part.inner * part.size <= one.inner * one.size
@@ -338,12 +324,14 @@ def is_complex_product(eqn: Any) -> bool:
     return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars[:2])
 
 
-def _view_of(origin: ParamOrigin, layout: OperandLayout) -> MatrixView:
+def _view_of(origin: provenance.ParamOrigin, layout: OperandLayout) -> provenance.MatrixView:
     contracting = tuple(part for axis in layout.contracting for part in origin.axes[axis])
-    return MatrixView(tuple(origin.axes[axis] for axis in layout.free), contracting)
+    return provenance.MatrixView(tuple(origin.axes[axis] for axis in layout.free), contracting)
 
 
-def _mark_biases(out: Provenance, eqn: Any, facts: Sequence[Provenance], source: str) -> Provenance:
+def _mark_biases(
+    out: provenance.Provenance, eqn: Any, facts: Sequence[provenance.Provenance], source: str
+) -> provenance.Provenance:
     """A sum without data, in which a parameter may be a bias: spread, and added to a value made of parameters.
 
     Whether it is one is known where a product takes the sum (`_is_weight_matrix`).
@@ -359,12 +347,14 @@ def _mark_biases(out: Provenance, eqn: Any, facts: Sequence[Provenance], source:
     return replace(out, origins=tuple(origins))
 
 
-def _is_weight_matrix(origin: ParamOrigin, layout: OperandLayout, batch: int) -> bool:
+def _is_weight_matrix(origin: provenance.ParamOrigin, layout: OperandLayout, batch: int) -> bool:
     """Whether a parameter has axes that a product sums over, and axes that it keeps, as a weight has."""
     return any(origin.axes[i] for i in layout.contracting) and any(origin.axes[i] for i in layout.free[batch:])
 
 
-def _last_factor(step: ProductStep, origin: ParamOrigin, index_axes: set[int]) -> list[AxisFactors]:
+def _last_factor(
+    step: ProductStep, origin: provenance.ParamOrigin, index_axes: set[int]
+) -> list[provenance.AxisFactors]:
     """The last axis of a parameter of which data choose single numbers: that of the groups, as for its rows."""
     batch = step.eqn.params["dimension_numbers"].operand_batching_dims if step.name == "gather" else ()
     parts = [part for i in sorted({*index_axes, *batch}) for part in origin.axes[i]]
@@ -416,7 +406,7 @@ _PRODUCT_READERS = {
     "conv_general_dilated": _conv_product_of,
     "ragged_dot_general": _ragged_product_of,
 }
-_SUM_PRIMITIVES = ADD_PRIMITIVES | {"add_any"}
+_SUM_PRIMITIVES = provenance.ADD_PRIMITIVES | {"add_any"}
 #: Which axes of the first operand they take single indexes of, that are no counters of loops.
 _LOOK_UP_AXES: dict[str, Callable[[ProductStep], set[int]]] = {
     "gather": _axes_by_indexes,
@@ -428,6 +418,6 @@ _INDEX_OPERANDS: dict[str, tuple[int, ...]] = {
     "dynamic_slice": tuple(range(1, 16)),
     "dynamic_update_slice": tuple(range(2, 16)),
     "select_n": (0,),
-    **dict.fromkeys(SCATTER_PRIMITIVES, (1,)),
+    **dict.fromkeys(provenance.SCATTER_PRIMITIVES, (1,)),
     "ragged_dot_general": (2,),
 }

@@ -28,6 +28,7 @@ from jchop._quantized.products.rule import (
     rule_index,
 )
 from jchop._quantized.products.scale_from import LSQ
+from jchop._quantized.program import report
 from jchop._quantized.program.adapters import lora_layouts
 from jchop._quantized.program.call import CallArguments, LazyParam
 from jchop._quantized.program.param_uses import (
@@ -38,13 +39,6 @@ from jchop._quantized.program.param_uses import (
     is_complex_product,
 )
 from jchop._quantized.program.provenance import MatrixLayout, MatrixView
-from jchop._quantized.program.report import (
-    OPERANDS_BY_PLATFORM,
-    ParameterRow,
-    ProductRow,
-    ProgramReport,
-    operand_types_on,
-)
 from jchop._quantized.program.runner import QuantizedRunner
 from jchop._quantized.program.scale_slots import HISTORY, SCALE, ScaleSlot, scale_slots_of
 from jchop._quantized.program.weight_layout import (
@@ -157,22 +151,22 @@ class QuantizedProgram:
                 states[leaf] = f"{name}_{count}" if count else name, placement, source
         return states
 
-    def report(self, platform: str | None = None) -> ProgramReport:
+    def report(self, platform: str | None = None) -> report.ProgramReport:
         """A row for each parameter and each product.
 
         Raises:
             TypeError, ValueError: for another platform than None and those of `OPERANDS_BY_PLATFORM`.
         """
         if platform is not None:
-            check_choice("platform", platform, tuple(OPERANDS_BY_PLATFORM))
-        return ProgramReport(
+            check_choice("platform", platform, tuple(report.OPERANDS_BY_PLATFORM))
+        return report.ProgramReport(
             tuple(self._parameter_row(leaf) for leaf in range(len(self.paths))),
             tuple(self._product_row(step, rule, platform) for step, rule in self.products),
         )
 
-    def _parameter_row(self, leaf: int) -> ParameterRow:
+    def _parameter_row(self, leaf: int) -> report.ParameterRow:
         number, use, placement = self.rule_indexes[leaf], self.main_use(leaf), self.placements.get(leaf)
-        return ParameterRow(
+        return report.ParameterRow(
             self.paths[leaf],
             self.shapes[leaf],
             "" if number is None else str(self.rules[number]),
@@ -183,7 +177,7 @@ class QuantizedProgram:
             "" if number is None or placement is not None else self.exemption(leaf),
         )
 
-    def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> ProductRow:
+    def _product_row(self, step: ProductStep, rule: Rule | None, platform: str | None) -> report.ProductRow:
         roundings, _ = self.runner.roundings.get(id(step), (None, -1))
         slot = self.slots.get(id(step))
         rounded = {} if roundings is None else {
@@ -193,7 +187,7 @@ class QuantizedProgram:
             "product": "codes" if roundings.codes else None, "scale_from": None if slot is None else slot.source,
         }  # fmt: skip
         refusal = step.refusal or ("complex" if roundings is None and is_complex_product(step.eqn) else "")
-        return ProductRow(
+        return report.ProductRow(
             step.scope,
             f"{step.name} ({refusal})" if refusal else step.name,
             tuple(self.paths[use.leaf] for use in step.param_uses),
@@ -209,7 +203,7 @@ def _operand_types(step: ProductStep, rule: Rule, platform: str) -> str:
     carrier = jnp.result_type(*(v.aval.dtype for v in step.eqn.invars[:2])).name
     if _multiplies_params_alone(step):
         return f"{carrier} x {carrier}"
-    return operand_types_on(platform, rule, carrier, any(step.uses), not isinstance(step.product, ConvProduct))
+    return report.operand_types_on(platform, rule, carrier, any(step.uses), not isinstance(step.product, ConvProduct))
 
 
 def _weight_spec(rule: Rule) -> Spec | None:

@@ -20,15 +20,8 @@ from jchop._quantized.products.operand_layout import keep_nan, round_in_layout
 from jchop._quantized.products.rule import Rule, ScaleFrom
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._quantized.products.scales import round_in_range, round_lsq, update_history
+from jchop._quantized.program import provenance
 from jchop._quantized.program.param_uses import ParamUse, ProductStep
-from jchop._quantized.program.provenance import (
-    AxisFactor,
-    AxisFactors,
-    MatrixLayout,
-    MatrixView,
-    WeightRotation,
-    split_axes,
-)
 from jchop._quantized.program.scale_slots import Scales
 from jchop._spec.spec import Spec
 from jchop.formats import ScaledFormat
@@ -65,7 +58,7 @@ class WeightLayout:
     spec: Spec
     shape: tuple[int, ...]
     ndim: int
-    rotation: WeightRotation | None = None
+    rotation: provenance.WeightRotation | None = None
 
     def rotate(self, x: Array) -> Array:
         """A parameter, or a stack, in full precision, as it is before it is rounded."""
@@ -193,7 +186,7 @@ export.register_pytree_node_serialization(
 # -- formats along the axes of a parameter -----------------------------------------------------------------------------
 
 
-def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) -> WeightLayout:
+def weight_layout_of(shape: Sequence[int], view: provenance.MatrixView | None, spec: Spec) -> WeightLayout:
     """The rounding of a parameter of `shape` that a product takes as `view` (None: with its own axes).
 
     Raises:
@@ -202,7 +195,7 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
     """
     if view is None:
         return _checked_layout(spec, tuple(shape), len(shape))
-    factors = split_axes(shape, [part for parts in (*view.free, view.contracting) for part in parts])
+    factors = provenance.split_axes(shape, [part for parts in (*view.free, view.contracting) for part in parts])
     stack = stack_ndim(shape, view)
     entries = [(axis, part) for axis in range(stack, len(shape)) for part in factors[axis]]
     core = tuple(shape[stack:])
@@ -212,9 +205,9 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
     sizes = [part.size for _, part in entries]
     number = {(part.axis, part.inner): i for i, (_, part) in enumerate(entries)}
 
-    def numbers(parts: AxisFactors) -> list[int]:
+    def numbers(parts: provenance.AxisFactors) -> list[int]:
         """Of the parts; a part of an axis that is not taken apart stands for all of it."""
-        every: dict[AxisFactor, None] = {}
+        every: dict[provenance.AxisFactor, None] = {}
         for part in parts:
             own = factors[part.axis]
             every |= dict.fromkeys([part] if part in own else own)
@@ -245,7 +238,7 @@ def weight_layout_of(shape: Sequence[int], view: MatrixView | None, spec: Spec) 
     return _checked_layout(replace(spec, format=array_format), array_shape, len(core))
 
 
-def blocks_fit_axes(view: MatrixView, block: int | None) -> bool:
+def blocks_fit_axes(view: provenance.MatrixView, block: int | None) -> bool:
     """Whether blocks of the axes are blocks along the sum: none cut at the end of an axis but the slowest."""
     rest = block
     for part in reversed(view.contracting[1:]):
@@ -263,7 +256,7 @@ def _checked_layout(spec: Spec, shape: tuple[int, ...], ndim: int) -> WeightLayo
     return WeightLayout(spec, shape, ndim)
 
 
-def stack_ndim(shape: Sequence[int], view: MatrixView) -> int:
+def stack_ndim(shape: Sequence[int], view: provenance.MatrixView) -> int:
     """How many axes in front the operand has not, because one index of them was taken."""
     present = {part.axis for parts in (*view.free, view.contracting) for part in parts}
     count = 0
@@ -430,7 +423,7 @@ def weight_scale_state(
 
 def weight_rotation_of(
     rule: Rule, path: str, shape: Sequence[int], uses: Sequence[ParamUse], is_result: bool
-) -> WeightRotation | None:
+) -> provenance.WeightRotation | None:
     """The rotation of a parameter that a rule rounds, along the sum of its products; None if there is none.
 
     Args:
@@ -457,10 +450,10 @@ def weight_rotation_of(
             raise _rotation_error(rule, path, f"{why}, or put in another order, or sent between devices")
     if is_result:
         raise _rotation_error(rule, path, "the function returns it")
-    layout = MatrixLayout.of(shape, stack_ndim(shape, first.view), first.view, 0)
+    layout = provenance.MatrixLayout.of(shape, stack_ndim(shape, first.view), first.view, 0)
     if layout is None:
         raise _rotation_error(rule, path, f"{first.where} takes a part of an axis")
-    return WeightRotation(rule.forward_rotation, layout)
+    return provenance.WeightRotation(rule.forward_rotation, layout)
 
 
 def with_weight_rotation(

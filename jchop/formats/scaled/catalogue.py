@@ -8,15 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from jchop.formats import _catalogue
 from jchop.formats._base import ElementFormat
-from jchop.formats._catalogue import (
-    float4_e2m1fn,
-    float6_e2m3fn,
-    float6_e3m2fn,
-    float8_e4m3fn,
-    float8_e5m2,
-    float8_e8m0fnu,
-)
 from jchop.formats._codebook import CodebookFormat, dynamic_levels, nf4_levels
 from jchop.formats._fixed import FixedFormat, IntegerFormat
 from jchop.formats._float import FloatFormat
@@ -29,21 +22,23 @@ def _catalogued(name: str, *fields: Any, **options: Any) -> ScaledFormat:
 
 def _mx_format(name: str, element: ElementFormat) -> ScaledFormat:
     """OCP Microscaling Formats (MX) specification 1.0: 32 elements under a power of two."""
-    return _catalogued(name, element, 32, scale=float8_e8m0fnu, rule="floor")
+    return _catalogued(name, element, 32, scale=_catalogue.float8_e8m0fnu, rule="floor")
 
 
-mxfp8_e4m3 = _mx_format("mxfp8_e4m3", float8_e4m3fn)
-mxfp8_e5m2 = _mx_format("mxfp8_e5m2", float8_e5m2)
-mxfp6_e3m2 = _mx_format("mxfp6_e3m2", float6_e3m2fn)
-mxfp6_e2m3 = _mx_format("mxfp6_e2m3", float6_e2m3fn)
-mxfp4 = _mx_format("mxfp4", float4_e2m1fn)
+mxfp8_e4m3 = _mx_format("mxfp8_e4m3", _catalogue.float8_e4m3fn)
+mxfp8_e5m2 = _mx_format("mxfp8_e5m2", _catalogue.float8_e5m2)
+mxfp6_e3m2 = _mx_format("mxfp6_e3m2", _catalogue.float6_e3m2fn)
+mxfp6_e2m3 = _mx_format("mxfp6_e2m3", _catalogue.float6_e2m3fn)
+mxfp4 = _mx_format("mxfp4", _catalogue.float4_e2m1fn)
 #: A sign, an integer bit and six fraction bits, without -2.
 mxint8 = _mx_format("mxint8", FixedFormat(2, 6, symmetric=True))
 #: e2m1 in groups of 16, e4m3 scales from 2^-6 on, under a binary32 scale of the tensor (NVIDIA, 2025).
-nvfp4 = _catalogued("nvfp4", float4_e2m1fn, 16, scale=replace(float8_e4m3fn, subnormals=False), rule="two_level")
+nvfp4 = _catalogued(
+    "nvfp4", _catalogue.float4_e2m1fn, 16, scale=replace(_catalogue.float8_e4m3fn, subnormals=False), rule="two_level"
+)
 #: Under e5m3 scales without a sign, whose range needs no scale of the tensor (AutoRound, nvfp4_e5m3.md).
 nvfp4_e5m3 = _catalogued(
-    "nvfp4_e5m3", float4_e2m1fn, 16, scale=FloatFormat(5, 3, infinities=False, nans="top", signed=False)
+    "nvfp4_e5m3", _catalogue.float4_e2m1fn, 16, scale=FloatFormat(5, 3, infinities=False, nans="top", signed=False)
 )
 
 _ONE_OR_TWO = CodebookFormat((1.0, 2.0))

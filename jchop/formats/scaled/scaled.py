@@ -16,19 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from jchop._common.checks import check, check_bool, check_int, check_text, quote
+from jchop.formats import _element_text
 from jchop.formats._base import ElementFormat, format_html
 from jchop.formats._catalogue import binary32, float8_e8m0fnu
 from jchop.formats._codebook import CodebookFormat
-from jchop.formats._element_text import (
-    FORMAT_CALL,
-    build_format,
-    parse_element,
-    read_bool,
-    read_integer,
-    read_options,
-    split_options,
-    unknown_format_error,
-)
 from jchop.formats._fixed import IntegerFormat
 from jchop.formats._float import FloatFormat
 from jchop.formats._tapered import TaperedFormat
@@ -222,7 +213,7 @@ def _read_sizes(value: str) -> Any:
     """``128``, ``all``, ``tensor``, or several in parentheses."""
     if value.startswith("(") and value.endswith(")"):
         return tuple(_read_sizes(item) for item in value[1:-1].split(",") if item)
-    return value if value in ("all", "tensor") else read_integer(value)
+    return value if value in ("all", "tensor") else _element_text.read_integer(value)
 
 
 #: The options that make a format scaled, each with the function that reads its value.
@@ -233,9 +224,9 @@ _SCALED_OPTIONS: dict[str, Callable[[str], object]] = {
     "scale": str,
     "rule": str,
     "zero_point": lambda value: None if value == "none" else value,  # the format checks the other values
-    "nan_block": read_bool,
+    "nan_block": _element_text.read_bool,
     "sparse": str,
-    "sparse_axis": read_integer,
+    "sparse_axis": _element_text.read_integer,
 }
 
 
@@ -682,29 +673,29 @@ def as_format(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _parse_format_text(text: str) -> ElementFormat | ScaledFormat:
-    match, names = FORMAT_CALL.fullmatch(text), (*SCALED_CATALOGUE, "bfp8")
+    match, names = _element_text.FORMAT_CALL.fullmatch(text), (*SCALED_CATALOGUE, "bfp8")
     if match is None:
-        raise unknown_format_error(text, names)
+        raise _element_text.unknown_format_error(text, names)
     if ")(" in text:
         raise ValueError(
             f"format text {quote(text)}: all that belongs to a format stands in one pair of parentheses, as in "
             f"{quote(text.replace(')(', ','))}"
         )
-    stem, items = match[1], split_options(match[2])
+    stem, items = match[1], _element_text.split_options(match[2])
     ours, rest = (
         [item for item in items if (item.partition("=")[0] in _SCALED_OPTIONS) is belongs] for belongs in (True, False)
     )
     base = _scaled_format_of_name(stem)
     if base is None and not ours and not _SCALED_INTEGER.fullmatch(stem):
-        return parse_element(text, names, _SCALED_OPTIONS)
-    options = read_options(text, ",".join(ours if base is None else items), _SCALED_OPTIONS)
+        return _element_text.parse_element(text, names, _SCALED_OPTIONS)
+    options = _element_text.read_options(text, ",".join(ours if base is None else items), _SCALED_OPTIONS)
     if base is None:
-        element = parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _SCALED_OPTIONS)
+        element = _element_text.parse_element(f"{stem}({','.join(rest)})" if rest else stem, names, _SCALED_OPTIONS)
         base = ScaledFormat(element)
-    return build_format(text, base, **options)
+    return _element_text.build_format(text, base, **options)
 
 
 def _scaled_format_of_name(stem: str) -> ScaledFormat | None:
     if match := re.fullmatch(r"bfp([0-9]{1,4})", stem):
-        return build_format(stem, bfp, int(match[1]))
+        return _element_text.build_format(stem, bfp, int(match[1]))
     return SCALED_CATALOGUE.get(stem)

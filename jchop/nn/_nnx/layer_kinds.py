@@ -28,22 +28,8 @@ from jchop._quantized.products.rule import (
 from jchop._quantized.products.scale_from import LSQ, DelayedScaling
 from jchop._round.round_to_format import round_to_format
 from jchop._spec.spec import Spec, as_spec
+from jchop.nn._nnx import rounding_modules
 from jchop.nn._nnx.nodes import QuantizedParam, packed_nnx_variable
-from jchop.nn._nnx.rounding_modules import (
-    SCALE_SOURCES,
-    EmulatedAttention,
-    LayerEmulation,
-    LearnedStep,
-    PackedForm,
-    RoundedAttention,
-    RoundedConvolution,
-    RoundedDotGeneral,
-    RoundedEinsum,
-    RoundedOutput,
-    RoundedProduct,
-    RoundedPromotion,
-    ScaleSource,
-)
 from jchop.storage import QArray, fit_scale, quantize
 from jchop.storage._axis_groupings import map_over_stack
 
@@ -71,7 +57,7 @@ class NnxKind:
 
     parameters: Mapping[str, str]
     slots: tuple[tuple[str, ...], ...] = ()
-    product: tuple[str, type[RoundedProduct], tuple[Any, ...]] | None = None
+    product: tuple[str, type[rounding_modules.RoundedProduct], tuple[Any, ...]] | None = None
     layout: Callable[[Any], OperandLayout] | None = None
     inputs: Callable[[Any], OperandLayout] | None = None
     ndim: int = 1
@@ -98,7 +84,7 @@ class NnxKind:
     @property
     def caches(self) -> bool:
         """Whether it keeps keys and values; its result is then that of an inner layer, which has an `output`."""
-        return self.product is not None and self.product[1] is RoundedAttention
+        return self.product is not None and self.product[1] is rounding_modules.RoundedAttention
 
     @property
     def keeps_scales(self) -> bool:
@@ -132,7 +118,7 @@ def _nnx_conv_transpose_layout(layer: nnx.ConvTranspose) -> OperandLayout:
 _LINEAR_KIND = NnxKind(
     MappingProxyType({"kernel": "weight", "bias": "bias"}),
     (("*inputs", "*kernel", "bias"),),
-    ("dot_general", RoundedDotGeneral, (lax.dot_general, None)),
+    ("dot_general", rounding_modules.RoundedDotGeneral, (lax.dot_general, None)),
     lambda layer: OperandLayout((1,), (0,)),
 )
 _NORM_KIND = NnxKind(
@@ -146,11 +132,13 @@ NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
         nnx.LoRALinear: _LINEAR_KIND,
         nnx.LinearGeneral: replace(_LINEAR_KIND, layout=_linear_general_layout),
         nnx.Einsum: replace(
-            _LINEAR_KIND, product=("einsum_op", RoundedEinsum, (jnp.einsum,)), layout=_nnx_einsum_layout
+            _LINEAR_KIND,
+            product=("einsum_op", rounding_modules.RoundedEinsum, (jnp.einsum,)),
+            layout=_nnx_einsum_layout,
         ),
         nnx.Conv: replace(
             _LINEAR_KIND,
-            product=("conv_general_dilated", RoundedConvolution, (lax.conv_general_dilated,)),
+            product=("conv_general_dilated", rounding_modules.RoundedConvolution, (lax.conv_general_dilated,)),
             layout=lambda layer: OperandLayout((len(layer.kernel_size) + 1,), tuple(range(len(layer.kernel_size) + 1))),
             operation="conv",
         ),
@@ -165,7 +153,7 @@ NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
         nnx.Embed: NnxKind(
             MappingProxyType({"embedding": "weight"}),
             (("embedding",), ("*inputs", "*embedding")),
-            ("product", RoundedDotGeneral, (None,)),
+            ("product", rounding_modules.RoundedDotGeneral, (None,)),
             ndim=2,
             operation="embedding",
         ),
@@ -183,7 +171,7 @@ NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
             product=None,
         ),
         nnx.MultiHeadAttention: NnxKind(
-            MappingProxyType({}), (), ("attention_fn", RoundedAttention, (nnx.dot_product_attention,))
+            MappingProxyType({}), (), ("attention_fn", rounding_modules.RoundedAttention, (nnx.dot_product_attention,))
         ),
     }
 )
@@ -193,7 +181,7 @@ NNX_KINDS: Mapping[type, NnxKind] = MappingProxyType(
 
 #: By a variable and how it is packed: the variable, which keeps its identity from being used again, the packed one, and
 #: its form.
-PackedVariables = dict[Any, tuple[Any, Any, PackedForm]]
+PackedVariables = dict[Any, tuple[Any, Any, rounding_modules.PackedForm]]
 
 
 def attach(
@@ -253,12 +241,16 @@ def attach(
         specs = tuple(_promotion_specs(layer, kind, rule, packs))
         draws = stream(*(is_stochastic(spec) for _, spec, _ in specs))
         if specs or packed_params:
-            promote = RoundedPromotion(layer.promote_dtype, kind.slots, specs, packed_params, draws, place, by_codes)
+            promote = rounding_modules.RoundedPromotion(
+                layer.promote_dtype, kind.slots, specs, packed_params, draws, place, by_codes
+            )
             layer.promote_dtype = promote.as_attribute()
     if kind.caches:
         layer.cache = rule.cache
     elif rule.output is not None:
-        layer.output = RoundedOutput(rule.output, stream(is_stochastic(rule.output)), place).as_attribute()
+        layer.output = rounding_modules.RoundedOutput(
+            rule.output, stream(is_stochastic(rule.output)), place
+        ).as_attribute()
 
 
 def attach_emulation(layer: Any, kind: NnxKind, rule: Rule, path: str, rngs: nnx.Rngs | None) -> None:
@@ -270,9 +262,9 @@ def attach_emulation(layer: Any, kind: NnxKind, rule: Rule, path: str, rngs: nnx
     stream = fork_rounding_stream(rule, rngs, path) if draws else None
     as_spec(rule.activation, "activation")  # a scaled format has no single numbers
     if kind.parameters:
-        layer.emulation = LayerEmulation(rule.activation, rule.matmul, stream).as_attribute()
+        layer.emulation = rounding_modules.LayerEmulation(rule.activation, rule.matmul, stream).as_attribute()
     else:
-        layer.attention_fn = EmulatedAttention(rule.activation, rule.matmul, stream).as_attribute()
+        layer.attention_fn = rounding_modules.EmulatedAttention(rule.activation, rule.matmul, stream).as_attribute()
 
 
 def _promotion_specs(layer: Any, kind: NnxKind, rule: Rule, packs: bool) -> Any:
@@ -291,7 +283,7 @@ def _promotion_specs(layer: Any, kind: NnxKind, rule: Rule, packs: bool) -> Any:
 
 def operand_scale_sources(
     layer: Any, kind: NnxKind, rule: Rule, packs: bool, before: Any
-) -> tuple[ScaleSource | None, ScaleSource | None]:
+) -> tuple[rounding_modules.ScaleSource | None, rounding_modules.ScaleSource | None]:
     """The sources of scales of both operands of a layer's product, by the rule or from its previous module."""
     how = rule.scale_from
     if how is None or not kind.keeps_scales:
@@ -302,17 +294,17 @@ def operand_scale_sources(
     kernel = _param_in_compute_dtype(layer, "kernel")
     stack = kernel.shape[:stack_ndim]
 
-    def source(side: str, field: str, spec: Spec | None) -> ScaleSource | None:
+    def source(side: str, field: str, spec: Spec | None) -> rounding_modules.ScaleSource | None:
         old = getattr(before, side, None)
         if old is not None and old.how == how and getattr(before.how, side) == spec:
             return old
         if spec is None or field not in how.fields:
             return None
         if isinstance(how, LSQ) and field == "weight":
-            return LearnedStep(
+            return rounding_modules.LearnedStep(
                 how, stack, layout, map_over_stack(stack_ndim, lambda v: fit_scale(layout.lay(v), spec)[0], kernel)
             )
-        return SCALE_SOURCES[type(how)](how, stack)
+        return rounding_modules.SCALE_SOURCES[type(how)](how, stack)
 
     return source("left", "activation", rule.activation), source("right", "weight", rule.weight)
 
@@ -329,7 +321,7 @@ def _pack_layer_params(
     weight_source: Any,
     codes_by_name: Mapping[str, QArray],
     tied: PackedVariables,
-) -> tuple[tuple[str, PackedForm], ...]:
+) -> tuple[tuple[str, rounding_modules.PackedForm], ...]:
     """Store the parameters that the rule rounds as QArrays, or those in `codes_by_name`; the form of each."""
     packed_params = []
     for name, role in kind.parameters.items():
@@ -361,7 +353,7 @@ def _pack_layer_params(
             codes, codes_layout = pack_param(
                 _param_in_compute_dtype(layer, name, has_mask), layout, stack_ndim, spec, key, scale
             )
-        form = PackedForm(codes.spec, codes_layout, shape)
+        form = rounding_modules.PackedForm(codes.spec, codes_layout, shape)
         packed_params.append((name, form))
         new = packed_nnx_variable(variable, codes, codes_layout)
         setattr(layer, name, new)

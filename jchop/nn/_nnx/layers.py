@@ -29,16 +29,7 @@ from jchop.nn._nnx.rounding_modules import (
     ScaleSource,
     rounding_module_in,
 )
-from jchop.nn._shared import cache
-from jchop.nn._shared.program_classes import (
-    INPUTS_ADVICE,
-    ExampleInputs,
-    LayerMode,
-    check_layer_modes,
-    is_plain_flax_layer,
-    plain_class,
-    rules_of_mode,
-)
+from jchop.nn._shared import cache, program_classes
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox, is_equinox_module, quantize_equinox_module
 
 Array = jax.Array
@@ -112,9 +103,11 @@ _RECURRENT_CELLS = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.Simple
 
 
 def _make_layer_init(base: type) -> Any:
-    def __init__(self: Any, *args: Any, rule: Rule, rngs: nnx.Rngs, mode: LayerMode = "qat", **kwargs: Any) -> None:
+    def __init__(
+        self: Any, *args: Any, rule: Rule, rngs: nnx.Rngs, mode: program_classes.LayerMode = "qat", **kwargs: Any
+    ) -> None:
         base.__init__(self, *args, rngs=rngs, **kwargs)
-        quantize_layers(self, rules_of_mode(rule, mode), mode, rngs)
+        quantize_layers(self, program_classes.rules_of_mode(rule, mode), mode, rngs)
 
     return __init__
 
@@ -156,14 +149,17 @@ def layer_entries(model: nnx.Module) -> Iterator[tuple[ModuleEntry, NnxKind | No
     A layer that computes more than its class says, since other code has changed it, has no row.
     """
     for entry in module_entries(model):
-        cls = plain_class(type(entry.module))
+        cls = program_classes.plain_class(type(entry.module))
         cls = FLAX_CLASSES.get(cls, cls)
         if isinstance(entry.module, RoundingModule | ScaleSource):
             continue
         kind, names = NNX_KINDS.get(cls), entry_parameters(entry).keys()
         is_plain = kind is not None and names <= kind.parameters.keys()
         if kind is not None or names:
-            yield entry, kind if is_plain and is_plain_flax_layer(entry.module, cls, nnx.Module) else None
+            yield (
+                entry,
+                kind if is_plain and program_classes.is_plain_flax_layer(entry.module, cls, nnx.Module) else None,
+            )
 
 
 def nnx_layers(model: nnx.Module) -> Iterator[tuple[str, Any, NnxKind | None]]:
@@ -223,7 +219,7 @@ def entry_parameters(entry: ModuleEntry) -> dict[str, nnx.Variable]:
 
 def quantize_layers(model: nnx.Module, rules: Sequence[Rule], mode: str, rngs: nnx.Rngs | None) -> None:
     """Quantize every layer of a model that a rule matches, in place."""
-    check_layer_modes(rules, mode)
+    program_classes.check_layer_modes(rules, mode)
     check_instance("rngs", rngs, nnx.Rngs | None, "flax.nnx.Rngs, for example nnx.Rngs(rounding=0)")
     layer_rules = nnx_layer_rules(model, rules)
     _check_nnx_rules_have_effect(rules, layer_rules)
@@ -254,7 +250,7 @@ def refuse_quantized_layers(model: nnx.Module, rules: Sequence[Rule]) -> None:
         ValueError: that names the layer.
     """
     for entry, kind in layer_entries(model):
-        if kind is None or plain_class(type(entry.module)) in NNX_KINDS:
+        if kind is None or program_classes.plain_class(type(entry.module)) in NNX_KINDS:
             continue
         layer = type(entry.module).__name__
         packed_names = [name for name in kind.parameters if isinstance(getattr(entry.module, name), QuantizedParam)]
@@ -322,7 +318,7 @@ def _refuse_to_pack(modules: Sequence[tuple[ModuleEntry, Rule]]) -> None:
     paths = [path for entry, _ in modules for path in entry.paths]
     raise ValueError(
         f"inputs=None, but rules match {text}, whose parameters no plain layer of Flax holds. So the program of the "
-        f"model is quantized, and one that is packed has to be traced: {INPUTS_ADVICE}. "
+        f"model is quantized, and one that is packed has to be traced: {program_classes.INPUTS_ADVICE}. "
         f"{exclusion_advice(paths, modules[0][1])}"
     )
 
@@ -377,9 +373,9 @@ def _check_nnx_rules_have_effect(rules: Sequence[Rule], layer_rules: Sequence[Nn
 def quantize(
     model: T,
     rules: RuleLike,
-    mode: LayerMode = "qat",
+    mode: program_classes.LayerMode = "qat",
     *,
-    inputs: ExampleInputs | None = None,
+    inputs: program_classes.ExampleInputs | None = None,
     rngs: nnx.Rngs | None = None,
     key: jax.Array | None = None,
 ) -> T:
@@ -443,7 +439,7 @@ def quantize(
         >>> bool((trained(x) == packed(x)).all()), packed.layers[0].kernel[...].nbytes
         (True, 32)
     """
-    all_rules = rules_of_mode(rules, mode)
+    all_rules = program_classes.rules_of_mode(rules, mode)
     if is_equinox_module(model):
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; one of Equinox takes key=")
@@ -462,7 +458,7 @@ def quantize(
         quantize_layers(result, all_rules, mode, rngs)
         check_norm_wrappers(result)
         return result
-    check_layer_modes(all_rules, mode, program=True)
+    program_classes.check_layer_modes(all_rules, mode, program=True)
     refuse_quantized_layers(result, all_rules)
     if inputs is None and mode != "qat" and custom:
         _refuse_to_pack(custom)

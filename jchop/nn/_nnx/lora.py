@@ -15,44 +15,15 @@ from flax.nnx.nn import dtypes
 
 from jchop._common.checks import check, check_instance
 from jchop._common.paths import matches_path
+from jchop.nn._nnx import programs
 from jchop.nn._nnx.layer_kinds import NNX_KINDS, attach
 from jchop.nn._nnx.layers import FLAX_CLASSES, layer_entries, strip_rounding
 from jchop.nn._nnx.nodes import keys_as_path, replace_nodes
-from jchop.nn._nnx.programs import (
-    has_adapters,
-    is_nnx_program,
-    params_with_adapters,
-    program_rules,
-    set_program_params,
-    trace_nnx_part,
-    trace_nnx_programs,
-    variable_paths,
-)
 from jchop.nn._nnx.rounding_modules import RoundedPromotion, rounding_module_in
-from jchop.nn._shared.lora_rule import (
-    LoraRule,
-    add_adapter_output,
-    as_lora_rules,
-    check_lora_rules_match,
-    initial_stack_adapters,
-    merge_lora_weight,
-    read_adapters,
-    write_adapters,
-)
+from jchop.nn._shared import lora_rule
 from jchop.nn._shared.program_classes import ExampleInputs, plain_class
+from jchop.nn._trees import lora
 from jchop.nn._trees.equinox_modules import check_flax_or_equinox
-from jchop.nn._trees.lora import (
-    AdapterTargets,
-    add_lora_to_tree,
-    merge_lora_tree,
-    params_unpacked_by_merge,
-    program_adapter_targets,
-    rules_excluding_params,
-    split_lora_tree,
-    tree_adapter_targets,
-    tree_with_adapters,
-    tree_with_file_adapters,
-)
 from jchop.storage import QArray
 from jchop.storage._axis_groupings import map_over_stack
 
@@ -76,7 +47,7 @@ class Adapted(nnx.Module):
         ('Adapted', (8, 2), (2, 4))
     """
 
-    def __init__(self, base: nnx.Module, lora_a: Array, lora_b: Array, rule: LoraRule, dropout: Any) -> None:
+    def __init__(self, base: nnx.Module, lora_a: Array, lora_b: Array, rule: lora_rule.LoraRule, dropout: Any) -> None:
         self.base = base
         self.lora_a, self.lora_b = nnx.LoRAParam(lora_a), nnx.LoRAParam(lora_b)
         self.rule, self.dropout = rule, dropout
@@ -86,12 +57,12 @@ class Adapted(nnx.Module):
         inputs = x if self.dropout is None else self.dropout(x)
         dtype = getattr(self.base, "dtype", None)
         inputs, a, b = dtypes.promote_dtype((inputs, self.lora_a[...], self.lora_b[...]), dtype=dtype)
-        return add_adapter_output(y, inputs, a, b, getattr(self.base, "axis", (-1,)), self.rule)
+        return lora_rule.add_adapter_output(y, inputs, a, b, getattr(self.base, "axis", (-1,)), self.rule)
 
 
 def add_lora(
     model: Any,
-    rules: LoraRule | Iterable[LoraRule],
+    rules: lora_rule.LoraRule | Iterable[lora_rule.LoraRule],
     *,
     rngs: nnx.Rngs | None = None,
     original: Any = None,
@@ -144,24 +115,26 @@ def add_lora(
         >>> bool((adapted(x) == packed(x)).all()), len(nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam)))
         (True, 2)
     """
-    lora_rules = as_lora_rules(rules)
+    lora_rules = lora_rule.as_lora_rules(rules)
     if not isinstance(model, nnx.Module):
         if fun is None:
             check_flax_or_equinox("model", model, "; parameters need fun=")
         if rngs is not None:
             raise TypeError("rngs is for modules of Flax NNX; others take key=")
-        return add_lora_to_tree(model, lora_rules, key, inputs, fun, original)
+        return lora.add_lora_to_tree(model, lora_rules, key, inputs, fun, original)
     for name, value in (("key", key), ("fun", fun)):
         if value is not None:
             raise TypeError(f"{name} is for modules of Equinox and parameters; one of Flax NNX takes rngs=")
     check_instance("rngs", rngs, nnx.Rngs, "flax.nnx.Rngs, for example nnx.Rngs(0)")
     assert rngs is not None
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if inputs is not None or is_nnx_program(result):
+    if inputs is not None or programs.is_nnx_program(result):
         targets = _nnx_adapter_targets(result, inputs)
         exact = None if original is None else nnx.state(original, nnx.Param)
-        params = tree_with_adapters(params_with_adapters(result), lora_rules, rngs.params(), targets, exact)
-        set_program_params(result, params, program_rules(result), rngs)
+        params = lora.tree_with_adapters(
+            programs.params_with_adapters(result), lora_rules, rngs.params(), targets, exact
+        )
+        programs.set_program_params(result, params, programs.program_rules(result), rngs)
         return result
     before = {} if original is None else {entry.paths[0]: entry.module for entry, _ in layer_entries(original)}
     adapters: dict[int, Adapted] = {}
@@ -175,17 +148,17 @@ def add_lora(
             continue
         used.add(number)
         adapters[id(layer)] = _adapt_layer(layer, path, lora_rules[number], rngs, before.get(path))
-    check_lora_rules_match(lora_rules, used, paths)
+    lora_rule.check_lora_rules_match(lora_rules, used, paths)
     return replace_nodes(result, adapters)
 
 
-def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> AdapterTargets:
+def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> lora.AdapterTargets:
     """The parameters of a program that may have adapters; without `inputs` the weights of its linear layers.
 
     Each layer is then traced alone. A call of the model refuses an adapter whose weight other operations take.
     """
     if inputs is not None:
-        return program_adapter_targets(trace_nnx_programs(model, inputs))
+        return lora.program_adapter_targets(programs.trace_nnx_programs(model, inputs))
     entries = list(layer_entries(model))
     linear: list[Any] = [entry.module for entry, kind in entries if kind is not None and _is_linear_layer(entry.module)]
     layers = {id(layer.kernel): layer for layer in linear}
@@ -196,12 +169,12 @@ def _nnx_adapter_targets(model: nnx.Module, inputs: ExampleInputs | None) -> Ada
         for name, v in entry.variables.items()
         if kind.parameters.get(name) != "weight" or kind.operation in ("", "embedding")
     }
-    flat, targets = dict(nnx.to_flat_state(params_with_adapters(model))), AdapterTargets()
-    for variable_id, keys in variable_paths(model).items():
+    flat, targets = dict(nnx.to_flat_state(programs.params_with_adapters(model))), lora.AdapterTargets()
+    for variable_id, keys in programs.variable_paths(model).items():
         value, layer = flat[keys].get_value(), layers.get(variable_id)
         if layer is not None and value.ndim == sum(map(len, _linear_axis_sizes(layer))):
-            (targets[keys_as_path(keys)],) = program_adapter_targets(
-                [trace_nnx_part(layer, _linear_example_input(layer))]
+            (targets[keys_as_path(keys)],) = lora.program_adapter_targets(
+                [programs.trace_nnx_part(layer, _linear_example_input(layer))]
             ).values()
         elif value.ndim > 1 and variable_id not in others:
             targets[keys_as_path(keys)] = value, _NEEDS_INPUTS_MESSAGE, None
@@ -255,16 +228,20 @@ def merge_lora(model: Any, *, requantize: bool = False) -> Any:
         ('Linear', True)
     """
     if not isinstance(model, nnx.Module):
-        return merge_lora_tree(model, requantize)
+        return lora.merge_lora_tree(model, requantize)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if is_nnx_program(result) and has_adapters(result):
-        params = params_with_adapters(result)
-        rules = rules_excluding_params(program_rules(result), params_unpacked_by_merge(params, requantize), params)
-        set_program_params(result, merge_lora_tree(params, requantize), rules, None)
+    if programs.is_nnx_program(result) and programs.has_adapters(result):
+        params = programs.params_with_adapters(result)
+        rules = lora.rules_excluding_params(
+            programs.program_rules(result), lora.params_unpacked_by_merge(params, requantize), params
+        )
+        programs.set_program_params(result, lora.merge_lora_tree(params, requantize), rules, None)
         return result
     adapted = _adapted_layers(result)
     for layer in adapted.values():
-        weight = merge_lora_weight(_linear_weight(layer.base), layer.lora_a[...], layer.lora_b[...], layer.rule)
+        weight = lora_rule.merge_lora_weight(
+            _linear_weight(layer.base), layer.lora_a[...], layer.lora_b[...], layer.rule
+        )
         _set_linear_weight(layer.base, weight, requantize)
     return replace_nodes(result, {id(layer): layer.base for layer in adapted.values()})
 
@@ -293,11 +270,11 @@ def split_lora(model: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
         ('Linear', ['layers/0'], (8, 2))
     """
     if not isinstance(model, nnx.Module):
-        return split_lora_tree(model)
+        return lora.split_lora_tree(model)
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if is_nnx_program(result) and has_adapters(result):
-        bare, tree_adapters = split_lora_tree(params_with_adapters(result))
-        set_program_params(result, bare, program_rules(result), None)
+    if programs.is_nnx_program(result) and programs.has_adapters(result):
+        bare, tree_adapters = lora.split_lora_tree(programs.params_with_adapters(result))
+        programs.set_program_params(result, bare, programs.program_rules(result), None)
         return result, tree_adapters
     adapted = _adapted_layers(result)
     adapters = {
@@ -344,7 +321,7 @@ def save_lora(folder: str | os.PathLike[str], model: Any) -> None:
         >>> bool((again(jnp.ones((1, 8))) == adapted(jnp.ones((1, 8)))).all())
         True
     """
-    write_adapters(folder, split_lora(model)[1])
+    lora_rule.write_adapters(folder, split_lora(model)[1])
 
 
 def load_lora(
@@ -385,16 +362,18 @@ def load_lora(
     if not isinstance(model, nnx.Module):
         if fun is None:
             check_flax_or_equinox("model", model, "; parameters need fun=")
-        return tree_with_file_adapters(folder, model, tree_adapter_targets(model, inputs, fun))
+        return lora.tree_with_file_adapters(folder, model, lora.tree_adapter_targets(model, inputs, fun))
     result: Any = nnx.merge(*nnx.split(model), copy=True)
-    if inputs is not None or is_nnx_program(result):
-        params = tree_with_file_adapters(folder, params_with_adapters(result), _nnx_adapter_targets(result, inputs))
-        set_program_params(result, params, program_rules(result), rngs)
+    if inputs is not None or programs.is_nnx_program(result):
+        params = lora.tree_with_file_adapters(
+            folder, programs.params_with_adapters(result), _nnx_adapter_targets(result, inputs)
+        )
+        programs.set_program_params(result, params, programs.program_rules(result), rngs)
         return result
     layers = {path: entry.module for entry, _ in layer_entries(result) for path in entry.paths}
     linear_layers = {path: layer for path, layer in layers.items() if _is_linear_layer(layer)}
     adapters: dict[int, Adapted] = {}
-    for path, (a, b, rule) in read_adapters(
+    for path, (a, b, rule) in lora_rule.read_adapters(
         folder, linear_layers, lambda path: _linear_weight(linear_layers[path]).shape[-2:]
     ).items():
         if _linear_weight(linear_layers[path]).ndim > 2:
@@ -408,7 +387,7 @@ def load_lora(
 # -- one layer ---------------------------------------------------------------------------------------------------------
 
 
-def _adapt_layer(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original: Any) -> Adapted:
+def _adapt_layer(layer: Any, path: str, rule: lora_rule.LoraRule, rngs: nnx.Rngs, original: Any) -> Adapted:
     what = f"{type(layer).__name__} at {path!r}, by {rule}"
     if not _is_linear_layer(layer):
         raise ValueError(
@@ -417,7 +396,9 @@ def _adapt_layer(layer: Any, path: str, rule: LoraRule, rngs: nnx.Rngs, original
         )
     has_codes = isinstance(layer.kernel.get_value(), QArray)
     exact = None if original is None else _linear_weight(original)
-    a, b, rest = initial_stack_adapters(rule, what, lambda _: rngs.params(), _linear_weight(layer), exact, has_codes)
+    a, b, rest = lora_rule.initial_stack_adapters(
+        rule, what, lambda _: rngs.params(), _linear_weight(layer), exact, has_codes
+    )
     if rest is not None:
         _set_linear_weight(layer, rest, True)
     return Adapted(layer, a, b, rule, _adapter_dropout(rule.dropout, rngs, a.shape[:-2]) if rule.dropout else None)
