@@ -515,7 +515,7 @@ def test_the_report_follows_loops_and_draws_as_the_program_does() -> None:
     row = next(row for row in report.rows if row.primitive == "reduce_sum")
     assert row.largest == float(low(jnp.array([1.7, 0.9])))
     with pytest.raises(TypeError, match="emulate returned"):
-        jc.EmulatedFunction.report(nested, X)
+        jc.EmulatedFunction.report(nested, X)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="traced"):
         jax.jit(lambda x: low.report(x, trace_values=True))(X)
 
