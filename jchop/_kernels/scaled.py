@@ -354,7 +354,10 @@ def round_scaled(
     if 0 in x.shape:
         return x
     result, mask = _run_on_dense(partial(round_scaled_op, impl=impl), x, seeds_and_starts, spec, place)
-    return result if mask is None else jnp.where(mask, result, 0)
+    if mask is None:
+        return result
+    result = jnp.where(mask, result, 0)
+    return jax.sharding.reshard(result, jax.typeof(x).sharding) if has_sharding(x) else result
 
 
 def scaled_overflow(x: Array, *seeds_and_starts: Array, spec: Spec, place: StreamOffset = STREAM_START) -> Array:

@@ -350,7 +350,7 @@ def a_checkpoint_fits_its_own_specs_and_shapes_alone(write: Any, tmp_path: Path)
 
 
 @pytest.mark.in_turn(6)
-@pytest.mark.parametrize("spec", ["fixed4.4(group=32)", "int8(group=16)", "bfloat16", {".*": None}, {"0.trace.b": OWN}])
+@pytest.mark.parametrize("spec", ["fixed4.4(group=32)", "int8(group=16)", "bfloat16", {"*": None}, {"0.trace.b": OWN}])
 def test_a_state_of_other_rules_is_refused(spec: Any) -> None:
     params = {"w": jnp.ones((4, 32)), "b": jnp.ones(32)}
     state = packed_sgd(OWN).init(params)

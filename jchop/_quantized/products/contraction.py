@@ -250,9 +250,10 @@ def check_operand_specs(product: AnyProduct, roundings: ProductRoundings) -> Non
             f"rotation={roundings.rotation} of the {roundings.place}: the rows of a convolution or, backward, of "
             "experts are not independent; put a rule with operation='conv' or 'ragged_dot' and no rotation before it"
         )
+    codes = roundings.codes and not roundings.stored_only  # else codes that cannot be multiplied are floats
     for field, spec, layout in operands:
         check_layout_axes(field, spec, layout.ndim, roundings.place)
-        if roundings.codes and spec is not None:
+        if codes and spec is not None:
             check_code_format(field, spec, roundings.place)
 
 

@@ -85,8 +85,8 @@ class Rule(FieldsRepr):
         product: ``"float"``: rounded operands are multiplied as floats, in the carrier. ``"codes"``: their codes are
             multiplied and the sums scaled, as the units of chips do; [](products.md) states the sum. A ``gradient`` has
             the backward products computed so, too; without one they are those of floats. ``"auto"``: codes in products
-            of matrices that read a weight alone as it is stored, else floats; layers of Linen have floats. Default
-            None: ``"float"``; in ``mode="weight_only"`` ``"auto"``, unless there is a `scale_from`.
+            of matrices that read a weight alone as it is stored, else floats. Default None: ``"float"``; in
+            ``mode="weight_only"`` ``"auto"``, unless there is a `scale_from`.
         stochastic_stream: the stream of `flax.nnx.Rngs` for stochastic roundings. Default ``"rounding"``.
 
     Raises:

@@ -114,7 +114,7 @@ def test_the_code_below_a_symmetric_range_is_nan(name):
     """And has no sign; neighbours in two's complement are the ends of the range."""
     codes = jnp.array([128, 129, 127], jnp.uint8)
     values = decode_elements(codes, FORMATS["fixed1.7(symmetric=true)"], CARRIERS[name])
-    np.testing.assert_array_equal(values, [np.nan, -127 / 128, 127 / 128])
+    np.testing.assert_array_equal(np.asarray(values, np.float32), [np.nan, -127 / 128, 127 / 128])
     assert not np.signbit(values[0])
 
 
